@@ -1,0 +1,75 @@
+"""The contract of a primitive op: shape rule, reference, gradient rule, cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from barellm.program.tensor import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from barellm.program.backward import Gradients
+
+Spec = tuple[tuple[int, ...], str]  # shape, dtype
+
+
+class Op:
+    """One step of a program. A subclass defines
+
+    `infer(**inputs) -> {output: (shape, dtype)}`   the shape rule; ValueError with the offending shapes
+    `reference(**arrays) -> {output: array}`         the meaning, in NumPy float64 on the arrays' actual sizes
+    `gradient(g, **douts)`                            appends the backward ops (`douts`: one tensor or None per output)
+    `flops()`                                         operations at the planned maximum sizes
+
+    Inputs, outputs and attributes are read as attributes: `self.x`, `self.y`, `self.eps`; an absent optional input is None.
+    `scalars` names the run-time scalars that the reference gets as further keywords.
+    An output that is also an input (`inplace`) is the same tensor: optimizer state, caches.
+    """
+
+    name: ClassVar[str]
+    optional: ClassVar[tuple[str, ...]] = ()
+    scalars: ClassVar[tuple[str, ...]] = ()
+    inplace: ClassVar[dict[str, str]] = {}  # output -> the input whose tensor it overwrites
+
+    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
+        self.inputs: dict[str, Tensor] = {k: t for k, t in inputs.items() if t is not None}
+        self.attrs = attrs
+        self.outputs: dict[str, Tensor] = {}
+        # How each output is written: "store"; "add" to what is there; "start" = store, or add where the scalar `accumulate` is set.
+        self.modes: dict[str, str] = {}
+        self.segment: str | None = None
+        self.recomputed = False  # a copy that the backward walk made: its FLOPs are not the model's
+
+    def __getattr__(self, name: str) -> Any:
+        for table in ("inputs", "outputs", "attrs"):
+            values = self.__dict__.get(table, {})
+            if name in values:
+                return values[name]
+        if name in type(self).optional:
+            return None
+        raise AttributeError(f"{type(self).__name__} has no input, output or attribute {name!r}")
+
+    def infer(self, **inputs: Any) -> dict[str, Spec]:
+        raise NotImplementedError(self.name)
+
+    def reference(self, **arrays: Any) -> dict[str, np.ndarray]:
+        raise NotImplementedError(self.name)
+
+    def gradient(self, g: Gradients, **douts: Tensor | None) -> None:
+        raise ValueError(f"{self.name} has no gradient rule: it cannot be on the way from a parameter to the loss")
+
+    def flops(self) -> int:
+        return 0
+
+    def bytes(self) -> int:
+        """Fewest bytes that must move: every input read once, every output written once (read too where it accumulates)."""
+        read = sum(t.nbytes for t in {id(t): t for t in self.inputs.values()}.values())
+        write = sum(t.nbytes for t in self.outputs.values())
+        again = sum(t.nbytes for k, t in self.outputs.items() if self.modes.get(k) == "add")
+        return read + write + again
+
+    def __repr__(self) -> str:
+        outs = ", ".join(t.name for t in self.outputs.values())
+        ins = ", ".join(t.name for t in self.inputs.values())
+        return f"{outs} = {self.name}({ins})"

@@ -1,0 +1,105 @@
+"""Products with a weight matrix, their two gradients, and the bias.
+
+Shapes: x (..., K), weight (N, K), y (..., N); leading axes are tokens.
+"""
+
+from __future__ import annotations
+
+from barellm.program.ops.base import Op, Spec
+from barellm.program.tensor import Tensor, describe
+
+
+def tokens(t: Tensor) -> int:
+    return t.size // int(t.shape[-1])
+
+
+class Matmul(Op):
+    """y = x @ weight.T, accumulated in fp32."""
+
+    name = "matmul"
+
+    def infer(self, x: Tensor, weight: Tensor) -> dict[str, Spec]:
+        if len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
+            raise ValueError(f"matmul expects x (..., K) and weight (N, K): {describe(x=x, weight=weight)}")
+        return {"y": ((*x.shape[:-1], weight.shape[0]), self.attrs.get("dtype", x.dtype))}
+
+    def reference(self, x, weight):
+        return {"y": x @ weight.T}
+
+    def gradient(self, g, y):
+        dy = g.cast(y, self.x.dtype)
+        g.write(MatmulDx, {"dx": self.x}, dy=dy, weight=self.weight)
+        g.write(MatmulDw, {"dweight": self.weight}, dy=dy, x=self.x)
+
+    def flops(self) -> int:
+        return 2 * tokens(self.x) * self.weight.size
+
+
+class MatmulDx(Op):
+    """dx = dy @ weight."""
+
+    name = "matmul_dx"
+
+    def infer(self, dy: Tensor, weight: Tensor) -> dict[str, Spec]:
+        if dy.shape[-1] != weight.shape[0]:
+            raise ValueError(f"matmul_dx expects dy (..., N) and weight (N, K): {describe(dy=dy, weight=weight)}")
+        return {"dx": ((*dy.shape[:-1], weight.shape[1]), dy.dtype)}
+
+    def reference(self, dy, weight):
+        return {"dx": dy @ weight}
+
+    def flops(self) -> int:
+        return 2 * tokens(self.dy) * self.weight.size
+
+
+class MatmulDw(Op):
+    """dweight = dy.T @ x, summed over tokens in order: one accumulation chain per element."""
+
+    name = "matmul_dw"
+
+    def infer(self, dy: Tensor, x: Tensor) -> dict[str, Spec]:
+        if dy.shape[:-1] != x.shape[:-1]:
+            raise ValueError(f"matmul_dw expects dy (tokens, N) and x (tokens, K): {describe(dy=dy, x=x)}")
+        return {"dweight": ((dy.shape[-1], x.shape[-1]), "fp32")}
+
+    def reference(self, dy, x):
+        return {"dweight": dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])}
+
+    def flops(self) -> int:
+        return 2 * self.dy.size * int(self.x.shape[-1])
+
+
+class Bias(Op):
+    """y = x + bias, bias (N) over the last axis."""
+
+    name = "bias"
+
+    def infer(self, x: Tensor, bias: Tensor) -> dict[str, Spec]:
+        if bias.shape != x.shape[-1:]:
+            raise ValueError(f"bias expects x (..., N) and bias (N): {describe(x=x, bias=bias)}")
+        return {"y": (x.shape, x.dtype)}
+
+    def reference(self, x, bias):
+        return {"y": x + bias}
+
+    def gradient(self, g, y):
+        g.alias(self.x, y)
+        g.write(BiasGrad, {"dbias": self.bias}, dy=y)
+
+    def flops(self) -> int:
+        return self.x.size
+
+
+class BiasGrad(Op):
+    """dbias = sum of dy over tokens, in a tree fixed by the token count."""
+
+    name = "bias_grad"
+
+    def infer(self, dy: Tensor) -> dict[str, Spec]:
+        return {"dbias": (dy.shape[-1:], "fp32")}
+
+    def reference(self, dy):
+        return {"dbias": dy.reshape(-1, dy.shape[-1]).sum(0)}
+
+    def flops(self) -> int:
+        return self.dy.size
