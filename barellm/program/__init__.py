@@ -1,1 +1,1 @@
-"""What a training step is: tensors, primitive ops, the reverse walk and the memory plan. Imports nothing of the rest."""
+"""What a training step is: tensors, primitive ops, the reverse walk, the memory plan. Imports nothing of the rest."""

@@ -1,13 +1,14 @@
 """The reverse walk: from a list of forward ops to the backward ops that follow it.
 
-Each gradient has an ordered list of writers fixed by this walk. An activation's gradient is stored by its first writer and
-added to by the others; a parameter's first writer is "start": it stores on the first micro-batch and adds on the later ones.
+Each gradient has an ordered list of writers fixed by this walk. An activation's gradient is stored by its first writer
+and added to by the others; a parameter's first writer is "start": it stores on the first micro-batch and adds on later ones.
 Nothing is zeroed first, and no add is emitted where a gradient merely passes through (`alias`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from barellm.program.ops.base import Op
@@ -33,11 +34,12 @@ class Gradients:
         return self.origin.get(forward, forward)
 
     def take(self, forward: Tensor) -> Tensor | None:
-        """The finished gradient of an op's output; later accumulation into it can no longer disturb this op's rule."""
-        grad = self.of.pop(self.key(forward), None)
-        if grad is not None:
-            self.holders[grad] -= 1
-        return grad
+        """The finished gradient of an op's output. It stays held until the op's rule is done (`release`), so that the
+        rule cannot add into what it still reads: y = x + linear(x) gives x and linear(x) the same gradient tensor."""
+        return self.of.pop(self.key(forward), None)
+
+    def release(self, grads: Iterable[Tensor | None]) -> None:
+        self.holders.subtract(grad for grad in grads if grad is not None)
 
     def cast(self, grad: Tensor, dtype: str) -> Tensor:
         """`grad` as a matmul operand of `dtype`."""
@@ -48,6 +50,8 @@ class Gradients:
         forward = self.key(forward)
         if forward not in self.needs:
             return
+        if forward.role == "parameter":
+            raise ValueError(f"{forward.name} is a parameter and meets its gradient unchanged: no op stores that")
         have = self.of.get(forward)
         if have is None:
             self._hold(forward, grad)
@@ -93,8 +97,8 @@ def reachable(ops: list[Op]) -> set[Tensor]:
 
 
 def backward(program: Program, loss: Tensor, *, recompute: bool = False) -> None:
-    """Append the backward ops of `loss`. With `recompute`, what a segment computed is dropped after the forward pass and
-    computed again, from the segment's inputs, just before its backward ops (Chen et al. 2016)."""
+    """Append the backward ops of `loss`. With `recompute`, what a segment computed is dropped after the forward pass
+    and computed again, from the segment's inputs, just before its backward ops (Chen et al. 2016)."""
     forward = list(program.ops)
     g = Gradients(program)
     g.needs = reachable(forward)
@@ -120,6 +124,7 @@ def backward(program: Program, loss: Tensor, *, recompute: bool = False) -> None
                 continue
         with program.in_segment(op.segment):
             copies.get(op, op).gradient(g, **douts)
+        g.release(douts.values())
     program.eliminate_dead()
 
 

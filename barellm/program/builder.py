@@ -12,7 +12,7 @@ from barellm.program.tensor import PERSISTENT, Role, Tensor
 
 
 class Store:
-    """Persistent tensors by name, shared by all programs of one arena: parameters, gradients, optimizer state, caches."""
+    """Persistent tensors by name, shared by the programs of one arena: parameters, gradients, optimizer state, caches."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -32,8 +32,8 @@ class Store:
 class Program:
     """A list of primitive ops over named tensors.
 
-    `compute` is the dtype of matmul operands and of the activations between them: "fp32" or "bf16". The residual stream,
-    statistics and gradients of parameters are fp32 in both.
+    `compute` is the dtype of matmul operands and of the activations between them: "fp32" or "bf16". The residual
+    stream, statistics and gradients of parameters are fp32 in both.
     """
 
     def __init__(self, store: Store, *, compute: str = "fp32") -> None:
@@ -45,6 +45,7 @@ class Program:
         self.named: dict[str, Tensor] = {}  # inputs and outputs, which a session reads and writes by name
         self._names: dict[str, int] = {}
         self._segment: str | None = None
+        self._streams = 0  # random ops so far: each draws from its own stream
 
     # --- tensors ---
 
@@ -58,7 +59,9 @@ class Program:
         self.named[name] = t
         return t
 
-    def parameter(self, name: str, shape: tuple[int, ...], *, std: float | None = None, value: float = 0.0, valid_rows: int = 0) -> Tensor:
+    def parameter(
+        self, name: str, shape: tuple[int, ...], *, std: float | None = None, value: float = 0.0, valid_rows: int = 0
+    ) -> Tensor:
         """Initialised with normals of deviation `std`, or with `value`. A matrix of a bf16 program is stored split."""
         dtype = "split" if len(shape) == 2 and self.compute == "bf16" else "fp32"
         init = ("normal", std) if std is not None else ("constant", value)
@@ -86,7 +89,7 @@ class Program:
     segment = in_segment  # what a model calls: a unit for recompute, profiling and sharding
 
     def apply(self, op_type: type[Op], *, into: dict[str, tuple[Tensor, str]] | None = None, **operands: Any) -> Op:
-        """Append one op. `into` names outputs that go to existing tensors, with their mode ("store", "add", "start")."""
+        """Append one op. `into` names outputs that go to existing tensors, with their mode: "store", "add", "start"."""
         into = into or {}
         inputs = {k: v for k, v in operands.items() if v is None or isinstance(v, Tensor)}
         op = op_type(inputs, {k: v for k, v in operands.items() if k not in inputs})
@@ -126,10 +129,22 @@ class Program:
 
     @property
     def flops(self) -> int:
-        """Operations of the list at the planned maximum sizes, recompute not counted."""
-        return sum(op.flops() for op in self.ops if not op.recomputed)
+        """Model FLOPs at the planned maximum sizes: products with weights, causal attention, no recompute."""
+        return sum(op.flops() for op in self.ops if op.counted and not op.recomputed)
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Names of the run-time scalars that a run is given, sorted."""
+        names = {name for op in self.ops for name in op.scalars}
+        names |= {"accumulate" for op in self.ops if "start" in op.modes.values()}
+        tensors = {t for op in self.ops for t in (*op.inputs.values(), *op.outputs.values())}
+        return tuple(sorted(names | {dim.name for t in tensors for dim in t.dims}))
 
     # --- what a model calls ---
+
+    def embedding(self, tokens: Tensor, wte: Tensor, wpe: Tensor) -> Tensor:
+        """tokens (B, T) i32 -> (B, T, C) fp32, the residual stream."""
+        return self.apply(ops.Embedding, tokens=tokens, wte=wte, wpe=wpe).y
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., K), weight (N, K), bias (N) -> (..., N)."""
@@ -139,8 +154,34 @@ class Program:
     def layernorm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
         return self.apply(ops.LayerNorm, x=x, weight=weight, bias=bias, eps=eps, dtype=self.compute).y
 
+    def attention(self, qkv: Tensor, *, heads: int, dropout: float = 0.0) -> Tensor:
+        """Causal self-attention, qkv (B, T, 3C) -> (B, T, C)."""
+        return self.apply(ops.Attention, qkv=qkv, heads=heads, rate=dropout, stream=self._stream(dropout)).out
+
+    def attention_cached(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, *, heads: int) -> Tensor:
+        """Decoding: qkv (B, T, 3C) of positions pos .. pos + T, caches (B, maxT, C) -> (B, T, C)."""
+        return self.apply(ops.AttentionCached, qkv=qkv, k_cache=k_cache, v_cache=v_cache, heads=heads).out
+
     def gelu(self, x: Tensor) -> Tensor:
         return self.apply(ops.Gelu, x=x).y
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return self.apply(ops.Add, a=a, b=b).y
+
+    def dropout(self, x: Tensor, rate: float) -> Tensor:
+        """x (B, T, C). Rate 0 adds no op."""
+        return x if rate == 0 else self.apply(ops.Dropout, x=x, rate=rate, stream=self._stream(rate)).y
+
+    def classifier(self, x: Tensor, weight: Tensor, targets: Tensor, *, valid_vocab: int) -> Tensor:
+        """x (B, T, C), weight (Vp, C), targets (B, T) i32, -1 ignored -> loss (1,), times the scalar inv_targets."""
+        logits = self.apply(ops.Matmul, x=x, weight=weight).y
+        return self.apply(ops.CrossEntropy, logits=logits, targets=targets, valid_vocab=valid_vocab).loss
+
+    def last_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """fp32 logits (B, 1, Vp) of the last position of x (B, T, C)."""
+        last = self.apply(ops.LastRow, x=x).y
+        return self.apply(ops.Matmul, x=last, weight=weight, dtype="fp32").y
+
+    def _stream(self, rate: float) -> int:
+        self._streams += rate > 0
+        return self._streams

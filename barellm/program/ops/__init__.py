@@ -1,20 +1,41 @@
 """Primitive ops, one file per family."""
 
+from barellm.program.ops.attention import Attention, AttentionBackward, AttentionCached
+from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward
 from barellm.program.ops.elementwise import Add, Cast, Gelu, GeluBackward
+from barellm.program.ops.embedding import Embedding, EmbeddingDwpe, EmbeddingDwte, LastRow
 from barellm.program.ops.layernorm import LayerNorm, LayerNormDparams, LayerNormDx
 from barellm.program.ops.matmul import Bias, BiasGrad, Matmul, MatmulDw, MatmulDx
+from barellm.program.ops.optimizer import AdamW, ClipScale, SumSquares
+from barellm.program.ops.random import ConstantInit, Dropout, DropoutBackward, NormalInit
 
 __all__ = [
+    "AdamW",
     "Add",
+    "Attention",
+    "AttentionBackward",
+    "AttentionCached",
     "Bias",
     "BiasGrad",
     "Cast",
+    "ClipScale",
+    "ConstantInit",
+    "CrossEntropy",
+    "CrossEntropyBackward",
+    "Dropout",
+    "DropoutBackward",
+    "Embedding",
+    "EmbeddingDwpe",
+    "EmbeddingDwte",
     "Gelu",
     "GeluBackward",
+    "LastRow",
     "LayerNorm",
     "LayerNormDparams",
     "LayerNormDx",
     "Matmul",
     "MatmulDw",
     "MatmulDx",
+    "NormalInit",
+    "SumSquares",
 ]

@@ -22,8 +22,8 @@ class Op:
     `gradient(g, **douts)`                            appends the backward ops (`douts`: one tensor or None per output)
     `flops()`                                         operations at the planned maximum sizes
 
-    Inputs, outputs and attributes are read as attributes: `self.x`, `self.y`, `self.eps`; an absent optional input is None.
-    `scalars` names the run-time scalars that the reference gets as further keywords.
+    Inputs, outputs and attributes are read as attributes: `self.x`, `self.y`, `self.eps`; an absent optional one is None.
+    `scalars` names the run-time scalars that the reference gets as further keywords. Targets and tokens stay integers.
     An output that is also an input (`inplace`) is the same tensor: optimizer state, caches.
     """
 
@@ -31,12 +31,14 @@ class Op:
     optional: ClassVar[tuple[str, ...]] = ()
     scalars: ClassVar[tuple[str, ...]] = ()
     inplace: ClassVar[dict[str, str]] = {}  # output -> the input whose tensor it overwrites
+    rounded: ClassVar[tuple[str, ...]] = ()  # inputs of which a split parameter gives its bf16 plane only
+    counted: ClassVar[bool] = False  # its operations are the model's: products with weights, and attention
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
         self.inputs: dict[str, Tensor] = {k: t for k, t in inputs.items() if t is not None}
         self.attrs = attrs
         self.outputs: dict[str, Tensor] = {}
-        # How each output is written: "store"; "add" to what is there; "start" = store, or add where the scalar `accumulate` is set.
+        # How each output is written: "store"; "add" to what is there; "start": store, or add where `accumulate` is set.
         self.modes: dict[str, str] = {}
         self.segment: str | None = None
         self.recomputed = False  # a copy that the backward walk made: its FLOPs are not the model's
@@ -63,7 +65,7 @@ class Op:
         return 0
 
     def bytes(self) -> int:
-        """Fewest bytes that must move: every input read once, every output written once (read too where it accumulates)."""
+        """Fewest bytes that must move: every input read once, every output written once (and read where added to)."""
         read = sum(t.nbytes for t in {id(t): t for t in self.inputs.values()}.values())
         write = sum(t.nbytes for t in self.outputs.values())
         again = sum(t.nbytes for k, t in self.outputs.items() if self.modes.get(k) == "add")

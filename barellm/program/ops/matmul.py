@@ -17,6 +17,8 @@ class Matmul(Op):
     """y = x @ weight.T, accumulated in fp32."""
 
     name = "matmul"
+    rounded = ("weight",)
+    counted = True
 
     def infer(self, x: Tensor, weight: Tensor) -> dict[str, Spec]:
         if len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
@@ -39,6 +41,8 @@ class MatmulDx(Op):
     """dx = dy @ weight."""
 
     name = "matmul_dx"
+    rounded = ("weight",)
+    counted = True
 
     def infer(self, dy: Tensor, weight: Tensor) -> dict[str, Spec]:
         if dy.shape[-1] != weight.shape[0]:
@@ -56,6 +60,7 @@ class MatmulDw(Op):
     """dweight = dy.T @ x, summed over tokens in order: one accumulation chain per element."""
 
     name = "matmul_dw"
+    counted = True
 
     def infer(self, dy: Tensor, x: Tensor) -> dict[str, Spec]:
         if dy.shape[:-1] != x.shape[:-1]:

@@ -1,0 +1,64 @@
+"""The classifier's loss. Shapes: logits (B, T, Vp), targets (B, T) i32, lse (B, T) fp32, loss (1,) fp32.
+
+Columns from `valid_vocab` on are padding: no part of the softmax, gradient zero. Target -1 is ignored.
+The scalar `inv_targets` is 1 / (valid targets of the whole batch, over all its micro-batches).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from barellm.program.ops.attention import log_sum_exp
+from barellm.program.ops.base import Op, Spec
+from barellm.program.tensor import Tensor, describe
+
+
+class CrossEntropy(Op):
+    """loss = inv_targets * sum of (lse - logits[target]) over the micro-batch's valid targets, in nats."""
+
+    name = "cross_entropy"
+    scalars = ("inv_targets",)
+
+    def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
+        if logits.shape[:-1] != targets.shape or not 0 < self.valid_vocab <= logits.shape[-1]:
+            found = describe(logits=logits, targets=targets)
+            raise ValueError(f"cross_entropy expects logits (B, T, V >= {self.valid_vocab}), targets (B, T): {found}")
+        return {"loss": ((1,), "fp32"), "lse": (targets.shape, "fp32")}
+
+    def reference(self, logits, targets, inv_targets):
+        logits = logits[..., : self.valid_vocab]
+        lse = log_sum_exp(logits)
+        at_target = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+        total = np.where(targets >= 0, lse - at_target, 0).sum()
+        return {"loss": np.reshape(total * inv_targets, 1), "lse": lse}
+
+    def gradient(self, g, loss, lse):
+        assert lse is None, "lse is a saved value, not a differentiable output"
+        if loss is not None:
+            raise ValueError("cross_entropy must be the loss itself: its gradient rule is the seed of the reverse walk")
+        operands = {"logits": self.logits, "targets": self.targets, "lse": self.lse}
+        g.write(CrossEntropyBackward, {"dlogits": self.logits}, **operands, valid_vocab=self.valid_vocab)
+
+    def flops(self) -> int:
+        return 4 * self.logits.size
+
+
+class CrossEntropyBackward(Op):
+    """dlogits = (softmax - onehot) * inv_targets; zero in rows with target -1 and in padded columns."""
+
+    name = "cross_entropy_backward"
+    scalars = ("inv_targets",)
+
+    def infer(self, logits: Tensor, targets: Tensor, lse: Tensor) -> dict[str, Spec]:
+        return {"dlogits": (logits.shape, logits.dtype)}
+
+    def reference(self, logits, targets, lse, inv_targets):
+        V = self.valid_vocab
+        dlogits = np.zeros_like(logits)
+        dlogits[..., :V] = np.exp(logits[..., :V] - lse[..., None])
+        at_target = np.maximum(targets, 0)[..., None]
+        np.put_along_axis(dlogits, at_target, np.take_along_axis(dlogits, at_target, -1) - 1, -1)
+        return {"dlogits": np.where(targets[..., None] >= 0, dlogits * inv_targets, 0)}
+
+    def flops(self) -> int:
+        return 4 * self.logits.size

@@ -1,0 +1,93 @@
+"""Token and position embedding. Shapes: tokens (B, T) i32, wte (V, C), wpe (maxT, C), y (B, T, C) fp32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from barellm.program.ops.base import Op, Spec
+from barellm.program.tensor import Tensor, describe
+
+
+class Embedding(Op):
+    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t]; `pos` is 0 in training. Ids must be valid: callers check."""
+
+    name = "embedding"
+    scalars = ("pos",)
+
+    def infer(self, tokens: Tensor, wte: Tensor, wpe: Tensor) -> dict[str, Spec]:
+        if len(tokens.shape) != 2 or len(wte.shape) != 2 or wte.shape[1:] != wpe.shape[1:]:
+            found = describe(tokens=tokens, wte=wte, wpe=wpe)
+            raise ValueError(f"embedding expects tokens (B, T), wte (V, C) and wpe (maxT, C): {found}")
+        if tokens.shape[1] > wpe.shape[0]:
+            raise ValueError(f"embedding of {int(tokens.shape[1])} tokens, wpe has {int(wpe.shape[0])} positions")
+        return {"y": ((*tokens.shape, wte.shape[1]), "fp32")}
+
+    def reference(self, tokens, wte, wpe, pos):
+        return {"y": wte[tokens] + wpe[pos : pos + tokens.shape[1]]}
+
+    def gradient(self, g, y):
+        g.write(EmbeddingDwte, {"dweight": self.wte}, tokens=self.tokens, dy=y, rows=self.wte.shape[0])
+        g.write(EmbeddingDwpe, {"dweight": self.wpe}, dy=y, rows=self.wpe.shape[0])
+
+    def flops(self) -> int:
+        return self.y.size
+
+    def bytes(self) -> int:
+        return self.tokens.nbytes + 2 * self.y.nbytes + min(self.wpe.nbytes, self.y.nbytes)
+
+
+class EmbeddingDwte(Op):
+    """dweight[v] = sum of dy over the tokens equal to v, in token order. Rows not hit: zero (mode add: untouched)."""
+
+    name = "embedding_dwte"
+
+    def infer(self, tokens: Tensor, dy: Tensor) -> dict[str, Spec]:
+        if tokens.shape != dy.shape[:-1]:
+            raise ValueError(f"embedding_dwte expects tokens (B, T) and dy (B, T, C): {describe(tokens=tokens, dy=dy)}")
+        return {"dweight": ((self.attrs["rows"], dy.shape[-1]), "fp32")}
+
+    def reference(self, tokens, dy):
+        dweight = np.zeros((self.rows, dy.shape[-1]), dtype=dy.dtype)
+        np.add.at(dweight, tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+        return {"dweight": dweight}
+
+    def flops(self) -> int:
+        return self.dy.size
+
+    def bytes(self) -> int:
+        written = 2 * self.dy.nbytes if self.modes["dweight"] == "add" else self.dweight.nbytes
+        return self.tokens.nbytes + self.dy.nbytes + written
+
+
+class EmbeddingDwpe(Op):
+    """dweight[t] = sum of dy over the batch; rows beyond the sequence are zero. Training starts at position 0."""
+
+    name = "embedding_dwpe"
+
+    def infer(self, dy: Tensor) -> dict[str, Spec]:
+        return {"dweight": ((self.attrs["rows"], dy.shape[-1]), "fp32")}
+
+    def reference(self, dy):
+        dweight = np.zeros((self.rows, dy.shape[-1]), dtype=dy.dtype)
+        dweight[: dy.shape[1]] = dy.sum(0)
+        return {"dweight": dweight}
+
+    def flops(self) -> int:
+        return self.dy.size
+
+
+class LastRow(Op):
+    """y = x[:, T-1:T]: only the last position goes on to the classifier when decoding. x (B, T, C), y (B, 1, C)."""
+
+    name = "last_row"
+
+    def infer(self, x: Tensor) -> dict[str, Spec]:
+        if len(x.shape) != 3:
+            raise ValueError(f"last_row expects x (B, T, C): {describe(x=x)}")
+        return {"y": ((x.shape[0], 1, x.shape[2]), x.dtype)}
+
+    def reference(self, x):
+        return {"y": x[:, -1:]}
+
+    def bytes(self) -> int:
+        return 2 * self.y.nbytes

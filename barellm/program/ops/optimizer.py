@@ -1,0 +1,82 @@
+"""Global gradient norm, clipping and AdamW. Tensors of any shape; all statistics fp32."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from barellm.program.ops.base import Op, Spec
+from barellm.program.tensor import Tensor, describe
+
+CHUNK = 65536  # elements per partial sum of squares: fixed, so that the sum's bits depend on the shape only
+
+
+class SumSquares(Op):
+    """partials[i] = sum of squares of elements i * 65536 .. (i + 1) * 65536 of x."""
+
+    name = "sum_squares"
+
+    def infer(self, x: Tensor) -> dict[str, Spec]:
+        return {"partials": ((-(-x.size // CHUNK),), "fp32")}
+
+    def reference(self, x):
+        return {"partials": np.add.reduceat(x.reshape(-1) ** 2, np.arange(0, x.size, CHUNK))}
+
+    def flops(self) -> int:
+        return 2 * self.x.size
+
+
+class ClipScale(Op):
+    """clip = [norm, scale], from the partial sums p0, p1, ... in this order; scale = min(1, clip / norm).
+
+    `clip` 0 means no clipping. A norm that is not finite gives scale NaN, which AdamW obeys by changing nothing, and
+    counts one more in `skipped` (1,) i32.
+    """
+
+    name = "clip_scale"
+    inplace: ClassVar[dict[str, str]] = {"skipped": "skipped"}
+
+    def infer(self, skipped: Tensor, **partials: Tensor) -> dict[str, Spec]:
+        return {"clip": ((2,), "fp32"), "skipped": (skipped.shape, skipped.dtype)}
+
+    def reference(self, skipped, **partials):
+        total = sum(p.sum() for p in partials.values())
+        norm = np.sqrt(total)
+        if not np.isfinite(norm):
+            return {"clip": np.array([norm, np.nan]), "skipped": skipped + 1}
+        limit = self.attrs["clip"]
+        scale = min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0
+        return {"clip": np.array([norm, scale]), "skipped": skipped}
+
+
+class AdamW(Op):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019) as in torch.optim.AdamW; g = grad * clip[1]:
+
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
+    p = p (1 - lr wd) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
+
+    `step` counts from 1. Nothing changes if clip[1] is NaN.
+    """
+
+    name = "adamw"
+    scalars = ("lr", "step")
+    inplace: ClassVar[dict[str, str]] = {"param": "param", "m": "m", "v": "v"}
+
+    def infer(self, param: Tensor, grad: Tensor, m: Tensor, v: Tensor, clip: Tensor) -> dict[str, Spec]:
+        if not param.shape == grad.shape == m.shape == v.shape or clip.shape != (2,):
+            raise ValueError(f"adamw expects equal shapes and clip (2): {describe(param=param, grad=grad, m=m, v=v)}")
+        return {"param": (param.shape, param.dtype), "m": (m.shape, m.dtype), "v": (v.shape, v.dtype)}
+
+    def reference(self, param, grad, m, v, clip, lr, step):
+        if np.isnan(clip[1]):
+            return {"param": param, "m": m, "v": v}
+        g = grad * clip[1]
+        m = self.beta1 * m + (1 - self.beta1) * g
+        v = self.beta2 * v + (1 - self.beta2) * g * g
+        denominator = np.sqrt(v / (1 - self.beta2**step)) + self.eps
+        param = param * (1 - lr * self.weight_decay) - lr / (1 - self.beta1**step) * m / denominator
+        return {"param": param, "m": m, "v": v}
+
+    def flops(self) -> int:
+        return 14 * self.param.size

@@ -1,0 +1,164 @@
+"""Counter-based random bits: Threefry2x32-20 (Salmon et al. 2011, Random123). All arithmetic is uint32, modulo 2^32.
+
+One definition for every backend, for any split into micro-batches and for any sequence length:
+
+    key'  = threefry(key=(seed, step), counter=(sample, stream))      once per sample and stream
+    words = threefry(key=key', counter=(i, row))                      two words per call
+    column c of a row uses word (c // 16) % 2 of the call i = 16 * (c // 32) + c % 16
+
+so 16 lanes with consecutive i give columns 32b .. 32b+15 from the first words and 32b+16 .. 32b+31 from the second: no
+shuffles on 4, 8 or 16 lanes. `sample` is the sample's index in the data order (scalar `sample` + row of the batch),
+`stream` the number of the random op in the program, `row` the position t (attention: t * heads + head), `column` the
+channel (attention: the key's position). Initialisation uses step 0 and sample 0; training steps count from 1.
+"""
+
+from __future__ import annotations
+
+from math import pi
+from typing import ClassVar
+
+import numpy as np
+
+from barellm.program.ops.base import Op, Spec
+from barellm.program.tensor import Tensor
+
+PARITY = 0x1BD11BDA
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+HALF = 16  # columns per word of a call
+
+
+def threefry(k0, k1, c0, c1) -> tuple[np.ndarray, np.ndarray]:
+    """Both words of Threefry2x32-20; operands are broadcast."""
+    keys = [np.asarray(k, dtype=np.uint32) for k in (k0, k1)]
+    keys.append(keys[0] ^ keys[1] ^ np.uint32(PARITY))
+    with np.errstate(over="ignore"):
+        x = np.asarray(c0, dtype=np.uint32) + keys[0]
+        y = np.asarray(c1, dtype=np.uint32) + keys[1]
+        x, y = np.broadcast_arrays(x, y)
+        for group in range(5):
+            for r in ROTATIONS[group % 2]:
+                x = x + y
+                y = ((y << np.uint32(r)) | (y >> np.uint32(32 - r))) ^ x
+            x = x + keys[(group + 1) % 3]
+            y = y + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return x, y
+
+
+def calls(seed: int, step: int, sample: int, stream: int, rows: np.ndarray, columns: int):
+    """Both words of each call for `rows` (R): two arrays (R, ceil(columns / 32) * 16)."""
+    k0, k1 = threefry(seed & 0xFFFFFFFF, step & 0xFFFFFFFF, sample & 0xFFFFFFFF, stream)
+    i = np.arange(-(-columns // (2 * HALF)) * HALF, dtype=np.uint32)
+    return threefry(k0, k1, i[None, :], np.asarray(rows, dtype=np.uint32)[:, None])
+
+
+def to_columns(first: np.ndarray, second: np.ndarray, columns: int) -> np.ndarray:
+    """Values of the two words of each call (R, I), laid out as (R, columns)."""
+    rows = first.shape[0]
+    pairs = np.stack([first.reshape(rows, -1, HALF), second.reshape(rows, -1, HALF)], axis=2)
+    return pairs.reshape(rows, -1)[:, :columns]
+
+
+def words(seed: int, step: int, sample: int, stream: int, rows: np.ndarray, columns: int) -> np.ndarray:
+    """One uint32 word per (row, column): (R, columns)."""
+    return to_columns(*calls(seed, step, sample, stream, rows, columns), columns)
+
+
+def threshold(rate: float) -> int:
+    """An element is kept if its word is at least this."""
+    return min(round(rate * 2**32), 2**32 - 1)
+
+
+def keep_scale(rate: float) -> float:
+    return 1.0 / (1.0 - rate)
+
+
+def keep(seed: int, step: int, sample: int, stream: int, rows: np.ndarray, columns: int, rate: float) -> np.ndarray:
+    """What elements are multiplied with: 0 where dropped, 1 / (1 - rate) where kept; (R, columns) float64."""
+    kept = words(seed, step, sample, stream, rows, columns) >= np.uint32(threshold(rate))
+    return kept * keep_scale(rate)
+
+
+def keep_batch(shape: tuple[int, ...], rate: float, stream: int, seed: int, step: int, sample: int) -> np.ndarray:
+    """`keep` for x (B, T, C)."""
+    B, T, C = shape
+    return np.stack([keep(seed, step, sample + b, stream, np.arange(T), C, rate) for b in range(B)])
+
+
+class Dropout(Op):
+    """y = x * keep / (1 - rate), x (B, T, C) (Srivastava et al. 2014)."""
+
+    name = "dropout"
+    scalars = ("seed", "step", "sample")
+
+    def infer(self, x: Tensor) -> dict[str, Spec]:
+        if len(x.shape) != 3 or not 0 < self.rate < 1:
+            raise ValueError(f"dropout expects x (B, T, C) and 0 < rate < 1: x {tuple(x.shape)}, rate {self.rate}")
+        return {"y": (x.shape, x.dtype)}
+
+    def reference(self, x, seed, step, sample):
+        return {"y": x * keep_batch(x.shape, self.rate, self.stream, seed, step, sample)}
+
+    def gradient(self, g, y):
+        g.write(DropoutBackward, {"dx": self.x}, dy=y, rate=self.rate, stream=self.stream, dtype=self.x.dtype)
+
+    def flops(self) -> int:
+        return self.x.size
+
+
+class DropoutBackward(Op):
+    """dx = dy * keep / (1 - rate), with the bits of the forward op."""
+
+    name = "dropout_backward"
+    scalars = ("seed", "step", "sample")
+
+    def infer(self, dy: Tensor) -> dict[str, Spec]:
+        return {"dx": (dy.shape, self.attrs["dtype"])}
+
+    def reference(self, dy, seed, step, sample):
+        return {"dx": dy * keep_batch(dy.shape, self.rate, self.stream, seed, step, sample)}
+
+    def flops(self) -> int:
+        return self.dy.size
+
+
+class NormalInit(Op):
+    """param = std * normal, rows from `valid_rows` on zero. Box-Muller on the two words of a call, 24 bits of each:
+
+    radius = sqrt(-2 ln((first // 256 + 1) / 2^24)), angle = 2 pi (second // 256) / 2^24;
+    the first word's column gets radius * cos(angle), the second's radius * sin(angle). A vector is one row.
+    """
+
+    name = "normal_init"
+    scalars = ("seed",)
+    inplace: ClassVar[dict[str, str]] = {"param": "param"}
+
+    def infer(self, param: Tensor) -> dict[str, Spec]:
+        return {"param": (param.shape, param.dtype)}
+
+    def reference(self, param, seed):
+        flat = param.reshape(-1, param.shape[-1])
+        first, second = calls(seed, 0, 0, self.stream, np.arange(flat.shape[0]), flat.shape[1])
+        radius = np.sqrt(-2 * np.log(((first >> np.uint32(8)) + 1.0) / 2**24))
+        angle = 2 * pi / 2**24 * (second >> np.uint32(8))
+        y = to_columns(radius * np.cos(angle), radius * np.sin(angle), flat.shape[1])
+        y = self.std * y.reshape(param.shape)
+        y[self.valid_rows :] = 0
+        return {"param": y}
+
+    def flops(self) -> int:
+        return 60 * self.param.size
+
+
+class ConstantInit(Op):
+    """param = value, rows from `valid_rows` on zero."""
+
+    name = "constant_init"
+    inplace: ClassVar[dict[str, str]] = {"param": "param"}
+
+    def infer(self, param: Tensor) -> dict[str, Spec]:
+        return {"param": (param.shape, param.dtype)}
+
+    def reference(self, param):
+        y = np.full(param.shape, float(self.value))
+        y[self.valid_rows :] = 0
+        return {"param": y}
