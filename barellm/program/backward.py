@@ -1,7 +1,7 @@
 """The reverse walk: from a list of forward ops to the backward ops that follow it.
 
 Each gradient has an ordered list of writers fixed by this walk. An activation's gradient is stored by its first writer
-and added to by the others; a parameter's first writer is "start": it stores on the first micro-batch and adds on later ones.
+and added to by the others; a parameter's first writer is "start": it stores on the first micro-batch, adds on later ones.
 Nothing is zeroed first, and no add is emitted where a gradient merely passes through (`alias`).
 """
 
@@ -59,7 +59,7 @@ class Gradients:
             self.holders[have] -= 1
             self._hold(forward, self.program.apply(Add, a=have, b=grad).y)
 
-    def write(self, op_type: type[Op], targets: dict[str, Tensor], **operands: Any) -> None:
+    def write(self, op_type: type[Op], targets: dict[str, Tensor], /, **operands: Any) -> None:
         """Append `op_type`; each of its outputs named in `targets` contributes to that forward tensor's gradient."""
         targets = {out: self.key(t) for out, t in targets.items()}
         wanted = {out: t for out, t in targets.items() if t in self.needs}

@@ -12,7 +12,7 @@ from barellm.program.tensor import PERSISTENT, Role, Tensor
 
 
 class Store:
-    """Persistent tensors by name, shared by the programs of one arena: parameters, gradients, optimizer state, caches."""
+    """Persistent tensors by name, shared by the programs of one arena: parameters, gradients, states, caches."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Causal attention. Shapes: qkv (B, T, 3C), columns q | k | v, head h owning columns h*D .. (h+1)*D of each; out (B, T, C);
+"""Causal attention. Shapes: qkv (B, T, 3C), columns q | k | v, head h owning h*D .. (h+1)*D of each; out (B, T, C);
 lse (B, H, T) fp32. C = H * D, scale = 1 / sqrt(D). T x T exists in the references only."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class AttentionBackward(Op):
 
 
 class AttentionCached(Op):
-    """Decoding: k and v of positions pos .. pos + T go into the caches (B, maxT, C); query t attends to 0 .. pos + t."""
+    """Decoding: k and v of positions pos .. pos + T go into caches (B, maxT, C); query t attends to 0 .. pos + t."""
 
     name = "attention_cached"
     scalars = ("pos",)

@@ -22,7 +22,7 @@ class Op:
     `gradient(g, **douts)`                            appends the backward ops (`douts`: one tensor or None per output)
     `flops()`                                         operations at the planned maximum sizes
 
-    Inputs, outputs and attributes are read as attributes: `self.x`, `self.y`, `self.eps`; an absent optional one is None.
+    Inputs, outputs and attrs are read as attributes: `self.x`, `self.y`, `self.eps`; an absent optional one is None.
     `scalars` names the run-time scalars that the reference gets as further keywords. Targets and tokens stay integers.
     An output that is also an input (`inplace`) is the same tensor: optimizer state, caches.
     """
