@@ -1,0 +1,93 @@
+"""What this processor can do, and how to force less (`BARELLM_ISA`)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import cache
+
+from barellm.errors import UserError
+
+
+@dataclass(frozen=True)
+class ISA:
+    """A target of code generation. `lanes` fp32 lanes in `registers` vector registers.
+
+    `dot`: how pairs of bf16 are multiplied: "x86" (vdpbf16ps), "neon" (bfdot), or "" (converted to fp32 and multiplied so).
+    `bf16_round`: the machine rounds fp32 to bf16 in one instruction; otherwise it is integer arithmetic, because LLVM would call
+    a symbol that does not exist.
+    """
+
+    name: str
+    triple: str  # "": the host's
+    cpu: str
+    features: str
+    lanes: int
+    registers: int
+    fma: bool
+    dot: str = ""
+    bf16_round: bool = False
+    masked: bool = False  # masked loads and stores of 16- and 32-bit elements are instructions
+
+    @property
+    def vector_bytes(self) -> int:
+        return 4 * self.lanes
+
+
+X86 = {
+    "avx512_bf16": ISA("avx512_bf16", "", "x86-64-v4", "+avx512bf16", 16, 32, True, "x86", True, True),
+    "avx512": ISA("avx512", "", "x86-64-v4", "", 16, 32, True, masked=True),
+    "avx2": ISA("avx2", "", "x86-64-v3", "", 8, 16, True),
+    "generic": ISA("generic", "", "x86-64", "", 4, 16, False),
+}
+ARM = {
+    "neon_bf16": ISA("neon_bf16", "", "generic", "+v8.2a,+neon,+bf16", 4, 32, True, "neon", True),
+    "neon": ISA("neon", "", "generic", "+neon", 4, 32, True),
+    "generic": ISA("generic", "", "generic", "+neon", 4, 32, True),
+}
+NEEDS = {
+    "avx512_bf16": ("avx512bf16", "avx512bw", "avx512vl", "avx512dq", "fma"),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
+    "avx2": ("avx2", "fma", "bmi2"),
+    "neon_bf16": ("bf16",),
+    "neon": ("neon",),
+    "generic": (),
+}
+
+
+def cross(name: str, triple: str) -> ISA:
+    """An ISA of another machine, for looking at its assembly."""
+    table = ARM if triple.startswith(("aarch64", "arm64")) else X86
+    return replace(table[name], triple=triple)
+
+
+def available() -> list[str]:
+    """ISA names that this machine runs, best first."""
+    import platform
+
+    import llvmlite.binding as llvm
+
+    table = ARM if platform.machine().lower() in ("arm64", "aarch64") else X86
+    features = llvm.get_host_cpu_features()
+    return [name for name in table if all(features.get(f, False) for f in NEEDS[name])]
+
+
+@cache
+def _host(name: str) -> ISA:
+    import platform
+
+    import llvmlite.binding as llvm
+
+    names = available()
+    if name and name not in names:
+        raise UserError(f"BARELLM_ISA is {name!r}, this machine runs: {', '.join(names)}")
+    best = names[0]
+    table = ARM if platform.machine().lower() in ("arm64", "aarch64") else X86
+    isa = table[name or best]
+    # The best ISA is tuned for the very processor; a forced one stays as narrow as its name says.
+    return replace(isa, cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten()) if isa.name == best else isa
+
+
+def host() -> ISA:
+    """The ISA that kernels are compiled for on this machine."""
+    return _host(os.environ.get("BARELLM_ISA", ""))

@@ -1,0 +1,148 @@
+"""LLVM IR to machine code, with the objects kept on disk.
+
+An object is cached under a key of the kernel sources, the specialisation, the processor and the versions, so a warm start emits
+no IR. A cold one compiles without LLVM's pass pipeline: SROA turns variables into registers, the rest costs 3x the time for
+no faster code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import llvmlite.binding as llvm
+
+from barellm.cpu.isa import ISA
+
+# What generated code may call in the C library; anything else would be a crash at run time.
+ALLOWED = frozenset({"memcpy", "memset", "memmove", "syscall", "pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_wait",
+                     "pthread_cond_broadcast"})  # fmt: skip
+
+
+def cache_folder() -> Path:
+    """`BARELLM_CACHE`, else the user's cache folder."""
+    base = os.environ.get("BARELLM_CACHE")
+    if base:
+        return Path(base) / "objects"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "barellm" / "objects"
+
+
+@cache
+def _initialise() -> None:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+@cache
+def _initialise_all() -> None:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+
+
+@cache
+def target_machine(isa: ISA) -> llvm.TargetMachine:
+    if isa.triple:
+        _initialise_all()
+        return llvm.Target.from_triple(isa.triple).create_target_machine(cpu=isa.cpu, features=isa.features, opt=2)
+    _initialise()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=2, jit=True)
+
+
+@cache
+def sources_digest() -> str:
+    """Hash of everything that shapes generated code: the backend's sources, this Python's llvmlite and LLVM."""
+    import llvmlite
+
+    h = hashlib.sha256(f"{llvmlite.__version__} {llvm.llvm_version_info}".encode())
+    root = Path(__file__).parent
+    for path in sorted([*root.rglob("*.py"), root.parent / "runtime" / "scalars.py", root.parent / "program" / "ops" / "elementwise.py"]):
+        h.update(path.read_bytes())
+    return h.hexdigest()
+
+
+def module(ir: str, isa: ISA) -> llvm.ModuleRef:
+    """Parsed, verified, variables in registers."""
+    machine = target_machine(isa)
+    mod = llvm.parse_assembly(ir)
+    mod.verify()
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_sroa_pass()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
+    passes.run(mod, builder)
+    return mod
+
+
+def assembly(ir: str, isa: ISA) -> str:
+    return target_machine(isa).emit_assembly(module(ir, isa))
+
+
+def compile_object(ir: str, isa: ISA) -> bytes:
+    code = target_machine(isa).emit_object(module(ir, isa))
+    missing = undefined_symbols(code) - ALLOWED
+    if missing:
+        raise RuntimeError(f"generated code calls {', '.join(sorted(missing))}, which nothing provides (ISA {isa.name})")
+    return code
+
+
+def undefined_symbols(code: bytes) -> set[str]:
+    """Names that an ELF64 object leaves to the linker. Other formats are not read: their symbols resolve or fail on load."""
+    if code[:5] != b"\x7fELF\x02":
+        return set()
+    table, count = struct.unpack_from("<Q", code, 0x28)[0], struct.unpack_from("<H", code, 0x3C)[0]
+    sections = [struct.unpack_from("<IIQQQQIIQQ", code, table + 64 * i) for i in range(count)]
+    names: set[str] = set()
+    for _, kind, _, _, offset, size, link, _, _, _ in sections:
+        if kind != 2:  # SHT_SYMTAB
+            continue
+        strings = sections[link][4]
+        for at in range(offset + 24, offset + size, 24):
+            name, _, _, section = struct.unpack_from("<IBBH", code, at)
+            if section == 0:
+                start = strings + name
+                names.add(code[start : code.index(b"\0", start)].decode())
+    return names - {"", "_GLOBAL_OFFSET_TABLE_"}
+
+
+def cached_object(key: str, isa: ISA, emit_ir) -> bytes:
+    """The object for `key`, compiled from `emit_ir()` where the cache does not have it."""
+    folder = cache_folder()
+    digest = hashlib.sha256(f"{key}|{isa}|{sources_digest()}".encode()).hexdigest()
+    path = folder / f"{digest}.o"
+    try:
+        code = path.read_bytes()
+        if code[-32:] == hashlib.sha256(code[:-32]).digest():  # a torn or edited file is compiled again
+            return code[:-32]
+    except OSError:
+        pass
+    code = compile_object(emit_ir(), isa)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as f:
+            f.write(code + hashlib.sha256(code).digest())
+        os.replace(f.name, path)
+    except OSError:
+        pass  # a cache that cannot be written only costs time
+    return code
+
+
+class Library:
+    """Objects loaded into this process. Addresses are valid as long as it lives."""
+
+    def __init__(self, objects: list[bytes], isa: ISA) -> None:
+        _initialise()
+        # The engine takes ownership of its target machine, so it gets one of its own.
+        machine = llvm.Target.from_default_triple().create_target_machine(cpu=isa.cpu, features=isa.features, opt=2, jit=True)
+        self.engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        for code in objects:
+            self.engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self.engine.finalize_object()
+
+    def address(self, symbol: str) -> int:
+        address = self.engine.get_function_address(symbol)
+        assert address, symbol
+        return address

@@ -1,0 +1,255 @@
+"""Kernels as Python functions: registration, specialisation, and what they see of the machine.
+
+    @kernel("layernorm", constants=lambda op: {"C": op.x.shape[-1], "eps": op.eps})
+    def layernorm(k, y, mean, rstd, x, weight, bias, *, C, eps): ...
+
+Positional parameters are the op's tensors by name, given as typed Pointers (None where an optional one is absent), or integers
+that a lowering passes at run time. Keyword-only parameters are constants of the code. One specialisation is compiled for each
+combination of dtypes and constants, and shared by all ops that need it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.lang import Builder, Pointer, Value
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
+from barellm.runtime import scalars
+
+# The per-thread block that every kernel gets as its first argument.
+RT_THREAD, RT_THREADS, RT_SCALARS, RT_PRIVATE, RT_SHARED = 0, 8, 16, 24, 32
+RT_NBYTES = 64
+
+Emit = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One specialisation: the function, what each positional parameter is ("fp32", "int", None, ...), the constants."""
+
+    emit: Emit
+    operands: tuple[str | None, ...]
+    constants: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        return self.emit.__name__
+
+    @property
+    def key(self) -> str:
+        return f"{self.emit.__module__}.{self.name}|{self.operands}|{self.constants}"
+
+    def symbol(self) -> str:
+        return f"{self.name}_{hashlib.sha256(self.key.encode()).hexdigest()[:12]}"
+
+    def ir(self, isa: ISA) -> str:
+        """LLVM IR of the specialisation."""
+        k = KernelBuilder(isa)
+        pointers: list[Pointer | Value | None] = []
+        slot = 0
+        for kind in self.operands:
+            if kind is None:
+                pointers.append(None)
+                continue
+            where = k.op("ptr", f"getelementptr i8, ptr %args, i64 {8 * slot}")
+            slot += 1
+            if kind == "int":
+                pointers.append(k.op("i64", f"load i64, ptr {where.ref}, align 8"))
+            else:
+                pointers.append(Pointer(k, k.op("ptr", f"load ptr, ptr {where.ref}, align 8").ref, kind))
+        self.emit(k, *pointers, **dict(self.constants))
+        return k.function(self.symbol(), "ptr %rt, ptr noalias %args, ptr %counter")
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes of a tensor: [start, stop) from its address."""
+
+    tensor: Tensor
+    start: int
+    stop: int
+
+
+@dataclass
+class Call:
+    """One entry of the step's table: a specialisation and its arguments, before addresses are known."""
+
+    spec: Spec
+    args: list[Region | int]
+    reads: list[Region]
+    writes: list[Region]
+    op: Op
+
+
+def part(tensor: Tensor, start: int = 0, stop: int | None = None) -> Region:
+    return Region(tensor, start, tensor.nbytes if stop is None else stop)
+
+
+def plane(tensor: Tensor, which: str) -> Region:
+    """The "hi" (bf16) or "lo" (int16) plane of a split parameter."""
+    half = tensor.nbytes // 2
+    return Region(tensor, 0, half) if which == "hi" else Region(tensor, half, 2 * half)
+
+
+@dataclass
+class Lowering:
+    """Turns one op into calls. `threads` may size scratch, never the result."""
+
+    op: Op
+    isa: ISA
+    threads: int
+    calls: list[Call] = field(default_factory=list)
+    scratch_tensors: list[Tensor] = field(default_factory=list)
+    private_bytes: int = 0
+
+    def scratch(self, name: str, nbytes: int) -> Tensor:
+        """Bytes shared by all threads that live as long as the op."""
+        t = Tensor(f"{self.op.name}.{name}", (nbytes // 2 + nbytes % 2,), "bf16", "scratch")
+        self.scratch_tensors.append(t)
+        return t
+
+    def private(self, nbytes: int) -> None:
+        """Bytes of each thread's own scratch, at `k.private()`."""
+        self.private_bytes = max(self.private_bytes, nbytes)
+
+    def call(self, emit: Emit, operands: dict[str, Any], constants: dict[str, Any] | None = None, *, writes: str) -> None:
+        """Append a call of `emit`. An operand is a Tensor, (Region, dtype), an int, or None. `writes` names the written ones."""
+        written = set(writes.split())
+        kinds: list[str | None] = []
+        args: list[Region | int] = []
+        reads: list[Region] = []
+        out: list[Region] = []
+        for name in positional(emit):
+            value = operands[name]
+            if value is None:
+                kinds.append(None)
+                continue
+            if isinstance(value, int):
+                kinds.append("int")
+                args.append(value)
+                continue
+            region, dtype = value if isinstance(value, tuple) else (part(value), value.dtype)
+            kinds.append(dtype)
+            args.append(region)
+            (out if name in written else reads).append(region)
+        spec = Spec(emit, tuple(kinds), tuple(sorted((constants or {}).items())))
+        self.calls.append(Call(spec, args, reads, out, self.op))
+
+
+def positional(emit: Emit) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in list(inspect.signature(emit).parameters.values())[1:] if p.kind in kinds]
+
+
+REGISTRY: dict[str, Callable[[Lowering], None]] = {}
+
+
+def lowering(op_name: str) -> Callable[[Callable[[Op, Lowering], None]], Callable[[Op, Lowering], None]]:
+    """Register how `op_name` becomes calls, where one kernel call is not enough."""
+
+    def register(lower: Callable[[Op, Lowering], None]) -> Callable[[Op, Lowering], None]:
+        assert op_name not in REGISTRY, op_name
+        REGISTRY[op_name] = lambda c: lower(c.op, c)
+        return lower
+
+    return register
+
+
+def kernel(op_name: str, *, constants: Callable[[Any], dict[str, Any]] = lambda op: {}) -> Callable[[Emit], Emit]:
+    """Register a kernel that is the whole of `op_name`. Constants `mode_<output>` are filled in from the op."""
+
+    def register(emit: Emit) -> Emit:
+        def lower(c: Lowering) -> None:
+            op = c.op
+            named = {**op.inputs, **op.outputs}
+            values = constants(op)
+            for p in inspect.signature(emit).parameters.values():
+                if p.kind is p.KEYWORD_ONLY and p.name.startswith("mode_"):
+                    values[p.name] = op.modes[p.name.removeprefix("mode_")]
+            operands = {name: named.get(name) for name in positional(emit)}
+            c.call(emit, operands, values, writes=" ".join(op.outputs))
+
+        assert op_name not in REGISTRY, op_name
+        REGISTRY[op_name] = lower
+        return emit
+
+    return register
+
+
+def dims_of(tensor: Tensor) -> tuple[str, ...]:
+    """Names of the run-time sizes of a tensor, the constant that `k.extent` takes."""
+    return tuple(d.name for d in tensor.dims)
+
+
+class KernelBuilder(Builder):
+    """What a kernel sees beyond the language: its thread, the run-time scalars, work to claim."""
+
+    def _rt(self, offset: int, type_: str) -> Value:
+        p = self.op("ptr", f"getelementptr i8, ptr %rt, i64 {offset}")
+        return self.op(type_, f"load {type_}, ptr {p.ref}, align 8")
+
+    @property
+    def thread(self) -> Value:
+        return self._rt(RT_THREAD, "i64")
+
+    @property
+    def threads(self) -> Value:
+        return self._rt(RT_THREADS, "i64")
+
+    def private(self, dtype: str = "fp32") -> Pointer:
+        """This thread's own scratch, 64-byte aligned; the lowering says how much is needed."""
+        return Pointer(self, self._rt(RT_PRIVATE, "ptr").ref, dtype)
+
+    def scalar(self, name: str) -> Value:
+        """A run-time scalar: i64, or double where it is a float."""
+        block = self._rt(RT_SCALARS, "ptr")
+        p = self.op("ptr", f"getelementptr i8, ptr {block.ref}, i64 {scalars.OFFSET[name]}")
+        type_ = {"i64": "i64", "fp64": "double"}[scalars.SCALARS[name]]
+        return self.op(type_, f"load {type_}, ptr {p.ref}, align 8")
+
+    def extent(self, dims: tuple[str, ...]) -> Value:
+        """The product of the run-time sizes: `k.extent(("batch", "seq"))` is the number of tokens."""
+        n = self.int(1)
+        for d in dims:
+            n = n * self.scalar(d)
+        return n
+
+    @contextmanager
+    def claim(self, total: Any, grain: Any = 1) -> Iterator[tuple[Value, Value]]:
+        """Ranges [begin, end) of `total` units, `grain` at a time, from a counter that the threads share: a disturbed core
+        costs its share and not everybody's. One claim loop a kernel."""
+        total, grain = self.int(total), self.int(grain)
+        name = self.fresh("claim")
+        self.line(f"br label %{name}.head")
+        self.label(f"{name}.head")
+        begin = self.op("i64", f"atomicrmw add ptr %counter, i64 {grain.ref} monotonic, align 8")
+        got = begin < total
+        self.line(f"br i1 {got.ref}, label %{name}.body, label %{name}.done")
+        self.label(f"{name}.body")
+        yield begin, self.min(begin + grain, total)
+        self.line(f"br label %{name}.head")
+        self.label(f"{name}.done")
+
+    @contextmanager
+    def claim_each(self, total: Any) -> Iterator[Value]:
+        """Units one at a time."""
+        with self.claim(total, 1) as (begin, _):
+            yield begin
+
+    def columns(self, n: int) -> list[tuple[int, Value | None]]:
+        """(first column, mask or None) of the vectors that cover `n` columns, the last one masked where n is odd."""
+        whole = [(c, None) for c in range(0, n - n % self.lanes, self.lanes)]
+        return whole + ([(n - n % self.lanes, self.mask_first(n % self.lanes))] if n % self.lanes else [])
+
+    def keep(self, mode: str) -> Value | None:
+        """For an output written in `mode`: None to store; else an i1 that tells whether to add to what is there."""
+        if mode == "store":
+            return None
+        return self.const(1, "i1") if mode == "add" else self.scalar("accumulate").differs(0)

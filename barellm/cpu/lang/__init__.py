@@ -1,0 +1,5 @@
+"""The kernel language: Python that emits LLVM IR, one SSA value at a time."""
+
+from barellm.cpu.lang.emit import Builder, Pointer, Value, Var
+
+__all__ = ["Builder", "Pointer", "Value", "Var"]

@@ -1,0 +1,496 @@
+"""Values, pointers, loops: Python operators that append LLVM IR.
+
+Scalars are i64, float or double; vectors have `isa.lanes` lanes of float or i32. A variable that changes in a loop is a
+`Var` (a stack slot that one cheap pass turns into registers). Memory is read and written through typed Pointers, which
+convert bf16 to fp32 lanes on the way and always state an alignment: a vector access without one crashes on unaligned data.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from barellm.cpu.isa import ISA
+
+ITEM = {"fp64": ("double", 8), "fp32": ("float", 4), "i32": ("i32", 4), "i64": ("i64", 8), "bf16": ("i16", 2), "i16": ("i16", 2)}
+INT_COMPARE = {"<": "slt", "<=": "sle", ">": "sgt", ">=": "sge", "==": "eq", "!=": "ne"}
+FLOAT_COMPARE = {"<": "olt", "<=": "ole", ">": "ogt", ">=": "oge", "==": "oeq", "!=": "une"}
+
+
+def element(type_: str) -> str:
+    return type_.split(" x ")[1][:-1] if type_.startswith("<") else type_
+
+
+def width(type_: str) -> int:
+    """Lanes of a vector type, 0 for a scalar."""
+    return int(type_[1:].split(" x ")[0]) if type_.startswith("<") else 0
+
+
+def is_float(type_: str) -> bool:
+    return element(type_) in ("float", "double")
+
+
+def constant(value: float, type_: str) -> str:
+    """The literal of a Python number: floats in hexadecimal of the double, so that no digit is lost."""
+    one = element(type_)
+    if one == "double":
+        text = f"0x{struct.unpack('>Q', struct.pack('>d', float(value)))[0]:016X}"
+    elif one == "float":
+        single = struct.unpack("f", struct.pack("f", float(value)))[0]
+        text = f"0x{struct.unpack('>Q', struct.pack('>d', single))[0]:016X}"
+    else:
+        text = str(int(value))
+    lanes = width(type_)
+    return text if not lanes else "<" + ", ".join([f"{one} {text}"] * lanes) + ">"
+
+
+class Value:
+    """One SSA value, or a constant."""
+
+    __slots__ = ("k", "ref", "type")
+
+    def __init__(self, k: Builder, type_: str, ref: str) -> None:
+        self.k, self.type, self.ref = k, type_, ref
+
+    @property
+    def typed(self) -> str:
+        return f"{self.type} {self.ref}"
+
+    def _arith(self, other: Any, integer: str, floating: str, *, swap: bool = False) -> Value:
+        a, b = self.k.match(self, other)
+        if swap:
+            a, b = b, a
+        return self.k.op(a.type, f"{floating if is_float(a.type) else integer} {a.typed}, {b.ref}")
+
+    def __add__(self, o: Any) -> Value:
+        return self._arith(o, "add", "fadd")
+
+    def __sub__(self, o: Any) -> Value:
+        return self._arith(o, "sub", "fsub")
+
+    def __mul__(self, o: Any) -> Value:
+        return self._arith(o, "mul", "fmul")
+
+    def __truediv__(self, o: Any) -> Value:
+        return self._arith(o, "sdiv", "fdiv")
+
+    def __floordiv__(self, o: Any) -> Value:
+        return self._arith(o, "sdiv", "fdiv")
+
+    def __mod__(self, o: Any) -> Value:
+        return self._arith(o, "srem", "frem")
+
+    def __rsub__(self, o: Any) -> Value:
+        return self._arith(o, "sub", "fsub", swap=True)
+
+    def __rtruediv__(self, o: Any) -> Value:
+        return self._arith(o, "sdiv", "fdiv", swap=True)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __and__(self, o: Any) -> Value:
+        return self._arith(o, "and", "and")
+
+    def __or__(self, o: Any) -> Value:
+        return self._arith(o, "or", "or")
+
+    def __xor__(self, o: Any) -> Value:
+        return self._arith(o, "xor", "xor")
+
+    def __lshift__(self, o: Any) -> Value:
+        return self._arith(o, "shl", "shl")
+
+    def __rshift__(self, o: Any) -> Value:
+        """Logical: zeros come in."""
+        return self._arith(o, "lshr", "lshr")
+
+    def __neg__(self) -> Value:
+        return self.k.op(self.type, f"fneg {self.typed}") if is_float(self.type) else 0 - self
+
+    def compare(self, o: Any, how: str) -> Value:
+        a, b = self.k.match(self, o)
+        name = f"fcmp {FLOAT_COMPARE[how]}" if is_float(a.type) else f"icmp {INT_COMPARE[how]}"
+        lanes = width(a.type)
+        return self.k.op(f"<{lanes} x i1>" if lanes else "i1", f"{name} {a.typed}, {b.ref}")
+
+    def __lt__(self, o: Any) -> Value:
+        return self.compare(o, "<")
+
+    def __le__(self, o: Any) -> Value:
+        return self.compare(o, "<=")
+
+    def __gt__(self, o: Any) -> Value:
+        return self.compare(o, ">")
+
+    def __ge__(self, o: Any) -> Value:
+        return self.compare(o, ">=")
+
+    def equals(self, o: Any) -> Value:
+        return self.compare(o, "==")
+
+    def differs(self, o: Any) -> Value:
+        return self.compare(o, "!=")
+
+
+class Var:
+    """A variable: `v.value` reads it, `v.value = x` writes it."""
+
+    def __init__(self, k: Builder, initial: Value) -> None:
+        self.k, self.type = k, initial.type
+        self.slot = k.alloca(initial.type)
+        self.value = initial
+
+    @property
+    def value(self) -> Value:
+        return self.k.op(self.type, f"load {self.type}, ptr {self.slot}, align {self.k.alignment(self.type)}")
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        new = self.k.to(new, self.type)
+        self.k.line(f"store {new.typed}, ptr {self.slot}, align {self.k.alignment(self.type)}")
+
+
+class Pointer:
+    """An address of elements of `dtype`. Loads give fp32 (or i32) values whatever the storage."""
+
+    def __init__(self, k: Builder, ref: str, dtype: str) -> None:
+        self.k, self.ref, self.dtype = k, ref, dtype
+
+    @property
+    def itemsize(self) -> int:
+        return ITEM[self.dtype][1]
+
+    def at(self, index: Any) -> Pointer:
+        """The address `index` elements further."""
+        return self.bytes(self.k.int(index) * self.itemsize) if isinstance(index, Value) else self.bytes(index * self.itemsize)
+
+    def bytes(self, offset: Any) -> Pointer:
+        if isinstance(offset, int) and offset == 0:
+            return self
+        offset = self.k.int(offset)
+        return Pointer(self.k, self.k.op("ptr", f"getelementptr i8, ptr {self.ref}, {offset.typed}").ref, self.dtype)
+
+    def as_dtype(self, dtype: str) -> Pointer:
+        return Pointer(self.k, self.ref, dtype)
+
+    # --- scalars ---
+
+    def get(self, index: Any = 0) -> Value:
+        """One element: fp32 for bf16, i64 for i32."""
+        k, p = self.k, self.at(index)
+        type_, size = ITEM[self.dtype]
+        v = k.op(type_, f"load {type_}, ptr {p.ref}, align {size}")
+        if self.dtype == "bf16":
+            wide = k.op("i32", f"zext i16 {v.ref} to i32") << 16
+            return k.op("float", f"bitcast i32 {wide.ref} to float")
+        return k.op("i64", f"sext i32 {v.ref} to i64") if self.dtype == "i32" else v
+
+    def put(self, value: Any, index: Any = 0) -> None:
+        k, p = self.k, self.at(index)
+        type_, size = ITEM[self.dtype]
+        if self.dtype == "bf16":
+            value = k.lane(k.round_bf16(k.splat(value)), 0)
+        elif self.dtype == "i32" and isinstance(value, Value) and value.type == "i64":
+            value = k.op("i32", f"trunc {value.typed} to i32")
+        k.line(f"store {k.to(value, type_).typed}, ptr {p.ref}, align {size}")
+
+    # --- vectors ---
+
+    def load(self, index: Any = 0, mask: Value | None = None) -> Value:
+        """`isa.lanes` elements as fp32 (or i32) lanes; lanes off the mask are zero and their memory is not touched."""
+        k = self.k
+        raw = self.load_raw(index, mask)
+        if self.dtype == "bf16":
+            wide = k.op(k.ivec, f"zext {raw.typed} to {k.ivec}") << 16
+            return k.op(k.vec, f"bitcast {wide.typed} to {k.vec}")
+        return raw
+
+    def load_raw(self, index: Any = 0, mask: Value | None = None) -> Value:
+        """Vector of the storage type."""
+        k, p = self.k, self.at(index)
+        item, size = ITEM[self.dtype]
+        type_ = f"<{k.lanes} x {item}>"
+        if mask is None:
+            return k.op(type_, f"load {type_}, ptr {p.ref}, align {size}")
+        name = f"llvm.masked.load.v{k.lanes}{ {'float': 'f32', 'double': 'f64'}.get(item, item)}.p0"
+        k.declare(f"{type_} @{name}(ptr, <{k.lanes} x i1>, {type_})")
+        return k.op(type_, f"call {type_} @{name}(ptr align {size} {p.ref}, {mask.typed}, {type_} zeroinitializer)")
+
+    def store(self, value: Any, index: Any = 0, mask: Value | None = None, *, nontemporal: bool = False) -> None:
+        """Lanes to memory, rounded to the dtype. `nontemporal` needs an address aligned to the vector."""
+        k = self.k
+        if self.dtype == "bf16":
+            value = k.round_bf16(k.to(value, k.vec))
+        self.store_raw(value, index, mask, nontemporal=nontemporal)
+
+    def store_raw(self, value: Any, index: Any = 0, mask: Value | None = None, *, nontemporal: bool = False) -> None:
+        k, p = self.k, self.at(index)
+        item, size = ITEM[self.dtype]
+        value = k.to(value, f"<{k.lanes} x {item}>")
+        if mask is not None:
+            name = f"llvm.masked.store.v{k.lanes}{ {'float': 'f32', 'double': 'f64'}.get(item, item)}.p0"
+            k.declare(f"void @{name}({value.type}, ptr, <{k.lanes} x i1>)")
+            k.line(f"call void @{name}({value.typed}, ptr align {size} {p.ref}, {mask.typed})")
+        elif nontemporal:
+            k.line(f"store {value.typed}, ptr {p.ref}, align {size * k.lanes}, !nontemporal !0")
+        else:
+            k.line(f"store {value.typed}, ptr {p.ref}, align {size}")
+
+
+class Builder:
+    """Emits one function. Subclassed by what kernels see (`cpu.kernel.KernelBuilder`)."""
+
+    def __init__(self, isa: ISA) -> None:
+        self.isa = isa
+        self.lanes = isa.lanes
+        self.vec = f"<{isa.lanes} x float>"
+        self.ivec = f"<{isa.lanes} x i32>"
+        self.lines: list[str] = []
+        self.slots: list[str] = []
+        self.declared: set[str] = set()
+        self.count = 0
+
+    # --- text ---
+
+    def fresh(self, stem: str = "v") -> str:
+        self.count += 1
+        return f"{stem}{self.count}"
+
+    def line(self, text: str) -> None:
+        self.lines.append("  " + text)
+
+    def label(self, name: str) -> None:
+        self.lines.append(f"{name}:")
+
+    def op(self, type_: str, text: str) -> Value:
+        name = "%" + self.fresh()
+        self.line(f"{name} = {text}")
+        return Value(self, type_, name)
+
+    def declare(self, signature: str) -> None:
+        self.declared.add(f"declare {signature}")
+
+    def call(self, name: str, type_: str, *args: Value) -> Value:
+        """A call of an intrinsic or of one of the few functions of the C library that `cpu.jit` allows."""
+        self.declare(f"{type_} @{name}({', '.join(a.type for a in args)})")
+        return self.op(type_, f"call {type_} @{name}({', '.join(a.typed for a in args)})")
+
+    def alloca(self, type_: str, count: int = 1) -> str:
+        name = "%" + self.fresh("slot")
+        many = f", i64 {count}" if count > 1 else ""
+        self.slots.append(f"  {name} = alloca {type_}{many}, align {max(self.alignment(type_), 64 if many else 1)}")
+        return name
+
+    def alignment(self, type_: str) -> int:
+        bits = {"i1": 1, "i16": 2, "i32": 4, "i64": 8, "float": 4, "double": 8, "ptr": 8}[element(type_)]
+        return bits * max(width(type_), 1)
+
+    def function(self, name: str, params: str) -> str:
+        """The module's text for this one function."""
+        # Without these LLVM may split 512-bit vectors in two on processors that it thinks prefer 256 bits.
+        bits = 32 * self.lanes
+        attributes = f'attributes #0 = {{ nounwind "prefer-vector-width"="{bits}" "min-legal-vector-width"="{bits}" }}'
+        body = "\n".join([f"define void @{name}({params}) #0 {{", "entry:", *self.slots, *self.lines, "  ret void", "}"])
+        return "\n".join([*sorted(self.declared), body, attributes, "!0 = !{i32 1}", ""])
+
+    # --- conversions ---
+
+    def const(self, value: float, type_: str) -> Value:
+        return Value(self, type_, constant(value, type_))
+
+    def int(self, value: Any) -> Value:
+        return self.to(value, "i64")
+
+    def float(self, value: Any) -> Value:
+        return self.to(value, "float")
+
+    def splat(self, value: Any) -> Value:
+        """All lanes equal; i32 lanes for an i32 or i64 value."""
+        if isinstance(value, Value) and width(value.type):
+            return value
+        if not isinstance(value, Value):
+            return self.const(value, self.vec)
+        if value.type == "i64":
+            value = self.op("i32", f"trunc {value.typed} to i32")
+        if value.type == "double":
+            value = self.op("float", f"fptrunc {value.typed} to float")
+        type_ = f"<{self.lanes} x {value.type}>"
+        one = self.op(type_, f"insertelement {type_} poison, {value.typed}, i64 0")
+        return self.op(type_, f"shufflevector {one.typed}, {type_} poison, <{self.lanes} x i32> zeroinitializer")
+
+    def to(self, value: Any, type_: str) -> Value:
+        """`value` as `type_`: numbers become constants, scalars are splatted, ints and floats converted."""
+        if not isinstance(value, Value):
+            return self.const(value, type_)
+        if value.type == type_:
+            return value
+        if width(type_) and not width(value.type):
+            scalar = self.to(value, element(type_))
+            return self.splat(scalar)
+        source, target = element(value.type), element(type_)
+        if is_float(type_) and not is_float(value.type):
+            how = "uitofp" if source == "i1" else "sitofp"
+        elif is_float(value.type) and not is_float(type_):
+            how = "fptosi"
+        elif is_float(type_):
+            how = "fpext" if target == "double" else "fptrunc"
+        else:
+            sizes = {"i1": 1, "i16": 16, "i32": 32, "i64": 64}
+            how = ("zext" if source == "i1" else "sext") if sizes[target] > sizes[source] else "trunc"
+        return self.op(type_, f"{how} {value.typed} to {type_}")
+
+    def match(self, a: Any, b: Any) -> tuple[Value, Value]:
+        """Both operands at one type: numbers and scalars follow the vector; an i64 beside i32 lanes becomes i32."""
+        if isinstance(a, Value) and isinstance(b, Value):
+            if a.type == b.type:
+                return a, b
+            if width(a.type) or width(b.type):
+                type_ = a.type if width(a.type) else b.type
+            else:
+                order = ["i1", "i32", "i64", "float", "double"]
+                type_ = max(a.type, b.type, key=order.index)
+            return self.to(a, type_), self.to(b, type_)
+        return (a, self.to(b, a.type)) if isinstance(a, Value) else (self.to(a, b.type), b)
+
+    def bitcast(self, v: Value, type_: str) -> Value:
+        return self.op(type_, f"bitcast {v.typed} to {type_}")
+
+    def round_bf16(self, v: Value) -> Value:
+        """fp32 lanes to bf16 bit patterns (i16 lanes), to nearest even, NaN kept."""
+        bits16 = f"<{self.lanes} x i16>"
+        if self.isa.bf16_round:
+            b = self.op(f"<{self.lanes} x bfloat>", f"fptrunc {v.typed} to <{self.lanes} x bfloat>")
+            return self.op(bits16, f"bitcast {b.typed} to {bits16}")
+        u = self.bitcast(v, self.ivec)
+        rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16
+        nan = self.op(f"<{self.lanes} x i1>", f"fcmp uno {v.typed}, {v.ref}")
+        return self.op(bits16, f"trunc {self.select(nan, (u >> 16) | 0x40, rounded).typed} to {bits16}")
+
+    # --- lanes ---
+
+    def iota(self) -> Value:
+        """0, 1, 2, ... as i32 lanes."""
+        return Value(self, self.ivec, "<" + ", ".join(f"i32 {i}" for i in range(self.lanes)) + ">")
+
+    def mask_first(self, n: Any) -> Value:
+        """The first `n` lanes."""
+        if isinstance(n, int):
+            bits = ", ".join(f"i1 {'true' if i < n else 'false'}" for i in range(self.lanes))
+            return Value(self, f"<{self.lanes} x i1>", f"<{bits}>")
+        clipped = self.min(self.max(n, 0), self.lanes)
+        return self.iota() < clipped
+
+    def lane(self, v: Value, index: int) -> Value:
+        return self.op(element(v.type), f"extractelement {v.typed}, i64 {index}")
+
+    def shuffle(self, a: Value, b: Value | None, order: list[int]) -> Value:
+        """Lanes of a (0..n-1) and b (n..2n-1) in a constant order."""
+        second = b.typed if b is not None else f"{a.type} poison"
+        type_ = f"<{len(order)} x {element(a.type)}>"
+        return self.op(type_, f"shufflevector {a.typed}, {second}, <{len(order)} x i32> <{', '.join(f'i32 {i}' for i in order)}>")
+
+    def concat(self, parts: list[Value]) -> Value:
+        """Vectors joined; the number of parts is a power of two."""
+        while len(parts) > 1:
+            n = width(parts[0].type)
+            parts = [self.shuffle(a, b, list(range(2 * n))) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
+    def tree(self, v: Value, combine: Any) -> Value:
+        """Lanes folded to one scalar in a fixed tree: halves first."""
+        n = width(v.type)
+        while n > 1:
+            n //= 2
+            v = combine(self.shuffle(v, None, list(range(n))), self.shuffle(v, None, list(range(n, 2 * n))))
+        return self.lane(v, 0)
+
+    def sum(self, v: Value) -> Value:
+        return self.tree(v, lambda a, b: a + b)
+
+    def maximum(self, v: Value) -> Value:
+        return self.tree(v, self.max)
+
+    # --- arithmetic without operators ---
+
+    def fma(self, a: Any, b: Any, c: Any) -> Value:
+        """a * b + c, in one rounding where the ISA has it."""
+        a, b = self.match(a, b)
+        b, c = self.match(b, c)
+        if not self.isa.fma:
+            return a * b + c
+        name = f"llvm.fma.v{width(a.type)}f32" if width(a.type) else {"float": "llvm.fma.f32", "double": "llvm.fma.f64"}[a.type]
+        return self.call(name, a.type, self.to(a, b.type), b, c)
+
+    def select(self, condition: Value, a: Any, b: Any) -> Value:
+        a, b = self.match(a, b)
+        return self.op(a.type, f"select {condition.typed}, {a.typed}, {b.typed}")
+
+    def min(self, a: Any, b: Any) -> Value:
+        a, b = self.match(a, b)
+        return self.select(a < b, a, b)
+
+    def max(self, a: Any, b: Any) -> Value:
+        """Of a NaN and a number: b."""
+        a, b = self.match(a, b)
+        return self.select(a > b, a, b)
+
+    def sqrt(self, v: Value) -> Value:
+        lanes = width(v.type)
+        name = f"llvm.sqrt.v{lanes}f32" if lanes else {"float": "llvm.sqrt.f32", "double": "llvm.sqrt.f64"}[v.type]
+        return self.call(name, v.type, v)
+
+    def ceil_div(self, a: Any, b: int) -> Value:
+        return (self.int(a) + (b - 1)) // b
+
+    # --- control flow ---
+
+    def var(self, initial: Any) -> Var:
+        return Var(self, initial if isinstance(initial, Value) else self.const(initial, "float" if isinstance(initial, float) else "i64"))
+
+    @contextmanager
+    def loop(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Value]:
+        """for i in range(start, stop, step), the test first: zero turns are fine."""
+        start, stop, step = self.int(start), self.int(stop), self.int(step)
+        name = self.fresh("loop")
+        i = Var(self, start)
+        self.line(f"br label %{name}.head")
+        self.label(f"{name}.head")
+        index = i.value
+        again = index < stop
+        self.line(f"br i1 {again.ref}, label %{name}.body, label %{name}.done")
+        self.label(f"{name}.body")
+        yield index
+        i.value = index + step
+        self.line(f"br label %{name}.head")
+        self.label(f"{name}.done")
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        name = self.fresh("when")
+        self.line(f"br i1 {condition.ref}, label %{name}.then, label %{name}.done")
+        self.label(f"{name}.then")
+        yield
+        self.line(f"br label %{name}.done")
+        self.label(f"{name}.done")
+
+    @contextmanager
+    def otherwise(self, condition: Value) -> Iterator[None]:
+        """when not `condition`."""
+        with self.when(condition ^ self.const(1, "i1")):
+            yield
+
+    @contextmanager
+    def while_(self, condition: Any) -> Iterator[None]:
+        """while condition(): a Python callable that emits the test."""
+        name = self.fresh("while")
+        self.line(f"br label %{name}.head")
+        self.label(f"{name}.head")
+        again = condition()
+        self.line(f"br i1 {again.ref}, label %{name}.body, label %{name}.done")
+        self.label(f"{name}.body")
+        yield
+        self.line(f"br label %{name}.head")
+        self.label(f"{name}.done")

@@ -1,0 +1,217 @@
+"""From programs to a running session: lower, plan, compile, link into tables, run.
+
+A program becomes a table of records {function, arguments, counter, barrier after}. All threads walk the table; a barrier stands
+only where a call touches bytes that a call since the last barrier has written, or writes bytes that one has read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from barellm.cpu import jit
+from barellm.cpu.fuse import FUSIONS
+from barellm.cpu.isa import ISA, host
+from barellm.cpu.kernel import REGISTRY, Call, Lowering, Region
+from barellm.cpu.lang.sync import RECORD_NBYTES
+from barellm.cpu.threads import Pool, thread_count
+from barellm.program.builder import Program
+from barellm.program.fusion import fuse
+from barellm.program.ops.base import Op
+from barellm.program.planner import Plan, plan
+from barellm.program.tensor import Tensor
+from barellm.runtime import scalars
+from barellm.runtime.storage import dtype_of, join_split, split_fp32
+
+HUGE = 2 << 20
+
+
+class Lowered:
+    """A program's ops after fusion, each with its calls and scratch."""
+
+    def __init__(self, program: Program, isa: ISA, threads: int) -> None:
+        import barellm.cpu.kernels  # noqa: F401  (fills the registry)
+
+        self.ops = fuse(program.ops, FUSIONS)
+        self.of: dict[Op, Lowering] = {}
+        for op in self.ops:
+            if op.name not in REGISTRY:
+                raise ValueError(f"the cpu backend has no kernel for {op.name}")
+            self.of[op] = c = Lowering(op, isa, threads)
+            REGISTRY[op.name](c)
+
+    @property
+    def calls(self) -> list[Call]:
+        return [call for op in self.ops for call in self.of[op].calls]
+
+    @property
+    def private_bytes(self) -> int:
+        return max((c.private_bytes for c in self.of.values()), default=0)
+
+
+def barriers(calls: list[Call], address: Any) -> list[bool]:
+    """For each call, whether all threads must meet after it. `address(region) -> (start, stop)` in the arena."""
+    after = [False] * len(calls)
+    reads: list[tuple[int, int]] = []
+    writes: list[tuple[int, int]] = []
+
+    def touches(spans: Iterable[tuple[int, int]], others: list[tuple[int, int]]) -> bool:
+        return any(a < d and c < b for a, b in spans for c, d in others)
+
+    for i, call in enumerate(calls):
+        r, w = [address(x) for x in call.reads], [address(x) for x in call.writes]
+        if touches(r, writes) or touches(w, writes) or touches(w, reads):
+            after[i - 1] = True
+            reads, writes = [], []
+        reads += r
+        writes += w
+    if after:
+        after[-1] = True
+    return after
+
+
+class CpuSession:
+    """Programs over one arena, compiled and ready. See `barellm.runtime.session.Session`."""
+
+    def __init__(self, programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None) -> None:
+        self.isa = isa or host()
+        self.threads = threads or thread_count()
+        self.programs = programs
+        self.lowered = {name: Lowered(p, self.isa, self.threads) for name, p in programs.items()}
+        scratch = {op: c.scratch_tensors for low in self.lowered.values() for op, c in low.of.items()}
+        self.private_bytes = -(-max(low.private_bytes for low in self.lowered.values()) // 4096) * 4096
+        self.plan: Plan = plan(
+            {name: low.ops for name, low in self.lowered.items()},
+            named={name: p.named for name, p in programs.items()},
+            scratch=lambda op: scratch[op],
+            extra_bytes=self.private_bytes * self.threads,
+        )
+        self.plan.check_memory()
+        self.tensors: dict[str, Tensor] = {t.name: t for t in self.plan.persistent}
+        self._map_arena()
+        self._compile()
+        self._link()
+        self._scalars = np.zeros(scalars.NBYTES, np.uint8)
+        self.pool = Pool(self.threads, self.isa)
+        self.pool.bind(self._scalars.ctypes.data, self.base + self.plan.extra_offset, self.private_bytes)
+
+    # --- building ---
+
+    def _map_arena(self) -> None:
+        self._mmap = mmap.mmap(-1, self.plan.arena_bytes + HUGE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._mmap.madvise(mmap.MADV_HUGEPAGE)
+        raw = np.frombuffer(self._mmap, np.uint8)
+        skip = -raw.ctypes.data % HUGE
+        self.arena = raw[skip : skip + self.plan.arena_bytes]
+        self.base = self.arena.ctypes.data
+
+    def _compile(self) -> None:
+        specs = {call.spec: None for low in self.lowered.values() for call in low.calls}
+        objects = [jit.cached_object(spec.key, self.isa, lambda s=spec: s.ir(self.isa)) for spec in specs]
+        self.library = jit.Library(objects, self.isa)
+
+    def _address(self, region: Region) -> tuple[int, int]:
+        start = self.plan.offsets[region.tensor]
+        return start + region.start, start + region.stop
+
+    def _link(self) -> None:
+        self._tables: dict[str, tuple[int, int]] = {}
+        self._keep: list[Any] = []
+        for name, low in self.lowered.items():
+            calls = low.calls
+            after = barriers(calls, self._address)
+            table = np.zeros((len(calls) + 1) * RECORD_NBYTES // 8, np.int64)
+            skip = -table.ctypes.data % RECORD_NBYTES // 8
+            records = table[skip : skip + len(calls) * RECORD_NBYTES // 8].reshape(len(calls), -1)
+            args = np.zeros(sum(len(c.args) for c in calls) + 1, np.int64)
+            at = 0
+            for i, call in enumerate(calls):
+                records[i, :4] = (self.library.address(call.spec.symbol()), args.ctypes.data + 8 * at, 0, after[i])
+                for a in call.args:
+                    args[at] = a if isinstance(a, int) else self.base + self._address(a)[0]
+                    at += 1
+            self._tables[name] = (records.ctypes.data, len(calls))
+            self._keep += [table, args]
+
+    # --- running ---
+
+    def run(self, program: str, **values: float) -> None:
+        """One pass over a program with these run-time scalars (others keep their values)."""
+        block = self._scalars
+        for name, value in values.items():
+            slot = block[scalars.OFFSET[name] :][:8]
+            slot.view(np.int64 if scalars.SCALARS[name] == "i64" else np.float64)[0] = value
+        table, entries = self._tables[program]
+        if entries:
+            self.pool.run(table, entries)
+
+    def scalar(self, name: str) -> int:
+        return int(self._scalars[scalars.OFFSET[name] :][:8].view(np.int64)[0])
+
+    def close(self) -> None:
+        self.pool.close()
+
+    # --- data ---
+
+    def _find(self, name: str) -> Tensor:
+        for p in self.programs.values():
+            if name in p.named:
+                return p.named[name]
+        return self.tensors[name]
+
+    def _view(self, t: Tensor) -> np.ndarray:
+        """The tensor's memory at its planned shape; a split parameter as its two planes of 16 bits, (2, *shape)."""
+        start = self.plan.offsets[t]
+        raw = self.arena[start : start + t.nbytes]
+        if t.dtype == "split":
+            return raw.view(np.int16).reshape(2, *(int(n) for n in t.shape))
+        return raw.view(dtype_of(t.dtype)).reshape([int(n) for n in t.shape])
+
+    def _actual(self, t: Tensor) -> np.ndarray:
+        """The dense data of the last run's sizes."""
+        shape = [self.scalar(n.name) if n.__class__.__name__ == "Dim" else n for n in t.shape]
+        return self._view(t).reshape(-1)[: int(np.prod(shape))].reshape(shape)
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Set a tensor by name. Inputs may be smaller than planned: the data is dense for the array's own shape."""
+        t = self._find(name)
+        array = np.asarray(array)
+        if t.dtype == "split":
+            self.write_rows(name, 0, array)
+        else:
+            if array.size > t.size:
+                raise ValueError(f"{name} holds {t.size} elements, got {array.shape}")
+            self._view(t).reshape(-1)[: array.size] = array.reshape(-1)
+
+    def read(self, name: str) -> np.ndarray:
+        """A copy; parameters as fp32, activations at the last run's sizes."""
+        t = self._find(name)
+        if t.dtype == "split":
+            return self.read_rows(name, 0, int(t.shape[0]))
+        return (self._actual(t) if t.dims else self._view(t)).copy()
+
+    def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
+        t = self._find(name)
+        view = self._view(t)
+        return join_split(view[0, lo:hi], view[1, lo:hi]) if t.dtype == "split" else view[lo:hi].copy()
+
+    def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
+        t = self._find(name)
+        view = self._view(t)
+        if t.dtype == "split":
+            view[0, lo : lo + len(array)], view[1, lo : lo + len(array)] = split_fp32(np.asarray(array, np.float32))
+        else:
+            view[lo : lo + len(array)] = array
+
+
+def poison_requested() -> bool:
+    return os.environ.get("BARELLM_POISON") == "1"
+
+
+_ = ctypes

@@ -1,0 +1,165 @@
+"""The threads that run a step: as many as the machine really gives, pinned, waiting in native code between steps.
+
+The step never runs on Python's main thread, which stays free for signals: SIGINT would otherwise be handled only when the step
+ends. Every thread of the pool blocks signals, so the kernel delivers them to the main one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import queue
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.jit import Library, cached_object
+from barellm.cpu.kernel import RT_NBYTES, RT_PRIVATE, RT_SCALARS, RT_SHARED, RT_THREAD, RT_THREADS
+from barellm.cpu.lang import sync
+from barellm.errors import UserError
+
+
+def allowed_cpus() -> list[int]:
+    """Logical processors that this process may use, one for each physical core first."""
+    try:
+        cpus = sorted(os.sched_getaffinity(0))
+    except AttributeError:  # macOS has no affinity
+        return list(range(os.cpu_count() or 1))
+    seen: set[str] = set()
+    first, siblings = [], []
+    for cpu in cpus:
+        try:
+            core = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+        except OSError:
+            core = str(cpu)
+        (siblings if core in seen else first).append(cpu)
+        seen.add(core)
+    return first
+
+
+def cgroup_cpus() -> float | None:
+    """The CPU quota of this process's control group in cores, where there is one."""
+    for root in _cgroup_folders():
+        try:
+            quota, period = (root / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            continue
+        if quota != "max":
+            return int(quota) / int(period)
+    return None
+
+
+def _cgroup_folders() -> list[Path]:
+    base = Path("/sys/fs/cgroup")
+    try:
+        own = Path("/proc/self/cgroup").read_text().split("::", 1)[1].strip().lstrip("/")
+    except (OSError, IndexError):
+        return [base]
+    return [base / own, base]
+
+
+def thread_count() -> int:
+    """`BARELLM_THREADS`, else min(affinity, control group's quota, physical cores)."""
+    asked = os.environ.get("BARELLM_THREADS")
+    if asked:
+        if not asked.isdigit() or not 1 <= int(asked) <= 1024:
+            raise UserError(f"BARELLM_THREADS is {asked!r}, expected a number from 1 to 1024")
+        return int(asked)
+    quota = cgroup_cpus()
+    cores = len(allowed_cpus())
+    return max(1, min(cores, int(quota) if quota else cores))
+
+
+def _native(isa: ISA) -> Library:
+    arm = platform.machine().lower() in ("arm64", "aarch64")
+    futex = sys.platform == "linux" and os.environ.get("BARELLM_WAIT") != "condition"
+    code = cached_object(f"sync|{arm}|{futex}", isa, lambda: sync.ir(arm=arm, futex=futex))
+    return Library([code], isa)
+
+
+class Pool:
+    """`threads` threads. `run(table, entries)` walks a table of calls on all of them and returns when all are done."""
+
+    def __init__(self, threads: int, isa: ISA) -> None:
+        self.threads = threads
+        self.library = _native(isa)
+        self.pid = os.getpid()
+        one = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+        self._worker = one(self.library.address("worker"))
+        self._lead = one(self.library.address("lead"))
+        self._stop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.library.address("stop"))
+        nbytes = sync.SHARED_NBYTES + threads * RT_NBYTES
+        self._block = ctypes.create_string_buffer(nbytes + 64)
+        self.shared = (ctypes.addressof(self._block) + 63) & ~63
+        self._init_condition()
+        for i in range(threads):
+            self._set(self.rt(i) + RT_THREAD, i)
+            self._set(self.rt(i) + RT_THREADS, threads)
+            self._set(self.rt(i) + RT_SHARED, self.shared)
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        cpus = allowed_cpus()
+        pin = os.environ.get("BARELLM_PIN", "1") != "0" and hasattr(os, "sched_setaffinity")
+        masks = [{cpus[i % len(cpus)]} if pin else None for i in range(threads)]
+        self._workers = [threading.Thread(target=self._work, args=(i, masks[i]), daemon=True) for i in range(1, threads)]
+        self._leader = threading.Thread(target=self._serve, args=(masks[0],), daemon=True)
+        for t in [*self._workers, self._leader]:
+            t.start()
+
+    def rt(self, thread: int) -> int:
+        """Address of a thread's block."""
+        return self.shared + sync.SHARED_NBYTES + thread * RT_NBYTES
+
+    def bind(self, scalars: int, private: int, private_bytes: int) -> None:
+        """Where kernels find the run-time scalars and each thread's own scratch."""
+        for i in range(self.threads):
+            self._set(self.rt(i) + RT_SCALARS, scalars)
+            self._set(self.rt(i) + RT_PRIVATE, private + i * private_bytes)
+
+    def run(self, table: int, entries: int) -> None:
+        """Blocks, but lets signal handlers of the main thread run at once."""
+        if os.getpid() != self.pid:
+            raise RuntimeError("this process was forked from one with a running backend: open a new session in it")
+        done = threading.Lock()
+        done.acquire()
+        self._jobs.put((table, entries, done))
+        done.acquire()
+
+    def close(self) -> None:
+        """Stop the threads. Safe to call twice."""
+        if os.getpid() == self.pid and self._leader.is_alive():
+            self._jobs.put(None)
+            self._leader.join()
+            for t in self._workers:
+                t.join()
+
+    def _serve(self, mask: set[int] | None) -> None:
+        self._settle(mask)
+        while (job := self._jobs.get()) is not None:
+            table, entries, done = job
+            self._set(self.shared + sync.TABLE, table)
+            self._set(self.shared + sync.TABLE + 8, entries)
+            self._lead(self.rt(0), self.shared)
+            done.release()
+        self._stop(self.shared)
+
+    def _work(self, thread: int, mask: set[int] | None) -> None:
+        self._settle(mask)
+        self._worker(self.rt(thread), self.shared)
+
+    @staticmethod
+    def _settle(mask: set[int] | None) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        if mask is not None:
+            os.sched_setaffinity(0, mask)  # of this thread alone, and inside the mask that the process was given
+
+    @staticmethod
+    def _set(address: int, value: int) -> None:
+        ctypes.c_int64.from_address(address).value = value
+
+    def _init_condition(self) -> None:
+        libc = ctypes.CDLL(None)
+        libc.pthread_mutex_init(ctypes.c_void_p(self.shared + sync.MUTEX), None)
+        libc.pthread_cond_init(ctypes.c_void_p(self.shared + sync.CONDITION), None)

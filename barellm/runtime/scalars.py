@@ -1,0 +1,19 @@
+"""Run-time scalars: 8 bytes each, in a block that every kernel can read. Changing one recompiles nothing."""
+
+from __future__ import annotations
+
+# name -> kind; the order is the layout.
+SCALARS: dict[str, str] = {
+    "batch": "i64",  # sequences in this micro-batch
+    "seq": "i64",  # tokens of each
+    "pos": "i64",  # position of the first token: 0 but in decoding
+    "accumulate": "i64",  # 1: gradients are added to what is there
+    "step": "i64",  # optimizer steps, from 1
+    "seed": "i64",
+    "sample": "i64",  # global index of the first sample, for counter-based random bits
+    "lr": "fp64",
+    "inv_targets": "fp64",  # 1 / valid targets of the whole batch
+}
+
+OFFSET: dict[str, int] = {name: 8 * i for i, name in enumerate(SCALARS)}
+NBYTES = 8 * len(SCALARS)
