@@ -1,7 +1,7 @@
 """The reverse walk: from a list of forward ops to the backward ops that follow it.
 
 Each gradient has an ordered list of writers fixed by this walk. An activation's gradient is stored by its first writer
-and added to by the others; a parameter's first writer is "start": it stores on the first micro-batch, adds on later ones.
+and added to by the others; a parameter's first writer is "start": it stores on the first micro-batch, then adds.
 Nothing is zeroed first, and no add is emitted where a gradient merely passes through (`alias`).
 """
 

@@ -3,6 +3,7 @@ lse (B, H, T) fp32. C = H * D, scale = 1 / sqrt(D). T x T exists in the referenc
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import ClassVar
 
 import numpy as np
@@ -26,7 +27,7 @@ def join_heads(x: np.ndarray) -> np.ndarray:
 
 def scores(q: np.ndarray, k: np.ndarray, pos: int = 0) -> np.ndarray:
     """Scaled q k^T (B, H, T, S), -inf where the key is later than the query, query t being at position pos + t."""
-    s = q @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1])
+    s = q @ k.transpose(0, 1, 3, 2) / sqrt(q.shape[-1])
     later = np.arange(k.shape[2])[None, :] > pos + np.arange(q.shape[2])[:, None]
     return np.where(later, -np.inf, s)
 
@@ -100,7 +101,7 @@ class AttentionBackward(Op):
         p = np.exp(scores(q, k) - lse[..., None])
         m = keep_probabilities(*q.shape[:3], self, seed, step, sample)
         ds = p * (m * (do @ v.transpose(0, 1, 3, 2)) - (do * o).sum(-1)[..., None])
-        scale = 1 / np.sqrt(q.shape[-1])
+        scale = 1 / sqrt(q.shape[-1])
         dq, dk = ds @ k * scale, ds.transpose(0, 1, 3, 2) @ q * scale
         dv = (p * m).transpose(0, 1, 3, 2) @ do
         return {"dqkv": np.concatenate([join_heads(x) for x in (dq, dk, dv)], -1)}

@@ -61,8 +61,22 @@ class Op:
     def gradient(self, g: Gradients, **douts: Tensor | None) -> None:
         raise ValueError(f"{self.name} has no gradient rule: it cannot be on the way from a parameter to the loss")
 
+    def run(
+        self, arrays: dict[str, np.ndarray], scalars: dict[str, Any], current: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """The reference, added to `current`: what the outputs hold whose mode, in this run, is to add."""
+        results = self.reference(**arrays, **{name: scalars[name] for name in self.scalars})
+        for name, before in current.items():
+            results[name] = before + results[name].reshape(before.shape)
+        return results
+
     def flops(self) -> int:
         return 0
+
+    def adds(self, output: str, scalars: dict[str, Any]) -> bool:
+        """Whether this run adds to what `output` holds."""
+        mode = self.modes[output]
+        return mode == "add" or (mode == "start" and bool(scalars["accumulate"]))
 
     def bytes(self) -> int:
         """Fewest bytes that must move: every input read once, every output written once (and read where added to)."""

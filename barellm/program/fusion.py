@@ -1,0 +1,210 @@
+"""Explicit fusions: a backend's table of (sequence of primitive ops -> fused op), applied to a finished list of ops.
+
+A match follows the dataflow, so the ops need not be neighbours. The fused op stands at the place of its last op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from barellm.program.ops.base import Op
+from barellm.program.tensor import PERSISTENT, Tensor
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """One row of a backend's table.
+
+    `sequence`: (op name, {input: "j.tensor"}) per op i; a link says that this input is that output, or input, of op j < i.
+    `inputs`, `outputs`: the fused op's names -> "i.tensor" of the sequence. Operands that no link names must be listed.
+    `optional`: fused inputs that may be absent. `when`: a further condition on the matched ops.
+    """
+
+    name: str
+    sequence: Sequence[tuple[str, dict[str, str]]]
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+    optional: tuple[str, ...] = ()
+    when: Callable[[list[Op]], bool] | None = None
+
+    def __post_init__(self) -> None:
+        for i, (name, links) in enumerate(self.sequence):
+            if (i > 0) != bool(links) or any(_slot(link)[0] >= i for link in links.values()):
+                raise ValueError(
+                    f"fusion {self.name}: op {i} ({name}) must be linked to earlier ones, the first to none"
+                )
+        if unknown := set(self.optional) - set(self.inputs):
+            raise ValueError(f"fusion {self.name}: optional {sorted(unknown)} are not among its inputs")
+
+
+class FusedOp(Op):
+    """Several primitive ops as one. Its meaning is its `sequence`, run in order without rounding in between.
+
+    Inputs, outputs and modes carry the names of the table's row. Attributes are those of the sequence; a name with
+    different values in two of its ops is left out: read it from `sequence`.
+    """
+
+    def __init__(self, fusion: Fusion, sequence: list[Op]) -> None:
+        super().__init__({}, {})
+        self.fusion = fusion
+        self.name = fusion.name  # pyright: ignore[reportAttributeAccessIssue]
+        self.optional = fusion.optional  # pyright: ignore[reportAttributeAccessIssue]
+        self.sequence = sequence
+        self.segment = sequence[-1].segment
+        self.recomputed = all(op.recomputed for op in sequence)
+        self.scalars = tuple(dict.fromkeys(s for op in sequence for s in op.scalars))  # pyright: ignore
+        rounded = []
+        for name, link in fusion.inputs.items():
+            i, slot = _slot(link)
+            if slot in sequence[i].inputs:
+                self.inputs[name] = sequence[i].inputs[slot]
+                rounded += [name] if slot in sequence[i].rounded else []
+        self.rounded = tuple(rounded)  # pyright: ignore[reportAttributeAccessIssue]
+        for name, link in fusion.outputs.items():
+            i, slot = _slot(link)
+            self.outputs[name], self.modes[name] = sequence[i].outputs[slot], sequence[i].modes[slot]
+        for key in dict.fromkeys(k for op in sequence for k in op.attrs):
+            values = [op.attrs[key] for op in sequence if key in op.attrs]
+            if all(v == values[0] for v in values):
+                self.attrs[key] = values[0]
+
+    def reference(self, **arrays: Any) -> dict[str, np.ndarray]:
+        """What the outputs get where there was nothing to add to."""
+        return self.run(arrays, arrays, {})
+
+    def run(self, arrays, scalars, current):
+        at = {_slot(link): arrays[name] for name, link in self.fusion.inputs.items() if name in arrays}
+        before = {_slot(link): current[name] for name, link in self.fusion.outputs.items() if name in current}
+        for i, op in enumerate(self.sequence):
+            for name, link in self.fusion.sequence[i][1].items():
+                at[i, name] = at[_slot(link)]
+            results = op.run(
+                {name: at[i, name] for name in op.inputs}, scalars, {k: v for (j, k), v in before.items() if j == i}
+            )
+            at |= {(i, name): result for name, result in results.items()}
+        return {name: at[_slot(link)] for name, link in self.fusion.outputs.items()}
+
+    def flops(self) -> int:
+        return sum(op.flops() for op in self.sequence)
+
+
+def fuse(ops: Sequence[Op], table: Iterable[Fusion]) -> list[Op]:
+    """The list with every match of the table replaced by its FusedOp; earlier rows of the table go first."""
+    ops = list(ops)
+    for fusion in table:
+        index = _Index(ops)
+        taken: set[Op] = set()
+        placed: dict[Op, FusedOp] = {}  # by the match's last op
+        for op in ops:
+            if op in taken or op.name != fusion.sequence[0][0]:
+                continue
+            for match in _matches(fusion, [op], index):
+                if taken.isdisjoint(match) and _complete(fusion, match) and index.movable(fusion, match):
+                    taken.update(match)
+                    placed[max(match, key=index.position.__getitem__)] = FusedOp(fusion, match)
+                    break
+        ops = [placed.get(op, op) for op in ops if op in placed or op not in taken]
+    return ops
+
+
+class _Index:
+    """Who reads and writes each tensor, and where."""
+
+    def __init__(self, ops: list[Op]) -> None:
+        self.position = {op: i for i, op in enumerate(ops)}
+        self.readers: dict[Tensor, list[Op]] = {}
+        self.writers: dict[Tensor, list[Op]] = {}
+        for op in ops:
+            for t in set(op.inputs.values()):
+                self.readers.setdefault(t, []).append(op)
+            for t in set(op.outputs.values()):
+                self.writers.setdefault(t, []).append(op)
+
+    def movable(self, fusion: Fusion, match: list[Op]) -> bool:
+        """Whether running `match` in the table's order, at the place of its last op, changes nothing for the others."""
+        inside = set(match)
+        last = max(self.position[op] for op in match)
+        for op in match:
+            here = self.position[op]
+
+            def crossed(others: list[Op], here: int = here) -> bool:
+                return any(here < self.position[x] < last and x not in inside for x in others)
+
+            if any(crossed(self.writers.get(t, [])) for t in op.inputs.values()):
+                return False
+            if any(crossed(self.writers[t] + self.readers.get(t, [])) for t in op.outputs.values()):
+                return False
+        return self._ordered(fusion, match) and self._hidden(fusion, match)
+
+    def _ordered(self, fusion: Fusion, match: list[Op]) -> bool:
+        """No tensor is written twice, ops that touch a written one keep their order, and every operand is the value that
+        the row says."""
+        for i, op in enumerate(match):
+            reads, writes = set(op.inputs.values()), set(op.outputs.values())
+            for earlier in match[:i]:
+                wrote = set(earlier.outputs.values())
+                if wrote & writes:
+                    return False
+                touch = wrote & reads or writes & set(earlier.inputs.values())
+                if touch and self.position[earlier] > self.position[op]:
+                    return False
+            links = fusion.sequence[i][1]
+            for name, t in op.inputs.items():
+                since = 0
+                if name in links:
+                    j, slot = _slot(links[name])
+                    since = j + 1 if slot in match[j].outputs else j
+                if any(t in x.outputs.values() for x in match[since:i]):
+                    return False
+        return True
+
+    def _hidden(self, fusion: Fusion, match: list[Op]) -> bool:
+        """Whether nobody else sees what the fused op does not give out."""
+        given = {_slot(link) for link in fusion.outputs.values()}
+        inside = set(match)
+        for i, op in enumerate(match):
+            for name, t in op.outputs.items():
+                if (i, name) in given:
+                    continue
+                if t.role in PERSISTENT or t.role == "output" or op.modes[name] != "store":
+                    return False
+                if not inside.issuperset(self.readers.get(t, []) + self.writers[t]):
+                    return False
+        return True
+
+
+def _slot(link: str) -> tuple[int, str]:
+    i, name = link.split(".")
+    return int(i), name
+
+
+def _tensor(op: Op, slot: str) -> Tensor | None:
+    return op.outputs.get(slot, op.inputs.get(slot))
+
+
+def _matches(fusion: Fusion, chosen: list[Op], index: _Index) -> Iterator[list[Op]]:
+    """Every way to continue `chosen` along the row's links."""
+    if len(chosen) == len(fusion.sequence):
+        yield chosen
+        return
+    name, links = fusion.sequence[len(chosen)]
+    wanted = {into: _tensor(chosen[j], slot) for into, (j, slot) in ((k, _slot(v)) for k, v in links.items())}
+    first = next(iter(wanted.values()))
+    for op in index.readers.get(first, []) if first is not None else []:
+        if op.name == name and op not in chosen and all(op.inputs.get(k) is t is not None for k, t in wanted.items()):
+            yield from _matches(fusion, [*chosen, op], index)
+
+
+def _complete(fusion: Fusion, match: list[Op]) -> bool:
+    """Whether the row accounts for every operand, and only what it calls optional is missing."""
+    listed = {_slot(link): name for name, link in fusion.inputs.items()}
+    for i, op in enumerate(match):
+        if any(name not in fusion.sequence[i][1] and (i, name) not in listed for name in op.inputs):
+            return False
+    if any(slot not in match[i].inputs and name not in fusion.optional for (i, slot), name in listed.items()):
+        return False
+    return fusion.when is None or fusion.when(match)
