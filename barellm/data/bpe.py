@@ -1,0 +1,117 @@
+"""Byte-level BPE: trained by `tokenizers`, encoded by tiktoken, cached by the text that it learned from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from barellm.data.cache import cache_folder, new_folder, sweep
+from barellm.data.tokenizers import FORMAT, Tokenizer, load_tokenizer, utf8
+from barellm.errors import UserError
+
+if TYPE_CHECKING:
+    import tiktoken
+
+# GPT-2's rule for cutting text into words before pairs are merged, in tiktoken's faster and equivalent form.
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+TRAIN_CHARACTERS = 1 << 26  # more text than this changes no merge that matters
+
+
+class BytePairs(Tokenizer):
+    """Ids in merge order, `eot` last: the pair whose id is lowest is merged first, inside words of PATTERN."""
+
+    name = "bpe"
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.tokens = tokens
+        self.eot = len(tokens) - 1
+
+    @cached_property
+    def encoding(self) -> tiktoken.Encoding:
+        """tiktoken's encoder without special tokens: what looks like one in a text is text."""
+        import tiktoken
+
+        ranks = {token: i for i, token in enumerate(self.tokens) if i != self.eot}
+        return tiktoken.Encoding(self.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+    def encode(self, text: str) -> np.ndarray:
+        utf8(text)
+        return np.array(self.encoding.encode_ordinary(text), np.int32)
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # tiktoken releases the interpreter lock
+            return list(pool.map(self.encode, texts))
+
+
+def trained_bpe(texts: Callable[[], Iterable[str]], *, vocab: int, key: str | None = None) -> BytePairs:
+    """A BPE of at most `vocab` ids (256 bytes, merges, eot), the same for the same texts; cached under `key`."""
+    if vocab < 257:
+        raise UserError(f"data.bpe_vocab is {vocab}, expected at least 257 (256 bytes and the end of text)")
+    if key is None:
+        return BytePairs(_train(texts, vocab))
+    folder = cache_folder("tokenizers")
+    found = folder / hashlib.sha256(f"bpe {FORMAT} {vocab} {key}".encode()).hexdigest()[:32]
+    try:
+        cached = load_tokenizer(found)
+        assert isinstance(cached, BytePairs)
+        return cached
+    except UserError:
+        pass  # not there, or damaged: then it is replaced
+    sweep(folder)
+    tokenizer = BytePairs(_train(texts, vocab))
+    try:
+        with new_folder(found) as made:
+            tokenizer.save(made)
+    except FileExistsError:
+        tokenizer.save(found)
+    return tokenizer
+
+
+def _train(texts: Callable[[], Iterable[str]], vocab: int) -> list[bytes]:
+    """The byte strings of all ids. Trains in a thread, because the library hears no Ctrl-C until it is done."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer: Any = trainers.BpeTrainer(vocab_size=vocab - 1, initial_alphabet=alphabet, show_progress=False)
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            library.train_from_iterator(_limited(texts()), trainer)
+        except BaseException as error:
+            failure.append(error)
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    worker.join()
+    if failure:
+        raise failure[0]
+    byte_of = printable_bytes()
+    ids = library.get_vocab()
+    return [bytes(byte_of[c] for c in token) for token in sorted(ids, key=ids.__getitem__)] + [b""]
+
+
+def _limited(texts: Iterable[str]) -> Iterator[str]:
+    total = 0
+    for text in texts:
+        yield text
+        total += len(text)
+        if total > TRAIN_CHARACTERS:
+            return
+
+
+def printable_bytes() -> dict[str, int]:
+    """GPT-2's way to write bytes as printable characters: character -> byte."""
+    plain = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,0 +1,135 @@
+"""Batches of token windows.
+
+Which tokens are in sample i is a pure function of (seed, i): nothing is shuffled or remembered, so resuming,
+accumulating and splitting a batch among ranks all mean asking for other sample indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from barellm.data.shards import TokenStream
+from barellm.errors import UserError
+
+ORDERS = ("epoch", "random")
+ROUNDS = 6
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix(x: int) -> int:
+    """A bijection of 64-bit numbers that looks random: the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
+    return x ^ (x >> 31)
+
+
+def draw(key: int, index: int) -> int:
+    """Draw `index` of the stream of 64-bit numbers that a key names (splitmix64)."""
+    return mix(key + (index + 1) * GOLDEN & MASK)
+
+
+@lru_cache(maxsize=16)
+def round_keys(key: int) -> tuple[int, ...]:
+    """The keys of the rounds of `permuted`."""
+    return tuple(draw(key, r) for r in range(ROUNDS))
+
+
+def permuted(index: int, size: int, key: int) -> int:
+    """Where a permutation of range(size), chosen by `key`, takes an index below size.
+
+    A Feistel network on the smallest power of two that holds `size`, walked until it falls below `size` (Black and
+    Rogaway 2002): under two walks are expected, and no table is stored whatever the size. Plain integers: 5 us a sample,
+    where NumPy on the few samples of a batch costs more.
+    """
+    bits = (size - 1).bit_length()
+    low_bits = (bits + 1) // 2
+    low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
+    keys = round_keys(key)
+    while True:
+        high, low = index >> low_bits, index & low_mask
+        for r in range(0, ROUNDS, 2):
+            high ^= mix(low ^ keys[r]) & high_mask
+            low ^= mix(high ^ keys[r + 1]) & low_mask
+        index = high << low_bits | low
+        if index < size:
+            return index
+
+
+class Batches:
+    """Training samples: inputs are `seq` tokens, targets the same moved by one.
+
+    `order` "epoch": windows side by side, each once an epoch, in an order that changes with the epoch; "random":
+    windows that start anywhere, as nanoGPT draws them. UserError if the stream is too short for one.
+    """
+
+    def __init__(self, tokens: TokenStream, *, seq: int, seed: int, order: str = "epoch") -> None:
+        assert order in ORDERS and seq >= 1
+        if len(tokens) < seq + 1:
+            raise UserError(f"{tokens.name} has {len(tokens)} tokens, one sequence of {seq} needs {seq + 1}")
+        self.tokens, self.seq, self.seed, self.order = tokens, seq, seed, order
+        self.windows = (len(tokens) - 1) // seq  # side by side: the samples of an epoch
+        self._key = draw(seed & MASK, ORDERS.index(order))
+
+    def start(self, sample: int) -> int:
+        """The first token of a sample's window."""
+        if self.order == "random":
+            return draw(self._key, sample) % (len(self.tokens) - self.seq)
+        epoch, index = divmod(sample, self.windows)
+        return permuted(index, self.windows, draw(self._key, epoch)) * self.seq
+
+    def batch(self, first_sample: int, count: int, inputs: np.ndarray | None = None,
+              targets: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """Samples [first_sample, first_sample + count): inputs and targets (count, seq), in the given arrays if any."""
+        inputs = np.empty((count, self.seq), np.int32) if inputs is None else inputs
+        targets = np.empty((count, self.seq), np.int32) if targets is None else targets
+        window = np.empty(self.seq + 1, np.int32)
+        for row in range(count):
+            self.tokens.read(self.start(first_sample + row), window)
+            inputs[row], targets[row] = window[:-1], window[1:]
+        return inputs, targets
+
+
+class Validation:
+    """Windows of `seq` targets side by side over a whole stream, in order: every token but the first is a target once.
+
+    The last window is filled up with token 0 and target -1, which the loss ignores. `max_tokens` > 0: only so many
+    targets, in whole windows spread evenly over the stream, so that a short look sees all of it.
+    """
+
+    def __init__(self, tokens: TokenStream, *, seq: int, max_tokens: int = 0) -> None:
+        if len(tokens) < 2:
+            raise UserError(f"{tokens.name} has {len(tokens)} tokens, expected at least 2")
+        self.tokens, self.seq = tokens, seq
+        windows = -(-(len(tokens) - 1) // seq)
+        self.windows = min(windows, max(max_tokens // seq, 1)) if max_tokens else windows
+        self._starts = [window * windows // self.windows * seq for window in range(self.windows)]
+        self.targets = sum(self._valid(window) for window in range(self.windows))
+
+    def _valid(self, window: int) -> int:
+        return min(self.seq, len(self.tokens) - 1 - self._starts[window])
+
+    def batch(self, first: int, count: int, inputs: np.ndarray | None = None,
+              targets: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """Windows [first, first + count), at most up to the last: inputs and targets (windows, seq) int32."""
+        count = min(count, self.windows - first)
+        inputs = np.empty((count, self.seq), np.int32) if inputs is None else inputs[:count]
+        targets = np.empty((count, self.seq), np.int32) if targets is None else targets[:count]
+        for row in range(count):
+            valid = self._valid(first + row)
+            window = self.tokens.array(self._starts[first + row], self._starts[first + row] + valid + 1)
+            inputs[row], targets[row] = 0, -1
+            inputs[row, :valid], targets[row, :valid] = window[:-1], window[1:]
+        return inputs, targets
+
+    def batches(self, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All windows, `count` at a time; the last batch may have fewer."""
+        for first in range(0, self.windows, count):
+            yield self.batch(first, count)
+
+    def text_bytes(self, byte_lengths: np.ndarray) -> int:
+        """Bytes of text in all targets: what the summed loss is divided by for bits per byte."""
+        return sum(int(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256))

@@ -1,0 +1,228 @@
+"""Tokenizers: a table of byte strings and a way to cut text into them.
+
+Every kind is lossless: the bytes of a text's tokens, joined, are the text's UTF-8. So decoding, the bytes that a range
+of tokens stands for (bits per byte) and the streaming decoder are one piece of code for all.
+"""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from barellm.data.cache import new_file
+from barellm.errors import UserError
+
+KINDS = ("bytes", "chars", "bpe", "gpt2")
+FILE = "tokenizer.json"
+FORMAT = 1
+
+
+class Tokenizer:
+    """The protocol, and what all kinds share. `tokens[id]` is the UTF-8 that an id stands for, empty for `eot`.
+
+    `eot`, where there is one, stands before every document (as in llm.c's shards) and is the last id.
+    """
+
+    name: str
+    tokens: Sequence[bytes]
+    eot: int | None
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, int32. A special token's name in it is text. UserError for what has no UTF-8 or no id."""
+        raise NotImplementedError
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of several texts, in parallel where the kind can."""
+        return [self.encode(text) for text in texts]
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def hash(self) -> str:
+        """Of the whole vocabulary: equal hashes, equal ids for every text."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> str:
+        return vocabulary_hash(self.name, self.eot, self.tokens)
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """(vocab_size,) int64: bytes of text that each id stands for, 0 for `eot`."""
+        return np.array([len(token) for token in self.tokens], np.int64)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of text that one id stands for."""
+        return self.tokens[self._checked([token])[0]]
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes that the ids stand for; they need not be whole UTF-8."""
+        tokens = self.tokens
+        return b"".join([tokens[i] for i in self._checked(ids)])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; bytes that are no UTF-8 show as U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        checked = np.array(ids if isinstance(ids, np.ndarray) else list(ids), np.int64).tolist()
+        for i in (min(checked), max(checked)) if checked else ():
+            if not 0 <= i < self.vocab_size:
+                known = f"tokenizer {self.name} ({self.vocab_size} ids)"
+                raise UserError(f"token id {i} is beyond the vocabulary of {known}")
+        return checked
+
+    def save(self, folder: Path) -> None:
+        """Writes tokenizer.json into a folder; `load_tokenizer` needs no other file to give the tokenizer back."""
+        tokens = [base64.b64encode(token).decode() for token in self.tokens]
+        self._write(folder, tokens)
+
+    def _write(self, folder: Path, tokens: list[str] | None) -> None:
+        content = {"format": FORMAT, "kind": self.name, "eot": self.eot, "hash": self.hash, "tokens": tokens}
+        with new_file(folder / FILE) as file:
+            file.write(json.dumps(content, separators=(",", ":")).encode())
+
+
+class Bytes(Tokenizer):
+    """256 ids, one for each byte."""
+
+    name = "bytes"
+    eot = None
+    tokens = tuple(bytes([i]) for i in range(256))
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
+
+
+class Chars(Tokenizer):
+    """One id for each character, in code point order, as nanoGPT's shakespeare_char has it."""
+
+    name = "chars"
+    eot = None
+
+    def __init__(self, characters: Iterable[str]) -> None:
+        self.characters = sorted(set(characters))
+        self.tokens = [character.encode() for character in self.characters]
+        self._points = np.array([ord(character) for character in self.characters], np.uint32)
+
+    def encode(self, text: str) -> np.ndarray:
+        utf8(text)
+        points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        ids = np.minimum(np.searchsorted(self._points, points), len(self._points) - 1)
+        if wrong := np.flatnonzero(self._points[ids] != points)[:1].tolist():
+            at, known = wrong[0], f"the {self.vocab_size} characters of the tokenizer"
+            raise UserError(f"character {text[at]!r} at position {at} is not among {known}")
+        return ids.astype(np.int32)
+
+
+def utf8(text: str) -> bytes:
+    """The text's UTF-8; UserError for a lone surrogate, which is how Python passes on bytes that were no UTF-8."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise UserError(f"text is not valid Unicode: lone surrogate {text[at]!r} at position {at}") from error
+
+
+def vocabulary_hash(name: str, eot: int | None, tokens: Iterable[bytes]) -> str:
+    """sha256 over kind, end-of-text id and every token's bytes."""
+    digest = hashlib.sha256(f"{name} {eot}".encode())
+    for token in tokens:
+        digest.update(len(token).to_bytes(4, "little") + token)
+    return digest.hexdigest()
+
+
+class StreamDecoder:
+    """Text as tokens arrive: bytes that may still become a character are held back until they do."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        """What can be shown after this id; may be empty."""
+        return self._decoder.decode(self.tokenizer.token_bytes(token))
+
+    def finish(self) -> str:
+        """What was held back, as U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+def check_kind(name: str) -> None:
+    """UserError, with the nearest name, unless `name` is a kind of tokenizer or a folder that holds one."""
+    if name in KINDS or (name and (Path(name) / FILE).is_file()):
+        return
+    near = get_close_matches(name, KINDS, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"unknown tokenizer {name!r}{hint} (known: {', '.join(KINDS)}, or a folder with {FILE})")
+
+
+def make_tokenizer(name: str, texts: Callable[[], Iterable[str]], *, train: Callable[[], Iterable[str]] | None = None,
+                   bpe_vocab: int = 2048, key: str | None = None) -> Tokenizer:  # fmt: skip
+    """The tokenizer of that kind, or from that folder.
+
+    `texts()`: the whole text, for chars; `train()`: the part that bpe may learn from, default all; `key`: identity of
+    that part, under which a trained bpe is cached.
+    """
+    check_kind(name)
+    if name == "bytes":
+        return Bytes()
+    if name == "chars":
+        return Chars(set().union(*texts()))
+    if name == "gpt2":
+        from barellm.data.gpt2 import Gpt2
+
+        return Gpt2()
+    if name == "bpe":
+        from barellm.data.bpe import trained_bpe
+
+        return trained_bpe(train or texts, vocab=bpe_vocab, key=key)
+    return load_tokenizer(Path(name))
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """What `save` wrote. UserError when it is missing, damaged or of a later format."""
+    path = Path(folder) / FILE
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != FORMAT:
+            raise UserError(f"{path} has format {content['format']}, this version reads {FORMAT}")
+        kind, stored, eot = content["kind"], content["tokens"], content["eot"]
+        tokens = None if stored is None else [base64.b64decode(token) for token in stored]
+        tokenizer = _restored(kind, tokens, eot)
+        if tokenizer.hash != content["hash"]:
+            found, recorded = tokenizer.hash[:16], content["hash"][:16]
+            raise UserError(f"{path} is damaged: its tokens have hash {found}, recorded is {recorded}")
+        return tokenizer
+    except OSError as error:
+        raise UserError(f"cannot read tokenizer {path}: {error.strerror}") from error
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged: not a tokenizer that barellm wrote") from error
+
+
+def _restored(kind: str, tokens: list[bytes] | None, eot: int | None) -> Tokenizer:
+    if kind == "bytes":
+        return Bytes()
+    if kind == "chars" and tokens:
+        return Chars(token.decode() for token in tokens)
+    if kind == "gpt2":
+        from barellm.data.gpt2 import Gpt2
+
+        return Gpt2(tokens)
+    if kind == "bpe" and tokens and eot == len(tokens) - 1:
+        from barellm.data.bpe import BytePairs
+
+        return BytePairs(tokens)
+    raise ValueError(kind)
