@@ -1,0 +1,92 @@
+"""The dispatcher: a static table of commands, so that `--help` imports none of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+COMMANDS: dict[str, str] = {
+    "train": "train; with no arguments a small model on Python source that is already on this machine",
+    "prepare": "text to shards of tokens",
+    "sample": "generate text from a checkpoint",
+    "eval": "validation loss of a checkpoint",
+    "plan": "memory to the byte, FLOPs and bytes by op; allocates nothing",
+    "bench": "measure kernels and steps",
+    "inspect": "IR, assembly and registers of a kernel",
+    "doctor": "what this machine has and what barellm will use",
+}
+
+
+def help_text() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: barellm COMMAND [options]",
+            "",
+            "GPT training from Python with nothing in between.",
+            "",
+            *lines,
+            "",
+            "barellm COMMAND --help shows a command's options, barellm --version the version.",
+        ]
+    )
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Import the command's module, parse its options, run it. UserError for whatever the user can mend."""
+    from barellm.errors import UserError
+
+    if sys.platform == "win32":
+        raise UserError("Windows is not supported: use Linux, macOS, or Linux inside WSL 2")
+    name = argv[0]
+    if name not in COMMANDS:
+        from barellm.overrides import nearest
+
+        raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)} (known: {', '.join(COMMANDS)})")
+    from importlib import import_module
+
+    from barellm.cli.options import Parser
+
+    module = import_module(f"barellm.cli.{name}")
+    parser = Parser(prog=f"barellm {name}", description=module.__doc__)
+    module.configure(parser)
+    return module.run(parser.parse(argv[1:]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 2 a mistake that the user can mend (one line on stderr), 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version"):
+        from barellm import __version__
+
+        print(f"barellm {__version__}")
+        return 0
+    try:
+        return run_command(argv)
+    except KeyboardInterrupt:
+        print("barellm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `barellm sample ... | head`
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename is not None else ""
+        return fail(f"{name}{error.strerror or error}")
+    except ValueError as error:
+        from barellm.errors import UserError
+
+        if not isinstance(error, UserError):
+            raise
+        return fail(str(error))
+
+
+def fail(message: str) -> int:
+    sys.stdout.flush()
+    print("barellm: error: " + " ".join(message.split()), file=sys.stderr)
+    return 2

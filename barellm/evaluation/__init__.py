@@ -1,0 +1,1 @@
+"""How good a model is: loss on text that it has not seen."""

@@ -1,0 +1,46 @@
+"""Validation loss in nats per token and in bits per byte, over the validation part or evenly spread windows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+import numpy as np
+
+from barellm.data.loader import Validation
+
+
+@dataclass(frozen=True)
+class Result:
+    """`nats` per target token. `bytes`: text that the targets stand for; 0 where the vocabulary is not known."""
+
+    nats: float
+    targets: int
+    bytes: int
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return self.nats * self.targets / log(2) / self.bytes if self.bytes else None
+
+
+class Evaluator:
+    """Runs the program "eval" over the windows of a validation stream, `batch` at a time."""
+
+    def __init__(self, windows: Validation, *, batch: int, byte_lengths: np.ndarray | None) -> None:
+        self.windows, self.batch = windows, batch
+        self.bytes = 0 if byte_lengths is None else windows.text_bytes(byte_lengths)
+
+    def run(self, session: Any, *, stop: Callable[[], bool] = bool) -> Result | None:
+        """None if `stop()` became true on the way."""
+        total = 0.0
+        for inputs, targets in self.windows.batches(self.batch):
+            valid = int(np.count_nonzero(targets >= 0))
+            session.write("tokens", inputs)
+            session.write("targets", targets)
+            session.run("eval", batch=len(inputs), seq=inputs.shape[1], inv_targets=1.0 / valid)
+            total += float(session.read("loss")[0]) * valid
+            if stop():
+                return None
+        return Result(total / self.windows.targets, self.windows.targets, self.bytes)

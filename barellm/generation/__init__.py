@@ -1,0 +1,1 @@
+"""Text from a model: samplers and decoding with a KV cache."""

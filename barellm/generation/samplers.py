@@ -1,0 +1,71 @@
+"""From logits to a token: temperature, then top-k, then top-p, then one draw with bits of (seed, index)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+
+from barellm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """`temperature` 0 takes the most likely token (the lowest id of equals). `top_k` 0 and `top_p` 1 cut nothing."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 1337
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"temperature is {self.temperature}, expected a number from 0 on")
+        if self.top_k < 0:
+            raise UserError(f"top_k is {self.top_k}, expected 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}, expected 0 < top_p <= 1")
+        if self.seed < 0:
+            raise UserError(f"seed is {self.seed}, expected 0 or more")
+
+
+def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
+    """logits (V,) -> float64 probabilities (V,) after the cuts. Of equal logits the lower id is kept first.
+
+    top-k keeps exactly min(k, V) tokens; top-p keeps the fewest of the most likely tokens whose sum reaches p.
+    """
+    logits = logits.astype(np.float64)
+    if how.temperature == 0:
+        p = np.zeros(len(logits))
+        p[np.argmax(logits)] = 1.0
+        return p
+    p = np.exp((logits - logits.max()) / how.temperature)
+    p /= p.sum()
+    if not (0 < how.top_k < len(p) or how.top_p < 1):
+        return p
+    order = np.argsort(-logits, kind="stable")
+    keep = order[: how.top_k] if how.top_k else order
+    if how.top_p < 1:
+        total = np.cumsum(p[keep])
+        keep = keep[: int(np.searchsorted(total, how.top_p * total[-1])) + 1]
+    cut = np.zeros_like(p)
+    cut[keep] = p[keep] / p[keep].sum()
+    return cut
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) for the draw with this index (Philox, counter-based: no state to carry)."""
+    return float(np.random.Generator(np.random.Philox(key=seed & (2**64 - 1), counter=[0, 0, index, 0])).random())
+
+
+def draw(logits: np.ndarray, how: Sampling, *, index: int) -> int:
+    """The token of draw `index`. ValueError if the logits are not finite."""
+    if not np.isfinite(logits).all():
+        raise ValueError("the model's logits are not finite: its weights diverged")
+    p = probabilities(logits, how)
+    if how.temperature == 0:
+        return int(np.argmax(p))
+    total = np.cumsum(p)
+    token = int(np.searchsorted(total, uniform(how.seed, index) * total[-1], side="right"))
+    return min(token, int(np.flatnonzero(p)[-1]))

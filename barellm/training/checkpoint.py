@@ -1,0 +1,171 @@
+"""Checkpoints: a folder per step that is whole or is not there.
+
+    DIR/checkpoints/step-000500/
+        weights.safetensors  optimizer.safetensors    fp32, row-major, canonical
+        meta.json            resolved configuration, step, sample position, tokenizer hash, ISA, versions
+        tokenizer files
+        manifest.json        sizes and xxh3-64 checksums of the others, written last
+
+A save writes a temporary folder, syncs each file and the folder, renames it and syncs the parent. A kill at any point
+leaves the new checkpoint or the ones before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from barellm.errors import UserError
+from barellm.training import storage, tensorfile
+
+FORMAT = 1
+WEIGHTS, OPTIMIZER, META, MANIFEST = "weights.safetensors", "optimizer.safetensors", "meta.json", "manifest.json"
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def steps(folder: Path) -> list[Path]:
+    """Step folders, newest first, verified or not."""
+    if not folder.is_dir():
+        return []
+    found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and p.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def of_role(session: Any, role: str) -> dict[str, Any]:
+    return {name: t for name, t in session.tensors.items() if t.role == role}
+
+
+def checkpoint_bytes(session: Any) -> int:
+    """Size of the tensor files of one checkpoint."""
+    return sum(tensorfile.file_bytes(of_role(session, role)) for role in ("parameter", "state"))
+
+
+def save(
+    folder: Path, session: Any, *, step: int, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes], keep: int
+) -> Path:
+    """Write the checkpoint of `step` into `folder`, then remove all but the newest `keep`. After an OSError the old stand."""
+    target = step_folder(folder, step)
+    if target.exists():
+        if not problem(target):
+            return target
+        storage.remove_folder(target)
+    temporary = folder / f"{storage.TEMPORARY}{target.name}"
+    if not folder.is_dir():
+        storage.system.mkdir(folder)
+        storage.sync_folder(folder.parent)
+    storage.remove_temporaries(folder)
+    storage.system.mkdir(temporary)
+    try:
+        label = {"format": "barellm", "step": str(step)}
+        weights, state = of_role(session, "parameter"), of_role(session, "state")
+        files = {
+            WEIGHTS: tensorfile.write(temporary / WEIGHTS, session, weights, metadata=label),
+            OPTIMIZER: tensorfile.write(temporary / OPTIMIZER, session, state, metadata=label),
+            META: storage.write_file(temporary / META, _json({"format": FORMAT, "step": step, **meta})),
+        }
+        for name, data in tokenizer.items():
+            files[name] = storage.write_file(temporary / name, data)
+        storage.write_file(temporary / MANIFEST, _json({"format": FORMAT, "files": files}))
+        storage.sync_folder(temporary)
+        storage.system.rename(temporary, target)
+        storage.sync_folder(folder)
+    except OSError:
+        _discard(temporary)
+        raise
+    for old in steps(folder)[max(1, keep) :]:
+        storage.remove_folder(old)
+    return target
+
+
+def _discard(temporary: Path) -> None:
+    # The error that brought us here is the one to report; the next save removes what is left.
+    with contextlib.suppress(OSError):
+        storage.remove_folder(temporary)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def problem(path: Path) -> str | None:
+    """What is wrong with a step folder, in words; None if sizes and checksums hold."""
+    from xxhash import xxh3_64
+
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        files = dict(manifest["files"])
+        if manifest["format"] != FORMAT:
+            return f"its format is {manifest['format']}, this version reads {FORMAT}"
+        for name in {WEIGHTS, META, *files}:
+            if name not in files:
+                return f"{MANIFEST} does not list {name}"
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if (size := file.stat().st_size) != files[name]["bytes"]:
+                return f"{name} has {size} bytes, expected {files[name]['bytes']}"
+            digest = xxh3_64()
+            with file.open("rb") as data:
+                while piece := data.read(tensorfile.PIECE):
+                    digest.update(piece)
+            if digest.hexdigest() != files[name]["xxh3_64"]:
+                return f"the checksum of {name} is {digest.hexdigest()}, expected {files[name]['xxh3_64']}"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except OSError as error:
+        return f"{error.filename or path}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is damaged"
+    return None
+
+
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """(the newest step folder that verifies or None, what is wrong with the newer ones)."""
+    wrong = []
+    for path in steps(folder):
+        found = problem(path)
+        if found is None:
+            return path, wrong
+        wrong.append(f"{path}: {found}")
+    return None, wrong
+
+
+def find(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that `path` means: a step folder, or the newest that verifies of a run folder."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist, expected a run folder or a checkpoint folder")
+    if (path / MANIFEST).exists() or path.name.startswith("step-"):
+        if found := problem(path):
+            raise UserError(f"{path}: {found}")
+        return path, []
+    for folder in (path / "checkpoints", path):
+        if steps(folder):
+            good, wrong = newest(folder)
+            if good is None:
+                raise UserError(f"no checkpoint in {folder} is whole: {'; '.join(wrong)}")
+            return good, wrong
+    raise UserError(f"{path} has no checkpoint, expected a folder with checkpoints/step-...")
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / META).read_bytes())
+    except ValueError:
+        raise UserError(f"{path / META} is not valid JSON") from None
+
+
+def load(path: Path, session: Any, *, optimizer: bool) -> None:
+    """Stream weights, and the optimizer's state if asked, from a verified step folder into the session."""
+    tensorfile.read(path / WEIGHTS, session, of_role(session, "parameter"))
+    if optimizer:
+        tensorfile.read(path / OPTIMIZER, session, of_role(session, "state"))

@@ -1,0 +1,82 @@
+"""What a run says: plain lines in a log, one live line in a terminal, or JSON lines for machines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from typing import Any, TextIO
+
+
+class Console:
+    """`json_lines`: stdout carries JSON objects only, one a line. Otherwise text; `progress` overwrites itself in a
+    terminal and becomes a line every `PLAIN_S` seconds elsewhere."""
+
+    LIVE_S = 0.2
+    PLAIN_S = 5.0
+
+    def __init__(self, *, json_lines: bool = False, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stdout
+        self.json_lines = json_lines
+        self.live = not json_lines and self.stream.isatty()
+        self._open = False  # a live line stands in the terminal
+        self._next = 0.0
+
+    def due(self) -> bool:
+        """Whether a progress line is wanted now: asked before it is made."""
+        return not self.json_lines and time.monotonic() >= self._next
+
+    def progress(self, text: str) -> None:
+        self._next = time.monotonic() + (self.LIVE_S if self.live else self.PLAIN_S)
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            self.stream.write(f"\r\x1b[2K{text[:width]}")
+            self.stream.flush()
+            self._open = True
+        else:
+            self.line(text)
+
+    def line(self, text: str = "") -> None:
+        if self.json_lines:
+            return
+        if self._open:
+            self.stream.write("\r\x1b[2K")
+            self._open = False
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def record(self, row: dict[str, Any]) -> None:
+        """A row of the metrics, shown only as JSON."""
+        if self.json_lines:
+            self.final(row)
+
+    def final(self, row: dict[str, Any]) -> None:
+        """A JSON line, in every mode."""
+        if self._open:
+            self.line()
+        self.stream.write(json.dumps(row) + "\n")
+        self.stream.flush()
+
+    def can_show(self, text: str) -> bool:
+        """Whether the stream's encoding has these characters."""
+        try:
+            text.encode(self.stream.encoding or "ascii")
+        except UnicodeEncodeError:
+            return False
+        return True
+
+
+def duration(seconds: float) -> str:
+    """1:05, 2:03:04; for what is left or was spent."""
+    minutes, s = divmod(max(0, round(seconds)), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def short(count: float) -> str:
+    """950, 12.3k, 4.56M, 7.89G."""
+    for limit, unit in ((1e3, ""), (1e6, "k"), (1e9, "M"), (1e12, "G")):
+        if abs(count) < limit:
+            return f"{count / (limit / 1e3):.3g}{unit}"
+    return f"{count / 1e12:.3g}T"

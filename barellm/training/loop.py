@@ -1,0 +1,224 @@
+"""The loop over steps. What happens after step n is a function of n alone, so that a resumed run repeats it exactly."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from barellm.config import Config
+from barellm.data.loader import Batches
+from barellm.errors import UserError
+from barellm.evaluation.validation import Evaluator, Result
+from barellm.training import checkpoint
+from barellm.training.console import Console, duration, short
+from barellm.training.metrics import Metrics
+from barellm.training.schedule import learning_rate, steps_in_time
+from barellm.training.stopping import Stopping
+
+CALIBRATION_STEPS = 10  # with `minutes`: the number of steps is chosen after these and CALIBRATION_S of stepping
+CALIBRATION_S = 2.0
+FINAL_SHARE = 0.06  # of `minutes`, kept for the last evaluation, samples and checkpoint
+NOT_FINITE_LIMIT = 10  # skipped updates in a row that end the run
+
+
+@dataclass
+class Progress:
+    """What a checkpoint remembers of the loop. `total` None: the number of steps is not chosen yet."""
+
+    step: int = 0
+    total: int | None = None
+    seconds: float = 0.0  # spent in all sessions of the run, from the start of the command
+
+
+@dataclass
+class Loop:
+    config: Config
+    session: Any
+    batches: Batches
+    evaluator: Evaluator
+    metrics: Metrics
+    console: Console
+    stop: Stopping
+    folder: Path  # of the checkpoints
+    meta: dict[str, Any]  # what a checkpoint's meta.json says besides the progress
+    tokenizer: dict[str, bytes]
+    samples: Callable[[int], list[str]]  # step -> texts; empty when stopped
+    flops_per_step: int = 0
+    peak: float = 0.0  # FLOP/s; 0: not measured
+    progress: Progress = field(default_factory=Progress)
+    started: float = field(default_factory=time.monotonic)  # of the command
+    saved: Path | None = None
+    _step_s: float = 0.0  # running mean
+    _pause_s: float = 0.0
+    _stepping_s: float = 0.0
+    _stepped: int = 0
+    _not_finite: int = 0
+
+    def run(self) -> bool:
+        """Train to the last step. False if stopped; a checkpoint of the last whole step is on disk either way."""
+        train = self.config.train
+        if self.progress.total is None and train.minutes == 0:
+            self.progress.total = train.steps
+        before = self.progress.seconds
+        while True:
+            step = self.progress.step
+            self._after_step(step)
+            if step == self.progress.total or self.stop:
+                break
+            if not self._step():
+                break
+            self.progress.seconds = before + time.monotonic() - self.started
+            self._choose_total()
+            last = self.progress.step == self.progress.total
+            if not last and train.checkpoint_every and self.progress.step % train.checkpoint_every == 0:
+                self._save_or_warn()
+            if self._stepped == 1:
+                gc.collect()
+                gc.freeze()  # what start-up made lives to the end: later collections need not walk it
+            if last:
+                self.save()
+        if self.progress.step != self.progress.total:
+            self.save()
+            return False
+        return not self.stop
+
+    # --- one step ---
+
+    def _step(self) -> bool:
+        """One optimizer step; False if stopped between its micro-batches, which are discarded."""
+        train, session, step = self.config.train, self.session, self.progress.step
+        begin = time.perf_counter()
+        lr = learning_rate(step, total=self.progress.total, optim=self.config.optim)
+        inv_targets = 1.0 / (train.batch * train.accumulate * train.seq)
+        shape = {"batch": train.batch, "seq": train.seq}
+        loss = 0.0
+        for micro in range(train.accumulate):
+            if micro and self.stop:
+                return False
+            sample = (step * train.accumulate + micro) * train.batch
+            inputs, targets = self.batches.batch(sample, train.batch)
+            session.write("tokens", inputs)
+            session.write("targets", targets)
+            random = {"seed": train.seed, "step": step + 1, "sample": sample}
+            session.run("micro", accumulate=int(micro > 0), inv_targets=inv_targets, **shape, **random)
+            loss += float(session.read("loss")[0])
+        session.run("update", step=step + 1, lr=lr)
+        norm = float(session.read("clip")[0])
+        self._count(time.perf_counter() - begin)
+        self.progress.step = step + 1
+        self._report(loss, norm, lr)
+        return True
+
+    def _count(self, seconds: float) -> None:
+        self._stepped += 1
+        if self._stepped > 1:  # the first step of a process touches cold memory
+            self._stepping_s += seconds
+            weight = max(0.05, 1 / (self._stepped - 1))
+            self._step_s += weight * (seconds - self._step_s)
+        else:
+            self._step_s = seconds
+
+    def _report(self, loss: float, norm: float, lr: float) -> None:
+        step, total, train = self.progress.step, self.progress.total, self.config.train
+        rate = train.batch * train.accumulate * train.seq / self._step_s
+        finite = isfinite(loss) and isfinite(norm)
+        row = {
+            "kind": "train",
+            "step": step,
+            "loss": loss if isfinite(loss) else None,
+            "lr": lr,
+            "grad_norm": norm if isfinite(norm) else None,
+            "tokens_per_s": round(rate, 1),
+            "seconds": round(self.progress.seconds, 3),
+        }
+        self._record(row)
+        if self.console.due():
+            share = f"  {self.flops_per_step / self._step_s / self.peak:.0%} of peak" if self.peak else ""
+            left = "" if total is None else f"  {duration((total - step) * (self._step_s + self._pause_s))} left"
+            of = "?" if total is None else total
+            numbers = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {short(rate)} tok/s"
+            self.console.progress(f"step {step:>5}/{of}  {numbers}{share}{left}")
+        self._not_finite = 0 if finite else self._not_finite + 1
+        if self._not_finite == NOT_FINITE_LIMIT:
+            raise UserError(
+                f"loss or gradient norm was not finite for {NOT_FINITE_LIMIT} steps up to step {step} (loss {loss}, "
+                f"norm {norm}): try an optim.lr below {self.config.optim.lr} or a longer optim.warmup"
+            )
+
+    def _record(self, row: dict[str, Any]) -> None:
+        had_problem = self.metrics.problem is not None
+        self.metrics.add(row)
+        self.console.record(row)
+        if self.metrics.problem and not had_problem:
+            self.console.line(f"warning: metrics wait in memory: {self.metrics.problem}")
+
+    def _choose_total(self) -> None:
+        """With `minutes`: choose the number of steps once, from the speed seen so far; checkpoints keep it."""
+        train, progress = self.config.train, self.progress
+        enough = self._stepped > CALIBRATION_STEPS and self._stepping_s >= CALIBRATION_S
+        if progress.total is not None or not (enough or progress.step == train.steps):
+            return
+        budget = 60 * train.minutes * (1 - FINAL_SHARE)
+        mean = self._stepping_s / max(1, self._stepped - 1)
+        progress.total = steps_in_time(
+            done=progress.step,
+            step_s=mean,
+            pause_s=self._pause_s,
+            left_s=budget - progress.seconds,
+            limit=train.steps,
+        )
+        self.console.line(f"{progress.total} steps of {mean * 1e3:.1f} ms fit into {train.minutes:g} minutes")
+
+    # --- between steps ---
+
+    def _after_step(self, step: int) -> None:
+        """Evaluation and samples that are due at this step; made again after a resume, never recorded twice."""
+        train, last = self.config.train, step == self.progress.total
+        if last or self.stop:
+            return  # the final report looks closer
+        if train.eval_every and step % train.eval_every == 0:
+            begin = time.perf_counter()
+            result = self.evaluator.run(self.session, stop=lambda: bool(self.stop))
+            if result is None:
+                return
+            self._pause_s = (time.perf_counter() - begin) / train.eval_every
+            self.record_evaluation(step, result)
+        if train.sample_every and step and step % train.sample_every == 0:
+            for text in self.samples(step):
+                self._record({"kind": "sample", "step": step, "text": text})
+                self.console.line("\n".join(f"  | {line}" for line in text.splitlines()))
+
+    def record_evaluation(self, step: int, result: Result) -> None:
+        bits = result.bits_per_byte
+        found = {"val_nats": result.nats, "val_bits_per_byte": bits, "targets": result.targets}
+        self._record({"kind": "eval", "step": step, **found})
+        per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
+        self.console.line(f"step {step:>5}  validation {result.nats:.4f} nats per token{per_byte}")
+
+    # --- checkpoints ---
+
+    def save(self) -> None:
+        train, progress = self.config.train, self.progress
+        meta = {
+            **self.meta,
+            "total_steps": progress.total,
+            "samples": progress.step * train.batch * train.accumulate,
+            "seconds": round(progress.seconds, 3),
+        }
+        self.saved = checkpoint.save(
+            self.folder, self.session, step=progress.step, meta=meta, tokenizer=self.tokenizer, keep=train.keep
+        )
+        self.console.line(f"saved {self.saved}")
+
+    def _save_or_warn(self) -> None:
+        """A failed save on the way costs only itself: older checkpoints stay, the training goes on."""
+        try:
+            self.save()
+        except OSError as error:
+            step = self.progress.step
+            self.console.line(f"warning: no checkpoint of step {step}: {error.strerror}: {error.filename}")

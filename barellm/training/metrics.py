@@ -1,0 +1,66 @@
+"""metrics.jsonl: one JSON object a line, appended and flushed; resumed without a step appearing twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from barellm.training import storage
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; a line that a kill cut short, and what follows it, is dropped."""
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        for line in path.read_bytes().splitlines(keepends=True):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if not line.endswith(b"\n") or not isinstance(row, dict):
+                break
+            rows.append(row)
+    return rows
+
+
+def truncate(path: Path, *, step: int) -> list[dict[str, Any]]:
+    """Keep what was known when the checkpoint of `step` was written: training rows up to it, evaluations and samples
+    before it (they come after the save, and are made again). Returns the rows kept."""
+    rows = read(path)
+    kept = [r for r in rows if r["step"] < step or (r["step"] == step and r["kind"] == "train")]
+    storage.replace_file(path, b"".join(_line(row) for row in kept))
+    return kept
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+class Metrics:
+    """Appends rows. A full disk does not stop the training: rows wait in memory until they can be written, and
+    `problem` holds the last error. `rows` are all rows of the run."""
+
+    def __init__(self, path: Path, *, rows: list[dict[str, Any]] | None = None) -> None:
+        self.rows = rows or []
+        self.problem: OSError | None = None
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._end = os.fstat(self._fd).st_size
+        self._waiting = b""
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self._waiting += _line(row)
+        try:
+            while self._waiting:
+                done = os.pwrite(self._fd, self._waiting, self._end)
+                self._end += done
+                self._waiting = self._waiting[done:]
+            self.problem = None
+        except OSError as error:
+            self.problem = storage.named(error, self._path)
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,115 @@
+"""Files that appear whole or not at all. Calls that change the disk go through `system`: tests fail each."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+system: Any = os
+
+TEMPORARY = ".tmp-"  # a folder of this prefix is rubbish: an unfinished save, or an unfinished removal
+
+
+class NewFile:
+    """A new file: hashed while it is written, on disk when closed. `size` reserves the space first, so that a full
+    disk shows before anything is written."""
+
+    def __init__(self, path: Path, *, size: int = 0) -> None:
+        from xxhash import xxh3_64
+
+        self.path = path
+        self.bytes = 0
+        self._hash = xxh3_64()
+        self._fd = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            if size and hasattr(os, "posix_fallocate"):
+                try:
+                    system.posix_fallocate(self._fd, 0, size)
+                except OSError as error:
+                    if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                        raise
+        except OSError as error:
+            self.abandon()
+            raise named(error, path) from None
+
+    def write(self, data: Any) -> None:
+        """Append the bytes of any contiguous buffer."""
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self.bytes += len(view)
+        try:
+            while view:
+                view = view[system.write(self._fd, view) :]
+        except OSError as error:
+            raise named(error, self.path) from None
+
+    def close(self) -> dict[str, Any]:
+        """Sync and close; the file's entry in the manifest."""
+        try:
+            system.fsync(self._fd)
+        except OSError as error:
+            raise named(error, self.path) from None
+        finally:
+            self.abandon()
+        return {"bytes": self.bytes, "xxh3_64": self._hash.hexdigest()}
+
+    def abandon(self) -> None:
+        if self._fd >= 0:
+            system.close(self._fd)
+            self._fd = -1
+
+
+def named(error: OSError, path: Path) -> OSError:
+    """The same error with the file's name: calls on descriptors do not know it."""
+    return type(error)(error.errno, error.strerror, str(path))
+
+
+def write_file(path: Path, data: bytes) -> dict[str, Any]:
+    file = NewFile(path)
+    try:
+        file.write(data)
+        return file.close()
+    finally:
+        file.abandon()
+
+
+def sync_folder(path: Path) -> None:
+    fd = system.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        system.fsync(fd)
+    finally:
+        system.close(fd)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Whole new content or the old one, also after a power cut."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    if temporary.exists():
+        system.unlink(temporary)
+    write_file(temporary, data)
+    system.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a flat folder. It is renamed first: a removal that is cut short never looks like a checkpoint."""
+    if not path.name.startswith(TEMPORARY):
+        doomed = path.with_name(f"{TEMPORARY}{path.name}")
+        if doomed.exists():
+            remove_folder(doomed)
+        system.rename(path, doomed)
+        path = doomed
+    for entry in sorted(path.iterdir()):
+        system.unlink(entry)
+    system.rmdir(path)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what unfinished saves and removals left in `folder`."""
+    for entry in sorted(folder.glob(f"{TEMPORARY}*")):
+        if entry.is_dir():
+            remove_folder(entry)
+        else:
+            system.unlink(entry)

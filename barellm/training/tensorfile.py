@@ -1,0 +1,115 @@
+"""safetensors, written and read in pieces through a session: no second copy of the model in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from barellm.errors import UserError
+from barellm.training.storage import NewFile
+
+if TYPE_CHECKING:
+    import numpy as np
+
+PIECE = 8 << 20  # bytes read from the session at a time
+CODES = {"fp32": "F32", "split": "F32", "fp64": "F64", "i32": "I32", "bf16": "BF16"}
+ITEM = {"F32": 4, "F64": 8, "I32": 4, "BF16": 2}
+
+
+def numpy_dtype(code: str) -> np.dtype:
+    import numpy as np
+
+    if code == "BF16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype({"F32": "<f4", "F64": "<f8", "I32": "<i4"}[code])
+
+
+def _header(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> tuple[bytes, int]:
+    """(length and JSON, bytes of data). Padded with spaces so that the data starts at a multiple of 64."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, t in tensors.items():
+        code = CODES[t.dtype]
+        end = at + t.size * ITEM[code]
+        entries[name] = {"dtype": code, "shape": [int(n) for n in t.shape], "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    return len(text).to_bytes(8, "little") + text, at
+
+
+def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:
+    rows = int(shape[0])
+    row = itemsize
+    for n in shape[1:]:
+        row *= int(n)
+    step = max(1, PIECE // max(1, row))
+    for lo in range(0, rows, step):
+        yield lo, min(rows, lo + step)
+
+
+def file_bytes(tensors: Mapping[str, Any]) -> int:
+    header, data = _header(tensors, {})
+    return len(header) + data
+
+
+def write(path: Path, session: Any, tensors: Mapping[str, Any], *, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Stream `tensors` (name -> Tensor) of a session to a new file; returns its entry in the manifest."""
+    import numpy as np
+
+    header, data = _header(tensors, metadata)
+    file = NewFile(path, size=len(header) + data)
+    try:
+        file.write(header)
+        for name, t in tensors.items():
+            dtype = numpy_dtype(CODES[t.dtype])
+            for lo, hi in _pieces(t.shape, dtype.itemsize):
+                piece = np.ascontiguousarray(session.read_rows(name, lo, hi), dtype=dtype)
+                file.write(piece.reshape(-1).view(np.uint8))
+        return file.close()
+    finally:
+        file.abandon()
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """({name: entry}, offset of the data) of a safetensors file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(100 << 20, path.stat().st_size):
+            raise UserError(f"{path} is not a safetensors file: its header would have {length} bytes")
+        try:
+            entries = json.loads(file.read(length))
+        except ValueError:
+            raise UserError(f"{path} is not a safetensors file: its header is not JSON") from None
+    entries.pop("__metadata__", None)
+    return entries, 8 + length
+
+
+def read(path: Path, session: Any, tensors: Mapping[str, Any]) -> None:
+    """Stream a file into the session's tensors. UserError, before anything is written, if they differ."""
+    import numpy as np
+
+    entries, start = read_header(path)
+    if missing := sorted(tensors.keys() - entries.keys()):
+        raise UserError(f"{path} lacks the tensor {missing[0]!r} ({len(missing)} missing in all)")
+    if unknown := sorted(entries.keys() - tensors.keys()):
+        raise UserError(f"{path} has the tensor {unknown[0]!r}, which this model lacks ({len(unknown)} in all)")
+    for name, t in tensors.items():
+        found = (entries[name]["dtype"], tuple(entries[name]["shape"]))
+        expected = (CODES[t.dtype], tuple(int(n) for n in t.shape))
+        if found != expected:
+            raise UserError(f"{path}: {name} is {found[0]} {found[1]}, expected {expected[0]} {expected[1]}")
+    with path.open("rb") as file:
+        for name, t in tensors.items():
+            file.seek(start + entries[name]["data_offsets"][0])
+            dtype = numpy_dtype(CODES[t.dtype])
+            width = t.size // max(1, int(t.shape[0]))
+            for lo, hi in _pieces(t.shape, dtype.itemsize):
+                piece = np.empty((hi - lo) * width, dtype)
+                if file.readinto(piece.view(np.uint8)) != piece.nbytes:
+                    raise UserError(f"{path} ends inside the tensor {name!r}")
+                session.write_rows(name, lo, piece.reshape(hi - lo, *(int(n) for n in t.shape[1:])))
