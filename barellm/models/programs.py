@@ -1,0 +1,66 @@
+"""The programs of a model, over one store: init, micro, update, eval, decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from barellm.config import ModelConfig
+from barellm.models.gpt2 import declare_parameters, gpt2, gpt2_decode
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
+
+
+def build(
+    model: ModelConfig,
+    *,
+    batch: int = 0,
+    seq: int = 0,
+    compute: str = "fp32",
+    optimizer: Callable[[Program], None] | None = None,
+    recompute: bool = False,
+    decode_batch: int = 0,
+    decode_seq: int = 0,
+) -> tuple[Store, dict[str, Program]]:
+    """A store and its programs by name. What is 0 or None is left out.
+
+    init    parameters from the scalar seed
+    micro   forward and backward of up to `batch` sequences of up to `seq` tokens; output "loss" (with `optimizer`)
+    update  clip and optimizer, as `optimizer` appends them
+    eval    forward of as many, without dropout; output "loss"
+    decode  up to `decode_batch` sequences, `decode_seq` positions in the KV cache (0: max_seq); output "logits"
+    """
+    if max(seq, decode_seq) > model.max_seq:
+        raise ValueError(f"seq is {max(seq, decode_seq)}, the model has {model.max_seq} positions (model.max_seq)")
+    store = Store()
+    programs = {"init": Program(store, compute=compute)}
+    declare_parameters(programs["init"], model)
+    _initialise(programs["init"])
+    if optimizer is not None:
+        p = programs["micro"] = Program(store, compute=compute)
+        loss = p.output("loss", gpt2(p, model, *_inputs(p, batch, seq), dropout=model.dropout))
+        p.backward(loss, recompute=recompute)
+        programs["update"] = Program(store, compute=compute)
+        optimizer(programs["update"])
+    if batch:
+        p = programs["eval"] = Program(store, compute=compute)
+        p.output("loss", gpt2(p, model, *_inputs(p, batch, seq)))
+    if decode_batch:
+        p = programs["decode"] = Program(store, compute=compute)
+        tokens = p.input("tokens", (Dim("batch", decode_batch), Dim("seq", decode_seq or model.max_seq)))
+        p.output("logits", gpt2_decode(p, model, tokens, dtype=compute))
+    return store, programs
+
+
+def _inputs(p: Program, batch: int, seq: int):
+    shape = (Dim("batch", batch), Dim("seq", seq))
+    return p.input("tokens", shape), p.input("targets", shape)
+
+
+def _initialise(p: Program) -> None:
+    for stream, t in enumerate(p.store.of_role("parameter")):
+        kind, number = t.init or ("constant", 0.0)
+        if kind == "normal":
+            p.apply(ops.NormalInit, param=t, std=number, stream=stream, valid_rows=t.valid_rows)
+        else:
+            p.apply(ops.ConstantInit, param=t, value=number, valid_rows=t.valid_rows)

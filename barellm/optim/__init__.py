@@ -1,0 +1,1 @@
+"""Optimizers: each appends its ops to a Program."""

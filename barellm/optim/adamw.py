@@ -1,0 +1,23 @@
+"""AdamW over every parameter of a store: global norm, clip, one pass per parameter."""
+
+from __future__ import annotations
+
+from barellm.config import OptimConfig
+from barellm.program import ops
+from barellm.program.builder import Program
+
+
+def adamw(p: Program, config: OptimConfig) -> None:
+    """Append the update. Weight decay acts on matrices only, the embeddings among them; vectors (biases, norms) have none.
+
+    The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
+    """
+    pairs = [(t, p.gradient_of(t)) for t in p.store.of_role("parameter")]
+    partials = {f"p{i}": p.apply(ops.SumSquares, x=grad).partials for i, (_, grad) in enumerate(pairs)}
+    skipped = p.state("skipped", (1,), "i32")
+    clip = p.output("clip", p.apply(ops.ClipScale, skipped=skipped, **partials, clip=config.clip).clip)
+    for param, grad in pairs:
+        m, v = p.state(f"{param.name}.m", param.shape), p.state(f"{param.name}.v", param.shape)
+        decay = config.weight_decay if len(param.shape) == 2 else 0.0
+        betas = {"beta1": config.beta1, "beta2": config.beta2}
+        p.apply(ops.AdamW, param=param, grad=grad, m=m, v=v, clip=clip, **betas, eps=config.eps, weight_decay=decay)
