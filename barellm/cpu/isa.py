@@ -85,7 +85,11 @@ def _host(name: str) -> ISA:
     table = ARM if platform.machine().lower() in ("arm64", "aarch64") else X86
     isa = table[name or best]
     # The best ISA is tuned for the very processor; a forced one stays as narrow as its name says.
-    return replace(isa, cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten()) if isa.name == best else isa
+    return (
+        replace(isa, cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten())
+        if isa.name == best
+        else isa
+    )
 
 
 def host() -> ISA:

@@ -60,7 +60,13 @@ def sources_digest() -> str:
 
     h = hashlib.sha256(f"{llvmlite.__version__} {llvm.llvm_version_info}".encode())
     root = Path(__file__).parent
-    for path in sorted([*root.rglob("*.py"), root.parent / "runtime" / "scalars.py", root.parent / "program" / "ops" / "elementwise.py"]):
+    for path in sorted(
+        [
+            *root.rglob("*.py"),
+            root.parent / "runtime" / "scalars.py",
+            root.parent / "program" / "ops" / "elementwise.py",
+        ]
+    ):
         h.update(path.read_bytes())
     return h.hexdigest()
 
@@ -85,7 +91,9 @@ def compile_object(ir: str, isa: ISA) -> bytes:
     code = target_machine(isa).emit_object(module(ir, isa))
     missing = undefined_symbols(code) - ALLOWED
     if missing:
-        raise RuntimeError(f"generated code calls {', '.join(sorted(missing))}, which nothing provides (ISA {isa.name})")
+        raise RuntimeError(
+            f"generated code calls {', '.join(sorted(missing))}, which nothing provides (ISA {isa.name})"
+        )
     return code
 
 
@@ -136,7 +144,9 @@ class Library:
     def __init__(self, objects: list[bytes], isa: ISA) -> None:
         _initialise()
         # The engine takes ownership of its target machine, so it gets one of its own.
-        machine = llvm.Target.from_default_triple().create_target_machine(cpu=isa.cpu, features=isa.features, opt=2, jit=True)
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=isa.cpu, features=isa.features, opt=2, jit=True
+        )
         self.engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         for code in objects:
             self.engine.add_object_file(llvm.ObjectFileRef.from_data(code))

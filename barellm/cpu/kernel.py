@@ -119,7 +119,9 @@ class Lowering:
         """Bytes of each thread's own scratch, at `k.private()`."""
         self.private_bytes = max(self.private_bytes, nbytes)
 
-    def call(self, emit: Emit, operands: dict[str, Any], constants: dict[str, Any] | None = None, *, writes: str) -> None:
+    def call(
+        self, emit: Emit, operands: dict[str, Any], constants: dict[str, Any] | None = None, *, writes: str
+    ) -> None:
         """Append a call of `emit`. An operand is a Tensor, (Region, dtype), an int, or None. `writes` names the written ones."""
         written = set(writes.split())
         kinds: list[str | None] = []

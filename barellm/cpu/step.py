@@ -6,9 +6,7 @@ only where a call touches bytes that a call since the last barrier has written, 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,21 +82,20 @@ class CpuSession:
         self.programs = programs
         self.lowered = {name: Lowered(p, self.isa, self.threads) for name, p in programs.items()}
         scratch = {op: c.scratch_tensors for low in self.lowered.values() for op, c in low.of.items()}
+        store = next(iter(programs.values())).store
+        # Each thread's own scratch is on the map like everything else.
         self.private_bytes = -(-max(low.private_bytes for low in self.lowered.values()) // 4096) * 4096
+        private = store.get("threads.private", (max(self.private_bytes, 64) * self.threads // 2,), "bf16", "cache")
         self.plan: Plan = plan(
-            {name: low.ops for name, low in self.lowered.items()},
-            named={name: p.named for name, p in programs.items()},
-            scratch=lambda op: scratch[op],
-            extra_bytes=self.private_bytes * self.threads,
+            {name: low.ops for name, low in self.lowered.items()}, store, scratch=lambda op: scratch[op]
         )
-        self.plan.check_memory()
-        self.tensors: dict[str, Tensor] = {t.name: t for t in self.plan.persistent}
+        self.tensors: dict[str, Tensor] = dict(store.tensors)
         self._map_arena()
         self._compile()
         self._link()
         self._scalars = np.zeros(scalars.NBYTES, np.uint8)
         self.pool = Pool(self.threads, self.isa)
-        self.pool.bind(self._scalars.ctypes.data, self.base + self.plan.extra_offset, self.private_bytes)
+        self.pool.bind(self._scalars.ctypes.data, self.base + self.plan.offsets[private], self.private_bytes)
 
     # --- building ---
 
@@ -208,10 +205,3 @@ class CpuSession:
             view[0, lo : lo + len(array)], view[1, lo : lo + len(array)] = split_fp32(np.asarray(array, np.float32))
         else:
             view[lo : lo + len(array)] = array
-
-
-def poison_requested() -> bool:
-    return os.environ.get("BARELLM_POISON") == "1"
-
-
-_ = ctypes

@@ -103,7 +103,9 @@ class Pool:
         cpus = allowed_cpus()
         pin = os.environ.get("BARELLM_PIN", "1") != "0" and hasattr(os, "sched_setaffinity")
         masks = [{cpus[i % len(cpus)]} if pin else None for i in range(threads)]
-        self._workers = [threading.Thread(target=self._work, args=(i, masks[i]), daemon=True) for i in range(1, threads)]
+        self._workers = [
+            threading.Thread(target=self._work, args=(i, masks[i]), daemon=True) for i in range(1, threads)
+        ]
         self._leader = threading.Thread(target=self._serve, args=(masks[0],), daemon=True)
         for t in [*self._workers, self._leader]:
             t.start()

@@ -14,7 +14,14 @@ from typing import Any
 
 from barellm.cpu.isa import ISA
 
-ITEM = {"fp64": ("double", 8), "fp32": ("float", 4), "i32": ("i32", 4), "i64": ("i64", 8), "bf16": ("i16", 2), "i16": ("i16", 2)}
+ITEM = {
+    "fp64": ("double", 8),
+    "fp32": ("float", 4),
+    "i32": ("i32", 4),
+    "i64": ("i64", 8),
+    "bf16": ("i16", 2),
+    "i16": ("i16", 2),
+}
 INT_COMPARE = {"<": "slt", "<=": "sle", ">": "sgt", ">=": "sge", "==": "eq", "!=": "ne"}
 FLOAT_COMPARE = {"<": "olt", "<=": "ole", ">": "ogt", ">=": "oge", "==": "oeq", "!=": "une"}
 
@@ -165,7 +172,11 @@ class Pointer:
 
     def at(self, index: Any) -> Pointer:
         """The address `index` elements further."""
-        return self.bytes(self.k.int(index) * self.itemsize) if isinstance(index, Value) else self.bytes(index * self.itemsize)
+        return (
+            self.bytes(self.k.int(index) * self.itemsize)
+            if isinstance(index, Value)
+            else self.bytes(index * self.itemsize)
+        )
 
     def bytes(self, offset: Any) -> Pointer:
         if isinstance(offset, int) and offset == 0:
@@ -215,7 +226,7 @@ class Pointer:
         type_ = f"<{k.lanes} x {item}>"
         if mask is None:
             return k.op(type_, f"load {type_}, ptr {p.ref}, align {size}")
-        name = f"llvm.masked.load.v{k.lanes}{ {'float': 'f32', 'double': 'f64'}.get(item, item)}.p0"
+        name = f"llvm.masked.load.v{k.lanes}{ {'float': 'f32', 'double': 'f64'}.get(item, item) }.p0"
         k.declare(f"{type_} @{name}(ptr, <{k.lanes} x i1>, {type_})")
         return k.op(type_, f"call {type_} @{name}(ptr align {size} {p.ref}, {mask.typed}, {type_} zeroinitializer)")
 
@@ -231,7 +242,7 @@ class Pointer:
         item, size = ITEM[self.dtype]
         value = k.to(value, f"<{k.lanes} x {item}>")
         if mask is not None:
-            name = f"llvm.masked.store.v{k.lanes}{ {'float': 'f32', 'double': 'f64'}.get(item, item)}.p0"
+            name = f"llvm.masked.store.v{k.lanes}{ {'float': 'f32', 'double': 'f64'}.get(item, item) }.p0"
             k.declare(f"void @{name}({value.type}, ptr, <{k.lanes} x i1>)")
             k.line(f"call void @{name}({value.typed}, ptr align {size} {p.ref}, {mask.typed})")
         elif nontemporal:
@@ -293,7 +304,9 @@ class Builder:
         # Without these LLVM may split 512-bit vectors in two on processors that it thinks prefer 256 bits.
         bits = 32 * self.lanes
         attributes = f'attributes #0 = {{ nounwind "prefer-vector-width"="{bits}" "min-legal-vector-width"="{bits}" }}'
-        body = "\n".join([f"define void @{name}({params}) #0 {{", "entry:", *self.slots, *self.lines, "  ret void", "}"])
+        body = "\n".join(
+            [f"define void @{name}({params}) #0 {{", "entry:", *self.slots, *self.lines, "  ret void", "}"]
+        )
         return "\n".join([*sorted(self.declared), body, attributes, "!0 = !{i32 1}", ""])
 
     # --- conversions ---
@@ -390,7 +403,9 @@ class Builder:
         """Lanes of a (0..n-1) and b (n..2n-1) in a constant order."""
         second = b.typed if b is not None else f"{a.type} poison"
         type_ = f"<{len(order)} x {element(a.type)}>"
-        return self.op(type_, f"shufflevector {a.typed}, {second}, <{len(order)} x i32> <{', '.join(f'i32 {i}' for i in order)}>")
+        return self.op(
+            type_, f"shufflevector {a.typed}, {second}, <{len(order)} x i32> <{', '.join(f'i32 {i}' for i in order)}>"
+        )
 
     def concat(self, parts: list[Value]) -> Value:
         """Vectors joined; the number of parts is a power of two."""
@@ -421,8 +436,22 @@ class Builder:
         b, c = self.match(b, c)
         if not self.isa.fma:
             return a * b + c
-        name = f"llvm.fma.v{width(a.type)}f32" if width(a.type) else {"float": "llvm.fma.f32", "double": "llvm.fma.f64"}[a.type]
+        name = (
+            f"llvm.fma.v{width(a.type)}f32"
+            if width(a.type)
+            else {"float": "llvm.fma.f32", "double": "llvm.fma.f64"}[a.type]
+        )
         return self.call(name, a.type, self.to(a, b.type), b, c)
+
+    def dot(self, acc: Value, a: Value, b: Value) -> Value:
+        """acc + the products of two bf16 pairs a lane, summed in fp32; a and b are i32 lanes that hold the pairs."""
+        n = 2 * self.lanes
+        pairs = f"<{n} x bfloat>"
+        name = {
+            "x86": f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}",
+            "neon": "llvm.aarch64.neon.bfdot.v4f32.v8bf16",
+        }[self.isa.dot]
+        return self.call(name, self.vec, acc, self.bitcast(a, pairs), self.bitcast(b, pairs))
 
     def select(self, condition: Value, a: Any, b: Any) -> Value:
         a, b = self.match(a, b)
@@ -448,7 +477,15 @@ class Builder:
     # --- control flow ---
 
     def var(self, initial: Any) -> Var:
-        return Var(self, initial if isinstance(initial, Value) else self.const(initial, "float" if isinstance(initial, float) else "i64"))
+        return Var(
+            self,
+            initial
+            if isinstance(initial, Value)
+            else self.const(initial, "float" if isinstance(initial, float) else "i64"),
+        )
+
+    def var_vec(self, value: float) -> Var:
+        return Var(self, self.const(value, self.vec))
 
     @contextmanager
     def loop(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Value]:

@@ -8,10 +8,19 @@ from __future__ import annotations
 from math import log
 
 from barellm.cpu.lang.emit import Builder, Value
+from barellm.program.ops.elementwise import GELU_CUBIC, GELU_SCALE
 
 LOG2E = 1.4426950408889634
 # 2^f on [-0.5, 0.5], Chebyshev fit of degree 6: relative error 2e-8 before rounding.
-EXP2 = (1.0, 0.693147182464599609375, 0.2402265071868896484, 0.05550357326865196, 0.009618237614631653, 0.0013398874104022980, 0.00015465189653449)
+EXP2 = (
+    1.0,
+    0.693147182464599609375,
+    0.2402265071868896484,
+    0.05550357326865196,
+    0.009618237614631653,
+    0.0013398874104022980,
+    0.00015465189653449,
+)
 MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer that lies in the low mantissa bits
 
 
@@ -65,3 +74,19 @@ def sigmoid(k: Builder, x: Value) -> Value:
 def tanh(k: Builder, x: Value) -> Value:
     """2 sigmoid(2x) - 1: absolute error an ulp of 1, which is what GELU needs."""
     return 2.0 * sigmoid(k, 2.0 * x) - 1.0
+
+
+def _gelu_argument(k: Builder, x: Value) -> Value:
+    """2 sqrt(2/pi) (x + 0.044715 x^3): gelu(x) = x sigmoid of it."""
+    return x * k.fma(x * x, 2 * GELU_SCALE * GELU_CUBIC, k.to(2 * GELU_SCALE, k.vec))
+
+
+def gelu(k: Builder, x: Value) -> Value:
+    return x * sigmoid(k, _gelu_argument(k, x))
+
+
+def gelu_slope(k: Builder, x: Value) -> Value:
+    """s + x s (1 - s) u'(x), with s the sigmoid of u(x)."""
+    s = sigmoid(k, _gelu_argument(k, x))
+    du = k.fma(x * x, 6 * GELU_SCALE * GELU_CUBIC, k.to(2 * GELU_SCALE, k.vec))
+    return k.fma(x * s * (1.0 - s), du, s)

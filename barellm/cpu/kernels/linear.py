@@ -1,0 +1,103 @@
+"""How products with weights become calls of the GEMM kernels: plain, fused with what follows, and the chunked classifier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cpu.kernel import Lowering, Region, dims_of, lowering, plane
+from barellm.cpu.kernels import gemm
+from barellm.program.ops.base import Op
+from barellm.program.tensor import ITEMSIZE, Tensor
+
+ALL_ROWS = 1 << 62
+CLASSIFIER_CHUNK = 1024  # tokens whose logits exist at one time
+
+
+def weight_operand(weight: Tensor) -> Any:
+    """The matrix as a product reads it: of a split parameter, the bf16 plane."""
+    return (plane(weight, "hi"), "bf16") if weight.dtype == "split" else weight
+
+
+def rows_of(tensor: Tensor, first: int, count: int) -> Any:
+    """Rows [first, first + count) of an activation, clipped to its planned maximum."""
+    row = tensor.width * ITEMSIZE[tensor.dtype]
+    return Region(tensor, min(first * row, tensor.nbytes), min((first + count) * row, tensor.nbytes)), tensor.dtype
+
+
+def _product(
+    c: Lowering, *, out: Any, a: Any, weight: Tensor, like: Tensor, transposed: bool, epilogue: str = "store", second: Any = None,
+    bias: Any = None, other: Any = None, mode: str = "store", rows: tuple[int, int] = (0, ALL_ROWS),
+) -> None:  # fmt: skip
+    """`like` is the activation whose run-time sizes count the rows; `rows` the (first, count) that this call does."""
+    N, K = (int(n) for n in weight.shape)
+    cols, depth = (N, K) if transposed else (K, N)
+    a_dtype = a[1] if isinstance(a, tuple) else a.dtype
+    c.private(gemm.product_private(c.isa, a_dtype, cols, depth))
+    operands = {"out": out, "second": second, "a": a, "weight": weight_operand(weight), "bias": bias, "other": other,
+                "row_begin": rows[0], "row_limit": rows[1]}  # fmt: skip
+    constants = {
+        "cols": cols,
+        "depth": depth,
+        "transposed": transposed,
+        "dims": dims_of(like),
+        "epilogue": epilogue,
+        "mode": mode,
+    }
+    c.call(gemm.product, operands, constants, writes="out second")
+
+
+def _weight_gradient(
+    c: Lowering, dweight: Tensor, dy: Any, x: Any, like: Tensor, mode: str, rows=(0, ALL_ROWS)
+) -> None:
+    N, K = (int(n) for n in dweight.shape)
+    c.private(gemm.gradient_private(c.isa, dy[1] if isinstance(dy, tuple) else dy.dtype, N, K))
+    operands = {"dweight": dweight, "dy": dy, "x": x, "row_begin": rows[0], "row_limit": rows[1]}
+    c.call(gemm.weight_gradient, operands, {"N": N, "K": K, "dims": dims_of(like), "mode": mode}, writes="dweight")
+
+
+@lowering("matmul")
+def matmul(op: Op, c: Lowering) -> None:
+    _product(c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, mode=op.modes["y"])
+
+
+@lowering("linear")
+def linear(op: Op, c: Lowering) -> None:
+    _product(c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, bias=op.bias)
+
+
+@lowering("linear_gelu")
+def linear_gelu(op: Op, c: Lowering) -> None:
+    _product(
+        c, out=op.y, second=op.pre, a=op.x, weight=op.weight, like=op.x, transposed=True, bias=op.bias, epilogue="gelu"
+    )
+
+
+@lowering("linear_residual")
+def linear_residual(op: Op, c: Lowering) -> None:
+    _product(
+        c,
+        out=op.y,
+        a=op.x,
+        weight=op.weight,
+        like=op.x,
+        transposed=True,
+        bias=op.bias,
+        other=op.residual,
+        epilogue="residual",
+    )
+
+
+@lowering("matmul_dx")
+def matmul_dx(op: Op, c: Lowering) -> None:
+    _product(c, out=op.dx, a=op.dy, weight=op.weight, like=op.dy, transposed=False, mode=op.modes["dx"])
+
+
+@lowering("matmul_dx_gelu")
+def matmul_dx_gelu(op: Op, c: Lowering) -> None:
+    _product(c, out=op.dx, a=op.dy, weight=op.weight, like=op.dy, transposed=False, other=op.pre, epilogue="gelu_backward",
+             mode=op.modes["dx"])  # fmt: skip
+
+
+@lowering("matmul_dw")
+def matmul_dw(op: Op, c: Lowering) -> None:
+    _weight_gradient(c, op.dweight, op.dy, op.x, op.x, op.modes["dweight"])
