@@ -77,7 +77,7 @@ def gpt2(p: Program, cfg: ModelConfig, tokens_BT: Tensor, targets_BT: Tensor, *,
 
 
 def gpt2_decode(p: Program, cfg: ModelConfig, tokens_BT: Tensor, *, dtype: str) -> Tensor:
-    """fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T; the caches hold the earlier."""
+    """fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, the caches hold those before."""
     w = declare_parameters(p, cfg)
     shape = (int(tokens_BT.shape[0]), int(tokens_BT.shape[1]), cfg.channels)
 

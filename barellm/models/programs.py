@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from barellm.config import ModelConfig
+from barellm.errors import UserError
 from barellm.models.gpt2 import declare_parameters, gpt2, gpt2_decode
 from barellm.program import ops
 from barellm.program.builder import Program, Store
@@ -31,7 +32,7 @@ def build(
     decode  up to `decode_batch` sequences, `decode_seq` positions in the KV cache (0: max_seq); output "logits"
     """
     if max(seq, decode_seq) > model.max_seq:
-        raise ValueError(f"seq is {max(seq, decode_seq)}, the model has {model.max_seq} positions (model.max_seq)")
+        raise UserError(f"seq is {max(seq, decode_seq)}, the model has {model.max_seq} positions (model.max_seq)")
     store = Store()
     programs = {"init": Program(store, compute=compute)}
     declare_parameters(programs["init"], model)

@@ -8,7 +8,7 @@ from barellm.program.builder import Program
 
 
 def adamw(p: Program, config: OptimConfig) -> None:
-    """Append the update. Weight decay acts on matrices only, the embeddings among them; vectors (biases, norms) have none.
+    """Append the update. Weight decay acts on matrices only, embeddings included; biases and norms have none.
 
     The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
     """

@@ -19,7 +19,7 @@ from barellm.program.tensor import PERSISTENT, Tensor
 class Fusion:
     """One row of a backend's table.
 
-    `sequence`: (op name, {input: "j.tensor"}) per op i; a link says that this input is that output, or input, of op j < i.
+    `sequence`: (op name, {input: "j.tensor"}) per op i; a link: this input is that output, or input, of op j < i.
     `inputs`, `outputs`: the fused op's names -> "i.tensor" of the sequence. Operands that no link names must be listed.
     `optional`: fused inputs that may be absent. `when`: a further condition on the matched ops.
     """
@@ -141,8 +141,8 @@ class _Index:
         return self._ordered(fusion, match) and self._hidden(fusion, match)
 
     def _ordered(self, fusion: Fusion, match: list[Op]) -> bool:
-        """No tensor is written twice, ops that touch a written one keep their order, and every operand is the value that
-        the row says."""
+        """No tensor is written twice, ops that touch a written one keep their order, and every operand is the value
+        that the row says."""
         for i, op in enumerate(match):
             reads, writes = set(op.inputs.values()), set(op.outputs.values())
             for earlier in match[:i]:
