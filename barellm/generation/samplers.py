@@ -60,9 +60,9 @@ def uniform(seed: int, index: int) -> float:
 
 
 def draw(logits: np.ndarray, how: Sampling, *, index: int) -> int:
-    """The token of draw `index`. ValueError if the logits are not finite."""
+    """The token of draw `index`. UserError if the logits are not finite."""
     if not np.isfinite(logits).all():
-        raise ValueError("the model's logits are not finite: its weights diverged")
+        raise UserError("the model's logits are not finite: its weights diverged")
     p = probabilities(logits, how)
     if how.temperature == 0:
         return int(np.argmax(p))

@@ -53,25 +53,30 @@ def checkpoint_bytes(session: Any) -> int:
 def save(
     folder: Path, session: Any, *, step: int, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes], keep: int
 ) -> Path:
-    """Write the checkpoint of `step` into `folder`, then remove all but the newest `keep`. After an OSError the old stand."""
+    """Write the checkpoint of `step` into `folder`, then remove all but the newest `keep`. OSError: the old stand."""
     target = step_folder(folder, step)
-    if target.exists():
-        if not problem(target):
-            return target
-        storage.remove_folder(target)
-    temporary = folder / f"{storage.TEMPORARY}{target.name}"
     if not folder.is_dir():
         storage.system.mkdir(folder)
         storage.sync_folder(folder.parent)
     storage.remove_temporaries(folder)
+    if target.exists() and problem(target):
+        storage.remove_folder(target)
+    if not target.exists():
+        _write(target, session, meta={"format": FORMAT, "step": step, **meta}, tokenizer=tokenizer)
+    for old in steps(folder)[max(1, keep) :]:
+        storage.remove_folder(old)
+    return target
+
+
+def _write(target: Path, session: Any, *, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes]) -> None:
+    folder, temporary = target.parent, target.with_name(f"{storage.TEMPORARY}{target.name}")
     storage.system.mkdir(temporary)
     try:
-        label = {"format": "barellm", "step": str(step)}
         weights, state = of_role(session, "parameter"), of_role(session, "state")
         files = {
-            WEIGHTS: tensorfile.write(temporary / WEIGHTS, session, weights, metadata=label),
-            OPTIMIZER: tensorfile.write(temporary / OPTIMIZER, session, state, metadata=label),
-            META: storage.write_file(temporary / META, _json({"format": FORMAT, "step": step, **meta})),
+            WEIGHTS: tensorfile.write(temporary / WEIGHTS, session, weights),
+            OPTIMIZER: tensorfile.write(temporary / OPTIMIZER, session, state),
+            META: storage.write_file(temporary / META, _json(meta)),
         }
         for name, data in tokenizer.items():
             files[name] = storage.write_file(temporary / name, data)
@@ -80,17 +85,10 @@ def save(
         storage.system.rename(temporary, target)
         storage.sync_folder(folder)
     except OSError:
-        _discard(temporary)
+        # This error is the one to report, whatever the removal says; the next save removes what is left.
+        with contextlib.suppress(OSError):
+            storage.remove_folder(temporary)
         raise
-    for old in steps(folder)[max(1, keep) :]:
-        storage.remove_folder(old)
-    return target
-
-
-def _discard(temporary: Path) -> None:
-    # The error that brought us here is the one to report; the next save removes what is left.
-    with contextlib.suppress(OSError):
-        storage.remove_folder(temporary)
 
 
 def _json(value: Any) -> bytes:

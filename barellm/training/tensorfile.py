@@ -28,9 +28,9 @@ def numpy_dtype(code: str) -> np.dtype:
     return np.dtype({"F32": "<f4", "F64": "<f8", "I32": "<i4"}[code])
 
 
-def _header(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> tuple[bytes, int]:
+def _header(tensors: Mapping[str, Any]) -> tuple[bytes, int]:
     """(length and JSON, bytes of data). Padded with spaces so that the data starts at a multiple of 64."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries: dict[str, Any] = {"__metadata__": {"format": "barellm"}}
     at = 0
     for name, t in tensors.items():
         code = CODES[t.dtype]
@@ -53,15 +53,15 @@ def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:
 
 
 def file_bytes(tensors: Mapping[str, Any]) -> int:
-    header, data = _header(tensors, {})
+    header, data = _header(tensors)
     return len(header) + data
 
 
-def write(path: Path, session: Any, tensors: Mapping[str, Any], *, metadata: Mapping[str, str]) -> dict[str, Any]:
+def write(path: Path, session: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Stream `tensors` (name -> Tensor) of a session to a new file; returns its entry in the manifest."""
     import numpy as np
 
-    header, data = _header(tensors, metadata)
+    header, data = _header(tensors)
     file = NewFile(path, size=len(header) + data)
     try:
         file.write(header)

@@ -1,0 +1,43 @@
+"""Tokens one after the other, through the program "decode" and its KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from barellm.config import ModelConfig
+from barellm.generation.samplers import Sampling, draw
+
+
+class Decoder:
+    """Feeds a prompt at once, then each drawn token. When all `max_seq` positions are used, the newer half of the text is
+    fed again from position 0: positions are absolute, so a cache cannot be moved."""
+
+    def __init__(self, session: Any, model: ModelConfig) -> None:
+        self.session, self.model = session, model
+
+    def tokens(self, prompt: Sequence[int], *, count: int, how: Sampling) -> Iterator[int]:
+        """`count` tokens that follow the prompt (at least one token), each as soon as it is known."""
+        limit = self.model.max_seq
+        half = max(1, limit // 2)
+        text = list(prompt)
+        fresh = text if len(text) <= limit else text[-half:]
+        used = 0
+        for index in range(count):
+            logits = self._logits(fresh, pos=used)
+            used += len(fresh)
+            token = draw(logits, how, index=index)
+            yield token
+            text.append(token)
+            if used < limit:
+                fresh = [token]
+            else:
+                fresh, used = text[-half:], 0
+
+    def _logits(self, tokens: Sequence[int], *, pos: int) -> np.ndarray:
+        """(vocab_size,) after `tokens` at positions pos .. pos + len(tokens)."""
+        self.session.write("tokens", np.array([tokens], np.int32))
+        self.session.run("decode", batch=1, seq=len(tokens), pos=pos)
+        return self.session.read("logits").reshape(-1)[: self.model.vocab_size]

@@ -1,0 +1,265 @@
+"""A training run from its configuration to its report: data, machine, folder, loop, final numbers."""
+
+from __future__ import annotations
+
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from barellm import overrides
+from barellm.config import Config
+from barellm.data.loader import Batches, Validation
+from barellm.data.sources import Dataset, prepare
+from barellm.data.tokenizers import Tokenizer, load_tokenizer
+from barellm.errors import UserError
+from barellm.evaluation.text import gzip_bits_per_byte, python_share
+from barellm.evaluation.validation import Evaluator, Result
+from barellm.generation.decode import Decoder
+from barellm.generation.samplers import Sampling
+from barellm.training import checkpoint, curve, metrics, storage
+from barellm.training.console import Console, duration, short
+from barellm.training.folder import RunFolder
+from barellm.training.loop import Loop, Progress
+from barellm.training.machine import Machine, open_machine
+from barellm.training.stopping import Stopping
+
+FINAL_TOKENS = 1 << 20  # the last evaluation looks at the whole validation part, up to this
+SAMPLE_TOKENS = 160
+FINAL_SAMPLES, FINAL_SAMPLE_TOKENS = 6, 384
+FREE_KEYS = frozenset(
+    {f"train.{k}" for k in ("steps", "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep")}
+    | {"data.source"}
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run goes on from."""
+
+    path: Path
+    meta: dict[str, Any]
+    config: Config
+
+
+def resume_from(out: Path, *, preset: str | None, changes: Mapping[str, Any], console: Console) -> Start:
+    """The newest checkpoint of `out` that verifies. UserError where the command line asks for another run than that one:
+    only FREE_KEYS may change (`train.steps` changes the schedule from here on)."""
+    path, wrong = checkpoint.find(out)
+    for text in wrong:
+        console.line(f"warning: skipped {text}")
+    meta = checkpoint.read_meta(path)
+    config = overrides.from_json(meta["config"])
+    if preset is not None and preset != config.preset:
+        raise UserError(f"{out} holds a run of preset {config.preset!r}, the command line says {preset!r}")
+    saved = overrides.flat(config)
+    for key, value in changes.items():
+        differs = value != saved[key] and (key, value) not in {("train.dtype", "auto")}
+        if differs and key not in FREE_KEYS:
+            raise UserError(
+                f"{key} is {saved[key]!r} in {path}, the command line says {value!r}: a resumed run keeps it"
+            )
+    free = {key: value for key, value in changes.items() if key in FREE_KEYS}
+    if "train.steps" in free and free["train.steps"] != saved["train.steps"]:
+        meta["total_steps"] = max(free["train.steps"], meta["step"])
+    return Start(path, meta, overrides.changed(config, free))
+
+
+def check(config: Config) -> None:
+    """UserError for values that no run can have, before anything slow begins."""
+    t, o = config.train, config.optim
+    at_least = {"batch": 1, "seq": 1, "accumulate": 1, "steps": 1, "keep": 1, "seed": 0, "minutes": 0}
+    at_least |= {"eval_every": 0, "eval_tokens": 0, "sample_every": 0, "checkpoint_every": 0}
+    for name, least in at_least.items():
+        if getattr(t, name) < least:
+            raise UserError(f"train.{name} is {getattr(t, name)}, expected at least {least}")
+    for name in ("lr", "min_lr", "warmup", "eps", "weight_decay", "clip"):
+        if getattr(o, name) < 0:
+            raise UserError(f"optim.{name} is {getattr(o, name)}, expected at least 0")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(o, name) < 1:
+            raise UserError(f"optim.{name} is {getattr(o, name)}, expected 0 <= {name} < 1")
+    if t.dtype not in ("auto", "fp32", "bf16"):
+        raise UserError(f"train.dtype is {t.dtype!r}, expected auto, fp32 or bf16")
+    if t.seq > config.model.max_seq:
+        raise UserError(f"train.seq {t.seq} is above model.max_seq {config.model.max_seq}")
+
+
+def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    """The model gets the tokenizer's vocabulary; a preset without padding stays without."""
+    size, model = tokenizer.vocab_size, config.model
+    if size == model.vocab_size:
+        return config
+    padded = size if model.padded_vocab == model.vocab_size else 0
+    return replace(config, model=replace(model, vocab_size=size, padded_vocab=padded))
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer.save(Path(name))
+        return {path.name: path.read_bytes() for path in Path(name).iterdir()}
+
+
+class Run:
+    """One training run. `started`: time.monotonic() when the command began, for honest totals."""
+
+    def __init__(self, config: Config, *, start: Start | None, device: str, console: Console, started: float) -> None:
+        check(config)
+        self.start, self.device, self.console, self.started = start, device, console, started
+        tokenizer = load_tokenizer(start.path) if start else None
+        self.data: Dataset = prepare(config.data, tokenizer=tokenizer, report=console.line)
+        self.config = with_vocabulary(config, self.data.tokenizer)
+        if start and start.meta["data"]["hash"] != self.data.hash:
+            raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
+        train = self.config.train
+        self.batches = Batches(self.data.train, seq=train.seq, seed=train.seed)
+        self.evaluator = self._evaluator(train.eval_tokens)
+
+    def _evaluator(self, tokens: int) -> Evaluator:
+        train = self.config.train
+        windows = Validation(self.data.val, seq=train.seq, max_tokens=tokens)
+        return Evaluator(windows, batch=train.batch, byte_lengths=self.data.byte_lengths)
+
+    def execute(self, folder: RunFolder) -> int:
+        """Exit status: 0 finished, 130 or 143 stopped by a signal with a checkpoint saved."""
+        with open_machine(self.config, device=self.device, console=self.console) as machine:
+            self.config = machine.config
+            folder.need_space(checkpoint.checkpoint_bytes(machine.session))
+            progress, rows = self._begin(folder, machine)
+            log = metrics.Metrics(folder.path / "metrics.jsonl", rows=rows)
+            decoder = Decoder(machine.session, self.config.model)
+            with Stopping() as stop:
+                loop = Loop(
+                    config=self.config,
+                    session=machine.session,
+                    batches=self.batches,
+                    evaluator=self.evaluator,
+                    metrics=log,
+                    console=self.console,
+                    stop=stop,
+                    folder=folder.checkpoints,
+                    meta=self._meta(machine),
+                    tokenizer=tokenizer_files(self.data.tokenizer),
+                    samples=lambda step: self._samples(decoder, stop, count=1, tokens=SAMPLE_TOKENS, seed=step),
+                    flops_per_step=machine.flops_per_step,
+                    peak=machine.peak(),
+                    progress=progress,
+                    started=self.started,
+                    saved=self.start.path if self.start else None,
+                )
+                if loop.run():
+                    self._finish(folder, machine, loop, decoder, stop)
+                if stop:
+                    again = f"barellm train --out {folder.path} --resume"
+                    self.console.line(f"stopped after step {loop.progress.step}; go on with: {again}")
+                return stop.status
+
+    def _begin(self, folder: RunFolder, machine: Machine) -> tuple[Progress, list[dict[str, Any]]]:
+        """Weights from the seed or from the checkpoint; the resolved configuration printed and saved."""
+        self._print_configuration(machine)
+        if self.start is None:
+            machine.initialize(self.config.train.seed)
+            progress, rows = Progress(), []
+        else:
+            checkpoint.load(self.start.path, machine.session, optimizer=True)
+            meta = self.start.meta
+            progress = Progress(meta["step"], meta["total_steps"], meta["seconds"])
+            rows = metrics.truncate(folder.path / "metrics.jsonl", step=progress.step)
+            self.console.line(f"resumed from {self.start.path} after {duration(progress.seconds)} of training")
+        resolved = json.dumps(overrides.to_json(self.config), indent=2) + "\n"
+        storage.replace_file(folder.path / "config.json", resolved.encode())
+        return progress, rows
+
+    def _print_configuration(self, machine: Machine) -> None:
+        say = self.console.line
+        for section in ("model", "optim", "data", "train"):
+            values = {k.partition(".")[2]: v for k, v in overrides.flat(self.config).items() if k.startswith(section)}
+            say(f"{section:<6} " + "  ".join(f"{name} {value}" for name, value in values.items()))
+        train, val = len(self.data.train), len(self.data.val)
+        say(f"text   {self.data.name}: {short(train)} tokens to train on, {short(val)} to validate")
+        for line in machine.description():
+            say(line)
+        say()
+
+    def _meta(self, machine: Machine) -> dict[str, Any]:
+        tokenizer = self.data.tokenizer
+        names = ("barellm", "numpy", "llvmlite")
+        return {
+            "config": overrides.to_json(self.config),
+            "data": {"name": self.data.name, "hash": self.data.hash},
+            "tokenizer": {"kind": tokenizer.name, "hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size},
+            "machine": machine.meta(),
+            "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
+        }
+
+    def _samples(self, decoder: Decoder, stop: Stopping, *, count: int, tokens: int, seed: int) -> list[str]:
+        tokenizer = self.data.tokenizer
+        prompt = [tokenizer.eot] if tokenizer.eot is not None else tokenizer.encode("\n").tolist()
+        texts = []
+        for i in range(count):
+            how = Sampling(temperature=0.8, top_p=0.95, seed=(self.config.train.seed << 32) + (seed << 8) + i)
+            ids = []
+            for token in decoder.tokens(prompt, count=tokens, how=how):
+                if stop:
+                    return []
+                if token == tokenizer.eot:
+                    break
+                ids.append(token)
+            texts.append(tokenizer.decode(ids))
+        return texts
+
+    def _finish(self, folder: RunFolder, machine: Machine, loop: Loop, decoder: Decoder, stop: Stopping) -> None:
+        """The last, longer look: evaluation, samples, curve, and the JSON line."""
+        say, step, tokenizer = self.console.line, loop.progress.step, self.data.tokenizer
+        evaluator = self._evaluator(min(FINAL_TOKENS, len(self.data.val)))
+        result = evaluator.run(machine.session, stop=lambda: bool(stop))
+        if result is None:
+            return
+        loop.record_evaluation(step, result)
+        texts = self._samples(decoder, stop, count=FINAL_SAMPLES, tokens=FINAL_SAMPLE_TOKENS, seed=step)
+        if not texts:
+            return
+        for text in texts:
+            loop.record_sample(step, text)
+        train, val = curve.series(loop.metrics.rows)
+        chart = curve.terminal(train, val)
+        say(chart if self.console.can_show(chart) else curve.terminal(train, val, ascii_only=True))
+        image = folder.path / "loss.png"
+        curve.image(image, train, val, title=f"{self.config.preset}, {short(self.config.model.parameters)} parameters")
+        say(f"curve {image}, metrics {folder.path / 'metrics.jsonl'}")
+        self.console.final(
+            self._result(machine, loop, result, evaluator, texts, seconds=time.monotonic() - self.started)
+        )
+
+    def _result(
+        self, machine: Machine, loop: Loop, result: Result, evaluator: Evaluator, texts: list[str], *, seconds: float
+    ) -> dict[str, Any]:
+        final: dict[str, Any] = {
+            "kind": "result",
+            "preset": self.config.preset,
+            "val_nats": result.nats,
+            "val_bits_per_byte": result.bits_per_byte,
+            "val_bytes": result.bytes,
+        }
+        if result.bytes:
+            text = self.data.val_text()
+            final["gzip_bits_per_byte"] = gzip_bits_per_byte(text)
+        if self.config.data.source == "stdlib":
+            final["tokenize_share"], final["tokenize_lines"] = python_share("\n".join(texts))
+            final["tokenize_share_of_validation"], _ = python_share(text.decode("utf-8", "replace")[: 1 << 18])
+        speeds = [row["tokens_per_s"] for row in loop.metrics.rows if row["kind"] == "train"]
+        return final | {
+            "seconds": round(seconds, 2),
+            "seconds_all_sessions": round(loop.progress.seconds, 2),
+            "steps": loop.progress.step,
+            "tokens_per_s": sorted(speeds)[len(speeds) // 2],
+            "parameters": self.config.model.parameters,
+            **machine.meta(),
+            "checkpoint": str(loop.saved),
+            "curve": str(loop.folder.parent / "loss.png"),
+        }

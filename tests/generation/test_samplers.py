@@ -1,0 +1,112 @@
+"""Samplers against counts: every distribution is small enough to be known exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.errors import UserError
+from barellm.generation.samplers import Sampling, draw, probabilities, uniform
+
+LOGITS = np.log(np.array([0.4, 0.1, 0.25, 0.05, 0.2], np.float32))
+
+
+def test_temperature_one_gives_the_softmax():
+    p = probabilities(LOGITS, Sampling(temperature=1.0))
+    np.testing.assert_allclose(p, [0.4, 0.1, 0.25, 0.05, 0.2], rtol=1e-6)
+
+
+def test_temperature_sharpens_as_the_power_says():
+    p = probabilities(LOGITS, Sampling(temperature=0.5))
+    expected = np.array([0.4, 0.1, 0.25, 0.05, 0.2]) ** 2
+    np.testing.assert_allclose(p, expected / expected.sum(), rtol=1e-5)
+
+
+def test_temperature_zero_takes_the_lowest_id_of_equals():
+    logits = np.array([1.0, 3.0, 3.0, 2.0], np.float32)
+    assert {draw(logits, Sampling(temperature=0, seed=seed), index=seed) for seed in range(20)} == {1}
+
+
+@pytest.mark.parametrize(
+    "k, kept", [(1, [0]), (2, [0, 2]), (3, [0, 2, 4]), (5, [0, 1, 2, 3, 4]), (99, [0, 1, 2, 3, 4])]
+)
+def test_top_k_keeps_exactly_the_k_most_likely(k, kept):
+    p = probabilities(LOGITS, Sampling(temperature=1.0, top_k=k))
+    assert np.flatnonzero(p).tolist() == kept
+    assert p.sum() == pytest.approx(1)
+
+
+def test_top_k_of_equal_logits_keeps_the_lower_ids():
+    p = probabilities(np.zeros(6, np.float32), Sampling(temperature=1.0, top_k=4))
+    np.testing.assert_allclose(p, [0.25] * 4 + [0, 0])
+
+
+@pytest.mark.parametrize(
+    "top_p, kept",
+    [(0.01, [0]), (0.39, [0]), (0.41, [0, 2]), (0.64, [0, 2]), (0.66, [0, 2, 4]), (0.96, [0, 1, 2, 3, 4])],
+)
+def test_top_p_keeps_the_fewest_tokens_that_reach_p(top_p, kept):
+    p = probabilities(LOGITS, Sampling(temperature=1.0, top_p=top_p))
+    assert np.flatnonzero(p).tolist() == kept
+    assert p.sum() == pytest.approx(1)
+
+
+def test_top_p_is_minimal_on_random_logits():
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        logits = rng.normal(size=rng.integers(1, 40)).astype(np.float32) * 3
+        top_p = float(rng.uniform(0.01, 0.999))
+        full = probabilities(logits, Sampling(temperature=1.0))
+        kept = probabilities(logits, Sampling(temperature=1.0, top_p=top_p)) > 0
+        assert full[kept].sum() >= top_p - 1e-12
+        assert full[kept].sum() - full[kept].min() < top_p  # without the least likely it would not be enough
+        assert full[kept].min() >= full[~kept].max(initial=0)
+
+
+def test_top_p_applies_to_what_top_k_left():
+    p = probabilities(LOGITS, Sampling(temperature=1.0, top_k=3, top_p=0.7))  # 0.4 0.25 0.2 of 0.85: 0.47, 0.76
+    assert np.flatnonzero(p).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8}])
+def test_draws_follow_the_probabilities(how):
+    sampling = Sampling(**({"temperature": 1.0} | how), seed=11)
+    n = 8000
+    counts = np.bincount([draw(LOGITS, sampling, index=i) for i in range(n)], minlength=5)
+    p = probabilities(LOGITS, sampling)
+    assert counts[p == 0].sum() == 0
+    chi_square = ((counts - n * p)[p > 0] ** 2 / (n * p[p > 0])).sum()
+    assert chi_square < 18.5  # chance of more with 4 degrees of freedom: 0.001; the draws are fixed
+
+
+def test_the_same_seed_and_index_give_the_same_bits():
+    assert uniform(5, 9) == uniform(5, 9)
+    values = np.array([uniform(seed, index) for seed in range(20) for index in range(20)])
+    assert len(np.unique(values)) == 400
+    assert 0 <= values.min() and values.max() < 1
+
+
+def test_probabilities_of_huge_logits_do_not_overflow():
+    p = probabilities(np.array([3e38, -3e38, 0], np.float32), Sampling(temperature=0.01))
+    np.testing.assert_array_equal(p, [1, 0, 0])
+
+
+def test_logits_that_are_not_finite_are_refused():
+    with pytest.raises(ValueError, match="not finite"):
+        draw(np.array([0, np.nan], np.float32), Sampling(), index=0)
+
+
+@pytest.mark.parametrize(
+    "wrong, found",
+    [
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_impossible_values_are_refused(wrong, found):
+    with pytest.raises(UserError, match=found):
+        Sampling(**wrong)
