@@ -1,0 +1,52 @@
+"""How much memory a process may have, and the refusal of a plan that will not fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from barellm.errors import UserError
+from barellm.program.planner import Plan
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def memory_limit() -> tuple[int, str]:
+    """Bytes and what sets them: the cgroup's limit where there is one below the machine's memory, or that memory."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [(physical, "this machine's memory")]
+    for path in _limit_files():
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limits.append((int(text), f"the cgroup's limit ({path})"))
+    return min(limits)
+
+
+def check_fits(plan: Plan, *, what: str, limit: tuple[int, str] | None = None) -> None:
+    """Refuse, with the arithmetic, an arena beyond the limit. `what` names the sizes that the user chose."""
+    available, source = limit or memory_limit()
+    if plan.arena_bytes <= available:
+        return
+    parts = sorted(plan.by_role().items(), key=lambda part: -part[1])
+    sums = " + ".join(f"{role} {nbytes / 2**20:.1f}" for role, nbytes in parts if nbytes)
+    raise UserError(
+        f"{what} needs {plan.arena_bytes / 2**20:.1f} MiB ({sums}), {source} is {available / 2**20:.1f} MiB: "
+        "choose a smaller train.batch or train.seq, or train.recompute"
+    )
+
+
+def _limit_files() -> list[Path]:
+    """cgroup v2: the process's group and its ancestors; then the place of v1."""
+    files = [CGROUP / "memory.max", CGROUP / "memory/memory.limit_in_bytes"]
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return files
+    for line in lines:
+        if line.startswith("0::"):
+            group = CGROUP / line[3:].strip("/")
+            files += [folder / "memory.max" for folder in (group, *group.parents) if folder.is_relative_to(CGROUP)]
+    return files

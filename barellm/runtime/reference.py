@@ -1,0 +1,183 @@
+"""The reference backend: a NumPy interpreter of the ops' references. Slow; the oracle for every other backend.
+
+Plain, it computes and keeps everything in one float dtype. With `storage` every tensor lies in a planned arena in the dtype
+that its program gives it, so results are rounded where a real backend rounds them; with `poison` bytes become NaN when
+their owner dies, so a wrong lifetime or a wrong address changes the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from barellm.program import planner
+from barellm.program.builder import Program
+from barellm.program.fusion import Fusion, fuse
+from barellm.program.ops.base import Op
+from barellm.program.planner import Plan
+from barellm.program.tensor import PERSISTENT, Dim, Tensor
+from barellm.runtime.scalars import SCALARS
+from barellm.runtime.storage import dtype_of, join_split, split_fp32
+
+DEFAULTS: dict[str, Any] = {"pos": 0, "accumulate": 0, "seed": 0, "sample": 0}
+POISON = 0xFF  # as a byte pattern NaN in every float dtype, -1 in integers
+
+
+class Memory(Protocol):
+    def read(self, t: Tensor, shape: tuple[int, ...], *, rounded: bool = False) -> np.ndarray: ...
+    def write(self, t: Tensor, values: np.ndarray) -> None: ...
+
+
+class Values:
+    """Every tensor as an array of one float dtype (or int32); nothing is rounded to its storage dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = np.dtype(dtype)
+        self.of: dict[Tensor, np.ndarray] = {}
+
+    def read(self, t: Tensor, shape: tuple[int, ...], *, rounded: bool = False) -> np.ndarray:
+        if t not in self.of and t.role in PERSISTENT:
+            self.of[t] = np.zeros(shape, dtype=np.int32 if t.dtype == "i32" else self.dtype)
+        return self.of[t].reshape(shape)
+
+    def write(self, t: Tensor, values: np.ndarray) -> None:
+        self.of[t] = np.array(values, dtype=np.int32 if t.dtype == "i32" else self.dtype)
+
+
+class Arena:
+    """Every tensor at its planned address in its storage dtype; reads give `dtype`, in which the references compute."""
+
+    def __init__(self, plan: Plan, dtype: str) -> None:
+        self.plan = plan
+        self.dtype = np.dtype(dtype)
+        self.bytes = np.zeros(plan.arena_bytes, dtype=np.uint8)
+
+    def read(self, t: Tensor, shape: tuple[int, ...], *, rounded: bool = False) -> np.ndarray:
+        size = int(np.prod(shape))
+        if t.dtype == "split":
+            hi, lo = self._planes(t)
+            values = hi.view(dtype_of("bf16")) if rounded else join_split(hi, lo)
+        else:
+            values = self._at(t, 0, size, dtype_of(t.dtype))
+        return values.reshape(shape).astype(np.int32 if t.dtype == "i32" else self.dtype)
+
+    def write(self, t: Tensor, values: np.ndarray) -> None:
+        values = np.asarray(values).reshape(-1)
+        assert values.size <= t.size, (t, values.shape)
+        if t.dtype == "split":
+            for plane, half in zip(self._planes(t), split_fp32(values.astype(np.float32)), strict=True):
+                plane[:] = half
+        else:
+            dtype = dtype_of(t.dtype)
+            self._at(t, 0, values.size, dtype)[:] = values.astype(dtype)
+
+    def poison(self, t: Tensor) -> None:
+        self._at(t, 0, t.nbytes, np.dtype(np.uint8))[:] = POISON
+
+    def _planes(self, t: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        return tuple(self._at(t, half * 2 * t.size, t.size, np.dtype(np.int16)) for half in (0, 1))  # pyright: ignore
+
+    def _at(self, t: Tensor, skip: int, count: int, dtype: np.dtype) -> np.ndarray:
+        start = self.plan.offsets[t] + skip
+        return self.bytes[start : start + count * dtype.itemsize].view(dtype)
+
+
+class ReferenceSession:
+    """The session of the reference backend. `dtype`: what the references compute in; `table`: fusions to apply first;
+    `plan`: instead of the planner's own (tests of the planner)."""
+
+    def __init__(
+        self,
+        programs: Mapping[str, Program],
+        *,
+        dtype: str = "float64",
+        storage: bool = False,
+        poison: bool = False,
+        table: Iterable[Fusion] = (),
+        plan: Plan | None = None,
+    ) -> None:
+        self.programs = dict(programs)
+        self.store = next(iter(self.programs.values())).store
+        table = list(table)
+        self.ops: dict[str, list[Op]] = {name: fuse(p.ops, table) for name, p in self.programs.items()}
+        self.tensors = dict(self.store.tensors)
+        self.storage = storage or poison
+        self.memory: Memory = Values(dtype)
+        if self.storage:
+            self.memory = Arena(plan or planner.plan(self.ops, self.store), dtype)
+        self.poison = poison
+        self._inputs: dict[str, np.ndarray] = {}
+        self._last: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
+
+    def run(self, program: str, **scalars: Any) -> None:
+        """One run of a program. `batch` and `seq` default to the planned sizes, pos, accumulate, seed and sample to 0."""
+        p, ops = self.programs[program], self.ops[program]
+        if unknown := set(scalars) - set(SCALARS):
+            raise ValueError(f"unknown scalars {sorted(unknown)}, expected some of {list(SCALARS)}")
+        tensors = dict.fromkeys(t for op in ops for t in (*op.inputs.values(), *op.outputs.values()))
+        scalars = DEFAULTS | {dim.name: int(dim) for t in tensors for dim in t.dims} | scalars
+        if missing := set(p.scalars) - set(scalars):
+            raise ValueError(f"run of {program!r} lacks the scalars {sorted(missing)}")
+        shapes = {t: _actual(t, scalars) for t in tensors}
+        memory = self.memory
+        deaths: dict[int, list[Tensor]] = {}
+        if self.poison:
+            assert isinstance(memory, Arena)
+            memory.bytes[memory.plan.persistent_bytes :] = POISON
+            for t, (_, last) in memory.plan.lifetimes[program].items():
+                deaths.setdefault(last, []).append(t)
+        for name, t in p.named.items():
+            if t.role == "input" and t in shapes:
+                memory.write(t, self._inputs[name].reshape(shapes[t]))
+        for i, op in enumerate(ops):
+            arrays = {k: memory.read(t, shapes[t], rounded=k in op.rounded) for k, t in op.inputs.items()}
+            current = {k: memory.read(t, shapes[t]) for k, t in op.outputs.items() if op.adds(k, scalars)}
+            for k, result in op.run(arrays, scalars, current).items():
+                memory.write(op.outputs[k], result)
+            for t in deaths.get(i, ()):
+                if t.role != "output" or i + 1 < len(ops):
+                    memory.poison(t)  # pyright: ignore[reportAttributeAccessIssue]
+        self._last |= {name: (t, shapes[t]) for name, t in p.named.items() if t in shapes}
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Any input, which takes effect in the next runs, or persistent tensor."""
+        if name in self.tensors:
+            self._check(self.tensors[name], values)
+            self.memory.write(self.tensors[name], values)
+        elif any(name in p.named and p.named[name].role == "input" for p in self.programs.values()):
+            self._inputs[name] = np.array(values)
+        else:
+            raise KeyError(f"no program has an input or persistent tensor {name!r}")
+
+    def read(self, name: str) -> np.ndarray:
+        """A persistent tensor, or an output of the latest run that made it."""
+        t, shape = (self.tensors[name], self.tensors[name].shape) if name in self.tensors else self._last[name]
+        values = self.memory.read(t, tuple(int(n) for n in shape))
+        return values.astype(np.float32) if self.storage and t.dtype != "i32" else values.copy()
+
+    def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
+        return self.read(name)[lo:hi]
+
+    def write_rows(self, name: str, lo: int, values: np.ndarray) -> None:
+        whole = self.read(name)
+        whole[lo : lo + len(values)] = values
+        self.write(name, whole)
+
+    def _check(self, t: Tensor, values: np.ndarray) -> None:
+        if tuple(np.shape(values)) != tuple(int(n) for n in t.shape):
+            raise ValueError(f"{t.name} has shape {tuple(int(n) for n in t.shape)}, given {np.shape(values)}")
+
+
+def open(programs: Mapping[str, Program], **options: Any) -> ReferenceSession:
+    """The Backend protocol's entry."""
+    return ReferenceSession(programs, **options)
+
+
+def _actual(t: Tensor, scalars: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape in this run."""
+    for dim in t.dims:
+        if not 1 <= scalars[dim.name] <= dim:
+            raise ValueError(f"{dim.name} is {scalars[dim.name]}, planned for 1 to {int(dim)}")
+    return tuple(int(scalars[n.name]) if isinstance(n, Dim) else int(n) for n in t.shape)
