@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from barellm.cpu import jit
+from barellm.cpu import jit, poison
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA, host
 from barellm.cpu.kernel import REGISTRY, Call, Lowering, Region
@@ -22,7 +23,7 @@ from barellm.program.builder import Program
 from barellm.program.fusion import fuse
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan, plan
-from barellm.program.tensor import Tensor
+from barellm.program.tensor import Dim, Tensor
 from barellm.runtime import scalars
 from barellm.runtime.storage import dtype_of, join_split, split_fp32
 
@@ -87,15 +88,27 @@ class CpuSession:
         self.private_bytes = -(-max(low.private_bytes for low in self.lowered.values()) // 4096) * 4096
         private = store.get("threads.private", (max(self.private_bytes, 64) * self.threads // 2,), "bf16", "cache")
         self.plan: Plan = plan(
-            {name: low.ops for name, low in self.lowered.items()}, store, scratch=lambda op: scratch[op]
+            {name: low.ops for name, low in self.lowered.items()},
+            store,
+            scratch=lambda op: scratch[op],
+            guard=poison.GUARD if poison.requested() else 0,
         )
+        self.calls = {name: low.calls for name, low in self.lowered.items()}
+        if poison.requested():
+            self.calls = {name: poison.with_poison(calls, self.plan, name) for name, calls in self.calls.items()}
         self.tensors: dict[str, Tensor] = dict(store.tensors)
         self._map_arena()
         self._compile()
         self._link()
-        self._scalars = np.zeros(scalars.NBYTES, np.uint8)
+        self._block = _Block()
+        self._staged: dict[str, np.ndarray] = {}
+        self._inputs = {
+            name: {n: t for n, t in p.named.items() if t.role == "input" and t in self.plan.offsets}
+            for name, p in programs.items()
+        }
+        self._last = ""
         self.pool = Pool(self.threads, self.isa)
-        self.pool.bind(self._scalars.ctypes.data, self.base + self.plan.offsets[private], self.private_bytes)
+        self.pool.bind(self._block.address, self.base + self.plan.offsets[private], self.private_bytes)
 
     # --- building ---
 
@@ -107,9 +120,10 @@ class CpuSession:
         skip = -raw.ctypes.data % HUGE
         self.arena = raw[skip : skip + self.plan.arena_bytes]
         self.base = self.arena.ctypes.data
+        self.guards = poison.Guards(self.arena, self.plan) if poison.requested() else None
 
     def _compile(self) -> None:
-        specs = {call.spec: None for low in self.lowered.values() for call in low.calls}
+        specs = {call.spec: None for calls in self.calls.values() for call in calls}
         objects = [jit.cached_object(spec.key, self.isa, lambda s=spec: s.ir(self.isa)) for spec in specs]
         self.library = jit.Library(objects, self.isa)
 
@@ -120,8 +134,7 @@ class CpuSession:
     def _link(self) -> None:
         self._tables: dict[str, tuple[int, int]] = {}
         self._keep: list[Any] = []
-        for name, low in self.lowered.items():
-            calls = low.calls
+        for name, calls in self.calls.items():
             after = barriers(calls, self._address)
             table = np.zeros((len(calls) + 1) * RECORD_NBYTES // 8, np.int64)
             skip = -table.ctypes.data % RECORD_NBYTES // 8
@@ -139,28 +152,45 @@ class CpuSession:
     # --- running ---
 
     def run(self, program: str, **values: float) -> None:
-        """One pass over a program with these run-time scalars (others keep their values)."""
-        block = self._scalars
+        """One pass over a program with these run-time scalars (others keep their values). Inputs are those written last."""
+        block = self._block
         for name, value in values.items():
-            slot = block[scalars.OFFSET[name] :][:8]
-            slot.view(np.int64 if scalars.SCALARS[name] == "i64" else np.float64)[0] = value
+            (block.ints if scalars.SCALARS[name] == "i64" else block.floats)[scalars.OFFSET[name] // 8] = value
+        if self.guards:
+            self.guards.prepare(program)
+        for name, t in self._inputs[program].items():
+            array = self._staged[name]
+            self._flat(t)[: array.size] = array.reshape(-1)
         table, entries = self._tables[program]
+        self._last = program
         if entries:
             self.pool.run(table, entries)
-
-    def scalar(self, name: str) -> int:
-        return int(self._scalars[scalars.OFFSET[name] :][:8].view(np.int64)[0])
+        if self.guards:
+            self.guards.check(program)
 
     def close(self) -> None:
+        """Stop the threads. The arena stays readable."""
         self.pool.close()
+
+    def digest(self) -> str:
+        """Hash of every parameter's and state's bytes: equal for any number of threads."""
+        import xxhash
+
+        h = xxhash.xxh3_64()
+        for t in sorted((t for t in self.tensors.values() if t.role in ("parameter", "state")), key=lambda t: t.name):
+            h.update(self._view(t))
+        return h.hexdigest()
 
     # --- data ---
 
     def _find(self, name: str) -> Tensor:
-        for p in self.programs.values():
-            if name in p.named:
-                return p.named[name]
-        return self.tensors[name]
+        """A persistent tensor, or an input or output of the program that ran last, or of any."""
+        if name in self.tensors:
+            return self.tensors[name]
+        for program in (self._last, *self.programs):
+            if program and name in self.programs[program].named:
+                return self.programs[program].named[name]
+        raise KeyError(f"no tensor is named {name!r}")
 
     def _view(self, t: Tensor) -> np.ndarray:
         """The tensor's memory at its planned shape; a split parameter as its two planes of 16 bits, (2, *shape)."""
@@ -170,38 +200,49 @@ class CpuSession:
             return raw.view(np.int16).reshape(2, *(int(n) for n in t.shape))
         return raw.view(dtype_of(t.dtype)).reshape([int(n) for n in t.shape])
 
-    def _actual(self, t: Tensor) -> np.ndarray:
-        """The dense data of the last run's sizes."""
-        shape = [self.scalar(n.name) if n.__class__.__name__ == "Dim" else n for n in t.shape]
-        return self._view(t).reshape(-1)[: int(np.prod(shape))].reshape(shape)
+    def _flat(self, t: Tensor) -> np.ndarray:
+        return self._view(t).reshape(-1)
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """Set a tensor by name. Inputs may be smaller than planned: the data is dense for the array's own shape."""
-        t = self._find(name)
-        array = np.asarray(array)
-        if t.dtype == "split":
+        """Set a tensor by name. An input is dense for its own batch and length, which may be below the planned ones; it is
+        kept here until a program that reads it runs."""
+        if name in self.tensors:
             self.write_rows(name, 0, array)
-        else:
-            if array.size > t.size:
-                raise ValueError(f"{name} holds {t.size} elements, got {array.shape}")
-            self._view(t).reshape(-1)[: array.size] = array.reshape(-1)
+            return
+        t = self._find(name)
+        array = np.asarray(array, dtype_of(t.dtype))
+        if array.size > t.size:
+            raise ValueError(f"{name} holds {t.size} elements, got shape {array.shape}")
+        self._staged[name] = array
 
     def read(self, name: str) -> np.ndarray:
         """A copy; parameters as fp32, activations at the last run's sizes."""
         t = self._find(name)
         if t.dtype == "split":
             return self.read_rows(name, 0, int(t.shape[0]))
-        return (self._actual(t) if t.dims else self._view(t)).copy()
+        shape = [int(self._block.ints[scalars.OFFSET[n.name] // 8]) if isinstance(n, Dim) else n for n in t.shape]
+        return self._flat(t)[: prod(shape)].reshape(shape).copy()
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
-        t = self._find(name)
+        """Leading rows [lo, hi) of a persistent tensor; parameters as fp32."""
+        t = self.tensors[name]
         view = self._view(t)
         return join_split(view[0, lo:hi], view[1, lo:hi]) if t.dtype == "split" else view[lo:hi].copy()
 
     def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
-        t = self._find(name)
+        """Set leading rows from `lo`."""
+        t = self.tensors[name]
         view = self._view(t)
         if t.dtype == "split":
             view[0, lo : lo + len(array)], view[1, lo : lo + len(array)] = split_fp32(np.asarray(array, np.float32))
         else:
             view[lo : lo + len(array)] = array
+
+
+class _Block:
+    """The run-time scalars, seen as integers and as floats."""
+
+    def __init__(self) -> None:
+        self.ints = np.zeros(scalars.NBYTES // 8, np.int64)
+        self.floats = self.ints.view(np.float64)
+        self.address = self.ints.ctypes.data

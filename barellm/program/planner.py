@@ -91,26 +91,31 @@ def lifetimes(ops: Sequence[Op], scratch: Callable[[Op], list[Tensor]] | None = 
 
 
 def plan(
-    programs: Mapping[str, Sequence[Op]], store: Store, *, scratch: Callable[[Op], list[Tensor]] | None = None
+    programs: Mapping[str, Sequence[Op]],
+    store: Store,
+    *,
+    scratch: Callable[[Op], list[Tensor]] | None = None,
+    guard: int = 0,
 ) -> Plan:
-    """Places the tensors of each program's final (fused) ops. `scratch(op)` names what a kernel needs during its op."""
-    return place({name: lifetimes(ops, scratch) for name, ops in programs.items()}, store)
+    """Places the tensors of each program's final (fused) ops. `scratch(op)` names what a kernel needs during its op;
+    `guard` bytes, a multiple of 64, stay free after every tensor."""
+    return place({name: lifetimes(ops, scratch) for name, ops in programs.items()}, store, guard)
 
 
-def place(lives: dict[str, Lifetimes], store: Store) -> Plan:
+def place(lives: dict[str, Lifetimes], store: Store, guard: int = 0) -> Plan:
     """Addresses for given lifetimes."""
     offsets: dict[Tensor, int] = {}
     base = 0
     for role in ("parameter", "gradient", "state", "cache"):
         for t in store.of_role(role):
             offsets[t] = base
-            base += _aligned(t.nbytes)
+            base += _aligned(t.nbytes) + guard
     persistent = sum(t.nbytes for t in offsets)
     workspace = 0
     peaks = {}
     for program, spans in lives.items():
         peaks[program] = _peak(spans, [t.nbytes for t in spans])
-        at, size = _pack(spans)
+        at, size = _pack(spans, guard)
         offsets |= {t: base + offset for t, offset in at.items()}
         workspace = max(workspace, size)
     live_peak = persistent + max((nbytes for nbytes, _ in peaks.values()), default=0)
@@ -155,10 +160,10 @@ def _peak(spans: Lifetimes, sizes: list[int]) -> tuple[int, int]:
     return int(alive[at]), at
 
 
-def _pack(spans: Lifetimes) -> tuple[dict[Tensor, int], int]:
+def _pack(spans: Lifetimes, guard: int = 0) -> tuple[dict[Tensor, int], int]:
     """Offsets from 0 and the size. First fit in several orders; the first that is good enough, or the best."""
     tensors = list(spans)
-    size = np.array([_aligned(t.nbytes) for t in tensors], dtype=np.int64)
+    size = np.array([_aligned(t.nbytes) + guard for t in tensors], dtype=np.int64)
     first, last = np.array([spans[t] for t in tensors], dtype=np.int64).reshape(-1, 2).T
     bound = _peak(spans, list(size))[0]
     orders = (

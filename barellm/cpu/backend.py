@@ -1,0 +1,94 @@
+"""The CPU as a backend: open a session, say what the machine is, measure its peak."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from functools import cache
+
+import numpy as np
+
+from barellm.cpu import jit
+from barellm.cpu.isa import ISA, host
+from barellm.cpu.kernel import Spec
+from barellm.cpu.kernels import machine
+from barellm.cpu.lang.sync import RECORD_NBYTES
+from barellm.cpu.step import CpuSession
+from barellm.cpu.threads import Pool, thread_count
+from barellm.program.builder import Program
+
+
+def open_session(programs: dict[str, Program]) -> CpuSession:
+    """Plan, compile and map `programs` into one arena."""
+    return CpuSession(programs)
+
+
+def default_dtype() -> str:
+    """bf16 where the processor multiplies it natively."""
+    return "bf16" if host().dot else "fp32"
+
+
+def describe() -> dict[str, object]:
+    """What a checkpoint or a benchmark records of the machine."""
+    return {"device": "cpu", "isa": host().name, "processor": host().cpu or "generic", "threads": thread_count()}
+
+
+class Bench:
+    """Runs single kernels on a pool of its own, for measuring."""
+
+    def __init__(self, threads: int | None = None, isa: ISA | None = None) -> None:
+        self.isa = isa or host()
+        self.threads = threads or thread_count()
+        self.pool = Pool(self.threads, self.isa)
+
+    def timed(self, spec: Spec, args: list[int], *, repeats: int) -> list[float]:
+        """Seconds of each of `repeats` runs of one specialisation."""
+        library = jit.Library([jit.cached_object(spec.key, self.isa, lambda: spec.ir(self.isa))], self.isa)
+        packed = np.array([*args, 0], np.int64)
+        block = ctypes.create_string_buffer(2 * RECORD_NBYTES)
+        record = (ctypes.addressof(block) + RECORD_NBYTES - 1) & -RECORD_NBYTES
+        np.frombuffer((ctypes.c_int64 * 4).from_address(record), np.int64)[:] = (
+            library.address(spec.symbol()), packed.ctypes.data, 0, 1
+        )  # fmt: skip
+        samples = []
+        for _ in range(repeats):
+            t = time.perf_counter()
+            self.pool.run(record, 1)
+            samples.append(time.perf_counter() - t)
+        return samples
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of all threads with operands in registers: the most that a product of `dtype` can reach."""
+        pair = dtype == "bf16" and bool(self.isa.dot)
+        out = np.zeros(self.threads * 16, np.float32)
+        turns = 200_000
+        spec = Spec(machine.peak, ("fp32", "int"), (("pair", pair),))
+        best = min(self.timed(spec, [out.ctypes.data, turns], repeats=5)[1:])
+        return turns * machine.peak_operations(self.isa, pair=pair) * self.threads / best
+
+    def bandwidth(self, kind: str, nbytes: int = 1 << 28) -> float:
+        """Bytes/s read plus written by `copy`, `copy_nontemporal` or `update` of arrays of `nbytes`."""
+        count = nbytes // 4
+        arrays = [np.zeros(count + 16, np.float32) for _ in range(2)]
+        for a in arrays:
+            a[:] = 1.0
+        a, b = ((x.ctypes.data + 63) & ~63 for x in arrays)
+        if kind == "update":
+            spec, args = Spec(machine.update, ("fp32", "int"), ()), [a, count]
+        else:
+            constants = (("nontemporal", kind == "copy_nontemporal"),)
+            spec, args = Spec(machine.copy, ("fp32", "fp32", "int"), constants), [a, b, count]
+        return 2 * nbytes / min(self.timed(spec, args, repeats=5))
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+@cache
+def measured_peak(dtype: str) -> float:
+    """FLOP/s that this machine's threads reach on `dtype` products, measured once a process (about 0.1 s)."""
+    bench = Bench()
+    try:
+        return bench.peak(dtype)
+    finally:
+        bench.close()
