@@ -1,0 +1,43 @@
+# Two commands: `make train` and `make test`. Each sets up what it needs; only Python 3.11+ and make must be there.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+OUT ?= runs/default
+
+.PHONY: train test lint oracle bench clean
+
+train: $(VENV)/.installed
+	$(BIN)/barellm train --out $(OUT)
+
+test: $(VENV)/.tested
+	$(BIN)/python -m pytest -m "not oracle" $(PYTEST)
+
+# The comparisons with PyTorch: this exact pin installs the CPU build.
+oracle: $(VENV)/.oracle
+	$(BIN)/python -m pytest -m oracle $(PYTEST)
+
+lint: $(VENV)/.linted
+	$(BIN)/ruff check barellm tests benchmarks
+	$(BIN)/ruff format --check barellm tests benchmarks
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.tested: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	touch $@
+
+$(VENV)/.oracle: $(VENV)/.tested
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	touch $@
+
+$(VENV)/.linted: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[lint]"
+	touch $@

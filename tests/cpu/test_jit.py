@@ -1,0 +1,59 @@
+"""The object cache, and code that must not be loaded."""
+
+import pytest
+
+from barellm.cpu import jit
+from barellm.cpu.isa import available, host
+from barellm.errors import UserError
+
+ADD = """
+define void @f(ptr %x) {
+  %v = load i64, ptr %x, align 8
+  %w = add i64 %v, 1
+  store i64 %w, ptr %x, align 8
+  ret void
+}
+"""
+CALLS_NOTHING_THAT_EXISTS = """
+declare float @no_such_function(float)
+define void @f(ptr %x) {
+  %v = load float, ptr %x, align 4
+  %w = call float @no_such_function(float %v)
+  store float %w, ptr %x, align 4
+  ret void
+}
+"""
+
+
+def test_the_second_time_nothing_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    first = jit.cached_object("key", host(), lambda: ADD)
+    assert jit.cached_object("key", host(), lambda: pytest.fail("compiled again")) == first
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", None])
+def test_a_damaged_object_is_compiled_again(tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    code = jit.cached_object("key", host(), lambda: ADD)
+    (path,) = (tmp_path / "objects").iterdir()
+    raw = bytearray(path.read_bytes())
+    raw[100] ^= 1
+    path.write_bytes(bytes(raw) if damage is None else damage)
+    assert jit.cached_object("key", host(), lambda: ADD) == code
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
+    (tmp_path / "objects").write_text("a file where the folder should be")
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    assert jit.cached_object("key", host(), lambda: ADD)
+
+
+def test_unknown_symbols_are_refused_before_loading():
+    with pytest.raises(RuntimeError, match="no_such_function"):
+        jit.compile_object(CALLS_NOTHING_THAT_EXISTS, host())
+
+
+def test_an_isa_that_the_machine_lacks_is_refused(monkeypatch):
+    monkeypatch.setenv("BARELLM_ISA", "avx1024")
+    with pytest.raises(UserError, match=f"BARELLM_ISA is 'avx1024', this machine runs: {available()[0]}"):
+        host()
