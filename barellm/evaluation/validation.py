@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from barellm.data.loader import Validation
+from barellm.data.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Evaluator:
         self.windows, self.batch = windows, batch
         self.bytes = 0 if byte_lengths is None else windows.text_bytes(byte_lengths)
 
+    def text(self, tokenizer: Tokenizer) -> bytes:
+        """Exactly the bytes that the targets stand for."""
+        return b"".join(tokenizer.decode_bytes(targets[targets >= 0]) for _, targets in self.windows.batches(256))
+
     def run(self, session: Any, *, stop: Callable[[], bool] = bool) -> Result | None:
         """None if `stop()` became true on the way."""
         total = 0.0
@@ -39,7 +44,7 @@ class Evaluator:
             valid = int(np.count_nonzero(targets >= 0))
             session.write("tokens", inputs)
             session.write("targets", targets)
-            session.run("eval", batch=len(inputs), seq=inputs.shape[1], inv_targets=1.0 / valid)
+            session.run("eval", batch=len(inputs), seq=inputs.shape[1], step=0, inv_targets=1.0 / valid)
             total += float(session.read("loss")[0]) * valid
             if stop():
                 return None

@@ -22,7 +22,7 @@ from barellm.training.stopping import Stopping
 
 CALIBRATION_STEPS = 10  # with `minutes`: the number of steps is chosen after these and CALIBRATION_S of stepping
 CALIBRATION_S = 2.0
-FINAL_SHARE = 0.06  # of `minutes`, kept for the last evaluation, samples and checkpoint
+FINAL_SHARE = 0.03  # of `minutes`, kept for samples, checkpoint and curve; the last evaluation comes on top
 NOT_FINITE_LIMIT = 10  # skipped updates in a row that end the run
 
 
@@ -41,6 +41,7 @@ class Loop:
     session: Any
     batches: Batches
     evaluator: Evaluator
+    final_targets: int  # of the evaluation after the last step
     metrics: Metrics
     console: Console
     stop: Stopping
@@ -53,8 +54,10 @@ class Loop:
     progress: Progress = field(default_factory=Progress)
     started: float = field(default_factory=time.monotonic)  # of the command
     saved: Path | None = None
+    _before: float = 0.0  # seconds of earlier sessions
     _step_s: float = 0.0  # running mean
-    _pause_s: float = 0.0
+    _pause_s: float = 0.0  # for evaluation, a step's part
+    _evaluated_per_s: float = float("inf")
     _stepping_s: float = 0.0
     _stepped: int = 0
     _not_finite: int = 0
@@ -64,7 +67,7 @@ class Loop:
         train = self.config.train
         if self.progress.total is None and train.minutes == 0:
             self.progress.total = train.steps
-        before = self.progress.seconds
+        self._before = self.progress.seconds
         while True:
             step = self.progress.step
             self._after_step(step)
@@ -72,7 +75,6 @@ class Loop:
                 break
             if not self._step():
                 break
-            self.progress.seconds = before + time.monotonic() - self.started
             self._choose_total()
             last = self.progress.step == self.progress.total
             if not last and train.checkpoint_every and self.progress.step % train.checkpoint_every == 0:
@@ -111,6 +113,7 @@ class Loop:
         norm = float(session.read("clip")[0])
         self._count(time.perf_counter() - begin)
         self.progress.step = step + 1
+        self.progress.seconds = self._before + time.monotonic() - self.started
         self._report(loss, norm, lr)
         return True
 
@@ -169,7 +172,7 @@ class Loop:
             done=progress.step,
             step_s=mean,
             pause_s=self._pause_s,
-            left_s=budget - progress.seconds,
+            left_s=budget - progress.seconds - self.final_targets / self._evaluated_per_s,
             limit=train.steps,
         )
         self.console.line(f"{progress.total} steps of {mean * 1e3:.1f} ms fit into {train.minutes:g} minutes")
@@ -186,12 +189,13 @@ class Loop:
             result = self.evaluator.run(self.session, stop=lambda: bool(self.stop))
             if result is None:
                 return
-            self._pause_s = (time.perf_counter() - begin) / train.eval_every
+            seconds = time.perf_counter() - begin
+            self._pause_s = seconds / train.eval_every
+            self._evaluated_per_s = result.targets / seconds
             self.record_evaluation(step, result)
         if train.sample_every and step and step % train.sample_every == 0:
             for text in self.samples(step):
-                self._record({"kind": "sample", "step": step, "text": text})
-                self.console.line("\n".join(f"  | {line}" for line in text.splitlines()))
+                self.record_sample(step, text)
 
     def record_evaluation(self, step: int, result: Result) -> None:
         bits = result.bits_per_byte
@@ -199,6 +203,10 @@ class Loop:
         self._record({"kind": "eval", "step": step, **found})
         per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
         self.console.line(f"step {step:>5}  validation {result.nats:.4f} nats per token{per_byte}")
+
+    def record_sample(self, step: int, text: str) -> None:
+        self._record({"kind": "sample", "step": step, "text": text})
+        self.console.line("\n".join([f"step {step:>5}  sample", *(f"  | {line}" for line in text.splitlines())]))
 
     # --- checkpoints ---
 

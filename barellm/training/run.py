@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from barellm import overrides
+from barellm import __version__, overrides
 from barellm.config import Config
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
@@ -29,7 +29,7 @@ from barellm.training.loop import Loop, Progress
 from barellm.training.machine import Machine, open_machine
 from barellm.training.stopping import Stopping
 
-FINAL_TOKENS = 1 << 20  # the last evaluation looks at the whole validation part, up to this
+FINAL_TOKENS = 1 << 20  # the last evaluation looks at the whole validation part, or at as many evenly spread
 SAMPLE_TOKENS = 160
 FINAL_SAMPLES, FINAL_SAMPLE_TOKENS = 6, 384
 FREE_KEYS = frozenset(
@@ -119,6 +119,7 @@ class Run:
         train = self.config.train
         self.batches = Batches(self.data.train, seq=train.seq, seed=train.seed)
         self.evaluator = self._evaluator(train.eval_tokens)
+        self.final_evaluator = self._evaluator(FINAL_TOKENS)
 
     def _evaluator(self, tokens: int) -> Evaluator:
         train = self.config.train
@@ -127,7 +128,7 @@ class Run:
 
     def execute(self, folder: RunFolder) -> int:
         """Exit status: 0 finished, 130 or 143 stopped by a signal with a checkpoint saved."""
-        with open_machine(self.config, device=self.device, console=self.console) as machine:
+        with open_machine(self.config, device=self.device) as machine:
             self.config = machine.config
             folder.need_space(checkpoint.checkpoint_bytes(machine.session))
             progress, rows = self._begin(folder, machine)
@@ -139,6 +140,7 @@ class Run:
                     session=machine.session,
                     batches=self.batches,
                     evaluator=self.evaluator,
+                    final_targets=self.final_evaluator.windows.targets,
                     metrics=log,
                     console=self.console,
                     stop=stop,
@@ -188,13 +190,14 @@ class Run:
 
     def _meta(self, machine: Machine) -> dict[str, Any]:
         tokenizer = self.data.tokenizer
-        names = ("barellm", "numpy", "llvmlite")
+        names = ("numpy", "llvmlite")
+        versions = {"barellm": __version__, "python": platform.python_version()}
         return {
             "config": overrides.to_json(self.config),
             "data": {"name": self.data.name, "hash": self.data.hash},
             "tokenizer": {"kind": tokenizer.name, "hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size},
             "machine": machine.meta(),
-            "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
+            "versions": versions | {name: version(name) for name in names},
         }
 
     def _samples(self, decoder: Decoder, stop: Stopping, *, count: int, tokens: int, seed: int) -> list[str]:
@@ -215,9 +218,8 @@ class Run:
 
     def _finish(self, folder: RunFolder, machine: Machine, loop: Loop, decoder: Decoder, stop: Stopping) -> None:
         """The last, longer look: evaluation, samples, curve, and the JSON line."""
-        say, step, tokenizer = self.console.line, loop.progress.step, self.data.tokenizer
-        evaluator = self._evaluator(min(FINAL_TOKENS, len(self.data.val)))
-        result = evaluator.run(machine.session, stop=lambda: bool(stop))
+        say, step = self.console.line, loop.progress.step
+        result = self.final_evaluator.run(machine.session, stop=lambda: bool(stop))
         if result is None:
             return
         loop.record_evaluation(step, result)
@@ -232,12 +234,10 @@ class Run:
         image = folder.path / "loss.png"
         curve.image(image, train, val, title=f"{self.config.preset}, {short(self.config.model.parameters)} parameters")
         say(f"curve {image}, metrics {folder.path / 'metrics.jsonl'}")
-        self.console.final(
-            self._result(machine, loop, result, evaluator, texts, seconds=time.monotonic() - self.started)
-        )
+        self.console.final(self._result(machine, loop, result, texts, seconds=time.monotonic() - self.started))
 
     def _result(
-        self, machine: Machine, loop: Loop, result: Result, evaluator: Evaluator, texts: list[str], *, seconds: float
+        self, machine: Machine, loop: Loop, result: Result, texts: list[str], *, seconds: float
     ) -> dict[str, Any]:
         final: dict[str, Any] = {
             "kind": "result",
@@ -247,7 +247,7 @@ class Run:
             "val_bytes": result.bytes,
         }
         if result.bytes:
-            text = self.data.val_text()
+            text = self.final_evaluator.text(self.data.tokenizer)
             final["gzip_bits_per_byte"] = gzip_bits_per_byte(text)
         if self.config.data.source == "stdlib":
             final["tokenize_share"], final["tokenize_lines"] = python_share("\n".join(texts))

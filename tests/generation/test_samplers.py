@@ -83,7 +83,7 @@ def test_the_same_seed_and_index_give_the_same_bits():
     assert uniform(5, 9) == uniform(5, 9)
     values = np.array([uniform(seed, index) for seed in range(20) for index in range(20)])
     assert len(np.unique(values)) == 400
-    assert 0 <= values.min() and values.max() < 1
+    assert values.min() >= 0 and values.max() < 1
 
 
 def test_probabilities_of_huge_logits_do_not_overflow():

@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(folder, damag
 
 def test_a_run_without_a_whole_checkpoint_says_why(folder, tmp_path):
     damage_flip(save(folder, FakeSession(), 1))
-    with pytest.raises(UserError, match="no checkpoint in .* is whole: .*checksum"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole: .*checksum"):
         checkpoint.find(folder.parent)
     with pytest.raises(UserError, match="does not exist"):
         checkpoint.find(folder / "nowhere")

@@ -1,0 +1,33 @@
+"""Opening a checkpoint for commands that only read it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from barellm import overrides
+from barellm.config import Config
+from barellm.data.tokenizers import Tokenizer, load_tokenizer
+from barellm.training import checkpoint
+from barellm.training.machine import check_device, open_machine
+
+
+@contextmanager
+def opened(
+    name: str, *, device: str, batch: int = 1, seq: int | None = None
+) -> Iterator[tuple[Path, Config, Tokenizer, Any]]:
+    """(step folder, configuration, tokenizer, session with its weights). Says on stderr which newer ones are damaged."""
+    check_device(device)
+    path, wrong = checkpoint.find(Path(name))
+    for text in wrong:
+        print(f"barellm: warning: skipped {text}", file=sys.stderr)
+    config = overrides.from_json(checkpoint.read_meta(path)["config"])
+    tokenizer = load_tokenizer(path)
+    config = replace(config, train=replace(config.train, batch=batch, seq=seq or config.train.seq))
+    with open_machine(config, device=device, training=False) as machine:
+        checkpoint.load(path, machine.session, optimizer=False)
+        yield path, machine.config, tokenizer, machine.session

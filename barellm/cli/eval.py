@@ -1,0 +1,47 @@
+"""Validation loss of a checkpoint, in nats per token and bits per byte, on the text it was trained on or on another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step folder, or a run's folder")
+    parser.add_argument(
+        "--data", metavar="SOURCE", help="text or shards; their validation part is used (default: the run's)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=0, metavar="N", help="look at about N tokens, evenly spread (default: all)"
+    )
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once (default: 8)")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu or reference")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from barellm.cli.checkpoints import opened
+    from barellm.data.loader import Validation
+    from barellm.data.sources import prepare
+    from barellm.errors import UserError
+    from barellm.evaluation.validation import Evaluator
+
+    for name in ("tokens", "batch"):
+        if getattr(args, name) < (name == "batch"):
+            raise UserError(f"--{name} is {getattr(args, name)}, expected at least {int(name == 'batch')}")
+    with opened(args.checkpoint, device=args.device, batch=args.batch) as (path, config, tokenizer, session):
+        source = config.data if args.data is None else replace(config.data, source=args.data)
+        data = prepare(source, tokenizer=tokenizer)
+        windows = Validation(data.val, seq=config.train.seq, max_tokens=args.tokens)
+        result = Evaluator(windows, batch=args.batch, byte_lengths=data.byte_lengths).run(session)
+    assert result is not None
+    bits = result.bits_per_byte
+    if args.json:
+        found = {"checkpoint": str(path), "data": data.name, "nats": result.nats, "bits_per_byte": bits}
+        print(json.dumps(found | {"targets": result.targets, "bytes": result.bytes}))
+    else:
+        per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
+        print(f"{path}: {result.nats:.4f} nats per token{per_byte} ({result.targets:,} tokens of {data.name})")
+    return 0

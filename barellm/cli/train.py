@@ -1,0 +1,49 @@
+"""Train a model. With no arguments: a small GPT on the source of Python's own standard library.
+
+Ctrl-C (or SIGTERM) ends the run after the step and saves a checkpoint, status 130 (143); a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from barellm.cli.options import add_configuration, explicit_changes
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/PRESET-DATE-TIME)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of --out")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu, or reference (NumPy, small models only)")
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of text")
+    add_configuration(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    started = time.monotonic()
+    from pathlib import Path
+
+    from barellm import overrides
+    from barellm.config import preset
+    from barellm.errors import UserError
+    from barellm.training import folder, run
+    from barellm.training.console import Console
+    from barellm.training.machine import check_device
+
+    console = Console(json_lines=args.json)
+    check_device(args.device)
+    name, changes = explicit_changes(args)
+    start = None
+    root = Path("runs")
+    if args.resume:
+        out = Path(args.out) if args.out is not None else folder.newest_run(root, name or "default")
+        if out is None:
+            raise UserError(f"nothing to resume in {root}/{name or 'default'}-*: name the run's folder with --out")
+        start = run.resume_from(out, preset=name, changes=changes, console=console)
+        config = start.config
+    else:
+        config = overrides.changed(preset(name or "default"), changes)
+        out = Path(args.out) if args.out is not None else root / f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run.check(config)
+    with folder.RunFolder(out, resume=args.resume) as opened:
+        return run.Run(config, start=start, device=args.device, console=console, started=started).execute(opened)

@@ -1,0 +1,122 @@
+"""A model's programs on a backend: "cpu", or "reference" (NumPy, for tests and small models)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from barellm.config import Config
+from barellm.errors import UserError
+from barellm.overrides import nearest
+from barellm.program.builder import Program
+from barellm.program.planner import Plan
+
+DEVICES = ("cpu", "reference")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A session and what is known about it. `config` has the dtype resolved."""
+
+    config: Config
+    device: str
+    session: Any
+    programs: dict[str, Program]
+    plan: Plan
+
+    @property
+    def flops_per_step(self) -> int:
+        """Model FLOPs of one optimizer step: recompute is not counted."""
+        if "micro" not in self.programs:
+            return 0
+        return self.programs["micro"].flops * self.config.train.accumulate + self.programs["update"].flops
+
+    def peak(self) -> float:
+        """FLOP/s that products of this dtype can reach here, measured; 0 where nobody measures."""
+        if self.device != "cpu":
+            return 0.0
+        from barellm.cpu.backend import measured_peak
+
+        return measured_peak(self.config.train.dtype)
+
+    def meta(self) -> dict[str, Any]:
+        if self.device != "cpu":
+            return {"device": self.device, "isa": "numpy", "dtype": self.config.train.dtype, "threads": 1}
+        from barellm.cpu.backend import describe
+
+        return {**describe(), "dtype": self.config.train.dtype}
+
+    def initialize(self, seed: int) -> None:
+        self.session.run("init", seed=seed)
+
+    def description(self) -> list[str]:
+        """The plan in a few lines: parameters, memory to the byte, FLOPs per step."""
+        config, plan = self.config, self.plan
+        train, model = config.train, config.model
+        roles = {"parameter": "parameters", "gradient": "gradients", "state": "optimizer", "cache": "caches"}
+        sizes = {role: sum(t.nbytes for t in plan.persistent if t.role == role) for role in roles}
+        parts = [f"{roles[role]} {size:,}" for role, size in sizes.items() if size]
+        tokens = train.batch * train.accumulate * train.seq
+        found = self.meta()
+        peak = self.peak()
+        at_peak = f", {self.flops_per_step / peak * 1e3:.1f} ms at {peak / 1e9:.0f} GFLOP/s (measured)" if peak else ""
+        return [
+            f"plan   {model.parameters:,} parameters",
+            f"memory {plan.arena_bytes:,} bytes: {' + '.join(parts)} + workspace {plan.workspace_bytes:,}",
+            f"step   {tokens:,} tokens, {self.flops_per_step / 1e9:,.2f} GFLOP{at_peak}",
+            f"device {found['device']}, {found['isa']}, {found['dtype']}, {found['threads']} threads",
+        ]
+
+
+def check_device(device: str) -> None:
+    if device not in DEVICES:
+        raise UserError(f"unknown device {device!r}{nearest(device, DEVICES)} (known: {', '.join(DEVICES)})")
+
+
+@contextmanager
+def open_machine(config: Config, *, device: str, training: bool = True) -> Iterator[Machine]:
+    """Programs built, planned, compiled and mapped. `training` False: "decode" and "eval" only."""
+    from barellm.models.programs import build
+    from barellm.optim.adamw import adamw
+
+    check_device(device)
+    config = replace(config, train=replace(config.train, dtype=_dtype(config.train.dtype, device)))
+    train = config.train
+    _, programs = build(
+        config.model,
+        batch=train.batch,
+        seq=train.seq,
+        compute=train.dtype,
+        optimizer=(lambda p: adamw(p, config.optim)) if training else None,
+        recompute=train.recompute,
+        decode_batch=1,
+    )
+    if device == "cpu":
+        from barellm.cpu.backend import open_session
+
+        session = open_session(programs)
+        try:
+            yield Machine(config, device, session, programs, session.plan)
+        finally:
+            session.close()
+    else:
+        from barellm.program import planner
+        from barellm.runtime import reference
+        from barellm.runtime.memory import check_fits
+
+        plan = planner.plan({name: p.ops for name, p in programs.items()}, next(iter(programs.values())).store)
+        check_fits(plan, what=f"a step of {train.batch} x {train.seq} tokens")
+        # fp32 throughout: what a checkpoint holds is then all that there is.
+        yield Machine(config, device, reference.open(programs, dtype="float32"), programs, plan)
+
+
+def _dtype(asked: str, device: str) -> str:
+    if asked != "auto":
+        return asked
+    if device != "cpu":
+        return "fp32"
+    from barellm.cpu.backend import default_dtype
+
+    return default_dtype()
