@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from barellm.cpu import jit, poison
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA, host
-from barellm.cpu.kernel import REGISTRY, Call, Lowering, Region
+from barellm.cpu.kernel import REGISTRY, Call, Lowering, Region, Spec
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.threads import Pool, thread_count
 from barellm.program.builder import Program
@@ -25,6 +26,7 @@ from barellm.program.ops.base import Op
 from barellm.program.planner import Plan, plan
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime import scalars
+from barellm.runtime.memory import check_fits
 from barellm.runtime.storage import dtype_of, join_split, split_fp32
 
 HUGE = 2 << 20
@@ -74,28 +76,60 @@ def barriers(calls: list[Call], address: Any) -> list[bool]:
     return after
 
 
+@dataclass(frozen=True)
+class LoweredPrograms:
+    """Programs as calls, with an address for every byte; nothing is allocated. `private`: each thread's own scratch."""
+
+    isa: ISA
+    threads: int
+    lowered: dict[str, Lowered]
+    plan: Plan
+    calls: dict[str, list[Call]]
+    private: Tensor
+
+    @property
+    def specs(self) -> dict[Spec, str]:
+        """Every specialisation that must be compiled, with the op that needs it first."""
+        found: dict[Spec, str] = {}
+        for calls in self.calls.values():
+            for call in calls:
+                found.setdefault(call.spec, call.op.name)
+        return found
+
+
+def lower_and_plan(
+    programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None
+) -> LoweredPrograms:
+    """What a session of `programs` allocates, to the byte, and what it runs."""
+    isa, threads = isa or host(), threads or thread_count()
+    lowered = {name: Lowered(p, isa, threads) for name, p in programs.items()}
+    scratch = {op: c.scratch_tensors for low in lowered.values() for op, c in low.of.items()}
+    store = next(iter(programs.values())).store
+    # Each thread's own scratch is on the map like everything else.
+    private_bytes = -(-max(max(low.private_bytes for low in lowered.values()), 64) // 4096) * 4096
+    private = store.get("threads.private", (threads, private_bytes // 2), "bf16", "cache")
+    made = plan(
+        {name: low.ops for name, low in lowered.items()},
+        store,
+        scratch=lambda op: scratch[op],
+        guard=poison.GUARD if poison.requested() else 0,
+    )
+    calls = {name: low.calls for name, low in lowered.items()}
+    if poison.requested():
+        calls = {name: poison.with_poison(c, made, name) for name, c in calls.items()}
+    return LoweredPrograms(isa, threads, lowered, made, calls, private)
+
+
 class CpuSession:
     """Programs over one arena, compiled and ready. See `barellm.runtime.session.Session`."""
 
     def __init__(self, programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None) -> None:
-        self.isa = isa or host()
-        self.threads = threads or thread_count()
-        self.programs = programs
-        self.lowered = {name: Lowered(p, self.isa, self.threads) for name, p in programs.items()}
-        scratch = {op: c.scratch_tensors for low in self.lowered.values() for op, c in low.of.items()}
-        store = next(iter(programs.values())).store
-        # Each thread's own scratch is on the map like everything else.
-        self.private_bytes = -(-max(low.private_bytes for low in self.lowered.values()) // 4096) * 4096
-        private = store.get("threads.private", (max(self.private_bytes, 64) * self.threads // 2,), "bf16", "cache")
-        self.plan: Plan = plan(
-            {name: low.ops for name, low in self.lowered.items()},
-            store,
-            scratch=lambda op: scratch[op],
-            guard=poison.GUARD if poison.requested() else 0,
-        )
-        self.calls = {name: low.calls for name, low in self.lowered.items()}
-        if poison.requested():
-            self.calls = {name: poison.with_poison(calls, self.plan, name) for name, calls in self.calls.items()}
+        built = lower_and_plan(programs, threads=threads, isa=isa)
+        check_fits(built.plan, what=_sizes(programs))
+        self.programs, self.isa, self.threads = programs, built.isa, built.threads
+        self.lowered, self.plan, self.calls, self.specs = built.lowered, built.plan, built.calls, built.specs
+        store, private = next(iter(programs.values())).store, built.private
+        self.private_bytes = private.nbytes // self.threads
         self.tensors: dict[str, Tensor] = dict(store.tensors)
         self._map_arena()
         self._compile()
@@ -123,8 +157,7 @@ class CpuSession:
         self.guards = poison.Guards(self.arena, self.plan) if poison.requested() else None
 
     def _compile(self) -> None:
-        specs = {call.spec: None for calls in self.calls.values() for call in calls}
-        objects = [jit.cached_object(spec.key, self.isa, lambda s=spec: s.ir(self.isa)) for spec in specs]
+        objects = [jit.cached_object(spec.key, self.isa, lambda s=spec: s.ir(self.isa)) for spec in self.specs]
         self.library = jit.Library(objects, self.isa)
 
     def _address(self, region: Region) -> tuple[int, int]:
@@ -237,6 +270,15 @@ class CpuSession:
             view[0, lo : lo + len(array)], view[1, lo : lo + len(array)] = split_fp32(np.asarray(array, np.float32))
         else:
             view[lo : lo + len(array)] = array
+
+
+def _sizes(programs: dict[str, Program]) -> str:
+    """What the user chose, for a message: batch and length of the first program that has them (training, if any)."""
+    for p in sorted(programs.values(), key=lambda p: p is not programs.get("micro")):
+        for t in p.named.values():
+            if t.dims:
+                return " x ".join(f"{d.name} {int(d)}" for d in t.dims)
+    return "the model"
 
 
 class _Block:

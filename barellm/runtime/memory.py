@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from barellm.errors import UserError
 from barellm.program.planner import Plan
 
 CGROUP = Path("/sys/fs/cgroup")
+PLURAL = {"parameter": "parameters", "gradient": "gradients", "state": "optimizer state", "cache": "caches",
+          "input": "inputs", "activation": "activations", "output": "outputs", "scratch": "scratch"}  # fmt: skip
 
 
 def memory_limit() -> tuple[int, str]:
-    """Bytes and what sets them: the cgroup's limit where there is one below the machine's memory, or that memory."""
+    """Bytes and what sets them: BARELLM_MEMORY_LIMIT, else the cgroup's limit where there is one below the machine's
+    memory, or that memory."""
+    asked = os.environ.get("BARELLM_MEMORY_LIMIT")
+    if asked:
+        return _parse(asked), "BARELLM_MEMORY_LIMIT"
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [(physical, "this machine's memory")]
     for path in _limit_files():
@@ -31,11 +38,19 @@ def check_fits(plan: Plan, *, what: str, limit: tuple[int, str] | None = None) -
     if plan.arena_bytes <= available:
         return
     parts = sorted(plan.by_role().items(), key=lambda part: -part[1])
-    sums = " + ".join(f"{role} {nbytes / 2**20:.1f}" for role, nbytes in parts if nbytes)
+    sums = " + ".join(f"{PLURAL[role]} {nbytes / 2**20:.1f}" for role, nbytes in parts if nbytes)
     raise UserError(
         f"{what} needs {plan.arena_bytes / 2**20:.1f} MiB ({sums}), {source} is {available / 2**20:.1f} MiB: "
         "choose a smaller train.batch or train.seq, or train.recompute"
     )
+
+
+def _parse(text: str) -> int:
+    """`"8000000"`, `"512M"`, `"2.5G"` in bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise UserError(f"BARELLM_MEMORY_LIMIT is {text!r}, expected bytes, or a number with K, M, G or T")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
 
 
 def _limit_files() -> list[Path]:
