@@ -1,0 +1,103 @@
+"""Small programs for tests: ops that start and end a graph anywhere, and random graphs of real ops."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Dim, Tensor
+from barellm.runtime.reference import ReferenceSession
+
+
+class Leaf(Op):
+    """y = x: makes an activation of a parameter."""
+
+    name = "leaf"
+
+    def infer(self, x):
+        return {"y": (x.shape, x.dtype)}
+
+    def reference(self, x):
+        return {"y": x}
+
+    def gradient(self, g, y):
+        g.write(Leaf, {"y": self.x}, x=y)
+
+
+class Weigh(Op):
+    """loss = sum(x * weights) with fixed random weights: any tensor becomes a loss."""
+
+    name = "weigh"
+
+    def infer(self, x):
+        return {"loss": ((1,), "fp32")}
+
+    def weights(self, shape):
+        return np.random.default_rng(self.seed).normal(size=shape)
+
+    def reference(self, x):
+        return {"loss": (x * self.weights(x.shape)).sum().reshape(1)}
+
+    def gradient(self, g, loss):
+        g.write(WeighBackward, {"dx": self.x}, x=self.x, seed=self.seed)
+
+
+class WeighBackward(Weigh):
+    name = "weigh_backward"
+
+    def infer(self, x):
+        return {"dx": (x.shape, x.dtype)}
+
+    def reference(self, x):
+        return {"dx": self.weights(x.shape)}
+
+
+def random_graph(seed: int, *, length: int, batch: int = 2, seq: int = 3, width: int = 4) -> Program:
+    """`length` random ops, each on any earlier value, so values fan out, meet again and pass gradients through; some in
+    segments. The last ones are added up to the loss. Rows are (batch, seq, width)."""
+    rng = np.random.default_rng(seed)
+    p = Program(Store())
+    shape = (Dim("batch", batch), Dim("seq", seq))
+
+    def parameter(*shape: int) -> Tensor:
+        return p.parameter(f"w{len(p.store.tensors)}", shape, std=0.5)
+
+    values = [p.embedding(p.input("tokens", shape), parameter(5, width), parameter(seq, width))]
+
+    def one() -> Tensor:
+        x, y = (values[i] for i in rng.integers(max(0, len(values) - 4), len(values), 2))
+        kind = rng.integers(0, 7)
+        if kind == 0:
+            return p.linear(x, parameter(width, width), parameter(width))
+        if kind == 1:
+            return p.gelu(p.linear(x, parameter(width, width)))
+        if kind == 2:
+            return p.layernorm(x, parameter(width), parameter(width) if rng.integers(2) else None)
+        if kind == 3:
+            return p.attention(p.linear(x, parameter(3 * width, width)), heads=2, dropout=0.3 * rng.integers(2))
+        if kind == 4:
+            return p.dropout(x, 0.25)
+        return p.add(x, y)
+
+    for i in range(length):
+        # A segment is a run of consecutive ops, as in a model.
+        with p.segment(f"s{i // 3}" if seed % 2 else None):
+            values.append(one())
+    x = p.add(values[-1], values[-2])
+    p.output("loss", p.apply(Weigh, x=x, seed=seed).loss)
+    return p
+
+
+def run_graph(p: Program, *, seed: int = 0, **options) -> dict[str, np.ndarray]:
+    """Loss and all gradients after one run from seeded weights."""
+    session = ReferenceSession({"micro": p}, **options)
+    rng = np.random.default_rng(seed)
+    for t in p.store.of_role("parameter"):
+        session.write(t.name, rng.normal(size=t.shape) * 0.5)
+    shape = tuple(int(n) for n in p.named["tokens"].shape)
+    session.write("tokens", rng.integers(0, 5, shape))
+    session.run("micro", seed=7, step=3, sample=11)
+    gradients = {t.name: session.read(t.name) for t in p.store.of_role("gradient")}
+    return {"loss": session.read("loss"), **gradients}

@@ -1,0 +1,143 @@
+"""Gradient rules and the reverse walk against finite differences of the references, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Dim
+from barellm.runtime.reference import ReferenceSession
+from tests.program.graphs import Leaf, Weigh, random_graph, run_graph
+
+EPS = 1e-6
+B, T, C = 2, 5, 6
+
+# op -> its differentiable operands' shapes, its other operands, its attributes
+CASES = {
+    "matmul": (ops.Matmul, {"x": (B, T, C), "weight": (7, C)}, {}),
+    "bias": (ops.Bias, {"x": (B, T, C), "bias": (C,)}, {}),
+    "add": (ops.Add, {"a": (B, T, C), "b": (B, T, C)}, {}),
+    "cast": (ops.Cast, {"x": (B, T, C)}, {"dtype": "fp64"}),
+    "gelu": (ops.Gelu, {"x": (B, T, C)}, {}),
+    "layernorm": (ops.LayerNorm, {"x": (B, T, C), "weight": (C,), "bias": (C,)}, {"eps": 1e-5, "dtype": "fp32"}),
+    "layernorm without bias": (ops.LayerNorm, {"x": (B, T, C), "weight": (C,)}, {"eps": 1e-5, "dtype": "fp32"}),
+    "attention": (ops.Attention, {"qkv": (B, T, 3 * C)}, {"heads": 2, "rate": 0.0, "stream": 0}),
+    "attention with dropout": (ops.Attention, {"qkv": (B, T, 3 * C)}, {"heads": 3, "rate": 0.3, "stream": 4}),
+    "dropout": (ops.Dropout, {"x": (B, T, C)}, {"rate": 0.4, "stream": 2}),
+    "embedding": (ops.Embedding, {"wte": (9, C), "wpe": (T + 2, C)}, {}),
+    "cross entropy": (ops.CrossEntropy, {"logits": (B, T, 9)}, {"valid_vocab": 7}),
+}
+
+
+def test_every_gradient_rule_has_a_case():
+    with_rule = {c for c in (getattr(ops, n) for n in ops.__all__) if c.gradient is not Op.gradient}
+    assert with_rule == {op for op, _, _ in CASES.values()}
+
+
+def program_of(op_type, shapes, attrs) -> Program:
+    """The op on parameters (through leaves where a row axis makes them activations), its first output weighed."""
+    p = Program(Store())
+    rows = (Dim("batch", B), Dim("seq", T))
+    operands = {}
+    for name, shape in shapes.items():
+        t = p.parameter(name, shape)
+        operands[name] = p.apply(Leaf, x=t).y if len(shape) == 3 else t
+    for name in {ops.Embedding: ["tokens"], ops.CrossEntropy: ["targets"]}.get(op_type, []):
+        operands[name] = p.input(name, rows)
+    op = p.apply(op_type, **operands, **attrs)
+    if op_type is ops.CrossEntropy:
+        loss = op.loss
+    else:
+        loss = p.apply(Weigh, x=next(iter(op.outputs.values())), seed=1).loss
+    p.output("loss", loss)
+    p.backward(loss)
+    return p
+
+
+def directional(session, name: str, value: np.ndarray, direction: np.ndarray, **scalars) -> float:
+    sides = []
+    for sign in (1, -1):
+        session.write(name, value + sign * EPS * direction)
+        session.run("micro", **scalars)
+        sides.append(session.read("loss")[0])
+    session.write(name, value)
+    return (sides[0] - sides[1]) / (2 * EPS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_equals_finite_difference(case):
+    op_type, shapes, attrs = CASES[case]
+    p = program_of(op_type, shapes, attrs)
+    session = ReferenceSession({"micro": p})
+    rng = np.random.default_rng(0)
+    values = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    for name, value in values.items():
+        session.write(name, value)
+    for name, low, high in (("tokens", 0, 9), ("targets", -1, 7)):
+        if name in p.named:
+            session.write(name, rng.integers(low, high, (B, T)))
+    scalars = {"seed": 3, "step": 2, "sample": 5, "inv_targets": 0.3}
+    session.run("micro", **scalars)
+    gradients = {name: session.read(f"{name}.grad") for name in shapes}
+    for name, value in values.items():
+        for _ in range(3):
+            direction = rng.normal(size=value.shape)
+            found = (gradients[name] * direction).sum()
+            assert found == pytest.approx(directional(session, name, value, direction, **scalars), rel=1e-6, abs=1e-8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), length=st.integers(1, 9))
+def test_random_graphs_equal_finite_differences(seed, length):
+    """Values that fan out, meet again, and pass one gradient tensor on to several places."""
+    p = random_graph(seed, length=length)
+    p.backward(p.named["loss"])
+    p_gradients = run_graph(p, seed=seed)
+    session = ReferenceSession({"micro": p})
+    rng = np.random.default_rng(seed)
+    values = {t.name: rng.normal(size=t.shape) * 0.5 for t in p.store.of_role("parameter")}
+    session.write("tokens", rng.integers(0, 5, tuple(int(n) for n in p.named["tokens"].shape)))
+    for name, value in values.items():
+        session.write(name, value)
+    for t in p.store.of_role("parameter"):
+        if f"{t.name}.grad" not in p_gradients:
+            continue
+        direction = rng.normal(size=values[t.name].shape)
+        found = (p_gradients[f"{t.name}.grad"] * direction).sum()
+        numeric = directional(session, t.name, values[t.name], direction, seed=7, step=3, sample=11)
+        assert found == pytest.approx(numeric, rel=2e-5, abs=2e-6), (t.name, p.ops)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), length=st.integers(1, 12))
+def test_recompute_gives_the_same_bits(seed, length):
+    plain, again = (random_graph(2 * seed + 1, length=length) for _ in range(2))
+    plain.backward(plain.named["loss"])
+    again.backward(again.named["loss"], recompute=True)
+    expected, found = run_graph(plain), run_graph(again)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_a_gradient_is_not_added_into_while_it_is_read():
+    """x and linear(x) of y = x + linear(x) share one gradient tensor; matmul_dx must not add into what matmul_dw reads."""
+    p = Program(Store())
+    x = p.apply(Leaf, x=p.parameter("x", (B, T, C))).y
+    p.output("loss", p.apply(Weigh, x=p.add(x, p.linear(x, p.parameter("w", (C, C)))), seed=0).loss)
+    p.backward(p.named["loss"])
+    for op in p.ops:
+        added = {t for name, t in op.outputs.items() if op.modes[name] == "add"}
+        assert not added & set(op.inputs.values()), op
+
+
+def test_a_loss_without_parameters_is_refused():
+    p = Program(Store())
+    x = p.input("x", (B, T, C), "fp32")
+    with pytest.raises(ValueError, match="depends on no parameter"):
+        p.backward(p.apply(Weigh, x=x, seed=0).loss)
