@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -13,12 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from barellm.config import DataConfig
-from barellm.data.cache import cache_folder, new_folder, sweep
+from barellm.data.cache import cache_folder, new_file, new_folder, sweep
 from barellm.data.corpus import Corpus, Piece, stdlib_corpus, text_corpus, texts
 from barellm.data.shards import TokenStream, inspect_shard, magic_for, open_shard, write_shards
 from barellm.data.tokenizers import FILE, Tokenizer, check_kind, load_tokenizer, make_tokenizer
 from barellm.errors import UserError
 
+MANIFEST = "shards.json"  # beside shards that barellm wrote: which there are, and how many tokens in each
 FORMAT = 1  # of the cache: counts up when the same text would give other tokens
 GROUP = 1 << 22  # characters tokenized at once, by all cores together
 Report = Callable[[str], None]
@@ -194,17 +196,43 @@ def write_split(folder: Path, stem: str, corpus: Corpus, tokenizer: Tokenizer, *
     Returns how many tokens each part has.
     """
     magic = magic_for(tokenizer.vocab_size)
-    counts = {}
+    counts: dict[str, int] = {}
+    listed: dict[str, int] = {}
     for part, pieces, first in (("val", corpus.val, 0), ("train", corpus.train, 1)):
         blocks = token_blocks(tokenizer, pieces)
         paths = write_shards(folder, f"{stem}_{part}", blocks, magic=magic, first=first, **sizes)
-        counts[part] = sum(len(open_shard(path)) for path in paths)
-    tokenizer.save(folder)  # last: its presence says that the shards are all there
+        written = {path.name: len(open_shard(path)) for path in paths}
+        counts[part] = sum(written.values())
+        listed |= written
+    tokenizer.save(folder)
+    with new_file(folder / MANIFEST) as file:
+        file.write(json.dumps(listed, indent=1).encode())
     return counts
 
 
+def check_manifest(folder: Path, shards: list[Path]) -> None:
+    """Refuses a folder whose shards are not those that its manifest lists."""
+    path = folder / MANIFEST
+    try:
+        listed = json.loads(path.read_bytes())
+        names = set(listed)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged: not a list of shards that barellm wrote") from error
+    there = {shard.name: len(open_shard(shard)) for shard in shards}
+    if missing := sorted(names - set(there)):
+        raise UserError(f"{folder} lacks {missing[0]}, which its {MANIFEST} lists")
+    for name, count in there.items():
+        if listed.get(name) != count:
+            expected = f"{listed[name]} tokens" if name in names else "no such shard"
+            raise UserError(f"{folder / name} has {count} tokens, {MANIFEST} lists {expected}")
+
+
 def _cached(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> Dataset:
-    train, val = _parts(sorted(folder.glob("*.bin")))
+    shards = sorted(folder.glob("*.bin"))
+    check_manifest(folder, shards)
+    train, val = _parts(shards)
     _check_ids(train + val, tokenizer)
     return Dataset(
         name=corpus.name,
@@ -217,15 +245,19 @@ def _cached(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> Dat
 
 def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | None) -> Dataset:
     tokenizer = _shard_tokenizer(data.tokenizer, shards[0].parent, tokenizer)
-    if len(shards) == 1 and (part := _part(shards[0])):
-        # The other part of tiny_shakespeare_train.bin is tiny_shakespeare_val.bin beside it.
+    if existing(data.source).is_dir():
+        if (shards[0].parent / MANIFEST).exists():
+            check_manifest(shards[0].parent, shards)
+    elif part := _part(shards[0]):  # the other part of tiny_shakespeare_train.bin is tiny_shakespeare_val.bin beside it
         other = {"train": "val", "val": "train"}[part]
-        sibling = shards[0].with_name(re.sub(rf"(?<![a-z]){part}(?![a-z])", other, shards[0].name))
+        sibling = shards[0].with_name(re.sub(rf"(?<![a-z]){part}(?![a-z])", other, shards[0].name.lower()))
         shards += [sibling] if sibling.is_file() else []
     train, val = _parts(shards)
     digests = _check_ids(shards, tokenizer)
     described = f"{data.source} ({len(shards)} shard{'s' if len(shards) > 1 else ''})"
     if train and val:
+        if stray := [path for path in shards if _part(path) is None]:
+            raise UserError(f"{stray[0]} is named neither train nor val, the shards beside it are")
         train_stream = TokenStream([open_shard(path) for path in train], name=f"training shards of {described}")
         val_stream = TokenStream([open_shard(path) for path in val], name=f"validation shards of {described}")
     else:  # nothing says which are for validation: the last tokens are
