@@ -148,7 +148,7 @@ class Program:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., K), weight (N, K), bias (N) -> (..., N)."""
-        y = self.apply(ops.Matmul, x=x, weight=weight).y
+        y = self.apply(ops.Matmul, x=self._operand(x), weight=weight).y
         return y if bias is None else self.apply(ops.Bias, x=y, bias=bias).y
 
     def layernorm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
@@ -174,13 +174,17 @@ class Program:
 
     def classifier(self, x: Tensor, weight: Tensor, targets: Tensor, *, valid_vocab: int) -> Tensor:
         """x (B, T, C), weight (Vp, C), targets (B, T) i32, -1 ignored -> loss (1,), times the scalar inv_targets."""
-        logits = self.apply(ops.Matmul, x=x, weight=weight).y
+        logits = self.apply(ops.Matmul, x=self._operand(x), weight=weight).y
         return self.apply(ops.CrossEntropy, logits=logits, targets=targets, valid_vocab=valid_vocab).loss
 
     def last_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """fp32 logits (B, 1, Vp) of the last position of x (B, T, C)."""
         last = self.apply(ops.LastRow, x=x).y
         return self.apply(ops.Matmul, x=last, weight=weight, dtype="fp32").y
+
+    def _operand(self, x: Tensor) -> Tensor:
+        """x in the dtype that products take."""
+        return x if x.dtype == self.compute else self.apply(ops.Cast, x=x, dtype=self.compute).y
 
     def _stream(self, rate: float) -> int:
         self._streams += rate > 0

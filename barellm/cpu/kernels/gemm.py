@@ -217,6 +217,7 @@ def product(
     "store"; "gelu": second = the sum, out = gelu of it; "residual": out = other + the sum; "gelu_backward": out = the sum times
     the slope of gelu at other. Rows are [row_begin, row_begin + row_limit) of the run's; pointers are to the first of them.
     """
+    assert a.dtype == weight.dtype, "both operands of a product have the program's compute dtype"
     tile = choose_tile(k.isa, cols)
     pair = paired(k.isa, a.dtype)
     rows = k.min(k.extent(dims) - row_begin, row_limit)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, Region, dims_of, lowering, plane
-from barellm.cpu.kernels import gemm
+from barellm.cpu.kernel import Lowering, Region, dims_of, lowering, part, plane
+from barellm.cpu.kernels import cross_entropy, gemm
 from barellm.program.ops.base import Op
 from barellm.program.tensor import ITEMSIZE, Tensor
 
@@ -101,3 +101,52 @@ def matmul_dx_gelu(op: Op, c: Lowering) -> None:
 @lowering("matmul_dw")
 def matmul_dw(op: Op, c: Lowering) -> None:
     _weight_gradient(c, op.dweight, op.dy, op.x, op.x, op.modes["dweight"])
+
+
+def _chunks(x: Tensor) -> list[tuple[int, int]]:
+    """(first row, rows) of each classifier chunk, up to the planned maximum; those beyond a run's rows do nothing."""
+    rows = x.size // int(x.shape[-1])
+    return [(first, CLASSIFIER_CHUNK) for first in range(0, rows, CLASSIFIER_CHUNK)]
+
+
+def _logits_and_losses(c: Lowering, *, gradients: bool) -> None:
+    """For each chunk: logits, losses, and with `gradients` the logit gradients in their place and the two products from them."""
+    op, x = c.op, c.op.x
+    V = int(op.weight.shape[0])
+    itemsize = ITEMSIZE[x.dtype]
+    rows = x.size // int(x.shape[-1])
+    logits = (part(c.scratch("logits", min(rows, CLASSIFIER_CHUNK) * V * itemsize)), x.dtype)
+    losses = c.scratch("losses", 4 * rows)
+    constants = {"V": V, "valid": op.valid_vocab, "dims": dims_of(x), "inner": 1}
+    for i, chunk in enumerate(_chunks(x)):
+        first, count = chunk
+        x_rows = rows_of(x, first, count)
+        _product(c, out=logits, a=x_rows, weight=op.weight, like=x, transposed=True, rows=chunk)
+        operands = {
+            "lse": None,
+            "losses": (part(losses, 4 * first, min(4 * (first + count), 4 * rows)), "fp32"),
+            "logits": logits,
+            "targets": rows_of(op.targets, first, count),
+            "row_begin": first,
+            "row_limit": count,
+        }
+        if not gradients:
+            c.call(cross_entropy.row_losses, operands, constants, writes="losses")
+            continue
+        c.call(cross_entropy.row_losses_and_gradients, operands, constants, writes="losses logits")
+        mode = op.modes["dx"]
+        _product(c, out=rows_of(op.dx, first, count), a=logits, weight=op.weight, like=x, transposed=False, mode=mode, rows=chunk)
+        mode = op.modes["dweight"] if i == 0 else "add"
+        _weight_gradient(c, op.dweight, logits, x_rows, x, mode, rows=chunk)
+    sizes = {"dims": dims_of(x), "inner": 1}
+    c.call(cross_entropy.total_loss, {"loss": op.loss, "losses": (part(losses), "fp32")}, sizes, writes="loss")
+
+
+@lowering("classifier")
+def classifier(op: Op, c: Lowering) -> None:
+    _logits_and_losses(c, gradients=True)
+
+
+@lowering("classifier_loss")
+def classifier_loss(op: Op, c: Lowering) -> None:
+    _logits_and_losses(c, gradients=False)
