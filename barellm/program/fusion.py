@@ -51,19 +51,19 @@ class FusedOp(Op):
     def __init__(self, fusion: Fusion, sequence: list[Op]) -> None:
         super().__init__({}, {})
         self.fusion = fusion
-        self.name = fusion.name  # pyright: ignore[reportAttributeAccessIssue]
-        self.optional = fusion.optional  # pyright: ignore[reportAttributeAccessIssue]
+        self.name = fusion.name
+        self.optional = fusion.optional
         self.sequence = sequence
         self.segment = sequence[-1].segment
         self.recomputed = all(op.recomputed for op in sequence)
-        self.scalars = tuple(dict.fromkeys(s for op in sequence for s in op.scalars))  # pyright: ignore
+        self.scalars = tuple(dict.fromkeys(s for op in sequence for s in op.scalars))
         rounded = []
         for name, link in fusion.inputs.items():
             i, slot = _slot(link)
             if slot in sequence[i].inputs:
                 self.inputs[name] = sequence[i].inputs[slot]
                 rounded += [name] if slot in sequence[i].rounded else []
-        self.rounded = tuple(rounded)  # pyright: ignore[reportAttributeAccessIssue]
+        self.rounded = tuple(rounded)
         for name, link in fusion.outputs.items():
             i, slot = _slot(link)
             self.outputs[name], self.modes[name] = sequence[i].outputs[slot], sequence[i].modes[slot]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim, Tensor
@@ -41,17 +40,19 @@ class Weigh(Op):
         return {"loss": (x * self.weights(x.shape)).sum().reshape(1)}
 
     def gradient(self, g, loss):
-        g.write(WeighBackward, {"dx": self.x}, x=self.x, seed=self.seed)
+        g.write(WeighBackward, {"dx": self.x}, shape=self.x.shape, seed=self.seed)
 
 
 class WeighBackward(Weigh):
+    """dx = weights. It reads no tensor: every tensor of a graph that is read matters for its results."""
+
     name = "weigh_backward"
 
-    def infer(self, x):
-        return {"dx": (x.shape, x.dtype)}
+    def infer(self):
+        return {"dx": (self.attrs["shape"], "fp32")}
 
-    def reference(self, x):
-        return {"dx": self.weights(x.shape)}
+    def reference(self):
+        return {"dx": self.weights(tuple(int(n) for n in self.attrs["shape"]))}
 
 
 def random_graph(seed: int, *, length: int, batch: int = 2, seq: int = 3, width: int = 4) -> Program:

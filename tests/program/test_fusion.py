@@ -7,8 +7,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from barellm.config import ModelConfig, OptimConfig
 from barellm.models.programs import build
@@ -227,25 +225,18 @@ def random_row(ops_: list, rng: np.random.Generator) -> Fusion | None:
         return None
 
 
-FUSED_IN_RANDOM_GRAPHS = 0
-
-
-@settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 10**6), length=st.integers(2, 9), recompute=st.booleans())
-def test_random_rows_on_random_graphs_change_nothing(seed, length, recompute):
-    global FUSED_IN_RANDOM_GRAPHS
-    p = random_graph(seed, length=length)
-    p.backward(p.named["loss"], recompute=recompute)
-    rng = np.random.default_rng(seed)
-    table = [row for row in (random_row(p.ops, rng) for _ in range(8)) if row]
-    FUSED_IN_RANDOM_GRAPHS += sum(isinstance(op, FusedOp) for op in fuse(p.ops, table))
-    expected, found = run_graph(p), run_graph(p, table=table)
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
-
-
-def test_random_rows_did_fuse():
-    assert FUSED_IN_RANDOM_GRAPHS > 100
+def test_random_rows_on_random_graphs_change_nothing():
+    fused = 0
+    for seed in range(150):
+        p = random_graph(seed, length=2 + seed % 8)
+        p.backward(p.named["loss"], recompute=seed % 3 == 0)
+        rng = np.random.default_rng(seed)
+        table = [row for row in (random_row(p.ops, rng) for _ in range(8)) if row]
+        fused += sum(isinstance(op, FusedOp) for op in fuse(p.ops, table))
+        expected, found = run_graph(p), run_graph(p, table=table)
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=f"seed {seed}: {name}")
+    assert fused > 150
 
 
 def test_no_fused_op_hides_a_persistent_tensor():

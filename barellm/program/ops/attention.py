@@ -4,7 +4,7 @@ lse (B, H, T) fp32. C = H * D, scale = 1 / sqrt(D). T x T exists in the referenc
 from __future__ import annotations
 
 from math import sqrt
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -45,14 +45,21 @@ def keep_probabilities(B: int, H: int, T: int, op: Op, seed: int, step: int, sam
     return np.stack(mask).reshape(B, T, H, T).transpose(0, 2, 1, 3)
 
 
-class Attention(Op):
-    """out = dropout(softmax(causal(q k^T / sqrt(D)))) v per head (Vaswani et al. 2017); lse: log of the denominator.
+class WithDropout(Op):
+    """Attributes heads; rate and stream of the attention dropout. At rate 0 no random scalars are needed."""
 
-    Attributes: heads; rate and stream of the attention dropout (rate 0: none).
-    """
+    scalars = ("seed", "step", "sample")
+
+    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
+        super().__init__(inputs, attrs)
+        if attrs["rate"] == 0:
+            self.scalars = ()
+
+
+class Attention(WithDropout):
+    """out = dropout(softmax(causal(q k^T / sqrt(D)))) v per head (Vaswani et al. 2017); lse: log of the denominator."""
 
     name = "attention"
-    scalars = ("seed", "step", "sample")
     counted = True
 
     def infer(self, qkv: Tensor) -> dict[str, Spec]:
@@ -80,14 +87,13 @@ class Attention(Op):
         return 2 * int(B) * int(T) * (int(T) + 1) * int(C)
 
 
-class AttentionBackward(Op):
+class AttentionBackward(WithDropout):
     """dqkv from dout. With P = exp(s - lse), M the dropout multipliers and delta = sum(dout * out):
 
     dv = (P * M)^T dout,  ds = P * (M * (dout v^T) - delta),  dq = ds k / sqrt(D),  dk = ds^T q / sqrt(D).
     """
 
     name = "attention_backward"
-    scalars = ("seed", "step", "sample")
     counted = True
 
     def infer(self, qkv: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> dict[str, Spec]:

@@ -27,11 +27,11 @@ class Op:
     An output that is also an input (`inplace`) is the same tensor: optimizer state, caches.
     """
 
-    name: ClassVar[str]
-    optional: ClassVar[tuple[str, ...]] = ()
-    scalars: ClassVar[tuple[str, ...]] = ()
+    name: str
+    optional: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
     inplace: ClassVar[dict[str, str]] = {}  # output -> the input whose tensor it overwrites
-    rounded: ClassVar[tuple[str, ...]] = ()  # inputs of which a split parameter gives its bf16 plane only
+    rounded: tuple[str, ...] = ()  # inputs of which a split parameter gives its bf16 plane only
     counted: ClassVar[bool] = False  # its operations are the model's: products with weights, and attention
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Op:
             values = self.__dict__.get(table, {})
             if name in values:
                 return values[name]
-        if name in type(self).optional:
+        if name in type(self).optional or name in self.__dict__.get("optional", ()):
             return None
         raise AttributeError(f"{type(self).__name__} has no input, output or attribute {name!r}")
 
@@ -79,8 +79,12 @@ class Op:
         return mode == "add" or (mode == "start" and bool(scalars["accumulate"]))
 
     def bytes(self) -> int:
-        """Fewest bytes that must move: every input read once, every output written once (and read where added to)."""
-        read = sum(t.nbytes for t in {id(t): t for t in self.inputs.values()}.values())
+        """Fewest bytes that must move: every input read once (of a split matrix that goes into a product the bf16 plane),
+        every output written once (and read where added to)."""
+        sizes = {
+            t: t.nbytes // 2 if k in self.rounded and t.dtype == "split" else t.nbytes for k, t in self.inputs.items()
+        }
+        read = sum(sizes.values())
         write = sum(t.nbytes for t in self.outputs.values())
         again = sum(t.nbytes for k, t in self.outputs.items() if self.modes.get(k) == "add")
         return read + write + again
