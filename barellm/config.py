@@ -63,12 +63,14 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where text comes from. `source`: "stdlib", or .txt files, .bin shards or folders of them; `tokenizer`: bytes, chars, bpe, gpt2."""
+    """Where text comes from. `source`: "stdlib", or .txt files, .bin shards or folders of them; `tokenizer`: bytes, chars, bpe,
+    gpt2; `order`: "epoch" visits every window once before any twice, "random" draws them independently, as nanoGPT does."""
 
     source: str = "stdlib"
     tokenizer: str = "bpe"
     bpe_vocab: int = 2048
     val_fraction: float = 0.1
+    order: str = "epoch"
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def shakespeare_char() -> Config:
         preset="shakespeare-char",
         model=ModelConfig(layers=4, heads=4, channels=128, vocab_size=65, padded_vocab=65, max_seq=64, bias=False),
         optim=OptimConfig(lr=1e-3, min_lr=1e-4, warmup=100, beta2=0.99),
-        data=DataConfig(source="", tokenizer="chars"),
+        data=DataConfig(source="", tokenizer="chars", order="random"),
         train=TrainConfig(batch=12, seq=64, steps=2000, eval_every=250, eval_tokens=0),
     )
 

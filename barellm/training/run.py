@@ -7,6 +7,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -47,9 +48,12 @@ class Start:
     config: Config
 
 
-def resume_from(out: Path, *, preset: str | None, changes: Mapping[str, Any], console: Console) -> Start:
-    """The newest checkpoint of `out` that verifies. UserError where the command line asks for another run than that one:
-    only FREE_KEYS may change (`train.steps` changes the schedule from here on)."""
+def resume_from(out: Path, *, preset: str | None, changes: Mapping[str, Any], console: Console) -> Start | None:
+    """The newest checkpoint of `out` that verifies; None for a run that ended before its first one. UserError where the
+    command line asks for another run than that one: only FREE_KEYS may change (`train.steps` changes the schedule)."""
+    if (out / "config.json").is_file() and not checkpoint.steps(out / "checkpoints"):
+        console.line(f"{out} has no checkpoint yet: starting again from step 0")
+        return None
     path, wrong = checkpoint.find(out)
     for text in wrong:
         console.line(f"warning: skipped {text}")
@@ -117,7 +121,7 @@ class Run:
         if start and start.meta["data"]["hash"] != self.data.hash:
             raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
         train = self.config.train
-        self.batches = Batches(self.data.train, seq=train.seq, seed=train.seed)
+        self.batches = Batches(self.data.train, seq=train.seq, seed=train.seed, order=self.config.data.order)
         self.evaluator = self._evaluator(train.eval_tokens)
         self.final_evaluator = self._evaluator(FINAL_TOKENS)
 
@@ -131,35 +135,38 @@ class Run:
         with open_machine(self.config, device=self.device) as machine:
             self.config = machine.config
             folder.need_space(checkpoint.checkpoint_bytes(machine.session))
-            progress, rows = self._begin(folder, machine)
-            log = metrics.Metrics(folder.path / "metrics.jsonl", rows=rows)
-            decoder = Decoder(machine.session, self.config.model)
             with Stopping() as stop:
-                loop = Loop(
-                    config=self.config,
-                    session=machine.session,
-                    batches=self.batches,
-                    evaluator=self.evaluator,
-                    final_targets=self.final_evaluator.windows.targets,
-                    metrics=log,
-                    console=self.console,
-                    stop=stop,
-                    folder=folder.checkpoints,
-                    meta=self._meta(machine),
-                    tokenizer=tokenizer_files(self.data.tokenizer),
-                    samples=lambda step: self._samples(decoder, stop, count=1, tokens=SAMPLE_TOKENS, seed=step),
-                    flops_per_step=machine.flops_per_step,
-                    peak=machine.peak(),
-                    progress=progress,
-                    started=self.started,
-                    saved=self.start.path if self.start else None,
-                )
-                if loop.run():
-                    self._finish(folder, machine, loop, decoder, stop)
-                if stop:
-                    again = f"barellm train --out {folder.path} --resume"
-                    self.console.line(f"stopped after step {loop.progress.step}; go on with: {again}")
-                return stop.status
+                return self._train(folder, machine, stop)
+
+    def _train(self, folder: RunFolder, machine: Machine, stop: Stopping) -> int:
+        progress, rows = self._begin(folder, machine)
+        decoder = Decoder(machine.session, self.config.model)
+        with closing(metrics.Metrics(folder.path / "metrics.jsonl", rows=rows)) as log:
+            loop = Loop(
+                config=self.config,
+                session=machine.session,
+                batches=self.batches,
+                evaluator=self.evaluator,
+                final_targets=self.final_evaluator.windows.targets,
+                metrics=log,
+                console=self.console,
+                stop=stop,
+                folder=folder.checkpoints,
+                meta=self._meta(machine),
+                tokenizer=tokenizer_files(self.data.tokenizer),
+                samples=lambda step: self._samples(decoder, stop, count=1, tokens=SAMPLE_TOKENS, seed=step),
+                flops_per_step=machine.flops_per_step,
+                peak=machine.peak(),
+                progress=progress,
+                started=self.started,
+                saved=self.start.path if self.start else None,
+            )
+            if loop.run():
+                self._finish(folder, machine, loop, decoder, stop)
+            if stop:
+                again = f"barellm train --out {folder.path} --resume"
+                self.console.line(f"stopped after step {loop.progress.step}; go on with: {again}")
+            return stop.status
 
     def _begin(self, folder: RunFolder, machine: Machine) -> tuple[Progress, list[dict[str, Any]]]:
         """Weights from the seed or from the checkpoint; the resolved configuration printed and saved."""
@@ -167,6 +174,7 @@ class Run:
         if self.start is None:
             machine.initialize(self.config.train.seed)
             progress, rows = Progress(), []
+            storage.replace_file(folder.path / "metrics.jsonl", b"")
         else:
             checkpoint.load(self.start.path, machine.session, optimizer=True)
             meta = self.start.meta
