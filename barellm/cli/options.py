@@ -19,6 +19,7 @@ SHORT_FORMS: dict[str, str] = {
     "train.seed": "--seed",
     "train.minutes": "--minutes",
     "train.dtype": "--dtype",
+    "train.recompute": "--recompute",
     "optim.lr": "--lr",
 }
 

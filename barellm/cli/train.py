@@ -40,9 +40,8 @@ def run(args: argparse.Namespace) -> int:
         if out is None:
             raise UserError(f"nothing to resume in {root}/{name or 'default'}-*: name the run's folder with --out")
         start = run.resume_from(out, preset=name, changes=changes, console=console)
-        config = start.config
-    else:
-        config = overrides.changed(preset(name or "default"), changes)
+    config = start.config if start else overrides.changed(preset(name or "default"), changes)
+    if not args.resume:
         out = Path(args.out) if args.out is not None else root / f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     run.check(config)
     with folder.RunFolder(out, resume=args.resume) as opened:

@@ -75,14 +75,16 @@ def check_device(device: str) -> None:
         raise UserError(f"unknown device {device!r}{nearest(device, DEVICES)} (known: {', '.join(DEVICES)})")
 
 
-@contextmanager
-def open_machine(config: Config, *, device: str, training: bool = True) -> Iterator[Machine]:
-    """Programs built, planned, compiled and mapped. `training` False: "decode" and "eval" only."""
+def resolved(config: Config, device: str) -> Config:
+    """The same with the dtype that "auto" means on `device`."""
+    return replace(config, train=replace(config.train, dtype=_dtype(config.train.dtype, device)))
+
+
+def build_programs(config: Config, *, training: bool = True) -> dict[str, Program]:
+    """The programs of a training run, or without the optimizer. `config` has its dtype resolved."""
     from barellm.models.programs import build
     from barellm.optim.adamw import adamw
 
-    check_device(device)
-    config = replace(config, train=replace(config.train, dtype=_dtype(config.train.dtype, device)))
     train = config.train
     _, programs = build(
         config.model,
@@ -93,14 +95,28 @@ def open_machine(config: Config, *, device: str, training: bool = True) -> Itera
         recompute=train.recompute,
         decode_batch=1,
     )
+    return programs
+
+
+@contextmanager
+def open_machine(config: Config, *, device: str, training: bool = True) -> Iterator[Machine]:
+    """Programs built, planned, compiled and mapped. `training` False: "decode" and "eval" only."""
+    check_device(device)
+    config = resolved(config, device)
+    train = config.train
+    programs = build_programs(config, training=training)
     if device == "cpu":
         from barellm.cpu.backend import open_session
 
         session = open_session(programs)
         try:
             yield Machine(config, device, session, programs, session.plan)
-        finally:
+        except KeyboardInterrupt:
+            raise  # without waiting for the step that is running: its threads end with the process
+        except BaseException:
             session.close()
+            raise
+        session.close()
     else:
         from barellm.program import planner
         from barellm.runtime import reference

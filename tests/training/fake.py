@@ -10,9 +10,8 @@ from barellm.program.tensor import Tensor
 class FakeSession:
     """`update` changes parameters and state from the tokens seen since the last one, `lr` and `step`."""
 
-    def __init__(self, *, seed: int = 1, rows: int = 5, vocab: int = 256) -> None:
+    def __init__(self, *, seed: int = 1, rows: int = 5) -> None:
         shapes = {"w": (rows, 3), "b": (7,)}
-        self.vocab = vocab
         self.tensors = {}
         for name, shape in shapes.items():
             self.tensors[name] = Tensor(name, shape, "fp32", "parameter")
@@ -45,6 +44,11 @@ class FakeSession:
                 for name in ("w", "b"):
                     gradient = mixed + a[name] * np.float32(0.1)
                     a[f"{name}.grad"] = gradient + (a[f"{name}.grad"] if scalars["accumulate"] else 0)
+        elif entry == "init":
+            rng = np.random.default_rng(scalars["seed"])
+            for name in ("w", "b"):
+                a[name] = rng.normal(size=a[name].shape).astype(np.float32)
+                a[f"{name}.m"] = np.zeros_like(a[name])  # a real process starts with a new arena
         elif entry == "update":
             for name in ("w", "b"):
                 a[f"{name}.m"] = np.float32(0.9) * a[f"{name}.m"] + a[f"{name}.grad"]
@@ -58,6 +62,8 @@ class FakeSession:
             return self.loss
         if name == "clip":
             return np.array([1.0, 1.0], np.float32)
+        if name == "logits":
+            return np.sin(np.arange(4096, dtype=np.float32) * self.arrays["w"].sum() + self.inputs["tokens"].sum())
         return self.arrays[name].copy()
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:

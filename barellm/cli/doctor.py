@@ -1,0 +1,130 @@
+"""What this machine has and what barellm will use: for bug reports, and to see why a run is slower than expected."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("numpy", "ml_dtypes", "llvmlite", "safetensors", "tokenizers", "tiktoken", "xxhash", "rich", "matplotlib")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    found = report()
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    for title, values in found.items():
+        print(title)
+        for name, value in values.items():
+            print(f"  {name:<20} {_shown(value)}")
+    return 0
+
+
+def report() -> dict[str, dict[str, Any]]:
+    """{part: {fact: value}}. A fact that cannot be found out is None; nothing here raises for the machine's sake."""
+    from barellm import __version__
+
+    return {
+        "software": {
+            "barellm": __version__,
+            "python": f"{platform.python_version()} ({platform.python_implementation()})",
+            "system": platform.platform(),
+            **{name: _version(name) for name in PACKAGES},
+        },
+        "processor": processor(),
+        "memory": memory(),
+        "barellm uses": uses(),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("BARELLM_")},
+    }
+
+
+def processor() -> dict[str, Any]:
+    from barellm.cpu.threads import allowed_cpus, cgroup_cpus
+
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    return {
+        "name": _processor_name(),
+        "architecture": platform.machine(),
+        "logical processors": os.cpu_count(),
+        "allowed (affinity)": affinity,
+        "allowed cores": len(allowed_cpus()),
+        "cgroup cpu limit": cgroup_cpus() or "none",
+        "caches": _caches(),
+    }
+
+
+def memory() -> dict[str, Any]:
+    from barellm.runtime.memory import memory_limit
+
+    limit, source = memory_limit()
+    available = None
+    for line in (_read("/proc/meminfo") or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    return {
+        "limit bytes": limit,
+        "limit set by": source,
+        "available bytes": available,
+        "huge pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+    }
+
+
+def uses() -> dict[str, Any]:
+    from barellm.cpu import isa, jit
+    from barellm.cpu.backend import default_dtype, describe
+    from barellm.data.cache import cache_folder
+
+    found = describe()
+    return {
+        "instruction set": found["isa"],
+        "instruction sets here": ", ".join(isa.available()),
+        "default dtype": default_dtype(),
+        "threads": found["threads"],
+        "text cache": str(cache_folder("tokens").parent),
+        "object cache": str(jit.cache_folder()),
+    }
+
+
+def _processor_name() -> str | None:
+    for line in (_read("/proc/cpuinfo") or "").splitlines():
+        if line.startswith(("model name", "Model")):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or None
+
+
+def _caches() -> str | None:
+    levels = []
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = (_read(index / name) for name in ("level", "type", "size"))
+        if kind != "Instruction":
+            levels.append(f"L{level} {size}")
+    return ", ".join(levels) or None
+
+
+def _read(path: str | Path) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)

@@ -1,0 +1,92 @@
+"""What a training run needs and does, to the byte and to the operation. Nothing is allocated."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from barellm.cli.options import add_configuration, configuration
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--measure", action="store_true", help="measure this machine's peaks and give the expected time"
+    )
+    parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_configuration(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import json
+
+    from barellm.profiling import plan
+    from barellm.training.machine import resolved
+    from barellm.training.run import check
+
+    config = configuration(args)
+    check(config)
+    ceiling = None
+    if args.measure:
+        from barellm.profiling.roofline import measured_ceiling
+
+        ceiling = measured_ceiling()
+    numbers, built = plan.report(resolved(config, "cpu"), ceiling=ceiling)
+    if args.json:
+        print(json.dumps(numbers | ({"map": plan.memory_map(built)} if args.map else {})))
+        return 0
+    print("\n".join(_tables(numbers)))
+    if args.map:
+        print("\n" + "\n".join(_map(plan.memory_map(built))))
+    return 0
+
+
+def _tables(n: dict[str, Any]) -> list[str]:
+    mode = f"{n['dtype']}{', recompute' if n['recompute'] else ''}"
+    lines = [
+        f"{n['preset']}: {n['parameters']:,} parameters, micro-batch {n['batch']} x {n['seq']}, {mode}; "
+        f"{n['isa']}, {n['threads']} threads",
+        "",
+        f"{'memory':<28}{'bytes':>18}{'MiB':>12}",
+    ]
+    rows = [(name.replace("_", " "), nbytes) for name, nbytes in n["memory"].items() if nbytes]
+    rows.append(("arena", n["arena_bytes"]))
+    lines += [f"  {name:<26}{nbytes:>18,}{nbytes / 2**20:>12.1f}" for name, nbytes in rows]
+    lines += [
+        f"  most alive at one time: {n['live_peak_bytes']:,} bytes (arena / that: {n['ratio']:.4f}), in {n['peak_at']['program']}",
+        f"  at {n['peak_at']['op']}",
+        f"  {'fits' if n['fits'] else 'DOES NOT FIT'}: {n['limit_source']} is {n['limit_bytes']:,} bytes",
+        "",
+        f"{'by family, unfused':<28}{'ops':>8}{'GFLOP':>14}{'GB':>12}",
+    ]
+    lines += [
+        f"  {name:<26}{row['count']:>8}{row['flops'] / 1e9:>14.3f}{row['bytes'] / 1e9:>12.3f}"
+        for name, row in n["families"].items()
+    ]
+    timed = "expected_s" in n
+    lines += [
+        "",
+        f"{'by op of a step, fused':<28}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + ("  at least ms" if timed else ""),
+    ]
+    for row in n["ops"]:
+        name = f"{row['program']} {row['op']}"
+        tail = f"{row['expected_s'] * 1e3:>13.2f}" if timed else ""
+        lines.append(f"  {name:<26}{row['count']:>8}{row['flops'] / 1e9:>14.3f}{row['bytes'] / 1e9:>12.3f}{tail}")
+    fused = ", ".join(f"{name} {count}" for name, count in n["fusions"].items())
+    lines += ["", f"fusions: {fused}", f"kernels to compile: {n['kernels']}"]
+    lines.append(f"a step: {n['tokens']:,} tokens in {n['accumulate']} micro-batches, {n['model_flops']:,} model FLOPs")
+    if timed:
+        peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in n["ceiling"]["flops"].items())
+        rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in n["ceiling"]["bandwidth"].items())
+        speed = n["tokens"] / n["expected_s"]
+        lines += [f"measured: {peaks}; {rates}"]
+        lines += [f"at least {n['expected_s']:.4f} s a step, at most {speed:,.0f} tokens/s"]
+    return lines
+
+
+def _map(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{'offset':>16}{'bytes':>16}  {'role':<12}{'alive':<22}name"]
+    for r in rows:
+        alive = f"{r['program']} {r['first']}..{r['last']}" if "program" in r else "always"
+        lines.append(f"{r['offset']:>16,}{r['bytes']:>16,}  {r['role']:<12}{alive:<22}{r['name']}")
+    return lines

@@ -1,0 +1,186 @@
+"""A run that was stopped or killed and resumed ends with the same bits as one that never was."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from barellm.cli.main import main
+from barellm.training import checkpoint, metrics, storage
+from tests.training.test_checkpoint import System, in_child, kill
+
+TENSORS = ("weights.safetensors", "optimizer.safetensors")
+
+
+def final(out: Path) -> dict[str, bytes]:
+    path, wrong = checkpoint.find(out)
+    assert path.name == "step-000012" and not wrong
+    return {name: (path / name).read_bytes() for name in TENSORS}
+
+
+def steps_seen(out: Path) -> list[tuple[str, int]]:
+    return [(row["kind"], row["step"]) for row in metrics.read(out / "metrics.jsonl")]
+
+
+def numbers(out: Path) -> list[dict]:
+    timing = ("tokens_per_s", "seconds")
+    return [{k: v for k, v in row.items() if k not in timing} for row in metrics.read(out / "metrics.jsonl")]
+
+
+@pytest.fixture
+def whole(fake, command, tmp_path, capsys) -> Path:
+    assert main(command("whole")) == 0
+    return tmp_path / "whole"
+
+
+def test_a_whole_run_evaluates_and_samples_at_its_steps(whole):
+    rows = steps_seen(whole)
+    assert [step for kind, step in rows if kind == "train"] == list(range(1, 13))
+    assert [step for kind, step in rows if kind == "eval"] == [0, 3, 6, 9, 12]
+    assert [step for kind, step in rows if kind == "sample"] == [5, 10, *[12] * 6]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("at", range(1, 30, 3))
+def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bits(whole, fake, command, tmp_path, at, number):
+    out = tmp_path / "stopped"
+
+    def stop(entry, seen=[0]):  # noqa: B006
+        seen[0] += 1
+        if seen[0] == at:
+            os.kill(os.getpid(), number)
+
+    fake.before_run = stop
+    assert main(command("stopped")) == 128 + number
+    fake.before_run = lambda entry: None
+    path, wrong = checkpoint.find(out)
+    assert not wrong
+    assert checkpoint.read_meta(path)["samples"] == checkpoint.step_of(path) * 4
+    assert main(command("stopped", "--resume")) == 0
+    assert final(out) == final(whole)
+    assert numbers(out) == numbers(whole)
+
+
+def test_a_partial_accumulation_is_discarded(fake, command, tmp_path):
+    def stop(entry):
+        if [e for e, _ in fake.runs].count("micro") == 5 and entry == "micro":  # before the second of step 3
+            os.kill(os.getpid(), signal.SIGINT)
+
+    fake.before_run = stop
+    main(command("stopped"))
+    # The signal came before the second micro-batch ran; it ran, and the update with it: the step was whole.
+    assert checkpoint.find(tmp_path / "stopped")[0].name == "step-000003"
+
+    fake.runs.clear()
+
+    def stop_first(entry):
+        if [e for e, _ in fake.runs].count("micro") == 4 and entry == "micro":  # in the first of step 3
+            os.kill(os.getpid(), signal.SIGINT)
+
+    fake.before_run = stop_first
+    main(command("other"))
+    assert checkpoint.find(tmp_path / "other")[0].name == "step-000002"
+
+
+def test_killed_at_any_call_of_a_save_the_run_goes_on_to_the_same_bits(whole, fake, command, tmp_path):
+    """`kill -9` at each call of the second save (it removes no older one; the third does)."""
+    calls = saves(command, tmp_path)
+    assert len(calls) == 3 and calls[1] - calls[0] > 30
+    for at in [*range(calls[0], calls[1]), *random.Random(7).sample(range(calls[1], calls[2]), 10)]:
+        out = tmp_path / f"at-{at}"
+
+        def crash(at=at, out=out):
+            storage.system = System(at, kill)
+            main(command(out.name))
+
+        assert os.WTERMSIG(in_child(crash)) == signal.SIGKILL, at
+        assert in_child(lambda out=out: os._exit(main(command(out.name, "--resume")))) == 0, at
+        assert final(out) == final(whole), at
+        assert numbers(out) == numbers(whole), at
+        assert not list(out.rglob(f"{storage.TEMPORARY}*")), at
+
+
+def saves(command, tmp_path) -> list[int]:
+    """Calls of the system up to the end of each save of a run."""
+    counter = System(-1, None)
+    ends = []
+    real = checkpoint.save
+
+    def counted(*args, **more):
+        path = real(*args, **more)
+        ends.append(counter.count)
+        return path
+
+    storage.system, checkpoint.save = counter, counted
+    try:
+        assert main(command("count")) == 0
+    finally:
+        storage.system, checkpoint.save = os, real
+    return ends
+
+
+def test_a_finished_run_resumed_reports_again(whole, fake, command, capsys):
+    before, rows = final(whole), numbers(whole)
+    assert main(command("whole", "--resume")) == 0
+    assert final(whole) == before
+    assert numbers(whole) == rows
+
+
+def test_a_damaged_newest_checkpoint_costs_its_steps_only(whole, fake, command, tmp_path, capsys):
+    assert main(command("damaged")) == 0
+    out = tmp_path / "damaged"
+    weights = out / "checkpoints/step-000012/weights.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    capsys.readouterr()
+    assert main(["train", "--out", str(out), "--resume"]) == 0
+    said = capsys.readouterr().out
+    assert "warning: skipped" in said and "the checksum of weights.safetensors" in said
+    assert "resumed from" in said and "step-000008" in said
+    assert final(out) == final(whole)
+
+
+def test_steps_may_grow_on_resume_and_other_keys_may_not(whole, fake, command, tmp_path, capsys):
+    assert main(["train", "--out", str(whole), "--resume", "--steps", "14"]) == 0
+    assert checkpoint.find(whole)[0].name == "step-000014"
+    capsys.readouterr()
+    assert main(["train", "--out", str(whole), "--resume", "--lr", "1"]) == 2
+    assert "optim.lr is 0.001 in" in capsys.readouterr().err
+    assert main(["train", "gpt2-124m", "--out", str(whole), "--resume"]) == 2
+    assert "holds a run of preset 'shakespeare-char'" in capsys.readouterr().err
+
+
+def test_another_text_is_refused_on_resume(whole, fake, command, text, capsys):
+    text.write_text(text.read_text().replace("line 7", "LINE 7"))
+    assert main(command("whole", "--resume")) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("barellm: error:")
+
+
+def test_minutes_choose_the_steps_once(fake, command, tmp_path, monkeypatch, capsys):
+    """The number that the first session chose is kept by the second, whatever its speed."""
+    from barellm.training import loop
+
+    monkeypatch.setattr(loop, "CALIBRATION_S", 0.0)
+    monkeypatch.setattr(loop, "steps_in_time", lambda **numbers: 19)
+    args = command("timed", "--minutes", "5", "--steps", "1000")
+
+    def stop(entry):
+        if entry == "update" and [e for e, _ in fake.runs].count("update") == 14:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    fake.before_run = stop
+    assert main(args) == 130
+    fake.before_run = lambda entry: None
+    monkeypatch.setattr(loop, "steps_in_time", lambda **numbers: 999)
+    assert main([*args, "--resume"]) == 0
+    assert checkpoint.find(tmp_path / "timed")[0].name == "step-000019"
+    monkeypatch.setattr(loop, "steps_in_time", lambda **numbers: 19)
+    assert main(command("timed-whole", "--minutes", "5", "--steps", "1000")) == 0
+    one, other = (checkpoint.find(tmp_path / name)[0] for name in ("timed", "timed-whole"))
+    assert all((one / name).read_bytes() == (other / name).read_bytes() for name in TENSORS)
