@@ -67,12 +67,15 @@ class Bench:
         return turns * machine.peak_operations(self.isa, pair=pair) * self.threads / best
 
     def bandwidth(self, kind: str, nbytes: int = 1 << 28) -> float:
-        """Bytes/s read plus written by `copy`, `copy_nontemporal` or `update` of arrays of `nbytes`."""
+        """Bytes/s read plus written by `copy`, `copy_nontemporal`, `update` or `read` of arrays of `nbytes`."""
         count = nbytes // 4
         arrays = [np.zeros(count + 16, np.float32) for _ in range(2)]
         for a in arrays:
             a[:] = 1.0
         a, b = ((x.ctypes.data + 63) & ~63 for x in arrays)
+        if kind == "read":
+            spec, args = Spec(machine.read, ("fp32", "fp32", "int"), ()), [a, b, count]
+            return nbytes / min(self.timed(spec, args, repeats=5))
         if kind == "update":
             spec, args = Spec(machine.update, ("fp32", "int"), ()), [a, count]
         else:

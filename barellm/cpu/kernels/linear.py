@@ -62,13 +62,21 @@ def matmul(op: Op, c: Lowering) -> None:
 
 @lowering("linear")
 def linear(op: Op, c: Lowering) -> None:
-    _product(c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, bias=op.bias)
+    _product(c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, bias=op.inputs.get("bias"))
 
 
 @lowering("linear_gelu")
 def linear_gelu(op: Op, c: Lowering) -> None:
     _product(
-        c, out=op.y, second=op.pre, a=op.x, weight=op.weight, like=op.x, transposed=True, bias=op.bias, epilogue="gelu"
+        c,
+        out=op.y,
+        second=op.pre,
+        a=op.x,
+        weight=op.weight,
+        like=op.x,
+        transposed=True,
+        bias=op.inputs.get("bias"),
+        epilogue="gelu",
     )
 
 
@@ -81,7 +89,7 @@ def linear_residual(op: Op, c: Lowering) -> None:
         weight=op.weight,
         like=op.x,
         transposed=True,
-        bias=op.bias,
+        bias=op.inputs.get("bias"),
         other=op.residual,
         epilogue="residual",
     )
@@ -135,7 +143,16 @@ def _logits_and_losses(c: Lowering, *, gradients: bool) -> None:
             continue
         c.call(cross_entropy.row_losses_and_gradients, operands, constants, writes="losses logits")
         mode = op.modes["dx"]
-        _product(c, out=rows_of(op.dx, first, count), a=logits, weight=op.weight, like=x, transposed=False, mode=mode, rows=chunk)
+        _product(
+            c,
+            out=rows_of(op.dx, first, count),
+            a=logits,
+            weight=op.weight,
+            like=x,
+            transposed=False,
+            mode=mode,
+            rows=chunk,
+        )
         mode = op.modes["dweight"] if i == 0 else "add"
         _weight_gradient(c, op.dweight, logits, x_rows, x, mode, rows=chunk)
     sizes = {"dims": dims_of(x), "inner": 1}

@@ -37,3 +37,13 @@ def update(k, out, count) -> None:
     with k.claim(count, 65536) as (begin, end), k.loop(begin, end, 4 * k.lanes) as i:
         for v in range(4):
             out.store(out.load(i + v * k.lanes) * 1.5, i + v * k.lanes)
+
+
+def read(k, out, source, count) -> None:
+    """Only reads `count` fp32 elements, a multiple of 65536; the sums go to `out`, a line for each thread."""
+    sums = [k.var_vec(0.0) for _ in range(4)]
+    with k.claim(count, 65536) as (begin, end), k.loop(begin, end, 4 * k.lanes) as i:
+        for v, total in enumerate(sums):
+            total.value = total.value + source.load(i + v * k.lanes)
+    total = sums[0].value + sums[1].value + sums[2].value + sums[3].value
+    out.store(total, k.thread * k.lanes)

@@ -1,0 +1,44 @@
+"""What cannot fit is refused before anything is mapped, with the arithmetic."""
+
+import mmap
+
+import pytest
+
+from barellm import overrides
+from barellm.config import preset
+from barellm.errors import UserError
+from barellm.runtime import memory
+from barellm.training.machine import open_machine, resolved
+
+
+def test_a_session_beyond_the_limit_maps_nothing(monkeypatch):
+    monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1.5G")
+    monkeypatch.setattr(mmap, "mmap", lambda *_: pytest.fail("mapped"))
+    config = overrides.changed(preset("gpt2-124m"), {"train.batch": 4, "train.seq": 64, "train.accumulate": 1})
+    with pytest.raises(UserError) as error, open_machine(resolved(config, "cpu"), device="cpu"):
+        pass
+    text = str(error.value)
+    assert "batch 4 x seq 64 needs" in text and "parameters 474.8" in text and "gradients 474.8" in text
+    assert "BARELLM_MEMORY_LIMIT is 1536.0 MiB" in text
+
+
+@pytest.mark.parametrize("text, nbytes", [("8000000", 8000000), ("512M", 512 << 20), ("2.5G", 5 << 29), ("3KiB", 3072)])
+def test_limit_is_read_with_units(text, nbytes, monkeypatch):
+    monkeypatch.setenv("BARELLM_MEMORY_LIMIT", text)
+    assert memory.memory_limit() == (nbytes, "BARELLM_MEMORY_LIMIT")
+
+
+def test_a_limit_that_is_no_size_is_refused(monkeypatch):
+    monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "much")
+    with pytest.raises(UserError, match="'much'"):
+        memory.memory_limit()
+
+
+def test_the_control_groups_limit_counts_where_it_is_lower(monkeypatch, tmp_path):
+    monkeypatch.delenv("BARELLM_MEMORY_LIMIT", raising=False)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    monkeypatch.setattr(memory, "_limit_files", lambda: [tmp_path / "memory.max", tmp_path / "absent"])
+    nbytes, source = memory.memory_limit()
+    assert nbytes == 1000000 and "memory.max" in source
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.memory_limit()[1] == "this machine's memory"
