@@ -73,7 +73,9 @@ MODEL = ModelConfig(layers=2, heads=2, channels=8, vocab_size=11, padded_vocab=1
 
 def run_model(table, *, recompute: bool = False, dropout: float = 0.0, **options):
     optimizer = partial(adamw, config=OptimConfig())
-    _, programs = build(replace(MODEL, dropout=dropout), batch=2, seq=5, optimizer=optimizer, recompute=recompute, compute="bf16")
+    _, programs = build(
+        replace(MODEL, dropout=dropout), batch=2, seq=5, optimizer=optimizer, recompute=recompute, compute="bf16"
+    )
     session = ReferenceSession(programs, table=table, **options)
     rng = np.random.default_rng(0)
     session.run("init", seed=2)

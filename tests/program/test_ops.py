@@ -1,0 +1,113 @@
+"""Shape rules, special cases of the references, costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.config import ModelConfig, preset
+from barellm.models.programs import build
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Dim, Tensor
+
+
+def t(*shape: int, dtype: str = "fp32") -> Tensor:
+    return Tensor("t", shape, dtype, "activation")
+
+
+BAD = [
+    (ops.Matmul, {"x": t(2, 3, 4), "weight": t(7, 5)}, {}, r"x \(2, 3, 4\) fp32, weight \(7, 5\) fp32"),
+    (ops.MatmulDx, {"dy": t(2, 3, 4), "weight": t(7, 5)}, {}, r"\(2, 3, 4\).*\(7, 5\)"),
+    (ops.MatmulDw, {"dy": t(2, 3, 4), "x": t(2, 4, 4)}, {}, r"\(2, 3, 4\).*\(2, 4, 4\)"),
+    (ops.Bias, {"x": t(2, 3, 4), "bias": t(5)}, {}, r"\(2, 3, 4\).*\(5,\)"),
+    (ops.Add, {"a": t(2, 3, 4), "b": t(2, 3)}, {}, r"\(2, 3, 4\).*\(2, 3\)"),
+    (ops.GeluBackward, {"dy": t(2, 3), "x": t(2, 4)}, {}, r"\(2, 3\).*\(2, 4\)"),
+    (ops.LayerNorm, {"x": t(2, 3, 4), "weight": t(5)}, {"eps": 1e-5, "dtype": "fp32"}, r"\(2, 3, 4\).*\(5,\)"),
+    (ops.LayerNormDx, {"dy": t(2, 3), "x": t(2, 4), "weight": t(4), "mean": t(2), "rstd": t(2)}, {}, r"\(2, 3\)"),
+    (ops.Attention, {"qkv": t(2, 3, 20)}, {"heads": 3, "rate": 0.0, "stream": 0}, r"3 heads.*\(2, 3, 20\)"),
+    (ops.Dropout, {"x": t(2, 3, 4)}, {"rate": 1.0, "stream": 0}, r"\(2, 3, 4\), rate 1.0"),
+    (ops.Embedding, {"tokens": t(2, 9), "wte": t(5, 4), "wpe": t(8, 4)}, {}, "9 tokens, wpe has 8"),
+    (ops.Embedding, {"tokens": t(2, 9), "wte": t(5, 4), "wpe": t(8, 3)}, {}, r"\(5, 4\).*\(8, 3\)"),
+    (ops.EmbeddingDwte, {"tokens": t(2, 9), "dy": t(2, 8, 4)}, {"rows": 5}, r"\(2, 9\).*\(2, 8, 4\)"),
+    (ops.CrossEntropy, {"logits": t(2, 3, 4), "targets": t(2, 3)}, {"valid_vocab": 5}, r"V >= 5.*\(2, 3, 4\)"),
+    (ops.LastRow, {"x": t(2, 3)}, {}, r"\(2, 3\)"),
+]
+
+
+@pytest.mark.parametrize("op_type, inputs, attrs, message", BAD, ids=lambda x: getattr(x, "name", None))
+def test_wrong_shapes_are_refused_by_name(op_type, inputs, attrs, message):
+    with pytest.raises(ValueError, match=message):
+        Program(Store()).apply(op_type, **inputs, **attrs)
+
+
+def test_every_op_has_a_name_a_reference_and_no_twin():
+    classes = [getattr(ops, name) for name in ops.__all__]
+    assert len({c.name for c in classes}) == len(classes)
+    assert all(c.reference is not Op.reference and c.infer is not Op.infer for c in classes)
+
+
+def test_ignored_targets_and_padded_columns_take_no_part():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(2, 3, 8))
+    targets = np.array([[1, -1, 4], [-1, 0, 2]])
+    op = ops.CrossEntropy({}, {"valid_vocab": 5})
+    expected = op.reference(logits, targets, inv_targets=0.25)
+    logits[..., 5:] = 1e9
+    logits[0, 1] = 77
+    found = op.reference(logits, targets, inv_targets=0.25)
+    assert found["loss"] == expected["loss"]
+    backward = ops.CrossEntropyBackward({}, {"valid_vocab": 5})
+    dlogits = backward.reference(logits, targets, found["lse"], inv_targets=0.25)["dlogits"]
+    assert (dlogits[..., 5:] == 0).all() and (dlogits[targets < 0] == 0).all()
+    np.testing.assert_allclose(dlogits.sum(-1), 0, atol=1e-15)
+
+
+def test_a_norm_that_is_not_finite_skips_and_counts():
+    op = ops.ClipScale({}, {"clip": 1.0})
+    for bad in (np.nan, np.inf):
+        result = op.reference(skipped=np.array([3]), p0=np.array([1.0, bad]), p1=np.array([4.0]))
+        assert np.isnan(result["clip"][1]) and result["skipped"] == 4
+    good = op.reference(skipped=np.array([3]), p0=np.array([1.0, 4.0]), p1=np.array([4.0]))
+    np.testing.assert_allclose(good["clip"], [3, 1 / 3])
+    assert good["skipped"] == 3
+    off = ops.ClipScale({}, {"clip": 0.0}).reference(skipped=np.array([0]), p0=np.array([400.0]))
+    np.testing.assert_allclose(off["clip"], [20, 1])
+    adamw = ops.AdamW({}, {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1})
+    arrays = {name: np.ones(3) for name in ("param", "grad", "m", "v")}
+    kept = adamw.reference(**arrays, clip=np.array([np.nan, np.nan]), lr=0.1, step=1)
+    assert all((kept[name] == 1).all() for name in ("param", "m", "v"))
+
+
+def test_the_cache_gives_what_whole_attention_gives():
+    rng = np.random.default_rng(0)
+    qkv = rng.normal(size=(2, 9, 24))
+    whole = ops.Attention({}, {"heads": 2, "rate": 0.0, "stream": 0}).reference(qkv)["out"]
+    op = ops.AttentionCached({}, {"heads": 2})
+    k, v = rng.normal(size=(2, 3, 12, 8))  # stale contents, and a sequence more than is used
+    for lo, hi in ((0, 4), (4, 5), (5, 9)):
+        result = op.reference(qkv[:, lo:hi], k, v, pos=lo)
+        k, v = result["k_cache"], result["v_cache"]
+        np.testing.assert_allclose(result["out"], whole[:, lo:hi], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "shakespeare-char"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_model_flops_have_one_definition(name, recompute):
+    """6 x matmul weights x tokens + causal attention, recompute not counted."""
+    model = preset(name).model
+    B, T, C, L = 4, 64, model.channels, model.layers
+    _, programs = build(model, batch=B, seq=T, optimizer=lambda p: None, recompute=recompute)
+    weights = L * 12 * C * C + model.padded_vocab * C
+    attention = 3 * L * 2 * B * T * (T + 1) * C
+    assert programs["micro"].flops == 6 * weights * B * T + attention
+    assert programs["eval"].flops == 2 * weights * B * T + attention // 3
+
+
+def test_dims_are_integers_with_the_name_of_their_scalar():
+    _, programs = build(ModelConfig(layers=1, heads=1, channels=4, vocab_size=5, max_seq=6), batch=2, seq=6)
+    tokens = programs["eval"].named["tokens"]
+    assert tokens.shape == (2, 6) and [d.name for d in tokens.dims] == ["batch", "seq"]
+    assert isinstance(tokens.shape[0], Dim) and tokens.nbytes == 48
+    assert programs["eval"].scalars == ("batch", "inv_targets", "pos", "seq")
