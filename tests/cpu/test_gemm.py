@@ -1,0 +1,179 @@
+"""Products with weights, their gradients and every row of the fusion table, against the float64 references."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.cpu import jit
+from barellm.cpu.fuse import FUSIONS
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernels import gemm, linear
+from barellm.cpu.step import CpuSession
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
+from barellm.runtime.reference import ReferenceSession
+from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, stored, tokens
+
+each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+# (batch, seq, N, K): ones, primes, one more and one less than tiles, panels, blocks and pairs.
+SHAPES = [(1, 1, 1, 1), (1, 3, 7, 5), (2, 5, 65, 33), (1, 25, 97, 128), (3, 43, 47, 31), (1, 385, 50, 19)]
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def normal(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def chain_bound(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """One fp32 accumulation chain of a @ b: rounding errors walk at random over the partial sums."""
+    K = a.shape[-1]
+    return 6 * EPS * np.sqrt(K) * np.sqrt((a**2) @ (b**2)) + 1e-30
+
+
+def operands(shape, dtype):
+    batch, seq, N, K = shape
+    weight_dtype = "split" if dtype == "bf16" else "fp32"
+    x, dy = tokens(normal(batch, seq, K), dtype), tokens(normal(batch, seq, N, seed=2), dtype)
+    return x, dy, persistent(normal(N, K, seed=3), weight_dtype)
+
+
+def as_operand(weight, dtype) -> np.ndarray:
+    """What a product reads of a weight: of a split one, the nearest bf16."""
+    return stored(weight.values, dtype)
+
+
+@each_isa
+@each_dtype
+@each_shape
+def test_matmul(isa, dtype, shape):
+    x, _, weight = operands(shape, dtype)
+    check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": chain_bound(x.values, as_operand(weight, dtype).T)})
+
+
+@each_isa
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("mode", ["store", "add"])
+def test_matmul_dx(isa, dtype, shape, mode):
+    _, dy, weight = operands(shape, dtype)
+    bound = chain_bound(dy.values, as_operand(weight, dtype)) + 2 * EPS
+    check_op(ops.MatmulDx, isa, {"dy": dy, "weight": weight}, modes={"dx": mode}, bounds={"dx": bound})
+
+
+@each_isa
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("mode, accumulate", [("store", 0), ("start", 0), ("start", 1), ("add", 0)])
+def test_matmul_dw(isa, dtype, shape, mode, accumulate):
+    x, dy, _ = operands(shape, dtype)
+    flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
+    bound = chain_bound(flat[0].T, flat[1]) + 2 * EPS
+    check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, modes={"dweight": mode}, bounds={"dweight": bound}, scalars={"accumulate": accumulate})
+
+
+@each_isa
+@each_dtype
+def test_weight_gradient_over_several_chunks_of_tokens(isa, dtype, monkeypatch):
+    monkeypatch.setattr(gemm, "CHUNK", 16)
+    monkeypatch.setattr(jit, "sources_digest", lambda: "chunks of 16")
+    x, dy, _ = operands((3, 43, 20, 33), dtype)
+    flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
+    check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, modes={"dweight": "start"}, bounds={"dweight": chain_bound(flat[0].T, flat[1])})
+
+
+@each_isa
+@each_dtype
+def test_large_weight_gradient_with_nontemporal_stores(isa, dtype):
+    x, dy, _ = operands((1, 9, 384, 768), dtype)
+    flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
+    bounds = {"dweight": chain_bound(flat[0].T, flat[1])}
+    for accumulate in (0, 1):
+        scalars = {"accumulate": accumulate}
+        check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, modes={"dweight": "start"}, bounds=bounds, scalars=scalars, threads=(2,))
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("actual", [(1, 1), (2, 5), (3, 7)])
+def test_fewer_tokens_than_planned(isa, dtype, actual):
+    x, dy, weight = operands((*actual, 40, 24), dtype)
+    check_op(ops.Matmul, isa, {"x": x, "weight": weight}, plan=(3, 7), bounds={"y": chain_bound(x.values, as_operand(weight, dtype).T)})
+    flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
+    bounds = {"dweight": chain_bound(flat[0].T, flat[1])}
+    check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, plan=(3, 7), modes={"dweight": "start"}, bounds=bounds)
+
+
+def network(p: Program, *, bias: bool, C: int, F: int, V: int) -> None:
+    """A model in which every row of the table finds its match."""
+    shape = (Dim("batch", 3), Dim("seq", 11))
+    token, target = p.input("tokens", shape), p.input("targets", shape)
+    wte, wpe = p.parameter("wte", (V, C), std=0.5), p.parameter("wpe", (11, C), std=0.5)
+
+    def affine(name: str, N: int, K: int):
+        return p.parameter(f"{name}.weight", (N, K), std=0.3), p.parameter(f"{name}.bias", (N,), value=0.5) if bias else None
+
+    x = p.embedding(token, wte, wpe)
+    h = p.linear(p.layernorm(x, p.parameter("n1", (C,), value=1.0)), *affine("in", C, C))
+    x = p.add(x, p.linear(p.gelu(p.linear(h, *affine("fc", F, C))), *affine("proj", C, F)))
+    loss = p.classifier(p.layernorm(x, p.parameter("n2", (C,), value=1.0)), wte, target, valid_vocab=V - 2)
+    p.output("loss", loss)
+
+
+@each_isa
+@pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("sizes", [(24, 40, 53), (7, 5, 131)], ids=str)
+def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, monkeypatch):
+    monkeypatch.setattr(linear, "CLASSIFIER_CHUNK", 8)  # 33 tokens: several chunks, the last not full
+    C, F, V = sizes
+    store = Store()
+    programs = {"train": Program(store, compute=compute), "eval": Program(store, compute=compute)}
+    for p in programs.values():
+        network(p, bias=bias, C=C, F=F, V=V)
+    programs["train"].backward(programs["train"].named["loss"])
+    session = CpuSession(programs, isa=isa, threads=2)
+    found = {op.name for low in session.lowered.values() for op in low.ops}
+    assert found >= {f.name for f in FUSIONS} - (set() if bias else {"linear"})
+    oracle = ReferenceSession(programs)
+    r = np.random.default_rng(5)
+    for name, t in store.tensors.items():
+        if t.role == "parameter":
+            session.write(name, r.normal(size=t.shape) * 0.3)
+            oracle.write(name, session.read(name))
+    try:
+        for batch, seq in ((3, 11), (2, 5), (1, 1)):
+            ids = r.integers(0, V - 2, (2, batch, seq)).astype(np.int32)
+            ids[1, 0, seq // 2 :: 7] = -1
+            for accumulate in (0, 1):
+                for s in (session, oracle):
+                    s.write("tokens", ids[0])
+                    s.write("targets", ids[1])
+                    s.run("train", batch=batch, seq=seq, accumulate=accumulate, inv_targets=0.1, pos=0)
+            for name, t in store.tensors.items():
+                if t.role == "gradient":
+                    a, b = session.read(name).astype(np.float64), oracle.read(name)
+                    error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-6)
+                    assert error <= limit, (name, batch, seq, error)
+            loss = session.read("loss")[0]
+            assert loss == pytest.approx(oracle.read("loss")[0], rel=limit, abs=limit)
+            session.run("eval")
+            assert session.read("loss")[0] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    finally:
+        session.close()
+
+
+def test_tiles_give_equal_bits():
+    """A tuner may choose any tile: the bits of a product do not depend on it."""
+    isa = isa_named(ISAS[0])
+    x, _, weight = operands((1, 37, 192, 50), "bf16")
+    first = None
+    for vectors, rows in gemm.TILES[isa.registers].items():
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(gemm, "choose_tile", lambda isa, cols, t=gemm.Tile(rows, vectors): t)
+            m.setattr(jit, "sources_digest", lambda name=f"tile {rows} x {vectors}": name)
+            got = check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": 1e-2})["y"]
+        assert first is None or np.array_equal(got, first)
+        first = got
