@@ -241,7 +241,10 @@ class Pointer:
         k, p = self.k, self.at(index)
         item, size = ITEM[self.dtype]
         value = k.to(value, f"<{k.lanes} x {item}>")
-        if mask is not None:
+        if mask is not None and mask.ref == k.mask_first(1).ref:
+            # LLVM 22 makes a 32-bit store of a masked, truncating 16-bit one whose mask is one constant lane.
+            k.line(f"store {k.lane(value, 0).typed}, ptr {p.ref}, align {size}")
+        elif mask is not None:
             name = f"llvm.masked.store.v{k.lanes}{ {'float': 'f32', 'double': 'f64'}.get(item, item) }.p0"
             k.declare(f"void @{name}({value.type}, ptr, <{k.lanes} x i1>)")
             k.line(f"call void @{name}({value.typed}, ptr align {size} {p.ref}, {mask.typed})")

@@ -5,7 +5,7 @@ Errors are measured in tests/cpu/test_vector.py against float64 over the whole r
 
 from __future__ import annotations
 
-from math import log
+from math import log, pi
 
 from barellm.cpu.lang.emit import Builder, Value
 from barellm.program.ops.elementwise import GELU_CUBIC, GELU_SCALE
@@ -34,7 +34,7 @@ def exp2(k: Builder, x: Value) -> Value:
         p = k.fma(p, f, c)
     # Add the integer to the exponent field; 2^127 * 2 for x = 128 overflows to infinity as it should.
     scaled = k.bitcast(k.bitcast(p, k.ivec) + (k.bitcast(shifted, k.ivec) << 23), k.vec)
-    return k.select(x < -126.0, 0.0, k.select(x >= 128.0, float("inf"), scaled))
+    return k.select(x < -126.0, 0.0, k.select(x < 128.0, scaled, x + float("inf")))  # NaN stays NaN
 
 
 def exp(k: Builder, x: Value) -> Value:
@@ -48,11 +48,11 @@ def exp(k: Builder, x: Value) -> Value:
     for c in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
         p = k.fma(p, r, c)
     scaled = k.bitcast(k.bitcast(p, k.ivec) + (k.bitcast(shifted, k.ivec) << 23), k.vec)
-    return k.select(x < -87.3, 0.0, k.select(x > 88.72, float("inf"), scaled))
+    return k.select(x < -87.3, 0.0, k.select(x <= 88.72, scaled, x + float("inf")))  # NaN stays NaN
 
 
 def ln(k: Builder, x: Value) -> Value:
-    """Natural logarithm of positive normal numbers: exponent and mantissa apart, then the series of atanh."""
+    """Natural logarithm of positive normal numbers, infinity and NaN: exponent and mantissa apart, then the series of atanh."""
     bits = k.bitcast(x, k.ivec)
     # Mantissa in [sqrt(1/2), sqrt(2)): subtract the bits of sqrt(1/2) before taking the exponent off.
     offset = bits - 0x3F3504F3
@@ -64,7 +64,7 @@ def ln(k: Builder, x: Value) -> Value:
     p = k.to(2 / 11, k.vec)
     for c in (2 / 9, 2 / 7, 2 / 5, 2 / 3, 2.0):
         p = k.fma(p, z, c)
-    return k.fma(e, log(2.0), p * s)
+    return k.select(x < float("inf"), k.fma(e, log(2.0), p * s), x)
 
 
 def sigmoid(k: Builder, x: Value) -> Value:
@@ -90,3 +90,22 @@ def gelu_slope(k: Builder, x: Value) -> Value:
     s = sigmoid(k, _gelu_argument(k, x))
     du = k.fma(x * x, 6 * GELU_SCALE * GELU_CUBIC, k.to(2 * GELU_SCALE, k.vec))
     return k.fma(x * s * (1.0 - s), du, s)
+
+
+def sincos_turn(k: Builder, turn: Value) -> tuple[Value, Value]:
+    """Sine and cosine of 2 pi turn / 2^24, for i32 lanes in [0, 2^24): the reduction to an eighth of a turn is exact."""
+    quadrant = (turn + (1 << 21)) >> 22
+    r = k.to(turn - (quadrant << 22), k.vec) * (2 * pi / 2**24)
+    z = r * r
+    sine = k.to(1 / 362880, k.vec)
+    for c in (-1 / 5040, 1 / 120, -1 / 6):
+        sine = k.fma(sine, z, c)
+    sine = k.fma(sine * z, r, r)
+    cosine = k.to(-1 / 3628800, k.vec)
+    for c in (1 / 40320, -1 / 720, 1 / 24, -0.5, 1.0):
+        cosine = k.fma(cosine, z, c)
+    swapped = (quadrant & 1).differs(0)
+    # The sine is negative in the quadrants 2 and 3, the cosine in 1 and 2.
+    s = k.bitcast(k.select(swapped, cosine, sine), k.ivec) ^ ((quadrant & 2) << 30)
+    c = k.bitcast(k.select(swapped, sine, cosine), k.ivec) ^ (((quadrant + 1) & 2) << 30)
+    return k.bitcast(s, k.vec), k.bitcast(c, k.vec)

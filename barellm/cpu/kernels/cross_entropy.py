@@ -1,0 +1,161 @@
+"""The classifier's loss and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse, losses
+(rows) fp32. Columns from `valid` on are padding.
+
+Every kernel does `row_limit` rows from `row_begin` of the run's rows (as many as there are), its pointers being to the first of
+them: a lowering may call it for all rows or for a chunk. Gradients may be written over the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering, part
+from barellm.cpu.kernels.loops import across, row_grain, sweep
+from barellm.cpu.kernels.loops import shape_of as logits_shape
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import exp, ln
+from barellm.program.ops.base import Op
+
+ALL_ROWS = 1 << 62
+CHAINS = 4
+
+
+def rows_here(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value) -> Value:
+    return k.max(k.min(k.extent(dims) * inner - row_begin, row_limit), 0)
+
+
+def log_sum_exp(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
+    """ln(sum(exp(row))) as a float: the maximum first, then the sum, the row being in the cache."""
+    tops = [k.var(k.to(float("-inf"), k.vec)) for _ in range(CHAINS)]
+
+    def highest(c, mask, j):
+        x = logits.load(c, mask)
+        tops[j].value = k.max(x if mask is None else k.select(mask, x, float("-inf")), tops[j].value)
+
+    across(k, valid, highest, unroll=CHAINS)
+    a, b, c, d = (t.value for t in tops)
+    top = k.maximum(k.max(k.max(a, b), k.max(c, d)))
+    shift = k.splat(top)
+    sums = [k.var(k.to(0.0, k.vec)) for _ in range(CHAINS)]
+
+    def add(c, mask, j):
+        e = exp(k, logits.load(c, mask) - shift)
+        sums[j].value = sums[j].value + (e if mask is None else k.select(mask, e, 0.0))
+
+    across(k, valid, add, unroll=CHAINS)
+    a, b, c, d = (s.value for s in sums)
+    return top + k.lane(ln(k, k.splat(k.sum((a + b) + (c + d)))), 0)
+
+
+def write_gradient(
+    k: KernelBuilder, dlogits: Pointer, logits: Pointer, target: Value, lse: Value, *, V: int, valid: int, mode: str
+) -> None:
+    """One row: (softmax - onehot) * inv_targets; zero where the target is ignored, and in the padding."""
+    counted = target >= 0
+    scale = k.select(counted, k.to(k.scalar("inv_targets"), "float"), 0.0)
+    factor, shift = k.splat(scale), k.splat(lse)
+    at = k.max(target, 0)
+    # Read before the row is overwritten.
+    at_target = (k.lane(exp(k, k.splat(logits.get(at)) - shift), 0) - 1.0) * scale
+    if mode == "add":
+        at_target = at_target + dlogits.get(at)
+
+    def body(c, mask, j):
+        d = exp(k, logits.load(c, mask) - shift) * factor
+        dlogits.store(dlogits.load(c, mask) + d if mode == "add" else d, c, mask)
+
+    across(k, valid, body, unroll=CHAINS)
+    if mode == "store" and valid < V:
+        padding = dlogits.at(valid)
+        across(k, V - valid, lambda c, mask, j: padding.store(0.0, c, mask))
+    with k.when(counted):
+        dlogits.put(at_target, at)
+
+
+def row_losses(k: KernelBuilder, lse, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
+    """lse, and losses = lse - logits[target], zero where the target is ignored."""
+    with (
+        k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
+        write_loss(k, lse, losses, logits.at(row * V), targets.get(row), row, valid)
+
+
+def write_loss(k: KernelBuilder, lse, losses, logits: Pointer, target: Value, row: Value, valid: int) -> Value:
+    value = log_sum_exp(k, logits, valid)
+    if lse is not None:
+        lse.put(value, row)
+    losses.put(k.select(target >= 0, value - logits.get(k.max(target, 0)), 0.0), row)
+    return value
+
+
+def row_losses_and_gradients(
+    k: KernelBuilder, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner
+) -> None:
+    """losses, and the gradient over the logits: the row is in the cache when it is overwritten."""
+    with (
+        k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
+        of, target = logits.at(row * V), targets.get(row)
+        lse = write_loss(k, None, losses, of, target, row, valid)
+        write_gradient(k, of, of, target, lse, V=V, valid=valid, mode="store")
+
+
+def row_gradients(
+    k: KernelBuilder, dlogits, logits, targets, lse, row_begin, row_limit, *, V, valid, dims, inner, mode
+) -> None:
+    with (
+        k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
+        write_gradient(
+            k, dlogits.at(row * V), logits.at(row * V), targets.get(row), lse.get(row), V=V, valid=valid, mode=mode
+        )
+
+
+def total_loss(k: KernelBuilder, loss, losses, *, dims, inner) -> None:
+    """loss (1) = inv_targets * sum of losses, over all rows of the run."""
+    with k.claim_each(1):
+        sums = [k.var(k.to(0.0, k.vec)) for _ in range(CHAINS)]
+        turn = iter(range(1 << 30))
+
+        def body(i: Any, mask: Value | None) -> None:
+            total = sums[next(turn) % CHAINS]
+            total.value = total.value + losses.load(i, mask)
+
+        sweep(k, 0, k.extent(dims) * inner, body, unroll=CHAINS)
+        a, b, c, d = (s.value for s in sums)
+        loss.put(k.sum((a + b) + (c + d)) * k.to(k.scalar("inv_targets"), "float"))
+
+
+def row_constants(op: Op) -> dict[str, Any]:
+    return {"V": int(op.logits.shape[-1]), "valid": op.valid_vocab, **logits_shape(op.logits)}
+
+
+@lowering("cross_entropy")
+def cross_entropy(op: Op, c: Lowering) -> None:
+    losses = (part(c.scratch("losses", 4 * op.targets.size)), "fp32")
+    operands = {
+        "lse": op.lse,
+        "losses": losses,
+        "logits": op.logits,
+        "targets": op.targets,
+        "row_begin": 0,
+        "row_limit": ALL_ROWS,
+    }
+    c.call(row_losses, operands, row_constants(op), writes="lse losses")
+    c.call(total_loss, {"loss": op.loss, "losses": losses}, logits_shape(op.logits), writes="loss")
+
+
+@lowering("cross_entropy_backward")
+def cross_entropy_backward(op: Op, c: Lowering) -> None:
+    operands = {
+        "dlogits": op.dlogits,
+        "logits": op.logits,
+        "targets": op.targets,
+        "lse": op.lse,
+        "row_begin": 0,
+        "row_limit": ALL_ROWS,
+    }
+    c.call(row_gradients, operands, {**row_constants(op), "mode": op.modes["dlogits"]}, writes="dlogits")

@@ -1,0 +1,103 @@
+"""Add, cast, bias, GELU and its gradient, dropout, last row. Shapes: any, row-major; C is the last axis.
+
+Flat kernels see elements, the others rows. A result that leaves the caches is written past them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernels.loops import across, flat, row_grain, shape_of, sweep_result
+from barellm.cpu.lang import random
+from barellm.cpu.lang.vector import gelu, gelu_slope
+from barellm.program.ops.random import HALF
+
+
+@kernel("add", constants=lambda op: flat(op.y))
+def add(k: KernelBuilder, y, a, b, *, dims, width) -> None:
+    def body(i, mask, nontemporal):
+        y.store(a.load(i, mask) + b.load(i, mask), i, mask, nontemporal=nontemporal)
+
+    sweep_result(k, k.extent(dims) * width, y.itemsize, body, unroll=4)
+
+
+@kernel("cast", constants=lambda op: flat(op.y))
+def cast(k: KernelBuilder, y, x, *, dims, width) -> None:
+    def body(i, mask, nontemporal):
+        y.store(x.load(i, mask), i, mask, nontemporal=nontemporal)
+
+    sweep_result(k, k.extent(dims) * width, y.itemsize, body, unroll=4)
+
+
+@kernel("gelu", constants=lambda op: flat(op.y))
+def gelu_forward(k: KernelBuilder, y, x, *, dims, width) -> None:
+    def body(i, mask, nontemporal):
+        y.store(gelu(k, x.load(i, mask)), i, mask, nontemporal=nontemporal)
+
+    sweep_result(k, k.extent(dims) * width, y.itemsize, body)
+
+
+@kernel("gelu_backward", constants=lambda op: flat(op.dx))
+def gelu_backward(k: KernelBuilder, dx, dy, x, *, dims, width, mode_dx) -> None:
+    def body(i, mask, nontemporal):
+        d = dy.load(i, mask) * gelu_slope(k, x.load(i, mask))
+        if mode_dx == "add":
+            d = dx.load(i, mask) + d
+        dx.store(d, i, mask, nontemporal=nontemporal and mode_dx == "store")
+
+    sweep_result(k, k.extent(dims) * width, dx.itemsize, body)
+
+
+@kernel("bias", constants=lambda op: {"C": int(op.bias.shape[0]), **shape_of(op.y)})
+def bias(k: KernelBuilder, y, x, bias, *, C, dims, inner) -> None:
+    with k.claim(k.extent(dims) * inner, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+        to, of = y.at(row * C), x.at(row * C)
+        across(k, C, lambda c, mask, j: to.store(of.load(c, mask) + bias.load(c, mask), c, mask))
+
+
+def _dropout(k: KernelBuilder, out, x, *, C: int, rate: float, stream: int, mode: str) -> None:
+    """out = x * keep / (1 - rate); x (batch, seq, C). The bits come from (seed, step, sample, stream, position, column)."""
+    seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
+    with k.claim(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+        key = random.sample_key(k, seed, step, sample + row // seq, stream)
+        position = row % seq
+        to, of = out.at(row * C), x.at(row * C)
+
+        def pair(block: Any, columns: int, part: int, offset: int) -> None:
+            """Two vectors of the block that `columns` columns of the row reach into."""
+            for half, word in enumerate(random.words(k, key, position, block, part)):
+                left = columns - offset - half * HALF
+                if left <= 0:
+                    continue
+                mask = None if left >= k.lanes else k.mask_first(left)
+                c = k.int(block) * (2 * HALF) + offset + half * HALF
+                y = of.load(c, mask) * random.keep(k, word, rate)
+                to.store(to.load(c, mask) + y if mode == "add" else y, c, mask)
+
+        with k.loop(0, C // (2 * HALF)) as block:
+            for part, offset in random.column_blocks(k.lanes):
+                pair(block, 2 * HALF, part, offset)
+        if C % (2 * HALF):
+            for part, offset in random.column_blocks(k.lanes):
+                if offset < C % (2 * HALF):
+                    pair(C // (2 * HALF), C % (2 * HALF), part, offset)
+
+
+@kernel("dropout", constants=lambda op: {"C": int(op.x.shape[-1]), "rate": op.rate, "stream": op.stream})
+def dropout(k: KernelBuilder, y, x, *, C, rate, stream) -> None:
+    _dropout(k, y, x, C=C, rate=rate, stream=stream, mode="store")
+
+
+@kernel("dropout_backward", constants=lambda op: {"C": int(op.dx.shape[-1]), "rate": op.rate, "stream": op.stream})
+def dropout_backward(k: KernelBuilder, dx, dy, *, C, rate, stream, mode_dx) -> None:
+    _dropout(k, dx, dy, C=C, rate=rate, stream=stream, mode=mode_dx)
+
+
+@kernel("last_row", constants=lambda op: {"C": int(op.x.shape[-1])})
+def last_row(k: KernelBuilder, y, x, *, C) -> None:
+    """y (batch, 1, C) = x (batch, seq, C) at the last position."""
+    seq = k.scalar("seq")
+    with k.claim_each(k.scalar("batch")) as b:
+        to, of = y.at(b * C), x.at(((b + 1) * seq - 1) * C)
+        across(k, C, lambda c, mask, j: to.store(of.load(c, mask), c, mask))

@@ -1,0 +1,68 @@
+"""Initial values of parameters, (rows, columns); a vector is one row. Elements from `valid` on are zero."""
+
+from __future__ import annotations
+
+from math import prod
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.loops import GRAIN, sweep
+from barellm.cpu.kernels.storage import Weight, weight_operands
+from barellm.cpu.lang import Value, random
+from barellm.cpu.lang.vector import ln, sincos_turn
+from barellm.program.ops.base import Op
+from barellm.program.ops.random import HALF
+
+
+def normals(k: KernelBuilder, first: Value, second: Value) -> tuple[Value, Value]:
+    """Two standard normals from two words (Box-Muller on 24 bits of each)."""
+    uniform = k.to((first >> 8) + 1, k.vec) * 2.0**-24
+    radius = k.sqrt(ln(k, uniform) * -2.0)
+    sine, cosine = sincos_turn(k, second >> 8)
+    return radius * cosine, radius * sine
+
+
+def normal_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream, *, std) -> None:
+    key = random.sample_key(k, k.scalar("seed"), 0, 0, stream)
+    weights = Weight(k, param, param_lo)
+    width = 2 * HALF
+    blocks = (columns + width - 1) // width
+    with k.claim(rows * blocks, GRAIN // width) as (begin, end), k.loop(begin, end) as unit:
+        row, block = unit // blocks, unit % blocks
+        for part, offset in random.column_blocks(k.lanes):
+            both = normals(k, *random.words(k, key, row, block, part))
+            for half, z in enumerate(both):
+                c = block * width + offset + half * HALF
+                at = row * columns + c
+                inside, live = k.mask_first(columns - c), k.mask_first(valid - at)
+                weights.store(k.select(live, z * std, 0.0), at, inside)
+
+
+@lowering("normal_init")
+def lower_normal_init(op: Op, c: Lowering) -> None:
+    t = op.outputs["param"]
+    columns = int(t.shape[-1])
+    operands = {**weight_operands("param", t), "rows": t.size // columns, "columns": columns,
+                "valid": _valid(op), "stream": int(op.stream)}  # fmt: skip
+    c.call(normal_init, operands, {"std": float(op.std)}, writes="param param_lo")
+
+
+def constant_init(k: KernelBuilder, param, param_lo, n, valid, *, value) -> None:
+    weights = Weight(k, param, param_lo)
+
+    def body(i, mask):
+        weights.store(k.select(k.mask_first(valid - i), k.to(value, k.vec), 0.0), i, mask)
+
+    with k.claim(n, GRAIN) as (begin, end):
+        sweep(k, begin, end, body)
+
+
+@lowering("constant_init")
+def lower_constant_init(op: Op, c: Lowering) -> None:
+    t = op.outputs["param"]
+    operands = {**weight_operands("param", t), "n": t.size, "valid": _valid(op)}
+    c.call(constant_init, operands, {"value": float(op.value)}, writes="param param_lo")
+
+
+def _valid(op: Op) -> int:
+    """Elements before row `valid_rows`."""
+    return min(op.valid_rows, int(op.param.shape[0])) * prod(int(n) for n in op.param.shape[1:])

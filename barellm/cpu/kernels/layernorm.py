@@ -1,0 +1,116 @@
+"""LayerNorm. Shapes: x, y, dy, dx (rows, C); weight, bias, dweight, dbias (C); mean, rstd (rows) fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernels.loops import across, row_grain, shape_of
+from barellm.cpu.kernels.reductions import column_sums, lower_column_sums
+from barellm.cpu.lang import Value
+from barellm.program.ops.base import Op
+
+CHAINS = 4  # accumulators of a row's sum: they hide the latency of an addition
+
+
+Factors = Callable[[Any, Value | None], tuple[Value, Value]]
+
+
+def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = False) -> tuple[Value, Value]:
+    """Two sums over a row: of u and of u * v, where factors(c, mask) gives u and v; u is zero off the mask."""
+    sums = [[k.var(k.to(0.0, k.vec)) for _ in range(2)] for _ in range(CHAINS)]
+
+    def body(c, mask, j):
+        u, v = factors(c, mask)
+        sums[j][0].value = sums[j][0].value + u
+        sums[j][1].value = k.fma(u, v, sums[j][1].value)
+
+    across(k, C, body, unroll=CHAINS, unrolled=unrolled)
+    (a, b, c, d) = ([s.value for s in chain] for chain in sums)
+    return k.sum((a[0] + b[0]) + (c[0] + d[0])), k.sum((a[1] + b[1]) + (c[1] + d[1]))
+
+
+def row_constants(op: Op) -> dict[str, Any]:
+    return {"C": int(op.x.shape[-1]), **shape_of(op.x)}
+
+
+@kernel("layernorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
+def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
+    """Memory is read once: the row stays in registers, or in the first cache where it is long. Sums are shifted by the row's
+    first element: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, the shifted form never does."""
+    in_registers = k.lanes * (k.isa.registers - 12) >= C
+
+    with k.claim(k.extent(dims) * inner, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+        of, to = x.at(row * C), y.at(row * C)
+        first = of.get(0)
+        shift = k.splat(first)
+        held: dict[int, Value] = {}
+
+        def shifted(c, mask):
+            v = of.load(c, mask) - shift
+            return v if mask is None else k.select(mask, v, 0.0)
+
+        def twice(c, mask):
+            v = shifted(c, mask)
+            if in_registers:
+                held[c] = v
+            return v, v
+
+        total, square = row_sums(k, C, twice, unrolled=in_registers)
+        offset = total * (1.0 / C)
+        variance = k.max(0.0, square * (1.0 / C) - offset * offset)
+        inverse = 1.0 / k.sqrt(variance + eps)
+        mean.put(first + offset, row)
+        rstd.put(inverse, row)
+        centre, scale = k.splat(offset), k.splat(inverse)
+
+        def finish(c, mask, j):
+            n = ((held[c] if in_registers else shifted(c, mask)) - centre) * scale
+            w = weight.load(c, mask)
+            to.store(n * w if bias is None else k.fma(n, w, bias.load(c, mask)), c, mask)
+
+        across(k, C, finish, unrolled=in_registers)
+
+
+@kernel("layernorm_dx", constants=row_constants)
+def layernorm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
+    """dx = rstd (dn - mean(dn) - n mean(dn n)): the second pass over the row finds it in the first cache."""
+    with k.claim(k.extent(dims) * inner, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+        of, d, to = x.at(row * C), dy.at(row * C), dx.at(row * C)
+        centre, scale = k.splat(mean.get(row)), k.splat(rstd.get(row))
+
+        def factors(c, mask):
+            return d.load(c, mask) * weight.load(c, mask), (of.load(c, mask) - centre) * scale
+
+        total, product = row_sums(k, C, factors)
+        a, b = k.splat(total * (1.0 / C)), k.splat(product * (1.0 / C))
+
+        def finish(c, mask, j):
+            dn, n = factors(c, mask)
+            g = (dn - a - n * b) * scale
+            to.store(to.load(c, mask) + g if mode_dx == "add" else g, c, mask)
+
+        across(k, C, finish)
+
+
+def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count, dims, inner) -> None:
+    def terms(row):
+        of, d = x.at(row * C), dy.at(row * C)
+        centre, scale = k.splat(mean.get(row)), k.splat(rstd.get(row))
+
+        def vectors(c, mask):
+            g = d.load(c, mask)
+            return [g * ((of.load(c, mask) - centre) * scale), g][:count]
+
+        return vectors
+
+    column_sums(k, partials, k.extent(dims) * inner, C, count, terms)
+
+
+@lowering("layernorm_dparams")
+def layernorm_dparams(op: Op, c: Lowering) -> None:
+    operands = {name: op.inputs[name] for name in ("dy", "x", "mean", "rstd")}
+    # A LayerNorm without bias has a dbias that nobody reads.
+    outputs = {name: t for name, t in op.outputs.items() if t.role != "activation"}
+    lower_column_sums(c, dparams_partials, operands, op.x, outputs, op.modes)

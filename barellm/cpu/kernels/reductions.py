@@ -1,0 +1,192 @@
+"""Sums: over the tokens of a column, over the elements of a gradient.
+
+Sums over rows go by chunks whose number depends on the row count alone: each chunk is summed by one thread into its row of
+partials, then the partials are added in order. So the bits do not depend on the threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering, part
+from barellm.cpu.kernels.loops import across, shape_of, sweep
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.ops.base import Op
+from barellm.program.ops.optimizer import CHUNK
+from barellm.program.tensor import Tensor
+
+CHUNKS, CHUNK_ROWS = 64, 32  # at most so many chunks, of at least so many rows
+TOGETHER = 4  # rows that are added up in registers before a partial sum is touched
+
+
+def rows_per_chunk(k: KernelBuilder, rows: Value) -> Value:
+    per = k.max(k.ceil_div(rows, CHUNKS), CHUNK_ROWS)
+    return (per + (TOGETHER - 1)) & -TOGETHER
+
+
+def added(k: KernelBuilder, out: Pointer, c: Any, mask: Value | None, value: Value, mode: str) -> Value:
+    """`value`, plus what `out` has where the mode says so."""
+    keep = k.keep(mode)
+    if keep is None:
+        return value
+    return value + k.select(keep, out.load(c, mask), 0.0)
+
+
+Terms = Callable[[Value], Callable[[Any, Value | None], list[Value]]]
+
+
+def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int, terms: Terms) -> None:
+    """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives the `count` vectors of a row."""
+    per = rows_per_chunk(k, rows)
+    with k.claim_each((rows + per - 1) // per) as chunk:
+        to = partials.at(chunk * (count * C))
+        across(k, count * C, lambda c, mask, j: to.store(0.0, c, mask))
+        begin = chunk * per
+        end = k.min(begin + per, rows)
+
+        def add_rows(row: Value, together: int) -> None:
+            of = [terms(row + r) for r in range(together)]
+
+            def body(c, mask, j):
+                values = [f(c, mask) for f in of]
+                for t in range(count):
+                    total = values[0][t]
+                    for other in values[1:]:
+                        total = total + other[t]
+                    to.store(to.load(t * C + c, mask) + total, t * C + c, mask)
+
+            across(k, C, body, unroll=2)
+
+        whole = begin + ((end - begin) & -TOGETHER)
+        with k.loop(begin, whole, TOGETHER) as row:
+            add_rows(row, TOGETHER)
+        with k.loop(whole, end) as row:
+            add_rows(row, 1)
+
+
+def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mode) -> None:
+    """out (C) = the chunks' partial sums, in order; the next chunk's are `stride` floats further."""
+    rows = k.extent(dims) * inner
+    per = rows_per_chunk(k, rows)
+    chunks = (rows + per - 1) // per
+
+    def body(c, mask):
+        total = k.var(k.to(0.0, k.vec))
+        with k.loop(0, chunks) as chunk:
+            total.value = total.value + partials.load(chunk * stride + c, mask)
+        out.store(added(k, out, c, mask, total.value, mode), c, mask)
+
+    with k.claim(C, 4 * k.lanes) as (begin, end):
+        sweep(k, begin, end, body, unroll=1)
+
+
+def lower_column_sums(
+    c: Lowering,
+    emit: Callable[..., None],
+    operands: dict[str, Any],
+    like: Tensor,
+    outputs: dict[str, Tensor],
+    modes: dict[str, str],
+) -> None:
+    """Two calls and more: `emit` fills the operand `partials`, then each output (C) is combined from its part of them."""
+    C = int(like.shape[-1])
+    stride = len(outputs) * C
+    chunks = min(CHUNKS, -(-(like.size // C) // CHUNK_ROWS))
+    partials = c.scratch("partials", chunks * stride * 4)
+    shape = shape_of(like)
+    c.call(
+        emit,
+        {"partials": (part(partials), "fp32"), **operands},
+        {"C": C, "count": len(outputs), **shape},
+        writes="partials",
+    )
+    for i, (name, out) in enumerate(outputs.items()):
+        from_here = (part(partials, i * C * 4), "fp32")
+        constants = {"C": C, "stride": stride, "mode": modes[name], **shape}
+        c.call(combine_sums, {"out": out, "partials": from_here}, constants, writes="out")
+
+
+def bias_grad_partials(k: KernelBuilder, partials, dy, *, C, count, dims, inner) -> None:
+    def terms(row):
+        of = dy.at(row * C)
+        return lambda c, mask: [of.load(c, mask)]
+
+    column_sums(k, partials, k.extent(dims) * inner, C, count, terms)
+
+
+@lowering("bias_grad")
+def bias_grad(op: Op, c: Lowering) -> None:
+    lower_column_sums(c, bias_grad_partials, {"dy": op.dy}, op.dy, {"dbias": op.dbias}, op.modes)
+
+
+# --- the gradient norm ---
+
+
+def sum_squares(k: KernelBuilder, partials, x, n) -> None:
+    """partials (ceil(n / CHUNK)) = sums of squares of x (n), in 8 chains of vectors."""
+    chains = 8
+    with k.claim_each((n + CHUNK - 1) // CHUNK) as chunk:
+        begin = chunk * CHUNK
+        end = k.min(begin + CHUNK, n)
+        sums = [k.var(k.to(0.0, k.vec)) for _ in range(chains)]
+        turn = iter(range(1 << 30))
+
+        def body(i, mask):
+            v = x.load(i, mask)
+            total = sums[next(turn) % chains]
+            total.value = k.fma(v, v, total.value)
+
+        sweep(k, begin, end, body, unroll=chains)
+        values = [s.value for s in sums]
+        while len(values) > 1:
+            values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
+        partials.put(k.sum(values[0]), chunk)
+
+
+@lowering("sum_squares")
+def lower_sum_squares(op: Op, c: Lowering) -> None:
+    c.call(sum_squares, {"partials": op.partials, "x": op.x, "n": op.x.size}, writes="partials")
+
+
+def add_partials(k: KernelBuilder, total, partials, n) -> None:
+    """total (1) fp64 = sum of partials (n) in order."""
+    with k.claim_each(1):
+        acc = k.var(k.const(0.0, "double"))
+        with k.loop(0, n) as i:
+            acc.value = acc.value + k.to(partials.get(i), "double")
+        total.put(acc.value)
+
+
+def clip_scale(k: KernelBuilder, clip, skipped, totals, n, *, limit) -> None:
+    """clip (2) = [norm, min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped."""
+    with k.claim_each(1):
+        acc = k.var(k.const(0.0, "double"))
+        with k.loop(0, n) as i:
+            acc.value = acc.value + totals.get(i)
+        norm = k.to(k.sqrt(acc.value), "float")
+        finite = norm < float("inf")  # false for NaN as well
+        scale = k.select(norm > limit, limit / norm, 1.0) if limit > 0 else k.float(1.0)
+        clip.put(norm, 0)
+        clip.put(k.select(finite, scale, float("nan")), 1)
+        with k.otherwise(finite):
+            skipped.put(skipped.get(0) + 1, 0)
+
+
+@lowering("clip_scale")
+def lower_clip_scale(op: Op, c: Lowering) -> None:
+    partials = [t for name, t in op.inputs.items() if name != "skipped"]
+    totals = c.scratch("totals", 8 * len(partials))
+    for i, t in enumerate(partials):
+        c.call(
+            add_partials,
+            {"total": (part(totals, 8 * i, 8 * i + 8), "fp64"), "partials": t, "n": t.size},
+            writes="total",
+        )
+    operands = {
+        "clip": op.outputs["clip"],
+        "skipped": op.outputs["skipped"],
+        "totals": (part(totals), "fp64"),
+        "n": len(partials),
+    }
+    c.call(clip_scale, operands, {"limit": float(op.attrs["clip"])}, writes="clip skipped")

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.program import ops
+from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, tokens
+
+SHAPES = [(1, 1, 1), (2, 3, 7), (3, 5, 65), (1, 131, 97), (2, 64, 768)]
+DTYPES = ["fp32", "bf16"]
+each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def normal(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+@each_isa
+@each_shape
+@pytest.mark.parametrize("a, b", [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")])
+def test_add(isa, shape, a, b):
+    check_op(ops.Add, isa, {"a": tokens(normal(*shape), a), "b": tokens(normal(*shape, seed=2), b)})
+
+
+@each_isa
+@each_shape
+@pytest.mark.parametrize("source, target", [("fp32", "bf16"), ("bf16", "fp32")])
+def test_cast(isa, shape, source, target):
+    check_op(ops.Cast, isa, {"x": tokens(normal(*shape), source)}, dtype=target)
+
+
+@each_isa
+def test_cast_keeps_infinities_and_rounds_to_even(isa):
+    x = np.array([np.inf, -np.inf, 1 + 2**-8, 1 + 3 * 2**-8, 3.3e38, 0.0, -0.0]).reshape(1, 1, -1)
+    check_op(ops.Cast, isa, {"x": tokens(x)}, dtype="bf16")
+
+
+@each_isa
+@each_shape
+@each_dtype
+def test_gelu(isa, shape, dtype):
+    x = 4 * normal(*shape)
+    check_op(ops.Gelu, isa, {"x": tokens(x, dtype)}, bounds={"y": 8 * EPS * np.abs(x)})
+
+
+@each_isa
+@each_shape
+@each_dtype
+@pytest.mark.parametrize("mode", ["store", "add"])
+def test_gelu_backward(isa, shape, dtype, mode):
+    x, dy = 4 * normal(*shape), normal(*shape, seed=2)
+    bounds = {"dx": 24 * EPS * (1 + np.abs(dy)) * (1 + np.abs(x))}
+    check_op(ops.GeluBackward, isa, {"dy": tokens(dy, dtype), "x": tokens(x, dtype)}, modes={"dx": mode}, bounds=bounds)
+
+
+@each_isa
+@each_shape
+@each_dtype
+def test_bias(isa, shape, dtype):
+    check_op(ops.Bias, isa, {"x": tokens(normal(*shape), dtype), "bias": persistent(normal(shape[-1], seed=2))})
+
+
+@each_isa
+@each_dtype
+def test_last_row(isa, dtype):
+    check_op(ops.LastRow, isa, {"x": tokens(normal(3, 5, 65), dtype)}, plan=(4, 9))
+
+
+@each_isa
+@each_shape
+@each_dtype
+def test_dropout(isa, shape, dtype):
+    scalars = {"seed": 11, "step": 3, "sample": (1 << 33) + 5}
+    check_op(
+        ops.Dropout, isa, {"x": tokens(normal(*shape), dtype)}, rate=0.2, stream=3, scalars=scalars, bounds={"y": EPS}
+    )
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("mode", ["store", "add"])
+def test_dropout_backward(isa, dtype, mode):
+    given = {"dy": tokens(normal(3, 5, 65), dtype)}
+    check_op(
+        ops.DropoutBackward,
+        isa,
+        given,
+        rate=0.7,
+        stream=2,
+        dtype=dtype,
+        modes={"dx": mode},
+        bounds={"dx": 8 * EPS},
+        plan=(4, 6),
+    )
+
+
+@each_isa
+def test_smaller_sizes_than_planned(isa):
+    given = {"a": tokens(normal(2, 3, 7)), "b": tokens(normal(2, 3, 7, seed=2), "bf16")}
+    check_op(ops.Add, isa, given, plan=(4, 64))
+    check_op(ops.Gelu, isa, {"x": tokens(normal(2, 3, 7))}, plan=(4, 64), bounds={"y": 1e-6})

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.program import ops
+from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, tokens
+
+SHAPES = [(1, 1, 1), (3, 1, 2), (2, 3, 7), (1, 37, 65), (3, 43, 64), (2, 5, 131), (1, 70, 768)]
+each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+each_mode = pytest.mark.parametrize("mode", ["store", "add", "start", "start again"])
+VOCABULARY = 23
+
+
+def normal(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def ids(*shape: int) -> np.ndarray:
+    return np.random.default_rng(4).integers(0, VOCABULARY, shape, dtype=np.int32)
+
+
+@each_isa
+@each_shape
+@pytest.mark.parametrize("dtype", ["fp32", "split"])
+@pytest.mark.parametrize("pos", [0, 3])
+def test_embedding(isa, shape, dtype, pos):
+    B, T, C = shape
+    given = {
+        "tokens": tokens(ids(B, T), "i32"),
+        "wte": persistent(normal(VOCABULARY, C), dtype),
+        "wpe": persistent(normal(T + 5, C, seed=2), dtype),
+    }
+    check_op(ops.Embedding, isa, given, scalars={"pos": pos}, plan=(B + 1, T + 2))
+
+
+@each_isa
+@each_shape
+@each_mode
+def test_embedding_dwte(isa, shape, mode):
+    B, T, _ = shape
+    given = {"tokens": tokens(ids(B, T), "i32"), "dy": tokens(normal(*shape))}
+    scalars = {"accumulate": int(mode == "start again")}
+    bounds = {"dweight": 4 * EPS * B * T}
+    check_op(
+        ops.EmbeddingDwte,
+        isa,
+        given,
+        modes={"dweight": mode.split()[0]},
+        scalars=scalars,
+        rows=VOCABULARY,
+        plan=(B + 1, T + 2),
+        bounds=bounds,
+    )
+
+
+@each_isa
+@each_shape
+@each_mode
+def test_embedding_dwpe(isa, shape, mode):
+    B, T, _ = shape
+    scalars = {"accumulate": int(mode == "start again")}
+    given = {"dy": tokens(normal(*shape))}
+    bounds = {"dweight": 4 * EPS * B}
+    check_op(
+        ops.EmbeddingDwpe,
+        isa,
+        given,
+        modes={"dweight": mode.split()[0]},
+        scalars=scalars,
+        rows=T + 5,
+        plan=(B + 1, T + 2),
+        bounds=bounds,
+    )

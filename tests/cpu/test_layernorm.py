@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.program import ops
+from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, tokens
+
+SHAPES = [(1, 1, 1), (3, 1, 2), (2, 3, 7), (1, 37, 65), (3, 43, 384), (1, 5, 768), (1, 130, 131), (1, 3, 1600)]
+each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+each_mode = pytest.mark.parametrize("mode", ["store", "add"])
+
+
+def normal(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return x.mean(-1), 1 / np.sqrt(x.var(-1) + 1e-5)
+
+
+@each_isa
+@each_shape
+@each_dtype
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_layernorm(isa, shape, dtype, bias):
+    C = shape[-1]
+    given = {"x": tokens(normal(*shape) + 0.5), "weight": persistent(normal(C, seed=2))}
+    if bias:
+        given["bias"] = persistent(normal(C, seed=3))
+    mean, rstd = statistics(given["x"].values)
+    n = 1 + np.abs(given["x"].values - mean[..., None]) * rstd[..., None]
+    c = EPS * (8 + np.sqrt(C)) * (1 + np.abs(given["x"].values).max(-1) * rstd)
+    bounds = {
+        "y": c[..., None] * n * (1 + np.abs(given["weight"].values)) + 2 * EPS,
+        "mean": 16 * EPS,
+        "rstd": c * rstd,
+    }
+    check_op(ops.LayerNorm, isa, given, eps=1e-5, dtype=dtype, bounds=bounds, plan=(shape[0] + 1, shape[1] + 2))
+
+
+@each_isa
+@pytest.mark.parametrize("ratio", [10, 1000, 3000, 100000])
+def test_layernorm_of_a_mean_far_above_the_deviation(isa, ratio):
+    x = tokens(normal(1, 4, 768) + ratio)
+    given = {"x": x, "weight": persistent(np.ones(768)), "bias": persistent(np.zeros(768))}
+    check_op(ops.LayerNorm, isa, given, eps=1e-5, dtype="fp32", bounds={"y": 4e-6, "rstd": 2e-6, "mean": 1e-7 * ratio})
+
+
+@each_isa
+@each_shape
+@each_dtype
+@each_mode
+def test_layernorm_dx(isa, shape, dtype, mode):
+    x, dy, weight = (
+        tokens(normal(*shape) + 0.5),
+        tokens(normal(*shape, seed=2), dtype),
+        persistent(normal(shape[-1], seed=3)),
+    )
+    mean, rstd = (tokens(v) for v in statistics(x.values))
+    given = {"dy": dy, "x": x, "weight": weight, "mean": mean, "rstd": rstd}
+    n = (x.values - mean.values[..., None]) * rstd.values[..., None]
+    dn = np.abs(dy.values * weight.values)
+    size = rstd.values[..., None] * (
+        dn + dn.mean(-1, keepdims=True) + np.abs(n) * (dn * np.abs(n)).mean(-1, keepdims=True)
+    )
+    bounds = {"dx": 8 * EPS * size + 4 * EPS}
+    check_op(ops.LayerNormDx, isa, given, modes={"dx": mode}, bounds=bounds, plan=(shape[0] + 1, shape[1] + 2))
+
+
+@each_isa
+@each_shape
+@each_dtype
+@pytest.mark.parametrize("mode", ["store", "add", "start", "start again"])
+def test_layernorm_dparams(isa, shape, dtype, mode):
+    x, dy = tokens(normal(*shape) + 0.5), tokens(normal(*shape, seed=2), dtype)
+    mean, rstd = (tokens(v) for v in statistics(x.values))
+    given = {"dy": dy, "x": x, "mean": mean, "rstd": rstd}
+    rows = shape[0] * shape[1]
+    bounds = dict.fromkeys(("dweight", "dbias"), 16 * EPS * (4 + rows))
+    modes = dict.fromkeys(("dweight", "dbias"), mode.split()[0])
+    scalars = {"accumulate": int(mode == "start again")}
+    check_op(
+        ops.LayerNormDparams, isa, given, modes=modes, scalars=scalars, bounds=bounds, plan=(shape[0] + 1, shape[1] + 2)
+    )
+
+
+@each_isa
+@each_shape
+@each_dtype
+@pytest.mark.parametrize("mode", ["store", "add", "start", "start again"])
+def test_bias_grad(isa, shape, dtype, mode):
+    scalars = {"accumulate": int(mode == "start again")}
+    given = {"dy": tokens(normal(*shape), dtype)}
+    bounds = {"dbias": 8 * EPS * (4 + shape[0] * shape[1])}
+    check_op(
+        ops.BiasGrad,
+        isa,
+        given,
+        modes={"dbias": mode.split()[0]},
+        scalars=scalars,
+        bounds=bounds,
+        plan=(shape[0] + 1, shape[1] + 2),
+    )
+
+
+@each_isa
+def test_sums_over_more_rows_than_chunks_have(isa):
+    """4099 rows: 64 chunks of 68 rows, the last ones short or empty."""
+    given = {"dy": tokens(normal(1, 4099, 5))}
+    check_op(ops.BiasGrad, isa, given, modes={"dbias": "store"}, bounds={"dbias": 1e-4}, plan=(1, 5000))

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.program import ops
+from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent
+
+SHAPES = [(1,), (7,), (65,), (3, 131), (259, 257)]
+each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def normal(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+@each_isa
+@each_shape
+def test_sum_squares(isa, shape):
+    x = normal(*shape)
+    check_op(ops.SumSquares, isa, {"x": persistent(x, role="gradient")}, bounds={"partials": 16 * EPS * (x**2).sum()})
+
+
+def clip(isa, partials, limit, skipped=4):
+    given = {"skipped": persistent(np.array([skipped]), "i32", "state")}
+    given |= {f"p{i}": persistent(p, role="gradient") for i, p in enumerate(partials)}
+    return check_op(ops.ClipScale, isa, given, clip=limit, bounds={"clip": 0.0})
+
+
+@each_isa
+@pytest.mark.parametrize("limit", [0.0, 1.0, 1e6])
+@pytest.mark.parametrize("counts", [(1,), (3, 1, 70), (1,) * 40], ids=str)
+def test_clip_scale(isa, limit, counts):
+    clip(isa, [normal(n, seed=i) ** 2 for i, n in enumerate(counts)], limit)
+
+
+@each_isa
+def test_clip_scale_of_zero_gradients(isa):
+    clip(isa, [np.zeros(3)], 1.0)
+
+
+@each_isa
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
+def test_a_norm_that_is_not_finite_is_counted(isa, bad):
+    got = clip(isa, [np.ones(2), np.array([1.0, bad])], 1.0)
+    assert np.isnan(got["clip"][1])
+
+
+def adamw(isa, shape, dtype, *, scale=0.5, step=1, weight_decay=0.1, beta2=0.95):
+    given = {
+        "param": persistent(normal(*shape), dtype),
+        "grad": persistent(normal(*shape, seed=2), role="gradient"),
+        "m": persistent(0.1 * normal(*shape, seed=3), role="state"),
+        "v": persistent(0.01 * normal(*shape, seed=4) ** 2, role="state"),
+        "clip": persistent(np.array([2.0, scale]), role="state"),
+    }
+    attrs = {"beta1": 0.9, "beta2": beta2, "eps": 1e-8, "weight_decay": weight_decay}
+    # The update without the cancellation between m and the gradient.
+    sizes = {name: np.abs(g.values) for name, g in given.items()} | {"param": np.zeros(shape)}
+    moved = -ops.AdamW({}, attrs).reference(**sizes, lr=3e-3, step=step)["param"]
+    bounds = {"param": 4 * EPS * np.abs(given["param"].values) + 12 * EPS * moved, "m": 2 * EPS, "v": 2 * EPS}
+    return given, check_op(ops.AdamW, isa, given, scalars={"step": step, "lr": 3e-3}, bounds=bounds, **attrs)
+
+
+@each_isa
+@each_shape
+@pytest.mark.parametrize("dtype", ["fp32", "split"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw(isa, shape, dtype, weight_decay):
+    adamw(isa, shape, dtype, weight_decay=weight_decay)
+
+
+@each_isa
+@pytest.mark.parametrize("step", [1, 2, 1000, 10**6])
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_adamw_at_any_step(isa, step, beta2):
+    adamw(isa, (65,), "fp32", step=step, beta2=beta2)
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", ["fp32", "split"])
+def test_adamw_changes_nothing_where_the_norm_is_not_finite(isa, dtype):
+    given, got = adamw(isa, (3, 131), dtype, scale=np.nan)
+    for name in ("param", "m", "v"):
+        assert np.array_equal(got[name], given[name].values)
