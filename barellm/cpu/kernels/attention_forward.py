@@ -1,0 +1,282 @@
+"""Attention forward, for training and with a KV cache: tiles of keys x queries, softmax as it goes.
+
+Shapes: qkv (B, T, 3C), out (B, T, C), lse (B, heads, T); caches (B, maxT, C). C = heads * D. A claim is one block of queries of one
+head; it walks the keys that its queries may see, KEYS at a time, and keeps the maximum and the sum of each query in lanes
+(Milakov and Gimelshein 2018, Dao et al. 2022). Keys later than the last query of a block are never touched.
+"""
+
+from __future__ import annotations
+
+from math import e, log2, sqrt
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.attention_blocks import (
+    KEYS,
+    Dropout,
+    Geometry,
+    Rows,
+    add_transposed,
+    blocks_of,
+    clear,
+    exp2_nonpositive,
+    extent,
+    offsets,
+    pack_units,
+    scores,
+    sizes,
+    stage,
+    straighten,
+    turn,
+    unstage,
+    visible,
+    weave,
+)  # fmt: skip
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import ln
+from barellm.program.ops.base import Op
+
+BLOCK = 32  # queries of a claim at least: they share the staging of keys and values
+
+
+def groups(g: Geometry) -> int:
+    """Register-wide groups of queries in a claim."""
+    return max(1, BLOCK // g.queries)
+
+
+def scratch_units(g: Geometry, rate: float = 0.0) -> dict[str, int]:
+    n = groups(g)
+    return {
+        "q_rows": g.rows_units(g.queries),
+        "q": n * g.turned_units,
+        "k": g.rows_units(KEYS),
+        "v_rows": g.rows_units(KEYS),
+        "v": g.woven_units(KEYS),
+        "p": KEYS * g.queries,
+        "keep": KEYS * g.queries if rate else 0,
+        "acc": n * g.transposed_units(),
+        "stats": n * 2 * g.queries,
+        "out": g.queries * g.wide,
+    }
+
+
+def attend(
+    k: KernelBuilder, g: Geometry, q: Rows, keys: Rows, values: Rows, out: Rows, lse: Pointer | None, first: Value,
+    last: Value, pos: Value, dropout: Dropout | None, head: Value | None, sample_key: Any,
+) -> None:  # fmt: skip
+    """Queries [first, last) of one head, the query t at position pos + t; rows 0 of q, keys, values, out and lse are token 0."""
+    s = blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0))
+    unit = log2(e) / sqrt(g.D)
+    lanes = range(g.vectors)
+
+    with k.loop(first, last, g.queries) as t:
+        at = (t - first) // g.queries
+        stage(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
+        turn(k, g, s["q_rows"], s["q"].at(at * g.turned_units))
+        clear(k, s["acc"].at(at * g.transposed_units()), g.D * g.queries)
+        for v in lanes:
+            s["stats"].store(float("-inf"), at * (2 * g.queries) + v * g.lanes)
+            s["stats"].store(0.0, at * (2 * g.queries) + g.queries + v * g.lanes)
+
+    end = pos + last
+    with k.loop(0, end, KEYS) as j0:
+        count = k.min(end - j0, KEYS)
+        stage(k, g, keys.start(j0), count, k.ceil_div(count, g.rows) * g.rows, s["k"])
+        stage(k, g, values.start(j0), count, k.ceil_div(count, g.rows) * g.rows, s["v_rows"])
+        v_block = weave(k, g, s["v_rows"], k.ceil_div(count, g.pair) * g.pair, s["v"])
+        with k.loop(first, last, g.queries) as t:
+            seen = k.min(pos + k.min(t + g.queries, last) - j0, KEYS)  # keys of this block that the group's queries see
+            with k.when(seen > 0):
+                at = (t - first) // g.queries
+                stats = s["stats"].at(at * (2 * g.queries))
+                turned, acc = s["q"].at(at * g.turned_units), s["acc"].at(at * g.transposed_units())
+                top = score_block(k, g, s, turned, j0, pos + t, seen)
+                before = [stats.load(v * g.lanes) for v in lanes]
+                highest = [k.max(a, b) for a, b in zip(top, before, strict=True)]
+                alpha = [exp2_nonpositive(k, g, (b - h) * unit) for b, h in zip(before, highest, strict=True)]
+                if dropout:
+                    dropout.fill(k, g, s["keep"], sample_key, head, t, j0, seen)
+                sums = probabilities(k, g, s, [h * -unit for h in highest], unit, seen, dropout is not None)
+                for v in lanes:
+                    stats.store(highest[v], v * g.lanes)
+                    old = stats.load(g.queries + v * g.lanes)
+                    stats.store(k.fma(old, alpha[v], sums[v]), g.queries + v * g.lanes)
+                add_transposed(k, g, acc, v_block, s["p"], seen, alpha)
+
+    with k.loop(first, last, g.queries) as t:
+        at = (t - first) // g.queries
+        stats = s["stats"].at(at * (2 * g.queries))
+        count = k.min(last - t, g.queries)
+        total = [stats.load(g.queries + v * g.lanes) for v in lanes]
+        straighten(k, g, s["acc"].at(at * g.transposed_units()), s["out"], [1.0 / x for x in total])
+        unstage(k, g, s["out"], count, out.start(t), 1.0)
+        if lse is not None:
+            for v in lanes:
+                value = k.fma(stats.load(v * g.lanes), 1 / sqrt(g.D), ln(k, total[v]))
+                lse.at(t).store(value, v * g.lanes, k.mask_first(count - v * g.lanes))
+
+
+def score_block(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], turned: Pointer, j0: Value, position: Value, seen: Value
+) -> list[Value]:
+    """K Q^T of a block into s["p"], -infinity where the key is later than the query; the largest score of each query."""
+    top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
+    with k.loop(0, seen, g.rows) as j:
+        tile = scores(k, g, s["k"], j, turned)
+        target = s["p"].at(j * g.queries)
+
+        def put(values: list[list[Value]], target: Pointer = target) -> None:
+            for v in range(g.vectors):
+                best = top[v].value
+                for r, row in enumerate(values):
+                    target.store(row[v], r * g.queries + v * g.lanes)
+                    best = k.max(row[v], best)
+                top[v].value = best
+
+        crosses = (j0 + j + (g.rows - 1)) > position
+        with k.when(crosses):
+            sees = visible(k, g, j0 + j, position)
+            put([[k.select(sees(r, v), x, float("-inf")) for v, x in enumerate(row)] for r, row in enumerate(tile)])
+        with k.otherwise(crosses):
+            put(tile)
+    return [t.value for t in top]
+
+
+def probabilities(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], shift: list[Value], unit: float, seen: Value, dropout: bool
+) -> list[Value]:
+    """exp2(scores * unit + shift) in place, as units along the keys; the sum for each query, before dropout."""
+    sums = [k.var_vec(0.0) for _ in range(g.vectors)]
+    with k.loop(0, seen, g.pair) as j:
+        rows = [s["p"].at((j + i) * g.queries) for i in range(g.pair)]
+        target = s["p"].at(j // g.pair * g.queries)
+        for v in range(g.vectors):
+            p = [exp2_nonpositive(k, g, k.fma(row.load(v * g.lanes), unit, shift[v])) for row in rows]
+            for x in p:
+                sums[v].value = sums[v].value + x
+            if dropout:
+                p = [x * s["keep"].at((j + i) * g.queries).load(v * g.lanes) for i, x in enumerate(p)]
+            target.store(pack_units(k, g, *p, *[None] * (2 - g.pair)), v * g.lanes)
+    return [x.value for x in sums]
+
+
+# --- training and evaluation ---
+
+
+def attention(k: KernelBuilder, out, lse, qkv, *, batch, seq, heads, D, rate, stream) -> None:
+    g = Geometry.of(k.isa, qkv.dtype, D)
+    C, T = heads * D, extent(k, seq)
+    block = groups(g) * g.queries
+    blocks = k.ceil_div(T, block)
+    dropout = Dropout(rate, stream, heads) if rate else None
+    with k.claim_each(extent(k, batch) * heads * blocks) as claim:
+        sequence, head = claim // (blocks * heads), claim // blocks % heads
+        first = (
+            blocks - 1 - claim % blocks
+        ) * block  # the last block is the longest: early, so that threads end together
+        token = sequence * T
+        row = Rows(qkv.at(token * (3 * C) + head * D), 3 * C)
+        keys, values = Rows(row.pointer.at(C), 3 * C), Rows(row.pointer.at(2 * C), 3 * C)
+        attend(
+            k, g, row, keys, values, Rows(out.at(token * C + head * D), C), lse.at((sequence * heads + head) * T),
+            first, k.min(first + block, T), k.int(0), dropout, head, dropout.key(k, sequence) if dropout else None,
+        )  # fmt: skip
+
+
+@lowering("attention")
+def lower_attention(op: Op, c: Lowering) -> None:
+    constants = {**sizes(op.out, op.heads), "rate": op.rate, "stream": op.stream}
+    g = Geometry.of(c.isa, op.qkv.dtype, constants["D"])
+    c.private(offsets(scratch_units(g, op.rate))[1])
+    c.call(attention, {"out": op.out, "lse": op.lse, "qkv": op.qkv}, constants, writes="out lse")
+
+
+# --- decoding ---
+
+
+def append_to_caches(k: KernelBuilder, k_cache, v_cache, qkv, *, batch, seq, heads, D, length) -> None:
+    """Rows pos .. pos + T of the caches = k and v of qkv."""
+    C, T, pos = heads * D, extent(k, seq), k.scalar("pos")
+    with k.claim_each(extent(k, batch) * T) as token:
+        source = qkv.at(token * (3 * C))
+        row = (token // T * length + pos + token % T) * C
+        for cache, start in ((k_cache, C), (v_cache, 2 * C)):
+            whole = C - C % k.lanes
+            with k.loop(0, whole, k.lanes) as c:
+                cache.store(source.load(c + start), row + c)
+            if C % k.lanes:
+                mask = k.mask_first(C % k.lanes)
+                cache.store(source.load(whole + start, mask), row + whole, mask)
+
+
+def attention_cached(k: KernelBuilder, out, qkv, k_cache, v_cache, *, batch, seq, heads, D, length) -> None:
+    g = Geometry.of(k.isa, qkv.dtype, D)
+    C, T, pos = heads * D, extent(k, seq), k.scalar("pos")
+    block = groups(g) * g.queries
+    blocks = k.ceil_div(T, block)
+    with k.claim_each(extent(k, batch) * heads * blocks) as claim:
+        sequence, head = claim // (blocks * heads), claim // blocks % heads
+        first = claim % blocks * block
+        q = Rows(qkv.at(sequence * T * (3 * C) + head * D), 3 * C)
+        keys, values = (Rows(cache.at(sequence * (length * C) + head * D), C) for cache in (k_cache, v_cache))
+        to = Rows(out.at(sequence * T * C + head * D), C)
+        one = T.equals(1)
+        with k.when(one):
+            attend_one(k, D, q.pointer, keys, values, to.pointer, pos + 1)
+        with k.otherwise(one):
+            attend(k, g, q, keys, values, to, None, first, k.min(first + block, T), pos, None, None, None)
+
+
+def attend_one(k: KernelBuilder, D: int, q: Pointer, keys: Rows, values: Rows, out: Pointer, count: Value) -> None:
+    """One query: channels are lanes, so that no lane idles. Probabilities of all keys lie in scratch, `count` fp32."""
+    scratch = k.private("fp32")
+    columns = k.columns(D)
+    query = [q.load(c, mask) * (log2(e) / sqrt(D)) for c, mask in columns]
+    g = Geometry.of(k.isa, "fp32", D)
+    top = k.var_vec(float("-inf"))
+    with k.loop(0, count, k.lanes) as j:
+        partial = []
+        for i in range(k.lanes):
+            row = keys[k.min(j + i, count - 1)]
+            sum_ = query[0] * row.load(*columns[0])
+            for x, (c, mask) in zip(query[1:], columns[1:], strict=True):
+                sum_ = k.fma(x, row.load(c, mask), sum_)
+            partial.append(sum_)
+        s = k.select(k.mask_first(count - j), lane_sums(k, partial), float("-inf"))
+        top.value = k.max(s, top.value)
+        scratch.store(s, j)
+    highest = k.splat(k.maximum(top.value))
+    total = k.var_vec(0.0)
+    with k.loop(0, count, k.lanes) as j:
+        p = exp2_nonpositive(k, g, scratch.load(j) - highest)
+        total.value = total.value + p
+        scratch.store(p, j)
+    acc = [k.var_vec(0.0) for _ in columns]
+    with k.loop(0, count) as j:
+        p, row = k.splat(scratch.get(j)), values[j]
+        for a, (c, mask) in zip(acc, columns, strict=True):
+            a.value = k.fma(p, row.load(c, mask), a.value)
+    scale = k.splat(k.float(1.0) / k.sum(total.value))
+    for a, (c, mask) in zip(acc, columns, strict=True):
+        out.store(a.value * scale, c, mask)
+
+
+def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
+    """Lane i is the sum over the lanes of vector i, in a fixed tree."""
+    n = k.lanes
+    even, odd = list(range(0, 2 * n, 2)), list(range(1, 2 * n, 2))
+    while len(vectors) > 1:
+        vectors = [
+            k.shuffle(a, b, even) + k.shuffle(a, b, odd) for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
+
+
+@lowering("attention_cached")
+def lower_attention_cached(op: Op, c: Lowering) -> None:
+    constants = {**sizes(op.out, op.heads), "length": int(op.k_cache.shape[1])}
+    g = Geometry.of(c.isa, op.qkv.dtype, constants["D"])
+    c.private(max(offsets(scratch_units(g))[1], 4 * (constants["length"] + c.isa.lanes)))
+    caches = {"k_cache": op.k_cache, "v_cache": op.v_cache}
+    c.call(append_to_caches, {**caches, "qkv": op.qkv}, constants, writes="k_cache v_cache")
+    c.call(attention_cached, {"out": op.out, "qkv": op.qkv, **caches}, constants, writes="out")

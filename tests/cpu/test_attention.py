@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+from math import sqrt
+
+import numpy as np
+import pytest
+
+from barellm.cpu.isa import cross
+from barellm.cpu.jit import assembly
+from barellm.cpu.kernel import REGISTRY, Lowering
+from barellm.cpu.kernels import attention_backward
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.ops.attention import join_heads, keep_probabilities, log_sum_exp, scores, split_heads
+from barellm.program.tensor import Dim
+from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, stored, tokens
+
+# (batch, length, heads, head size): length 1, primes, head sizes beside and beyond the vectors' multiples
+SHAPES = [(1, 1, 1, 1), (2, 7, 3, 5), (1, 67, 2, 32), (2, 131, 2, 64), (1, 40, 2, 80), (1, 97, 1, 128)]
+SCALARS = {"seed": 5, "step": 2, "sample": 9}
+each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+HALF_ULP = {
+    "fp32": 0.0,
+    "bf16": 2.0**-8,
+}  # relative error of rounding a probability to the operands of the next product
+POLYNOMIAL = {"fp32": 0.0, "bf16": 3e-6}
+
+
+def normal(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+class Exact:
+    """The reference's intermediate values in float64, and bounds of the error that fp32 sums in any order may have."""
+
+    def __init__(self, qkv: np.ndarray, heads: int, rate: float) -> None:
+        self.q, self.k, self.v = (split_heads(x, heads) for x in np.split(qkv, 3, -1))
+        self.D = self.q.shape[-1]
+        self.s = scores(self.q, self.k)
+        self.lse = log_sum_exp(self.s)
+        self.p = np.exp(self.s - self.lse[..., None])
+        op = ops.Attention({}, {"heads": heads, "rate": rate, "stream": 3})
+        self.m = keep_probabilities(self.q, op, **SCALARS)
+        # |error of s| <= eps sqrt(D) |q| |k| / sqrt(D), with a factor 4 for what the square root leaves to chance.
+        size = np.abs(self.q) @ np.abs(self.k).transpose(0, 1, 3, 2) / sqrt(self.D)
+        self.score_error = 4 * EPS * (sqrt(self.D) * size + np.abs(np.where(np.isinf(self.s), 0, self.s)))
+        self.p_error = self.score_error.max(-1, keepdims=True) + 4 * EPS * (2 + np.abs(self.lse[..., None]))
+
+    def out_bound(self, dtype: str) -> np.ndarray:
+        T = self.p.shape[2]
+        relative = 2 * self.p_error + 4 * EPS * sqrt(T) + HALF_ULP[dtype] + POLYNOMIAL[dtype]
+        return join_heads((relative * self.p * self.m) @ np.abs(self.v))
+
+    def lse_bound(self, dtype: str) -> np.ndarray:
+        T = self.p.shape[2]
+        return self.p_error[..., 0] + 4 * EPS * sqrt(T) + 2 * EPS * np.abs(self.lse) + POLYNOMIAL[dtype]
+
+    def dqkv_bound(self, dtype: str, dout: np.ndarray, out: np.ndarray) -> np.ndarray:
+        T, heads = self.p.shape[2], self.p.shape[1]
+        do, o = split_heads(dout, heads), split_heads(out, heads)
+        relative = self.p_error + POLYNOMIAL[dtype]
+        dp, delta = do @ self.v.transpose(0, 1, 3, 2), (do * o).sum(-1, keepdims=True)
+        ds = self.p * (self.m * dp - delta)
+        dp_size = self.m * (np.abs(do) @ np.abs(self.v).transpose(0, 1, 3, 2)) + np.abs(do * o).sum(-1, keepdims=True)
+        ds_error = relative * np.abs(ds) + 4 * EPS * sqrt(self.D) * self.p * dp_size
+        ds_error = ds_error + (HALF_ULP[dtype] + 4 * EPS * sqrt(T)) * np.abs(ds)
+        pm_error = (relative + HALF_ULP[dtype] + 4 * EPS * sqrt(T)) * self.p * self.m
+        scale = 1 / sqrt(self.D)
+        dq, dk = ds_error @ np.abs(self.k) * scale, ds_error.transpose(0, 1, 3, 2) @ np.abs(self.q) * scale
+        dv = pm_error.transpose(0, 1, 3, 2) @ np.abs(do)
+        return np.concatenate([join_heads(x) for x in (dq, dk, dv)], -1)
+
+
+def check_forward(isa, shape, dtype, rate=0.0, scale=1.0, **more):
+    B, T, H, D = shape
+    qkv = stored(scale * normal(B, T, 3 * H * D), dtype)
+    exact = Exact(qkv, H, rate)
+    bounds = {"out": exact.out_bound(dtype), "lse": exact.lse_bound(dtype)}
+    given = {"qkv": tokens(qkv, dtype)}
+    check_op(ops.Attention, isa, given, bounds=bounds, scalars=SCALARS, heads=H, rate=rate, stream=3, **more)
+
+
+def check_backward(isa, shape, dtype, rate=0.0, **more):
+    B, T, H, D = shape
+    qkv, dout = stored(normal(B, T, 3 * H * D), dtype), stored(normal(B, T, H * D, seed=2), dtype)
+    exact = Exact(qkv, H, rate)
+    out = stored(join_heads((exact.p * exact.m) @ exact.v), dtype)
+    given = {"qkv": tokens(qkv, dtype), "out": tokens(out, dtype), "dout": tokens(dout, dtype)}
+    given["lse"] = persistent(exact.lse, "fp32", "state")
+    bounds = {"dqkv": exact.dqkv_bound(dtype, dout, out)}
+    check_op(ops.AttentionBackward, isa, given, bounds=bounds, scalars=SCALARS, heads=H, rate=rate, stream=3, **more)
+
+
+@each_isa
+@each_shape
+@each_dtype
+def test_forward(isa, shape, dtype):
+    check_forward(isa, shape, dtype)
+
+
+@each_isa
+@each_shape
+@each_dtype
+def test_backward(isa, shape, dtype):
+    check_backward(isa, shape, dtype)
+
+
+@each_isa
+@pytest.mark.parametrize("shape", [(2, 7, 3, 5), (1, 131, 2, 32)], ids=str)
+@each_dtype
+def test_dropout_has_the_bits_of_the_reference(isa, shape, dtype):
+    check_forward(isa, shape, dtype, rate=0.3)
+    check_backward(isa, shape, dtype, rate=0.3)
+
+
+@each_isa
+@each_dtype
+def test_large_scores_neither_overflow_nor_lose_the_normalisation(isa, dtype):
+    check_forward(isa, (1, 70, 1, 16), dtype, scale=30.0)
+
+
+@each_isa
+@each_dtype
+def test_sizes_below_the_planned_ones(isa, dtype):
+    check_forward(isa, (2, 37, 2, 8), dtype, plan=(3, 150))
+
+
+@each_isa
+@each_dtype
+def test_gradient_is_added_to_what_is_there(isa, dtype):
+    check_backward(isa, (1, 35, 2, 24), dtype, modes={"dqkv": "add"})
+
+
+@pytest.mark.parametrize("heads", [1, 7])
+def test_schedules_give_the_same_bits(heads):
+    """1 thread takes one pass, 5 threads take two: `check_op` compares the bits."""
+    ratio = attention_backward.ONE_PASS / attention_backward.TWO_PASSES
+    assert any(-(-heads // n) * n * ratio > heads for n in (1, 2, 5)), "no thread count takes two passes"
+    check_backward(isa_named(ISAS[0]), (1, 150, heads, 16), "bf16")
+
+
+def check_cached(isa, dtype, *, pos, T, heads, D, length, batch=2):
+    C = heads * D
+    caches = {name: normal(batch, length, C, seed=i) for i, name in enumerate(("k_cache", "v_cache"), 5)}
+    qkv = stored(normal(batch, T, 3 * C), dtype)
+    k, v = (stored(c, dtype) for c in caches.values())
+    k[:, pos : pos + T], v[:, pos : pos + T] = qkv[..., C : 2 * C], qkv[..., 2 * C :]
+    q, k, v = (split_heads(x, heads) for x in (qkv[..., :C], k[:, : pos + T], v[:, : pos + T]))
+    s = scores(q, k, pos)
+    p = np.exp(s - log_sum_exp(s)[..., None])
+    bound = join_heads(p @ np.abs(v)) * (HALF_ULP[dtype] + POLYNOMIAL[dtype] + 64 * EPS * (sqrt(D) + sqrt(length)))
+    given = {"qkv": tokens(qkv, dtype)} | {n: persistent(c, dtype, "cache") for n, c in caches.items()}
+    check_op(ops.AttentionCached, isa, given, bounds={"out": bound}, scalars={"pos": pos}, heads=heads)
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("pos, T", [(0, 1), (37, 1), (0, 35), (30, 3), (70, 40)])
+def test_cached(isa, dtype, pos, T):
+    check_cached(isa, dtype, pos=pos, T=T, heads=3, D=5, length=113)
+
+
+@each_isa
+@each_dtype
+def test_cached_with_wide_heads(isa, dtype):
+    check_cached(isa, dtype, pos=50, T=1, heads=2, D=80, length=64)
+
+
+@pytest.mark.parametrize("name, instruction", [("neon_bf16", "bfdot"), ("neon", "fmla")])
+def test_arm_code_uses_the_instructions_it_should(name, instruction):
+    isa = cross(name, "aarch64-unknown-linux-gnu")
+    p = Program(Store())
+    dims = Dim("batch", 2), Dim("seq", 64)
+    qkv, dout = p.input("qkv", (*dims, 3 * 64), "bf16"), p.input("dout", (*dims, 64), "bf16")
+    saved = p.apply(ops.Attention, qkv=qkv, heads=1, rate=0.0, stream=0)
+    p.apply(ops.AttentionBackward, qkv=qkv, out=saved.out, dout=dout, lse=saved.lse, heads=1, rate=0.0, stream=0)
+    for op in p.ops:
+        lowering = Lowering(op, isa, 2)
+        REGISTRY[op.name](lowering)
+        for call in lowering.calls:
+            if call.spec.name != "attention_delta":
+                assert assembly(call.spec.ir(isa), isa).count(instruction) > 30, call.spec.name
