@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from barellm.config import OptimConfig
 from barellm.program import ops
 from barellm.program.builder import Program
@@ -17,7 +19,11 @@ def adamw(p: Program, config: OptimConfig) -> None:
     skipped = p.state("skipped", (1,), "i32")
     clip = p.output("clip", p.apply(ops.ClipScale, skipped=skipped, **partials, clip=config.clip).clip)
     for param, grad in pairs:
-        m, v = p.state(f"{param.name}.m", param.shape), p.state(f"{param.name}.v", param.shape)
-        decay = config.weight_decay if len(param.shape) == 2 else 0.0
-        betas = {"beta1": config.beta1, "beta2": config.beta2}
-        p.apply(ops.AdamW, param=param, grad=grad, m=m, v=v, clip=clip, **betas, eps=config.eps, weight_decay=decay)
+        moments: dict[str, Any] = {k: p.state(f"{param.name}.{k}", param.shape) for k in "mv"}
+        attrs: dict[str, Any] = {
+            "beta1": config.beta1,
+            "beta2": config.beta2,
+            "eps": config.eps,
+            "weight_decay": config.weight_decay if len(param.shape) == 2 else 0.0,
+        }
+        p.apply(ops.AdamW, param=param, grad=grad, clip=clip, **moments, **attrs)

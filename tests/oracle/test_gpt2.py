@@ -27,8 +27,9 @@ SHAPES = {
 }
 
 
-def session_of(model: ModelConfig, batch: int, seq: int, *, optim: OptimConfig | None = None, **options):
-    _, programs = build(model, batch=batch, seq=seq, optimizer=partial(adamw, config=optim or OptimConfig()))
+def session_of(model: ModelConfig, batch: int, seq: int, *, optim=None, compute="fp32", **options):
+    optimizer = partial(adamw, config=optim or OptimConfig())
+    _, programs = build(model, batch=batch, seq=seq, compute=compute, optimizer=optimizer)
     # The last logits of the training program, readable beside the loss.
     micro = programs["micro"]
     micro.output("logits", next(op.logits for op in micro.ops if op.name == "cross_entropy"))
@@ -51,7 +52,9 @@ def spread(session, seed: int = 1) -> dict[str, np.ndarray]:
     for name, t in session.tensors.items():
         if t.role == "parameter":
             shape = tuple(int(n) for n in t.shape)
-            w = rng.normal(size=shape) * (0.1 if len(shape) == 2 else 0.3) + (1 if "ln_" in name and "weight" in name else 0)
+            w = rng.normal(size=shape) * (0.1 if len(shape) == 2 else 0.3) + (
+                1 if "ln_" in name and "weight" in name else 0
+            )
             w[t.valid_rows :] = 0
             weights[name] = w.astype(np.float32)
             session.write(name, weights[name])
@@ -83,6 +86,34 @@ def test_small_gpt2_equals_pytorch(name, dtype):
     model, batch, seq = SHAPES[name]
     session = session_of(model, batch, seq, dtype=dtype)
     check_gradients(session, model, spread(session), batch, seq)
+
+
+BF16_SHAPES = {
+    "biased": (ModelConfig(layers=4, heads=4, channels=128, vocab_size=500, max_seq=64), 4, 64),
+    "no bias": (ModelConfig(layers=4, heads=2, channels=64, vocab_size=65, max_seq=64, bias=False), 4, 61),
+}
+
+
+@pytest.mark.parametrize("name", BF16_SHAPES)
+def test_bf16_rounds_in_no_worse_places_than_autocast(name):
+    """References with every tensor rounded to its storage dtype: each gradient at most 1.5 times as far from the float64
+    truth as PyTorch's bf16 autocast."""
+    model, batch, seq = BF16_SHAPES[name]
+    session = session_of(model, batch, seq, compute="bf16", dtype="float32", storage=True)
+    session.run("init", seed=1)
+    weights = {name: session.read(name) for name, t in session.tensors.items() if t.role == "parameter"}
+    tokens, targets = tokens_and_targets(model, batch, seq)
+    inv_targets = 1 / (targets >= 0).sum()
+    session.write("tokens", tokens)
+    session.write("targets", targets)
+    session.run("micro", inv_targets=inv_targets)
+    true_loss, truth = TorchGPT2(model, weights, dtype=torch.float64).gradients(tokens, targets, inv_targets)
+    _, rough = TorchGPT2(model, weights, autocast=True).gradients(tokens, targets, inv_targets)
+    assert session.read("loss")[0] == pytest.approx(true_loss, abs=2e-3)
+    for name, true in truth.items():
+        ours, theirs = relative(session.read(f"{name}.grad"), true), relative(rough[name], true)
+        print(f"{name:32} ours {ours:.1e} autocast {theirs:.1e}")
+        assert ours <= 1.5 * theirs, name
 
 
 @pytest.mark.slow

@@ -70,7 +70,9 @@ class TorchGPT2:
         ]
         return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
-    def step(self, optimizer: torch.optim.AdamW, tokens, targets, inv_targets: float, *, lr: float, clip: float) -> float:
+    def step(
+        self, optimizer: torch.optim.AdamW, tokens, targets, inv_targets: float, *, lr: float, clip: float
+    ) -> float:
         """One training step; returns its loss."""
         loss, _ = self.gradients(tokens, targets, inv_targets)
         torch.nn.utils.clip_grad_norm_(self.weights.values(), clip)

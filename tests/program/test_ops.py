@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from barellm.config import ModelConfig, preset
+from barellm.config import ModelConfig, OptimConfig, preset
 from barellm.models.programs import build
+from barellm.optim.adamw import adamw
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
@@ -103,6 +106,32 @@ def test_model_flops_have_one_definition(name, recompute):
     attention = 3 * L * 2 * B * T * (T + 1) * C
     assert programs["micro"].flops == 6 * weights * B * T + attention
     assert programs["eval"].flops == 2 * weights * B * T + attention // 3
+
+
+def test_bytes_count_what_must_move():
+    model = ModelConfig(layers=1, heads=2, channels=8, vocab_size=32, padded_vocab=32, max_seq=6)
+    _, programs = build(model, batch=2, seq=6, compute="bf16", optimizer=partial(adamw, config=OptimConfig()))
+    micro, update = ({op.name: op for op in programs[name].ops} for name in ("micro", "update"))
+    rows, C, V = 12, 8, 32
+    assert micro["layernorm"].bytes() == rows * C * (4 + 2) + 2 * C * 4 + 2 * rows * 4
+    assert micro["cross_entropy"].bytes() == rows * V * 2 + rows * 4 + 4 + rows * 4
+    logits = next(op for op in programs["micro"].ops if op.name == "matmul" and op.y.shape[-1] == V)
+    assert logits.bytes() == 2 * (rows * C + V * C + rows * V)  # of a split weight only the bf16 plane
+    assert micro["embedding"].bytes() == rows * 4 + 2 * rows * C * 4 + 6 * C * 4
+    assert micro["embedding_dwte"].bytes() == rows * 4 + 3 * rows * C * 4  # it adds to the classifier's gradient
+    assert micro["add"].bytes() == rows * C * (4 + 2 + 4)
+    assert update["adamw"].bytes() == 7 * 4 * C + 8  # the last parameter: ln_f.bias
+
+
+def test_the_tied_embedding_has_two_writers_in_order():
+    model = ModelConfig(layers=1, heads=2, channels=8, vocab_size=32, max_seq=6)
+    store, programs = build(model, batch=2, seq=6, optimizer=lambda p: None)
+    for t in store.of_role("gradient"):
+        writers = [(op.name, op.modes[k]) for op in programs["micro"].ops for k, x in op.outputs.items() if x is t]
+        if t.name == "wte.grad":
+            assert writers == [("matmul_dw", "start"), ("embedding_dwte", "add")]
+        else:
+            assert len(writers) == 1 and writers[0][1] == "start"
 
 
 def test_dims_are_integers_with_the_name_of_their_scalar():

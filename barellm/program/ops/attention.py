@@ -37,10 +37,11 @@ def log_sum_exp(s: np.ndarray) -> np.ndarray:
     return top + np.log(np.exp(s - top[..., None]).sum(-1))
 
 
-def keep_probabilities(B: int, H: int, T: int, op: Op, seed: int, step: int, sample: int) -> np.ndarray | float:
-    """(B, H, T, T): 0 or 1 / (1 - rate). The row of random words is t * H + h, its column the key's position."""
+def keep_probabilities(q: np.ndarray, op: Op, seed: int, step: int, sample: int) -> np.ndarray | float:
+    """(B, H, T, T) for q (B, H, T, D): 0 or 1 / (1 - rate). The row of random words is t * H + h, its column the key's position."""
     if op.rate == 0:
         return 1.0
+    B, H, T, _ = q.shape
     mask = [keep(seed, step, sample + b, op.stream, np.arange(T * H), T, op.rate) for b in range(B)]
     return np.stack(mask).reshape(B, T, H, T).transpose(0, 2, 1, 3)
 
@@ -73,7 +74,7 @@ class Attention(WithDropout):
         q, k, v = (split_heads(x, self.heads) for x in np.split(qkv, 3, -1))
         s = scores(q, k)
         lse = log_sum_exp(s)
-        p = np.exp(s - lse[..., None]) * keep_probabilities(*q.shape[:3], self, seed, step, sample)
+        p = np.exp(s - lse[..., None]) * keep_probabilities(q, self, seed, step, sample)
         return {"out": join_heads(p @ v), "lse": lse}
 
     def gradient(self, g, out, lse):
@@ -105,7 +106,7 @@ class AttentionBackward(WithDropout):
         q, k, v = (split_heads(x, self.heads) for x in np.split(qkv, 3, -1))
         do, o = split_heads(dout, self.heads), split_heads(out, self.heads)
         p = np.exp(scores(q, k) - lse[..., None])
-        m = keep_probabilities(*q.shape[:3], self, seed, step, sample)
+        m = keep_probabilities(q, self, seed, step, sample)
         ds = p * (m * (do @ v.transpose(0, 1, 3, 2)) - (do * o).sum(-1)[..., None])
         scale = 1 / sqrt(q.shape[-1])
         dq, dk = ds @ k * scale, ds.transpose(0, 1, 3, 2) @ q * scale
@@ -146,6 +147,10 @@ class AttentionCached(Op):
         s = scores(q, k, pos)
         p = np.exp(s - log_sum_exp(s)[..., None])
         return {"out": join_heads(p @ v), "k_cache": k_cache, "v_cache": v_cache}
+
+    def bytes(self) -> int:
+        """At the planned maximum: the caches read once, the new rows written."""
+        return self.qkv.nbytes + self.out.nbytes + self.k_cache.nbytes + self.v_cache.nbytes + 2 * self.out.nbytes
 
     def flops(self) -> int:
         """At the planned maximum: as many cached positions as the caches hold, one new row each."""

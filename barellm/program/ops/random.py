@@ -145,6 +145,9 @@ class NormalInit(Op):
         y[self.valid_rows :] = 0
         return {"param": y}
 
+    def bytes(self) -> int:
+        return self.param.nbytes
+
     def flops(self) -> int:
         return 60 * self.param.size
 
@@ -162,3 +165,6 @@ class ConstantInit(Op):
         y = np.full(param.shape, float(self.value))
         y[self.valid_rows :] = 0
         return {"param": y}
+
+    def bytes(self) -> int:
+        return self.param.nbytes
