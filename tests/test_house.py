@@ -27,7 +27,7 @@ MAY = {
     "generation": MIDDLE | LOWER | {"runtime"},
     "evaluation": MIDDLE | LOWER | {"runtime"},
     "interop": MIDDLE | LOWER | {"runtime"},
-    "profiling": MIDDLE | LOWER | {"runtime"},
+    "profiling": MIDDLE | LOWER | {"runtime", "cpu", "cuda"},  # it looks inside the backends
     "distributed": {"runtime", "program"},
     "cli": MIDDLE | LOWER | {"runtime", "cpu", "cuda", "distributed"},
 }

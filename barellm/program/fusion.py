@@ -15,7 +15,7 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import PERSISTENT, Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fusion:
     """One row of a backend's table.
 

@@ -12,6 +12,7 @@ from barellm.errors import UserError
 from barellm.overrides import nearest
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
+from barellm.runtime.backend import backend
 
 DEVICES = ("cpu", "reference")
 
@@ -37,16 +38,12 @@ class Machine:
         """FLOP/s that products of this dtype can reach here, measured; 0 where nobody measures."""
         if self.device != "cpu":
             return 0.0
-        from barellm.cpu.backend import measured_peak
-
-        return measured_peak(self.config.train.dtype)
+        return backend(self.device).measured_peak(self.config.train.dtype)
 
     def meta(self) -> dict[str, Any]:
         if self.device != "cpu":
             return {"device": self.device, "isa": "numpy", "dtype": self.config.train.dtype, "threads": 1}
-        from barellm.cpu.backend import describe
-
-        return {**describe(), "dtype": self.config.train.dtype}
+        return {**backend(self.device).describe(), "dtype": self.config.train.dtype}
 
     def initialize(self, seed: int) -> None:
         self.session.run("init", seed=seed)
@@ -106,9 +103,7 @@ def open_machine(config: Config, *, device: str, training: bool = True) -> Itera
     train = config.train
     programs = build_programs(config, training=training)
     if device == "cpu":
-        from barellm.cpu.backend import open_session
-
-        session = open_session(programs)
+        session = backend(device).open_session(programs)
         try:
             yield Machine(config, device, session, programs, session.plan)
         except KeyboardInterrupt:
@@ -133,6 +128,4 @@ def _dtype(asked: str, device: str) -> str:
         return asked
     if device != "cpu":
         return "fp32"
-    from barellm.cpu.backend import default_dtype
-
-    return default_dtype()
+    return backend(device).default_dtype()

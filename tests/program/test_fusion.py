@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from barellm.config import ModelConfig, OptimConfig
+from barellm.cpu.fuse import FUSIONS
 from barellm.models.programs import build
 from barellm.optim.adamw import adamw
 from barellm.program import ops
@@ -71,10 +72,15 @@ TABLE = [
 MODEL = ModelConfig(layers=2, heads=2, channels=8, vocab_size=11, padded_vocab=13, max_seq=6)
 
 
-def run_model(table, *, recompute: bool = False, dropout: float = 0.0, **options):
+def run_model(table, *, recompute: bool = False, dropout: float = 0.0, bias: bool = True, **options):
     optimizer = partial(adamw, config=OptimConfig())
     _, programs = build(
-        replace(MODEL, dropout=dropout), batch=2, seq=5, optimizer=optimizer, recompute=recompute, compute="bf16"
+        replace(MODEL, dropout=dropout, bias=bias),
+        batch=2,
+        seq=5,
+        optimizer=optimizer,
+        recompute=recompute,
+        compute="bf16",
     )
     session = ReferenceSession(programs, table=table, **options)
     rng = np.random.default_rng(0)
@@ -98,6 +104,26 @@ def test_a_fused_model_gives_the_same_bits(recompute, dropout):
     assert "cross_entropy" not in names and "gelu" not in names
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_the_tables_of_the_backends_give_the_same_bits(bias, dropout):
+    options = {"dropout": dropout, "bias": bias, "recompute": True}
+    _, expected = run_model([], **options)
+    session, found = run_model(FUSIONS, **options)
+    assert any(isinstance(op, FusedOp) for op in session.ops["micro"])
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_every_row_of_the_backends_tables_is_used():
+    used = set()
+    for bias in (True, False):
+        for dropout in (0.0, 0.2):
+            session, _ = run_model(FUSIONS, bias=bias, dropout=dropout)
+            used |= {op.fusion for ops_ in session.ops.values() for op in ops_ if isinstance(op, FusedOp)}
+    assert len(used) == len(FUSIONS), [row.name for row in FUSIONS if row not in used]
 
 
 def test_fused_ops_keep_costs_names_and_attributes():

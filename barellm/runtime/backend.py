@@ -1,0 +1,17 @@
+"""Backends by name: what trains and samples never imports one."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from barellm.errors import UserError
+
+NAMES = ("cpu",)
+
+
+def backend(name: str) -> ModuleType:
+    """The module `barellm.<name>.backend`, with open_session(programs), default_dtype(), describe(), measured_peak(dtype)."""
+    if name not in NAMES:
+        raise UserError(f"unknown backend {name!r}, expected one of {', '.join(NAMES)}")
+    return import_module(f"barellm.{name}.backend")
