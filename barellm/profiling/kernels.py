@@ -1,0 +1,92 @@
+"""The kernels that a preset's programs use, for looking at them."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, field
+from typing import Any
+
+from barellm.config import Config
+from barellm.cpu import isa as isas
+from barellm.cpu import jit
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import Spec
+from barellm.cpu.step import lower_and_plan
+from barellm.errors import UserError
+from barellm.overrides import nearest
+from barellm.profiling import machine_code
+from barellm.training.machine import build_programs
+
+ARM_TRIPLE, X86_TRIPLE = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
+
+
+@dataclass
+class Used:
+    """One specialisation: the ops that need it, and how many calls of it the programs make."""
+
+    spec: Spec
+    ops: list[str] = field(default_factory=list)
+    calls: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kernel": self.spec.name,
+            "symbol": self.spec.symbol(),
+            "ops": self.ops,
+            "calls": self.calls,
+            "operands": list(self.spec.operands),
+            "constants": {name: value for name, value in self.spec.constants},
+        }
+
+    def matches(self, wanted: str) -> bool:
+        """By the kernel's name, its symbol, or an op."""
+        return wanted in (self.spec.name, self.spec.symbol(), *self.ops)
+
+
+def isa_named(name: str | None, triple: str | None = None) -> ISA:
+    """This machine's ISA of that name (None: what it uses), or another machine's, to be compiled for and not run."""
+    if name is None and triple is None:
+        return isas.host()
+    known = {**isas.X86, **isas.ARM}
+    name = name or "generic"
+    if name not in known:
+        raise UserError(f"unknown ISA {name!r}{nearest(name, known)} (known: {', '.join(known)})")
+    here = platform.machine().lower() in ("arm64", "aarch64")
+    if triple is None:
+        table = isas.ARM if here else isas.X86
+        if name in table and name in isas.available():
+            return table[name]
+        triple = X86_TRIPLE if name in isas.X86 and (name not in isas.ARM or not here) else ARM_TRIPLE
+    if not triple.startswith(("aarch64", "arm64", "x86_64")):
+        raise UserError(f"target {triple!r} is not known: expected x86_64-... or aarch64-...")
+    table = isas.ARM if triple.startswith(("aarch64", "arm64")) else isas.X86
+    if name not in table:
+        raise UserError(f"{triple} has no ISA {name!r} (known: {', '.join(table)})")
+    return isas.cross(name, triple)
+
+
+def used_by(config: Config, isa: ISA) -> list[Used]:
+    """Every specialisation of a training run's programs, in the order in which they first run."""
+    built = lower_and_plan(build_programs(config), isa=isa)
+    found: dict[Spec, Used] = {}
+    for calls in built.calls.values():
+        for call in calls:
+            used = found.setdefault(call.spec, Used(call.spec))
+            used.calls += 1
+            if call.op.name not in used.ops:
+                used.ops.append(call.op.name)
+    return list(found.values())
+
+
+def select(used: list[Used], wanted: str) -> list[Used]:
+    """Those that `wanted` names; UserError with the nearest name where there is none."""
+    chosen = [u for u in used if u.matches(wanted)]
+    if not chosen:
+        names = list(dict.fromkeys(name for u in used for name in (u.spec.name, *u.ops)))
+        raise UserError(f"no kernel is named {wanted!r}{nearest(wanted, names)} (known: {', '.join(sorted(names))})")
+    return chosen
+
+
+def summary(spec: Spec, isa: ISA) -> machine_code.Code:
+    """The specialisation compiled for `isa`, and its assembly read."""
+    return machine_code.read(jit.assembly(spec.ir(isa), isa))

@@ -1,0 +1,181 @@
+"""What a kernel became: the loops of its assembly, and in them multiply-adds, loads, stores and stack references.
+
+Reads what LLVM prints for x86-64 (AT&T) and aarch64. A stack reference in an inner loop is a spill: kernels keep everything there
+in registers, and reach buffers on the stack through a register of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LABEL = re.compile(r"^(\.?L[\w$.]+):")
+INSTRUCTION = re.compile(r"^\s+([a-z][\w.]*)(?:\s+(.*))?$")
+MULTIPLY_ADD = re.compile(r"^(vdpbf16ps|vfn?madd\w+|vfn?msub\w+|v?mulp[sd]|fml[as]|bfdot|bfmmla|bfmlal[bt])$")
+X86_JUMP = re.compile(r"^j[a-z]+$")
+ARM_JUMP = re.compile(r"^(b|b\.\w+|cbn?z|tbn?z)$")
+MEMORY = {"x86": re.compile(r"\("), "arm": re.compile(r"\[")}
+ACCUMULATE = re.compile(r"^(vdpbf16ps|vfn?madd231\w+|v?addp[sd]|fml[as]|fadd|bfdot|bfmmla|bfmlal[bt])$")
+VECTOR = re.compile(r"%[xyz]mm(\d+)|\b[vq](\d+)\b")
+WIDTHS = {"zmm": 64, "ymm": 32, "xmm": 16, "v": 16}  # bytes; aarch64's q3 is v3
+
+
+@dataclass(frozen=True)
+class Instruction:
+    mnemonic: str
+    operands: str
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop that holds no other. Counts are of one turn."""
+
+    label: str
+    instructions: int
+    accumulators: int  # vector registers to which the loop only adds
+    multiply_adds: dict[str, int]
+    loads: int
+    stores: int
+    stack_references: int
+    widest: str
+
+    @property
+    def products(self) -> int:
+        return sum(self.multiply_adds.values())
+
+
+@dataclass(frozen=True)
+class Code:
+    """A function. `loops` in the order of the code; `inner` is the one with the most accumulators, then multiply-adds; among
+    equals the shortest, which is the one that whole tiles take."""
+
+    instructions: int
+    stack_references: int
+    widest: str
+    loops: list[Loop]
+
+    @property
+    def inner(self) -> Loop | None:
+        return max(self.loops, key=lambda x: (x.accumulators, x.products, -x.instructions), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"inner": asdict(self.inner) if self.inner else None}
+
+
+def read(assembly: str) -> Code:
+    """The only function of a kernel's assembly."""
+    code, labels = _parse(assembly)
+    kind = _kind(code)
+    stack = _stack_registers(code, kind)
+    spans = sorted(_loops(code, labels), key=lambda span: span[1] - span[0])
+    inner: list[tuple[int, int, str]] = []
+    for first, last, label in spans:
+        if not any(first <= a and b <= last for a, b, _ in inner):
+            inner.append((first, last, label))
+    loops = [_loop(label, code[first : last + 1], kind, stack) for first, last, label in sorted(inner)]
+    return Code(len(code), _references(code, stack), _widest(code), loops)
+
+
+def _parse(assembly: str) -> tuple[list[Instruction], dict[str, int]]:
+    """Instructions, and the index of the instruction that follows each label."""
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in assembly.splitlines():
+        if match := LABEL.match(line):
+            labels[match[1]] = len(code)
+        elif match := INSTRUCTION.match(re.sub(r"(##?|//|;)\s.*$", "", line)):
+            code.append(Instruction(match[1], (match[2] or "").strip()))
+    return code, labels
+
+
+def _kind(code: list[Instruction]) -> str:
+    return "x86" if any("%" in i.operands for i in code) else "arm"
+
+
+def _loops(code: list[Instruction], labels: dict[str, int]) -> Iterator[tuple[int, int, str]]:
+    """(first, last, label) of every jump backwards."""
+    for at, i in enumerate(code):
+        if X86_JUMP.match(i.mnemonic) or ARM_JUMP.match(i.mnemonic):
+            label = i.operands.rpartition(",")[2].strip()
+            if labels.get(label, at + 1) <= at:
+                yield labels[label], at, label
+
+
+def _stack_registers(code: list[Instruction], kind: str) -> re.Pattern[str]:
+    """Memory operands on the stack: the stack pointer, and the frame or base pointer where the prologue sets one."""
+    if kind == "arm":
+        frame = any(i.mnemonic in ("mov", "add") and i.operands.startswith("x29, sp") for i in code)
+        return re.compile(r"\[(sp|x29)\b" if frame else r"\[sp\b")
+    frame = {m[1] for i in code if i.mnemonic == "movq" and (m := re.match(r"%rsp, %(rbp|rbx)$", i.operands))}
+    return re.compile(rf"\(%({'|'.join(['rsp', *sorted(frame)])})\b")
+
+
+def _references(code: list[Instruction], stack: re.Pattern[str]) -> int:
+    return sum(bool(stack.search(i.operands)) for i in code)
+
+
+def _widest(code: list[Instruction]) -> str:
+    text = " ".join(i.operands for i in code)
+    found = {name for name in ("zmm", "ymm", "xmm") if f"%{name}" in text}
+    if "%" not in text and re.search(r"\b[vq]\d+\b", text):
+        found.add("v")
+    return max(found, key=lambda name: WIDTHS[name], default="")
+
+
+def _moves(i: Instruction, kind: str) -> tuple[int, int]:
+    """(loads, stores) of one instruction: 0 or 1 each."""
+    if not MEMORY[kind].search(i.operands) or i.mnemonic.startswith(("lea", "prefetch", "prfm", "nop", "j")):
+        return 0, 0
+    if kind == "arm":
+        return int(i.mnemonic.startswith("ld")), int(i.mnemonic.startswith("st"))
+    depth, split = 0, 0
+    for at, c in enumerate(i.operands):
+        depth += (c == "(") - (c == ")")
+        split = at if c == "," and depth == 0 else split
+    into_memory = "(" in i.operands[split:]
+    only_reads = i.mnemonic.startswith(("cmp", "test"))
+    only_writes = i.mnemonic.startswith(("mov", "vmov", "vextract", "vcvtneps"))
+    return int(not into_memory or not only_writes), int(into_memory and not only_reads)
+
+
+def _loop(label: str, code: list[Instruction], kind: str, stack: re.Pattern[str]) -> Loop:
+    counts = Counter(i.mnemonic for i in code if MULTIPLY_ADD.match(i.mnemonic))
+    moves = [_moves(i, kind) for i in code]
+    return Loop(
+        label=label,
+        instructions=len(code),
+        accumulators=_accumulators(code, kind),
+        multiply_adds=dict(counts),
+        loads=sum(load for load, _ in moves),
+        stores=sum(store for _, store in moves),
+        stack_references=_references(code, stack),
+        widest=_widest(code),
+    )
+
+
+def _accumulators(code: list[Instruction], kind: str) -> int:
+    """Vector registers that are written in the loop, and only by adding to them."""
+    added: set[str] = set()
+    replaced: set[str] = set()
+    for i in code:
+        operands = [x.strip() for x in re.split(r",(?![^(\[]*[)\]])", i.operands)]
+        names = [_vector_register(x) for x in operands]
+        target = names[-1] if kind == "x86" else names[0]
+        if target is None:
+            continue
+        sources = names[:-1] if kind == "x86" else names[1:]
+        # Fused forms and two-operand SSE add to the target; an add of three operands does where the target is one of them.
+        plain = i.mnemonic.startswith(("v", "f")) and "add" in i.mnemonic and not i.mnemonic.startswith("vf")
+        adds = ACCUMULATE.match(i.mnemonic) and (not plain or target in sources)
+        (added if adds else replaced).add(target)
+    return len(added - replaced)
+
+
+def _vector_register(operand: str) -> str | None:
+    match = VECTOR.search(operand)
+    if match is None or "(" in operand or "[" in operand:
+        return None
+    return match[1] or match[2]

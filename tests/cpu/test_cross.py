@@ -1,0 +1,40 @@
+"""Every kernel of the 124M programs compiles for aarch64, to the instructions that it is written for."""
+
+import pytest
+
+from barellm.config import preset
+from barellm.cpu import isa as isas
+from barellm.cpu import jit
+from barellm.overrides import changed
+from barellm.profiling import kernels
+
+TRIPLES = ("aarch64-unknown-linux-gnu", "aarch64-apple-darwin")
+
+
+def config(dtype):
+    return changed(preset("gpt2-124m"), {"train.batch": 4, "train.seq": 64, "train.dtype": dtype, "model.dropout": 0.1})
+
+
+@pytest.mark.parametrize("name, dtype, instruction", [
+    ("neon", "fp32", "fmla"),
+    ("neon", "bf16", "fmla"),
+    ("neon_bf16", "bf16", "bfdot"),
+])  # fmt: skip
+def test_every_kernel_compiles_for_aarch64(name, dtype, instruction):
+    isa = isas.cross(name, TRIPLES[0])
+    products = 0
+    for u in kernels.used_by(config(dtype), isa):
+        module = jit.module(u.spec.ir(isa), isa)
+        missing = jit.undefined_symbols(jit.target_machine(isa).emit_object(module)) - jit.ALLOWED
+        assert not missing, (u, missing)
+        if u.spec.name in ("product", "weight_gradient"):
+            assert f"\t{instruction}\t" in jit.target_machine(isa).emit_assembly(module), u
+            products += 1
+    assert products >= 10
+
+
+@pytest.mark.parametrize("op, instruction", [("linear", "bfdot"), ("attention", "bfdot"), ("layernorm", "fmla")])
+def test_kernels_compile_for_a_mac(op, instruction):
+    isa = isas.cross("neon_bf16", TRIPLES[1])
+    for u in kernels.select(kernels.used_by(config("bf16"), isa), op):
+        assert instruction in jit.assembly(u.spec.ir(isa), isa), u
