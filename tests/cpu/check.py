@@ -77,9 +77,17 @@ class Case:
 
 
 def check_op(
-    op_type: type[Op], isa: ISA, given: dict[str, Given], *, bounds: dict[str, Any] | None = None,
-    modes: dict[str, str] | None = None, scalars: dict[str, Any] | None = None, plan: tuple[int, int] | None = None, threads: tuple[int, ...] = THREADS, **attrs: Any,
-) -> dict[str, np.ndarray]:  # fmt: skip
+    op_type: type[Op],
+    isa: ISA,
+    given: dict[str, Given],
+    *,
+    bounds: dict[str, Any] | None = None,
+    modes: dict[str, str] | None = None,
+    scalars: dict[str, Any] | None = None,
+    plan: tuple[int, int] | None = None,
+    threads: tuple[int, ...] = THREADS,
+    **attrs: Any,
+) -> dict[str, np.ndarray]:
     """Raises AssertionError with one line that reproduces the failure; gives the outputs."""
     case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars=SCALARS | (scalars or {}), plan=plan)
     first: dict[str, np.ndarray] | None = None

@@ -48,7 +48,7 @@ def exp(k: Builder, x: Value) -> Value:
     for c in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
         p = k.fma(p, r, c)
     scaled = k.bitcast(k.bitcast(p, k.ivec) + (k.bitcast(shifted, k.ivec) << 23), k.vec)
-    return k.select(x < -87.3, 0.0, k.select(x <= 88.72, scaled, x + float("inf")))  # NaN stays NaN
+    return k.select(x < -87.33654, 0.0, k.select(x < 88.7228, scaled, x + float("inf")))  # NaN stays NaN
 
 
 def ln(k: Builder, x: Value) -> Value:
@@ -86,10 +86,11 @@ def gelu(k: Builder, x: Value) -> Value:
 
 
 def gelu_slope(k: Builder, x: Value) -> Value:
-    """s + x s (1 - s) u'(x), with s the sigmoid of u(x)."""
-    s = sigmoid(k, _gelu_argument(k, x))
+    """s + x s (1 - s) u'(x), with s the sigmoid of u(x). 1 - s as s exp(-u) keeps the digits that cancel in the difference."""
+    e = k.min(1e37, exp(k, -_gelu_argument(k, x)))
+    s = 1.0 / (1.0 + e)
     du = k.fma(x * x, 6 * GELU_SCALE * GELU_CUBIC, k.to(2 * GELU_SCALE, k.vec))
-    return k.fma(x * s * (1.0 - s), du, s)
+    return k.fma(x * s * (s * e), du, s)
 
 
 def sincos_turn(k: Builder, turn: Value) -> tuple[Value, Value]:
