@@ -31,7 +31,7 @@ class Dim(int):
 
 @dataclass(eq=False)
 class Tensor:
-    """`shape` may start with Dims; data is row-major and dense for the actual sizes of a run."""
+    """`shape` may contain Dims; data is row-major and dense for the actual sizes of a run."""
 
     name: str
     shape: tuple[int, ...]
