@@ -139,11 +139,10 @@ class Pool:
 
     def _serve(self, mask: set[int] | None) -> None:
         self._settle(mask)
+        rt, slots = self.rt(0), (ctypes.c_int64 * 2).from_address(self.shared + sync.TABLE)
         while (job := self._jobs.get()) is not None:
-            table, entries, done = job
-            self._set(self.shared + sync.TABLE, table)
-            self._set(self.shared + sync.TABLE + 8, entries)
-            self._lead(self.rt(0), self.shared)
+            slots[0], slots[1], done = job
+            self._lead(rt, self.shared)
             done.release()
         self._stop(self.shared)
 

@@ -1,0 +1,71 @@
+"""Measure: a training step, single kernels against the bound, or both beside PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from barellm.cli.options import add_configuration, configuration
+from barellm.errors import UserError
+
+KINDS = ("step", "ops", "peers")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=KINDS, metavar="WHAT", help="step: a training step; ops: each kernel against its bound; "
+                        "peers: our step and PyTorch's, interleaved")  # fmt: skip
+    parser.add_argument(
+        "--digest", action="store_true", help="add a hash of all weights and optimizer state after the steps"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument(
+        "--out", metavar="FILE.json", help="peers: where to keep every sample (default: benchmarks/results/)"
+    )
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="peers: turns of every variant (default: 7)")
+    add_configuration(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from barellm.training.machine import resolved
+    from barellm.training.run import check
+
+    config = configuration(args)
+    check(config)
+    config = resolved(config, "cpu")
+    if args.what == "step":
+        from barellm.profiling import step
+
+        result = step.measure(config, steps=_steps(args), digest=args.digest)
+        text = _step_lines(result)
+    else:
+        raise UserError("later")
+    print(json.dumps(result) if args.json else "\n".join(text))
+    return 0
+
+
+def _steps(args: argparse.Namespace) -> int:
+    """Warm steps to time: --steps, which is not the preset's number of training steps."""
+    asked = getattr(args, "train.steps")
+    if asked is None:
+        return 5
+    if not asked.isdigit() or int(asked) < 1:
+        raise UserError(f"--steps is {asked!r}, expected at least 1")
+    return int(asked)
+
+
+def _step_lines(r: dict[str, Any]) -> list[str]:
+    split = ", ".join(f"{name} {seconds:.2f}" for name, seconds in r["first_step_split"].items())
+    speed = f"{r['median_s'] * 1e3:.1f} ms (median of {r['steps']}, least {r['min_s'] * 1e3:.1f})"
+    peak = f"{r['percent_of_peak']:.1f} % of {r['peak_flops'] / 1e9:.0f} GFLOP/s (measured)"
+    lines = [
+        f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}, {r['isa']}, {r['threads']} threads",
+        f"step        {speed}, {r['tokens_per_s']:,.0f} tokens/s",
+        f"operations  {r['flops'] / 1e9:,.2f} GFLOP, {peak}",
+        f"first step  {r['first_step_s']:.2f} s after the start: {split}",
+        f"memory      arena {r['arena_bytes']:,} bytes; the process added {r['rss_added_bytes']:,} "
+        f"({100 * (r['rss_added_over_plan'] - 1):+.1f} %), peak {r['peak_rss_bytes']:,}",
+        f"warm steps  {r['minor_faults']} page faults at most, {r['python_calls']} Python calls, "
+        f"{r['voluntary_switches']} voluntary switches",
+    ]
+    return lines + ([f"digest      {r['digest']}"] if "digest" in r else [])

@@ -1,0 +1,166 @@
+"""Measures training steps on random tokens, as a run would do them: one micro-batch and the update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from barellm.config import Config
+from barellm.profiling.process import CallCounter, Usage, resident_bytes, seconds_since_start
+from barellm.training.machine import Machine, open_machine
+
+SEED, LR = 1337, 3e-4
+
+
+@dataclass
+class Sample:
+    """One step: its seconds, loss, and what the process used meanwhile."""
+
+    seconds: float
+    loss: float
+    usage: Usage
+
+    def to_json(self) -> dict[str, Any]:
+        return {"s": self.seconds, "loss": self.loss, **self.usage.__dict__}
+
+
+class StepBench:
+    """An open machine that steps. Tokens and targets of step i depend on i only."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.steps = 0
+        self.train = machine.config.train
+        self.vocabulary = machine.config.model.vocab_size
+        self.inv_targets = 1.0 / (self.train.batch * self.train.seq)
+
+    def step(self, wrap: Callable[[], Any] | None = None) -> Sample:
+        """`wrap()` is a context around what is timed."""
+        train, session = self.train, self.machine.session
+        rng = np.random.default_rng((SEED, self.steps))
+        tokens, targets = rng.integers(0, self.vocabulary, (2, train.batch, train.seq), dtype=np.int32)
+        usage, start = Usage.now(), time.perf_counter()
+        if wrap is None:
+            self._run(session, tokens, targets)
+        else:
+            with wrap():
+                self._run(session, tokens, targets)
+        sample = Sample(time.perf_counter() - start, 0.0, Usage.now().since(usage))
+        sample.loss = float(session.read("loss")[0])
+        self.steps += 1
+        return sample
+
+    def _run(self, session: Any, tokens: np.ndarray, targets: np.ndarray) -> None:
+        train, at = self.train, self.steps
+        session.write("tokens", tokens)
+        session.write("targets", targets)
+        session.run(
+            "micro", batch=train.batch, seq=train.seq, accumulate=0, inv_targets=self.inv_targets,
+            seed=SEED, step=at + 1, sample=at * train.batch,
+        )  # fmt: skip
+        session.run("update", step=at + 1, lr=LR)
+
+
+@contextmanager
+def opened(config: Config) -> Iterator[tuple[StepBench, dict[str, Any]]]:
+    """After the first step: a bench and what the start took. `config` has its dtype resolved.
+
+    first_step_s runs from the start of the process to the end of the first step. Its split: import (the interpreter and
+    modules), plan (programs, lowering, addresses), compile, map, init (weights), step (the first), rest.
+    """
+    imported = seconds_since_start()
+    before, start = resident_bytes()[0], time.perf_counter()
+    counter = CallCounter()
+    with ExitStack() as stack:
+        with counter.watching_new_threads():
+            machine = stack.enter_context(open_machine(config, device="cpu"))
+        begun = time.perf_counter()
+        machine.initialize(SEED)
+        initialised = time.perf_counter()
+        bench = StepBench(machine)
+        first = bench.step()
+        everything = (imported or 0.0) + time.perf_counter() - start
+        stages = machine.session.seconds
+        split = {
+            "import": imported or 0.0,
+            "plan": stages["plan"],
+            "compile": stages["compile"],
+            "map": stages["map"],
+            "init": initialised - begun,
+            "step": first.seconds,
+        }
+        yield (
+            bench,
+            {
+                "first_step_s": everything,
+                "first_step_split": split | {"rest": everything - sum(split.values())},
+                "first_step": first.to_json(),
+                "resident_before_bytes": before,
+                "counter": counter,
+            },
+        )
+
+
+def measure(config: Config, *, steps: int, digest: bool = False) -> dict[str, Any]:
+    """One JSON object about `steps` warm steps after the first. `config` has its dtype resolved."""
+    with opened(config) as (bench, facts):
+        counter = facts.pop("counter")
+        samples = [bench.step() for _ in range(steps)]
+        now, peak_rss = resident_bytes()
+        marks = {"digest": bench.machine.session.digest()} if digest else {}
+        bench.step(counter.counting)
+        return describe(bench, facts, samples, now=now, peak_rss=peak_rss, counter=counter) | marks
+
+
+def describe(
+    bench: StepBench, facts: dict[str, Any], samples: list[Sample], *, now: int, peak_rss: int, counter: CallCounter
+) -> dict[str, Any]:
+    machine, train = bench.machine, bench.train
+    seconds = [s.seconds for s in samples]
+    middle = median(seconds)
+    flops = machine.programs["micro"].flops + machine.programs["update"].flops
+    peak = machine.peak()
+    tokens = train.batch * train.seq
+    arena = machine.plan.arena_bytes
+    added = now - facts["resident_before_bytes"]
+    facts = {name: value for name, value in facts.items() if name != "counter"}
+    return {
+        "kind": "step",
+        "preset": machine.config.preset,
+        "batch": train.batch,
+        "seq": train.seq,
+        "dtype": train.dtype,
+        "recompute": train.recompute,
+        "threads": machine.session.threads,
+        "isa": machine.session.isa.name,
+        **facts,
+        "besides_step_s": facts["first_step_s"] - middle,
+        "steps": len(seconds),
+        "step_s": seconds,
+        "median_s": middle,
+        "min_s": min(seconds),
+        "tokens_per_s": tokens / middle,
+        "flops": flops,
+        "peak_flops": peak,
+        "percent_of_peak": 100 * flops / middle / peak,
+        "arena_bytes": arena,
+        "live_peak_bytes": machine.plan.live_peak_bytes,
+        "peak_rss_bytes": peak_rss,
+        "rss_added_bytes": added,
+        "rss_added_over_plan": added / arena,
+        "minor_faults": max(s.usage.minor_faults for s in samples),
+        "minor_faults_by_step": [s.usage.minor_faults for s in samples],
+        "python_calls": counter.calls,
+        "c_calls": counter.c_calls,
+        "voluntary_switches": median(s.usage.voluntary_switches for s in samples),
+        "voluntary_switches_by_step": [s.usage.voluntary_switches for s in samples],
+        "involuntary_switches_by_step": [s.usage.involuntary_switches for s in samples],
+        "cpu_s_by_step": [s.usage.cpu_s for s in samples],
+        "losses": [s.loss for s in samples],
+    }
