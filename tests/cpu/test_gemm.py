@@ -50,7 +50,9 @@ def as_operand(weight, dtype) -> np.ndarray:
 @each_shape
 def test_matmul(isa, dtype, shape):
     x, _, weight = operands(shape, dtype)
-    check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": chain_bound(x.values, as_operand(weight, dtype).T)})
+    check_op(
+        ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": chain_bound(x.values, as_operand(weight, dtype).T)}
+    )
 
 
 @each_isa
@@ -71,7 +73,14 @@ def test_matmul_dw(isa, dtype, shape, mode, accumulate):
     x, dy, _ = operands(shape, dtype)
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     bound = chain_bound(flat[0].T, flat[1]) + 2 * EPS
-    check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, modes={"dweight": mode}, bounds={"dweight": bound}, scalars={"accumulate": accumulate})
+    check_op(
+        ops.MatmulDw,
+        isa,
+        {"dy": dy, "x": x},
+        modes={"dweight": mode},
+        bounds={"dweight": bound},
+        scalars={"accumulate": accumulate},
+    )
 
 
 @each_isa
@@ -81,7 +90,13 @@ def test_weight_gradient_over_several_chunks_of_tokens(isa, dtype, monkeypatch):
     monkeypatch.setattr(jit, "sources_digest", lambda: "chunks of 16")
     x, dy, _ = operands((3, 43, 20, 33), dtype)
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
-    check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, modes={"dweight": "start"}, bounds={"dweight": chain_bound(flat[0].T, flat[1])})
+    check_op(
+        ops.MatmulDw,
+        isa,
+        {"dy": dy, "x": x},
+        modes={"dweight": "start"},
+        bounds={"dweight": chain_bound(flat[0].T, flat[1])},
+    )
 
 
 @each_isa
@@ -92,7 +107,15 @@ def test_large_weight_gradient_with_nontemporal_stores(isa, dtype):
     bounds = {"dweight": chain_bound(flat[0].T, flat[1])}
     for accumulate in (0, 1):
         scalars = {"accumulate": accumulate}
-        check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, modes={"dweight": "start"}, bounds=bounds, scalars=scalars, threads=(2,))
+        check_op(
+            ops.MatmulDw,
+            isa,
+            {"dy": dy, "x": x},
+            modes={"dweight": "start"},
+            bounds=bounds,
+            scalars=scalars,
+            threads=(2,),
+        )
 
 
 @each_isa
@@ -100,7 +123,13 @@ def test_large_weight_gradient_with_nontemporal_stores(isa, dtype):
 @pytest.mark.parametrize("actual", [(1, 1), (2, 5), (3, 7)])
 def test_fewer_tokens_than_planned(isa, dtype, actual):
     x, dy, weight = operands((*actual, 40, 24), dtype)
-    check_op(ops.Matmul, isa, {"x": x, "weight": weight}, plan=(3, 7), bounds={"y": chain_bound(x.values, as_operand(weight, dtype).T)})
+    check_op(
+        ops.Matmul,
+        isa,
+        {"x": x, "weight": weight},
+        plan=(3, 7),
+        bounds={"y": chain_bound(x.values, as_operand(weight, dtype).T)},
+    )
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     bounds = {"dweight": chain_bound(flat[0].T, flat[1])}
     check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, plan=(3, 7), modes={"dweight": "start"}, bounds=bounds)
@@ -113,7 +142,9 @@ def network(p: Program, *, bias: bool, C: int, F: int, V: int) -> None:
     wte, wpe = p.parameter("wte", (V, C), std=0.5), p.parameter("wpe", (11, C), std=0.5)
 
     def affine(name: str, N: int, K: int):
-        return p.parameter(f"{name}.weight", (N, K), std=0.3), p.parameter(f"{name}.bias", (N,), value=0.5) if bias else None
+        return p.parameter(f"{name}.weight", (N, K), std=0.3), p.parameter(
+            f"{name}.bias", (N,), value=0.5
+        ) if bias else None
 
     x = p.embedding(token, wte, wpe)
     h = p.linear(p.layernorm(x, p.parameter("n1", (C,), value=1.0)), *affine("in", C, C))

@@ -29,7 +29,9 @@ def opened(monkeypatch):
     """Opens CPU sessions and closes them after the test."""
     sessions = []
 
-    def open_session(model: ModelConfig, batch: int, seq: int, *, compute: str, optim: OptimConfig | None = None, logits=False):
+    def open_session(
+        model: ModelConfig, batch: int, seq: int, *, compute: str, optim: OptimConfig | None = None, logits=False
+    ):
         optimizer = partial(adamw, config=optim or OptimConfig())
         _, programs = build(model, batch=batch, seq=seq, compute=compute, optimizer=optimizer)
         if logits:  # a program whose logits are an output cannot fuse its classifier
