@@ -38,6 +38,11 @@ def run(args: argparse.Namespace) -> int:
 
         result = step.measure(config, steps=_steps(args), digest=args.digest)
         text = _step_lines(result)
+    elif args.what == "ops":
+        from barellm.profiling import ops
+
+        result = ops.measure(config, steps=_steps(args))
+        text = _ops_lines(result)
     else:
         raise UserError("later")
     print(json.dumps(result) if args.json else "\n".join(text))
@@ -69,3 +74,20 @@ def _step_lines(r: dict[str, Any]) -> list[str]:
         f"{r['voluntary_switches']} voluntary switches",
     ]
     return lines + ([f"digest      {r['digest']}"] if "digest" in r else [])
+
+
+def _ops_lines(r: dict[str, Any]) -> list[str]:
+    rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in r["ceiling"]["bandwidth"].items())
+    lines = [
+        f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}, {r['isa']}, {r['threads']} threads",
+        f"peak {', '.join(f'{d} {f / 1e9:.0f} GFLOP/s' for d, f in r['ceiling']['flops'].items())}; {rates}",
+        "",
+        f"{'op':<28}{'shape':<16}{'count':>6}{'ms':>10}{'% of step':>11}{'GFLOP/s':>10}{'GB/s':>8}{'% of bound':>12}",
+    ]
+    for row in sorted(r["ops"], key=lambda row: -row["s"]):
+        rates = f"{row['flops'] / row['s'] / 1e9:>10.1f}{row['bytes'] / row['s'] / 1e9:>8.1f}"
+        share = f"{row['s'] * 1e3:>10.3f}{100 * row['s'] / r['ops_s']:>11.1f}"
+        name = f"{row['program']} {row['op']}"
+        lines.append(f"{name:<28}{row['shape']:<16}{row['count']:>6}{share}{rates}{row['percent_of_bound']:>12.1f}")
+    total = f"{r['ops_s'] * 1e3:.2f} ms of ops, {100 * r['bound_s'] / r['ops_s']:.1f} % of the bound"
+    return [*lines, "", f"{total}; the step without stamps {r['step_s'] * 1e3:.2f} ms"]

@@ -174,6 +174,7 @@ class CpuSession:
 
     def _link(self) -> None:
         self._tables: dict[str, tuple[int, int]] = {}
+        self.records: dict[str, np.ndarray] = {}  # program -> its table, (calls, 8) int64
         self._keep: list[Any] = []
         for name, calls in self.calls.items():
             after = barriers(calls, self._address)
@@ -187,7 +188,7 @@ class CpuSession:
                 for a in call.args:
                     args[at] = a if isinstance(a, int) else self.base + self._address(a)[0]
                     at += 1
-            self._tables[name] = (records.ctypes.data, len(calls))
+            self._tables[name], self.records[name] = (records.ctypes.data, len(calls)), records
             self._keep += [table, args]
 
     # --- running ---
