@@ -44,7 +44,7 @@ class Evaluator:
             valid = int(np.count_nonzero(targets >= 0))
             session.write("tokens", inputs)
             session.write("targets", targets)
-            session.run("eval", batch=len(inputs), seq=inputs.shape[1], step=0, inv_targets=1.0 / valid)
+            session.run("eval", batch=len(inputs), seq=inputs.shape[1], inv_targets=1.0 / valid)
             total += float(session.read("loss")[0]) * valid
             if stop():
                 return None

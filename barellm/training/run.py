@@ -15,7 +15,7 @@ from typing import Any
 
 from barellm import __version__, overrides
 from barellm.config import Config
-from barellm.data.loader import Batches, Validation
+from barellm.data.loader import ORDERS, Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.data.tokenizers import Tokenizer, load_tokenizer
 from barellm.errors import UserError
@@ -90,6 +90,8 @@ def check(config: Config) -> None:
             raise UserError(f"optim.{name} is {getattr(o, name)}, expected 0 <= {name} < 1")
     if t.dtype not in ("auto", "fp32", "bf16"):
         raise UserError(f"train.dtype is {t.dtype!r}, expected auto, fp32 or bf16")
+    if config.data.order not in ORDERS:
+        raise UserError(f"data.order is {config.data.order!r}, expected {' or '.join(ORDERS)}")
     if t.seq > config.model.max_seq:
         raise UserError(f"train.seq {t.seq} is above model.max_seq {config.model.max_seq}")
 
@@ -240,8 +242,12 @@ class Run:
         chart = curve.terminal(train, val)
         say(chart if self.console.can_show(chart) else curve.terminal(train, val, ascii_only=True))
         image = folder.path / "loss.png"
-        curve.image(image, train, val, title=f"{self.config.preset}, {short(self.config.model.parameters)} parameters")
-        say(f"curve {image}, metrics {folder.path / 'metrics.jsonl'}")
+        title = f"{self.config.preset}, {short(self.config.model.parameters)} parameters"
+        try:
+            curve.image(image, train, val, title=title)
+            say(f"curve {image}, metrics {folder.path / 'metrics.jsonl'}")
+        except OSError as error:  # the weights are safe; a picture is not worth the report
+            say(f"warning: no curve in {image}: {error.strerror}")
         self.console.final(self._result(machine, loop, result, texts, seconds=time.monotonic() - self.started))
 
     def _result(

@@ -1,0 +1,120 @@
+"""From words on the command line to the resolved configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from barellm import overrides
+from barellm.cli.options import Parser, add_configuration, configuration
+from barellm.config import PRESETS, Config, preset
+from barellm.errors import UserError
+
+
+def resolved(*words: str) -> Config:
+    parser = Parser(prog="barellm train")
+    add_configuration(parser)
+    return configuration(parser.parse(words))
+
+
+def test_no_words_give_the_default():
+    assert resolved() == preset("default")
+
+
+def test_long_and_short_forms_set_the_same_keys():
+    short = resolved(
+        "shakespeare-char", "--steps", "5", "--batch", "3", "--seq", "8", "--lr", "0.5", "--seed", "2", "--data", "x"
+    )
+    long = resolved(
+        "shakespeare-char",
+        *("--train.steps=5", "--train.batch=3", "--train.seq=8"),
+        *("--optim.lr=0.5", "--train.seed=2", "--data.source=x"),
+    )
+    assert short == long
+    assert (short.train.steps, short.optim.lr, short.data.source) == (5, 0.5, "x")
+
+
+def test_heads_and_channels_change_together():
+    assert resolved("--model.heads", "7", "--model.channels", "70").model.head_size == 10
+
+
+def test_another_vocabulary_brings_its_own_padding():
+    assert resolved("--model.vocab_size", "100").model.padded_vocab == 128
+    assert resolved("--model.vocab_size", "100", "--model.padded_vocab", "100").model.padded_vocab == 100
+    assert resolved("shakespeare-char", "--model.vocab_size", "65").model.padded_vocab == 65
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_saved_configuration_comes_back(name):
+    import json
+
+    config = preset(name)
+    assert overrides.from_json(json.loads(json.dumps(overrides.to_json(config)))) == config
+
+
+def test_a_file_is_overridden_by_the_command_line(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('preset = "shakespeare-char"\n[model]\nlayers = 2\nbias = true\n[optim]\nlr = 1\n')
+    config = resolved("--config", str(path), "--model.layers", "3")
+    assert (config.preset, config.model.layers, config.model.bias, config.optim.lr) == (
+        "shakespeare-char",
+        3,
+        True,
+        1.0,
+    )
+    assert resolved("default", "--config", str(path)).preset == "default"
+
+
+@pytest.mark.parametrize("word, value", [("true", True), ("off", False), ("1", True), ("No", False)])
+def test_booleans(word, value):
+    assert resolved("--train.recompute", word).train.recompute is value
+
+
+def test_a_bare_boolean_is_true():
+    assert resolved("default", "--train.recompute").train.recompute is True
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--model.layerz", "3"], "unknown option --model.layerz, did you mean '--model.layers'?"),
+        (["--layers", "3"], "unknown option --layers, did you mean '--model.layers'?"),
+        (["--model.layers", "six"], "model.layers is 'six', expected an integer"),
+        (["--model.layers", "1.5"], "model.layers is '1.5', expected an integer"),
+        (["--lr", "nan"], "optim.lr is 'nan', expected a number"),
+        (["--train.recompute", "maybe"], "train.recompute is 'maybe', expected true or false"),
+        (["--steps"], "argument --train.steps/--steps: expected one argument"),
+        (["shakespear-char"], "unknown preset 'shakespear-char', did you mean 'shakespeare-char'?"),
+        (["default", "extra"], "unexpected argument 'extra'"),
+        (["--model.heads", "5"], "model.heads 5 does not divide model.channels"),
+        (["--model.channels", "0"], "model.channels is 0, expected at least 1"),
+    ],
+)
+def test_mistakes_are_named(words, message):
+    with pytest.raises(UserError) as error:
+        resolved(*words)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[model]\nlayerz = 3", "unknown key 'model.layerz', did you mean 'model.layers'?"),
+        ("[modle]\nlayers = 3", "unknown key 'modle', did you mean 'model'?"),
+        ("layers = 3", "unknown key 'layers', did you mean 'model.layers'?"),
+        ("model = 3", "model is 3, expected a table of keys"),
+        ("[model]\nlayers = 'six'", "model.layers is 'six', expected an integer"),
+        ("[model]\nlayers = true", "model.layers is True, expected an integer"),
+        ("[model]\nlayers = 2.0", "model.layers is 2.0, expected an integer"),
+        ("[train]\nrecompute = 1", "train.recompute is 1, expected true or false"),
+        ("[data]\nsource = 1", "data.source is 1, expected a text"),
+        ("preset = 1", "preset is 1, expected a text"),
+        ("[model\n", "is not valid TOML"),
+        ("\xff", "is not valid TOML"),
+    ],
+)
+def test_mistakes_in_a_file_are_named_with_the_file(tmp_path, text, message):
+    path = tmp_path / "wrong.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError) as error:
+        resolved("--config", str(path))
+    assert message in str(error.value) and "wrong.toml" in str(error.value)

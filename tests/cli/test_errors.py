@@ -1,0 +1,309 @@
+"""A user's mistake is one line on stderr and status 2, and costs nothing that was there before."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from barellm.cli.main import main
+from barellm.data.shards import write_shard
+from barellm.training import checkpoint
+from tests.cli.conftest import TINY
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that must be refused; returns its one line."""
+
+    def run(*words: object) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("barellm: error: ") and error.count("\n") == 1, error
+        assert "Traceback" not in error
+        return error.removeprefix("barellm: error: ").strip()
+
+    return run
+
+
+@pytest.fixture
+def out(tmp_path):
+    """The run's folder, which a refusal must not leave behind."""
+    path = tmp_path / "new" / "run"
+    yield path
+    assert not path.exists()
+
+
+def test_unknown_command(refused):
+    assert "unknown command 'trian', did you mean 'train'?" in refused("trian")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="is about everything else")
+def test_windows_is_refused_with_one_line(refused, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert "Windows is not supported" in refused("train")
+
+
+def test_missing_file(refused, out, tmp_path):
+    assert "nowhere.txt" in refused(
+        "train", "shakespeare-char", "--data", tmp_path / "nowhere.txt", "--out", out, *TINY
+    )
+
+
+def test_no_file_named(refused, out):
+    assert "no text to train on: pass --data" in refused("train", "shakespeare-char", "--out", out, *TINY)
+
+
+def test_empty_file(refused, out, tmp_path):
+    path = tmp_path / "empty.txt"
+    path.touch()
+    assert "empty.txt is empty" in refused("train", "shakespeare-char", "--data", path, "--out", out, *TINY)
+
+
+def test_folder_without_text(refused, out, tmp_path):
+    (tmp_path / "folder").mkdir()
+    message = refused("train", "shakespeare-char", "--data", tmp_path / "folder", "--out", out, *TINY)
+    assert "neither .txt files nor .bin shards" in message
+
+
+def test_file_that_is_no_text(refused, out, tmp_path):
+    path = tmp_path / "picture.txt"
+    path.write_bytes(bytes(range(256)) * 8)
+    assert "picture.txt" in refused("train", "shakespeare-char", "--data", path, "--out", out, *TINY)
+
+
+def test_text_shorter_than_one_sequence(refused, out, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("too short")
+    message = refused("train", "shakespeare-char", "--data", path, "--out", out, *TINY, "--seq", "16")
+    assert "one sequence of 16 needs 17" in message
+
+
+def test_token_beyond_the_vocabulary(refused, out, tmp_path):
+    path = tmp_path / "tokens.bin"
+    write_shard(path, [np.array([1, 2, 60000] * 100)], magic=20240520)
+    message = refused("train", "gpt2-124m", "--data", path, "--out", out, *TINY)
+    assert "token id 60000, beyond the vocabulary" in message
+
+
+def test_wrong_magic(refused, out, tmp_path):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(bytes(4096))
+    message = refused("train", "gpt2-124m", "--data", path, "--out", out, *TINY)
+    assert "starts with magic 0" in message and "20240520" in message
+
+
+def test_truncated_shard(refused, out, tmp_path):
+    path = tmp_path / "tokens.bin"
+    write_shard(path, [np.arange(1000)], magic=20240520)
+    os.truncate(path, 2000)
+    assert "its header says 1000 tokens" in refused("train", "gpt2-124m", "--data", path, "--out", out, *TINY)
+
+
+def test_unknown_preset(refused, out):
+    assert "unknown preset 'gpt2-125m', did you mean 'gpt2-124m'?" in refused("train", "gpt2-125m", "--out", out)
+
+
+def test_unknown_key(refused, out):
+    assert "unknown option --model.layer, did you mean '--model.layers'?" in refused("train", "--model.layer", "3")
+
+
+def test_missing_configuration_file(refused, out, tmp_path):
+    assert "No such file" in refused("train", "--config", tmp_path / "no.toml", "--out", out)
+
+
+def test_heads_that_do_not_divide_channels(refused, out, text):
+    message = refused("train", "shakespeare-char", "--data", text, "--out", out, "--model.heads", "5")
+    assert "model.heads 5 does not divide model.channels 128" in message
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--batch", "0"], "train.batch is 0, expected at least 1"),
+        (["--seq", "17"], "train.seq 17 is above model.max_seq 16"),
+        (["--steps", "-3"], "train.steps is -3, expected at least 1"),
+        (["--lr", "-1"], "optim.lr is -1.0, expected at least 0"),
+        (["--optim.beta1", "1"], "optim.beta1 is 1.0, expected 0 <= beta1 < 1"),
+        (["--dtype", "fp8"], "train.dtype is 'fp8', expected auto, fp32 or bf16"),
+        (["--device", "gpu"], "unknown device 'gpu'"),
+        (["--model.dropout", "1"], "model.dropout is 1.0"),
+        (["--data.val_fraction", "1"], "data.val_fraction is 1.0"),
+        (["--data.tokenizer", "byte"], "unknown tokenizer 'byte', did you mean 'bytes'?"),
+        (["--data.order", "sorted"], "data.order is 'sorted', expected epoch or random"),
+    ],
+)
+def test_values_that_no_run_can_have(refused, out, tiny, words, message):
+    assert message in refused(*tiny(*words, out=out))
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.parametrize("batch", [100_000, 100_000_000])
+def test_a_batch_that_cannot_fit_is_refused_with_the_arithmetic(refused, out, tiny, monkeypatch, device, batch):
+    from barellm.runtime import memory
+    from barellm.training import machine
+
+    for module in (memory, machine):
+        monkeypatch.setattr(module, "memory_limit", lambda: (256 << 20, "a test"))
+    message = refused(*tiny("--batch", batch, "--device", device, out=out))
+    assert f"{batch} x" in message and "a test is 256.0 MiB" in message and " + " in message
+
+
+def test_a_folder_in_use_is_refused_without_resume(refused, tiny, tmp_path):
+    note = tmp_path / "run" / "notes.txt"
+    note.parent.mkdir()
+    note.write_text("mine")
+    assert "is not empty: go on with --resume, or name another folder" in refused(*tiny())
+    assert [path.name for path in note.parent.iterdir()] == ["notes.txt"]
+
+
+def test_out_that_is_a_file(refused, tiny, tmp_path):
+    (tmp_path / "run").write_text("mine")
+    assert "is a file, expected a folder" in refused(*tiny())
+
+
+def test_two_runs_in_one_folder(refused, tiny, tmp_path):
+    from barellm.training.folder import RunFolder
+
+    with RunFolder(tmp_path / "run", resume=False):
+        assert "another barellm process is writing" in refused(*tiny())
+
+
+def test_nothing_to_resume(refused, tiny, tmp_path, monkeypatch):
+    assert "does not exist" in refused(*tiny("--resume"))
+    (tmp_path / "run").mkdir()
+    assert "has no checkpoint" in refused(*tiny("--resume"))
+    monkeypatch.chdir(tmp_path)
+    assert "nothing to resume in runs/default-*" in refused("train", "--resume")
+
+
+@pytest.mark.parametrize("command", [["sample"], ["eval"]])
+def test_no_checkpoint(refused, tmp_path, command):
+    assert "does not exist" in refused(*command, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "has no checkpoint" in refused(*command, tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--top-p", "0"], "top_p is 0.0"),
+        (["--top-k", "-1"], "top_k is -1"),
+        (["--tokens", "0"], "--tokens is 0"),
+        (["--tokens", "many"], "invalid int value: 'many'"),
+        (["--prompt", "\u4f60"], "character '\u4f60'"),
+        (["--top-q", "1"], "unknown option --top-q, did you mean '--top-"),
+    ],
+)
+def test_mistakes_in_sampling(refused, trained, words, message):
+    assert message in refused("sample", trained, "--device", "reference", *words)
+
+
+def test_a_damaged_checkpoint_is_named(refused, trained, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    (weights,) = copy.rglob("weights.safetensors")
+    os.truncate(weights, 100)
+    assert "weights.safetensors has 100 bytes" in refused("sample", copy, "--device", "reference")
+
+
+# --- disks ---
+
+
+@pytest.fixture
+def locked(tmp_path):
+    """A folder that cannot be written. Root may write anywhere, so for root it is a file system mounted read-only."""
+    path = tmp_path / "locked"
+    path.mkdir()
+    if os.geteuid() != 0:
+        path.chmod(0o555)
+        yield path
+        path.chmod(0o755)
+        return
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", path], capture_output=True)
+    if made.returncode:
+        pytest.skip("root without the right to mount: no folder is read-only for it")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def run(words: list[str], **options) -> subprocess.CompletedProcess:
+    root = Path(__file__).parents[2]
+    return subprocess.run(
+        [sys.executable, "-m", "barellm", *words], cwd=root, capture_output=True, text=True, **options
+    )
+
+
+def check_refused(found: subprocess.CompletedProcess) -> str:
+    assert found.returncode == 2, (found.stdout, found.stderr)
+    assert found.stderr.startswith("barellm: error: ") and found.stderr.count("\n") == 1, found.stderr
+    return found.stderr
+
+
+@pytest.mark.parametrize("name", ["", "new"])
+def test_a_folder_that_cannot_be_written(locked, refused, tiny, name):
+    """The folder of the run itself is read-only, or the one that it is to be made in."""
+    message = refused(*tiny(out=locked / name))
+    assert str(locked) in message and ("Permission denied" in message or "Read-only file system" in message)
+    assert not list(locked.iterdir())
+
+
+def test_a_file_size_limit_costs_only_the_new_checkpoint(tiny, tmp_path):
+    """RLIMIT_FSIZE stands for a quota: the write that crosses it fails, as on a full disk."""
+    assert run(tiny()).returncode == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()}
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, 8_000))
+
+    words = ["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "6", "--device", "reference"]
+    found = run([*words, "--train.keep", "5"], preexec_fn=limit)
+    assert "File too large" in check_refused(found)
+    assert {
+        path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()
+    } == before
+    again = run(words)
+    assert again.returncode == 0, again.stderr
+    assert checkpoint.find(tmp_path / "run")[0].name == "step-000006"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 kB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", path], capture_output=True)
+    if made.returncode:
+        pytest.skip("only root can make a small disk")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_a_disk_too_small_for_a_checkpoint_is_refused_before_training(small_disk, refused, tiny):
+    (small_disk / "other").write_bytes(bytes(50_000))
+    message = refused(*tiny(out=small_disk / "run"))
+    assert "a checkpoint needs" in message and "free are" in message
+
+
+def test_a_disk_that_fills_up_keeps_the_checkpoints_it_has(small_disk, tiny, tmp_path, refused, capsys):
+    """Room for one checkpoint: the second save fails and training goes on, the last save fails and that is the status."""
+    assert main(tiny("--train.checkpoint_every", "1", out=tmp_path / "whole")) == 0
+    out = small_disk / "run"
+    message = refused(*tiny("--train.checkpoint_every", "1", out=out))
+    assert "No space left on device" in message
+    kept, wrong = checkpoint.find(out)
+    assert checkpoint.step_of(kept) == 1 and not wrong
+    subprocess.run(["mount", "-o", "remount,size=1m", small_disk], check=True)
+    assert main(tiny("--train.checkpoint_every", "1", "--resume", out=out)) == 0
+    whole, _ = checkpoint.find(tmp_path / "whole")
+    path, _ = checkpoint.find(out)
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        assert (path / name).read_bytes() == (whole / name).read_bytes()
