@@ -8,12 +8,14 @@ stand behind every tensor and must come out of a run unchanged.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from barellm.cpu.kernel import Call, Region, Spec, part
+from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
-from barellm.program.tensor import PERSISTENT, Tensor
+from barellm.program.tensor import Tensor
 
 GUARD = 64
 BYTE = 0xFF  # every dtype's pattern of ones is a NaN; as an index it is -1
@@ -34,28 +36,22 @@ def fill(k, out, count) -> None:
             out.store_raw(ones, whole, k.mask_first(end - whole))
 
 
-def with_poison(calls: list[Call], plan: Plan, program: str) -> list[Call]:
-    """The same calls with a fill where a tensor dies."""
-    lives = plan.lifetimes[program]
-    last: dict[object, list[Tensor]] = {}
-    final: dict[Tensor, int] = {}
-    for i, call in enumerate(calls):
-        for region in (*call.reads, *call.writes):
-            if region.tensor.role not in PERSISTENT and region.tensor.role not in ("input", "output"):
-                final[region.tensor] = i
-    for t, i in final.items():
-        assert t in lives, t
-        last.setdefault(i, []).append(t)
+def with_poison(ops: Sequence[Op], calls: Mapping[Op, list[Call]], plan: Plan, program: str) -> list[Call]:
+    """The calls of all ops, with a fill after the op at which, by the plan, a tensor dies."""
+    deaths: dict[int, list[Tensor]] = {}
+    for t, (_, last) in plan.lifetimes[program].items():
+        if t.role not in ("input", "output"):
+            deaths.setdefault(last, []).append(t)
     out: list[Call] = []
-    for i, call in enumerate(calls):
-        out.append(call)
-        out += [_fill_call(part(t), call) for t in last.get(i, [])]
+    for i, op in enumerate(ops):
+        out += calls[op]
+        out += [_fill_call(part(t), op) for t in deaths.get(i, [])]
     return out
 
 
-def _fill_call(region: Region, like: Call) -> Call:
-    nbytes = (region.stop - region.start) // 4 * 4
-    return Call(Spec(fill, ("i32", "int"), ()), [region, nbytes // 4], [], [region], like.op)
+def _fill_call(region: Region, op: Op) -> Call:
+    words = (region.stop - region.start) // 4
+    return Call(Spec(fill, ("i32", "int"), ()), [region, words], [], [region], op)
 
 
 class Guards:

@@ -117,7 +117,10 @@ def lower_and_plan(
     )
     calls = {name: low.calls for name, low in lowered.items()}
     if poison.requested():
-        calls = {name: poison.with_poison(c, made, name) for name, c in calls.items()}
+        calls = {
+            name: poison.with_poison(low.ops, {op: low.of[op].calls for op in low.ops}, made, name)
+            for name, low in lowered.items()
+        }
     return LoweredPrograms(isa, threads, lowered, made, calls, private)
 
 
