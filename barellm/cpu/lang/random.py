@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from barellm.cpu.lang.emit import Builder, Value
+from barellm.cpu.lang.emit import Builder
+from barellm.cpu.lang.values import Value
 from barellm.program.ops.random import HALF, PARITY, ROTATIONS, keep_scale, threshold
 
 SIGN = 1 << 31
