@@ -30,6 +30,7 @@ from barellm.cpu.kernels.attention_blocks import (
     offsets,
     pack_units,
     put_along,
+    round_up,
     scores,
     sizes,
     stage,
@@ -103,8 +104,8 @@ class Head:
         """K and V from j0 on as rows; returns how many there are."""
         k, g, s = self.k, self.g, self.s
         count = k.min(self.T - j0, KEYS)
-        stage(k, g, self.keys.start(j0), count, KEYS, s["k_rows"])
-        stage(k, g, self.values.start(j0), count, KEYS, s["v_rows"])
+        stage(k, g, self.keys.start(j0), count, round_up(k, count, g.rows), s["k_rows"])
+        stage(k, g, self.values.start(j0), count, round_up(k, count, g.rows), s["v_rows"])
         return count
 
     def stage_queries(self, t: Value, *, woven: bool) -> tuple[list[Value], list[Value]]:
@@ -210,9 +211,9 @@ def attention_backward_keys(
             j0 = block * KEYS
             keys = h.stage_keys(j0)
             with k.when(together):
-                weave(k, g, s["k_rows"], KEYS, s["k"])
+                weave(k, g, s["k_rows"], round_up(k, keys, g.pair), s["k"])
             for name in ("dk", "dv"):
-                clear(k, s[name], KEYS * g.wide)
+                clear(k, s[name], round_up(k, keys, g.rows) * g.wide)
             with k.loop(j0 // g.queries * g.queries, T, g.queries) as t:
                 shift, deltas = h.stage_queries(t, woven=True)
                 seen = k.min(keys, t + g.queries - j0)
@@ -244,7 +245,7 @@ def attention_backward_queries(
         clear(k, s["dq"], g.D * queries)
         with k.loop(0, k.min(t + queries, T), KEYS) as j0:
             keys = h.stage_keys(j0)
-            weave(k, g, s["k_rows"], KEYS, s["k"])
+            weave(k, g, s["k_rows"], round_up(k, keys, g.pair), s["k"])
             seen = k.min(keys, t + queries - j0)
             h.probabilities(j0, t, seen, shift, deltas, straight=False)
             h.add_dq(t, seen, s["dq"])

@@ -29,7 +29,7 @@ from barellm.program.tensor import Dim, Tensor
 
 # 2^f on [-0.5, 0.5], relative error 2.8e-6: a hundredth of what rounding a probability to bf16 costs.
 EXP2_SHORT = (1.0, 0.6931241933586842, 0.24024098616755934, 0.05590642492460038, 0.00958285286558115)
-KEYS = 64  # of a block: a multiple of 32, the period of the dropout words, and of every tile's rows
+KEYS = 128  # of a block: a multiple of 32, the period of the dropout words, and of every tile's rows
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,11 @@ def size(n: int) -> str | int:
     return n.name if isinstance(n, Dim) else int(n)
 
 
+def round_up(k: KernelBuilder, n: Value, step: int) -> Value:
+    """The next multiple of `step`, a power of two."""
+    return (n + (step - 1)) & -step
+
+
 def extent(k: KernelBuilder, n: str | int) -> Value:
     return k.scalar(n) if isinstance(n, str) else k.int(n)
 
@@ -161,12 +166,11 @@ def interleave(k: KernelBuilder, a: Value, b: Value) -> Value:
 
 def turn(k: KernelBuilder, g: Geometry, rows: Pointer, to: Pointer) -> None:
     """Rows -> turned, g.queries tokens."""
-    for v in range(g.vectors):
-        with k.loop(0, g.row, g.lanes) as c:
-            square = [rows.at(c).load((v * g.lanes + i) * g.row) for i in range(g.lanes)]
-            target = to.at(c * g.queries)
-            for i, column in enumerate(transpose(k, square)):
-                target.store(column, i * g.queries + v * g.lanes)
+    with k.loop(0, g.queries, g.lanes) as v, k.loop(0, g.row, g.lanes) as c:
+        source, target = rows.at(v * g.row + c), to.at(c * g.queries + v)
+        square = [source.load(i * g.row) for i in range(g.lanes)]
+        for i, column in enumerate(transpose(k, square)):
+            target.store(column, i * g.queries)
 
 
 def straighten(k: KernelBuilder, g: Geometry, transposed: Pointer, to: Pointer, factor: list[Value]) -> None:

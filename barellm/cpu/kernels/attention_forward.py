@@ -23,6 +23,7 @@ from barellm.cpu.kernels.attention_blocks import (
     extent,
     offsets,
     pack_units,
+    round_up,
     scores,
     sizes,
     stage,
@@ -36,12 +37,20 @@ from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln
 from barellm.program.ops.base import Op
 
-BLOCK = 32  # queries of a claim at least: they share the staging of keys and values
+BLOCK = 128  # queries that share the staging of keys and values, where that leaves enough claims
 
 
 def groups(g: Geometry) -> int:
     """Register-wide groups of queries in a claim."""
     return max(1, BLOCK // g.queries)
+
+
+def claim_block(k: KernelBuilder, g: Geometry, count: Value, T: Value) -> tuple[Value, Value]:
+    """(queries of a claim, claims of a head) for `count` heads; no bit of the result depends on it."""
+    large = groups(g) * g.queries
+    enough = (count * k.ceil_div(T, large)) >= (k.threads * 4)
+    block = k.select(enough, k.int(large), k.int(g.queries))
+    return block, (T + block - 1) // block
 
 
 def scratch_units(g: Geometry, rate: float = 0.0) -> dict[str, int]:
@@ -81,9 +90,9 @@ def attend(
     end = pos + last
     with k.loop(0, end, KEYS) as j0:
         count = k.min(end - j0, KEYS)
-        stage(k, g, keys.start(j0), count, k.ceil_div(count, g.rows) * g.rows, s["k"])
-        stage(k, g, values.start(j0), count, k.ceil_div(count, g.rows) * g.rows, s["v_rows"])
-        v_block = weave(k, g, s["v_rows"], k.ceil_div(count, g.pair) * g.pair, s["v"])
+        stage(k, g, keys.start(j0), count, round_up(k, count, g.rows), s["k"])
+        stage(k, g, values.start(j0), count, round_up(k, count, g.rows), s["v_rows"])
+        v_block = weave(k, g, s["v_rows"], round_up(k, count, g.pair), s["v"])
         with k.loop(first, last, g.queries) as t:
             seen = k.min(pos + k.min(t + g.queries, last) - j0, KEYS)  # keys of this block that the group's queries see
             with k.when(seen > 0):
@@ -166,8 +175,7 @@ def probabilities(
 def attention(k: KernelBuilder, out, lse, qkv, *, batch, seq, heads, D, rate, stream) -> None:
     g = Geometry.of(k.isa, qkv.dtype, D)
     C, T = heads * D, extent(k, seq)
-    block = groups(g) * g.queries
-    blocks = k.ceil_div(T, block)
+    block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
     dropout = Dropout(rate, stream, heads) if rate else None
     with k.claim_each(extent(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
@@ -212,8 +220,7 @@ def append_to_caches(k: KernelBuilder, k_cache, v_cache, qkv, *, batch, seq, hea
 def attention_cached(k: KernelBuilder, out, qkv, k_cache, v_cache, *, batch, seq, heads, D, length) -> None:
     g = Geometry.of(k.isa, qkv.dtype, D)
     C, T, pos = heads * D, extent(k, seq), k.scalar("pos")
-    block = groups(g) * g.queries
-    blocks = k.ceil_div(T, block)
+    block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
     with k.claim_each(extent(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
         first = claim % blocks * block
