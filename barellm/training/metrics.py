@@ -43,7 +43,7 @@ class Metrics:
     `problem` holds the last error. `rows` are all rows of the run."""
 
     def __init__(self, path: Path, *, rows: list[dict[str, Any]] | None = None) -> None:
-        self.rows = rows or []
+        self.rows = list(rows or [])
         self.problem: OSError | None = None
         self._path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)

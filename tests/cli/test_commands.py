@@ -1,0 +1,138 @@
+"""train, sample, eval and doctor as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from barellm.cli.main import main
+from barellm.config import Config
+from barellm.training import checkpoint, metrics
+
+REFERENCE = ["--device", "reference"]
+
+
+def last_json(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_run_leaves_its_checkpoint_metrics_configuration_and_curve(trained):
+    assert sorted(path.name for path in trained.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "loss.png",
+        "metrics.jsonl",
+    ]
+    (step,) = (trained / "checkpoints").iterdir()
+    names = ["manifest.json", "meta.json", "optimizer.safetensors", "tokenizer.json", "weights.safetensors"]
+    assert sorted(path.name for path in step.iterdir()) == names
+    meta = checkpoint.read_meta(step)
+    assert meta["step"] == meta["total_steps"] == 4 and meta["samples"] == 8
+    assert set(meta["versions"]) == {"barellm", "python", "numpy", "llvmlite"}
+    assert meta["machine"]["isa"] == "numpy" and len(meta["tokenizer"]["hash"]) == 64
+    assert meta["config"] == json.loads((trained / "config.json").read_text())
+    assert set(meta["config"]) == set(Config.__dataclass_fields__)
+
+
+def test_the_last_line_of_a_run_is_its_result(tiny, capsys, tmp_path):
+    assert main(tiny("--data", "stdlib", "--data.tokenizer", "bytes", "--data.val_fraction", "0.001")) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert result["kind"] == "result" and result["steps"] == 4
+    assert 4 < result["val_bits_per_byte"] < 9 and 1 < result["gzip_bits_per_byte"] < 5
+    assert 0 <= result["tokenize_share"] <= 1 and 0.5 < result["tokenize_share_of_validation"] < 1
+    assert Path(result["checkpoint"]).is_dir() and result["parameters"] > 0 and result["seconds"] > 0
+    for words in ("parameters", "memory", "GFLOP", "validation", "nats per token", "bits per byte", "sample", "saved"):
+        assert words in out
+
+
+def test_json_mode_prints_objects_only(tiny, capsys, tmp_path):
+    assert main(tiny("--json")) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[:-1] == metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert rows[-1]["kind"] == "result"
+
+
+def test_a_folder_is_chosen_where_none_is_named(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = tiny()
+    at = words.index("--out")
+    del words[at : at + 2]
+    assert main(words) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("shakespeare-char-2")
+    assert main(["train", "shakespeare-char", "--resume", *REFERENCE]) == 0
+    assert Path(last_json(capsys)["checkpoint"]).resolve() == run / "checkpoints/step-000004"
+
+
+def test_samples_are_the_same_for_the_same_seed(trained, capsys):
+    def sample(*more: str) -> dict:
+        assert main(["sample", str(trained), "--tokens", "30", "--json", *REFERENCE, *more]) == 0
+        return last_json(capsys)
+
+    one = sample("--prompt", "12 squared", "--seed", "5")
+    assert one == sample("--prompt", "12 squared", "--seed", "5") | {"tokens_per_s": one["tokens_per_s"]}
+    assert one["tokens"] != sample("--prompt", "12 squared", "--seed", "6")["tokens"]
+    assert len(one["tokens"]) == 30 and one["prompt"] == "12 squared"
+    greedy = sample("--temperature", "0", "--seed", "1")["tokens"]
+    assert greedy == sample("--temperature", "0", "--seed", "2")["tokens"] == sample("--top-k", "1")["tokens"]
+
+
+def test_sample_writes_prompt_and_text(trained, capsys):
+    assert main(["sample", str(trained), "--tokens", "20", "--prompt", "7 sq", "--seed", "3", *REFERENCE]) == 0
+    plain = capsys.readouterr().out
+    assert (
+        main(["sample", str(trained), "--tokens", "20", "--prompt", "7 sq", "--seed", "3", "--json", *REFERENCE]) == 0
+    )
+    assert plain == "7 sq" + last_json(capsys)["text"] + "\n"
+    assert len(plain) == len("7 sq") + 20 + 1
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step-000004"])
+def test_a_checkpoint_is_named_by_its_run_or_by_itself(trained, capsys, place):
+    assert main(["sample", str(trained / place), "--tokens", "3", "--json", *REFERENCE]) == 0
+    assert last_json(capsys)["checkpoint"].endswith("step-000004")
+
+
+def test_eval_gives_the_loss_that_the_run_reported(trained, capsys):
+    (last,) = [row for row in metrics.read(trained / "metrics.jsonl") if row["kind"] == "eval" and row["step"] == 4]
+    assert main(["eval", str(trained), "--json", *REFERENCE]) == 0
+    found = last_json(capsys)
+    assert found["nats"] == pytest.approx(last["val_nats"], rel=1e-6)
+    assert found["targets"] == last["targets"]
+    assert main(["eval", str(trained), *REFERENCE]) == 0
+    assert f"{found['nats']:.4f} nats per token, {found['bits_per_byte']:.4f} bits per byte" in capsys.readouterr().out
+
+
+def test_eval_on_another_text_uses_the_checkpoint_s_tokenizer(trained, tmp_path, capsys):
+    path = tmp_path / "other.txt"
+    path.write_text("squares are squared squares. " * 40)
+    assert main(["eval", str(trained), "--data", str(path), "--json", *REFERENCE]) == 0
+    assert last_json(capsys)["data"] == str(path)
+
+
+def test_a_reader_that_goes_away_is_no_error(trained):
+    root = Path(__file__).parents[2]
+    words = [sys.executable, "-m", "barellm", "sample", str(trained), "--tokens", "400", *REFERENCE]
+    process = subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 141
+
+
+def test_doctor_reports_in_both_forms(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"software", "processor", "memory", "barellm uses", "environment"}
+    assert found["barellm uses"]["threads"] >= 1 and found["memory"]["limit bytes"] > 1 << 20
+    assert "BARELLM_CACHE" in found["environment"]
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for part in found:
+        assert f"\n{part}\n" in f"\n{text}"

@@ -1,0 +1,120 @@
+"""Ctrl-C in a real process on the CPU backend: once, twice, and in the middle of a long step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from barellm.training import checkpoint
+
+LONG_STEP = (  # 1.6 TFLOP: 7 s on two fast cores
+    *("--model.layers", "6", "--model.channels", "768", "--model.heads", "12", "--model.max_seq", "512"),
+    *("--batch", "12", "--seq", "512", "--dtype", "fp32", "--train.eval_every", "0"),
+)
+SHORT_STEPS = (
+    *("--steps", "100000", "--batch", "2", "--seq", "16", "--model.layers", "1", "--model.channels", "32"),
+    *("--train.eval_every", "0"),
+)
+
+
+@pytest.fixture
+def started(text, tmp_path):
+    """Starts a training in its own session and waits until its output says a word."""
+    processes = []
+
+    def start(word: str, *more: str) -> subprocess.Popen:
+        log = tmp_path / "log"
+        words = ["train", "shakespeare-char", "--data", str(text), "--out", str(tmp_path / "run"), *more]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "barellm", *words],
+                cwd=Path(__file__).parents[2],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        processes.append(process)
+        deadline = time.monotonic() + 60
+        while word not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        return process
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_signal_saves_and_exits(started, tmp_path, number, status):
+    process = started("step     1/", *SHORT_STEPS)
+    process.send_signal(number)
+    assert process.wait(timeout=20) == status
+    said = (tmp_path / "log").read_text()
+    assert "Traceback" not in said and "go on with: barellm train --out" in said
+    path, wrong = checkpoint.find(tmp_path / "run")
+    assert not wrong and checkpoint.step_of(path) >= 1
+
+
+def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path):
+    process = started("device cpu", *LONG_STEP)
+    time.sleep(1.0)  # past the initialisation, inside the first step
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None, "the step was not long enough to be interrupted"
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    assert time.monotonic() - begin < 0.3
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert not checkpoint.steps(tmp_path / "run" / "checkpoints")
+
+
+def test_a_signal_before_the_first_step_leaves_nothing(started, tmp_path):
+    """Preparing text and compiling: one Ctrl-C ends it."""
+    process = started("", *SHORT_STEPS)
+    time.sleep(0.15)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) in (130, -signal.SIGINT)  # the latter before Python itself is ready
+    assert not checkpoint.steps(tmp_path / "run" / "checkpoints")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_kill_9_and_resume_with_another_number_of_threads_give_the_same_bits(started, tmp_path, text, dtype):
+    """The CPU backend, killed once a checkpoint is there; 1 thread goes on where 2 were."""
+    sizes = ["--batch", "3", "--seq", "24", "--model.layers", "2", "--model.channels", "32", "--model.heads", "2"]
+    run = [
+        "--steps",
+        "60",
+        "--train.accumulate",
+        "2",
+        "--train.checkpoint_every",
+        "7",
+        "--train.eval_every",
+        "25",
+        "--dtype",
+        dtype,
+    ]
+    process = started("step-000007", *sizes, *run)
+    process.kill()
+    process.wait()
+
+    def barellm(*words: str, threads: int) -> None:
+        environment = os.environ | {"BARELLM_THREADS": str(threads)}
+        subprocess.run(
+            [sys.executable, "-m", "barellm", *words], check=True, env=environment, stdout=subprocess.DEVNULL
+        )
+
+    barellm("train", "--out", str(tmp_path / "run"), "--resume", threads=1)
+    barellm("train", "shakespeare-char", "--data", str(text), "--out", str(tmp_path / "whole"), *sizes, *run, threads=2)
+    one, other = (checkpoint.find(tmp_path / name)[0] for name in ("run", "whole"))
+    assert one.name == other.name == "step-000060"
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from barellm.training import console
+from barellm.training.console import Console, duration, short
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_gets_whole_lines_without_control_characters(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    c = Console(stream=out)
+    shown = []
+    for step in range(20):
+        now[0] += 1.0
+        if c.due():
+            c.progress(f"step {step}")
+            shown.append(step)
+    c.line("done")
+    assert shown == [0, 5, 10, 15]
+    assert out.getvalue() == "step 0\nstep 5\nstep 10\nstep 15\ndone\n"
+
+
+def test_a_terminal_gets_one_live_line_that_others_replace():
+    out = Terminal()
+    c = Console(stream=out)
+    c.progress("step 1")
+    c.progress("step 2")
+    assert "\n" not in out.getvalue() and out.getvalue().endswith("\r\x1b[2Kstep 2")
+    c.line("evaluation")
+    assert out.getvalue().endswith("step 2\r\x1b[2Kevaluation\n")
+
+
+def test_json_lines_are_all_that_a_machine_sees():
+    out = Terminal()
+    c = Console(json_lines=True, stream=out)
+    assert not c.due() and not c.live
+    c.line("text")
+    c.record({"step": 1})
+    c.final({"step": 2})
+    assert [json.loads(line) for line in out.getvalue().splitlines()] == [{"step": 1}, {"step": 2}]
+
+
+def test_an_encoding_without_the_characters_is_noticed():
+    assert Console(stream=io.TextIOWrapper(io.BytesIO(), "utf-8")).can_show("⣿│")
+    assert not Console(stream=io.TextIOWrapper(io.BytesIO(), "ascii")).can_show("⣿│")
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0:00"), (65.4, "1:05"), (3599.6, "1:00:00"), (7384, "2:03:04"), (-1, "0:00")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "count, text", [(0, "0"), (950, "950"), (12_345, "12.3k"), (4_560_000, "4.56M"), (7.89e9, "7.89G")]
+)
+def test_short_counts(count, text):
+    assert short(count) == text
