@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from barellm.cli.options import add_configuration, configuration
@@ -16,13 +17,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=KINDS, metavar="WHAT", help="step: a training step; ops: each kernel against its bound; "
                         "peers: our step and PyTorch's, interleaved")  # fmt: skip
     parser.add_argument(
-        "--digest", action="store_true", help="add a hash of all weights and optimizer state after the steps"
+        "--digest", action="store_true", help="step: add a hash of all weights and states after the steps"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument(
-        "--out", metavar="FILE.json", help="peers: where to keep every sample (default: benchmarks/results/)"
+        "--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end'
     )
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="peers: turns of every variant (default: 7)")
+    parser.add_argument(
+        "--out", metavar="FILE.json", help="peers: where every sample goes (default: benchmarks/results/)"
+    )
     add_configuration(parser)
 
 
@@ -36,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "step":
         from barellm.profiling import step
 
+        if args.serve:
+            step.serve(config)
+            return 0
         result = step.measure(config, steps=_steps(args), digest=args.digest)
         text = _step_lines(result)
     elif args.what == "ops":
@@ -44,7 +51,17 @@ def run(args: argparse.Namespace) -> int:
         result = ops.measure(config, steps=_steps(args))
         text = _ops_lines(result)
     else:
-        raise UserError("later")
+        from barellm.profiling import peers
+
+        if args.rounds < 1:
+            raise UserError(f"--rounds is {args.rounds}, expected at least 1")
+        result = peers.measure(config, rounds=args.rounds, report=print if not args.json else lambda line: None)
+        train = config.train
+        name = f"{config.preset}-{train.batch}x{train.seq}-{train.dtype}.json"
+        out = Path(args.out) if args.out else peers.FOLDER / "results" / name
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+        text = [*_peers_lines(result), f"samples: {out}"]
     print(json.dumps(result) if args.json else "\n".join(text))
     return 0
 
@@ -91,3 +108,15 @@ def _ops_lines(r: dict[str, Any]) -> list[str]:
         lines.append(f"{name:<28}{row['shape']:<16}{row['count']:>6}{share}{rates}{row['percent_of_bound']:>12.1f}")
     total = f"{r['ops_s'] * 1e3:.2f} ms of ops, {100 * r['bound_s'] / r['ops_s']:.1f} % of the bound"
     return [*lines, "", f"{total}; the step without stamps {r['step_s'] * 1e3:.2f} ms"]
+
+
+def _peers_lines(r: dict[str, Any]) -> list[str]:
+    lines = [f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}: bound {r['bound_s'] * 1e3:.1f} ms"]
+    for v in r["variants"]:
+        ratio = v["median_s"] / r["ours_s"]
+        start, peak = v["first_step_s"], v["peak_rss_bytes"] / 1e9
+        lines.append(
+            f"  {v['name']:<26}{v['median_s'] * 1e3:>9.1f} ms  {ratio:>5.2f}x   first step {start:.1f} s, peak {peak:.2f} GB"
+        )
+    best = f"{r['ratio_to_best']:.2f}x faster than the best peer ({r['best_peer']})"
+    return [*lines, f"  {r['percent_of_bound']:.1f} % of the bound, {best}"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -164,3 +166,25 @@ def describe(
         "cpu_s_by_step": [s.usage.cpu_s for s in samples],
         "losses": [s.loss for s in samples],
     }
+
+
+def serve(config: Config) -> None:
+    """Turns for an interleaved comparison: a JSON line after the first step; then, for every line "N" of standard input, N
+    steps and their seconds; at the end of the input the peak of memory."""
+    with opened(config) as (bench, facts):
+        train = bench.train
+        start = {"threads": bench.machine.session.threads, "isa": bench.machine.session.isa.name, "dtype": train.dtype}
+        print(json.dumps(start | {k: v for k, v in facts.items() if k != "counter"}), flush=True)
+        for line in sys.stdin:
+            samples = [bench.step() for _ in range(int(line))]
+            turn = {
+                "step_s": [s.seconds for s in samples],
+                "losses": [s.loss for s in samples],
+                "cpu_s": sum(s.usage.cpu_s for s in samples),
+                "minor_faults": sum(s.usage.minor_faults for s in samples),
+            }
+            print(json.dumps(turn), flush=True)
+        print(
+            json.dumps({"arena_bytes": bench.machine.plan.arena_bytes, "peak_rss_bytes": resident_bytes()[1]}),
+            flush=True,
+        )

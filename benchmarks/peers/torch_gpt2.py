@@ -1,0 +1,122 @@
+"""The peer: a GPT-2 training step in PyTorch on the CPU (forward, backward, clip, fused AdamW) on random tokens.
+
+Serves turns, so that several variants can be measured interleaved: after the first step it prints a JSON line, then reads lines
+"N" from standard input, runs N steps for each and prints their seconds; at the end of the input it prints its peak memory.
+
+    echo 5 | python torch_gpt2.py --mode compile --dtype bf16 --batch 4 --seq 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+
+
+def since_start() -> float:
+    """Seconds since this process began."""
+    with open("/proc/self/stat") as f:
+        ticks = int(f.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def build(a: argparse.Namespace):
+    """nanoGPT's model in few lines: pre-norm blocks, fused qkv, flash attention, tied classifier, GPT-2's initialisation."""
+    import torch
+    import torch.nn as nn
+    import torch.nn.functional as F
+
+    C, H = a.channels, a.heads
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ln_1, self.ln_2 = nn.LayerNorm(C, bias=a.bias), nn.LayerNorm(C, bias=a.bias)
+            self.qkv, self.proj = nn.Linear(C, 3 * C, bias=a.bias), nn.Linear(C, C, bias=a.bias)
+            self.fc, self.fcproj = nn.Linear(C, 4 * C, bias=a.bias), nn.Linear(4 * C, C, bias=a.bias)
+
+        def forward(self, x):
+            B, T, _ = x.shape
+            q, k, v = (y.view(B, T, H, C // H).transpose(1, 2) for y in self.qkv(self.ln_1(x)).split(C, dim=2))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
+            return x + self.fcproj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+
+    class GPT(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wte, self.wpe = nn.Embedding(a.vocab, C), nn.Embedding(a.seq, C)
+            self.blocks = nn.ModuleList([Block() for _ in range(a.layers)])
+            self.ln_f = nn.LayerNorm(C, bias=a.bias)
+            for name, p in self.named_parameters():
+                if p.dim() == 2:
+                    nn.init.normal_(p, std=0.02 / ((2 * a.layers) ** 0.5 if "proj" in name else 1))
+
+        def forward(self, tokens, targets):
+            x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            logits = F.linear(self.ln_f(x), self.wte.weight)
+            return F.cross_entropy(logits.view(-1, a.vocab).float(), targets.view(-1))
+
+    return GPT()
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    for name, default in {"layers": 12, "heads": 12, "channels": 768, "vocab": 50304, "batch": 4, "seq": 64}.items():
+        p.add_argument(f"--{name}", type=int, default=default)
+    p.add_argument("--bias", type=int, default=1)
+    p.add_argument("--mode", choices=("eager", "compile"), default="eager")
+    p.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    p.add_argument("--threads", type=int, default=0)
+    a = p.parse_args()
+    a.bias = bool(a.bias)
+
+    import torch
+
+    imported = since_start()
+    if a.threads:
+        torch.set_num_threads(a.threads)
+    torch.manual_seed(0)
+    model = build(a)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+    run = torch.compile(model) if a.mode == "compile" else model
+    tokens, targets = torch.randint(0, a.vocab, (2, a.batch, a.seq))
+
+    def step() -> tuple[float, float]:
+        start = time.perf_counter()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=a.dtype == "bf16"):
+            loss = run(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item(), time.perf_counter() - start
+
+    loss, seconds = step()
+    print(json.dumps({"first_step_s": since_start(), "import_s": imported, "step_s": seconds, "loss": loss,
+                      "version": torch.__version__, "threads": torch.get_num_threads()}), flush=True)  # fmt: skip
+    for line in sys.stdin:
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        results = [step() for _ in range(int(line))]
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        print(json.dumps({
+            "step_s": [s for _, s in results],
+            "losses": [x for x, _ in results],
+            "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+            "minor_faults": after.ru_minflt - before.ru_minflt,
+        }), flush=True)  # fmt: skip
+    with open("/proc/self/status") as f:
+        peak = next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
+    print(json.dumps({"peak_rss_bytes": peak}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
