@@ -53,20 +53,20 @@ def target_machine(isa: ISA) -> llvm.TargetMachine:
     return target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=2, jit=True)
 
 
+def sources() -> list[Path]:
+    """Every file that shapes generated code: the backend's own, and those whose constants kernels take."""
+    root = Path(__file__).parent
+    taken = [*root.parent.glob("program/ops/*.py"), root.parent / "program" / "tensor.py"]
+    return sorted([*root.rglob("*.py"), *taken, root.parent / "runtime" / "scalars.py"])
+
+
 @cache
 def sources_digest() -> str:
-    """Hash of everything that shapes generated code: the backend's sources, this Python's llvmlite and LLVM."""
+    """Hash of those files and of this Python's llvmlite and LLVM."""
     import llvmlite
 
     h = hashlib.sha256(f"{llvmlite.__version__} {llvm.llvm_version_info}".encode())
-    root = Path(__file__).parent
-    for path in sorted(
-        [
-            *root.rglob("*.py"),
-            root.parent / "runtime" / "scalars.py",
-            root.parent / "program" / "ops" / "elementwise.py",
-        ]
-    ):
+    for path in sources():
         h.update(path.read_bytes())
     return h.hexdigest()
 

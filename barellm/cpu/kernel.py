@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import marshal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from barellm.cpu.isa import ISA
@@ -44,7 +47,7 @@ class Spec:
 
     @property
     def key(self) -> str:
-        return f"{self.emit.__module__}.{self.name}|{self.operands}|{self.constants}"
+        return f"{self.emit.__module__}.{self.name}|{_outside(self.emit)}|{self.operands}|{self.constants}"
 
     def symbol(self) -> str:
         return f"{self.name}_{hashlib.sha256(self.key.encode()).hexdigest()[:12]}"
@@ -66,6 +69,15 @@ class Spec:
                 pointers.append(Pointer(k, k.op("ptr", f"load ptr, ptr {where.ref}, align 8").ref, kind))
         self.emit(k, *pointers, **dict(self.constants))
         return k.function(self.symbol(), "ptr %rt, ptr noalias %args, ptr %counter")
+
+
+@cache
+def _outside(emit: Emit) -> str:
+    """Digest of a kernel that lives outside this backend, whose own sources are part of every key of the object cache."""
+    path = Path(emit.__code__.co_filename)
+    if path.is_relative_to(Path(__file__).parent):
+        return ""
+    return hashlib.sha256(path.read_bytes() if path.is_file() else marshal.dumps(emit.__code__)).hexdigest()
 
 
 @dataclass(frozen=True)

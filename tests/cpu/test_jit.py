@@ -1,9 +1,14 @@
 """The object cache, and code that must not be loaded."""
 
+import ast
+import importlib.util
+from pathlib import Path
+
 import pytest
 
 from barellm.cpu import jit
 from barellm.cpu.isa import available, host
+from barellm.cpu.kernel import Spec
 from barellm.errors import UserError
 
 ADD = """
@@ -57,3 +62,24 @@ def test_an_isa_that_the_machine_lacks_is_refused(monkeypatch):
     monkeypatch.setenv("BARELLM_ISA", "avx1024")
     with pytest.raises(UserError, match=f"BARELLM_ISA is 'avx1024', this machine runs: {available()[0]}"):
         host()
+
+
+def test_every_constant_of_a_kernel_is_part_of_the_key():
+    package = Path(jit.__file__).parents[1]
+    for path in [*package.glob("cpu/kernels/*.py"), *package.glob("cpu/lang/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("barellm."):
+                source = package.parent / (node.module.replace(".", "/") + ".py")
+                assert not source.is_file() or source in jit.sources(), (path, source)
+
+
+def test_a_kernel_outside_the_package_that_was_edited_is_another_kernel(tmp_path):
+    def loaded(name: str, factor: float) -> Spec:
+        path = tmp_path / f"{name}.py"
+        path.write_text(f"def scale(k, y):\n    y.store(y.load() * {factor})\n")
+        spec = importlib.util.spec_from_file_location("mine", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return Spec(module.scale, ("fp32",), ())
+
+    assert loaded("a", 2.0).key == loaded("b", 2.0).key != loaded("c", 3.0).key
