@@ -4,7 +4,7 @@
     def layernorm(k, y, mean, rstd, x, weight, bias, *, C, eps): ...
 
 Positional parameters are the op's tensors by name, given as typed Pointers (None where an optional one is absent), or integers
-that a lowering passes at run time. Keyword-only parameters are constants of the code. One specialisation is compiled for each
+that differ between ops which share the code: attributes of the op, or what a lowering passes. Keyword-only parameters are constants of the code. One specialisation is compiled for each
 combination of dtypes and constants, and shared by all ops that need it.
 """
 
@@ -182,7 +182,7 @@ def kernel(op_name: str, *, constants: Callable[[Any], dict[str, Any]] = lambda 
     def register(emit: Emit) -> Emit:
         def lower(c: Lowering) -> None:
             op = c.op
-            named = {**op.inputs, **op.outputs}
+            named = {**op.attrs, **op.inputs, **op.outputs}
             values = constants(op)
             for p in inspect.signature(emit).parameters.values():
                 if p.kind is p.KEYWORD_ONLY and p.name.startswith("mode_"):

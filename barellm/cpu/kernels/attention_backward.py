@@ -192,7 +192,7 @@ def one_pass(k: KernelBuilder, claims: Value) -> Value:
 
 
 def attention_backward_keys(
-    k: KernelBuilder, dqkv, qkv, dout, lse, delta, *, batch, seq, heads, D, rate, stream, length, mode_dqkv
+    k: KernelBuilder, dqkv, qkv, dout, lse, delta, stream, *, batch, seq, heads, D, rate, length, mode_dqkv
 ) -> None:
     """dk and dv; in one pass also dq."""
     T, count = extent(k, seq), extent(k, batch) * heads
@@ -229,7 +229,7 @@ def attention_backward_keys(
 
 
 def attention_backward_queries(
-    k: KernelBuilder, dqkv, qkv, dout, lse, delta, *, batch, seq, heads, D, rate, stream, length, mode_dqkv
+    k: KernelBuilder, dqkv, qkv, dout, lse, delta, stream, *, batch, seq, heads, D, rate, length, mode_dqkv
 ) -> None:
     """dq, where it was not computed with dk and dv."""
     T, count = extent(k, seq), extent(k, batch) * heads
@@ -261,6 +261,7 @@ def lower_attention_backward(op: Op, c: Lowering) -> None:
     delta = c.scratch("delta", op.lse.nbytes)
     c.call(attention_delta, {"delta": (part(delta), "fp32"), "out": op.out, "dout": op.dout}, shape, writes="delta")
     operands = {"dqkv": op.dqkv, "qkv": op.qkv, "dout": op.dout, "lse": op.lse, "delta": (part(delta), "fp32")}
-    constants = {**shape, "rate": op.rate, "stream": op.stream, "length": length, "mode_dqkv": op.modes["dqkv"]}
+    operands["stream"] = op.stream
+    constants = {**shape, "rate": op.rate, "length": length, "mode_dqkv": op.modes["dqkv"]}
     for emit in (attention_backward_keys, attention_backward_queries):
         c.call(emit, operands, constants, writes="dqkv")

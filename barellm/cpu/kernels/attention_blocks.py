@@ -343,7 +343,7 @@ class Dropout:
     """Multipliers of a block of probabilities, [key][g.queries] fp32, from the words that `program/ops/random.py` defines."""
 
     rate: float
-    stream: int
+    stream: Value
     heads: int
 
     def key(self, k: KernelBuilder, sample: Value) -> tuple[Value, Value]:

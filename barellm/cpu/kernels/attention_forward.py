@@ -172,7 +172,7 @@ def probabilities(
 # --- training and evaluation ---
 
 
-def attention(k: KernelBuilder, out, lse, qkv, *, batch, seq, heads, D, rate, stream) -> None:
+def attention(k: KernelBuilder, out, lse, qkv, stream, *, batch, seq, heads, D, rate) -> None:
     g = Geometry.of(k.isa, qkv.dtype, D)
     C, T = heads * D, extent(k, seq)
     block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
@@ -193,10 +193,10 @@ def attention(k: KernelBuilder, out, lse, qkv, *, batch, seq, heads, D, rate, st
 
 @lowering("attention")
 def lower_attention(op: Op, c: Lowering) -> None:
-    constants = {**sizes(op.out, op.heads), "rate": op.rate, "stream": op.stream}
+    constants = {**sizes(op.out, op.heads), "rate": op.rate}
     g = Geometry.of(c.isa, op.qkv.dtype, constants["D"])
     c.private(offsets(scratch_units(g, op.rate))[1])
-    c.call(attention, {"out": op.out, "lse": op.lse, "qkv": op.qkv}, constants, writes="out lse")
+    c.call(attention, {"out": op.out, "lse": op.lse, "qkv": op.qkv, "stream": op.stream}, constants, writes="out lse")
 
 
 # --- decoding ---

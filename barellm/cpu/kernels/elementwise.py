@@ -56,7 +56,7 @@ def bias(k: KernelBuilder, y, x, bias, *, C, dims, inner) -> None:
         across(k, C, lambda c, mask, j: to.store(of.load(c, mask) + bias.load(c, mask), c, mask))
 
 
-def _dropout(k: KernelBuilder, out, x, *, C: int, rate: float, stream: int, mode: str) -> None:
+def _dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str) -> None:
     """out = x * keep / (1 - rate); x (batch, seq, C). The bits come from (seed, step, sample, stream, position, column)."""
     seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
     with k.claim(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
@@ -84,14 +84,14 @@ def _dropout(k: KernelBuilder, out, x, *, C: int, rate: float, stream: int, mode
                     pair(C // (2 * HALF), C % (2 * HALF), part, offset)
 
 
-@kernel("dropout", constants=lambda op: {"C": int(op.x.shape[-1]), "rate": op.rate, "stream": op.stream})
-def dropout(k: KernelBuilder, y, x, *, C, rate, stream) -> None:
-    _dropout(k, y, x, C=C, rate=rate, stream=stream, mode="store")
+@kernel("dropout", constants=lambda op: {"C": int(op.x.shape[-1]), "rate": op.rate})
+def dropout(k: KernelBuilder, y, x, stream, *, C, rate) -> None:
+    _dropout(k, y, x, stream, C=C, rate=rate, mode="store")
 
 
-@kernel("dropout_backward", constants=lambda op: {"C": int(op.dx.shape[-1]), "rate": op.rate, "stream": op.stream})
-def dropout_backward(k: KernelBuilder, dx, dy, *, C, rate, stream, mode_dx) -> None:
-    _dropout(k, dx, dy, C=C, rate=rate, stream=stream, mode=mode_dx)
+@kernel("dropout_backward", constants=lambda op: {"C": int(op.dx.shape[-1]), "rate": op.rate})
+def dropout_backward(k: KernelBuilder, dx, dy, stream, *, C, rate, mode_dx) -> None:
+    _dropout(k, dx, dy, stream, C=C, rate=rate, mode=mode_dx)
 
 
 @kernel("last_row", constants=lambda op: {"C": int(op.x.shape[-1])})
