@@ -4,8 +4,9 @@
     def layernorm(k, y, mean, rstd, x, weight, bias, *, C, eps): ...
 
 Positional parameters are the op's tensors by name, given as typed Pointers (None where an optional one is absent), or integers
-that differ between ops which share the code: attributes of the op, or what a lowering passes. Keyword-only parameters are constants of the code. One specialisation is compiled for each
-combination of dtypes and constants, and shared by all ops that need it.
+that differ between ops which share the code: attributes of the op, or what a lowering passes. Keyword-only parameters are
+constants of the code. One specialisation is compiled for each combination of dtypes and constants, and shared by all ops that
+need it.
 """
 
 from __future__ import annotations
