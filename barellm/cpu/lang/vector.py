@@ -7,48 +7,60 @@ from __future__ import annotations
 
 from math import log, pi
 
-from barellm.cpu.lang.emit import Builder, Value
+from barellm.cpu.lang.emit import Builder
+from barellm.cpu.lang.values import Value
 from barellm.program.ops.elementwise import GELU_CUBIC, GELU_SCALE
 
 LOG2E = 1.4426950408889634
-# 2^f on [-0.5, 0.5], Chebyshev fit of degree 6: relative error 2e-8 before rounding.
-EXP2 = (
+# Minimax fits of degree 6, relative error 2e-9 and 3e-9: 2^f on [-0.5, 0.5], e^r on [-ln(2)/2, ln(2)/2].
+EXP2 = (1.0, 0.6931472028810532, 0.24022647910278372, 0.05550332409476683, 0.009618437606629159, 0.0013398900238861516,
+        0.00015353341035825844)  # fmt: skip
+EXP = (
     1.0,
-    0.693147182464599609375,
-    0.2402265071868896484,
-    0.05550357326865196,
-    0.009618237614631653,
-    0.0013398874104022980,
-    0.00015465189653449,
+    1.0,
+    0.499999934477676,
+    0.1666652063151181,
+    0.041668388051127006,
+    0.008368716898075616,
+    0.0013814598365808955,
 )
 MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer that lies in the low mantissa bits
 
 
-def exp2(k: Builder, x: Value) -> Value:
-    """2**x; 0 below -126, infinity above 128."""
-    clipped = k.max(k.min(x, 128.0), -126.0)
-    shifted = clipped + MAGIC
-    f = clipped - (shifted - MAGIC)
-    p = k.to(EXP2[-1], k.vec)
-    for c in reversed(EXP2[:-1]):
-        p = k.fma(p, f, c)
-    # Add the integer to the exponent field; 2^127 * 2 for x = 128 overflows to infinity as it should.
+def polynomial(k: Builder, x: Value, coefficients: tuple[float, ...]) -> Value:
+    p = k.to(coefficients[-1], k.vec)
+    for c in reversed(coefficients[:-1]):
+        p = k.fma(p, x, c)
+    return p
+
+
+def _scale(k: Builder, p: Value, shifted: Value, x: Value, *, low: float, high: float) -> Value:
+    """p 2^n, where n is what MAGIC + n = `shifted` holds: 0 for x below `low`, infinity from `high` on; NaN stays NaN."""
+    if k.isa.masked:  # AVX-512 has an instruction that minds all of that
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        k.declare(f"{k.vec} @{name}({k.vec}, {k.vec}, {k.vec}, i16, i32)")
+        n = shifted - MAGIC
+        return k.op(k.vec, f"call {k.vec} @{name}({p.typed}, {n.typed}, {k.vec} undef, i16 -1, i32 4)")
     scaled = k.bitcast(k.bitcast(p, k.ivec) + (k.bitcast(shifted, k.ivec) << 23), k.vec)
-    return k.select(x < -126.0, 0.0, k.select(x < 128.0, scaled, x + float("inf")))  # NaN stays NaN
+    return k.select(x < low, 0.0, k.select(x < high, scaled, x + float("inf")))
+
+
+def exp2(k: Builder, x: Value) -> Value:
+    """2**x; 0 below -126 (AVX-512: denormals), infinity above 128."""
+    clipped = k.max(-151.0, k.min(129.0, x))  # of a NaN and a number the second: NaN stays
+    shifted = clipped + MAGIC
+    p = polynomial(k, clipped - (shifted - MAGIC), EXP2)
+    return _scale(k, p, shifted, x, low=-126.0, high=128.0)
 
 
 def exp(k: Builder, x: Value) -> Value:
     """e**x. The product with log2(e) is exact to two floats, so that the error stays at an ulp or two for large |x|."""
-    clipped = k.max(k.min(x, 89.0), -88.0)
+    clipped = k.max(-105.0, k.min(89.0, x))
     shifted = k.fma(clipped, LOG2E, MAGIC)
     n = shifted - MAGIC
     r = k.fma(n, -0.693145751953125, clipped)
     r = k.fma(n, -1.428606765330187e-06, r)
-    p = k.to(1 / 5040, k.vec)
-    for c in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
-        p = k.fma(p, r, c)
-    scaled = k.bitcast(k.bitcast(p, k.ivec) + (k.bitcast(shifted, k.ivec) << 23), k.vec)
-    return k.select(x < -87.33654, 0.0, k.select(x < 88.7228, scaled, x + float("inf")))  # NaN stays NaN
+    return _scale(k, polynomial(k, r, EXP), shifted, x, low=-87.33654, high=88.7228)
 
 
 def ln(k: Builder, x: Value) -> Value:
@@ -67,29 +79,21 @@ def ln(k: Builder, x: Value) -> Value:
     return k.select(x < float("inf"), k.fma(e, log(2.0), p * s), x)
 
 
-def sigmoid(k: Builder, x: Value) -> Value:
-    return 1.0 / (1.0 + exp(k, -x))
-
-
-def tanh(k: Builder, x: Value) -> Value:
-    """2 sigmoid(2x) - 1: absolute error an ulp of 1, which is what GELU needs."""
-    return 2.0 * sigmoid(k, 2.0 * x) - 1.0
-
-
-def _gelu_argument(k: Builder, x: Value) -> Value:
-    """2 sqrt(2/pi) (x + 0.044715 x^3): gelu(x) = x sigmoid of it."""
-    return x * k.fma(x * x, 2 * GELU_SCALE * GELU_CUBIC, k.to(2 * GELU_SCALE, k.vec))
+def _exp_of_minus_u(k: Builder, x: Value, squared: Value) -> Value:
+    """exp(-u(x)), u = 2 sqrt(2/pi) (x + 0.044715 x^3), so that gelu(x) = x / (1 + exp(-u))."""
+    return exp(k, x * k.fma(squared, -2 * GELU_SCALE * GELU_CUBIC, k.to(-2 * GELU_SCALE, k.vec)))
 
 
 def gelu(k: Builder, x: Value) -> Value:
-    return x * sigmoid(k, _gelu_argument(k, x))
+    return x / (1.0 + _exp_of_minus_u(k, x, x * x))
 
 
 def gelu_slope(k: Builder, x: Value) -> Value:
     """s + x s (1 - s) u'(x), with s the sigmoid of u(x). 1 - s as s exp(-u) keeps the digits that cancel in the difference."""
-    e = k.min(1e37, exp(k, -_gelu_argument(k, x)))
+    squared = x * x
+    e = k.min(1e37, _exp_of_minus_u(k, x, squared))
     s = 1.0 / (1.0 + e)
-    du = k.fma(x * x, 6 * GELU_SCALE * GELU_CUBIC, k.to(2 * GELU_SCALE, k.vec))
+    du = k.fma(squared, 6 * GELU_SCALE * GELU_CUBIC, k.to(2 * GELU_SCALE, k.vec))
     return k.fma(x * s * (s * e), du, s)
 
 
