@@ -23,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end'
     )
+    parser.add_argument("--torch", action="store_true", help="ops: add the time of PyTorch's own op for the same work")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="peers: turns of every variant (default: 7)")
     parser.add_argument(
         "--out", metavar="FILE.json", help="peers: where every sample goes (default: benchmarks/results/)"
@@ -49,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
         from barellm.profiling import ops
 
         result = ops.measure(config, steps=_steps(args))
+        if args.torch:
+            from barellm.profiling import peers
+
+            result |= peers.torch_ops(config, result["ops"])
         text = _ops_lines(result)
     else:
         from barellm.profiling import peers
@@ -95,19 +100,25 @@ def _step_lines(r: dict[str, Any]) -> list[str]:
 
 def _ops_lines(r: dict[str, Any]) -> list[str]:
     rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in r["ceiling"]["bandwidth"].items())
+    peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in r["ceiling"]["flops"].items())
+    head = f"{'op':<28}{'shape':<16}{'count':>6}{'ms':>10}{'% of step':>11}{'GFLOP/s':>10}{'GB/s':>8}{'% of bound':>12}"
     lines = [
         f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}, {r['isa']}, {r['threads']} threads",
-        f"peak {', '.join(f'{d} {f / 1e9:.0f} GFLOP/s' for d, f in r['ceiling']['flops'].items())}; {rates}",
+        f"peak {peaks}; memory {rates}",
         "",
-        f"{'op':<28}{'shape':<16}{'count':>6}{'ms':>10}{'% of step':>11}{'GFLOP/s':>10}{'GB/s':>8}{'% of bound':>12}",
+        head + (f"{'/ torch':>10}" if "peer" in r else ""),
     ]
     for row in sorted(r["ops"], key=lambda row: -row["s"]):
         rates = f"{row['flops'] / row['s'] / 1e9:>10.1f}{row['bytes'] / row['s'] / 1e9:>8.1f}"
         share = f"{row['s'] * 1e3:>10.3f}{100 * row['s'] / r['ops_s']:>11.1f}"
+        peer = f"{row['times_peer']:>10.2f}" if "times_peer" in row else ""
         name = f"{row['program']} {row['op']}"
-        lines.append(f"{name:<28}{row['shape']:<16}{row['count']:>6}{share}{rates}{row['percent_of_bound']:>12.1f}")
+        lines.append(
+            f"{name:<28}{row['shape']:<16}{row['count']:>6}{share}{rates}{row['percent_of_bound']:>12.1f}{peer}"
+        )
     total = f"{r['ops_s'] * 1e3:.2f} ms of ops, {100 * r['bound_s'] / r['ops_s']:.1f} % of the bound"
-    return [*lines, "", f"{total}; the step without stamps {r['step_s'] * 1e3:.2f} ms"]
+    peer = [f"/ torch: our time over that of {r['peer']}; layernorm_dx with layernorm_dparams"] if "peer" in r else []
+    return [*lines, "", f"{total}; the step without stamps {r['step_s'] * 1e3:.2f} ms", *peer]
 
 
 def _peers_lines(r: dict[str, Any]) -> list[str]:

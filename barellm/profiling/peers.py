@@ -91,15 +91,28 @@ class Variant:
         }
 
 
-def variants(config: Config) -> list[Variant]:
-    """Ours, and PyTorch eager and compiled in each environment. UserError where the peers' folder or PyTorch is missing."""
-    script = FOLDER / "peers" / "torch_gpt2.py"
+def peer_script(name: str) -> Path:
+    """UserError where the peers' folder or PyTorch is missing."""
+    script = FOLDER / "peers" / name
     if not script.exists():
         raise UserError(
             f"{script} is missing: bench peers runs from a checkout of the project, not from an installed package"
         )
     if importlib.util.find_spec("torch") is None:
-        raise UserError("PyTorch is not installed for this Python (pip install torch): bench peers compares with it")
+        raise UserError("PyTorch is not installed for this Python (pip install torch): bench compares with it")
+    return script
+
+
+def environments() -> dict[str, dict[str, Any]]:
+    """The peer's environments by name, with this process's processors filled in."""
+    found = json.loads((FOLDER / "peers" / "environments.json").read_text())
+    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return {n: e | {"set": {k: v.format(cpus=cpus) for k, v in e["set"].items()}} for n, e in found.items()}
+
+
+def variants(config: Config) -> list[Variant]:
+    """Ours, and PyTorch eager and compiled in each environment."""
+    script = peer_script("torch_gpt2.py")
     model, train = config.model, config.train
     sizes = {
         "layers": model.layers, "heads": model.heads, "channels": model.channels, "vocab": model.padded_vocab,
@@ -114,12 +127,9 @@ def variants(config: Config) -> list[Variant]:
         for name in ("layers", "heads", "channels", "vocab_size", "padded_vocab")
     ]
     made = [Variant("barellm", ours, {}, "threads pinned, one arena")]
-    environments = json.loads((FOLDER / "peers" / "environments.json").read_text())
-    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    for name, environment in environments.items():
-        settings = {k: v.format(cpus=cpus) for k, v in environment["set"].items()}
+    for name, environment in environments().items():
         made += [
-            Variant(f"torch {mode}, {name}", [*theirs, "--mode", mode], settings, environment["why"]) for mode in MODES
+            Variant(f"torch {m}, {name}", [*theirs, "--mode", m], environment["set"], environment["why"]) for m in MODES
         ]
     return made
 
@@ -218,3 +228,36 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "huge_pages": huge.read_text().strip() if huge.exists() else None,
     }
+
+
+def torch_ops(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Adds to every row of `ops.measure` the seconds of PyTorch's own ops for the same work, in the tuned environment: `peer_s`,
+    or None where PyTorch has no such op. Both parts of LayerNorm's backward stand against PyTorch's one."""
+    script = peer_script("torch_ops.py")
+    model, train = config.model, config.train
+    sizes = {"batch": train.batch, "seq": train.seq, "rows": train.batch * train.seq, "heads": model.heads}
+    sizes |= {"channels": model.channels, "dtype": train.dtype}
+    wanted = [
+        sizes
+        | {
+            "op": row["op"].replace("layernorm_dx", "layernorm_backward"),
+            "shape": [int(n) for n in row["shape"].split("x")],
+        }
+        for row in rows
+    ]
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        input=json.dumps(wanted),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=os.environ | environments()["tuned"]["set"],
+    )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    together = {row["program"]: row["s"] for row in rows if row["op"] == "layernorm_dparams"}
+    for row, seconds in zip(rows, answer["s"], strict=True):
+        row["peer_s"] = None if seconds is None else seconds * row["count"]
+        if seconds is not None:
+            ours = row["s"] + (together.get(row["program"], 0.0) if row["op"] == "layernorm_dx" else 0.0)
+            row["times_peer"] = ours / row["peer_s"]
+    return {"peer": f"PyTorch {answer['version']}, tuned environment"}

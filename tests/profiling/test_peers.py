@@ -114,3 +114,17 @@ def test_our_side_serves_turns():
     ours.finish()
     assert len(ours.turns[0]["step_s"]) == 3 and ours.facts["first_step_s"] > 0
     assert ours.facts["peak_rss_bytes"] > ours.facts["arena_bytes"]
+
+
+@pytest.mark.oracle
+def test_pytorch_serves_turns_and_has_most_ops():
+    made = {v.name: v for v in peers.variants(config())}["torch eager, tuned"]
+    made.start()
+    made.turn(2)
+    made.finish()
+    assert len(made.turns[0]["step_s"]) == 2 and made.facts["peak_rss_bytes"] > 1e8
+    names = ["linear", "matmul_dw", "attention_backward", "layernorm_dx", "layernorm_dparams", "adamw", "clip_scale"]
+    rows = [{"program": "micro", "op": n, "shape": "128x128", "count": 2, "s": 1e-3} for n in names]
+    assert "PyTorch" in peers.torch_ops(config(), rows)["peer"]
+    assert [row["op"] for row in rows if row["peer_s"] is None] == ["layernorm_dparams", "clip_scale"]
+    assert all(row["times_peer"] > 0 for row in rows if row["peer_s"])
