@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import across, row_grain
+from barellm.cpu.kernels.loops import across, row_grain, sweep_result
 from barellm.cpu.kernels.reductions import added
 from barellm.cpu.kernels.storage import Weight, weight_operands
 from barellm.program.ops.base import Op
@@ -27,18 +27,18 @@ def lower_embedding(op: Op, c: Lowering) -> None:
     c.call(embedding, operands, {"C": int(op.y.shape[-1])}, writes="y")
 
 
-@kernel("embedding_dwte", constants=lambda op: {"C": int(op.dy.shape[-1]), "V": int(op.rows)})
-def embedding_dwte(k: KernelBuilder, dweight, tokens, dy, *, C, V, mode_dweight) -> None:
+def clear(k: KernelBuilder, out, *, size, mode) -> None:
+    """out (size) = 0 where `mode` is to store in this run."""
+    keep = k.keep(mode)
+    n = k.int(size) if keep is None else k.select(keep, 0, k.int(size))
+    sweep_result(k, n, out.itemsize, lambda i, mask, nontemporal: out.store(0.0, i, mask, nontemporal=nontemporal))
+
+
+def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C) -> None:
     """A thread claims columns and adds the tokens' rows in order: no sort, no atomics, the same bits for any thread count."""
     rows = k.scalar("batch") * k.scalar("seq")
 
     def walk(first, width: int) -> None:
-        if mode_dweight != "add":
-            fresh = k.keep(mode_dweight)
-            fresh = k.const(1, "i1") if fresh is None else fresh ^ k.const(1, "i1")
-            with k.when(fresh), k.loop(0, V) as v:
-                to = dweight.at(v * C + first)
-                across(k, width, lambda c, mask, j: to.store(0.0, c, mask))
         with k.loop(0, rows) as row:
             to, of = dweight.at(tokens.get(row) * C + first), dy.at(row * C + first)
             across(k, width, lambda c, mask, j: to.store(to.load(c, mask) + of.load(c, mask), c, mask))
@@ -50,6 +50,15 @@ def embedding_dwte(k: KernelBuilder, dweight, tokens, dy, *, C, V, mode_dweight)
         if C % COLUMNS:
             with k.otherwise(whole):
                 walk(k.int(C - C % COLUMNS), C % COLUMNS)
+
+
+@lowering("embedding_dwte")
+def lower_embedding_dwte(op: Op, c: Lowering) -> None:
+    mode = op.modes["dweight"]
+    if mode != "add":
+        c.call(clear, {"out": op.dweight}, {"size": op.dweight.size, "mode": mode}, writes="out")
+    operands = {"dweight": op.dweight, "tokens": op.tokens, "dy": op.dy}
+    c.call(add_token_rows, operands, {"C": int(op.dy.shape[-1])}, writes="dweight")
 
 
 @kernel("embedding_dwpe", constants=lambda op: {"C": int(op.dy.shape[-1]), "positions": int(op.rows)})

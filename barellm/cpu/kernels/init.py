@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from math import prod
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
@@ -21,7 +22,9 @@ def normals(k: KernelBuilder, first: Value, second: Value) -> tuple[Value, Value
     return radius * cosine, radius * sine
 
 
-def normal_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream, *, std) -> None:
+def normal_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream, std_bits) -> None:
+    """std * normals. All that differs between parameters is given at run time, the deviation as its fp32 bits: one code for all."""
+    std = k.splat(k.bitcast(k.to(std_bits, "i32"), "float"))
     key = random.sample_key(k, k.scalar("seed"), 0, 0, stream)
     weights = Weight(k, param, param_lo)
     width = 2 * HALF
@@ -41,9 +44,9 @@ def normal_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream,
 def lower_normal_init(op: Op, c: Lowering) -> None:
     t = op.outputs["param"]
     columns = int(t.shape[-1])
-    operands = {**weight_operands("param", t), "rows": t.size // columns, "columns": columns,
-                "valid": _valid(op), "stream": int(op.stream)}  # fmt: skip
-    c.call(normal_init, operands, {"std": float(op.std)}, writes="param param_lo")
+    operands = {**weight_operands("param", t), "rows": t.size // columns, "columns": columns, "valid": _valid(op),
+                "stream": int(op.stream), "std_bits": struct.unpack("<i", struct.pack("<f", op.std))[0]}  # fmt: skip
+    c.call(normal_init, operands, writes="param param_lo")
 
 
 def constant_init(k: KernelBuilder, param, param_lo, n, valid, *, value) -> None:

@@ -1,0 +1,64 @@
+"""The harness reports each kind of wrong kernel, with a line that reproduces it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.cpu.kernel import REGISTRY, Lowering
+from barellm.cpu.kernels.loops import sweep
+from barellm.program import ops
+from tests.cpu.check import ISAS, check_op, isa_named, tokens
+
+N = 5 * 7 * 13
+
+
+def slightly_wrong(k, y, a, b):
+    with k.claim(N, 64) as (begin, end):
+        sweep(k, begin, end, lambda i, mask: y.store((a.load(i, mask) + b.load(i, mask)) * (1 + 2**-22), i, mask))
+
+
+def beyond_the_end(k, y, a, b):
+    with k.claim_each(1):
+        sweep(k, 0, N, lambda i, mask: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+        y.put(0.0, N)
+
+
+def into_an_input(k, y, a, b):
+    with k.claim_each(1):
+        sweep(k, 0, N, lambda i, mask: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+        b.put(0.0, 3)
+
+
+def not_everything(k, y, a, b):
+    with k.claim_each(1):
+        sweep(k, 0, N - 1, lambda i, mask: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+
+
+def by_threads(k, y, a, b):
+    with k.claim_each(1):
+        tiny = k.to(k.threads, "float") * 1e-10
+        sweep(k, 0, N, lambda i, mask: y.store(a.load(i, mask) + b.load(i, mask) + tiny, i, mask))
+
+
+WRONG = [
+    (slightly_wrong, "expected"),
+    (beyond_the_end, "outside its tensors"),
+    (into_an_input, "changed its input b"),
+    (not_everything, "is nan, expected"),
+    (by_threads, "different bits with 2 threads"),
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel, message", WRONG, ids=[f.__name__ for f, _ in WRONG])
+def test_a_wrong_kernel_is_reported(isa, kernel, message, monkeypatch):
+    def lower(c: Lowering) -> None:
+        c.call(kernel, {"y": c.op.y, "a": c.op.a, "b": c.op.b}, writes="y")
+
+    monkeypatch.setitem(REGISTRY, "add", lower)
+    r = np.random.default_rng(1)
+    given = {"a": tokens(r.standard_normal((5, 7, 13))), "b": tokens(1e-3 * r.standard_normal((5, 7, 13)))}
+    with pytest.raises(AssertionError, match=message) as failure:
+        check_op(ops.Add, isa_named(isa), given, plan=(5, 9), bounds={"y": 1e-9})
+    assert str(failure.value).splitlines()[-1].startswith("reproduce: python -m pytest 'tests/cpu/test_check.py::")
