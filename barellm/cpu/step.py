@@ -197,9 +197,10 @@ class CpuSession:
     # --- running ---
 
     def run(self, program: str, **values: float) -> None:
-        """One pass over a program with these run-time scalars (others keep their values). Inputs are those written last."""
+        """One pass over a program with these run-time scalars. Of the others pos, accumulate, seed and sample are 0, the rest keep
+        their values. Inputs are those written last."""
         block = self._block
-        for name, value in values.items():
+        for name, value in (scalars.DEFAULTS | values).items():
             (block.ints if scalars.SCALARS[name] == "i64" else block.floats)[scalars.OFFSET[name] // 8] = value
         if self.guards:
             self.guards.prepare(program)

@@ -18,10 +18,9 @@ from barellm.program.fusion import Fusion, fuse
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
 from barellm.program.tensor import PERSISTENT, Dim, Tensor
-from barellm.runtime.scalars import SCALARS
+from barellm.runtime.scalars import DEFAULTS, SCALARS
 from barellm.runtime.storage import dtype_of, join_split, split_fp32
 
-DEFAULTS: dict[str, Any] = {"pos": 0, "accumulate": 0, "seed": 0, "sample": 0}
 POISON = 0xFF  # as a byte pattern NaN in every float dtype, -1 in integers
 
 

@@ -17,3 +17,6 @@ SCALARS: dict[str, str] = {
 
 OFFSET: dict[str, int] = {name: 8 * i for i, name in enumerate(SCALARS)}
 NBYTES = 8 * len(SCALARS)
+
+# What a run has that is not told otherwise: nothing of an earlier run, a decoding's position say, reaches into the next.
+DEFAULTS: dict[str, int] = {"pos": 0, "accumulate": 0, "seed": 0, "sample": 0}
