@@ -23,7 +23,7 @@ from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.gemm import paired, transpose
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.random import keep, sample_key, threefry
-from barellm.cpu.lang.vector import EXP2, MAGIC
+from barellm.cpu.lang.vector import EXP2, MAGIC, polynomial
 from barellm.program.ops.random import HALF
 from barellm.program.tensor import Dim, Tensor
 
@@ -308,11 +308,7 @@ def exp2_nonpositive(k: KernelBuilder, g: Geometry, x: Value) -> Value:
     """2**x for x up to a rounding error above 0; exactly 0 at -infinity, NaN for NaN."""
     x = k.max(-127.0, x)  # an exponent field of zero; of a NaN this is the NaN
     shifted = x + MAGIC
-    f = x - (shifted - MAGIC)
-    coefficients = EXP2_SHORT if g.pair == 2 else EXP2
-    p = k.to(coefficients[-1], k.vec)
-    for c in reversed(coefficients[:-1]):
-        p = k.fma(p, f, c)
+    p = polynomial(k, x - (shifted - MAGIC), EXP2_SHORT if g.pair == 2 else EXP2)
     return k.bitcast(k.bitcast(p, k.ivec) + (k.bitcast(shifted, k.ivec) << 23), k.vec)
 
 
