@@ -3,6 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from barellm.cpu import jit
+from barellm.cpu.kernels import loops
 from barellm.program import ops
 from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, tokens
 
@@ -101,3 +103,17 @@ def test_smaller_sizes_than_planned(isa):
     given = {"a": tokens(normal(2, 3, 7)), "b": tokens(normal(2, 3, 7, seed=2), "bf16")}
     check_op(ops.Add, isa, given, plan=(4, 64))
     check_op(ops.Gelu, isa, {"x": tokens(normal(2, 3, 7))}, plan=(4, 64), bounds={"y": 1e-6})
+
+
+@each_isa
+@each_dtype
+def test_results_written_past_the_caches(isa, dtype, monkeypatch):
+    """With the limit at zero every result takes the way of those larger than the caches."""
+    monkeypatch.setattr(loops, "STREAM_BYTES", 0)
+    sources = jit.sources_digest()
+    monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} no limit")
+    x, y = tokens(normal(3, 131, 97), dtype), tokens(normal(3, 131, 97, seed=2), dtype)
+    check_op(ops.Add, isa, {"a": x, "b": y})
+    check_op(ops.Cast, isa, {"x": x}, dtype="bf16" if dtype == "fp32" else "fp32")
+    check_op(ops.Gelu, isa, {"x": x}, bounds={"y": 1e-6})
+    check_op(ops.GeluBackward, isa, {"dy": y, "x": x}, bounds={"dx": 4e-6})

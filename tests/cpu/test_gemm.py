@@ -87,7 +87,8 @@ def test_matmul_dw(isa, dtype, shape, mode, accumulate):
 @each_dtype
 def test_weight_gradient_over_several_chunks_of_tokens(isa, dtype, monkeypatch):
     monkeypatch.setattr(gemm, "CHUNK", 16)
-    monkeypatch.setattr(jit, "sources_digest", lambda: "chunks of 16")
+    sources = jit.sources_digest()
+    monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} chunks of 16")
     x, dy, _ = operands((3, 43, 20, 33), dtype)
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     check_op(
@@ -201,10 +202,11 @@ def test_tiles_give_equal_bits():
     isa = isa_named(ISAS[0])
     x, _, weight = operands((1, 37, 192, 50), "bf16")
     first = None
+    sources = jit.sources_digest()
     for vectors, rows in gemm.TILES[isa.registers].items():
         with pytest.MonkeyPatch.context() as m:
             m.setattr(gemm, "choose_tile", lambda isa, cols, t=gemm.Tile(rows, vectors): t)
-            m.setattr(jit, "sources_digest", lambda name=f"tile {rows} x {vectors}": name)
+            m.setattr(jit, "sources_digest", lambda name=f"{sources} tile {rows} x {vectors}": name)
             got = check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": 1e-2})["y"]
         assert first is None or np.array_equal(got, first)
         first = got
