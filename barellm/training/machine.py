@@ -103,7 +103,7 @@ def _refuse_hopeless(config: Config, programs: dict[str, Program]) -> None:
     available, source = memory_limit()
     persistent = sum(t.nbytes for t in next(iter(programs.values())).store.tensors.values())
     stream = 4 * train.batch * train.seq * config.model.channels
-    if persistent + stream > available:
+    if stream > available:
         raise UserError(
             f"train.batch {train.batch} x train.seq {train.seq} needs at least {(persistent + stream) / 2**20:.1f} MiB "
             f"(weights, gradients, optimizer {persistent / 2**20:.1f} + residual stream {stream / 2**20:.1f}), "
