@@ -158,7 +158,8 @@ class CpuSession:
     # --- building ---
 
     def _map_arena(self) -> None:
-        self._mmap = mmap.mmap(-1, self.plan.arena_bytes + HUGE)
+        # Private: shared anonymous memory gets no huge pages, and its first touch took 0.4 million page faults instead of 1000.
+        self._mmap = mmap.mmap(-1, self.plan.arena_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._mmap.madvise(mmap.MADV_HUGEPAGE)
         raw = np.frombuffer(self._mmap, np.uint8)
