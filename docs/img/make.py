@@ -356,22 +356,14 @@ def train() -> Any:
     chart.legend(fontsize=8.5, frameon=False)
     words = f"{result['val_bits_per_byte']:.2f} bits per byte"
     chart.annotate(
-        words, judged[-1], xytext=(0, 9), textcoords="offset points", fontsize=8.5, color="#c2410c", ha="right"
+        words, judged[-1], xytext=(2, -14), textcoords="offset points", fontsize=8.5, color="#c2410c", ha="right"
     )
     box(axes, 378, 16, 446, 298, "#1c2128", edge="#1c2128")
     sample = next(r["text"] for r in rows if r["kind"] == "sample" and r["step"] == result["steps"])
-    lines = [line.expandtabs(4)[:74] for line in sample.strip("\n").splitlines()[:22]]
-    text(
-        axes,
-        392,
-        28,
-        "\n".join(lines),
-        size=7.6,
-        family="monospace",
-        colour="#d5dde6",
-        linespacing=1.42,
-        parse_math=False,
-    )
+    lines = [line.expandtabs(4)[:74] for line in sample.strip("\n").splitlines()[:20]]
+    text(axes, 392, 26, f"a sample after step {result['steps']:,}, as it came", size=8.5, colour="#8b98a5")
+    style = {"size": 7.6, "family": "monospace", "colour": "#d5dde6", "linespacing": 1.42, "parse_math": False}
+    text(axes, 392, 46, "\n".join(lines), **style)
     return figure
 
 
