@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 
@@ -22,6 +25,7 @@ class Console:
         self.live = not json_lines and self.stream.isatty()
         self._open = False  # a live line stands in the terminal
         self._next = 0.0
+        self.on_lost: Callable[[], None] | None = None
 
     def due(self) -> bool:
         """Whether a progress line is wanted now: asked before it is made."""
@@ -31,8 +35,7 @@ class Console:
         self._next = time.monotonic() + (self.LIVE_S if self.live else self.PLAIN_S)
         if self.live:
             width = shutil.get_terminal_size().columns - 1
-            self.stream.write(f"\r\x1b[2K{text[:width]}")
-            self.stream.flush()
+            self._write(f"\r\x1b[2K{text[:width]}")
             self._open = True
         else:
             self.line(text)
@@ -40,11 +43,8 @@ class Console:
     def line(self, text: str = "") -> None:
         if self.json_lines:
             return
-        if self._open:
-            self.stream.write("\r\x1b[2K")
-            self._open = False
-        self.stream.write(text + "\n")
-        self.stream.flush()
+        self._write(("\r\x1b[2K" if self._open else "") + text + "\n")
+        self._open = False
 
     def record(self, row: dict[str, Any]) -> None:
         """A row of the metrics, shown only as JSON."""
@@ -55,8 +55,20 @@ class Console:
         """A JSON line, in every mode."""
         if self._open:
             self.line()
-        self.stream.write(json.dumps(row) + "\n")
-        self.stream.flush()
+        self._write(json.dumps(row) + "\n")
+
+    def _write(self, text: str) -> None:
+        """A reader that went away must not cost the steps since the last checkpoint: `on_lost` hears of it once, what is
+        said later is dropped. A full disk behind the stream costs the text only."""
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError as error:
+            if self.on_lost is None:
+                raise
+            if error.errno in (errno.EPIPE, errno.EIO):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+                self.on_lost()
 
     def can_show(self, text: str) -> bool:
         """Whether the stream's encoding has these characters."""

@@ -30,9 +30,11 @@ from barellm.training.loop import Loop, Progress
 from barellm.training.machine import Machine, open_machine
 from barellm.training.stopping import Stopping
 
-FINAL_TOKENS = 1 << 20  # the last evaluation looks at the whole validation part, or at as many evenly spread
+# The last evaluation is longer, but costs a few percent of the training: 1 / FINAL_SHARE of the tokens trained on within
+# these bounds, in evenly spread windows; all of the validation part if it has no more.
+FINAL_LEAST, FINAL_MOST, FINAL_SHARE = 1 << 13, 1 << 20, 4
 SAMPLE_TOKENS = 160
-FINAL_SAMPLES, FINAL_SAMPLE_TOKENS = 6, 384
+FINAL_SAMPLES, FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_SHARE = 6, 384, 256
 FREE_KEYS = frozenset(
     {f"train.{k}" for k in ("steps", "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep")}
     | {"data.source"}
@@ -125,7 +127,10 @@ class Run:
         train = self.config.train
         self.batches = Batches(self.data.train, seq=train.seq, seed=train.seed, order=self.config.data.order)
         self.evaluator = self._evaluator(train.eval_tokens)
-        self.final_evaluator = self._evaluator(FINAL_TOKENS)
+        trained = train.steps * train.batch * train.accumulate * train.seq
+        asked = train.eval_tokens or FINAL_MOST if train.eval_every else 0
+        self.final_evaluator = self._evaluator(min(FINAL_MOST, max(FINAL_LEAST, asked, trained // FINAL_SHARE)))
+        self.final_sample_tokens = 64 + trained // FINAL_SAMPLE_SHARE
 
     def _evaluator(self, tokens: int) -> Evaluator:
         train = self.config.train
@@ -138,6 +143,7 @@ class Run:
             self.config = machine.config
             folder.need_space(checkpoint.checkpoint_bytes(machine.session))
             with Stopping() as stop:
+                self.console.on_lost = lambda: stop.request(141)
                 return self._train(folder, machine, stop)
 
     def _train(self, folder: RunFolder, machine: Machine, stop: Stopping) -> int:
@@ -163,11 +169,10 @@ class Run:
                 started=self.started,
                 saved=self.start.path if self.start else None,
             )
-            if loop.run():
-                self._finish(folder, machine, loop, decoder, stop)
-            if stop:
-                again = f"barellm train --out {folder.path} --resume"
-                self.console.line(f"stopped after step {loop.progress.step}; go on with: {again}")
+            if loop.run() and self._finish(folder, machine, loop, decoder, stop):
+                return 0
+            again = f"barellm train --out {folder.path} --resume"
+            self.console.line(f"stopped after step {loop.progress.step}; go on with: {again}")
             return stop.status
 
     def _begin(self, folder: RunFolder, machine: Machine) -> tuple[Progress, list[dict[str, Any]]]:
@@ -182,6 +187,9 @@ class Run:
             meta = self.start.meta
             progress = Progress(meta["step"], meta["total_steps"], meta["seconds"])
             rows = metrics.truncate(folder.path / "metrics.jsonl", step=progress.step)
+            if meta["machine"]["isa"] != machine.meta()["isa"]:
+                found = f"saved on {meta['machine']['isa']}, going on with {machine.meta()['isa']}"
+                self.console.line(f"warning: {found}: the bits will differ from those of a run never stopped")
             self.console.line(f"resumed from {self.start.path} after {duration(progress.seconds)} of training")
         resolved = json.dumps(overrides.to_json(self.config), indent=2) + "\n"
         storage.replace_file(folder.path / "config.json", resolved.encode())
@@ -226,16 +234,18 @@ class Run:
             texts.append(tokenizer.decode(ids))
         return texts
 
-    def _finish(self, folder: RunFolder, machine: Machine, loop: Loop, decoder: Decoder, stop: Stopping) -> None:
-        """The last, longer look: evaluation, samples, curve, and the JSON line."""
+    def _finish(self, folder: RunFolder, machine: Machine, loop: Loop, decoder: Decoder, stop: Stopping) -> bool:
+        """The last, longer look: evaluation, samples, curve, and the JSON line. False if stopped before the end."""
         say, step = self.console.line, loop.progress.step
         result = self.final_evaluator.run(machine.session, stop=lambda: bool(stop))
         if result is None:
-            return
+            return False
         loop.record_evaluation(step, result)
-        texts = self._samples(decoder, stop, count=FINAL_SAMPLES, tokens=FINAL_SAMPLE_TOKENS, seed=step)
+        count = max(1, min(FINAL_SAMPLES, self.final_sample_tokens // FINAL_SAMPLE_TOKENS))
+        length = min(FINAL_SAMPLE_TOKENS, self.final_sample_tokens // count)
+        texts = self._samples(decoder, stop, count=count, tokens=length, seed=step)
         if not texts:
-            return
+            return False
         for text in texts:
             loop.record_sample(step, text)
         train, val = curve.series(loop.metrics.rows)
@@ -249,6 +259,7 @@ class Run:
         except OSError as error:  # the weights are safe; a picture is not worth the report
             say(f"warning: no curve in {image}: {error.strerror}")
         self.console.final(self._result(machine, loop, result, texts, seconds=time.monotonic() - self.started))
+        return True
 
     def _result(
         self, machine: Machine, loop: Loop, result: Result, texts: list[str], *, seconds: float

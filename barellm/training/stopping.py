@@ -1,4 +1,4 @@
-"""Ctrl-C once ends the run after the step; twice ends it at once. SIGTERM counts as one Ctrl-C."""
+"""Ctrl-C once ends the run after the step; twice ends it at once. SIGTERM and SIGHUP count as one Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 
 class Stopping:
-    """While entered, the first signal sets `status` (130 for SIGINT, 143 for SIGTERM: scripts must not take a stopped
-    run for a finished one); the next ends the process with it, whatever native code other threads are running."""
+    """While entered, the first signal sets `status`: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP (141 where only the
+    output's reader went away), since scripts must not take a stopped run for a finished one. The next signal ends the
+    process with it, whatever native code other threads are running."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -22,20 +23,30 @@ class Stopping:
         return self.status != 0
 
     def __enter__(self) -> Stopping:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._receive)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def request(self, status: int) -> None:
+        """Ask for the end after this step without a signal."""
+        self.status = self.status or status
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.status:
-            os.write(2, b"\nbarellm: stopped at once, without a checkpoint of the last steps\n")
+            _say(b"\nbarellm: stopped at once, without a checkpoint of the last steps\n")
             # RuntimeError: the signal came inside a write to the same stream.
             with contextlib.suppress(RuntimeError, OSError):
                 sys.stdout.flush()
             os._exit(self.status)
         self.status = 128 + number
-        os.write(2, b"\nbarellm: stopping after this step; once more to stop at once\n")
+        _say(b"\nbarellm: stopping after this step; once more to stop at once\n")
+
+
+def _say(text: bytes) -> None:
+    with contextlib.suppress(OSError):  # nobody reads any more
+        os.write(2, text)

@@ -52,7 +52,7 @@ def started(text, tmp_path):
         process.wait()
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_one_signal_saves_and_exits(started, tmp_path, number, status):
     process = started("step     1/", *SHORT_STEPS)
     process.send_signal(number)
@@ -61,6 +61,19 @@ def test_one_signal_saves_and_exits(started, tmp_path, number, status):
     assert "Traceback" not in said and "go on with: barellm train --out" in said
     path, wrong = checkpoint.find(tmp_path / "run")
     assert not wrong and checkpoint.step_of(path) >= 1
+
+
+def test_output_that_nobody_reads_any_more_stops_the_run_with_a_checkpoint(text, tmp_path):
+    """`barellm train | head -1`: the steps so far are not lost, and no process is left behind."""
+    words = ["train", "shakespeare-char", "--data", str(text), "--out", str(tmp_path / "run"), "--json", *SHORT_STEPS]
+    command = [sys.executable, "-m", "barellm", *words]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=20) == 141
+    assert process.stderr.read() == b""
+    assert checkpoint.step_of(checkpoint.find(tmp_path / "run")[0]) >= 1
 
 
 def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 
@@ -48,6 +49,19 @@ def test_json_lines_are_all_that_a_machine_sees():
     c.record({"step": 1})
     c.final({"step": 2})
     assert [json.loads(line) for line in out.getvalue().splitlines()] == [{"step": 1}, {"step": 2}]
+
+
+class Full(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_behind_the_output_costs_the_text_only():
+    c = Console(stream=Full())
+    with pytest.raises(OSError):
+        c.line("before the training")
+    c.on_lost = lambda: pytest.fail("the output is not lost for good")
+    c.line("in the training")
 
 
 def test_an_encoding_without_the_characters_is_noticed():
