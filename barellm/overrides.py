@@ -37,7 +37,7 @@ def known_keys() -> dict[str, type]:
     }
 
 
-def _convert(key: str, value: object, kind: type) -> Any:
+def _convert(key: str, value: Any, kind: type) -> Any:
     problem = UserError(f"{key} is {value!r}, expected {EXPECTED[kind]}")
     if isinstance(value, str) and kind is not str:
         try:
@@ -48,7 +48,7 @@ def _convert(key: str, value: object, kind: type) -> Any:
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise problem
-    return _finite(value, problem) if kind is float else value
+    return _finite(value, problem) if isinstance(value, float) else value
 
 
 def _finite(value: float, problem: UserError) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from barellm import overrides
 from barellm.config import Config, preset
@@ -55,7 +55,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("configuration keys")
     for key, kind in overrides.known_keys().items():
         names = [SHORT_FORMS[key]] if key in SHORT_FORMS else []
-        optional = {"nargs": "?", "const": "true"} if kind is bool else {}
+        optional: dict[str, Any] = {"nargs": "?", "const": "true"} if kind is bool else {}
         group.add_argument(f"--{key}", *names, dest=key, metavar=kind.__name__.upper(), **optional)
 
 

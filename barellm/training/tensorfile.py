@@ -110,6 +110,6 @@ def read(path: Path, session: Any, tensors: Mapping[str, Any]) -> None:
             width = t.size // max(1, int(t.shape[0]))
             for lo, hi in _pieces(t.shape, dtype.itemsize):
                 piece = np.empty((hi - lo) * width, dtype)
-                if file.readinto(piece.view(np.uint8)) != piece.nbytes:
+                if file.readinto(piece.view(np.uint8).data) != piece.nbytes:
                     raise UserError(f"{path} ends inside the tensor {name!r}")
                 session.write_rows(name, lo, piece.reshape(hi - lo, *(int(n) for n in t.shape[1:])))
