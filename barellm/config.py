@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from barellm.errors import UserError
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A GPT-2 shaped transformer. `vocab_size` ids are valid; `padded_vocab` rows are stored and computed (0: the next multiple of 64)."""
+    """A GPT-2 shaped transformer. `vocab_size` ids are valid; `padded_vocab` rows are stored and computed (0: the next
+    multiple of 64)."""
 
     layers: int = 12
     heads: int = 12
@@ -170,8 +171,3 @@ def preset(name: str) -> Config:
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise UserError(f"unknown preset {name!r}{hint} (known: {', '.join(PRESETS)})")
     return PRESETS[name]()
-
-
-def with_model(config: Config, **changes: object) -> Config:
-    """The same configuration with model fields replaced, e.g. the vocabulary size that the tokenizer turned out to have."""
-    return replace(config, model=replace(config.model, **changes))

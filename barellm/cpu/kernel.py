@@ -28,7 +28,7 @@ from barellm.program.tensor import Tensor
 from barellm.runtime import scalars
 
 # The per-thread block that every kernel gets as its first argument.
-RT_THREAD, RT_THREADS, RT_SCALARS, RT_PRIVATE, RT_SHARED = 0, 8, 16, 24, 32
+RT_THREAD, RT_THREADS, RT_SCALARS, RT_PRIVATE = 0, 8, 16, 24
 RT_NBYTES = 64
 
 Emit = Callable[..., None]

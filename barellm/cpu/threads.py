@@ -17,7 +17,7 @@ from pathlib import Path
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.jit import Library, cached_object
-from barellm.cpu.kernel import RT_NBYTES, RT_PRIVATE, RT_SCALARS, RT_SHARED, RT_THREAD, RT_THREADS
+from barellm.cpu.kernel import RT_NBYTES, RT_PRIVATE, RT_SCALARS, RT_THREAD, RT_THREADS
 from barellm.cpu.lang import sync
 from barellm.errors import UserError
 
@@ -98,7 +98,6 @@ class Pool:
         for i in range(threads):
             self._set(self.rt(i) + RT_THREAD, i)
             self._set(self.rt(i) + RT_THREADS, threads)
-            self._set(self.rt(i) + RT_SHARED, self.shared)
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         cpus = allowed_cpus()
         pin = os.environ.get("BARELLM_PIN", "1") != "0" and hasattr(os, "sched_setaffinity")

@@ -122,7 +122,7 @@ def backward(program: Program, loss: Tensor, *, recompute: bool = False) -> None
             douts = {name: g.take(t) for name, t in op.outputs.items()}
             if all(d is None for d in douts.values()):
                 continue
-        with program.in_segment(op.segment):
+        with program.segment(op.segment):
             copies.get(op, op).gradient(g, **douts)
         g.release(douts.values())
     program.eliminate_dead()
@@ -134,7 +134,7 @@ def _again(program: Program, g: Gradients, ops: list[Op]) -> dict[Op, Op]:
     copies: dict[Op, Op] = {}
     for op in ops:
         operands = {name: fresh.get(t, t) for name, t in op.inputs.items()}
-        with program.in_segment(op.segment):
+        with program.segment(op.segment):
             copy = program.apply(type(op), **operands, **op.attrs)
         copy.recomputed = True
         copies[op] = copy

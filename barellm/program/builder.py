@@ -79,14 +79,13 @@ class Program:
     # --- the list ---
 
     @contextmanager
-    def in_segment(self, name: str | None) -> Iterator[None]:
+    def segment(self, name: str | None) -> Iterator[None]:
+        """Ops appended inside belong to the segment `name`: a unit for recompute, profiling and sharding."""
         before, self._segment = self._segment, name
         try:
             yield
         finally:
             self._segment = before
-
-    segment = in_segment  # what a model calls: a unit for recompute, profiling and sharding
 
     def apply(self, op_type: type[Op], *, into: dict[str, tuple[Tensor, str]] | None = None, **operands: Any) -> Op:
         """Append one op. `into` names outputs that go to existing tensors, with their mode: "store", "add", "start"."""

@@ -205,8 +205,6 @@ def left_rows(k: KernelBuilder, a: Pointer, rows: list[Any], depth: int, pair: b
 
 # --- out = a @ weight, with an epilogue ---
 
-EPILOGUES = ("store", "gelu", "residual", "gelu_backward")
-
 
 def product(
     k: KernelBuilder, out, second, a, weight, bias, other, row_begin, row_limit,
