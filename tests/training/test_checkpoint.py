@@ -274,3 +274,36 @@ def test_short_writes_are_continued(folder, monkeypatch):
 
     monkeypatch.setattr(storage, "system", Short(-1, None))
     assert checkpoint.problem(save(folder, FakeSession(), 1)) is None
+
+
+def test_everything_is_on_disk_before_the_rename_and_the_rename_before_anything_is_removed(folder, monkeypatch):
+    """What a power cut may lose: writes without a sync of their file, names without a sync of their folder."""
+    events: list[tuple[str, str]] = []
+    names: dict[int, str] = {}
+
+    class Recorder:
+        def __getattr__(self, name):
+            def call(*args):
+                result = getattr(os, name)(*args)
+                if name == "open":
+                    names[result] = Path(args[0]).name
+                subject = names[args[0]] if isinstance(args[0], int) else Path(args[0]).name
+                events.append((name, subject))
+                return result
+
+            return call
+
+    for step in (1, 2):
+        save(folder, FakeSession(seed=step), step, keep=1)
+        if step == 1:
+            monkeypatch.setattr(storage, "system", Recorder())
+    rename = events.index(("rename", ".tmp-step-000002"))
+    files = ["weights.safetensors", "optimizer.safetensors", "meta.json", "tokenizer.json", "manifest.json"]
+    assert [subject for name, subject in events[:rename] if name == "open" and subject in files] == files
+    for file in files:
+        written = max(i for i, event in enumerate(events) if event == ("write", file))
+        assert written < events.index(("fsync", file)) < rename
+    assert events.index(("fsync", "manifest.json")) < events.index(("fsync", ".tmp-step-000002")) < rename
+    parent = events.index(("fsync", "checkpoints"))
+    removal = events.index(("rename", "step-000001"))
+    assert rename < parent < removal < min(i for i, (name, _) in enumerate(events) if name == "unlink")
