@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import barellm.cpu.kernels  # noqa: F401  (fills the registry, which a page's kernels must not change for other tests)
 from barellm.cli.main import COMMANDS
 from barellm.cli.options import Parser
 from barellm.cpu.kernel import REGISTRY

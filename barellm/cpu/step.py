@@ -125,7 +125,7 @@ def lower_and_plan(
 
 
 class CpuSession:
-    """Programs over one arena, compiled and ready. See `barellm.runtime.session.Session`."""
+    """Programs over one arena, compiled and ready. A `runtime.session.Session`."""
 
     def __init__(self, programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None) -> None:
         lap = _laps()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import log
-from typing import Any
 
 import numpy as np
 
 from barellm.data.loader import Validation
 from barellm.data.tokenizers import Tokenizer
+from barellm.runtime.session import Session
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Evaluator:
         """Exactly the bytes that the targets stand for."""
         return b"".join(tokenizer.decode_bytes(targets[targets >= 0]) for _, targets in self.windows.batches(256))
 
-    def run(self, session: Any, *, stop: Callable[[], bool] = bool) -> Result | None:
+    def run(self, session: Session, *, stop: Callable[[], bool] = bool) -> Result | None:
         """None if `stop()` became true on the way."""
         total = 0.0
         for inputs, targets in self.windows.batches(self.batch):

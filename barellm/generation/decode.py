@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from barellm.config import ModelConfig
 from barellm.generation.samplers import Sampling, draw
+from barellm.runtime.session import Session
 
 
 class Decoder:
     """Feeds a prompt at once, then each drawn token. When all `max_seq` positions are used, the newer half of the text is
     fed again from position 0: positions are absolute, so a cache cannot be moved."""
 
-    def __init__(self, session: Any, model: ModelConfig) -> None:
+    def __init__(self, session: Session, model: ModelConfig) -> None:
         self.session, self.model = session, model
 
     def tokens(self, prompt: Sequence[int], *, count: int, how: Sampling) -> Iterator[int]:

@@ -84,7 +84,7 @@ class Arena:
 
 
 class ReferenceSession:
-    """The session of the reference backend. `dtype`: what the references compute in; `table`: fusions to apply first;
+    """A `runtime.session.Session`. `dtype`: what the references compute in; `table`: fusions to apply first;
     `plan`: instead of the planner's own (tests of the planner)."""
 
     def __init__(
@@ -170,7 +170,7 @@ class ReferenceSession:
 
 
 def open(programs: Mapping[str, Program], **options: Any) -> ReferenceSession:
-    """The Backend protocol's entry."""
+    """A session of `programs`."""
     return ReferenceSession(programs, **options)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm.errors import UserError
+from barellm.runtime.session import Session
 from barellm.training import storage, tensorfile
 
 FORMAT = 1
@@ -41,17 +42,17 @@ def steps(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def of_role(session: Any, role: str) -> dict[str, Any]:
+def of_role(session: Session, role: str) -> dict[str, Any]:
     return {name: t for name, t in session.tensors.items() if t.role == role}
 
 
-def checkpoint_bytes(session: Any) -> int:
+def checkpoint_bytes(session: Session) -> int:
     """Size of the tensor files of one checkpoint."""
     return sum(tensorfile.file_bytes(of_role(session, role)) for role in ("parameter", "state"))
 
 
 def save(
-    folder: Path, session: Any, *, step: int, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes], keep: int
+    folder: Path, session: Session, *, step: int, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes], keep: int
 ) -> Path:
     """Write the checkpoint of `step` into `folder`, then remove all but the newest `keep`. OSError: the old stand."""
     target = step_folder(folder, step)
@@ -68,7 +69,7 @@ def save(
     return target
 
 
-def _write(target: Path, session: Any, *, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes]) -> None:
+def _write(target: Path, session: Session, *, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes]) -> None:
     folder, temporary = target.parent, target.with_name(f"{storage.TEMPORARY}{target.name}")
     storage.system.mkdir(temporary)
     try:
@@ -162,7 +163,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise UserError(f"{path / META} is not valid JSON") from None
 
 
-def load(path: Path, session: Any, *, optimizer: bool) -> None:
+def load(path: Path, session: Session, *, optimizer: bool) -> None:
     """Stream weights, and the optimizer's state if asked, from a verified step folder into the session."""
     tensorfile.read(path / WEIGHTS, session, of_role(session, "parameter"))
     if optimizer:

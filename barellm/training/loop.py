@@ -14,6 +14,7 @@ from barellm.config import Config
 from barellm.data.loader import Batches
 from barellm.errors import UserError
 from barellm.evaluation.validation import Evaluator, Result
+from barellm.runtime.session import Session
 from barellm.training import checkpoint
 from barellm.training.console import Console, duration, short
 from barellm.training.metrics import Metrics
@@ -38,7 +39,7 @@ class Progress:
 @dataclass
 class Loop:
     config: Config
-    session: Any
+    session: Session
     batches: Batches
     evaluator: Evaluator
     final_targets: int  # of the evaluation after the last step

@@ -13,6 +13,8 @@ from barellm.training.storage import NewFile
 if TYPE_CHECKING:
     import numpy as np
 
+    from barellm.runtime.session import Session
+
 PIECE = 8 << 20  # bytes read from the session at a time
 CODES = {"fp32": "F32", "split": "F32", "fp64": "F64", "i32": "I32", "bf16": "BF16"}
 ITEM = {"F32": 4, "F64": 8, "I32": 4, "BF16": 2}
@@ -57,7 +59,7 @@ def file_bytes(tensors: Mapping[str, Any]) -> int:
     return len(header) + data
 
 
-def write(path: Path, session: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def write(path: Path, session: Session, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Stream `tensors` (name -> Tensor) of a session to a new file; returns its entry in the manifest."""
     import numpy as np
 
@@ -89,7 +91,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     return entries, 8 + length
 
 
-def read(path: Path, session: Any, tensors: Mapping[str, Any]) -> None:
+def read(path: Path, session: Session, tensors: Mapping[str, Any]) -> None:
     """Stream a file into the session's tensors. UserError, before anything is written, if they differ."""
     import numpy as np
 

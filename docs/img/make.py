@@ -81,7 +81,7 @@ ROOMS: dict[str, tuple[float, float, float, float, str, str]] = {
     "generation": (600, 104, 95, 54, SKY, "decoding,\nsamplers"),
     "evaluation": (715, 104, 105, 76, SKY, "validation loss,\nbits per byte"),
     "cpu": (20, 226, 170, 86, ROSE, "language on LLVM,\nkernels, fusion table,\nthreads, step table"),
-    "runtime": (250, 226, 120, 86, LILAC, "backends by name,\nmemory limit,\nreference session"),
+    "runtime": (250, 226, 120, 86, LILAC, "what a session is,\nbackends by name,\nmemory limit"),
     "models": (400, 226, 100, 86, MINT, "gpt2: a flat\nforward; the\nprograms"),
     "optim": (530, 226, 80, 86, MINT, "adamw"),
     "data": (650, 226, 170, 86, MINT, "tokenizers, shards,\nloader"),
@@ -97,7 +97,8 @@ ACROSS = {
     ("profiling", "training"): 142, ("training", "generation"): 131, ("training", "evaluation"): 170, ("cpu", "runtime"): 256,
 }  # fmt: skip
 SLANTED = {("training", "optim"): (515, 560), ("training", "data"): (540, 680)}
-ARROWS = {*DOWN, *ACROSS, *SLANTED}
+SESSIONS = {("generation", "runtime"): 622, ("evaluation", "runtime"): 735}  # on one line below training
+ARROWS = {*DOWN, *ACROSS, *SLANTED, *SESSIONS}
 
 
 def imports() -> set[tuple[str, str]]:
@@ -146,6 +147,9 @@ def house() -> Any:
         arrow(axes, (right(a), at), (ROOMS[b][0], at))
     for (a, b), (start, end) in SLANTED.items():
         arrow(axes, (start, bottom(a)), (end, ROOMS[b][1]))
+    for (a, _), at in SESSIONS.items():
+        axes.plot([at, at, 345], [bottom(a), 203, 203], color=LINE, linewidth=1.2, solid_joinstyle="round", zorder=0)
+    arrow(axes, (345, 203), (345, ROOMS["runtime"][1]), color=LINE)
     arrow(axes, (250, 286), (192, 286), linestyle="--", color=LINE)
     text(axes, 221, 290, "by name", size=8, colour=SOFT, ha="center")
     rule = "An arrow means: imports. What follows from other arrows is left out. tests/test_house.py holds the rule;"
@@ -216,9 +220,7 @@ def life() -> Any:
         arrow(axes, (panels[a][0] + 249, y), (panels[b][0] - 1, y), linewidth=1.6)
     (x3, y3), (x4, y4) = panels[2], panels[3]
     bend = y3 + 189
-    axes.plot(
-        [x3 + 124, x3 + 124, x4 + 124], [y3 + 177, bend, bend], color=SOFT, linewidth=1.6, solid_joinstyle="round"
-    )
+    axes.plot([x3 + 124, x3 + 124, x4 + 124], [y3 + 177, bend, bend], color=SOFT, linewidth=1.6)
     arrow(axes, (x4 + 124, bend), (x4 + 124, y4 - 1), linewidth=1.6)
     _small_plan(axes, *panels[3])
     _small_table(axes, *panels[5])
@@ -230,9 +232,8 @@ def _small_plan(axes: Any, x: float, y: float) -> None:
     left, floor = x + 40, y + 142
     for first, last, at, size, name in lives:
         where = left + first * 23, floor - (at + size) * 17
-        axes.add_patch(
-            Rectangle(where, (last - first) * 23, size * 17, facecolor="#bfe3cc", edgecolor="#2f855a", linewidth=0.8)
-        )
+        style = {"facecolor": "#bfe3cc", "edgecolor": "#2f855a", "linewidth": 0.8}
+        axes.add_patch(Rectangle(where, (last - first) * 23, size * 17, **style))
         text(axes, where[0] + 5, where[1] + size * 8.5, name, size=8.5, va="center")
     arrow(axes, (left - 6, floor + 4), (left - 6, y + 34), linewidth=0.9, mutation_scale=8)
     arrow(axes, (left - 6, floor + 4), (x + 238, floor + 4), linewidth=0.9, mutation_scale=8)
@@ -355,9 +356,8 @@ def train() -> Any:
     chart.set_title("loss, nats per token", fontsize=9.5, color=INK, loc="left")
     chart.legend(fontsize=8.5, frameon=False)
     words = f"{result['val_bits_per_byte']:.2f} bits per byte"
-    chart.annotate(
-        words, judged[-1], xytext=(2, -14), textcoords="offset points", fontsize=8.5, color="#c2410c", ha="right"
-    )
+    place = {"xytext": (2, -14), "textcoords": "offset points", "ha": "right"}
+    chart.annotate(words, judged[-1], fontsize=8.5, color="#c2410c", **place)
     box(axes, 378, 16, 446, 298, "#1c2128", edge="#1c2128")
     sample = next(r["text"] for r in rows if r["kind"] == "sample" and r["step"] == result["steps"])
     lines = [line.expandtabs(4)[:74] for line in sample.strip("\n").splitlines()[:20]]

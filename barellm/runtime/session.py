@@ -1,0 +1,36 @@
+"""What training, generation and evaluation see of a backend: programs run by name over one set of tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from barellm.program.tensor import Tensor
+
+
+class Session(Protocol):
+    """Tensors have names. Inputs and outputs are dense for the sizes of a run, parameters are seen as fp32.
+
+    `tensors`: everything that outlives a run, by name: parameters, gradients, optimizer state, caches.
+    """
+
+    tensors: dict[str, Tensor]
+
+    def run(self, program: str, /, **scalars: Any) -> None:
+        """One pass over a program; `runtime.scalars` lists the scalars and what they are when not given."""
+
+    def write(self, name: str, values: np.ndarray, /) -> None:
+        """Set an input, for the runs to come, or a tensor of `tensors`."""
+
+    def read(self, name: str, /) -> np.ndarray:
+        """A copy of a tensor of `tensors`, or of an output at the latest run's sizes."""
+        ...
+
+    def read_rows(self, name: str, lo: int, hi: int, /) -> np.ndarray:
+        """Leading rows [lo, hi) of a tensor of `tensors`: big ones are moved in pieces."""
+        ...
+
+    def write_rows(self, name: str, lo: int, values: np.ndarray, /) -> None:
+        """Set leading rows from `lo`."""
