@@ -205,9 +205,10 @@ class Loop:
         per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
         self.console.line(f"step {step:>5}  validation {result.nats:.4f} nats per token{per_byte}")
 
-    def record_sample(self, step: int, text: str) -> None:
+    def record_sample(self, step: int, text: str, *, show: bool = True) -> None:
         self._record({"kind": "sample", "step": step, "text": text})
-        self.console.line("\n".join([f"step {step:>5}  sample", *(f"  | {line}" for line in text.splitlines())]))
+        if show:
+            self.console.line("\n".join([f"step {step:>5}  sample", *(f"  | {line}" for line in text.splitlines())]))
 
     # --- checkpoints ---
 

@@ -34,7 +34,7 @@ from barellm.training.stopping import Stopping
 # these bounds, in evenly spread windows; all of the validation part if it has no more.
 FINAL_LEAST, FINAL_MOST, FINAL_SHARE = 1 << 13, 1 << 20, 4
 SAMPLE_TOKENS = 160
-FINAL_SAMPLES, FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_SHARE = 6, 384, 256
+FINAL_SAMPLES, FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_SHARE, FINAL_SHOWN = 6, 384, 256, 2
 FREE_KEYS = frozenset(
     {f"train.{k}" for k in ("steps", "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep")}
     | {"data.source"}
@@ -246,8 +246,8 @@ class Run:
         texts = self._samples(decoder, stop, count=count, tokens=length, seed=step)
         if not texts:
             return False
-        for text in texts:
-            loop.record_sample(step, text)
+        for i, text in enumerate(texts):
+            loop.record_sample(step, text, show=i < FINAL_SHOWN)
         train, val = curve.series(loop.metrics.rows)
         chart = curve.terminal(train, val)
         say(chart if self.console.can_show(chart) else curve.terminal(train, val, ascii_only=True))
