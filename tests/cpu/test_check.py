@@ -15,30 +15,30 @@ N = 5 * 7 * 13
 
 def slightly_wrong(k, y, a, b):
     with k.claim(N, 64) as (begin, end):
-        sweep(k, begin, end, lambda i, mask: y.store((a.load(i, mask) + b.load(i, mask)) * (1 + 2**-22), i, mask))
+        sweep(k, begin, end, lambda i, mask, j: y.store((a.load(i, mask) + b.load(i, mask)) * (1 + 2**-22), i, mask))
 
 
 def beyond_the_end(k, y, a, b):
     with k.claim_each(1):
-        sweep(k, 0, N, lambda i, mask: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+        sweep(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
         y.put(0.0, N)
 
 
 def into_an_input(k, y, a, b):
     with k.claim_each(1):
-        sweep(k, 0, N, lambda i, mask: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+        sweep(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
         b.put(0.0, 3)
 
 
 def not_everything(k, y, a, b):
     with k.claim_each(1):
-        sweep(k, 0, N - 1, lambda i, mask: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+        sweep(k, 0, N - 1, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
 
 
 def by_threads(k, y, a, b):
     with k.claim_each(1):
         tiny = k.to(k.threads, "float") * 1e-10
-        sweep(k, 0, N, lambda i, mask: y.store(a.load(i, mask) + b.load(i, mask) + tiny, i, mask))
+        sweep(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask) + tiny, i, mask))
 
 
 WRONG = [

@@ -7,11 +7,11 @@ them: a lowering may call it for all rows or for a chunk. Gradients may be writt
 
 from __future__ import annotations
 
+from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering, part
-from barellm.cpu.kernels.loops import across, row_grain, sweep
-from barellm.cpu.kernels.loops import shape_of as logits_shape
+from barellm.cpu.kernels.loops import across, fold, row_grain, shape_of, sweep, zeros
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp, ln
 from barellm.program.ops.base import Op
@@ -33,18 +33,16 @@ def log_sum_exp(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
         tops[j].value = k.max(x if mask is None else k.select(mask, x, float("-inf")), tops[j].value)
 
     across(k, valid, highest, unroll=CHAINS)
-    a, b, c, d = (t.value for t in tops)
-    top = k.maximum(k.max(k.max(a, b), k.max(c, d)))
+    top = k.maximum(fold(tops, k.max))
     shift = k.splat(top)
-    sums = [k.var(k.to(0.0, k.vec)) for _ in range(CHAINS)]
+    sums = zeros(k, CHAINS)
 
-    def add(c, mask, j):
+    def exponentials(c, mask, j):
         e = exp(k, logits.load(c, mask) - shift)
         sums[j].value = sums[j].value + (e if mask is None else k.select(mask, e, 0.0))
 
-    across(k, valid, add, unroll=CHAINS)
-    a, b, c, d = (s.value for s in sums)
-    return top + k.lane(ln(k, k.splat(k.sum((a + b) + (c + d)))), 0)
+    across(k, valid, exponentials, unroll=CHAINS)
+    return top + k.lane(ln(k, k.splat(k.sum(fold(sums, add)))), 0)
 
 
 def write_gradient(
@@ -117,20 +115,17 @@ def row_gradients(
 def total_loss(k: KernelBuilder, loss, losses, *, dims, inner) -> None:
     """loss (1) = inv_targets * sum of losses, over all rows of the run."""
     with k.claim_each(1):
-        sums = [k.var(k.to(0.0, k.vec)) for _ in range(CHAINS)]
-        turn = iter(range(1 << 30))
+        sums = zeros(k, CHAINS)
 
-        def body(i: Any, mask: Value | None) -> None:
-            total = sums[next(turn) % CHAINS]
-            total.value = total.value + losses.load(i, mask)
+        def body(i, mask, j):
+            sums[j].value = sums[j].value + losses.load(i, mask)
 
         sweep(k, 0, k.extent(dims) * inner, body, unroll=CHAINS)
-        a, b, c, d = (s.value for s in sums)
-        loss.put(k.sum((a + b) + (c + d)) * k.to(k.scalar("inv_targets"), "float"))
+        loss.put(k.sum(fold(sums, add)) * k.to(k.scalar("inv_targets"), "float"))
 
 
 def row_constants(op: Op) -> dict[str, Any]:
-    return {"V": int(op.logits.shape[-1]), "valid": op.valid_vocab, **logits_shape(op.logits)}
+    return {"V": int(op.logits.shape[-1]), "valid": op.valid_vocab, **shape_of(op.logits)}
 
 
 @lowering("cross_entropy")
@@ -145,7 +140,7 @@ def cross_entropy(op: Op, c: Lowering) -> None:
         "row_limit": ALL_ROWS,
     }
     c.call(row_losses, operands, row_constants(op), writes="lse losses")
-    c.call(total_loss, {"loss": op.loss, "losses": losses}, logits_shape(op.logits), writes="loss")
+    c.call(total_loss, {"loss": op.loss, "losses": losses}, shape_of(op.logits), writes="loss")
 
 
 @lowering("cross_entropy_backward")

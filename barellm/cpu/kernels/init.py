@@ -52,7 +52,7 @@ def lower_normal_init(op: Op, c: Lowering) -> None:
 def constant_init(k: KernelBuilder, param, param_lo, n, valid, *, value) -> None:
     weights = Weight(k, param, param_lo)
 
-    def body(i, mask):
+    def body(i, mask, j):
         weights.store(k.select(k.mask_first(valid - i), k.to(value, k.vec), 0.0), i, mask)
 
     with k.claim(n, GRAIN) as (begin, end):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import across, row_grain, shape_of
+from barellm.cpu.kernels.loops import across, fold, row_grain, shape_of, zeros
 from barellm.cpu.kernels.reductions import column_sums, lower_column_sums
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 
-CHAINS = 4  # accumulators of a row's sum: they hide the latency of an addition
+CHAINS = 4
 
 
 Factors = Callable[[Any, Value | None], tuple[Value, Value]]
@@ -19,16 +20,15 @@ Factors = Callable[[Any, Value | None], tuple[Value, Value]]
 
 def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = False) -> tuple[Value, Value]:
     """Two sums over a row: of u and of u * v, where factors(c, mask) gives u and v; u is zero off the mask."""
-    sums = [[k.var(k.to(0.0, k.vec)) for _ in range(2)] for _ in range(CHAINS)]
+    sums, products = zeros(k, CHAINS), zeros(k, CHAINS)
 
     def body(c, mask, j):
         u, v = factors(c, mask)
-        sums[j][0].value = sums[j][0].value + u
-        sums[j][1].value = k.fma(u, v, sums[j][1].value)
+        sums[j].value = sums[j].value + u
+        products[j].value = k.fma(u, v, products[j].value)
 
     across(k, C, body, unroll=CHAINS, unrolled=unrolled)
-    (a, b, c, d) = ([s.value for s in chain] for chain in sums)
-    return k.sum((a[0] + b[0]) + (c[0] + d[0])), k.sum((a[1] + b[1]) + (c[1] + d[1]))
+    return k.sum(fold(sums, add)), k.sum(fold(products, add))
 
 
 def row_constants(op: Op) -> dict[str, Any]:

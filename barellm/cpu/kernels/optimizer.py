@@ -32,7 +32,7 @@ def adamw(k: KernelBuilder, param, param_lo, m, v, grad, clip, n, *, beta1, beta
     weights = Weight(k, param, param_lo)
     factor = k.splat(scale)
 
-    def body(i, mask):
+    def body(i, mask, j):
         g = grad.load(i, mask) * factor
         first = k.fma(m.load(i, mask), beta1, g * (1.0 - beta1))
         second = k.fma(v.load(i, mask), beta2, g * g * (1.0 - beta2))

@@ -7,10 +7,11 @@ partials, then the partials are added in order. So the bits do not depend on the
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering, part
-from barellm.cpu.kernels.loops import across, shape_of, sweep
+from barellm.cpu.kernels.loops import across, fold, shape_of, sweep, zeros
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.program.ops.optimizer import CHUNK
@@ -71,7 +72,7 @@ def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mod
     per = rows_per_chunk(k, rows)
     chunks = (rows + per - 1) // per
 
-    def body(c, mask):
+    def body(c, mask, j):
         total = k.var(k.to(0.0, k.vec))
         with k.loop(0, chunks) as chunk:
             total.value = total.value + partials.load(chunk * stride + c, mask)
@@ -122,26 +123,20 @@ def bias_grad(op: Op, c: Lowering) -> None:
 
 # --- the gradient norm ---
 
+CHAINS = 8
+
 
 def sum_squares(k: KernelBuilder, partials, x, n) -> None:
-    """partials (ceil(n / CHUNK)) = sums of squares of x (n), in 8 chains of vectors."""
-    chains = 8
+    """partials (ceil(n / CHUNK)) = sums of squares of x (n)."""
     with k.claim_each((n + CHUNK - 1) // CHUNK) as chunk:
-        begin = chunk * CHUNK
-        end = k.min(begin + CHUNK, n)
-        sums = [k.var(k.to(0.0, k.vec)) for _ in range(chains)]
-        turn = iter(range(1 << 30))
+        sums = zeros(k, CHAINS)
 
-        def body(i, mask):
+        def body(i, mask, j):
             v = x.load(i, mask)
-            total = sums[next(turn) % chains]
-            total.value = k.fma(v, v, total.value)
+            sums[j].value = k.fma(v, v, sums[j].value)
 
-        sweep(k, begin, end, body, unroll=chains)
-        values = [s.value for s in sums]
-        while len(values) > 1:
-            values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
-        partials.put(k.sum(values[0]), chunk)
+        sweep(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
+        partials.put(k.sum(fold(sums, add)), chunk)
 
 
 @lowering("sum_squares")
