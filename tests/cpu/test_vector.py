@@ -79,7 +79,7 @@ def test_exp(isa):
         want = as_fp32(np.exp(x.astype(np.float64)))
     got = evaluate(isa, "exp", x)
     denormal = want < 2.0**-126
-    assert np.abs(got - want)[denormal].max() < 2.0**-126
+    assert np.abs(got[denormal] - want[denormal]).max() < 2.0**-126
     assert relative_error(got[~denormal], want[~denormal]) < 3.5
 
 
@@ -90,7 +90,7 @@ def test_exp2(isa):
         want = as_fp32(np.exp2(x.astype(np.float64)))
     got = evaluate(isa, "exp2", x)
     denormal = want < 2.0**-126
-    assert np.abs(got - want)[denormal].max() < 2.0**-126
+    assert np.abs(got[denormal] - want[denormal]).max() < 2.0**-126
     assert relative_error(got[~denormal], want[~denormal]) < 3.5
 
 
