@@ -145,8 +145,9 @@ class Loop:
             share = f"  {self.flops_per_step / self._step_s / self.peak:.0%} of peak" if self.peak else ""
             left = "" if total is None else f"  {duration((total - step) * (self._step_s + self._pause_s))} left"
             of = "?" if total is None else total
-            numbers = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {short(rate)} tok/s"
-            self.console.progress(f"step {step:>5}/{of}  {numbers}{share}{left}")
+            # What matters most comes first: a narrow terminal cuts the end.
+            numbers = f"loss {loss:.4f}  {short(rate)} tok/s{share}  norm {norm:.2f}  lr {lr:.1e}"
+            self.console.progress(f"step {step:>5}/{of}{left}  {numbers}")
         self._not_finite = 0 if finite else self._not_finite + 1
         if self._not_finite == NOT_FINITE_LIMIT:
             raise UserError(
