@@ -204,8 +204,9 @@ def test_tiles_give_equal_bits():
     first = None
     sources = jit.sources_digest()
     for vectors, rows in gemm.TILES[isa.registers].items():
+        tile = gemm.Tile(rows, vectors)
         with pytest.MonkeyPatch.context() as m:
-            m.setattr(gemm, "choose_tile", lambda isa, cols, t=gemm.Tile(rows, vectors): t)
+            m.setattr(gemm, "choose_tile", lambda isa, cols, tile=tile: tile)
             m.setattr(jit, "sources_digest", lambda name=f"{sources} tile {rows} x {vectors}": name)
             got = check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": 1e-2})["y"]
         assert first is None or np.array_equal(got, first)
