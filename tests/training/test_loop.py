@@ -1,0 +1,72 @@
+"""What the loop tells the session, and when it gives up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.cli.main import main
+from barellm.config import preset
+from barellm.training import metrics
+from barellm.training.schedule import learning_rate
+
+
+def test_each_step_gets_its_scalars(fake, command):
+    assert main(command("run")) == 0
+    micros = [s for entry, s in fake.runs if entry == "micro"]
+    assert [s["sample"] for s in micros] == [2 * i for i in range(24)]
+    assert [s["accumulate"] for s in micros] == [0, 1] * 12
+    assert [s["step"] for s in micros] == [1 + i // 2 for i in range(24)]
+    assert {s["inv_targets"] for s in micros} == {1 / (2 * 2 * 8)}
+    updates = [s for entry, s in fake.runs if entry == "update"]
+    assert [s["step"] for s in updates] == list(range(1, 13))
+    from dataclasses import replace
+
+    optim = replace(preset("shakespeare-char").optim, warmup=2)
+    assert [s["lr"] for s in updates] == [learning_rate(i, total=12, optim=optim) for i in range(12)]
+
+
+def test_the_loss_of_a_step_is_the_sum_over_its_micro_batches(fake, command, tmp_path):
+    losses = []
+    real = fake.read
+
+    def read(name):
+        value = real(name)
+        if name == "loss" and fake.runs[-1][0] == "micro":
+            losses.append(float(value[0]))
+        return value
+
+    fake.read = read
+    assert main(command("run")) == 0
+    rows = [row["loss"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
+    assert rows == pytest.approx([a + b for a, b in zip(losses[::2], losses[1::2], strict=True)])
+
+
+def not_finite(fake, steps):
+    """Makes the loss NaN in these steps."""
+    real = fake.read
+
+    def read(name):
+        entry, scalars = fake.runs[-1]
+        if name == "loss" and entry == "micro" and scalars["step"] in steps:
+            return np.array([np.nan], np.float32)
+        return real(name)
+
+    fake.read = read
+
+
+def test_a_loss_that_stays_not_finite_ends_the_run_with_one_line(fake, command, tmp_path, capsys):
+    not_finite(fake, range(5, 100))
+    assert main(command("run", "--steps", "40")) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "not finite for 10 steps up to step 14" in error and "optim.lr" in error
+    assert [
+        row["loss"]
+        for row in metrics.read(tmp_path / "run" / "metrics.jsonl")
+        if row["step"] == 6 and row["kind"] == "train"
+    ] == [None]
+
+
+def test_a_few_such_steps_are_survived(fake, command):
+    not_finite(fake, {3, 4, 9})
+    assert main(command("run")) == 0
