@@ -23,58 +23,65 @@ from barellm.profiling.step import StepBench, opened
 from barellm.program.ops.base import Op
 
 WORDS = RECORD_NBYTES // 8
+REPEATS = 10
 
 
 class Stamped:
-    """A program's table with a stamp before the first op and after each. `run()` gives the seconds of every op."""
+    """Ops of a program as a table of its own, with a stamp before the first and after each. `run()` gives every op's seconds."""
 
-    def __init__(self, session: CpuSession, program: str) -> None:
+    def __init__(self, session: CpuSession, program: str, ops: list[Op]) -> None:
         arm = platform.machine().lower() in ("arm64", "aarch64")
         spec = Spec(machine.stamp, ("i64",), (("arm", arm),))
         code = jit.cached_object(spec.key, session.isa, lambda: spec.ir(session.isa))
         self._library = jit.Library([code], session.isa)
+        self._address = self._library.address(spec.symbol())
         self.session = session
-        low = session.lowered[program]
-        self.ops: list[Op] = low.ops
-        self._ticks = np.zeros(len(self.ops) + 1, np.int64)
-        self._args = self._ticks.ctypes.data + 8 * np.arange(len(self.ops) + 1)
-        source = session.records[program]
-        rows = [self._stamp(spec, 0)]
-        at = 0
-        for i, op in enumerate(self.ops):
-            count = len(low.of[op].calls)
-            own = source[at : at + count].copy()
+        self._ticks = np.zeros(len(ops) + 1, np.int64)
+        self._args = self._ticks.ctypes.data + 8 * np.arange(len(ops) + 1)
+        rows = [self._stamp(0)]
+        calls = _records(session, program)
+        for i, op in enumerate(ops):
+            own = calls[op].copy()
             own[-1:, 3] = 1  # all threads meet before the stamp
-            rows += [own, self._stamp(spec, i + 1)]
-            at += count
-        assert at == len(source), "the table has calls that belong to no op (BARELLM_POISON is set)"
+            rows += [own, self._stamp(i + 1)]
         rows[-1][0, 3] = 1
         table = np.concatenate(rows)
-        block = np.zeros(table.size + WORDS, np.int64)
-        skip = -block.ctypes.data % RECORD_NBYTES // 8
-        self._block = block
-        self._records = block[skip : skip + table.size].reshape(table.shape)
-        self._records[:] = table
+        self._block = np.zeros(table.size + WORDS, np.int64)
+        skip = -self._block.ctypes.data % RECORD_NBYTES // 8
+        self._table = self._block[skip : skip + table.size].reshape(table.shape)
+        self._table[:] = table
         self.seconds_per_tick = self._calibrate()
 
-    def _stamp(self, spec: Spec, index: int) -> np.ndarray:
+    def _stamp(self, index: int) -> np.ndarray:
         row = np.zeros((1, WORDS), np.int64)
-        row[0, :2] = self._library.address(spec.symbol()), self._args.ctypes.data + 8 * index
+        row[0, :2] = self._address, self._args.ctypes.data + 8 * index
         return row
 
     def _calibrate(self) -> float:
-        """Seconds of one tick, from two stamps 50 ms apart."""
+        """Seconds of one tick, from two stamps 20 ms apart."""
         marks = []
         for _ in range(2):
             before = time.perf_counter()
-            self.session.pool.run(self._records.ctypes.data, 1)
+            self.session.pool.run(self._table.ctypes.data, 1)
             marks.append(((before + time.perf_counter()) / 2, int(self._ticks[0])))
-            time.sleep(0.05)
+            time.sleep(0.02)
         return (marks[1][0] - marks[0][0]) / (marks[1][1] - marks[0][1])
 
     def run(self) -> np.ndarray:
-        self.session.pool.run(self._records.ctypes.data, len(self._records))
+        self.session.pool.run(self._table.ctypes.data, len(self._table))
         return np.diff(self._ticks) * self.seconds_per_tick
+
+
+def _records(session: CpuSession, program: str) -> dict[Op, np.ndarray]:
+    """The rows of the program's table that each op has."""
+    low, table, at = session.lowered[program], session.records[program], 0
+    rows = {}
+    for op in low.ops:
+        count = len(low.of[op].calls)
+        rows[op] = table[at : at + count]
+        at += count
+    assert at == len(table), "the table has calls that belong to no op (BARELLM_POISON is set)"
+    return rows
 
 
 def measure(config: Config, *, steps: int) -> dict[str, Any]:
@@ -82,13 +89,13 @@ def measure(config: Config, *, steps: int) -> dict[str, Any]:
     with opened(config) as (bench, _):
         session = bench.machine.session
         whole = [bench.step().seconds for _ in range(steps)]
-        seconds = {
-            program: (stamped.ops, np.array([stamped.run() for _ in range(steps)]))
-            for program in ("micro", "update")
-            for stamped in [Stamped(session, program)]
-        }
+        stamped = {program: Stamped(session, program, session.lowered[program].ops) for program in ("micro", "update")}
+        times = {program: [] for program in stamped}
+        for _ in range(steps):
+            for program, table in stamped.items():
+                times[program].append(table.run())
         ceiling = measured_ceiling()
-        rows = [row for program, (ops, times) in seconds.items() for row in _rows(program, ops, times, ceiling)]
+        rows = [row for program in stamped for row in _rows(session, program, np.array(times[program]), ceiling)]
         return {
             "kind": "ops",
             "preset": bench.machine.config.preset,
@@ -107,23 +114,26 @@ def _sizes(bench: StepBench) -> dict[str, Any]:
     return {name: getattr(bench.train, name) for name in ("batch", "seq", "dtype", "recompute")}
 
 
-def _rows(program: str, ops: list[Op], times: np.ndarray, ceiling: Ceiling) -> list[dict[str, Any]]:
-    """`times` (steps, ops) in seconds; ops of one kind and shape share a row, which holds their sum."""
-    middle = np.median(times, axis=0)
+def _rows(session: CpuSession, program: str, times: np.ndarray, ceiling: Ceiling) -> list[dict[str, Any]]:
+    """`times` (steps, ops) in seconds. Ops of one kind and shape share a row, which holds their sums: `s` in the step, `alone_s`
+    the same count of the first of them again and again, with whatever of its operands a cache can hold."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for op, seconds in zip(ops, middle, strict=True):
+    for op, seconds in zip(session.lowered[program].ops, np.median(times, axis=0), strict=True):
         key = (op.name, _shape(op))
-        row = rows.setdefault(
-            key,
-            {"program": program, "op": op.name, "shape": key[1], "count": 0}
-            | dict.fromkeys(("s", "bound_s", "flops", "bytes"), 0.0),
-        )
+        if key not in rows:
+            rows[key] = {"program": program, "op": op.name, "shape": key[1], "count": 0}
+            rows[key] |= dict.fromkeys(("s", "alone_s", "bound_s", "flops", "bytes"), 0.0)
+            alone = Stamped(session, program, [op] * REPEATS)
+            rows[key]["alone"] = float(np.median([alone.run()[1:] for _ in range(3)]))
+        row = rows[key]
         row["count"] += 1
         row["s"] += float(seconds)
+        row["alone_s"] += row["alone"]
         row["bound_s"] += ceiling.seconds(op)
         row["flops"] += op.flops()
         row["bytes"] += op.bytes()
     for row in rows.values():
+        del row["alone"]
         row["percent_of_bound"] = 100 * row["bound_s"] / row["s"]
     return list(rows.values())
 

@@ -1,5 +1,5 @@
-"""The peer's own ops. Reads a JSON list of {"op", "shape", "rows", "batch", "seq", "heads", "channels", "dtype"} from standard
-input and prints the seconds of one call of PyTorch's equivalent of each (median of 5 calls or 0.1 s of them); null for none.
+"""The peer's own ops. Reads a JSON list of {"op", "shape", "rows", "batch", "seq", "heads", "channels", "vocab", "dtype"} from
+standard input and prints the seconds of one call of PyTorch's equivalent of each (median of 5 calls or 0.1 s); null for none.
 
 Products get operands that are bf16 already: PyTorch's autocast, which casts weights in every step, is not charged here.
 """
@@ -68,14 +68,14 @@ def case(r: dict) -> Call | None:
         targets = torch.randint(0, V, (M,))
         return lambda: torch.autograd.grad(F.cross_entropy(F.linear(x, w).float(), targets), (x, w))
     if name == "embedding":
-        wte, wpe, tokens = torch.randn(*shape), torch.randn(T, C), torch.randint(0, shape[0], (B, T))
+        wte, wpe, tokens = torch.randn(r["vocab"], C), torch.randn(T, C), torch.randint(0, r["vocab"], (B, T))
         return lambda: F.embedding(tokens, wte) + wpe
     if name == "embedding_dwte":
-        dy, tokens, dw = torch.randn(M, C), torch.randint(0, shape[0], (M,)), torch.zeros(*shape)
+        dy, tokens, dw = torch.randn(M, C), torch.randint(0, r["vocab"], (M,)), torch.zeros(r["vocab"], C)
         return lambda: dw.index_add_(0, tokens, dy)
     if name == "embedding_dwpe":
-        dy = torch.randn(B, T, C)
-        return lambda: dy.sum(0)
+        dy, positions = torch.randn(B, T, C), torch.arange(T)
+        return lambda: torch.ops.aten.embedding_dense_backward(dy.sum(0), positions, shape[0], -1, False)
     if name == "sum_squares":
         g = torch.randn(*shape)
         return lambda: torch.linalg.vector_norm(g)
