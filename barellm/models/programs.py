@@ -11,6 +11,8 @@ from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 
+MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, and its plan still takes seconds only
+
 
 def build(
     model: ModelConfig,
@@ -33,6 +35,8 @@ def build(
     """
     if max(seq, decode_seq) > model.max_seq:
         raise UserError(f"seq is {max(seq, decode_seq)}, the model has {model.max_seq} positions (model.max_seq)")
+    if max(1, batch) * seq > MOST_TOKENS:
+        raise UserError(f"a micro-batch of {batch} x {seq} has {batch * seq} tokens, expected at most {MOST_TOKENS}")
     store = Store()
     programs = {"init": Program(store, compute=compute)}
     declare_parameters(programs["init"], model)
