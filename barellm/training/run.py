@@ -84,6 +84,8 @@ def check(config: Config) -> None:
     for name, least in at_least.items():
         if getattr(t, name) < least:
             raise UserError(f"train.{name} is {getattr(t, name)}, expected at least {least}")
+    if t.seed >= 1 << 32:  # random words are 32 bits
+        raise UserError(f"train.seed is {t.seed}, expected below {1 << 32}")
     for name in ("lr", "min_lr", "warmup", "eps", "weight_decay", "clip"):
         if getattr(o, name) < 0:
             raise UserError(f"optim.{name} is {getattr(o, name)}, expected at least 0")

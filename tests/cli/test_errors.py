@@ -138,6 +138,7 @@ def test_heads_that_do_not_divide_channels(refused, out, text):
         (["--data.val_fraction", "1"], "data.val_fraction is 1.0"),
         (["--data.tokenizer", "byte"], "unknown tokenizer 'byte', did you mean 'bytes'?"),
         (["--data.order", "sorted"], "data.order is 'sorted', expected epoch or random"),
+        (["--seed", str(10**20)], f"train.seed is {10**20}, expected below {2**32}"),
     ],
 )
 def test_values_that_no_run_can_have(refused, out, tiny, words, message):
