@@ -36,7 +36,10 @@ def peers_table(results: dict[str, dict]) -> list[str]:
 def start_table(results: dict[str, dict]) -> list[str]:
     """Process start to the end of the first step, and peak memory, of ours and of each peer, in the same runs."""
     names = list(dict.fromkeys(v["name"] for r in results.values() for v in r["variants"]))
-    lines = ["| first step, s / peak memory, GB | " + " | ".join(names) + " |", "|" + "---|" * (len(names) + 1)]
+    lines = [
+        "| first step from cold caches, s / peak memory, GB | " + " | ".join(names) + " |",
+        "|" + "---|" * (len(names) + 1),
+    ]
     for r in results.values():
         by_name = {v["name"]: v for v in r["variants"]}
         cells = [

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,10 +40,15 @@ class Variant:
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self) -> None:
-        """Until its first step is done."""
+    def start(self, caches: Path) -> None:
+        """Until its first step is done. `caches`: an empty folder, so that everyone compiles what it needs."""
+        cold = {"BARELLM_CACHE": str(caches), "TORCHINDUCTOR_CACHE_DIR": str(caches), "TRITON_CACHE_DIR": str(caches)}
         self._process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | self.environment
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | cold | self.environment,
         )
         self.facts = self._answer()
 
@@ -138,9 +144,9 @@ def measure(config: Config, *, rounds: int, report: Any = print) -> dict[str, An
     """Every variant started once, then `rounds` rounds of turns, each round in another order."""
     all_variants = variants(config)
     load = os.getloadavg()
-    with _killed_at_the_end(all_variants):
-        for v in all_variants:
-            v.start()
+    with _killed_at_the_end(all_variants), tempfile.TemporaryDirectory() as caches:
+        for i, v in enumerate(all_variants):
+            v.start(Path(caches) / str(i))
             v.turn(2)
             report(
                 f"{v.name}: first step {v.facts['first_step_s']:.2f} s after its start, then {v.turns[0]['step_s'][-1]:.4f} s"

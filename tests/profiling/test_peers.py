@@ -105,11 +105,11 @@ def test_without_pytorch_or_a_checkout_it_says_so(monkeypatch, tmp_path, capsys)
         peers.variants(config())
 
 
-def test_our_side_serves_turns():
+def test_our_side_serves_turns(tmp_path):
     ours = peers.Variant(
         "ours", [sys.executable, "-m", "barellm", "bench", "step", "shakespeare-char", "--serve"], {}, ""
     )
-    ours.start()
+    ours.start(tmp_path)
     ours.turn(3)
     ours.finish()
     assert len(ours.turns[0]["step_s"]) == 3 and ours.facts["first_step_s"] > 0
@@ -117,9 +117,9 @@ def test_our_side_serves_turns():
 
 
 @pytest.mark.oracle
-def test_pytorch_serves_turns_and_has_most_ops():
+def test_pytorch_serves_turns_and_has_most_ops(tmp_path):
     made = {v.name: v for v in peers.variants(config())}["torch eager, tuned"]
-    made.start()
+    made.start(tmp_path)
     made.turn(2)
     made.finish()
     assert len(made.turns[0]["step_s"]) == 2 and made.facts["peak_rss_bytes"] > 1e8
