@@ -66,14 +66,14 @@ def test_the_tables_are_made_from_the_files(result, tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text(json.dumps(result))
     (tmp_path / "other.json").write_text('{"kind": "step"}')
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{made.BEGIN}\nold\n{made.END}\nafter\n")
+    readme.write_text(f"before\n{made.BEGIN}\nearlier lines\n{made.END}\nafter\n")
     monkeypatch.setattr(sys, "argv", ["table.py", "--check", str(readme)])
     assert made.main() == 1
     monkeypatch.setattr(sys, "argv", ["table.py", "--write", str(readme)])
     assert made.main() == 0
     text = readme.read_text()
     assert (
-        "| **2.00x** | 3.00x | benchmarks/results/a.json |" in text and text.endswith("after\n") and "old" not in text
+        "| **2.00x** | 3.00x | benchmarks/results/a.json |" in text and text.endswith("after\n") and "earlier" not in text
     )
     monkeypatch.setattr(sys, "argv", ["table.py", "--check", str(readme)])
     assert made.main() == 0
