@@ -108,6 +108,13 @@ def test_backward(isa, shape, dtype):
 
 
 @each_isa
+@each_dtype
+def test_many_blocks_of_keys_and_queries(isa, dtype):
+    check_forward(isa, (1, 1031, 1, 64), dtype, threads=(2,))
+    check_backward(isa, (1, 1031, 1, 64), dtype, threads=(2,))
+
+
+@each_isa
 @pytest.mark.parametrize("shape", [(2, 7, 3, 5), (1, 131, 2, 32)], ids=str)
 @each_dtype
 def test_dropout_has_the_bits_of_the_reference(isa, shape, dtype):
