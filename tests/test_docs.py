@@ -70,3 +70,11 @@ def test_the_house_is_as_drawn():
     make = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make)
     make.check_arrows()
+
+
+def test_the_lines_about_the_default_run_are_those_of_its_file(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "img")
+    run = import_module("run")
+    file, text = ROOT / run.RUN, (ROOT / "README.md").read_text()
+    between = text.partition(run.BEGIN)[2].partition(run.END)[0].strip()
+    assert between == (run.lines(run.rows_of(file)[-1]) if file.exists() else "")

@@ -1,7 +1,6 @@
 """Draws the pictures of docs/: `python docs/img/make.py [--png FOLDER]` from the repository's root.
 
-What they show is read from the code, from `barellm plan` and from benchmarks/results/, so a picture that no longer holds fails
-instead of lying. The run of train.svg is what `barellm train --json > benchmarks/results/train-default.jsonl` printed.
+What they show is read from the code and from `barellm plan`, so a picture that no longer holds fails instead of lying.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "barellm"
-RUN = HERE.parents[1] / "benchmarks" / "results" / "train-default.jsonl"
 PLAN = ["plan", "gpt2-124m", "--batch", "4", "--seq", "64", "--train.accumulate", "1", "--json", "--map"]
 
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
@@ -334,39 +332,6 @@ def _workspace(chart: Any, p: dict[str, Any]) -> None:
     chart.legend(handles, labels, fontsize=8.5, frameon=False, **place)
 
 
-# --- a run ---
-
-
-def train() -> Any:
-    """The loss of the default run beside what `gzip -9` makes of the same text, and the first sample after its last step."""
-    rows = [json.loads(line) for line in RUN.read_text().splitlines()]
-    result = rows[-1]
-    losses = [(r["step"], r["loss"]) for r in rows if r["kind"] == "train" and r["loss"] is not None]
-    judged = [(r["step"], r["val_nats"]) for r in rows if r["kind"] == "eval"]
-    bits = result["val_bits_per_byte"] / result["val_nats"]  # bits per byte of text for a nat per token
-    figure, axes = canvas(840, 330)
-    chart = figure.add_axes((0.055, 0.14, 0.36, 0.74))
-    chart.plot(*zip(*losses, strict=True), color=LINE, linewidth=0.7, label="training")
-    chart.plot(*zip(*judged, strict=True), "o-", color="#c2410c", markersize=3, linewidth=1.2, label="validation")
-    gzip = result["gzip_bits_per_byte"]
-    chart.axhline(gzip / bits, color="#2f855a", linewidth=1, linestyle="--", label=f"gzip -9: {gzip:.2f} bits per byte")
-    chart.tick_params(labelsize=8.5, colors=INK)
-    chart.set_xlabel("step", fontsize=8.5, color=INK)
-    chart.spines[["top", "right"]].set_visible(False)
-    chart.set_title("loss, nats per token", fontsize=9.5, color=INK, loc="left")
-    chart.legend(fontsize=8.5, frameon=False)
-    words = f"{result['val_bits_per_byte']:.2f} bits per byte"
-    place = {"xytext": (2, -14), "textcoords": "offset points", "ha": "right"}
-    chart.annotate(words, judged[-1], fontsize=8.5, color="#c2410c", **place)
-    box(axes, 378, 16, 446, 298, "#1c2128", edge="#1c2128")
-    sample = next(r["text"] for r in rows if r["kind"] == "sample" and r["step"] == result["steps"])
-    lines = [line.expandtabs(4)[:74] for line in sample.strip("\n").splitlines()[:20]]
-    text(axes, 392, 26, f"a sample after step {result['steps']:,}, as it came", size=8.5, colour="#8b98a5")
-    style = {"size": 7.6, "family": "monospace", "colour": "#d5dde6", "linespacing": 1.42, "parse_math": False}
-    text(axes, 392, 46, "\n".join(lines), **style)
-    return figure
-
-
 # Letters as curves: the same everywhere. Fixed ids and no date: the same file for the same picture.
 STYLE = {
     "font.family": "DejaVu Sans",
@@ -388,7 +353,7 @@ def main() -> None:
         "svg.fonttype": "path",
         "svg.hashsalt": "barellm",
     }
-    for name, draw in (PICTURES | ({"train": train} if RUN.exists() else {})).items():
+    for name, draw in PICTURES.items():
         figure = draw()
         figure.savefig(HERE / f"{name}.svg", facecolor="white", metadata={"Date": None})
         if args.png:

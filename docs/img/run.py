@@ -1,0 +1,93 @@
+"""The README's picture and lines about the default run, from what it printed:
+
+barellm train --json > benchmarks/results/train-default.jsonl
+python docs/img/run.py --write README.md        # between <!-- train --> and <!-- /train -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import make
+import matplotlib.pyplot as plt
+
+RUN = "benchmarks/results/train-default.jsonl"
+BEGIN, END = "<!-- train -->", "<!-- /train -->"
+ORANGE, GREEN = "#c2410c", "#2f855a"
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """What the run printed: steps, evaluations and samples, the result last."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def picture(rows: list[dict[str, Any]]) -> Any:
+    """The loss beside what `gzip -9` makes of the same text, and the first sample after the last step."""
+    result = rows[-1]
+    figure, axes = make.canvas(840, 330)
+    curve(figure.add_axes((0.055, 0.14, 0.36, 0.74)), rows)
+    make.box(axes, 378, 16, 446, 298, "#1c2128", edge="#1c2128")
+    heading = f"a sample after step {result['steps']:,}, as it came"
+    make.text(axes, 392, 26, heading, size=8.5, colour="#8b98a5")
+    sample = next(r["text"] for r in rows if r["kind"] == "sample" and r["step"] == result["steps"])
+    lines = "\n".join(line.expandtabs(4)[:74] for line in sample.strip("\n").splitlines()[:20])
+    style = {"size": 7.6, "family": "monospace", "colour": "#d5dde6", "linespacing": 1.42, "parse_math": False}
+    make.text(axes, 392, 46, lines, **style)
+    return figure
+
+
+def curve(chart: Any, rows: list[dict[str, Any]]) -> None:
+    result = rows[-1]
+    losses = [(r["step"], r["loss"]) for r in rows if r["kind"] == "train" and r["loss"] is not None]
+    judged = [(r["step"], r["val_nats"]) for r in rows if r["kind"] == "eval"]
+    bits = result["val_bits_per_byte"] / result["val_nats"]  # bits per byte of text for a nat per token
+    gzip = result["gzip_bits_per_byte"]
+    chart.plot(*zip(*losses, strict=True), color=make.LINE, linewidth=0.7, label="training")
+    chart.plot(*zip(*judged, strict=True), "o-", color=ORANGE, markersize=3, linewidth=1.2, label="validation")
+    chart.axhline(gzip / bits, color=GREEN, linewidth=1, linestyle="--", label=f"gzip -9: {gzip:.2f} bits per byte")
+    words = f"{result['val_bits_per_byte']:.2f} bits per byte"
+    place = {"xytext": (2, -14), "textcoords": "offset points", "ha": "right"}
+    chart.annotate(words, judged[-1], fontsize=8.5, color=ORANGE, **place)
+    low, high = chart.get_ylim()
+    chart.set_ylim(low - 0.06 * (high - low), high)
+    chart.tick_params(labelsize=8.5, colors=make.INK)
+    chart.set_xlabel("step", fontsize=8.5, color=make.INK)
+    chart.spines[["top", "right"]].set_visible(False)
+    chart.set_title("loss, nats per token", fontsize=9.5, color=make.INK, loc="left")
+    chart.legend(fontsize=8.5, frameon=False)
+
+
+def lines(r: dict[str, Any]) -> str:
+    """`r`: the result, the last line of a run."""
+    machine = f"{r['threads']} threads, {r['isa']}, {r['dtype']}"
+    return (
+        "![The loss of the default run beside gzip -9, and a sample](docs/img/train.svg)\n\n"
+        f"{r['steps']:,} steps of a model with {r['parameters'] / 1e6:.1f} million parameters took {r['seconds']:.0f} s "
+        f"({machine}; the median is {r['tokens_per_s']:,.0f} tokens/s). It needs **{r['val_bits_per_byte']:.2f} bits per byte** "
+        f"for text that it has not seen; `gzip -9` needs {r['gzip_bits_per_byte']:.2f} for the same {r['val_bytes']:,} bytes. "
+        f"Of {r['tokenize_lines']} sampled lines {r['tokenize_share']:.0%} are, each by itself, Python to the `tokenize` module; "
+        f"of the library's own lines {r['tokenize_share_of_validation']:.0%}. ([Every step of the run]({RUN}).)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, metavar="FILE.md", help="where the lines go; without it they are printed")
+    args = parser.parse_args()
+    root = make.HERE.parents[1]
+    rows = rows_of(root / RUN)
+    plt.rcParams |= make.STYLE
+    picture(rows).savefig(make.HERE / "train.svg", facecolor="white", metadata={"Date": None})
+    if args.write is None:
+        print(lines(rows[-1]))
+        return
+    before, _, rest = args.write.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    args.write.write_text(f"{before}{BEGIN}\n\n{lines(rows[-1])}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
