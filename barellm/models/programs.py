@@ -36,7 +36,11 @@ def build(
     if max(seq, decode_seq) > model.max_seq:
         raise UserError(f"seq is {max(seq, decode_seq)}, the model has {model.max_seq} positions (model.max_seq)")
     if max(1, batch) * seq > MOST_TOKENS:
-        raise UserError(f"a micro-batch of {batch} x {seq} has {batch * seq} tokens, expected at most {MOST_TOKENS}")
+        tokens, C = batch * seq, model.channels
+        raise UserError(
+            f"a micro-batch of {batch} x {seq} has {tokens} tokens, expected at most {MOST_TOKENS}: its residual stream "
+            f"alone would need {4 * tokens * C / 2**20:.1f} MiB ({tokens} tokens x {C} channels x 4 bytes)"
+        )
     store = Store()
     programs = {"init": Program(store, compute=compute)}
     declare_parameters(programs["init"], model)

@@ -13,7 +13,6 @@ from barellm.overrides import nearest
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
 from barellm.runtime.backend import backend
-from barellm.runtime.memory import memory_limit
 
 DEVICES = ("cpu", "reference")
 
@@ -96,21 +95,6 @@ def build_programs(config: Config, *, training: bool = True) -> dict[str, Progra
     return programs
 
 
-def _refuse_hopeless(config: Config, programs: dict[str, Program]) -> None:
-    """UserError for a batch whose residual stream alone does not fit: lowering it would take minutes, planning it all would
-    say the same. What is smaller is planned to the byte and refused, or not, by that number."""
-    train = config.train
-    available, source = memory_limit()
-    persistent = sum(t.nbytes for t in next(iter(programs.values())).store.tensors.values())
-    stream = 4 * train.batch * train.seq * config.model.channels
-    if stream > available:
-        raise UserError(
-            f"train.batch {train.batch} x train.seq {train.seq} needs at least {(persistent + stream) / 2**20:.1f} MiB "
-            f"(weights, gradients, optimizer {persistent / 2**20:.1f} + residual stream {stream / 2**20:.1f}), "
-            f"{source} is {available / 2**20:.1f} MiB: choose a smaller train.batch"
-        )
-
-
 @contextmanager
 def open_machine(config: Config, *, device: str, training: bool = True) -> Iterator[Machine]:
     """Programs built, planned, compiled and mapped. `training` False: "decode" and "eval" only."""
@@ -118,7 +102,6 @@ def open_machine(config: Config, *, device: str, training: bool = True) -> Itera
     config = resolved(config, device)
     train = config.train
     programs = build_programs(config, training=training)
-    _refuse_hopeless(config, programs)
     if device == "cpu":
         session = backend(device).open_session(programs)
         try:
