@@ -7,10 +7,10 @@ no faster code.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
-import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -128,13 +128,14 @@ def cached_object(key: str, isa: ISA, emit_ir) -> bytes:
     except OSError:
         pass
     code = compile_object(emit_ir(), isa)
+    temporary = folder / f".{digest}.{os.getpid()}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as f:
-            f.write(code + hashlib.sha256(code).digest())
-        os.replace(f.name, path)
-    except OSError:
-        pass  # a cache that cannot be written only costs time
+        temporary.write_bytes(code + hashlib.sha256(code).digest())
+        os.replace(temporary, path)
+    except OSError:  # a cache that cannot be written only costs time
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return code
 
 

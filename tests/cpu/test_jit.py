@@ -53,6 +53,13 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
     assert jit.cached_object("key", host(), lambda: ADD)
 
 
+def test_a_disk_that_fills_up_leaves_nothing_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert jit.cached_object("key", host(), lambda: ADD)
+    assert not list((tmp_path / "objects").iterdir())
+
+
 def test_unknown_symbols_are_refused_before_loading():
     with pytest.raises(RuntimeError, match="no_such_function"):
         jit.compile_object(CALLS_NOTHING_THAT_EXISTS, host())
