@@ -55,55 +55,43 @@ def _weight_gradient(
     c.call(gemm.weight_gradient, operands, {"N": N, "K": K, "dims": dims_of(like), "mode": mode}, writes="dweight")
 
 
+def _forward(op: Op, c: Lowering, **more: Any) -> None:
+    bias = op.inputs.get("bias")
+    _product(c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, bias=bias, **more)
+
+
+def _input_gradient(op: Op, c: Lowering, **more: Any) -> None:
+    _product(c, out=op.dx, a=op.dy, weight=op.weight, like=op.dy, transposed=False, mode=op.modes["dx"], **more)
+
+
 @lowering("matmul")
 def matmul(op: Op, c: Lowering) -> None:
-    _product(c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, mode=op.modes["y"])
+    _forward(op, c, mode=op.modes["y"])
 
 
 @lowering("linear")
 def linear(op: Op, c: Lowering) -> None:
-    _product(c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, bias=op.inputs.get("bias"))
+    _forward(op, c)
 
 
 @lowering("linear_gelu")
 def linear_gelu(op: Op, c: Lowering) -> None:
-    _product(
-        c,
-        out=op.y,
-        second=op.pre,
-        a=op.x,
-        weight=op.weight,
-        like=op.x,
-        transposed=True,
-        bias=op.inputs.get("bias"),
-        epilogue="gelu",
-    )
+    _forward(op, c, second=op.pre, epilogue="gelu")
 
 
 @lowering("linear_residual")
 def linear_residual(op: Op, c: Lowering) -> None:
-    _product(
-        c,
-        out=op.y,
-        a=op.x,
-        weight=op.weight,
-        like=op.x,
-        transposed=True,
-        bias=op.inputs.get("bias"),
-        other=op.residual,
-        epilogue="residual",
-    )
+    _forward(op, c, other=op.residual, epilogue="residual")
 
 
 @lowering("matmul_dx")
 def matmul_dx(op: Op, c: Lowering) -> None:
-    _product(c, out=op.dx, a=op.dy, weight=op.weight, like=op.dy, transposed=False, mode=op.modes["dx"])
+    _input_gradient(op, c)
 
 
 @lowering("matmul_dx_gelu")
 def matmul_dx_gelu(op: Op, c: Lowering) -> None:
-    _product(c, out=op.dx, a=op.dy, weight=op.weight, like=op.dy, transposed=False, other=op.pre, epilogue="gelu_backward",
-             mode=op.modes["dx"])  # fmt: skip
+    _input_gradient(op, c, other=op.pre, epilogue="gelu_backward")
 
 
 @lowering("matmul_dw")
