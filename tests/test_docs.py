@@ -13,7 +13,12 @@ import pytest
 import barellm.cpu.kernels  # noqa: F401  (fills the registry, which a page's kernels must not change for other tests)
 from barellm.cli.main import COMMANDS
 from barellm.cli.options import Parser
+from barellm.config import PRESETS, preset
+from barellm.cpu.isa import X86
 from barellm.cpu.kernel import REGISTRY
+from barellm.cpu.step import lower_and_plan
+from barellm.overrides import changed
+from barellm.training.machine import build_programs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -78,3 +83,19 @@ def test_the_lines_about_the_default_run_are_those_of_its_file(monkeypatch):
     file, text = ROOT / run.RUN, (ROOT / "README.md").read_text()
     between = text.partition(run.BEGIN)[2].partition(run.END)[0].strip()
     assert between == (run.lines(run.rows_of(file)[-1]) if file.exists() else "")
+
+
+TABLE_ROW = re.compile(r"^\| ([\w-]+) \| (\d+) x (\d+) \| ([\d.,]+) \| ([\d.,]+) \|", re.MULTILINE)
+
+
+def test_the_table_of_arenas_is_what_is_planned():
+    """For the machine that the table names, whatever this one is."""
+    rows = TABLE_ROW.findall((ROOT / "docs" / "architecture.md").read_text())
+    assert [row[0] for row in rows] == list(PRESETS)
+    for name, batch, seq, plain, recompute in rows:
+        config = changed(preset(name), {"train.dtype": "bf16"})
+        assert (config.train.batch, config.train.seq) == (int(batch), int(seq))
+        for wanted, again in ((plain, False), (recompute, True)):
+            programs = build_programs(changed(config, {"train.recompute": again}))
+            arena = lower_and_plan(programs, threads=2, isa=X86["avx512_bf16"]).plan.arena_bytes
+            assert f"{arena / 2**20:,.1f}" == wanted, (name, again)
