@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
@@ -153,7 +154,10 @@ class CpuSession:
         self._input_form = {n: (v.dtype, v.size) for n, v in largest}
         self._last = ""
         self.pool = Pool(self.threads, self.isa)
-        self.pool.bind(self._block.address, self.base + self.plan.offsets[private], self.private_bytes)
+        memory = (self.arena, self.library, self._keep, self._block)
+        self.pool.bind(self._block.address, self.base + self.plan.offsets[private], self.private_bytes, memory=memory)
+        # A session that is dropped without close() must not leave threads behind; at exit nobody waits for a step.
+        weakref.finalize(self, self.pool.release).atexit = False
 
     # --- building ---
 

@@ -6,6 +6,7 @@ ends. Every thread of the pool blocks signals, so the kernel delivers them to th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -98,6 +99,8 @@ class Pool:
         for i in range(threads):
             self._set(self.rt(i) + RT_THREAD, i)
             self._set(self.rt(i) + RT_THREADS, threads)
+        self._memory: object = None
+        self._closed = False
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         cpus = allowed_cpus()
         pin = os.environ.get("BARELLM_PIN", "1") != "0" and hasattr(os, "sched_setaffinity")
@@ -113,8 +116,10 @@ class Pool:
         """Address of a thread's block."""
         return self.shared + sync.SHARED_NBYTES + thread * RT_NBYTES
 
-    def bind(self, scalars: int, private: int, private_bytes: int) -> None:
-        """Where kernels find the run-time scalars and each thread's own scratch."""
+    def bind(self, scalars: int, private: int, private_bytes: int, *, memory: object = None) -> None:
+        """Where kernels find the run-time scalars and each thread's own scratch. `memory`: what owns the code and the bytes
+        of the runs. The threads hold on to it: a run that Ctrl-C left behind may outlive everything else."""
+        self._memory = memory
         for i in range(self.threads):
             self._set(self.rt(i) + RT_SCALARS, scalars)
             self._set(self.rt(i) + RT_PRIVATE, private + i * private_bytes)
@@ -123,15 +128,22 @@ class Pool:
         """Blocks, but lets signal handlers of the main thread run at once."""
         if os.getpid() != self.pid:
             raise RuntimeError("this process was forked from one with a running backend: open a new session in it")
+        if self._closed:
+            raise RuntimeError("the session is closed")
         done = threading.Lock()
         done.acquire()
         self._jobs.put((table, entries, done))
         done.acquire()
 
+    def release(self) -> None:
+        """Let the threads end after the run they are in, without waiting for it."""
+        self._closed = True
+        self._jobs.put(None)
+
     def close(self) -> None:
         """Stop the threads. Safe to call twice."""
         if os.getpid() == self.pid and self._leader.is_alive():
-            self._jobs.put(None)
+            self.release()
             self._leader.join()
             for t in self._workers:
                 t.join()
@@ -153,7 +165,10 @@ class Pool:
     def _settle(mask: set[int] | None) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         if mask is not None:
-            os.sched_setaffinity(0, mask)  # of this thread alone, and inside the mask that the process was given
+            # Of this thread alone, inside the mask that the process was given. Where that is refused it runs unpinned: if it
+            # died here, the others would wait for it for ever.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, mask)
 
     @staticmethod
     def _set(address: int, value: int) -> None:

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -31,3 +39,51 @@ def test_scalars_of_one_run_do_not_reach_into_the_next(open_session):
     session.write("tokens", tokens[:1, :1])
     session.run("decode", batch=1, seq=1, pos=5)
     assert loss() == before
+
+
+def test_a_session_that_is_dropped_without_close_leaves_no_threads():
+    before = threading.active_count()
+    _, programs = build(MODEL, batch=2, seq=8)
+    session = CpuSession(programs, threads=2)
+    session.run("init", seed=3)
+    assert threading.active_count() == before + 2
+    del session
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+from barellm.config import ModelConfig
+from barellm.cpu.step import CpuSession
+from barellm.models.programs import build
+import numpy as np
+
+def interrupted():
+    model = ModelConfig(layers=2, heads=4, channels=512, vocab_size=512, max_seq=512)
+    session = CpuSession(build(model, batch=8, seq=512)[1], threads=2)
+    session.write("tokens", np.zeros((8, 512), np.int32))
+    session.write("targets", np.zeros((8, 512), np.int32))
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        while True:
+            session.run("eval", batch=8, seq=512, inv_targets=1.0)
+    except KeyboardInterrupt:
+        {then}
+
+interrupted()
+time.sleep(0.3)
+print("alive", flush=True)
+"""
+
+
+@pytest.mark.parametrize("then, status", [("print('dropped')", 0), ("raise", -signal.SIGINT)])
+def test_ctrl_c_in_a_step_whose_session_is_given_up_does_not_crash(then, status):
+    """The threads still run over the arena and the code when the last reference to the session is gone, or Python ends."""
+    code = INTERRUPTED.format(then=then)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=dict(os.environ))
+    assert found.returncode == status, found
+    assert ("alive" in found.stdout) == (status == 0)

@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -84,6 +85,28 @@ def test_a_fork_is_refused():
             os._exit(0 if "forked" in str(e) else 1)
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
+    pool.close()
+
+
+def test_a_closed_pool_refuses_to_run():
+    pool = Pool(2, host())
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.run(Table(1).address, 1)
+
+
+def test_a_machine_that_refuses_to_pin_runs_all_the_same(monkeypatch):
+    """A processor taken away since the mask was read, or a sandbox: a thread that died of it left the others waiting."""
+
+    def refuse(*_):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
+    pool, table = Pool(3, host()), Table(2)
+    runner = threading.Thread(target=pool.run, args=(table.address, table.entries), daemon=True)
+    runner.start()
+    runner.join(10)
+    assert not runner.is_alive()
     pool.close()
 
 
