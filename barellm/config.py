@@ -105,13 +105,16 @@ class Config:
 
 
 def default() -> Config:
-    """What `barellm train` runs with no arguments: a small GPT on the source of Python's standard library."""
+    """What `barellm train` runs with no arguments: a small GPT on the source of Python's standard library, in two minutes.
+
+    The size is what two minutes on two cores feed: of 1.1, 2.2 and 3.7 million parameters the smallest learnt most.
+    """
     return Config(
         preset="default",
-        model=ModelConfig(layers=4, heads=4, channels=256, vocab_size=2048, max_seq=256),
-        optim=OptimConfig(lr=2e-3, min_lr=1e-4, warmup=50, beta2=0.99),
-        data=DataConfig(source="stdlib", tokenizer="bpe", bpe_vocab=2048),
-        train=TrainConfig(batch=12, seq=256, steps=1200, eval_every=100, sample_every=300),
+        model=ModelConfig(layers=4, heads=4, channels=128, vocab_size=4096, max_seq=256),
+        optim=OptimConfig(lr=4e-3, min_lr=1e-4, warmup=50, beta2=0.99),
+        data=DataConfig(source="stdlib", tokenizer="bpe", bpe_vocab=4096),
+        train=TrainConfig(batch=8, seq=256, steps=2000, minutes=1.75, eval_every=250, sample_every=500),
     )
 
 
