@@ -54,7 +54,7 @@ def checkpoint_bytes(session: Session) -> int:
 def save(
     folder: Path, session: Session, *, step: int, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes], keep: int
 ) -> Path:
-    """Write the checkpoint of `step` into `folder`, then remove all but the newest `keep`. OSError: the old stand."""
+    """Write the checkpoint of `step` into `folder`, then remove all but the newest `keep` up to it. OSError: the old stand."""
     target = step_folder(folder, step)
     if not folder.is_dir():
         storage.system.mkdir(folder)
@@ -64,7 +64,9 @@ def save(
         storage.remove_folder(target)
     if not target.exists():
         _write(target, session, meta={"format": FORMAT, "step": step, **meta}, tokenizer=tokenizer)
-    for old in steps(folder)[max(1, keep) :]:
+    # A later one, from which the run did not go on because it is damaged, must not count.
+    up_to_this = [path for path in steps(folder) if step_of(path) <= step]
+    for old in up_to_this[max(1, keep) :]:
         storage.remove_folder(old)
     return target
 

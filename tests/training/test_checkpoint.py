@@ -70,6 +70,15 @@ def test_only_the_newest_are_kept(folder):
     assert [p.name for p in checkpoint.steps(folder)] == ["step-000030", "step-000010"]
 
 
+def test_a_damaged_later_checkpoint_does_not_push_out_the_one_just_written(folder):
+    """A run that went on from step 10, because step 30 did not verify, saves step 20."""
+    for step in (10, 30):
+        save(folder, FakeSession(), step)
+    damage_truncate(folder / "step-000030")
+    path = save(folder, FakeSession(), 20, keep=1)
+    assert checkpoint.newest(folder)[0] == path
+
+
 def damage_truncate(path):
     file = path / "weights.safetensors"
     os.truncate(file, file.stat().st_size - 1)
