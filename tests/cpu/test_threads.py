@@ -147,7 +147,7 @@ def spin(k, turns) -> None:
     with k.loop(0, turns) as i:
         x.value = x.value * 3 + i
     with k.when(x.value.equals(0)):
-        k.line("call void asm sideeffect \"\", \"\"()")
+        k.line('call void asm sideeffect "", ""()')
 
 
 def spin_table() -> Table:
