@@ -3,12 +3,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-OUT ?= runs/default
 
-.PHONY: train test lint oracle bench clean
+.PHONY: train test lint oracle clean
 
+# Into a dated folder under runs/, or into OUT.
 train: $(VENV)/.installed
-	$(BIN)/barellm train --out $(OUT)
+	$(BIN)/barellm train $(if $(OUT),--out $(OUT))
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -m "not oracle" $(PYTEST)
@@ -18,9 +18,9 @@ oracle: $(VENV)/.oracle
 	$(BIN)/python -m pytest -m oracle $(PYTEST)
 
 lint: $(VENV)/.linted
-	$(BIN)/ruff check barellm tests benchmarks
-	$(BIN)/ruff format --check barellm tests benchmarks
-	$(BIN)/pyright
+	$(BIN)/ruff check barellm tests benchmarks docs
+	$(BIN)/ruff format --check barellm tests benchmarks docs
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("numpy", "ml_dtypes", "llvmlite", "safetensors", "tokenizers", "tiktoken", "xxhash", "matplotlib")
+PACKAGES = ("numpy", "ml_dtypes", "llvmlite", "tokenizers", "tiktoken", "xxhash", "matplotlib")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
