@@ -47,9 +47,8 @@ class Bench:
         packed = np.array([*args, 0], np.int64)
         block = ctypes.create_string_buffer(2 * RECORD_NBYTES)
         record = (ctypes.addressof(block) + RECORD_NBYTES - 1) & -RECORD_NBYTES
-        np.frombuffer((ctypes.c_int64 * 4).from_address(record), np.int64)[:] = (
-            library.address(spec.symbol()), packed.ctypes.data, 0, 1
-        )  # fmt: skip
+        words = (ctypes.c_int64 * 4).from_address(record)
+        words[:] = (library.address(spec.symbol()), packed.ctypes.data, 0, 1)
         samples = []
         for _ in range(repeats):
             t = time.perf_counter()
