@@ -145,12 +145,20 @@ class CpuSession:
         self._link()
         self._block = _Block()
         self._staged: dict[str, np.ndarray] = {}
-        # Where a run puts its inputs; views made once, so that a warm step makes few Python calls.
+        # Where a run puts its inputs, and the sizes it may have; made once, so that a warm step makes few Python calls.
         self._inputs = {
-            name: {n: self._flat(t) for n, t in p.named.items() if t.role == "input" and t in self.plan.offsets}
+            name: {
+                n: (self._flat(t), t.width, [scalars.OFFSET[d.name] // 8 for d in t.dims])
+                for n, t in p.named.items()
+                if t.role == "input" and t in self.plan.offsets
+            }
             for name, p in programs.items()
         }
-        largest = sorted((v for views in self._inputs.values() for v in views.items()), key=lambda item: item[1].size)
+        self._limits = {name: _limits(p) for name, p in programs.items()}
+        largest = sorted(
+            ((n, view[0]) for views in self._inputs.values() for n, view in views.items()),
+            key=lambda item: item[1].size,
+        )
         self._input_form = {n: (v.dtype, v.size) for n, v in largest}
         self._last = ""
         self.pool = Pool(self.threads, self.isa)
@@ -203,15 +211,22 @@ class CpuSession:
 
     def run(self, program: str, **values: float) -> None:
         """One pass over a program with these run-time scalars. Of the others pos, accumulate, seed and sample are 0, the rest keep
-        their values. Inputs are those written last."""
+        their values. Inputs are those written last. ValueError for sizes beyond the plan's, or not those of the inputs."""
         block = self._block
         for name, value in (scalars.DEFAULTS | values).items():
             (block.ints if scalars.SCALARS[name] == "i64" else block.floats)[scalars.OFFSET[name] // 8] = value
+        for name, most in self._limits[program].items():
+            if not 1 <= block.ints[scalars.OFFSET[name] // 8] <= most:
+                raise ValueError(f"{name} is {block.ints[scalars.OFFSET[name] // 8]}, planned for 1 to {most}")
         if self.guards:
             self.guards.prepare(program)
-        for name, view in self._inputs[program].items():
+        for name, (view, size, dims) in self._inputs[program].items():
             array = self._staged[name]
-            view[: array.size] = array.reshape(-1)
+            for at in dims:
+                size *= block.ints[at]
+            if array.size != size:
+                raise ValueError(f"{name} has shape {array.shape}, a run of these sizes takes {size} elements")
+            view[:size] = array.reshape(-1)
         table, entries = self._tables[program]
         self._last = program
         if entries:
@@ -229,7 +244,7 @@ class CpuSession:
 
         h = xxhash.xxh3_64()
         for t in sorted((t for t in self.tensors.values() if t.role in ("parameter", "state")), key=lambda t: t.name):
-            h.update(self._view(t))
+            h.update(self._view(t).data)
         return h.hexdigest()
 
     # --- data ---
@@ -263,7 +278,7 @@ class CpuSession:
         if name not in self._input_form:
             raise KeyError(f"no input is named {name!r}")
         dtype, size = self._input_form[name]
-        array = np.asarray(array, dtype)
+        array = np.array(array, dtype)  # a copy: the caller may go on to fill the same buffer
         if array.size > size:
             raise ValueError(f"{name} holds {size} elements, got shape {array.shape}")
         self._staged[name] = array
@@ -302,6 +317,13 @@ def _laps() -> Callable[[], float]:
         return last - before
 
     return lap
+
+
+def _limits(program: Program) -> dict[str, int]:
+    """The most that the plan has room for, by scalar."""
+    tensors = {t for op in program.ops for t in (*op.inputs.values(), *op.outputs.values())}
+    dims = [dim for t in tensors for dim in t.dims]
+    return {name: min(int(d) for d in dims if d.name == name) for name in dict.fromkeys(d.name for d in dims)}
 
 
 def _sizes(programs: dict[str, Program]) -> str:

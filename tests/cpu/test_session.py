@@ -40,6 +40,36 @@ def test_scalars_of_one_run_do_not_reach_into_the_next(open_session):
     assert loss() == before
 
 
+@pytest.mark.parametrize("open_session", [CpuSession, ReferenceSession])
+def test_sizes_that_were_not_planned_are_refused(open_session):
+    """The kernels would write over other tensors."""
+    session = open_session(build(MODEL, batch=2, seq=8)[1])
+    session.run("init", seed=3)
+    tokens = np.zeros((3, 8), np.int32)
+    for name in ("tokens", "targets"):
+        session.write(name, tokens[:2])
+    for batch, seq in ((3, 8), (2, 9), (0, 8)):
+        with pytest.raises(ValueError, match="planned for 1 to"):
+            session.run("eval", batch=batch, seq=seq, inv_targets=1.0)
+    with pytest.raises(ValueError):  # inputs of another size than the run's: a part of them would be an earlier run's
+        session.run("eval", batch=1, seq=8, inv_targets=1.0)
+
+
+@pytest.mark.parametrize("open_session", [CpuSession, ReferenceSession])
+def test_an_input_is_what_it_was_when_it_was_written(open_session):
+    session = open_session(build(MODEL, batch=2, seq=8)[1])
+    session.run("init", seed=3)
+    losses = []
+    for change in (0, 1):
+        tokens = np.ones((2, 8), np.int32)
+        session.write("tokens", tokens)
+        session.write("targets", np.ones((2, 8), np.int32))
+        tokens += change
+        session.run("eval", batch=2, seq=8, inv_targets=1.0)
+        losses.append(float(session.read("loss")[0]))
+    assert losses[0] == losses[1]
+
+
 def test_a_session_that_is_dropped_without_close_leaves_no_threads():
     before = threading.active_count()
     _, programs = build(MODEL, batch=2, seq=8)
