@@ -68,6 +68,11 @@ def test_empty_file(refused, out, tmp_path):
     assert "empty.txt is empty" in refused("train", "shakespeare-char", "--data", path, "--out", out, *TINY)
 
 
+def test_a_vocabulary_that_the_tokenizer_does_not_have(refused, out, text):
+    message = refused("train", "shakespeare-char", "--data", text, "--out", out, *TINY, "--model.vocab_size", "1000")
+    assert message.startswith("model.vocab_size is 1000, the tokenizer has ")
+
+
 def test_folder_without_text(refused, out, tmp_path):
     (tmp_path / "folder").mkdir()
     message = refused("train", "shakespeare-char", "--data", tmp_path / "folder", "--out", out, *TINY)
