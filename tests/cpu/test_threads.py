@@ -88,6 +88,46 @@ def test_a_fork_is_refused():
     pool.close()
 
 
+def share(k, units) -> None:
+    """`units` pieces of some 20 us, that whoever is free claims."""
+    with k.claim_each(units):
+        x = k.var(1)
+        with k.loop(0, 40_000) as i:
+            x.value = x.value * 3 + i
+        with k.when(x.value.equals(0)):
+            k.line('call void asm sideeffect "", ""()')
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs affinity")
+def test_two_threads_on_one_core_lose_little_to_their_barriers():
+    """A wait that only spins loses a time slice of milliseconds at each of the 100 barriers."""
+    table = shared_table(100)
+    mask = os.sched_getaffinity(0)
+    seconds = {}
+    os.sched_setaffinity(0, {min(mask)})
+    try:
+        pools = {n: Pool(n, host()) for n in (1, 2)}
+    finally:
+        os.sched_setaffinity(0, mask)
+    for threads, pool in [*pools.items()] * 5:
+        begin = time.perf_counter()
+        pool.run(table.address, table.entries)
+        seconds.setdefault(threads, []).append(time.perf_counter() - begin)
+    for pool in pools.values():
+        pool.close()
+    assert min(seconds[2]) < 2.3 * min(seconds[1]), seconds
+
+
+def shared_table(turns: int) -> Table:
+    table = Table(turns)
+    spec = Spec(share, ("int",), ())
+    table.library = jit.Library([jit.compile_object(spec.ir(host()), host())], host())
+    table.args[:, 0] = 8
+    for t in range(turns):
+        ctypes.c_int64.from_address(table.address + t * RECORD_NBYTES).value = table.library.address(spec.symbol())
+    return table
+
+
 def test_a_closed_pool_refuses_to_run():
     pool = Pool(2, host())
     pool.close()
