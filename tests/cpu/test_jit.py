@@ -2,6 +2,8 @@
 
 import ast
 import importlib.util
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,23 @@ def test_every_constant_of_a_kernel_is_part_of_the_key():
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("barellm."):
                 source = package.parent / (node.module.replace(".", "/") + ".py")
                 assert not source.is_file() or source in jit.sources(), (path, source)
+
+
+def test_code_that_was_edited_after_its_import_is_not_cached_as_the_edited_one(tmp_path, monkeypatch):
+    """A notebook imports barellm, a kernel is edited, a session opens: it compiles the old code. Kept under the digest of the
+    new files, that would be what every later process runs."""
+    source = tmp_path / "kernel.py"
+    monkeypatch.setattr(jit, "sources", lambda: [source])
+
+    def digest(text: str, *, at: float) -> str:
+        source.write_text(text)
+        os.utime(source, (at, at))
+        return jit.sources_digest.__wrapped__()
+
+    before, after, future = jit.IMPORTED - 60, jit.IMPORTED + 1e-3, time.time() + 3600
+    assert digest("old", at=before) == digest("old", at=before)
+    assert digest("old", at=future) == digest("old", at=before)  # a wrong clock, not an edit
+    assert digest("new", at=after) != digest("new", at=before)
 
 
 def test_a_kernel_outside_the_package_that_was_edited_is_another_kernel(tmp_path):
