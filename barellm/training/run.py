@@ -204,6 +204,8 @@ class Run:
             say(f"{section:<6} " + "  ".join(f"{name} {value}" for name, value in values.items()))
         train, val = len(self.data.train), len(self.data.val)
         say(f"text   {self.data.name}: {short(train)} tokens to train on, {short(val)} to validate")
+        if self.data.byte_lengths is None:
+            say("text   no samples and no bits per byte: GPT-2's vocabulary is not on this machine")
         for line in machine.description():
             say(line)
         say()
@@ -221,6 +223,8 @@ class Run:
         }
 
     def _samples(self, decoder: Decoder, stop: Stopping, *, count: int, tokens: int, seed: int) -> list[str]:
+        if self.data.byte_lengths is None:  # shards of a vocabulary that is not here: ids, but no text
+            return []
         tokenizer = self.data.tokenizer
         prompt = [tokenizer.eot] if tokenizer.eot is not None else tokenizer.encode("\n").tolist()
         texts = []
@@ -246,7 +250,7 @@ class Run:
         count = max(1, min(FINAL_SAMPLES, self.final_sample_tokens // FINAL_SAMPLE_TOKENS))
         length = min(FINAL_SAMPLE_TOKENS, self.final_sample_tokens // count)
         texts = self._samples(decoder, stop, count=count, tokens=length, seed=step)
-        if not texts:
+        if stop:
             return False
         for i, text in enumerate(texts):
             loop.record_sample(step, text, show=i < FINAL_SHOWN)
