@@ -109,8 +109,14 @@ class Pool:
             threading.Thread(target=self._work, args=(i, masks[i]), daemon=True) for i in range(1, threads)
         ]
         self._leader = threading.Thread(target=self._serve, args=(masks[0],), daemon=True)
-        for t in [*self._workers, self._leader]:
-            t.start()
+        try:
+            for t in [*self._workers, self._leader]:
+                t.start()
+        except RuntimeError as error:  # a limit on processes or memory
+            self._stop(self.shared)
+            raise UserError(
+                f"this machine starts no {threads} threads ({error}): set a lower BARELLM_THREADS"
+            ) from error
 
     def rt(self, thread: int) -> int:
         """Address of a thread's block."""
