@@ -8,13 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from barellm.config import ModelConfig
+from barellm.config import ModelConfig, OptimConfig
+from barellm.cpu import jit
+from barellm.cpu.kernels import gemm, linear
 from barellm.cpu.step import CpuSession
 from barellm.models.programs import build
+from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
 
 MODEL = ModelConfig(layers=1, heads=2, channels=16, vocab_size=31, max_seq=8)
@@ -68,6 +72,36 @@ def test_an_input_is_what_it_was_when_it_was_written(open_session):
         session.run("eval", batch=2, seq=8, inv_targets=1.0)
         losses.append(float(session.read("loss")[0]))
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_micro_batches_of_other_sizes_add_up(monkeypatch, recompute):
+    """18 tokens start the gradients, in several chunks of classifier and weight gradient; 3, then 17, are added."""
+    monkeypatch.setattr(linear, "CLASSIFIER_CHUNK", 8)
+    sources = jit.sources_digest()
+    monkeypatch.setattr(gemm, "CHUNK", 4)
+    monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} chunk 4")
+    model = replace(MODEL, max_seq=17)
+    sessions = []
+    for open_session in (CpuSession, ReferenceSession):
+        made = build(model, batch=2, seq=17, optimizer=lambda p: adamw(p, OptimConfig()), recompute=recompute)
+        sessions.append(open_session(made[1]))
+    cpu, reference = sessions
+    cpu.run("init", seed=3)
+    for name, t in cpu.tensors.items():
+        if t.role == "parameter":
+            reference.write(name, cpu.read(name))
+    r = np.random.default_rng(0)
+    for turn in range(2):  # the second starts again
+        for micro, (batch, seq) in enumerate(((2, 9), (1, 3), (1, 17))):
+            tokens, targets = r.integers(0, model.vocab_size, (2, batch, seq), dtype=np.int32)
+            for session in sessions:
+                session.write("tokens", tokens)
+                session.write("targets", targets)
+                session.run("micro", batch=batch, seq=seq, accumulate=int(micro > 0), inv_targets=1 / 38, step=turn)
+    for name, t in cpu.tensors.items():
+        if t.role == "gradient":
+            np.testing.assert_allclose(cpu.read(name), reference.read(name), atol=2e-6, err_msg=name)
 
 
 def test_a_session_that_is_dropped_without_close_leaves_no_threads():
