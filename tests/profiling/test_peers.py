@@ -73,7 +73,9 @@ def test_the_tables_are_made_from_the_files(result, tmp_path, monkeypatch):
     assert made.main() == 0
     text = readme.read_text()
     assert (
-        "| **2.00x** | 3.00x | benchmarks/results/a.json |" in text and text.endswith("after\n") and "earlier" not in text
+        "| **2.00x** | 3.00x | benchmarks/results/a.json |" in text
+        and text.endswith("after\n")
+        and "earlier" not in text
     )
     monkeypatch.setattr(sys, "argv", ["table.py", "--check", str(readme)])
     assert made.main() == 0
