@@ -173,7 +173,9 @@ class Run:
             )
             if loop.run() and self._finish(folder, machine, loop, decoder, stop):
                 return 0
-            again = f"barellm train --out {folder.path} --resume"
+            # Without a new step the checkpoint is the one from before, which does not know what this command line changed.
+            as_before = self.start is not None and loop.progress.step == self.start.meta["step"]
+            again = "the same command" if as_before else f"barellm train --out {folder.path} --resume"
             self.console.line(f"stopped after step {loop.progress.step}; go on with: {again}")
             return stop.status
 

@@ -184,3 +184,10 @@ def test_minutes_choose_the_steps_once(fake, command, tmp_path, monkeypatch, cap
     assert main(command("timed-whole", "--minutes", "5", "--steps", "1000")) == 0
     one, other = (checkpoint.find(tmp_path / name)[0] for name in ("timed", "timed-whole"))
     assert all((one / name).read_bytes() == (other / name).read_bytes() for name in TENSORS)
+
+
+def test_a_longer_run_that_is_stopped_before_its_first_step_says_how_to_go_on(whole, fake, capsys):
+    """Its checkpoint is the old one, which knows nothing of --steps."""
+    fake.before_run = lambda entry: os.kill(os.getpid(), signal.SIGINT)
+    assert main(["train", "--out", str(whole), "--resume", "--steps", "14"]) == 130
+    assert "stopped after step 12; go on with: the same command" in capsys.readouterr().out
