@@ -87,16 +87,15 @@ def pack_transposed(
     unit = 2 if pair else 1
     step = k.lanes * unit
     units = -(-depth // unit)
+    hangs_over = cols % (tile.vectors * k.lanes) != 0
     for v in range(tile.vectors):
 
         def square(d: Any, lanes: int, v: int = v) -> None:
             rows = []
             for i in range(k.lanes):
-                row = (
-                    k.min(col + (v * k.lanes + i), cols - 1)
-                    if cols % (tile.vectors * k.lanes)
-                    else col + (v * k.lanes + i)
-                )
+                row = col + (v * k.lanes + i)
+                if hangs_over:
+                    row = k.min(row, cols - 1)
                 at = w.at(row * depth)
                 if isinstance(d, Value):
                     rows.append(load_units(k, at, d, pair))
