@@ -4,6 +4,8 @@ import signal
 
 
 def pytest_configure() -> None:
-    """A process started in the background of a script ignores SIGINT, and so would every process that a test starts."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A process started by nohup or in the background of a script ignores signals, and so would every process that a test
+    starts."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
