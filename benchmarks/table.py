@@ -66,16 +66,37 @@ def machine_line(results: dict[str, dict]) -> list[str]:
     return lines
 
 
+def facts(files: dict[str, dict]) -> list[str]:
+    """A line for each file of `bench step` and of `bench ops --torch`."""
+    lines = []
+    for file, r in files.items():
+        if r.get("kind") == "step":
+            split = ", ".join(f"{name} {seconds:.2f}" for name, seconds in r["first_step_split"].items())
+            first = f"first step {r['first_step_s']:.2f} s after the process's start ({split})"
+            memory = f"plan {r['arena_bytes']:,} bytes, memory added {r['rss_added_bytes']:,}"
+            warm = f"a warm step {r['median_s'] * 1e3:.1f} ms, {r['minor_faults']} page faults, {r['python_calls']} Python calls"
+            lines.append(f"{_what(r)}: {first}; {warm}; {memory}. {file}")
+        if r.get("kind") == "ops" and "peer" in r:
+            ratios = [(row["times_peer"], f"{row['op']} {row['shape']}") for row in r["ops"] if "times_peer" in row]
+            most, slowest = max(ratios)
+            lines.append(
+                f"{_what(r)}, each op alone against {r['peer']}: the slowest of {len(ratios)} kinds takes {most:.2f} of the time "
+                f"of PyTorch's own ({slowest}). {file}"
+            )
+    return lines
+
+
+def _what(r: dict) -> str:
+    return f"{r['preset']} {r['batch']} x {r['seq']} {r['dtype']}"
+
+
 def tables() -> str:
-    results = {}
-    for path in sorted(RESULTS.glob("*.json")):
-        r = json.loads(path.read_text())
-        if r.get("kind") == "peers":
-            results[f"benchmarks/results/{path.name}"] = r
+    files = {f"benchmarks/results/{p.name}": json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json"))}
+    results = {name: r for name, r in files.items() if r.get("kind") == "peers"}
     if not results:
         return "Nothing is measured yet: `barellm bench peers PRESET` fills benchmarks/results/."
-    parts = [peers_table(results), start_table(results), [f"- {line}" for line in machine_line(results)]]
-    return "\n\n".join("\n".join(part) for part in parts)
+    lines = [f"- {line}" for line in [*machine_line(results), *facts(files)]]
+    return "\n\n".join("\n".join(part) for part in (peers_table(results), start_table(results), lines))
 
 
 def main() -> int:
@@ -91,7 +112,7 @@ def main() -> int:
     if BEGIN not in text or END not in text:
         print(f"{path} has no lines {BEGIN} and {END}", file=sys.stderr)
         return 2
-    made = text[: text.index(BEGIN) + len(BEGIN)] + "\n" + tables() + "\n" + text[text.index(END) :]
+    made = text[: text.index(BEGIN) + len(BEGIN)] + "\n\n" + tables() + "\n\n" + text[text.index(END) :]
     if args.write:
         path.write_text(made)
         return 0

@@ -81,6 +81,11 @@ def test_the_tables_are_made_from_the_files(result, tmp_path, monkeypatch):
     assert made.main() == 0
 
 
+def test_the_readme_has_the_tables_that_the_files_give(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["table.py", "--check", str(ROOT / "README.md")])
+    assert table().main() == 0
+
+
 def test_a_peer_that_dies_is_named_and_the_others_are_stopped(monkeypatch):
     started = [fake("barellm", 0.25), peers.Variant("broken", [sys.executable, "-c", "raise SystemExit(3)"], {}, "")]
     monkeypatch.setattr(peers, "variants", lambda c: started)
