@@ -64,7 +64,7 @@ def test_the_tables_are_made_from_the_files(result, tmp_path, monkeypatch):
     monkeypatch.setattr(made, "RESULTS", tmp_path)
     assert "Nothing is measured yet" in made.tables()
     (tmp_path / "a.json").write_text(json.dumps(result))
-    (tmp_path / "other.json").write_text('{"kind": "step"}')
+    (tmp_path / "other.json").write_text('{"kind": "other"}')
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{made.BEGIN}\nearlier lines\n{made.END}\nafter\n")
     monkeypatch.setattr(sys, "argv", ["table.py", "--check", str(readme)])
