@@ -21,8 +21,11 @@ from barellm.training.metrics import Metrics
 from barellm.training.schedule import learning_rate, steps_in_time
 from barellm.training.stopping import Stopping
 
-CALIBRATION_STEPS = 10  # with `minutes`: the number of steps is chosen after these and CALIBRATION_S of stepping
-CALIBRATION_S = 2.0
+CALIBRATION_STEPS = 10  # with `minutes`: the number of steps is chosen after these, and after
+CALIBRATION_S, CALIBRATION_SHARE = (
+    8.0,
+    0.12,
+)  # seconds of stepping or this share of `minutes`: a busy moment must not decide
 FINAL_SHARE = 0.03  # of `minutes`, kept for samples, checkpoint and curve; the last evaluation comes on top
 NOT_FINITE_LIMIT = 10  # skipped updates in a row that end the run
 
@@ -165,19 +168,19 @@ class Loop:
     def _choose_total(self) -> None:
         """With `minutes`: choose the number of steps once, from the speed seen so far; checkpoints keep it."""
         train, progress = self.config.train, self.progress
-        enough = self._stepped > CALIBRATION_STEPS and self._stepping_s >= CALIBRATION_S
+        budget = 60 * train.minutes * (1 - FINAL_SHARE)
+        wait = min(CALIBRATION_S, CALIBRATION_SHARE * budget)
+        enough = self._stepped > CALIBRATION_STEPS and self._stepping_s >= wait
         if progress.total is not None or not (enough or progress.step == train.steps):
             return
-        budget = 60 * train.minutes * (1 - FINAL_SHARE)
-        mean = self._stepping_s / max(1, self._stepped - 1)
         progress.total = steps_in_time(
             done=progress.step,
-            step_s=mean,
+            step_s=self._step_s,
             pause_s=self._pause_s,
             left_s=budget - progress.seconds - self.final_targets / self._evaluated_per_s,
             limit=train.steps,
         )
-        self.console.line(f"{progress.total} steps of {mean * 1e3:.1f} ms fit into {train.minutes:g} minutes")
+        self.console.line(f"{progress.total} steps of {self._step_s * 1e3:.1f} ms fit into {train.minutes:g} minutes")
 
     # --- between steps ---
 
