@@ -28,7 +28,7 @@ from barellm.program.tensor import Tensor
 from barellm.runtime import scalars
 
 # The per-thread block that every kernel gets as its first argument.
-RT_THREAD, RT_THREADS, RT_SCALARS, RT_PRIVATE = 0, 8, 16, 24
+RT_THREAD, RT_THREADS, RT_SCALARS, RT_PRIVATE, RT_GROUP, RT_GROUPS = 0, 8, 16, 24, 32, 40
 RT_NBYTES = 64
 
 Emit = Callable[..., None]
@@ -238,19 +238,29 @@ class KernelBuilder(Builder):
 
     @contextmanager
     def claim(self, total: Any, grain: Any = 1) -> Iterator[tuple[Value, Value]]:
-        """Ranges [begin, end) of `total` units, `grain` at a time, from a counter that the threads share: a disturbed core
-        costs its share and not everybody's. One claim loop a kernel."""
+        """Ranges [begin, end) of `total` units, `grain` at a time. Each group of threads (`sync.GROUPS` at most) starts with its
+        own contiguous part, so that the rows a thread wrote in one op are the rows it reads in the next; who has finished helps
+        the next group, so a disturbed core costs its share and not everybody's. One claim loop a kernel."""
         total, grain = self.int(total), self.int(grain)
-        name = self.fresh("claim")
-        self.line(f"br label %{name}.head")
-        self.label(f"{name}.head")
-        begin = self.op("i64", f"atomicrmw add ptr %counter, i64 {grain.ref} monotonic, align 8")
-        got = begin < total
-        self.line(f"br i1 {got.ref}, label %{name}.body, label %{name}.done")
-        self.label(f"{name}.body")
-        yield begin, self.min(begin + grain, total)
-        self.line(f"br label %{name}.head")
-        self.label(f"{name}.done")
+        units, groups = (total + (grain - 1)) // grain, self._rt(RT_GROUPS, "i64")
+        group, helped = self.var(self._rt(RT_GROUP, "i64")), self.var(self.int(0))
+        with self.while_(lambda: helped.value < groups):
+            counter = self.op("ptr", f"getelementptr i32, ptr %counter, i64 {group.value.ref}")
+            first, last = units * group.value // groups, units * (group.value + 1) // groups
+            name = self.fresh("claim")
+            self.line(f"br label %{name}.head")
+            self.label(f"{name}.head")
+            taken = self.op("i32", f"atomicrmw add ptr {counter.ref}, i32 1 monotonic, align 4")
+            unit = first + self.op("i64", f"zext i32 {taken.ref} to i64")
+            self.line(f"br i1 {(unit < last).ref}, label %{name}.body, label %{name}.done")
+            self.label(f"{name}.body")
+            begin = unit * grain
+            yield begin, self.min(begin + grain, total)
+            self.line(f"br label %{name}.head")
+            self.label(f"{name}.done")
+            helped.value = helped.value + 1
+            beyond = group.value + 1
+            group.value = self.select(beyond < groups, beyond, 0)
 
     @contextmanager
     def claim_each(self, total: Any) -> Iterator[Value]:

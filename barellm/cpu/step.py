@@ -1,6 +1,6 @@
 """From programs to a running session: lower, plan, compile, link into tables, run.
 
-A program becomes a table of records {function, arguments, counter, barrier after}. All threads walk the table; a barrier stands
+A program becomes a table of records {function, arguments, barrier after, counters}. All threads walk the table; a barrier stands
 only where a call touches bytes that a call since the last barrier has written, or writes bytes that one has read.
 """
 
@@ -200,7 +200,7 @@ class CpuSession:
             args = np.zeros(sum(len(c.args) for c in calls) + 1, np.int64)
             at = 0
             for i, call in enumerate(calls):
-                records[i, :4] = (self.library.address(call.spec.symbol()), args.ctypes.data + 8 * at, 0, after[i])
+                records[i, :3] = (self.library.address(call.spec.symbol()), args.ctypes.data + 8 * at, after[i])
                 for a in call.args:
                     args[at] = a if isinstance(a, int) else self.base + self._address(a)[0]
                     at += 1

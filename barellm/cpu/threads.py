@@ -18,7 +18,7 @@ from pathlib import Path
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.jit import Library, cached_object
-from barellm.cpu.kernel import RT_NBYTES, RT_PRIVATE, RT_SCALARS, RT_THREAD, RT_THREADS
+from barellm.cpu.kernel import RT_GROUP, RT_GROUPS, RT_NBYTES, RT_PRIVATE, RT_SCALARS, RT_THREAD, RT_THREADS
 from barellm.cpu.lang import sync
 from barellm.errors import UserError
 
@@ -99,6 +99,9 @@ class Pool:
         for i in range(threads):
             self._set(self.rt(i) + RT_THREAD, i)
             self._set(self.rt(i) + RT_THREADS, threads)
+            groups = min(threads, sync.GROUPS)
+            self._set(self.rt(i) + RT_GROUP, i * groups // threads)
+            self._set(self.rt(i) + RT_GROUPS, groups)
         self._memory: object = None
         self._closed = False
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()

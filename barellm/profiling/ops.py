@@ -42,9 +42,9 @@ class Stamped:
         calls = _records(session, program)
         for i, op in enumerate(ops):
             own = calls[op].copy()
-            own[-1:, 3] = 1  # all threads meet before the stamp
+            own[-1:, 2] = 1  # all threads meet before the stamp
             rows += [own, self._stamp(i + 1)]
-        rows[-1][0, 3] = 1
+        rows[-1][0, 2] = 1
         table = np.concatenate(rows)
         self._block = np.zeros(table.size + WORDS, np.int64)
         skip = -self._block.ctypes.data % RECORD_NBYTES // 8

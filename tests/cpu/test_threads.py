@@ -37,8 +37,8 @@ class Table:
         self.address = (ctypes.addressof(self.block) + RECORD_NBYTES - 1) & -RECORD_NBYTES
         self.entries = turns
         for t in range(turns):
-            record = (ctypes.c_int64 * 4).from_address(self.address + t * RECORD_NBYTES)
-            record[:] = (self.library.address(spec.symbol()), self.args[t].ctypes.data, 0, 1)
+            record = (ctypes.c_int64 * 3).from_address(self.address + t * RECORD_NBYTES)
+            record[:] = (self.library.address(spec.symbol()), self.args[t].ctypes.data, 1)
 
 
 def expected(threads: int, turns: int) -> int:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 SHARED_NBYTES = 1024
 ARRIVED, GENERATION, SLEEPERS, JOB, TABLE, STOP, MUTEX, CONDITION = 0, 64, 128, 192, 256, 320, 384, 512
-RECORD_NBYTES = 64  # function, args, counter, barrier after (one cache line: the counter is hot)
+RECORD_NBYTES = 64  # function, args, barrier after; from COUNTERS on an i32 counter of claims for each group of threads
+COUNTERS, GROUPS = 32, 8
 SPINS = 2000
 
 _PAUSE = {"x86": ("declare void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse2.pause()"),
@@ -58,6 +59,7 @@ def ir(*, arm: bool, futex: bool) -> str:
         sleep, wake = _SLEEP_CONDITION, _WAKE_CONDITION
     return f"""
 {declare_pause}
+declare void @llvm.memset.inline.p0.i64(ptr, i8, i64, i1)
 {declares}
 
 ; return once *word differs from old
@@ -143,9 +145,9 @@ body:
   %f = load ptr, ptr %rec, align 8
   %ap = getelementptr i8, ptr %rec, i64 8
   %args = load ptr, ptr %ap, align 8
-  %cp = getelementptr i8, ptr %rec, i64 16
+  %cp = getelementptr i8, ptr %rec, i64 {COUNTERS}
   call void %f(ptr %rt, ptr %args, ptr %cp)
-  %bp = getelementptr i8, ptr %rec, i64 24
+  %bp = getelementptr i8, ptr %rec, i64 16
   %b = load i64, ptr %bp, align 8
   %i1 = add i64 %i, 1
   %sync = icmp ne i64 %b, 0
@@ -194,8 +196,8 @@ head:
 body:
   %at = mul i64 %i, {RECORD_NBYTES}
   %rec = getelementptr i8, ptr %table, i64 %at
-  %cp = getelementptr i8, ptr %rec, i64 16
-  store i64 0, ptr %cp, align 8
+  %cp = getelementptr i8, ptr %rec, i64 {COUNTERS}
+  call void @llvm.memset.inline.p0.i64(ptr align 32 %cp, i8 0, i64 {4 * GROUPS}, i1 false)
   %i1 = add i64 %i, 1
   br label %head
 go:
