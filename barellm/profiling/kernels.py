@@ -11,6 +11,7 @@ from barellm.cpu import isa as isas
 from barellm.cpu import jit
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Spec
+from barellm.cpu.kernels.choices import Choice
 from barellm.cpu.step import lower_and_plan
 from barellm.errors import UserError
 from barellm.overrides import nearest
@@ -35,7 +36,7 @@ class Used:
             "ops": self.ops,
             "calls": self.calls,
             "operands": list(self.spec.operands),
-            "constants": {name: value for name, value in self.spec.constants},
+            "constants": {name: str(v) if isinstance(v, Choice) else v for name, v in self.spec.constants},
         }
 
     def matches(self, wanted: str) -> bool:

@@ -8,7 +8,8 @@ import pytest
 from barellm.cpu import jit
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernels import gemm, linear
+from barellm.cpu.kernels import choices, gemm, linear
+from barellm.cpu.kernels.choices import Choice
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
@@ -197,17 +198,29 @@ def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, mo
         session.close()
 
 
-def test_tiles_give_equal_bits():
-    """A tuner may choose any tile: the bits of a product do not depend on it."""
+def every_choice(isa: ISA, role: str) -> list[Choice]:
+    """Each tile, block, order: blocks of one tile, of a few, and the default."""
+    made = []
+    for tile in choices.tiles(isa):
+        span = tile.span(isa)
+        for rows in (tile.rows, 3 * tile.rows, 384):
+            for columns in (span, 2 * span) if role == "weight_gradient" else (span,):
+                made += [Choice(tile, rows, rows, columns, order) for order in choices.ORDERS]
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("op_type, role, output", [
+    (ops.Matmul, "forward", "y"), (ops.MatmulDx, "input_gradient", "dx"), (ops.MatmulDw, "weight_gradient", "dweight"),
+])  # fmt: skip
+def test_every_choice_gives_equal_bits(op_type, role, output, dtype, monkeypatch):
+    """A tuner may choose any tile, block and order: the bits of a product do not depend on it."""
     isa = isa_named(ISAS[0])
-    x, _, weight = operands((1, 37, 192, 50), "bf16")
+    x, dy, weight = operands((1, 37, 51, 50), dtype)
+    given = {"y": {"x": x, "weight": weight}, "dx": {"dy": dy, "weight": weight}, "dweight": {"dy": dy, "x": x}}[output]
     first = None
-    sources = jit.sources_digest()
-    for vectors, rows in gemm.TILES[isa.registers].items():
-        tile = gemm.Tile(rows, vectors)
-        with pytest.MonkeyPatch.context() as m:
-            m.setattr(gemm, "choose_tile", lambda isa, cols, tile=tile: tile)
-            m.setattr(jit, "sources_digest", lambda name=f"{sources} tile {rows} x {vectors}": name)
-            got = check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": 1e-2})["y"]
-        assert first is None or np.array_equal(got, first)
+    for choice in every_choice(isa, role):
+        monkeypatch.setattr(linear, "choose", lambda *shape, choice=choice: choice)
+        got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,))[output]
+        assert first is None or np.array_equal(got, first), choice
         first = got

@@ -8,7 +8,7 @@ from barellm.cli import main
 from barellm.config import preset
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
-from barellm.cpu.kernels import gemm
+from barellm.cpu.kernels import choices
 from barellm.overrides import changed
 from barellm.profiling import kernels, machine_code
 
@@ -39,7 +39,7 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
     assert len(used) >= 10
     for u in used:
         code = kernels.summary(u.spec, isa)
-        tile = gemm.choose_tile(isa, dict(u.spec.constants).get("cols") or dict(u.spec.constants)["K"])
+        tile = dict(u.spec.constants)["choice"].tile
         assert code.widest == WIDEST[name], u
         assert code.inner.multiply_adds == {product: tile.rows * tile.vectors}, u
         assert code.inner.accumulators == tile.rows * tile.vectors, u
@@ -50,7 +50,7 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_tile_with_too_many_accumulators_is_seen_to_spill(name, monkeypatch):
     isa = target(name)
-    monkeypatch.setattr(gemm, "choose_tile", lambda isa, cols: gemm.Tile(isa.registers // 2, 3))
+    monkeypatch.setattr(choices, "default_tile", lambda isa, cols: choices.Tile(isa.registers // 2, 3))
     spec = next(u.spec for u in kernels.used_by(gpt2("fp32"), isa) if u.spec.name == "product")
     assert kernels.summary(spec, isa).inner.stack_references > 0
 

@@ -4,42 +4,22 @@ Shapes: a (rows, depth) row-major activations; weight (cols, depth) forward, (de
 A tile of MR rows x NV vectors of accumulators is the inner loop. Its right operand is a panel of NV vectors of columns, packed
 into this thread's scratch as [depth][NV][lanes]; with a bf16 dot instruction the depth goes in pairs, [depth / 2][NV][lanes][2],
 and an odd depth gets a zero. Without one, bf16 becomes fp32 while packing. Each output element is one accumulation chain over
-the depth, so its bits do not depend on the tile; weight gradients add up chunks of CHUNK tokens.
+the depth, so its bits do not depend on how the product is cut (choices.py); weight gradients add up chunks of CHUNK tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.choices import Choice, Tile
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.cpu.lang.vector import gelu, gelu_slope
 
 CHUNK = 2048  # tokens of one weight gradient chunk: its two packed blocks stay in a 1 MiB L2
-BLOCK, LONG_BLOCK = 384, 1152  # rows that share one packing of a weight panel: multiples of every MR
 NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the cache anyway
-
-# Vectors a panel -> rows of the tile, by register count: accumulators + panel + one broadcast fit.
-TILES = {32: {3: 8, 2: 12, 4: 6, 1: 24}, 16: {2: 6, 3: 4, 1: 12}}
-
-
-@dataclass(frozen=True)
-class Tile:
-    rows: int
-    vectors: int
-
-
-def choose_tile(isa: ISA, cols: int) -> Tile:
-    """The panel width that pads `cols` least; the wider one where equal, for it loads less."""
-    table = TILES[isa.registers]
-    if not isa.fma:  # the product needs a register of its own
-        table = {2: 4, 1: 8}
-    padded = {v: -(-cols // (v * isa.lanes)) * v for v in table}
-    vectors = min(table, key=lambda v: (padded[v], list(table).index(v)))
-    return Tile(table[vectors], vectors)
 
 
 def paired(isa: ISA, dtype: str) -> bool:
@@ -202,12 +182,19 @@ def left_rows(k: KernelBuilder, a: Pointer, rows: list[Any], depth: int, pair: b
     return whole, depth // 2, half if depth % 2 else None
 
 
+def block_of(unit: Value, choice: Choice, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
+    """(row block, column block) of a claimed unit."""
+    if choice.order == "rows":
+        return unit // column_blocks, unit % column_blocks
+    return unit % row_blocks, unit // row_blocks
+
+
 # --- out = a @ weight, with an epilogue ---
 
 
 def product(
     k: KernelBuilder, out, second, a, weight, bias, other, row_begin, row_limit,
-    *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], epilogue: str, mode: str,
+    *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], epilogue: str, mode: str, choice: Choice,
 ) -> None:  # fmt: skip
     """out (rows, cols) = epilogue(a (rows, depth) @ weight + bias).
 
@@ -215,20 +202,21 @@ def product(
     the slope of gelu at other. Rows are [row_begin, row_begin + row_limit) of the run's; pointers are to the first of them.
     """
     assert a.dtype == weight.dtype, "both operands of a product have the program's compute dtype"
-    tile = choose_tile(k.isa, cols)
+    tile = choice.tile
     pair = paired(k.isa, a.dtype)
     rows = k.min(k.extent(dims) - row_begin, row_limit)
-    span = tile.vectors * k.lanes
+    span = tile.span(k.isa)
     panels = -(-cols // span)
-    block = k.select(rows < 4 * LONG_BLOCK, k.int(BLOCK), LONG_BLOCK)
-    blocks = (rows + block - 1) // block
+    block = k.select(rows < 4 * choice.long_rows, k.int(choice.rows), choice.long_rows)
+    blocks = k.max((rows + block - 1) // block, 0)
     panel = k.private("i32")
     heavy = epilogue in ("gelu", "gelu_backward")
     buffer = Pointer(k, k.alloca("float", tile.rows * span), "fp32") if heavy else None
 
-    with k.claim_each(k.max(blocks, 0) * panels) as unit:
-        col = (unit % panels) * span
-        first = (unit // panels) * block
+    with k.claim_each(blocks * panels) as unit:
+        row_block, panel_index = block_of(unit, choice, blocks, panels)
+        col = panel_index * span
+        first = row_block * block
         last = k.min(first + block, rows)
         if transposed:
             pack_transposed(k, panel, weight, col, cols=cols, depth=depth, tile=tile)
@@ -282,44 +270,32 @@ def product(
             emit(whole, last - whole)
 
 
-def product_private(isa: ISA, dtype: str, cols: int, depth: int) -> int:
-    return panel_bytes(isa, dtype, depth, choose_tile(isa, cols).vectors * isa.lanes)
+def product_private(isa: ISA, dtype: str, depth: int, choice: Choice) -> int:
+    return panel_bytes(isa, dtype, depth, choice.tile.span(isa))
 
 
 # --- dweight = dy.T @ x ---
 
 
-def gradient_block(isa: ISA, N: int, K: int) -> tuple[int, int]:
-    """(rows, columns) of dweight that one claim computes: enough claims for many threads, few enough to pack little."""
-    tile = choose_tile(isa, K)
-    span = tile.vectors * isa.lanes
-    rows, columns = 8 * 12, -(-K // span) * span
-    while -(-N // rows) * -(-K // columns) < 16 and columns > 4 * span:
-        columns = -(-(columns // 2) // span) * span
-    while -(-N // rows) * -(-K // columns) < 16 and rows > 24:
-        rows //= 2
-    return -(-rows // tile.rows) * tile.rows, columns
-
-
 def weight_gradient(
-    k: KernelBuilder, dweight, dy, x, row_begin, row_limit, *, N: int, K: int, dims: tuple[str, ...], mode: str
-) -> None:
+    k: KernelBuilder, dweight, dy, x, row_begin, row_limit,
+    *, N: int, K: int, dims: tuple[str, ...], mode: str, choice: Choice,
+) -> None:  # fmt: skip
     """dweight (N, K) = dy (tokens, N).T @ x (tokens, K). Both operands are packed with tokens woven into pairs."""
-    tile = choose_tile(k.isa, K)
+    tile, height, columns = choice.tile, choice.rows, choice.columns
     pair = paired(k.isa, dy.dtype)
-    span = tile.vectors * k.lanes
-    height, columns = gradient_block(k.isa, N, K)
+    span = tile.span(k.isa)
     packed = -(-height // k.lanes) * k.lanes
     tokens = k.min(k.extent(dims) - row_begin, row_limit)
     left_block = k.private("i32")
     panel = left_block.bytes(panel_bytes(k.isa, dy.dtype, CHUNK, packed))
     keep = k.keep(mode)
-    column_blocks = -(-K // columns)
+    row_blocks, column_blocks = -(-N // height), -(-K // columns)
     nontemporal = N * K * 4 >= NONTEMPORAL and K % span == 0 and mode != "add"
 
-    with k.when(tokens > 0), k.claim_each(-(-N // height) * column_blocks) as unit:
-        n0 = (unit // column_blocks) * height
-        k0 = (unit % column_blocks) * columns
+    with k.when(tokens > 0), k.claim_each(row_blocks * column_blocks) as unit:
+        row_block, column_block = block_of(unit, choice, row_blocks, column_blocks)
+        n0, k0 = row_block * height, column_block * columns
         n1, k1 = k.min(n0 + height, N), k.min(k0 + columns, K)
         with k.loop(0, tokens, CHUNK) as t:
             depth = k.min(tokens - t, CHUNK)
@@ -357,8 +333,6 @@ def weight_gradient(
                         put(False)
 
 
-def gradient_private(isa: ISA, dtype: str, N: int, K: int) -> int:
-    height, _ = gradient_block(isa, N, K)
-    packed = -(-height // isa.lanes) * isa.lanes
-    span = choose_tile(isa, K).vectors * isa.lanes
-    return panel_bytes(isa, dtype, CHUNK, packed) + panel_bytes(isa, dtype, CHUNK, span)
+def gradient_private(isa: ISA, dtype: str, choice: Choice) -> int:
+    packed = -(-choice.rows // isa.lanes) * isa.lanes
+    return panel_bytes(isa, dtype, CHUNK, packed) + panel_bytes(isa, dtype, CHUNK, choice.tile.span(isa))

@@ -6,11 +6,13 @@ from typing import Any
 
 from barellm.cpu.kernel import Lowering, Region, dims_of, lowering, part, plane
 from barellm.cpu.kernels import cross_entropy, gemm
+from barellm.cpu.kernels.choices import choose
 from barellm.program.ops.base import Op
 from barellm.program.tensor import ITEMSIZE, Tensor
 
 ALL_ROWS = 1 << 62
 CLASSIFIER_CHUNK = 1024  # tokens whose logits exist at one time
+ROLES = {"gelu": "forward_gelu", "residual": "forward_residual", "gelu_backward": "input_gradient_gelu"}
 
 
 def weight_operand(weight: Tensor) -> Any:
@@ -24,6 +26,11 @@ def rows_of(tensor: Tensor, first: int, count: int) -> Any:
     return Region(tensor, min(first * row, tensor.nbytes), min((first + count) * row, tensor.nbytes)), tensor.dtype
 
 
+def tokens_of(like: Tensor, rows: tuple[int, int]) -> int:
+    """Rows of the activation `like` that a call does where a run is as large as planned; of chunks, a whole one."""
+    return min(like.size // int(like.shape[-1]), rows[1])
+
+
 def _product(
     c: Lowering, *, out: Any, a: Any, weight: Tensor, like: Tensor, transposed: bool, epilogue: str = "store", second: Any = None,
     bias: Any = None, other: Any = None, mode: str = "store", rows: tuple[int, int] = (0, ALL_ROWS),
@@ -32,7 +39,9 @@ def _product(
     N, K = (int(n) for n in weight.shape)
     cols, depth = (N, K) if transposed else (K, N)
     a_dtype = a[1] if isinstance(a, tuple) else a.dtype
-    c.private(gemm.product_private(c.isa, a_dtype, cols, depth))
+    role = ROLES.get(epilogue) or ("forward" if transposed else "input_gradient")
+    choice = choose(c.isa, role, a_dtype, cols, depth, tokens_of(like, rows))
+    c.private(gemm.product_private(c.isa, a_dtype, depth, choice))
     operands = {"out": out, "second": second, "a": a, "weight": weight_operand(weight), "bias": bias, "other": other,
                 "row_begin": rows[0], "row_limit": rows[1]}  # fmt: skip
     constants = {
@@ -42,6 +51,7 @@ def _product(
         "dims": dims_of(like),
         "epilogue": epilogue,
         "mode": mode,
+        "choice": choice,
     }
     c.call(gemm.product, operands, constants, writes="out second")
 
@@ -50,9 +60,12 @@ def _weight_gradient(
     c: Lowering, dweight: Tensor, dy: Any, x: Any, like: Tensor, mode: str, rows=(0, ALL_ROWS)
 ) -> None:
     N, K = (int(n) for n in dweight.shape)
-    c.private(gemm.gradient_private(c.isa, dy[1] if isinstance(dy, tuple) else dy.dtype, N, K))
+    dtype = dy[1] if isinstance(dy, tuple) else dy.dtype
+    choice = choose(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N)
+    c.private(gemm.gradient_private(c.isa, dtype, choice))
     operands = {"dweight": dweight, "dy": dy, "x": x, "row_begin": rows[0], "row_limit": rows[1]}
-    c.call(gemm.weight_gradient, operands, {"N": N, "K": K, "dims": dims_of(like), "mode": mode}, writes="dweight")
+    constants = {"N": N, "K": K, "dims": dims_of(like), "mode": mode, "choice": choice}
+    c.call(gemm.weight_gradient, operands, constants, writes="dweight")
 
 
 def _forward(op: Op, c: Lowering, **more: Any) -> None:

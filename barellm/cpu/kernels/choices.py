@@ -1,0 +1,80 @@
+"""How a matrix product is cut: the register tile, what one claim computes, the order of the claims.
+
+Only speed depends on a choice, never a bit of the result: each element is one accumulation chain over the whole contraction,
+and where that is split (weight gradients: chunks of gemm.CHUNK tokens) the shape alone says how. So the split is no choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from barellm.cpu.isa import ISA
+
+ROLES = ("forward", "forward_gelu", "forward_residual", "input_gradient", "input_gradient_gelu", "weight_gradient")
+ORDERS = ("rows", "columns")
+BLOCK, LONG_BLOCK = 384, 1152  # rows that share one packing of a weight panel: multiples of every tile's rows
+CLAIMS = 16  # at least so many claims a weight gradient: enough for many threads, few enough to pack little
+
+# Vectors a panel -> rows of the tile, by register count: accumulators + panel + one broadcast fit.
+TILES = {32: {3: 8, 2: 12, 4: 6, 1: 24}, 16: {2: 6, 3: 4, 1: 12}}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` x `vectors` accumulators."""
+
+    rows: int
+    vectors: int
+
+    def span(self, isa: ISA) -> int:
+        """Columns of the panel that the tile multiplies with."""
+        return self.vectors * isa.lanes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A claim computes `rows` x `columns` of the result in tiles. A result of at least 4 * `long_rows` rows, a size that only
+    the run knows, is claimed by that many. `rows` are multiples of the tile's and `columns` of its panel's. `order`: what stays
+    the same from one claim to the next as long as possible, the block of "rows" or that of "columns"."""
+
+    tile: Tile
+    rows: int
+    long_rows: int
+    columns: int
+    order: str = "rows"
+
+    def __str__(self) -> str:
+        rows = f"{self.rows}" if self.rows == self.long_rows else f"{self.rows}/{self.long_rows}"
+        return f"{self.tile.rows}x{self.tile.vectors}v,{rows}x{self.columns},{self.order}"
+
+
+def tiles(isa: ISA) -> list[Tile]:
+    """Those whose accumulators, panel and broadcast fit into the registers."""
+    table = TILES[isa.registers] if isa.fma else {2: 4, 1: 8}  # without fma the product needs a register of its own
+    return [Tile(rows, vectors) for vectors, rows in table.items()]
+
+
+def default_tile(isa: ISA, cols: int) -> Tile:
+    """The panel width that pads `cols` least; the wider one where equal, for it loads less."""
+    return min(tiles(isa), key=lambda tile: -(-cols // tile.span(isa)) * tile.span(isa))
+
+
+def default(isa: ISA, role: str, cols: int, rows: int) -> Choice:
+    tile = default_tile(isa, cols)
+    span = tile.span(isa)
+    if role != "weight_gradient":
+        return Choice(tile, BLOCK, LONG_BLOCK, span)
+    height, columns = 8 * 12, -(-cols // span) * span
+    while -(-rows // height) * -(-cols // columns) < CLAIMS and columns > 4 * span:
+        columns = -(-(columns // 2) // span) * span
+    while -(-rows // height) * -(-cols // columns) < CLAIMS and height > 24:
+        height //= 2
+    height = -(-height // tile.rows) * tile.rows
+    return Choice(tile, height, height, columns)
+
+
+def choose(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -> Choice:
+    """The choice for a product whose result is (rows, cols) and whose contraction has `depth` elements. Sizes that a run may
+    lessen (tokens: the rows of most roles, the depth of weight gradients) are the planned ones."""
+    assert role in ROLES, role
+    return default(isa, role, cols, rows)
