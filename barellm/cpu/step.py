@@ -20,7 +20,7 @@ from barellm.cpu import jit, poison
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA, host
 from barellm.cpu.kernel import REGISTRY, Call, Lowering, Region, Spec
-from barellm.cpu.lang.sync import RECORD_NBYTES
+from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
 from barellm.cpu.threads import Pool, thread_count
 from barellm.program.builder import Program
 from barellm.program.fusion import fuse
@@ -161,6 +161,7 @@ class CpuSession:
         )
         self._input_form = {n: (v.dtype, v.size) for n, v in largest}
         self._last = ""
+        self._stamps: dict[str, int] = {}
         self.pool = Pool(self.threads, self.isa)
         memory = (self.arena, self.library, self._keep, self._block)
         self.pool.bind(self._block.address, self.base + self.plan.offsets[private], self.private_bytes, memory=memory)
@@ -230,9 +231,19 @@ class CpuSession:
         table, entries = self._tables[program]
         self._last = program
         if entries:
-            self.pool.run(table, entries)
+            self.pool.run(table, entries, self._stamps.get(program, 0))
         if self.guards:
             self.guards.check(program)
+
+    def new_stamps(self) -> dict[str, np.ndarray]:
+        """Room for a trace: program -> (threads, calls, 3) int64, `pool.now()` before a call, after it, and after its barrier."""
+        made = {name: np.full((self.threads, len(c), STAMPS), -1, np.int64) for name, c in self.calls.items()}
+        self._keep += made.values()
+        return made
+
+    def trace(self, stamps: dict[str, np.ndarray] | None) -> None:
+        """From now on every run writes its stamps there, over those of the program's run before. None: no more tracing."""
+        self._stamps = {name: room.ctypes.data for name, room in (stamps or {}).items()}
 
     def close(self) -> None:
         """Stop the threads. The arena stays readable."""

@@ -82,7 +82,9 @@ def _native(isa: ISA) -> Library:
 
 
 class Pool:
-    """`threads` threads. `run(table, entries)` walks a table of calls on all of them and returns when all are done."""
+    """`threads` threads. `run(table, entries)` walks a table of calls on all of them and returns when all are done.
+
+    `now()` is the processor's steady counter, as the threads write it while a walk is traced; its unit is the processor's own."""
 
     def __init__(self, threads: int, isa: ISA) -> None:
         self.threads = threads
@@ -91,6 +93,7 @@ class Pool:
         one = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
         self._worker = one(self.library.address("worker"))
         self._lead = one(self.library.address("lead"))
+        self.now = ctypes.CFUNCTYPE(ctypes.c_int64)(self.library.address("now"))
         self._stop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.library.address("stop"))
         nbytes = sync.SHARED_NBYTES + threads * RT_NBYTES
         self._block = ctypes.create_string_buffer(nbytes + 64)
@@ -133,15 +136,16 @@ class Pool:
             self._set(self.rt(i) + RT_SCALARS, scalars)
             self._set(self.rt(i) + RT_PRIVATE, private + i * private_bytes)
 
-    def run(self, table: int, entries: int) -> None:
-        """Blocks, but lets signal handlers of the main thread run at once."""
+    def run(self, table: int, entries: int, stamps: int = 0) -> None:
+        """Blocks, but lets signal handlers of the main thread run at once. `stamps`: where the walk leaves its trace, int64 of
+        (threads, entries, sync.STAMPS), if anywhere."""
         if os.getpid() != self.pid:
             raise RuntimeError("this process was forked from one with a running backend: open a new session in it")
         if self._closed:
             raise RuntimeError("the session is closed")
         done = threading.Lock()
         done.acquire()
-        self._jobs.put((table, entries, done))
+        self._jobs.put((table, entries, stamps, done))
         done.acquire()
 
     def release(self) -> None:
@@ -159,9 +163,9 @@ class Pool:
 
     def _serve(self, mask: set[int] | None) -> None:
         self._settle(mask)
-        rt, slots = self.rt(0), (ctypes.c_int64 * 2).from_address(self.shared + sync.TABLE)
+        rt, slots = self.rt(0), (ctypes.c_int64 * 3).from_address(self.shared + sync.TABLE)
         while (job := self._jobs.get()) is not None:
-            slots[0], slots[1], done = job
+            slots[0], slots[1], slots[2], done = job
             self._lead(rt, self.shared)
             done.release()
         self._stop(self.shared)

@@ -5,6 +5,7 @@ import pytest
 from barellm.config import preset
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
+from barellm.cpu.lang import sync
 from barellm.overrides import changed
 from barellm.profiling import kernels
 
@@ -31,6 +32,14 @@ def test_every_kernel_compiles_for_aarch64(name, dtype, instruction):
             assert f"\t{instruction}\t" in jit.target_machine(isa).emit_assembly(module), u
             products += 1
     assert products >= 10
+
+
+@pytest.mark.parametrize("futex", [True, False])
+def test_the_native_side_of_threads_compiles_for_aarch64(futex):
+    isa = isas.cross("neon", TRIPLES[0])
+    module = jit.module(sync.ir(arm=True, futex=futex), isa)
+    assert not jit.undefined_symbols(jit.target_machine(isa).emit_object(module)) - jit.ALLOWED
+    assert "CNTVCT_EL0" in jit.target_machine(isa).emit_assembly(module)
 
 
 @pytest.mark.parametrize("op, instruction", [("linear", "bfdot"), ("attention", "bfdot"), ("layernorm", "fmla")])

@@ -13,7 +13,7 @@ import pytest
 from barellm.cpu import jit
 from barellm.cpu.isa import host
 from barellm.cpu.kernel import Spec
-from barellm.cpu.lang.sync import RECORD_NBYTES
+from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
 from barellm.cpu.threads import Pool, thread_count
 from barellm.errors import UserError
 from barellm.runtime import scalars
@@ -61,6 +61,29 @@ def test_barriers_hold_for_any_thread_count(monkeypatch, threads, wait):
         assert (table.cells[-64 : -64 + threads] == expected(threads, 40)).all()
         if threads == 3:
             time.sleep(0.002)  # long enough for the workers to fall asleep
+    pool.close()
+
+
+@pytest.mark.parametrize("wait", ["futex", "condition"])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_traced_walk_is_stamped_by_every_thread_in_order(monkeypatch, threads, wait):
+    monkeypatch.setenv("BARELLM_WAIT", wait)
+    table = Table(40)
+    pool = Pool(threads, host())
+    pool.bind(np.zeros(scalars.NBYTES, np.uint8).ctypes.data, 0, 0)
+    stamps = np.full((threads + 1, 40, STAMPS), -1, np.int64)  # one row more than there are threads
+    for _ in range(5):
+        before = pool.now()
+        pool.run(table.address, table.entries, stamps.ctypes.data)
+        after = pool.now()
+        assert (table.cells[-64 : -64 + threads] == expected(threads, 40)).all()
+        lines = stamps[:threads].reshape(threads, -1)
+        assert (np.diff(lines) >= 0).all() and (lines[:, 0] >= before).all() and (lines[:, -1] <= after).all()
+        done, left = stamps[:threads, :, 1], stamps[:threads, :, 2]
+        assert (left >= done.max(axis=0)).all(), "nobody leaves a barrier before the last one has come"
+        kept = stamps.copy()
+        pool.run(table.address, table.entries)
+        assert (stamps == kept).all() and (stamps[threads] == -1).all()
     pool.close()
 
 

@@ -1,12 +1,15 @@
-"""The native side of threads: the barrier, the loop that walks a step's table, and the workers' waiting room.
+"""The native side of threads: the barrier, the loops over a step's table, and the workers' waiting room.
 
 The block that all threads share (offsets in bytes, one cache line each, since different threads write them):
 
     0 arrived (i32)   64 generation of the barrier (i32)   128 sleepers (i32)   192 generation of jobs (i32)
-    256 table (ptr), entries (i64)   320 stop (i32)   384 mutex   512 condition variable
+    256 table (ptr), entries (i64), stamps (ptr)   320 stop (i32)   384 mutex   512 condition variable
 
 A wait spins for about 2000 pauses and then sleeps: in the kernel's futex on Linux, on a condition variable elsewhere. Spinning
 alone loses a whole time slice when two threads share a core; sleeping at once costs microseconds when they do not.
+
+Where `stamps` is not null, a walk is traced: each thread writes the processor's steady counter to stamps[thread][entry], three i64:
+before the call, after it, and after the barrier, if one follows.
 """
 
 from __future__ import annotations
@@ -15,10 +18,33 @@ SHARED_NBYTES = 1024
 ARRIVED, GENERATION, SLEEPERS, JOB, TABLE, STOP, MUTEX, CONDITION = 0, 64, 128, 192, 256, 320, 384, 512
 RECORD_NBYTES = 64  # function, args, barrier after; from COUNTERS on an i32 counter of claims for each group of threads
 COUNTERS, GROUPS = 32, 8
+STAMPS = 3  # of a thread for each entry of a traced walk
 SPINS = 2000
 
 _PAUSE = {"x86": ("declare void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse2.pause()"),
           "arm": ("declare void @llvm.aarch64.hint(i32)", "call void @llvm.aarch64.hint(i32 1)")}  # fmt: skip
+# Fenced: else the processor reads its counter ahead of the loads before, which may be a barrier that still holds.
+_COUNTER = {
+    "x86": """
+declare void @llvm.x86.sse2.lfence()
+declare i64 @llvm.readcyclecounter()
+
+define i64 @now() {
+  call void @llvm.x86.sse2.lfence()
+  %now = call i64 @llvm.readcyclecounter()
+  ret i64 %now
+}""",
+    "arm": """
+declare void @llvm.aarch64.isb(i32)
+declare i64 @llvm.read_volatile_register.i64(metadata)
+!0 = !{!"cntvct_el0"}
+
+define i64 @now() {
+  call void @llvm.aarch64.isb(i32 15)
+  %now = call i64 @llvm.read_volatile_register.i64(metadata !0)
+  ret i64 %now
+}""",
+}
 _FUTEX = {"x86": 202, "arm": 98}
 
 _SLEEP_FUTEX = """
@@ -45,8 +71,79 @@ _WAKE_CONDITION = """
   %b = call i32 @pthread_cond_broadcast(ptr %c)"""
 
 
+def _over_table(name: str, body: str, *, entry: str = "", leave: str = "") -> str:
+    """A function that does `body` with each record, %rec, number %i of %entries. Blocks of the body lead to %next."""
+    return f"""
+define internal void @{name}(ptr %rt, ptr %s) {{
+entry:
+  %tp = getelementptr i8, ptr %s, i64 {TABLE}
+  %table = load ptr, ptr %tp, align 8
+  %ep = getelementptr i8, ptr %s, i64 {TABLE + 8}
+  %entries = load i64, ptr %ep, align 8{entry}
+  br label %head
+head:
+  %i = phi i64 [0, %entry], [%i1, %next]
+  %more = icmp ult i64 %i, %entries
+  br i1 %more, label %body, label %done
+body:
+  %at = mul i64 %i, {RECORD_NBYTES}
+  %rec = getelementptr i8, ptr %table, i64 %at{body}
+  %i1 = add i64 %i, 1
+  br label %head
+done:{leave}
+  ret void
+}}
+"""
+
+
+def _walk(name: str, *, traced: bool) -> str:
+    """Every thread's pass over the table. A traced one meets once more at its end: behind that all stamps are written."""
+    meet = """
+  %np = getelementptr i8, ptr %rt, i64 8
+  %n64 = load i64, ptr %np, align 8
+  %n = trunc i64 %n64 to i32
+  call void @barrier(ptr %s, i32 %n)"""
+    entry, where, leave, stamps = "", "", "", [""] * STAMPS
+    if traced:
+        entry = f"""
+  %sp = getelementptr i8, ptr %s, i64 {TABLE + 16}
+  %stamps = load ptr, ptr %sp, align 8
+  %t = load i64, ptr %rt, align 8
+  %first = mul i64 %t, %entries"""
+        where = f"""
+  %own = add i64 %first, %i
+  %stamp0 = getelementptr [{STAMPS} x i64], ptr %stamps, i64 %own
+  %stamp1 = getelementptr i8, ptr %stamp0, i64 8
+  %stamp2 = getelementptr i8, ptr %stamp0, i64 16"""
+        leave = meet.replace("%n", "%m")
+        stamps = [f"""
+  %now{i} = call i64 @now()
+  store i64 %now{i}, ptr %stamp{i}, align 8""" for i in range(STAMPS)]  # fmt: skip
+    body = f"""{where}
+  %f = load ptr, ptr %rec, align 8
+  %ap = getelementptr i8, ptr %rec, i64 8
+  %args = load ptr, ptr %ap, align 8
+  %cp = getelementptr i8, ptr %rec, i64 {COUNTERS}{stamps[0]}
+  call void %f(ptr %rt, ptr %args, ptr %cp){stamps[1]}
+  %bp = getelementptr i8, ptr %rec, i64 16
+  %b = load i64, ptr %bp, align 8
+  %sync = icmp ne i64 %b, 0
+  br i1 %sync, label %meet, label %next
+meet:{meet}
+  br label %next
+next:{stamps[2]}"""
+    return _over_table(name, body, entry=entry, leave=leave)
+
+
+_RESET = f"""
+  %cp = getelementptr i8, ptr %rec, i64 {COUNTERS}
+  call void @llvm.memset.inline.p0.i64(ptr align 32 %cp, i8 0, i64 {4 * GROUPS}, i1 false)
+  br label %next
+next:"""
+
+
 def ir(*, arm: bool, futex: bool) -> str:
-    """The module: `worker(rt, shared)` until told to stop, `lead(rt, shared)` for one pass over the table."""
+    """The module: `worker(rt, shared)` until told to stop, `lead(rt, shared)` for one pass over the table, `now()`."""
     machine = "arm" if arm else "x86"
     declare_pause, pause = _PAUSE[machine]
     number = _FUTEX[machine]
@@ -61,6 +158,9 @@ def ir(*, arm: bool, futex: bool) -> str:
 {declare_pause}
 declare void @llvm.memset.inline.p0.i64(ptr, i8, i64, i1)
 {declares}
+
+; the processor's steady counter, the same on every core
+{_COUNTER[machine]}
 
 ; return once *word differs from old
 define internal void @await(ptr %s, ptr %word, i32 %old) {{
@@ -124,40 +224,17 @@ hold:
   ret void
 }}
 
-; every thread's pass over the table
-define internal void @walk(ptr %rt, ptr %s) {{
-entry:
-  %np = getelementptr i8, ptr %rt, i64 8
-  %n64 = load i64, ptr %np, align 8
-  %n = trunc i64 %n64 to i32
-  %tp = getelementptr i8, ptr %s, i64 {TABLE}
-  %table = load ptr, ptr %tp, align 8
-  %ep = getelementptr i8, ptr %s, i64 {TABLE + 8}
-  %entries = load i64, ptr %ep, align 8
-  br label %head
-head:
-  %i = phi i64 [0, %entry], [%i1, %next]
-  %more = icmp ult i64 %i, %entries
-  br i1 %more, label %body, label %done
-body:
-  %at = mul i64 %i, {RECORD_NBYTES}
-  %rec = getelementptr i8, ptr %table, i64 %at
-  %f = load ptr, ptr %rec, align 8
-  %ap = getelementptr i8, ptr %rec, i64 8
-  %args = load ptr, ptr %ap, align 8
-  %cp = getelementptr i8, ptr %rec, i64 {COUNTERS}
-  call void %f(ptr %rt, ptr %args, ptr %cp)
-  %bp = getelementptr i8, ptr %rec, i64 16
-  %b = load i64, ptr %bp, align 8
-  %i1 = add i64 %i, 1
-  %sync = icmp ne i64 %b, 0
-  br i1 %sync, label %meet, label %next
-meet:
-  call void @barrier(ptr %s, i32 %n)
-  br label %next
-next:
-  br label %head
-done:
+{_walk("walk", traced=False)}{_walk("walk_traced", traced=True)}{_over_table("reset", _RESET)}
+define internal void @pass(ptr %rt, ptr %s) {{
+  %sp = getelementptr i8, ptr %s, i64 {TABLE + 16}
+  %stamps = load ptr, ptr %sp, align 8
+  %plain = icmp eq ptr %stamps, null
+  br i1 %plain, label %untraced, label %traced
+untraced:
+  call void @walk(ptr %rt, ptr %s)
+  ret void
+traced:
+  call void @walk_traced(ptr %rt, ptr %s)
   ret void
 }}
 
@@ -175,7 +252,7 @@ idle:
   %stop = icmp ne i32 %x, 0
   br i1 %stop, label %done, label %work
 work:
-  call void @walk(ptr %rt, ptr %s)
+  call void @pass(ptr %rt, ptr %s)
   br label %idle
 done:
   ret void
@@ -183,27 +260,10 @@ done:
 
 ; the last entry of a table has its barrier flag set, so nobody is still at work when this returns
 define void @lead(ptr %rt, ptr %s) {{
-entry:
-  %tp = getelementptr i8, ptr %s, i64 {TABLE}
-  %table = load ptr, ptr %tp, align 8
-  %ep = getelementptr i8, ptr %s, i64 {TABLE + 8}
-  %entries = load i64, ptr %ep, align 8
-  br label %head
-head:
-  %i = phi i64 [0, %entry], [%i1, %body]
-  %more = icmp ult i64 %i, %entries
-  br i1 %more, label %body, label %go
-body:
-  %at = mul i64 %i, {RECORD_NBYTES}
-  %rec = getelementptr i8, ptr %table, i64 %at
-  %cp = getelementptr i8, ptr %rec, i64 {COUNTERS}
-  call void @llvm.memset.inline.p0.i64(ptr align 32 %cp, i8 0, i64 {4 * GROUPS}, i1 false)
-  %i1 = add i64 %i, 1
-  br label %head
-go:
+  call void @reset(ptr %rt, ptr %s)
   %jp = getelementptr i8, ptr %s, i64 {JOB}
   call void @announce(ptr %s, ptr %jp)
-  call void @walk(ptr %rt, ptr %s)
+  call void @pass(ptr %rt, ptr %s)
   ret void
 }}
 
