@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,6 +39,7 @@ class Loop:
     loads: int
     stores: int
     stack_references: int
+    vector_spills: int  # of the stack references those that move or compute with a vector
     widest: str
 
     @property
@@ -70,13 +70,11 @@ def read(assembly: str) -> Code:
     code, labels = _parse(assembly)
     kind = _kind(code)
     stack = _stack_registers(code, kind)
-    spans = sorted(_loops(code, labels), key=lambda span: span[1] - span[0])
-    inner: list[tuple[int, int, str]] = []
-    for first, last, label in spans:
-        if not any(first <= a and b <= last for a, b, _ in inner):
-            inner.append((first, last, label))
-    loops = [_loop(label, code[first : last + 1], kind, stack) for first, last, label in sorted(inner)]
-    return Code(len(code), _references(code, stack), _widest(code), loops)
+    names = {at: name for name, at in labels.items()}
+    loops = natural_loops(code, labels)
+    inner = [(header, body) for header, body in loops.items() if not any(o != header and o in body for o in loops)]
+    found = [_loop(names[header], [code[i] for i in sorted(body)], kind, stack) for header, body in sorted(inner)]
+    return Code(len(code), _references(code, stack), _widest(code), found)
 
 
 def _parse(assembly: str) -> tuple[list[Instruction], dict[str, int]]:
@@ -95,13 +93,65 @@ def _kind(code: list[Instruction]) -> str:
     return "x86" if any("%" in i.operands for i in code) else "arm"
 
 
-def _loops(code: list[Instruction], labels: dict[str, int]) -> Iterator[tuple[int, int, str]]:
-    """(first, last, label) of every jump backwards."""
-    for at, i in enumerate(code):
-        if X86_JUMP.match(i.mnemonic) or ARM_JUMP.match(i.mnemonic):
-            label = i.operands.rpartition(",")[2].strip()
-            if labels.get(label, at + 1) <= at:
-                yield labels[label], at, label
+def natural_loops(code: list[Instruction], labels: dict[str, int]) -> dict[int, set[int]]:
+    """First instruction of a loop -> all of its instructions: the header's block, and every block that comes back to it without
+    leaving. Blocks need not stand in order: what lies between two labels may belong to another loop."""
+    jumps = {at: target for at, i in enumerate(code) if (target := _jump(i, labels)) is not None}
+    starts = sorted(
+        {0, *labels.values(), *(at + 1 for at, i in enumerate(code) if at in jumps or _ends(i))} - {len(code)}
+    )
+    after: dict[int, list[int]] = {}
+    for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
+        last = stop - 1
+        after[start] = [jumps[last]] if last in jumps else []
+        if not _ends(code[last]) and stop < len(code):
+            after[start].append(stop)
+    before: dict[int, list[int]] = {start: [] for start in starts}
+    for start, targets in after.items():
+        for target in targets:
+            before[target].append(start)
+    dominators = _dominators(starts, before)
+    stops = dict(zip(starts, [*starts[1:], len(code)], strict=True))
+    loops: dict[int, set[int]] = {}
+    for start in starts:
+        for header in after[start]:
+            if header not in dominators[start]:
+                continue
+            body, work = {header}, [start]
+            while work:
+                block = work.pop()
+                if block not in body:
+                    body.add(block)
+                    work += before[block]
+            loops.setdefault(header, set()).update(i for block in body for i in range(block, stops[block]))
+    return loops
+
+
+def _dominators(starts: list[int], before: dict[int, list[int]]) -> dict[int, set[int]]:
+    """The blocks through which every way to a block leads, itself included; of a block that no way leads to: none."""
+    everything = set(starts)
+    found = {start: everything for start in starts} | {starts[0]: {starts[0]}}
+    changed = True
+    while changed:
+        changed = False
+        for start in starts[1:]:
+            ways = [found[b] for b in before[start]]
+            new = {start} | set.intersection(*ways) if ways else set()
+            if new != found[start]:
+                found[start], changed = new, True
+    return found
+
+
+def _jump(i: Instruction, labels: dict[str, int]) -> int | None:
+    """Where a jump goes, None of anything else."""
+    if X86_JUMP.match(i.mnemonic) or ARM_JUMP.match(i.mnemonic):
+        return labels.get(i.operands.rpartition(",")[2].strip())
+    return None
+
+
+def _ends(i: Instruction) -> bool:
+    """Whether the next instruction is never reached from this one."""
+    return i.mnemonic in ("jmp", "jmpq", "b", "br", "ret", "retq", "ud2", "brk")
 
 
 def _stack_registers(code: list[Instruction], kind: str) -> re.Pattern[str]:
@@ -152,6 +202,7 @@ def _loop(label: str, code: list[Instruction], kind: str, stack: re.Pattern[str]
         loads=sum(load for load, _ in moves),
         stores=sum(store for _, store in moves),
         stack_references=_references(code, stack),
+        vector_spills=_references([i for i in code if VECTOR.search(i.operands)], stack),
         widest=_widest(code),
     )
 

@@ -8,13 +8,18 @@ from barellm.cli import main
 from barellm.config import preset
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
-from barellm.cpu.kernels import choices
+from barellm.cpu.kernels import attention_blocks, choices
+from barellm.cpu.step import Lowered
 from barellm.overrides import changed
 from barellm.profiling import kernels, machine_code
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
 
 TARGETS = [*isas.X86, "neon_bf16", "neon"]
 WIDEST = {"avx512_bf16": "zmm", "avx512": "zmm", "avx2": "ymm", "generic": "xmm", "neon_bf16": "v", "neon": "v"}
 PRODUCT = {"avx512_bf16": "vdpbf16ps", "neon_bf16": "bfdot"}
+ANY_PRODUCT = {**PRODUCT, "generic": "mulps", "neon": "fmla"}
 FP32_PRODUCT = {"generic": "mulps", "neon_bf16": "fmla", "neon": "fmla"}
 GEMMS = ("product", "weight_gradient")
 
@@ -53,6 +58,49 @@ def test_a_tile_with_too_many_accumulators_is_seen_to_spill(name, monkeypatch):
     monkeypatch.setattr(choices, "default_tile", lambda isa, cols: choices.Tile(isa.registers // 2, 3))
     spec = next(u.spec for u in kernels.used_by(gpt2("fp32"), isa) if u.spec.name == "product")
     assert kernels.summary(spec, isa).inner.stack_references > 0
+
+
+def attention(isa, dtype, D):
+    """Code of the kernels of attention forward and backward, two heads of D; by the kernel's name."""
+    dims, C = (Dim("batch", 2), Dim("seq", 256)), 2 * D
+    p = Program(Store())
+    qkv, dout = p.input("qkv", (*dims, 3 * C), dtype), p.input("dout", (*dims, C), dtype)
+    saved = p.apply(ops.Attention, qkv=qkv, heads=2, rate=0.0, stream=0)
+    p.apply(ops.AttentionBackward, qkv=qkv, out=saved.out, dout=dout, lse=saved.lse, heads=2, rate=0.0, stream=0)
+    lowered = Lowered(p, isa, 2)
+    return {call.spec.name: kernels.summary(call.spec, isa) for call in lowered.calls}
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_attention_inner_loops_have_no_spills(name, dtype, D):
+    """Every innermost loop that adds up: the products, the sums of probabilities. Loops that copy may compare with a bound on the
+    stack, once a row; on x86 none of them has a vector there."""
+    isa = target(name)
+    product = FP32_PRODUCT.get(name, "vfmadd231ps") if dtype == "fp32" else ANY_PRODUCT.get(name, "vfmadd231ps")
+    g = attention_blocks.Geometry.of(isa, dtype, D)
+    products = {"attention": 2, "attention_backward_keys": 5, "attention_backward_queries": 3}
+    for kernel, code in attention(isa, dtype, D).items():
+        adding = [loop for loop in code.loops if loop.accumulators]
+        assert all(loop.stack_references == 0 for loop in adding), kernel
+        assert name.startswith("neon") or not any(loop.vector_spills for loop in code.loops), kernel
+        if kernel in products:
+            tiles = [x for x in adding if x.multiply_adds == {product: g.rows * g.vectors} == {product: x.accumulators}]
+            assert len(tiles) == products[kernel], (kernel, [x.multiply_adds for x in adding])
+            assert all(loop.stores == 0 for loop in tiles), kernel
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_attention_tile_with_too_many_rows_is_seen_to_spill(name, monkeypatch):
+    isa = target(name)
+    monkeypatch.setattr(
+        attention_blocks.Geometry,
+        "of",
+        lambda isa, dtype, D: attention_blocks.Geometry(D, 1, isa.lanes, isa.registers // 2),
+    )
+    for kernel, code in attention(isa, "fp32", 64).items():
+        assert (kernel == "attention_delta") != (code.inner.vector_spills > 0), kernel
 
 
 @pytest.mark.parametrize("name", ["avx2", "generic"])
@@ -107,6 +155,29 @@ def test_counts_of_an_arm_loop_with_a_general_x29():
     assert loop.multiply_adds == {"fmla": 1, "bfdot": 1}
     assert (loop.instructions, loop.loads, loop.stores, loop.stack_references) == (7, 2, 1, 1)
     assert (loop.accumulators, loop.widest) == (2, "v")
+
+
+def test_a_loop_is_its_blocks_wherever_they_stand():
+    """The inner loop stands behind the jump back of the outer one, whose own blocks hold a stack reference."""
+    text = """
+.LBB0_1:
+\tmovaps\t-112(%rsp), %xmm0
+\txorl\t%r9d, %r9d
+\ttestq\t%r8, %r8
+\tjne\t.LBB0_3
+.LBB0_2:
+\tdecq\t%rcx
+\tjne\t.LBB0_1
+\tretq
+.LBB0_3:
+\taddps\t(%rdi), %xmm1
+\tdecq\t%r8
+\tjne\t.LBB0_3
+\tjmp\t.LBB0_2
+"""
+    code = machine_code.read(text)
+    assert [(x.label, x.instructions, x.stack_references) for x in code.loops] == [(".LBB0_3", 3, 0)]
+    assert code.stack_references == 1
 
 
 def test_only_loops_without_loops_in_them_count():

@@ -64,7 +64,8 @@ def scratch_units(g: Geometry, rate: float = 0.0) -> dict[str, int]:
         "p": KEYS * g.queries,
         "keep": KEYS * g.queries if rate else 0,
         "acc": n * g.transposed_units(),
-        "stats": n * 2 * g.queries,
+        "stats": n * 2 * g.queries,  # of each query the maximum and the sum
+        "alpha": g.queries,
         "out": g.queries * g.wide,
     }
 
@@ -99,17 +100,15 @@ def attend(
                 at = (t - first) // g.queries
                 stats = s["stats"].at(at * (2 * g.queries))
                 turned, acc = s["q"].at(at * g.turned_units), s["acc"].at(at * g.transposed_units())
-                top = score_block(k, g, s, turned, j0, pos + t, seen)
-                before = [stats.load(v * g.lanes) for v in lanes]
-                highest = [k.max(a, b) for a, b in zip(top, before, strict=True)]
-                alpha = [exp2_nonpositive(k, g, (b - h) * unit) for b, h in zip(before, highest, strict=True)]
+                for v, top in enumerate(score_block(k, g, s, turned, j0, pos + t, seen)):
+                    before = stats.load(v * g.lanes)
+                    highest = k.max(top, before)
+                    s["alpha"].store(exp2_nonpositive(k, g, (before - highest) * unit), v * g.lanes)
+                    stats.store(highest, v * g.lanes)
                 if dropout:
                     dropout.fill(k, g, s["keep"], sample_key, head, t, j0, seen)
-                sums = probabilities(k, g, s, [h * -unit for h in highest], unit, seen, dropout is not None)
-                for v in lanes:
-                    stats.store(highest[v], v * g.lanes)
-                    old = stats.load(g.queries + v * g.lanes)
-                    stats.store(k.fma(old, alpha[v], sums[v]), g.queries + v * g.lanes)
+                probabilities(k, g, s, stats, unit, seen, dropout is not None)
+                alpha = [s["alpha"].load(v * g.lanes) for v in lanes]
                 add_transposed(k, g, acc, v_block, s["p"], seen, alpha)
 
     with k.loop(first, last, g.queries) as t:
@@ -152,21 +151,28 @@ def score_block(
 
 
 def probabilities(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], shift: list[Value], unit: float, seen: Value, dropout: bool
-) -> list[Value]:
-    """exp2(scores * unit + shift) in place, as units along the keys; the sum for each query, before dropout."""
-    sums = [k.var_vec(0.0) for _ in range(g.vectors)]
-    with k.loop(0, seen, g.pair) as j:
-        rows = [s["p"].at((j + i) * g.queries) for i in range(g.pair)]
-        target = s["p"].at(j // g.pair * g.queries)
-        for v in range(g.vectors):
-            p = [exp2_nonpositive(k, g, k.fma(row.load(v * g.lanes), unit, shift[v])) for row in rows]
-            for x in p:
-                sums[v].value = sums[v].value + x
-            if dropout:
-                p = [x * s["keep"].at((j + i) * g.queries).load(v * g.lanes) for i, x in enumerate(p)]
-            target.store(pack_units(k, g, *p, *[None] * (2 - g.pair)), v * g.lanes)
-    return [x.value for x in sums]
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], stats: Pointer, unit: float, seen: Value, dropout: bool
+) -> None:
+    """exp2((scores - maximum) * unit) in place, as units along the keys; `stats` gets their sum, before dropout, added."""
+    # The constants of exp2 fill most of 16 registers: there one vector of queries at a time, with nothing else alive.
+    together = g.vectors if k.isa.registers == 32 else 1
+    for first in range(0, g.vectors, together):
+        lanes = range(first, first + together)
+        shift = {v: stats.load(v * g.lanes) * -unit for v in lanes}
+        sums = {v: k.var_vec(0.0) for v in lanes}
+        with k.loop(0, seen, g.pair) as j:
+            rows = [s["p"].at((j + i) * g.queries) for i in range(g.pair)]
+            target = s["p"].at(j // g.pair * g.queries)
+            for v in lanes:
+                p = [exp2_nonpositive(k, g, k.fma(row.load(v * g.lanes), unit, shift[v])) for row in rows]
+                for x in p:
+                    sums[v].value = sums[v].value + x
+                if dropout:
+                    p = [x * s["keep"].at((j + i) * g.queries).load(v * g.lanes) for i, x in enumerate(p)]
+                target.store(pack_units(k, g, *p, *[None] * (2 - g.pair)), v * g.lanes)
+        for v in lanes:
+            old = stats.load(g.queries + v * g.lanes)
+            stats.store(k.fma(old, s["alpha"].load(v * g.lanes), sums[v].value), g.queries + v * g.lanes)
 
 
 # --- training and evaluation ---
