@@ -11,12 +11,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from barellm.cpu import jit, poison
+from barellm.cpu import compilers, jit, poison
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA, host
 from barellm.cpu.kernel import REGISTRY, Call, Lowering, Region, Spec
@@ -182,7 +183,8 @@ class CpuSession:
         self.guards = poison.Guards(self.arena, self.plan) if poison.requested() else None
 
     def _compile(self) -> None:
-        objects = [jit.cached_object(spec.key, self.isa, lambda s=spec: s.ir(self.isa)) for spec in self.specs]
+        emitters = {spec.key: partial(spec.ir, self.isa) for spec in self.specs}
+        objects = compilers.cached_objects(emitters, self.isa, processes=self.threads)
         self.library = jit.Library(objects, self.isa)
 
     def _address(self, region: Region) -> tuple[int, int]:

@@ -109,3 +109,50 @@ def test_a_kernel_outside_the_package_that_was_edited_is_another_kernel(tmp_path
         return Spec(module.scale, ("fp32",), ())
 
     assert loaded("a", 2.0).key == loaded("b", 2.0).key != loaded("c", 3.0).key
+
+
+def _objects(folder: Path, ages: dict[str, float], nbytes: int = 1000) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, age in ages.items():
+        (folder / name).write_bytes(bytes(nbytes))
+        os.utime(folder / name, (time.time() - age, time.time() - age))
+
+
+def test_the_cache_loses_what_was_not_used_for_longest(tmp_path, monkeypatch):
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    folder = tmp_path / "objects"
+    ages = {f"{i}.o": 1000.0 * i for i in range(10)}
+    _objects(folder, ages | {".torn.tmp": 2 * jit.PRUNE_EVERY_S, ".new.tmp": 1.0})
+    jit.prune(limit=20_000)
+    assert {p.name for p in folder.iterdir()} == {*ages, ".new.tmp", ".pruned"}
+    _objects(folder, {"late.o": 0.5})
+    jit.prune(limit=8000)  # looked at a moment ago
+    assert (folder / "9.o").exists()
+    os.utime(folder / ".pruned", (time.time() - 2 * jit.PRUNE_EVERY_S,) * 2)
+    jit.prune(limit=8000)
+    assert {p.name for p in folder.iterdir()} == {"late.o", ".new.tmp", ".pruned", *(f"{i}.o" for i in range(4))}
+
+
+def test_pruning_beside_other_processes_and_without_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    jit.prune(limit=1)  # no folder
+    _objects(tmp_path / "objects", {f"{i}.o": 1.0 + i for i in range(5)})
+    unlink = os.unlink
+
+    def twice(path):  # another process was faster
+        unlink(path)
+        unlink(path)
+
+    monkeypatch.setattr("os.unlink", twice)
+    jit.prune(limit=1)
+    assert [p.name for p in (tmp_path / "objects").iterdir()] == [".pruned"]
+
+
+def test_a_used_object_counts_as_new(tmp_path, monkeypatch):
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    jit.cached_object("key", host(), lambda: ADD)
+    (path,) = (tmp_path / "objects").iterdir()
+    long_ago = time.time() - 30 * jit.RECENT_S
+    os.utime(path, (long_ago, long_ago))
+    assert jit.load("key", host())
+    assert path.stat().st_mtime > time.time() - 60
