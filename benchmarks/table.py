@@ -1,5 +1,6 @@
-"""The README's tables from benchmarks/results/*.json. `python benchmarks/table.py` prints them; `--write README.md` puts them
-between the lines <!-- benchmarks --> and <!-- /benchmarks -->; `--check README.md` fails where others stand there."""
+"""The README's tables and chart from benchmarks/results/*.json. `python benchmarks/table.py` prints the tables; `--write README.md`
+puts them between the lines <!-- benchmarks --> and <!-- /benchmarks --> and draws docs/img/bench.svg; `--check README.md` fails
+where others stand there, or the chart was drawn from others."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from xml.sax.saxutils import escape
+
+import chart
 
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
@@ -18,11 +22,10 @@ def peers_table(results: dict[str, dict]) -> list[str]:
     head = ["step", "ours", "tokens/s", "% of bound", *names, "samples"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for file, r in results.items():
-        what = f"{r['preset']} {r['batch']} x {r['seq']} {r['dtype']}"
         ratios = [f"{r['ratios'][name]:.2f}x" if name in r["ratios"] else "" for name in names]
         ratios = [f"**{x}**" if name == r["best_peer"] else x for name, x in zip(names, ratios, strict=True)]
         cells = [
-            what,
+            _what(r),
             f"{r['ours_s'] * 1e3:.1f} ms",
             f"{r['tokens_per_s']:,.0f}",
             f"{r['percent_of_bound']:.0f}",
@@ -43,11 +46,10 @@ def start_table(results: dict[str, dict]) -> list[str]:
     for r in results.values():
         by_name = {v["name"]: v for v in r["variants"]}
         cells = [
-            f"{by_name[n]['first_step_s']:.1f} / {by_name[n]['peak_rss_bytes'] / 1e9:.2f}"
+            f"{by_name[n]['first_step_s']:.1f} / {by_name[n]['peak_rss_bytes'] / 1e9:.2f}" if n in by_name else ""
             for n in names
-            if n in by_name
         ]
-        lines.append(f"| {r['preset']} {r['batch']} x {r['seq']} {r['dtype']} | " + " | ".join(cells) + " |")
+        lines.append(f"| {_what(r)} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -57,25 +59,28 @@ def machine_line(results: dict[str, dict]) -> list[str]:
         m, c = r["machine"], r["ceiling"]
         peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in c["flops"].items())
         rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in c["bandwidth"].items())
-        torch = next(v["version"] for v in r["variants"] if "version" in v)
+        torch = [f"PyTorch {v['version']}; " for v in r["variants"] if "version" in v][:1]
         lines.append(
-            f"{r['preset']} {r['batch']} x {r['seq']} {r['dtype']}: {m['processor']}, {m['cores']} cores, {m['isa']}; "
-            f"measured {peaks}; {rates}; PyTorch {torch}; {r['date'][:10]}; median of {r['rounds']} interleaved turns of "
-            f"{r['steps_per_turn']} steps."
+            f"{_what(r)}: {m['processor']}, {m['cores']} cores, {m['isa']}; measured {peaks}; {rates}; {''.join(torch)}"
+            f"{r['date'][:10]}; median of {r['rounds']} interleaved turns of {_many(r['steps_per_turn'], 'step')}."
         )
     return lines
 
 
 def facts(files: dict[str, dict]) -> list[str]:
-    """A line for each file of `bench step` and of `bench ops --torch`."""
+    """A line for each file of `bench step`, `bench scaling` and `bench ops --peers torch`."""
     lines = []
     for file, r in files.items():
         if r.get("kind") == "step":
             split = ", ".join(f"{name} {seconds:.2f}" for name, seconds in r["first_step_split"].items())
             first = f"first step {r['first_step_s']:.2f} s after the process's start ({split})"
-            memory = f"plan {r['arena_bytes']:,} bytes, memory added {r['rss_added_bytes']:,}"
+            memory = (
+                f"plan {r['arena_bytes']:,} bytes, memory added {r['rss_added_bytes']:,}, peak {r['peak_rss_bytes']:,}"
+            )
             warm = f"a warm step {r['median_s'] * 1e3:.1f} ms, {r['minor_faults']} page faults, {r['python_calls']} Python calls"
             lines.append(f"{_what(r)}: {first}; {warm}; {memory}. {file}")
+        if r.get("kind") == "scaling":
+            lines.append(f"{_what(r)}: {'; '.join(map(scaling, r['cases']))}. {file}")
         if r.get("kind") == "ops" and "peer" in r:
             ratios = [(row["times_peer"], f"{row['op']} {row['shape']}") for row in r["ops"] if "times_peer" in row]
             most, slowest = max(ratios)
@@ -86,17 +91,42 @@ def facts(files: dict[str, dict]) -> list[str]:
     return lines
 
 
+def scaling(case: dict) -> str:
+    """One case of `bench scaling`."""
+    took = f"{case['name']} {case['median_s'] * 1e3:.1f} ms"
+    if "rival_share" in case:
+        share = (
+            f"the rival had {100 * case['rival_share']:.0f} % of it, which is {case['slower_by_what_was_taken']:.2f}"
+        )
+        return f"{took}, {case['slower']:.2f} times as long as without ({share})"
+    if "slower_than_one_thread" in case:
+        return f"{took}, {case['slower_than_one_thread']:.2f} times as long as one thread"
+    return f"{took}, {case['times_one_thread']:.2f}x, {case['percent_of_bound']:.0f} % of the bound of as many cores"
+
+
 def _what(r: dict) -> str:
-    return f"{r['preset']} {r['batch']} x {r['seq']} {r['dtype']}"
+    return f"{r['preset']} {r['batch']} x {r['seq']} {r['dtype']}" + (" recompute" if r.get("recompute") else "")
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def measured() -> dict[str, dict]:
+    """Every file of benchmarks/results, by shape."""
+    files = {f"benchmarks/results/{p.name}": json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json"))}
+    order = ("preset", "dtype", "seq", "batch", "recompute")
+    return dict(sorted(files.items(), key=lambda item: [(item[1].get(k) is not None, item[1].get(k)) for k in order]))
 
 
 def tables() -> str:
-    files = {f"benchmarks/results/{p.name}": json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json"))}
+    files = measured()
     results = {name: r for name, r in files.items() if r.get("kind") == "peers"}
     if not results:
-        return "Nothing is measured yet: `barellm bench peers PRESET` fills benchmarks/results/."
+        return "Nothing is measured yet: `barellm bench step PRESET --peers all` fills benchmarks/results/."
     lines = [f"- {line}" for line in [*machine_line(results), *facts(files)]]
-    return "\n\n".join("\n".join(part) for part in (peers_table(results), start_table(results), lines))
+    picture = ["![Steps of every variant relative to ours, and the bound](docs/img/bench.svg)"]
+    return "\n\n".join("\n".join(part) for part in (picture, peers_table(results), start_table(results), lines))
 
 
 def main() -> int:
@@ -113,12 +143,19 @@ def main() -> int:
         print(f"{path} has no lines {BEGIN} and {END}", file=sys.stderr)
         return 2
     made = text[: text.index(BEGIN) + len(BEGIN)] + "\n\n" + tables() + "\n\n" + text[text.index(END) :]
+    results = [r for r in measured().values() if r.get("kind") == "peers"]
     if args.write:
         path.write_text(made)
+        chart.write(results)
         return 0
-    if made != text:
-        print(f"{path} differs from benchmarks/results: run python benchmarks/table.py --write {path}", file=sys.stderr)
-        return 1
+    drawn = results and (not chart.FILE.exists() or escape(chart.words(results)) not in chart.FILE.read_text())
+    for file, differs in ((path, made != text), (chart.FILE, drawn)):
+        if differs:
+            print(
+                f"{file} differs from benchmarks/results: run python benchmarks/table.py --write README.md",
+                file=sys.stderr,
+            )
+            return 1
     return 0
 
 

@@ -1,33 +1,46 @@
-"""Measure: a training step, single kernels against the bound, or both beside PyTorch."""
+"""Measure: a training step, single kernels against the bound, the step on more threads; and beside other programs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from barellm.cli.options import add_configuration, configuration
+from barellm.config import Config
 from barellm.errors import UserError
 
-KINDS = ("step", "ops", "peers")
+KINDS = ("step", "ops", "scaling")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=KINDS, metavar="WHAT", help="step: a training step; ops: each kernel against its bound; "
-                        "peers: our step and PyTorch's, interleaved")  # fmt: skip
+    parser.add_argument(
+        "what",
+        nargs="?",
+        default="step",
+        choices=KINDS,
+        metavar="WHAT",
+        help="step: a training step (the default); ops: each kernel against its bound; scaling: the step on 1 thread to all, "
+        "and beside a rival for a core",
+    )
+    parser.add_argument(
+        "--peers", metavar="LIST", help="step, ops: beside other programs: all that are installed, torch, llmc=PATH"
+    )
+    parser.add_argument(
+        "--interleave", type=int, metavar="N", help="step --peers, scaling: rounds of turns (default: 7)"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE.json", help="where the result goes (step --peers, scaling: benchmarks/results/)"
+    )
     parser.add_argument(
         "--digest", action="store_true", help="step: add a hash of all weights and states after the steps"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument(
         "--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end'
     )
-    parser.add_argument("--torch", action="store_true", help="ops: add the time of PyTorch's own op for the same work")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="peers: turns of every variant (default: 7)")
-    parser.add_argument(
-        "--out", metavar="FILE.json", help="peers: where every sample goes (default: benchmarks/results/)"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
     add_configuration(parser)
 
 
@@ -38,37 +51,72 @@ def run(args: argparse.Namespace) -> int:
     config = configuration(args)
     check(config)
     config = resolved(config, "cpu")
-    if args.what == "step":
+    if args.what == "step" and args.serve:
         from barellm.profiling import step
 
-        if args.serve:
-            step.serve(config)
-            return 0
-        result = step.measure(config, steps=_steps(args), digest=args.digest)
-        text = _step_lines(result)
-    elif args.what == "ops":
-        from barellm.profiling import ops
-
-        result = ops.measure(config, steps=_steps(args))
-        if args.torch:
-            from barellm.profiling import peers
-
-            result |= peers.torch_ops(config, result["ops"])
-        text = _ops_lines(result)
-    else:
-        from barellm.profiling import peers
-
-        if args.rounds < 1:
-            raise UserError(f"--rounds is {args.rounds}, expected at least 1")
-        result = peers.measure(config, rounds=args.rounds, report=print if not args.json else lambda line: None)
-        train = config.train
-        name = f"{config.preset}-{train.batch}x{train.seq}-{train.dtype}.json"
-        out = Path(args.out) if args.out else peers.FOLDER / "results" / name
+        step.serve(config)
+        return 0
+    result, text = _measured(args, config)
+    out = _out(args, result)
+    if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")
-        text = [*_peers_lines(result), f"samples: {out}"]
+        text.append(f"samples: {out}")
     print(json.dumps(result) if args.json else "\n".join(text))
+    if out and not args.out:
+        from barellm.profiling.peers import write_tables
+
+        write_tables()
     return 0
+
+
+def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any], list[str]]:
+    """The result, and the lines that a person reads."""
+    interleaved = args.what == "scaling" or (args.what == "step" and args.peers is not None)
+    if args.interleave is not None and not interleaved:
+        raise UserError("--interleave is for step --peers and for scaling")
+    rounds = 7 if args.interleave is None else args.interleave
+    if rounds < 1:
+        raise UserError(f"--interleave is {rounds}, expected at least 1")
+    report: Callable[[str], None] = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
+    if args.what == "scaling":
+        from barellm.profiling import scaling
+
+        if args.peers is not None:
+            raise UserError("--peers is for step and ops")
+        result = scaling.measure(config, rounds=rounds, report=report)
+        return result, _scaling_lines(result)
+    from barellm.profiling import peers
+
+    chosen = None if args.peers is None else peers.chosen(args.peers)
+    if args.what == "ops":
+        from barellm.profiling import ops
+
+        if chosen and list(chosen) != ["torch"]:
+            raise UserError("bench ops knows PyTorch's ops only: --peers torch")
+        result = ops.measure(config, steps=_steps(args))
+        if chosen:
+            result |= peers.torch_ops(config, result["ops"])
+        return result, _ops_lines(result)
+    if chosen:
+        result = peers.measure(config, chosen, rounds=rounds, report=report)
+        return result, _peers_lines(result)
+    from barellm.profiling import step
+
+    result = step.measure(config, steps=_steps(args), digest=args.digest)
+    return result, _step_lines(result)
+
+
+def _out(args: argparse.Namespace, r: dict[str, Any]) -> Path | None:
+    """Where the result goes: --out, else among the project's results if it is of one of the kinds that need long."""
+    if args.out:
+        return Path(args.out)
+    from barellm.profiling.peers import FOLDER
+
+    if r["kind"] not in ("peers", "scaling") or not FOLDER.is_dir():
+        return None
+    kind = "" if r["kind"] == "peers" else f"{r['kind']}-"
+    return FOLDER / "results" / f"{kind}{r['preset']}-{r['batch']}x{r['seq']}-{r['dtype']}.json"
 
 
 def _steps(args: argparse.Namespace) -> int:
@@ -113,11 +161,10 @@ def _ops_lines(r: dict[str, Any]) -> list[str]:
     for row in sorted(r["ops"], key=lambda row: -row["s"]):
         rates = f"{row['flops'] / row['s'] / 1e9:>10.1f}{row['bytes'] / row['s'] / 1e9:>8.1f}"
         share = f"{row['s'] * 1e3:>10.3f}{100 * row['s'] / r['ops_s']:>11.1f}"
+        bound = f"{row['percent_of_bound']:>12.1f}{row['alone_s'] * 1e3:>10.3f}"
         peer = f"{row['times_peer']:>10.2f}" if "times_peer" in row else ""
         name = f"{row['program']} {row['op']}"
-        lines.append(
-            f"{name:<28}{row['shape']:<16}{row['count']:>6}{share}{rates}{row['percent_of_bound']:>12.1f}{peer}"
-        )
+        lines.append(f"{name:<28}{row['shape']:<16}{row['count']:>6}{share}{rates}{bound}{peer}")
     total = f"{r['ops_s'] * 1e3:.2f} ms of ops, {100 * r['bound_s'] / r['ops_s']:.1f} % of the bound"
     peer = (
         [f"/ torch: ours alone over {r['peer']}, also in a loop; layernorm_dx with layernorm_dparams"]
@@ -137,3 +184,19 @@ def _peers_lines(r: dict[str, Any]) -> list[str]:
         )
     best = f"{r['ratio_to_best']:.2f}x faster than the best peer ({r['best_peer']})"
     return [*lines, f"  {r['percent_of_bound']:.1f} % of the bound, {best}"]
+
+
+def _scaling_lines(r: dict[str, Any]) -> list[str]:
+    lines = [f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}"]
+    for case in r["cases"]:
+        if "rival_share" in case:
+            fair = (
+                f"{case['slower_by_what_was_taken']:.2f} is what it took ({100 * case['rival_share']:.0f} % of a core)"
+            )
+            words = f"{case['slower']:.2f} times as long as without; {fair}"
+        elif "slower_than_one_thread" in case:
+            words = f"{case['slower_than_one_thread']:.2f} times as long as on 1 thread"
+        else:
+            words = f"{case['times_one_thread']:.2f}x, {case['percent_of_bound']:.1f} % of the bound"
+        lines.append(f"  {case['name']:<36}{case['median_s'] * 1e3:>9.1f} ms  {words}")
+    return lines

@@ -1,4 +1,4 @@
-"""Our step and PyTorch's beside each other: every variant in a process of its own, in turns, every sample kept."""
+"""Our step beside others', in turns: PyTorch in two environments, and llm.c."""
 
 from __future__ import annotations
 
@@ -9,102 +9,70 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from barellm.config import Config
+from barellm import overrides
+from barellm.config import Config, preset
 from barellm.errors import UserError
+from barellm.profiling.turns import Variant, interleave
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+PEERS = ("torch", "llmc")
 MODES = ("eager", "compile")
-PAUSE = 0.3  # seconds between turns: threads of the one before stop spinning
-TURN = 1.0  # seconds that a turn's steps should take together
+LLMC_WHY = (
+    "threads pinned, memory in huge pages; it knows fp32 only, clips nothing, and decays all weights alike (by 0)"
+)
 
 
-@dataclass
-class Variant:
-    """A way to run the step: its command line, and what is set in its environment beyond ours."""
+def chosen(asked: str) -> dict[str, str]:
+    """`--peers` as {peer: path}: "all" is every one that is installed here, "torch" PyTorch, "llmc=PATH" llm.c's train_gpt2.
 
-    name: str
-    command: list[str]
-    environment: dict[str, str]
-    why: str
-    facts: dict[str, Any] = field(default_factory=dict)
-    turns: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def start(self, caches: Path) -> None:
-        """Until its first step is done. `caches`: an empty folder, so that everyone compiles what it needs."""
-        cold = {"BARELLM_CACHE": str(caches), "TORCHINDUCTOR_CACHE_DIR": str(caches), "TRITON_CACHE_DIR": str(caches)}
-        self._process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | cold | self.environment,
+    UserError for others, and where one that is named cannot run here or "all" finds none.
+    """
+    names: dict[str, str] = {}
+    for word in asked.split(","):
+        name, _, path = word.strip().partition("=")
+        if name not in ("all", *PEERS):
+            raise UserError(
+                f"--peers has {word.strip()!r}{overrides.nearest(name, ('all', *PEERS))} (known: all, torch, llmc=PATH)"
+            )
+        names[name] = path
+    everything = "all" in names
+    names.pop("all", None)
+    if everything and importlib.util.find_spec("torch"):
+        names["torch"] = ""
+    if not names:
+        raise UserError(
+            "--peers all finds none here: pip install torch, or name llm.c's program with --peers llmc=PATH"
         )
-        self.facts = self._answer()
+    if "torch" in names:
+        peer_script("torch_gpt2.py")
+    if "llmc" in names:
+        names["llmc"] = _program(names["llmc"])
+    return names
 
-    def turn(self, steps: int) -> None:
-        """One step that only warms the caches, and `steps` that count."""
-        assert self._process and self._process.stdin
-        self._process.stdin.write(f"{steps + 1}\n")
-        self._process.stdin.flush()
-        answer = self._answer()
-        answer["warm_up_s"] = answer["step_s"].pop(0)
-        self.turns.append(answer)
 
-    def finish(self) -> None:
-        assert self._process and self._process.stdin
-        self._process.stdin.close()
-        self.facts |= self._answer()
-        self._process.wait()
-
-    def kill(self) -> None:
-        if self._process and self._process.poll() is None:
-            self._process.kill()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process and self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended with status {self._process.wait()}: {' '.join(self.command)}")
-        return json.loads(line)
-
-    @property
-    def samples(self) -> list[float]:
-        return [s for turn in self.turns for s in turn["step_s"]]
-
-    def to_json(self) -> dict[str, Any]:
-        command = [Path(sys.executable).name if c == sys.executable else c for c in self.command]
-        return {
-            "name": self.name,
-            "why": self.why,
-            "environment": self.environment,
-            "command": [str(Path(c).relative_to(FOLDER.parent)) if c.startswith(str(FOLDER)) else c for c in command],
-            "median_s": median(self.samples),
-            "min_s": min(self.samples),
-            "median_of_turns_s": [median(turn["step_s"]) for turn in self.turns],
-            **self.facts,
-            "turns": self.turns,
-        }
+def _program(path: str) -> str:
+    if not path:
+        raise UserError("--peers llmc needs the path of llm.c's program, as llmc=PATH/train_gpt2")
+    found = Path(path).expanduser().absolute()
+    if not found.is_file():
+        raise UserError(f"{path} is no file: llmc=PATH names llm.c's program, built from train_gpt2.c")
+    if not os.access(found, os.X_OK):
+        raise UserError(f"{path} is not executable: llmc=PATH names llm.c's program, built from train_gpt2.c")
+    return str(found)
 
 
 def peer_script(name: str) -> Path:
-    """UserError where the peers' folder or PyTorch is missing."""
+    """UserError where the peers' folder or, for torch_*, PyTorch is missing."""
     script = FOLDER / "peers" / name
     if not script.exists():
-        raise UserError(
-            f"{script} is missing: bench peers runs from a checkout of the project, not from an installed package"
-        )
-    if importlib.util.find_spec("torch") is None:
+        raise UserError(f"{script} is missing: --peers needs a checkout of the project, not an installed package")
+    if name.startswith("torch") and importlib.util.find_spec("torch") is None:
         raise UserError("PyTorch is not installed for this Python (pip install torch): bench compares with it")
     return script
 
@@ -116,93 +84,77 @@ def environments() -> dict[str, dict[str, Any]]:
     return {n: e | {"set": {k: v.format(cpus=cpus) for k, v in e["set"].items()}} for n, e in found.items()}
 
 
-def variants(config: Config) -> list[Variant]:
-    """Ours, and PyTorch eager and compiled in each environment."""
-    script = peer_script("torch_gpt2.py")
+def ours(config: Config, *, name: str = "barellm", **more: Any) -> Variant:
+    """`config`'s step in a process of its own. `more`: further fields of the Variant."""
+    usual = overrides.flat(preset(config.preset))
+    changes = {key: value for key, value in overrides.flat(config).items() if value != usual[key]}
+    command = [sys.executable, "-m", "barellm", "bench", "step", config.preset, "--serve"]
+    command += [f"--{key}={value}" for key, value in changes.items()]
+    return Variant(name, command, **({"environment": {}, "why": "threads pinned, one arena"} | more))
+
+
+def variants(config: Config, peers: dict[str, str]) -> list[Variant]:
+    """Ours; PyTorch eager and compiled in each environment; llm.c."""
     model, train = config.model, config.train
+    if model.dropout:
+        raise UserError(f"the peers' step has no dropout: model.dropout is {model.dropout}, expected 0")
     sizes = {
         "layers": model.layers, "heads": model.heads, "channels": model.channels, "vocab": model.padded_vocab,
-        "batch": train.batch, "seq": train.seq, "bias": int(model.bias),
+        "batch": train.batch, "seq": train.seq,
     }  # fmt: skip
-    theirs = [sys.executable, str(script), "--dtype", train.dtype]
-    theirs += [word for name, n in sizes.items() for word in (f"--{name}", str(n))]
-    ours = [sys.executable, "-m", "barellm", "bench", "step", config.preset, "--serve", "--dtype", train.dtype]
-    ours += ["--batch", str(train.batch), "--seq", str(train.seq)]
-    ours += [
-        f"--model.{name}={getattr(model, name)}"
-        for name in ("layers", "heads", "channels", "vocab_size", "padded_vocab")
-    ]
-    made = [Variant("barellm", ours, {}, "threads pinned, one arena")]
-    for name, environment in environments().items():
-        made += [
-            Variant(f"torch {m}, {name}", [*theirs, "--mode", m], environment["set"], environment["why"]) for m in MODES
+    words = [word for name, n in sizes.items() for word in (f"--{name}", str(n))]
+    made = [ours(config)]
+    if "torch" in peers:
+        script = [
+            sys.executable,
+            str(peer_script("torch_gpt2.py")),
+            "--dtype",
+            train.dtype,
+            "--bias",
+            str(int(model.bias)),
         ]
+        made += [
+            Variant(f"torch {mode}, {name}", [*script, *words, "--mode", mode], e["set"], e["why"])
+            for name, e in environments().items()
+            for mode in MODES
+        ]
+    if "llmc" in peers:
+        if not model.bias:
+            raise UserError("llm.c's model has biases: model.bias is false, expected true")
+        script = [sys.executable, str(peer_script("llmc.py")), "--program", peers["llmc"]]
+        made.append(Variant("llm.c, fp32", [*script, *words], environments()["tuned"]["set"], LLMC_WHY))
     return made
 
 
-def measure(config: Config, *, rounds: int, report: Any = print) -> dict[str, Any]:
-    """Every variant started once, then `rounds` rounds of turns, each round in another order."""
-    all_variants = variants(config)
+def measure(
+    config: Config, peers: dict[str, str], *, rounds: int, report: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """`peers`: as `chosen` gives them."""
+    all_variants = variants(config, peers)
     load = os.getloadavg()
-    with _killed_at_the_end(all_variants), tempfile.TemporaryDirectory() as caches:
-        for i, v in enumerate(all_variants):
-            v.start(Path(caches) / str(i))
-            v.turn(2)
-            report(
-                f"{v.name}: first step {v.facts['first_step_s']:.2f} s after its start, then {v.turns[0]['step_s'][-1]:.4f} s"
-            )
-        steps = max(1, round(TURN / max(v.turns[0]["step_s"][-1] for v in all_variants)))
-        for v in all_variants:
-            v.turns.clear()
-        for i in range(rounds):
-            for v in all_variants[i % len(all_variants) :] + all_variants[: i % len(all_variants)]:
-                time.sleep(PAUSE)
-                v.turn(steps)
-            report(
-                f"round {i + 1} of {rounds}: "
-                + ", ".join(f"{v.name} {median(v.turns[-1]['step_s']):.4f}" for v in all_variants)
-            )
-        for v in all_variants:
-            v.finish()
+    steps = interleave(all_variants, rounds=rounds, report=report)
     return summary(config, all_variants, rounds=rounds, steps=steps) | {
         "load_before": load,
         "load_after": os.getloadavg(),
     }
 
 
-@contextlib.contextmanager
-def _killed_at_the_end(all_variants: list[Variant]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for v in all_variants:
-            v.kill()
-
-
 def summary(config: Config, all_variants: list[Variant], *, rounds: int, steps: int) -> dict[str, Any]:
-    """Medians, ratios, and the bound: model FLOPs at the measured peak and one pass of AdamW over memory."""
-    from barellm.profiling.roofline import measured_ceiling
+    """Medians, ratios, and the bound."""
+    from barellm.profiling.roofline import measured_ceiling, step_bound
     from barellm.training.machine import build_programs
 
     ceiling = measured_ceiling()
     programs = build_programs(config)
-    update = sum(ceiling.seconds(op) for op in programs["update"].ops if op.name == "adamw")
-    flops, dtype = programs["micro"].flops, config.train.dtype
-    bound = flops / ceiling.flops[dtype] + update
+    bound = step_bound(programs, config.train.dtype, ceiling)
     ours = median(all_variants[0].samples)
     peers = {v.name: median(v.samples) for v in all_variants[1:]}
     best = min(peers, key=lambda name: peers[name])
     return {
-        "kind": "peers",
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "preset": config.preset,
-        "batch": config.train.batch,
-        "seq": config.train.seq,
-        "dtype": dtype,
-        "flops": flops,
+        **description("peers", config),
+        "flops": programs["micro"].flops,
         "rounds": rounds,
         "steps_per_turn": steps,
-        "machine": machine(),
         "ceiling": ceiling.to_json(),
         "bound_s": bound,
         "ours_s": ours,
@@ -211,8 +163,27 @@ def summary(config: Config, all_variants: list[Variant], *, rounds: int, steps: 
         "ratios": {name: seconds / ours for name, seconds in peers.items()},
         "best_peer": best,
         "ratio_to_best": peers[best] / ours,
-        "variants": [v.to_json() for v in all_variants],
+        "variants": [v.to_json(FOLDER.parent) for v in all_variants],
     }
+
+
+def description(kind: str, config: Config) -> dict[str, Any]:
+    """What was measured, when and where."""
+    return {
+        "kind": kind,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "preset": config.preset,
+        "batch": config.train.batch,
+        "seq": config.train.seq,
+        "dtype": config.train.dtype,
+        "recompute": config.train.recompute,
+        "machine": machine(),
+    }
+
+
+def write_tables() -> None:
+    """The README's tables and its chart, from all results."""
+    subprocess.run([sys.executable, str(FOLDER / "table.py"), "--write", str(FOLDER.parent / "README.md")], check=True)
 
 
 def machine() -> dict[str, Any]:

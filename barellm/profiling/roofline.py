@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from barellm.program.builder import Program
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 
@@ -48,16 +50,20 @@ def dtype_of_products(op: Op) -> str:
     return "bf16" if op.counted and any(t.dtype == "bf16" for t in operands) else "fp32"
 
 
-@cache
-def measured_ceiling(*, bandwidth: bool = True) -> Ceiling:
-    """Measured once a process: the peaks take 0.1 s, bandwidth about 1 s and 512 MiB for a moment."""
-    from barellm.cpu.backend import Bench, measured_peak
+def step_bound(programs: Mapping[str, Program], dtype: str, ceiling: Ceiling) -> float:
+    """Seconds that no step can beat: model FLOPs at the peak of `dtype`, and one pass of AdamW over memory."""
+    update = sum(ceiling.seconds(op) for op in programs["update"].ops if op.name == "adamw")
+    return programs["micro"].flops / ceiling.flops[dtype] + update
 
-    flops = {dtype: measured_peak(dtype) for dtype in ("fp32", "bf16")}
-    if not bandwidth:
-        return Ceiling(flops, {})
-    bench = Bench()
+
+@cache
+def measured_ceiling(*, threads: int | None = None) -> Ceiling:
+    """Measured once a process: the peaks take 0.1 s, bandwidth about 1 s and 512 MiB for a moment. `threads`: not all."""
+    from barellm.cpu.backend import Bench
+
+    bench = Bench(threads)
     try:
+        flops = {dtype: bench.peak(dtype) for dtype in ("fp32", "bf16")}
         rates = {kind: bench.bandwidth(kind) for kind in ("copy", "copy_nontemporal", "update", "read")}
     finally:
         bench.close()

@@ -169,11 +169,11 @@ def describe(
 
 
 def serve(config: Config) -> None:
-    """Turns for an interleaved comparison: a JSON line after the first step; then, for every line "N" of standard input, N
-    steps and their seconds; at the end of the input the peak of memory."""
+    """One side of an interleaved comparison, as barellm.profiling.turns wants it."""
     with opened(config) as (bench, facts):
         train = bench.train
         start = {"threads": bench.machine.session.threads, "isa": bench.machine.session.isa.name, "dtype": train.dtype}
+        start |= {"arena_bytes": bench.machine.plan.arena_bytes}
         print(json.dumps(start | {k: v for k, v in facts.items() if k != "counter"}), flush=True)
         for line in sys.stdin:
             samples = [bench.step() for _ in range(int(line))]
@@ -182,9 +182,6 @@ def serve(config: Config) -> None:
                 "losses": [s.loss for s in samples],
                 "cpu_s": sum(s.usage.cpu_s for s in samples),
                 "minor_faults": sum(s.usage.minor_faults for s in samples),
+                "peak_rss_bytes": resident_bytes()[1],
             }
             print(json.dumps(turn), flush=True)
-        print(
-            json.dumps({"arena_bytes": bench.machine.plan.arena_bytes, "peak_rss_bytes": resident_bytes()[1]}),
-            flush=True,
-        )

@@ -1,7 +1,7 @@
 """The peer: a GPT-2 training step in PyTorch on the CPU (forward, backward, clip, fused AdamW) on random tokens.
 
 Serves turns, so that several variants can be measured interleaved: after the first step it prints a JSON line, then reads lines
-"N" from standard input, runs N steps for each and prints their seconds; at the end of the input it prints its peak memory.
+"N" from standard input, runs N steps for each and prints their seconds and its peak memory so far.
 
     echo 5 | python torch_gpt2.py --mode compile --dtype bf16 --batch 4 --seq 64
 """
@@ -21,6 +21,11 @@ def since_start() -> float:
     with open("/proc/self/stat") as f:
         ticks = int(f.read().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def peak_rss_bytes() -> int:
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
 
 
 def build(a: argparse.Namespace):
@@ -112,10 +117,8 @@ def main() -> None:
             "losses": [x for x, _ in results],
             "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
             "minor_faults": after.ru_minflt - before.ru_minflt,
+            "peak_rss_bytes": peak_rss_bytes(),
         }), flush=True)  # fmt: skip
-    with open("/proc/self/status") as f:
-        peak = next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
-    print(json.dumps({"peak_rss_bytes": peak}), flush=True)
 
 
 if __name__ == "__main__":

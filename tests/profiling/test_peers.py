@@ -1,17 +1,20 @@
-"""bench peers: turns interleaved, every sample kept, failures told; the README's tables come from the files."""
+"""bench --peers: who is measured and how, mistakes told; the README's tables come from the files."""
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from barellm.cli import main
+from barellm.cli import bench, main
+from barellm.cli.options import Parser, configuration
 from barellm.config import preset
 from barellm.errors import UserError
-from barellm.profiling import peers
+from barellm.overrides import changed
+from barellm.profiling import peers, turns
 from barellm.profiling.roofline import Ceiling
+from barellm.profiling.turns import Variant
 from barellm.training.machine import resolved
 
 ROOT = Path(__file__).parents[2]
@@ -20,116 +23,169 @@ import json, sys
 seconds = float(sys.argv[1])
 print(json.dumps({"first_step_s": 1.0, "version": "0"}), flush=True)
 for line in sys.stdin:
-    print(json.dumps({"step_s": [9.0] + [seconds] * (int(line) - 1), "cpu_s": 0, "minor_faults": 0}), flush=True)
-print(json.dumps({"peak_rss_bytes": 10**9}), flush=True)
+    answer = {"step_s": [seconds] * int(line), "cpu_s": 0, "minor_faults": 0, "peak_rss_bytes": 10**6}
+    print(json.dumps(answer), flush=True)
 """
 
 
-def config():
-    return resolved(preset("shakespeare-char"), "cpu")
+def config(name="shakespeare-char", **keys):
+    return resolved(changed(preset(name), {k.replace("__", "."): v for k, v in keys.items()}), "cpu")
 
 
 def fake(name, seconds):
-    return peers.Variant(name, [sys.executable, "-c", FAKE, str(seconds)], {}, "a stand-in")
+    return Variant(name, [sys.executable, "-c", FAKE, str(seconds)], {}, "a stand-in")
 
 
-def table():
-    spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("table")
 
 
 @pytest.fixture
 def result(monkeypatch):
     made_up = Ceiling({"fp32": 2e11, "bf16": 4e11}, {"copy": 5e10, "update": 6e10, "read": 4e10})
     monkeypatch.setattr("barellm.profiling.roofline.measured_ceiling", lambda: made_up)
-    monkeypatch.setattr(peers, "PAUSE", 0.0)
-    monkeypatch.setattr(peers, "variants", lambda c: [fake("barellm", 0.25), fake("slow", 0.5), fake("slower", 0.75)])
-    return peers.measure(config(), rounds=3, report=lambda line: None)
+    monkeypatch.setattr(turns, "PAUSE", 0.0)
+    made = [fake("barellm", 0.25), fake("slow", 0.5), fake("slower", 0.75)]
+    monkeypatch.setattr(peers, "variants", lambda c, p: made)
+    return peers.measure(config(), {"torch": ""}, rounds=3, report=lambda line: None)
 
 
-def test_every_sample_is_kept_and_warm_up_steps_do_not_count(result):
+def test_every_sample_is_kept(result):
     assert result["ours_s"] == 0.25 and result["ratios"] == {"slow": 2.0, "slower": 3.0}
     assert (result["best_peer"], result["ratio_to_best"]) == ("slow", 2.0)
     for v in result["variants"]:
         assert [len(turn["step_s"]) for turn in v["turns"]] == [result["steps_per_turn"]] * 3
-        assert all(turn["warm_up_s"] == 9.0 for turn in v["turns"])
-        assert v["peak_rss_bytes"] == 10**9
+        assert v["peak_rss_bytes"] == 10**6
     assert {"processor", "cores", "threads", "isa", "system"} <= set(result["machine"])
 
 
-def test_the_tables_are_made_from_the_files(result, tmp_path, monkeypatch):
-    made = table()
-    monkeypatch.setattr(made, "RESULTS", tmp_path)
-    assert "Nothing is measured yet" in made.tables()
+def test_the_tables_and_the_chart_are_made_from_the_files(result, table, tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    monkeypatch.setattr(table.chart, "FILE", tmp_path / "bench.svg")
+    monkeypatch.setattr(table.chart.write, "__defaults__", (tmp_path / "bench.svg",))
+    assert "Nothing is measured yet" in table.tables()
     (tmp_path / "a.json").write_text(json.dumps(result))
+    (tmp_path / "b.json").write_text(json.dumps(result | {"ratios": {"slow": 17.5}, "best_peer": "slow"}))
     (tmp_path / "other.json").write_text('{"kind": "other"}')
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{made.BEGIN}\nearlier lines\n{made.END}\nafter\n")
-    monkeypatch.setattr(sys, "argv", ["table.py", "--check", str(readme)])
-    assert made.main() == 1
-    monkeypatch.setattr(sys, "argv", ["table.py", "--write", str(readme)])
-    assert made.main() == 0
+    readme.write_text(f"before\n{table.BEGIN}\nearlier lines\n{table.END}\nafter\n")
+    assert run(table, "--check", readme, monkeypatch) == 1
+    assert run(table, "--write", readme, monkeypatch) == 0
     text = readme.read_text()
-    assert (
-        "| **2.00x** | 3.00x | benchmarks/results/a.json |" in text
-        and text.endswith("after\n")
-        and "earlier" not in text
-    )
-    monkeypatch.setattr(sys, "argv", ["table.py", "--check", str(readme)])
-    assert made.main() == 0
+    assert "| **2.00x** | 3.00x | benchmarks/results/a.json |" in text
+    assert text.endswith("after\n") and "earlier" not in text
+    assert run(table, "--check", readme, monkeypatch) == 0
+    picture = (tmp_path / "bench.svg").read_text()
+    assert all(f">{words}</text>" in picture for words in ("1.00x", "2.00x", "3.00x", "17.50x (cut)"))
+    (tmp_path / "bench.svg").write_text(picture.replace("slower 3.00", "slower 3.10"))
+    assert run(table, "--check", readme, monkeypatch) == 1
 
 
-def test_the_readme_has_the_tables_that_the_files_give(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["table.py", "--check", str(ROOT / "README.md")])
-    assert table().main() == 0
+def run(table, option, file, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["table.py", option, str(file)])
+    return table.main()
 
 
-def test_a_peer_that_dies_is_named_and_the_others_are_stopped(monkeypatch):
-    started = [fake("barellm", 0.25), peers.Variant("broken", [sys.executable, "-c", "raise SystemExit(3)"], {}, "")]
-    monkeypatch.setattr(peers, "variants", lambda c: started)
-    with pytest.raises(RuntimeError, match="broken ended with status 3"):
-        peers.measure(config(), rounds=1, report=lambda line: None)
-    assert started[0]._process.wait(timeout=10) is not None
+def test_the_readme_has_the_tables_that_the_files_give(table, monkeypatch):
+    assert run(table, "--check", ROOT / "README.md", monkeypatch) == 0
 
 
 def test_both_environments_of_the_peer_are_measured(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
-    made = {v.name: v for v in peers.variants(config())}
+    made = {v.name: v for v in peers.variants(config(), {"torch": ""})}
     assert set(made) == {"barellm", *(f"torch {m}, {e}" for m in ("eager", "compile") for e in ("installed", "tuned"))}
     assert made["torch eager, tuned"].environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert "{" not in made["torch eager, tuned"].environment["GOMP_CPU_AFFINITY"]
     assert made["torch eager, installed"].environment == {"OMP_PROC_BIND": "true"}
 
 
-def test_without_pytorch_or_a_checkout_it_says_so(monkeypatch, tmp_path, capsys):
+def test_our_side_has_every_key_that_was_chosen():
+    chosen = config(train__batch=3, model__channels=64, train__recompute=True, train__dtype="fp32")
+    parser = Parser(prog="bench")
+    bench.configure(parser)
+    words = peers.ours(chosen).command
+    assert configuration(parser.parse(words[words.index("bench") + 1 :])) == chosen
+
+
+def test_which_peers_are_chosen(monkeypatch, tmp_path):
+    program = tmp_path / "train_gpt2"
+    program.touch(mode=0o755)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    assert peers.chosen("all") == peers.chosen("torch") == {"torch": ""}
+    assert peers.chosen(f"all,llmc={program}") == {"torch": "", "llmc": str(program)}
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    assert main.main(["bench", "peers", "shakespeare-char"]) == 2
-    assert "PyTorch is not installed" in capsys.readouterr().err
+    assert peers.chosen(f"all, llmc={program}") == {"llmc": str(program)}
+    assert [v.name for v in peers.variants(config(model__bias=True), {"llmc": str(program)})] == [
+        "barellm",
+        "llm.c, fp32",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--peers all", "finds none here"),
+        ("--peers torch", "PyTorch is not installed"),
+        ("--peers tourch", "'tourch', did you mean 'torch'?"),
+        ("--peers llmc", "llmc=PATH"),
+        ("--peers llmc=/nowhere/at/all", "/nowhere/at/all is no file"),
+        (f"--peers llmc={__file__}", "is not executable"),
+        (f"--peers llmc={sys.executable}", "llm.c's model has biases"),
+        (f"--peers llmc={sys.executable} --model.dropout 0.1", "no dropout"),
+        ("--interleave 3", "--interleave is for"),
+        ("--peers all --interleave 0", "--interleave is 0"),
+        ("ops --peers llmc=/x", "is no file"),
+        (f"ops --peers llmc={sys.executable}", "PyTorch's ops only"),
+        ("scaling --peers torch", "--peers is for step and ops"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    kind = [] if words.startswith("ops") or words.startswith("scaling") else ["step"]
+    first, *rest = [*kind, *words.split()]
+    assert main.main(["bench", first, "shakespeare-char", *rest]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_peers_need_a_checkout(monkeypatch, tmp_path):
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
     with pytest.raises(UserError, match="checkout"):
-        peers.variants(config())
+        peers.chosen("torch")
+
+
+def test_without_words_the_step_is_measured_and_all_of_it_is_written(result, monkeypatch, tmp_path):
+    """`bench --interleave 3 --peers all`: a file among the results, then the tables."""
+    wrote = []
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report: wrote.append((p, rounds)) or result)
+    monkeypatch.setattr(peers, "write_tables", lambda: wrote.append("tables"))
+    monkeypatch.setattr(peers, "peer_script", Path)
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    assert main.main(["bench", "--interleave", "3", "--peers", "all"]) == 0
+    assert wrote == [({"torch": ""}, 3), "tables"]
+    assert json.loads((tmp_path / "results" / "shakespeare-char-12x64-bf16.json").read_text()) == json.loads(
+        json.dumps(result)
+    )
 
 
 def test_our_side_serves_turns(tmp_path):
-    ours = peers.Variant(
-        "ours", [sys.executable, "-m", "barellm", "bench", "step", "shakespeare-char", "--serve"], {}, ""
-    )
-    ours.start(tmp_path)
-    ours.turn(3)
-    ours.finish()
-    assert len(ours.turns[0]["step_s"]) == 3 and ours.facts["first_step_s"] > 0
-    assert ours.facts["peak_rss_bytes"] > ours.facts["arena_bytes"]
+    ours = peers.ours(config())
+    turns.interleave([ours], rounds=2, report=lambda line: None)
+    steps = len(ours.turns[0]["step_s"])
+    assert steps > 1 and all(len(t["step_s"]) == steps and len(t["losses"]) == steps + 1 for t in ours.turns)
+    assert ours.facts["first_step_s"] > 0 and ours.peak_rss_bytes > ours.facts["arena_bytes"]
 
 
 @pytest.mark.oracle
 def test_pytorch_serves_turns_and_has_most_ops(tmp_path):
-    made = {v.name: v for v in peers.variants(config())}["torch eager, tuned"]
+    made = {v.name: v for v in peers.variants(config(), {"torch": ""})}["torch eager, tuned"]
     made.start(tmp_path)
     made.turn(2)
-    made.finish()
-    assert len(made.turns[0]["step_s"]) == 2 and made.facts["peak_rss_bytes"] > 1e8
+    made.end()
+    assert len(made.turns[0]["step_s"]) == 2 and made.peak_rss_bytes > 1e8
     names = ["linear", "matmul_dw", "attention_backward", "layernorm_dx", "layernorm_dparams", "adamw", "clip_scale"]
     rows = [{"program": "micro", "op": n, "shape": "128x128", "count": 2, "s": 1e-3, "alone_s": 1e-3} for n in names]
     assert "PyTorch" in peers.torch_ops(config(), rows)["peer"]
