@@ -14,9 +14,10 @@ from typing import Any
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.choices import Choice, Tile
 from barellm.cpu.lang import Pointer, Value, Var
-from barellm.cpu.lang.vector import gelu, gelu_slope
+from barellm.cpu.lang.vector import gelu, gelu_slope, transpose
 
 CHUNK = 2048  # tokens of one weight gradient chunk: its two packed blocks stay in a 1 MiB L2
 NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the cache anyway
@@ -29,48 +30,13 @@ def paired(isa: ISA, dtype: str) -> bool:
 
 def panel_bytes(isa: ISA, dtype: str, depth: int, width: int) -> int:
     """Bytes of a packed block of `width` columns, a multiple of 64."""
+    if amx.uses_tiles(isa, dtype):
+        depth = amx.padded(depth)
     nbytes = -(-depth // 2) * width * 4 if paired(isa, dtype) else depth * width * 4
     return -(-nbytes // 64) * 64
 
 
 # --- packing ---
-
-
-def transpose(k: KernelBuilder, rows: list[Value]) -> list[Value]:
-    """A square of `lanes` vectors of 32-bit elements, transposed: 4 x 4 elements inside each group of 128 bits, then the groups.
-
-    Each shuffle is one instruction without an index vector. LLVM spends two thirds of a kernel's compile time on selecting
-    general two-vector shuffles; these cost it a third less.
-    """
-    n = len(rows)
-
-    def weave(a: Value, b: Value, half: int, unit: int) -> Value:
-        """One half of each group of a and b, `unit` elements of either in turn."""
-        h = [2 * half, 2 * half + 1]
-        order = [h[0], n + h[0], h[1], n + h[1]] if unit == 1 else [*h, n + h[0], n + h[1]]
-        return k.shuffle(a, b, [g + i for g in range(0, n, 4) for i in order])
-
-    def gather(vectors: list[Value]) -> list[Value]:
-        """Group g of every vector, for each g."""
-        if len(vectors) == 1:
-            return vectors
-        pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
-
-        def split(parity: int) -> list[Value]:
-            order = [x + i for x in range(4 * parity, 2 * n, 8) for i in range(4)]
-            return gather([k.shuffle(a, b, order) for a, b in pairs])
-
-        return [x for both in zip(split(0), split(1), strict=True) for x in both]
-
-    columns: list[list[Value]] = []  # of each four rows: columns 0 to 3 of every group
-    for i in range(0, n, 4):
-        a, b, c, d = rows[i : i + 4]
-        low, high = [[weave(x, y, half, 1) for x, y in ((a, b), (c, d))] for half in (0, 1)]
-        columns.append([weave(*pair, half, 2) for pair in (low, high) for half in (0, 1)])
-    out: list[Value] = [rows[0]] * n
-    for i in range(4):
-        out[i::4] = gather([four[i] for four in columns])
-    return out
 
 
 def load_units(k: KernelBuilder, p: Pointer, index: Any, pair: bool) -> Value:
@@ -233,8 +199,11 @@ def product(
     block = k.select(rows < 4 * choice.long_rows, k.int(choice.rows), choice.long_rows)
     blocks = k.max((rows + block - 1) // block, 0)
     panel = k.private("i32")
-    heavy = epilogue in ("gelu", "gelu_backward")
+    tiles = amx.uses_tiles(k.isa, a.dtype)
+    heavy = tiles or epilogue in ("gelu", "gelu_backward")
     buffer = Pointer(k, k.alloca("float", tile.rows * span), "fp32") if heavy else None
+    if tiles:
+        amx.configure(k)
 
     with k.claim_each(blocks * panels) as unit:
         row_block, panel_index = block_of(unit, choice, blocks, panels)
@@ -246,6 +215,8 @@ def product(
         else:
             ragged = cols if cols % span else None
             pack_interleaved(k, panel, weight, col, depth, stride=cols, width=span, cols=ragged)
+        if tiles:
+            amx.pad_panel(k, panel, depth)
         masks = [k.mask_first(cols - col - v * k.lanes) if cols % span else None for v in range(tile.vectors)]
         biases = [bias.load(col + v * k.lanes, masks[v]) if bias is not None else None for v in range(tile.vectors)]
 
@@ -265,14 +236,19 @@ def product(
             out.store(x, at, masks[v])
 
         def emit(row: Value, count: Value | None) -> None:
-            # A tile that hangs over the last row computes it again and stores nothing there.
-            indices = [i if count is None else k.min(k.int(i), count - 1) for i in range(tile.rows)]
-            left, units, tail = left_rows(k, a.at(row * depth), indices, depth, pair)
-            sums = tile_product(k, tile, left, panel, units, pair, tail)
+            sums: list[list[Value]] = []
+            if tiles and buffer is not None:
+                copied = panel.bytes(panel_bytes(k.isa, a.dtype, depth, span))
+                amx.multiply_rows(k, buffer, a.at(row * depth), count, panel, copied, depth=depth)
+            else:
+                # A tile that hangs over the last row computes it again and stores nothing there.
+                indices = [i if count is None else k.min(k.int(i), count - 1) for i in range(tile.rows)]
+                left, units, tail = left_rows(k, a.at(row * depth), indices, depth, pair)
+                sums = tile_product(k, tile, left, panel, units, pair, tail)
             if buffer is not None:
-                for r in range(tile.rows):
-                    for v in range(tile.vectors):
-                        buffer.store(sums[r][v], r * span + v * k.lanes)
+                for r, values in enumerate(sums):
+                    for v, x in enumerate(values):
+                        buffer.store(x, r * span + v * k.lanes)
                 with k.loop(0, tile.rows if count is None else count) as r:
                     for v in range(tile.vectors):
                         finish(row + r, v, buffer.load(r * span + v * k.lanes))
@@ -291,10 +267,13 @@ def product(
             emit(row, None)
         with k.when(whole < last):
             emit(whole, last - whole)
+    if tiles:
+        amx.release(k)
 
 
 def product_private(isa: ISA, dtype: str, depth: int, choice: Choice) -> int:
-    return panel_bytes(isa, dtype, depth, choice.tile.span(isa))
+    copied = amx.left_bytes(depth) if amx.uses_tiles(isa, dtype) else 0
+    return panel_bytes(isa, dtype, depth, choice.tile.span(isa)) + copied
 
 
 # --- dweight = dy.T @ x ---
@@ -315,6 +294,10 @@ def weight_gradient(
     keep = k.keep(mode)
     row_blocks, column_blocks = -(-N // height), -(-K // columns)
     nontemporal = N * K * 4 >= NONTEMPORAL and K % span == 0 and mode != "add"
+    buffer = None
+    if amx.uses_tiles(k.isa, dy.dtype):
+        buffer = Pointer(k, k.alloca("float", tile.rows * span), "fp32")
+        amx.configure(k)
 
     with k.when(tokens > 0), k.claim_each(row_blocks * column_blocks) as unit:
         row_block, column_block = block_of(unit, choice, row_blocks, column_blocks)
@@ -324,9 +307,12 @@ def weight_gradient(
             depth = k.min(tokens - t, CHUNK)
             units = (depth + 1) >> 1 if pair else depth
             hangs = N if N % height or packed != height else None
-            pack_interleaved(k, left_block, dy.at(t * N), n0, depth, stride=N, width=packed, cols=hangs)
+            pack_left = amx.pack_left if buffer is not None else pack_interleaved
+            pack_left(k, left_block, dy.at(t * N), n0, depth, stride=N, width=packed, cols=hangs)
             with k.loop(k0, k1, span) as col:
                 pack_interleaved(k, panel, x.at(t * K), col, depth, stride=K, width=span, cols=K if K % span else None)
+                if buffer is not None:
+                    amx.pad_panel(k, panel, depth)
                 masks = [k.mask_first(K - col - v * k.lanes) if K % span else None for v in range(tile.vectors)]
                 again = t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
                 with k.loop(n0, n1, tile.rows) as row:
@@ -337,23 +323,37 @@ def weight_gradient(
                         type_ = "i32" if pair else "float"
                         return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
 
-                    sums = tile_product(k, tile, left, panel, units, pair)
+                    sums: list[list[Value]] = []
+                    if buffer is not None:
+                        amx.multiply_packed(k, buffer, left_block, row - n0, panel, depth)
+                    else:
+                        sums = tile_product(k, tile, left, panel, units, pair)
 
-                    def put(add: bool, row: Value = row, col: Value = col, masks=masks, sums=sums) -> None:
-                        for r in range(tile.rows):
+                    def put_row(
+                        r: Any, values: list[Value], add: bool, row: Value = row, col: Value = col, masks=masks
+                    ):
+                        for v, value in enumerate(values):
+                            at = (row + r) * K + col + v * k.lanes
+                            if add:
+                                value = value + dweight.load(at, masks[v])
+                            dweight.store(value, at, masks[v], nontemporal=nontemporal and not add)
+
+                    def put(add: bool, row: Value = row, sums=sums, put_row=put_row) -> None:
+                        if buffer is not None:
+                            with k.loop(0, k.min(n1 - row, tile.rows)) as r:
+                                held = [buffer.load(r * span + v * k.lanes) for v in range(tile.vectors)]
+                                put_row(r, held, add)
+                        for r, values in enumerate(sums):
                             inside = (row + r) < n1
                             with k.when(inside):
-                                for v in range(tile.vectors):
-                                    at = (row + r) * K + col + v * k.lanes
-                                    value = sums[r][v]
-                                    if add:
-                                        value = value + dweight.load(at, masks[v])
-                                    dweight.store(value, at, masks[v], nontemporal=nontemporal and not add)
+                                put_row(r, values, add)
 
                     with k.when(again):
                         put(True)
                     with k.otherwise(again):
                         put(False)
+    if buffer is not None:
+        amx.release(k)
 
 
 def gradient_private(isa: ISA, dtype: str, choice: Choice) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from barellm.cpu.kernels import amx
+
 ACCUMULATORS = 12
 
 
 def peak(k, out, turns, *, pair: bool) -> None:
-    """Every thread: `turns` times 2 x ACCUMULATORS independent multiply-adds (or bf16 pair dots) of a vector."""
+    """Every thread: `turns` times 2 x ACCUMULATORS independent multiply-adds (or bf16 pair dots) of a vector, or tile products."""
+    if pair and k.isa.tiles:
+        amx.repeat(k, turns)
+        return
     one = k.const(0x3F803F80, k.ivec)  # two bf16 ones, or an fp32 of about 1
     count = ACCUMULATORS if k.isa.registers == 32 else 8
     acc = [k.var_vec(float(i)) for i in range(count)]
@@ -22,6 +27,8 @@ def peak(k, out, turns, *, pair: bool) -> None:
 
 def peak_operations(isa, *, pair: bool) -> int:
     """Floating-point operations of one turn of one thread."""
+    if pair and isa.tiles:
+        return amx.REPEATED
     return 2 * (ACCUMULATORS if isa.registers == 32 else 8) * isa.lanes * (4 if pair else 2)
 
 
