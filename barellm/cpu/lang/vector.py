@@ -146,7 +146,7 @@ def transpose(k: Builder, rows: list[Value]) -> list[Value]:
     for i in range(0, n, 4):
         a, b, c, d = rows[i : i + 4]
         low, high = [[weave(x, y, half, 1) for x, y in ((a, b), (c, d))] for half in (0, 1)]
-        columns.append([weave(*pair, half, 2) for pair in (low, high) for half in (0, 1)])
+        columns.append([weave(x, y, half, 2) for x, y in (low, high) for half in (0, 1)])
     out: list[Value] = [rows[0]] * n
     for i in range(4):
         out[i::4] = gather([four[i] for four in columns])
