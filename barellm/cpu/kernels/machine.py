@@ -54,13 +54,3 @@ def read(k, out, source, count) -> None:
             total.value = total.value + source.load(i + v * k.lanes)
     total = sums[0].value + sums[1].value + sums[2].value + sums[3].value
     out.store(total, k.thread * k.lanes)
-
-
-def stamp(k, out, *, arm: bool) -> None:
-    """Thread 0 writes the processor's steady counter to `out`. A record of a table costs nanoseconds, a call from Python 30 us."""
-    with k.when(k.thread.equals(0)):
-        counter = 'asm sideeffect "mrs $0, cntvct_el0", "=r"()' if arm else "@llvm.readcyclecounter()"
-        if not arm:
-            k.declare("i64 @llvm.readcyclecounter()")
-        now = k.op("i64", f"call i64 {counter}")
-        k.line(f"store i64 {now.ref}, ptr {out.ref}, align 8")
