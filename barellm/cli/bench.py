@@ -13,6 +13,7 @@ from barellm.config import Config
 from barellm.errors import UserError
 
 KINDS = ("step", "ops", "scaling")
+STEPS = 5
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +95,7 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
 
         if chosen and list(chosen) != ["torch"]:
             raise UserError("bench ops knows PyTorch's ops only: --peers torch")
-        result = ops.measure(config, steps=_steps(args))
+        result = ops.measure(config, steps=warm_steps(args) or STEPS)
         if chosen:
             result |= peers.torch_ops(config, result["ops"])
         return result, _ops_lines(result)
@@ -103,7 +104,7 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
         return result, _peers_lines(result)
     from barellm.profiling import step
 
-    result = step.measure(config, steps=_steps(args), digest=args.digest)
+    result = step.measure(config, steps=warm_steps(args) or STEPS, digest=args.digest)
     return result, _step_lines(result)
 
 
@@ -119,14 +120,24 @@ def _out(args: argparse.Namespace, r: dict[str, Any]) -> Path | None:
     return FOLDER / "results" / f"{kind}{r['preset']}-{r['batch']}x{r['seq']}-{r['dtype']}.json"
 
 
-def _steps(args: argparse.Namespace) -> int:
-    """Warm steps to time: --steps, which is not the preset's number of training steps."""
+def warm_steps(args: argparse.Namespace) -> int | None:
+    """Warm steps to time: --steps, which is not the preset's number of training steps. None where it is not given."""
     asked = getattr(args, "train.steps")
     if asked is None:
-        return 5
+        return None
     if not asked.isdigit() or int(asked) < 1:
         raise UserError(f"--steps is {asked!r}, expected at least 1")
     return int(asked)
+
+
+def title_line(r: dict[str, Any]) -> str:
+    return "{preset}, batch {batch} x {seq}, {dtype}, {isa}, {threads} threads".format(**r)
+
+
+def ceiling_line(r: dict[str, Any]) -> str:
+    rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in r["ceiling"]["bandwidth"].items())
+    peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in r["ceiling"]["flops"].items())
+    return f"peak {peaks}; memory {rates}"
 
 
 def _step_lines(r: dict[str, Any]) -> list[str]:
@@ -134,7 +145,7 @@ def _step_lines(r: dict[str, Any]) -> list[str]:
     speed = f"{r['median_s'] * 1e3:.1f} ms (median of {r['steps']}, least {r['min_s'] * 1e3:.1f})"
     peak = f"{r['percent_of_peak']:.1f} % of {r['peak_flops'] / 1e9:.0f} GFLOP/s (measured)"
     lines = [
-        f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}, {r['isa']}, {r['threads']} threads",
+        title_line(r),
         f"step        {speed}, {r['tokens_per_s']:,.0f} tokens/s",
         f"operations  {r['flops'] / 1e9:,.2f} GFLOP, {peak}",
         f"first step  {r['first_step_s']:.2f} s after the start: {split}",
@@ -147,14 +158,12 @@ def _step_lines(r: dict[str, Any]) -> list[str]:
 
 
 def _ops_lines(r: dict[str, Any]) -> list[str]:
-    rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in r["ceiling"]["bandwidth"].items())
-    peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in r["ceiling"]["flops"].items())
     columns = {"count": 6, "ms": 10, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of bound": 12, "alone ms": 10}
     columns |= {"/ torch": 10} if "peer" in r else {}
     head = f"{'op':<28}{'shape':<16}" + "".join(f"{name:>{width}}" for name, width in columns.items())
     lines = [
-        f"{r['preset']}, batch {r['batch']} x {r['seq']}, {r['dtype']}, {r['isa']}, {r['threads']} threads",
-        f"peak {peaks}; memory {rates}",
+        title_line(r),
+        ceiling_line(r),
         "",
         head,
     ]
@@ -171,7 +180,7 @@ def _ops_lines(r: dict[str, Any]) -> list[str]:
         if "peer" in r
         else []
     )
-    return [*lines, "", f"{total}; the step without stamps {r['step_s'] * 1e3:.2f} ms", *peer]
+    return [*lines, "", f"{total}; the step untraced {r['step_s'] * 1e3:.2f} ms", *peer]
 
 
 def _peers_lines(r: dict[str, Any]) -> list[str]:

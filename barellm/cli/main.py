@@ -12,6 +12,7 @@ COMMANDS: dict[str, str] = {
     "eval": "validation loss of a checkpoint",
     "plan": "memory to the byte, FLOPs and bytes by op; allocates nothing",
     "bench": "measure kernels and steps",
+    "profile": "where a step's time goes, by op and thread; a timeline and a picture",
     "inspect": "IR, assembly and registers of a kernel",
     "doctor": "what this machine has and what barellm will use",
 }

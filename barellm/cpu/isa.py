@@ -28,6 +28,7 @@ class ISA:
     dot: str = ""
     bf16_round: bool = False
     masked: bool = False  # masked loads and stores of 16- and 32-bit elements are instructions
+    tiles: bool = False  # products of bf16 in AMX tile registers
 
     @property
     def vector_bytes(self) -> int:
@@ -35,6 +36,7 @@ class ISA:
 
 
 X86 = {
+    "amx_bf16": ISA("amx_bf16", "", "sapphirerapids", "+amx-tile,+amx-bf16", 16, 32, True, "x86", True, True, True),
     "avx512_bf16": ISA("avx512_bf16", "", "x86-64-v4", "+avx512bf16", 16, 32, True, "x86", True, True),
     "avx512": ISA("avx512", "", "x86-64-v4", "", 16, 32, True, masked=True),
     "avx2": ISA("avx2", "", "x86-64-v3", "", 8, 16, True),
@@ -46,6 +48,7 @@ ARM = {
     "generic": ISA("generic", "", "generic", "+neon", 4, 32, True),
 }
 NEEDS = {
+    "amx_bf16": ("amx-tile", "amx-bf16", "avx512bf16", "avx512bw", "avx512vl", "avx512dq", "fma"),
     "avx512_bf16": ("avx512bf16", "avx512bw", "avx512vl", "avx512dq", "fma"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
     "avx2": ("avx2", "fma", "bmi2"),
@@ -69,7 +72,20 @@ def available() -> list[str]:
 
     table = ARM if platform.machine().lower() in ("arm64", "aarch64") else X86
     features = llvm.get_host_cpu_features()
-    return [name for name in table if all(features.get(f, False) for f in NEEDS[name])]
+    names = [name for name in table if all(features.get(f, False) for f in NEEDS[name])]
+    return [name for name in names if not table[name].tiles or tiles_permitted()]
+
+
+@cache
+def tiles_permitted() -> bool:
+    """Asks Linux for the use of tile registers, once a process: without permission the first tile instruction ends it."""
+    import ctypes
+    import sys
+
+    if not sys.platform.startswith("linux"):
+        return False
+    arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0
 
 
 @cache

@@ -13,12 +13,12 @@ from typing import Any
 
 LABEL = re.compile(r"^(\.?L[\w$.]+):")
 INSTRUCTION = re.compile(r"^\s+([a-z][\w.]*)(?:\s+(.*))?$")
-MULTIPLY_ADD = re.compile(r"^(vdpbf16ps|vfn?madd\w+|vfn?msub\w+|v?mulp[sd]|fml[as]|bfdot|bfmmla|bfmlal[bt])$")
+MULTIPLY_ADD = re.compile(r"^(vdpbf16ps|tdpbf16ps|vfn?madd\w+|vfn?msub\w+|v?mulp[sd]|fml[as]|bfdot|bfmmla|bfmlal[bt])$")
 X86_JUMP = re.compile(r"^j[a-z]+$")
 ARM_JUMP = re.compile(r"^(b|b\.\w+|cbn?z|tbn?z)$")
 MEMORY = {"x86": re.compile(r"\("), "arm": re.compile(r"\[")}
-ACCUMULATE = re.compile(r"^(vdpbf16ps|vfn?madd231\w+|v?addp[sd]|fml[as]|fadd|bfdot|bfmmla|bfmlal[bt])$")
-VECTOR = re.compile(r"%[xyz]mm(\d+)|\b[vq](\d+)\b")
+ACCUMULATE = re.compile(r"^(vdpbf16ps|tdpbf16ps|vfn?madd231\w+|v?addp[sd]|fml[as]|fadd|bfdot|bfmmla|bfmlal[bt])$")
+VECTOR = re.compile(r"%(tmm\d+)|%[xyz]mm(\d+)|\b[vq](\d+)\b")
 WIDTHS = {"zmm": 64, "ymm": 32, "xmm": 16, "v": 16}  # bytes; aarch64's q3 is v3
 
 
@@ -187,7 +187,7 @@ def _moves(i: Instruction, kind: str) -> tuple[int, int]:
         split = at if c == "," and depth == 0 else split
     into_memory = "(" in i.operands[split:]
     only_reads = i.mnemonic.startswith(("cmp", "test"))
-    only_writes = i.mnemonic.startswith(("mov", "vmov", "vextract", "vcvtneps"))
+    only_writes = i.mnemonic.startswith(("mov", "vmov", "vextract", "vcvtneps", "tilestore"))
     return int(not into_memory or not only_writes), int(into_memory and not only_reads)
 
 
@@ -229,4 +229,4 @@ def _vector_register(operand: str) -> str | None:
     match = VECTOR.search(operand)
     if match is None or "(" in operand or "[" in operand:
         return None
-    return match[1] or match[2]
+    return match[1] or match[2] or match[3]

@@ -8,20 +8,31 @@ import pytest
 from barellm.cpu import jit
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernels import choices, linear, weight_gradient
+from barellm.cpu.kernel import Spec
+from barellm.cpu.kernels import choices, gemm, linear
 from barellm.cpu.kernels.choices import Choice
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
+from tests.cpu import amx_emulator
+from tests.cpu.amx_emulator import EMULATED
 from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, stored, tokens
 
-each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+each_isa = pytest.mark.parametrize(
+    "isa", [*(isa_named(n) for n in ISAS), *EMULATED], ids=[*ISAS, *("amx emulated" for _ in EMULATED)]
+)
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 # (batch, seq, N, K): ones, primes, one more and one less than tiles, panels, blocks and pairs.
 SHAPES = [(1, 1, 1, 1), (1, 3, 7, 5), (2, 5, 65, 33), (1, 25, 97, 128), (3, 43, 47, 31), (1, 385, 50, 19)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    """Kernels of the emulated ISA get functions for their tile instructions."""
+    monkeypatch.setattr(Spec, "ir", amx_emulator.ir)
 
 
 def normal(*shape: int, seed: int = 1) -> np.ndarray:
@@ -87,7 +98,7 @@ def test_matmul_dw(isa, dtype, shape, mode, accumulate):
 @each_isa
 @each_dtype
 def test_weight_gradient_over_several_chunks_of_tokens(isa, dtype, monkeypatch):
-    monkeypatch.setattr(weight_gradient, "CHUNK", 16)
+    monkeypatch.setattr(gemm, "CHUNK", 16)
     sources = jit.sources_digest()
     monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} chunks of 16")
     x, dy, _ = operands((3, 43, 20, 33), dtype)
@@ -201,7 +212,7 @@ def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, mo
 def every_choice(isa: ISA, role: str) -> list[Choice]:
     """Each tile, block, order: blocks of one tile, of a few, and the default."""
     made = []
-    for tile in choices.tiles(isa):
+    for tile in choices.tiles(isa, "bf16"):
         span = tile.span(isa)
         for rows in (tile.rows, 3 * tile.rows, 384):
             for columns in (span, 2 * span) if role == "weight_gradient" else (span,):

@@ -8,19 +8,8 @@ import time
 
 import pytest
 
-from barellm.config import preset
-from barellm.overrides import changed
 from barellm.profiling import ops, process, step
-from barellm.profiling.roofline import Ceiling
-from barellm.training.machine import resolved
-
-SMALL = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "train.batch": 2, "train.seq": 16}
-
-
-def config(**keys):
-    return resolved(
-        changed(preset("shakespeare-char"), SMALL | {k.replace("__", "."): v for k, v in keys.items()}), "cpu"
-    )
+from tests.profiling.conftest import CEILING, small
 
 
 def bench(*argv, **environment):
@@ -48,7 +37,9 @@ def test_a_step_in_a_process_of_its_own():
     assert sum(split.values()) == pytest.approx(r["first_step_s"])
     assert all(seconds >= 0 for seconds in split.values())
     assert r["first_step_s"] < wall
-    assert r["minor_faults"] == 0 and 0 < r["python_calls"] <= 20
+    # Python's own heap may grow by a page once; a step that allocates would fault every time.
+    assert sorted(r["minor_faults_by_step"])[:3] == [0, 0, 0] and r["minor_faults"] <= 1
+    assert 0 < r["python_calls"] <= 20
     assert r["rss_added_bytes"] >= 0.9 * r["arena_bytes"] and r["peak_rss_bytes"] > r["rss_added_bytes"]
 
 
@@ -62,22 +53,21 @@ def test_equal_digests_for_any_number_of_threads():
 def test_model_operations_are_those_of_the_plan():
     from barellm.profiling import plan
 
-    r = step.measure(config(), steps=1)
-    numbers, _ = plan.report(config())
+    r = step.measure(small(), steps=1)
+    numbers, _ = plan.report(small())
     assert (r["flops"], r["arena_bytes"]) == (numbers["model_flops"], numbers["arena_bytes"])
 
 
 def test_ops_add_up_to_the_step_and_have_a_bound(monkeypatch):
-    made_up = Ceiling({"fp32": 2e11, "bf16": 4e11}, {"copy": 5e10, "update": 6e10, "read": 4e10})
-    monkeypatch.setattr(ops, "measured_ceiling", lambda: made_up)
-    r = ops.measure(config(), steps=3)
+    monkeypatch.setattr(ops, "measured_ceiling", lambda: CEILING)
+    r = ops.measure(small(), steps=3)
     session_ops = sum(row["count"] for row in r["ops"] if row["program"] == "micro")
     from barellm.profiling import plan
 
-    numbers, built = plan.report(config())
+    numbers, built = plan.report(small())
     assert session_ops == len(built.lowered["micro"].ops)
     assert sum(row["flops"] for row in r["ops"]) == sum(row["flops"] for row in numbers["ops"])
-    assert all(row["s"] > 0 and row["bound_s"] >= 0 for row in r["ops"])
+    assert all(row["s"] > row["wait_s"] >= 0 and row["alone_s"] > 0 and row["bound_s"] > 0 for row in r["ops"])
     assert r["ops_s"] == pytest.approx(sum(row["s"] for row in r["ops"]))
     assert 0.1 < r["ops_s"] / r["step_s"] < 3  # the same work; a busy machine disturbs one or the other
 

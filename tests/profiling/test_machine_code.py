@@ -17,9 +17,17 @@ from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 
 TARGETS = [*isas.X86, "neon_bf16", "neon"]
-WIDEST = {"avx512_bf16": "zmm", "avx512": "zmm", "avx2": "ymm", "generic": "xmm", "neon_bf16": "v", "neon": "v"}
-PRODUCT = {"avx512_bf16": "vdpbf16ps", "neon_bf16": "bfdot"}
-ANY_PRODUCT = {**PRODUCT, "generic": "mulps", "neon": "fmla"}
+WIDEST = {
+    "amx_bf16": "zmm",
+    "avx512_bf16": "zmm",
+    "avx512": "zmm",
+    "avx2": "ymm",
+    "generic": "xmm",
+    "neon_bf16": "v",
+    "neon": "v",
+}
+PRODUCT = {"amx_bf16": "tdpbf16ps", "avx512_bf16": "vdpbf16ps", "neon_bf16": "bfdot"}
+ANY_PRODUCT = {**PRODUCT, "amx_bf16": "vdpbf16ps", "generic": "mulps", "neon": "fmla"}
 FP32_PRODUCT = {"generic": "mulps", "neon_bf16": "fmla", "neon": "fmla"}
 GEMMS = ("product", "weight_gradient")
 
@@ -46,8 +54,9 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
         code = kernels.summary(u.spec, isa)
         tile = dict(u.spec.constants)["choice"].tile
         assert code.widest == WIDEST[name], u
-        assert code.inner.multiply_adds == {product: tile.rows * tile.vectors}, u
-        assert code.inner.accumulators == tile.rows * tile.vectors, u
+        accumulators = 4 if product == "tdpbf16ps" else tile.rows * tile.vectors
+        assert code.inner.multiply_adds == {product: accumulators}, u
+        assert code.inner.accumulators == accumulators, u
         assert (code.inner.stack_references, code.inner.stores) == (0, 0), u
         assert code.inner.loads <= tile.rows + tile.vectors, u
 
@@ -55,7 +64,7 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_tile_with_too_many_accumulators_is_seen_to_spill(name, monkeypatch):
     isa = target(name)
-    monkeypatch.setattr(choices, "default_tile", lambda isa, cols: choices.Tile(isa.registers // 2, 3))
+    monkeypatch.setattr(choices, "default_tile", lambda isa, dtype, cols: choices.Tile(isa.registers // 2, 3))
     spec = next(u.spec for u in kernels.used_by(gpt2("fp32"), isa) if u.spec.name == "product")
     assert kernels.summary(spec, isa).inner.stack_references > 0
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.packing import paired, transpose
+from barellm.cpu.kernels.gemm import paired
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.random import keep, sample_key, threefry
-from barellm.cpu.lang.vector import EXP2, MAGIC, polynomial
+from barellm.cpu.lang.vector import EXP2, MAGIC, polynomial, transpose
 from barellm.program.ops.random import HALF
 from barellm.program.tensor import Dim, Tensor
 

@@ -1,7 +1,7 @@
 """How a matrix product is cut: the register tile, what one claim computes, the order of the claims.
 
 Only speed depends on a choice, never a bit of the result: each element is one accumulation chain over the whole contraction,
-and where that is split (weight gradients: in chunks of tokens) the shape alone says how. So the split is no choice.
+and where that is split (weight gradients: chunks of gemm.CHUNK tokens) the shape alone says how. So the split is no choice.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from barellm.cpu.isa import ISA
+from barellm.cpu.kernels import amx
 
 ROLES = ("forward", "forward_gelu", "forward_residual", "input_gradient", "input_gradient_gelu", "weight_gradient")
 ORDERS = ("rows", "columns")
@@ -48,19 +49,21 @@ class Choice:
         return f"{self.tile.rows}x{self.tile.vectors}v,{rows}x{self.columns},{self.order}"
 
 
-def tiles(isa: ISA) -> list[Tile]:
-    """Those whose accumulators, panel and broadcast fit into the registers."""
+def tiles(isa: ISA, dtype: str) -> list[Tile]:
+    """Those whose accumulators, panel and broadcast fit into the registers; on AMX the one of its tile registers."""
+    if amx.uses_tiles(isa, dtype):
+        return [Tile(amx.ROWS, amx.SPAN // isa.lanes)]
     table = TILES[isa.registers] if isa.fma else {2: 4, 1: 8}  # without fma the product needs a register of its own
     return [Tile(rows, vectors) for vectors, rows in table.items()]
 
 
-def default_tile(isa: ISA, cols: int) -> Tile:
+def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:
     """The panel width that pads `cols` least; the wider one where equal, for it loads less."""
-    return min(tiles(isa), key=lambda tile: -(-cols // tile.span(isa)) * tile.span(isa))
+    return min(tiles(isa, dtype), key=lambda tile: -(-cols // tile.span(isa)) * tile.span(isa))
 
 
-def default(isa: ISA, role: str, cols: int, rows: int) -> Choice:
-    tile = default_tile(isa, cols)
+def default(isa: ISA, role: str, dtype: str, cols: int, rows: int) -> Choice:
+    tile = default_tile(isa, dtype, cols)
     span = tile.span(isa)
     if role != "weight_gradient":
         return Choice(tile, BLOCK, LONG_BLOCK, span)
@@ -77,4 +80,4 @@ def choose(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) ->
     """The choice for a product whose result is (rows, cols) and whose contraction has `depth` elements. Sizes that a run may
     lessen (tokens: the rows of most roles, the depth of weight gradients) are the planned ones."""
     assert role in ROLES, role
-    return default(isa, role, cols, rows)
+    return default(isa, role, dtype, cols, rows)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from barellm.cpu.kernels import amx
+
 ACCUMULATORS = 12
 
 
 def peak(k, out, turns, *, pair: bool) -> None:
-    """Every thread: `turns` times 2 x ACCUMULATORS independent multiply-adds (or bf16 pair dots) of a vector."""
+    """Every thread: `turns` times 2 x ACCUMULATORS independent multiply-adds (or bf16 pair dots) of a vector, or tile products."""
+    if pair and k.isa.tiles:
+        amx.repeat(k, turns)
+        return
     one = k.const(0x3F803F80, k.ivec)  # two bf16 ones, or an fp32 of about 1
     count = ACCUMULATORS if k.isa.registers == 32 else 8
     acc = [k.var_vec(float(i)) for i in range(count)]
@@ -22,6 +27,8 @@ def peak(k, out, turns, *, pair: bool) -> None:
 
 def peak_operations(isa, *, pair: bool) -> int:
     """Floating-point operations of one turn of one thread."""
+    if pair and isa.tiles:
+        return amx.REPEATED
     return 2 * (ACCUMULATORS if isa.registers == 32 else 8) * isa.lanes * (4 if pair else 2)
 
 
@@ -47,13 +54,3 @@ def read(k, out, source, count) -> None:
             total.value = total.value + source.load(i + v * k.lanes)
     total = sums[0].value + sums[1].value + sums[2].value + sums[3].value
     out.store(total, k.thread * k.lanes)
-
-
-def stamp(k, out, *, arm: bool) -> None:
-    """Thread 0 writes the processor's steady counter to `out`. A record of a table costs nanoseconds, a call from Python 30 us."""
-    with k.when(k.thread.equals(0)):
-        counter = 'asm sideeffect "mrs $0, cntvct_el0", "=r"()' if arm else "@llvm.readcyclecounter()"
-        if not arm:
-            k.declare("i64 @llvm.readcyclecounter()")
-        now = k.op("i64", f"call i64 {counter}")
-        k.line(f"store i64 {now.ref}, ptr {out.ref}, align 8")

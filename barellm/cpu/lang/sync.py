@@ -17,7 +17,7 @@ from __future__ import annotations
 SHARED_NBYTES = 1024
 ARRIVED, GENERATION, SLEEPERS, JOB, TABLE, STOP, MUTEX, CONDITION = 0, 64, 128, 192, 256, 320, 384, 512
 RECORD_NBYTES = 64  # function, args, barrier after; from COUNTERS on an i32 counter of claims for each group of threads
-COUNTERS, GROUPS = 32, 8
+BARRIER, COUNTERS, GROUPS = 16, 32, 8
 STAMPS = 3  # of a thread for each entry of a traced walk
 SPINS = 2000
 
@@ -125,7 +125,7 @@ def _walk(name: str, *, traced: bool) -> str:
   %args = load ptr, ptr %ap, align 8
   %cp = getelementptr i8, ptr %rec, i64 {COUNTERS}{stamps[0]}
   call void %f(ptr %rt, ptr %args, ptr %cp){stamps[1]}
-  %bp = getelementptr i8, ptr %rec, i64 16
+  %bp = getelementptr i8, ptr %rec, i64 {BARRIER}
   %b = load i64, ptr %bp, align 8
   %sync = icmp ne i64 %b, 0
   br i1 %sync, label %meet, label %next

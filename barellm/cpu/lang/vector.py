@@ -24,8 +24,6 @@ EXP = (
     0.008368716898075616,
     0.0013814598365808955,
 )
-# 2^f to 8e-5, a fiftieth of what rounding to bf16 does.
-EXP2_BF16 = (0.9999280665, 0.6932609858, 0.2426111308, 0.0551716726)
 MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer that lies in the low mantissa bits
 
 
@@ -47,11 +45,11 @@ def _scale(k: Builder, p: Value, shifted: Value, x: Value, *, low: float, high: 
     return k.select(x < low, 0.0, k.select(x < high, scaled, x + float("inf")))
 
 
-def exp2(k: Builder, x: Value, coefficients: tuple[float, ...] = EXP2) -> Value:
+def exp2(k: Builder, x: Value) -> Value:
     """2**x; 0 below -126 (AVX-512: denormals), infinity above 128."""
     clipped = k.max(-151.0, k.min(129.0, x))  # of a NaN and a number the second: NaN stays
     shifted = clipped + MAGIC
-    p = polynomial(k, clipped - (shifted - MAGIC), coefficients)
+    p = polynomial(k, clipped - (shifted - MAGIC), EXP2)
     return _scale(k, p, shifted, x, low=-126.0, high=128.0)
 
 
@@ -81,22 +79,19 @@ def ln(k: Builder, x: Value) -> Value:
     return k.select(x < float("inf"), k.fma(e, log(2.0), p * s), x)
 
 
-def _exp_of_minus_u(k: Builder, x: Value, squared: Value, dtype: str) -> Value:
-    """exp(-u(x)), u = 2 sqrt(2/pi) (x + 0.044715 x^3), so that gelu(x) = x / (1 + exp(-u)), as exactly as `dtype` can show."""
-    scale = -2 * GELU_SCALE * (LOG2E if dtype == "bf16" else 1.0)
-    exponent = x * k.fma(squared, scale * GELU_CUBIC, k.to(scale, k.vec))
-    return exp2(k, exponent, EXP2_BF16) if dtype == "bf16" else exp(k, exponent)
+def _exp_of_minus_u(k: Builder, x: Value, squared: Value) -> Value:
+    """exp(-u(x)), u = 2 sqrt(2/pi) (x + 0.044715 x^3), so that gelu(x) = x / (1 + exp(-u))."""
+    return exp(k, x * k.fma(squared, -2 * GELU_SCALE * GELU_CUBIC, k.to(-2 * GELU_SCALE, k.vec)))
 
 
-def gelu(k: Builder, x: Value, dtype: str = "fp32") -> Value:
-    """`dtype`: what the result is rounded to. For bf16 12 instead of 20 cycles a vector (Zen 4), error 8e-5."""
-    return x / (1.0 + _exp_of_minus_u(k, x, x * x, dtype))
+def gelu(k: Builder, x: Value) -> Value:
+    return x / (1.0 + _exp_of_minus_u(k, x, x * x))
 
 
-def gelu_slope(k: Builder, x: Value, dtype: str = "fp32") -> Value:
+def gelu_slope(k: Builder, x: Value) -> Value:
     """s + x s (1 - s) u'(x), with s the sigmoid of u(x). 1 - s as s exp(-u) keeps the digits that cancel in the difference."""
     squared = x * x
-    e = k.min(1e37, _exp_of_minus_u(k, x, squared, dtype))
+    e = k.min(1e37, _exp_of_minus_u(k, x, squared))
     s = 1.0 / (1.0 + e)
     du = k.fma(squared, 6 * GELU_SCALE * GELU_CUBIC, k.to(2 * GELU_SCALE, k.vec))
     return k.fma(x * s * (s * e), du, s)
@@ -119,3 +114,40 @@ def sincos_turn(k: Builder, turn: Value) -> tuple[Value, Value]:
     s = k.bitcast(k.select(swapped, cosine, sine), k.ivec) ^ ((quadrant & 2) << 30)
     c = k.bitcast(k.select(swapped, sine, cosine), k.ivec) ^ (((quadrant + 1) & 2) << 30)
     return k.bitcast(s, k.vec), k.bitcast(c, k.vec)
+
+
+def transpose(k: Builder, rows: list[Value]) -> list[Value]:
+    """A square of `lanes` vectors of 32-bit elements, transposed: 4 x 4 elements inside each group of 128 bits, then the groups.
+
+    Each shuffle is one instruction without an index vector. LLVM spends two thirds of a kernel's compile time on selecting
+    general two-vector shuffles; these cost it a third less.
+    """
+    n = len(rows)
+
+    def weave(a: Value, b: Value, half: int, unit: int) -> Value:
+        """One half of each group of a and b, `unit` elements of either in turn."""
+        h = [2 * half, 2 * half + 1]
+        order = [h[0], n + h[0], h[1], n + h[1]] if unit == 1 else [*h, n + h[0], n + h[1]]
+        return k.shuffle(a, b, [g + i for g in range(0, n, 4) for i in order])
+
+    def gather(vectors: list[Value]) -> list[Value]:
+        """Group g of every vector, for each g."""
+        if len(vectors) == 1:
+            return vectors
+        pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+
+        def split(parity: int) -> list[Value]:
+            order = [x + i for x in range(4 * parity, 2 * n, 8) for i in range(4)]
+            return gather([k.shuffle(a, b, order) for a, b in pairs])
+
+        return [x for both in zip(split(0), split(1), strict=True) for x in both]
+
+    columns: list[list[Value]] = []  # of each four rows: columns 0 to 3 of every group
+    for i in range(0, n, 4):
+        a, b, c, d = rows[i : i + 4]
+        low, high = [[weave(x, y, half, 1) for x, y in ((a, b), (c, d))] for half in (0, 1)]
+        columns.append([weave(x, y, half, 2) for x, y in (low, high) for half in (0, 1)])
+    out: list[Value] = [rows[0]] * n
+    for i in range(4):
+        out[i::4] = gather([four[i] for four in columns])
+    return out

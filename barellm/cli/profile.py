@@ -1,0 +1,76 @@
+"""Where a training step's time goes: a table by op, a timeline for ui.perfetto.dev and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from barellm.cli.options import add_configuration, configuration
+from barellm.errors import UserError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="DIR", help="folder for profile.json, timeline.json, profile.svg "
+                        "(default: runs/profile-PRESET-BATCHxSEQ-DTYPE)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print what profile.json holds")
+    add_configuration(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from barellm.cli.bench import warm_steps
+    from barellm.profiling import profile
+    from barellm.training.machine import resolved
+    from barellm.training.run import check
+
+    steps = warm_steps(args)
+    config = configuration(args)
+    check(config)
+    config = resolved(config, "cpu")
+    train = config.train
+    out = Path(args.out or f"runs/profile-{config.preset}-{train.batch}x{train.seq}-{train.dtype}")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file, expected a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    result = profile.measure(config, steps=steps, folder=out)
+    print(
+        json.dumps(result)
+        if args.json
+        else "\n".join([*lines(result), f"files: {out}/{{{','.join(profile.FILES.values())}}}"])
+    )
+    return 0 if result["adds_up"] else 1
+
+
+def lines(r: dict[str, Any]) -> list[str]:
+    from barellm.cli.bench import ceiling_line, title_line
+
+    step, low_high = r["step_s"], "{:+.2f} to {:+.2f}".format(*r["tracing_quartiles_percent"])
+    columns = {"count": 6, "ms": 10, "wait ms": 9, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of bound": 12}
+    head = f"{'op':<30}{'shape':<18}" + "".join(f"{name:>{width}}" for name, width in columns.items())
+    found = [title_line(r), ceiling_line(r), "", head]
+    for row in sorted(r["ops"], key=lambda row: -row["s"]):
+        name = f"{row['program']} {row['op']}"
+        times = f"{row['s'] * 1e3:>10.3f}{row['wait_s'] * 1e3:>9.3f}{row['percent_of_step']:>11.2f}"
+        rates = f"{row['flops'] / row['s'] / 1e9:>10.1f}{row['bytes'] / row['s'] / 1e9:>8.1f}"
+        found.append(f"{name:<30}{row['shape']:<18}{row['count']:>6}{times}{rates}{row['percent_of_bound']:>12.1f}")
+        for symbol, part in row["kernels"].items():
+            times = f"{part['s'] * 1e3:>10.3f}{part['wait_s'] * 1e3:>9.3f}{100 * part['s'] / step:>11.2f}"
+            found.append(f"  {symbol:<46}{part['calls']:>6}{times}")
+    found += [
+        "",
+        f"{'thread':<10}" + "".join(f"{name:>14}" for name in ("work ms", "barriers ms", "idle ms", "missed %")),
+    ]
+    for t in r["by_thread"]:
+        parts = "".join(f"{t[name] * 1e3:>14.3f}" for name in ("work_s", "barrier_s", "idle_s"))
+        found.append(f"{t['thread']:<10}{parts}{t['residual_percent']:>14.3f}")
+    shares = ", ".join(f"{100 * r[f'{name}_s'] / step:.2f} % {name}" for name in ("work", "barrier", "idle"))
+    found += [
+        "",
+        f"step {step * 1e3:.3f} ms (the median of {len(r['traced_s'])} traced): {shares}; "
+        f"the ops' bounds are {100 * r['bound_s'] / step:.1f} % of it",
+        f"tracing costs {r['tracing_percent']:+.2f} % (median of {len(r['traced_s'])} pairs of steps, half of them {low_high})",
+    ]
+    if not r["adds_up"]:
+        found.append("this profile does NOT add up: the parts of a thread miss more than 2 % of the step")
+    return found

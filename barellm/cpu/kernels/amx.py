@@ -1,0 +1,189 @@
+"""Products of bf16 on AMX tiles: what takes the place of the register tile of gemm.py where the ISA has them.
+
+A tile register holds 16 rows of 64 bytes. One instruction adds A B to a tile of 16 x 16 fp32: A is 16 rows of 16 pairs along the
+depth, B 16 such pairs of 16 columns each. Four accumulators of 32 x 32 results, two tiles of A, two of B: eight, all there are.
+
+B is gemm.py's panel as it is, [depth / 2][32][2]. A are rows of an activation where they lie; the columns beyond the last whole
+tile, and the rows of a tile that hangs over, are first copied into a block padded with zeros, so that nothing else is read. A
+weight gradient has no operand with pairs along the depth in rows: its left block is transposed while its tokens are woven, for it
+is packed once and multiplied with every panel.
+
+Seen so far: emulated (tests/cpu/amx_emulator.py) and in assembly. It has not run on a processor with AMX.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import transpose
+
+SIDE = 16  # rows of a tile, and its columns of 4 bytes
+ROWS = SPAN = 2 * SIDE  # of the results that four accumulators hold
+DEPTH = 2 * SIDE  # bf16 of a row of A: one step of the contraction
+TILE_BYTES = SIDE * 4 * SIDE
+
+
+def uses_tiles(isa: ISA, dtype: str) -> bool:
+    return isa.tiles and dtype == "bf16"
+
+
+def padded(depth: int) -> int:
+    """The depth in whole steps."""
+    return -(-depth // DEPTH) * DEPTH
+
+
+def left_bytes(depth: int) -> int:
+    """Scratch for a block of ROWS rows of A."""
+    return ROWS * padded(depth) * 2
+
+
+@dataclass(frozen=True)
+class Left:
+    """A, two tiles of it a step: rows `stride` bytes apart, the second tile `below` bytes after the first, the next step `step`
+    bytes further."""
+
+    pointer: Pointer
+    stride: int
+    step: int
+    below: Any
+
+
+def row_major(pointer: Pointer, stride: int) -> Left:
+    return Left(pointer, stride, 4 * SIDE, SIDE * stride)
+
+
+def configure(k: KernelBuilder) -> None:
+    """All eight tiles whole. Of the thread, so a kernel does it before its first product and calls `release` at its end."""
+    config = Pointer(k, k.alloca("i64", 8), "i64")
+    rows = int.from_bytes(bytes([SIDE] * 8), "little")
+    columns = 4 * SIDE * 0x0001000100010001
+    for i, word in enumerate(
+        (1, 0, columns, columns, 0, 0, rows, 0)
+    ):  # palette 1; 8 x 16 bits of bytes a row; 8 x 8 of rows
+        config.put(k.int(word), i)
+    _tile(k, "ldtilecfg", ("ptr", config.ref))
+
+
+def release(k: KernelBuilder) -> None:
+    _tile(k, "tilerelease")
+
+
+def multiply(k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[Left, Any]]) -> None:
+    """out (ROWS, SPAN) fp32 = A @ panel. `parts`: A, and how many steps of it, one after the other along the depth."""
+    for tile in range(4):
+        _tile(k, "tilezero", tile)
+    row = 4 * SPAN
+    at = panel
+    for left, steps in parts:
+        with k.loop(0, steps) as s:
+            a, b = left.pointer.bytes(s * left.step), at.bytes(s * (SIDE * row))
+            for i in range(2):
+                _tile(k, "tileloadd64", 4 + i, ("ptr", a.bytes(k.int(left.below) * i).ref), ("i64", str(left.stride)))
+            for j in range(2):
+                _tile(k, "tileloadd64", 6 + j, ("ptr", b.bytes(4 * SIDE * j).ref), ("i64", str(row)))
+            for i in range(2):
+                for j in range(2):
+                    _tile(k, "tdpbf16ps", 2 * i + j, 4 + i, 6 + j)
+        at = at.bytes(k.int(steps) * (SIDE * row))
+    for i in range(2):
+        for j in range(2):
+            where = out.bytes(i * SIDE * row + 4 * SIDE * j)
+            _tile(k, "tilestored64", 2 * i + j, ("ptr", where.ref), ("i64", str(row)))
+
+
+def repeat(k: KernelBuilder, turns: Value) -> None:
+    """`turns` times four independent products of tiles, on zeros: what the processor can do at best."""
+    configure(k)
+    for tile in range(8):
+        _tile(k, "tilezero", tile)
+    with k.loop(0, turns):
+        for tile in range(4):
+            _tile(k, "tdpbf16ps", tile, 4 + tile // 2, 6 + tile % 2)
+    release(k)
+
+
+REPEATED = 4 * SIDE * SIDE * DEPTH * 2  # floating-point operations of one turn of `repeat`
+
+
+def multiply_rows(
+    k: KernelBuilder, out: Pointer, a: Pointer, count: Value | None, panel: Pointer, block: Pointer, *, depth: int
+) -> None:
+    """out = rows [0, count) of a (rows, depth) @ panel; None: ROWS rows. `block`: `left_bytes(depth)` of scratch."""
+    whole = depth // DEPTH if count is None else 0
+    parts: list[tuple[Left, Any]] = [(row_major(a, 2 * depth), whole)] if whole else []
+    rest = padded(depth) - whole * DEPTH
+    if rest:
+        _copy_rows(k, block, a, ROWS if count is None else count, first=whole * DEPTH, depth=depth, width=rest)
+        parts.append((row_major(block, 2 * rest), rest // DEPTH))
+    multiply(k, out, panel, parts)
+
+
+def _copy_rows(k: KernelBuilder, to: Pointer, a: Pointer, count: Any, *, first: int, depth: int, width: int) -> None:
+    """Columns [first, depth) of `count` rows, with zeros up to `width` columns."""
+    end = first + (depth - first) // k.lanes * k.lanes
+    with k.loop(0, count) as r:
+        source, target = a.at(r * depth), to.as_dtype("bf16").at(r * width)
+        if end > first:
+            with k.loop(first, end, k.lanes) as c:
+                target.store_raw(source.load_raw(c), c - first)
+        for c in range(end, first + width, k.lanes):
+            inside = max(0, min(depth - c, k.lanes))
+            raw = source.load_raw(c, k.mask_first(inside)) if inside else k.const(0, f"<{k.lanes} x i16>")
+            target.store_raw(raw, c - first)
+
+
+def pad_panel(k: KernelBuilder, panel: Pointer, depth: Any) -> None:
+    """Zero pairs after those of `depth`, up to a whole step."""
+    pairs = k.ceil_div(depth, 2)
+    with k.loop(pairs, (pairs + (SIDE - 1)) & -SIDE) as u:
+        for v in range(0, SPAN, k.lanes):
+            panel.as_dtype("fp32").store(0.0, u * SPAN + v)
+
+
+def pack_left(
+    k: KernelBuilder, block: Pointer, b: Pointer, col: Value, depth: Value, *, stride: int, width: int, cols: int | None
+) -> None:
+    """Rows [0, depth) of b (depth, stride), columns `col`... + width, as tiles of A whose rows are b's columns:
+    [width / 16][steps][16][16] pairs. `cols` as for gemm.py's pack_interleaved; what hangs over becomes zero."""
+    steps = k.ceil_div(depth, DEPTH)
+    weave = [x for i in range(SIDE) for x in (i, SIDE + i)]
+
+    def squares(s: Value, *, tail: bool) -> None:
+        with k.loop(0, width, SIDE) as c:
+            rows = []
+            for i in range(DEPTH):
+                token = s * DEPTH + i
+                lanes = k.int(SIDE) if cols is None else cols - (col + c)
+                if tail:
+                    lanes = k.select(token < depth, lanes, 0)
+                mask = None if cols is None and not tail else k.mask_first(lanes)
+                rows.append(b.at(token * stride + col + c).load_raw(0, mask))
+            pairs = [k.bitcast(k.shuffle(x, y, weave), k.ivec) for x, y in zip(rows[::2], rows[1::2], strict=True)]
+            target = block.as_dtype("i32").bytes(((c // SIDE) * steps + s) * TILE_BYTES)
+            for i, row in enumerate(transpose(k, pairs)):
+                target.store_raw(row, i * SIDE)
+
+    whole = depth // DEPTH
+    with k.loop(0, whole) as s:
+        squares(s, tail=False)
+    with k.when(whole < steps):
+        squares(whole, tail=True)
+
+
+def multiply_packed(k: KernelBuilder, out: Pointer, block: Pointer, row: Value, panel: Pointer, depth: Value) -> None:
+    """out = rows [row, row + ROWS) of a block that `pack_left` made from `depth` rows, @ panel."""
+    steps = k.ceil_div(depth, DEPTH)
+    below = steps * TILE_BYTES
+    multiply(k, out, panel, [(Left(block.bytes((row // SIDE) * below), 4 * SIDE, TILE_BYTES, below), steps)])
+
+
+def _tile(k: KernelBuilder, name: str, *args: int | tuple[str, str]) -> None:
+    """An intrinsic whose tile registers are constants: LLVM's own allocation of tiles needs passes that do not run here."""
+    kinds = ["i8 immarg" if isinstance(a, int) else a[0] for a in args]
+    k.declare(f"void @llvm.x86.{name}({', '.join(kinds)})")
+    values = [f"i8 {a}" if isinstance(a, int) else f"{a[0]} {a[1]}" for a in args]
+    k.line(f"call void @llvm.x86.{name}({', '.join(values)})")
