@@ -48,7 +48,8 @@ def report() -> dict[str, dict[str, Any]]:
 
 
 def processor() -> dict[str, Any]:
-    from barellm.cpu.threads import allowed_cpus, cgroup_cpus
+    from barellm.cpu.threads import allowed_cpus
+    from barellm.runtime.cgroup import cpu_limit
 
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return {
@@ -57,7 +58,7 @@ def processor() -> dict[str, Any]:
         "logical processors": os.cpu_count(),
         "allowed (affinity)": affinity,
         "allowed cores": len(allowed_cpus()),
-        "cgroup cpu limit": cgroup_cpus() or "none",
+        "cgroup cpu limit": cpu_limit() or "none",
         "caches": _caches(),
     }
 

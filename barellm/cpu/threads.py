@@ -21,6 +21,7 @@ from barellm.cpu.jit import Library, cached_object
 from barellm.cpu.kernel import RT_GROUP, RT_GROUPS, RT_NBYTES, RT_PRIVATE, RT_SCALARS, RT_THREAD, RT_THREADS
 from barellm.cpu.lang import sync
 from barellm.errors import UserError
+from barellm.runtime import cgroup
 
 
 def allowed_cpus() -> list[int]:
@@ -41,27 +42,6 @@ def allowed_cpus() -> list[int]:
     return first
 
 
-def cgroup_cpus() -> float | None:
-    """The CPU quota of this process's control group in cores, where there is one."""
-    for root in _cgroup_folders():
-        try:
-            quota, period = (root / "cpu.max").read_text().split()
-        except (OSError, ValueError):
-            continue
-        if quota != "max":
-            return int(quota) / int(period)
-    return None
-
-
-def _cgroup_folders() -> list[Path]:
-    base = Path("/sys/fs/cgroup")
-    try:
-        own = Path("/proc/self/cgroup").read_text().split("::", 1)[1].strip().lstrip("/")
-    except (OSError, IndexError):
-        return [base]
-    return [base / own, base]
-
-
 def thread_count() -> int:
     """`BARELLM_THREADS`, else min(affinity, control group's quota, physical cores)."""
     asked = os.environ.get("BARELLM_THREADS")
@@ -69,7 +49,7 @@ def thread_count() -> int:
         if not asked.isdigit() or not 1 <= int(asked) <= 1024:
             raise UserError(f"BARELLM_THREADS is {asked!r}, expected a number from 1 to 1024")
         return int(asked)
-    quota = cgroup_cpus()
+    quota = cgroup.cpu_limit()
     cores = len(allowed_cpus())
     return max(1, min(cores, int(quota) if quota else cores))
 

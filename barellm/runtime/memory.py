@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 from barellm.errors import UserError
 from barellm.program.planner import Plan
+from barellm.runtime import cgroup
 
-CGROUP = Path("/sys/fs/cgroup")
 PLURAL = {"parameter": "parameters", "gradient": "gradients", "state": "optimizer state", "cache": "caches",
           "input": "inputs", "activation": "activations", "output": "outputs", "scratch": "scratch"}  # fmt: skip
 
@@ -22,13 +21,7 @@ def memory_limit() -> tuple[int, str]:
         return _parse(asked), "BARELLM_MEMORY_LIMIT"
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [(physical, "this machine's memory")]
-    for path in _limit_files():
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append((int(text), f"the cgroup's limit ({path})"))
+    limits += [(nbytes, f"the cgroup's limit ({path})") for nbytes, path in cgroup.memory_limits()]
     return min(limits)
 
 
@@ -51,17 +44,3 @@ def _parse(text: str) -> int:
     if not found:
         raise UserError(f"BARELLM_MEMORY_LIMIT is {text!r}, expected bytes, or a number with K, M, G or T")
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
-
-
-def _limit_files() -> list[Path]:
-    """cgroup v2: the process's group and its ancestors; then the place of v1."""
-    files = [CGROUP / "memory.max", CGROUP / "memory/memory.limit_in_bytes"]
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return files
-    for line in lines:
-        if line.startswith("0::"):
-            group = CGROUP / line[3:].strip("/")
-            files += [folder / "memory.max" for folder in (group, *group.parents) if folder.is_relative_to(CGROUP)]
-    return files

@@ -249,7 +249,10 @@ class Run:
         if result is None:
             return False
         loop.record_evaluation(step, result)
-        count = max(1, min(FINAL_SAMPLES, self.final_sample_tokens // FINAL_SAMPLE_TOKENS))
+        most = (
+            FINAL_SAMPLES if self.config.data.source == "stdlib" else FINAL_SHOWN
+        )  # the others are only for tokenize's share
+        count = max(1, min(most, self.final_sample_tokens // FINAL_SAMPLE_TOKENS))
         length = min(FINAL_SAMPLE_TOKENS, self.final_sample_tokens // count)
         texts = self._samples(decoder, stop, count=count, tokens=length, seed=step)
         if stop:

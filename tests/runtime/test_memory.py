@@ -7,7 +7,7 @@ import pytest
 from barellm import overrides
 from barellm.config import preset
 from barellm.errors import UserError
-from barellm.runtime import memory
+from barellm.runtime import cgroup, memory
 from barellm.training.machine import open_machine, resolved
 
 
@@ -36,8 +36,8 @@ def test_a_limit_that_is_no_size_is_refused(monkeypatch):
 
 def test_the_control_groups_limit_counts_where_it_is_lower(monkeypatch, tmp_path):
     monkeypatch.delenv("BARELLM_MEMORY_LIMIT", raising=False)
+    monkeypatch.setattr(cgroup, "MOUNT", tmp_path)
     (tmp_path / "memory.max").write_text("1000000\n")
-    monkeypatch.setattr(memory, "_limit_files", lambda: [tmp_path / "memory.max", tmp_path / "absent"])
     nbytes, source = memory.memory_limit()
     assert nbytes == 1000000 and "memory.max" in source
     (tmp_path / "memory.max").write_text("max\n")
