@@ -9,7 +9,7 @@ from barellm.cpu import jit
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Spec
-from barellm.cpu.kernels import choices, gemm, linear
+from barellm.cpu.kernels import choices, linear, weight_gradient
 from barellm.cpu.kernels.choices import Choice
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
@@ -98,7 +98,7 @@ def test_matmul_dw(isa, dtype, shape, mode, accumulate):
 @each_isa
 @each_dtype
 def test_weight_gradient_over_several_chunks_of_tokens(isa, dtype, monkeypatch):
-    monkeypatch.setattr(gemm, "CHUNK", 16)
+    monkeypatch.setattr(weight_gradient, "CHUNK", 16)
     sources = jit.sources_digest()
     monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} chunks of 16")
     x, dy, _ = operands((3, 43, 20, 33), dtype)

@@ -14,7 +14,7 @@ import pytest
 
 from barellm.config import ModelConfig, OptimConfig
 from barellm.cpu import jit
-from barellm.cpu.kernels import gemm, linear
+from barellm.cpu.kernels import linear, weight_gradient
 from barellm.cpu.step import CpuSession
 from barellm.models.programs import build
 from barellm.optim.adamw import adamw
@@ -78,7 +78,7 @@ def test_micro_batches_of_other_sizes_add_up(monkeypatch, recompute):
     """18 tokens start the gradients, in several chunks of classifier and weight gradient; 3, then 17, are added."""
     monkeypatch.setattr(linear, "CLASSIFIER_CHUNK", 8)
     sources = jit.sources_digest()
-    monkeypatch.setattr(gemm, "CHUNK", 4)
+    monkeypatch.setattr(weight_gradient, "CHUNK", 4)
     monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} chunk 4")
     model = replace(MODEL, max_seq=17)
     sessions = []

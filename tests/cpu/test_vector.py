@@ -19,8 +19,8 @@ from tests.cpu.check import EPS, ISAS, isa_named
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 
 
-def apply(k, y, x, n, *, function):
-    sweep(k, 0, n, lambda i, mask, j: y.store(getattr(vector, function)(k, x.load(i, mask)), i, mask))
+def apply(k, y, x, n, *, function, more):
+    sweep(k, 0, n, lambda i, mask, j: y.store(getattr(vector, function)(k, x.load(i, mask), *more), i, mask))
 
 
 def sincos(k, sine, cosine, turn, n):
@@ -43,10 +43,10 @@ def run(isa: ISA, spec: Spec, *arrays: np.ndarray) -> None:
     compiled(isa, spec)[1](None, args.ctypes.data, None)
 
 
-def evaluate(isa: ISA, function: str, x: np.ndarray) -> np.ndarray:
-    """function(x) as float64, x fp32 of odd size, so that the tail is masked."""
+def evaluate(isa: ISA, function: str, x: np.ndarray, *more: str) -> np.ndarray:
+    """function(x, *more) as float64, x fp32 of odd size, so that the tail is masked."""
     y = np.full_like(x, np.nan)
-    run(isa, Spec(apply, ("fp32", "fp32", "int"), (("function", function),)), y, x)
+    run(isa, Spec(apply, ("fp32", "fp32", "int"), (("function", function), ("more", more))), y, x)
     with np.errstate(invalid="ignore"):  # a NaN that signals
         return y.astype(np.float64)
 
@@ -110,6 +110,15 @@ def test_gelu(isa):
         want = wide / (1 + np.exp(-2 * GELU_SCALE * (wide + GELU_CUBIC * wide**3)))
     # In the negative tail the exponent's own rounding shows; below 1e-5 the error is absolute.
     assert relative_error(evaluate(isa, "gelu", x), want, 1e-5) < 32
+
+
+@each_isa
+@pytest.mark.parametrize("function, smallest", [("gelu", 1e-5), ("gelu_slope", 0.25)])
+def test_gelu_for_bf16_errs_by_far_less_than_rounding_does(isa, function, smallest):
+    x = np.concatenate([every_exponent(), np.linspace(-12, 12, 400001)]).astype(np.float32)
+    x = x[np.abs(x) < 1e9]
+    rough, fine = (evaluate(isa, function, x, dtype) for dtype in ("bf16", "fp32"))
+    assert relative_error(rough, fine, smallest) < 2.0**-12 / EPS
 
 
 @each_isa

@@ -1,7 +1,7 @@
 """How a matrix product is cut: the register tile, what one claim computes, the order of the claims.
 
 Only speed depends on a choice, never a bit of the result: each element is one accumulation chain over the whole contraction,
-and where that is split (weight gradients: chunks of gemm.CHUNK tokens) the shape alone says how. So the split is no choice.
+and where that is split (weight gradients: in chunks of tokens) the shape alone says how. So the split is no choice.
 """
 
 from __future__ import annotations

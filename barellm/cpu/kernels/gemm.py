@@ -1,10 +1,12 @@
-"""Matrix products: packing, the register tile, and the two kernels built on it.
+"""Matrix products: the register tile, and the kernel built on it that multiplies activations with a weight.
 
 Shapes: a (rows, depth) row-major activations; weight (cols, depth) forward, (depth, cols) for the input gradient; out (rows, cols).
-A tile of MR rows x NV vectors of accumulators is the inner loop. Its right operand is a panel of NV vectors of columns, packed
-into this thread's scratch as [depth][NV][lanes]; with a bf16 dot instruction the depth goes in pairs, [depth / 2][NV][lanes][2],
-and an odd depth gets a zero. Without one, bf16 becomes fp32 while packing. Each output element is one accumulation chain over
-the depth, so its bits do not depend on how the product is cut (choices.py); weight gradients add up chunks of CHUNK tokens.
+A tile of MR rows x NV vectors of accumulators is the inner loop. Its right operand is a packed panel of NV vectors of columns
+(packing.py). Each output element is one accumulation chain over the depth, so its bits do not depend on how the product is cut
+(choices.py).
+
+The arithmetic hides the memory: while a tile is multiplied, the lines that it will write or read and a part of the next panel's
+are prefetched.
 """
 
 from __future__ import annotations
@@ -16,112 +18,12 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.choices import Choice, Tile
+from barellm.cpu.kernels.packing import pack_interleaved, pack_transposed, paired, panel_bytes
 from barellm.cpu.lang import Pointer, Value, Var
-from barellm.cpu.lang.vector import gelu, gelu_slope, transpose
+from barellm.cpu.lang.vector import gelu, gelu_slope
 
-CHUNK = 2048  # tokens of one weight gradient chunk: its two packed blocks stay in a 1 MiB L2
-NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the cache anyway
-
-
-def paired(isa: ISA, dtype: str) -> bool:
-    """Whether operands of `dtype` go in pairs along the depth."""
-    return dtype == "bf16" and bool(isa.dot)
-
-
-def panel_bytes(isa: ISA, dtype: str, depth: int, width: int) -> int:
-    """Bytes of a packed block of `width` columns, a multiple of 64."""
-    if amx.uses_tiles(isa, dtype):
-        depth = amx.padded(depth)
-    nbytes = -(-depth // 2) * width * 4 if paired(isa, dtype) else depth * width * 4
-    return -(-nbytes // 64) * 64
-
-
-# --- packing ---
-
-
-def load_units(k: KernelBuilder, p: Pointer, index: Any, pair: bool) -> Value:
-    """`lanes` units of the packed form as i32: pairs of bf16 as they lie in memory, or fp32."""
-    if pair:
-        return k.op(k.ivec, f"load {k.ivec}, ptr {p.at(index).ref}, align 2")
-    return k.bitcast(p.load(index), k.ivec)
-
-
-def pack_transposed(
-    k: KernelBuilder, panel: Pointer, w: Pointer, col: Value, *, cols: int, depth: int, tile: Tile
-) -> None:
-    """Panel columns `col`... of w (cols, depth): squares of lanes x lanes units are transposed in registers. Columns beyond the
-    last repeat it: their products are computed and never stored."""
-    pair = paired(k.isa, w.dtype)
-    unit = 2 if pair else 1
-    step = k.lanes * unit
-    units = -(-depth // unit)
-    hangs_over = cols % (tile.vectors * k.lanes) != 0
-    lanes, span = k.lanes, tile.vectors * k.lanes
-    whole = depth - depth % step
-    with k.loop(0, span, lanes) as offset:  # not unrolled: one square is a quarter of a product's compile time
-
-        def square(d: Any, used: int) -> None:
-            rows = []
-            for i in range(lanes):
-                row = col + offset + i
-                if hangs_over:
-                    row = k.min(row, cols - 1)
-                at = w.at(row * depth)
-                if isinstance(d, Value):
-                    rows.append(load_units(k, at, d, pair))
-                elif pair:
-                    rows.append(k.bitcast(tail_pairs(k, at, d, depth - d), k.ivec))
-                else:
-                    rows.append(k.bitcast(at.load(d, k.mask_first(depth - d)), k.ivec))
-            first = k.int(d) // unit if isinstance(d, Value) else k.int(d // unit)
-            for i, row in enumerate(transpose(k, rows)[:used]):
-                panel.as_dtype("i32").store_raw(row, (first + i) * span + offset)
-
-        if whole:
-            with k.loop(0, whole, step) as d:
-                square(d, lanes)
-        if depth % step:
-            square(whole, units - whole // unit)
-
-
-def tail_pairs(k: KernelBuilder, p: Pointer, start: int, count: int) -> Value:
-    """`count` < 2 * lanes bf16 from `start`, zeros after them, as a vector of 2 * lanes i16."""
-    parts = [p.load_raw(start + h, k.mask_first(max(0, min(k.lanes, count - h)))) for h in (0, k.lanes)]
-    return k.concat(parts)
-
-
-def pack_interleaved(
-    k: KernelBuilder, block: Pointer, b: Pointer, col: Any, depth: Any, *, stride: int, width: int, cols: int | None
-) -> None:
-    """Rows 0... of b (depth, stride), columns `col`... + width, with two depth rows woven into pairs where the ISA wants them.
-    `cols` is the column count where the block may hang over it, None where it cannot; what hangs over becomes zero."""
-    pair = paired(k.isa, b.dtype)
-    lanes = k.lanes
-
-    def load(row: Any, v: int) -> Value:
-        mask = None if cols is None else k.mask_first(cols - (col + v))
-        p = b.at(row * stride + col)
-        return p.load_raw(v, mask) if pair else p.load(v, mask)
-
-    vectors = range(0, width, lanes)
-    weave = [x for i in range(lanes) for x in (i, lanes + i)]
-    if not pair:
-        with k.loop(0, depth) as d:
-            for v in vectors:
-                block.as_dtype("fp32").store(load(d, v), d * width + v)
-        return
-    depth = k.int(depth)
-    out = block.as_dtype("i32")
-
-    def put(d: Value, v: int, even: Value, odd: Value) -> None:
-        out.store_raw(k.bitcast(k.shuffle(even, odd, weave), k.ivec), (d >> 1) * width + v)
-
-    with k.loop(0, depth - depth % 2, 2) as d:
-        for v in vectors:
-            put(d, v, load(d, v), load(d + 1, v))
-    with k.when((depth % 2).differs(0)):
-        for v in vectors:
-            put(depth - 1, v, load(depth - 1, v), k.const(0, f"<{lanes} x i16>"))
+LINE = 64  # bytes of a cache line
+AHEAD_ROWS = 256  # the next panel's lines are fetched while the present one goes through so many rows
 
 
 # --- the register tile ---
@@ -130,9 +32,12 @@ Left = Callable[[int, Value], Value]  # (row of the tile, unit of depth) -> broa
 
 
 def tile_product(
-    k: KernelBuilder, tile: Tile, left: Left, panel: Pointer, units: Any, pair: bool, tail: Left | None = None
-) -> list[list[Value]]:
-    """MR x NV accumulators: the sum over `units` of left x panel; `tail` gives the left operand of one unit more."""
+    k: KernelBuilder, tile: Tile, left: Left, panel: Pointer, units: Any, pair: bool, *,
+    tail: Left | None = None, ahead: Callable[[Value], None] | None = None,
+) -> list[list[Value]]:  # fmt: skip
+    """MR x NV accumulators: the sum over `units` of left x panel; `tail` gives the left operand of one unit more. `ahead(r)` is
+    called for each row r of the tile at even distances on the way, to prefetch what comes next: all at once would fill the
+    buffers that the product's own loads wait for."""
     acc: list[list[Var]] = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.rows)]
     lanes = k.lanes
 
@@ -147,8 +52,16 @@ def tile_product(
                     else k.fma(a, k.bitcast(right[v], k.vec), acc[r][v].value)
                 )
 
-    with k.loop(0, units) as u:
-        step(u, left)
+    if ahead is None:
+        with k.loop(0, units) as u:
+            step(u, left)
+    else:
+        turn = (units + (tile.rows - 1)) // tile.rows
+        with k.loop(0, tile.rows) as r:
+            ahead(r)
+            start = r * turn
+            with k.loop(start, k.min(start + turn, units)) as u:
+                step(u, left)
     if tail is not None:
         step(k.int(units), tail)
     return [[x.value for x in row] for row in acc]
@@ -176,6 +89,31 @@ def block_of(unit: Value, choice: Choice, row_blocks: Any, column_blocks: Any) -
     if choice.order == "rows":
         return unit // column_blocks, unit % column_blocks
     return unit % row_blocks, unit // row_blocks
+
+
+class Ahead:
+    """Prefetches a block of memory, `count` rows of `nbytes` with `stride` bytes between, a few rows at a time into the second
+    cache: as if as many tiles as have AHEAD_ROWS rows did it together."""
+
+    def __init__(self, k: KernelBuilder, block: Pointer, *, count: Any, stride: int, nbytes: int, rows: int) -> None:
+        self.k, self.block, self.count, self.stride, self.nbytes = k, block, k.int(count), stride, nbytes
+        self.step = (self.count + (rows - 1)) // rows if isinstance(count, Value) else -(-count // rows)
+        self.done = k.var(0)
+
+    def fetch(self) -> None:
+        k = self.k
+        first = self.done.value
+        with k.when(first < self.count):
+            with k.loop(first, first + self.step) as i:
+                for line in range(0, self.nbytes, LINE):
+                    k.prefetch(self.block.bytes(i * self.stride + line), near=False)
+            self.done.value = first + self.step
+
+
+def prefetch_row(k: KernelBuilder, p: Pointer, count: int, *, write: bool) -> None:
+    """`count` elements from `p`."""
+    for line in range(0, count * p.itemsize, LINE):
+        k.prefetch(p.bytes(line), write=write)
 
 
 # --- out = a @ weight, with an epilogue ---
@@ -210,11 +148,18 @@ def product(
         col = panel_index * span
         first = row_block * block
         last = k.min(first + block, rows)
+        beyond = k.select(panel_index + 1 < panels, col + span, 0)  # the next unit's panel
         if transposed:
             pack_transposed(k, panel, weight, col, cols=cols, depth=depth, tile=tile)
+            lines = -(-span * depth * weight.itemsize // LINE)
+            following = Ahead(k, weight.at(beyond * depth), count=lines, stride=LINE, nbytes=LINE, rows=AHEAD_ROWS)
         else:
             ragged = cols if cols % span else None
             pack_interleaved(k, panel, weight, col, depth, stride=cols, width=span, cols=ragged)
+            size = weight.itemsize
+            following = Ahead(
+                k, weight.at(beyond), count=depth, stride=cols * size, nbytes=span * size, rows=AHEAD_ROWS
+            )
         if tiles:
             amx.pad_panel(k, panel, depth)
         masks = [k.mask_first(cols - col - v * k.lanes) if cols % span else None for v in range(tile.vectors)]
@@ -226,16 +171,23 @@ def product(
                 x = x + biases[v]
             if epilogue == "gelu":
                 second.store(x, at, masks[v])
-                x = gelu(k, x)
+                x = gelu(k, x, out.dtype)
             elif epilogue == "residual":
                 x = other.load(at, masks[v]) + x
             elif epilogue == "gelu_backward":
-                x = x * gelu_slope(k, other.load(at, masks[v]))
+                x = x * gelu_slope(k, other.load(at, masks[v]), out.dtype)
             if mode == "add":
                 x = x + out.load(at, masks[v])
             out.store(x, at, masks[v])
 
         def emit(row: Value, count: Value | None) -> None:
+            def ahead(r: Value) -> None:
+                at = (row + r) * cols + col
+                for p, write in ((out, True), (second, True), (other, False)):
+                    if p is not None:
+                        prefetch_row(k, p.at(at), span, write=write)
+                following.fetch()
+
             sums: list[list[Value]] = []
             if tiles and buffer is not None:
                 copied = panel.bytes(panel_bytes(k.isa, a.dtype, depth, span))
@@ -244,7 +196,8 @@ def product(
                 # A tile that hangs over the last row computes it again and stores nothing there.
                 indices = [i if count is None else k.min(k.int(i), count - 1) for i in range(tile.rows)]
                 left, units, tail = left_rows(k, a.at(row * depth), indices, depth, pair)
-                sums = tile_product(k, tile, left, panel, units, pair, tail)
+                before = ahead if count is None else None
+                sums = tile_product(k, tile, left, panel, units, pair, tail=tail, ahead=before)
             if buffer is not None:
                 for r, values in enumerate(sums):
                     for v, x in enumerate(values):
@@ -274,88 +227,3 @@ def product(
 def product_private(isa: ISA, dtype: str, depth: int, choice: Choice) -> int:
     copied = amx.left_bytes(depth) if amx.uses_tiles(isa, dtype) else 0
     return panel_bytes(isa, dtype, depth, choice.tile.span(isa)) + copied
-
-
-# --- dweight = dy.T @ x ---
-
-
-def weight_gradient(
-    k: KernelBuilder, dweight, dy, x, row_begin, row_limit,
-    *, N: int, K: int, dims: tuple[str, ...], mode: str, choice: Choice,
-) -> None:  # fmt: skip
-    """dweight (N, K) = dy (tokens, N).T @ x (tokens, K). Both operands are packed with tokens woven into pairs."""
-    tile, height, columns = choice.tile, choice.rows, choice.columns
-    pair = paired(k.isa, dy.dtype)
-    span = tile.span(k.isa)
-    packed = -(-height // k.lanes) * k.lanes
-    tokens = k.min(k.extent(dims) - row_begin, row_limit)
-    left_block = k.private("i32")
-    panel = left_block.bytes(panel_bytes(k.isa, dy.dtype, CHUNK, packed))
-    keep = k.keep(mode)
-    row_blocks, column_blocks = -(-N // height), -(-K // columns)
-    nontemporal = N * K * 4 >= NONTEMPORAL and K % span == 0 and mode != "add"
-    buffer = None
-    if amx.uses_tiles(k.isa, dy.dtype):
-        buffer = Pointer(k, k.alloca("float", tile.rows * span), "fp32")
-        amx.configure(k)
-
-    with k.when(tokens > 0), k.claim_each(row_blocks * column_blocks) as unit:
-        row_block, column_block = block_of(unit, choice, row_blocks, column_blocks)
-        n0, k0 = row_block * height, column_block * columns
-        n1, k1 = k.min(n0 + height, N), k.min(k0 + columns, K)
-        with k.loop(0, tokens, CHUNK) as t:
-            depth = k.min(tokens - t, CHUNK)
-            units = (depth + 1) >> 1 if pair else depth
-            hangs = N if N % height or packed != height else None
-            pack_left = amx.pack_left if buffer is not None else pack_interleaved
-            pack_left(k, left_block, dy.at(t * N), n0, depth, stride=N, width=packed, cols=hangs)
-            with k.loop(k0, k1, span) as col:
-                pack_interleaved(k, panel, x.at(t * K), col, depth, stride=K, width=span, cols=K if K % span else None)
-                if buffer is not None:
-                    amx.pad_panel(k, panel, depth)
-                masks = [k.mask_first(K - col - v * k.lanes) if K % span else None for v in range(tile.vectors)]
-                again = t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
-                with k.loop(n0, n1, tile.rows) as row:
-                    base = left_block.bytes((row - n0) << 2)
-
-                    def left(r: int, u: Value, base: Pointer = base) -> Value:
-                        p = base.bytes(u * (packed * 4) + 4 * r)
-                        type_ = "i32" if pair else "float"
-                        return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
-
-                    sums: list[list[Value]] = []
-                    if buffer is not None:
-                        amx.multiply_packed(k, buffer, left_block, row - n0, panel, depth)
-                    else:
-                        sums = tile_product(k, tile, left, panel, units, pair)
-
-                    def put_row(
-                        r: Any, values: list[Value], add: bool, row: Value = row, col: Value = col, masks=masks
-                    ):
-                        for v, value in enumerate(values):
-                            at = (row + r) * K + col + v * k.lanes
-                            if add:
-                                value = value + dweight.load(at, masks[v])
-                            dweight.store(value, at, masks[v], nontemporal=nontemporal and not add)
-
-                    def put(add: bool, row: Value = row, sums=sums, put_row=put_row) -> None:
-                        if buffer is not None:
-                            with k.loop(0, k.min(n1 - row, tile.rows)) as r:
-                                held = [buffer.load(r * span + v * k.lanes) for v in range(tile.vectors)]
-                                put_row(r, held, add)
-                        for r, values in enumerate(sums):
-                            inside = (row + r) < n1
-                            with k.when(inside):
-                                put_row(r, values, add)
-
-                    with k.when(again):
-                        put(True)
-                    with k.otherwise(again):
-                        put(False)
-    if buffer is not None:
-        amx.release(k)
-
-
-def gradient_private(isa: ISA, dtype: str, choice: Choice) -> int:
-    packed = -(-choice.rows // isa.lanes) * isa.lanes
-    return panel_bytes(isa, dtype, CHUNK, packed) + panel_bytes(isa, dtype, CHUNK, choice.tile.span(isa))

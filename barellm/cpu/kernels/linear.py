@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import Lowering, Region, dims_of, lowering, part, plane
-from barellm.cpu.kernels import cross_entropy, gemm
+from barellm.cpu.kernels import cross_entropy, gemm, weight_gradient
 from barellm.cpu.kernels.choices import choose
 from barellm.program.ops.base import Op
 from barellm.program.tensor import ITEMSIZE, Tensor
@@ -62,10 +62,10 @@ def _weight_gradient(
     N, K = (int(n) for n in dweight.shape)
     dtype = dy[1] if isinstance(dy, tuple) else dy.dtype
     choice = choose(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N)
-    c.private(gemm.gradient_private(c.isa, dtype, choice))
+    c.private(weight_gradient.gradient_private(c.isa, dtype, choice))
     operands = {"dweight": dweight, "dy": dy, "x": x, "row_begin": rows[0], "row_limit": rows[1]}
     constants = {"N": N, "K": K, "dims": dims_of(like), "mode": mode, "choice": choice}
-    c.call(gemm.weight_gradient, operands, constants, writes="dweight")
+    c.call(weight_gradient.weight_gradient, operands, constants, writes="dweight")
 
 
 def _forward(op: Op, c: Lowering, **more: Any) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from barellm.cpu.isa import ISA
-from barellm.cpu.lang.values import Value, Var, constant, element, is_float, width
+from barellm.cpu.lang.values import Pointer, Value, Var, constant, element, is_float, width
 
 
 class Builder:
@@ -140,6 +140,12 @@ class Builder:
         rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16
         nan = self.op(f"<{self.lanes} x i1>", f"fcmp uno {v.typed}, {v.ref}")
         return self.op(bits16, f"trunc {self.select(nan, (u >> 16) | 0x40, rounded).typed} to {bits16}")
+
+    def prefetch(self, p: Pointer, *, write: bool = False, near: bool = True) -> None:
+        """Start fetching the cache line at `p`, to be written or read, into the first or (not `near`) the second cache. Any
+        address will do: one that is not mapped is ignored."""
+        self.declare("void @llvm.prefetch.p0(ptr, i32, i32, i32)")
+        self.line(f"call void @llvm.prefetch.p0(ptr {p.ref}, i32 {int(write)}, i32 {3 if near else 2}, i32 1)")
 
     # --- lanes ---
 

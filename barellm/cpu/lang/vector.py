@@ -24,6 +24,8 @@ EXP = (
     0.008368716898075616,
     0.0013814598365808955,
 )
+# 2^f to 8e-5, a fiftieth of what rounding to bf16 does.
+EXP2_BF16 = (0.9999280665, 0.6932609858, 0.2426111308, 0.0551716726)
 MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer that lies in the low mantissa bits
 
 
@@ -45,11 +47,11 @@ def _scale(k: Builder, p: Value, shifted: Value, x: Value, *, low: float, high: 
     return k.select(x < low, 0.0, k.select(x < high, scaled, x + float("inf")))
 
 
-def exp2(k: Builder, x: Value) -> Value:
+def exp2(k: Builder, x: Value, coefficients: tuple[float, ...] = EXP2) -> Value:
     """2**x; 0 below -126 (AVX-512: denormals), infinity above 128."""
     clipped = k.max(-151.0, k.min(129.0, x))  # of a NaN and a number the second: NaN stays
     shifted = clipped + MAGIC
-    p = polynomial(k, clipped - (shifted - MAGIC), EXP2)
+    p = polynomial(k, clipped - (shifted - MAGIC), coefficients)
     return _scale(k, p, shifted, x, low=-126.0, high=128.0)
 
 
@@ -79,19 +81,22 @@ def ln(k: Builder, x: Value) -> Value:
     return k.select(x < float("inf"), k.fma(e, log(2.0), p * s), x)
 
 
-def _exp_of_minus_u(k: Builder, x: Value, squared: Value) -> Value:
-    """exp(-u(x)), u = 2 sqrt(2/pi) (x + 0.044715 x^3), so that gelu(x) = x / (1 + exp(-u))."""
-    return exp(k, x * k.fma(squared, -2 * GELU_SCALE * GELU_CUBIC, k.to(-2 * GELU_SCALE, k.vec)))
+def _exp_of_minus_u(k: Builder, x: Value, squared: Value, dtype: str) -> Value:
+    """exp(-u(x)), u = 2 sqrt(2/pi) (x + 0.044715 x^3), so that gelu(x) = x / (1 + exp(-u)), as exactly as `dtype` can show."""
+    scale = -2 * GELU_SCALE * (LOG2E if dtype == "bf16" else 1.0)
+    exponent = x * k.fma(squared, scale * GELU_CUBIC, k.to(scale, k.vec))
+    return exp2(k, exponent, EXP2_BF16) if dtype == "bf16" else exp(k, exponent)
 
 
-def gelu(k: Builder, x: Value) -> Value:
-    return x / (1.0 + _exp_of_minus_u(k, x, x * x))
+def gelu(k: Builder, x: Value, dtype: str = "fp32") -> Value:
+    """`dtype`: what the result is rounded to. For bf16 12 instead of 20 cycles a vector (Zen 4), error 8e-5."""
+    return x / (1.0 + _exp_of_minus_u(k, x, x * x, dtype))
 
 
-def gelu_slope(k: Builder, x: Value) -> Value:
+def gelu_slope(k: Builder, x: Value, dtype: str = "fp32") -> Value:
     """s + x s (1 - s) u'(x), with s the sigmoid of u(x). 1 - s as s exp(-u) keeps the digits that cancel in the difference."""
     squared = x * x
-    e = k.min(1e37, _exp_of_minus_u(k, x, squared))
+    e = k.min(1e37, _exp_of_minus_u(k, x, squared, dtype))
     s = 1.0 / (1.0 + e)
     du = k.fma(squared, 6 * GELU_SCALE * GELU_CUBIC, k.to(2 * GELU_SCALE, k.vec))
     return k.fma(x * s * (s * e), du, s)

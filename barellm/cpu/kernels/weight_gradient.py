@@ -1,0 +1,102 @@
+"""Weight gradients: dweight = dy.T @ x, contracted over tokens.
+
+Both operands are packed with two token rows woven into pairs, in this thread's scratch: no transposed copy of an activation
+exists. Chunks of CHUNK tokens are added up in order, so the bits do not depend on how the product is cut (choices.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels import amx
+from barellm.cpu.kernels.choices import Choice
+from barellm.cpu.kernels.gemm import block_of, tile_product
+from barellm.cpu.kernels.packing import pack_interleaved, paired, panel_bytes
+from barellm.cpu.lang import Pointer, Value
+
+CHUNK = 2048  # tokens of one weight gradient chunk: its two packed blocks stay in a 1 MiB L2
+NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the cache anyway
+
+
+def weight_gradient(
+    k: KernelBuilder, dweight, dy, x, row_begin, row_limit,
+    *, N: int, K: int, dims: tuple[str, ...], mode: str, choice: Choice,
+) -> None:  # fmt: skip
+    """dweight (N, K) = dy (tokens, N).T @ x (tokens, K). Both operands are packed with tokens woven into pairs."""
+    tile, height, columns = choice.tile, choice.rows, choice.columns
+    pair = paired(k.isa, dy.dtype)
+    span = tile.span(k.isa)
+    packed = -(-height // k.lanes) * k.lanes
+    tokens = k.min(k.extent(dims) - row_begin, row_limit)
+    left_block = k.private("i32")
+    panel = left_block.bytes(panel_bytes(k.isa, dy.dtype, CHUNK, packed))
+    keep = k.keep(mode)
+    row_blocks, column_blocks = -(-N // height), -(-K // columns)
+    nontemporal = N * K * 4 >= NONTEMPORAL and K % span == 0 and mode != "add"
+    buffer = None
+    if amx.uses_tiles(k.isa, dy.dtype):
+        buffer = Pointer(k, k.alloca("float", tile.rows * span), "fp32")
+        amx.configure(k)
+
+    with k.when(tokens > 0), k.claim_each(row_blocks * column_blocks) as unit:
+        row_block, column_block = block_of(unit, choice, row_blocks, column_blocks)
+        n0, k0 = row_block * height, column_block * columns
+        n1, k1 = k.min(n0 + height, N), k.min(k0 + columns, K)
+        with k.loop(0, tokens, CHUNK) as t:
+            depth = k.min(tokens - t, CHUNK)
+            units = (depth + 1) >> 1 if pair else depth
+            hangs = N if N % height or packed != height else None
+            pack_left = amx.pack_left if buffer is not None else pack_interleaved
+            pack_left(k, left_block, dy.at(t * N), n0, depth, stride=N, width=packed, cols=hangs)
+            with k.loop(k0, k1, span) as col:
+                pack_interleaved(k, panel, x.at(t * K), col, depth, stride=K, width=span, cols=K if K % span else None)
+                if buffer is not None:
+                    amx.pad_panel(k, panel, depth)
+                masks = [k.mask_first(K - col - v * k.lanes) if K % span else None for v in range(tile.vectors)]
+                again = t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
+                with k.loop(n0, n1, tile.rows) as row:
+                    base = left_block.bytes((row - n0) << 2)
+
+                    def left(r: int, u: Value, base: Pointer = base) -> Value:
+                        p = base.bytes(u * (packed * 4) + 4 * r)
+                        type_ = "i32" if pair else "float"
+                        return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
+
+                    sums: list[list[Value]] = []
+                    if buffer is not None:
+                        amx.multiply_packed(k, buffer, left_block, row - n0, panel, depth)
+                    else:
+                        sums = tile_product(k, tile, left, panel, units, pair)
+
+                    def put_row(
+                        r: Any, values: list[Value], add: bool, row: Value = row, col: Value = col, masks=masks
+                    ):
+                        for v, value in enumerate(values):
+                            at = (row + r) * K + col + v * k.lanes
+                            if add:
+                                value = value + dweight.load(at, masks[v])
+                            dweight.store(value, at, masks[v], nontemporal=nontemporal and not add)
+
+                    def put(add: bool, row: Value = row, sums=sums, put_row=put_row) -> None:
+                        if buffer is not None:
+                            with k.loop(0, k.min(n1 - row, tile.rows)) as r:
+                                held = [buffer.load(r * span + v * k.lanes) for v in range(tile.vectors)]
+                                put_row(r, held, add)
+                        for r, values in enumerate(sums):
+                            inside = (row + r) < n1
+                            with k.when(inside):
+                                put_row(r, values, add)
+
+                    with k.when(again):
+                        put(True)
+                    with k.otherwise(again):
+                        put(False)
+    if buffer is not None:
+        amx.release(k)
+
+
+def gradient_private(isa: ISA, dtype: str, choice: Choice) -> int:
+    packed = -(-choice.rows // isa.lanes) * isa.lanes
+    return panel_bytes(isa, dtype, CHUNK, packed) + panel_bytes(isa, dtype, CHUNK, choice.tile.span(isa))
