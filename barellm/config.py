@@ -48,9 +48,13 @@ class ModelConfig:
         return (self.padded_vocab + self.max_seq) * C + self.layers * block + norm * C
 
 
+MOMENTS = ("fp32", "16bit", "16bit-stochastic")
+
+
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with warmup and cosine decay. `weight_decay` acts on matrices only; `clip` 0 switches clipping off."""
+    """AdamW with warmup and cosine decay. `weight_decay` acts on matrices only; `clip` 0 switches clipping off; `moments`
+    are how those of matrices are kept: fp32, 16bit (rounded to nearest) or 16bit-stochastic."""
 
     lr: float = 6e-4
     min_lr: float = 6e-5
@@ -60,6 +64,7 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
+    moments: str = "fp32"
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,19 @@ def facts(files: dict[str, dict]) -> list[str]:
             lines.append(f"{_what(r)}: {first}; {warm}; {memory}. {file}")
         if r.get("kind") == "scaling":
             lines.append(f"{_what(r)}: {'; '.join(map(scaling, r['cases']))}. {file}")
+        if r.get("kind") == "moments-loss":
+            gaps = " and ".join(f"{gap:+.4f} with moments {name}" for name, gap in r["gap_nats"].items())
+            lines.append(
+                f"{r['preset']} {r['dtype']}, {r['steps']} steps, mean of {len(r['runs'])} seeds: validation loss {gaps}, against "
+                f"fp32; seeds differ by {r['deviation_between_seeds']:.4f}. {file}"
+            )
+        if r.get("kind") == "moments-update":
+            took = ", ".join(
+                f"{name} {1e3 * seconds:.1f} ms ({r['percent_of_bound'][name]:.0f} % of the bound)"
+                for name, seconds in r["median_s"].items()
+            )
+            rate = sorted(r["update_bytes_per_s"])[len(r["update_bytes_per_s"]) // 2] / 1e9
+            lines.append(f"{r['preset']}, AdamW alone by moments, at {rate:.0f} GB/s in place: {took}. {file}")
         if r.get("kind") == "ops" and "peer" in r:
             ratios = [(row["times_peer"], f"{row['op']} {row['shape']}") for row in r["ops"] if "times_peer" in row]
             most, slowest = max(ratios)
@@ -105,7 +118,8 @@ def scaling(case: dict) -> str:
 
 
 def _what(r: dict) -> str:
-    return f"{r['preset']} {r['batch']} x {r['seq']} {r['dtype']}" + (" recompute" if r.get("recompute") else "")
+    what = f"{r['preset']} {r['batch']} x {r['seq']} {r['dtype']}" + (" recompute" if r.get("recompute") else "")
+    return what if r.get("moments", "fp32") == "fp32" else f"{what}, moments {r['moments']}"
 
 
 def _many(count: int, word: str) -> str:

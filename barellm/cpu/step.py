@@ -30,7 +30,7 @@ from barellm.program.planner import Plan, plan
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime import scalars
 from barellm.runtime.memory import check_fits
-from barellm.runtime.storage import dtype_of, join_split, split_fp32
+from barellm.runtime.storage import dtype_of, from_memory, join_split, split_fp32, to_memory
 
 HUGE = 2 << 20
 
@@ -297,18 +297,18 @@ class CpuSession:
         self._staged[name] = array
 
     def read(self, name: str) -> np.ndarray:
-        """A copy; parameters as fp32, activations at the last run's sizes."""
+        """A copy; parameters and moments as fp32, activations at the last run's sizes."""
         t = self._find(name)
         if t.dtype == "split":
             return self.read_rows(name, 0, int(t.shape[0]))
         shape = [int(self._block.ints[scalars.OFFSET[n.name] // 8]) if isinstance(n, Dim) else n for n in t.shape]
-        return self._flat(t)[: prod(shape)].reshape(shape).copy()
+        return from_memory(self._flat(t)[: prod(shape)].reshape(shape), t.dtype)
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
-        """Leading rows [lo, hi) of a persistent tensor; parameters as fp32."""
+        """Leading rows [lo, hi) of a persistent tensor; parameters and moments as fp32."""
         t = self.tensors[name]
         view = self._view(t)
-        return join_split(view[0, lo:hi], view[1, lo:hi]) if t.dtype == "split" else view[lo:hi].copy()
+        return join_split(view[0, lo:hi], view[1, lo:hi]) if t.dtype == "split" else from_memory(view[lo:hi], t.dtype)
 
     def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
         """Set leading rows from `lo`."""
@@ -317,7 +317,7 @@ class CpuSession:
         if t.dtype == "split":
             view[0, lo : lo + len(array)], view[1, lo : lo + len(array)] = split_fp32(np.asarray(array, np.float32))
         else:
-            view[lo : lo + len(array)] = array
+            view[lo : lo + len(array)] = to_memory(array, t.dtype)
 
 
 def _laps() -> Callable[[], float]:

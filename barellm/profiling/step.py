@@ -66,7 +66,7 @@ class StepBench:
             "micro", batch=train.batch, seq=train.seq, accumulate=0, inv_targets=self.inv_targets,
             seed=SEED, step=at + 1, sample=at * train.batch,
         )  # fmt: skip
-        session.run("update", step=at + 1, lr=LR)
+        session.run("update", step=at + 1, lr=LR, seed=SEED)
 
 
 @contextmanager
@@ -139,6 +139,7 @@ def describe(
         "seq": train.seq,
         "dtype": train.dtype,
         "recompute": train.recompute,
+        "moments": machine.config.optim.moments,
         "threads": machine.session.threads,
         "isa": machine.session.isa.name,
         **facts,

@@ -12,7 +12,8 @@ PERSISTENT: frozenset[str] = frozenset({"parameter", "gradient", "state", "cache
 
 # "split" is a matrix parameter of a bf16 program: a plane of bf16 (the nearest), then a plane of signed 16-bit rests;
 # the fp32 master weight has the bits (hi << 16) + rest, so both planes together lose nothing.
-ITEMSIZE: dict[str, int] = {"fp64": 8, "fp32": 4, "split": 4, "i32": 4, "bf16": 2}
+# "e6m9" and "ue6m10" are the 16-bit floats of optimizer state (`program.ops.moments`).
+ITEMSIZE: dict[str, int] = {"fp64": 8, "fp32": 4, "split": 4, "i32": 4, "bf16": 2, "e6m9": 2, "ue6m10": 2}
 
 
 class Dim(int):

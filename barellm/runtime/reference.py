@@ -19,7 +19,7 @@ from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
 from barellm.program.tensor import PERSISTENT, Dim, Tensor
 from barellm.runtime.scalars import DEFAULTS, SCALARS
-from barellm.runtime.storage import dtype_of, join_split, split_fp32
+from barellm.runtime.storage import dtype_of, from_memory, join_split, split_fp32, to_memory
 
 POISON = 0xFF  # as a byte pattern NaN in every float dtype, -1 in integers
 
@@ -59,7 +59,7 @@ class Arena:
             hi, lo = self._planes(t)
             values = hi.view(dtype_of("bf16")) if rounded else join_split(hi, lo)
         else:
-            values = self._at(t, 0, size, dtype_of(t.dtype))
+            values = from_memory(self._at(t, 0, size, dtype_of(t.dtype)), t.dtype)
         return values.reshape(shape).astype(np.int32 if t.dtype == "i32" else self.dtype)
 
     def write(self, t: Tensor, values: np.ndarray) -> None:
@@ -69,8 +69,7 @@ class Arena:
             for plane, half in zip(self._planes(t), split_fp32(values.astype(np.float32)), strict=True):
                 plane[:] = half
         else:
-            dtype = dtype_of(t.dtype)
-            self._at(t, 0, values.size, dtype)[:] = values.astype(dtype)
+            self._at(t, 0, values.size, dtype_of(t.dtype))[:] = to_memory(values, t.dtype)
 
     def poison(self, t: Tensor) -> None:
         self._at(t, 0, t.nbytes, np.dtype(np.uint8))[:] = POISON

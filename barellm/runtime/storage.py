@@ -1,17 +1,31 @@
-"""How dtypes lie in memory, for the host: NumPy dtypes, and the split form of an fp32 weight."""
+"""How dtypes lie in memory, for the host: NumPy dtypes, 16-bit moments, and the split form of an fp32 weight."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from barellm.program.ops import moments
+
 
 def dtype_of(name: str) -> np.dtype:
-    """NumPy's dtype of a tensor's elements."""
+    """NumPy's dtype of a tensor's elements; of a 16-bit moment that of its codes."""
     if name == "bf16":
         import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype({"fp32": np.float32, "fp64": np.float64, "i32": np.int32}[name])
+    return np.dtype(
+        {"fp32": np.float32, "fp64": np.float64, "i32": np.int32, **dict.fromkeys(moments.FORMATS, np.uint16)}[name]
+    )
+
+
+def to_memory(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Values rounded to how `dtype` lies in memory. Not for "split", which is two planes."""
+    return moments.encode(values, dtype) if dtype in moments.FORMATS else np.asarray(values).astype(dtype_of(dtype))
+
+
+def from_memory(stored: np.ndarray, dtype: str) -> np.ndarray:
+    """What memory holds as numbers of a NumPy dtype (a copy): 16-bit moments as fp32."""
+    return moments.decode(stored, dtype) if dtype in moments.FORMATS else stored.copy()
 
 
 def split_fp32(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

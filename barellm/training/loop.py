@@ -113,7 +113,7 @@ class Loop:
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
             session.run("micro", accumulate=int(micro > 0), inv_targets=inv_targets, **shape, **random)
             loss += float(session.read("loss")[0])
-        session.run("update", step=step + 1, lr=lr)
+        session.run("update", step=step + 1, lr=lr, seed=train.seed)
         norm = float(session.read("clip")[0])
         self._count(time.perf_counter() - begin)
         self.progress.step = step + 1

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import __version__, overrides
-from barellm.config import Config
+from barellm.config import MOMENTS, Config
 from barellm.data.loader import ORDERS, Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.data.tokenizers import Tokenizer, load_tokenizer
@@ -37,7 +37,7 @@ SAMPLE_TOKENS = 160
 FINAL_SAMPLES, FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_SHARE, FINAL_SHOWN = 6, 384, 256, 2
 FREE_KEYS = frozenset(
     {f"train.{k}" for k in ("steps", "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep")}
-    | {"data.source"}
+    | {"data.source", "optim.moments"}
 )
 
 
@@ -92,6 +92,8 @@ def check(config: Config) -> None:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(o, name) < 1:
             raise UserError(f"optim.{name} is {getattr(o, name)}, expected 0 <= {name} < 1")
+    if o.moments not in MOMENTS:
+        raise UserError(f"optim.moments is {o.moments!r}, expected {', '.join(MOMENTS[:-1])} or {MOMENTS[-1]}")
     if t.dtype not in ("auto", "fp32", "bf16"):
         raise UserError(f"train.dtype is {t.dtype!r}, expected auto, fp32 or bf16")
     if config.data.order not in ORDERS:

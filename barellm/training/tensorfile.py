@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from barellm.runtime.session import Session
 
 PIECE = 8 << 20  # bytes read from the session at a time
-CODES = {"fp32": "F32", "split": "F32", "fp64": "F64", "i32": "I32", "bf16": "BF16"}
+# What a session gives as fp32 is kept as fp32: every value of a 16-bit format is one, and any reader knows it.
+CODES = {"fp32": "F32", "split": "F32", "e6m9": "F32", "ue6m10": "F32", "fp64": "F64", "i32": "I32", "bf16": "BF16"}
 ITEM = {"F32": 4, "F64": 8, "I32": 4, "BF16": 2}
 
 

@@ -138,6 +138,7 @@ def test_heads_that_do_not_divide_channels(refused, out, text):
         (["--steps", "-3"], "train.steps is -3, expected at least 1"),
         (["--lr", "-1"], "optim.lr is -1.0, expected at least 0"),
         (["--optim.beta1", "1"], "optim.beta1 is 1.0, expected 0 <= beta1 < 1"),
+        (["--optim.moments", "bf16"], "optim.moments is 'bf16', expected fp32, 16bit or 16bit-stochastic"),
         (["--dtype", "fp8"], "train.dtype is 'fp8', expected auto, fp32 or bf16"),
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--model.dropout", "1"], "model.dropout is 1.0"),

@@ -17,12 +17,13 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.step import CpuSession
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
+from barellm.program.ops.moments import FORMATS
 from barellm.program.tensor import Dim, Tensor
-from barellm.runtime.storage import dtype_of, join_split, split_fp32
+from barellm.runtime.storage import from_memory, join_split, split_fp32, to_memory
 
 ISAS = isa_module.available()
 EPS = 2.0**-24
-ROUNDING = {"fp32": EPS, "bf16": 2.0**-8, "split": EPS, "i32": 0.0}
+ROUNDING = {"fp32": EPS, "bf16": 2.0**-8, "split": EPS, "i32": 0.0, "e6m9": 2.0**-10, "ue6m10": 2.0**-11}
 SCALARS = {"pos": 0, "accumulate": 0, "step": 1, "seed": 0, "sample": 0, "lr": 1e-3, "inv_targets": 1.0}
 THREADS = (1, 2, 5)
 
@@ -50,7 +51,7 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
         return np.asarray(values, np.int32)
     if dtype == "split":
         return join_split(*split_fp32(np.asarray(values, np.float32))).astype(np.float64)
-    return np.asarray(values).astype(dtype_of(dtype)).astype(np.float64)
+    return from_memory(to_memory(values, dtype), dtype).astype(np.float64)
 
 
 def tokens(values: np.ndarray, dtype: str = "fp32") -> Given:
@@ -159,7 +160,7 @@ def _open(case: Case, isa: ISA, threads: int, dims: tuple[Dim, Dim]) -> tuple[Op
 
 
 def _read(session: CpuSession, t: Tensor, shape: tuple[int, ...]) -> np.ndarray:
-    if t.dtype == "split":
+    if t.dtype == "split" or t.dtype in FORMATS:
         return session.read(t.name)
     return session._flat(t)[: int(np.prod(shape))].reshape(shape).copy()
 

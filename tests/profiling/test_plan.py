@@ -76,6 +76,22 @@ def test_recompute_saves_memory_and_leaves_the_models_operations():
     assert executed[1] > executed[0]
 
 
+@pytest.mark.parametrize("moments", ["16bit", "16bit-stochastic"])
+def test_moments_of_16_bits_take_half_the_memory_and_the_updates_bytes_fall(moments):
+    wide, _ = plan.report(config_of())
+    packed, _ = plan.report(overrides.changed(config_of(), {"optim.moments": moments}))
+    model = config_of().model
+    vectors = model.layers * 13 * model.channels + 2 * model.channels
+    assert packed["memory"]["optimizer_state"] - 4 * (model.parameters - vectors) == pytest.approx(
+        8 * vectors, abs=1 << 14
+    )
+    saved = wide["memory"]["optimizer_state"] - packed["memory"]["optimizer_state"]
+    assert packed["arena_bytes"] == pytest.approx(wide["arena_bytes"] - saved, abs=1 << 14)
+    moved = [next(row["bytes"] for row in n["ops"] if row["op"] == "adamw") for n in (wide, packed)]
+    assert moved[0] / model.parameters == pytest.approx(28, abs=0.01)
+    assert moved[1] / model.parameters == pytest.approx(20, abs=0.02)
+
+
 def test_fusions_and_ops_are_counted():
     numbers, built = plan.report(config_of())
     assert numbers["fusions"]["linear_gelu"] == 12

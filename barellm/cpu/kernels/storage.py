@@ -1,12 +1,14 @@
-"""fp32 weights as kernels see them: one array, or the two 16-bit planes of a split parameter, bits = (hi << 16) + lo."""
+"""What kernels see as fp32 though memory may not: weights in one array or in the two 16-bit planes of a split parameter,
+bits = (hi << 16) + lo; moments in one array or in the 16-bit codes of `program.ops.moments`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, plane
+from barellm.cpu.kernel import KernelBuilder, part, plane
 from barellm.cpu.lang import Pointer, Value
+from barellm.program.ops.moments import FORMATS, REBIAS
 from barellm.program.tensor import Tensor
 
 
@@ -15,6 +17,21 @@ def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
     if t.dtype == "split":
         return {name: (plane(t, "hi"), "bf16"), f"{name}_lo": (plane(t, "lo"), "i16")}
     return {name: t, f"{name}_lo": None}
+
+
+def store_halves(
+    k: KernelBuilder, p: Pointer, lanes: list[Value], index: Any, mask: Value | None, *, high: bool
+) -> None:
+    """Sixteen bits of each i32 lane of adjacent vectors; a mask only with one. Two vectors are woven in one shuffle and stored at
+    once: AVX-512 truncates a vector in two operations, and stores half of one."""
+    if len(lanes) == 2:
+        halves = f"<{2 * k.lanes} x i16>"
+        a, b = (k.bitcast(v, halves) for v in lanes)
+        both = k.shuffle(a, b, [2 * j + high for j in range(2 * k.lanes)])
+        k.line(f"store {both.typed}, ptr {p.at(index).ref}, align 2")
+        return
+    for j, v in enumerate(lanes):
+        p.store_raw(k.to(v >> 16 if high else v, f"<{k.lanes} x i16>"), k.lanes * j + index, mask)
 
 
 @dataclass(frozen=True)
@@ -33,11 +50,63 @@ class Weight:
         return k.bitcast(high + k.to(self.lo.load_raw(index, mask), k.ivec), k.vec)
 
     def store(self, value: Value, index: Any = 0, mask: Value | None = None) -> None:
+        self.store_all([value], index, mask)
+
+    def store_all(self, values: list[Value], index: Any, mask: Value | None) -> None:
+        """Adjacent vectors; a mask only with one."""
         if self.lo is None:
-            self.p.store(value, index, mask)
+            for j, value in enumerate(values):
+                self.p.store(value, self.k.lanes * j + index, mask)
             return
-        k = self.k
-        bits = k.bitcast(k.to(value, k.vec), k.ivec)
-        halves = f"<{k.lanes} x i16>"
-        self.p.store_raw(k.to((bits + 0x8000) >> 16, halves), index, mask)
-        self.lo.store_raw(k.to(bits, halves), index, mask)
+        bits = [self.k.bitcast(value, self.k.ivec) for value in values]
+        store_halves(self.k, self.p, [b + 0x8000 for b in bits], index, mask, high=True)
+        store_halves(self.k, self.lo, bits, index, mask, high=False)
+
+
+def moment_operand(t: Tensor) -> Any:
+    """Operand of a call: the fp32 tensor, or its codes."""
+    return (part(t), "i16") if t.dtype in FORMATS else t
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Vectors of fp32 values of a moment whose codes, if it has any, are of the format `dtype`."""
+
+    k: KernelBuilder
+    p: Pointer
+    dtype: str
+
+    def load(self, index: Any = 0, mask: Value | None = None) -> Value:
+        if self.p.dtype == "fp32":
+            return self.p.load(index, mask)
+        k, f = self.k, FORMATS[self.dtype]
+        codes = k.op(k.ivec, f"{'sext' if f.signed else 'zext'} {self.p.load_raw(index, mask).typed} to {k.ivec}")
+        magnitude = codes & 0x7FFF if f.signed else codes
+        value = k.bitcast(k.select(magnitude.equals(0), 0, (magnitude << f.shift) + REBIAS), k.vec)
+        return k.copysign(value, k.bitcast(codes, k.vec)) if f.signed else value
+
+    def store_all(self, values: list[Value], index: Any, mask: Value | None, *, dither: list[Value] | None) -> None:
+        """Adjacent vectors; a mask only with one. `dither`: i32 lanes below 2^shift for each, for stochastic rounding; None for
+        the nearest, or fp32."""
+        if self.p.dtype == "fp32":
+            for j, value in enumerate(values):
+                self.p.store(value, self.k.lanes * j + index, mask)
+            return
+        codes = [self._code(value, dither[j] if dither else None) for j, value in enumerate(values)]
+        store_halves(self.k, self.p, codes, index, mask, high=True)
+
+    def _code(self, value: Value, dither: Value | None) -> Value:
+        """As `moments.encode`, with the code in the high half of each lane: a sign is there already."""
+        k, f = self.k, FORMATS[self.dtype]
+        magnitude = k.min_magnitude(value, f.most)
+        inside = magnitude >= f.least
+        code = magnitude - REBIAS
+        if dither is None:
+            code = k.select(inside, code + (1 << (f.shift - 1)), 0)
+        else:
+            code = k.select(inside, code, k.to(k.bitcast(magnitude, k.vec) * f.per_least, k.ivec)) + dither
+            inside = code >= 1 << f.shift
+        code = code << (16 - f.shift)
+        if not f.signed:
+            return code
+        return k.select(inside, k.bitcast(k.copysign(k.bitcast(code, k.vec), value), k.ivec), 0)

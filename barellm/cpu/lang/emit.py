@@ -236,6 +236,29 @@ class Builder:
         name = f"llvm.sqrt.v{lanes}f32" if lanes else {"float": "llvm.sqrt.f32", "double": "llvm.sqrt.f64"}[v.type]
         return self.call(name, v.type, v)
 
+    def copysign(self, v: Value, sign: Value) -> Value:
+        """The magnitude of `v` lanes with the signs of others."""
+        if not self.isa.masked:
+            return self.call(f"llvm.copysign.v{width(v.type)}f32", v.type, v, sign)
+        name = "llvm.x86.avx512.pternlog.d.512"  # LLVM makes two operations of what is this one
+        self.declare(f"{self.ivec} @{name}({self.ivec}, {self.ivec}, {self.ivec}, i32)")
+        a, b, mask = self.bitcast(v, self.ivec), self.bitcast(sign, self.ivec), self.const(0x7FFFFFFF, self.ivec)
+        merged = self.op(self.ivec, f"call {self.ivec} @{name}({a.typed}, {b.typed}, {mask.typed}, i32 {0b11100100})")
+        return self.bitcast(merged, v.type)
+
+    def min_magnitude(self, v: Value, most: int) -> Value:
+        """The bits (i32 lanes) of min(|v|, the fp32 whose bits are `most`); of a NaN the latter."""
+        if not self.isa.masked:
+            return self.min(self.bitcast(v, self.ivec) & 0x7FFFFFFF, most)
+        name = "llvm.x86.avx512.mask.range.ps.512"
+        self.declare(f"{self.vec} @{name}({self.vec}, {self.vec}, i32, {self.vec}, i16, i32)")
+        limit = self.bitcast(self.const(most, self.ivec), self.vec)
+        # 0b1010: the smaller magnitude, sign cleared.
+        least = self.op(
+            self.vec, f"call {self.vec} @{name}({v.typed}, {limit.typed}, i32 10, {v.typed}, i16 -1, i32 4)"
+        )
+        return self.bitcast(least, self.ivec)
+
     def ceil_div(self, a: Any, b: int) -> Value:
         return (self.int(a) + (b - 1)) // b
 

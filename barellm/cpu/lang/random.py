@@ -42,6 +42,15 @@ def words(k: Builder, key: tuple[Value, Value], row: Any, block: Any, part: int 
     return threefry(k, k.splat(key[0]), k.splat(key[1]), k.splat(first) + k.iota(), k.splat(k.to(k.int(row), "i32")))
 
 
+def halves(k: Builder, key: tuple[Value, Value], block: Any) -> list[Value]:
+    """16 random bits for every column of row 0's block of 64, in the order of the columns, one vector after another."""
+    pairs = [words(k, key, 0, block, part) for part in range(HALF // k.lanes)]
+    found = []
+    for of_part in zip(*pairs, strict=True):
+        found += [word & 0xFFFF for word in of_part] + [word >> 16 for word in of_part]
+    return found
+
+
 def keep(k: Builder, word: Value, rate: float) -> Value:
     """What an element is multiplied with: 0, or 1 / (1 - rate)."""
     # Unsigned order is signed order with the top bit flipped.

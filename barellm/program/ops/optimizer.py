@@ -6,9 +6,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from barellm.program.ops import moments
 from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.random import halves
 from barellm.program.tensor import Tensor, describe
 
+STATE_DTYPES = (("fp32", "fp32"), ("e6m9", "ue6m10"))  # of m and v
 CHUNK = 65536  # elements per partial sum of squares: fixed, so that the sum's bits depend on the shape only
 
 
@@ -57,18 +60,26 @@ class AdamW(Op):
     p = p (1 - lr wd) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
 
     `step` counts from 1. Nothing changes if clip[1] is NaN.
+
+    Moments are fp32, or 16 bits each: m "e6m9" and v "ue6m10" (`program.ops.moments`). The weight is updated from the new
+    moments before they are rounded. They are rounded to nearest; or, with a `stream`, stochastically: by the 16 bits of
+    `program.ops.random` for this seed, step, stream, sample 0, row 0 and the element as the column. Of these m takes the
+    lowest 14 and v the highest 13: what both use counts four times as much in m's, so their errors hardly go together.
     """
 
     name = "adamw"
-    scalars = ("lr", "step")
+    optional = ("stream",)
+    scalars = ("lr", "step", "seed")
     inplace: ClassVar[dict[str, str]] = {"param": "param", "m": "m", "v": "v"}
 
     def infer(self, param: Tensor, grad: Tensor, m: Tensor, v: Tensor, clip: Tensor) -> dict[str, Spec]:
         if not param.shape == grad.shape == m.shape == v.shape or clip.shape != (2,):
             raise ValueError(f"adamw expects equal shapes and clip (2): {describe(param=param, grad=grad, m=m, v=v)}")
+        if (m.dtype, v.dtype) not in STATE_DTYPES:
+            raise ValueError(f"adamw expects fp32 moments, or e6m9 and ue6m10: {describe(m=m, v=v)}")
         return {"param": (param.shape, param.dtype), "m": (m.shape, m.dtype), "v": (v.shape, v.dtype)}
 
-    def reference(self, param, grad, m, v, clip, lr, step):
+    def reference(self, param, grad, m, v, clip, lr, step, seed=0):
         if np.isnan(clip[1]):
             return {"param": param, "m": m, "v": v}
         g = grad * clip[1]
@@ -76,7 +87,20 @@ class AdamW(Op):
         v = self.beta2 * v + (1 - self.beta2) * g * g
         denominator = np.sqrt(v / (1 - self.beta2**step)) + self.eps
         param = param * (1 - lr * self.weight_decay) - lr / (1 - self.beta1**step) * m / denominator
-        return {"param": param, "m": m, "v": v}
+        return {"param": param, **self._stored(m, v, step, seed)}
+
+    def _stored(self, m: np.ndarray, v: np.ndarray, step: int, seed: int) -> dict[str, np.ndarray]:
+        """The new moments as their dtypes hold them."""
+        if self.m.dtype == "fp32":
+            return {"m": m, "v": v}
+        dither_m = dither_v = None
+        if self.stream is not None:
+            bits = halves(seed, step, 0, self.stream, m.size).reshape(m.shape)
+            dither_m, dither_v = bits & 0x3FFF, bits >> np.uint32(3)
+        return {
+            "m": moments.decode(moments.encode(m, "e6m9", dither_m), "e6m9").astype(m.dtype),
+            "v": moments.decode(moments.encode(v, "ue6m10", dither_v), "ue6m10").astype(v.dtype),
+        }
 
     def flops(self) -> int:
         return 14 * self.param.size

@@ -7,9 +7,13 @@ One definition for every backend, for any split into micro-batches and for any s
     column c of a row uses word (c // 16) % 2 of the call i = 16 * (c // 32) + c % 16
 
 so 16 lanes with consecutive i give columns 32b .. 32b+15 from the first words and 32b+16 .. 32b+31 from the second: no
-shuffles on 4, 8 or 16 lanes. `sample` is the sample's index in the data order (scalar `sample` + row of the batch),
-`stream` the number of the random op in the program, `row` the position t (attention: t * heads + head), `column` the
-channel (attention: the key's position). Initialisation uses step 0 and sample 0; training steps count from 1.
+shuffles on 4, 8 or 16 lanes. Where 16 bits are enough a call serves four columns: column c has those of the call
+i = 16 * (c // 64) + c % 16 that are number (c // 16) % 4 of first word low, high, second word low, high.
+
+`sample` is the sample's index in the data order (scalar `sample` + row of the batch), `stream` the number of the random op
+in the program, `row` the position t (attention: t * heads + head), `column` the channel (attention: the key's position).
+Initialisation uses step 0 and sample 0; training steps count from 1. The streams from STATE_STREAMS on round the moments of
+the parameters, in their order.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from barellm.program.tensor import Tensor
 PARITY = 0x1BD11BDA
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 HALF = 16  # columns per word of a call
+STATE_STREAMS = 1 << 16
 
 
 def threefry(k0, k1, c0, c1) -> tuple[np.ndarray, np.ndarray]:
@@ -61,6 +66,15 @@ def to_columns(first: np.ndarray, second: np.ndarray, columns: int) -> np.ndarra
 def words(seed: int, step: int, sample: int, stream: int, rows: np.ndarray, columns: int) -> np.ndarray:
     """One uint32 word per (row, column): (R, columns)."""
     return to_columns(*calls(seed, step, sample, stream, rows, columns), columns)
+
+
+def halves(seed: int, step: int, sample: int, stream: int, columns: int) -> np.ndarray:
+    """16 random bits, as uint32, for each of the columns of one row: (columns,)."""
+    first, second = calls(seed, step, sample, stream, np.zeros(1), -(-columns // 2))
+    parts = [
+        part.reshape(-1, HALF) for word in (first, second) for part in (word & np.uint32(0xFFFF), word >> np.uint32(16))
+    ]
+    return np.stack(parts, axis=1).reshape(-1)[:columns]
 
 
 def threshold(rate: float) -> int:

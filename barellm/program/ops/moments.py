@@ -1,0 +1,82 @@
+"""16-bit floats for AdamW's moments, as in OpenAI's blocksparse (Gray et al. 2017): exact encodings, in NumPy.
+
+"e6m9" (first moment): bit 15 the sign, 14..9 the exponent e, 8..0 the mantissa m: +-(1 + m / 512) 2^(e - 60).
+"ue6m10" (second moment): 15..10 the exponent, 9..0 the mantissa: (1 + m / 1024) 2^(e - 60), no sign.
+
+Code 0 is zero, so 2^-60 itself is none of the values; there are no denormals, infinities or NaNs. 8.7e-19 to 15.98 covers
+what gradients and their squares do in training, which fp16 and bf16 do not: one has too few exponents, the other too few
+digits for a mean that moves by a thousandth of itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+REBIAS = (127 - 60) << 23  # what the exponent field of an fp32 has on top
+
+
+@dataclass(frozen=True)
+class Format:
+    """Six bits of exponent, `mantissa` bits, and a sign where `signed`."""
+
+    signed: bool
+    mantissa: int
+
+    @property
+    def shift(self) -> int:
+        """Bits that an fp32 mantissa has beyond this one's: how many random bits a stochastic rounding takes."""
+        return 23 - self.mantissa
+
+    @property
+    def least(self) -> int:
+        """The fp32 bits of the smallest positive value."""
+        return (1 << self.shift) + REBIAS
+
+    @property
+    def most(self) -> int:
+        """The fp32 bits of the largest value."""
+        return (((1 << (6 + self.mantissa)) - 1) << self.shift) + REBIAS
+
+    @property
+    def per_least(self) -> float:
+        """What takes [0, least] to [0, 2^shift]: dithering below `least` decides between it and zero."""
+        return 2.0 ** (self.shift + 60) / (1 + 2.0**-self.mantissa)
+
+
+FORMATS = {"e6m9": Format(signed=True, mantissa=9), "ue6m10": Format(signed=False, mantissa=10)}
+
+
+def encode(x, dtype: str, dither=None) -> np.ndarray:
+    """uint16 codes of fp32 values. Beyond the largest value, infinity and NaN too, a value becomes the largest; the sign is
+    ignored where the format has none.
+
+    Without `dither` to the nearest, ties away from zero, and to zero what is below the smallest. With it, uniform integers
+    below 2^shift, to one of the two neighbours, zero too, with the probability that leaves the mean unchanged.
+    """
+    f = FORMATS[dtype]
+    x = np.asarray(x, dtype=np.float32)
+    bits = x.view(np.int32)
+    magnitude = np.minimum(bits & 0x7FFFFFFF, f.most)
+    tiny = magnitude < f.least
+    below = 0
+    if dither is None:
+        dither = 1 << (f.shift - 1)
+    else:
+        below = (np.where(tiny, np.abs(x), np.float32(0)) * np.float32(f.per_least)).astype(np.int32)
+    codes = (np.where(tiny, below, magnitude - REBIAS) + np.asarray(dither, dtype=np.int32)) >> f.shift
+    if f.signed:
+        codes |= np.where(codes != 0, (bits >> 16) & 0x8000, 0)
+    return codes.astype(np.uint16)
+
+
+def decode(codes, dtype: str) -> np.ndarray:
+    """The fp32 values of uint16 codes, exactly: `encode` gives the codes back."""
+    f = FORMATS[dtype]
+    codes = np.asarray(codes, dtype=np.int32)
+    magnitude = codes & 0x7FFF if f.signed else codes
+    bits = np.where(magnitude != 0, (magnitude << f.shift) + REBIAS, 0)
+    if f.signed:
+        bits |= (codes & 0x8000) << 16
+    return bits.astype(np.int32).view(np.float32)
