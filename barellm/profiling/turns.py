@@ -139,11 +139,12 @@ def interleave(variants: list[Variant], *, rounds: int, report: Callable[[str], 
 
     No process is left when this returns or raises.
     """
+    limit = SHARE * free_bytes()
     with _ended(variants), tempfile.TemporaryDirectory() as folder:
         for i, v in enumerate(variants):
             v.start(Path(folder) / str(i))
             v.turn(1, warm_up=0)
-            _hold_what_fits(variants[: i + 1])
+            _hold_what_fits(variants[: i + 1], limit=limit)
             report(f"{v.name}: first step {v.facts['first_step_s']:.2f} s after its start, then {v.samples[0]:.4f} s")
         trial = {v.name: v.samples[0] for v in variants}
         steps = max(1, round(TURN / max(trial.values())))
@@ -158,9 +159,8 @@ def interleave(variants: list[Variant], *, rounds: int, report: Callable[[str], 
     return steps
 
 
-def _hold_what_fits(started: list[Variant]) -> None:
+def _hold_what_fits(started: list[Variant], *, limit: float) -> None:
     """While all that are held do not fit into memory beside the largest other one, the largest is held no longer."""
-    limit = SHARE * memory_limit()[0]
     while True:
         held = [v for v in started if v.held]
         beside = max(v.peak_rss_bytes for v in started)  # of one that is held no longer, or of the next to be started
@@ -169,6 +169,15 @@ def _hold_what_fits(started: list[Variant]) -> None:
         largest = max(held, key=lambda v: v.peak_rss_bytes)
         largest.held = False
         largest.end()
+
+
+def free_bytes() -> int:
+    """What processes can have now: the limit of this one's group, or less where others have the machine's memory."""
+    limit = memory_limit()[0]
+    with contextlib.suppress(OSError):
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return min(limit, int(lines["MemAvailable"].split()[0]) * 1024)
+    return limit
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ def test_long_steps_need_no_step_before_them(fake):
 
 
 def test_what_does_not_fit_beside_the_others_is_started_for_each_turn(fake, monkeypatch):
-    monkeypatch.setattr(turns, "memory_limit", lambda: (20 / turns.SHARE, "a test"))
+    monkeypatch.setattr(turns, "free_bytes", lambda: 20 / turns.SHARE)
     made = [fake(name, nbytes=n) for name, n in (("ours", 3), ("eager", 6), ("compile", 4), ("tuned", 7), ("last", 4))]
     interleave(made, rounds=2, report=lambda line: None)
     assert {v.name: v.held for v in made} == {
@@ -92,6 +92,13 @@ def test_what_does_not_fit_beside_the_others_is_started_for_each_turn(fake, monk
     }
     assert [len(fake.pids(v.name)) for v in made] == [1, 3, 1, 3, 1]
     assert all(len(v.turns) == 2 for v in made)
+
+
+def test_memory_is_that_of_the_limit_or_what_others_left(monkeypatch):
+    monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1M")
+    assert turns.free_bytes() == 1 << 20
+    monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1000T")
+    assert 0 < turns.free_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_one_that_dies_is_named_and_nobody_is_left(fake):
