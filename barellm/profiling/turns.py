@@ -25,7 +25,7 @@ from barellm.runtime.memory import memory_limit
 
 PAUSE = 0.3  # seconds between turns: the system's own work of starting and stopping
 TURN = 1.0  # seconds that a turn's steps should take together
-LONG = 5.0  # seconds of a step that needs no step before it to warm the caches
+LONG = 3.0  # seconds of a step that needs no step before it to warm the caches
 SHARE = 0.9  # of the memory: what all processes together may have
 BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint(flush=True)\nwhile True: pass"
 

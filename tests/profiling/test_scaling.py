@@ -1,7 +1,9 @@
 """bench scaling: which cases there are, what stands beside each, and one run of all with real threads."""
 
+import importlib
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from barellm.profiling.roofline import Ceiling
 from barellm.profiling.turns import Variant
 from barellm.training.machine import resolved
 
+ROOT = Path(__file__).parents[2]
 SMALL = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "train.batch": 2, "train.seq": 16}
 FAKE = """
 import json, sys
@@ -75,6 +78,10 @@ def test_each_case_stands_beside_the_right_one(monkeypatch):
     assert list(seen.values()) == [("1", 1, False), ("2", 2, False), ("2", 2, True), ("2", 1, False)]
     text = "\n".join(bench._scaling_lines(r))
     assert "1.90x" in text and "1.43 times as long as without" in text and "1.25 times as long as on 1 thread" in text
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    (line,) = importlib.import_module("table").facts({"x.json": r})
+    assert line.startswith("shakespeare-char 2 x 16 ") and line.endswith(". x.json") and "2 threads 210.0 ms, 1.90x" in line
+    assert "1.43 times as long as without" in line and "1.25 times as long as one thread" in line
 
 
 def test_more_threads_than_cores_are_refused(monkeypatch, capsys):
