@@ -13,6 +13,12 @@ from xml.sax.saxutils import escape
 import chart
 
 RESULTS = Path(__file__).parent / "results"
+PARTS = {
+    "to_first_step_s": "first step done",
+    "steps_s": "steps",
+    "evaluations_s": "evaluations",
+    "after_last_step_s": "end",
+}
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 
@@ -68,7 +74,7 @@ def machine_line(results: dict[str, dict]) -> list[str]:
 
 
 def facts(files: dict[str, dict]) -> list[str]:
-    """A line for each file of `bench step`, `bench scaling` and `bench ops --peers torch`."""
+    """A line for each file of `bench step`, `bench scaling` and `bench ops --peers torch`, and for each whole run."""
     lines = []
     for file, r in files.items():
         if r.get("kind") == "step":
@@ -79,6 +85,13 @@ def facts(files: dict[str, dict]) -> list[str]:
             )
             warm = f"a warm step {r['median_s'] * 1e3:.1f} ms, {r['minor_faults']} page faults, {r['python_calls']} Python calls"
             lines.append(f"{_what(r)}: {first}; {warm}; {memory}. {file}")
+        if r.get("kind") == "run":
+            for run in r["runs"]:
+                parts = ", ".join(f"{name} {run[key]:.1f}" for key, name in PARTS.items())
+                lines.append(
+                    f"{r['preset']}, the whole command, {run['cache']} cache: {run['wall_s']:.1f} s for {run['steps']:,} steps "
+                    f"({parts}), validation {run['val_nats']:.4f} nats. {file}"
+                )
         if r.get("kind") == "scaling":
             lines.append(f"{_what(r)}: {'; '.join(map(scaling, r['cases']))}. {file}")
         if r.get("kind") == "moments-loss":

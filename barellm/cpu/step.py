@@ -22,7 +22,7 @@ from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA, host
 from barellm.cpu.kernel import REGISTRY, Call, Lowering, Region, Spec
 from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
-from barellm.cpu.threads import Pool, thread_count
+from barellm.cpu.threads import Pool, allowed_cpus, thread_count
 from barellm.program.builder import Program
 from barellm.program.fusion import fuse
 from barellm.program.ops.base import Op
@@ -184,7 +184,7 @@ class CpuSession:
 
     def _compile(self) -> None:
         emitters = {spec.key: partial(spec.ir, self.isa) for spec in self.specs}
-        objects = compilers.cached_objects(emitters, self.isa, processes=self.threads)
+        objects = compilers.cached_objects(emitters, self.isa, processes=min(self.threads, len(allowed_cpus())))
         self.library = jit.Library(objects, self.isa)
 
     def _address(self, region: Region) -> tuple[int, int]:

@@ -50,6 +50,13 @@ def test_the_last_line_of_a_run_is_its_result(tiny, capsys, tmp_path):
         assert words in out
 
 
+def test_a_text_of_one_line_is_sampled_too(tiny, text, capsys):
+    """A character model samples from a new line, which this one does not know."""
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 50)
+    assert main(tiny()) == 0
+    assert "sample" in capsys.readouterr().out
+
+
 def test_json_mode_prints_objects_only(tiny, capsys, tmp_path):
     assert main(tiny("--json")) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
