@@ -74,7 +74,8 @@ def machine_line(results: dict[str, dict]) -> list[str]:
 
 
 def facts(files: dict[str, dict]) -> list[str]:
-    """A line for each file of `bench step`, `bench scaling` and `bench ops --peers torch`, and for each whole run."""
+    """A line for each file of `bench step` and `bench scaling`, of `bench ops` and `bench attention` with `--peers torch`, and for
+    each whole run."""
     lines = []
     for file, r in files.items():
         if r.get("kind") == "step":
@@ -107,6 +108,8 @@ def facts(files: dict[str, dict]) -> list[str]:
             )
             rate = sorted(r["update_bytes_per_s"])[len(r["update_bytes_per_s"]) // 2] / 1e9
             lines.append(f"{r['preset']}, AdamW alone by moments, at {rate:.0f} GB/s in place: {took}. {file}")
+        if r.get("kind") == "attention" and "peer" in r:
+            lines.append(f"{attention(r)}. {file}")
         if r.get("kind") == "ops" and "peer" in r:
             ratios = [(row["times_peer"], f"{row['op']} {row['shape']}") for row in r["ops"] if "times_peer" in row]
             most, slowest = max(ratios)
@@ -115,6 +118,25 @@ def facts(files: dict[str, dict]) -> list[str]:
                 f"of PyTorch's own ({slowest}). {file}"
             )
     return lines
+
+
+def attention(r: dict) -> str:
+    """All cases of `bench attention --peers torch`."""
+    words = []
+    for what, name in (("forward", "forward"), ("both", "forward and backward")):
+        ratios = [case["ratio"] for case in r["cases"] if case["what"] == what]
+        words.append(f"{name} {min(ratios):.2f} to {max(ratios):.2f} times as fast")
+    lengths, sizes = ({case[key] for case in r["cases"]} for key in ("seq", "D"))
+    longest = [case for case in r["cases"] if case["seq"] == max(lengths)]
+    share = f"{min(c['percent_of_peak'] for c in longest):.0f} % of the peak or more"
+    square = (
+        f"{max(c['of_square'] for c in longest):.2f} of the time that the whole square would take at the peak, or less"
+    )
+    return (
+        f"causal attention {r['dtype']}, T {min(lengths)} to {max(lengths)}, heads of {' and '.join(map(str, sorted(sizes)))}, "
+        f"against scaled_dot_product_attention of {r['peer']}, tuned environment: {', '.join(words)}; at T {max(lengths)} {share}, "
+        f"{square}"
+    )
 
 
 def scaling(case: dict) -> str:

@@ -12,7 +12,7 @@ from barellm.cli.options import add_configuration, configuration
 from barellm.config import Config
 from barellm.errors import UserError
 
-KINDS = ("step", "ops", "scaling")
+KINDS = ("step", "ops", "attention", "scaling")
 STEPS = 5
 
 
@@ -23,17 +23,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="step",
         choices=KINDS,
         metavar="WHAT",
-        help="step: a training step (the default); ops: each kernel against its bound; scaling: the step on 1 thread to all, "
-        "and beside a rival for a core",
+        help="step: a training step (the default); ops: each kernel against its bound; attention: causal attention over "
+        "lengths and head sizes; scaling: the step on 1 thread to all, and beside a rival for a core",
     )
     parser.add_argument(
-        "--peers", metavar="LIST", help="step, ops: beside other programs: all that are installed, torch, llmc=PATH"
+        "--peers",
+        metavar="LIST",
+        help="step, ops, attention: beside other programs: all that are installed, torch, llmc=PATH",
     )
     parser.add_argument(
-        "--interleave", type=int, metavar="N", help="step --peers, scaling: rounds of turns (default: 7)"
+        "--interleave", type=int, metavar="N", help="step --peers, attention, scaling: rounds of turns (default: 7)"
     )
     parser.add_argument(
-        "--out", metavar="FILE.json", help="where the result goes (step --peers, scaling: benchmarks/results/)"
+        "--out",
+        metavar="FILE.json",
+        help="where the result goes (step and attention --peers, scaling: benchmarks/results/)",
     )
     parser.add_argument(
         "--digest", action="store_true", help="step: add a hash of all weights and states after the steps"
@@ -73,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any], list[str]]:
     """The result, and the lines that a person reads."""
-    interleaved = args.what == "scaling" or (args.what == "step" and args.peers is not None)
+    interleaved = args.what in ("attention", "scaling") or (args.what == "step" and args.peers is not None)
     if args.interleave is not None and not interleaved:
-        raise UserError("--interleave is for step --peers and for scaling")
+        raise UserError("--interleave is for step --peers, attention and scaling")
     rounds = 7 if args.interleave is None else args.interleave
     if rounds < 1:
         raise UserError(f"--interleave is {rounds}, expected at least 1")
@@ -84,17 +88,22 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
         from barellm.profiling import scaling
 
         if args.peers is not None:
-            raise UserError("--peers is for step and ops")
+            raise UserError("--peers is for step, ops and attention")
         result = scaling.measure(config, rounds=rounds, report=report)
         return result, _scaling_lines(result)
     from barellm.profiling import peers
 
     chosen = None if args.peers is None else peers.chosen(args.peers)
+    if args.what in ("ops", "attention") and chosen and list(chosen) != ["torch"]:
+        raise UserError(f"bench {args.what} knows PyTorch's ops only: --peers torch")
+    if args.what == "attention":
+        from barellm.profiling import attentions
+
+        # Its lines are the report, written as they come.
+        return attentions.measure(config.train.dtype, torch=bool(chosen), rounds=rounds, report=report), []
     if args.what == "ops":
         from barellm.profiling import ops
 
-        if chosen and list(chosen) != ["torch"]:
-            raise UserError("bench ops knows PyTorch's ops only: --peers torch")
         result = ops.measure(config, steps=warm_steps(args) or STEPS)
         if chosen:
             result |= peers.torch_ops(config, result["ops"])
@@ -114,6 +123,8 @@ def _out(args: argparse.Namespace, r: dict[str, Any]) -> Path | None:
         return Path(args.out)
     from barellm.profiling.peers import FOLDER
 
+    if r["kind"] == "attention":
+        return FOLDER / "results" / f"attention-{r['dtype']}.json" if "peer" in r else None
     if r["kind"] not in ("peers", "scaling") or not FOLDER.is_dir():
         return None
     kind = "" if r["kind"] == "peers" else f"{r['kind']}-"

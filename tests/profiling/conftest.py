@@ -1,4 +1,9 @@
-"""A model that steps in about a millisecond, and a machine of round numbers."""
+"""A model that steps in about a millisecond, a machine of round numbers, and the script that makes the README's tables."""
+
+import importlib
+from pathlib import Path
+
+import pytest
 
 from barellm.config import Config, preset
 from barellm.overrides import changed
@@ -14,3 +19,10 @@ def small(**keys) -> Config:
     return resolved(
         changed(preset("shakespeare-char"), SMALL | {k.replace("__", "."): v for k, v in keys.items()}), "cpu"
     )
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """benchmarks/table.py."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("table")

@@ -1,6 +1,5 @@
 """bench --peers: who is measured and how, mistakes told; the README's tables come from the files."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -34,12 +33,6 @@ def config(name="shakespeare-char", **keys):
 
 def fake(name, seconds):
     return Variant(name, [sys.executable, "-c", FAKE, str(seconds)], {}, "a stand-in")
-
-
-@pytest.fixture
-def table(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("table")
 
 
 @pytest.fixture
@@ -138,7 +131,7 @@ def test_which_peers_are_chosen(monkeypatch, tmp_path):
         ("--peers all --interleave 0", "--interleave is 0"),
         ("ops --peers llmc=/x", "is no file"),
         (f"ops --peers llmc={sys.executable}", "PyTorch's ops only"),
-        ("scaling --peers torch", "--peers is for step and ops"),
+        ("scaling --peers torch", "--peers is for step, ops and attention"),
     ],
 )
 def test_mistakes_are_told_in_a_line(words, message, monkeypatch, capsys):
