@@ -2,7 +2,7 @@
 
 import pytest
 
-from barellm.config import preset
+from barellm.config import MOMENTS, preset
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
 from barellm.cpu.lang import sync
@@ -47,3 +47,18 @@ def test_kernels_compile_for_a_mac(op, instruction):
     isa = isas.cross("neon_bf16", TRIPLES[1])
     for u in kernels.select(kernels.used_by(config("bf16"), isa), op):
         assert instruction in jit.assembly(u.spec.ir(isa), isa), u
+
+
+@pytest.mark.parametrize("moments", MOMENTS[1:])
+@pytest.mark.parametrize("name", ["neon", "neon_bf16"])
+def test_moments_of_16_bits_compile_for_aarch64(name, moments):
+    """Two vectors of codes are packed by one uzp, and no lane is handled alone."""
+    isa = isas.cross(name, TRIPLES[0])
+    used = kernels.used_by(changed(config("bf16"), {"optim.moments": moments}), isa)
+    packed = [u for u in used if u.spec.name == "adamw" and "i16" in u.spec.operands[2:4]]
+    assert packed
+    for u in packed:
+        module = jit.module(u.spec.ir(isa), isa)
+        assert not jit.undefined_symbols(jit.target_machine(isa).emit_object(module)) - jit.ALLOWED
+        assembly = jit.target_machine(isa).emit_assembly(module)
+        assert assembly.count("\tuzp1\t") >= 1 and assembly.count("\tuzp2\t") >= 3, u

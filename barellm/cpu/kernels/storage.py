@@ -81,9 +81,11 @@ class Moment:
             return self.p.load(index, mask)
         k, f = self.k, FORMATS[self.dtype]
         codes = k.op(k.ivec, f"{'sext' if f.signed else 'zext'} {self.p.load_raw(index, mask).typed} to {k.ivec}")
-        magnitude = codes & 0x7FFF if f.signed else codes
-        value = k.bitcast(k.select(magnitude.equals(0), 0, (magnitude << f.shift) + REBIAS), k.vec)
-        return k.copysign(value, k.bitcast(codes, k.vec)) if f.signed else value
+        # Of a sign, the shift leaves three: the lower two go, then no carry of the sum reaches the highest.
+        bits, magnitude = codes << f.shift, codes
+        if f.signed:
+            bits, magnitude = bits & ~(3 << 29), codes & 0x7FFF
+        return k.bitcast(k.select(magnitude.equals(0), 0, bits + REBIAS), k.vec)
 
     def store_all(self, values: list[Value], index: Any, mask: Value | None, *, dither: list[Value] | None) -> None:
         """Adjacent vectors; a mask only with one. `dither`: i32 lanes below 2^shift for each, for stochastic rounding; None for
