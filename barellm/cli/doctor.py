@@ -80,8 +80,9 @@ def memory() -> dict[str, Any]:
 
 
 def uses() -> dict[str, Any]:
-    from barellm.cpu import isa, jit
+    from barellm.cpu import isa, jit, tuning
     from barellm.cpu.backend import default_dtype, describe
+    from barellm.cpu.threads import thread_count
     from barellm.data.cache import cache_folder
 
     found = describe()
@@ -92,6 +93,7 @@ def uses() -> dict[str, Any]:
         "threads": found["threads"],
         "text cache": str(cache_folder("tokens").parent),
         "object cache": str(jit.cache_folder()),
+        "tuned products": tuning.count(isa.host(), thread_count()),
     }
 
 

@@ -13,6 +13,7 @@ COMMANDS: dict[str, str] = {
     "plan": "memory to the byte, FLOPs and bytes by op; allocates nothing",
     "bench": "measure kernels and steps",
     "profile": "where a step's time goes, by op and thread; a timeline and a picture",
+    "tune": "find the fastest way to do a preset's matrix products on this machine",
     "inspect": "IR, assembly and registers of a kernel",
     "doctor": "what this machine has and what barellm will use",
 }

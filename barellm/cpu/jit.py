@@ -59,10 +59,12 @@ def target_machine(isa: ISA) -> llvm.TargetMachine:
 
 
 def sources() -> list[Path]:
-    """Every file that shapes generated code: the backend's own, and those whose constants kernels take."""
+    """Every file that shapes generated code: the backend's own, and those whose constants kernels take. The tuner is none: it
+    only chooses."""
     root = Path(__file__).parent
     taken = [*root.parent.glob("program/ops/*.py"), root.parent / "program" / "tensor.py"]
-    return sorted([*root.rglob("*.py"), *taken, root.parent / "runtime" / "scalars.py"])
+    own = [path for path in root.rglob("*.py") if path.parent != root / "tuner"]
+    return sorted([*own, *taken, root.parent / "runtime" / "scalars.py"])
 
 
 @cache

@@ -9,9 +9,9 @@ from typing import Any
 from barellm.config import Config
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
+from barellm.cpu.choices import Choice
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Spec
-from barellm.cpu.kernels.choices import Choice
 from barellm.cpu.step import lower_and_plan
 from barellm.errors import UserError
 from barellm.overrides import nearest

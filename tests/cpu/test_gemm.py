@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cpu import jit
+from barellm.cpu import choices, jit
+from barellm.cpu.choices import Choice
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Spec
-from barellm.cpu.kernels import choices, linear, weight_gradient
-from barellm.cpu.kernels.choices import Choice
+from barellm.cpu.kernels import linear, weight_gradient
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store

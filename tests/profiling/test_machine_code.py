@@ -6,9 +6,9 @@ import pytest
 
 from barellm.cli import main
 from barellm.config import preset
+from barellm.cpu import choices, jit
 from barellm.cpu import isa as isas
-from barellm.cpu import jit
-from barellm.cpu.kernels import attention_blocks, choices
+from barellm.cpu.kernels import attention_blocks
 from barellm.cpu.step import Lowered
 from barellm.overrides import changed
 from barellm.profiling import kernels, machine_code

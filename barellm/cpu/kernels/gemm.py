@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from barellm.cpu.choices import Choice, Tile
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.choices import Choice, Tile
 from barellm.cpu.kernels.packing import pack_interleaved, pack_transposed, paired, panel_bytes
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.cpu.lang.vector import gelu, gelu_slope

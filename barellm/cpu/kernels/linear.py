@@ -6,7 +6,7 @@ from typing import Any
 
 from barellm.cpu.kernel import Lowering, Region, dims_of, lowering, part, plane
 from barellm.cpu.kernels import cross_entropy, gemm, weight_gradient
-from barellm.cpu.kernels.choices import choose
+from barellm.cpu.tuning import choose
 from barellm.program.ops.base import Op
 from barellm.program.tensor import ITEMSIZE, Tensor
 
@@ -40,7 +40,7 @@ def _product(
     cols, depth = (N, K) if transposed else (K, N)
     a_dtype = a[1] if isinstance(a, tuple) else a.dtype
     role = ROLES.get(epilogue) or ("forward" if transposed else "input_gradient")
-    choice = choose(c.isa, role, a_dtype, cols, depth, tokens_of(like, rows))
+    choice = choose(c.isa, role, a_dtype, cols, depth, tokens_of(like, rows), c.threads)
     c.private(gemm.product_private(c.isa, a_dtype, depth, choice))
     operands = {"out": out, "second": second, "a": a, "weight": weight_operand(weight), "bias": bias, "other": other,
                 "row_begin": rows[0], "row_limit": rows[1]}  # fmt: skip
@@ -61,7 +61,7 @@ def _weight_gradient(
 ) -> None:
     N, K = (int(n) for n in dweight.shape)
     dtype = dy[1] if isinstance(dy, tuple) else dy.dtype
-    choice = choose(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N)
+    choice = choose(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N, c.threads)
     c.private(weight_gradient.gradient_private(c.isa, dtype, choice))
     operands = {"dweight": dweight, "dy": dy, "x": x, "row_begin": rows[0], "row_limit": rows[1]}
     constants = {"N": N, "K": K, "dims": dims_of(like), "mode": mode, "choice": choice}

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from barellm.cpu.choices import Tile
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.choices import Tile
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 

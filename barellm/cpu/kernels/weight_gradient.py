@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from barellm.cpu.choices import Choice
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.choices import Choice
 from barellm.cpu.kernels.gemm import block_of, tile_product
 from barellm.cpu.kernels.packing import pack_interleaved, paired, panel_bytes
 from barellm.cpu.lang import Pointer, Value

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernels import amx
 
 ROLES = ("forward", "forward_gelu", "forward_residual", "input_gradient", "input_gradient_gelu", "weight_gradient")
 ORDERS = ("rows", "columns")
@@ -51,6 +50,8 @@ class Choice:
 
 def tiles(isa: ISA, dtype: str) -> list[Tile]:
     """Those whose accumulators, panel and broadcast fit into the registers; on AMX the one of its tile registers."""
+    from barellm.cpu.kernels import amx  # kernels import this module
+
     if amx.uses_tiles(isa, dtype):
         return [Tile(amx.ROWS, amx.SPAN // isa.lanes)]
     table = TILES[isa.registers] if isa.fma else {2: 4, 1: 8}  # without fma the product needs a register of its own
@@ -63,6 +64,8 @@ def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:
 
 
 def default(isa: ISA, role: str, dtype: str, cols: int, rows: int) -> Choice:
+    """Where nothing was tuned. `cols`, `rows`: of the result."""
+    assert role in ROLES, role
     tile = default_tile(isa, dtype, cols)
     span = tile.span(isa)
     if role != "weight_gradient":
@@ -74,10 +77,3 @@ def default(isa: ISA, role: str, dtype: str, cols: int, rows: int) -> Choice:
         height //= 2
     height = -(-height // tile.rows) * tile.rows
     return Choice(tile, height, height, columns)
-
-
-def choose(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -> Choice:
-    """The choice for a product whose result is (rows, cols) and whose contraction has `depth` elements. Sizes that a run may
-    lessen (tokens: the rows of most roles, the depth of weight gradients) are the planned ones."""
-    assert role in ROLES, role
-    return default(isa, role, dtype, cols, rows)

@@ -1,0 +1,130 @@
+"""Find the fastest way to do each matrix product of a preset on this machine, and keep it for the runs that follow.
+
+Every candidate runs in a child process. It is held against float64 and, bit for bit, against the default before it is timed, so
+tuning changes how long a run takes and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from barellm.cli.options import add_configuration, configuration
+from barellm.errors import UserError
+
+if TYPE_CHECKING:
+    from barellm.cpu.tuner.tuner import Verdict
+
+HEAD = f"{'product':<44}{'default':<28}{'best':<28}{'GFLOP/s':>8}{'gain':>8}  {'tried':>5}  rejected"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--self-test", action="store_true", help="inject wrong, hanging and crashing candidates: status 0 if "
+                        "each is rejected for its reason")  # fmt: skip
+    parser.add_argument("--clear", action="store_true", help="forget everything that was tuned")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_configuration(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.clear:
+        return _clear(args)
+    if args.self_test:
+        return _self_test(args)
+    from barellm.cpu import tuning
+    from barellm.cpu.isa import host
+    from barellm.cpu.step import lower_and_plan
+    from barellm.cpu.threads import thread_count
+    from barellm.cpu.tuner.tuner import tune
+    from barellm.cpu.tuner.work import works_of
+    from barellm.training.machine import build_programs, resolved
+    from barellm.training.run import check
+
+    minutes = _minutes(args)
+    config = configuration(args)
+    check(config)
+    config = resolved(config, "cpu")
+    isa, threads, train = host(), thread_count(), config.train
+    built = lower_and_plan(build_programs(config), isa=isa, threads=threads)
+    works = works_of(call for program in ("micro", "eval") for call in built.calls[program])
+    found: list[Verdict] = []
+    status = "done"
+
+    def each(verdict: Verdict) -> None:
+        found.append(verdict)
+        if not args.json:
+            print(_line(verdict), flush=True)
+
+    if not args.json:
+        print(f"{config.preset}, batch {train.batch} x {train.seq}, {train.dtype}: {len(works)} products")
+        print(f"{tuning.machine(isa, threads)}\n\n{HEAD}", flush=True)
+    try:
+        tune(works, isa, threads=threads, footprint=built.plan.arena_bytes, seconds=60 * minutes, each=each)
+        if len(found) < len(works):
+            status = f"stopped after {minutes:g} minutes"
+    except KeyboardInterrupt:
+        status = "interrupted"
+    faster = [v for v in found if v.best != v.default]
+    if args.json:
+        head = {"kind": "tune", "preset": config.preset, "batch": train.batch, "seq": train.seq, "dtype": train.dtype}
+        head |= {"machine": tuning.machine(isa, threads), "database": str(tuning.database().path), "status": status}
+        print(json.dumps(head | {"products": len(works), "tuned": [v.to_json() for v in found]}))
+    else:
+        for v in found:
+            for name, reason in v.rejected:
+                print(f"rejected for {v.work}: {name}: {reason}")
+        done = f"{len(found)} of {len(works)} products, {len(faster)} faster than their default by more than noise"
+        print(f"\n{status}: {done}; kept in {tuning.database().path}")
+    return 130 if status == "interrupted" else 0
+
+
+def _minutes(args: argparse.Namespace) -> float:
+    """--minutes bounds the tuning: it is not the preset's training time."""
+    asked = getattr(args, "train.minutes")
+    if asked is None:
+        return math.inf
+    try:
+        minutes = float(asked)
+    except ValueError:
+        minutes = 0.0
+    if not minutes > 0:
+        raise UserError(f"--minutes is {asked!r}, expected a number above 0")
+    return minutes
+
+
+def _line(v: Verdict) -> str:
+    best = "the same" if v.best == v.default else str(v.best)
+    gain = f"{100 * (1 / v.ratio - 1):+.1f} %" if v.best != v.default else ""
+    rate = f"{v.work.flops / v.default_s / v.ratio / 1e9:.1f}"
+    return f"{v.work!s:<44}{v.default!s:<28}{best:<28}{rate:>8}{gain:>8}  {v.tried:>5}  {len(v.rejected)}"
+
+
+def _clear(args: argparse.Namespace) -> int:
+    from barellm.cpu import tuning
+    from barellm.runtime.tuning import clear
+
+    removed = clear(tuning.folder())
+    if args.json:
+        print(json.dumps({"kind": "tune", "cleared": removed}))
+    else:
+        print(f"forgotten: what {removed} version{'' if removed == 1 else 's'} of the kernels had in {tuning.folder()}")
+    return 0
+
+
+def _self_test(args: argparse.Namespace) -> int:
+    from barellm.cpu.threads import thread_count
+    from barellm.cpu.tuner.selftest import self_test
+
+    trials = self_test(threads=thread_count())
+    passed = all(t.passed for t in trials)
+    if args.json:
+        rows: list[dict[str, Any]] = [vars(t) for t in trials]
+        print(json.dumps({"kind": "tune self-test", "passed": passed, "candidates": rows}))
+    else:
+        for t in trials:
+            verdict = f"rejected: {t.reason}" if t.reason else "not rejected"
+            print(f"{'ok' if t.passed else 'WRONG':<6}{t.candidate:<16}{verdict}")
+        print("every faulty candidate was rejected for its reason" if passed else "the tuner cannot be trusted here")
+    return 0 if passed else 1

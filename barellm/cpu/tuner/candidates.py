@@ -1,0 +1,89 @@
+"""Which choices are worth a measurement: those that fit the registers, less what a model of the caches gives no hope.
+
+The model counts cycles of one core for the whole product: multiply-adds, packing, what must come from beyond the L2, and the
+claims that the slowest thread gets more than the others. It need not be exact: it only skips what it puts far behind its best.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from barellm.cpu import processor
+from barellm.cpu.choices import ORDERS, Choice, tiles
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernels import weight_gradient
+from barellm.cpu.kernels.packing import paired
+from barellm.cpu.tuner.work import Work
+from barellm.program.tensor import ITEMSIZE
+
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+HEIGHTS = (24, 48, 96, 192, 384)  # rows of a weight gradient's claim: its packed left block has them
+HOPELESS = 1.4  # times the model's best
+MOST = 16
+PACK_INTERLEAVED, PACK_TRANSPOSED = 2.5, 5.0  # cycles for a vector of a panel
+BYTES_A_CYCLE = 6.0  # of one core from beyond its L2
+
+
+def candidates(work: Work, isa: ISA, threads: int) -> list[Choice]:
+    """The default first, then the others by the model's cost."""
+    first = work.default(isa)
+    costs = {choice: cost(work, choice, isa, threads) for choice in possible(work, isa)}
+    best = min(costs.values())
+    hopeful = sorted((c for c in costs if c != first and costs[c] <= HOPELESS * best), key=lambda c: costs[c])
+    return [first, *hopeful[:MOST]]
+
+
+def possible(work: Work, isa: ISA) -> list[Choice]:
+    """Every tile, block and order that differ for this product."""
+    found: dict[Choice, None] = {}
+    for tile in tiles(isa, work.dtype):
+        span = tile.span(isa)
+        whole = -(-work.cols // span) * span
+        if work.role == "weight_gradient":
+            heights = {_up(min(h, work.rows), tile.rows) for h in HEIGHTS}
+            widths = {_up(ceil(whole / n), span) for n in SPLITS}
+        else:
+            heights = {_up(ceil(work.rows / n), tile.rows) for n in SPLITS}
+            widths = {span}
+        for rows in sorted(heights):
+            for columns in sorted(widths):
+                one = rows >= work.rows or columns >= whole
+                for order in ORDERS[:1] if one else ORDERS:
+                    found[Choice(tile, rows, rows, columns, order)] = None
+    return list(found)
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def cost(work: Work, choice: Choice, isa: ISA, threads: int) -> float:
+    """Cycles of one core, by the model."""
+    tile, span, size = choice.tile, choice.tile.span(isa), ITEMSIZE[work.dtype]
+    pair = 2 if paired(isa, work.dtype) else 1
+    units = work.depth / pair  # vectors of a panel's column of vectors
+    block = choice.rows if work.rows < 4 * choice.long_rows else choice.long_rows
+    row_blocks, panels = ceil(work.rows / block), ceil(work.cols / span)
+    rows = row_blocks * _up(min(block, work.rows), tile.rows)
+    # A multiply-add a cycle; two loads a cycle are enough for tiles that are wide and high.
+    loads = (tile.rows + tile.vectors) / (2 * tile.rows * tile.vectors)
+    products = rows * panels * tile.vectors * units * max(1.0, loads)
+    level2 = processor.caches().get(2, processor.TYPICAL[2])
+    if work.role == "weight_gradient":
+        column_blocks = ceil(panels * span / choice.columns)
+        chunk = min(work.depth, weight_gradient.CHUNK)
+        packing = row_blocks * panels * tile.vectors * units * PACK_INTERLEAVED
+        packing += column_blocks * rows / isa.lanes * units * PACK_INTERLEAVED
+        beyond = row_blocks * work.depth * work.cols * size + column_blocks * work.depth * work.rows * size
+        if (_up(choice.rows, isa.lanes) + span) * chunk * size > level2:
+            beyond += panels * work.rows * work.depth * size
+        claims = row_blocks * column_blocks
+    else:
+        each = PACK_TRANSPOSED if work.role.startswith("forward") else PACK_INTERLEAVED
+        packing = row_blocks * panels * tile.vectors * units * each
+        beyond = row_blocks * work.depth * work.cols * size
+        if (min(block, work.rows) + span) * work.depth * size > level2:
+            beyond += panels * work.rows * work.depth * size
+        claims = row_blocks * panels
+    uneven = ceil(claims / threads) * threads / claims
+    return (products + packing + beyond / BYTES_A_CYCLE) * uneven

@@ -1,0 +1,60 @@
+"""What a tuner must not trust: faulty kernels go through the same child, checks and decision as real candidates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from barellm.cpu.isa import ISA, host
+from barellm.cpu.step import lower_and_plan
+from barellm.cpu.tuner.candidates import possible
+from barellm.cpu.tuner.faults import FAULTS
+from barellm.cpu.tuner.tuner import decide
+from barellm.cpu.tuner.work import Candidate, Work, works_of
+from barellm.cpu.tuner.worker import Worker
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
+
+LIMIT = 5.0  # seconds after which a candidate hangs: the right ones take milliseconds
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate, why it was rejected ("": it was not), and whether that is as it should be."""
+
+    candidate: str
+    reason: str
+    expected: str
+    passed: bool
+
+
+def small_work(isa: ISA, threads: int) -> Work:
+    """An input gradient of 61 rows, 83 columns, contraction of 75, in fp32."""
+    store = Store()
+    p = Program(store)
+    dy = p.input("dy", (Dim("batch", 1), Dim("seq", 61), 75), "fp32")
+    op = p.apply(ops.MatmulDx, dy=dy, weight=store.get("weight", (75, 83), "fp32", "parameter"))
+    p.output("dx", op.outputs["dx"])
+    (work,) = works_of(lower_and_plan({"op": p}, isa=isa, threads=threads).calls["op"])
+    return work
+
+
+def self_test(*, threads: int, limit: float = LIMIT) -> list[Trial]:
+    isa = host()
+    work = small_work(isa, threads)
+    default = work.default(isa)
+    honest = Candidate(next(c for c in possible(work, isa) if c.tile != default.tile))
+    injected = [Candidate(default, emit) for emit, _ in FAULTS]
+    worker = Worker(threads=threads, footprint=1 << 20, limit=limit)
+    try:
+        verdict = decide(worker, work, [*injected, honest], isa)
+    finally:
+        worker.close()
+    reasons = dict(verdict.rejected)
+    trials = []
+    for candidate, (emit, words) in zip(injected, FAULTS, strict=True):
+        reason = reasons.get(str(candidate), "")
+        trials.append(Trial(emit.__name__, reason, f"rejected: {words}", words in reason))
+    reason = reasons.get(str(honest), "")
+    chosen = verdict.best in (default, honest.choice)
+    return [*trials, Trial("another tile", reason, "not rejected", not reason and chosen)]

@@ -1,0 +1,121 @@
+"""A product to tune: the specialisations that programs use it by, and what their operands are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+from barellm.cpu import tuning
+from barellm.cpu.choices import Choice, default
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import Call, Emit, Region, Spec, positional
+from barellm.cpu.kernels import gemm, weight_gradient
+from barellm.cpu.kernels.linear import ROLES, tokens_of
+from barellm.program.tensor import ITEMSIZE
+
+
+@dataclass(frozen=True)
+class Operand:
+    """`shape` of the planned operand, (columns,) or (rows, columns). Integers of a call have none and are not operands."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    written: bool
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Work:
+    """`rows` x `cols` of a result from a contraction of `depth`; `tokens`: which of those a run may lessen is its rows, or the
+    depth of a weight gradient. `specs` with their default choice; the first is the one that programs call most."""
+
+    role: str
+    dtype: str
+    cols: int
+    depth: int
+    rows: int
+    specs: tuple[Spec, ...]
+    operands: tuple[tuple[Operand | None, ...], ...]  # of each specialisation, by position; None: absent, or an integer
+
+    @property
+    def tokens(self) -> int:
+        return self.depth if self.role == "weight_gradient" else self.rows
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.cols * self.depth
+
+    def default(self, isa: ISA) -> Choice:
+        return default(isa, self.role, self.dtype, self.cols, self.rows)
+
+    def key(self, isa: ISA, threads: int) -> str:
+        return tuning.key(isa, threads, self.role, self.dtype, self.cols, self.depth, self.rows)
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rows} x {self.cols} from {self.depth} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to do the work: the choice, and a kernel other than its own where a self-test injects one."""
+
+    choice: Choice
+    emit: Emit | None = None
+
+    def spec(self, of: Spec) -> Spec:
+        constants = dict(of.constants) | {"choice": self.choice}
+        return replace(of, emit=self.emit or of.emit, constants=tuple(sorted(constants.items())))
+
+    def __str__(self) -> str:
+        return f"{self.emit.__name__} {self.choice}" if self.emit else str(self.choice)
+
+
+def works_of(calls: Iterable[Call]) -> list[Work]:
+    """The products among `calls`, each once, those with most operations first."""
+    found: dict[tuple[str, str, int, int, int], dict[Spec, tuple[int, tuple[Operand | None, ...]]]] = {}
+    for call in calls:
+        if call.spec.emit not in (gemm.product, weight_gradient.weight_gradient):
+            continue
+        product, operands = _described(call)
+        specs = found.setdefault(product, {})
+        count, _ = specs.get(call.spec, (0, operands))
+        specs[call.spec] = count + 1, operands
+    works = []
+    for product, specs in found.items():
+        order = sorted(specs, key=lambda spec: -specs[spec][0])
+        works.append(Work(*product, tuple(order), tuple(specs[spec][1] for spec in order)))
+    return sorted(works, key=lambda w: -w.flops)
+
+
+def _described(call: Call) -> tuple[tuple[str, str, int, int, int], tuple[Operand | None, ...]]:
+    """(role, dtype, cols, depth, rows), operands."""
+    constants = dict(call.spec.constants)
+    names, kinds = positional(call.spec.emit), [str(kind or "") for kind in call.spec.operands]
+    args = iter(call.args)
+    given = {name: next(args) for name, kind in zip(names, kinds, strict=True) if kind}
+    dtypes = dict(zip(names, kinds, strict=True))
+    limit, inputs = given["row_limit"], call.op.inputs
+    assert isinstance(limit, int)
+    tokens = tokens_of(inputs["x"] if "x" in inputs else inputs["dy"], (0, limit))
+    if call.spec.emit is weight_gradient.weight_gradient:
+        N, K = constants["N"], constants["K"]
+        product = ("weight_gradient", dtypes["dy"], K, tokens, N)
+        shapes = {"dweight": (N, K), "dy": (tokens, N), "x": (tokens, K)}
+    else:
+        cols, depth, transposed = constants["cols"], constants["depth"], constants["transposed"]
+        role = ROLES.get(constants["epilogue"]) or ("forward" if transposed else "input_gradient")
+        product = (role, dtypes["a"], cols, depth, tokens)
+        shapes = dict.fromkeys(("out", "second", "other"), (tokens, cols))
+        shapes |= {"a": (tokens, depth), "bias": (cols,), "weight": (cols, depth) if transposed else (depth, cols)}
+    operands = [
+        Operand(name, dtypes[name], shapes[name], given[name] in call.writes)
+        if isinstance(given.get(name), Region)
+        else None
+        for name in names
+    ]
+    return product, tuple(operands)

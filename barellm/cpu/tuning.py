@@ -1,0 +1,91 @@
+"""The tuning database as the CPU backend uses it: keys for products, choices as entries."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from barellm.cpu import jit, processor
+from barellm.cpu.choices import ORDERS, Choice, Tile, default, tiles
+from barellm.cpu.isa import ISA
+from barellm.runtime.tuning import Database
+
+
+def requested() -> bool:
+    """Whether choices come from the database: `BARELLM_TUNING=0` gives the defaults."""
+    return os.environ.get("BARELLM_TUNING", "1") != "0"
+
+
+@cache
+def _opened(folder: Path, version: str) -> Database:
+    return Database(folder, version)
+
+
+def folder() -> Path:
+    return jit.cache_folder().parent / "tuning"
+
+
+def database() -> Database:
+    """That of this version of the kernels, read once a process."""
+    return _opened(folder(), jit.sources_digest()[:16])
+
+
+def machine(isa: ISA, threads: int) -> str:
+    """The part of a key that says where its timings hold."""
+    return f"cpu, {processor.name()}, {isa.name} {isa.cpu}, {threads} threads"
+
+
+def key(isa: ISA, threads: int, role: str, dtype: str, cols: int, depth: int, rows: int) -> str:
+    return f"{machine(isa, threads)}: {role} {dtype}, {rows} x {cols} from {depth}"
+
+
+def count(isa: ISA, threads: int) -> int:
+    """Products that were tuned on a machine like this, by this version, and are not done best by their defaults."""
+    return sum(at.startswith(machine(isa, threads)) for at in database().entries)
+
+
+def to_entry(choice: Choice) -> dict[str, Any]:
+    return {
+        "tile": [choice.tile.rows, choice.tile.vectors],
+        "rows": [choice.rows, choice.long_rows],
+        "columns": choice.columns,
+        "order": choice.order,
+    }
+
+
+def from_entry(entry: Any, isa: ISA, dtype: str) -> Choice:
+    """ValueError for what is no choice for this ISA."""
+    try:
+        tile = Tile(*entry["tile"])
+        choice = Choice(tile, *entry["rows"], columns=entry["columns"], order=entry["order"])
+        sizes = (tile.rows, tile.vectors, choice.rows, choice.long_rows, choice.columns)
+        plain = all(type(n) is int and 0 < n < 1 << 24 for n in sizes) and choice.order in ORDERS
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected tile, rows, columns, order ({error!r})") from error
+    if not plain or choice.rows % tile.rows or choice.long_rows % tile.rows or choice.columns % tile.span(isa):
+        raise ValueError(f"blocks must be multiples of the tile: {choice}")
+    if tile not in tiles(isa, dtype):
+        raise ValueError(f"{isa.name} has no tile of {tile.rows} x {tile.vectors} vectors for {dtype}")
+    return choice
+
+
+def choose(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int, threads: int) -> Choice:
+    """The choice for a product whose result is (rows, cols) and whose contraction has `depth` elements: the tuned one, else the
+    default. Sizes that a run may lessen (tokens: the rows of most roles, the depth of weight gradients) are the planned ones."""
+    return _tuned(isa, threads, (role, dtype, cols, depth, rows)) or default(isa, role, dtype, cols, rows)
+
+
+def _tuned(isa: ISA, threads: int, product: tuple[str, str, int, int, int]) -> Choice | None:
+    if isa.triple or not requested():  # another machine's code
+        return None
+    found = database()
+    entry = found.entries.get(key(isa, threads, *product)) if found.entries else None
+    if entry is None:
+        return None
+    try:
+        return from_entry(entry.get("choice"), isa, product[1])
+    except ValueError as error:
+        found.ignore(f"{found.path}, {key(isa, threads, *product)!r}", str(error))
+        return None

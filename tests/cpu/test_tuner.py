@@ -1,0 +1,259 @@
+"""Tuning: what is chosen, that bits do not depend on it, and that nothing wrong, hanging or crashing is ever chosen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import cycle
+
+import numpy as np
+import pytest
+
+from barellm.cli import main
+from barellm.config import ModelConfig, OptimConfig
+from barellm.cpu import tuning
+from barellm.cpu.choices import Choice, Tile
+from barellm.cpu.isa import host
+from barellm.cpu.kernels import gemm
+from barellm.cpu.step import CpuSession, lower_and_plan
+from barellm.cpu.tuner import candidates, selftest, tuner
+from barellm.cpu.tuner.tuner import Verdict
+from barellm.cpu.tuner.work import Candidate, works_of
+from barellm.cpu.tuner.worker import Lost, Worker
+from barellm.models.programs import build
+from barellm.optim.adamw import adamw
+
+MODEL = ModelConfig(layers=2, heads=2, channels=40, vocab_size=131, max_seq=24)
+TINY = (
+    "shakespeare-char",
+    "--model.layers",
+    "1",
+    "--model.channels",
+    "8",
+    "--model.heads",
+    "1",
+    "--batch",
+    "1",
+    "--seq",
+    "8",
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    monkeypatch.delenv("BARELLM_TUNING", raising=False)
+
+
+def programs():
+    return build(MODEL, batch=2, seq=24, optimizer=lambda p: adamw(p, OptimConfig()))[1]
+
+
+def works():
+    built = lower_and_plan(programs(), threads=2)
+    return works_of(call for name in ("micro", "eval") for call in built.calls[name])
+
+
+def tune_to(choices: dict) -> None:
+    """{work: choice} as if they had won."""
+    for work, choice in choices.items():
+        tuner.keep(Verdict(work, work.default(host()), choice, 0.9, 1e-3, 1), host(), 2)
+
+
+def used() -> list[Choice]:
+    """The choices of the products of `micro`."""
+    calls = lower_and_plan(programs(), threads=2).calls["micro"]
+    return [dict(c.spec.constants)["choice"] for c in calls if "choice" in dict(c.spec.constants)]
+
+
+def trained() -> tuple[str, list[float]]:
+    session = CpuSession(programs(), threads=2)
+    session.run("init", seed=3)
+    tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, (3, 2, 24)).astype(np.int32)
+    losses = []
+    for step in range(2):
+        session.write("tokens", tokens[step])
+        session.write("targets", tokens[step + 1])
+        session.run("micro", batch=2, seq=24, inv_targets=1 / 48)
+        session.run("update", step=step + 1, lr=1e-2)
+        losses.append(float(session.read("loss")[0]))
+    digest = session.digest()
+    session.close()
+    return digest, losses
+
+
+def test_a_tuned_run_has_the_bits_of_an_untuned_one():
+    before, untuned = used(), trained()
+    other = {}
+    for work in works():
+        possible = [c for c in candidates.possible(work, host()) if c != work.default(host())]
+        other[work] = max(possible, key=lambda c: (c.tile != work.default(host()).tile, c.order, -c.rows))
+    tune_to(other)
+    assert all(a != b for a, b in zip(before, used(), strict=True)), "every product of the step was tuned"
+    assert trained() == untuned
+
+
+def test_the_database_counts_what_holds_here(monkeypatch):
+    assert tuning.count(host(), 2) == 0
+    work = works()[0]
+    tune_to({work: candidates.possible(work, host())[0]})
+    assert tuning.count(host(), 2) == 1 and tuning.count(host(), 3) == 0
+    before = used()
+    monkeypatch.setenv("BARELLM_TUNING", "0")
+    assert used() != before
+    monkeypatch.delenv("BARELLM_TUNING")
+    tune_to({work: work.default(host())})  # tuned again, and the default is as good
+    assert tuning.count(host(), 2) == 0
+
+
+@pytest.mark.parametrize("entry, words", [
+    ({"choice": {"tile": [8, 3]}}, "expected tile, rows, columns, order"),
+    ({"choice": None}, "expected tile, rows, columns, order"),
+    ({"choice": {"tile": [31, 7], "rows": [31, 31], "columns": 7 * 16, "order": "rows"}}, "no tile of 31 x 7"),
+    ({"choice": {"tile": [8, 3], "rows": [9, 9], "columns": 48, "order": "rows"}}, "multiples of the tile"),
+    ({"choice": {"tile": [8, 3], "rows": [8, 8], "columns": -48, "order": "rows"}}, "multiples of the tile"),
+    ({"choice": {"tile": [8, 3], "rows": [8.0, 8], "columns": 48, "order": "rows"}}, "multiples of the tile"),
+    ({"choice": {"tile": [8, 3], "rows": [8, 8], "columns": 48, "order": "spiral"}}, "multiples of the tile"),
+])  # fmt: skip
+def test_entries_that_make_no_sense_are_ignored(entry, words, capsys):
+    before = used()
+    tuning.database().change({work.key(host(), 2): entry for work in works()[:1]})
+    assert used() == before and used() == before
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "tuning ignored" in error and words in error
+
+
+def test_a_choice_survives_the_database():
+    choice = Choice(Tile(8, 3), 16, 32, 3 * host().lanes, "columns")
+    if choice.tile in {c.tile for c in candidates.possible(works()[0], host())}:
+        entry = json.loads(json.dumps(tuning.to_entry(choice)))
+        assert tuning.from_entry(entry, host(), works()[0].dtype) == choice
+
+
+def test_works_are_what_lowering_asks_for():
+    """Else nothing would ever find its entry. A chunk that is not full asks as a full one."""
+    found = works()
+    assert len({w.key(host(), 2) for w in found}) == len(found)
+    assert {w.role for w in found} >= {"forward_gelu", "forward_residual", "input_gradient_gelu", "weight_gradient"}
+    for work in found:
+        for spec, operands in zip(work.specs, work.operands, strict=True):
+            assert len(spec.operands) == len(operands)
+            assert [o.name for o in operands if o and o.written]
+        assert all(o is None or min(o.shape) > 0 for row in work.operands for o in row)
+
+
+def test_candidates_fit_and_the_default_comes_first():
+    for work in works():
+        made = candidates.candidates(work, host(), 2)
+        assert made[0] == work.default(host()) and len(set(made)) == len(made) <= candidates.MOST + 1
+        for c in made[1:]:
+            assert tuning.from_entry(tuning.to_entry(c), host(), work.dtype) == c
+
+
+def test_faulty_candidates_are_rejected_with_the_reason():
+    trials = selftest.self_test(threads=2, limit=3.0)
+    assert all(t.passed for t in trials), trials
+    assert len(trials) == len(selftest.FAULTS) + 1 and sum(bool(t.reason) for t in trials) == len(selftest.FAULTS)
+
+
+def test_a_fault_that_is_not_rejected_fails_the_self_test(monkeypatch):
+    monkeypatch.setattr(selftest, "FAULTS", ((gemm.product, "wrong values"),))
+    trial, honest = selftest.self_test(threads=1)
+    assert not trial.passed and honest.passed
+
+
+def test_status_of_the_self_test_command(monkeypatch, capsys):
+    trials = [selftest.Trial("hangs", "", "rejected: it hangs", False)]
+    monkeypatch.setattr(selftest, "self_test", lambda threads: trials)
+    assert main.main(["tune", "--self-test"]) == 1
+    assert "WRONG hangs" in capsys.readouterr().out
+    monkeypatch.setattr(selftest, "self_test", lambda threads: [replace(trials[0], reason="it hangs", passed=True)])
+    assert main.main(["tune", "--self-test", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"] is True
+
+
+class Scripted:
+    """A worker whose times are told in advance."""
+
+    def __init__(self, ratios, lost=()):
+        self.ratios, self.lost, self.timed = ratios, lost, []
+
+    def open(self, work):
+        pass
+
+    def check(self, candidate):
+        return ""
+
+    def time(self, chosen, rounds):
+        self.timed.append((chosen, rounds))
+        if any(c in self.lost for c in chosen):
+            raise Lost("it hangs")
+        return [[next(self.ratios[c]) for _ in range(rounds)] for c in chosen], 1e-3
+
+
+@pytest.mark.parametrize("first, wins", [
+    ([0.90], True), ([0.99], False), ([1.1], False),  # clearly faster; within noise; slower
+    ([0.7, 0.7, 1.02], False),  # faster in two rounds of three only
+    ([0.9] * 14 + [1.0] * 11, False),  # fast until it has to prove it
+])  # fmt: skip
+def test_only_a_clear_winner_is_chosen(first, wins):
+    work = works()[0]
+    a, b = (Candidate(c) for c in candidates.candidates(work, host(), 2)[1:3])
+    verdict = tuner.decide(Scripted({a: cycle(first), b: cycle([1.5])}), work, [a, b], host())  # pyright: ignore
+    assert verdict.best == (a.choice if wins else work.default(host()))
+    assert verdict.tried == 2 and not verdict.rejected
+
+
+def test_a_candidate_that_hangs_while_it_is_timed_is_rejected():
+    work = works()[0]
+    a, b = (Candidate(c) for c in candidates.candidates(work, host(), 2)[1:3])
+    worker = Scripted({a: cycle([0.5]), b: cycle([0.9])}, lost=(a,))
+    verdict = tuner.decide(worker, work, [a, b], host())  # pyright: ignore
+    assert verdict.best == b.choice and verdict.rejected == [(str(a), "while it was timed: it hangs")]
+
+
+def test_a_child_times_what_it_checked_and_goes_with_its_parent():
+    work = selftest.small_work(host(), 1)
+    worker = Worker(threads=1, footprint=1, limit=30.0)
+    worker.open(work)
+    same = Candidate(work.default(host()))
+    ratios, seconds = worker.time([same], 3)  # checks it first
+    assert len(ratios[0]) == 3 and all(0.05 < r < 20 for r in ratios[0]) and 0 < seconds < 1
+    process = worker._process
+    assert process is not None and process.stdin is not None
+    process.stdin.close()
+    assert process.wait(30) == 0
+    worker.close()
+
+
+def test_command_keeps_what_was_found_when_interrupted(monkeypatch, capsys):
+    real, seen = tuner.decide, []
+
+    def decide(worker, work, choices, isa):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(work)
+        verdict = real(worker, work, choices[:2], isa)
+        return replace(verdict, best=choices[0].choice, ratio=0.8)
+
+    monkeypatch.setattr(tuner, "decide", decide)
+    assert main.main(["tune", *TINY, "--json"]) == 130
+    found = json.loads(capsys.readouterr().out)
+    assert found["status"] == "interrupted" and found["products"] > 5
+    (row,) = found["tuned"]
+    assert row["ratio"] == 0.8 and 1 <= row["tried"] <= 2 and row["rejected"] == []
+    assert main.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["barellm uses"]["tuned products"] == 1
+    assert main.main(["tune", "--clear"]) == 0
+    assert "what 1 version " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--minutes", "soon"], ["--minutes", "'soon'", "above 0"]),
+    (["gpt2-12m"], ["gpt2-12m"]),
+    (["--self-tst"], ["--self-tst", "--self-test"]),
+])  # fmt: skip
+def test_mistakes_are_one_line(argv, words, capsys):
+    assert main.main(["tune", *argv]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and all(word in text for word in words)
