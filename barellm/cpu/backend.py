@@ -65,22 +65,23 @@ class Bench:
         best = min(self.timed(spec, [out.ctypes.data, turns], repeats=5)[1:])
         return turns * machine.peak_operations(self.isa, pair=pair) * self.threads / best
 
-    def bandwidth(self, kind: str, nbytes: int = 1 << 28) -> float:
-        """Bytes/s read plus written by `copy`, `copy_nontemporal`, `update` or `read` of arrays of `nbytes`."""
-        count = nbytes // 4
-        arrays = [np.zeros(count + 16, np.float32) for _ in range(2)]
-        for a in arrays:
-            a[:] = 1.0
-        a, b = ((x.ctypes.data + 63) & ~63 for x in arrays)
-        if kind == "read":
-            spec, args = Spec(machine.read, ("fp32", "fp32", "int"), ()), [a, b, count]
-            return nbytes / min(self.timed(spec, args, repeats=5))
-        if kind == "update":
-            spec, args = Spec(machine.update, ("fp32", "int"), ()), [a, count]
-        else:
-            constants = (("nontemporal", kind == "copy_nontemporal"),)
-            spec, args = Spec(machine.copy, ("fp32", "fp32", "int"), constants), [a, b, count]
-        return 2 * nbytes / min(self.timed(spec, args, repeats=5))
+    def bandwidth(self, mix: tuple[int, int, int], nbytes: int = 1 << 28) -> float:
+        """Bytes/s of a loop over some `nbytes` of memory that of every eight vectors reads, writes and updates in place as many
+        as `mix` says; an update counts twice. With the better kind of store."""
+        read, write, update = mix
+        vector = 4 * self.isa.lanes
+        turns = nbytes // (sum(mix) * vector) & -4096
+        arrays = [np.ones(turns * n * self.isa.lanes + 16, np.float32) for n in mix]
+        addresses = [(a.ctypes.data + 63) & ~63 for a in arrays]
+        out = np.zeros(self.threads * self.isa.lanes, np.float32)
+        best = min(
+            min(self.timed(spec, [out.ctypes.data, *addresses, turns], repeats=5))
+            for spec in (
+                Spec(machine.move, ("fp32", "fp32", "fp32", "fp32", "int"), (("mix", mix), ("nontemporal", past)))
+                for past in ((False, True) if write else (False,))
+            )
+        )
+        return turns * (read + write + 2 * update) * vector / best
 
     def close(self) -> None:
         self.pool.close()

@@ -10,12 +10,13 @@ import numpy as np
 from barellm.config import Config
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES, STAMPS
 from barellm.cpu.step import CpuSession
-from barellm.profiling.roofline import measured_ceiling
+from barellm.profiling.roofline import measured_ceiling, mix_of
 from barellm.profiling.step import opened
 from barellm.profiling.trace import BEGIN, LEFT, by_kind, op_seconds, record, spans
 from barellm.program.ops.base import Op
 
 REPEATS = 10
+SHORT = 0.05  # seconds of an op that is not worth so many repeats
 
 
 def measure(config: Config, *, steps: int) -> dict[str, Any]:
@@ -24,11 +25,14 @@ def measure(config: Config, *, steps: int) -> dict[str, Any]:
     `config` has its dtype resolved."""
     with opened(config) as (bench, _):
         session, train = bench.machine.session, bench.train
+        ceiling = measured_ceiling()
+        mixes = {mix_of(op) for program in ("micro", "update") for op in session.lowered[program].ops}
+        ceiling.measure(mixes)
         traces = record(bench, steps)
         each = [op_seconds(session, step) for step in traces.traced]
         seconds = {name: np.median([found[name] for found in each], axis=0) for name in each[0]}
         loop = Alone(session, traces.traced[0].tick_s)
-        ceiling = measured_ceiling()
+        ceiling.measure(mixes)  # the machine's speed may have changed meanwhile
         rows = by_kind(session, seconds, ceiling, lambda program, op: {"alone_s": loop.seconds(program, op)})
         for row in rows:
             row["alone_s"] *= row["count"]
@@ -47,7 +51,7 @@ def measure(config: Config, *, steps: int) -> dict[str, Any]:
 
 
 class Alone:
-    """Runs single ops of a session REPEATS times, with a barrier behind each time."""
+    """Runs single ops of a session again and again, with a barrier behind each time."""
 
     def __init__(self, session: CpuSession, tick_s: float) -> None:
         self.session, self.tick_s = session, tick_s
@@ -60,13 +64,16 @@ class Alone:
         first, stop = self.calls[program, op]
         calls = self.session.records[program][first:stop].copy()
         calls[-1, BARRIER // 8] = 1
-        block = np.zeros((len(calls) * REPEATS + 1) * RECORD_NBYTES // 8, np.int64)
+        once = self._run(calls, 2)  # a GEMM of seconds is not worth many repeats
+        repeats = min(REPEATS, int(REPEATS * SHORT / max(once, 1e-9)))
+        return float(np.median([self._run(calls, repeats) for _ in range(3)])) if repeats > 2 else once
+
+    def _run(self, calls: np.ndarray, repeats: int) -> float:
+        """The median of `repeats` times in a row, the first not counted."""
+        block = np.zeros((len(calls) * repeats + 1) * RECORD_NBYTES // 8, np.int64)
         skip = -block.ctypes.data % RECORD_NBYTES // 8
-        table = block[skip : skip + calls.size * REPEATS].reshape(REPEATS, *calls.shape)
+        table = block[skip : skip + calls.size * repeats].reshape(repeats, *calls.shape)
         table[:] = calls
-        stamps = np.zeros((self.session.threads, REPEATS, len(calls), STAMPS), np.int64)
-        samples = []
-        for _ in range(3):
-            self.session.pool.run(table.ctypes.data, REPEATS * len(calls), stamps.ctypes.data)
-            samples.append(stamps[0, 1:, -1, LEFT] - stamps[0, 1:, 0, BEGIN])
-        return float(np.median(samples)) * self.tick_s
+        stamps = np.zeros((self.session.threads, repeats, len(calls), STAMPS), np.int64)
+        self.session.pool.run(table.ctypes.data, repeats * len(calls), stamps.ctypes.data)
+        return float(np.median(stamps[0, 1:, -1, LEFT] - stamps[0, 1:, 0, BEGIN])) * self.tick_s

@@ -12,9 +12,9 @@ from barellm.config import preset
 from barellm.errors import UserError
 from barellm.overrides import changed
 from barellm.profiling import peers, turns
-from barellm.profiling.roofline import Ceiling
 from barellm.profiling.turns import Variant
 from barellm.training.machine import resolved
+from tests.profiling.conftest import made_up
 
 ROOT = Path(__file__).parents[2]
 FAKE = """
@@ -37,8 +37,7 @@ def fake(name, seconds):
 
 @pytest.fixture
 def result(monkeypatch):
-    made_up = Ceiling({"fp32": 2e11, "bf16": 4e11}, {"copy": 5e10, "update": 6e10, "read": 4e10})
-    monkeypatch.setattr("barellm.profiling.roofline.measured_ceiling", lambda: made_up)
+    monkeypatch.setattr("barellm.profiling.roofline.measured_ceiling", made_up)
     monkeypatch.setattr(turns, "PAUSE", 0.0)
     made = [fake("barellm", 0.25), fake("slow", 0.5), fake("slower", 0.75)]
     monkeypatch.setattr(peers, "variants", lambda c, p: made)

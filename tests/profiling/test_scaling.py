@@ -12,9 +12,9 @@ from barellm.config import preset
 from barellm.errors import UserError
 from barellm.overrides import changed
 from barellm.profiling import scaling, turns
-from barellm.profiling.roofline import Ceiling
 from barellm.profiling.turns import Variant
 from barellm.training.machine import resolved
+from tests.profiling.conftest import made_up
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "train.batch": 2, "train.seq": 16}
@@ -29,8 +29,7 @@ for line in sys.stdin:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    made_up = Ceiling({"fp32": 2e11, "bf16": 4e11}, {"copy": 5e10, "update": 6e10, "read": 4e10})
-    monkeypatch.setattr(scaling, "measured_ceiling", lambda threads: made_up)
+    monkeypatch.setattr(scaling, "measured_ceiling", lambda threads: made_up())
     monkeypatch.setattr(turns, "PAUSE", 0.0)
 
 

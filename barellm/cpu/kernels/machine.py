@@ -32,25 +32,19 @@ def peak_operations(isa, *, pair: bool) -> int:
     return 2 * (ACCUMULATORS if isa.registers == 32 else 8) * isa.lanes * (4 if pair else 2)
 
 
-def copy(k, out, source, count, *, nontemporal: bool) -> None:
-    """out = source, `count` fp32 elements, a multiple of 4096."""
-    with k.claim(count, 65536) as (begin, end), k.loop(begin, end, 4 * k.lanes) as i:
-        for v in range(4):
-            out.store(source.load(i + v * k.lanes), i + v * k.lanes, nontemporal=nontemporal)
-
-
-def update(k, out, count) -> None:
-    """out = 1.5 out in place."""
-    with k.claim(count, 65536) as (begin, end), k.loop(begin, end, 4 * k.lanes) as i:
-        for v in range(4):
-            out.store(out.load(i + v * k.lanes) * 1.5, i + v * k.lanes)
-
-
-def read(k, out, source, count) -> None:
-    """Only reads `count` fp32 elements, a multiple of 65536; the sums go to `out`, a line for each thread."""
-    sums = [k.var_vec(0.0) for _ in range(4)]
-    with k.claim(count, 65536) as (begin, end), k.loop(begin, end, 4 * k.lanes) as i:
-        for v, total in enumerate(sums):
-            total.value = total.value + source.load(i + v * k.lanes)
-    total = sums[0].value + sums[1].value + sums[2].value + sums[3].value
-    out.store(total, k.thread * k.lanes)
+def move(k, sums, reads, writes, updates, turns, *, mix, nontemporal: bool) -> None:
+    """Each turn reads, writes, and updates in place as many vectors as `mix` says, from three arrays. The sums of what is only
+    read go to `sums`, a line for each thread, so that the loads are not dropped."""
+    read, write, update = mix
+    totals = [k.var_vec(0.0) for _ in range(4)]
+    with k.claim(turns, 4096) as (begin, end), k.loop(begin, end) as turn:
+        for v in range(read):
+            total = totals[v % len(totals)]
+            total.value = total.value + reads.load(turn * (read * k.lanes) + v * k.lanes)
+        for v in range(write):
+            writes.store(1.5, turn * (write * k.lanes) + v * k.lanes, nontemporal=nontemporal)
+        for v in range(update):
+            at = turn * (update * k.lanes) + v * k.lanes
+            updates.store(updates.load(at) * 1.5, at)
+    total = totals[0].value + totals[1].value + totals[2].value + totals[3].value
+    sums.store(total, k.thread * k.lanes)
