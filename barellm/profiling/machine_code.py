@@ -50,7 +50,7 @@ class Loop:
 @dataclass(frozen=True)
 class Code:
     """A function. `loops` in the order of the code; `inner` is the one with the most accumulators, then multiply-adds; among
-    equals the shortest, which is the one that whole tiles take."""
+    equals the shortest that reads memory: the one that whole tiles take, and not the one that clears them."""
 
     instructions: int
     stack_references: int
@@ -59,7 +59,7 @@ class Code:
 
     @property
     def inner(self) -> Loop | None:
-        return max(self.loops, key=lambda x: (x.accumulators, x.products, -x.instructions), default=None)
+        return max(self.loops, key=lambda x: (x.accumulators, x.products, x.loads > 0, -x.instructions), default=None)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"inner": asdict(self.inner) if self.inner else None}

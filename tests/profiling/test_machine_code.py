@@ -112,6 +112,30 @@ def test_an_attention_tile_with_too_many_rows_is_seen_to_spill(name, monkeypatch
         assert (kernel == "attention_delta") != (code.inner.vector_spills > 0), kernel
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_kernel_of_gpt2_has_an_inner_loop_with_its_counts(dtype):
+    """Products and attention multiply there, and what sums up or moves bytes reads there: classifier, optimizer and all."""
+    isa = target("avx512_bf16")
+    seen = set()
+    for u in kernels.used_by(gpt2(dtype), isa):
+        inner = kernels.summary(u.spec, isa).inner
+        assert inner is not None, u
+        if u.spec.name in (*GEMMS, "adamw", "sum_squares") or u.spec.name.startswith(("attention", "row_losses")):
+            assert inner.products > 0, u
+        if u.spec.name != "constant_init":
+            assert inner.loads > 0, u
+        seen |= set(u.ops)
+    assert {
+        "linear_gelu",
+        "attention_backward",
+        "classifier",
+        "layernorm_dx",
+        "bias_grad",
+        "embedding_dwte",
+        "adamw",
+    } <= seen
+
+
 @pytest.mark.parametrize("name", ["avx2", "generic"])
 def test_no_kernel_uses_wider_registers_than_its_isa(name):
     isa = target(name)
