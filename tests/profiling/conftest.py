@@ -1,11 +1,10 @@
 """A model that steps in about a millisecond, a machine of round numbers, and the script that makes the README's tables."""
 
 import importlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-
-from collections.abc import Iterable
 
 from barellm.config import Config, preset
 from barellm.overrides import changed
