@@ -58,6 +58,8 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
         assert code.inner.multiply_adds == {product: accumulators}, u
         assert code.inner.accumulators == accumulators, u
         assert (code.inner.stack_references, code.inner.stores) == (0, 0), u
+        # On aarch64 the tile that hangs over the last row may keep a vector of GELU's on the stack.
+        assert name.startswith("neon") or not any(x.accumulators and x.stack_references for x in code.loops), u
         assert code.inner.loads <= tile.rows + tile.vectors, u
 
 
