@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm.cli.options import add_configuration, configuration
-from barellm.config import Config
+from barellm.config import Config, preset
 from barellm.errors import UserError
 
 KINDS = ("step", "ops", "attention", "scaling")
@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE.json",
-        help="where the result goes (step and attention --peers, scaling: benchmarks/results/)",
+        help="where the result goes (step --peers of a preset's model, attention --peers, scaling: benchmarks/results/)",
     )
     parser.add_argument(
         "--digest", action="store_true", help="step: add a hash of all weights and states after the steps"
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         step.serve(config)
         return 0
     result, text = _measured(args, config)
-    out = _out(args, result)
+    out = _out(args, config, result)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")
@@ -117,18 +117,20 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
     return result, _step_lines(result)
 
 
-def _out(args: argparse.Namespace, r: dict[str, Any]) -> Path | None:
-    """Where the result goes: --out, else among the project's results if it is of one of the kinds that need long."""
+def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | None:
+    """Where the result goes: --out; else, for the kinds that need long, among the project's results, which have models by name."""
     if args.out:
         return Path(args.out)
     from barellm.profiling.peers import FOLDER
 
     if r["kind"] == "attention":
         return FOLDER / "results" / f"attention-{r['dtype']}.json" if "peer" in r else None
-    if r["kind"] not in ("peers", "scaling") or not FOLDER.is_dir():
+    if r["kind"] not in ("peers", "scaling") or not FOLDER.is_dir() or config.model != preset(config.preset).model:
         return None
-    kind = "" if r["kind"] == "peers" else f"{r['kind']}-"
-    return FOLDER / "results" / f"{kind}{r['preset']}-{r['batch']}x{r['seq']}-{r['dtype']}.json"
+    train, moments = config.train, config.optim.moments
+    parts = ["scaling"] * (r["kind"] == "scaling") + [config.preset, f"{train.batch}x{train.seq}", train.dtype]
+    parts += ["recompute"] * train.recompute + [f"moments-{moments}"] * (moments != "fp32")
+    return FOLDER / "results" / f"{'-'.join(parts)}.json"
 
 
 def warm_steps(args: argparse.Namespace) -> int | None:

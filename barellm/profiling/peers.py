@@ -177,6 +177,7 @@ def description(kind: str, config: Config) -> dict[str, Any]:
         "seq": config.train.seq,
         "dtype": config.train.dtype,
         "recompute": config.train.recompute,
+        "moments": config.optim.moments,
         "machine": machine(),
     }
 

@@ -158,9 +158,32 @@ def test_without_words_the_step_is_measured_and_all_of_it_is_written(result, mon
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
     assert main.main(["bench", "--interleave", "3", "--peers", "all"]) == 0
     assert wrote == [({"torch": ""}, 3), "tables"]
-    assert json.loads((tmp_path / "results" / "shakespeare-char-12x64-bf16.json").read_text()) == json.loads(
-        json.dumps(result)
-    )
+    name = f"default-8x256-{config('default').train.dtype}.json"
+    assert json.loads((tmp_path / "results" / name).read_text()) == json.loads(json.dumps(result))
+
+
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        (
+            "--batch 3 --dtype fp32 --recompute --optim.moments 16bit",
+            "shakespeare-char-3x64-fp32-recompute-moments-16bit.json",
+        ),
+        ("--model.layers 3", None),  # a model of no name
+        ("--model.layers 3 --out {folder}/mine.json", "../mine.json"),
+    ],
+)
+def test_results_have_names_of_their_own(words, name, result, monkeypatch, tmp_path):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report: result)
+    monkeypatch.setattr(peers, "write_tables", lambda: None)
+    monkeypatch.setattr(peers, "peer_script", Path)
+    monkeypatch.setattr(peers, "FOLDER", tmp_path / "benchmarks")
+    (tmp_path / "benchmarks").mkdir()
+    words = words.format(folder=tmp_path / "benchmarks").split()
+    assert main.main(["bench", "step", "shakespeare-char", "--peers", "all", *words]) == 0
+    expected = [] if name is None else [(tmp_path / "benchmarks" / "results" / name).resolve()]
+    assert list(tmp_path.rglob("*.json")) == expected
 
 
 def test_our_side_serves_turns(tmp_path):
