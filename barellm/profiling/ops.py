@@ -10,9 +10,9 @@ import numpy as np
 from barellm.config import Config
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES, STAMPS
 from barellm.cpu.step import CpuSession
-from barellm.profiling.roofline import measured_ceiling, mix_of
+from barellm.profiling.roofline import measured_ceiling
 from barellm.profiling.step import opened
-from barellm.profiling.trace import BEGIN, LEFT, by_kind, op_seconds, record, spans
+from barellm.profiling.trace import BEGIN, LEFT, by_kind, mixes, op_seconds, record, spans
 from barellm.program.ops.base import Op
 
 REPEATS = 10
@@ -26,13 +26,12 @@ def measure(config: Config, *, steps: int) -> dict[str, Any]:
     with opened(config) as (bench, _):
         session, train = bench.machine.session, bench.train
         ceiling = measured_ceiling()
-        mixes = {mix_of(op) for program in ("micro", "update") for op in session.lowered[program].ops}
-        ceiling.measure(mixes)
+        ceiling.measure(mixes(session))
         traces = record(bench, steps)
         each = [op_seconds(session, step) for step in traces.traced]
         seconds = {name: np.median([found[name] for found in each], axis=0) for name in each[0]}
         loop = Alone(session, traces.traced[0].tick_s)
-        ceiling.measure(mixes)  # the machine's speed may have changed meanwhile
+        ceiling.measure(mixes(session))  # the machine's speed may have changed meanwhile
         rows = by_kind(session, seconds, ceiling, lambda program, op: {"alone_s": loop.seconds(program, op)})
         for row in rows:
             row["alone_s"] *= row["count"]

@@ -12,7 +12,7 @@ from barellm.config import Config
 from barellm.profiling import chart, timeline
 from barellm.profiling.roofline import measured_ceiling
 from barellm.profiling.step import opened
-from barellm.profiling.trace import LIMIT, Traces, account, by_kernel, by_kind, op_seconds, pairs_for, record
+from barellm.profiling.trace import LIMIT, Traces, account, by_kernel, by_kind, mixes, op_seconds, pairs_for, record
 
 FILES = {"profile": "profile.json", "timeline": "timeline.json", "picture": "profile.svg"}
 
@@ -22,8 +22,11 @@ def measure(config: Config, *, steps: int | None, folder: Path) -> dict[str, Any
     go to `folder`, which exists. `config` has its dtype resolved."""
     with opened(config) as (bench, _):
         session = bench.machine.session
+        ceiling = measured_ceiling()
+        ceiling.measure(mixes(session))
         traces = record(bench, steps or pairs_for(bench))
-        step, ceiling = traces.middle(), measured_ceiling()
+        ceiling.measure(mixes(session))  # the machine's speed may have changed meanwhile
+        step = traces.middle()
         rows = by_kind(session, op_seconds(session, step), ceiling)
         kernels = by_kernel(session, step)
         for row in rows:

@@ -19,7 +19,7 @@ import numpy as np
 from barellm.cpu.step import CpuSession
 from barellm.errors import UserError
 from barellm.profiling.plan import STEP
-from barellm.profiling.roofline import Ceiling, primitives
+from barellm.profiling.roofline import Ceiling, Mix, mix_of, primitives
 from barellm.profiling.step import StepBench
 from barellm.program.ops.base import Op
 
@@ -197,6 +197,11 @@ def by_kernel(session: CpuSession, step: TracedStep) -> dict[Kind, dict[str, dic
 
 def kind(program: str, op: Op) -> Kind:
     return program, op.name, shape(op)
+
+
+def mixes(session: CpuSession) -> set[Mix]:
+    """The mixes of traffic that a step's ops have: what their bounds take a bandwidth of."""
+    return {mix_of(op) for program in STEP for op in session.lowered[program].ops}
 
 
 def shape(op: Op) -> str:
