@@ -12,7 +12,7 @@ from barellm.cli.options import add_configuration, configuration
 from barellm.config import Config, preset
 from barellm.errors import UserError
 
-KINDS = ("step", "ops", "attention", "scaling")
+KINDS = ("step", "ops", "gemm", "attention", "scaling")
 STEPS = 5
 
 
@@ -23,8 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="step",
         choices=KINDS,
         metavar="WHAT",
-        help="step: a training step (the default); ops: each kernel against its bound; attention: causal attention over "
-        "lengths and head sizes; scaling: the step on 1 thread to all, and beside a rival for a core",
+        help="step: a training step (the default); ops: each kernel against its bound; gemm: each matrix product by itself; "
+        "attention: causal attention over lengths and head sizes; scaling: the step on 1 thread to all, and beside a rival for a "
+        "core",
     )
     parser.add_argument(
         "--peers",
@@ -32,12 +33,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="step, ops, attention: beside other programs: all that are installed, torch, llmc=PATH",
     )
     parser.add_argument(
-        "--interleave", type=int, metavar="N", help="step --peers, attention, scaling: rounds of turns (default: 7)"
+        "--interleave",
+        type=int,
+        metavar="N",
+        help="step --peers, gemm, attention, scaling: rounds of turns (default: 7)",
     )
     parser.add_argument(
         "--out",
         metavar="FILE.json",
         help="where the result goes (step --peers of a preset's model, attention --peers, scaling: benchmarks/results/)",
+    )
+    parser.add_argument(
+        "--tokens", metavar="LIST", help="gemm: numbers of tokens (default: batch x seq), as in 256,1024"
     )
     parser.add_argument(
         "--digest", action="store_true", help="step: add a hash of all weights and states after the steps"
@@ -77,13 +84,24 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any], list[str]]:
     """The result, and the lines that a person reads."""
-    interleaved = args.what in ("attention", "scaling") or (args.what == "step" and args.peers is not None)
+    interleaved = args.what in ("gemm", "attention", "scaling") or (args.what == "step" and args.peers is not None)
     if args.interleave is not None and not interleaved:
-        raise UserError("--interleave is for step --peers, attention and scaling")
+        raise UserError("--interleave is for step --peers, gemm, attention and scaling")
+    if args.tokens is not None and args.what != "gemm":
+        raise UserError("--tokens is for gemm")
     rounds = 7 if args.interleave is None else args.interleave
     if rounds < 1:
         raise UserError(f"--interleave is {rounds}, expected at least 1")
     report: Callable[[str], None] = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
+    if args.what == "gemm":
+        from barellm.profiling import gemms
+
+        if args.peers is not None:
+            raise UserError("--peers is for step and ops")
+        result = gemms.measure(
+            config, tokens=_tokens(args, config), rounds=rounds, report=lambda r: report(_gemm_line(r))
+        )
+        return result, _gemm_summary(result)
     if args.what == "scaling":
         from barellm.profiling import scaling
 
@@ -141,6 +159,29 @@ def warm_steps(args: argparse.Namespace) -> int | None:
     if not asked.isdigit() or int(asked) < 1:
         raise UserError(f"--steps is {asked!r}, expected at least 1")
     return int(asked)
+
+
+def _tokens(args: argparse.Namespace, config: Config) -> list[int]:
+    if args.tokens is None:
+        return [config.train.batch * config.train.seq]
+    parts = args.tokens.split(",")
+    if not all(part.isdigit() and 1 <= int(part) <= 1 << 16 for part in parts):
+        raise UserError(f"--tokens is {args.tokens!r}, expected numbers from 1 to 65536, as in 256,1024")
+    return [int(part) for part in parts]
+
+
+def _gemm_line(r: dict[str, Any]) -> str:
+    shape = f"{r['tokens']} x {r['N']} x {r['K']}"
+    name = f"{r['layer']:<8}{r['op']:<17}{r['mode']:<7}{shape:<20}"
+    return f"{name}{r['warm_s'] * 1e3:>9.3f} ms{r['warm_percent']:>7.1f} % of peak warm{r['cold_percent']:>7.1f} % cold"
+
+
+def _gemm_summary(r: dict[str, Any]) -> list[str]:
+    least = {kind: min(row[f"{kind}_percent"] for row in r["products"]) for kind in ("warm", "cold")}
+    return [
+        title_line(r),
+        f"{len(r['products'])} products: at least {least['warm']:.1f} % warm, {least['cold']:.1f} % cold",
+    ]
 
 
 def title_line(r: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from barellm.cpu.isa import ISA
 ROLES = ("forward", "forward_gelu", "forward_residual", "input_gradient", "input_gradient_gelu", "weight_gradient")
 ORDERS = ("rows", "columns")
 BLOCK, LONG_BLOCK = 384, 1152  # rows that share one packing of a weight panel: multiples of every tile's rows
+LEFT_BYTES = 1 << 20  # of a weight gradient's packed block of dy
 CLAIMS = 16  # at least so many claims a weight gradient: enough for many threads, few enough to pack little
 
 # Vectors a panel -> rows of the tile, by register count: accumulators + panel + one broadcast fit.
@@ -63,17 +64,18 @@ def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:
     return min(tiles(isa, dtype), key=lambda tile: -(-cols // tile.span(isa)) * tile.span(isa))
 
 
-def default(isa: ISA, role: str, dtype: str, cols: int, rows: int) -> Choice:
-    """Where nothing was tuned. `cols`, `rows`: of the result."""
+def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -> Choice:
+    """Where nothing was tuned. `cols`, `rows`: of the result. For weight gradients: the higher the block, the less often a panel is
+    packed, which takes as long as 1.5 tiles. At most half of the rows, so that two threads share them, and what LEFT_BYTES hold:
+    it streams past the panel."""
     assert role in ROLES, role
     tile = default_tile(isa, dtype, cols)
     span = tile.span(isa)
     if role != "weight_gradient":
         return Choice(tile, BLOCK, LONG_BLOCK, span)
-    height, columns = 8 * 12, -(-cols // span) * span
-    while -(-rows // height) * -(-cols // columns) < CLAIMS and columns > 4 * span:
+    most = LEFT_BYTES // (min(depth, 2048) * (2 if dtype == "bf16" and isa.dot else 4))
+    height = -(-min(max(most, tile.rows), -(-rows // 2)) // tile.rows) * tile.rows
+    columns = -(-cols // span) * span
+    while -(-rows // height) * -(-cols // columns) < CLAIMS and columns > span:
         columns = -(-(columns // 2) // span) * span
-    while -(-rows // height) * -(-cols // columns) < CLAIMS and height > 24:
-        height //= 2
-    height = -(-height // tile.rows) * tile.rows
     return Choice(tile, height, height, columns)

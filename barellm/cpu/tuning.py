@@ -74,7 +74,7 @@ def from_entry(entry: Any, isa: ISA, dtype: str) -> Choice:
 def choose(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int, threads: int) -> Choice:
     """The choice for a product whose result is (rows, cols) and whose contraction has `depth` elements: the tuned one, else the
     default. Sizes that a run may lessen (tokens: the rows of most roles, the depth of weight gradients) are the planned ones."""
-    return _tuned(isa, threads, (role, dtype, cols, depth, rows)) or default(isa, role, dtype, cols, rows)
+    return _tuned(isa, threads, (role, dtype, cols, depth, rows)) or default(isa, role, dtype, cols, depth, rows)
 
 
 def _tuned(isa: ISA, threads: int, product: tuple[str, str, int, int, int]) -> Choice | None:

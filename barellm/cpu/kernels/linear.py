@@ -62,7 +62,7 @@ def _weight_gradient(
     N, K = (int(n) for n in dweight.shape)
     dtype = dy[1] if isinstance(dy, tuple) else dy.dtype
     choice = choose(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N, c.threads)
-    c.private(weight_gradient.gradient_private(c.isa, dtype, choice))
+    c.private(weight_gradient.gradient_private(c.isa, dtype, tokens_of(like, rows), choice))
     operands = {"dweight": dweight, "dy": dy, "x": x, "row_begin": rows[0], "row_limit": rows[1]}
     constants = {"N": N, "K": K, "dims": dims_of(like), "mode": mode, "choice": choice}
     c.call(weight_gradient.weight_gradient, operands, constants, writes="dweight")

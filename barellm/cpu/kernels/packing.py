@@ -112,3 +112,50 @@ def pack_interleaved(
     with k.when((depth % 2).differs(0)):
         for v in vectors:
             put(depth - 1, v, load(depth - 1, v), k.const(0, f"<{lanes} x i16>"))
+
+
+def pack_tiles(
+    k: KernelBuilder,
+    block: Pointer,
+    b: Pointer,
+    first: Value,
+    last: Value,
+    depth: Value,
+    *,
+    stride: int,
+    rows: int,
+    cols: int,
+) -> None:
+    """Columns [first, last) of b (depth, stride) as left operands of register tiles: [columns / rows][units][rows], where a unit is
+    a pair of depth rows, or one. A tile reads its part from the beginning to the end. Columns from `cols` on become zero."""
+    pair = paired(k.isa, b.dtype)
+    units = (depth + 1) >> 1 if pair else depth
+    item, whole = "i16" if b.dtype == "bf16" else "float", depth >> 1 if pair else depth
+    ragged = cols % rows != 0
+
+    with k.loop(first, last, rows) as col:
+        tile = block.as_dtype("i32").at((col - first) * units)
+
+        def put(u: Value, d: Value, count: int, tile: Pointer = tile, col: Value = col) -> None:
+            for v in range(0, rows, k.lanes):
+                n = min(rows - v, k.lanes)
+
+                def load(row: Value, v: int = v, n: int = n) -> Value:
+                    p = b.at(row * stride + col + v)
+                    if not ragged:
+                        return k.op(f"<{n} x {item}>", f"load <{n} x {item}>, ptr {p.ref}, align {b.itemsize}")
+                    return k.shuffle(p.load_raw(0, k.mask_first(cols - (col + v))), None, list(range(n)))
+
+                x = load(d)
+                if b.dtype == "bf16" and not pair:
+                    x = k.op(f"<{n} x i32>", f"zext {x.typed} to <{n} x i32>") << 16
+                if pair:
+                    other = load(d + 1) if count == 2 else k.const(0, f"<{n} x i16>")
+                    x = k.bitcast(k.shuffle(x, other, [j for i in range(n) for j in (i, n + i)]), f"<{n} x i32>")
+                k.line(f"store {x.typed}, ptr {tile.at(u * rows + v).ref}, align 4")
+
+        with k.loop(0, whole) as u:
+            put(u, u << 1 if pair else u, 2)
+        if pair:
+            with k.when((depth & 1).differs(0)):
+                put(whole, depth - 1, 1)

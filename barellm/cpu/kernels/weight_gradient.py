@@ -12,8 +12,8 @@ from barellm.cpu.choices import Choice
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.gemm import block_of, tile_product
-from barellm.cpu.kernels.packing import pack_interleaved, paired, panel_bytes
+from barellm.cpu.kernels.gemm import AHEAD_ROWS, Ahead, block_of, prefetch_row, tile_product
+from barellm.cpu.kernels.packing import pack_interleaved, pack_tiles, paired, panel_bytes
 from barellm.cpu.lang import Pointer, Value
 
 CHUNK = 2048  # tokens of one weight gradient chunk: its two packed blocks stay in a 1 MiB L2
@@ -28,13 +28,14 @@ def weight_gradient(
     tile, height, columns = choice.tile, choice.rows, choice.columns
     pair = paired(k.isa, dy.dtype)
     span = tile.span(k.isa)
-    packed = -(-height // k.lanes) * k.lanes
+    packed = _packed(k.isa, choice)
     tokens = k.min(k.extent(dims) - row_begin, row_limit)
-    left_block = k.private("i32")
-    panel = left_block.bytes(panel_bytes(k.isa, dy.dtype, CHUNK, packed))
+    panel = k.private("i32")
+    left_block = panel.bytes(panel_bytes(k.isa, dy.dtype, CHUNK, span))
     keep = k.keep(mode)
     row_blocks, column_blocks = -(-N // height), -(-K // columns)
     nontemporal = N * K * 4 >= NONTEMPORAL and K % span == 0 and mode != "add"
+    held = k.var(-1)  # which block of dy is packed: the next unit often has the same
     buffer = None
     if amx.uses_tiles(k.isa, dy.dtype):
         buffer = Pointer(k, k.alloca("float", tile.rows * span), "fp32")
@@ -47,28 +48,45 @@ def weight_gradient(
         with k.loop(0, tokens, CHUNK) as t:
             depth = k.min(tokens - t, CHUNK)
             units = (depth + 1) >> 1 if pair else depth
-            hangs = N if N % height or packed != height else None
-            pack_left = amx.pack_left if buffer is not None else pack_interleaved
-            pack_left(k, left_block, dy.at(t * N), n0, depth, stride=N, width=packed, cols=hangs)
+            wanted = t * row_blocks + row_block
+            with k.when(held.value.differs(wanted)):
+                held.value = wanted
+                if buffer is not None:
+                    hangs = N if N % height or packed != height else None
+                    amx.pack_left(k, left_block, dy.at(t * N), n0, depth, stride=N, width=packed, cols=hangs)
+                else:
+                    pack_tiles(k, left_block, dy.at(t * N), n0, n1, depth, stride=N, rows=tile.rows, cols=N)
+            again = t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
             with k.loop(k0, k1, span) as col:
                 pack_interleaved(k, panel, x.at(t * K), col, depth, stride=K, width=span, cols=K if K % span else None)
                 if buffer is not None:
                     amx.pad_panel(k, panel, depth)
+                beyond = k.select(col + span < k1, col + span, k0)
+                row_bytes = {"stride": K * x.itemsize, "nbytes": span * x.itemsize}
+                following = Ahead(k, x.at(t * K + beyond), count=depth, rows=min(height, AHEAD_ROWS), **row_bytes)
                 masks = [k.mask_first(K - col - v * k.lanes) if K % span else None for v in range(tile.vectors)]
-                again = t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
                 with k.loop(n0, n1, tile.rows) as row:
-                    base = left_block.bytes((row - n0) << 2)
+                    base = left_block.at((row - n0) * units)
 
                     def left(r: int, u: Value, base: Pointer = base) -> Value:
-                        p = base.bytes(u * (packed * 4) + 4 * r)
                         type_ = "i32" if pair else "float"
+                        p = base.bytes(u * (tile.rows * 4) + 4 * r)
                         return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
+
+                    def ahead(r: Value, row: Value = row, col: Value = col, following: Ahead = following) -> None:
+                        target = dweight.at((row + r) * K + col)
+                        if nontemporal:
+                            with k.when(again):
+                                prefetch_row(k, target, span, write=True)
+                        else:
+                            prefetch_row(k, target, span, write=True)
+                        following.fetch()
 
                     sums: list[list[Value]] = []
                     if buffer is not None:
                         amx.multiply_packed(k, buffer, left_block, row - n0, panel, depth)
                     else:
-                        sums = tile_product(k, tile, left, panel, units, pair)
+                        sums = tile_product(k, tile, left, panel, units, pair, ahead=ahead)
 
                     def put_row(
                         r: Any, values: list[Value], add: bool, row: Value = row, col: Value = col, masks=masks
@@ -97,6 +115,12 @@ def weight_gradient(
         amx.release(k)
 
 
-def gradient_private(isa: ISA, dtype: str, choice: Choice) -> int:
-    packed = -(-choice.rows // isa.lanes) * isa.lanes
-    return panel_bytes(isa, dtype, CHUNK, packed) + panel_bytes(isa, dtype, CHUNK, choice.tile.span(isa))
+def _packed(isa: ISA, choice: Choice) -> int:
+    """Columns of dy in the left block."""
+    return -(-choice.rows // isa.lanes) * isa.lanes
+
+
+def gradient_private(isa: ISA, dtype: str, tokens: int, choice: Choice) -> int:
+    """`tokens`: the most that a run has."""
+    left = panel_bytes(isa, dtype, min(tokens, CHUNK), _packed(isa, choice))
+    return panel_bytes(isa, dtype, CHUNK, choice.tile.span(isa)) + left

@@ -77,7 +77,7 @@ class Bed:
         addresses = [lib.address(spec.symbol()) for lib, spec in zip(libraries, specs, strict=True)]
         work, choice = self.work, candidate.choice
         if work.role == "weight_gradient":
-            nbytes = weight_gradient.gradient_private(self.isa, work.dtype, choice)
+            nbytes = weight_gradient.gradient_private(self.isa, work.dtype, work.depth, choice)
         else:
             nbytes = gemm.product_private(self.isa, work.dtype, work.depth, choice)
         nbytes = -(-nbytes // 4096) * 4096

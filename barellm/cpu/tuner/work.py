@@ -51,7 +51,7 @@ class Work:
         return 2 * self.rows * self.cols * self.depth
 
     def default(self, isa: ISA) -> Choice:
-        return default(isa, self.role, self.dtype, self.cols, self.rows)
+        return default(isa, self.role, self.dtype, self.cols, self.depth, self.rows)
 
     def key(self, isa: ISA, threads: int) -> str:
         return tuning.key(isa, threads, self.role, self.dtype, self.cols, self.depth, self.rows)
