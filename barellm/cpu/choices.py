@@ -13,8 +13,11 @@ from barellm.cpu.isa import ISA
 ROLES = ("forward", "forward_gelu", "forward_residual", "input_gradient", "input_gradient_gelu", "weight_gradient")
 ORDERS = ("rows", "columns")
 BLOCK, LONG_BLOCK = 384, 1152  # rows that share one packing of a weight panel: multiples of every tile's rows
-LEFT_BYTES = 1 << 20  # of a weight gradient's packed block of dy
+LEFT_BYTES = (
+    3 << 19
+)  # of a weight gradient's packed block of dy, which streams past the panel from behind the second cache
 CLAIMS = 16  # at least so many claims a weight gradient: enough for many threads, few enough to pack little
+CHUNK = 2048  # tokens of one weight gradient chunk: part of the result's definition, not a choice
 
 # Vectors a panel -> rows of the tile, by register count: accumulators + panel + one broadcast fit.
 TILES = {32: {3: 8, 2: 12, 4: 6, 1: 24}, 16: {2: 6, 3: 4, 1: 12}}
@@ -66,16 +69,17 @@ def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:
 
 def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -> Choice:
     """Where nothing was tuned. `cols`, `rows`: of the result. For weight gradients: the higher the block, the less often a panel is
-    packed, which takes as long as 1.5 tiles. At most half of the rows, so that two threads share them, and what LEFT_BYTES hold:
-    it streams past the panel."""
+    packed, which takes as long as 1.5 tiles. At most half of the rows, so that two threads share them, and what LEFT_BYTES hold.
+    With several chunks each claim packs its dy again, so there are fewer and wider ones."""
     assert role in ROLES, role
     tile = default_tile(isa, dtype, cols)
     span = tile.span(isa)
     if role != "weight_gradient":
         return Choice(tile, BLOCK, LONG_BLOCK, span)
-    most = LEFT_BYTES // (min(depth, 2048) * (2 if dtype == "bf16" and isa.dot else 4))
+    most = LEFT_BYTES // (min(depth, CHUNK) * (2 if dtype == "bf16" and isa.dot else 4))
+    claims = CLAIMS if depth <= CHUNK else CLAIMS // 2
     height = -(-min(max(most, tile.rows), -(-rows // 2)) // tile.rows) * tile.rows
     columns = -(-cols // span) * span
-    while -(-rows // height) * -(-cols // columns) < CLAIMS and columns > span:
+    while -(-rows // height) * -(-cols // columns) < claims and columns > span:
         columns = -(-(columns // 2) // span) * span
     return Choice(tile, height, height, columns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.choices import Choice
+from barellm.cpu.choices import CHUNK, Choice
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
@@ -16,7 +16,6 @@ from barellm.cpu.kernels.gemm import AHEAD_ROWS, Ahead, block_of, prefetch_row, 
 from barellm.cpu.kernels.packing import pack_interleaved, pack_tiles, paired, panel_bytes
 from barellm.cpu.lang import Pointer, Value
 
-CHUNK = 2048  # tokens of one weight gradient chunk: its two packed blocks stay in a 1 MiB L2
 NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the cache anyway
 
 
