@@ -178,10 +178,8 @@ def _gemm_line(r: dict[str, Any]) -> str:
 
 def _gemm_summary(r: dict[str, Any]) -> list[str]:
     least = {kind: min(row[f"{kind}_percent"] for row in r["products"]) for kind in ("warm", "cold")}
-    return [
-        title_line(r),
-        f"{len(r['products'])} products: at least {least['warm']:.1f} % warm, {least['cold']:.1f} % cold",
-    ]
+    what = "{preset}, {dtype}, {isa}, {threads} threads".format(**r)
+    return [f"{what}, {len(r['products'])} products: at least {least['warm']:.1f} % warm, {least['cold']:.1f} % cold"]
 
 
 def title_line(r: dict[str, Any]) -> str:
