@@ -164,7 +164,7 @@ class CpuSession:
         self._last = ""
         self._stamps: dict[str, int] = {}
         self.pool = Pool(self.threads, self.isa)
-        memory = (self.arena, self.library, self._keep, self._block)
+        memory = (self.arena, self.code, self._keep, self._block)
         self.pool.bind(self._block.address, self.base + self.plan.offsets[private], self.private_bytes, memory=memory)
         # A session that is dropped without close() must not leave threads behind; at exit nobody waits for a step.
         weakref.finalize(self, self.pool.release).atexit = False
@@ -185,7 +185,7 @@ class CpuSession:
     def _compile(self) -> None:
         emitters = {spec.key: partial(spec.ir, self.isa) for spec in self.specs}
         objects = compilers.cached_objects(emitters, self.isa, processes=min(self.threads, len(allowed_cpus())))
-        self.library = jit.Library(objects, self.isa)
+        self.code = jit.Library(objects, self.isa)
 
     def _address(self, region: Region) -> tuple[int, int]:
         start = self.plan.offsets[region.tensor]
@@ -203,7 +203,7 @@ class CpuSession:
             args = np.zeros(sum(len(c.args) for c in calls) + 1, np.int64)
             at = 0
             for i, call in enumerate(calls):
-                records[i, :3] = (self.library.address(call.spec.symbol()), args.ctypes.data + 8 * at, after[i])
+                records[i, :3] = (self.code.address(call.spec.symbol()), args.ctypes.data + 8 * at, after[i])
                 for a in call.args:
                     args[at] = a if isinstance(a, int) else self.base + self._address(a)[0]
                     at += 1

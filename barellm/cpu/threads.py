@@ -68,13 +68,13 @@ class Pool:
 
     def __init__(self, threads: int, isa: ISA) -> None:
         self.threads = threads
-        self.library = _native(isa)
+        self.code = _native(isa)
         self.pid = os.getpid()
         one = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
-        self._worker = one(self.library.address("worker"))
-        self._lead = one(self.library.address("lead"))
-        self.now = ctypes.CFUNCTYPE(ctypes.c_int64)(self.library.address("now"))
-        self._stop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.library.address("stop"))
+        self._worker = one(self.code.address("worker"))
+        self._lead = one(self.code.address("lead"))
+        self.now = ctypes.CFUNCTYPE(ctypes.c_int64)(self.code.address("now"))
+        self._stop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.code.address("stop"))
         nbytes = sync.SHARED_NBYTES + threads * RT_NBYTES
         self._block = ctypes.create_string_buffer(nbytes + 64)
         self.shared = (ctypes.addressof(self._block) + 63) & ~63

@@ -30,7 +30,7 @@ def relay(k, cells, turn) -> None:
 class Table:
     def __init__(self, turns: int) -> None:
         spec = Spec(relay, ("i64", "int"), ())
-        self.library = jit.Library([jit.compile_object(spec.ir(host()), host())], host())
+        self.code = jit.Library([jit.compile_object(spec.ir(host()), host())], host())
         self.cells = np.zeros((turns + 1) * 64, np.int64)
         self.args = np.array([[self.cells.ctypes.data, t] for t in range(turns)], np.int64)
         self.block = ctypes.create_string_buffer((turns + 1) * RECORD_NBYTES)
@@ -38,7 +38,7 @@ class Table:
         self.entries = turns
         for t in range(turns):
             record = (ctypes.c_int64 * 3).from_address(self.address + t * RECORD_NBYTES)
-            record[:] = (self.library.address(spec.symbol()), self.args[t].ctypes.data, 1)
+            record[:] = (self.code.address(spec.symbol()), self.args[t].ctypes.data, 1)
 
 
 def expected(threads: int, turns: int) -> int:
@@ -144,10 +144,10 @@ def test_two_threads_on_one_core_lose_little_to_their_barriers():
 def shared_table(turns: int) -> Table:
     table = Table(turns)
     spec = Spec(share, ("int",), ())
-    table.library = jit.Library([jit.compile_object(spec.ir(host()), host())], host())
+    table.code = jit.Library([jit.compile_object(spec.ir(host()), host())], host())
     table.args[:, 0] = 8
     for t in range(turns):
-        ctypes.c_int64.from_address(table.address + t * RECORD_NBYTES).value = table.library.address(spec.symbol())
+        ctypes.c_int64.from_address(table.address + t * RECORD_NBYTES).value = table.code.address(spec.symbol())
     return table
 
 
@@ -233,10 +233,10 @@ def spin(k, turns) -> None:
 def spin_table() -> Table:
     table = Table(1)
     spec = Spec(spin, ("int",), ())
-    table.library = jit.Library([jit.compile_object(spec.ir(host()), host())], host())
+    table.code = jit.Library([jit.compile_object(spec.ir(host()), host())], host())
     table.args[0, 0] = 20_000_000_000
     record = (ctypes.c_int64 * 4).from_address(table.address)
-    record[0] = table.library.address(spec.symbol())
+    record[0] = table.code.address(spec.symbol())
     return table
 
 
