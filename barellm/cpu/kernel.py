@@ -26,6 +26,7 @@ from barellm.cpu.lang import Builder, Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime import scalars
+from barellm.runtime.lowering import Region, part
 
 # The per-thread block that every kernel gets as its first argument.
 RT_THREAD, RT_THREADS, RT_SCALARS, RT_PRIVATE, RT_GROUP, RT_GROUPS = 0, 8, 16, 24, 32, 40
@@ -81,15 +82,6 @@ def _outside(emit: Emit) -> str:
     return hashlib.sha256(path.read_bytes() if path.is_file() else marshal.dumps(emit.__code__)).hexdigest()
 
 
-@dataclass(frozen=True)
-class Region:
-    """Bytes of a tensor: [start, stop) from its address."""
-
-    tensor: Tensor
-    start: int
-    stop: int
-
-
 @dataclass
 class Call:
     """One entry of the step's table: a specialisation and its arguments, before addresses are known."""
@@ -99,16 +91,6 @@ class Call:
     reads: list[Region]
     writes: list[Region]
     op: Op
-
-
-def part(tensor: Tensor, start: int = 0, stop: int | None = None) -> Region:
-    return Region(tensor, start, tensor.nbytes if stop is None else stop)
-
-
-def plane(tensor: Tensor, which: str) -> Region:
-    """The "hi" (bf16) or "lo" (int16) plane of a split parameter."""
-    half = tensor.nbytes // 2
-    return Region(tensor, 0, half) if which == "hi" else Region(tensor, half, 2 * half)
 
 
 @dataclass

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from barellm.cpu.kernel import Call, Region, Spec, part
+from barellm.cpu.kernel import Call, Spec
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
 from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import Region, part
 
 GUARD = 64
 BYTE = 0xFF  # every dtype's pattern of ones is a NaN; as an index it is -1

@@ -7,12 +7,10 @@ only where a call touches bytes that a call since the last barrier has written, 
 from __future__ import annotations
 
 import mmap
-import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,34 +18,28 @@ import numpy as np
 from barellm.cpu import compilers, jit, poison
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA, host
-from barellm.cpu.kernel import REGISTRY, Call, Lowering, Region, Spec
+from barellm.cpu.kernel import REGISTRY, Call, Lowering, Spec
 from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
 from barellm.cpu.threads import Pool, allowed_cpus, thread_count
 from barellm.program.builder import Program
-from barellm.program.fusion import fuse
-from barellm.program.ops.base import Op
-from barellm.program.planner import Plan, plan
-from barellm.program.tensor import Dim, Tensor
-from barellm.runtime import scalars
+from barellm.program.planner import Plan
+from barellm.program.tensor import Tensor
+from barellm.runtime.arena import ArenaSession, laps, sizes_of
+from barellm.runtime.lowering import LoweredProgram, Region, plan_lowered
 from barellm.runtime.memory import check_fits
-from barellm.runtime.storage import dtype_of, from_memory, join_split, split_fp32, to_memory
 
 HUGE = 2 << 20
 
 
-class Lowered:
+class Lowered(LoweredProgram[Lowering]):
     """A program's ops after fusion, each with its calls and scratch."""
 
     def __init__(self, program: Program, isa: ISA, threads: int) -> None:
         import barellm.cpu.kernels  # noqa: F401  (fills the registry)
 
-        self.ops = fuse(program.ops, FUSIONS)
-        self.of: dict[Op, Lowering] = {}
-        for op in self.ops:
-            if op.name not in REGISTRY:
-                raise ValueError(f"the cpu backend has no kernel for {op.name}")
-            self.of[op] = c = Lowering(op, isa, threads)
-            REGISTRY[op.name](c)
+        super().__init__(
+            program, name="cpu", table=FUSIONS, registry=REGISTRY, lowering=lambda op: Lowering(op, isa, threads)
+        )
 
     @property
     def calls(self) -> list[Call]:
@@ -106,17 +98,11 @@ def lower_and_plan(
     """What a session of `programs` allocates, to the byte, and what it runs."""
     isa, threads = isa or host(), threads or thread_count()
     lowered = {name: Lowered(p, isa, threads) for name, p in programs.items()}
-    scratch = {op: c.scratch_tensors for low in lowered.values() for op, c in low.of.items()}
     store = next(iter(programs.values())).store
     # Each thread's own scratch is on the map like everything else.
     private_bytes = -(-max(max(low.private_bytes for low in lowered.values()), 64) // 4096) * 4096
     private = store.get("threads.private", (threads, private_bytes // 2), "bf16", "cache")
-    made = plan(
-        {name: low.ops for name, low in lowered.items()},
-        store,
-        scratch=lambda op: scratch[op],
-        guard=poison.GUARD if poison.requested() else 0,
-    )
+    made = plan_lowered(lowered, store, guard=poison.GUARD if poison.requested() else 0)
     calls = {name: low.calls for name, low in lowered.items()}
     if poison.requested():
         calls = {
@@ -126,46 +112,29 @@ def lower_and_plan(
     return LoweredPrograms(isa, threads, lowered, made, calls, private)
 
 
-class CpuSession:
+class CpuSession(ArenaSession):
     """Programs over one arena, compiled and ready. A `runtime.session.Session`."""
 
     def __init__(self, programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None) -> None:
-        lap = _laps()
+        lap = laps()
         built = lower_and_plan(programs, threads=threads, isa=isa)
-        check_fits(built.plan, what=_sizes(programs))
-        self.programs, self.isa, self.threads = programs, built.isa, built.threads
-        self.lowered, self.plan, self.calls, self.specs = built.lowered, built.plan, built.calls, built.specs
-        store, private = next(iter(programs.values())).store, built.private
+        check_fits(built.plan, what=sizes_of(programs))
+        super().__init__(programs, built.plan)
+        self.isa, self.threads = built.isa, built.threads
+        self.lowered, self.calls, self.specs = built.lowered, built.calls, built.specs
+        private = built.private
         self.private_bytes = private.nbytes // self.threads
-        self.tensors: dict[str, Tensor] = dict(store.tensors)
         self.seconds = {"plan": lap()}  # of opening, by stage
         self._map_arena()
         self.seconds["map"] = lap()
         self._compile()
         self.seconds["compile"] = lap()
         self._link()
-        self._block = _Block()
-        self._staged: dict[str, np.ndarray] = {}
-        # Where a run puts its inputs, and the sizes it may have; made once, so that a warm step makes few Python calls.
-        self._inputs = {
-            name: {
-                n: (self._flat(t), t.width, [scalars.OFFSET[d.name] // 8 for d in t.dims])
-                for n, t in p.named.items()
-                if t.role == "input" and t in self.plan.offsets
-            }
-            for name, p in programs.items()
-        }
-        self._limits = {name: _limits(p) for name, p in programs.items()}
-        largest = sorted(
-            ((n, view[0]) for views in self._inputs.values() for n, view in views.items()),
-            key=lambda item: item[1].size,
-        )
-        self._input_form = {n: (v.dtype, v.size) for n, v in largest}
-        self._last = ""
-        self._stamps: dict[str, int] = {}
+        self._inputs = self._input_rooms(lambda t: self.stored(t).reshape(-1))
         self.pool = Pool(self.threads, self.isa)
         memory = (self.arena, self.code, self._keep, self._block)
         self.pool.bind(self._block.address, self.base + self.plan.offsets[private], self.private_bytes, memory=memory)
+        self.trace(None)
         # A session that is dropped without close() must not leave threads behind; at exit nobody waits for a step.
         weakref.finalize(self, self.pool.release).atexit = False
 
@@ -212,31 +181,6 @@ class CpuSession:
 
     # --- running ---
 
-    def run(self, program: str, **values: float) -> None:
-        """One pass over a program with these run-time scalars. Of the others pos, accumulate, seed and sample are 0, the rest keep
-        their values. Inputs are those written last. ValueError for sizes beyond the plan's, or not those of the inputs."""
-        block = self._block
-        for name, value in (scalars.DEFAULTS | values).items():
-            (block.ints if scalars.SCALARS[name] == "i64" else block.floats)[scalars.OFFSET[name] // 8] = value
-        for name, most in self._limits[program].items():
-            if not 1 <= block.ints[scalars.OFFSET[name] // 8] <= most:
-                raise ValueError(f"{name} is {block.ints[scalars.OFFSET[name] // 8]}, planned for 1 to {most}")
-        if self.guards:
-            self.guards.prepare(program)
-        for name, (view, size, dims) in self._inputs[program].items():
-            array = self._staged[name]
-            for at in dims:
-                size *= block.ints[at]
-            if array.size != size:
-                raise ValueError(f"{name} has shape {array.shape}, a run of these sizes takes {size} elements")
-            view[:size] = array.reshape(-1)
-        table, entries = self._tables[program]
-        self._last = program
-        if entries:
-            self.pool.run(table, entries, self._stamps.get(program, 0))
-        if self.guards:
-            self.guards.check(program)
-
     def new_stamps(self) -> dict[str, np.ndarray]:
         """Room for a trace: program -> (threads, calls, 3) int64, `pool.now()` before a call, after it, and after its barrier."""
         made = {name: np.full((self.threads, len(c), STAMPS), -1, np.int64) for name, c in self.calls.items()}
@@ -245,113 +189,17 @@ class CpuSession:
 
     def trace(self, stamps: dict[str, np.ndarray] | None) -> None:
         """From now on every run writes its stamps there, over those of the program's run before. None: no more tracing."""
-        self._stamps = {name: room.ctypes.data for name, room in (stamps or {}).items()}
+        where = {name: room.ctypes.data for name, room in (stamps or {}).items()}
+        self._starts = {
+            name: partial(self.pool.run, *table, where.get(name, 0)) for name, table in self._tables.items() if table[1]
+        }
 
     def close(self) -> None:
         """Stop the threads. The arena stays readable."""
         self.pool.close()
 
-    def digest(self) -> str:
-        """Hash of every parameter's and state's bytes: equal for any number of threads."""
-        import xxhash
+    def _get(self, start: int, stop: int) -> np.ndarray:
+        return self.arena[start:stop]
 
-        h = xxhash.xxh3_64()
-        for t in sorted((t for t in self.tensors.values() if t.role in ("parameter", "state")), key=lambda t: t.name):
-            h.update(self._view(t).data)
-        return h.hexdigest()
-
-    # --- data ---
-
-    def _find(self, name: str) -> Tensor:
-        """A persistent tensor, or an input or output of the program that ran last, or of any."""
-        if name in self.tensors:
-            return self.tensors[name]
-        for program in (self._last, *self.programs):
-            if program and name in self.programs[program].named:
-                return self.programs[program].named[name]
-        raise KeyError(f"no tensor is named {name!r}")
-
-    def _view(self, t: Tensor) -> np.ndarray:
-        """The tensor's memory at its planned shape; a split parameter as its two planes of 16 bits, (2, *shape)."""
-        start = self.plan.offsets[t]
-        raw = self.arena[start : start + t.nbytes]
-        if t.dtype == "split":
-            return raw.view(np.int16).reshape(2, *(int(n) for n in t.shape))
-        return raw.view(dtype_of(t.dtype)).reshape([int(n) for n in t.shape])
-
-    def _flat(self, t: Tensor) -> np.ndarray:
-        return self._view(t).reshape(-1)
-
-    def write(self, name: str, array: np.ndarray) -> None:
-        """Set a tensor by name. An input is dense for its own batch and length, which may be below the planned ones; it is
-        kept here until a program that reads it runs."""
-        if name in self.tensors:
-            self.write_rows(name, 0, array)
-            return
-        if name not in self._input_form:
-            raise KeyError(f"no input is named {name!r}")
-        dtype, size = self._input_form[name]
-        array = np.array(array, dtype)  # a copy: the caller may go on to fill the same buffer
-        if array.size > size:
-            raise ValueError(f"{name} holds {size} elements, got shape {array.shape}")
-        self._staged[name] = array
-
-    def read(self, name: str) -> np.ndarray:
-        """A copy; parameters and moments as fp32, activations at the last run's sizes."""
-        t = self._find(name)
-        if t.dtype == "split":
-            return self.read_rows(name, 0, int(t.shape[0]))
-        shape = [int(self._block.ints[scalars.OFFSET[n.name] // 8]) if isinstance(n, Dim) else n for n in t.shape]
-        return from_memory(self._flat(t)[: prod(shape)].reshape(shape), t.dtype)
-
-    def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
-        """Leading rows [lo, hi) of a persistent tensor; parameters and moments as fp32."""
-        t = self.tensors[name]
-        view = self._view(t)
-        return join_split(view[0, lo:hi], view[1, lo:hi]) if t.dtype == "split" else from_memory(view[lo:hi], t.dtype)
-
-    def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
-        """Set leading rows from `lo`."""
-        t = self.tensors[name]
-        view = self._view(t)
-        if t.dtype == "split":
-            view[0, lo : lo + len(array)], view[1, lo : lo + len(array)] = split_fp32(np.asarray(array, np.float32))
-        else:
-            view[lo : lo + len(array)] = to_memory(array, t.dtype)
-
-
-def _laps() -> Callable[[], float]:
-    """A function that returns the seconds since it was last called."""
-    last = time.perf_counter()
-
-    def lap() -> float:
-        nonlocal last
-        before, last = last, time.perf_counter()
-        return last - before
-
-    return lap
-
-
-def _limits(program: Program) -> dict[str, int]:
-    """The most that the plan has room for, by scalar."""
-    tensors = {t for op in program.ops for t in (*op.inputs.values(), *op.outputs.values())}
-    dims = [dim for t in tensors for dim in t.dims]
-    return {name: min(int(d) for d in dims if d.name == name) for name in dict.fromkeys(d.name for d in dims)}
-
-
-def _sizes(programs: dict[str, Program]) -> str:
-    """What the user chose, for a message: batch and length of the first program that has them (training, if any)."""
-    for p in sorted(programs.values(), key=lambda p: p is not programs.get("micro")):
-        for t in p.named.values():
-            if t.dims:
-                return " x ".join(f"{d.name} {int(d)}" for d in t.dims)
-    return "the model"
-
-
-class _Block:
-    """The run-time scalars, seen as integers and as floats."""
-
-    def __init__(self) -> None:
-        self.ints = np.zeros(scalars.NBYTES // 8, np.int64)
-        self.floats = self.ints.view(np.float64)
-        self.address = self.ints.ctypes.data
+    def _set(self, start: int, data: np.ndarray) -> None:
+        self.arena[start : start + data.nbytes] = data.reshape(-1).view(np.uint8)

@@ -162,7 +162,7 @@ def _open(case: Case, isa: ISA, threads: int, dims: tuple[Dim, Dim]) -> tuple[Op
 def _read(session: CpuSession, t: Tensor, shape: tuple[int, ...]) -> np.ndarray:
     if t.dtype == "split" or t.dtype in FORMATS:
         return session.read(t.name)
-    return session._flat(t)[: int(np.prod(shape))].reshape(shape).copy()
+    return session.stored(t, shape).copy()
 
 
 def _check_bytes(case: Case, op: Op, session: CpuSession, actual: Any) -> None:

@@ -39,7 +39,7 @@ class Update:
         self.session.write("clip", np.ones(2))
 
     def codes(self, name: str) -> np.ndarray:
-        return self.session._view(self.session.tensors[name])
+        return self.session.stored(self.session.tensors[name])
 
     def run(self, *, m, v, grad, step: int = 1, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         self.codes("m")[:], self.codes("v")[:] = m, v

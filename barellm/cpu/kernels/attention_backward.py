@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from math import e, log2, sqrt
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering, part
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.attention_blocks import (
     KEYS,
     Dropout,
@@ -42,6 +42,7 @@ from barellm.cpu.kernels.attention_blocks import (
 )  # fmt: skip
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
+from barellm.runtime.lowering import part
 
 ONE_PASS, TWO_PASSES = 5, 7  # products a block
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering, part
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.loops import across, fold, row_grain, shape_of, sweep, zeros
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp, ln
 from barellm.program.ops.base import Op
+from barellm.runtime.lowering import part
 
 ALL_ROWS = 1 << 62
 CHAINS = 4

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, Region, dims_of, lowering, part, plane
+from barellm.cpu.kernel import Lowering, dims_of, lowering
 from barellm.cpu.kernels import cross_entropy, gemm, weight_gradient
 from barellm.cpu.tuning import choose
 from barellm.program.ops.base import Op
 from barellm.program.tensor import ITEMSIZE, Tensor
+from barellm.runtime.lowering import Region, part, plane
 
 ALL_ROWS = 1 << 62
 CLASSIFIER_CHUNK = 1024  # tokens whose logits exist at one time

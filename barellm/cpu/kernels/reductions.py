@@ -10,12 +10,13 @@ from collections.abc import Callable
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering, part
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.loops import across, fold, shape_of, sweep, zeros
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.program.ops.optimizer import CHUNK
 from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import part
 
 CHUNKS, CHUNK_ROWS = 64, 32  # at most so many chunks, of at least so many rows
 TOGETHER = 4  # rows that are added up in registers before a partial sum is touched

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, part, plane
+from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.moments import FORMATS, REBIAS
 from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import part, plane
 
 
 def weight_operands(name: str, t: Tensor) -> dict[str, Any]:

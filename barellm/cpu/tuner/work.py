@@ -9,10 +9,11 @@ from math import prod
 from barellm.cpu import tuning
 from barellm.cpu.choices import Choice, default
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import Call, Emit, Region, Spec, positional
+from barellm.cpu.kernel import Call, Emit, Spec, positional
 from barellm.cpu.kernels import gemm, weight_gradient
 from barellm.cpu.kernels.linear import ROLES, tokens_of
 from barellm.program.tensor import ITEMSIZE
+from barellm.runtime.lowering import Region
 
 
 @dataclass(frozen=True)

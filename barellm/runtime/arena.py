@@ -1,0 +1,212 @@
+"""A session over one arena, wherever its bytes lie: names, inputs, sizes, reads and writes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from barellm.program.builder import Program
+from barellm.program.planner import Plan
+from barellm.program.tensor import Dim, Tensor
+from barellm.runtime import scalars
+from barellm.runtime.storage import dtype_of, from_memory, join_split, split_fp32, to_memory
+
+
+class Watch(Protocol):
+    """What looks at the arena before and after a run (debug mode)."""
+
+    def prepare(self, program: str) -> None: ...
+    def check(self, program: str) -> None: ...
+
+
+class ArenaSession:
+    """Base of sessions that keep all tensors at their planned addresses; a `runtime.session.Session`.
+
+    A backend sets `_starts`, what begins a run of each program that has anything to do, and `_inputs` by `_input_rooms`; and it
+    says how bytes of the arena are read and set.
+    """
+
+    def __init__(self, programs: Mapping[str, Program], plan: Plan) -> None:
+        self.programs, self.plan = programs, plan
+        self.tensors: dict[str, Tensor] = dict(next(iter(programs.values())).store.tensors)
+        self.guards: Watch | None = None
+        self._block = ScalarBlock()
+        self._limits = {name: limits_of(p) for name, p in programs.items()}
+        self._staged: dict[str, np.ndarray] = {}
+        self._starts: dict[str, Callable[[], None]] = {}
+        self._inputs: dict[str, dict[str, tuple[np.ndarray, int, list[int]]]] = {}
+        inputs = sorted((t for name in programs for t in self._inputs_of(name).values()), key=lambda t: t.size)
+        self._input_form = {t.name: (dtype_of(t.dtype), t.size) for t in inputs}  # of the largest with that name
+        self._last = ""
+
+    def _get(self, start: int, stop: int) -> np.ndarray:
+        """Bytes [start, stop) of the arena, uint8: the memory itself, or a copy."""
+        raise NotImplementedError
+
+    def _set(self, start: int, data: np.ndarray) -> None:
+        """Set bytes of the arena from `start`; `data` is contiguous, of any dtype."""
+        raise NotImplementedError
+
+    # --- running ---
+
+    def _inputs_of(self, program: str) -> dict[str, Tensor]:
+        named = self.programs[program].named
+        return {name: t for name, t in named.items() if t.role == "input" and t in self.plan.offsets}
+
+    def _input_rooms(
+        self, room: Callable[[Tensor], np.ndarray]
+    ) -> dict[str, dict[str, tuple[np.ndarray, int, list[int]]]]:
+        """Where a run puts its inputs, and the sizes that it multiplies to know how many elements; made once, so that a warm
+        step makes few Python calls. `room(t)`: flat, of the planned size."""
+        return {
+            program: {
+                name: (room(t), t.width, [scalars.OFFSET[d.name] // 8 for d in t.dims])
+                for name, t in self._inputs_of(program).items()
+            }
+            for program in self.programs
+        }
+
+    def run(self, program: str, **values: Any) -> None:
+        """One pass over a program with these run-time scalars. Of the others pos, accumulate, seed and sample are 0, the rest keep
+        their values. Inputs are those written last. ValueError for sizes beyond the plan's, or not those of the inputs."""
+        block = self._block
+        for name, value in (scalars.DEFAULTS | values).items():
+            (block.ints if scalars.SCALARS[name] == "i64" else block.floats)[scalars.OFFSET[name] // 8] = value
+        for name, most in self._limits[program].items():
+            if not 1 <= block.ints[scalars.OFFSET[name] // 8] <= most:
+                raise ValueError(f"{name} is {block.ints[scalars.OFFSET[name] // 8]}, planned for 1 to {most}")
+        if self.guards:
+            self.guards.prepare(program)
+        for name, (view, size, dims) in self._inputs[program].items():
+            array = self._staged[name]
+            for at in dims:
+                size *= block.ints[at]
+            if array.size != size:
+                raise ValueError(f"{name} has shape {array.shape}, a run of these sizes takes {size} elements")
+            view[:size] = array.reshape(-1)
+        self._last = program
+        if start := self._starts.get(program):
+            start()
+        if self.guards:
+            self.guards.check(program)
+
+    # --- data ---
+
+    def _find(self, name: str) -> Tensor:
+        """A persistent tensor, or an input or output of the program that ran last, or of any."""
+        if name in self.tensors:
+            return self.tensors[name]
+        for program in (self._last, *self.programs):
+            if program and name in self.programs[program].named:
+                return self.programs[program].named[name]
+        raise KeyError(f"no tensor is named {name!r}")
+
+    def stored(self, t: Tensor, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """The tensor as it lies in memory, dense for `shape` (as planned), a copy or the memory itself; a split parameter as
+        its two planes of 16 bits, (2, *shape)."""
+        shape = tuple(int(n) for n in t.shape) if shape is None else shape
+        if t.dtype == "split":
+            return np.stack([self._rows(t, 0, shape[0], plane) for plane in (0, 1)])
+        dtype, start = dtype_of(t.dtype), self.plan.offsets[t]
+        return self._get(start, start + prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+    def _rows(self, t: Tensor, lo: int, hi: int, plane: int = 0) -> np.ndarray:
+        """Leading rows of a persistent tensor as they lie in memory, of one plane where it has two."""
+        start, dtype = self._row(t, lo, plane)
+        stop, _ = self._row(t, hi, plane)
+        return self._get(start, stop).view(dtype).reshape(-1, *t.shape[1:])
+
+    def _row(self, t: Tensor, row: int, plane: int) -> tuple[int, np.dtype]:
+        """Where a leading row of a persistent tensor begins, and the dtype of what lies there."""
+        if not 0 <= row <= t.shape[0]:
+            raise IndexError(f"{t.name} has {t.shape[0]} rows, row {row} was asked for")
+        dtype = np.dtype(np.int16) if t.dtype == "split" else dtype_of(t.dtype)
+        return self.plan.offsets[t] + (plane * t.size + row * (t.size // t.shape[0])) * dtype.itemsize, dtype
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Set a tensor by name. An input is dense for its own batch and length, which may be below the planned ones; it is
+        kept here until a program that reads it runs."""
+        if name in self.tensors:
+            self.write_rows(name, 0, array)
+            return
+        if name not in self._input_form:
+            raise KeyError(f"no input is named {name!r}")
+        dtype, size = self._input_form[name]
+        array = np.array(array, dtype)  # a copy: the caller may go on to fill the same buffer
+        if array.size > size:
+            raise ValueError(f"{name} holds {size} elements, got shape {array.shape}")
+        self._staged[name] = array
+
+    def read(self, name: str) -> np.ndarray:
+        """A copy; parameters and moments as fp32, activations at the last run's sizes."""
+        t = self._find(name)
+        if name in self.tensors:
+            return self.read_rows(name, 0, int(t.shape[0]))
+        sizes = (int(self._block.ints[scalars.OFFSET[n.name] // 8]) if isinstance(n, Dim) else n for n in t.shape)
+        return from_memory(self.stored(t, tuple(sizes)), t.dtype)
+
+    def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
+        """Leading rows [lo, hi) of a persistent tensor; parameters and moments as fp32."""
+        t = self.tensors[name]
+        if t.dtype == "split":
+            return join_split(self._rows(t, lo, hi), self._rows(t, lo, hi, 1))
+        return from_memory(self._rows(t, lo, hi), t.dtype)
+
+    def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
+        """Set leading rows from `lo`."""
+        t = self.tensors[name]
+        if np.shape(array)[1:] != tuple(t.shape[1:]) or lo + len(array) > t.shape[0]:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, given {np.shape(array)} from row {lo}")
+        planes = split_fp32(np.asarray(array, np.float32)) if t.dtype == "split" else (to_memory(array, t.dtype),)
+        for plane, values in enumerate(planes):
+            self._set(self._row(t, lo, plane)[0], np.ascontiguousarray(values))
+
+    def digest(self) -> str:
+        """Hash of every parameter's and state's bytes: equal for any number of threads."""
+        import xxhash
+
+        h = xxhash.xxh3_64()
+        for t in sorted((t for t in self.tensors.values() if t.role in ("parameter", "state")), key=lambda t: t.name):
+            h.update(self._get(self.plan.offsets[t], self.plan.offsets[t] + t.nbytes).data)
+        return h.hexdigest()
+
+
+class ScalarBlock:
+    """The run-time scalars, seen as integers and as floats."""
+
+    def __init__(self) -> None:
+        self.ints = np.zeros(scalars.NBYTES // 8, np.int64)
+        self.floats = self.ints.view(np.float64)
+        self.address = self.ints.ctypes.data
+
+
+def limits_of(program: Program) -> dict[str, int]:
+    """The most that the plan has room for, by scalar."""
+    tensors = {t for op in program.ops for t in (*op.inputs.values(), *op.outputs.values())}
+    dims = [dim for t in tensors for dim in t.dims]
+    return {name: min(int(d) for d in dims if d.name == name) for name in dict.fromkeys(d.name for d in dims)}
+
+
+def sizes_of(programs: Mapping[str, Program]) -> str:
+    """What the user chose, for a message: batch and length of the first program that has them (training, if any)."""
+    for p in sorted(programs.values(), key=lambda p: p is not programs.get("micro")):
+        for t in p.named.values():
+            if t.dims:
+                return " x ".join(f"{d.name} {int(d)}" for d in t.dims)
+    return "the model"
+
+
+def laps() -> Callable[[], float]:
+    """A function that returns the seconds since it was last called."""
+    last = time.perf_counter()
+
+    def lap() -> float:
+        nonlocal last
+        before, last = last, time.perf_counter()
+        return last - before
+
+    return lap

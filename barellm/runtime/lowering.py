@@ -1,0 +1,68 @@
+"""What lowering and planning share on every backend: bytes of tensors, an op's scratch, programs after fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from barellm.program.builder import Program, Store
+from barellm.program.fusion import Fusion, fuse
+from barellm.program.ops.base import Op
+from barellm.program.planner import Plan, plan
+from barellm.program.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes of a tensor: [start, stop) from its address."""
+
+    tensor: Tensor
+    start: int
+    stop: int
+
+
+def part(tensor: Tensor, start: int = 0, stop: int | None = None) -> Region:
+    return Region(tensor, start, tensor.nbytes if stop is None else stop)
+
+
+def plane(tensor: Tensor, which: str) -> Region:
+    """The "hi" (bf16) or "lo" (int16) plane of a split parameter."""
+    half = tensor.nbytes // 2
+    return Region(tensor, 0, half) if which == "hi" else Region(tensor, half, 2 * half)
+
+
+class OpLowering(Protocol):
+    """What a backend makes of one op. Scratch lives in the workspace as long as the op."""
+
+    scratch_tensors: list[Tensor]
+
+
+L = TypeVar("L", bound=OpLowering)
+
+
+class LoweredProgram(Generic[L]):
+    """A program's ops after fusion, each lowered. ValueError for an op that the backend called `name` has no kernel for."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        name: str,
+        table: Iterable[Fusion],
+        registry: Mapping[str, Callable[[L], None]],
+        lowering: Callable[[Op], L],
+    ) -> None:
+        self.ops = fuse(program.ops, list(table))
+        self.of: dict[Op, L] = {}
+        for op in self.ops:
+            if op.name not in registry:
+                raise ValueError(f"the {name} backend has no kernel for {op.name}")
+            self.of[op] = c = lowering(op)
+            registry[op.name](c)
+
+
+def plan_lowered(lowered: Mapping[str, LoweredProgram[L]], store: Store, guard: int = 0) -> Plan:
+    """An address for every tensor and for each op's scratch."""
+    scratch = {op: c.scratch_tensors for low in lowered.values() for op, c in low.of.items()}
+    return plan({name: low.ops for name, low in lowered.items()}, store, scratch=lambda op: scratch[op], guard=guard)
