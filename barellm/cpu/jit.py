@@ -64,7 +64,7 @@ def sources() -> list[Path]:
     root = Path(__file__).parent
     taken = [*root.parent.glob("program/ops/*.py"), root.parent / "program" / "tensor.py"]
     own = [path for path in root.rglob("*.py") if path.parent != root / "tuner"]
-    return sorted([*own, *taken, root.parent / "runtime" / "scalars.py"])
+    return sorted([*own, *taken, *(root.parent / "runtime" / name for name in ("lowering.py", "scalars.py"))])
 
 
 @cache
