@@ -1,0 +1,215 @@
+"""From ops to launches: which function, with which constants, on which grid, over which bytes.
+
+A lowering is registered by the op's name and appends launches:
+
+    @lowering("cast")
+    def lower_cast(op, c):
+        c.launch(cast, dict(y=op.y, x=op.x, n=c.elements(op.x)), dict(BLOCK=1024), grid=lambda s: ..., writes="y")
+
+Nothing here knows addresses: they come when a session binds the launches for a batch and a length. No Triton, no driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from barellm.cuda.lang import DeviceFunction
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Dim, Tensor
+from barellm.runtime.lowering import Region, part
+
+POINTER = {name: f"*{name}" for name in ("fp32", "bf16", "i32", "i64", "i16")} | {"e6m9": "*i16", "ue6m10": "*i16"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What kernels are compiled for. `sms` sizes persistent grids and never a result."""
+
+    arch: int = 90  # compute capability: 80, 89, 90, 100
+    sms: int = 132
+
+    @property
+    def hopper(self) -> bool:
+        """Whether wgmma, TMA and mbarriers of sm_90a are there."""
+        return self.arch == 90
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one run."""
+
+    batch: int = 1
+    seq: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+
+Size = Callable[[Sizes], int]
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A `Size`: how many rows (or elements) a tensor has at run time: `inner` times its run-time axes."""
+
+    dims: tuple[str, ...]
+    inner: int
+
+    def __call__(self, sizes: Sizes) -> int:
+        return self.inner * prod(getattr(sizes, d) for d in self.dims)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A row-major matrix seen by the tensor memory accelerator in boxes of `box` elements. Rows lie `stride` elements apart."""
+
+    region: Region
+    dtype: str
+    rows: Size | int
+    columns: int
+    box: tuple[int, int]
+    stride: int
+
+
+Argument = Region | TensorMap | int | Size
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One specialisation: what is compiled. `signature` holds the types of the parameters that are not constants; a tensor
+    map's is "tensormap<bf16[128,64]>". `options` go to the compiler (num_warps, num_stages, maxnreg)."""
+
+    function: DeviceFunction
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, int], ...]
+    aligned: tuple[str, ...]  # pointers that are multiples of 16
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    @property
+    def key(self) -> str:
+        return f"{self.function}|{self.signature}|{self.constants}|{self.options}|{self.aligned}"
+
+
+@dataclass
+class Launch:
+    """One launch: a specialisation, its arguments in the signature's order, the grid by sizes."""
+
+    spec: Spec
+    args: list[Argument | None]  # None: the address of the run-time scalars
+    grid: Callable[[Sizes], tuple[int, ...]]
+    reads: list[Region]
+    writes: list[Region]
+    op: Op
+
+
+@dataclass
+class Lowering:
+    """Turns one op into launches."""
+
+    op: Op
+    target: Target
+    launches: list[Launch] = field(default_factory=list)
+    scratch_tensors: list[Tensor] = field(default_factory=list)
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: str = "fp32") -> Tensor:
+        """A tensor that lives as long as the op. Shapes are planned maxima."""
+        t = Tensor(f"{self.op.name}.{name}", shape, dtype, "scratch")
+        self.scratch_tensors.append(t)
+        return t
+
+    def rows(self, t: Tensor) -> Rows:
+        """Rows of an activation (..., C): all axes but the last."""
+        axes = t.shape[:-1]
+        return Rows(tuple(n.name for n in axes if isinstance(n, Dim)), prod(n for n in axes if not isinstance(n, Dim)))
+
+    def elements(self, t: Tensor) -> Rows:
+        return Rows(tuple(d.name for d in t.dims), t.width)
+
+    def launch(
+        self,
+        function: DeviceFunction,
+        operands: dict[str, Any],
+        constants: dict[str, Any] | None = None,
+        *,
+        grid: Callable[[Sizes], tuple[int, ...]],
+        writes: str,
+        warps: int = 4,
+        stages: int = 3,
+        registers: int = 0,
+    ) -> None:
+        """Append a launch. An operand is a Tensor, (Region, dtype), a TensorMap, an int or a Size (both i32), or None where an
+        optional tensor is absent (a constant None in the code). `writes` names the written ones; `scalars` is filled in."""
+        written = set(writes.split())
+        fixed = dict(constants or {})
+        signature: list[tuple[str, str]] = []
+        args: list[Argument | None] = []
+        reads: list[Region] = []
+        out: list[Region] = []
+        aligned: list[str] = []
+        for name in function.parameters:
+            if name in fixed:
+                continue
+            if name == "scalars":
+                signature.append((name, "*i64"))
+                args.append(None)
+                aligned.append(name)
+                continue
+            value = operands[name]
+            if value is None:
+                fixed[name] = None
+            elif isinstance(value, TensorMap):
+                signature.append((name, f"tensormap<{value.dtype}[{value.box[0]},{value.box[1]}]>"))
+                args.append(value)
+                (out if name in written else reads).append(value.region)
+            elif isinstance(value, Tensor | tuple):
+                region, dtype = value if isinstance(value, tuple) else (part(value), value.dtype)
+                signature.append((name, POINTER[dtype]))
+                args.append(region)
+                (out if name in written else reads).append(region)
+                if region.start % 16 == 0:
+                    aligned.append(name)
+            else:
+                signature.append((name, "i32"))
+                args.append(value)
+        unknown = (set(operands) | set(fixed)) - set(function.parameters)
+        assert not unknown, f"{function} has no parameters {sorted(unknown)}"
+        options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
+        spec = Spec(
+            function, tuple(signature), tuple(sorted(fixed.items())), tuple(sorted(options.items())), tuple(aligned)
+        )
+        self.launches.append(Launch(spec, args, grid, reads, out, self.op))
+
+
+REGISTRY: dict[str, Callable[[Lowering], None]] = {}
+
+
+def lowering(*op_names: str) -> Callable[[Callable[[Any, Lowering], None]], Callable[[Any, Lowering], None]]:
+    """Register how ops become launches."""
+
+    def register(lower: Callable[[Any, Lowering], None]) -> Callable[[Any, Lowering], None]:
+        for name in op_names:
+            assert name not in REGISTRY, name
+            REGISTRY[name] = lambda c: lower(c.op, c)
+        return lower
+
+    return register
+
+
+MODES = {"store": 0, "add": 1, "start": 2}
+
+
+def mode(op: Op, output: str) -> int:
+    """How an output is written, as the constant that `kernels.common.keep` takes."""
+    return MODES[op.modes[output]]

@@ -1,0 +1,5 @@
+"""Kernels, one file per family. Importing the package fills the registry."""
+
+from barellm.cuda.kernels import elementwise
+
+__all__ = ["elementwise"]

@@ -1,0 +1,119 @@
+"""Device functions as plain Python until a compiler asks for them.
+
+    from barellm.cuda.lang import constant, device, tl
+
+    LOG2_E = constant(1.4426950408889634)
+
+    @device
+    def scale(x, y, rows, C: tl.constexpr): ...
+
+Triton's decorator needs Triton at import time, and a training run whose kernels lie in the cache must not import it. So `device`
+only marks the function; `materialised()` builds its module's namespace a second time, with the real `tl` and with every
+marked function as Triton's object: compiled code, or the interpreter's for tests. A parameter that is a constant of the code is
+annotated `tl.constexpr` under `from __future__ import annotations`, so that nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+TRITON = "3.6.0"  # Gluon's names change between versions, and other versions give other registers and bits
+
+
+class LazyModule:
+    """A module by name, imported where a device function is materialised."""
+
+    def __init__(self, name: str) -> None:
+        self.module = name
+
+
+tl = LazyModule("triton.language")
+gl = LazyModule("triton.experimental.gluon.language")
+hopper = LazyModule("triton.experimental.gluon.language.nvidia.hopper")
+
+
+@dataclass(frozen=True)
+class constant:
+    """A number of a module that device functions may use."""
+
+    value: Any
+
+
+class DeviceFunction:
+    """A marked function. `dialect`: "triton" or "gluon"."""
+
+    def __init__(self, function: Callable[..., Any], dialect: str) -> None:
+        self.function, self.dialect = function, dialect
+        self.module, self.name = function.__module__, function.__name__
+        code = function.__code__
+        self.parameters: tuple[str, ...] = code.co_varnames[: code.co_argcount]
+        # The decorator's argument is never evaluated: "tl.constexpr", or "gl.constexpr".
+        self.constants = frozenset(n for n, a in function.__annotations__.items() if str(a).endswith("constexpr"))
+
+    def materialised(self, *, interpreted: bool = False) -> Any:
+        """Triton's object for this function. Needs Triton."""
+        return namespace(self.module, interpreted)[self.name]
+
+    def __repr__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+def device(function: Callable[..., Any]) -> DeviceFunction:
+    """Mark a Triton kernel, or a function that kernels call."""
+    return DeviceFunction(function, "triton")
+
+
+def gluon(function: Callable[..., Any]) -> DeviceFunction:
+    """Mark a Gluon kernel, or a function that Gluon kernels call."""
+    return DeviceFunction(function, "gluon")
+
+
+@cache
+def namespace(module: str, interpreted: bool) -> dict[str, Any]:
+    """The globals of a kernel module as Triton must see them."""
+    import triton.language
+    from triton import knobs
+    from triton.experimental import gluon as gluon_jit
+
+    made: dict[str, Any] = {}
+    functions: list[DeviceFunction] = []
+    for name, value in vars(sys.modules[module]).items():
+        if isinstance(value, LazyModule):
+            made[name] = import_module(value.module)
+        elif isinstance(value, constant):
+            made[name] = triton.language.constexpr(value.value)
+        elif isinstance(value, DeviceFunction) and value.module != module:
+            made[name] = namespace(value.module, interpreted)[value.name]
+        elif isinstance(value, DeviceFunction):
+            functions.append(value)
+        else:
+            made[name] = value
+    for f in functions:
+        copy = types.FunctionType(f.function.__code__, made, f.name, f.function.__defaults__)
+        copy.__annotations__, copy.__module__, copy.__qualname__ = f.function.__annotations__, module, f.name
+        with knobs.runtime.scope():
+            knobs.runtime.interpret = interpreted
+            made[f.name] = gluon_jit.jit(copy) if f.dialect == "gluon" else triton.jit(copy)
+    return made
+
+
+def modules_of(function: DeviceFunction) -> tuple[str, ...]:
+    """The modules whose source decides the code of `function`: its own and those it takes device functions or constants from,
+    sorted by name."""
+    found: set[str] = set()
+
+    def visit(module: str) -> None:
+        if module not in found:
+            found.add(module)
+            for value in list(vars(sys.modules[module]).values()):
+                if isinstance(value, DeviceFunction):
+                    visit(value.module)
+
+    visit(function.module)
+    return tuple(sorted(found))
