@@ -78,7 +78,8 @@ ROOMS: dict[str, tuple[float, float, float, float, str, str]] = {
     "training": (250, 104, 300, 76, SKY, "run, loop, schedule, checkpoints,\nmetrics, curve, stopping"),
     "generation": (600, 104, 95, 54, SKY, "decoding,\nsamplers"),
     "evaluation": (715, 104, 105, 76, SKY, "validation loss,\nbits per byte"),
-    "cpu": (20, 226, 170, 86, ROSE, "language on LLVM,\nkernels, fusion table,\nthreads, step table"),
+    "cpu": (20, 214, 170, 48, ROSE, "LLVM kernels, threads"),
+    "cuda": (50, 276, 140, 48, ROSE, "Triton kernels, driver"),
     "runtime": (250, 226, 120, 86, LILAC, "what a session is,\nbackends by name,\nmemory limit"),
     "models": (400, 226, 100, 86, MINT, "gpt2: a flat\nforward; the\nprograms"),
     "optim": (530, 226, 80, 86, MINT, "adamw"),
@@ -89,10 +90,11 @@ ROOMS: dict[str, tuple[float, float, float, float, str, str]] = {
 DOWN = {
     ("cli", "profiling"): 105, ("cli", "training"): 400, ("cli", "generation"): 647, ("cli", "evaluation"): 767,
     ("profiling", "cpu"): 105, ("training", "runtime"): 310, ("training", "models"): 450, ("evaluation", "data"): 767,
-    ("cpu", "program"): 105, ("runtime", "program"): 310, ("models", "program"): 450, ("optim", "program"): 570,
+    ("cpu", "program"): 35, ("cuda", "program"): 120, ("runtime", "program"): 310, ("models", "program"): 450, ("optim", "program"): 570,
 }  # fmt: skip
 ACROSS = {
-    ("profiling", "training"): 142, ("training", "generation"): 131, ("training", "evaluation"): 170, ("cpu", "runtime"): 256,
+    ("profiling", "training"): 142, ("training", "generation"): 131, ("training", "evaluation"): 170, ("cpu", "runtime"): 238,
+    ("cuda", "runtime"): 300,
 }  # fmt: skip
 SLANTED = {("training", "optim"): (515, 560), ("training", "data"): (540, 680)}
 SESSIONS = {("generation", "runtime"): 622, ("evaluation", "runtime"): 735}  # on one line below training
@@ -148,8 +150,9 @@ def house() -> Any:
     for (a, _), at in SESSIONS.items():
         axes.plot([at, at, 345], [bottom(a), 203, 203], color=LINE, linewidth=1.2, solid_joinstyle="round", zorder=0)
     arrow(axes, (345, 203), (345, ROOMS["runtime"][1]), color=LINE)
-    arrow(axes, (250, 286), (192, 286), linestyle="--", color=LINE)
-    text(axes, 221, 290, "by name", size=8, colour=SOFT, ha="center")
+    for y in (252, 286):
+        arrow(axes, (250, y), (192, y), linestyle="--", color=LINE)
+    text(axes, 221, 263, "by name", size=8, colour=SOFT, ha="center")
     rule = "An arrow means: imports. What follows from other arrows is left out. tests/test_house.py holds the rule;"
     text(axes, 20, 425, f"{rule} this picture is checked against the code when it is drawn.", size=8, colour=SOFT)
     return figure
