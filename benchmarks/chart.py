@@ -1,5 +1,5 @@
 """The README's chart: the step of every variant relative to ours, and the bound, from benchmarks/results/*.json.
-`python benchmarks/table.py --write README.md` draws it."""
+`python benchmarks/table.py --write` draws it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The README's tables and chart from benchmarks/results/*.json. `python benchmarks/table.py` prints the tables; `--write README.md`
-puts them between the lines <!-- benchmarks --> and <!-- /benchmarks --> and draws docs/img/bench.svg; `--check README.md` fails
-where others stand there, or the chart was drawn from others."""
+"""The tables of README.md, the lines of docs/results.md and the chart from benchmarks/results/*.json. `python benchmarks/table.py`
+prints them; `--write` puts them between the lines <!-- benchmarks --> and <!-- /benchmarks --> of both files and draws
+docs/img/bench.svg; `--check` fails where others stand there, or the chart was drawn from others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from xml.sax.saxutils import escape
 
 import chart
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+README, DETAILS = ROOT / "README.md", ROOT / "docs" / "results.md"
 PARTS = {
     "to_first_step_s": "first step done",
     "steps_s": "steps",
@@ -168,43 +170,44 @@ def measured() -> dict[str, dict]:
     return dict(sorted(files.items(), key=lambda item: [(item[1].get(k) is not None, item[1].get(k)) for k in order]))
 
 
-def tables() -> str:
+def parts() -> dict[Path, str]:
+    """What stands between the marks of each file."""
     files = measured()
     results = {name: r for name, r in files.items() if r.get("kind") == "peers"}
     if not results:
-        return "Nothing is measured yet: `barellm bench step PRESET --peers all` fills benchmarks/results/."
-    lines = [f"- {line}" for line in [*machine_line(results), *facts(files)]]
+        return {README: "Nothing is measured yet: `barellm bench step PRESET --peers all` fills benchmarks/results/."}
     picture = ["![Steps of every variant relative to ours, and the bound](docs/img/bench.svg)"]
-    return "\n\n".join("\n".join(part) for part in (picture, peers_table(results), start_table(results), lines))
+    front = (picture, peers_table(results), start_table(results))
+    lines = [[f"- {line}" for line in some] for some in (machine_line(results), facts(files))]
+    return {path: "\n\n".join("\n".join(x) for x in some) for path, some in ((README, front), (DETAILS, lines))}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, metavar="FILE.md")
-    parser.add_argument("--check", type=Path, metavar="FILE.md")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    path = args.write or args.check
-    if path is None:
-        print(tables())
-        return 0
-    text = path.read_text()
-    if BEGIN not in text or END not in text:
-        print(f"{path} has no lines {BEGIN} and {END}", file=sys.stderr)
-        return 2
-    made = text[: text.index(BEGIN) + len(BEGIN)] + "\n\n" + tables() + "\n\n" + text[text.index(END) :]
     results = [r for r in measured().values() if r.get("kind") == "peers"]
+    stale = results and (not chart.FILE.exists() or escape(chart.words(results)) not in chart.FILE.read_text())
+    differing = [chart.FILE] if stale else []
+    for path, words in parts().items():
+        text = path.read_text()
+        if BEGIN not in text or END not in text:
+            print(f"{path} has no lines {BEGIN} and {END}", file=sys.stderr)
+            return 2
+        made = text[: text.index(BEGIN) + len(BEGIN)] + "\n\n" + words + "\n\n" + text[text.index(END) :]
+        if made != text:
+            differing.append(path)
+        if args.write:
+            path.write_text(made)
+        elif not args.check:
+            print(words, end="\n\n")
     if args.write:
-        path.write_text(made)
         chart.write(results)
-        return 0
-    drawn = results and (not chart.FILE.exists() or escape(chart.words(results)) not in chart.FILE.read_text())
-    for file, differs in ((path, made != text), (chart.FILE, drawn)):
-        if differs:
-            print(
-                f"{file} differs from benchmarks/results: run python benchmarks/table.py --write README.md",
-                file=sys.stderr,
-            )
-            return 1
+    elif args.check and differing:
+        names = " and ".join(str(path.relative_to(ROOT)) for path in differing)
+        print(f"benchmarks/results say other than {names}: run python benchmarks/table.py --write", file=sys.stderr)
+        return 1
     return 0
 
 

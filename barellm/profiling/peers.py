@@ -183,8 +183,8 @@ def description(kind: str, config: Config) -> dict[str, Any]:
 
 
 def write_tables() -> None:
-    """The README's tables and its chart, from all results."""
-    subprocess.run([sys.executable, str(FOLDER / "table.py"), "--write", str(FOLDER.parent / "README.md")], check=True)
+    """The README's tables and its chart, and docs/results.md, from all results."""
+    subprocess.run([sys.executable, str(FOLDER / "table.py"), "--write"], check=True)
 
 
 def machine() -> dict[str, Any]:

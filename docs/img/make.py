@@ -90,7 +90,8 @@ ROOMS: dict[str, tuple[float, float, float, float, str, str]] = {
 DOWN = {
     ("cli", "profiling"): 105, ("cli", "training"): 400, ("cli", "generation"): 647, ("cli", "evaluation"): 767,
     ("profiling", "cpu"): 105, ("training", "runtime"): 310, ("training", "models"): 450, ("evaluation", "data"): 767,
-    ("cpu", "program"): 35, ("cuda", "program"): 120, ("runtime", "program"): 310, ("models", "program"): 450, ("optim", "program"): 570,
+    ("cpu", "program"): 35, ("cuda", "program"): 120,
+    ("runtime", "program"): 310, ("models", "program"): 450, ("optim", "program"): 570,
 }  # fmt: skip
 ACROSS = {
     ("profiling", "training"): 142, ("training", "generation"): 131, ("training", "evaluation"): 170, ("cpu", "runtime"): 238,

@@ -16,7 +16,6 @@ from barellm.profiling.turns import Variant
 from barellm.training.machine import resolved
 from tests.profiling.conftest import made_up
 
-ROOT = Path(__file__).parents[2]
 FAKE = """
 import json, sys
 seconds = float(sys.argv[1])
@@ -57,31 +56,35 @@ def test_the_tables_and_the_chart_are_made_from_the_files(result, table, tmp_pat
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     monkeypatch.setattr(table.chart, "FILE", tmp_path / "bench.svg")
     monkeypatch.setattr(table.chart.write, "__defaults__", (tmp_path / "bench.svg",))
-    assert "Nothing is measured yet" in table.tables()
+    assert "Nothing is measured yet" in table.parts()[table.README]
     (tmp_path / "a.json").write_text(json.dumps(result))
     (tmp_path / "b.json").write_text(json.dumps(result | {"ratios": {"slow": 17.5}, "best_peer": "slow"}))
     (tmp_path / "other.json").write_text('{"kind": "other"}')
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\nearlier lines\n{table.END}\nafter\n")
-    assert run(table, "--check", readme, monkeypatch) == 1
-    assert run(table, "--write", readme, monkeypatch) == 0
+    readme, details = tmp_path / "README.md", tmp_path / "results.md"
+    for name, path in (("ROOT", tmp_path), ("README", readme), ("DETAILS", details)):
+        monkeypatch.setattr(table, name, path)
+        if path != tmp_path:
+            path.write_text(f"before\n{table.BEGIN}\nearlier lines\n{table.END}\nafter\n")
+    assert run(table, "--check", monkeypatch) == 1
+    assert run(table, "--write", monkeypatch) == 0
+    assert "median of" in details.read_text() and "earlier" not in details.read_text()
     text = readme.read_text()
     assert "| **2.00x** | 3.00x | benchmarks/results/a.json |" in text
     assert text.endswith("after\n") and "earlier" not in text
-    assert run(table, "--check", readme, monkeypatch) == 0
+    assert run(table, "--check", monkeypatch) == 0
     picture = (tmp_path / "bench.svg").read_text()
     assert all(f">{words}</text>" in picture for words in ("1.00x", "2.00x", "3.00x", "17.50x (cut)"))
     (tmp_path / "bench.svg").write_text(picture.replace("slower 3.00", "slower 3.10"))
-    assert run(table, "--check", readme, monkeypatch) == 1
+    assert run(table, "--check", monkeypatch) == 1
 
 
-def run(table, option, file, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["table.py", option, str(file)])
+def run(table, option, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["table.py", option])
     return table.main()
 
 
-def test_the_readme_has_the_tables_that_the_files_give(table, monkeypatch):
-    assert run(table, "--check", ROOT / "README.md", monkeypatch) == 0
+def test_the_readme_and_the_results_are_what_the_files_give(table, monkeypatch):
+    assert run(table, "--check", monkeypatch) == 0
 
 
 def test_both_environments_of_the_peer_are_measured(monkeypatch):
