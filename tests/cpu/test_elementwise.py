@@ -117,3 +117,10 @@ def test_results_written_past_the_caches(isa, dtype, monkeypatch):
     check_op(ops.Cast, isa, {"x": x}, dtype="bf16" if dtype == "fp32" else "fp32")
     check_op(ops.Gelu, isa, {"x": x}, bounds={"y": 1e-6})
     check_op(ops.GeluBackward, isa, {"dy": y, "x": x}, bounds={"dx": 4e-6})
+    for C in (64, 97, 384):  # aligned rows in registers, rows that are not aligned, aligned ones in a loop
+        rows, weight = tokens(normal(2, 3, C)), persistent(normal(C, seed=2))
+        bounds = {"y": 1e-5, "mean": 16 * EPS, "rstd": 1e-5}
+        check_op(ops.LayerNorm, isa, {"x": rows, "weight": weight}, eps=1e-5, dtype=dtype, bounds=bounds)
+        ids = tokens(np.array([[5, 0, 3], [3, 3, 1]], np.int32), "i32")
+        tables = {"wte": persistent(normal(7, C)), "wpe": persistent(normal(4, C, seed=2))}
+        check_op(ops.Embedding, isa, {"tokens": ids, **tables})

@@ -16,37 +16,26 @@ from barellm.program.ops.random import HALF
 
 @kernel("add", constants=lambda op: flat(op.y))
 def add(k: KernelBuilder, y, a, b, *, dims, width) -> None:
-    def body(i, mask, nontemporal):
-        y.store(a.load(i, mask) + b.load(i, mask), i, mask, nontemporal=nontemporal)
-
-    sweep_result(k, k.extent(dims) * width, y.itemsize, body, unroll=4)
+    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: a.load(i, mask) + b.load(i, mask), unroll=4)
 
 
 @kernel("cast", constants=lambda op: flat(op.y))
 def cast(k: KernelBuilder, y, x, *, dims, width) -> None:
-    def body(i, mask, nontemporal):
-        y.store(x.load(i, mask), i, mask, nontemporal=nontemporal)
-
-    sweep_result(k, k.extent(dims) * width, y.itemsize, body, unroll=4)
+    sweep_result(k, k.extent(dims) * width, y, x.load, unroll=4)
 
 
 @kernel("gelu", constants=lambda op: flat(op.y))
 def gelu_forward(k: KernelBuilder, y, x, *, dims, width) -> None:
-    def body(i, mask, nontemporal):
-        y.store(gelu(k, x.load(i, mask)), i, mask, nontemporal=nontemporal)
-
-    sweep_result(k, k.extent(dims) * width, y.itemsize, body)
+    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: gelu(k, x.load(i, mask)))
 
 
 @kernel("gelu_backward", constants=lambda op: flat(op.dx))
 def gelu_backward(k: KernelBuilder, dx, dy, x, *, dims, width, mode_dx) -> None:
-    def body(i, mask, nontemporal):
+    def vector(i, mask):
         d = dy.load(i, mask) * gelu_slope(k, x.load(i, mask))
-        if mode_dx == "add":
-            d = dx.load(i, mask) + d
-        dx.store(d, i, mask, nontemporal=nontemporal and mode_dx == "store")
+        return dx.load(i, mask) + d if mode_dx == "add" else d
 
-    sweep_result(k, k.extent(dims) * width, dx.itemsize, body)
+    sweep_result(k, k.extent(dims) * width, dx, vector, first=mode_dx == "store")
 
 
 @kernel("bias", constants=lambda op: {"C": int(op.bias.shape[0]), **shape_of(op.y)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import across, row_grain, sweep_result
+from barellm.cpu.kernels.loops import across, past_caches, row_grain, sweep_result, write_row
 from barellm.cpu.kernels.reductions import added
 from barellm.cpu.kernels.storage import Weight, weight_operands
 from barellm.program.ops.base import Op
@@ -14,11 +14,15 @@ COLUMNS = 64  # of dwte, that one claim walks the tokens for
 def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> None:
     seq, pos = k.scalar("seq"), k.scalar("pos")
     token_rows, position_rows = Weight(k, wte, wte_lo), Weight(k, wpe, wpe_lo)
-    with k.claim(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        of, at, to = tokens.get(row) * C, (pos + row % seq) * C, y.at(row * C)
-        across(
-            k, C, lambda c, mask, j: to.store(token_rows.load(of + c, mask) + position_rows.load(at + c, mask), c, mask)
-        )
+    rows = k.scalar("batch") * seq
+    past = past_caches(k, rows, C, y)
+    with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+        of, at = tokens.get(row) * C, (pos + row % seq) * C
+
+        def vector(c, mask, of=of, at=at):
+            return token_rows.load(of + c, mask) + position_rows.load(at + c, mask)
+
+        write_row(k, y.at(row * C), C, vector, past=past)
 
 
 @lowering("embedding")
@@ -31,7 +35,7 @@ def clear(k: KernelBuilder, out, *, size, mode) -> None:
     """out (size) = 0 where `mode` is to store in this run."""
     keep = k.keep(mode)
     n = k.int(size) if keep is None else k.select(keep, 0, k.int(size))
-    sweep_result(k, n, out.itemsize, lambda i, mask, nontemporal: out.store(0.0, i, mask, nontemporal=nontemporal))
+    sweep_result(k, n, out, lambda i, mask: k.to(0.0, k.vec))
 
 
 def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C) -> None:

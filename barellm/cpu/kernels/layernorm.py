@@ -7,7 +7,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import across, fold, row_grain, shape_of, zeros
+from barellm.cpu.kernels.loops import across, fold, past_caches, row_grain, shape_of, write_row, zeros
 from barellm.cpu.kernels.reductions import column_sums, lower_column_sums
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
@@ -41,7 +41,9 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
     first element: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, the shifted form never does."""
     in_registers = k.lanes * (k.isa.registers - 12) >= C
 
-    with k.claim(k.extent(dims) * inner, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    rows = k.extent(dims) * inner
+    past = past_caches(k, rows, C, y)
+    with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         of, to = x.at(row * C), y.at(row * C)
         first = of.get(0)
         shift = k.splat(first)
@@ -65,12 +67,12 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
         rstd.put(inverse, row)
         centre, scale = k.splat(offset), k.splat(inverse)
 
-        def finish(c, mask, j):
+        def finish(c, mask):
             n = ((held[c] if in_registers else shifted(c, mask)) - centre) * scale
             w = weight.load(c, mask)
-            to.store(n * w if bias is None else k.fma(n, w, bias.load(c, mask)), c, mask)
+            return n * w if bias is None else k.fma(n, w, bias.load(c, mask))
 
-        across(k, C, finish, unrolled=in_registers)
+        write_row(k, to, C, finish, past=past, unrolled=in_registers)
 
 
 @kernel("layernorm_dx", constants=row_constants)

@@ -6,14 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, dims_of
-from barellm.cpu.lang import Value, Var
+from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.tensor import Tensor
 
 GRAIN = 8192  # flat elements a claim: some 5 to 10 us
 STREAM_BYTES = 24 << 20  # a result larger than this leaves the caches: it is written past them
 
+ROW_UNROLL = 4  # vectors of a row that are stored together
+
 # (index of the first lane, mask or None, number of the vector in the unrolled turn)
 Body = Callable[[Any, Value | None, int], None]
+# (index of the first lane, mask or None) -> what belongs there
+Vector = Callable[[Any, Value | None], Value]
 
 
 def shape_of(tensor: Tensor) -> dict[str, Any]:
@@ -38,16 +42,43 @@ def sweep(k: KernelBuilder, begin: Any, end: Any, body: Body, *, unroll: int = 2
         body(i, k.mask_first(end - i), 0)
 
 
+def store_all(k: KernelBuilder, out: Pointer, values: list[Value], index: Any, past: Value | None = None) -> None:
+    """Adjacent vectors, a whole number of pairs if they are bf16, to memory; past the caches where `past` (i1), and then at an
+    aligned address. A pair of bf16 vectors is stored at once: half a cache line past the caches costs as much as a whole one."""
+
+    def store(nontemporal: bool) -> None:
+        for j, value in enumerate(values):
+            at = out.at(j * per * k.lanes + index)
+            how = f"align {out.itemsize * per * k.lanes}, !nontemporal !0" if nontemporal else f"align {out.itemsize}"
+            k.line(f"store {value.typed}, ptr {at.ref}, {how}")
+
+    per = 1
+    if out.dtype == "bf16":
+        per, lanes = 2, [k.round_bf16(value) for value in values]
+        values = [k.concat(lanes[j : j + 2]) for j in range(0, len(lanes), 2)]
+    if past is None:
+        store(False)
+        return
+    with k.when(past):
+        store(True)
+    with k.otherwise(past):
+        store(False)
+
+
 def sweep_result(
-    k: KernelBuilder, n: Value, itemsize: int, body: Callable[[Any, Value | None, bool], None], *, unroll: int = 2
+    k: KernelBuilder, n: Value, out: Pointer, vector: Vector, *, unroll: int = 2, first: bool = True
 ) -> None:
-    """Threads claim ranges of the `n` elements of a result; body(index, mask, nontemporal) stores one vector."""
-    large = n * itemsize > STREAM_BYTES
+    """Threads claim ranges of the `n` elements of `out` and store vector(index, mask). What is written first (not added to) and
+    does not fit into the caches goes past them."""
+    past = n * out.itemsize > STREAM_BYTES if first else None
+    step = unroll * k.lanes
     with k.claim(n, GRAIN) as (begin, end):
-        with k.when(large):
-            sweep(k, begin, end, lambda i, mask, j: body(i, mask, mask is None), unroll=unroll)
-        with k.otherwise(large):
-            sweep(k, begin, end, lambda i, mask, j: body(i, mask, False), unroll=unroll)
+        whole = begin + ((end - begin) & -step)
+        with k.loop(begin, whole, step) as i:
+            store_all(k, out, [vector(i + j * k.lanes, None) for j in range(unroll)], i, past)
+        with k.loop(whole, end, k.lanes) as i:
+            mask = k.mask_first(end - i)
+            out.store(vector(i, mask), i, mask)
 
 
 def zeros(k: KernelBuilder, count: int) -> list[Var]:
@@ -81,6 +112,31 @@ def across(k: KernelBuilder, C: int, body: Body, *, unroll: int = 4, unrolled: b
             body(j * k.lanes, None, j)
     for j, (c, mask) in enumerate(k.columns(C - whole)):
         body(whole + c, mask, j)
+
+
+def past_caches(k: KernelBuilder, rows: Value, C: int, out: Pointer) -> Value | None:
+    """Whether `rows` rows of C columns go past the caches (i1); None where rows are not aligned, so that they cannot."""
+    return rows * (C * out.itemsize) > STREAM_BYTES if C % (ROW_UNROLL * k.lanes) == 0 else None
+
+
+def write_row(
+    k: KernelBuilder, out: Pointer, C: int, vector: Vector, *, past: Value | None, unrolled: bool = False
+) -> None:
+    """Stores vector(column, mask) for a row of C columns. `unrolled` as in `across`."""
+    step = ROW_UNROLL * k.lanes
+    whole = C - C % step
+
+    def group(c: Any) -> None:
+        store_all(k, out, [vector(c + j * k.lanes, None) for j in range(ROW_UNROLL)], c, past)
+
+    if unrolled or whole <= step:
+        for c in range(0, whole, step):
+            group(c)
+    else:
+        with k.loop(0, whole, step) as c:
+            group(c)
+    for c, mask in k.columns(C - whole):
+        out.store(vector(whole + c, mask), whole + c, mask)
 
 
 def row_grain(C: int) -> int:
