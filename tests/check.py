@@ -1,0 +1,192 @@
+"""One op on a backend against its float64 reference: what the kernel tests of every backend share.
+
+The arena is filled with NaN before a run; afterwards inputs, the bytes beyond the actual sizes and the gaps must be as they
+were, the outputs within their bound of the reference, and the bits equal for every variant of the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from barellm.program.builder import Program, Store
+from barellm.program.ops.base import Op
+from barellm.program.ops.moments import FORMATS
+from barellm.program.tensor import Dim, Tensor
+from barellm.runtime.storage import from_memory, join_split, split_fp32, to_memory
+
+EPS = 2.0**-24
+ROUNDING = {"fp32": EPS, "bf16": 2.0**-8, "split": EPS, "i32": 0.0, "e6m9": 2.0**-10, "ue6m10": 2.0**-11}
+SCALARS = {"pos": 0, "accumulate": 0, "step": 1, "seed": 0, "sample": 0, "lr": 1e-3, "inv_targets": 1.0}
+
+
+@dataclass
+class Given:
+    """An operand: values as float64 that its dtype holds exactly. Kind "tokens": the first two axes are batch and seq."""
+
+    values: np.ndarray
+    dtype: str
+    kind: str
+
+    def __post_init__(self) -> None:
+        self.values = stored(self.values, self.dtype)
+
+
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Values rounded to a storage dtype, as float64 (integers stay)."""
+    if dtype == "i32":
+        return np.asarray(values, np.int32)
+    if dtype == "split":
+        return join_split(*split_fp32(np.asarray(values, np.float32))).astype(np.float64)
+    return from_memory(to_memory(values, dtype), dtype).astype(np.float64)
+
+
+def tokens(values: np.ndarray, dtype: str = "fp32") -> Given:
+    """An activation (batch, seq, ...)."""
+    return Given(values, dtype, "tokens")
+
+
+def persistent(values: np.ndarray, dtype: str = "fp32", role: str = "parameter") -> Given:
+    return Given(values, dtype, role)
+
+
+@dataclass
+class Case:
+    """`bounds`: absolute error allowed for an output besides its dtype's rounding, a number or an array; None: any."""
+
+    op_type: type[Op]
+    given: dict[str, Given]
+    attrs: dict[str, Any]
+    bounds: dict[str, Any] = field(default_factory=dict)
+    modes: dict[str, str] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    plan: tuple[int, int] | None = None
+
+
+def check_case(case: Case, sessions: Mapping[str, Callable[[dict[str, Program]], Any]]) -> dict[str, np.ndarray]:
+    """Raises AssertionError with one line that reproduces the failure; gives the outputs. `sessions`: for each variant ("2
+    threads") of a run, whose bits must not differ, how to open an ArenaSession whose `arena` (uint8) this process can touch."""
+    first: tuple[str, dict[str, np.ndarray]] | None = None
+    for variant, open_session in sessions.items():
+        outputs = _run(case, open_session)
+        first = first or (variant, outputs)
+        for name, values in outputs.items():
+            same = np.array_equal(_bits(values), _bits(first[1][name]))
+            assert same, _failed(f"{name} has different bits with {variant} than with {first[0]}")
+    assert first is not None
+    return first[1]
+
+
+def _run(case: Case, open_session: Callable[[dict[str, Program]], Any]) -> dict[str, np.ndarray]:
+    shapes = [g.values.shape[:2] for g in case.given.values() if g.kind == "tokens"]
+    batch, seq = shapes[0] if shapes else (1, 1)
+    most = case.plan or (batch, seq)
+    op, p = _program(case, (Dim("batch", most[0]), Dim("seq", most[1])))
+    session = open_session({"op": p})
+    scalars = SCALARS | case.scalars | {"batch": batch, "seq": seq}
+
+    def actual(t: Tensor) -> tuple[int, ...]:
+        return tuple(scalars[n.name] if isinstance(n, Dim) else n for n in t.shape)
+
+    session.arena[:] = 0xFF  # NaN in every dtype
+    r = np.random.default_rng(7)
+    current = {name: stored(r.standard_normal(actual(op.outputs[name])), op.outputs[name].dtype) for name in case.modes}
+    for name, values in [(n, g.values) for n, g in case.given.items()] + [(f"{n}.out", v) for n, v in current.items()]:
+        if not (name.endswith(".out") and case.modes[name[:-4]] == "store"):
+            session.write(name, values)
+    try:
+        session.run("op", **scalars)
+        got = {name: _read(session, t, actual(t)) for name, t in op.outputs.items()}
+        _check_bytes(case, op, session, actual)
+    finally:
+        session.close()
+    # Products read the bf16 plane of a split parameter.
+    rounded = {name for name in op.rounded if case.given[name].dtype == "split"}
+    arrays = {name: stored(g.values, "bf16") if name in rounded else g.values for name, g in case.given.items()}
+    want = op.run(arrays, scalars, {name: values for name, values in current.items() if op.adds(name, scalars)})
+    for name, values in got.items():
+        if case.bounds.get(name, 0.0) is not None:
+            _compare(name, values, want[name].reshape(values.shape), op.outputs[name].dtype, case.bounds.get(name, 0.0))
+    return got
+
+
+def _program(case: Case, dims: tuple[Dim, Dim]) -> tuple[Op, Program]:
+    store = Store()
+    p = Program(store)
+    inputs: dict[str, Tensor] = {}
+    for name, g in case.given.items():
+        if g.kind == "tokens":
+            inputs[name] = p.input(name, (*dims, *g.values.shape[2:]), g.dtype)
+        else:
+            inputs[name] = store.get(name, g.values.shape, g.dtype, g.kind, valid_rows=case.attrs.get("valid_rows", 0))  # pyright: ignore
+    probe = case.op_type(inputs, case.attrs)
+    into: dict[str, tuple[Tensor, str]] = {}
+    for name, (shape, dtype) in probe.infer(**inputs).items():
+        if name in case.modes:
+            dynamic = any(isinstance(n, Dim) for n in shape)
+            if dynamic and case.modes[name] == "store":
+                continue
+            t = p.input(f"{name}.out", shape, dtype) if dynamic else store.get(f"{name}.out", shape, dtype, "gradient")
+            into[name] = t, case.modes[name]
+    op = p.apply(case.op_type, into=into, **inputs, **case.attrs)
+    for name, t in op.outputs.items():
+        if t.role == "activation":
+            p.output(f"{name}.out", t)
+    return op, p
+
+
+def _read(session: Any, t: Tensor, shape: tuple[int, ...]) -> np.ndarray:
+    if t.dtype == "split" or t.dtype in FORMATS:
+        return session.read(t.name)
+    return session.stored(t, shape).copy()
+
+
+def _check_bytes(case: Case, op: Op, session: Any, actual: Any) -> None:
+    """Inputs hold what was written; every byte that belongs to nobody at these sizes is still 0xFF."""
+    free = np.ones(session.arena.size, bool)
+    for name, t in op.inputs.items():
+        if t not in op.outputs.values():
+            values = _read(session, t, actual(t)).astype(np.float64)
+            same = np.array_equal(values, case.given[name].values, equal_nan=True)
+            assert same, _failed(f"the kernel changed its input {name}")
+    for t in session.plan.offsets:
+        start, nbytes = session.plan.offsets[t], t.nbytes
+        if t.dims:
+            nbytes = nbytes // t.size * int(np.prod(actual(t)))
+        free[start : start + nbytes] = False
+    touched = np.flatnonzero(free & (session.arena != 0xFF))
+    assert not touched.size, _failed(f"the kernel wrote outside its tensors, first at byte {touched[:1]} of the arena")
+
+
+def _compare(name: str, got: np.ndarray, want: np.ndarray, dtype: str, bound: Any) -> None:
+    got = got.astype(np.float64)
+    if dtype == "i32":
+        assert np.array_equal(got, want), _failed(f"{name} is {got}, expected {want}")
+        return
+    with np.errstate(invalid="ignore"):
+        error = np.where((got == want) | (np.isnan(got) & np.isnan(want)), 0.0, np.abs(got - want))
+        allowed = ROUNDING[dtype] * 1.001 * np.abs(want) + bound + 1e-40
+        bad = (error != 0) & ~(error <= allowed)
+    if bad.any():
+        at = (
+            np.unravel_index(np.argmax(np.where(bad, error / allowed, 0)), got.shape)
+            if not np.isnan(error).any()
+            else np.argwhere(bad)[0]
+        )
+        at = tuple(int(i) for i in at)
+        allowed = np.broadcast_to(allowed, got.shape)
+        what = f"{name}{list(at)} is {got[at]:.9g}, expected {want[at]:.9g}: off by {error[at]:.3g}, allowed {allowed[at]:.3g}"
+        raise AssertionError(_failed(f"{what} ({int(bad.sum())} of {bad.size} wrong)"))
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+def _failed(what: str) -> str:
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" ", 1)[0]
+    return f"{what}\nreproduce: python -m pytest '{test}'"

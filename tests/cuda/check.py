@@ -1,0 +1,81 @@
+"""One op on the CUDA backend against its float64 reference, its launches interpreted: what its kernel tests call."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from barellm.cuda.kernel import Sizes, Target
+from barellm.cuda.step import lower_and_plan
+from barellm.program.builder import Program
+from barellm.program.ops.base import Op
+from barellm.runtime.arena import ArenaSession
+from barellm.runtime.lowering import Region
+from barellm.runtime.scalars import NBYTES
+from tests.check import EPS, ROUNDING, Case, Given, check_case, persistent, stored, tokens
+from tests.cuda import interpreter
+
+__all__ = ["EPS", "ROUNDING", "Given", "InterpretedSession", "check_op", "persistent", "stored", "tokens"]
+
+PLAIN = Target(arch=80)  # no TMA, no wgmma: what the interpreter knows
+ALIGN = 512  # of device memory
+
+
+class InterpretedSession(ArenaSession):
+    """Programs of the CUDA backend over host memory. `backward`: the last block of a grid first."""
+
+    def __init__(self, programs: dict[str, Program], *, target: Target = PLAIN, backward: bool = False) -> None:
+        built = lower_and_plan(programs, target)
+        super().__init__(programs, built.plan)
+        self.lowered = built.lowered
+        raw = np.zeros(self.plan.arena_bytes + ALIGN, np.uint8)
+        skip = -raw.ctypes.data % ALIGN
+        self.arena = raw[skip : skip + self.plan.arena_bytes]
+        self._inputs = self._input_rooms(lambda t: self.stored(t).reshape(-1))
+        self._starts = {name: partial(self._interpret, name) for name in programs}
+        self.backward = backward
+
+    def _interpret(self, program: str) -> None:
+        ints = self._block.ints
+        with interpreter.interpreting():
+            for launch in self.lowered[program].launches:
+                interpreter.run(
+                    launch,
+                    Sizes(int(ints[0]), int(ints[1])),
+                    self._address,
+                    (self._block.address, self._block.address + NBYTES),
+                    backward=self.backward,
+                )
+
+    def _address(self, region: Region) -> tuple[int, int]:
+        start = self.arena.ctypes.data + self.plan.offsets[region.tensor]
+        return start + region.start, start + region.stop
+
+    def _get(self, start: int, stop: int) -> np.ndarray:
+        return self.arena[start:stop]
+
+    def _set(self, start: int, data: np.ndarray) -> None:
+        self.arena[start : start + data.nbytes] = data.reshape(-1).view(np.uint8)
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+def check_op(
+    op_type: type[Op],
+    given: dict[str, Given],
+    *,
+    bounds: dict[str, Any] | None = None,
+    modes: dict[str, str] | None = None,
+    scalars: dict[str, Any] | None = None,
+    plan: tuple[int, int] | None = None,
+    target: Target = PLAIN,
+    **attrs: Any,
+) -> dict[str, np.ndarray]:
+    """Raises AssertionError with one line that reproduces the failure; gives the outputs. Bits must not depend on the order of
+    blocks. `bounds`: absolute error allowed besides the dtype's rounding; `plan`: planned (batch, seq), else the given."""
+    case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars or {}, plan)
+    ways = {"blocks forward": False, "blocks backward": True}
+    return check_case(case, {name: partial(InterpretedSession, target=target, backward=b) for name, b in ways.items()})
