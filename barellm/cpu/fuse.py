@@ -3,59 +3,6 @@
 from __future__ import annotations
 
 from barellm.program.fusion import Fusion
+from barellm.runtime.fusions import CLASSIFIER, PRODUCTS
 
-_LINEAR = {"x": "0.x", "weight": "0.weight", "bias": "1.bias"}
-_BIAS = ("bias", {"x": "0.y"})
-
-FUSIONS: list[Fusion] = [
-    # Loss, logit gradient, input gradient and weight gradient, a chunk of tokens at a time: logits never exist as a whole.
-    Fusion(
-        "classifier",
-        [
-            ("matmul", {}),
-            ("cross_entropy", {"logits": "0.y"}),
-            ("cross_entropy_backward", {"logits": "0.y", "targets": "1.targets", "lse": "1.lse"}),
-            ("matmul_dx", {"dy": "2.dlogits", "weight": "0.weight"}),
-            ("matmul_dw", {"dy": "2.dlogits", "x": "0.x"}),
-        ],
-        inputs={"x": "0.x", "weight": "0.weight", "targets": "1.targets"},
-        outputs={"loss": "1.loss", "dx": "3.dx", "dweight": "4.dweight"},
-    ),
-    Fusion(
-        "classifier_loss",
-        [("matmul", {}), ("cross_entropy", {"logits": "0.y"})],
-        inputs={"x": "0.x", "weight": "0.weight", "targets": "1.targets"},
-        outputs={"loss": "1.loss"},
-    ),
-    Fusion(
-        "linear_gelu",
-        [("matmul", {}), _BIAS, ("gelu", {"x": "1.y"})],
-        inputs=_LINEAR,
-        outputs={"pre": "1.y", "y": "2.y"},
-    ),
-    Fusion(
-        "linear_gelu",
-        [("matmul", {}), ("gelu", {"x": "0.y"})],
-        inputs={"x": "0.x", "weight": "0.weight"},
-        outputs={"pre": "0.y", "y": "1.y"},
-    ),
-    Fusion(
-        "linear_residual",
-        [("matmul", {}), _BIAS, ("add", {"b": "1.y"})],
-        inputs=_LINEAR | {"residual": "2.a"},
-        outputs={"y": "2.y"},
-    ),
-    Fusion(
-        "linear_residual",
-        [("matmul", {}), ("add", {"b": "0.y"})],
-        inputs={"x": "0.x", "weight": "0.weight", "residual": "1.a"},
-        outputs={"y": "1.y"},
-    ),
-    Fusion("linear", [("matmul", {}), _BIAS], inputs=_LINEAR, outputs={"y": "1.y"}),
-    Fusion(
-        "matmul_dx_gelu",
-        [("matmul_dx", {}), ("gelu_backward", {"dy": "0.dx"})],
-        inputs={"dy": "0.dy", "weight": "0.weight", "pre": "1.x"},
-        outputs={"dx": "1.dx"},
-    ),
-]
+FUSIONS: list[Fusion] = [*CLASSIFIER, *PRODUCTS]

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from barellm.program.fusion import Fusion
+from barellm.runtime.fusions import CLASSIFIER, PRODUCTS
 
-FUSIONS: list[Fusion] = []
+FUSIONS: list[Fusion] = [*CLASSIFIER, *PRODUCTS]

@@ -1,5 +1,5 @@
 """Kernels, one file per family. Importing the package fills the registry."""
 
-from barellm.cuda.kernels import elementwise
+from barellm.cuda.kernels import elementwise, matmul
 
-__all__ = ["elementwise"]
+__all__ = ["elementwise", "matmul"]

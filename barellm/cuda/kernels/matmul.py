@@ -1,0 +1,238 @@
+"""Matrix products, with what follows them in the table of fusions done on the accumulators.
+
+Shapes: x (tokens, K), weight (N, K), y (tokens, N), row-major. Three roles, one kernel over out (M, N) = a b, depth K:
+
+    nt  y = x weight^T       a (M, K)             b stored (N, K)
+    nn  dx = dy weight       a (M, K)             b stored (K, N)
+    tn  dweight = dy^T x     a stored (K, M)      b stored (K, N)    K: tokens
+
+bf16 operands are multiplied by tensor cores and added in fp32; fp32 ones in fp32 all through (no TF32). A product moves
+(M K + K N + M N) elements at least and does 2 M N K operations; what is fused adds its own operand and no other pass over y.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cuda import choices
+from barellm.cuda.kernel import MODES, Lowering, Size, Sizes, cdiv, lowering, mode
+from barellm.cuda.kernels.common import keep
+from barellm.cuda.kernels.elementwise import gelu_slope, gelu_value
+from barellm.cuda.lang import device, tl
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import plane
+
+GROUP = 8  # rows of tiles that are done together, so that their operands stay in the second cache
+PART = 64  # columns of a tile that a fused epilogue handles at a time
+BLOCK = 1024
+
+
+@device
+def gemm(
+    out, pre, a, b, bias, other, scalars, M, N, K, chunk,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One tile of out. With `chunk`, axis 1 of the grid counts parts of K of that many, and part s writes the s-th (M, N) of out.
+    A tile starts at a 64-bit address; within it offsets are 32-bit."""
+    pid = tl.program_id(0)
+    m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    first = pid // (GROUP * n_tiles) * GROUP
+    height = min(m_tiles - first, GROUP)
+    within = pid % (GROUP * n_tiles)
+    m0, n0 = (first + within % height) * BM, within // height * BN
+    m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    m_in, n_in = m < M - m0, n < N - n0
+
+    depth = K
+    a_at, b_at, out_at = a, b, tl.cast(m0, tl.int64) * N + n0
+    if chunk is not None:
+        start = tl.cast(tl.program_id(1) * chunk, tl.int64)
+        depth = min(K - tl.program_id(1) * chunk, chunk)
+        a_at += start * (M if A_TRANSPOSED else 1)
+        b_at += start * (1 if B_TRANSPOSED else N)
+        out_at += tl.cast(tl.program_id(1), tl.int64) * M * N
+    if A_TRANSPOSED:
+        a_at += m0 + m[:, None] + k[None, :] * M
+    else:
+        a_at += tl.cast(m0, tl.int64) * K + m[:, None] * K + k[None, :]
+    if B_TRANSPOSED:
+        b_at += tl.cast(n0, tl.int64) * K + n[None, :] * K + k[:, None]
+    else:
+        b_at += n0 + n[None, :] + k[:, None] * N
+
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, depth, BK):
+        if EVEN_K:
+            x, y = tl.load(a_at, mask=m_in[:, None], other=0.0), tl.load(b_at, mask=n_in[None, :], other=0.0)
+        else:
+            k_in = k < depth - k0
+            x = tl.load(a_at, mask=m_in[:, None] & k_in[None, :], other=0.0)
+            y = tl.load(b_at, mask=n_in[None, :] & k_in[:, None], other=0.0)
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+        a_at += BK * M if A_TRANSPOSED else BK
+        b_at += BK if B_TRANSPOSED else BK * N
+
+    finish(out, pre, bias, other, scalars, acc, m0, n0, out_at, M, N, EPILOGUE, MODE, PARTS)
+
+
+@device
+def finish(
+    out, pre, bias, other, scalars, acc, m0, n0, at, M, N,
+    EPILOGUE: tl.constexpr, MODE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Store the accumulators of the tile at (m0, n0), the element `at` of out, with what the table of fusions adds to a product: in
+    PARTS, one after the other, so that what is added finds registers."""
+    if PARTS > 1:
+        left, right = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
+        half = acc.shape[1] // 2
+        finish(out, pre, bias, other, scalars, left, m0, n0, at, M, N, EPILOGUE, MODE, PARTS // 2)
+        finish(out, pre, bias, other, scalars, right, m0, n0 + half, at + half, M, N, EPILOGUE, MODE, PARTS // 2)
+    else:
+        finish_part(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE)
+
+
+@device
+def finish_part(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr):
+    m, n = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    n_in = n < N - n0
+    mask = (m < M - m0)[:, None] & n_in[None, :]
+    at += m[:, None] * N + n[None, :]
+    if bias is not None:
+        acc += tl.load(bias + n0 + n, mask=n_in, other=0.0).to(tl.float32)[None, :]
+    if EPILOGUE == "gelu":
+        tl.store(pre + at, acc, mask=mask)
+        acc = gelu_value(acc)
+    elif EPILOGUE == "gelu_backward":
+        acc *= gelu_slope(tl.load(other + at, mask=mask, other=0.0).to(tl.float32))
+    elif EPILOGUE == "residual":
+        acc += tl.load(other + at, mask=mask, other=0.0).to(tl.float32)
+    keep(out + at, mask, acc, scalars, MODE)
+
+
+@device
+def add_parts(out, partials, scalars, n: tl.constexpr, count, MODE: tl.constexpr, BLOCK: tl.constexpr):
+    """out (n) = the sum of partials (count, n), in order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    total = tl.zeros((BLOCK,), tl.float32)
+    for _ in range(count):
+        total += tl.load(partials + i, mask=mask, other=0.0)
+        partials += n
+    keep(out + i, mask, total, scalars, MODE)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How many tokens each part of a weight gradient sums, by the tokens of the run."""
+
+    rows: Size
+    tiles: int
+
+    def __call__(self, sizes: Sizes) -> int:
+        rows = self.rows(sizes)
+        return cdiv(cdiv(rows, choices.splits(self.tiles, rows)), 64) * 64
+
+    def count(self, sizes: Sizes) -> int:
+        return cdiv(self.rows(sizes), self(sizes))
+
+
+def product(
+    c: Lowering, role: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
+    bias: Any = None, residual: Any = None, pre: Any = None, mode: int = MODES["store"],
+) -> None:  # fmt: skip
+    """Append one product. The weight is (N, K); `rows`: tokens of the run, `most`: their planned maximum. An operand is a Tensor
+    or (Region, dtype).
+
+    "nt"  out (rows, N); with `pre`, that gets the product and out its GELU; with `residual`, out is their sum
+    "nn"  out (rows, K); with `pre`, times the GELU's slope there
+    "tn"  out (N, K) fp32, the sum over rows
+    """
+    dtype = a[1] if isinstance(a, tuple) else a.dtype
+    if role == "tn":
+        _weight_gradient(c, out, a, b, rows, most, N, K, dtype, mode)
+        return
+    cols, depth = (N, K) if role == "nt" else (K, N)
+    t = choices.tile(role, most, cols, depth, dtype, c.target.arch)
+    epilogue = (
+        "residual" if residual is not None else "" if pre is None else "gelu" if role == "nt" else "gelu_backward"
+    )
+    operands = {"out": out, "pre": None, "a": a, "b": b, "bias": bias, "other": residual, "M": rows, "chunk": None}
+    if pre is not None:
+        operands["pre" if role == "nt" else "other"] = pre
+    constants = {"N": cols, "K": depth, "A_TRANSPOSED": False, "B_TRANSPOSED": role == "nt", "MODE": mode}
+    constants |= _constants(t) | {"EVEN_K": depth % t.depth == 0, "EPILOGUE": epilogue}
+    constants |= {"PARTS": cdiv(t.cols, PART) if epilogue else 1}
+    n_tiles = cdiv(cols, t.cols)
+    c.launch(
+        gemm, operands, constants, grid=lambda s: (cdiv(rows(s), t.rows) * n_tiles,), writes="out pre",
+        warps=t.warps, stages=t.stages,
+    )  # fmt: skip
+
+
+def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
+    """Where the result has too few tiles, parts of the tokens are summed apart in fp32, then added in order."""
+    t = choices.tile("tn", N, K, most, dtype, c.target.arch)
+    tiles = cdiv(N, t.rows) * cdiv(K, t.cols)
+    constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}
+    constants |= _constants(t) | {"EVEN_K": False, "EPILOGUE": "", "PARTS": 1}
+    operands = {"pre": None, "a": dy, "b": x, "bias": None, "other": None, "K": rows}
+    options = {"writes": "out", "warps": t.warps, "stages": t.stages}
+    parts = choices.most_splits(tiles, most)
+    if parts == 1:
+        operands |= {"out": out, "chunk": None}
+        c.launch(gemm, operands, constants | {"MODE": mode}, grid=lambda s: (tiles,), **options)
+        return
+    split = Split(rows, tiles)
+    partials = c.scratch("partials", (parts, N, K))
+    operands |= {"out": partials, "chunk": split}
+    c.launch(gemm, operands, constants | {"MODE": MODES["store"]}, grid=lambda s: (tiles, split.count(s)), **options)
+    add_up(c, out, partials, split.count, N * K, mode)
+
+
+def add_up(c: Lowering, out: Any, partials: Tensor, count: Size, n: int, mode: int) -> None:
+    """Append out (n) = the sum of partials (count, n), in order."""
+    c.launch(
+        add_parts,
+        {"out": out, "partials": partials, "count": count},
+        {"n": n, "MODE": mode, "BLOCK": BLOCK},
+        grid=lambda s: (cdiv(n, BLOCK),),
+        writes="out",
+    )
+
+
+def _constants(t: choices.Tile) -> dict[str, Any]:
+    return {"BM": t.rows, "BN": t.cols, "BK": t.depth, "GROUP": GROUP}
+
+
+def weight_operand(weight: Tensor) -> Any:
+    """The matrix as a product reads it: of a split parameter, the bf16 plane."""
+    return (plane(weight, "hi"), "bf16") if weight.dtype == "split" else weight
+
+
+def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
+    """What `product` wants to know of the sizes."""
+    N, K = (int(n) for n in weight.shape)
+    return {"rows": c.rows(activation), "most": activation.size // int(activation.shape[-1]), "N": N, "K": K}
+
+
+@lowering("matmul", "linear", "linear_gelu", "linear_residual")
+def lower_forward(op: Any, c: Lowering) -> None:
+    product(
+        c, "nt", out=op.y, a=op.x, b=weight_operand(op.weight), bias=op.inputs.get("bias"), mode=mode(op, "y"),
+        residual=op.inputs.get("residual"), pre=op.outputs.get("pre"), **shape_of(c, op.x, op.weight),
+    )  # fmt: skip
+
+
+@lowering("matmul_dx", "matmul_dx_gelu")
+def lower_input_gradient(op: Any, c: Lowering) -> None:
+    product(
+        c, "nn", out=op.dx, a=op.dy, b=weight_operand(op.weight), pre=op.inputs.get("pre"), mode=mode(op, "dx"),
+        **shape_of(c, op.dy, op.weight),
+    )  # fmt: skip
+
+
+@lowering("matmul_dw")
+def lower_weight_gradient(op: Any, c: Lowering) -> None:
+    product(c, "tn", out=op.dweight, a=op.dy, b=op.x, mode=mode(op, "dweight"), **shape_of(c, op.x, op.dweight))
