@@ -11,66 +11,16 @@ from barellm.cpu.kernel import REGISTRY, Lowering
 from barellm.cpu.kernels import attention_backward
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.attention import join_heads, keep_probabilities, log_sum_exp, scores, split_heads
+from barellm.program.ops.attention import join_heads, log_sum_exp, scores, split_heads
 from barellm.program.tensor import Dim
+from tests.cases import HALF_ULP, POLYNOMIAL, SCALARS, Exact, normal
 from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, stored, tokens
 
 # (batch, length, heads, head size): length 1, primes, head sizes beside and beyond the vectors' multiples
 SHAPES = [(1, 1, 1, 1), (2, 7, 3, 5), (1, 67, 2, 32), (2, 131, 2, 64), (1, 40, 2, 80), (1, 97, 1, 128)]
-SCALARS = {"seed": 5, "step": 2, "sample": 9}
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-HALF_ULP = {
-    "fp32": 0.0,
-    "bf16": 2.0**-8,
-}  # relative error of rounding a probability to the operands of the next product
-POLYNOMIAL = {"fp32": 0.0, "bf16": 3e-6}
-
-
-def normal(*shape: int, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-class Exact:
-    """The reference's intermediate values in float64, and bounds of the error that fp32 sums in any order may have."""
-
-    def __init__(self, qkv: np.ndarray, heads: int, rate: float) -> None:
-        self.q, self.k, self.v = (split_heads(x, heads) for x in np.split(qkv, 3, -1))
-        self.D = self.q.shape[-1]
-        self.s = scores(self.q, self.k)
-        self.lse = log_sum_exp(self.s)
-        self.p = np.exp(self.s - self.lse[..., None])
-        op = ops.Attention({}, {"heads": heads, "rate": rate, "stream": 3})
-        self.m = keep_probabilities(self.q, op, **SCALARS)
-        # |error of s| <= eps sqrt(D) |q| |k| / sqrt(D), with a factor 4 for what the square root leaves to chance.
-        size = np.abs(self.q) @ np.abs(self.k).transpose(0, 1, 3, 2) / sqrt(self.D)
-        self.score_error = 4 * EPS * (sqrt(self.D) * size + np.abs(np.where(np.isinf(self.s), 0, self.s)))
-        self.p_error = self.score_error.max(-1, keepdims=True) + 4 * EPS * (2 + np.abs(self.lse[..., None]))
-
-    def out_bound(self, dtype: str) -> np.ndarray:
-        T = self.p.shape[2]
-        relative = 2 * self.p_error + 4 * EPS * sqrt(T) + HALF_ULP[dtype] + POLYNOMIAL[dtype]
-        return join_heads((relative * self.p * self.m) @ np.abs(self.v))
-
-    def lse_bound(self, dtype: str) -> np.ndarray:
-        T = self.p.shape[2]
-        return self.p_error[..., 0] + 4 * EPS * sqrt(T) + 2 * EPS * np.abs(self.lse) + POLYNOMIAL[dtype]
-
-    def dqkv_bound(self, dtype: str, dout: np.ndarray, out: np.ndarray) -> np.ndarray:
-        T, heads = self.p.shape[2], self.p.shape[1]
-        do, o = split_heads(dout, heads), split_heads(out, heads)
-        relative = self.p_error + POLYNOMIAL[dtype]
-        dp, delta = do @ self.v.transpose(0, 1, 3, 2), (do * o).sum(-1, keepdims=True)
-        ds = self.p * (self.m * dp - delta)
-        dp_size = self.m * (np.abs(do) @ np.abs(self.v).transpose(0, 1, 3, 2)) + np.abs(do * o).sum(-1, keepdims=True)
-        ds_error = relative * np.abs(ds) + 4 * EPS * sqrt(self.D) * self.p * dp_size
-        ds_error = ds_error + (HALF_ULP[dtype] + 4 * EPS * sqrt(T)) * np.abs(ds)
-        pm_error = (relative + HALF_ULP[dtype] + 4 * EPS * sqrt(T)) * self.p * self.m
-        scale = 1 / sqrt(self.D)
-        dq, dk = ds_error @ np.abs(self.k) * scale, ds_error.transpose(0, 1, 3, 2) @ np.abs(self.q) * scale
-        dv = pm_error.transpose(0, 1, 3, 2) @ np.abs(do)
-        return np.concatenate([join_heads(x) for x in (dq, dk, dv)], -1)
 
 
 def check_forward(isa, shape, dtype, rate=0.0, scale=1.0, **more):

@@ -4,22 +4,13 @@ import numpy as np
 import pytest
 
 from barellm.program import ops
+from tests.cases import loss_operands
 from tests.cpu.check import EPS, ISAS, check_op, isa_named, tokens
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 7, 7), (3, 5, 65, 65), (1, 37, 128, 97), (2, 3, 1031, 1000), (1, 2, 50304, 50257)]
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-
-
-def make(shape, dtype, scale=3.0):
-    B, T, V, valid = shape
-    r = np.random.default_rng(5)
-    logits = scale * r.standard_normal((B, T, V))
-    logits[..., valid:] = 1e4  # padding must not be seen
-    targets = r.integers(0, valid, (B, T), dtype=np.int32)
-    targets.reshape(-1)[:: max(3, B * T)] = -1 if B * T > 1 else 0
-    return {"logits": tokens(logits, dtype), "targets": tokens(targets, "i32")}
 
 
 @each_isa
@@ -32,7 +23,7 @@ def test_cross_entropy(isa, shape, dtype):
     check_op(
         ops.CrossEntropy,
         isa,
-        make(shape, dtype),
+        loss_operands(shape, dtype),
         valid_vocab=valid,
         scalars=scalars,
         bounds=bounds,
@@ -46,14 +37,14 @@ def test_cross_entropy(isa, shape, dtype):
 def test_logits_of_any_size(isa, dtype, scale):
     shape = (1, 3, 65, 60)
     bounds = {"lse": 8 * EPS * 4 * (scale + 4), "loss": 16 * EPS * 12 * (scale + 4)}
-    check_op(ops.CrossEntropy, isa, make(shape, dtype, scale), valid_vocab=60, bounds=bounds)
+    check_op(ops.CrossEntropy, isa, loss_operands(shape, dtype, scale), valid_vocab=60, bounds=bounds)
 
 
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
 def test_what_is_not_finite_shows_in_the_loss(isa, dtype, bad):
-    given = make((1, 5, 65, 60), dtype)
+    given = loss_operands((1, 5, 65, 60), dtype)
     given["logits"].values[0, 3, 33] = bad
     with np.errstate(invalid="ignore"):
         got = _loss_only(isa, given)
@@ -70,7 +61,7 @@ def _loss_only(isa, given):
 @pytest.mark.parametrize("mode", ["store", "add"])
 def test_cross_entropy_backward(isa, shape, dtype, mode):
     B, T, _, valid = shape
-    given = make(shape, dtype)
+    given = loss_operands(shape, dtype)
     lse = ops.CrossEntropy({}, {"valid_vocab": valid}).reference(given["logits"].values, given["targets"].values, 1.0)[
         "lse"
     ]

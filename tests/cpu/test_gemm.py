@@ -14,11 +14,11 @@ from barellm.cpu.kernels import linear, weight_gradient
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
+from tests.cases import as_operand, chain_bound, network, operands
 from tests.cpu import amx_emulator
 from tests.cpu.amx_emulator import EMULATED
-from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, stored, tokens
+from tests.cpu.check import EPS, ISAS, check_op, isa_named
 
 each_isa = pytest.mark.parametrize(
     "isa", [*(isa_named(n) for n in ISAS), *EMULATED], ids=[*ISAS, *("amx emulated" for _ in EMULATED)]
@@ -33,28 +33,6 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 def emulated(monkeypatch):
     """Kernels of the emulated ISA get functions for their tile instructions."""
     monkeypatch.setattr(Spec, "ir", amx_emulator.ir)
-
-
-def normal(*shape: int, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-def chain_bound(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """One fp32 accumulation chain of a @ b: rounding errors walk at random over the partial sums."""
-    K = a.shape[-1]
-    return 6 * EPS * np.sqrt(K) * np.sqrt((a**2) @ (b**2)) + 1e-30
-
-
-def operands(shape, dtype):
-    batch, seq, N, K = shape
-    weight_dtype = "split" if dtype == "bf16" else "fp32"
-    x, dy = tokens(normal(batch, seq, K), dtype), tokens(normal(batch, seq, N, seed=2), dtype)
-    return x, dy, persistent(normal(N, K, seed=3), weight_dtype)
-
-
-def as_operand(weight, dtype) -> np.ndarray:
-    """What a product reads of a weight: of a split one, the nearest bf16."""
-    return stored(weight.values, dtype)
 
 
 @each_isa
@@ -146,24 +124,6 @@ def test_fewer_tokens_than_planned(isa, dtype, actual):
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     bounds = {"dweight": chain_bound(flat[0].T, flat[1])}
     check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, plan=(3, 7), modes={"dweight": "start"}, bounds=bounds)
-
-
-def network(p: Program, *, bias: bool, C: int, F: int, V: int) -> None:
-    """A model in which every row of the table finds its match."""
-    shape = (Dim("batch", 3), Dim("seq", 11))
-    token, target = p.input("tokens", shape), p.input("targets", shape)
-    wte, wpe = p.parameter("wte", (V, C), std=0.5), p.parameter("wpe", (11, C), std=0.5)
-
-    def affine(name: str, N: int, K: int):
-        return p.parameter(f"{name}.weight", (N, K), std=0.3), p.parameter(
-            f"{name}.bias", (N,), value=0.5
-        ) if bias else None
-
-    x = p.embedding(token, wte, wpe)
-    h = p.linear(p.layernorm(x, p.parameter("n1", (C,), value=1.0)), *affine("in", C, C))
-    x = p.add(x, p.linear(p.gelu(p.linear(h, *affine("fc", F, C))), *affine("proj", C, F)))
-    loss = p.classifier(p.layernorm(x, p.parameter("n2", (C,), value=1.0)), wte, target, valid_vocab=V - 2)
-    p.output("loss", loss)
 
 
 @each_isa

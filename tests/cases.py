@@ -1,0 +1,109 @@
+"""Operands and error bounds of products, attention and the classifier's loss: what the tests of every backend share."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import numpy as np
+
+from barellm.program import ops
+from barellm.program.builder import Program
+from barellm.program.ops.attention import join_heads, keep_probabilities, log_sum_exp, scores, split_heads
+from barellm.program.tensor import Dim
+from tests.check import EPS, persistent, stored, tokens
+
+SCALARS = {"seed": 5, "step": 2, "sample": 9}  # of attention with dropout
+# Relative error of rounding a probability to the operands of the next product.
+HALF_ULP = {"fp32": 0.0, "bf16": 2.0**-8}
+POLYNOMIAL = {"fp32": 0.0, "bf16": 3e-6}
+
+
+def normal(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def chain_bound(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """One fp32 accumulation chain of a @ b: rounding errors walk at random over the partial sums."""
+    K = a.shape[-1]
+    return 6 * EPS * np.sqrt(K) * np.sqrt((a**2) @ (b**2)) + 1e-30
+
+
+def operands(shape, dtype):
+    batch, seq, N, K = shape
+    weight_dtype = "split" if dtype == "bf16" else "fp32"
+    x, dy = tokens(normal(batch, seq, K), dtype), tokens(normal(batch, seq, N, seed=2), dtype)
+    return x, dy, persistent(normal(N, K, seed=3), weight_dtype)
+
+
+def as_operand(weight, dtype) -> np.ndarray:
+    """What a product reads of a weight: of a split one, the nearest bf16."""
+    return stored(weight.values, dtype)
+
+
+def network(p: Program, *, bias: bool, C: int, F: int, V: int) -> None:
+    """A model in which every row of the table finds its match."""
+    shape = (Dim("batch", 3), Dim("seq", 11))
+    token, target = p.input("tokens", shape), p.input("targets", shape)
+    wte, wpe = p.parameter("wte", (V, C), std=0.5), p.parameter("wpe", (11, C), std=0.5)
+
+    def affine(name: str, N: int, K: int):
+        return p.parameter(f"{name}.weight", (N, K), std=0.3), p.parameter(
+            f"{name}.bias", (N,), value=0.5
+        ) if bias else None
+
+    x = p.embedding(token, wte, wpe)
+    h = p.linear(p.layernorm(x, p.parameter("n1", (C,), value=1.0)), *affine("in", C, C))
+    x = p.add(x, p.linear(p.gelu(p.linear(h, *affine("fc", F, C))), *affine("proj", C, F)))
+    loss = p.classifier(p.layernorm(x, p.parameter("n2", (C,), value=1.0)), wte, target, valid_vocab=V - 2)
+    p.output("loss", loss)
+
+
+class Exact:
+    """The reference's intermediate values in float64, and bounds of the error that fp32 sums in any order may have."""
+
+    def __init__(self, qkv: np.ndarray, heads: int, rate: float) -> None:
+        self.q, self.k, self.v = (split_heads(x, heads) for x in np.split(qkv, 3, -1))
+        self.D = self.q.shape[-1]
+        self.s = scores(self.q, self.k)
+        self.lse = log_sum_exp(self.s)
+        self.p = np.exp(self.s - self.lse[..., None])
+        op = ops.Attention({}, {"heads": heads, "rate": rate, "stream": 3})
+        self.m = keep_probabilities(self.q, op, **SCALARS)
+        # |error of s| <= eps sqrt(D) |q| |k| / sqrt(D), with a factor 4 for what the square root leaves to chance.
+        size = np.abs(self.q) @ np.abs(self.k).transpose(0, 1, 3, 2) / sqrt(self.D)
+        self.score_error = 4 * EPS * (sqrt(self.D) * size + np.abs(np.where(np.isinf(self.s), 0, self.s)))
+        self.p_error = self.score_error.max(-1, keepdims=True) + 4 * EPS * (2 + np.abs(self.lse[..., None]))
+
+    def out_bound(self, dtype: str) -> np.ndarray:
+        T = self.p.shape[2]
+        relative = 2 * self.p_error + 4 * EPS * sqrt(T) + HALF_ULP[dtype] + POLYNOMIAL[dtype]
+        return join_heads((relative * self.p * self.m) @ np.abs(self.v))
+
+    def lse_bound(self, dtype: str) -> np.ndarray:
+        T = self.p.shape[2]
+        return self.p_error[..., 0] + 4 * EPS * sqrt(T) + 2 * EPS * np.abs(self.lse) + POLYNOMIAL[dtype]
+
+    def dqkv_bound(self, dtype: str, dout: np.ndarray, out: np.ndarray) -> np.ndarray:
+        T, heads = self.p.shape[2], self.p.shape[1]
+        do, o = split_heads(dout, heads), split_heads(out, heads)
+        relative = self.p_error + POLYNOMIAL[dtype]
+        dp, delta = do @ self.v.transpose(0, 1, 3, 2), (do * o).sum(-1, keepdims=True)
+        ds = self.p * (self.m * dp - delta)
+        dp_size = self.m * (np.abs(do) @ np.abs(self.v).transpose(0, 1, 3, 2)) + np.abs(do * o).sum(-1, keepdims=True)
+        ds_error = relative * np.abs(ds) + 4 * EPS * sqrt(self.D) * self.p * dp_size
+        ds_error = ds_error + (HALF_ULP[dtype] + 4 * EPS * sqrt(T)) * np.abs(ds)
+        pm_error = (relative + HALF_ULP[dtype] + 4 * EPS * sqrt(T)) * self.p * self.m
+        scale = 1 / sqrt(self.D)
+        dq, dk = ds_error @ np.abs(self.k) * scale, ds_error.transpose(0, 1, 3, 2) @ np.abs(self.q) * scale
+        dv = pm_error.transpose(0, 1, 3, 2) @ np.abs(do)
+        return np.concatenate([join_heads(x) for x in (dq, dk, dv)], -1)
+
+
+def loss_operands(shape, dtype, scale=3.0):
+    B, T, V, valid = shape
+    r = np.random.default_rng(5)
+    logits = scale * r.standard_normal((B, T, V))
+    logits[..., valid:] = 1e4  # padding must not be seen
+    targets = r.integers(0, valid, (B, T), dtype=np.int32)
+    targets.reshape(-1)[:: max(3, B * T)] = -1 if B * T > 1 else 0
+    return {"logits": tokens(logits, dtype), "targets": tokens(targets, "i32")}

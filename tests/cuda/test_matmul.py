@@ -1,0 +1,144 @@
+"""Products with weights, their gradients and what is fused with them, interpreted with small tiles, against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.cuda import choices
+from barellm.cuda.choices import Tile, most_splits, splits
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
+from barellm.runtime.reference import ReferenceSession
+from tests.cases import as_operand, chain_bound, normal, operands
+from tests.cuda.check import EPS, InterpretedSession, check_op, stored
+
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+# (batch, seq, N, K): ones, primes, one more and one less than tiles of 32 x 64 x 16, more tiles than are grouped.
+SHAPES = [(1, 1, 1, 1), (1, 3, 7, 5), (2, 17, 65, 33), (1, 31, 129, 48), (3, 97, 47, 31)]
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(choices, "tile", lambda *shape: Tile(32, 64, 16, 4, 2))
+
+
+@each_dtype
+@each_shape
+def test_matmul(dtype, shape):
+    x, _, weight = operands(shape, dtype)
+    bounds = {"y": chain_bound(x.values, as_operand(weight, dtype).T)}
+    check_op(ops.Matmul, {"x": x, "weight": weight}, bounds=bounds, plan=(shape[0], shape[1] + 2))
+
+
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("mode", ["store", "add"])
+def test_matmul_dx(dtype, shape, mode):
+    _, dy, weight = operands(shape, dtype)
+    bounds = {"dx": chain_bound(dy.values, as_operand(weight, dtype)) + 2 * EPS}
+    check_op(ops.MatmulDx, {"dy": dy, "weight": weight}, modes={"dx": mode}, bounds=bounds)
+
+
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("mode, accumulate", [("store", 0), ("start", 0), ("start", 1), ("add", 0)])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_matmul_dw(dtype, shape, mode, accumulate, parts, monkeypatch):
+    monkeypatch.setattr(choices, "splits", lambda tiles, rows: parts)
+    x, dy, _ = operands(shape, dtype)
+    flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
+    check_op(
+        ops.MatmulDw, {"dy": dy, "x": x}, modes={"dweight": mode}, scalars={"accumulate": accumulate},
+        bounds={"dweight": chain_bound(flat[0].T, flat[1]) + 2 * EPS}, plan=(shape[0], shape[1] + 90),
+    )  # fmt: skip
+
+
+@each_dtype
+def test_an_fp32_result_of_bf16_operands(dtype):
+    x, _, weight = operands((1, 33, 40, 24), dtype)
+    bounds = {"y": chain_bound(x.values, as_operand(weight, dtype).T)}
+    check_op(ops.Matmul, {"x": x, "weight": weight}, bounds=bounds, dtype="fp32")
+
+
+def test_tiles_give_equal_bits(monkeypatch):
+    """An element is one chain over the contraction, whatever the tile."""
+    x, dy, weight = operands((1, 67, 51, 50), "bf16")
+    cases = [(ops.Matmul, {"x": x, "weight": weight}), (ops.MatmulDx, {"dy": dy, "weight": weight})]
+    for op_type, given in cases:
+        got = []
+        for tile in (Tile(16, 16, 16, 1, 1), Tile(64, 32, 16, 1, 1), Tile(16, 128, 16, 1, 1)):
+            monkeypatch.setattr(choices, "tile", lambda *shape, tile=tile: tile)
+            got.append(check_op(op_type, given, bounds={"y": 1e-4, "dx": 1e-4}))
+        for other in got[1:]:
+            assert all(np.array_equal(other[name], values) for name, values in got[0].items())
+
+
+def forward(p: Program, x, bias: bool, C: int, F: int):
+    w, b = p.parameter("w", (F, C), std=0.3), p.parameter("b", (F,), value=0.5) if bias else None
+    return p.linear(x, w, b)
+
+
+def linear(p: Program, x, bias, C, F):
+    p.output("y", forward(p, x, bias, C, F))
+
+
+def linear_gelu(p: Program, x, bias, C, F):
+    y = forward(p, x, bias, C, F)
+    p.output("y", p.gelu(y))
+    p.output("pre", y)
+
+
+def linear_residual(p: Program, x, bias, C, F):
+    residual = p.input("residual", (*x.shape[:-1], F), "fp32")
+    p.output("y", p.add(residual, forward(p, x, bias, C, F)))
+
+
+def matmul_dx_gelu(p: Program, x, bias, C, F):
+    dy = p.input("dy", (*x.shape[:-1], F), x.dtype)
+    dx = p.apply(ops.MatmulDx, dy=dy, weight=p.parameter("w", (F, C), std=0.3)).dx
+    p.output("dx", p.apply(ops.GeluBackward, dy=dx, x=x).dx)
+
+
+@pytest.mark.parametrize("build", [linear, linear_gelu, linear_residual, matmul_dx_gelu], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 4e-3)])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("tile", [Tile(32, 64, 16, 4, 2), Tile(16, 256, 16, 4, 2)], ids=["one part", "four parts"])
+def test_what_is_fused_means_its_sequence(build, compute, limit, bias, tile, monkeypatch):
+    monkeypatch.setattr(choices, "tile", lambda *shape: tile)
+    C, F = 35, 77
+    p = Program(Store(), compute=compute)
+    build(p, p.input("x", (Dim("batch", 3), Dim("seq", 11), C), compute), bias, C, F)
+    session, oracle = InterpretedSession({"op": p}), ReferenceSession({"op": p})
+    names = [op.name for op in session.lowered["op"].ops]
+    assert names == [build.__name__] or (build is linear and names == ["matmul"])
+    for (batch, seq), seed in (((3, 11), 3), ((1, 1), 4)):
+        for name, t in {**p.named, **p.store.tensors}.items():
+            if t.role in ("input", "parameter"):
+                shape = tuple({"batch": batch, "seq": seq}[n.name] if isinstance(n, Dim) else n for n in t.shape)
+                for s in (session, oracle):
+                    s.write(name, stored(normal(*shape, seed=seed), compute))
+        for s in (session, oracle):
+            s.run("op", batch=batch, seq=seq)
+        for name, t in p.named.items():
+            if t.role == "output":
+                got, want = session.read(name).astype(np.float64), oracle.read(name)
+                assert np.abs(got - want).max() <= limit * np.abs(want).max(), name
+
+
+def test_splits_grow_with_tokens_and_their_scratch_is_enough():
+    for tiles in (1, 2, 18, 54, 72, 131, 1179):
+        counts = [splits(tiles, 1 << i) for i in range(18)]
+        assert counts[0] == 1 and max(counts) <= choices.MOST_SPLITS
+        for rows in (1, 255, 257, 4096, 5000, 65537):
+            assert splits(tiles, rows) <= most_splits(tiles, rows)
+
+
+def test_a_weight_gradient_of_few_tiles_fills_the_card():
+    for N, K, rows in ((768, 768, 65536), (2304, 768, 65536), (768, 3072, 65536)):
+        tile = Tile(128, 256, 64, 8, 3)
+        tiles = choices.cdiv(N, tile.rows) * choices.cdiv(K, tile.cols)
+        programs = tiles * splits(tiles, rows)
+        assert programs / (choices.WAVE * choices.cdiv(programs, choices.WAVE)) > 0.9
