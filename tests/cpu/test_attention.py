@@ -8,7 +8,8 @@ import pytest
 from barellm.cpu.isa import cross
 from barellm.cpu.jit import assembly
 from barellm.cpu.kernel import REGISTRY, Lowering
-from barellm.cpu.kernels import attention_backward
+from barellm.cpu.kernels import attention_backward, attention_forward
+from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.attention import join_heads, log_sum_exp, scores, split_heads
@@ -18,6 +19,8 @@ from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, stored, 
 
 # (batch, length, heads, head size): length 1, primes, head sizes beside and beyond the vectors' multiples
 SHAPES = [(1, 1, 1, 1), (2, 7, 3, 5), (1, 67, 2, 32), (2, 131, 2, 64), (1, 40, 2, 80), (1, 97, 1, 128)]
+# Short ones with rows of whole units: AVX512-BF16 has kernels of their own for them.
+SHAPES += [(3, 64, 2, 32), (2, 41, 3, 64), (2, 1, 1, 32)]
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -96,6 +99,38 @@ def test_schedules_give_the_same_bits(heads):
     ratio = attention_backward.ONE_PASS / attention_backward.TWO_PASSES
     assert any(-(-heads // n) * n * ratio > heads for n in (1, 2, 5)), "no thread count takes two passes"
     check_backward(isa_named(ISAS[0]), (1, 150, heads, 16), "bf16")
+
+
+@pytest.mark.skipif("avx512_bf16" not in ISAS, reason="short sequences have kernels of their own with AVX512-BF16")
+@pytest.mark.parametrize("D", [32, 64])
+@pytest.mark.parametrize("T", [1, 2, 8, 15, 17, 31, 33, 48, 63, 64])
+def test_short_sequences_have_the_bits_of_blocks(T, D, monkeypatch):
+    qkv, dout = normal(3, T, 3 * 2 * D), normal(3, T, 2 * D, seed=2)
+
+    def results():
+        p = Program(Store())
+        dims, attrs = (Dim("batch", 3), Dim("seq", T)), {"heads": 2, "rate": 0.0, "stream": 0}
+        x, dy = p.input("qkv", (*dims, 6 * D), "bf16"), p.input("dout", (*dims, 2 * D), "bf16")
+        saved = p.apply(ops.Attention, qkv=x, **attrs)
+        back = p.apply(ops.AttentionBackward, qkv=x, out=saved.out, dout=dy, lse=saved.lse, **attrs)
+        for name, t in (("out", saved.out), ("lse", saved.lse), ("dqkv", back.dqkv)):
+            p.output(name, t)
+        session = CpuSession({"both": p}, isa=isa_named("avx512_bf16"))
+        session.write("qkv", qkv)
+        session.write("dout", dout)
+        session.run("both", batch=3, seq=T)
+        found = {name: session.read(name) for name in ("out", "lse", "dqkv")}
+        session.close()
+        return found, {call.spec.name for call in session.calls["both"]}
+
+    ours, names = results()
+    assert {"attention_short", "attention_backward_short"} < names
+    monkeypatch.setattr(attention_forward, "short", lambda *_: False)
+    monkeypatch.setattr(attention_backward, "short", lambda *_: False)
+    theirs, names = results()
+    assert {"attention", "attention_backward_keys"} < names
+    for name, values in ours.items():
+        np.testing.assert_array_equal(values, theirs[name], err_msg=name)
 
 
 def check_cached(isa, dtype, *, pos, T, heads, D, length, batch=2):

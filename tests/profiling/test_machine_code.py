@@ -71,9 +71,9 @@ def test_a_tile_with_too_many_accumulators_is_seen_to_spill(name, monkeypatch):
     assert kernels.summary(spec, isa).inner.stack_references > 0
 
 
-def attention(isa, dtype, D):
+def attention(isa, dtype, D, seq=256):
     """Code of the kernels of attention forward and backward, two heads of D; by the kernel's name."""
-    dims, C = (Dim("batch", 2), Dim("seq", 256)), 2 * D
+    dims, C = (Dim("batch", 2), Dim("seq", seq)), 2 * D
     p = Program(Store())
     qkv, dout = p.input("qkv", (*dims, 3 * C), dtype), p.input("dout", (*dims, C), dtype)
     saved = p.apply(ops.Attention, qkv=qkv, heads=2, rate=0.0, stream=0)
@@ -100,6 +100,20 @@ def test_attention_inner_loops_have_no_spills(name, dtype, D):
             tiles = [x for x in adding if x.multiply_adds == {product: g.rows * g.vectors} == {product: x.accumulators}]
             assert len(tiles) == products[kernel], (kernel, [x.multiply_adds for x in adding])
             assert all(loop.stores == 0 for loop in tiles), kernel
+
+
+@pytest.mark.parametrize("D", [32, 64])
+def test_inner_loops_of_short_attention_have_no_spills(D):
+    isa = target("avx512_bf16")
+    products = {"attention_short": 4, "attention_backward_short": 9}
+    found = attention(isa, "bf16", D, seq=64)
+    assert set(found) == {*products, "attention_delta"}
+    for kernel, code in found.items():
+        assert not any(loop.stack_references for loop in code.loops if loop.accumulators), kernel
+        assert not any(loop.vector_spills for loop in code.loops), kernel
+        tiles = [loop for loop in code.loops if loop.multiply_adds == {"vdpbf16ps": 16}]
+        assert len(tiles) == products.get(kernel, 0), kernel
+        assert all(loop.accumulators == 16 and loop.stores == 0 for loop in tiles), kernel
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -40,6 +40,7 @@ from barellm.cpu.kernels.attention_blocks import (
     visible,
     weave,
 )  # fmt: skip
+from barellm.cpu.kernels.attention_short import attention_backward_short, backward_units, short
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part
@@ -258,10 +259,14 @@ def lower_attention_backward(op: Op, c: Lowering) -> None:
     shape = sizes(op.out, op.heads)
     length = int(op.out.shape[1])
     g = Geometry.of(c.isa, op.qkv.dtype, shape["D"])
-    c.private(offsets(scratch_units(g, op.rate, -(-length // g.queries)))[1])
     delta = c.scratch("delta", op.lse.nbytes)
     c.call(attention_delta, {"delta": (part(delta), "fp32"), "out": op.out, "dout": op.dout}, shape, writes="delta")
     operands = {"dqkv": op.dqkv, "qkv": op.qkv, "dout": op.dout, "lse": op.lse, "delta": (part(delta), "fp32")}
+    if short(c.isa, op.qkv.dtype, g.D, length, op.rate) and op.modes["dqkv"] == "store":
+        c.private(offsets(backward_units(g))[1])
+        c.call(attention_backward_short, operands, shape, writes="dqkv")
+        return
+    c.private(offsets(scratch_units(g, op.rate, -(-length // g.queries)))[1])
     operands["stream"] = op.stream
     constants = {**shape, "rate": op.rate, "length": length, "mode_dqkv": op.modes["dqkv"]}
     for emit in (attention_backward_keys, attention_backward_queries):

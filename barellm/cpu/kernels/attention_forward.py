@@ -33,6 +33,7 @@ from barellm.cpu.kernels.attention_blocks import (
     visible,
     weave,
 )  # fmt: skip
+from barellm.cpu.kernels.attention_short import attention_short, forward_units, short
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln
 from barellm.program.ops.base import Op
@@ -199,8 +200,13 @@ def attention(k: KernelBuilder, out, lse, qkv, stream, *, batch, seq, heads, D, 
 
 @lowering("attention")
 def lower_attention(op: Op, c: Lowering) -> None:
-    constants = {**sizes(op.out, op.heads), "rate": op.rate}
-    g = Geometry.of(c.isa, op.qkv.dtype, constants["D"])
+    shape = sizes(op.out, op.heads)
+    g = Geometry.of(c.isa, op.qkv.dtype, shape["D"])
+    if short(c.isa, op.qkv.dtype, g.D, int(op.out.shape[1]), op.rate):
+        c.private(offsets(forward_units(g))[1])
+        c.call(attention_short, {"out": op.out, "lse": op.lse, "qkv": op.qkv}, shape, writes="out lse")
+        return
+    constants = {**shape, "rate": op.rate}
     c.private(offsets(scratch_units(g, op.rate))[1])
     c.call(attention, {"out": op.out, "lse": op.lse, "qkv": op.qkv, "stream": op.stream}, constants, writes="out lse")
 

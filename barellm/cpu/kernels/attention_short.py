@@ -1,0 +1,279 @@
+"""Attention of sequences so short that a head's scores lie in the cache as a whole: each product of a head in one go.
+
+Shapes and formulas as in attention_forward.py and attention_backward.py, blocks as in attention_blocks.py, of SHORT tokens. Where
+a sequence is cut into blocks, a head of 64 tokens costs more for clearing, adding up and turning blocks than for products. Here
+nothing is added up in memory, every result leaves its product as rows (a unit of the left operand is broadcast from wherever
+it lies, so the probabilities need no other form for that), and the causal half is cut by vectors of queries and tiles of keys.
+
+Each element is the same chain of the same operations, and only zeros are left out: the bits are those of the blocks.
+"""
+
+from __future__ import annotations
+
+from math import e, log2, sqrt
+from typing import Any
+
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.attention_blocks import (
+    Geometry,
+    Left,
+    Right,
+    Rows,
+    blocks_of,
+    exp2_nonpositive,
+    extent,
+    pack_units,
+    product,
+    put_along,
+    round_up,
+)
+from barellm.cpu.lang import Pointer, Value
+from barellm.cpu.lang.vector import ln, transpose
+
+SHORT = 64  # tokens: scores, probabilities and operands of a head are 52 KiB
+
+
+def short(isa: ISA, dtype: str, D: int, length: int, rate: float) -> bool:
+    """Whether sequences of up to `length` tokens are done here: with rows of whole units, a line each, and without dropout."""
+    g = Geometry.of(isa, dtype, D)
+    return length <= SHORT and not rate and g.pair == 2 and g.lanes == 2 * g.rows and D % (2 * g.lanes) == 0
+
+
+def forward_units(g: Geometry) -> dict[str, int]:
+    return {
+        "q_turned": g.units * SHORT,
+        "k_rows": SHORT * g.row,
+        "v": g.woven_units(SHORT),
+        "scores": SHORT * g.queries,
+        "p": SHORT * g.queries // 2,  # of a group of queries, [key / 2][g.queries]
+        "inverse": g.queries,
+    }
+
+
+def backward_units(g: Geometry) -> dict[str, int]:
+    woven = {name: g.woven_units(SHORT) for name in ("q", "k", "do")}
+    turned = {name: g.units * SHORT for name in ("q_turned", "do_turned")}
+    straight = {
+        name: SHORT * SHORT // 2 for name in ("p", "ds", "ds_woven")
+    }  # the latter [key / 2][SHORT], else [key][SHORT / 2]
+    rows = {"k_rows": SHORT * g.row, "v_rows": SHORT * g.row}
+    return {**rows, **turned, **woven, **straight, "p_tile": g.rows * g.queries, "shift": SHORT, "delta": SHORT}
+
+
+def load_rows(
+    k: KernelBuilder, g: Geometry, source: Rows, count: Value, *, rows: Pointer | None = None, turned: Pointer | None = None,
+    woven: Pointer | None = None,
+) -> None:  # fmt: skip
+    """`count` rows in the forms that are wanted, with zeros up to a multiple of g.queries; turned ones [g.units][SHORT]."""
+    with k.loop(0, round_up(k, count, g.queries), g.lanes) as t:
+        for c in range(0, g.row, g.lanes):
+            held = [k.var(k.const(0, k.ivec)) for _ in range(g.lanes)]
+            whole = (t + g.lanes) <= count
+            with k.when(whole):
+                for i, x in enumerate(held):
+                    x.value = source[t + i].as_dtype("i32").load_raw(c)
+            with k.otherwise(whole):
+                for i, x in enumerate(held):
+                    inside = (t + i) < count
+                    with k.when(inside):
+                        x.value = source[t + i].as_dtype("i32").load_raw(c)
+            units = [x.value for x in held]
+            if rows is not None:
+                for i, x in enumerate(units):
+                    rows.as_dtype("i32").store_raw(x, (t + i) * g.row + c)
+            if woven is not None:
+                halves = [k.bitcast(x, f"<{2 * g.lanes} x i16>") for x in units]
+                for i in range(0, g.lanes, 2):
+                    for half in range(2):
+                        order = [n + half * g.lanes + m for n in range(g.lanes) for m in (0, 2 * g.lanes)]
+                        pairs = k.bitcast(k.shuffle(halves[i], halves[i + 1], order), k.ivec)
+                        woven.as_dtype("i32").store_raw(pairs, ((t + i) >> 1) * g.wide + 2 * c + half * g.lanes)
+            if turned is not None:
+                for i, column in enumerate(transpose(k, units)):
+                    turned.as_dtype("i32").store_raw(column, t + (c + i) * SHORT)
+
+
+def store_rows(
+    k: KernelBuilder, g: Geometry, tile: list[list[Value]], to: Rows, first: Value, c: Any, count: Value, factors: list[Any]
+) -> None:  # fmt: skip
+    """Rows of the tile from row `first` and column c on, times a factor each, up to row `count`."""
+
+    def put(r: int) -> None:
+        for v, x in enumerate(tile[r]):
+            to[first + r].store(x * factors[r], c + v * g.lanes)
+
+    whole = (first + len(tile)) <= count
+    with k.when(whole):
+        for r in range(len(tile)):
+            put(r)
+    with k.otherwise(whole):
+        for r in range(len(tile)):
+            inside = (first + r) < count
+            with k.when(inside):
+                put(r)
+
+
+def straight_product(
+    k: KernelBuilder, g: Geometry, left: Left, woven: Pointer, steps: Value, to: Rows, first: Value, count: Value,
+    factors: list[Any],
+) -> None:  # fmt: skip
+    """g.rows rows of L X from row `first` of `to` on; X woven, `left` and `woven` at the first of `steps` pairs of tokens."""
+    with k.loop(0, g.wide, g.vectors * g.lanes) as c:
+        tile = product(k, g, left, Right(woven.at(c), g.wide), steps)
+        store_rows(k, g, tile, to, first, c, count, factors)
+
+
+def causal_tiles(k: KernelBuilder, g: Geometry, t: Value, tile: Any) -> None:
+    """tile(first key, rows, first vector, crosses) for all that the g.queries queries from t on see. A tile has both vectors
+    and g.rows keys, or the second one and twice as many; `crosses`: its first vector has queries before its last key."""
+    with k.loop(0, t, g.rows) as j:
+        tile(j, g.rows, 0, False)
+    with k.loop(t, t + g.lanes, g.rows) as j:
+        tile(j, g.rows, 0, True)
+    tile(t + g.lanes, 2 * g.rows, 1, True)
+
+
+def earlier(k: KernelBuilder, g: Geometry, x: Value, key: Value, query: Value, otherwise: float) -> Value:
+    """Lanes of queries from `query` on, `otherwise` where the key is later."""
+    return k.select(k.iota() < k.splat(key - query), otherwise, x)
+
+
+def attention_short(k: KernelBuilder, out, lse, qkv, *, batch, seq, heads, D) -> None:
+    g = Geometry.of(k.isa, qkv.dtype, D)
+    s = blocks_of(k, forward_units(g))
+    C, T = heads * D, extent(k, seq)
+    unit = log2(e) / sqrt(D)
+    with k.claim_each(extent(k, batch) * heads) as claim:
+        sequence, head = claim // heads, claim % heads
+        row = qkv.at(sequence * T * (3 * C) + head * D)
+        q, keys, values = (Rows(row.at(n * C), 3 * C) for n in range(3))
+        to = Rows(out.at(sequence * T * C + head * D), C)
+        load_rows(k, g, q, T, turned=s["q_turned"])
+        load_rows(k, g, keys, T, rows=s["k_rows"])
+        load_rows(k, g, values, T, woven=s["v"])
+        with k.loop(0, T, g.queries) as t:
+            highest = short_scores(k, g, s, t)
+            totals = short_probabilities(k, g, s, t, [x * -unit for x in highest], unit)
+            for v in range(g.vectors):
+                s["inverse"].store(1.0 / totals[v], v * g.lanes)
+                value = k.fma(highest[v], 1 / sqrt(D), ln(k, totals[v]))
+                lse.at(claim * T + t).store(value, v * g.lanes, k.mask_first(T - t - v * g.lanes))
+            with k.loop(0, g.queries, g.rows) as i:
+                pairs = k.ceil_div(k.min(t + i + g.rows, T), 2)
+                factors = [k.splat(s["inverse"].get(i + r)) for r in range(g.rows)]
+                straight_product(k, g, Left(s["p"].at(i), 1, g.queries), s["v"], pairs, to, t + i, T, factors)
+
+
+def short_scores(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value) -> list[Value]:
+    """Scores of the queries from t on, -infinity where the key is later; the largest of each query."""
+    top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
+
+    def tile(j: Value, rows: int, first: int, crosses: bool) -> None:
+        right = Right(s["q_turned"].at(t + first * g.lanes), SHORT)
+        left = Left(s["k_rows"].at(j * g.row), g.row, 1)
+        found = product(k, g, left, right, g.units, rows=rows, vectors=g.vectors - first)
+        target = s["scores"].at(j * g.queries)
+        for v in range(first, g.vectors):
+            best = top[v].value
+            for r, row in enumerate(found):
+                x = row[v - first]
+                if crosses and v == first:
+                    x = earlier(k, g, x, j + r, t + v * g.lanes, float("-inf"))
+                target.store(x, r * g.queries + v * g.lanes)
+                best = k.max(x, best)
+            top[v].value = best
+
+    causal_tiles(k, g, t, tile)
+    return [x.value for x in top]
+
+
+def short_probabilities(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value, shift: list[Value], unit: float
+) -> list[Value]:
+    """exp2(scores * unit + shift) as units along the keys, and their sums."""
+    sums = [k.var_vec(0.0) for _ in range(g.vectors)]
+
+    def pair(j: Value, first: int) -> None:
+        for v in range(first, g.vectors):
+            rows = [s["scores"].at((j + i) * g.queries).load(v * g.lanes) for i in range(2)]
+            p = [exp2_nonpositive(k, g, k.fma(x, unit, shift[v])) for x in rows]
+            for x in p:
+                sums[v].value = sums[v].value + x
+            s["p"].at((j >> 1) * g.queries).store(pack_units(k, g, *p), v * g.lanes)
+
+    with k.loop(0, t + g.lanes, 2) as j:
+        pair(j, 0)
+    last = t + g.lanes
+    for i in range(0, g.lanes, 2):
+        pair(last + i, 1)
+    return [x.value for x in sums]
+
+
+def attention_backward_short(k: KernelBuilder, dqkv, qkv, dout, lse, delta, *, batch, seq, heads, D) -> None:
+    g = Geometry.of(k.isa, qkv.dtype, D)
+    s = blocks_of(k, backward_units(g))
+    C, T = heads * D, extent(k, seq)
+    scale = [1 / sqrt(D)] * g.rows
+    half = SHORT // 2
+    with k.claim_each(extent(k, batch) * heads) as claim:
+        sequence, head = claim // heads, claim % heads
+        token = sequence * T
+        row, d_row = (p.at(token * (3 * C) + head * D) for p in (qkv, dqkv))
+        q, keys, values = (Rows(row.at(n * C), 3 * C) for n in range(3))
+        dq, dk, dv = (Rows(d_row.at(n * C), 3 * C) for n in range(3))
+        load_rows(k, g, q, T, turned=s["q_turned"], woven=s["q"])
+        load_rows(k, g, Rows(dout.at(token * C + head * D), C), T, turned=s["do_turned"], woven=s["do"])
+        load_rows(k, g, keys, T, rows=s["k_rows"], woven=s["k"])
+        load_rows(k, g, values, T, rows=s["v_rows"])
+        with k.loop(0, round_up(k, T, g.queries), g.lanes) as t:
+            mask = k.mask_first(T - t)
+            s["shift"].store(lse.at(claim * T).load(t, mask) * -log2(e), t)
+            s["delta"].store(delta.at(claim * T).load(t, mask), t)
+        with k.loop(0, T, g.queries) as t:
+            short_gradients(k, g, s, t)
+        pairs = k.ceil_div(T, 2)
+        with k.loop(0, T, g.rows) as j:
+            u = j >> 1
+            for name, woven, to, factors in (("p", "do", dv, [1.0] * g.rows), ("ds", "q", dk, scale)):
+                left = Left(s[name].at(j * half + u), half, 1)
+                straight_product(k, g, left, s[woven].at(u * g.wide), pairs - u, to, j, T, factors)
+        with k.loop(0, T, g.rows) as i:
+            seen = k.ceil_div(k.min(i + g.rows, T), 2)
+            straight_product(k, g, Left(s["ds_woven"].at(i), 1, SHORT), s["k"], seen, dq, i, T, scale)
+
+
+def short_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value) -> None:
+    """P and dS of the queries from t on, along the queries, and dS along the keys."""
+    unit = log2(e) / sqrt(g.D)
+
+    def tile(j: Value, rows: int, first: int, crosses: bool) -> None:
+        lanes = range(first, g.vectors)
+        shape = {"rows": rows, "vectors": len(lanes)}
+        at = t + first * g.lanes
+        found = product(
+            k, g, Left(s["k_rows"].at(j * g.row), g.row, 1), Right(s["q_turned"].at(at), SHORT), g.units, **shape
+        )
+        for n, v in enumerate(lanes):
+            shift = s["shift"].load(t + v * g.lanes)
+            for r, row in enumerate(found):
+                p = exp2_nonpositive(k, g, k.fma(row[n], unit, shift))
+                if crosses and v == first:
+                    p = earlier(k, g, p, j + r, t + v * g.lanes, 0.0)
+                s["p_tile"].store(p, (r * len(lanes) + n) * g.lanes)
+        found = product(
+            k, g, Left(s["v_rows"].at(j * g.row), g.row, 1), Right(s["do_turned"].at(at), SHORT), g.units, **shape
+        )
+        deltas = [s["delta"].load(t + v * g.lanes) for v in lanes]
+        for r in range(0, rows, 2):
+            of: list[list[Value]] = []
+            for i in (r, r + 1):
+                p = [s["p_tile"].load((i * len(lanes) + n) * g.lanes) for n in range(len(lanes))]
+                of.append([x * (y - d) for x, y, d in zip(p, found[i], deltas, strict=True)])
+                along = (j + i) * (SHORT // 2) + (at >> 1)
+                put_along(k, g, s["p"].at(along), p)
+                put_along(k, g, s["ds"].at(along), of[-1])
+            for n, (even, odd) in enumerate(zip(*of, strict=True)):
+                s["ds_woven"].store(pack_units(k, g, even, odd), ((j + r) >> 1) * SHORT + at + n * g.lanes)
+
+    causal_tiles(k, g, t, tile)
