@@ -12,20 +12,20 @@ bf16 operands are multiplied by tensor cores and added in fp32; fp32 ones in fp3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from barellm.cuda import choices
-from barellm.cuda.kernel import MODES, Lowering, Size, Sizes, cdiv, lowering, mode
+from barellm.cuda.kernel import MODES, Lowering, Size, cdiv, lowering, mode
+from barellm.cuda.kernels import hopper
 from barellm.cuda.kernels.common import keep
 from barellm.cuda.kernels.elementwise import gelu_slope, gelu_value
+from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import device, tl
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import plane
 
 GROUP = 8  # rows of tiles that are done together, so that their operands stay in the second cache
 PART = 64  # columns of a tile that a fused epilogue handles at a time
-BLOCK = 1024
 
 
 @device
@@ -111,33 +111,6 @@ def finish_part(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE:
     keep(out + at, mask, acc, scalars, MODE)
 
 
-@device
-def add_parts(out, partials, scalars, n: tl.constexpr, count, MODE: tl.constexpr, BLOCK: tl.constexpr):
-    """out (n) = the sum of partials (count, n), in order."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < n
-    total = tl.zeros((BLOCK,), tl.float32)
-    for _ in range(count):
-        total += tl.load(partials + i, mask=mask, other=0.0)
-        partials += n
-    keep(out + i, mask, total, scalars, MODE)
-
-
-@dataclass(frozen=True)
-class Split:
-    """How many tokens each part of a weight gradient sums, by the tokens of the run."""
-
-    rows: Size
-    tiles: int
-
-    def __call__(self, sizes: Sizes) -> int:
-        rows = self.rows(sizes)
-        return cdiv(cdiv(rows, choices.splits(self.tiles, rows)), 64) * 64
-
-    def count(self, sizes: Sizes) -> int:
-        return cdiv(self.rows(sizes), self(sizes))
-
-
 def product(
     c: Lowering, role: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
     bias: Any = None, residual: Any = None, pre: Any = None, mode: int = MODES["store"],
@@ -149,6 +122,11 @@ def product(
     "nn"  out (rows, K); with `pre`, times the GELU's slope there
     "tn"  out (N, K) fp32, the sum over rows
     """
+    given = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
+    given |= {"bias": bias, "residual": residual, "pre": pre, "mode": mode}
+    if hopper.fits(c, role, **given):
+        hopper.launch_product(c, role, **given)
+        return
     dtype = a[1] if isinstance(a, tuple) else a.dtype
     if role == "tn":
         _weight_gradient(c, out, a, b, rows, most, N, K, dtype, mode)
@@ -189,17 +167,6 @@ def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     operands |= {"out": partials, "chunk": split}
     c.launch(gemm, operands, constants | {"MODE": MODES["store"]}, grid=lambda s: (tiles, split.count(s)), **options)
     add_up(c, out, partials, split.count, N * K, mode)
-
-
-def add_up(c: Lowering, out: Any, partials: Tensor, count: Size, n: int, mode: int) -> None:
-    """Append out (n) = the sum of partials (count, n), in order."""
-    c.launch(
-        add_parts,
-        {"out": out, "partials": partials, "count": count},
-        {"n": n, "MODE": mode, "BLOCK": BLOCK},
-        grid=lambda s: (cdiv(n, BLOCK),),
-        writes="out",
-    )
 
 
 def _constants(t: choices.Tile) -> dict[str, Any]:

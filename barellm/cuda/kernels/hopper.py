@@ -1,0 +1,323 @@
+"""Matrix products on Hopper: bf16 operands, fp32 accumulators, every byte moved by the tensor memory accelerator.
+
+Shapes: out (M, N) = a b over depth K, row-major, in three roles:
+
+    nt  a (M, K)  b stored (N, K)    forward: M tokens
+    nn  a (M, K)  b stored (K, N)    input gradient
+    tn  a stored (K, M)  b stored (K, N)    weight gradient: K tokens, in parts that are added in order afterwards
+
+A block of 384 threads does tiles of 128 x COLS, one after the other. Two warpgroups of 240 registers multiply 64 rows each: 128
+registers hold 64 x 256 sums. One warp fills a ring of operands, and goes on with the next tile's while a tile is on its way out.
+Operands lie in shared memory as they lie in global memory; what is stored along the other dimension is read transposed by the
+product itself. Edges need no masks: loads beyond a matrix give zeros, stores beyond it are dropped. What each warp does:
+hopper_roles.py. What it should reach, by arithmetic: docs/cuda_gemm.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cuda import choices
+from barellm.cuda.kernel import MODES, Lowering, Size, TensorMap, cdiv
+from barellm.cuda.kernels.hopper_roles import DEPTH, HALF, ROWS, fetch, load, multiply
+from barellm.cuda.kernels.parts import Split, add_up
+from barellm.cuda.lang import gl, gluon, hopper
+from barellm.runtime.lowering import Region, part
+
+
+@gluon
+def hopper_gemm(
+    out_map, pre_map, a_map, b_map, other_map, bias, scalars, M, N, K, chunk,
+    A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
+    COLS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """out (M, N) = a (M, K) times b (K, N), or part p of K, `chunk` long, into rows p M onwards. Persistent: a block does every
+    (number of blocks)-th tile."""
+    a_ring = gl.allocate_shared_memory(
+        a_map.dtype, [2 * STAGES, a_map.block_shape[0], a_map.block_shape[1]], a_map.layout
+    )
+    b_ring = gl.allocate_shared_memory(b_map.dtype, [STAGES, b_map.block_shape[0], b_map.block_shape[1]], b_map.layout)
+    slots = gl.allocate_shared_memory(
+        out_map.dtype, [2 * SLOTS, out_map.block_shape[0], out_map.block_shape[1]], out_map.layout
+    )
+    BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    arrived = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], BARRIER)
+    for s in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(s), count=1)
+        hopper.mbarrier.init(empty.index(s), count=2)
+    for s in gl.static_range(2 * SLOTS):
+        hopper.mbarrier.init(arrived.index(s), count=1)
+        hopper.mbarrier.init(free.index(s), count=1)
+    hopper.fence_async_shared()
+
+    # Every warp's arguments stand where they are passed: a constant put into a variable is none any more.
+    if other_map is None:
+        gl.warp_specialize(
+            [
+                (
+                    multiply,
+                    (
+                        out_map,
+                        pre_map,
+                        bias,
+                        scalars,
+                        a_ring,
+                        b_ring,
+                        full,
+                        empty,
+                        slots,
+                        arrived,
+                        free,
+                        M,
+                        N,
+                        K,
+                        chunk,
+                        0,
+                        A_TRANSPOSED,
+                        B_TRANSPOSED,
+                        EPILOGUE,
+                        COLS,
+                    ),
+                ),
+                (
+                    multiply,
+                    (
+                        out_map,
+                        pre_map,
+                        bias,
+                        scalars,
+                        a_ring,
+                        b_ring,
+                        full,
+                        empty,
+                        slots,
+                        arrived,
+                        free,
+                        M,
+                        N,
+                        K,
+                        chunk,
+                        1,
+                        A_TRANSPOSED,
+                        B_TRANSPOSED,
+                        EPILOGUE,
+                        COLS,
+                    ),
+                ),
+                (load, (a_map, b_map, a_ring, b_ring, full, empty, M, N, K, chunk, A_TRANSPOSED, B_TRANSPOSED, COLS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    multiply,
+                    (
+                        out_map,
+                        pre_map,
+                        bias,
+                        scalars,
+                        a_ring,
+                        b_ring,
+                        full,
+                        empty,
+                        slots,
+                        arrived,
+                        free,
+                        M,
+                        N,
+                        K,
+                        chunk,
+                        0,
+                        A_TRANSPOSED,
+                        B_TRANSPOSED,
+                        EPILOGUE,
+                        COLS,
+                    ),
+                ),
+                (
+                    multiply,
+                    (
+                        out_map,
+                        pre_map,
+                        bias,
+                        scalars,
+                        a_ring,
+                        b_ring,
+                        full,
+                        empty,
+                        slots,
+                        arrived,
+                        free,
+                        M,
+                        N,
+                        K,
+                        chunk,
+                        1,
+                        A_TRANSPOSED,
+                        B_TRANSPOSED,
+                        EPILOGUE,
+                        COLS,
+                    ),
+                ),
+                (load, (a_map, b_map, a_ring, b_ring, full, empty, M, N, K, chunk, A_TRANSPOSED, B_TRANSPOSED, COLS)),
+                (fetch, (other_map, scalars, slots, arrived, free, M, N, K, chunk, 0, EPILOGUE, COLS)),
+                (fetch, (other_map, scalars, slots, arrived, free, M, N, K, chunk, 1, EPILOGUE, COLS)),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )
+
+
+SHARED = 232448 - 1024  # bytes of shared memory for rings; barriers and what the compiler needs take the rest
+SLOT = 8192  # 64 rows of 128 bytes
+ITEMSIZE = {"bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one product is cut. `slots`: of each half. `stages` fill the shared memory that the slots leave."""
+
+    cols: int
+    stages: int
+    slots: int
+
+
+def form(cols: int, *, fetched: bool) -> Form:
+    """Two slots keep a block on its way out while the next is computed. Where blocks come in first, twice that hides the way in."""
+    slots = 4 if fetched else 2
+    return Form(cols, (SHARED - 2 * slots * SLOT) // (ROWS.value + cols) // (2 * DEPTH.value), slots)
+
+
+def columns(role: str, rows: int, cols: int, depth: int) -> int:
+    """Columns of a tile for a result of (rows, cols): the fewest columns times waves. 128 load 4/3 as much for each product."""
+
+    def time(width: int) -> float:
+        tiles = cdiv(rows, ROWS.value) * cdiv(cols, width)
+        parts = choices.splits(tiles, depth) if role == "tn" else 1
+        return cdiv(tiles * parts, choices.WAVE) / parts * width * (1.0 if width == 256 else 1.15)
+
+    return min((256, 128), key=time)
+
+
+def matrix(value: Any) -> tuple[Region, str]:
+    """An operand, a Tensor or (Region, dtype), as the latter."""
+    return value if isinstance(value, tuple) else (part(value), value.dtype)
+
+
+def fits(
+    c: Lowering, role: str, *, out: Any, a: Any, b: Any, most: int, N: int, K: int,
+    residual: Any = None, pre: Any = None, mode: int = MODES["store"], **_: Any,
+) -> bool:  # fmt: skip
+    """Whether `launch_product` takes this product, with the arguments of `matmul.product`: bf16 operands, rows of a multiple of 16
+    bytes, one thing at most that the epilogue reads, and at least half a wave of small tiles."""
+    operands = [matrix(v) for v in (out, a, b, residual, pre) if v is not None]
+    if not c.target.hopper or operands[1][1] != "bf16" or operands[2][1] != "bf16":
+        return False
+    if (
+        any(region.start % 16 for region, _ in operands)
+        or N % 8
+        or K % 8
+        or any(d != operands[0][1] for _, d in operands[3:])
+    ):
+        return False
+    if operands[0][1] not in ITEMSIZE or sum([mode != MODES["store"], residual is not None, pre is not None]) > 1:
+        return False
+    rows, cols, depth = _sizes(role, most, N, K)
+    tiles = cdiv(rows, ROWS.value) * cdiv(cols, 128)
+    if role == "tn":
+        tiles *= choices.most_splits(tiles, depth)
+        return operands[0][1] == "fp32" and N % HALF.value == 0 and 2 * tiles >= choices.WAVE
+    return 2 * tiles >= choices.WAVE
+
+
+def launch_product(
+    c: Lowering, role: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
+    bias: Any = None, residual: Any = None, pre: Any = None, mode: int = MODES["store"],
+) -> None:  # fmt: skip
+    """Append one product that `fits`; its arguments are those of `matmul.product`."""
+    height, width, depth = _sizes(role, most, N, K)
+    cols = columns(role, height, width, depth)
+    tiles = cdiv(height, ROWS.value) * cdiv(width, cols)
+    parts = choices.most_splits(tiles, depth) if role == "tn" else 1
+    other, epilogue = None, ""
+    if residual is not None:
+        other, epilogue = residual, "residual"
+    elif pre is not None:
+        other, epilogue = (None, "gelu") if role == "nt" else (pre, "gelu_backward")
+    elif mode != MODES["store"] and parts == 1:
+        other, epilogue = out, "add" if mode == MODES["add"] else "start"
+    f = form(cols, fetched=other is not None)
+    M: Size | int = height if role == "tn" else rows
+    target, out_rows, chunk = out, M, depth if role != "tn" else rows
+    split = None
+    if parts > 1:
+        split = Split(rows, tiles)
+        target, out_rows, chunk = c.scratch("partials", (parts, height, width)), _Times(split.count, height), split
+    c.launch(
+        hopper_gemm,
+        {
+            "out_map": _map(target, out_rows, width, _block(target)),
+            "pre_map": _map(pre, out_rows, width, _block(pre)) if epilogue == "gelu" else None,
+            "a_map": _map(a, rows, N if role == "tn" else depth, (HALF.value, DEPTH.value)),
+            "b_map": _map(b, rows, width, (DEPTH.value, cols)) if role == "tn" else _map(
+                b, N, K, (cols, DEPTH.value) if role == "nt" else (DEPTH.value, cols)
+            ),
+            "other_map": _map(other, out_rows, width, _block(other)) if other is not None else None,
+            "bias": bias, "M": M, "N": width, "K": rows if role == "tn" else depth, "chunk": chunk,
+        },
+        {
+            "A_TRANSPOSED": role == "tn", "B_TRANSPOSED": role == "nt", "EPILOGUE": epilogue,
+            "COLS": f.cols, "STAGES": f.stages, "SLOTS": f.slots,
+        },
+        grid=_Grid(c.target.sms, M, cdiv(width, cols), split.count if split else None),
+        writes="out_map pre_map",
+    )  # fmt: skip
+    if split is not None:
+        add_up(c, out, target, split.count, height * width, mode)
+
+
+def _sizes(role: str, most: int, N: int, K: int) -> tuple[int, int, int]:
+    """Rows, columns and depth of the result, at most."""
+    return {"nt": (most, N, K), "nn": (most, K, N), "tn": (N, K, most)}[role]
+
+
+def _map(value: Any, rows: Size | int, columns: int, box: tuple[int, int]) -> TensorMap:
+    region, dtype = matrix(value)
+    return TensorMap(region, dtype, rows, columns, box, columns)
+
+
+def _block(value: Any) -> tuple[int, int]:
+    """The box of what goes out or comes in past the products: 128 bytes wide, as one slot is."""
+    return HALF.value, 128 // ITEMSIZE[matrix(value)[1]]
+
+
+@dataclass(frozen=True)
+class _Times:
+    """A `Size` times a number."""
+
+    size: Size
+    factor: int
+
+    def __call__(self, sizes: Any) -> int:
+        return self.size(sizes) * self.factor
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """One block per multiprocessor, or per tile where those are fewer."""
+
+    sms: int
+    rows: Size | int
+    n_tiles: int
+    parts: Size | None
+
+    def __call__(self, sizes: Any) -> tuple[int, ...]:
+        rows = self.rows if isinstance(self.rows, int) else self.rows(sizes)
+        return (min(self.sms, cdiv(rows, ROWS.value) * self.n_tiles * (self.parts(sizes) if self.parts else 1)),)

@@ -1,0 +1,206 @@
+"""What the warps of a Hopper product do. Shapes: out (M, N) = a b over depth K, in tiles of (ROWS, cols); names as in hopper.py.
+
+One block has two warpgroups that multiply (`multiply`), the upper and the lower 64 rows of a tile; one warp that loads operands
+(`load`); where the epilogue reads a matrix, one warp for each half that fetches it (`fetch`). They meet in rings in shared memory:
+
+    a_ring (2 S, 64 rows, DEPTH), b_ring (S, cols, DEPTH)    full[s]: loaded, empty[s]: both halves have multiplied it
+    slots (2 L, 64 rows, 128 bytes)                          the way out; arrived[l], free[l] where it is a way in as well
+
+A barrier's phase is the parity of how often its ring has gone round. Waiting for the phase before the first passes at once.
+"""
+
+from __future__ import annotations
+
+from barellm.cuda.kernels.common import ACCUMULATE
+from barellm.cuda.kernels.elementwise import gelu_slope, gelu_value
+from barellm.cuda.lang import constant, gl, gluon, hopper
+
+HALF = constant(64)  # rows that one warpgroup multiplies
+ROWS = constant(128)
+DEPTH = constant(64)  # 128 bytes of bf16: the widest swizzle
+GROUP = constant(16)  # rows of tiles walked together: 16 x 8 tiles of 128 x 256, a wave, read the fewest bytes
+
+
+@gluon
+def work(M, N, K, chunk, COLS: gl.constexpr):
+    """Tiles, and how many tiles and parts of K are to do."""
+    tiles = gl.cdiv(M, ROWS) * gl.cdiv(N, COLS)
+    return tiles, tiles * gl.cdiv(K, chunk)
+
+
+@gluon
+def place(w, tiles, M, N, K, chunk, COLS: gl.constexpr):
+    """Work item w: its first row, first column, start and end in K. All tiles of one part of K come before the next part."""
+    m_tiles, n_tiles = gl.cdiv(M, ROWS), gl.cdiv(N, COLS)
+    t = w % tiles
+    width = GROUP * n_tiles
+    first = t // width * GROUP
+    height = min(m_tiles - first, GROUP)
+    within = t % width
+    start = w // tiles * chunk
+    return (first + within % height) * ROWS, within // height * COLS, start, min(start + chunk, K)
+
+
+@gluon
+def load(
+    a_map, b_map, a_ring, b_ring, full, empty, M, N, K, chunk,
+    A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, COLS: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring, as far ahead as it has room: also with the next tile while this one goes out."""
+    STAGES: gl.constexpr = full.shape[0]
+    NBYTES: gl.constexpr = 2 * a_map.block_type.nbytes + b_map.block_type.nbytes
+    tiles, items = work(M, N, K, chunk, COLS)
+    i = 0
+    for w in range(gl.program_id(0), items, gl.num_programs(0)):
+        m, n, start, stop = place(w, tiles, M, N, K, chunk, COLS)
+        for k in range(start, stop, DEPTH):
+            s = i % STAGES
+            ready = full.index(s)
+            hopper.mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)
+            hopper.mbarrier.expect(ready, NBYTES)
+            for half in gl.static_range(2):
+                at = [k, m + half * HALF] if A_TRANSPOSED else [m + half * HALF, k]
+                hopper.tma.async_copy_global_to_shared(a_map, at, ready, a_ring.index(2 * s + half))
+            at = [n, k] if B_TRANSPOSED else [k, n]
+            hopper.tma.async_copy_global_to_shared(b_map, at, ready, b_ring.index(s))
+            i += 1
+
+
+@gluon
+def fetch(
+    other_map, scalars, slots, arrived, free, M, N, K, chunk,
+    H: gl.constexpr, EPILOGUE: gl.constexpr, COLS: gl.constexpr,
+):  # fmt: skip
+    """Bring what the epilogue of half H reads into its slots, as soon as they are free."""
+    SLOTS: gl.constexpr = slots.shape[0] // 2
+    WIDTH: gl.constexpr = slots.shape[2]
+    tiles, items = work(M, N, K, chunk, COLS)
+    if EPILOGUE == "start":
+        items = items if gl.load(scalars + ACCUMULATE) != 0 else 0
+    i = 0
+    for w in range(gl.program_id(0), items, gl.num_programs(0)):
+        m, n, _, _ = place(w, tiles, M, N, K, chunk, COLS)
+        for c in range(0, COLS if m + H * HALF < M else 0, WIDTH):
+            s = H * SLOTS + i % SLOTS
+            ready = arrived.index(s)
+            hopper.mbarrier.wait(free.index(s), (i // SLOTS & 1) ^ 1)
+            hopper.mbarrier.expect(ready, other_map.block_type.nbytes)
+            hopper.tma.async_copy_global_to_shared(other_map, [m + H * HALF, n + c], ready, slots.index(s))
+            i += 1
+
+
+@gluon
+def multiply(
+    out_map, pre_map, bias, scalars, a_ring, b_ring, full, empty, slots, arrived, free, M, N, K, chunk,
+    H: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr, COLS: gl.constexpr,
+):  # fmt: skip
+    """Multiply half H of each tile and send it out. The halves share no barrier but the ring's, so while one is in its epilogue the
+    other has up to S stages of products for the tensor cores."""
+    STAGES: gl.constexpr = full.shape[0]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    adding = True
+    if EPILOGUE == "start":
+        adding = gl.load(scalars + ACCUMULATE) != 0
+    tiles, items = work(M, N, K, chunk, COLS)
+    i = 0
+    sent = 0
+    for w in range(gl.program_id(0), items, gl.num_programs(0)):
+        m, n, start, stop = place(w, tiles, M, N, K, chunk, COLS)
+        acc = gl.zeros((HALF, COLS), gl.float32, LAYOUT)
+        for k in range(start, stop, DEPTH):
+            s = i % STAGES
+            hopper.mbarrier.wait(full.index(s), i // STAGES & 1)
+            a, b = a_ring.index(2 * s + H), b_ring.index(s)
+            if A_TRANSPOSED:
+                a = a.permute((1, 0))
+            if B_TRANSPOSED:
+                b = b.permute((1, 0))
+            acc = hopper.warpgroup_mma(a, b, acc, is_async=True)
+            # One product stays in flight, so the tensor cores never wait for this loop; the stage before it is done with.
+            acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
+            hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=k > start)
+            i += 1
+        total = hopper.warpgroup_mma_wait(0, deps=(acc,))
+        hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))
+
+        if m + H * HALF < M:  # a half without rows has nothing to send; with parts of K the next part's rows lie there
+            row = start // chunk * M + m + H * HALF
+            sent = finish(total, out_map, pre_map, bias, adding, slots, arrived, free, row, n, N, sent, H, EPILOGUE)
+    hopper.tma.store_wait(0)
+
+
+@gluon
+def finish(
+    total,
+    out_map,
+    pre_map,
+    bias,
+    adding,
+    slots,
+    arrived,
+    free,
+    row,
+    column,
+    N,
+    sent,
+    H: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+):
+    """Send half H of a tile out through the epilogue, in blocks as wide as a slot. `sent`: blocks so far; gives the new count."""
+    SLOTS: gl.constexpr = slots.shape[0] // 2
+    WIDTH: gl.constexpr = slots.shape[2]
+    COUNT: gl.constexpr = total.shape[1] // WIDTH
+    FETCHED: gl.constexpr = EPILOGUE != "" and EPILOGUE != "gelu"
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    blocks = pieces(total, COUNT)
+    for c in gl.static_range(COUNT):
+        value = blocks[c]
+        if bias is not None:
+            at = column + c * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+            inside = gl.max_constancy(at < N, [2])  # N is even: two go in one load
+            value += gl.expand_dims(gl.load(bias + at, mask=inside, other=0.0).to(gl.float32), 0)
+        if EPILOGUE == "gelu":
+            hopper.tma.store_wait(SLOTS - 1)
+            send(pre_map, slots.index(H * SLOTS + sent % SLOTS), value, row, column + c * WIDTH)
+            sent += 1
+            value = gelu_value(value)
+        slot = slots.index(H * SLOTS + sent % SLOTS)
+        if FETCHED:
+            if adding:
+                hopper.mbarrier.wait(arrived.index(H * SLOTS + sent % SLOTS), sent // SLOTS & 1)
+                other = slot.load(LAYOUT).to(gl.float32)
+                value = value * gelu_slope(other) if EPILOGUE == "gelu_backward" else value + other
+        else:
+            hopper.tma.store_wait(SLOTS - 1)
+        send(out_map, slot, value, row, column + c * WIDTH)
+        if FETCHED:
+            # The block before has left its slot by now: the next may be fetched into it. The tile's last leaves below.
+            hopper.tma.store_wait(1)
+            hopper.mbarrier.arrive(free.index(H * SLOTS + (sent + SLOTS - 1) % SLOTS), pred=c > 0)
+        sent += 1
+    if FETCHED:
+        hopper.tma.store_wait(0)
+        hopper.mbarrier.arrive(free.index(H * SLOTS + (sent + SLOTS - 1) % SLOTS))
+    return sent
+
+
+@gluon
+def pieces(x, COUNT: gl.constexpr):
+    """x (rows, cols) as COUNT blocks of columns. Nothing moves: in the layout of products, registers count columns beyond 8."""
+    if COUNT == 1:
+        return (x,)
+    else:
+        HALF_COLS: gl.constexpr = x.shape[1] // 2
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_COLS, 16])
+        left, right = x.reshape([x.shape[0], 2, HALF_COLS]).permute(0, 2, 1).split()
+        left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+        right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
+        return pieces(left, COUNT // 2) + pieces(right, COUNT // 2)
+
+
+@gluon
+def send(out_map, slot, value, row, column):
+    """Write a block of the result to its slot and start its way out."""
+    slot.store(value.to(out_map.dtype))
+    hopper.fence_async_shared()
+    hopper.tma.async_copy_shared_to_global(out_map, [row, column], slot)

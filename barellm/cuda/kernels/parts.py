@@ -1,0 +1,52 @@
+"""Sums over tokens in parts: each part's partial result apart in fp32, then added in order. How many parts: choices.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cuda import choices
+from barellm.cuda.kernel import Lowering, Size, Sizes, cdiv
+from barellm.cuda.kernels.common import keep
+from barellm.cuda.lang import device, tl
+from barellm.program.tensor import Tensor
+
+BLOCK = 1024
+
+
+@device
+def add_parts(out, partials, scalars, n: tl.constexpr, count, MODE: tl.constexpr, BLOCK: tl.constexpr):
+    """out (n) = the sum of partials (count, n), in order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    total = tl.zeros((BLOCK,), tl.float32)
+    for _ in range(count):
+        total += tl.load(partials + i, mask=mask, other=0.0)
+        partials += n
+    keep(out + i, mask, total, scalars, MODE)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How many tokens each part of a weight gradient sums, by the tokens of the run."""
+
+    rows: Size
+    tiles: int
+
+    def __call__(self, sizes: Sizes) -> int:
+        rows = self.rows(sizes)
+        return cdiv(cdiv(rows, choices.splits(self.tiles, rows)), 64) * 64
+
+    def count(self, sizes: Sizes) -> int:
+        return cdiv(self.rows(sizes), self(sizes))
+
+
+def add_up(c: Lowering, out: Any, partials: Tensor, count: Size, n: int, mode: int) -> None:
+    """Append out (n) = the sum of partials (count, n), in order."""
+    c.launch(
+        add_parts,
+        {"out": out, "partials": partials, "count": count},
+        {"n": n, "MODE": mode, "BLOCK": BLOCK},
+        grid=lambda s: (cdiv(n, BLOCK),),
+        writes="out",
+    )

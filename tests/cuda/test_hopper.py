@@ -1,0 +1,248 @@
+"""Hopper's products: their own functions over a model of the machine, small rings in every order, larger ones in drawn orders."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from barellm.cuda import choices
+from barellm.cuda.kernel import Target
+from barellm.cuda.kernels.hopper import columns, form, hopper_gemm
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.ops.elementwise import Gelu, GeluBackward
+from barellm.program.tensor import Dim
+from barellm.runtime.reference import ReferenceSession
+from barellm.runtime.scalars import SCALARS
+from tests.cuda.check import EPS, InterpretedSession, check_op, persistent, stored, tokens
+from tests.cuda.gluon_machine import explore, run
+from tests.cuda.gluon_stub import Fault, Map, Pointer, materialised, trace
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FETCHED = {"gelu_backward", "residual", "add", "start"}
+
+
+def launch(
+    role, M, N, K, *, epilogue="", cols, stages, slots, chunk=None, bias=False, accumulate=0, wide=False, seed=1
+):
+    """Arguments of the kernel, and what its tensor maps should hold afterwards as (map, float64 result)."""
+    draw = np.random.default_rng(seed).standard_normal
+    a, b = draw((M, K)).astype(BF16), draw((K, N)).astype(BF16)
+    dtype = np.dtype(np.float32) if wide else BF16
+    box = [64, 128 // dtype.itemsize]
+    parts = -(-K // (chunk or K))
+    other = draw((M, N)).astype(dtype)
+    out = other.copy() if epilogue in ("add", "start") else np.full((parts * M, N), np.nan, dtype)
+    pre = np.full((M, N), np.nan, dtype)
+    vector = draw(N).astype(np.float32) if bias else None
+    scalars = np.zeros(len(SCALARS), np.int64)
+    scalars[list(SCALARS).index("accumulate")] = accumulate
+    maps = {
+        "out_map": Map(out, box),
+        "pre_map": Map(pre, box) if epilogue == "gelu" else None,
+        "a_map": Map(np.ascontiguousarray(a.T) if role == "tn" else a, [64, 64]),
+        "b_map": Map(np.ascontiguousarray(b.T), [cols, 64]) if role == "nt" else Map(b, [64, cols]),
+        "other_map": Map(out if epilogue in ("add", "start") else other, box) if epilogue in FETCHED else None,
+    }
+    args = maps | {
+        "bias": Pointer(vector) if bias else None, "scalars": Pointer(scalars), "M": M, "N": N, "K": K, "chunk": chunk or K,
+        "A_TRANSPOSED": role == "tn", "B_TRANSPOSED": role == "nt", "EPILOGUE": epilogue,
+        "COLS": cols, "STAGES": stages, "SLOTS": slots,
+    }  # fmt: skip
+    x, y, before = a.astype(np.float64), b.astype(np.float64), other.astype(np.float64)
+    result = np.concatenate([x[:, k : k + (chunk or K)] @ y[k : k + (chunk or K)] for k in range(0, K, chunk or K)])
+    if bias:
+        result = result + vector
+    wanted = [(maps["pre_map"], result)] if epilogue == "gelu" else []
+    if epilogue == "gelu":
+        result = Gelu.reference(None, result)["y"]
+    elif epilogue == "gelu_backward":
+        result = GeluBackward.reference(None, result, before)["dx"]
+    elif epilogue in ("residual", "add") or accumulate:
+        result = result + before
+    return args, [*wanted, (maps["out_map"], result)]
+
+
+def check(wanted) -> None:
+    for to, result in wanted:
+        limit = 2.0**-8 if to.dtype == BF16 else 1e-5
+        np.testing.assert_allclose(to.array.astype(np.float64), result, rtol=limit, atol=limit)
+
+
+# Two tiles of few columns, a ring of two or three stages, two or three steps of depth: small enough for every order.
+SMALL = {
+    "nt": dict(role="nt", M=256, N=64, K=192, cols=64, stages=2, slots=2),
+    "nt, three stages": dict(role="nt", M=256, N=64, K=128, cols=64, stages=3, slots=2, bias=True),
+    "nn, two blocks of columns": dict(role="nn", M=130, N=128, K=100, cols=128, stages=2, slots=2),
+    "tn in two parts": dict(role="tn", M=64, N=64, K=200, cols=64, stages=2, slots=2, chunk=128, wide=True),
+    "gelu": dict(role="nt", M=256, N=64, K=128, cols=64, stages=2, slots=2, bias=True, epilogue="gelu"),
+    "gelu_backward": dict(role="nn", M=128, N=64, K=64, cols=64, stages=2, slots=2, epilogue="gelu_backward"),
+    "residual": dict(role="nt", M=64, N=256, K=64, cols=128, stages=2, slots=2, epilogue="residual"),
+    "start": dict(role="tn", M=256, N=64, K=64, cols=64, stages=2, slots=2, epilogue="start", wide=True),
+    "start, adding": dict(role="tn", M=128, N=64, K=64, cols=64, stages=2, slots=2, epilogue="start", wide=True, accumulate=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_order_of_a_small_ring(name):
+    kernel = materialised(hopper_gemm)
+    args, _ = launch(**SMALL[name])
+    explore(trace(kernel, args))
+    for seed in range(5):
+        args, wanted = launch(**SMALL[name], seed=seed)
+        run(trace(kernel, args), seed)
+        check(wanted)
+
+
+MUTANTS = {
+    "the loader's phase flipped": ("nt", "load", "(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
+    "no wait for room": ("nt", "load", "hopper.mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)", "pass"),
+    "too few bytes expected": ("nt", "load", "2 * a_map.block_type.nbytes +", "a_map.block_type.nbytes +"),
+    "too many bytes expected": ("nt", "load", "2 * a_map.block_type.nbytes +", "3 * a_map.block_type.nbytes +"),
+    "one half's arrival is enough": ("nt", "hopper_gemm", "empty.index(s), count=2", "empty.index(s), count=1"),
+    "a third arrival is missing": ("nt", "hopper_gemm", "empty.index(s), count=2", "empty.index(s), count=3"),
+    "barriers are not fenced": ("nt", "hopper_gemm", "hopper.fence_async_shared()", "pass"),
+    "the products' phase flipped": ("nt", "multiply", "full.index(s), i // STAGES & 1", "full.index(s), i // STAGES & 1 ^ 1"),
+    "no wait for operands": ("nt", "multiply", "hopper.mbarrier.wait(full.index(s), i // STAGES & 1)", "pass"),
+    "no wait for the product before": ("nt", "multiply", "hopper.warpgroup_mma_wait(1, deps=(acc,))", "acc"),
+    "a stage released too early": ("nt", "multiply", "hopper.warpgroup_mma_wait(1,", "hopper.warpgroup_mma_wait(2,"),
+    "no wait for the last product": ("nt", "multiply", "hopper.warpgroup_mma_wait(0, deps=(acc,))", "acc"),
+    "the wrong stage released": (
+        "nt, three stages", "multiply", "(i + STAGES - 1) % STAGES), pred=k > start", "i % STAGES), pred=k > start"
+    ),
+    "the first step releases a stage": ("nt", "multiply", "pred=k > start", "pred=True"),
+    "a tile's last stage is kept": (
+        "nt", "multiply", "deps=(acc,))\n        hopper.mbarrier.arrive(", "deps=(acc,))\n        (lambda _: None)("
+    ),
+    "no fence before a copy out": ("nt", "send", "hopper.fence_async_shared()", "pass"),
+    "a slot reused too early": (
+        "nn, two blocks of columns", "finish",
+        "else:\n            hopper.tma.store_wait(SLOTS - 1)", "else:\n            hopper.tma.store_wait(SLOTS)",
+    ),
+    "gelu reuses a slot too early": (
+        "gelu", "finish", '"gelu":\n            hopper.tma.store_wait(SLOTS - 1)', '"gelu":\n            pass'
+    ),
+    "the end waits for no copy out": ("nt", "multiply", "\n    hopper.tma.store_wait(0)", "\n    pass"),
+    "no wait for what is fetched": (
+        "residual", "finish", "hopper.mbarrier.wait(arrived.index(H * SLOTS + sent % SLOTS), sent // SLOTS & 1)", "pass"
+    ),
+    "no wait for a free slot": ("residual", "fetch", "hopper.mbarrier.wait(free.index(s), (i // SLOTS & 1) ^ 1)", "pass"),
+    "a slot freed while it goes out": ("residual", "finish", "hopper.tma.store_wait(1)", "hopper.tma.store_wait(2)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_fails(name):
+    config, function, old, new = MUTANTS[name]
+    args, _ = launch(**SMALL[config])
+    with pytest.raises(Fault):
+        explore(trace(materialised(hopper_gemm, {function: (old, new)}), args))
+
+
+# Rings as they are on the card, ragged edges, more tiles than blocks, groups of rows that are walked together.
+LARGE = {
+    "nt": dict(role="nt", M=300, N=328, K=200, cols=128, bias=True),
+    "nn": dict(role="nn", M=2200, N=136, K=136, cols=64),
+    "tn in parts": dict(role="tn", M=192, N=264, K=1000, cols=256, chunk=384, wide=True),
+    "gelu": dict(role="nt", M=200, N=600, K=72, cols=256, epilogue="gelu", bias=True),
+    "gelu_backward": dict(role="nn", M=129, N=520, K=72, cols=256, epilogue="gelu_backward"),
+    "residual": dict(role="nt", M=300, N=264, K=136, cols=128, epilogue="residual", bias=True, wide=True),
+    "add": dict(role="tn", M=320, N=264, K=130, cols=256, epilogue="add", wide=True),
+    "start": dict(role="tn", M=320, N=264, K=130, cols=256, epilogue="start", wide=True),
+    "start, adding": dict(role="tn", M=320, N=264, K=130, cols=128, epilogue="start", wide=True, accumulate=1),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_orders_of_a_whole_launch(name, seed):
+    config = LARGE[name]
+    f = form(config["cols"], fetched=config.get("epilogue") in FETCHED)
+    args, wanted = launch(**config, stages=f.stages, slots=f.slots, seed=seed)
+    kernel = materialised(hopper_gemm)
+    for program in range(3):
+        run(trace(kernel, args, program, 3), seed * 3 + program)
+    check(wanted)
+
+
+@pytest.fixture
+def small_waves(monkeypatch):
+    """Small products are worth Hopper's kernel, on a card of few multiprocessors."""
+    monkeypatch.setattr(choices, "WAVE", 1)
+    return Target(arch=90, sms=3)
+
+
+def operand(*shape: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+@pytest.mark.parametrize("batch, seq, N, K", [(1, 1, 8, 8), (2, 67, 72, 136), (1, 257, 264, 40)])
+@pytest.mark.parametrize("accumulate", [0, 1])
+def test_ops_take_the_kernel(small_waves, batch, seq, N, K, accumulate):
+    x, dy = tokens(operand(batch, seq, K, seed=1), "bf16"), tokens(operand(batch, seq, N, seed=2), "bf16")
+    weight = persistent(operand(N, K, seed=3), "split")
+    bound = 8 * EPS * max(N, K, batch * seq)
+    options = {"target": small_waves, "plan": (batch, seq + 30), "scalars": {"accumulate": accumulate}}
+    check_op(ops.Matmul, {"x": x, "weight": weight}, bounds={"y": bound}, **options)
+    for mode in ("store", "add", "start"):
+        check_op(ops.MatmulDx, {"dy": dy, "weight": weight}, modes={"dx": mode}, bounds={"dx": bound}, **options)
+
+
+@pytest.mark.parametrize("mode, accumulate", [("store", 0), ("start", 0), ("start", 1), ("add", 0)])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_weight_gradients_in_parts(small_waves, mode, accumulate, parts, monkeypatch):
+    monkeypatch.setattr(choices, "splits", lambda tiles, rows: parts)
+    x, dy = tokens(operand(1, 300, 72, seed=1), "bf16"), tokens(operand(1, 300, 192, seed=2), "bf16")
+    check_op(
+        ops.MatmulDw, {"dy": dy, "x": x}, modes={"dweight": mode}, scalars={"accumulate": accumulate},
+        bounds={"dweight": 8 * EPS * 300}, plan=(1, 400), target=small_waves,
+    )  # fmt: skip
+
+
+def linear(p: Program, x, w, b):
+    p.output("y", p.linear(x, w, b))
+
+
+def linear_gelu(p: Program, x, w, b):
+    y = p.linear(x, w, b)
+    p.output("y", p.gelu(y))
+    p.output("pre", y)
+
+
+def linear_residual(p: Program, x, w, b):
+    residual = p.input("residual", (*x.shape[:-1], w.shape[0]), "fp32")
+    p.output("y", p.add(residual, p.linear(x, w, b)))
+
+
+def matmul_dx_gelu(p: Program, x, w, b):
+    dx = p.apply(ops.MatmulDx, dy=p.input("dy", (*x.shape[:-1], w.shape[0]), "bf16"), weight=w).dx
+    p.output("dx", p.apply(ops.GeluBackward, dy=dx, x=x).dx)
+
+
+@pytest.mark.parametrize("build", [linear, linear_gelu, linear_residual, matmul_dx_gelu], ids=lambda f: f.__name__)
+def test_what_is_fused_means_its_sequence(small_waves, build):
+    C, F = 136, 264
+    p = Program(Store(), compute="bf16")
+    x = p.input("x", (Dim("batch", 2), Dim("seq", 90), C), "bf16")
+    build(p, x, p.parameter("w", (F, C), std=0.3), p.parameter("b", (F,), value=0.5))
+    session, oracle = InterpretedSession({"op": p}, target=small_waves), ReferenceSession({"op": p})
+    assert [launch.spec.name for launch in session.lowered["op"].launches] == ["hopper_gemm"]
+    for name, t in {**p.named, **p.store.tensors}.items():
+        if t.role in ("input", "parameter"):
+            shape = tuple({"batch": 2, "seq": 77}[n.name] if isinstance(n, Dim) else n for n in t.shape)
+            for s in (session, oracle):
+                s.write(name, stored(operand(*shape, seed=len(name)), "bf16"))
+    for s in (session, oracle):
+        s.run("op", batch=2, seq=77)
+    for name, t in p.named.items():
+        if t.role == "output":
+            got, want = session.read(name).astype(np.float64), oracle.read(name)
+            assert np.abs(got - want).max() <= 4e-3 * np.abs(want).max(), name
+
+
+def test_tiles_of_gpt2_124m():
+    """Tall products take the widest tile, and shared memory holds four of its stages, three where the epilogue reads."""
+    for N, K in ((768, 768), (2304, 768), (3072, 768), (768, 3072), (50304, 768)):
+        assert columns("nt", 65536, N, K) == 256
+    assert (form(256, fetched=False).stages, form(256, fetched=True).stages) == (4, 3)
