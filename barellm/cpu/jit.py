@@ -7,7 +7,6 @@ no faster code.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import struct
@@ -19,21 +18,17 @@ from pathlib import Path
 import llvmlite.binding as llvm
 
 from barellm.cpu.isa import ISA
+from barellm.runtime import artefacts
 
 # What generated code may call in the C library; anything else would be a crash at run time.
 ALLOWED = frozenset({"memcpy", "memset", "memmove", "syscall", "pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_wait",
                      "pthread_cond_broadcast"})  # fmt: skip
 IMPORTED = time.time()
 CACHE_NBYTES = 64 << 20  # of objects on disk: some hundred sets of gpt2-124m's
-RECENT_S, PRUNE_EVERY_S = 86400, 3600
 
 
 def cache_folder() -> Path:
-    """`BARELLM_CACHE`, else the user's cache folder."""
-    base = os.environ.get("BARELLM_CACHE")
-    if base:
-        return Path(base) / "objects"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "barellm" / "objects"
+    return artefacts.cache_folder("objects")
 
 
 @cache
@@ -143,54 +138,17 @@ def _path(key: str, isa: ISA) -> Path:
 
 def load(key: str, isa: ISA) -> bytes | None:
     """The object for `key`, if the cache has it."""
-    path = _path(key, isa)
-    try:
-        code = path.read_bytes()
-        if code[-32:] != hashlib.sha256(code[:-32]).digest():  # a torn or edited file is compiled again
-            return None
-        if path.stat().st_mtime < time.time() - RECENT_S:
-            os.utime(path)  # `prune` takes what was not used for longest
-        return code[:-32]
-    except OSError:
-        return None
+    return artefacts.load(_path(key, isa))
 
 
 def keep(key: str, isa: ISA, code: bytes) -> None:
     """Put an object into the cache."""
-    path = _path(key, isa)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(code + hashlib.sha256(code).digest())
-        os.replace(temporary, path)
-    except OSError:  # a cache that cannot be written only costs time
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    artefacts.keep(_path(key, isa), code)
 
 
 def prune(limit: int = CACHE_NBYTES) -> None:
-    """Once in a while, delete the objects used longest ago until those left take three quarters of `limit` bytes. Whoever
-    wants one of them compiles it again; who has it open keeps what it reads."""
-    folder, now = cache_folder(), time.time()
-    stamp = folder / ".pruned"
-    try:
-        if stamp.exists() and 0 <= now - stamp.stat().st_mtime < PRUNE_EVERY_S:
-            return
-        stamp.touch()  # first: other processes need not do the same now
-        found = []
-        for entry in os.scandir(folder):
-            with contextlib.suppress(FileNotFoundError):
-                found.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
-        total = sum(size for _, size, _ in found)
-        left = total if total <= limit else limit * 3 // 4
-        for used, size, path in sorted(found):
-            torn = path.endswith(".tmp") and used < now - PRUNE_EVERY_S  # its process was killed
-            if total > left or torn:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                total -= size
-    except OSError:
-        pass
+    """Keep the folder of objects below `limit` bytes, once in a while."""
+    artefacts.prune(cache_folder(), limit)
 
 
 class Library:

@@ -5,20 +5,23 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from barellm.cpu import compilers, jit
 from barellm.cpu.isa import host
+from barellm.runtime import compilers as processes
 
 HANGS = "import time; time.sleep(600)"
 DIES_AFTER_ONE = """
 import json, sys
-path, isa = json.loads(sys.argv[1])
+path, _, isa = json.loads(sys.argv[1])
 sys.path[:] = path
-from barellm.cpu import compilers, jit
+from barellm.cpu import jit
 from barellm.cpu.isa import ISA
+from barellm.runtime import compilers
 ir = compilers.read(sys.stdin.buffer).decode()
 compilers.write(sys.stdout.buffer, jit.compile_object(ir, ISA(**isa)))
 compilers.read(sys.stdin.buffer)
@@ -45,13 +48,13 @@ def started(tmp_path, monkeypatch) -> list[subprocess.Popen]:
     """An empty cache, and the helpers that were started."""
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
     found = []
-    start = compilers.start
+    start = processes.start
 
-    def noted(isa):
-        found.append(start(isa))
+    def noted(service):
+        found.append(start(service))
         return found[-1]
 
-    monkeypatch.setattr(compilers, "start", noted)
+    monkeypatch.setattr(processes, "start", noted)
     return found
 
 
@@ -67,8 +70,8 @@ def test_objects_are_the_same_from_any_number_of_processes(started, alone):
 
 
 def test_a_helper_compiles(started):
-    queue = compilers.Queue()
-    helper = compilers.Helper(host(), queue)
+    queue = processes.Queue()
+    helper = processes.Helper(processes.Service("barellm.cpu.compilers", asdict(host())), queue)
     queue.add("a", ir(100))
     end = time.monotonic() + 20
     while not queue._compiled and time.monotonic() < end:
@@ -80,8 +83,8 @@ def test_a_helper_compiles(started):
 
 @pytest.mark.parametrize("code", [HANGS, DIES_AFTER_ONE, "raise SystemExit(1)", "import no_such_module"])
 def test_a_helper_that_hangs_or_dies_only_costs_time(started, alone, monkeypatch, code):
-    monkeypatch.setattr(compilers, "START", code)
-    monkeypatch.setattr(compilers, "LATE_S", 0.05)
+    monkeypatch.setattr(processes, "START", code)
+    monkeypatch.setattr(processes, "LATE_S", 0.05)
     assert compilers.cached_objects(EMITTERS, host(), processes=3) == alone
     assert all(ended(p) for p in started)
 
@@ -94,9 +97,9 @@ def test_where_no_process_or_thread_can_be_started_this_one_compiles(tmp_path, a
         raise RuntimeError("can't start new thread")
 
     cases = [
-        (compilers.subprocess, "Popen", refuse),
+        (processes.subprocess, "Popen", refuse),
         (sys, "executable", ""),
-        (compilers.threading.Thread, "start", no_thread),
+        (processes.threading.Thread, "start", no_thread),
     ]
     for i, (owner, name, value) in enumerate(cases):
         monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / str(i)))
@@ -130,10 +133,11 @@ def test_an_error_or_ctrl_c_while_compiling_ends_the_helpers(started):
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_helpers_of_a_killed_process_end(tmp_path):
     program = """
-from barellm.cpu import compilers
+from dataclasses import asdict
 from barellm.cpu.isa import host
+from barellm.runtime import compilers
 queue = compilers.Queue()
-helper = compilers.Helper(host(), queue)
+helper = compilers.Helper(compilers.Service("barellm.cpu.compilers", asdict(host())), queue)
 print(helper._process.pid, flush=True)
 queue.take()
 """
@@ -159,12 +163,12 @@ def test_a_session_opens_from_a_script_on_standard_input(tmp_path):
     script = """
 from dataclasses import replace
 from barellm.config import preset
-from barellm.cpu import compilers
+from barellm.runtime import compilers
 from barellm.training.machine import build_programs, resolved
 from barellm.cpu.step import CpuSession
 helpers = []
 start = compilers.start
-compilers.start = lambda isa: helpers.append(start(isa)) or helpers[-1]
+compilers.start = lambda service: helpers.append(start(service)) or helpers[-1]
 session = CpuSession(build_programs(resolved(preset("shakespeare-char"), "cpu")))
 session.run("init", seed=1)
 session.close()

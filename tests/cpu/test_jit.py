@@ -12,6 +12,7 @@ from barellm.cpu import jit
 from barellm.cpu.isa import available, host
 from barellm.cpu.kernel import Spec
 from barellm.errors import UserError
+from barellm.runtime import artefacts
 
 ADD = """
 define void @f(ptr %x) {
@@ -122,13 +123,13 @@ def test_the_cache_loses_what_was_not_used_for_longest(tmp_path, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
     folder = tmp_path / "objects"
     ages = {f"{i}.o": 1000.0 * i for i in range(10)}
-    _objects(folder, ages | {".torn.tmp": 2 * jit.PRUNE_EVERY_S, ".new.tmp": 1.0})
+    _objects(folder, ages | {".torn.tmp": 2 * artefacts.PRUNE_EVERY_S, ".new.tmp": 1.0})
     jit.prune(limit=20_000)
     assert {p.name for p in folder.iterdir()} == {*ages, ".new.tmp", ".pruned"}
     _objects(folder, {"late.o": 0.5})
     jit.prune(limit=8000)  # looked at a moment ago
     assert (folder / "9.o").exists()
-    os.utime(folder / ".pruned", (time.time() - 2 * jit.PRUNE_EVERY_S,) * 2)
+    os.utime(folder / ".pruned", (time.time() - 2 * artefacts.PRUNE_EVERY_S,) * 2)
     jit.prune(limit=8000)
     assert {p.name for p in folder.iterdir()} == {"late.o", ".new.tmp", ".pruned", *(f"{i}.o" for i in range(4))}
 
@@ -152,7 +153,7 @@ def test_a_used_object_counts_as_new(tmp_path, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
     jit.cached_object("key", host(), lambda: ADD)
     (path,) = (tmp_path / "objects").iterdir()
-    long_ago = time.time() - 30 * jit.RECENT_S
+    long_ago = time.time() - 30 * artefacts.RECENT_S
     os.utime(path, (long_ago, long_ago))
     assert jit.load("key", host())
     assert path.stat().st_mtime > time.time() - 60

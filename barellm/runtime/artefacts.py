@@ -1,0 +1,72 @@
+"""Compiled code on disk: files that are whole or count as missing, and a folder that stays small.
+
+Files may be written, read and deleted by many processes at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from pathlib import Path
+
+RECENT_S, PRUNE_EVERY_S = 86400, 3600
+
+
+def cache_folder(kind: str) -> Path:
+    """In `BARELLM_CACHE`, else in the user's cache folder."""
+    base = os.environ.get("BARELLM_CACHE")
+    if base:
+        return Path(base) / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "barellm" / kind
+
+
+def load(path: Path) -> bytes | None:
+    """What `keep` put there."""
+    try:
+        code = path.read_bytes()
+        if code[-32:] != hashlib.sha256(code[:-32]).digest():  # a torn or edited file is compiled again
+            return None
+        if path.stat().st_mtime < time.time() - RECENT_S:
+            os.utime(path)  # `prune` takes what was not used for longest
+        return code[:-32]
+    except OSError:
+        return None
+
+
+def keep(path: Path, code: bytes) -> None:
+    """Put an artefact into the cache."""
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(code + hashlib.sha256(code).digest())
+        os.replace(temporary, path)
+    except OSError:  # a cache that cannot be written only costs time
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def prune(folder: Path, limit: int) -> None:
+    """Once in a while, delete the artefacts used longest ago until those left take three quarters of `limit` bytes. Whoever
+    wants one of them compiles it again; who has it open keeps what it reads."""
+    now = time.time()
+    stamp = folder / ".pruned"
+    try:
+        if stamp.exists() and 0 <= now - stamp.stat().st_mtime < PRUNE_EVERY_S:
+            return
+        stamp.touch()  # first: other processes need not do the same now
+        found = []
+        for entry in os.scandir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                found.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+        total = sum(size for _, size, _ in found)
+        left = total if total <= limit else limit * 3 // 4
+        for used, size, path in sorted(found):
+            torn = path.endswith(".tmp") and used < now - PRUNE_EVERY_S  # its process was killed
+            if total > left or torn:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                total -= size
+    except OSError:
+        pass
