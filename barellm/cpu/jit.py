@@ -8,9 +8,7 @@ no faster code.
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,7 +21,6 @@ from barellm.runtime import artefacts
 # What generated code may call in the C library; anything else would be a crash at run time.
 ALLOWED = frozenset({"memcpy", "memset", "memmove", "syscall", "pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_wait",
                      "pthread_cond_broadcast"})  # fmt: skip
-IMPORTED = time.time()
 CACHE_NBYTES = 64 << 20  # of objects on disk: some hundred sets of gpt2-124m's
 
 
@@ -68,13 +65,7 @@ def sources_digest() -> str:
     import llvmlite
 
     h = hashlib.sha256(f"{llvmlite.__version__} {llvm.llvm_version_info}".encode())
-    now = time.time()
-    for path in sources():
-        h.update(path.read_bytes())
-        if (
-            IMPORTED < path.stat().st_mtime <= now
-        ):  # the code in this process is not the file's: a digest that no other has
-            h.update(os.urandom(16))
+    artefacts.add_sources(h, sources())
     return h.hexdigest()
 
 

@@ -1,14 +1,42 @@
-"""From programs to a running session: lower, plan, compile, bind, launch."""
+"""From programs to a running session: lower, plan, compile, bind, launch.
+
+A program's launches are captured into one CUDA graph for each batch and length that it runs with. What changes from run to run is
+in device memory: the run-time scalars and the inputs, which come from two pinned buffers of the host in turn, so that the next
+run's are written while the last one's are still on their way.
+"""
 
 from __future__ import annotations
 
+import os
+from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
+
+from barellm.cuda import driver
+from barellm.cuda.compile import compiled
 from barellm.cuda.fuse import FUSIONS
-from barellm.cuda.kernel import REGISTRY, Launch, Lowering, Spec, Target
+from barellm.cuda.kernel import REGISTRY, Launch, Lowering, Sizes, Spec, Target
+from barellm.cuda.launch import BoundLaunch, Kernel
+from barellm.errors import UserError
 from barellm.program.builder import Program
+from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
-from barellm.runtime.lowering import LoweredProgram, plan_lowered
+from barellm.program.tensor import Tensor
+from barellm.runtime import scalars
+from barellm.runtime.arena import ArenaSession, laps, sizes_of
+from barellm.runtime.cgroup import cpu_limit
+from barellm.runtime.lowering import LoweredProgram, Region, plan_lowered
+from barellm.runtime.memory import check_fits
+from barellm.runtime.storage import dtype_of
+
+ALIGN = 512  # bytes, of the arena
+GRAPHS = 16  # kept, of those used last
+HEADROOM = 64 << 20  # bytes of the GPU for code, graphs and the driver's own
+ROOM = 64  # bytes: what begins in a pinned buffer begins at a multiple
 
 
 class Lowered(LoweredProgram[Lowering]):
@@ -48,3 +76,181 @@ def lower_and_plan(programs: dict[str, Program], target: Target) -> LoweredProgr
     """What a session of `programs` allocates, to the byte, and what it launches."""
     lowered = {name: Lowered(p, target) for name, p in programs.items()}
     return LoweredPrograms(target, lowered, plan_lowered(lowered, next(iter(programs.values())).store))
+
+
+class Turn:
+    """One of the two pinned buffers: the run-time scalars, then the inputs of one program, and when the GPU has taken them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = driver.PinnedMemory(nbytes)
+        self.copied = driver.Event()
+        self.rooms: Any = None
+
+
+class CudaSession(ArenaSession):
+    """Programs over one arena on a GPU, compiled and ready. A `runtime.session.Session`."""
+
+    def __init__(self, programs: dict[str, Program], *, device: driver.Device | None = None) -> None:
+        lap = laps()
+        self.device = device or driver.device()
+        self.context = driver.Context(self.device)
+        self.stream = self.context.stream
+        built = lower_and_plan(programs, Target(self.device.arch, self.device.sms))
+        super().__init__(programs, built.plan)
+        self.target, self.lowered, self.specs = built.target, built.lowered, built.specs
+        free = max(self.context.free_bytes() - HEADROOM, 0)
+        limit = (free, f"free memory of {self.device.name}, less {HEADROOM >> 20} MiB for code,")
+        check_fits(self.plan, what=sizes_of(programs), limit=limit)
+        self.seconds = {"plan": lap()}  # of opening, by stage
+        codes = compiled(self.specs, self.device.arch, processes=_processes())
+        self.seconds["compile"] = lap()
+        self.kernels = {spec: Kernel(code, self.device) for spec, code in codes.items()}
+        self.seconds["load"] = lap()
+        self._map_arena()
+        self._turns = [self._new_turn() for _ in range(2)]
+        self._starts = {name: partial(self._start, name) for name, low in self.lowered.items() if low.ops}
+        self._graphs: OrderedDict[tuple[str, Sizes], driver.Graph] = OrderedDict()
+        self.seconds["map"] = lap()
+
+    # --- building ---
+
+    def _map_arena(self) -> None:
+        try:
+            self.memory = driver.DeviceMemory(self.plan.arena_bytes + ALIGN + scalars.NBYTES)
+        except driver.DriverError as error:
+            raise UserError(f"{self.device.name} refuses an arena of {self.plan.arena_bytes} bytes: {error}") from None
+        self.base = -(-self.memory.address // ALIGN) * ALIGN
+        self._skip = self.base - self.memory.address
+        self._scalars = self.base + self.plan.arena_bytes
+        self.memory.fill(0, 0, self.memory.nbytes, self.stream)
+
+    def _new_turn(self) -> Turn:
+        """Programs take turns in the room of the inputs."""
+        start = -(-scalars.NBYTES // ROOM) * ROOM
+        at: dict[Tensor, int] = {}
+        most = start
+        for program in self.programs:
+            end = start
+            for t in self._inputs_of(program).values():
+                at[t] = end
+                end += -(-t.nbytes // ROOM) * ROOM
+            most = max(most, end)
+        turn = Turn(most)
+        memory = turn.memory.array
+        turn.rooms = self._input_rooms(lambda t: memory[at[t] : at[t] + t.nbytes].view(dtype_of(t.dtype)))
+        return turn
+
+    def _address(self, region: Region) -> int:
+        return self.base + self.plan.offsets[region.tensor] + region.start
+
+    def _bound(self, program: str, sizes: Sizes) -> list[BoundLaunch]:
+        return [
+            BoundLaunch(launch, self.kernels[launch.spec], sizes, self._address, self._scalars)
+            for launch in self.lowered[program].launches
+        ]
+
+    def _graph(self, program: str, sizes: Sizes) -> driver.Graph:
+        key = program, sizes
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            return self._graphs[key]
+        if len(self._graphs) == GRAPHS:
+            self.context.synchronize()  # the oldest may still run
+            self._graphs.popitem(last=False)[1].free()
+        bound = self._bound(program, sizes)
+
+        def enqueue() -> None:
+            for launch in bound:
+                launch.run(self.stream)
+
+        self._graphs[key] = driver.Graph(self.stream, enqueue)
+        return self._graphs[key]
+
+    # --- running ---
+
+    def run(self, program: str, **values: Any) -> None:
+        """As `ArenaSession.run`. Returns when the GPU has the work; `read` and `synchronize` wait for it."""
+        self._turns.reverse()
+        self._turns[0].copied.wait()
+        self._inputs = self._turns[0].rooms
+        super().run(program, **values)
+
+    def _sizes(self, program: str) -> Sizes:
+        """Of the run that begins. A program without batch or length is the same for all."""
+        at = {name: int(self._block.ints[scalars.OFFSET[name] // 8]) for name in self._limits[program]}
+        return Sizes(**at)
+
+    def _start(self, program: str) -> None:
+        self._send_inputs(program)
+        self._graph(program, self._sizes(program)).launch(self.stream)
+
+    def _send_inputs(self, program: str) -> None:
+        turn = self._turns[0]
+        turn.memory.array[: scalars.NBYTES] = self._block.ints.view(np.uint8)
+        driver.call("cuMemcpyHtoDAsync", self._scalars, turn.memory.address, scalars.NBYTES, self.stream)
+        for name, t in self._inputs_of(program).items():
+            nbytes, view = self._staged[name].nbytes, turn.rooms[program][name][0]
+            at = self.base + self.plan.offsets[t]
+            driver.call("cuMemcpyHtoDAsync", at, view.ctypes.data, nbytes, self.stream)
+        turn.copied.record(self.stream)
+
+    def timed(self, program: str, **values: Any) -> list[tuple[Op, float]]:
+        """A run, with the milliseconds that the GPU spent on each op that launches anything, in their order."""
+        events: list[tuple[Op | None, driver.Event]] = []
+
+        def start() -> None:
+            self._send_inputs(program)
+            bound = self._bound(program, self._sizes(program))
+
+            def mark(op: Op | None) -> None:
+                event = driver.Event(timed=True)
+                event.record_in_graph(self.stream)
+                events.append((op, event))
+
+            def enqueue() -> None:
+                mark(None)
+                for i, launch in enumerate(bound):
+                    launch.run(self.stream)
+                    if i + 1 == len(bound) or bound[i + 1].op is not launch.op:
+                        mark(launch.op)
+
+            graph = driver.Graph(self.stream, enqueue)
+            graph.launch(self.stream)
+            self.context.synchronize()
+            graph.free()
+
+        usual = self._starts[program]
+        self._starts[program] = start
+        try:
+            self.run(program, **values)
+        finally:
+            self._starts[program] = usual
+        pairs = pairwise(events)
+        return [(op, event.since(before)) for (_, before), (op, event) in pairs if op is not None]
+
+    def synchronize(self) -> None:
+        """Wait until every run has ended."""
+        self.context.synchronize()
+
+    def close(self) -> None:
+        """Wait for what runs, and give the GPU's memory back. Safe to call twice."""
+        if self.memory.free.alive:
+            self.context.synchronize()
+            for graph in self._graphs.values():
+                graph.free()
+            self.memory.free()
+            for turn in self._turns:
+                turn.memory.free()
+            self.context.close()
+
+    def _get(self, start: int, stop: int) -> np.ndarray:
+        return self.memory.read(self._skip + start, self._skip + stop, self.stream)
+
+    def _set(self, start: int, data: np.ndarray) -> None:
+        self.memory.write(self._skip + start, data, self.stream)
+
+
+def _processes() -> int:
+    """That may compile: one for each core of this process's share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, int(cpu_limit() or cores)))

@@ -39,8 +39,8 @@ class ArenaSession:
         self._staged: dict[str, np.ndarray] = {}
         self._starts: dict[str, Callable[[], None]] = {}
         self._inputs: dict[str, dict[str, tuple[np.ndarray, int, list[int]]]] = {}
-        inputs = sorted((t for name in programs for t in self._inputs_of(name).values()), key=lambda t: t.size)
-        self._input_form = {t.name: (dtype_of(t.dtype), t.size) for t in inputs}  # of the largest with that name
+        inputs = sorted((pair for p in programs for pair in self._inputs_of(p).items()), key=lambda pair: pair[1].size)
+        self._input_form = {name: (dtype_of(t.dtype), t.size) for name, t in inputs}  # of the largest with that name
         self._last = ""
 
     def _get(self, start: int, stop: int) -> np.ndarray:

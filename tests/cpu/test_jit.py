@@ -94,7 +94,7 @@ def test_code_that_was_edited_after_its_import_is_not_cached_as_the_edited_one(t
         os.utime(source, (at, at))
         return jit.sources_digest.__wrapped__()
 
-    before, after, future = jit.IMPORTED - 60, jit.IMPORTED + 1e-3, time.time() + 3600
+    before, after, future = artefacts.IMPORTED - 60, artefacts.IMPORTED + 1e-3, time.time() + 3600
     assert digest("old", at=before) == digest("old", at=before)
     assert digest("old", at=future) == digest("old", at=before)  # a wrong clock, not an edit
     assert digest("new", at=after) != digest("new", at=before)

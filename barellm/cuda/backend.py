@@ -1,0 +1,23 @@
+"""An NVIDIA GPU as a backend: open a session, say what the machine is."""
+
+from __future__ import annotations
+
+from barellm.cuda import driver
+from barellm.cuda.step import CudaSession
+from barellm.program.builder import Program
+
+
+def open_session(programs: dict[str, Program]) -> CudaSession:
+    """Plan and compile `programs`, and take the GPU's memory for their arena."""
+    return CudaSession(programs)
+
+
+def default_dtype() -> str:
+    """bf16: every GPU that barellm runs on multiplies it in tensor cores."""
+    return "bf16"
+
+
+def describe() -> dict[str, object]:
+    """What a checkpoint or a benchmark records of the machine."""
+    found = driver.device()
+    return {"device": "cuda", "isa": f"sm_{found.arch}", "processor": found.name, "threads": found.sms}

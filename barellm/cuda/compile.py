@@ -1,0 +1,244 @@
+"""Specialisations to cubins, kept on disk with what a launch must know of them.
+
+Triton is the compiler and nothing else: it runs where a cubin is not in the cache, on any machine, with or without a GPU. What is
+kept can be loaded without it, by any process and Python, from any folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from barellm.cuda.kernel import Spec
+from barellm.cuda.lang import TRITON, constant, modules_of
+from barellm.errors import UserError
+from barellm.runtime import artefacts
+from barellm.runtime.compilers import Compile, Service, compile_all
+
+FORMAT = 1  # of what is kept
+CACHE_NBYTES = 256 << 20  # of cubins on disk
+SHARE = 2  # for each helper process at least
+HEAD = struct.Struct("<q")
+FLAGS = {"enable_fp_fusion": True}  # stated, since another Triton has another default
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """How the tensor map of a parameter must be encoded: the compiler's box, swizzle and element type."""
+
+    box: tuple[int, ...]
+    swizzle: int
+    element_bytes: int
+    element_type: int
+
+
+@dataclass(frozen=True)
+class Code:
+    """A cubin and how to launch it.
+
+    `params`: (bytes, alignment) of each kernel parameter, as ptxas lays them out. They are those of `arguments` in order: a
+    pointer "*", "i32", or "map": a tensor map of 128 bytes, then its two sizes and two strides; and two scratch pointers.
+    """
+
+    name: str
+    arch: int
+    threads: int
+    clusters: int  # blocks of a cluster, 1 for none
+    shared_bytes: int
+    arguments: tuple[str, ...]
+    params: tuple[tuple[int, int], ...]
+    descriptors: tuple[Descriptor, ...]
+    cubin: bytes
+
+    @property
+    def offsets(self) -> list[int]:
+        """Of each parameter in the block of parameters."""
+        found, at = [], 0
+        for nbytes, align in self.params:
+            at = -(-at // align) * align
+            found.append(at)
+            at += nbytes
+        return found
+
+    @property
+    def param_bytes(self) -> int:
+        return self.offsets[-1] + self.params[-1][0]
+
+    def packed(self) -> bytes:
+        fields = asdict(self)
+        cubin = fields.pop("cubin")
+        head = json.dumps(fields).encode()
+        return HEAD.pack(len(head)) + head + cubin
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Code:
+        (size,) = HEAD.unpack_from(data)
+        fields = json.loads(data[HEAD.size : HEAD.size + size])
+        fields["arguments"] = tuple(fields["arguments"])
+        fields["params"] = tuple((n, align) for n, align in fields["params"])
+        fields["descriptors"] = tuple(Descriptor(**d | {"box": tuple(d["box"])}) for d in fields["descriptors"])
+        return cls(**fields, cubin=data[HEAD.size + size :])
+
+
+def cache_folder() -> Path:
+    return artefacts.cache_folder("cubins")
+
+
+def compiled(specs: Iterable[Spec], arch: int, *, processes: int) -> dict[Spec, Code]:
+    """The code of each specialisation, from the cache, else compiled by up to `processes` processes and kept."""
+    found: dict[Spec, Code] = {}
+    missing: dict[str, Spec] = {}
+    paths = {spec: _path(spec, arch) for spec in specs}
+    for spec, path in paths.items():
+        data = artefacts.load(path)
+        if data is None:
+            missing[spec.key] = spec
+        else:
+            found[spec] = Code.unpacked(data)
+    if missing:
+        check_compiler()
+        service = Service("barellm.cuda.compile", None)
+        jobs = {key: _job(spec, arch) for key, spec in missing.items()}
+        results = compile_all(
+            {k: lambda job=job: job for k, job in jobs.items()}, service, processes=processes, share=SHARE
+        )
+        for key, spec in missing.items():
+            artefacts.keep(paths[spec], results[key])
+            found[spec] = Code.unpacked(results[key])
+        artefacts.prune(cache_folder(), CACHE_NBYTES)
+    return found
+
+
+def check_compiler() -> None:
+    """UserError where Triton is missing or another version: its version decides machine code and the names it is written in."""
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        raise UserError(f"kernels must be compiled, which needs triton {TRITON}: pip install 'barellm[cuda]'") from None
+    if found != TRITON:
+        raise UserError(f"triton {found} is installed, kernels are written for {TRITON}: pip install triton=={TRITON}")
+
+
+def _path(spec: Spec, arch: int) -> Path:
+    h = hashlib.sha256(
+        f"{FORMAT}|{TRITON}|{FLAGS}|{os.environ.get('TRITON_PTXAS_PATH', '')}|{arch}|{spec.key}".encode()
+    )
+    for module in modules_of(spec.function):
+        h.update(_digest(module))
+    return cache_folder() / f"{h.hexdigest()}.cubin"
+
+
+@cache
+def _digest(module: str) -> bytes:
+    """Of a module's source, and of the constants that its device functions may take, wherever they come from."""
+    h = hashlib.sha256()
+    found = sys.modules[module]
+    assert found.__file__, module
+    artefacts.add_sources(h, [Path(found.__file__)])
+    h.update(repr(sorted((k, v.value) for k, v in vars(found).items() if isinstance(v, constant))).encode())
+    return h.digest()
+
+
+def _job(spec: Spec, arch: int) -> str:
+    """A specialisation as text, for another process."""
+    function = spec.function
+    return json.dumps(
+        [function.module, function.name, spec.signature, spec.constants, spec.options, spec.aligned, arch]
+    )
+
+
+def compiler(argument: None) -> Compile:
+    """Jobs to packed code."""
+    check_compiler()
+
+    def compile_job(job: str) -> bytes:
+        module, name, signature, constants, options, aligned, arch = json.loads(job)
+        pairs = [tuple((k, _frozen(v)) for k, v in pairs) for pairs in (signature, constants, options)]
+        spec = Spec(getattr(import_module(module), name), *pairs, tuple(aligned))
+        return code_of(spec, triton_compile(spec, arch), arch).packed()
+
+    return compile_job
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def triton_compile(spec: Spec, arch: int) -> Any:
+    """Triton's result: `.asm` with "ttgir", "ptx", "cubin" and "sass", `.metadata`."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as run_compiler
+
+    source = ASTSource
+    if spec.function.dialect == "gluon":
+        from triton.experimental.gluon._runtime import GluonASTSource as source
+    function = spec.function.materialised()
+    types, constants = dict(spec.signature), dict(spec.constants)
+    signature = {n: "constexpr" if n in constants else _type(types[n], spec) for n in spec.function.parameters}
+    attrs = {(spec.function.parameters.index(n),): [["tt.divisibility", 16]] for n in spec.aligned}
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.compilation.scope():
+        knobs.cache.dir = folder  # the result is kept by us, without the folder's path in it
+        knobs.compilation.disable_line_info = True  # or the cubin would depend on where the sources lie
+        return run_compiler(
+            source(function, signature, constexprs=constants, attrs=attrs),
+            target=GPUTarget("cuda", arch, 32),
+            options=FLAGS | dict(spec.options),
+        )
+
+
+def _type(name: str, spec: Spec) -> str:
+    """Triton's name of a parameter's type."""
+    if not name.startswith("tensormap<"):
+        return name
+    inner = name.removeprefix("tensormap<").removesuffix(">")
+    if spec.function.dialect != "gluon":
+        return f"tensordesc<{inner}>"
+    from triton.experimental.gluon import language as gl
+
+    element, box = inner.rstrip("]").split("[")
+    shape = [int(n) for n in box.split(",")]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, {"bf16": gl.bfloat16, "fp32": gl.float32}[element])
+    return f"tensordesc<{inner},{layout!r}>"
+
+
+def code_of(spec: Spec, kernel: Any, arch: int) -> Code:
+    """What a launch must know, from Triton's metadata and, for the layout of the parameters, from the PTX."""
+    meta, ptx = kernel.metadata, kernel.asm["ptx"]
+    assert not meta.global_scratch_size and not meta.profile_scratch_size, f"{spec.name} asks for scratch in memory"
+    assert not meta.launch_pdl and not meta.launch_cooperative_grid, f"{spec.name} asks for a launch that nobody makes"
+    arguments = tuple("*" if t[0] == "*" else "map" if t.startswith("tensormap<") else t for _, t in spec.signature)
+    params = _params(ptx)
+    assert len(params) == sum(5 if a == "map" else 1 for a in arguments) + 2, (spec, params)
+    descriptors = tuple(
+        Descriptor(tuple(d["block_size"]), d["swizzle"], d["elem_size"], d["elem_type"])
+        for d in (meta.tensordesc_meta or ())
+    )
+    assert len(descriptors) == arguments.count("map"), (spec, descriptors)
+    return Code(
+        meta.name, arch, 32 * meta.num_warps, meta.num_ctas, meta.shared, arguments, params, descriptors, kernel.asm["cubin"]
+    )  # fmt: skip
+
+
+def _params(ptx: str) -> tuple[tuple[int, int], ...]:
+    """(bytes, alignment) of each parameter of the entry."""
+    entry = ptx[ptx.index(".entry") :]
+    found = []
+    pattern = r"\.param (?:\.align (\d+) )?\.(\w)(\d+)[^,\[\)]*(?:\[(\d+)\])?"
+    for align, _, bits, count in re.findall(pattern, entry[: entry.index("{")]):
+        nbytes = int(bits) // 8 * int(count or 1)
+        found.append((nbytes, int(align or int(bits) // 8)))
+    return tuple(found)

@@ -1,0 +1,220 @@
+"""The GPU through NVIDIA's driver: a context, memory, streams, graphs, code. Handles live as long as their objects.
+
+`bindings()` and `libcuda()` are the only ways to the driver; nothing of it is imported before a session is opened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from barellm.errors import UserError
+
+OLDEST_DRIVER = 12080  # CUDA 12.8, whose ptxas writes the cubins
+OLDEST_ARCH = 80  # bf16 in tensor cores
+INSTALL = "pip install 'barellm[cuda]'"
+
+
+def bindings() -> Any:
+    """`cuda.bindings.driver`."""
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        raise UserError(f"device cuda needs the package cuda-bindings, which is not installed: {INSTALL}")
+    from cuda.bindings import driver
+
+    return driver
+
+
+@cache
+def libcuda() -> Any:
+    """The driver's library itself, for what the bindings do wrong: their tensor maps are not aligned."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call(name: str, *args: Any) -> Any:
+    """What a driver function returns beside its status: one value, a tuple of several, or None. RuntimeError for a bad status."""
+    cu = bindings()
+    status, *values = getattr(cu, name)(*args)
+    if int(status):
+        raise DriverError(name, cu.CUresult(int(status)).name)
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+class DriverError(RuntimeError):
+    """A driver function that failed. `status`: the driver's name for it."""
+
+    def __init__(self, function: str, status: str) -> None:
+        super().__init__(f"{function} failed: {status}")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU. `arch`: compute capability, 90 for 9.0; `sms`: streaming multiprocessors; `driver`: 12080 for CUDA 12.8."""
+
+    handle: Any
+    name: str
+    arch: int
+    sms: int
+    nbytes: int
+    shared_bytes: int  # dynamic shared memory that a block may ask for
+    driver: int
+
+
+def device() -> Device:
+    """The first GPU that CUDA_VISIBLE_DEVICES leaves. UserError where there is none that barellm can use."""
+    cu = bindings()
+    try:
+        status = int(cu.cuInit(0)[0])
+    except (RuntimeError, ImportError, OSError):  # the bindings find no driver library
+        raise UserError("device cuda needs an NVIDIA driver, and none is installed here (no libcuda.so.1)") from None
+    if status == int(cu.CUresult.CUDA_ERROR_NO_DEVICE):
+        raise UserError("device cuda needs a GPU, and the NVIDIA driver sees none (CUDA_VISIBLE_DEVICES?)")
+    if status:
+        raise UserError(f"the NVIDIA driver does not start: {cu.CUresult(status).name}")
+    version = int(call("cuDriverGetVersion"))
+    if version < OLDEST_DRIVER:
+        found, oldest = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, OLDEST_DRIVER))
+        raise UserError(f"the NVIDIA driver knows CUDA {found}, barellm's kernels need {oldest}: update the driver")
+    if not call("cuDeviceGetCount"):
+        raise UserError("device cuda needs a GPU, and the NVIDIA driver sees none (CUDA_VISIBLE_DEVICES?)")
+    handle = call("cuDeviceGet", 0)
+
+    def attribute(name: str) -> int:
+        return int(call("cuDeviceGetAttribute", getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), handle))
+
+    arch = 10 * attribute("COMPUTE_CAPABILITY_MAJOR") + attribute("COMPUTE_CAPABILITY_MINOR")
+    name = bytes(call("cuDeviceGetName", 128, handle)).split(b"\0")[0].decode()
+    if arch < OLDEST_ARCH:
+        raise UserError(f"{name} has compute capability {arch / 10}, barellm needs {OLDEST_ARCH / 10} or later")
+    return Device(
+        handle,
+        name,
+        arch,
+        attribute("MULTIPROCESSOR_COUNT"),
+        int(call("cuDeviceTotalMem", handle)),
+        attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        version,
+    )
+
+
+class Context:
+    """The device's primary context, current in this thread, and a stream that waits for no other."""
+
+    def __init__(self, on: Device) -> None:
+        cu = bindings()
+        self.device = on
+        self.handle = call("cuDevicePrimaryCtxRetain", on.handle)
+        self._finish = weakref.finalize(self, _quietly, "cuDevicePrimaryCtxRelease", on.handle)
+        call("cuCtxSetCurrent", self.handle)  # of this thread
+        self.stream = call("cuStreamCreate", int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+    def free_bytes(self) -> int:
+        return int(call("cuMemGetInfo")[0])
+
+    def synchronize(self) -> None:
+        call("cuStreamSynchronize", self.stream)
+
+    def close(self) -> None:
+        if self._finish.alive:
+            _quietly("cuStreamDestroy", self.stream)
+            self._finish()
+
+
+class DeviceMemory:
+    """Bytes of the GPU."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.address = int(call("cuMemAlloc", nbytes))
+        self.free = weakref.finalize(self, _quietly, "cuMemFree", self.address)
+
+    def read(self, start: int, stop: int, stream: Any) -> np.ndarray:
+        """A copy of bytes [start, stop), when everything before on the stream is done."""
+        out = np.empty(stop - start, np.uint8)
+        if out.size:
+            call("cuMemcpyDtoHAsync", out.ctypes.data, self.address + start, out.size, stream)
+            call("cuStreamSynchronize", stream)
+        return out
+
+    def write(self, start: int, data: np.ndarray, stream: Any) -> None:
+        """Set bytes from `start`; returns when they are there."""
+        if data.nbytes:
+            assert data.flags.c_contiguous and start + data.nbytes <= self.nbytes
+            call("cuMemcpyHtoDAsync", self.address + start, data.ctypes.data, data.nbytes, stream)
+            call("cuStreamSynchronize", stream)
+
+    def fill(self, value: int, start: int, nbytes: int, stream: Any) -> None:
+        if nbytes:
+            call("cuMemsetD8Async", self.address + start, value, nbytes, stream)
+
+
+class PinnedMemory:
+    """Bytes of the host that the GPU reads while the processor goes on. `array`: they, as uint8."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.address = int(call("cuMemHostAlloc", nbytes, 0))
+        self.array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
+        self.free = weakref.finalize(self, _quietly, "cuMemFreeHost", self.address)
+
+
+class Event:
+    """A point in a stream. `timed`: with the time at which it was reached."""
+
+    def __init__(self, *, timed: bool = False) -> None:
+        flags = bindings().CUevent_flags
+        kind = flags.CU_EVENT_DEFAULT if timed else flags.CU_EVENT_DISABLE_TIMING
+        self.handle = call("cuEventCreate", int(kind))
+        weakref.finalize(self, _quietly, "cuEventDestroy", self.handle)
+
+    def record(self, stream: Any) -> None:
+        call("cuEventRecord", self.handle, stream)
+
+    def record_in_graph(self, stream: Any) -> None:
+        """While a graph is captured: each of its launches records the event."""
+        external = bindings().CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
+        call("cuEventRecordWithFlags", self.handle, stream, int(external))
+
+    def wait(self) -> None:
+        """Block until it is reached; at once where it was never recorded."""
+        call("cuEventSynchronize", self.handle)
+
+    def since(self, earlier: Event) -> float:
+        """Milliseconds."""
+        return float(call("cuEventElapsedTime", earlier.handle, self.handle))
+
+
+class Graph:
+    """What `enqueue` puts on the stream, kept to be launched as a whole."""
+
+    def __init__(self, stream: Any, enqueue: Callable[[], None]) -> None:
+        call("cuStreamBeginCapture", stream, bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        try:
+            enqueue()
+        except BaseException:
+            with suppress(DriverError):
+                call("cuGraphDestroy", call("cuStreamEndCapture", stream))
+            raise
+        captured = call("cuStreamEndCapture", stream)
+        try:
+            self.handle = call("cuGraphInstantiate", captured, 0)
+        finally:
+            call("cuGraphDestroy", captured)
+        self.free = weakref.finalize(self, _quietly, "cuGraphExecDestroy", self.handle)
+        call("cuGraphUpload", self.handle, stream)
+
+    def launch(self, stream: Any) -> None:
+        call("cuGraphLaunch", self.handle, stream)
+
+
+def _quietly(name: str, handle: Any) -> None:
+    """For finalizers, which may run when the driver has already gone."""
+    with suppress(Exception):
+        call(name, handle)

@@ -1,0 +1,122 @@
+"""Launches with everything in place: code loaded, parameters packed as the kernel reads them, tensor maps encoded."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from barellm.cuda import driver
+from barellm.cuda.compile import Code, Descriptor
+from barellm.cuda.kernel import Launch, Sizes, TensorMap
+from barellm.errors import UserError
+from barellm.program.tensor import ITEMSIZE
+from barellm.runtime.lowering import Region
+
+FREE_SHARED_BYTES = 48 << 10  # of dynamic shared memory, that every kernel may use without asking
+MAP_ALIGN = 64  # of a CUtensorMap
+MOST_GRID = (2**31 - 1, 65535, 65535)
+PROMOTION_128B = 2  # what a tensor map's miss brings into the second cache
+# The element types of tensor maps have other numbers on the device than in the driver's interface.
+HOST_TYPE = {8: 10, 9: 8, 10: 9}
+SCALAR = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "*": ctypes.c_uint64}
+
+
+class Kernel:
+    """Code that the driver has loaded."""
+
+    def __init__(self, code: Code, device: driver.Device) -> None:
+        if code.shared_bytes > device.shared_bytes:
+            raise UserError(
+                f"kernel {code.name} needs {code.shared_bytes} bytes of shared memory, {device.name} has "
+                f"{device.shared_bytes} for a block"
+            )
+        self.code = code
+        attribute = driver.bindings().CUfunction_attribute
+        self.library = driver.call("cuLibraryLoadData", code.cubin, [], [], 0, [], [], 0)
+        kernel = driver.call("cuLibraryGetKernel", self.library, code.name.encode())
+        if code.shared_bytes > FREE_SHARED_BYTES:
+            most = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.call("cuKernelSetAttribute", most, code.shared_bytes, kernel, device.handle)
+        self.function = driver.call("cuKernelGetFunction", kernel)
+
+
+class BoundLaunch:
+    """A launch for the sizes of a run. `address`: of bytes in the arena; `scalars`: of the run-time scalars.
+
+    The parameters are packed once. `run` costs one driver call, and none where a graph replays it."""
+
+    def __init__(
+        self, launch: Launch, kernel: Kernel, sizes: Sizes, address: Callable[[Region], int], scalars: int
+    ) -> None:
+        code = kernel.code
+        self.op, self.function = launch.op, kernel.function
+        grid = (*launch.grid(sizes), 1, 1)[:3]
+        limits = zip(grid, MOST_GRID, strict=True)
+        assert all(0 <= n <= most for n, most in limits), f"{code.name}: no GPU runs a grid of {grid}"
+        self.empty = 0 in grid
+        room = ctypes.create_string_buffer(code.param_bytes + MAP_ALIGN)
+        base = -(-ctypes.addressof(room) // MAP_ALIGN) * MAP_ALIGN
+        slots = [base + at for at in code.offsets]
+        self.pointers = (ctypes.c_void_p * len(slots))(*slots)
+        self._keep = room
+        at, descriptors = iter(slots), iter(code.descriptors)
+
+        def put(kind: str, value: int) -> None:
+            SCALAR[kind].from_address(next(at)).value = value
+
+        for kind, argument in zip(code.arguments, launch.args, strict=True):
+            if isinstance(argument, TensorMap):
+                rows = argument.rows if isinstance(argument.rows, int) else argument.rows(sizes)
+                encode(next(at), argument, rows, address(argument.region), next(descriptors))
+                for name, value in (("i32", rows), ("i32", argument.columns), ("i64", argument.stride), ("i64", 1)):
+                    put(name, value)
+            elif argument is None:
+                put(kind, scalars)
+            elif isinstance(argument, Region):
+                put(kind, address(argument))
+            else:
+                put(kind, argument if isinstance(argument, int) else argument(sizes))
+        put("*", 0)  # scratch of the compiler's, of which there is none
+        put("*", 0)
+        self.config = _configured(code, grid)
+
+    def run(self, stream: Any) -> None:
+        if not self.empty:
+            self.config.hStream = stream
+            driver.call("cuLaunchKernelEx", self.config, self.function, ctypes.addressof(self.pointers), 0)
+
+
+def _configured(code: Code, grid: tuple[int, ...]) -> Any:
+    cu = driver.bindings()
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid[0] * code.clusters, grid[1], grid[2]
+    config.blockDimX, config.blockDimY, config.blockDimZ = code.threads, 1, 1
+    config.sharedMemBytes = code.shared_bytes
+    if code.clusters > 1:
+        kinds = cu.CUlaunchAttributeID
+        cluster, schedule = cu.CUlaunchAttribute(), cu.CUlaunchAttribute()
+        cluster.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = code.clusters, 1, 1
+        schedule.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE
+        spread = cu.CUclusterSchedulingPolicy.CU_CLUSTER_SCHEDULING_POLICY_SPREAD
+        schedule.value.clusterSchedulingPolicyPreference = spread
+        config.attrs, config.numAttrs = [cluster, schedule], 2
+    return config
+
+
+def encode(at: int, argument: TensorMap, rows: int, address: int, descriptor: Descriptor) -> None:
+    """Write the tensor map of a row-major matrix to host address `at`."""
+    itemsize = ITEMSIZE[argument.dtype]
+    assert itemsize == descriptor.element_bytes and not address % 16 and not argument.stride * itemsize % 16, argument
+    sizes = (ctypes.c_uint64 * 2)(argument.columns, rows)
+    strides = (ctypes.c_uint64 * 1)(argument.stride * itemsize)
+    box = (ctypes.c_uint32 * 2)(*reversed(descriptor.box))
+    steps = (ctypes.c_uint32 * 2)(1, 1)
+    kind = HOST_TYPE.get(descriptor.element_type, descriptor.element_type)
+    status = driver.libcuda().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at), kind, 2, ctypes.c_void_p(address), sizes, strides, box, steps,
+        0, descriptor.swizzle, PROMOTION_128B, 0,
+    )  # fmt: skip
+    if status:
+        raise driver.DriverError("cuTensorMapEncodeTiled", f"{status} for {argument}, {rows} rows at {address:#x}")

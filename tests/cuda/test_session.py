@@ -1,0 +1,199 @@
+"""A session on the mock driver: results, graphs, buffers in turn, and one line for each thing that a user's machine may lack."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.cuda import driver, step
+from barellm.cuda.step import CudaSession
+from barellm.errors import UserError
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
+from tests.cuda.mock import LAUNCH_MS, Gpu, memory_of
+
+R = np.random.default_rng(5)
+C = 40
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    made = Gpu()
+    made.install(monkeypatch)
+    return made
+
+
+def programs() -> dict[str, Program]:
+    """y = x rounded to bf16, total += y, and the other way round for another input."""
+    store = Store()
+    dims = Dim("batch", 3), Dim("seq", 8)
+    p = Program(store)
+    x = p.input("x", (*dims, C), "fp32")
+    rounded = p.apply(ops.Cast, x=x, dtype="bf16")
+    p.apply(ops.Cast, into={"y": (store.get("total", (C,), "fp32", "state"), "add")}, x=_row(p), dtype="fp32")
+    p.output("y", p.apply(ops.Cast, x=rounded.y, dtype="fp32").y)
+    q = Program(store)
+    q.output("z", q.apply(ops.Cast, x=q.input("x", (*dims, 3), "fp32"), dtype="bf16").y)
+    return {"p": p, "q": q}
+
+
+def _row(p: Program):
+    return p.input("row", (C,), "bf16")
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    import ml_dtypes
+
+    return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def test_runs_of_several_sizes_and_programs(gpu):
+    session = CudaSession(programs())
+    session.write("row", np.zeros(C))
+    for batch, seq in ((3, 8), (1, 1), (2, 5), (3, 8)):
+        x = R.normal(size=(batch, seq, C))
+        session.write("x", x)
+        session.run("p", batch=batch, seq=seq)
+        assert np.array_equal(session.read("y"), rounded(x))
+        z = R.normal(size=(batch, seq, 3))
+        session.write("x", z)
+        session.run("q", batch=batch, seq=seq)
+        assert np.array_equal(session.read("z").astype(np.float32), rounded(z))
+    session.close()
+    session.close()
+    assert not gpu.allocated and not gpu.pinned
+
+
+def test_inputs_of_queued_runs_are_each_their_own(gpu):
+    """The mock copies from pinned memory as late as a GPU might: a buffer that is filled again too early would count twice."""
+    session = CudaSession(programs())
+    session.write("x", np.ones((1, 1, C)))
+    total = np.zeros(C, np.float32)
+    for _ in range(7):
+        row = R.integers(-8, 8, C)
+        session.write("row", row)
+        session.run("p", batch=1, seq=1)
+        total += row
+    assert any(stream.queue for stream in gpu.streams)  # nobody has waited for the last runs
+    assert np.array_equal(session.read("total"), total)
+
+
+def test_a_graph_is_captured_once_for_its_sizes_and_few_are_kept(gpu, monkeypatch):
+    monkeypatch.setattr(step, "GRAPHS", 2)
+    session = CudaSession(programs())
+    session.write("row", np.zeros(C))
+
+    def run(seq: int) -> int:
+        before = gpu.calls.count("cuLaunchKernelEx")
+        session.write("x", np.ones((1, seq, C)))
+        session.run("p", batch=1, seq=seq)
+        return gpu.calls.count("cuLaunchKernelEx") - before
+
+    assert [run(seq) for seq in (1, 2, 1, 2, 3, 2, 1)] == [3, 3, 0, 0, 3, 0, 3]
+    assert np.array_equal(session.read("y"), np.ones((1, 1, C)))
+
+
+def test_a_warm_run_makes_few_driver_calls_and_never_waits(gpu):
+    session = CudaSession(programs())
+    session.write("row", np.zeros(C))
+    session.write("x", np.ones((2, 8, C)))
+    for _ in range(3):
+        session.run("p", batch=2, seq=8)
+    gpu.calls.clear()
+    session.run("p", batch=2, seq=8)
+    assert gpu.calls == ["cuEventSynchronize", *["cuMemcpyHtoDAsync"] * 3, "cuEventRecord", "cuGraphLaunch"]
+
+
+def test_times_of_ops_are_the_times_of_their_launches(gpu):
+    session = CudaSession(programs())
+    session.write("row", np.ones(C))
+    session.write("x", np.ones((2, 8, C)))
+    times = session.timed("p", batch=2, seq=8)
+    assert [op.name for op, _ in times] == ["cast"] * 3 and {ms for _, ms in times} == {LAUNCH_MS}
+    assert np.array_equal(session.read("total"), np.ones(C))  # it was a run like any other
+
+
+def test_sizes_beyond_the_plan_and_inputs_of_other_sizes_are_refused(gpu):
+    session = CudaSession(programs())
+    session.write("row", np.zeros(C))
+    session.write("x", np.ones((2, 8, C)))
+    with pytest.raises(ValueError, match="batch is 4, planned for 1 to 3"):
+        session.run("p", batch=4, seq=8)
+    with pytest.raises(ValueError, match="x has shape"):
+        session.run("p", batch=1, seq=8)
+    session.run("p", batch=2, seq=8)
+    assert session.read("y").shape == (2, 8, C)
+
+
+def test_persistent_tensors_start_as_zeros_and_are_read_and_written_in_rows(gpu):
+    store = Store()
+    w = store.get("w", (5, 3), "split", "parameter")
+    p = Program(store)
+    p.output("y", p.apply(ops.Cast, x=p.input("x", (4,), "fp32"), dtype="bf16").y)
+    session = CudaSession({"p": p})
+    assert not session.read("w").any()
+    values = R.normal(size=(5, 3)).astype(np.float32)
+    session.write("w", values)
+    session.write_rows("w", 1, 2 * values[1:3])
+    values[1:3] *= 2
+    assert np.array_equal(session.read("w"), values) and np.array_equal(session.read_rows("w", 2, 4), values[2:4])
+    start = session.plan.offsets[w]
+    assert np.array_equal(session.stored(w).reshape(-1).view(np.uint8), memory_of(gpu, session)[start : start + 60])
+    with pytest.raises(ValueError, match="w has shape"):
+        session.write("w", values[:, :2])
+
+
+# --- what a machine may lack ---
+
+
+def message(found: Gpu, monkeypatch) -> str:
+    found.install(monkeypatch)
+    with pytest.raises(UserError) as error:
+        CudaSession(programs())
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_without_a_driver(monkeypatch):
+    def nothing(*_):
+        raise RuntimeError('"cuda" is an NVIDIA driver library')
+
+    gpu = Gpu()
+    gpu.cuInit = nothing
+    assert "needs an NVIDIA driver" in message(gpu, monkeypatch)
+
+
+def test_without_the_bindings(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"cuda-bindings, which is not installed: pip install 'barellm\[cuda\]'"):
+        driver.bindings()
+
+
+@pytest.mark.parametrize("status, text", [(100, "sees none"), (999, "CUDA_ERROR_UNKNOWN")])
+def test_a_driver_that_does_not_start(monkeypatch, status, text):
+    gpu = Gpu()
+    gpu.errors["cuInit"] = status
+    assert text in message(gpu, monkeypatch)
+
+
+def test_a_driver_that_is_too_old(monkeypatch):
+    assert "knows CUDA 12.2, barellm's kernels need 12.8: update" in message(Gpu(version=12020), monkeypatch)
+
+
+def test_a_gpu_that_is_too_old(monkeypatch):
+    assert "Mock GPU has compute capability 7.5, barellm needs 8.0" in message(Gpu(arch=75), monkeypatch)
+
+
+def test_too_little_memory_is_refused_before_any_is_taken(monkeypatch):
+    gpu = Gpu(memory=(64 << 20) + 1000)
+    text = message(gpu, monkeypatch)
+    assert "free memory of Mock GPU" in text and "batch 3 x seq 8 needs" in text
+    assert "cuMemAlloc" not in gpu.calls
+
+
+def test_memory_that_the_driver_refuses(monkeypatch):
+    gpu = Gpu()
+    gpu.errors["cuMemAlloc"] = 2
+    assert "refuses an arena" in message(gpu, monkeypatch) and "cuMemAlloc" in gpu.calls
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in message(gpu, monkeypatch)
