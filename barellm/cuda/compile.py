@@ -165,8 +165,8 @@ def compiler(argument: None) -> Compile:
 
     def compile_job(job: str) -> bytes:
         module, name, signature, constants, options, aligned, arch = json.loads(job)
-        pairs = [tuple((k, _frozen(v)) for k, v in pairs) for pairs in (signature, constants, options)]
-        spec = Spec(getattr(import_module(module), name), *pairs, tuple(aligned))
+        frozen = [tuple((k, _frozen(v)) for k, v in pairs) for pairs in (signature, constants, options)]
+        spec = Spec(getattr(import_module(module), name), frozen[0], frozen[1], frozen[2], tuple(aligned))
         return code_of(spec, triton_compile(spec, arch), arch).packed()
 
     return compile_job

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import weakref
 from collections.abc import Callable
@@ -27,9 +28,7 @@ def bindings() -> Any:
     """`cuda.bindings.driver`."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         raise UserError(f"device cuda needs the package cuda-bindings, which is not installed: {INSTALL}")
-    from cuda.bindings import driver
-
-    return driver
+    return importlib.import_module("cuda.bindings.driver")
 
 
 @cache
