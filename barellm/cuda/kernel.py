@@ -21,7 +21,10 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.lowering import Region, part
 
-POINTER = {name: f"*{name}" for name in ("fp32", "bf16", "i32", "i64", "i16")} | {"e6m9": "*i16", "ue6m10": "*i16"}
+POINTER = {name: f"*{name}" for name in ("fp64", "fp32", "bf16", "i32", "i64", "i16")} | {
+    "e6m9": "*i16",
+    "ue6m10": "*i16",
+}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Triton 3.6.0's own gets these wrong or lets them pass:
 - `tl.dot` of bf16 multiplies the bit patterns, and so do `+`, `*`, `<` and their like.
 - fp32 to bf16 is cut off where the hardware rounds to nearest even; fp64 or integers to bf16, and back, are garbage.
 - A loop over a run-time scalar fails with NumPy 2.4 and later.
-- A masked load without `other` gives zeros: on a GPU the lanes hold anything. Here they hold NaN, and the largest integer.
+- A masked load without `other` gives zeros: on a GPU the lanes hold anything. Here they hold NaN, and the largest integer;
+  and where `other` is a single zero it counts as none, here it does not.
 - A multiply-add rounds twice.
 - What lies at an address is nobody's business. Here each pointer knows the bytes that the lowering named for it, by a number in its
   upper 16 bits, and touching others fails.
@@ -172,12 +173,15 @@ class Builder(stock.InterpreterBuilder):
     """The operations of the interpreter, with the repairs named above."""
 
     memory: Memory
+    zero_elsewhere = False  # in a load whose `other` is one zero, which Triton's `if other` takes for none
 
     def create_masked_load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile):
         element = ptrs.get_element_ty()
         dtype = stock._get_np_dtype(element)
         plain = self.memory.untagged(ptrs.data, mask, dtype.itemsize, write=False)
-        if other is None:
+        if other is None and self.zero_elsewhere:
+            other = stock.TensorHandle(np.zeros(ptrs.data.shape, dtype), element)
+        elif other is None:
             unknown = np.full(ptrs.data.shape, (1 << 8 * dtype.itemsize - 1) - 1)
             other = stock.TensorHandle(unknown.astype(f"u{dtype.itemsize}").view(dtype), element)
         pointers = stock.TensorHandle(plain, ptrs.dtype)
@@ -236,6 +240,14 @@ def _narrow(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32).astype(BF16).view(np.uint16)
 
 
+_stock_load = stock.TritonSemantic.load
+
+
+def _load(semantic: Any, pointer: Any, mask: Any, other: Any, *rest: Any) -> Any:
+    Builder.zero_elsewhere = other is not None
+    return _stock_load(semantic, pointer, mask, other, *rest)
+
+
 _depth = 0
 
 
@@ -257,6 +269,7 @@ def interpreting() -> Iterator[None]:
         scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(())))
         scope.set_attr(stock.InterpretedFunction, "__call__", lambda self, *a, **k: self.rewrite()(*a, **k))
         scope.set_attr(JITFunction, "__call__", lambda self, *a, **k: _interpreted(self.fn).rewrite()(*a, **k))
+        scope.set_attr(stock.TritonSemantic, "load", _load)
         builder.__class__ = Builder
         builder.options = stock.InterpreterOptions(sanitize_overflow=False)  # as without debug: counters of bits wrap
         with np.errstate(all="ignore"):

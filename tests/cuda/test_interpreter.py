@@ -52,6 +52,20 @@ def test_products_of_bf16_multiply_numbers_and_not_bits():
 
 
 @device
+def masked(y, x, S: tl.constexpr, OTHER: tl.constexpr):
+    i = tl.arange(0, S)
+    tl.store(y + i, tl.load(x + i, mask=i < 0, other=OTHER))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("other", [None, 0.0, 2.0])
+def test_lanes_off_the_mask_hold_what_is_said_or_nobody_knows_what(size, other):
+    x, y = np.ones(size, np.float32), np.ones(size, np.float32)
+    call(masked, [y, x], S=size, OTHER=other)
+    assert np.array_equal(y, np.full(size, np.nan if other is None else other), equal_nan=True)
+
+
+@device
 def arithmetic(y, x, S: tl.constexpr):
     i = tl.arange(0, S)
     v = tl.load(x + i)

@@ -1,9 +1,13 @@
-"""What kernels of every family share: run-time scalars, and how an output is written."""
+"""What kernels of every family share: run-time scalars, how an output is written, the two ways to walk a tensor."""
 
 from __future__ import annotations
 
-from barellm.cuda.kernel import MODES
-from barellm.cuda.lang import constant, device, tl
+from math import gcd
+from typing import Any
+
+from barellm.cuda.kernel import MODES, Lowering, Rows, cdiv
+from barellm.cuda.lang import DeviceFunction, constant, device, tl
+from barellm.program.tensor import Tensor
 from barellm.runtime.scalars import SCALARS
 
 _AT = {name: i for i, name in enumerate(SCALARS)}
@@ -11,6 +15,9 @@ POS, ACCUMULATE, STEP, SEED, SAMPLE, LR, INV_TARGETS = (
     constant(_AT[name]) for name in ("pos", "accumulate", "step", "seed", "sample", "lr", "inv_targets")
 )
 STORE, ADD = constant(MODES["store"]), constant(MODES["add"])
+
+VECTOR = 16  # elements: 16 bytes of the smallest type are 8 of them, and Triton wants to see twice that
+BLOCK = 1024  # elements of one program: 8 for each of 128 threads, 16 or 32 bytes a tensor
 
 
 @device
@@ -30,3 +37,64 @@ def keep(to, mask, value, scalars, MODE: tl.constexpr):
 def double(scalars, AT: tl.constexpr):
     """A run-time scalar that is a float, as fp64."""
     return tl.load(scalars + AT).to(tl.float64, bitcast=True)
+
+
+@device
+def flat(units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Indices (BLOCK,) of this program's elements and the mask of those below units * UNIT. What is a multiple of a vector is
+    visible to the compiler, which a bare count is not: without it no masked access would be wider than an element."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return i, i < units.to(tl.int64) * UNIT
+
+
+@device
+def tile(rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """This program's row numbers (BR,) i64, columns (BC,), and the mask (BR, BC) of those below rows and C."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
+    return row, column, (row < rows)[:, None] & (column < C)[None, :]
+
+
+def pow2(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def sweep(
+    c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str, **constants: Any
+) -> None:
+    """Launch a kernel with parameters `units`, UNIT and BLOCK over the elements of `like`."""
+    unit = gcd(like.width, VECTOR)
+    units = Rows(tuple(d.name for d in like.dims), like.width // unit)
+    c.launch(
+        function,
+        {**operands, "units": units},
+        {"UNIT": unit, "BLOCK": BLOCK, **constants},
+        grid=lambda s: (cdiv(units(s) * unit, BLOCK),),
+        writes=writes,
+    )
+
+
+def sweep_rows(
+    c: Lowering,
+    function: DeviceFunction,
+    like: Tensor,
+    operands: dict[str, Any],
+    *,
+    writes: str,
+    least: int = 1,
+    **constants: Any,
+) -> None:
+    """Launch a kernel with parameters `rows`, C, BR and BC over tiles of the rows (..., C) of `like`, at least `least` columns
+    wide."""
+    C = int(like.shape[-1])
+    rows = c.rows(like)
+    BC = max(least, min(256, pow2(C)))
+    BR = BLOCK // BC
+    c.launch(
+        function,
+        {**operands, "rows": rows},
+        {"C": C, "BR": BR, "BC": BC, **constants},
+        grid=lambda s: (cdiv(rows(s), BR), cdiv(C, BC)),
+        writes=writes,
+    )

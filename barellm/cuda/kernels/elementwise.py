@@ -1,15 +1,14 @@
-"""Element by element. Shapes: all operands dense, n elements at run time."""
+"""Element by element, and with a row's bias. Shapes: x, y, a, b, dx, dy (..., C) dense; bias (C)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, cdiv, lowering, mode
-from barellm.cuda.kernels.common import keep
+from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernels.common import flat, keep, sweep, sweep_rows, tile
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.ops.elementwise import GELU_CUBIC, GELU_SCALE
 
-BLOCK = 1024
 # tanh(u) = 2 sigmoid(2 u) - 1 turns the op's formula into x sigmoid(2 u), with one exp and no cancellation near zero.
 TWO_SCALE, CUBIC = constant(2 * GELU_SCALE), constant(GELU_CUBIC)
 
@@ -28,19 +27,74 @@ def gelu_slope(x):
 
 
 @device
-def cast(y, x, n, scalars, MODE: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < n
-    keep(y + i, mask, tl.load(x + i, mask=mask).to(y.dtype.element_ty), scalars, MODE)
+def add(y, a, b, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    i, mask = flat(units, UNIT, BLOCK)
+    tl.store(y + i, tl.load(a + i, mask=mask).to(tl.float32) + tl.load(b + i, mask=mask).to(tl.float32), mask=mask)
+
+
+@device
+def cast(y, x, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    i, mask = flat(units, UNIT, BLOCK)
+    tl.store(y + i, tl.load(x + i, mask=mask), mask=mask)
+
+
+@device
+def gelu(y, x, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    i, mask = flat(units, UNIT, BLOCK)
+    tl.store(y + i, gelu_value(tl.load(x + i, mask=mask, other=0.0).to(tl.float32)), mask=mask)
+
+
+@device
+def gelu_backward(dx, dy, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
+    i, mask = flat(units, UNIT, BLOCK)
+    slope = gelu_slope(tl.load(x + i, mask=mask, other=0.0).to(tl.float32))
+    keep(dx + i, mask, tl.load(dy + i, mask=mask, other=0.0).to(tl.float32) * slope, scalars, MODE)
+
+
+@device
+def bias(y, x, bias, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    row, column, mask = tile(rows, C, BR, BC)
+    i = row[:, None] * C + column[None, :]
+    b = tl.load(bias + column, mask=column < C, other=0.0)
+    tl.store(y + i, tl.load(x + i, mask=mask).to(tl.float32) + b[None, :], mask=mask)
+
+
+@device
+def last_row(y, x, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """y (batch, 1, C) = x (batch, seq, C) at the last position; a row of y is a sequence."""
+    row, column, mask = tile(rows, C, BR, BC)
+    last = (row + 1) * seq - 1
+    tl.store(
+        y + row[:, None] * C + column[None, :], tl.load(x + last[:, None] * C + column[None, :], mask=mask), mask=mask
+    )
+
+
+@lowering("add")
+def lower_add(op: Any, c: Lowering) -> None:
+    sweep(c, add, op.y, {"y": op.y, "a": op.a, "b": op.b}, writes="y")
 
 
 @lowering("cast")
 def lower_cast(op: Any, c: Lowering) -> None:
-    n = c.elements(op.x)
-    c.launch(
-        cast,
-        {"y": op.y, "x": op.x, "n": n},
-        {"MODE": mode(op, "y"), "BLOCK": BLOCK},
-        grid=lambda s: (cdiv(n(s), BLOCK),),
-        writes="y",
-    )
+    sweep(c, cast, op.y, {"y": op.y, "x": op.x}, writes="y")
+
+
+@lowering("gelu")
+def lower_gelu(op: Any, c: Lowering) -> None:
+    sweep(c, gelu, op.y, {"y": op.y, "x": op.x}, writes="y")
+
+
+@lowering("gelu_backward")
+def lower_gelu_backward(op: Any, c: Lowering) -> None:
+    operands = {"dx": op.dx, "dy": op.dy, "x": op.x}
+    sweep(c, gelu_backward, op.dx, operands, writes="dx", MODE=mode(op, "dx"))
+
+
+@lowering("bias")
+def lower_bias(op: Any, c: Lowering) -> None:
+    sweep_rows(c, bias, op.y, {"y": op.y, "x": op.x, "bias": op.bias}, writes="y")
+
+
+@lowering("last_row")
+def lower_last_row(op: Any, c: Lowering) -> None:
+    sweep_rows(c, last_row, op.y, {"y": op.y, "x": op.x, "seq": lambda s: s.seq}, writes="y")

@@ -1,0 +1,162 @@
+"""Sums over the rows of each column: gradients of biases and of LayerNorm's parameters.
+
+Two stages: rows go by chunks whose number depends on the row count alone, each summed by one program (per block of columns) into
+its row of partials; then the partials are added in order. So the bits do not depend on the machine.
+Shapes: dy, x (rows, C); mean, rstd (rows); partials (chunks, count, C) fp32; sums (C).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cuda.kernel import Lowering, Size, Sizes, cdiv, lowering, mode
+from barellm.cuda.kernels.common import keep, pow2
+from barellm.cuda.lang import DeviceFunction, device, tl
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import part
+
+CHUNKS, LEAST = 256, 32  # at most so many chunks, of at least so many rows
+TILE = 2048  # elements that a program of the first stage reads at once of each operand
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How the rows are cut: `per` rows each, the last one shorter."""
+
+    rows: Size
+    most: int = CHUNKS
+    least: int = LEAST
+
+    def per(self, sizes: Sizes) -> int:
+        return max(cdiv(self.rows(sizes), self.most), self.least)
+
+    def count(self, sizes: Sizes) -> int:
+        return cdiv(self.rows(sizes), self.per(sizes))
+
+    def planned(self, rows: int) -> int:
+        """No run of up to `rows` rows has more chunks."""
+        return min(self.most, cdiv(rows, self.least))
+
+
+@device
+def bias_grad_partials(partials, dy, rows, per, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    begin = tl.program_id(0) * per
+    end = tl.minimum(begin + per, rows)
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = column < C
+    total = tl.zeros((BR, BC), tl.float32)
+    for first in range(begin, end, BR):
+        row = first + tl.arange(0, BR)
+        i = row.to(tl.int64)[:, None] * C + column[None, :]
+        total += tl.load(dy + i, mask=(row < end)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    tl.store(partials + tl.program_id(0) * C + column, tl.sum(total, 0), mask=inside)
+
+
+@device
+def dparams_partials(
+    partials, dy, x, mean, rstd, rows, per, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr
+):
+    """Sums of dy * n, and of dy where COUNT is 2."""
+    begin = tl.program_id(0) * per
+    end = tl.minimum(begin + per, rows)
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = column < C
+    weights, biases = tl.zeros((BR, BC), tl.float32), tl.zeros((BR, BC), tl.float32)
+    for first in range(begin, end, BR):
+        row = first + tl.arange(0, BR)
+        live = row < end
+        mask = live[:, None] & inside[None, :]
+        i = row.to(tl.int64)[:, None] * C + column[None, :]
+        centre, inverse = tl.load(mean + row, mask=live, other=0.0), tl.load(rstd + row, mask=live, other=0.0)
+        g = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
+        weights += g * (v - centre[:, None]) * inverse[:, None]
+        biases += g
+    to = partials + tl.program_id(0) * (COUNT * C) + column
+    tl.store(to, tl.sum(weights, 0), mask=inside)
+    if COUNT == 2:
+        tl.store(to + C, tl.sum(biases, 0), mask=inside)
+
+
+@device
+def combine(
+    first, second, third, partials, scalars, chunks,
+    C: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    MODE_FIRST: tl.constexpr, MODE_SECOND: tl.constexpr, MODE_THIRD: tl.constexpr,
+):  # fmt: skip
+    """Up to three outputs (C) from the chunks' partial sums; a program's second index tells for which."""
+    which = tl.program_id(1)
+    column = tl.program_id(0) * BC + tl.arange(0, BC)
+    inside = column < C
+    total = tl.zeros((BR, BC), tl.float32)
+    for begin in range(0, chunks, BR):
+        chunk = begin + tl.arange(0, BR)
+        i = chunk[:, None] * STRIDE + which * C + column[None, :]
+        total += tl.load(partials + i, mask=(chunk < chunks)[:, None] & inside[None, :], other=0.0)
+    value = tl.sum(total, 0)
+    if which == 0:
+        give(first, column, inside, value, scalars, MODE_FIRST)
+    elif which == 1:
+        give(second, column, inside, value, scalars, MODE_SECOND)
+    else:
+        give(third, column, inside, value, scalars, MODE_THIRD)
+
+
+@device
+def give(out, column, inside, value, scalars, MODE: tl.constexpr):
+    if out is not None:
+        keep(out + column, inside, value, scalars, MODE)
+
+
+def wanted(op: Op, *names: str) -> list[str]:
+    """Outputs that somebody reads: a LayerNorm without bias has a dbias that nobody does."""
+    return [name for name in names if name in op.outputs and op.outputs[name].role != "activation"]
+
+
+def partials_of(c: Lowering, like: Tensor, count: int, chunks: Chunks) -> Tensor:
+    C = int(like.shape[-1])
+    return c.scratch("partials", (chunks.planned(like.size // C), count, C))
+
+
+def lower_combine(c: Lowering, partials: Tensor, names: list[str], chunks: Chunks) -> None:
+    """The second stage, into the outputs `names`."""
+    op, C = c.op, int(partials.shape[-1])
+    operands: dict[str, Any] = {"partials": partials, "chunks": chunks.count}
+    constants: dict[str, Any] = {"C": C, "STRIDE": len(names) * C, "BR": 64, "BC": 32}
+    for i, place in enumerate(("first", "second", "third")):
+        out = names[i] if i < len(names) else None
+        operands[place] = (part(op.outputs[out]), "fp32") if out else None
+        constants[f"MODE_{place.upper()}"] = mode(op, out) if out else None
+    c.launch(combine, operands, constants, grid=lambda s: (cdiv(C, 32), len(names)), writes="first second third")
+
+
+def lower_sums(
+    c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], names: list[str], **constants: Any
+) -> None:
+    """Both stages. The first is `function`, with parameters partials, rows, per, C, BR and BC."""
+    C, rows = int(like.shape[-1]), c.rows(like)
+    chunks = Chunks(rows)
+    partials = partials_of(c, like, len(names), chunks)
+    BC = min(128, pow2(C))
+    c.launch(
+        function,
+        {**operands, "partials": partials, "rows": rows, "per": chunks.per},
+        {"C": C, "BR": min(LEAST, TILE // BC), "BC": BC, **constants},
+        grid=lambda s: (chunks.count(s), cdiv(C, BC)),
+        writes="partials",
+    )
+    lower_combine(c, partials, names, chunks)
+
+
+@lowering("bias_grad")
+def lower_bias_grad(op: Any, c: Lowering) -> None:
+    lower_sums(c, bias_grad_partials, op.dy, {"dy": op.dy}, ["dbias"])
+
+
+@lowering("layernorm_dparams")
+def lower_layernorm_dparams(op: Any, c: Lowering) -> None:
+    names = wanted(op, "dweight", "dbias")
+    operands = {name: op.inputs[name] for name in ("dy", "x", "mean", "rstd")}
+    lower_sums(c, dparams_partials, op.x, operands, names, COUNT=len(names))

@@ -1,0 +1,220 @@
+"""Token and position embedding. Shapes: tokens (batch, seq) i32, wte (V, C), wpe (maxT, C), y and dy (batch, seq, C).
+
+The gradient of the token embedding needs every token's row in the order of the tokens, without atomics on floats. So the device
+sorts (id, position) pairs, all different, as int64 keys = id * 2^32 + position: blocks by a sorting network, then runs by
+merging, where each key finds its place by counting the keys below it in the other run. Then programs walk STEPS sorted
+keys each, whatever their ids: a frequent token is spread over as many programs as it needs. What is complete within a program's
+keys is written at once; of a token that reaches over a border each program keeps its part, and those are added in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.kernel import Lowering, cdiv, lowering, mode
+from barellm.cuda.kernels.common import POS, keep, pow2, sweep_rows, tile
+from barellm.cuda.kernels.storage import load_weight, weight_operands
+from barellm.cuda.lang import device, tl
+from barellm.runtime.lowering import part
+
+SORTED = 1024  # keys that one program sorts
+STEPS = 32  # sorted keys that one program adds up
+COLUMNS = 256  # of dy, at once
+
+
+@device
+def embedding(
+    y, tokens, wte, wte_lo, wpe, wpe_lo, scalars, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    row, column, mask = tile(rows, C, BR, BC)
+    token = tl.load(tokens + row, mask=row < rows, other=0).to(tl.int64)
+    position = tl.load(scalars + POS) + row % seq
+    of, at = token[:, None] * C + column[None, :], position[:, None] * C + column[None, :]
+    value = load_weight(wte, wte_lo, of, mask) + load_weight(wpe, wpe_lo, at, mask)
+    tl.store(y + row[:, None] * C + column[None, :], value, mask=mask)
+
+
+@lowering("embedding")
+def lower_embedding(op: Any, c: Lowering) -> None:
+    operands = {"y": op.y, "tokens": op.tokens, "seq": lambda s: s.seq}
+    operands |= {**weight_operands("wte", op.wte), **weight_operands("wpe", op.wpe)}
+    sweep_rows(c, embedding, op.y, operands, writes="y")
+
+
+@device
+def embedding_dwpe(
+    dweight, dy, scalars, rows, batch, seq,
+    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """dweight[t] = sum of dy[:, t] over the batch in order; zero beyond the sequence. `rows`: those of dweight."""
+    row, column, mask = tile(rows, C, BR, BC)
+    live = mask & (row < seq)[:, None]
+    i = row[:, None] * C + column[None, :]
+    total = tl.zeros((BR, BC), tl.float32)
+    for b in tl.range(0, batch, loop_unroll_factor=4):
+        total += tl.load(dy + (b * seq).to(tl.int64) * C + i, mask=live, other=0.0).to(tl.float32)
+    keep(dweight + i, mask, total, scalars, MODE)
+
+
+@lowering("embedding_dwpe")
+def lower_embedding_dwpe(op: Any, c: Lowering) -> None:
+    operands = {"dweight": op.dweight, "dy": op.dy, "batch": lambda s: s.batch, "seq": lambda s: s.seq}
+    sweep_rows(c, embedding_dwpe, op.dweight, operands, writes="dweight", MODE=mode(op, "dweight"))
+
+
+@device
+def sort_blocks(keys, tokens, n, BLOCK: tl.constexpr):
+    """keys (n) i64: each BLOCK of them in order; what is beyond n sorts behind."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + i, mask=i < n, other=0x7FFFFFFF).to(tl.int64)
+    tl.store(keys + i, tl.sort((token << 32) | i), mask=i < n)
+
+
+@device
+def below(keys, key, first, last, steps):
+    """How many of the sorted keys [first, last) are less than each `key`; 2^steps is more than there are."""
+    low, high = first, last
+    for _ in range(0, steps):
+        middle = (low + high) // 2
+        open = low < high
+        less = tl.load(keys + middle, mask=open, other=0) < key
+        low = tl.where(open & less, middle + 1, low)
+        high = tl.where(open & (less == 0), middle, high)
+    return low - first
+
+
+@device
+def merge_runs(merged, keys, n, run, steps, BLOCK: tl.constexpr):
+    """Runs of `run` sorted keys become runs of twice as many."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    key = tl.load(keys + i, mask=mask, other=0)
+    mine = i // run * run
+    pair = i // (2 * run) * (2 * run)
+    other = tl.minimum(2 * pair + run - mine, n)
+    count = below(keys, key, other, tl.minimum(other + run, n), steps)
+    tl.store(merged + pair + (i - mine) + count, key, mask=mask)
+
+
+@device
+def add_token_rows(
+    dweight, partials, keys, dy, scalars, n,
+    C: tl.constexpr, STEPS: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Sums of dy's rows by token, for STEPS sorted keys and a block of columns. partials (programs, 2, C): the sum of a token that
+    began before the first key, and of one that goes on behind the last; where that is one token, the first."""
+    begin = tl.program_id(0) * STEPS
+    end = tl.minimum(begin + STEPS, n)
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = column < C
+    slots = partials + tl.program_id(0).to(tl.int64) * (2 * C) + column
+    before = tl.load(keys + begin - 1, mask=begin > 0, other=-1) >> 32
+    behind = tl.load(keys + end, mask=end < n, other=-1) >> 32
+    total = tl.zeros((BC,), tl.float32)
+    key = tl.load(keys + begin)
+    for i in range(begin, end):
+        token = key >> 32
+        row = key & 0xFFFFFFFF
+        total += tl.load(dy + row * C + column, mask=inside, other=0.0).to(tl.float32)
+        key = tl.load(keys + i + 1, mask=i + 1 < end, other=-1)
+        if (key >> 32) != token:  # its last one here
+            if token == before:
+                tl.store(slots, total, mask=inside)
+            elif (i + 1 == end) & (token == behind):
+                tl.store(slots + C, total, mask=inside)
+            else:
+                keep(dweight + token * C + column, inside, total, scalars, MODE)
+            total = tl.zeros((BC,), tl.float32)
+
+
+@device
+def join_token_rows(
+    dweight, partials, keys, scalars, n, steps,
+    C: tl.constexpr, STEPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """A token that goes on behind a program's last key and began in it: its parts, in the order of the programs."""
+    program = tl.program_id(0)
+    last = program * STEPS + STEPS - 1
+    token = tl.load(keys + last, mask=last < n, other=-1) >> 32
+    behind = tl.load(keys + last + 1, mask=last + 1 < n, other=-1) >> 32
+    before = tl.load(keys + program * STEPS - 1, mask=program > 0, other=-1) >> 32
+    if (token == behind) & (token >= 0) & (token != before):
+        column = tl.program_id(1) * BC + tl.arange(0, BC)
+        inside = column < C
+        count = below(keys, (token + 1) << 32, last, n, steps)
+        programs = (last + count - 1) // STEPS + 1
+        total = tl.zeros((BR, BC), tl.float32)
+        for first in range(program, programs, BR):
+            p = first + tl.arange(0, BR)
+            slot = 2 * p.to(tl.int64) + tl.where(p == program, 1, 0)
+            i = slot[:, None] * C + column[None, :]
+            total += tl.load(partials + i, mask=(p < programs)[:, None] & inside[None, :], other=0.0)
+        keep(dweight + token * C + column, inside, tl.sum(total, 0), scalars, MODE)
+
+
+@device
+def clear_others(
+    dweight, keys, scalars, rows, n, steps,
+    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Zeros in the rows of tokens that do not occur, where the run stores."""
+    row, column, mask = tile(rows, C, BR, BC)
+    first = tl.zeros((BR,), tl.int32)
+    at = below(keys, row << 32, first, first + n, steps)
+    found = tl.load(keys + at, mask=at < n, other=-1) >> 32
+    zeros = tl.zeros((BR, BC), tl.float32)
+    keep(dweight + row[:, None] * C + column[None, :], mask & (found != row)[:, None], zeros, scalars, MODE)
+
+
+@lowering("embedding_dwte")
+def lower_embedding_dwte(op: Any, c: Lowering) -> None:
+    tokens, C, written = op.tokens, int(op.dy.shape[-1]), mode(op, "dweight")
+    most, n = tokens.size, c.elements(tokens)
+    steps = most.bit_length() + 1
+    block = max(2, min(SORTED, pow2(most)))
+    keys, merged = (c.scratch(name, (most,), "fp64") for name in ("keys", "merged"))
+
+    def i64(t: Any) -> Any:
+        return part(t), "i64"
+
+    c.launch(
+        sort_blocks,
+        {"keys": i64(keys), "tokens": tokens, "n": n},
+        {"BLOCK": block},
+        grid=lambda s: (cdiv(n(s), block),),
+        writes="keys",
+        warps=4 if block >= 512 else 1,
+    )
+    run = block
+    while run < most:
+        c.launch(
+            merge_runs,
+            {"merged": i64(merged), "keys": i64(keys), "n": n, "run": run, "steps": run.bit_length() + 1},
+            {"BLOCK": 256},
+            grid=lambda s: (cdiv(n(s), 256),),
+            writes="merged",
+        )
+        keys, merged, run = merged, keys, 2 * run
+    BC = min(COLUMNS, pow2(C))
+    partials = c.scratch("partials", (cdiv(most, STEPS), 2, C))
+    operands: dict[str, Any] = {"dweight": op.dweight, "keys": i64(keys), "n": n}
+    constants: dict[str, Any] = {"C": C, "MODE": written}
+    if op.modes["dweight"] != "add":
+        clear = operands | {"steps": steps}
+        sweep_rows(c, clear_others, op.dweight, clear, writes="dweight", MODE=written)
+    sums = constants | {"STEPS": STEPS, "BC": BC}
+    c.launch(
+        add_token_rows,
+        operands | {"partials": partials, "dy": op.dy},
+        sums,
+        grid=lambda s: (cdiv(n(s), STEPS), cdiv(C, BC)),
+        writes="dweight partials",
+        warps=2,
+    )
+    c.launch(
+        join_token_rows,
+        operands | {"partials": partials, "steps": steps},
+        sums | {"BR": 8},
+        grid=lambda s: (cdiv(n(s), STEPS), cdiv(C, BC)),
+        writes="dweight",
+    )

@@ -1,0 +1,88 @@
+"""What kernels see as fp32 though memory may not: weights in one array or in the two 16-bit planes of a split parameter,
+bits = (hi << 16) + lo; moments in one array or in the 16-bit codes of `program.ops.moments`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.lang import constant, device, tl
+from barellm.program.ops.moments import FORMATS
+from barellm.program.ops.moments import REBIAS as REBIAS_BITS
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import part, plane
+
+REBIAS = constant(REBIAS_BITS)
+
+
+def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
+    """Operands `name` and `name_lo` of a launch: the hi and lo planes, or the fp32 tensor and None."""
+    if t.dtype == "split":
+        return {name: (plane(t, "hi"), "i16"), f"{name}_lo": (plane(t, "lo"), "i16")}
+    return {name: t, f"{name}_lo": None}
+
+
+@device
+def load_weight(p, lo, i, mask):
+    """fp32 values; zero off the mask."""
+    if lo is None:
+        return tl.load(p + i, mask=mask, other=0.0)
+    else:
+        bits = tl.load(p + i, mask=mask, other=0).to(tl.int32) << 16
+        return (bits + tl.load(lo + i, mask=mask, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@device
+def store_weight(p, lo, i, mask, value):
+    if lo is None:
+        tl.store(p + i, value, mask=mask)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        tl.store(p + i, ((bits + 0x8000) >> 16).to(tl.int16), mask=mask)
+        tl.store(lo + i, bits.to(tl.int16), mask=mask)
+
+
+def moment_constants(name: str, t: Tensor) -> dict[str, Any]:
+    """Constants of a moment's parameter `name` that the two functions below take: mantissa bits (None: fp32) and sign."""
+    f = FORMATS.get(t.dtype)
+    return {f"{name}_MANTISSA": f.mantissa if f else None, f"{name}_SIGNED": f.signed if f else None}
+
+
+def moment_operand(t: Tensor) -> Any:
+    return (part(t), "i16") if t.dtype in FORMATS else t
+
+
+@device
+def load_moment(p, i, mask, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
+    """fp32 values; zero off the mask."""
+    if MANTISSA is None:
+        return tl.load(p + i, mask=mask, other=0.0)
+    else:
+        codes = tl.load(p + i, mask=mask, other=0).to(tl.int32)
+        magnitude = codes & (0x7FFF if SIGNED else 0xFFFF)
+        bits = tl.where(magnitude != 0, (magnitude << (23 - MANTISSA)) + REBIAS, 0)
+        if SIGNED:
+            bits |= (codes & 0x8000) << 16
+        return bits.to(tl.float32, bitcast=True)
+
+
+@device
+def store_moment(p, i, mask, value, dither, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
+    """As `moments.encode`. `dither`: int32 below 2^(23 - MANTISSA) for stochastic rounding; None for the nearest, or fp32."""
+    if MANTISSA is None:
+        tl.store(p + i, value, mask=mask)
+    else:
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        LEAST: tl.constexpr = (1 << SHIFT) + REBIAS
+        MOST: tl.constexpr = (((1 << (6 + MANTISSA)) - 1) << SHIFT) + REBIAS
+        bits = value.to(tl.int32, bitcast=True)
+        magnitude = tl.minimum(bits & 0x7FFFFFFF, MOST)
+        tiny = magnitude < LEAST
+        if dither is None:
+            code = (tl.where(tiny, 0, magnitude - REBIAS) + (1 << (SHIFT - 1))) >> SHIFT
+        else:
+            PER_LEAST: tl.constexpr = 2.0 ** (SHIFT + 60) / (1 + 2.0**-MANTISSA)
+            below = (tl.where(tiny, magnitude.to(tl.float32, bitcast=True), 0.0) * PER_LEAST).to(tl.int32)
+            code = (tl.where(tiny, below, magnitude - REBIAS) + dither) >> SHIFT
+        if SIGNED:
+            code |= tl.where(code != 0, (bits >> 16) & 0x8000, 0)
+        tl.store(p + i, code.to(tl.int16), mask=mask)
