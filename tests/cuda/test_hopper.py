@@ -72,6 +72,7 @@ def check(wanted) -> None:
 
 # Two tiles of few columns, a ring of two or three stages, two or three steps of depth: small enough for every order.
 SMALL = {
+    "one product": dict(role="nt", M=128, N=64, K=64, cols=64, stages=2, slots=2),
     "nt": dict(role="nt", M=256, N=64, K=192, cols=64, stages=2, slots=2),
     "nt, three stages": dict(role="nt", M=256, N=64, K=128, cols=64, stages=3, slots=2, bias=True),
     "nn, two blocks of columns": dict(role="nn", M=130, N=128, K=100, cols=128, stages=2, slots=2),
@@ -102,6 +103,7 @@ MUTANTS = {
     "too many bytes expected": ("nt", "load", "2 * a_map.block_type.nbytes +", "3 * a_map.block_type.nbytes +"),
     "one half's arrival is enough": ("nt", "hopper_gemm", "empty.index(s), count=2", "empty.index(s), count=1"),
     "a third arrival is missing": ("nt", "hopper_gemm", "empty.index(s), count=2", "empty.index(s), count=3"),
+    "the lower half waits for ever": ("one product", "multiply", "pred=i < 2", "pred=False"),
     "barriers are not fenced": ("nt", "hopper_gemm", "hopper.fence_async_shared()", "pass"),
     "the products' phase flipped": ("nt", "multiply", "full.index(s), i // STAGES & 1", "full.index(s), i // STAGES & 1 ^ 1"),
     "no wait for operands": ("nt", "multiply", "hopper.mbarrier.wait(full.index(s), i // STAGES & 1)", "pass"),

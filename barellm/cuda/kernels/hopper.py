@@ -52,127 +52,28 @@ def hopper_gemm(
     for s in gl.static_range(2 * SLOTS):
         hopper.mbarrier.init(arrived.index(s), count=1)
         hopper.mbarrier.init(free.index(s), count=1)
+    ahead = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    hopper.mbarrier.init(ahead.index(0), count=1)
     hopper.fence_async_shared()
 
-    # Every warp's arguments stand where they are passed: a constant put into a variable is none any more.
+    sizes = (M, N, K, chunk)
+    ring = (a_ring, b_ring, full, empty)
+    way = (slots, arrived, free)
+    # Constants stand where they are passed: one that is put into a variable or a tuple is none any more.
     if other_map is None:
-        gl.warp_specialize(
-            [
-                (
-                    multiply,
-                    (
-                        out_map,
-                        pre_map,
-                        bias,
-                        scalars,
-                        a_ring,
-                        b_ring,
-                        full,
-                        empty,
-                        slots,
-                        arrived,
-                        free,
-                        M,
-                        N,
-                        K,
-                        chunk,
-                        0,
-                        A_TRANSPOSED,
-                        B_TRANSPOSED,
-                        EPILOGUE,
-                        COLS,
-                    ),
-                ),
-                (
-                    multiply,
-                    (
-                        out_map,
-                        pre_map,
-                        bias,
-                        scalars,
-                        a_ring,
-                        b_ring,
-                        full,
-                        empty,
-                        slots,
-                        arrived,
-                        free,
-                        M,
-                        N,
-                        K,
-                        chunk,
-                        1,
-                        A_TRANSPOSED,
-                        B_TRANSPOSED,
-                        EPILOGUE,
-                        COLS,
-                    ),
-                ),
-                (load, (a_map, b_map, a_ring, b_ring, full, empty, M, N, K, chunk, A_TRANSPOSED, B_TRANSPOSED, COLS)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
+        gl.warp_specialize([
+            (multiply, (out_map, pre_map, bias, scalars, ring, way, ahead, sizes, 0, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, COLS)),
+            (multiply, (out_map, pre_map, bias, scalars, ring, way, ahead, sizes, 1, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, COLS)),
+            (load, (a_map, b_map, ring, sizes, A_TRANSPOSED, B_TRANSPOSED, COLS)),
+        ], [4, 1], [240, 24])  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (
-                    multiply,
-                    (
-                        out_map,
-                        pre_map,
-                        bias,
-                        scalars,
-                        a_ring,
-                        b_ring,
-                        full,
-                        empty,
-                        slots,
-                        arrived,
-                        free,
-                        M,
-                        N,
-                        K,
-                        chunk,
-                        0,
-                        A_TRANSPOSED,
-                        B_TRANSPOSED,
-                        EPILOGUE,
-                        COLS,
-                    ),
-                ),
-                (
-                    multiply,
-                    (
-                        out_map,
-                        pre_map,
-                        bias,
-                        scalars,
-                        a_ring,
-                        b_ring,
-                        full,
-                        empty,
-                        slots,
-                        arrived,
-                        free,
-                        M,
-                        N,
-                        K,
-                        chunk,
-                        1,
-                        A_TRANSPOSED,
-                        B_TRANSPOSED,
-                        EPILOGUE,
-                        COLS,
-                    ),
-                ),
-                (load, (a_map, b_map, a_ring, b_ring, full, empty, M, N, K, chunk, A_TRANSPOSED, B_TRANSPOSED, COLS)),
-                (fetch, (other_map, scalars, slots, arrived, free, M, N, K, chunk, 0, EPILOGUE, COLS)),
-                (fetch, (other_map, scalars, slots, arrived, free, M, N, K, chunk, 1, EPILOGUE, COLS)),
-            ],
-            [4, 1, 1, 1],
-            [240, 24, 24, 24],
-        )
+        gl.warp_specialize([
+            (multiply, (out_map, pre_map, bias, scalars, ring, way, ahead, sizes, 0, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, COLS)),
+            (multiply, (out_map, pre_map, bias, scalars, ring, way, ahead, sizes, 1, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, COLS)),
+            (load, (a_map, b_map, ring, sizes, A_TRANSPOSED, B_TRANSPOSED, COLS)),
+            (fetch, (other_map, scalars, way, sizes, 0, EPILOGUE, COLS)),
+            (fetch, (other_map, scalars, way, sizes, 1, EPILOGUE, COLS)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
 
 
 SHARED = 232448 - 1024  # bytes of shared memory for rings; barriers and what the compiler needs take the rest

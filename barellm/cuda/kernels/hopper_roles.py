@@ -22,15 +22,17 @@ GROUP = constant(16)  # rows of tiles walked together: 16 x 8 tiles of 128 x 256
 
 
 @gluon
-def work(M, N, K, chunk, COLS: gl.constexpr):
+def work(sizes, COLS: gl.constexpr):
     """Tiles, and how many tiles and parts of K are to do."""
+    M, N, K, chunk = sizes
     tiles = gl.cdiv(M, ROWS) * gl.cdiv(N, COLS)
     return tiles, tiles * gl.cdiv(K, chunk)
 
 
 @gluon
-def place(w, tiles, M, N, K, chunk, COLS: gl.constexpr):
+def place(w, tiles, sizes, COLS: gl.constexpr):
     """Work item w: its first row, first column, start and end in K. All tiles of one part of K come before the next part."""
+    M, N, K, chunk = sizes
     m_tiles, n_tiles = gl.cdiv(M, ROWS), gl.cdiv(N, COLS)
     t = w % tiles
     width = GROUP * n_tiles
@@ -42,17 +44,15 @@ def place(w, tiles, M, N, K, chunk, COLS: gl.constexpr):
 
 
 @gluon
-def load(
-    a_map, b_map, a_ring, b_ring, full, empty, M, N, K, chunk,
-    A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, COLS: gl.constexpr,
-):  # fmt: skip
+def load(a_map, b_map, ring, sizes, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, COLS: gl.constexpr):
     """Fill the ring, as far ahead as it has room: also with the next tile while this one goes out."""
+    a_ring, b_ring, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     NBYTES: gl.constexpr = 2 * a_map.block_type.nbytes + b_map.block_type.nbytes
-    tiles, items = work(M, N, K, chunk, COLS)
+    tiles, items = work(sizes, COLS)
     i = 0
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
-        m, n, start, stop = place(w, tiles, M, N, K, chunk, COLS)
+        m, n, start, stop = place(w, tiles, sizes, COLS)
         for k in range(start, stop, DEPTH):
             s = i % STAGES
             ready = full.index(s)
@@ -67,20 +67,18 @@ def load(
 
 
 @gluon
-def fetch(
-    other_map, scalars, slots, arrived, free, M, N, K, chunk,
-    H: gl.constexpr, EPILOGUE: gl.constexpr, COLS: gl.constexpr,
-):  # fmt: skip
+def fetch(other_map, scalars, way, sizes, H: gl.constexpr, EPILOGUE: gl.constexpr, COLS: gl.constexpr):
     """Bring what the epilogue of half H reads into its slots, as soon as they are free."""
+    slots, arrived, free = way
     SLOTS: gl.constexpr = slots.shape[0] // 2
     WIDTH: gl.constexpr = slots.shape[2]
-    tiles, items = work(M, N, K, chunk, COLS)
+    tiles, items = work(sizes, COLS)
     if EPILOGUE == "start":
         items = items if gl.load(scalars + ACCUMULATE) != 0 else 0
     i = 0
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
-        m, n, _, _ = place(w, tiles, M, N, K, chunk, COLS)
-        for c in range(0, COLS if m + H * HALF < M else 0, WIDTH):
+        m, n, _, _ = place(w, tiles, sizes, COLS)
+        for c in range(0, COLS if m + H * HALF < sizes[0] else 0, WIDTH):
             s = H * SLOTS + i % SLOTS
             ready = arrived.index(s)
             hopper.mbarrier.wait(free.index(s), (i // SLOTS & 1) ^ 1)
@@ -91,21 +89,26 @@ def fetch(
 
 @gluon
 def multiply(
-    out_map, pre_map, bias, scalars, a_ring, b_ring, full, empty, slots, arrived, free, M, N, K, chunk,
+    out_map, pre_map, bias, scalars, ring, way, ahead, sizes,
     H: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply half H of each tile and send it out. The halves share no barrier but the ring's, so while one is in its epilogue the
-    other has up to S stages of products for the tensor cores."""
+    """Multiply half H of each tile and send it out. The tensor cores serve both halves in turn, or the one that is not in its
+    epilogue. In step they would be in it at once, so the lower half starts when the upper has done its first product: nothing
+    evens out such a lead, and a longer one would leave too little of the ring for loads on their way."""
+    a_ring, b_ring, full, empty = ring
+    M, N, _, chunk = sizes
     STAGES: gl.constexpr = full.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     adding = True
     if EPILOGUE == "start":
         adding = gl.load(scalars + ACCUMULATE) != 0
-    tiles, items = work(M, N, K, chunk, COLS)
+    tiles, items = work(sizes, COLS)
+    if H == 1:
+        hopper.mbarrier.wait(ahead.index(0), 0)
     i = 0
     sent = 0
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
-        m, n, start, stop = place(w, tiles, M, N, K, chunk, COLS)
+        m, n, start, stop = place(w, tiles, sizes, COLS)
         acc = gl.zeros((HALF, COLS), gl.float32, LAYOUT)
         for k in range(start, stop, DEPTH):
             s = i % STAGES
@@ -119,34 +122,26 @@ def multiply(
             # One product stays in flight, so the tensor cores never wait for this loop; the stage before it is done with.
             acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
             hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=k > start)
+            if H == 0:
+                hopper.mbarrier.arrive(ahead.index(0), pred=i == 1)
             i += 1
         total = hopper.warpgroup_mma_wait(0, deps=(acc,))
         hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))
 
         if m + H * HALF < M:  # a half without rows has nothing to send; with parts of K the next part's rows lie there
             row = start // chunk * M + m + H * HALF
-            sent = finish(total, out_map, pre_map, bias, adding, slots, arrived, free, row, n, N, sent, H, EPILOGUE)
+            sent = finish(total, out_map, pre_map, bias, adding, way, row, n, N, sent, H, EPILOGUE)
+    if H == 0:
+        hopper.mbarrier.arrive(ahead.index(0), pred=i < 2)
     hopper.tma.store_wait(0)
 
 
 @gluon
 def finish(
-    total,
-    out_map,
-    pre_map,
-    bias,
-    adding,
-    slots,
-    arrived,
-    free,
-    row,
-    column,
-    N,
-    sent,
-    H: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-):
+    total, out_map, pre_map, bias, adding, way, row, column, N, sent, H: gl.constexpr, EPILOGUE: gl.constexpr
+):  # fmt: skip
     """Send half H of a tile out through the epilogue, in blocks as wide as a slot. `sent`: blocks so far; gives the new count."""
+    slots, arrived, free = way
     SLOTS: gl.constexpr = slots.shape[0] // 2
     WIDTH: gl.constexpr = slots.shape[2]
     COUNT: gl.constexpr = total.shape[1] // WIDTH
