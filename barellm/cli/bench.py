@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from barellm.cli.options import add_configuration, configuration
+from barellm.cli.options import add_configuration, add_device, configuration
 from barellm.config import Config, preset
 from barellm.errors import UserError
 
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         metavar="LIST",
-        help="step, ops, attention: beside other programs: all that are installed, torch, llmc=PATH",
+        help="step, ops, attention, on a GPU gemm: beside other programs: all that are installed, torch, llmc=PATH",
     )
     parser.add_argument(
         "--interleave",
@@ -53,20 +53,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end'
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    add_device(parser)
     add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from barellm.profiling import devices
     from barellm.training.machine import resolved
     from barellm.training.run import check
 
+    devices.check(args.device)
     config = configuration(args)
     check(config)
-    config = resolved(config, "cpu")
+    config = resolved(config, args.device)
     if args.what == "step" and args.serve:
         from barellm.profiling import step
 
-        step.serve(config)
+        step.serve(config, device=args.device)
         return 0
     result, text = _measured(args, config)
     out = _out(args, config, result)
@@ -93,45 +96,54 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
     if rounds < 1:
         raise UserError(f"--interleave is {rounds}, expected at least 1")
     report: Callable[[str], None] = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
-    if args.what == "gemm":
-        from barellm.profiling import gemms
-
-        if args.peers is not None:
-            raise UserError("--peers is for step and ops")
-        result = gemms.measure(
-            config, tokens=_tokens(args, config), rounds=rounds, report=lambda r: report(_gemm_line(r))
-        )
-        return result, _gemm_summary(result)
+    on_cpu = args.device == "cpu"
+    if args.peers is not None and args.what == ("gemm" if on_cpu else "ops"):
+        raise UserError(f"--peers is not for bench {args.what} on {args.device}")
     if args.what == "scaling":
         from barellm.profiling import scaling
 
         if args.peers is not None:
             raise UserError("--peers is for step, ops and attention")
+        if not on_cpu:
+            raise UserError("bench scaling is about the threads of a processor: --device is cuda, expected cpu")
         result = scaling.measure(config, rounds=rounds, report=report)
         return result, _scaling_lines(result)
     from barellm.profiling import peers
 
     chosen = None if args.peers is None else peers.chosen(args.peers)
-    if args.what in ("ops", "attention") and chosen and list(chosen) != ["torch"]:
+    if args.what in ("ops", "attention", "gemm") and chosen and list(chosen) != ["torch"]:
         raise UserError(f"bench {args.what} knows PyTorch's ops only: --peers torch")
+    if args.what == "gemm":
+        from barellm.profiling import gemms
+
+        result = gemms.measure(
+            config,
+            tokens=_tokens(args, config),
+            rounds=rounds,
+            report=lambda r: report(_gemm_line(r)),
+            device=args.device,
+            torch=bool(chosen),
+        )
+        return result, _gemm_summary(result)
     if args.what == "attention":
         from barellm.profiling import attentions
 
         # Its lines are the report, written as they come.
-        return attentions.measure(config.train.dtype, torch=bool(chosen), rounds=rounds, report=report), []
+        torch, dtype = bool(chosen), config.train.dtype
+        return attentions.measure(dtype, torch=torch, rounds=rounds, report=report, device=args.device), []
     if args.what == "ops":
         from barellm.profiling import ops
 
-        result = ops.measure(config, steps=warm_steps(args) or STEPS)
+        result = ops.measure(config, steps=warm_steps(args) or STEPS, device=args.device)
         if chosen:
             result |= peers.torch_ops(config, result["ops"])
         return result, _ops_lines(result)
     if chosen:
-        result = peers.measure(config, chosen, rounds=rounds, report=report)
+        result = peers.measure(config, chosen, rounds=rounds, report=report, device=args.device)
         return result, _peers_lines(result)
     from barellm.profiling import step
 
-    result = step.measure(config, steps=warm_steps(args) or STEPS, digest=args.digest)
+    result = step.measure(config, steps=warm_steps(args) or STEPS, digest=args.digest, device=args.device)
     return result, _step_lines(result)
 
 
@@ -141,13 +153,14 @@ def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | 
         return Path(args.out)
     from barellm.profiling.peers import FOLDER
 
+    on_gpu = ["cuda"] * (args.device == "cuda")
     if r["kind"] == "attention":
-        return FOLDER / "results" / f"attention-{r['dtype']}.json" if "peer" in r else None
+        return FOLDER / "results" / f"{'-'.join(['attention', *on_gpu, r['dtype']])}.json" if "peer" in r else None
     if r["kind"] not in ("peers", "scaling") or not FOLDER.is_dir() or config.model != preset(config.preset).model:
         return None
     train, moments = config.train, config.optim.moments
     parts = ["scaling"] * (r["kind"] == "scaling") + [config.preset, f"{train.batch}x{train.seq}", train.dtype]
-    parts += ["recompute"] * train.recompute + [f"moments-{moments}"] * (moments != "fp32")
+    parts += on_gpu + ["recompute"] * train.recompute + [f"moments-{moments}"] * (moments != "fp32")
     return FOLDER / "results" / f"{'-'.join(parts)}.json"
 
 
@@ -173,17 +186,22 @@ def _tokens(args: argparse.Namespace, config: Config) -> list[int]:
 def _gemm_line(r: dict[str, Any]) -> str:
     shape = f"{r['tokens']} x {r['N']} x {r['K']}"
     name = f"{r['layer']:<8}{r['op']:<17}{r['mode']:<7}{shape:<20}"
-    return f"{name}{r['warm_s'] * 1e3:>9.3f} ms{r['warm_percent']:>7.1f} % of peak warm{r['cold_percent']:>7.1f} % cold"
+    peer = f"{r['times_peer_cold']:>7.2f}x PyTorch's cold" if "times_peer_cold" in r else ""
+    return f"{name}{r['warm_s'] * 1e3:>9.3f} ms{r['warm_percent']:>7.1f} % of peak warm{r['cold_percent']:>7.1f} % cold{peer}"
 
 
 def _gemm_summary(r: dict[str, Any]) -> list[str]:
     least = {kind: min(row[f"{kind}_percent"] for row in r["products"]) for kind in ("warm", "cold")}
-    what = "{preset}, {dtype}, {isa}, {threads} threads".format(**r)
+    from barellm.profiling.devices import where
+
+    what = "{preset}, {dtype}, ".format(**r) + where(r["machine"])
     return [f"{what}, {len(r['products'])} products: at least {least['warm']:.1f} % warm, {least['cold']:.1f} % cold"]
 
 
 def title_line(r: dict[str, Any]) -> str:
-    return "{preset}, batch {batch} x {seq}, {dtype}, {isa}, {threads} threads".format(**r)
+    from barellm.profiling.devices import where
+
+    return "{preset}, batch {batch} x {seq}, {dtype}, ".format(**r) + where(r)
 
 
 def ceiling_line(r: dict[str, Any]) -> str:
@@ -210,7 +228,8 @@ def _step_lines(r: dict[str, Any]) -> list[str]:
 
 
 def _ops_lines(r: dict[str, Any]) -> list[str]:
-    columns = {"count": 6, "ms": 10, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of bound": 12, "alone ms": 10}
+    columns = {"count": 6, "ms": 10, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of bound": 12}
+    columns |= {"alone ms": 10} if "alone_s" in r["ops"][0] else {}
     columns |= {"/ torch": 10} if "peer" in r else {}
     head = f"{'op':<28}{'shape':<16}" + "".join(f"{name:>{width}}" for name, width in columns.items())
     lines = [
@@ -222,7 +241,7 @@ def _ops_lines(r: dict[str, Any]) -> list[str]:
     for row in sorted(r["ops"], key=lambda row: -row["s"]):
         rates = f"{row['flops'] / row['s'] / 1e9:>10.1f}{row['bytes'] / row['s'] / 1e9:>8.1f}"
         share = f"{row['s'] * 1e3:>10.3f}{100 * row['s'] / r['ops_s']:>11.1f}"
-        bound = f"{row['percent_of_bound']:>12.1f}{row['alone_s'] * 1e3:>10.3f}"
+        bound = f"{row['percent_of_bound']:>12.1f}" + (f"{row['alone_s'] * 1e3:>10.3f}" if "alone_s" in row else "")
         peer = f"{row['times_peer']:>10.2f}" if "times_peer" in row else ""
         name = f"{row['program']} {row['op']}"
         lines.append(f"{name:<28}{row['shape']:<16}{row['count']:>6}{share}{rates}{bound}{peer}")

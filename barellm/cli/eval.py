@@ -15,7 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, default=0, metavar="N", help="look at about N tokens, evenly spread (default: all)"
     )
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once (default: 8)")
-    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu or reference")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu, cuda or reference")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 

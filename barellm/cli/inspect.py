@@ -1,22 +1,32 @@
-"""A kernel's IR, its assembly, and what its innermost loop consists of. Without KERNEL: the kernels that the preset uses."""
+"""What a kernel became: its IR, its assembly and what that consists of. Without KERNEL: the kernels that the preset uses."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-STAGES = ("summary", "ir", "asm")
+from barellm.cli.options import add_device
+from barellm.errors import UserError
+
+STAGES = {"cpu": ("summary", "ir", "asm"), "cuda": ("summary", "ir", "ptx", "sass")}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="a kernel, an op, or a symbol of the list")
     parser.add_argument("--preset", default="gpt2-124m", metavar="PRESET", help="whose programs (default: gpt2-124m)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "fp32", "bf16"), help="of the programs")
+    add_device(parser, "cpu, or cuda, for which no GPU need be there")
     parser.add_argument(
         "--isa", metavar="NAME", help="avx512_bf16, avx512, avx2, generic, neon_bf16, neon (default: as used here)"
     )
     parser.add_argument("--target", metavar="TRIPLE", help="another machine, e.g. aarch64-apple-darwin, with --isa")
-    parser.add_argument("--stage", default="summary", choices=STAGES, help="what to print (default: summary)")
+    parser.add_argument("--arch", metavar="NAME", help="cuda: sm_80, sm_89, sm_90, sm_100 (default: as used here)")
+    parser.add_argument(
+        "--stage",
+        default="summary",
+        choices=dict.fromkeys(stage for stages in STAGES.values() for stage in stages),
+        help="what to print (default: summary); asm: cpu only; ptx, sass: cuda only",
+    )
     parser.add_argument("--recompute", action="store_true", help="the programs with recomputed blocks")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -26,39 +36,42 @@ def run(args: argparse.Namespace) -> int:
 
     from barellm import overrides
     from barellm.config import preset
-    from barellm.cpu import jit
-    from barellm.profiling import kernels
+    from barellm.profiling import devices, kernels
     from barellm.training.machine import resolved
 
+    devices.check(args.device)
+    _check_options(args)
     changes = {"train.dtype": args.dtype, "train.recompute": args.recompute}
-    config = resolved(overrides.changed(preset(args.preset), changes), "cpu")
-    isa = kernels.isa_named(args.isa, args.target)
-    used = kernels.used_by(config, isa)
+    config = resolved(overrides.changed(preset(args.preset), changes), args.device)
+    on_cpu = args.device == "cpu"
+    machine: Any = kernels.isa_named(args.isa, args.target) if on_cpu else kernels.arch_named(args.arch)
+    used = kernels.used_by(config, machine)
     chosen = kernels.select(used, args.kernel) if args.kernel else used
-    head = {
-        "preset": config.preset,
-        "dtype": config.train.dtype,
-        "isa": isa.name,
-        "target": isa.triple or "this machine",
-    }
+    isa, target = (machine.name, machine.triple or "this machine") if on_cpu else (f"sm_{machine.arch}", "cuda")
+    head = {"preset": config.preset, "dtype": config.train.dtype, "isa": isa, "target": target}
     if args.stage != "summary":
-        texts = {u.spec.symbol(): u.spec.ir(isa) for u in chosen}
-        if args.stage == "asm":
-            texts = {symbol: jit.assembly(ir, isa) for symbol, ir in texts.items()}
-        if args.json:
-            print(json.dumps(head | {args.stage: texts}))
-        else:
-            print("\n".join(texts.values()))
+        texts = {u.spec.symbol(): kernels.text(u.spec, machine, args.stage) for u in chosen}
+        print(json.dumps(head | {args.stage: texts}) if args.json else "\n".join(texts.values()))
         return 0
     rows = [u.to_json() for u in chosen]
     if args.kernel:
-        rows = [row | {"code": kernels.summary(u.spec, isa).to_json()} for u, row in zip(chosen, rows, strict=True)]
+        codes = [kernels.summary(u.spec, machine).to_json() for u in chosen]
+        rows = [row | {"code": code} for row, code in zip(rows, codes, strict=True)]
     if args.json:
         print(json.dumps(head | {"kernels": rows}))
     else:
         print(f"{head['preset']}, {head['dtype']}, {head['isa']} ({head['target']}): {len(rows)} specialisations")
-        print("\n".join(line for row in rows for line in (_summary(row) if args.kernel else [_line(row)])))
+        lines = _summary if on_cpu else _device_summary
+        print("\n".join(line for row in rows for line in (lines(row) if args.kernel else [_line(row)])))
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if args.stage not in STAGES[args.device]:
+        raise UserError(f"--stage {args.stage} is not for {args.device} (known: {', '.join(STAGES[args.device])})")
+    for name in ("arch",) if args.device == "cpu" else ("isa", "target"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name} is not for --device {args.device}")
 
 
 def _constants(row: dict[str, Any]) -> str:
@@ -70,12 +83,14 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['symbol']:<44}{row['calls']:>5} calls of {'/'.join(row['ops'])} ({kinds}) {_constants(row)}"
 
 
+def _head(row: dict[str, Any]) -> list[str]:
+    return ["", f"{row['symbol']}: {'/'.join(row['ops'])}", f"  constants            {_constants(row)}"]
+
+
 def _summary(row: dict[str, Any]) -> list[str]:
     code, inner = row["code"], row["code"]["inner"]
     lines = [
-        "",
-        f"{row['symbol']}: {'/'.join(row['ops'])}",
-        f"  constants            {_constants(row)}",
+        *_head(row),
         f"  instructions         {code['instructions']}, {len(code['loops'])} innermost loops",
         f"  widest register      {code['widest'] or 'scalar'}",
     ]
@@ -90,3 +105,18 @@ def _summary(row: dict[str, Any]) -> list[str]:
     others = [x for x in code["loops"] if inner and x["label"] != inner["label"] and x["stack_references"]]
     lines += [f"  also {x['label']:<16}{x['stack_references']} stack references" for x in others]
     return lines
+
+
+def _device_summary(row: dict[str, Any]) -> list[str]:
+    from barellm.profiling.device_code import line
+
+    code = row["code"]
+    spills = f"{code['spills']}{'  <-- registers do not suffice' if code['spills'] else ''}"
+    return [
+        *_head(row),
+        f"  operands             {', '.join(row['operands'])}",
+        f"  options              {', '.join(f'{name} {value}' for name, value in row['options'].items())}",
+        f"  registers            {code['registers']} a thread, {code['stack']} bytes of stack, spills {spills}",
+        f"  shared memory        {code['shared']:,} bytes a block",
+        f"  instructions         {code['instructions']}: {line(code['counts'])}",
+    ]

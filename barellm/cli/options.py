@@ -59,6 +59,10 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{key}", *names, dest=key, metavar=kind.__name__.upper(), **optional)
 
 
+def add_device(parser: argparse.ArgumentParser, what: str = "cpu or cuda") -> None:
+    parser.add_argument("--device", default="cpu", metavar="NAME", help=f"{what} (default: cpu)")
+
+
 def explicit_changes(args: argparse.Namespace) -> tuple[str | None, dict[str, object]]:
     """What the user asked for: the preset's name or None, and {key: value}, the command line over the file."""
     name: str | None = args.preset

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from barellm.cli.options import add_configuration, configuration
+from barellm.cli.options import add_configuration, add_device, configuration
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -14,24 +14,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_device(parser, "cpu, or cuda, for which no GPU need be there")
     add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     import json
 
-    from barellm.profiling import plan
+    from barellm.profiling import devices, plan
     from barellm.training.machine import resolved
     from barellm.training.run import check
 
+    devices.check(args.device)
     config = configuration(args)
     check(config)
     ceiling = None
     if args.measure:
         from barellm.profiling.roofline import measured_ceiling
 
-        ceiling = measured_ceiling()
-    numbers, built = plan.report(resolved(config, "cpu"), ceiling=ceiling)
+        ceiling = measured_ceiling(device=args.device)
+    numbers, built = plan.report(resolved(config, args.device), ceiling=ceiling, device=args.device)
     if args.json:
         print(json.dumps(numbers | ({"map": plan.memory_map(built)} if args.map else {})))
         return 0
@@ -42,10 +44,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tables(n: dict[str, Any]) -> list[str]:
+    from barellm.profiling.devices import where
+
     mode = f"{n['dtype']}{', recompute' if n['recompute'] else ''}"
     lines = [
-        f"{n['preset']}: {n['parameters']:,} parameters, micro-batch {n['batch']} x {n['seq']}, {mode}; "
-        f"{n['isa']}, {n['threads']} threads",
+        f"{n['preset']}: {n['parameters']:,} parameters, micro-batch {n['batch']} x {n['seq']}, {mode}; {where(n)}",
         "",
         f"{'memory':<28}{'bytes':>18}{'MiB':>12}",
     ]
@@ -55,7 +58,7 @@ def _tables(n: dict[str, Any]) -> list[str]:
     lines += [
         f"  most alive at one time: {n['live_peak_bytes']:,} bytes (arena / that: {n['ratio']:.4f}), in {n['peak_at']['program']}",
         f"  at {n['peak_at']['op']}",
-        f"  {'fits' if n['fits'] else 'DOES NOT FIT'}: {n['limit_source']} is {n['limit_bytes']:,} bytes",
+        f"  {_fits(n)}",
         "",
         f"{'by family, unfused':<28}{'ops':>8}{'GFLOP':>14}{'GB':>12}",
     ]
@@ -73,7 +76,9 @@ def _tables(n: dict[str, Any]) -> list[str]:
         tail = f"{row['expected_s'] * 1e3:>13.2f}" if timed else ""
         lines.append(f"  {name:<26}{row['count']:>8}{row['flops'] / 1e9:>14.3f}{row['bytes'] / 1e9:>12.3f}{tail}")
     fused = ", ".join(f"{name} {count}" for name, count in n["fusions"].items())
-    lines += ["", f"fusions: {fused}", f"kernels to compile: {n['kernels']}"]
+    calls = ", ".join(f"{name} {n['programs'][name]['calls']}" for name in ("micro", "update"))
+    what = "launches" if n["device"] == "cuda" else "calls"
+    lines += ["", f"fusions: {fused}", f"{what}: {calls}", f"kernels to compile: {n['kernels']}"]
     lines.append(f"a step: {n['tokens']:,} tokens in {n['accumulate']} micro-batches, {n['model_flops']:,} model FLOPs")
     if timed:
         peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in n["ceiling"]["flops"].items())
@@ -82,6 +87,12 @@ def _tables(n: dict[str, Any]) -> list[str]:
         lines += [f"measured: {peaks}; {rates}"]
         lines += [f"at least {n['expected_s']:.4f} s a step, at most {speed:,.0f} tokens/s"]
     return lines
+
+
+def _fits(n: dict[str, Any]) -> str:
+    if n["fits"] is None:
+        return f"whether it fits is not known: {n['limit_source']}"
+    return f"{'fits' if n['fits'] else 'DOES NOT FIT'}: {n['limit_source']} is {n['limit_bytes']:,} bytes"
 
 
 def _map(rows: list[dict[str, Any]]) -> list[str]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from barellm.cli.options import add_configuration, configuration
+from barellm.cli.options import add_configuration, add_device, configuration
 from barellm.errors import UserError
 
 
@@ -15,25 +15,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="folder for profile.json, timeline.json, profile.svg "
                         "(default: runs/profile-PRESET-BATCHxSEQ-DTYPE)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print what profile.json holds")
+    add_device(parser)
     add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from barellm.cli.bench import warm_steps
-    from barellm.profiling import profile
+    from barellm.profiling import devices, profile
     from barellm.training.machine import resolved
     from barellm.training.run import check
 
+    devices.check(args.device)
     steps = warm_steps(args)
     config = configuration(args)
     check(config)
-    config = resolved(config, "cpu")
+    config = resolved(config, args.device)
     train = config.train
-    out = Path(args.out or f"runs/profile-{config.preset}-{train.batch}x{train.seq}-{train.dtype}")
+    gpu = "-cuda" * (args.device == "cuda")
+    out = Path(args.out or f"runs/profile-{config.preset}-{train.batch}x{train.seq}-{train.dtype}{gpu}")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file, expected a folder")
     out.mkdir(parents=True, exist_ok=True)
-    result = profile.measure(config, steps=steps, folder=out)
+    result = profile.measure(config, steps=steps, folder=out, device=args.device)
     print(
         json.dumps(result)
         if args.json
@@ -45,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 def lines(r: dict[str, Any]) -> list[str]:
     from barellm.cli.bench import ceiling_line, title_line
 
-    step, low_high = r["step_s"], "{:+.2f} to {:+.2f}".format(*r["tracing_quartiles_percent"])
+    step = r["step_s"]
     columns = {"count": 6, "ms": 10, "wait ms": 9, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of bound": 12}
     head = f"{'op':<30}{'shape':<18}" + "".join(f"{name:>{width}}" for name, width in columns.items())
     found = [title_line(r), ceiling_line(r), "", head]
@@ -57,7 +60,22 @@ def lines(r: dict[str, Any]) -> list[str]:
         for symbol, part in row["kernels"].items():
             times = f"{part['s'] * 1e3:>10.3f}{part['wait_s'] * 1e3:>9.3f}{100 * part['s'] / step:>11.2f}"
             found.append(f"  {symbol:<46}{part['calls']:>6}{times}")
-    found += [
+    return found + (_of_threads(r) if r["by_thread"] else _of_gpu(r))
+
+
+def _of_gpu(r: dict[str, Any]) -> list[str]:
+    step, timed = r["step_s"], len(r["timed_s"])
+    return [
+        "",
+        f"step {step * 1e3:.3f} ms as usual (the median of {len(r['usual_s'])}); its launches {r['work_s'] * 1e3:.3f} ms (the "
+        f"median of {timed} timed, with an event behind each launch): the GPU idles at least {100 * r['idle_s'] / step:.2f} %; "
+        f"the ops' bounds are {100 * r['bound_s'] / step:.1f} % of it",
+    ]
+
+
+def _of_threads(r: dict[str, Any]) -> list[str]:
+    step, low_high = r["step_s"], "{:+.2f} to {:+.2f}".format(*r["tracing_quartiles_percent"])
+    found = [
         "",
         f"{'thread':<10}" + "".join(f"{name:>14}" for name in ("work ms", "barriers ms", "idle ms", "missed %")),
     ]

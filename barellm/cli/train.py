@@ -14,7 +14,9 @@ from barellm.cli.options import add_configuration, explicit_changes
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/PRESET-DATE-TIME)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of --out")
-    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu, or reference (NumPy, small models only)")
+    parser.add_argument(
+        "--device", default="cpu", metavar="NAME", help="cpu, cuda, or reference (NumPy, small models only)"
+    )
     parser.add_argument("--json", action="store_true", help="JSON lines instead of text")
     add_configuration(parser)
 

@@ -83,6 +83,11 @@ class LoweredPrograms:
     private: Tensor
 
     @property
+    def machine(self) -> dict[str, Any]:
+        """What the code is for."""
+        return {"isa": self.isa.name, "threads": self.threads}
+
+    @property
     def specs(self) -> dict[Spec, str]:
         """Every specialisation that must be compiled, with the op that needs it first."""
         found: dict[Spec, str] = {}

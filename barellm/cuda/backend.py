@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from barellm.cuda import driver
+from barellm.cuda.bench import Bench
 from barellm.cuda.step import CudaSession
 from barellm.program.builder import Program
 
@@ -20,4 +23,14 @@ def default_dtype() -> str:
 def describe() -> dict[str, object]:
     """What a checkpoint or a benchmark records of the machine."""
     found = driver.device()
-    return {"device": "cuda", "isa": f"sm_{found.arch}", "processor": found.name, "threads": found.sms}
+    return {"device": "cuda", "isa": f"sm_{found.arch}", "processor": found.name, "multiprocessors": found.sms}
+
+
+@cache
+def measured_peak(dtype: str) -> float:
+    """FLOP/s that this GPU reaches on `dtype` products, measured once a process."""
+    bench = Bench()
+    try:
+        return bench.peak(dtype)
+    finally:
+        bench.close()

@@ -11,6 +11,7 @@ Nothing here knows addresses: they come when a session binds the launches for a 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -103,6 +104,14 @@ class Spec:
     @property
     def key(self) -> str:
         return f"{self.function}|{self.signature}|{self.constants}|{self.options}|{self.aligned}"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(f"{name} {kind}" for name, kind in self.signature)
+
+    def symbol(self) -> str:
+        """The name that tells it from other specialisations."""
+        return f"{self.name}_{hashlib.sha256(self.key.encode()).hexdigest()[:12]}"
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -63,6 +64,16 @@ class LoweredPrograms:
     plan: Plan
 
     @property
+    def machine(self) -> dict[str, Any]:
+        """What the code is for."""
+        return {"isa": f"sm_{self.target.arch}", "multiprocessors": self.target.sms}
+
+    @property
+    def calls(self) -> dict[str, list[Launch]]:
+        """What each program launches, in order."""
+        return {name: low.launches for name, low in self.lowered.items()}
+
+    @property
     def specs(self) -> dict[Spec, str]:
         """Every specialisation that must be compiled, with the op that needs it first."""
         found: dict[Spec, str] = {}
@@ -97,7 +108,7 @@ class CudaSession(ArenaSession):
         self.stream = self.context.stream
         built = lower_and_plan(programs, Target(self.device.arch, self.device.sms))
         super().__init__(programs, built.plan)
-        self.target, self.lowered, self.specs = built.target, built.lowered, built.specs
+        self.target, self.lowered, self.calls, self.specs = built.target, built.lowered, built.calls, built.specs
         free = max(self.context.free_bytes() - HEADROOM, 0)
         limit = (free, f"free memory of {self.device.name}, less {HEADROOM >> 20} MiB for code,")
         check_fits(self.plan, what=sizes_of(programs), limit=limit)
@@ -195,38 +206,57 @@ class CudaSession(ArenaSession):
         turn.copied.record(self.stream)
 
     def timed(self, program: str, **values: Any) -> list[tuple[Op, float]]:
-        """A run, with the milliseconds that the GPU spent on each op that launches anything, in their order."""
-        events: list[tuple[Op | None, driver.Event]] = []
+        """A run, with the milliseconds that the GPU spent on each launch and the op that it is for, in their order."""
+        bound: list[BoundLaunch] = []
+        events: list[driver.Event] = []
+
+        def mark() -> None:
+            events.append(driver.Event(timed=True))
+            events[-1].record_in_graph(self.stream)
+
+        def enqueue() -> None:
+            mark()
+            for launch in bound:
+                launch.run(self.stream)
+                mark()
 
         def start() -> None:
-            self._send_inputs(program)
-            bound = self._bound(program, self._sizes(program))
-
-            def mark(op: Op | None) -> None:
-                event = driver.Event(timed=True)
-                event.record_in_graph(self.stream)
-                events.append((op, event))
-
-            def enqueue() -> None:
-                mark(None)
-                for i, launch in enumerate(bound):
-                    launch.run(self.stream)
-                    if i + 1 == len(bound) or bound[i + 1].op is not launch.op:
-                        mark(launch.op)
-
+            bound[:] = self._bound(program, self._sizes(program))
             graph = driver.Graph(self.stream, enqueue)
             graph.launch(self.stream)
             self.context.synchronize()
             graph.free()
 
+        self._run_by(start, program, values)
+        times = [after.since(before) for before, after in pairwise(events)]
+        return [(launch.op, ms) for launch, ms in zip(bound, times, strict=True)]
+
+    def run_unrolled(self, program: str, **values: Any) -> None:
+        """As `run`, but launch by launch instead of by a graph."""
+
+        def start() -> None:
+            for launch in self._bound(program, self._sizes(program)):
+                launch.run(self.stream)
+
+        self._run_by(start, program, values)
+
+    def _run_by(self, start: Callable[[], None], program: str, values: dict[str, Any]) -> None:
+        """A run of another kind: `start` instead of the graph, after the inputs."""
+
+        def begin() -> None:
+            self._send_inputs(program)
+            start()
+
         usual = self._starts[program]
-        self._starts[program] = start
+        self._starts[program] = begin
         try:
             self.run(program, **values)
         finally:
             self._starts[program] = usual
-        pairs = pairwise(events)
-        return [(op, event.since(before)) for (_, before), (op, event) in pairs if op is not None]
+
+    def replay(self, program: str, **sizes: int) -> None:
+        """The graph of such a run once more, with the inputs and run-time scalars that are there."""
+        self._graph(program, Sizes(**sizes)).launch(self.stream)
 
     def synchronize(self) -> None:
         """Wait until every run has ended."""

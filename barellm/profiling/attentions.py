@@ -5,25 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from barellm.cpu.backend import Bench
-from barellm.cpu.step import CpuSession
+from barellm.profiling import devices, peer_process
 from barellm.profiling.peers import FOLDER, environments, machine, peer_script
+from barellm.profiling.roofline import open_bench
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
-TOKENS = 4096  # of a case; a longer sequence is alone
+TOKENS = {"cpu": 4096, "cuda": 32768}  # of a case; a longer sequence is alone
 WIDTH = 768  # 12 heads of 64, 6 of 128
 TURN = 0.25  # seconds that a turn should take
 LONG = 0.1  # seconds of a call that needs no call before it to warm the caches
@@ -33,9 +31,11 @@ WHATS = ("forward", "both")
 Case = dict[str, Any]  # batch, seq, heads, D, dtype
 
 
-def cases(dtype: str, lengths: tuple[int, ...] = LENGTHS) -> list[Case]:
+def cases(dtype: str, lengths: tuple[int, ...] = LENGTHS, device: str = "cpu") -> list[Case]:
     sizes = [(D, T) for D in (64, 128) for T in lengths]
-    return [{"batch": max(1, TOKENS // T), "seq": T, "heads": WIDTH // D, "D": D, "dtype": dtype} for D, T in sizes]
+    return [
+        {"batch": max(1, TOKENS[device] // T), "seq": T, "heads": WIDTH // D, "D": D, "dtype": dtype} for D, T in sizes
+    ]
 
 
 def flops(case: Case, what: str) -> int:
@@ -47,7 +47,7 @@ def flops(case: Case, what: str) -> int:
 class Attention:
     """Our kernels on normal data. `run("forward")`, or "both": forward, and backward of all three operands."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, device: str = "cpu") -> None:
         dims = Dim("batch", case["batch"]), Dim("seq", case["seq"])
         C, dtype = case["heads"] * case["D"], case["dtype"]
         store = Store()
@@ -61,7 +61,7 @@ class Attention:
                 dout = p.input("dout", (*dims, C), dtype)
                 back = p.apply(ops.AttentionBackward, qkv=qkv, out=saved.out, dout=dout, lse=saved.lse, **attrs)
                 p.output("dqkv", back.dqkv)
-        self.session = CpuSession(programs)
+        self.session = devices.open_session(programs, device)
         self.sizes = {"batch": case["batch"], "seq": case["seq"]}
         random = np.random.default_rng(0)
         for name, width in (("qkv", 3 * C), ("dout", C)):
@@ -70,81 +70,43 @@ class Attention:
         for what in WHATS:
             self.session.run(what, **self.sizes)
 
-    def run(self, what: str) -> float:
-        """Seconds of one call; the inputs already lie in the arena."""
-        table = self.session.records[what]
-        start = time.perf_counter()
-        self.session.pool.run(table.ctypes.data, len(table))
-        return time.perf_counter() - start
+    def run(self, what: str, calls: int) -> list[float]:
+        """Seconds of each of so many calls; the inputs already lie in the arena."""
+        return devices.replay_seconds(self.session, what, calls, **self.sizes)
 
     def close(self) -> None:
         self.session.close()
 
 
-class Peer:
-    """PyTorch in a process of its own, in the tuned environment; stopped between its turns."""
-
-    def __init__(self, all_cases: list[Case], environment: dict[str, str]) -> None:
-        command = [sys.executable, str(peer_script("torch_attention.py")), json.dumps(all_cases)]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | environment,
-            process_group=0,  # where we are killed the system ends it, stopped or not
-        )
-        self.facts = self._answer()
-
-    def run(self, case: int, what: str, *, calls: int, warm_up: int) -> list[float]:
-        """Seconds of `calls` calls, after `warm_up` that do not count."""
-        self._process.send_signal(signal.SIGCONT)
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps({"case": case, "what": what, "calls": warm_up + calls}) + "\n")
-        self._process.stdin.flush()
-        seconds = self._answer()["s"][warm_up:]
-        self._process.send_signal(signal.SIGSTOP)
-        return seconds
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"PyTorch's side ended with status {self._process.wait()}")
-        return json.loads(line)
-
-
-@contextlib.contextmanager
-def _peer(all_cases: list[Case], wanted: bool) -> Iterator[Peer | None]:
-    if not wanted:
-        yield None
-        return
-    peer = Peer(all_cases, environments()["tuned"]["set"])
-    try:
-        yield peer
-    finally:
-        peer.end()
-
-
 def measure(
-    dtype: str, *, torch: bool, rounds: int, report: Callable[[str], None], lengths: tuple[int, ...] = LENGTHS
+    dtype: str,
+    *,
+    torch: bool,
+    rounds: int,
+    report: Callable[[str], None],
+    lengths: tuple[int, ...] = LENGTHS,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """One JSON object with a row per case, forward and "both". With `torch` each round has a turn of ours and one of PyTorch's."""
-    all_cases, load = cases(dtype, lengths), os.getloadavg()
+    all_cases, load = cases(dtype, lengths, device), os.getloadavg()
     rows: list[dict[str, Any]] = []
-    with _peer(all_cases, torch) as peer, contextlib.closing(Bench()) as bench:
+    script = peer_script("torch_attention.py") if torch else None
+    environment = environments()["tuned"]["set"] if torch and device == "cpu" else {}
+    with (
+        peer_process.opened(script, all_cases, device=device, environment=environment) as peer,
+        contextlib.closing(open_bench(device)) as bench,
+    ):
         for i, case in enumerate(all_cases):
-            ours = Attention(case)
+            ours = Attention(case, device)
+            turns = partial(
+                peer_process.samples, ours.run, peer, i, rounds=rounds, turn_s=TURN, long_s=LONG, pause=_pause
+            )
             try:
                 for what in WHATS:
                     peak = bench.peak(
                         dtype
-                    )  # near to what it is compared with: the machine's speed changes by the minute
-                    rows.append(row(case, what, _turns(ours, peer, i, what, rounds), peak))
+                    )  # near to what is held against it: the machine's speed changes by the minute
+                    rows.append(row(case, what, turns(what=what), peak))
                     report(line(rows[-1]))
             finally:
                 ours.close()
@@ -153,41 +115,20 @@ def measure(
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "dtype": dtype,
         "rounds": rounds,
-        "machine": machine(),
+        "machine": machine(device),
         "load_before": load,
         "load_after": os.getloadavg(),
         "cases": rows,
     }
     if peer:
         tuned = json.loads((FOLDER / "peers" / "environments.json").read_text())["tuned"]
-        result |= {
-            "peer": f"PyTorch {peer.facts['version']}",
-            "peer_threads": peer.facts["threads"],
-            "environment": tuned,
-        }
+        result |= {"peer": f"PyTorch {peer.facts['version']}", "peer_threads": peer.facts["threads"]}
+        result |= {"environment": tuned} if device == "cpu" else {}
     return result
 
 
-def _turns(ours: Attention, peer: Peer | None, case: int, what: str, rounds: int) -> dict[str, list[list[float]]]:
-    """Samples of each side by turn."""
-    once = ours.run(what)
-    if peer:
-        peer.run(case, what, calls=1, warm_up=0)
-        once = max(once, peer.run(case, what, calls=1, warm_up=0)[0])
-    calls, warm_up = max(1, round(TURN / once)), int(once < LONG)
-
-    def turn(name: str) -> list[float]:
-        time.sleep(PAUSE)
-        if name == "peer":
-            assert peer
-            return peer.run(case, what, calls=calls, warm_up=warm_up)
-        return [ours.run(what) for _ in range(warm_up + calls)][warm_up:]
-
-    samples: dict[str, list[list[float]]] = {"ours": [], "peer": []} if peer else {"ours": []}
-    for i in range(rounds):
-        for name in list(samples) if i % 2 else reversed(list(samples)):
-            samples[name].append(turn(name))
-    return samples
+def _pause() -> None:
+    time.sleep(PAUSE)
 
 
 def row(case: Case, what: str, turns: dict[str, list[list[float]]], peak: float) -> dict[str, Any]:

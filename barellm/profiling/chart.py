@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from barellm.profiling.devices import where
+
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
 COLOURS = {"matmul": "#3b82c4", "attention": "#c2410c", "optimizer": "#2f855a"}
 OTHERS = "#b7791f"
@@ -69,7 +71,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(labelsize=8, colors=INK)
             axes.set_title(words, fontsize=8.5, color=SOFT, loc="left")
-        what = "{preset}, {batch} x {seq}, {dtype}, {isa}, {threads} threads".format(**result)
+        what = "{preset}, {batch} x {seq}, {dtype}, ".format(**result) + where(result)
         figure.text(0.012, 1 - 0.3 / height, what, fontsize=11, color=INK, fontweight="bold")
         figure.text(
             0.012,

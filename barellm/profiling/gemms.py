@@ -15,20 +15,21 @@ from typing import Any
 import numpy as np
 
 from barellm.config import Config, ModelConfig
-from barellm.cpu.backend import Bench, describe
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES
 from barellm.cpu.step import CpuSession
-from barellm.profiling.peers import description
-from barellm.profiling.roofline import Ceiling
+from barellm.profiling import devices, peer_process
+from barellm.profiling.peers import description, peer_script
+from barellm.profiling.roofline import Bench, Ceiling, open_bench
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.storage import dtype_of
 
-COLD_BYTES = 96 << 20  # three last-level caches of 32 MiB
+COLD_BYTES = {"cpu": 96 << 20, "cuda": 192 << 20}  # three last-level caches, of 32 MiB, and of 60
 MOST_COPIES = 200
 CLASSIFIER_TOKENS = 1024  # the classifier does its products in chunks of so many
 TABLE_SECONDS = 0.015  # of one timed walk, so that starting it does not count
+ROLES = {"matmul_dx": "input_gradient", "matmul_dx_gelu": "input_gradient", "matmul_dw": "weight_gradient"}
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,14 @@ class Timed:
         one = Program(Store(), compute=dtype)
         append(one, product, 0)
         self.nbytes = sum(t.nbytes for t in one.store.tensors.values())
-        copies = min(max(2, -(-COLD_BYTES // self.nbytes)), MOST_COPIES)
+        self.copies = copies = copies_of(self.nbytes, "cpu")
         program = Program(Store(), compute=dtype)
         for copy in range(copies):
             append(program, product, copy)
         self.session = CpuSession({"products": program})
         self.ops = self.session.lowered["products"].ops
         assert [op.name for op in self.ops] == [product.op] * copies
-        _fill(self.session.arena)
+        _fill(self.session)
         self.session.run("products", batch=1, seq=product.tokens)
         records = self.session.records["products"]
         once = self._table(records, 1)()
@@ -136,40 +137,124 @@ class Timed:
         self.session.close()
 
 
-def _fill(arena: np.ndarray) -> None:
+class TimedOnGpu:
+    """As `Timed`. Two programs: the product on each of the copies in turn, and on the first of them as often."""
+
+    def __init__(self, product: Product, dtype: str) -> None:
+        store = Store()
+        append(Program(store, compute=dtype), product, 0)
+        self.nbytes = sum(t.nbytes for t in store.tensors.values())
+        self.copies = copies_of(self.nbytes, "cuda")
+        store = Store()
+        programs = {name: Program(store, compute=dtype) for name in ("cold", "warm")}
+        for copy in range(self.copies):
+            append(programs["cold"], product, copy)
+            append(programs["warm"], product, 0)
+        self.session = devices.open_session(programs, "cuda")
+        self.ops = self.session.lowered["cold"].ops
+        assert [op.name for op in self.ops] == [product.op] * self.copies
+        _fill(self.session)
+        self.sizes = {"batch": 1, "seq": product.tokens}
+        for name in programs:
+            self.session.run(name, **self.sizes)
+        once = self._seconds("cold", 1)
+        self.turns = 1 + int(TABLE_SECONDS / (once * self.copies))
+
+    def _seconds(self, program: str, turns: int) -> float:
+        return devices.replay_seconds(self.session, program, turns, **self.sizes)[0] / self.copies
+
+    def warm(self) -> float:
+        return self._seconds("warm", self.turns)
+
+    def cold(self) -> float:
+        return self._seconds("cold", self.turns)
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def copies_of(nbytes: int, device: str) -> int:
+    """So many that the caches hold none of them when its turn comes again."""
+    return min(max(2, -(-COLD_BYTES[device] // nbytes)), MOST_COPIES)
+
+
+def _fill(session: Any) -> None:
     """Random normal bf16 everywhere, which as pairs are fp32 numbers as normal; it also backs the memory with pages."""
-    words = arena[: arena.size // 2 * 2].view(np.uint16)
-    block = np.random.default_rng(1).standard_normal(1 << 20).astype(dtype_of("bf16")).view(np.uint16)
-    for start in range(0, words.size, block.size):
-        words[start : start + block.size] = block[: words.size - start]
+    block = np.random.default_rng(1).standard_normal(1 << 20).astype(dtype_of("bf16")).view(np.uint8)
+    for start in range(0, session.plan.arena_bytes, block.size):
+        session._set(start, block[: session.plan.arena_bytes - start])
 
 
 def measure(
-    config: Config, *, tokens: list[int], rounds: int, report: Callable[[dict[str, Any]], None]
+    config: Config,
+    *,
+    tokens: list[int],
+    rounds: int,
+    report: Callable[[dict[str, Any]], None],
+    device: str = "cpu",
+    torch: bool = False,
 ) -> dict[str, Any]:
-    """A row per product of the model and number of tokens, `report`ed when it is there. Peaks, warm and cold take turns; all are
-    medians of `rounds`. `config` has its dtype resolved."""
-    bench, rows = Bench(), []
+    """A row per product of the model and number of tokens, `report`ed when it is there. Peaks, warm and cold take turns, with
+    `torch` PyTorch's product too, without what is fused to ours; all are medians of `rounds`. `config` has its dtype resolved."""
+    bench, rows, dtype = open_bench(device), [], config.train.dtype
+    all_products = [p for count in tokens for p in products(config.model, count)]
+    script = peer_script("torch_gemm.py") if torch else None
+    cases = [case(product, dtype, device) for product in all_products]
     try:
-        for product in (p for count in tokens for p in products(config.model, count)):
-            rows.append(_row(product, config.train.dtype, rounds, bench))
-            report(rows[-1])
+        with peer_process.opened(script, cases, device=device, environment={}) as peer:
+            for i, product in enumerate(all_products):
+                rows.append(_row(product, dtype, rounds, bench, device, peer and Turns(peer, i)))
+                report(rows[-1])
+            theirs = {"peer": f"PyTorch {peer.facts['version']}"} if peer else {}
     finally:
         bench.close()
-    machine = {name: describe()[name] for name in ("isa", "threads")}
-    return {**description("gemm", config), **machine, "rounds": rounds, "products": rows}
+    return {**description("gemm", config, device), **theirs, "rounds": rounds, "products": rows}
 
 
-def _row(product: Product, dtype: str, rounds: int, bench: Bench) -> dict[str, Any]:
-    timed = Timed(product, dtype)
+def case(product: Product, dtype: str, device: str) -> dict[str, Any]:
+    """The product as the peer is told of it."""
+    N, K, tokens = product.N, product.K, product.tokens
+    nbytes = (tokens * N + tokens * K + N * K) * dtype_of(dtype).itemsize
+    sizes = {"N": N, "K": K, "tokens": tokens, "dtype": dtype, "copies": copies_of(nbytes, device)}
+    return {"op": ROLES.get(product.op, "forward"), **sizes}
+
+
+class Turns:
+    """The peer's side of one product."""
+
+    def __init__(self, peer: peer_process.Peer, at: int) -> None:
+        self.peer, self.at = peer, at
+        once = self._seconds("cold", 3)
+        self.calls = 1 + int(TABLE_SECONDS / once)
+
+    def _seconds(self, what: str, calls: int) -> float:
+        return median(self.peer.run(self.at, what, calls=calls, warm_up=1))
+
+    def warm(self) -> float:
+        return self._seconds("warm", self.calls)
+
+    def cold(self) -> float:
+        return self._seconds("cold", self.calls)
+
+
+def _row(product: Product, dtype: str, rounds: int, bench: Bench, device: str, peer: Turns | None) -> dict[str, Any]:
+    timed = (TimedOnGpu if device == "cuda" else Timed)(product, dtype)
+    sides = [timed] + ([peer] if peer else [])
     try:
-        samples = [(bench.peak("fp32"), bench.peak(dtype), timed.warm(), timed.cold()) for _ in range(rounds)]
+        samples = [
+            (
+                bench.peak("fp32"),
+                bench.peak(dtype),
+                *(seconds for side in sides for seconds in (side.warm(), side.cold())),
+            )
+            for _ in range(rounds)
+        ]
     finally:
         timed.close()
-    fp32, peak, warm, cold = (median(column) for column in zip(*samples, strict=True))
+    fp32, peak, warm, cold, *theirs = (median(column) for column in zip(*samples, strict=True))
     op = timed.ops[0]
     bound = Ceiling({"fp32": fp32, "bf16": peak}, {}).operations(op)
-    return {
+    row = {
         **product.__dict__,
         "dtype": dtype,
         "flops": op.flops(),
@@ -180,3 +265,7 @@ def _row(product: Product, dtype: str, rounds: int, bench: Bench) -> dict[str, A
         "warm_percent": 100 * bound / warm,
         "cold_percent": 100 * bound / cold,
     }
+    if theirs:
+        row |= {"peer_warm_s": theirs[0], "peer_cold_s": theirs[1]}
+        row |= {"times_peer_warm": theirs[0] / warm, "times_peer_cold": theirs[1] / cold}
+    return row

@@ -12,12 +12,16 @@ from barellm.cpu import jit
 from barellm.cpu.choices import Choice
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Spec
-from barellm.cpu.step import lower_and_plan
+from barellm.cuda.compile import triton_compile
+from barellm.cuda.kernel import Spec as DeviceSpec
+from barellm.cuda.kernel import Target
 from barellm.errors import UserError
 from barellm.overrides import nearest
-from barellm.profiling import machine_code
+from barellm.profiling import device_code, machine_code
+from barellm.profiling.devices import lower, target_here
 from barellm.training.machine import build_programs
 
+ARCHS = (80, 89, 90, 100)
 ARM_TRIPLE, X86_TRIPLE = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
 
 
@@ -25,7 +29,7 @@ ARM_TRIPLE, X86_TRIPLE = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
 class Used:
     """One specialisation: the ops that need it, and how many calls of it the programs make."""
 
-    spec: Spec
+    spec: Spec | DeviceSpec
     ops: list[str] = field(default_factory=list)
     calls: int = 0
 
@@ -37,6 +41,7 @@ class Used:
             "calls": self.calls,
             "operands": list(self.spec.operands),
             "constants": {name: str(v) if isinstance(v, Choice) else v for name, v in self.spec.constants},
+            **({"options": dict(self.spec.options)} if isinstance(self.spec, DeviceSpec) else {}),
         }
 
     def matches(self, wanted: str) -> bool:
@@ -66,10 +71,20 @@ def isa_named(name: str | None, triple: str | None = None) -> ISA:
     return isas.cross(name, triple)
 
 
-def used_by(config: Config, isa: ISA) -> list[Used]:
+def arch_named(name: str | None) -> Target:
+    """The GPUs that `--arch` names; without a name this machine's, or Hopper's where there is none."""
+    if name is None:
+        return target_here()
+    number = name.removeprefix("sm_").removesuffix("a")
+    if not number.isdigit() or int(number) not in ARCHS:
+        raise UserError(f"unknown architecture {name!r} (known: {', '.join(f'sm_{n}' for n in ARCHS)})")
+    return Target(arch=int(number))
+
+
+def used_by(config: Config, machine: ISA | Target) -> list[Used]:
     """Every specialisation of a training run's programs, in the order in which they first run."""
-    built = lower_and_plan(build_programs(config), isa=isa)
-    found: dict[Spec, Used] = {}
+    built = lower(build_programs(config), machine)
+    found: dict[Spec | DeviceSpec, Used] = {}
     for calls in built.calls.values():
         for call in calls:
             used = found.setdefault(call.spec, Used(call.spec))
@@ -88,6 +103,19 @@ def select(used: list[Used], wanted: str) -> list[Used]:
     return chosen
 
 
-def summary(spec: Spec, isa: ISA) -> machine_code.Code:
-    """The specialisation compiled for `isa`, and its assembly read."""
-    return machine_code.read(jit.assembly(spec.ir(isa), isa))
+def summary(spec: Any, machine: ISA | Target) -> Any:
+    """The specialisation compiled for `machine` and what came of it read: machine_code.Code, or device_code.DeviceCode of a GPU's
+    kernel, for which no GPU need be there."""
+    if isinstance(machine, Target):
+        made = triton_compile(spec, machine.arch)
+        return device_code.read(made.asm["cubin"], shared=made.metadata.shared)
+    return machine_code.read(jit.assembly(spec.ir(machine), machine))
+
+
+def text(spec: Any, machine: ISA | Target, stage: str) -> str:
+    """ "ir" or "asm" on the CPU; "ir", "ptx" or "sass" of a GPU's kernel."""
+    if isinstance(machine, Target):
+        asm = triton_compile(spec, machine.arch).asm
+        return asm["sass"] if stage == "sass" else asm[{"ir": "ttgir"}.get(stage, stage)]
+    ir = spec.ir(machine)
+    return ir if stage == "ir" else jit.assembly(ir, machine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -10,43 +11,57 @@ import numpy as np
 from barellm.config import Config
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES, STAMPS
 from barellm.cpu.step import CpuSession
+from barellm.profiling import device_trace
 from barellm.profiling.roofline import measured_ceiling
-from barellm.profiling.step import opened
-from barellm.profiling.trace import BEGIN, LEFT, by_kind, mixes, op_seconds, record, spans
+from barellm.profiling.rows import by_kind, mixes, op_seconds, spans
+from barellm.profiling.step import StepBench, opened, where_it_ran
+from barellm.profiling.trace import BEGIN, LEFT, call_seconds, record
 from barellm.program.ops.base import Op
 
 REPEATS = 10
 SHORT = 0.05  # seconds of an op that is not worth so many repeats
 
 
-def measure(config: Config, *, steps: int) -> dict[str, Any]:
-    """One JSON object: a row per op and shape of micro and update, as in a profile, but the medians of `steps` traced steps, and
-    with `alone_s`: as many calls of the first op of the row again and again, with whatever of its operands a cache can hold.
+def measure(config: Config, *, steps: int, device: str = "cpu") -> dict[str, Any]:
+    """One JSON object: a row per op and shape of micro and update, as in a profile, but the medians of `steps` traced steps; on the
+    CPU with `alone_s`: as many calls of the first op of the row again and again, with whatever of its operands a cache can hold.
     `config` has its dtype resolved."""
-    with opened(config) as (bench, _):
+    with opened(config, device=device) as (bench, _):
         session, train = bench.machine.session, bench.train
-        ceiling = measured_ceiling()
+        ceiling = measured_ceiling(device=device)
         ceiling.measure(mixes(session))
-        traces = record(bench, steps)
-        each = [op_seconds(session, step) for step in traces.traced]
-        seconds = {name: np.median([found[name] for found in each], axis=0) for name in each[0]}
-        loop = Alone(session, traces.traced[0].tick_s)
+        seconds, step_s, alone = (_on_gpu if device == "cuda" else _on_cpu)(bench, steps)
         ceiling.measure(mixes(session))  # the machine's speed may have changed meanwhile
-        rows = by_kind(session, seconds, ceiling, lambda program, op: {"alone_s": loop.seconds(program, op)})
-        for row in rows:
+        rows = by_kind(session, seconds, ceiling, alone and (lambda program, op: {"alone_s": alone(program, op)}))
+        for row in rows if alone else ():
             row["alone_s"] *= row["count"]
         return {
             "kind": "ops",
             "preset": bench.machine.config.preset,
             **{name: getattr(train, name) for name in ("batch", "seq", "dtype", "recompute")},
-            "isa": session.isa.name,
-            "threads": session.threads,
-            "step_s": median(traces.untraced_s),
+            **where_it_ran(bench.machine),
+            "step_s": step_s,
             "ops_s": sum(row["s"] for row in rows),
             "bound_s": sum(row["bound_s"] for row in rows),
             "ceiling": ceiling.to_json(),
             "ops": rows,
         }
+
+
+Seconds = dict[str, np.ndarray]  # program -> (ops, 2), as `rows.op_seconds` has them
+
+
+def _on_cpu(bench: StepBench, steps: int) -> tuple[Seconds, float, Callable[[str, Op], float] | None]:
+    """(seconds of ops, of an untraced step, how to find those of one op alone)."""
+    session, traces = bench.machine.session, record(bench, steps)
+    each = [op_seconds(session, call_seconds(step)) for step in traces.traced]
+    seconds = {name: np.median([found[name] for found in each], axis=0) for name in each[0]}
+    return seconds, median(traces.untraced_s), Alone(session, traces.traced[0].tick_s).seconds
+
+
+def _on_gpu(bench: StepBench, steps: int) -> tuple[Seconds, float, Callable[[str, Op], float] | None]:
+    traces = device_trace.record(bench, steps)
+    return op_seconds(bench.machine.session, traces.median_calls_s()), median(traces.usual_s), None
 
 
 class Alone:

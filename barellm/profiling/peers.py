@@ -18,7 +18,9 @@ from typing import Any
 from barellm import overrides
 from barellm.config import Config, preset
 from barellm.errors import UserError
+from barellm.profiling.devices import device_bytes
 from barellm.profiling.turns import Variant, interleave
+from barellm.runtime.backend import backend
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PEERS = ("torch", "llmc")
@@ -84,17 +86,17 @@ def environments() -> dict[str, dict[str, Any]]:
     return {n: e | {"set": {k: v.format(cpus=cpus) for k, v in e["set"].items()}} for n, e in found.items()}
 
 
-def ours(config: Config, *, name: str = "barellm", **more: Any) -> Variant:
+def ours(config: Config, *, name: str = "barellm", device: str = "cpu", **more: Any) -> Variant:
     """`config`'s step in a process of its own. `more`: further fields of the Variant."""
     usual = overrides.flat(preset(config.preset))
     changes = {key: value for key, value in overrides.flat(config).items() if value != usual[key]}
-    command = [sys.executable, "-m", "barellm", "bench", "step", config.preset, "--serve"]
+    command = [sys.executable, "-m", "barellm", "bench", "step", config.preset, "--serve", "--device", device]
     command += [f"--{key}={value}" for key, value in changes.items()]
     return Variant(name, command, **({"environment": {}, "why": "threads pinned, one arena"} | more))
 
 
-def variants(config: Config, peers: dict[str, str]) -> list[Variant]:
-    """Ours; PyTorch eager and compiled in each environment; llm.c."""
+def variants(config: Config, peers: dict[str, str], device: str = "cpu") -> list[Variant]:
+    """Ours; PyTorch eager and compiled, on the CPU in each environment; llm.c's program for the CPU."""
     model, train = config.model, config.train
     if model.dropout:
         raise UserError(f"the peers' step has no dropout: model.dropout is {model.dropout}, expected 0")
@@ -103,7 +105,7 @@ def variants(config: Config, peers: dict[str, str]) -> list[Variant]:
         "batch": train.batch, "seq": train.seq,
     }  # fmt: skip
     words = [word for name, n in sizes.items() for word in (f"--{name}", str(n))]
-    made = [ours(config)]
+    made = [ours(config, device=device)]
     if "torch" in peers:
         script = [
             sys.executable,
@@ -112,13 +114,16 @@ def variants(config: Config, peers: dict[str, str]) -> list[Variant]:
             train.dtype,
             "--bias",
             str(int(model.bias)),
+            "--device",
+            device,
         ]
         made += [
-            Variant(f"torch {mode}, {name}", [*script, *words, "--mode", mode], e["set"], e["why"])
-            for name, e in environments().items()
-            for mode in MODES
+            Variant(name, [*script, *words, "--mode", mode], set_, why)
+            for mode, name, set_, why in _torch_variants(device)
         ]
     if "llmc" in peers:
+        if device != "cpu":
+            raise UserError("--peers llmc runs llm.c's train_gpt2.c, which is for --device cpu")
         if not model.bias:
             raise UserError("llm.c's model has biases: model.bias is false, expected true")
         script = [sys.executable, str(peer_script("llmc.py")), "--program", peers["llmc"]]
@@ -126,32 +131,47 @@ def variants(config: Config, peers: dict[str, str]) -> list[Variant]:
     return made
 
 
+def _torch_variants(device: str) -> list[tuple[str, str, dict[str, str], str]]:
+    """(mode, name, environment, why). Nothing is known to set on a GPU."""
+    if device == "cuda":
+        return [(mode, f"torch {mode}", {}, "flash attention, fused AdamW") for mode in MODES]
+    found = environments().items()
+    return [(mode, f"torch {mode}, {name}", e["set"], e["why"]) for name, e in found for mode in MODES]
+
+
 def measure(
-    config: Config, peers: dict[str, str], *, rounds: int, report: Callable[[str], None] = print
+    config: Config,
+    peers: dict[str, str],
+    *,
+    rounds: int,
+    report: Callable[[str], None] = print,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """`peers`: as `chosen` gives them."""
-    all_variants = variants(config, peers)
+    all_variants = variants(config, peers, device)
     load = os.getloadavg()
-    steps = interleave(all_variants, rounds=rounds, report=report)
-    return summary(config, all_variants, rounds=rounds, steps=steps) | {
+    steps = interleave(all_variants, rounds=rounds, report=report, device_bytes=device_bytes(device))
+    return summary(config, all_variants, rounds=rounds, steps=steps, device=device) | {
         "load_before": load,
         "load_after": os.getloadavg(),
     }
 
 
-def summary(config: Config, all_variants: list[Variant], *, rounds: int, steps: int) -> dict[str, Any]:
+def summary(
+    config: Config, all_variants: list[Variant], *, rounds: int, steps: int, device: str = "cpu"
+) -> dict[str, Any]:
     """Medians, ratios, and the bound."""
     from barellm.profiling.roofline import measured_ceiling, step_bound
     from barellm.training.machine import build_programs
 
-    ceiling = measured_ceiling()
+    ceiling = measured_ceiling(device=device)
     programs = build_programs(config)
     bound = step_bound(programs, config.train.dtype, ceiling)
     ours = median(all_variants[0].samples)
     peers = {v.name: median(v.samples) for v in all_variants[1:]}
     best = min(peers, key=lambda name: peers[name])
     return {
-        **description("peers", config),
+        **description("peers", config, device),
         "flops": programs["micro"].flops,
         "rounds": rounds,
         "steps_per_turn": steps,
@@ -167,7 +187,7 @@ def summary(config: Config, all_variants: list[Variant], *, rounds: int, steps: 
     }
 
 
-def description(kind: str, config: Config) -> dict[str, Any]:
+def description(kind: str, config: Config, device: str = "cpu") -> dict[str, Any]:
     """What was measured, when and where."""
     return {
         "kind": kind,
@@ -178,7 +198,7 @@ def description(kind: str, config: Config) -> dict[str, Any]:
         "dtype": config.train.dtype,
         "recompute": config.train.recompute,
         "moments": config.optim.moments,
-        "machine": machine(),
+        "machine": machine(device),
     }
 
 
@@ -187,18 +207,16 @@ def write_tables() -> None:
     subprocess.run([sys.executable, str(FOLDER / "table.py"), "--write"], check=True)
 
 
-def machine() -> dict[str, Any]:
+def machine(device: str = "cpu") -> dict[str, Any]:
     """What a reader needs to know of the machine that the numbers are from."""
-    from barellm.cpu.backend import describe
-
-    info = {}
+    described, info = backend(device).describe(), {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
             info.setdefault(name.strip(), value.strip())
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
-        **describe(),
+        **described,
         "processor": f"{info.get('model name', platform.processor())} family {info.get('cpu family')} model {info.get('model')}",
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

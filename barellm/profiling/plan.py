@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from barellm.config import Config
-from barellm.cpu.step import LoweredPrograms, lower_and_plan
+from barellm.profiling.devices import device_bytes, lower
 from barellm.profiling.roofline import Ceiling, primitives
 from barellm.program.ops.base import Op
 from barellm.program.tensor import PERSISTENT
 from barellm.runtime.memory import memory_limit
 from barellm.training.machine import build_programs
+
+if TYPE_CHECKING:
+    from barellm.profiling.devices import Built
 
 ROLES = {
     "parameter": "parameters",
@@ -24,27 +27,29 @@ ROLES = {
     "scratch": "scratch",
 }
 STEP = ("micro", "update")  # what an optimizer step runs
+PRIVATE = "threads.private"  # scratch of the threads of a CPU, which outlives a program
 
 
-def memory(built: LoweredPrograms) -> dict[str, int]:
+def memory(built: Built) -> dict[str, int]:
     """Bytes of the arena by what they are for, at the moment when most are alive. They add up to the arena."""
     parts = dict.fromkeys(ROLES.values(), 0)
     for role, nbytes in built.plan.by_role().items():
         parts[ROLES[role]] += nbytes
-    parts["caches"] -= built.private.nbytes
-    parts["scratch"] += built.private.nbytes
+    private = sum(t.nbytes for t in built.plan.persistent if t.name == PRIVATE)
+    parts["caches"] -= private
+    parts["scratch"] += private
     return parts | {"unused": built.plan.arena_bytes - sum(parts.values())}
 
 
-def report(config: Config, *, ceiling: Ceiling | None = None) -> tuple[dict[str, Any], LoweredPrograms]:
+def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu") -> tuple[dict[str, Any], Built]:
     """The numbers as one JSON object, and what they were read from. `config` has its dtype resolved. With `ceiling` every
     op gets the seconds that this machine needs at the least."""
     programs = build_programs(config)
-    built = lower_and_plan(programs)
+    built = lower(programs, device)
     plan, train, model = built.plan, config.train, config.model
     largest = max(plan.peaks, key=lambda name: plan.peaks[name][0])
     micro, update = programs["micro"], programs["update"]
-    limit, limit_source = memory_limit()
+    limit, limit_source = device_memory(device)
     numbers: dict[str, Any] = {
         "preset": config.preset,
         "batch": train.batch,
@@ -53,8 +58,8 @@ def report(config: Config, *, ceiling: Ceiling | None = None) -> tuple[dict[str,
         "dtype": train.dtype,
         "recompute": train.recompute,
         "moments": config.optim.moments,
-        "isa": built.isa.name,
-        "threads": built.threads,
+        "device": device,
+        **built.machine,
         "parameters": model.parameters,
         "memory": memory(built),
         "arena_bytes": plan.arena_bytes,
@@ -64,7 +69,7 @@ def report(config: Config, *, ceiling: Ceiling | None = None) -> tuple[dict[str,
         "workspace_bytes": plan.workspace_bytes,
         "limit_bytes": limit,
         "limit_source": limit_source,
-        "fits": plan.arena_bytes <= limit,
+        "fits": None if limit is None else plan.arena_bytes <= limit,
         "peak_at": {"program": largest, "op": str(built.lowered[largest].ops[plan.peaks[largest][1]])},
         "model_flops": micro.flops * train.accumulate + update.flops,
         "tokens": train.batch * train.seq * train.accumulate,
@@ -80,11 +85,19 @@ def report(config: Config, *, ceiling: Ceiling | None = None) -> tuple[dict[str,
     return numbers, built
 
 
+def device_memory(device: str) -> tuple[int | None, str]:
+    """Bytes and what sets them; None where there is no such device here."""
+    if device == "cpu":
+        return memory_limit()
+    found = device_bytes(device)
+    return found, "no GPU here" if found is None else "this GPU's memory"
+
+
 def _fused(op: Op) -> bool:
     return len(primitives(op)) > 1
 
 
-def _program(built: LoweredPrograms, name: str) -> dict[str, int]:
+def _program(built: Built, name: str) -> dict[str, int]:
     low = built.lowered[name]
     return {
         "ops": sum(len(primitives(op)) for op in low.ops),
@@ -94,7 +107,7 @@ def _program(built: LoweredPrograms, name: str) -> dict[str, int]:
     }
 
 
-def _families(built: LoweredPrograms) -> dict[str, dict[str, int]]:
+def _families(built: Built) -> dict[str, dict[str, int]]:
     """Operations and bytes of the primitive ops of a step, by family: what would move if nothing were fused."""
     rows: dict[str, dict[str, int]] = {}
     for name in STEP:
@@ -106,7 +119,7 @@ def _families(built: LoweredPrograms) -> dict[str, dict[str, int]]:
     return rows
 
 
-def _ops(built: LoweredPrograms, accumulate: int, ceiling: Ceiling | None) -> list[dict[str, Any]]:
+def _ops(built: Built, accumulate: int, ceiling: Ceiling | None) -> list[dict[str, Any]]:
     """One row per kind of op of an optimizer step, after fusion; `count` counts the micro-batches."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for name in STEP:
@@ -121,7 +134,7 @@ def _ops(built: LoweredPrograms, accumulate: int, ceiling: Ceiling | None) -> li
     return list(rows.values())
 
 
-def memory_map(built: LoweredPrograms) -> list[dict[str, Any]]:
+def memory_map(built: Built) -> list[dict[str, Any]]:
     """Every region of the arena, by address; `first` and `last` are ops of the program that owns it."""
     rows = []
     for r in built.plan.regions():

@@ -1,4 +1,4 @@
-"""Where a training step's time goes, op by op and thread by thread; as a table, a timeline and a picture."""
+"""Where a training step's time goes, op by op, on a CPU thread by thread; as a table, a timeline and a picture."""
 
 from __future__ import annotations
 
@@ -8,54 +8,80 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import numpy as np
+
 from barellm.config import Config
-from barellm.profiling import chart, timeline
+from barellm.profiling import chart, device_trace, timeline
 from barellm.profiling.roofline import measured_ceiling
-from barellm.profiling.step import opened
-from barellm.profiling.trace import LIMIT, Traces, account, by_kernel, by_kind, mixes, op_seconds, pairs_for, record
+from barellm.profiling.rows import by_kernel, by_kind, mixes, op_seconds
+from barellm.profiling.step import StepBench, opened, where_it_ran
+from barellm.profiling.trace import LIMIT, Traces, account, call_seconds, pairs_for, record
 
 FILES = {"profile": "profile.json", "timeline": "timeline.json", "picture": "profile.svg"}
 
 
-def measure(config: Config, *, steps: int | None, folder: Path) -> dict[str, Any]:
+def measure(config: Config, *, steps: int | None, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """One JSON object about the traced step of median duration, of `steps` or as many as a few seconds allow; the files of FILES
     go to `folder`, which exists. `config` has its dtype resolved."""
-    with opened(config) as (bench, _):
-        session = bench.machine.session
-        ceiling = measured_ceiling()
+    with opened(config, device=device) as (bench, _):
+        session, train = bench.machine.session, bench.train
+        ceiling = measured_ceiling(device=device)
         ceiling.measure(mixes(session))
-        traces = record(bench, steps or pairs_for(bench))
+        facts, calls_s, made = (_on_gpu if device == "cuda" else _on_cpu)(bench, steps)
         ceiling.measure(mixes(session))  # the machine's speed may have changed meanwhile
-        step = traces.middle()
-        rows = by_kind(session, op_seconds(session, step), ceiling)
-        kernels = by_kernel(session, step)
+        rows, kernels = by_kind(session, op_seconds(session, calls_s), ceiling), by_kernel(session, calls_s)
         for row in rows:
-            row["percent_of_step"] = 100 * row["s"] / step.seconds
+            row["percent_of_step"] = 100 * row["s"] / facts["step_s"]
             row["kernels"] = kernels.get((row["program"], row["op"], row["shape"]), {})
-        threads = account(step)
-        train = bench.train
         result: dict[str, Any] = {
             "kind": "profile",
             "preset": bench.machine.config.preset,
             **{name: getattr(train, name) for name in ("batch", "seq", "dtype", "recompute")},
-            "isa": session.isa.name,
-            "threads": session.threads,
+            **where_it_ran(bench.machine),
             "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            "step_s": step.seconds,
+            **facts,
             "bound_s": sum(row["bound_s"] for row in rows),
-            **{name: sum(t[name] for t in threads) / len(threads) for name in ("work_s", "barrier_s", "idle_s")},
-            "by_thread": threads,
-            "adds_up": adds_up(threads),
-            **tracing(traces),
             "ceiling": ceiling.to_json(),
             "ops": rows,
         }
         title = "{preset} {batch}x{seq} {dtype} {isa}".format(**result)
-        events = timeline.events(session, step, title=title)
+        events = made(title)
     (folder / FILES["profile"]).write_text(json.dumps(result, indent=1) + "\n")
     (folder / FILES["timeline"]).write_text(json.dumps(events))
     chart.draw(result, folder / FILES["picture"])
     return result
+
+
+def _on_cpu(bench: StepBench, steps: int | None) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
+    """(facts of the step, seconds of its calls, how to make its timeline)."""
+    traces, session = record(bench, steps or pairs_for(bench)), bench.machine.session
+    step = traces.middle()
+    threads = account(step)
+    facts = {
+        "step_s": step.seconds,
+        **{name: sum(t[name] for t in threads) / len(threads) for name in ("work_s", "barrier_s", "idle_s")},
+        "by_thread": threads,
+        "adds_up": adds_up(threads),
+        **tracing(traces),
+    }
+    return facts, call_seconds(step), lambda title: timeline.events(session, step, title=title)
+
+
+def _on_gpu(bench: StepBench, steps: int | None) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
+    """As above. What a usual step takes longer than its launches is idling: the GPU waits for the host."""
+    traces, session = device_trace.record(bench, steps), bench.machine.session
+    step, usual = traces.middle(), median(traces.usual_s)
+    facts = {
+        "step_s": max(usual, step.seconds),
+        "work_s": step.seconds,
+        "barrier_s": 0.0,
+        "idle_s": max(usual - step.seconds, 0.0),
+        "usual_s": traces.usual_s,
+        "timed_s": [s.seconds for s in traces.timed],
+        "by_thread": [],
+        "adds_up": True,
+    }
+    return facts, step.calls_s, lambda title: timeline.device_events(session, step, title=title)
 
 
 def adds_up(threads: list[dict[str, Any]]) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, Protocol
 
 from barellm.program.builder import Program
 from barellm.program.ops.base import Op
@@ -15,14 +15,32 @@ Mix = tuple[int, int, int]  # of eight vectors that an op moves: how many it rea
 NAMED: dict[str, Mix] = {"copy": (4, 4, 0), "update": (0, 0, 8), "read": (8, 0, 0)}
 
 
+class Bench(Protocol):
+    """What a backend measures of its machine: FLOP/s of `dtype` products, bytes/s of a mix."""
+
+    def peak(self, dtype: str) -> float: ...
+    def bandwidth(self, mix: Mix) -> float: ...
+    def close(self) -> None: ...
+
+
+def open_bench(device: str, threads: int | None = None) -> Bench:
+    if device == "cuda":
+        from barellm.cuda import bench
+
+        return bench.Bench()
+    from barellm.cpu import backend
+
+    return backend.Bench(threads)
+
+
 @dataclass(frozen=True)
 class Ceiling:
     """`flops`: FLOP/s by dtype, operands in registers. `bandwidth`: bytes/s read plus written (an update counts twice) by mix;
-    a mix that is asked for and not there yet is measured, in 0.2 s."""
+    a mix that is asked for and not there yet is measured, on the CPU in 0.2 s."""
 
     flops: dict[str, float]
     bandwidth: dict[Mix, float]
-    threads: int | None = None
+    opened: Callable[[], Bench] = field(default=partial(open_bench, "cpu"))
 
     def operations(self, op: Op) -> float:
         """Seconds of the op's arithmetic. Products and attention run at the peak of their operands' dtype."""
@@ -37,9 +55,7 @@ class Ceiling:
 
     def measure(self, mixes: Iterable[Mix]) -> None:
         """Now; of a rate that is there already the better one stays: a machine has slow minutes."""
-        from barellm.cpu.backend import Bench
-
-        bench = Bench(self.threads)
+        bench = self.opened()
         try:
             for mix in list(mixes):
                 self.bandwidth[mix] = max(self.bandwidth.get(mix, 0.0), bench.bandwidth(mix))
@@ -94,13 +110,12 @@ def step_bound(programs: Mapping[str, Program], dtype: str, ceiling: Ceiling) ->
 
 
 @cache
-def measured_ceiling(*, threads: int | None = None) -> Ceiling:
-    """Measured once a process: the peaks take 0.1 s, bandwidth about 1 s and 256 MiB for a moment. `threads`: not all."""
-    from barellm.cpu.backend import Bench
-
-    bench = Bench(threads)
+def measured_ceiling(*, device: str = "cpu", threads: int | None = None) -> Ceiling:
+    """Measured once a process: on a CPU the peaks take 0.1 s, bandwidth 1 s and 256 MiB for a moment. `threads`: not all."""
+    opened = partial(open_bench, device, threads)
+    bench = opened()
     try:
         flops = {dtype: bench.peak(dtype) for dtype in ("fp32", "bf16")}
-        return Ceiling(flops, {mix: bench.bandwidth(mix) for mix in NAMED.values()}, threads)
+        return Ceiling(flops, {mix: bench.bandwidth(mix) for mix in NAMED.values()}, opened)
     finally:
         bench.close()

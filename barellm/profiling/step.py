@@ -44,56 +44,68 @@ class StepBench:
 
     def step(self, wrap: Callable[[], Any] | None = None) -> Sample:
         """`wrap()` is a context around what is timed."""
-        train, session = self.train, self.machine.session
-        rng = np.random.default_rng((SEED, self.steps))
-        tokens, targets = rng.integers(0, self.vocabulary, (2, train.batch, train.seq), dtype=np.int32)
+        session = self.machine.session
+        tokens, targets = self._inputs()
         usage, start = Usage.now(), time.perf_counter()
         if wrap is None:
-            self._run(session, tokens, targets)
+            self._run(session.run, tokens, targets)
         else:
             with wrap():
-                self._run(session, tokens, targets)
+                self._run(session.run, tokens, targets)
         sample = Sample(time.perf_counter() - start, 0.0, Usage.now().since(usage))
         sample.loss = float(session.read("loss")[0])
         self.steps += 1
         return sample
 
-    def _run(self, session: Any, tokens: np.ndarray, targets: np.ndarray) -> None:
-        train, at = self.train, self.steps
+    def _inputs(self) -> np.ndarray:
+        """Tokens and targets of the next step."""
+        rng = np.random.default_rng((SEED, self.steps))
+        return rng.integers(0, self.vocabulary, (2, self.train.batch, self.train.seq), dtype=np.int32)
+
+    def _run(self, run: Callable[..., Any], tokens: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
+        """Both programs by `run`, to their end; what it gave for each."""
+        train, at, session = self.train, self.steps, self.machine.session
         session.write("tokens", tokens)
         session.write("targets", targets)
-        session.run(
+        micro = run(
             "micro", batch=train.batch, seq=train.seq, accumulate=0, inv_targets=self.inv_targets,
             seed=SEED, step=at + 1, sample=at * train.batch,
         )  # fmt: skip
-        session.run("update", step=at + 1, lr=LR, seed=SEED)
+        update = run("update", step=at + 1, lr=LR, seed=SEED)
+        session.synchronize()
+        return {"micro": micro, "update": update}
+
+    def timed(self) -> dict[str, Any]:
+        """A step by the session's `timed`: what that gave for each program."""
+        found = self._run(self.machine.session.timed, *self._inputs())
+        self.steps += 1
+        return found
 
 
 @contextmanager
-def opened(config: Config) -> Iterator[tuple[StepBench, dict[str, Any]]]:
+def opened(config: Config, *, device: str = "cpu") -> Iterator[tuple[StepBench, dict[str, Any]]]:
     """After the first step: a bench and what the start took. `config` has its dtype resolved.
 
     first_step_s runs from the start of the process to the end of the first step. Its split: import (the interpreter and
-    modules), plan (programs, lowering, addresses), compile, map, init (weights), step (the first), rest.
+    modules), plan (programs, lowering, addresses), compile, map, init (weights), step (the first), rest; on a GPU also load, the
+    driver's loading of the code.
     """
     imported = seconds_since_start()
     before, start = resident_bytes()[0], time.perf_counter()
     counter = CallCounter()
     with ExitStack() as stack:
         with counter.watching_new_threads():
-            machine = stack.enter_context(open_machine(config, device="cpu"))
+            machine = stack.enter_context(open_machine(config, device=device))
         begun = time.perf_counter()
         machine.initialize(SEED)
+        machine.session.synchronize()
         initialised = time.perf_counter()
         bench = StepBench(machine)
         first = bench.step()
         everything = (imported or 0.0) + time.perf_counter() - start
-        stages = machine.session.seconds
         split = {
             "import": imported or 0.0,
-            "plan": stages["plan"],
-            "compile": stages["compile"],
-            "map": stages["map"],
+            **machine.session.seconds,
             "init": initialised - begun,
             "step": first.seconds,
         }
@@ -109,9 +121,9 @@ def opened(config: Config) -> Iterator[tuple[StepBench, dict[str, Any]]]:
         )
 
 
-def measure(config: Config, *, steps: int, digest: bool = False) -> dict[str, Any]:
+def measure(config: Config, *, steps: int, digest: bool = False, device: str = "cpu") -> dict[str, Any]:
     """One JSON object about `steps` warm steps after the first. `config` has its dtype resolved."""
-    with opened(config) as (bench, facts):
+    with opened(config, device=device) as (bench, facts):
         counter = facts.pop("counter")
         samples = [bench.step() for _ in range(steps)]
         now, peak_rss = resident_bytes()
@@ -140,8 +152,7 @@ def describe(
         "dtype": train.dtype,
         "recompute": train.recompute,
         "moments": machine.config.optim.moments,
-        "threads": machine.session.threads,
-        "isa": machine.session.isa.name,
+        **where_it_ran(machine),
         **facts,
         "besides_step_s": facts["first_step_s"] - middle,
         "steps": len(seconds),
@@ -169,12 +180,18 @@ def describe(
     }
 
 
-def serve(config: Config) -> None:
+def where_it_ran(machine: Machine) -> dict[str, Any]:
+    """`device`, `isa`, and `threads` or `multiprocessors`."""
+    names = ("device", "isa", "threads", "multiprocessors")
+    return {name: value for name, value in machine.meta().items() if name in names}
+
+
+def serve(config: Config, *, device: str = "cpu") -> None:
     """One side of an interleaved comparison, as barellm.profiling.turns wants it."""
-    with opened(config) as (bench, facts):
-        train = bench.train
-        start = {"threads": bench.machine.session.threads, "isa": bench.machine.session.isa.name, "dtype": train.dtype}
+    with opened(config, device=device) as (bench, facts):
+        start = where_it_ran(bench.machine) | {"dtype": bench.train.dtype}
         start |= {"arena_bytes": bench.machine.plan.arena_bytes}
+        on_device = {"peak_device_bytes": bench.machine.plan.arena_bytes} if device == "cuda" else {}
         print(json.dumps(start | {k: v for k, v in facts.items() if k != "counter"}), flush=True)
         for line in sys.stdin:
             samples = [bench.step() for _ in range(int(line))]
@@ -184,5 +201,6 @@ def serve(config: Config) -> None:
                 "cpu_s": sum(s.usage.cpu_s for s in samples),
                 "minor_faults": sum(s.usage.minor_faults for s in samples),
                 "peak_rss_bytes": resident_bytes()[1],
+                **on_device,
             }
             print(json.dumps(turn), flush=True)

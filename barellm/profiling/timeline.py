@@ -5,65 +5,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 from barellm.cpu.lang.sync import BARRIER
 from barellm.cpu.step import CpuSession
+from barellm.profiling.device_trace import DeviceStep
 from barellm.profiling.plan import STEP
-from barellm.profiling.trace import BEGIN, DONE, LEFT, TracedStep, place, shape, spans
+from barellm.profiling.rows import place, shape, spans
+from barellm.profiling.trace import BEGIN, DONE, LEFT, TracedStep
 
 PROCESS = 1
-PYTHON = 0  # the track of the main thread; thread i has track i + 1
+PYTHON = 0  # the track of the main thread, or of programs; thread i has track i + 1, a GPU's kernels have track 1
+
+Clock = Callable[[int], int]  # ticks to nanoseconds
 
 
 def events(session: CpuSession, step: TracedStep, *, title: str) -> dict[str, Any]:
     """The whole file. A track for Python's main thread with the step and its two programs, and one for each thread, with a slice
     for every call, named by op, place and shape, and for every barrier."""
+
+    def clock(tick: int) -> int:
+        return round((tick - step.begin) * step.tick_s * 1e9)
+
     made = [_name("process_name", PYTHON, title), *_named(PYTHON, "python")]
-    made.append(_slice(step, PYTHON, "step", "python", step.begin, step.end, {}))
+    made.append(_slice(PYTHON, "step", "python", clock(step.begin), clock(step.end), {}))
     for program in STEP:
         stamps = step.stamps[program]
-        begin, end = int(stamps[:, 0, BEGIN].min()), int(stamps[:, -1, LEFT].max())
-        made.append(_slice(step, PYTHON, program, "python", begin, end, {"calls": stamps.shape[1]}))
+        begin, end = clock(int(stamps[:, 0, BEGIN].min())), clock(int(stamps[:, -1, LEFT].max()))
+        made.append(_slice(PYTHON, program, "python", begin, end, {"calls": stamps.shape[1]}))
     for thread in range(step.threads):
         made += _named(thread + 1, f"thread {thread}")
         for program in STEP:
-            made += _calls(session, step, program, thread)
+            made += _thread(session, step, program, thread, clock)
     return {"traceEvents": made, "displayTimeUnit": "ms"}
 
 
-def _calls(session: CpuSession, step: TracedStep, program: str, thread: int) -> list[dict[str, Any]]:
-    made = []
-    calls, records, track = session.calls[program], session.records[program], thread + 1
+def device_events(session: Any, step: DeviceStep, *, title: str) -> dict[str, Any]:
+    """The whole file for a GPU: a track of the two programs, one behind the other, and one with a slice for every launch."""
+    made = [_name("process_name", PYTHON, title), *_named(PYTHON, "programs"), *_named(PYTHON + 1, "GPU")]
+    start = 0
+    for program in STEP:
+        edges = [start, *accumulate((round(s * 1e9) for s in step.launches_s[program]), initial=start)][1:]
+        made.append(_slice(PYTHON, program, "python", start, edges[-1], {"launches": len(edges) - 1}))
+        for at, (label, name, about) in enumerate(_labels(session, program)):
+            made.append(_slice(PYTHON + 1, label, name, edges[at], edges[at + 1], about))
+        start = edges[-1]
+    return {"traceEvents": made, "displayTimeUnit": "ms"}
+
+
+def _labels(session: Any, program: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """What is said of each call: a label by op, place and shape, the op's name, more."""
+    made, calls = [], session.calls[program]
     for op, first, stop in spans(session, program):
         several = len({call.spec for call in calls[first:stop]}) > 1
-        for at in range(first, stop):
-            part = calls[at].spec.name if several else ""
+        for call in calls[first:stop]:
+            part = call.spec.name if several else ""
             label = " ".join(word for word in (op.name, place(op), shape(op), part) if word)
-            begin, done, left = (int(step.stamps[program][thread, at, i]) for i in (BEGIN, DONE, LEFT))
             about = {
                 "program": program,
                 "layer": op.segment or "",
                 "shape": shape(op),
-                "kernel": calls[at].spec.symbol(),
+                "kernel": call.spec.symbol(),
             }
-            made.append(_slice(step, track, label, op.name, begin, done, about))
-            if records[at, BARRIER // 8]:
-                made.append(_slice(step, track, "barrier", "barrier", done, left, {"after": label}))
+            made.append((label, op.name, about))
     return made
 
 
-def _slice(
-    step: TracedStep, track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any]
-) -> dict[str, Any]:
-    """Both ends are rounded to nanoseconds by themselves, so what touches in ticks touches here."""
-    ts, te = (round((tick - step.begin) * step.tick_s * 1e9) for tick in (begin, end))
+def _thread(session: CpuSession, step: TracedStep, program: str, thread: int, clock: Clock) -> list[dict[str, Any]]:
+    made, track = [], thread + 1
+    for at, (label, name, about) in enumerate(_labels(session, program)):
+        begin, done, left = (clock(int(step.stamps[program][thread, at, i])) for i in (BEGIN, DONE, LEFT))
+        made.append(_slice(track, label, name, begin, done, about))
+        if session.records[program][at, BARRIER // 8]:
+            made.append(_slice(track, "barrier", "barrier", done, left, {"after": label}))
+    return made
+
+
+def _slice(track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any]) -> dict[str, Any]:
+    """From nanosecond to nanosecond: what touches there touches in the file."""
     return {
         "ph": "X",
         "name": name,
         "cat": category,
-        "ts": ts / 1000,
-        "dur": (te - ts) / 1000,
+        "ts": begin / 1000,
+        "dur": (end - begin) / 1000,
         "pid": PROCESS,
         "tid": track,
         "args": about,

@@ -45,6 +45,7 @@ class Variant:
     turns: list[dict[str, Any]] = field(default_factory=list)
     held: bool = True  # between its turns; else it is started anew for each
     peak_rss_bytes: int = 0
+    peak_device_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -83,6 +84,7 @@ class Variant:
             self._signal(signal.SIGSTOP)
         answer["warm_up_s"], answer["step_s"] = answer["step_s"][:warm_up], answer["step_s"][warm_up:]
         self.peak_rss_bytes = max(self.peak_rss_bytes, answer["peak_rss_bytes"])
+        self.peak_device_bytes = max(self.peak_device_bytes, answer.get("peak_device_bytes", 0))
         self.turns.append(answer | rival)
         if not self.held:
             self.end()
@@ -130,21 +132,27 @@ class Variant:
             "median_of_turns_s": [median(turn["step_s"]) for turn in self.turns],
             **self.facts,
             "peak_rss_bytes": self.peak_rss_bytes,
+            **({"peak_device_bytes": self.peak_device_bytes} if self.peak_device_bytes else {}),
             "turns": self.turns,
         }
 
 
-def interleave(variants: list[Variant], *, rounds: int, report: Callable[[str], None]) -> int:
+def interleave(
+    variants: list[Variant], *, rounds: int, report: Callable[[str], None], device_bytes: int | None = None
+) -> int:
     """Every variant started once, then `rounds` rounds of turns, each round in another order. Returns the steps of a turn.
+    `device_bytes`: of the GPU that the variants share, which must hold those that wait for their turn too.
 
     No process is left when this returns or raises.
     """
-    limit = SHARE * free_bytes()
+    limits = {"peak_rss_bytes": SHARE * free_bytes()}
+    limits |= {"peak_device_bytes": SHARE * device_bytes} if device_bytes else {}
     with _ended(variants), tempfile.TemporaryDirectory() as folder:
         for i, v in enumerate(variants):
             v.start(Path(folder) / str(i))
             v.turn(1, warm_up=0)
-            _hold_what_fits(variants[: i + 1], limit=limit)
+            for name, limit in limits.items():
+                _hold_what_fits(variants[: i + 1], of=name, limit=limit)
             report(f"{v.name}: first step {v.facts['first_step_s']:.2f} s after its start, then {v.samples[0]:.4f} s")
         trial = {v.name: v.samples[0] for v in variants}
         steps = max(1, round(TURN / max(trial.values())))
@@ -159,14 +167,14 @@ def interleave(variants: list[Variant], *, rounds: int, report: Callable[[str], 
     return steps
 
 
-def _hold_what_fits(started: list[Variant], *, limit: float) -> None:
+def _hold_what_fits(started: list[Variant], *, of: str, limit: float) -> None:
     """While all that are held do not fit into memory beside the largest other one, the largest is held no longer."""
     while True:
         held = [v for v in started if v.held]
-        beside = max(v.peak_rss_bytes for v in started)  # of one that is held no longer, or of the next to be started
-        if not held or sum(v.peak_rss_bytes for v in held) + beside <= limit:
+        beside = max(getattr(v, of) for v in started)  # of one that is held no longer, or of the next to be started
+        if not held or sum(getattr(v, of) for v in held) + beside <= limit:
             return
-        largest = max(held, key=lambda v: v.peak_rss_bytes)
+        largest = max(held, key=lambda v: getattr(v, of))
         largest.held = False
         largest.end()
 

@@ -94,6 +94,9 @@ class ArenaSession:
         if self.guards:
             self.guards.check(program)
 
+    def synchronize(self) -> None:
+        """Wait until every run has ended: at once where runs return when they have."""
+
     # --- data ---
 
     def _find(self, name: str) -> Tensor:

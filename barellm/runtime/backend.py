@@ -7,7 +7,7 @@ from types import ModuleType
 
 from barellm.errors import UserError
 
-NAMES = ("cpu",)
+NAMES = ("cpu", "cuda")
 
 
 def backend(name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""A model's programs on a backend: "cpu", or "reference" (NumPy, for tests and small models)."""
+"""A model's programs on a backend: "cpu", "cuda", or "reference" (NumPy, for tests and small models)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from barellm.errors import UserError
 from barellm.overrides import nearest
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
-from barellm.runtime.backend import backend
+from barellm.runtime.backend import NAMES, backend
 
-DEVICES = ("cpu", "reference")
+DEVICES = (*NAMES, "reference")
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Machine:
 
     def peak(self) -> float:
         """FLOP/s that products of this dtype can reach here, measured; 0 where nobody measures."""
-        if self.device != "cpu":
+        if self.device not in NAMES:
             return 0.0
         return backend(self.device).measured_peak(self.config.train.dtype)
 
     def meta(self) -> dict[str, Any]:
-        if self.device != "cpu":
+        if self.device not in NAMES:
             return {"device": self.device, "isa": "numpy", "dtype": self.config.train.dtype, "threads": 1}
         return {**backend(self.device).describe(), "dtype": self.config.train.dtype}
 
@@ -57,13 +57,14 @@ class Machine:
         parts = [f"{roles[role]} {size:,}" for role, size in sizes.items() if size]
         tokens = train.batch * train.accumulate * train.seq
         found = self.meta()
+        units = f"{found['threads']} threads" if "threads" in found else found["processor"]
         peak = self.peak()
         at_peak = f", {self.flops_per_step / peak * 1e3:.1f} ms at {peak / 1e9:.0f} GFLOP/s (measured)" if peak else ""
         return [
             f"plan   {model.parameters:,} parameters",
             f"memory {plan.arena_bytes:,} bytes: {' + '.join(parts)} + workspace {plan.workspace_bytes:,}",
             f"step   {tokens:,} tokens, {self.flops_per_step / 1e9:,.2f} GFLOP{at_peak}",
-            f"device {found['device']}, {found['isa']}, {found['dtype']}, {found['threads']} threads",
+            f"device {found['device']}, {found['isa']}, {found['dtype']}, {units}",
         ]
 
 
@@ -102,7 +103,7 @@ def open_machine(config: Config, *, device: str, training: bool = True) -> Itera
     config = resolved(config, device)
     train = config.train
     programs = build_programs(config, training=training)
-    if device == "cpu":
+    if device in NAMES:
         session = backend(device).open_session(programs)
         try:
             yield Machine(config, device, session, programs, session.plan)
@@ -126,6 +127,6 @@ def open_machine(config: Config, *, device: str, training: bool = True) -> Itera
 def _dtype(asked: str, device: str) -> str:
     if asked != "auto":
         return asked
-    if device != "cpu":
+    if device not in NAMES:
         return "fp32"
     return backend(device).default_dtype()

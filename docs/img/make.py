@@ -78,8 +78,8 @@ ROOMS: dict[str, tuple[float, float, float, float, str, str]] = {
     "training": (250, 104, 300, 76, SKY, "run, loop, schedule, checkpoints,\nmetrics, curve, stopping"),
     "generation": (600, 104, 95, 54, SKY, "decoding,\nsamplers"),
     "evaluation": (715, 104, 105, 76, SKY, "validation loss,\nbits per byte"),
-    "cpu": (20, 214, 170, 48, ROSE, "LLVM kernels, threads"),
-    "cuda": (50, 276, 140, 48, ROSE, "Triton kernels, driver"),
+    "cpu": (20, 214, 80, 98, ROSE, "LLVM kernels,\nthreads"),
+    "cuda": (110, 214, 80, 60, ROSE, "Triton kernels,\ndriver"),
     "runtime": (250, 226, 120, 86, LILAC, "what a session is,\nbackends by name,\nmemory limit"),
     "models": (400, 226, 100, 86, MINT, "gpt2: a flat\nforward; the\nprograms"),
     "optim": (530, 226, 80, 86, MINT, "adamw"),
@@ -89,13 +89,14 @@ ROOMS: dict[str, tuple[float, float, float, float, str, str]] = {
 # Arrows by where they are drawn: at this x, at this y, from one x to another.
 DOWN = {
     ("cli", "profiling"): 105, ("cli", "training"): 400, ("cli", "generation"): 647, ("cli", "evaluation"): 767,
-    ("profiling", "cpu"): 105, ("training", "runtime"): 310, ("training", "models"): 450, ("evaluation", "data"): 767,
-    ("cpu", "program"): 35, ("cuda", "program"): 120,
+    ("profiling", "cpu"): 60, ("profiling", "cuda"): 150, ("training", "runtime"): 310, ("training", "models"): 450,
+    ("evaluation", "data"): 767,
+    ("cpu", "program"): 60, ("cuda", "program"): 150,
     ("runtime", "program"): 310, ("models", "program"): 450, ("optim", "program"): 570,
 }  # fmt: skip
 ACROSS = {
-    ("profiling", "training"): 142, ("training", "generation"): 131, ("training", "evaluation"): 170, ("cpu", "runtime"): 238,
-    ("cuda", "runtime"): 300,
+    ("profiling", "training"): 142, ("training", "generation"): 131, ("training", "evaluation"): 170, ("cpu", "runtime"): 302,
+    ("cuda", "runtime"): 228,
 }  # fmt: skip
 SLANTED = {("training", "optim"): (515, 560), ("training", "data"): (540, 680)}
 SESSIONS = {("generation", "runtime"): 622, ("evaluation", "runtime"): 735}  # on one line below training
@@ -151,8 +152,8 @@ def house() -> Any:
     for (a, _), at in SESSIONS.items():
         axes.plot([at, at, 345], [bottom(a), 203, 203], color=LINE, linewidth=1.2, solid_joinstyle="round", zorder=0)
     arrow(axes, (345, 203), (345, ROOMS["runtime"][1]), color=LINE)
-    for y in (252, 286):
-        arrow(axes, (250, y), (192, y), linestyle="--", color=LINE)
+    for backend, y in (("cuda", 252), ("cpu", 286)):
+        arrow(axes, (250, y), (right(backend) + 2, y), linestyle="--", color=LINE)
     text(axes, 221, 263, "by name", size=8, colour=SOFT, ha="center")
     rule = "An arrow means: imports. What follows from other arrows is left out. tests/test_house.py holds the rule;"
     text(axes, 20, 425, f"{rule} this picture is checked against the code when it is drawn.", size=8, colour=SOFT)

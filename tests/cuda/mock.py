@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver as real
 
-from barellm.cuda import driver, step
+from barellm.cuda import bench, driver, step
 from barellm.cuda.compile import Code, Descriptor
 from barellm.cuda.kernel import Spec
 from tests.cuda import interpreter
@@ -92,7 +92,8 @@ class Gpu:
         """Instead of the driver, and instead of compiling: code without instructions that has a specialisation's parameters."""
         monkeypatch.setattr(driver, "bindings", lambda: self)
         monkeypatch.setattr(driver, "libcuda", lambda: self)
-        monkeypatch.setattr(step, "compiled", self.compiled)
+        for module in (step, bench):
+            monkeypatch.setattr(module, "compiled", self.compiled)
 
     def compiled(self, specs: Iterable[Spec], arch: int, *, processes: int) -> dict[Spec, Code]:
         assert arch == self.arch and processes >= 1
@@ -307,6 +308,12 @@ class Gpu:
 
     def cuKernelGetFunction(self, kernel):
         return OK, kernel
+
+    def cuKernelGetParamInfo(self, kernel, index):
+        code: Code = self.functions[kernel].code
+        if index >= len(code.params):
+            return real.CUresult.CUDA_ERROR_INVALID_VALUE, 0, 0
+        return OK, code.offsets[index], code.params[index][0]
 
     def cuKernelSetAttribute(self, attribute, value, kernel, device):
         assert attribute.name == "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES" and value <= 232448

@@ -6,11 +6,12 @@ import sys
 import pytest
 
 from barellm.cli import main
+from barellm.cpu.backend import Bench
 from barellm.profiling import attentions
 
 FAKE = """
 import json, sys
-assert [c["seq"] for c in json.loads(sys.argv[1])] == [24, 24]
+assert [c["seq"] for c in json.loads(sys.argv[1])] == [24, 24] and sys.argv[2] == "cpu"
 print(json.dumps({"version": "0", "threads": 2}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
@@ -21,9 +22,9 @@ for line in sys.stdin:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-    monkeypatch.setattr(attentions.Bench, "peak", lambda self, dtype: {"fp32": 2e11, "bf16": 4e11}[dtype])
+    monkeypatch.setattr(Bench, "peak", lambda self, dtype: {"fp32": 2e11, "bf16": 4e11}[dtype])
     monkeypatch.setattr(attentions, "PAUSE", 0.0)
-    monkeypatch.setattr(attentions, "TOKENS", 48)
+    monkeypatch.setattr(attentions, "TOKENS", {"cpu": 48})
     monkeypatch.setattr(attentions, "WIDTH", 128)
     script = tmp_path / "fake.py"
     script.write_text(FAKE)

@@ -59,7 +59,7 @@ def test_model_operations_are_those_of_the_plan():
 
 
 def test_ops_add_up_to_the_step_and_have_a_bound(monkeypatch):
-    monkeypatch.setattr(ops, "measured_ceiling", lambda: CEILING)
+    monkeypatch.setattr(ops, "measured_ceiling", lambda **machine: CEILING)
     r = ops.measure(small(), steps=3)
     session_ops = sum(row["count"] for row in r["ops"] if row["program"] == "micro")
     from barellm.profiling import plan

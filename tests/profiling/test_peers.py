@@ -39,7 +39,7 @@ def result(monkeypatch):
     monkeypatch.setattr("barellm.profiling.roofline.measured_ceiling", made_up)
     monkeypatch.setattr(turns, "PAUSE", 0.0)
     made = [fake("barellm", 0.25), fake("slow", 0.5), fake("slower", 0.75)]
-    monkeypatch.setattr(peers, "variants", lambda c, p: made)
+    monkeypatch.setattr(peers, "variants", lambda config, peers, device: made)
     return peers.measure(config(), {"torch": ""}, rounds=3, report=lambda line: None)
 
 
@@ -155,7 +155,7 @@ def test_without_words_the_step_is_measured_and_all_of_it_is_written(result, mon
     """`bench --interleave 3 --peers all`: a file among the results, then the tables."""
     wrote = []
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report: wrote.append((p, rounds)) or result)
+    monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report, device: wrote.append((p, rounds)) or result)
     monkeypatch.setattr(peers, "write_tables", lambda: wrote.append("tables"))
     monkeypatch.setattr(peers, "peer_script", Path)
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
@@ -178,7 +178,7 @@ def test_without_words_the_step_is_measured_and_all_of_it_is_written(result, mon
 )
 def test_results_have_names_of_their_own(words, name, result, monkeypatch, tmp_path):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report: result)
+    monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report, device: result)
     monkeypatch.setattr(peers, "write_tables", lambda: None)
     monkeypatch.setattr(peers, "peer_script", Path)
     monkeypatch.setattr(peers, "FOLDER", tmp_path / "benchmarks")

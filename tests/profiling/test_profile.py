@@ -15,7 +15,7 @@ from barellm.cpu.kernel import Spec
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES, STAMPS
 from barellm.cpu.threads import Pool
 from barellm.errors import UserError
-from barellm.profiling import chart, profile, timeline, trace
+from barellm.profiling import chart, profile, rows, timeline, trace
 from barellm.profiling.step import opened
 from tests.profiling.conftest import CEILING, SMALL, small
 
@@ -79,7 +79,7 @@ def test_every_thread_of_a_real_step_adds_up(traced):
         assert [t["thread"] for t in threads] == list(range(session.threads))
         assert all(t[part] > 0 for t in threads for part in ("work_s", "barrier_s", "idle_s"))
         missed.append(max(abs(t["residual_percent"]) for t in threads))
-        seconds = np.concatenate(list(trace.op_seconds(session, step).values()))
+        seconds = np.concatenate(list(rows.op_seconds(session, trace.call_seconds(step)).values()))
         assert (seconds[:, 0] > 0).all() and (seconds[:, 1] >= 0).all()
         mean = sum(t["work_s"] + t["barrier_s"] for t in threads) / len(threads)
         assert seconds.sum() == pytest.approx(mean)
@@ -179,7 +179,7 @@ def test_pairs_of_steps_take_turns_and_are_compared():
 
 @pytest.fixture
 def result(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "measured_ceiling", lambda: CEILING)
+    monkeypatch.setattr(profile, "measured_ceiling", lambda **machine: CEILING)
     return profile.measure(small(), steps=3, folder=tmp_path)
 
 
@@ -215,7 +215,7 @@ def test_the_bars_of_the_picture_are_the_step(result, tmp_path):
 
 
 def test_command(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "measured_ceiling", lambda: CEILING)
+    monkeypatch.setattr(profile, "measured_ceiling", lambda **machine: CEILING)
     monkeypatch.setattr(profile, "adds_up", lambda threads: True)  # a busy machine may disturb one of two steps
     monkeypatch.chdir(tmp_path)
     assert main.main(["profile", "shakespeare-char", *WORDS, "--dtype", "fp32", "--steps", "2"]) == 0
@@ -238,7 +238,7 @@ def test_command(capsys, tmp_path, monkeypatch):
 
 
 def test_a_profile_that_does_not_add_up_says_so(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "measured_ceiling", lambda: CEILING)
+    monkeypatch.setattr(profile, "measured_ceiling", lambda **machine: CEILING)
     real = trace.TracedStep
     monkeypatch.setattr(trace, "TracedStep", lambda seconds, *rest: real(1.5 * seconds, *rest))
     assert main.main(["profile", "shakespeare-char", *WORDS, "--steps", "1", "--out", str(tmp_path)]) == 1

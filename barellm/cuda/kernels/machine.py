@@ -1,0 +1,34 @@
+"""What the machine does at best, measured: kernels without an op. Neither result is looked at; both depend on every operation."""
+
+from __future__ import annotations
+
+from barellm.cuda.lang import device, tl
+
+
+@device
+def peak(out, a, b, turns, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr):
+    """Each block does the same product again and again, a (ROWS, DEPTH) by b (DEPTH, COLS), from shared memory and registers.
+    out: a number for each block."""
+    m, n, k = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, DEPTH)
+    x = tl.load(a + m[:, None] * DEPTH + k[None, :])
+    y = tl.load(b + k[:, None] * COLS + n[None, :])
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    for _ in range(turns):
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+    tl.store(out + tl.program_id(0), tl.sum(tl.sum(acc, 1), 0))
+
+
+@device
+def move(a, b, c, n, READ: tl.constexpr, WRITE: tl.constexpr, UPDATE: tl.constexpr, BLOCK: tl.constexpr):
+    """Reads READ streams of n floats in a, writes WRITE of them in b, updates UPDATE of them in c. n is a multiple of BLOCK."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for s in tl.static_range(READ):
+        total += tl.load(a + s * n.to(tl.int64) + i)
+    for s in tl.static_range(WRITE):
+        tl.store(b + s * n.to(tl.int64) + i, total + s)
+    for s in tl.static_range(UPDATE):
+        at = c + s * n.to(tl.int64) + i
+        tl.store(at, tl.load(at) * 0.5 + total)
+    if WRITE + UPDATE == 0:
+        tl.store(b + i, total, mask=total == 1e30)

@@ -1,0 +1,64 @@
+"""Steps on a GPU with the time of every launch, in turn with steps as they usually run.
+
+Events stand between the launches in the graph that a timed step replays: from one to the next is a launch with what it waits
+for. What a usual step takes longer than the sum is the host's and the copies of inputs; what it takes less, launches gained by
+following each other closely.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from barellm.profiling.plan import STEP
+from barellm.profiling.step import StepBench
+
+LEAST, SECONDS, MOST = 5, 2.0, 50  # of steps that are timed
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """`launches_s`: program -> seconds of each launch in order. `seconds`: their sum."""
+
+    launches_s: dict[str, np.ndarray]
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(times.sum() for times in self.launches_s.values()))
+
+    @property
+    def calls_s(self) -> dict[str, np.ndarray]:
+        """As tables want it: nobody waits behind a launch."""
+        return {name: np.stack([times, np.zeros_like(times)], axis=-1) for name, times in self.launches_s.items()}
+
+
+@dataclass(frozen=True)
+class DeviceTraces:
+    """Steps in pairs, one timed and one not. `usual_s`: of the others, by Python's clock, from before its inputs are written until
+    the GPU has ended."""
+
+    timed: list[DeviceStep]
+    usual_s: list[float]
+
+    def middle(self) -> DeviceStep:
+        """The timed step of median duration."""
+        return sorted(self.timed, key=lambda step: step.seconds)[len(self.timed) // 2]
+
+    def median_calls_s(self) -> dict[str, np.ndarray]:
+        """As `DeviceStep.calls_s`, each launch its median."""
+        return {name: np.median([step.calls_s[name] for step in self.timed], axis=0) for name in STEP}
+
+
+def record(bench: StepBench, steps: int | None) -> DeviceTraces:
+    """`steps` pairs of steps, or as many as a few seconds allow."""
+    count = steps or round(min(max(SECONDS / bench.step().seconds, LEAST), MOST))
+    timed, usual = [], []
+    for i in range(count):
+        for traced in (True, False) if i % 2 == 0 else (False, True):
+            if traced:
+                found = bench.timed()
+                timed.append(DeviceStep({name: np.array([ms / 1e3 for _, ms in found[name]]) for name in STEP}))
+            else:
+                usual.append(bench.step().seconds)
+    return DeviceTraces(timed, usual)

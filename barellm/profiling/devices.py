@@ -1,0 +1,91 @@
+"""The backends as the tools see them: programs as a device runs them, and the machine in words.
+
+What `lower` gives has on every backend `lowered` (program -> its ops after fusion), `calls` (program -> calls of kernels in order,
+each with its `spec` and `op`), `plan`, `specs` and `machine`, what the code is for.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from barellm.errors import UserError
+from barellm.overrides import nearest
+from barellm.program.builder import Program
+from barellm.runtime.backend import backend
+
+if TYPE_CHECKING:
+    from barellm.cpu import step as cpu
+    from barellm.cpu.isa import ISA
+    from barellm.cuda import step as cuda
+    from barellm.cuda.kernel import Target
+
+    Built = cpu.LoweredPrograms | cuda.LoweredPrograms
+
+DEVICES = ("cpu", "cuda")
+
+
+def check(device: str) -> None:
+    """UserError for what has no kernels of ours."""
+    if device not in DEVICES:
+        raise UserError(f"unknown device {device!r}{nearest(device, DEVICES)} (known: {', '.join(DEVICES)})")
+
+
+def lower(programs: dict[str, Program], machine: str | ISA | Target) -> Built:
+    """Programs after fusion, as calls with an address for every byte, for a device as it is here or for another machine; nothing
+    is allocated, and nothing of "cuda" needs a GPU."""
+    from barellm.cuda.kernel import Target
+
+    if machine == "cuda" or isinstance(machine, Target):
+        from barellm.cuda.step import lower_and_plan
+
+        return lower_and_plan(programs, target_here() if isinstance(machine, str) else machine)  # pyright: ignore
+    from barellm.cpu.step import lower_and_plan
+
+    return lower_and_plan(programs, isa=None if isinstance(machine, str) else machine)  # pyright: ignore
+
+
+def open_session(programs: dict[str, Program], device: str) -> Any:
+    return backend(device).open_session(programs)
+
+
+def replay_seconds(session: Any, program: str, calls: int, **sizes: int) -> list[float]:
+    """Of each of so many runs in a row of a program whose inputs lie in the arena: on a GPU the mean, by its own clock."""
+    if hasattr(session, "replay"):
+        from barellm.cuda.bench import replay_seconds
+
+        return [replay_seconds(session.context, lambda: session.replay(program, **sizes), calls)] * calls
+    table, found = session.records[program], []
+    for _ in range(calls):
+        start = time.perf_counter()
+        session.pool.run(table.ctypes.data, len(table))
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def target_here() -> Target:
+    """This machine's GPU, or Hopper's where there is none that can be used."""
+    from barellm.cuda import driver
+    from barellm.cuda.kernel import Target
+
+    try:
+        found = driver.device()
+    except UserError:
+        return Target()
+    return Target(arch=found.arch, sms=found.sms)
+
+
+def device_bytes(device: str) -> int | None:
+    """Memory of the GPU; None for the CPU, and where there is none."""
+    from barellm.cuda import driver
+
+    try:
+        return driver.device().nbytes if device == "cuda" else None
+    except UserError:
+        return None
+
+
+def where(r: dict[str, Any]) -> str:
+    """The machine of a result in words."""
+    units = f"{r['threads']} threads" if "threads" in r else f"{r['multiprocessors']} multiprocessors"
+    return f"{r['isa']}, {units}"

@@ -1,0 +1,90 @@
+"""A peer in a process of its own, whose calls are timed in turns with ours (benchmarks/peers/serving.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Peer:
+    """Stopped between its turns. `facts`: what it says of itself."""
+
+    def __init__(self, script: Path, cases: list[dict[str, Any]], *, device: str, environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(cases), device],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+            process_group=0,  # where we are killed the system ends it, stopped or not
+        )
+        self.facts = self._answer()
+
+    def run(self, case: int, what: str, *, calls: int, warm_up: int) -> list[float]:
+        """Seconds of `calls` calls, after `warm_up` that do not count."""
+        self._process.send_signal(signal.SIGCONT)
+        assert self._process.stdin
+        for count in (warm_up, calls) if warm_up else (calls,):
+            self._process.stdin.write(json.dumps({"case": case, "what": what, "calls": count}) + "\n")
+            self._process.stdin.flush()
+            seconds = self._answer()["s"]
+        self._process.send_signal(signal.SIGSTOP)
+        return seconds
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"PyTorch's side ended with status {self._process.wait()}")
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def opened(
+    script: Path | None, cases: list[dict[str, Any]], *, device: str, environment: dict[str, str]
+) -> Iterator[Peer | None]:
+    """None for no script."""
+    if script is None:
+        yield None
+        return
+    peer = Peer(script, cases, device=device, environment=environment)
+    try:
+        yield peer
+    finally:
+        peer.end()
+
+
+def samples(
+    ours: Any, peer: Peer | None, case: int, *, what: str, rounds: int, turn_s: float, long_s: float, pause: Any
+) -> dict[str, list[list[float]]]:
+    """Seconds of calls of each side by turn. `ours(what, calls)`: seconds of so many calls of ours; `turn_s`: what a turn should
+    take; a call of `long_s` needs no call before it; `pause()` is called before each turn."""
+    once = ours(what, 1)[0]
+    if peer:
+        peer.run(case, what, calls=1, warm_up=0)
+        once = max(once, peer.run(case, what, calls=1, warm_up=0)[0])
+    calls, warm_up = max(1, round(turn_s / once)), int(once < long_s)
+
+    def turn(name: str) -> list[float]:
+        pause()
+        if name == "peer":
+            assert peer
+            return peer.run(case, what, calls=calls, warm_up=warm_up)
+        return ours(what, warm_up + calls)[warm_up:]
+
+    found: dict[str, list[list[float]]] = {"ours": [], "peer": []} if peer else {"ours": []}
+    for i in range(rounds):
+        for name in list(found) if i % 2 else reversed(list(found)):
+            found[name].append(turn(name))
+    return found
