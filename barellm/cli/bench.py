@@ -246,11 +246,7 @@ def _ops_lines(r: dict[str, Any]) -> list[str]:
         name = f"{row['program']} {row['op']}"
         lines.append(f"{name:<28}{row['shape']:<16}{row['count']:>6}{share}{rates}{bound}{peer}")
     total = f"{r['ops_s'] * 1e3:.2f} ms of ops, {100 * r['bound_s'] / r['ops_s']:.1f} % of the bound"
-    peer = (
-        [f"/ torch: ours alone over {r['peer']}, also in a loop; layernorm_dx with layernorm_dparams"]
-        if "peer" in r
-        else []
-    )
+    peer = [f"/ torch: ours alone over {r['peer']}, also in a loop"] if "peer" in r else []
     return [*lines, "", f"{total}; the step untraced {r['step_s'] * 1e3:.2f} ms", *peer]
 
 

@@ -228,20 +228,12 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 def torch_ops(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Adds to every row of `ops.measure` the seconds of PyTorch's own ops for the same work, in the tuned environment: `peer_s`,
-    or None where PyTorch has no such op; and `times_peer`, ours over that, both called again and again. Both parts of
-    LayerNorm's backward stand against PyTorch's one."""
+    or None where PyTorch has no such op; and `times_peer`, ours over that, both called again and again."""
     script = peer_script("torch_ops.py")
     model, train = config.model, config.train
     sizes = {"batch": train.batch, "seq": train.seq, "rows": train.batch * train.seq, "heads": model.heads}
-    sizes |= {"channels": model.channels, "vocab": model.padded_vocab, "dtype": train.dtype}
-    wanted = [
-        sizes
-        | {
-            "op": row["op"].replace("layernorm_dx", "layernorm_backward"),
-            "shape": [int(n) for n in row["shape"].split("x")],
-        }
-        for row in rows
-    ]
+    sizes |= {"channels": model.channels, "vocab": model.padded_vocab, "dtype": train.dtype, "bias": model.bias}
+    wanted = [sizes | {"op": row["op"], "shape": [int(n) for n in row["shape"].split("x")]} for row in rows]
     done = subprocess.run(
         [sys.executable, str(script)],
         input=json.dumps(wanted),
@@ -251,10 +243,8 @@ def torch_ops(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
         env=os.environ | environments()["tuned"]["set"],
     )
     answer = json.loads(done.stdout.splitlines()[-1])
-    together = {row["program"]: row["alone_s"] for row in rows if row["op"] == "layernorm_dparams"}
     for row, seconds in zip(rows, answer["s"], strict=True):
         row["peer_s"] = None if seconds is None else seconds * row["count"]
         if seconds is not None:
-            ours = row["alone_s"] + (together.get(row["program"], 0.0) if row["op"] == "layernorm_dx" else 0.0)
-            row["times_peer"] = ours / row["peer_s"]
+            row["times_peer"] = row["alone_s"] / row["peer_s"]
     return {"peer": f"PyTorch {answer['version']}, tuned environment"}

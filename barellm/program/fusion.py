@@ -111,18 +111,33 @@ def fuse(ops: Sequence[Op], table: Iterable[Fusion]) -> list[Op]:
     return ops
 
 
+_Value = tuple[Tensor, int]  # what a tensor holds after so many writes
+
+
 class _Index:
-    """Who reads and writes each tensor, and where."""
+    """Who reads and writes each tensor and each of its values, and where."""
 
     def __init__(self, ops: list[Op]) -> None:
         self.position = {op: i for i, op in enumerate(ops)}
         self.readers: dict[Tensor, list[Op]] = {}
         self.writers: dict[Tensor, list[Op]] = {}
+        self.readers_of: dict[_Value, list[Op]] = {}
+        self.read: dict[tuple[Op, Tensor], _Value] = {}
+        self.written: dict[tuple[Op, Tensor], _Value] = {}
         for op in ops:
             for t in set(op.inputs.values()):
+                value = self.read[op, t] = (t, len(self.writers.get(t, [])))
                 self.readers.setdefault(t, []).append(op)
+                self.readers_of.setdefault(value, []).append(op)
             for t in set(op.outputs.values()):
                 self.writers.setdefault(t, []).append(op)
+                self.written[op, t] = (t, len(self.writers[t]))
+
+    def value(self, op: Op, slot: str) -> _Value | None:
+        """What the op's output `slot` holds after it, or its input before it."""
+        if slot in op.outputs:
+            return self.written[op, op.outputs[slot]]
+        return self.read[op, op.inputs[slot]] if slot in op.inputs else None
 
     def movable(self, fusion: Fusion, match: list[Op]) -> bool:
         """Whether running `match` in the table's order, at the place of its last op, changes nothing for the others."""
@@ -182,20 +197,18 @@ def _slot(link: str) -> tuple[int, str]:
     return int(i), name
 
 
-def _tensor(op: Op, slot: str) -> Tensor | None:
-    return op.outputs.get(slot, op.inputs.get(slot))
-
-
 def _matches(fusion: Fusion, chosen: list[Op], index: _Index) -> Iterator[list[Op]]:
     """Every way to continue `chosen` along the row's links."""
     if len(chosen) == len(fusion.sequence):
         yield chosen
         return
     name, links = fusion.sequence[len(chosen)]
-    wanted = {into: _tensor(chosen[j], slot) for into, (j, slot) in ((k, _slot(v)) for k, v in links.items())}
+    wanted = {into: index.value(chosen[j], slot) for into, (j, slot) in ((k, _slot(v)) for k, v in links.items())}
     first = next(iter(wanted.values()))
-    for op in index.readers.get(first, []) if first is not None else []:
-        if op.name == name and op not in chosen and all(op.inputs.get(k) is t is not None for k, t in wanted.items()):
+    for op in index.readers_of.get(first, []) if first is not None else []:
+        if op.name != name or op in chosen:
+            continue
+        if all(into in op.inputs and index.read[op, op.inputs[into]] == value for into, value in wanted.items()):
             yield from _matches(fusion, [*chosen, op], index)
 
 

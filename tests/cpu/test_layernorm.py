@@ -3,8 +3,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from barellm.cpu import jit
+from barellm.cpu.kernels import loops
+from barellm.cpu.step import CpuSession
 from barellm.program import ops
-from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, tokens
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
+from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, stored, tokens
 
 SHAPES = [(1, 1, 1), (3, 1, 2), (2, 3, 7), (1, 37, 65), (3, 43, 384), (1, 5, 768), (1, 130, 131), (1, 3, 1600)]
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
@@ -108,6 +113,65 @@ def test_bias_grad(isa, shape, dtype, mode):
 
 @each_isa
 def test_sums_over_more_rows_than_chunks_have(isa):
-    """4099 rows: 64 chunks of 68 rows, the last ones short or empty."""
+    """4099 rows: 64 chunks of 65 rows, the last one short."""
     given = {"dy": tokens(normal(1, 4099, 5))}
     check_op(ops.BiasGrad, isa, given, modes={"dbias": "store"}, bounds={"dbias": 1e-4}, plan=(1, 5000))
+
+
+def whole_backward(shape: tuple[int, ...], compute: str, *, bias: bool) -> Program:
+    """What reads a LayerNorm's dy, and what reads the residual stream's gradient next."""
+    batch, seq, C = shape
+    p = Program(Store(), compute=compute)
+    rows = (Dim("batch", batch + 1), Dim("seq", seq + 2))
+    of_rows = {"dy": p.input("dy", (*rows, C), compute), "x": p.input("x", (*rows, C), "fp32")}
+    of_rows |= {name: p.input(name, rows, "fp32") for name in ("mean", "rstd")}
+    stream = p.input("stream", (*rows, C), "fp32")
+    into = {name: (p.store.get(name, (C,), "fp32", "gradient"), "start") for name in ("dweight", "dbias", "dx_sum")}
+    weight = p.store.get("weight", (C,), "fp32", "parameter")
+    p.apply(ops.LayerNormDx, into={"dx": (stream, "add")}, weight=weight, **of_rows)
+    p.apply(ops.LayerNormDparams, into={name: into[name] for name in ("dweight", "dbias")}, **of_rows)
+    if bias:
+        p.apply(ops.BiasGrad, into={"dbias": into["dx_sum"]}, dy=stream)
+    if compute == "bf16":
+        p.output("rounded", p.apply(ops.Cast, x=stream, dtype=compute).y)
+    return p
+
+
+@each_isa
+@each_shape
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("past", [True, False], ids=["past the caches", "cached"])
+def test_the_whole_backward_pass_at_once(isa, shape, compute, bias, past, monkeypatch):
+    """dx, added to the stream's gradient, its sum, its rounding, and both parameters' gradients, by one kernel."""
+    if past:
+        monkeypatch.setattr(loops, "STREAM_BYTES", 0)
+        sources = jit.sources_digest()
+        monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} no limit")
+    batch, seq, C = shape
+    arrays = {"dy": stored(normal(*shape), compute), "x": stored(normal(*shape, seed=2) + 0.5, "fp32")}
+    arrays |= {name: stored(v, "fp32") for name, v in zip(("mean", "rstd"), statistics(arrays["x"]), strict=True)}
+    arrays["weight"] = stored(normal(C, seed=3), "fp32")
+    before = {name: stored(normal(C, seed=4), "fp32") for name in ("dweight", "dbias", "dx_sum")}
+    before["dx"] = stored(normal(*shape, seed=5), "fp32")
+    runs = []
+    for threads in (1, 2, 5):
+        session = CpuSession({"op": whole_backward(shape, compute, bias=bias)}, isa=isa, threads=threads)
+        (op,) = session.lowered["op"].ops
+        for name, values in (arrays | before | {"stream": before["dx"]}).items():
+            if name != "dx":
+                session.write(name, values)
+        session.run("op", batch=batch, seq=seq, accumulate=1)
+        runs.append({name: session.read(t.name if t.role != "output" else name) for name, t in op.outputs.items()})
+        session.close()
+    want = op.run(arrays, {"accumulate": 1}, before)
+    n = np.abs(arrays["x"] - arrays["mean"][..., None]) * arrays["rstd"][..., None]
+    dn = np.abs(arrays["dy"] * arrays["weight"])
+    means = dn.mean(-1, keepdims=True) + n * (dn * n).mean(-1, keepdims=True)
+    size = np.abs(before["dx"]) + arrays["rstd"][..., None] * (dn + means)
+    sums = 16 * EPS * (4 + batch * seq) * (1 + size.max())
+    for name, got in runs[0].items():
+        assert all(np.array_equal(got, run[name]) for run in runs), name
+        bound = 8 * EPS * size + 4 * EPS if got.ndim == 3 else sums
+        rounding = 2.0**-8 * np.abs(want[name]) if name == "rounded" else 0.0
+        assert got.shape == want[name].shape and np.all(np.abs(got - want[name]) <= bound + rounding), name

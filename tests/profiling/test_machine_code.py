@@ -145,7 +145,7 @@ def test_every_kernel_of_gpt2_has_an_inner_loop_with_its_counts(dtype):
         "linear_gelu",
         "attention_backward",
         "classifier",
-        "layernorm_dx",
+        "layernorm_backward",
         "bias_grad",
         "embedding_dwte",
         "adamw",

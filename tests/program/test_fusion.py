@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -72,7 +73,9 @@ TABLE = [
 MODEL = ModelConfig(layers=2, heads=2, channels=8, vocab_size=11, padded_vocab=13, max_seq=6)
 
 
-def run_model(table, *, recompute: bool = False, dropout: float = 0.0, bias: bool = True, **options):
+def run_model(
+    table, *, recompute: bool = False, dropout: float = 0.0, bias: bool = True, compute: str = "bf16", **options
+):
     optimizer = partial(adamw, config=OptimConfig())
     _, programs = build(
         replace(MODEL, dropout=dropout, bias=bias),
@@ -80,7 +83,7 @@ def run_model(table, *, recompute: bool = False, dropout: float = 0.0, bias: boo
         seq=5,
         optimizer=optimizer,
         recompute=recompute,
-        compute="bf16",
+        compute=compute,
     )
     session = ReferenceSession(programs, table=table, **options)
     rng = np.random.default_rng(0)
@@ -106,10 +109,11 @@ def test_a_fused_model_gives_the_same_bits(recompute, dropout):
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_the_tables_of_the_backends_give_the_same_bits(bias, dropout):
-    options = {"dropout": dropout, "bias": bias, "recompute": True}
+def test_the_tables_of_the_backends_give_the_same_bits(bias, dropout, compute):
+    options = {"dropout": dropout, "bias": bias, "compute": compute, "recompute": True}
     _, expected = run_model([], **options)
     session, found = run_model(FUSIONS, **options)
     assert any(isinstance(op, FusedOp) for op in session.ops["micro"])
@@ -119,10 +123,9 @@ def test_the_tables_of_the_backends_give_the_same_bits(bias, dropout):
 
 def test_every_row_of_the_backends_tables_is_used():
     used = set()
-    for bias in (True, False):
-        for dropout in (0.0, 0.2):
-            session, _ = run_model(FUSIONS, bias=bias, dropout=dropout)
-            used |= {op.fusion for ops_ in session.ops.values() for op in ops_ if isinstance(op, FusedOp)}
+    for bias, dropout, compute in product((True, False), (0.0, 0.2), ("bf16", "fp32")):
+        session, _ = run_model(FUSIONS, bias=bias, dropout=dropout, compute=compute)
+        used |= {op.fusion for ops_ in session.ops.values() for op in ops_ if isinstance(op, FusedOp)}
     assert len(used) == len(FUSIONS), [row.name for row in FUSIONS if row not in used]
 
 

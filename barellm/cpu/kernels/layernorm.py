@@ -7,7 +7,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import across, fold, past_caches, row_grain, shape_of, write_row, zeros
+from barellm.cpu.kernels.loops import across, fold, past_caches, row_grain, shape_of, store_all, write_row, zeros
 from barellm.cpu.kernels.reductions import column_sums, lower_column_sums
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
@@ -75,25 +75,34 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
         write_row(k, to, C, finish, past=past, unrolled=in_registers)
 
 
+def gradient_of_row(
+    k: KernelBuilder, row: Value, dx, dy, x, weight, mean, rstd, *, C: int, mode: str
+) -> Callable[[Any, Value | None], tuple[Value, Value, Value]]:
+    """A function of (column, mask): vectors of dx = rstd (dn - mean(dn) - n mean(dn n)), of dy and of n, the normalised row. The
+    means take a first pass over the row; the second finds it in the first cache."""
+    of, d, to = x.at(row * C), dy.at(row * C), dx.at(row * C)
+    centre, scale = k.splat(mean.get(row)), k.splat(rstd.get(row))
+
+    def factors(c, mask):
+        g = d.load(c, mask)
+        return g, g * weight.load(c, mask), (of.load(c, mask) - centre) * scale
+
+    total, product = row_sums(k, C, lambda c, mask: factors(c, mask)[1:])
+    a, b = k.splat(total * (1.0 / C)), k.splat(product * (1.0 / C))
+
+    def vectors(c, mask):
+        g, dn, n = factors(c, mask)
+        new = (dn - a - n * b) * scale
+        return (to.load(c, mask) + new if mode == "add" else new), g, n
+
+    return vectors
+
+
 @kernel("layernorm_dx", constants=row_constants)
 def layernorm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
-    """dx = rstd (dn - mean(dn) - n mean(dn n)): the second pass over the row finds it in the first cache."""
     with k.claim(k.extent(dims) * inner, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        of, d, to = x.at(row * C), dy.at(row * C), dx.at(row * C)
-        centre, scale = k.splat(mean.get(row)), k.splat(rstd.get(row))
-
-        def factors(c, mask):
-            return d.load(c, mask) * weight.load(c, mask), (of.load(c, mask) - centre) * scale
-
-        total, product = row_sums(k, C, factors)
-        a, b = k.splat(total * (1.0 / C)), k.splat(product * (1.0 / C))
-
-        def finish(c, mask, j):
-            dn, n = factors(c, mask)
-            g = (dn - a - n * b) * scale
-            to.store(to.load(c, mask) + g if mode_dx == "add" else g, c, mask)
-
-        across(k, C, finish)
+        vectors, to = gradient_of_row(k, row, dx, dy, x, weight, mean, rstd, C=C, mode=mode_dx), dx.at(row * C)
+        across(k, C, lambda c, mask, j: to.store(vectors(c, mask)[0], c, mask))
 
 
 def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count, dims, inner) -> None:
@@ -116,3 +125,43 @@ def layernorm_dparams(op: Op, c: Lowering) -> None:
     # A LayerNorm without bias has a dbias that nobody reads.
     outputs = {name: t for name, t in op.outputs.items() if t.role != "activation"}
     lower_column_sums(c, dparams_partials, operands, op.x, outputs, op.modes)
+
+
+def layernorm_backward(
+    k: KernelBuilder, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, count, sums, dims, inner, mode_dx
+) -> None:
+    """dx, in bf16 too where `rounded` is given, and the partial sums that `sums` names: all that reads dx and dy in one pass."""
+    rows = k.extent(dims) * inner
+    pairs = C % (2 * k.lanes) == 0
+    past = None if rounded is None else past_caches(k, rows, C, rounded)
+
+    def terms(row):
+        gradient, to = gradient_of_row(k, row, dx, dy, x, weight, mean, rstd, C=C, mode=mode_dx), dx.at(row * C)
+        low = None if rounded is None else rounded.at(row * C)
+        held: list[Value] = []
+
+        def vectors(c, mask):
+            new, g, n = gradient(c, mask)
+            to.store(new, c, mask)
+            if low is not None and not pairs:
+                low.store(new, c, mask)
+            elif low is not None:
+                held.append(new)
+                if len(held) == 2:
+                    store_all(k, low, held, c - k.lanes, past)
+                    held.clear()
+            found = {"dweight": g * n, "dbias": g, "dx_sum": new}
+            return [found[name] for name in sums]
+
+        return vectors
+
+    column_sums(k, partials, rows, C, count, terms)
+
+
+@lowering("layernorm_backward")
+def lower_layernorm_backward(op: Op, c: Lowering) -> None:
+    operands = {name: op.inputs[name] for name in ("dy", "x", "weight", "mean", "rstd")}
+    operands |= {"dx": op.dx, "rounded": op.outputs.get("rounded")}
+    sums = {name: t for name, t in op.outputs.items() if t.shape == op.weight.shape and t.role != "activation"}
+    constants = {"sums": tuple(sums), "mode_dx": op.modes["dx"]}
+    lower_column_sums(c, layernorm_backward, operands, op.x, sums, op.modes, writes="dx rounded", **constants)

@@ -19,12 +19,10 @@ from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 
 CHUNKS, CHUNK_ROWS = 64, 32  # at most so many chunks, of at least so many rows
-TOGETHER = 4  # rows that are added up in registers before a partial sum is touched
 
 
 def rows_per_chunk(k: KernelBuilder, rows: Value) -> Value:
-    per = k.max(k.ceil_div(rows, CHUNKS), CHUNK_ROWS)
-    return (per + (TOGETHER - 1)) & -TOGETHER
+    return k.max(k.ceil_div(rows, CHUNKS), CHUNK_ROWS)
 
 
 def added(k: KernelBuilder, out: Pointer, c: Any, mask: Value | None, value: Value, mode: str) -> Value:
@@ -39,32 +37,22 @@ Terms = Callable[[Value], Callable[[Any, Value | None], list[Value]]]
 
 
 def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int, terms: Terms) -> None:
-    """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives the `count` vectors of a row."""
+    """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives the `count` vectors of a row, the
+    columns ascending. One row at a time: memory is then read in the order of its addresses, which counts for more than that the
+    sums, in the first cache, are read and written for each row."""
     per = rows_per_chunk(k, rows)
     with k.claim_each((rows + per - 1) // per) as chunk:
         to = partials.at(chunk * (count * C))
         across(k, count * C, lambda c, mask, j: to.store(0.0, c, mask))
         begin = chunk * per
-        end = k.min(begin + per, rows)
+        with k.loop(begin, k.min(begin + per, rows)) as row:
+            vectors = terms(row)
 
-        def add_rows(row: Value, together: int) -> None:
-            of = [terms(row + r) for r in range(together)]
+            def body(c, mask, j, vectors=vectors):
+                for t, value in enumerate(vectors(c, mask)):
+                    to.store(to.load(t * C + c, mask) + value, t * C + c, mask)
 
-            def body(c, mask, j):
-                values = [f(c, mask) for f in of]
-                for t in range(count):
-                    total = values[0][t]
-                    for other in values[1:]:
-                        total = total + other[t]
-                    to.store(to.load(t * C + c, mask) + total, t * C + c, mask)
-
-            across(k, C, body, unroll=2)
-
-        whole = begin + ((end - begin) & -TOGETHER)
-        with k.loop(begin, whole, TOGETHER) as row:
-            add_rows(row, TOGETHER)
-        with k.loop(whole, end) as row:
-            add_rows(row, 1)
+            across(k, C, body)
 
 
 def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mode) -> None:
@@ -90,8 +78,12 @@ def lower_column_sums(
     like: Tensor,
     outputs: dict[str, Tensor],
     modes: dict[str, str],
+    *,
+    writes: str = "",
+    **constants: Any,
 ) -> None:
-    """Two calls and more: `emit` fills the operand `partials`, then each output (C) is combined from its part of them."""
+    """Two calls and more: `emit` fills the operand `partials` and what else it `writes`, then each output (C) is combined from its
+    part of them."""
     C = int(like.shape[-1])
     stride = len(outputs) * C
     chunks = min(CHUNKS, -(-(like.size // C) // CHUNK_ROWS))
@@ -100,13 +92,13 @@ def lower_column_sums(
     c.call(
         emit,
         {"partials": (part(partials), "fp32"), **operands},
-        {"C": C, "count": len(outputs), **shape},
-        writes="partials",
+        {"C": C, "count": len(outputs), **shape, **constants},
+        writes=f"partials {writes}",
     )
     for i, (name, out) in enumerate(outputs.items()):
         from_here = (part(partials, i * C * 4), "fp32")
-        constants = {"C": C, "stride": stride, "mode": modes[name], **shape}
-        c.call(combine_sums, {"out": out, "partials": from_here}, constants, writes="out")
+        mode = {"C": C, "stride": stride, "mode": modes[name], **shape}
+        c.call(combine_sums, {"out": out, "partials": from_here}, mode, writes="out")
 
 
 def bias_grad_partials(k: KernelBuilder, partials, dy, *, C, count, dims, inner) -> None:
