@@ -12,7 +12,13 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 each_mode = pytest.mark.parametrize("mode", ["store", "add"])
 each_parameter_mode = pytest.mark.parametrize("mode", ["store", "add", "start", "start again"])
-in_blocks = pytest.mark.parametrize("long", [False, True], ids=["in registers", "in blocks"])
+# Rows of more than IN_REGISTERS columns are walked in blocks; here, of more than 32.
+LONG = [(1, 3, 65), (2, 1, 384)]
+each_walk = pytest.mark.parametrize(
+    "shape, long",
+    [(s, False) for s in SHAPES] + [(s, True) for s in LONG],
+    ids=lambda v: "in blocks" if v is True else str(v),
+)
 
 
 def normal(*shape: int, seed: int = 1) -> np.ndarray:
@@ -24,7 +30,6 @@ def statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def walk_blocks(monkeypatch) -> None:
-    """Rows of more than 32 columns take the way of those that no registers hold."""
     monkeypatch.setattr(kernels, "IN_REGISTERS", 32)
     monkeypatch.setattr(kernels, "LONG_BLOCK", 64)
 
@@ -36,9 +41,8 @@ def forward_bounds(x: np.ndarray, weight: np.ndarray) -> dict[str, np.ndarray]:
     return {"y": c[..., None] * n * (1 + np.abs(weight)) + 2 * EPS, "mean": 16 * EPS, "rstd": c * rstd}
 
 
-@each_shape
+@each_walk
 @each_dtype
-@in_blocks
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_layernorm(shape, dtype, bias, long, monkeypatch):
     C = shape[-1]
@@ -51,7 +55,7 @@ def test_layernorm(shape, dtype, bias, long, monkeypatch):
     check_op(ops.LayerNorm, given, eps=1e-5, dtype=dtype, bounds=bounds, plan=(shape[0] + 1, shape[1] + 2))
 
 
-@in_blocks
+@pytest.mark.parametrize("long", [False, True], ids=["in registers", "in blocks"])
 @pytest.mark.parametrize("ratio", [10, 1000, 3000, 100000])
 def test_layernorm_of_a_mean_far_above_the_deviation(ratio, long, monkeypatch):
     if long:
@@ -61,10 +65,9 @@ def test_layernorm_of_a_mean_far_above_the_deviation(ratio, long, monkeypatch):
     check_op(ops.LayerNorm, given, eps=1e-5, dtype="fp32", bounds={"y": 4e-6, "rstd": 2e-6, "mean": 1e-7 * ratio})
 
 
-@each_shape
+@each_walk
 @each_dtype
 @each_mode
-@in_blocks
 def test_layernorm_dx(shape, dtype, mode, long, monkeypatch):
     if long:
         walk_blocks(monkeypatch)

@@ -1,0 +1,92 @@
+"""The whole backward pass of a LayerNorm, and what reads its result next, in one walk over the rows.
+
+Alone, layernorm_dx and layernorm_dparams read dy and x twice, and the product's bias gradient and operand (cast, or dropout)
+read dx twice more: 30 bytes an element of a bf16 program that adds to the residual stream's gradient. Here it is 16: dy 2, x 4,
+dx 4 + 4, narrow 2. Shapes: dx, dy, x, narrow (rows, C); weight (C); mean, rstd (rows) fp32; partials (chunks, count, C) fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.kernel import MODES, Lowering, lowering
+from barellm.cuda.kernels.columns import Chunks, lower_combine, partials_of, wanted
+from barellm.cuda.kernels.common import ADD, pow2
+from barellm.cuda.kernels.dropout import constants_of as dropout_constants
+from barellm.cuda.kernels.dropout import kept
+from barellm.cuda.kernels.layernorm import factors
+from barellm.cuda.lang import device, tl
+
+CHUNKS, LEAST = 512, 8  # four programs for each of 128 processors
+
+
+@device
+def layernorm_backward(
+    dx, narrow, partials, dy, x, weight, mean, rstd, scalars, rows, per, seq, stream,
+    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+    DBIAS: tl.constexpr, DNEXT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """A program walks one chunk of rows, BR at a time, the next ones on their way into shared memory meanwhile. It sums its part of
+    dweight, of dbias, and of what the next op's bias gets: the sum of `narrow`, which is dx rounded or dropped out."""
+    begin = tl.program_id(0) * per
+    end = tl.minimum(begin + per, rows)
+    column = tl.arange(0, BC)
+    inside = column < C
+    weights, biases, nexts = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+    for first in tl.range(begin, end, BR, num_stages=2):
+        row = (first + tl.arange(0, BR)).to(tl.int64)
+        live = row < end
+        mask = live[:, None] & inside[None, :]
+        i = row[:, None] * C + column[None, :]
+        centre, inverse = tl.load(mean + row, mask=live, other=0.0), tl.load(rstd + row, mask=live, other=0.0)
+        g, dn, n = factors(dy, x, weight, i, column, mask, inside, centre, inverse)
+        a, p = tl.sum(dn, 1) / C, tl.sum(dn * n, 1) / C
+        weights += tl.sum(g * n, 0)
+        if DBIAS:
+            biases += tl.sum(g, 0)
+        d = inverse[:, None] * (dn - a[:, None] - n * p[:, None])
+        if MODE == ADD:
+            d += tl.load(dx + i, mask=mask, other=0.0)
+        tl.store(dx + i, d, mask=mask)
+        if THRESHOLD is not None:
+            d = tl.where(kept(row, 0, scalars, seq, stream, THRESHOLD, BR, BC), d * SCALE, 0.0)
+        if narrow is not None:
+            tl.store(narrow + i, d, mask=mask)
+        if DNEXT:
+            nexts += tl.sum(d, 0)
+    COUNT: tl.constexpr = 1 + DBIAS + DNEXT
+    to = partials + tl.program_id(0) * (COUNT * C) + column
+    tl.store(to, weights, mask=inside)
+    if DBIAS:
+        tl.store(to + C, biases, mask=inside)
+    if DNEXT:
+        tl.store(to + (COUNT - 1) * C, nexts, mask=inside)
+
+
+@lowering("layernorm_backward")
+def lower_layernorm_backward(op: Any, c: Lowering) -> None:
+    C, rows = int(op.x.shape[-1]), c.rows(op.x)
+    names = wanted(op, "dweight", "dbias", "dnext")
+    chunks = Chunks(rows, CHUNKS, LEAST)
+    partials = partials_of(c, op.x, len(names), chunks)
+    dropped = "dropout_backward" in [part.name for part in op.sequence]
+    operands = {name: op.inputs[name] for name in ("dy", "x", "weight", "mean", "rstd")} | {
+        "dx": op.dx, "narrow": op.outputs.get("narrow"), "partials": partials, "rows": rows, "per": chunks.per,
+        "seq": (lambda s: s.seq) if dropped else None, "stream": int(op.stream) if dropped else None,
+    }  # fmt: skip
+    assert op.modes["dx"] in ("store", "add"), op.modes
+    BC = max(32, pow2(C))
+    constants = {
+        "C": C, "BR": max(1, 2048 // BC), "BC": BC, "MODE": MODES[op.modes["dx"]],
+        "DBIAS": "dbias" in names, "DNEXT": "dnext" in names,
+        **(dropout_constants(op) if dropped else {"THRESHOLD": None, "SCALE": None}),
+    }  # fmt: skip
+    c.launch(
+        layernorm_backward,
+        operands,
+        constants,
+        grid=lambda s: (chunks.count(s),),
+        writes="dx narrow partials",
+        warps=max(4, BC // 256),
+    )
+    lower_combine(c, partials, names, chunks)
