@@ -42,6 +42,7 @@ def report() -> dict[str, dict[str, Any]]:
         },
         "processor": processor(),
         "memory": memory(),
+        "gpu": gpu(),
         "barellm uses": uses(),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("BARELLM_")},
     }
@@ -76,6 +77,32 @@ def memory() -> dict[str, Any]:
         "limit set by": source,
         "available bytes": available,
         "huge pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+    }
+
+
+def gpu() -> dict[str, Any]:
+    """The GPU that `--device cuda` would use, or what is missing for it."""
+    from barellm.cuda import compile as cuda_compile
+    from barellm.cuda import driver
+    from barellm.errors import UserError
+
+    cubins = list(cuda_compile.cache_folder().glob("*.cubin"))
+    found: dict[str, Any] = {
+        "cuda-bindings": _version("cuda-bindings"),
+        "triton": f"{_version('triton')} (kernels are compiled by {cuda_compile.TRITON})",
+        "cubin cache": f"{cuda_compile.cache_folder()}: {len(cubins)} kernels",
+    }
+    try:
+        device = driver.device()
+    except (UserError, driver.DriverError) as error:
+        return {"device cuda": f"no: {error}", **found}
+    return {
+        "device cuda": device.name,
+        "compute capability": f"{device.arch // 10}.{device.arch % 10}",
+        "multiprocessors": device.sms,
+        "memory bytes": device.nbytes,
+        "driver": f"CUDA {device.driver // 1000}.{device.driver % 1000 // 10}",
+        **found,
     }
 
 

@@ -69,6 +69,9 @@ class Machine:
 
 
 def check_device(device: str) -> None:
+    """UserError for a device that nobody knows, or a GPU that is not here."""
+    if device == "cuda":
+        backend(device).describe()
     if device not in DEVICES:
         raise UserError(f"unknown device {device!r}{nearest(device, DEVICES)} (known: {', '.join(DEVICES)})")
 
