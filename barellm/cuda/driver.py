@@ -111,9 +111,10 @@ class Context:
         cu = bindings()
         self.device = on
         self.handle = call("cuDevicePrimaryCtxRetain", on.handle)
-        self._finish = weakref.finalize(self, _quietly, "cuDevicePrimaryCtxRelease", on.handle)
+        self._release = finalizer(self, "cuDevicePrimaryCtxRelease", on.handle)
         call("cuCtxSetCurrent", self.handle)  # of this thread
         self.stream = call("cuStreamCreate", int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self._destroy = finalizer(self, "cuStreamDestroy", self.stream)
 
     def free_bytes(self) -> int:
         return int(call("cuMemGetInfo")[0])
@@ -122,9 +123,8 @@ class Context:
         call("cuStreamSynchronize", self.stream)
 
     def close(self) -> None:
-        if self._finish.alive:
-            _quietly("cuStreamDestroy", self.stream)
-            self._finish()
+        self._destroy()
+        self._release()
 
 
 class DeviceMemory:
@@ -133,7 +133,7 @@ class DeviceMemory:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.address = int(call("cuMemAlloc", nbytes))
-        self.free = weakref.finalize(self, _quietly, "cuMemFree", self.address)
+        self.free = finalizer(self, "cuMemFree", self.address)
 
     def read(self, start: int, stop: int, stream: Any) -> np.ndarray:
         """A copy of bytes [start, stop), when everything before on the stream is done."""
@@ -161,7 +161,7 @@ class PinnedMemory:
     def __init__(self, nbytes: int) -> None:
         self.address = int(call("cuMemHostAlloc", nbytes, 0))
         self.array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
-        self.free = weakref.finalize(self, _quietly, "cuMemFreeHost", self.address)
+        self.free = finalizer(self, "cuMemFreeHost", self.address)
 
 
 class Event:
@@ -171,7 +171,7 @@ class Event:
         flags = bindings().CUevent_flags
         kind = flags.CU_EVENT_DEFAULT if timed else flags.CU_EVENT_DISABLE_TIMING
         self.handle = call("cuEventCreate", int(kind))
-        weakref.finalize(self, _quietly, "cuEventDestroy", self.handle)
+        finalizer(self, "cuEventDestroy", self.handle)
 
     def record(self, stream: Any) -> None:
         call("cuEventRecord", self.handle, stream)
@@ -206,14 +206,20 @@ class Graph:
             self.handle = call("cuGraphInstantiate", captured, 0)
         finally:
             call("cuGraphDestroy", captured)
-        self.free = weakref.finalize(self, _quietly, "cuGraphExecDestroy", self.handle)
+        self.free = finalizer(self, "cuGraphExecDestroy", self.handle)
         call("cuGraphUpload", self.handle, stream)
 
     def launch(self, stream: Any) -> None:
         call("cuGraphLaunch", self.handle, stream)
 
 
-def _quietly(name: str, handle: Any) -> None:
-    """For finalizers, which may run when the driver has already gone."""
-    with suppress(Exception):
-        call(name, handle)
+def finalizer(owner: object, name: str, handle: Any) -> weakref.finalize:
+    """Gives the handle back with a driver function when called, or when nobody has the owner any more; the driver may then have
+    gone already."""
+    function = getattr(bindings(), name)
+
+    def give_back() -> None:
+        with suppress(Exception):
+            function(handle)
+
+    return weakref.finalize(owner, give_back)

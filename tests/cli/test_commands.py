@@ -136,7 +136,7 @@ def test_a_reader_that_goes_away_is_no_error(trained):
 def test_doctor_reports_in_both_forms(capsys):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"software", "processor", "memory", "barellm uses", "environment"}
+    assert set(found) == {"software", "processor", "memory", "gpu", "barellm uses", "environment"}
     assert found["barellm uses"]["threads"] >= 1 and found["memory"]["limit bytes"] > 1 << 20
     assert "BARELLM_CACHE" in found["environment"]
     assert main(["doctor"]) == 0

@@ -25,7 +25,7 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 from tests.cuda.mock import Gpu, layout
-from tests.cuda.specs import CAST
+from tests.cuda.specs import SCALED
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def maps() -> tuple[Lowering, dict[str, Tensor]]:
 
 
 def test_parameters_lie_as_ptxas_lays_them_out(cache):
-    specs = [CAST, maps()[0].launches[0].spec]
+    specs = [SCALED, maps()[0].launches[0].spec]
     for spec, code in compiled(specs, 90, processes=1).items():
         assert code.params == layout(spec.signature), spec
         assert code.cubin[:4] == b"\x7fELF" and code.name == spec.name and code.threads == 128
@@ -128,29 +128,31 @@ def no_compiler(monkeypatch) -> None:
 
 
 def test_what_is_kept_is_found_again_also_in_another_folder(cache, tmp_path, monkeypatch):
-    first = compiled([CAST], 90, processes=1)
+    first = compiled([SCALED], 90, processes=1)
     no_compiler(monkeypatch)
-    assert compiled([CAST], 90, processes=1) == first
+    assert compiled([SCALED], 90, processes=1) == first
     shutil.move(cache, tmp_path / "elsewhere")
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "elsewhere"))
-    assert compiled([CAST], 90, processes=1) == first
-    assert Code.unpacked(first[CAST].packed()) == first[CAST]
+    assert compiled([SCALED], 90, processes=1) == first
+    assert Code.unpacked(first[SCALED].packed()) == first[SCALED]
 
 
 def test_a_torn_file_is_compiled_again_to_the_same_bytes(cache):
-    first = compiled([CAST], 90, processes=1)
+    first = compiled([SCALED], 90, processes=1)
     (path,) = (cache / "cubins").glob("*.cubin")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    assert compiled([CAST], 90, processes=1) == first and path.read_bytes() == whole
+    assert compiled([SCALED], 90, processes=1) == first and path.read_bytes() == whole
 
 
 def test_the_key_has_everything_that_decides_the_code(monkeypatch):
     def keys() -> list[Path]:
-        warps = Spec(CAST.function, CAST.signature, CAST.constants, (("num_stages", 3), ("num_warps", 8)), CAST.aligned)
-        loose = Spec(CAST.function, CAST.signature, CAST.constants, CAST.options, ())
-        block = Spec(CAST.function, CAST.signature, (("BLOCK", 512), ("MODE", 0)), CAST.options, CAST.aligned)
-        return [cuda_compile._path(CAST, 80), *(cuda_compile._path(s, 90) for s in (CAST, warps, loose, block))]
+        warps = Spec(
+            SCALED.function, SCALED.signature, SCALED.constants, (("num_stages", 3), ("num_warps", 8)), SCALED.aligned
+        )
+        loose = Spec(SCALED.function, SCALED.signature, SCALED.constants, SCALED.options, ())
+        block = Spec(SCALED.function, SCALED.signature, (("BLOCK", 512), ("FACTOR", 2)), SCALED.options, SCALED.aligned)
+        return [cuda_compile._path(SCALED, 80), *(cuda_compile._path(s, 90) for s in (SCALED, warps, loose, block))]
 
     before = keys()
     assert len(set(before)) == len(before)
@@ -171,9 +173,9 @@ def test_a_constant_from_another_module_is_part_of_the_key(monkeypatch):
 
 LOAD = """
 import sys
-from tests.cuda.specs import CAST
+from tests.cuda.specs import SCALED
 from barellm.cuda.compile import compiled
-(code,) = compiled([CAST], 90, processes=1).values()
+(code,) = compiled([SCALED], 90, processes=1).values()
 print(len(code.cubin), sorted({m.split(".")[0] for m in sys.modules} & {"triton", "torch", "cuda", "llvmlite"}))
 """
 
@@ -195,14 +197,14 @@ def test_processes_may_compile_the_same_at_once_and_loading_needs_no_compiler(ca
 
 def test_helpers_compile_the_same_bytes(cache):
     blocks = [
-        Spec(CAST.function, CAST.signature, (("BLOCK", n), ("MODE", 0)), CAST.options, CAST.aligned)
+        Spec(SCALED.function, SCALED.signature, (("BLOCK", n), ("FACTOR", 2)), SCALED.options, SCALED.aligned)
         for n in (64, 128, 256, 512)
     ]
     apart = compiled(blocks, 90, processes=3)
     shutil.rmtree(cache)
     assert compiled(blocks, 90, processes=1) == apart
-    job = json.loads(cuda_compile._job(CAST, 90))
-    assert job[:2] == ["barellm.cuda.kernels.elementwise", "cast"]
+    job = json.loads(cuda_compile._job(SCALED, 90))
+    assert job[:2] == ["tests.cuda.specs", "scaled"]
 
 
 @pytest.mark.parametrize(
@@ -216,4 +218,4 @@ def test_another_compiler_or_none_is_refused_where_one_is_needed(cache, monkeypa
 
     monkeypatch.setattr(cuda_compile, "version", version)
     with pytest.raises(UserError, match=text):
-        compiled([CAST], 90, processes=1)
+        compiled([SCALED], 90, processes=1)

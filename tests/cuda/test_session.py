@@ -25,21 +25,25 @@ def gpu(monkeypatch):
 
 
 def programs() -> dict[str, Program]:
-    """y = x rounded to bf16, total += y, and the other way round for another input."""
+    """y = x rounded to bf16, total += row; and the rounding alone, for another shape of x."""
     store = Store()
     dims = Dim("batch", 3), Dim("seq", 8)
     p = Program(store)
     x = p.input("x", (*dims, C), "fp32")
     rounded = p.apply(ops.Cast, x=x, dtype="bf16")
-    p.apply(ops.Cast, into={"y": (store.get("total", (C,), "fp32", "state"), "add")}, x=_row(p), dtype="fp32")
+    into = {"dx": (store.get("total", (C,), "fp32", "state"), "add")}
+    p.apply(ops.GeluBackward, into=into, dy=p.input("row", (C,), "fp32"), x=p.input("far", (C,), "fp32"))  # slope 1
     p.output("y", p.apply(ops.Cast, x=rounded.y, dtype="fp32").y)
     q = Program(store)
     q.output("z", q.apply(ops.Cast, x=q.input("x", (*dims, 3), "fp32"), dtype="bf16").y)
     return {"p": p, "q": q}
 
 
-def _row(p: Program):
-    return p.input("row", (C,), "bf16")
+def opened() -> CudaSession:
+    session = CudaSession(programs())
+    session.write("row", np.zeros(C))
+    session.write("far", np.full(C, 30.0))
+    return session
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -49,8 +53,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 
 def test_runs_of_several_sizes_and_programs(gpu):
-    session = CudaSession(programs())
-    session.write("row", np.zeros(C))
+    session = opened()
     for batch, seq in ((3, 8), (1, 1), (2, 5), (3, 8)):
         x = R.normal(size=(batch, seq, C))
         session.write("x", x)
@@ -67,7 +70,7 @@ def test_runs_of_several_sizes_and_programs(gpu):
 
 def test_inputs_of_queued_runs_are_each_their_own(gpu):
     """The mock copies from pinned memory as late as a GPU might: a buffer that is filled again too early would count twice."""
-    session = CudaSession(programs())
+    session = opened()
     session.write("x", np.ones((1, 1, C)))
     total = np.zeros(C, np.float32)
     for _ in range(7):
@@ -81,8 +84,7 @@ def test_inputs_of_queued_runs_are_each_their_own(gpu):
 
 def test_a_graph_is_captured_once_for_its_sizes_and_few_are_kept(gpu, monkeypatch):
     monkeypatch.setattr(step, "GRAPHS", 2)
-    session = CudaSession(programs())
-    session.write("row", np.zeros(C))
+    session = opened()
 
     def run(seq: int) -> int:
         before = gpu.calls.count("cuLaunchKernelEx")
@@ -95,28 +97,26 @@ def test_a_graph_is_captured_once_for_its_sizes_and_few_are_kept(gpu, monkeypatc
 
 
 def test_a_warm_run_makes_few_driver_calls_and_never_waits(gpu):
-    session = CudaSession(programs())
-    session.write("row", np.zeros(C))
+    session = opened()
     session.write("x", np.ones((2, 8, C)))
     for _ in range(3):
         session.run("p", batch=2, seq=8)
     gpu.calls.clear()
     session.run("p", batch=2, seq=8)
-    assert gpu.calls == ["cuEventSynchronize", *["cuMemcpyHtoDAsync"] * 3, "cuEventRecord", "cuGraphLaunch"]
+    assert gpu.calls == ["cuEventSynchronize", *["cuMemcpyHtoDAsync"] * 4, "cuEventRecord", "cuGraphLaunch"]
 
 
 def test_times_of_ops_are_the_times_of_their_launches(gpu):
-    session = CudaSession(programs())
+    session = opened()
     session.write("row", np.ones(C))
     session.write("x", np.ones((2, 8, C)))
     times = session.timed("p", batch=2, seq=8)
-    assert [op.name for op, _ in times] == ["cast"] * 3 and {ms for _, ms in times} == {LAUNCH_MS}
+    assert [op.name for op, _ in times] == ["cast", "gelu_backward", "cast"] and {ms for _, ms in times} == {LAUNCH_MS}
     assert np.array_equal(session.read("total"), np.ones(C))  # it was a run like any other
 
 
 def test_sizes_beyond_the_plan_and_inputs_of_other_sizes_are_refused(gpu):
-    session = CudaSession(programs())
-    session.write("row", np.zeros(C))
+    session = opened()
     session.write("x", np.ones((2, 8, C)))
     with pytest.raises(ValueError, match="batch is 4, planned for 1 to 3"):
         session.run("p", batch=4, seq=8)
