@@ -17,7 +17,10 @@ LEFT_BYTES = (
     3 << 19
 )  # of a weight gradient's packed block of dy, which streams past the panel from behind the second cache
 CLAIMS = 16  # at least so many claims a weight gradient: enough for many threads, few enough to pack little
+PART_BYTES = 1536  # of a column of a packed panel: longer ones are multiplied in about as long parts
 CHUNK = 2048  # tokens of one weight gradient chunk: part of the result's definition, not a choice
+
+IN_FLIGHT = 6  # multiply-adds in turn that keep a processor about busy
 
 # Vectors a panel -> rows of the tile, by register count: accumulators + panel + one broadcast fit.
 TILES = {32: {3: 8, 2: 12, 4: 6, 1: 24}, 16: {2: 6, 3: 4, 1: 12}}
@@ -29,6 +32,11 @@ class Tile:
 
     rows: int
     vectors: int
+
+    def tail(self) -> Tile:
+        """The least part of it that keeps the multiplier busy: what is left of a block goes in these."""
+        busy = [n for n in range(1, self.rows) if self.rows % n == 0 and n * self.vectors >= IN_FLIGHT]
+        return Tile(min(busy, default=self.rows), self.vectors)
 
     def span(self, isa: ISA) -> int:
         """Columns of the panel that the tile multiplies with."""
@@ -60,6 +68,14 @@ def tiles(isa: ISA, dtype: str) -> list[Tile]:
         return [Tile(amx.ROWS, amx.SPAN // isa.lanes)]
     table = TILES[isa.registers] if isa.fma else {2: 4, 1: 8}  # without fma the product needs a register of its own
     return [Tile(rows, vectors) for vectors, rows in table.items()]
+
+
+def part_of(depth: int, itemsize: int) -> int:
+    """Depth of a product that is packed and multiplied at a time; `itemsize` of a packed element. Sums are kept in fp32 between two
+    parts, so each element is one accumulation chain still. A panel of a whole long depth would leave the second cache, and its
+    columns in a row-major weight displace each other there."""
+    parts = max(1, (depth * itemsize + PART_BYTES // 2) // PART_BYTES)
+    return min(-(-depth // (32 * parts)) * 32, depth)
 
 
 def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:

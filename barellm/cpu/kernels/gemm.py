@@ -5,26 +5,24 @@ A tile of MR rows x NV vectors of accumulators is the inner loop. Its right oper
 (packing.py). Each output element is one accumulation chain over the depth, so its bits do not depend on how the product is cut
 (choices.py).
 
-The arithmetic hides the memory: while a tile is multiplied, the lines that it will write or read and a part of the next panel's
-are prefetched.
+The arithmetic hides the memory: while a tile is multiplied, the lines that it will write or read are prefetched and a part of the
+next panel is packed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.choices import Choice, Tile
+from barellm.cpu.choices import Choice, Tile, part_of
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.packing import pack_interleaved, pack_transposed, paired, panel_bytes
+from barellm.cpu.kernels.packing import LINE, Packing, Panels, beside, interleaved, paired, panel_bytes
+from barellm.cpu.kernels.packing import transposed as transposed_panel
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.cpu.lang.vector import gelu, gelu_slope
-
-LINE = 64  # bytes of a cache line
-AHEAD_ROWS = 256  # the next panel's lines are fetched while the present one goes through so many rows
-
 
 # --- the register tile ---
 
@@ -32,14 +30,18 @@ Left = Callable[[int, Value], Value]  # (row of the tile, unit of depth) -> broa
 
 
 def tile_product(
-    k: KernelBuilder, tile: Tile, left: Left, panel: Pointer, units: Any, pair: bool, *,
-    tail: Left | None = None, ahead: Callable[[Value], None] | None = None,
+    k: KernelBuilder, tile: Tile, left: Left, panel: Pointer, units: Any, pair: bool, *, tail: Left | None = None,
+    ahead: Callable[[Value], None] | None = None, sums: tuple[Value, Pointer] | None = None, ends: Value | None = None,
 ) -> list[list[Value]]:  # fmt: skip
-    """MR x NV accumulators: the sum over `units` of left x panel; `tail` gives the left operand of one unit more. `ahead(r)` is
-    called for each row r of the tile at even distances on the way, to prefetch what comes next: all at once would fill the
-    buffers that the product's own loads wait for."""
-    acc: list[list[Var]] = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.rows)]
+    """MR x NV accumulators: the sum over `units` of left x panel; `tail` gives the left operand of one unit more, where `ends`.
+    `sums`: (whether, from where) they start with what is in memory. `ahead(r)` is called for each row r of the tile at even
+    distances on the way, to prefetch what comes next: all at once would fill the buffers that the product's own loads wait for."""
     lanes = k.lanes
+    acc: list[list[Var]] = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.rows)]
+    if sums is not None:
+        with k.when(sums[0]):
+            for i, x in enumerate(x for row in acc for x in row):
+                x.value = sums[1].load(i * lanes)
 
     def step(u: Value, operand: Left) -> None:
         right = [panel.as_dtype("i32").load_raw(u * (tile.vectors * lanes) + v * lanes) for v in range(tile.vectors)]
@@ -58,20 +60,21 @@ def tile_product(
     else:
         turn = (units + (tile.rows - 1)) // tile.rows
         with k.loop(0, tile.rows) as r:
-            ahead(r)
             start = r * turn
+            ahead(r)
             with k.loop(start, k.min(start + turn, units)) as u:
                 step(u, left)
     if tail is not None:
-        step(k.int(units), tail)
+        with k.when(ends) if ends is not None else nullcontext():
+            step(k.int(units), tail)
     return [[x.value for x in row] for row in acc]
 
 
-def left_rows(k: KernelBuilder, a: Pointer, rows: list[Any], depth: int, pair: bool) -> tuple[Left, int, Left | None]:
-    """The left operand read from row-major memory: (operand, whole units, operand of a last odd one)."""
+def left_rows(k: KernelBuilder, a: Pointer, rows: list[Any], depth: int, pair: bool) -> tuple[Left, Left | None]:
+    """The left operand read from row-major memory: (operand of whole units, operand of a last odd one)."""
     bases = [a.at(row * depth) for row in rows]
     if not pair:
-        return (lambda r, u: k.splat(bases[r].get(u))), depth, None
+        return (lambda r, u: k.splat(bases[r].get(u))), None
 
     def whole(r: int, u: Value) -> Value:
         p = bases[r].bytes(u << 2)
@@ -81,7 +84,7 @@ def left_rows(k: KernelBuilder, a: Pointer, rows: list[Any], depth: int, pair: b
         p = bases[r].bytes(u << 2)
         return k.splat(k.op("i32", f"zext i16 {k.op('i16', f'load i16, ptr {p.ref}, align 2').ref} to i32"))
 
-    return whole, depth // 2, half if depth % 2 else None
+    return whole, half if depth % 2 else None
 
 
 def block_of(unit: Value, choice: Choice, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
@@ -89,25 +92,6 @@ def block_of(unit: Value, choice: Choice, row_blocks: Any, column_blocks: Any) -
     if choice.order == "rows":
         return unit // column_blocks, unit % column_blocks
     return unit % row_blocks, unit // row_blocks
-
-
-class Ahead:
-    """Prefetches a block of memory, `count` rows of `nbytes` with `stride` bytes between, a few rows at a time into the second
-    cache: as if as many tiles as have AHEAD_ROWS rows did it together."""
-
-    def __init__(self, k: KernelBuilder, block: Pointer, *, count: Any, stride: int, nbytes: int, rows: int) -> None:
-        self.k, self.block, self.count, self.stride, self.nbytes = k, block, k.int(count), stride, nbytes
-        self.step = (self.count + (rows - 1)) // rows if isinstance(count, Value) else -(-count // rows)
-        self.done = k.var(0)
-
-    def fetch(self) -> None:
-        k = self.k
-        first = self.done.value
-        with k.when(first < self.count):
-            with k.loop(first, first + self.step) as i:
-                for line in range(0, self.nbytes, LINE):
-                    k.prefetch(self.block.bytes(i * self.stride + line), near=False)
-            self.done.value = first + self.step
 
 
 def prefetch_row(k: KernelBuilder, p: Pointer, count: int, *, write: bool) -> None:
@@ -134,41 +118,51 @@ def product(
     rows = k.min(k.extent(dims) - row_begin, row_limit)
     span = tile.span(k.isa)
     panels = -(-cols // span)
-    block = k.select(rows < 4 * choice.long_rows, k.int(choice.rows), choice.long_rows)
-    blocks = k.max((rows + block - 1) // block, 0)
-    panel = k.private("i32")
-    tiles = amx.uses_tiles(k.isa, a.dtype)
-    heavy = tiles or epilogue in ("gelu", "gelu_backward")
-    buffer = Pointer(k, k.alloca("float", tile.rows * span), "fp32") if heavy else None
+    part = depth_part(k.isa, a.dtype, depth)
+    parts = -(-depth // part)
+    most = k.select(rows < 4 * choice.long_rows, k.int(choice.rows), choice.long_rows)
+    blocks = k.max((rows + most - 1) // most, 0)
+    block = even_rows(k, rows, blocks, tile)
+    scratch, nbytes = k.private("i32"), panel_bytes(k.isa, a.dtype, part, span)
+    tiles, spare = amx.uses_tiles(k.isa, a.dtype), beside(k.isa, a.dtype)
+    held = None  # sums that are not yet finished: of a tile, or of the whole block where the depth goes in parts
+    if parts > 1:
+        held = scratch.bytes(2 * nbytes).as_dtype("fp32")
+    elif tiles or epilogue in ("gelu", "gelu_backward"):
+        held = Pointer(k, k.alloca("float", tile.rows * span), "fp32")
     if tiles:
         amx.configure(k)
+
+    def pack(into: Pointer, number: Value) -> Packing:
+        """Part number % parts of the depth, of panel number // parts."""
+        col, p = number // parts * span, number % parts
+        length = k.select((p + 1).equals(parts), k.int(depth - (parts - 1) * part), part) if parts > 1 else depth
+        if transposed:
+            w, even = weight.at(p * part), part % 8 == 0 and depth % 8 == 0
+            return transposed_panel(k, into, w, col, cols=cols, stride=depth, depth=length, even=even, span=span)
+        ragged = cols if cols % span else None
+        return interleaved(k, into, weight.at(p * (part * cols)), col, length, stride=cols, width=span, cols=ragged)
+
+    two = Panels(k, scratch, nbytes, pack)
 
     with k.claim_each(blocks * panels) as unit:
         row_block, panel_index = block_of(unit, choice, blocks, panels)
         col = panel_index * span
         first = row_block * block
         last = k.min(first + block, rows)
-        beyond = k.select(panel_index + 1 < panels, col + span, 0)  # the next unit's panel
-        if transposed:
-            pack_transposed(k, panel, weight, col, cols=cols, depth=depth, tile=tile)
-            lines = -(-span * depth * weight.itemsize // LINE)
-            following = Ahead(k, weight.at(beyond * depth), count=lines, stride=LINE, nbytes=LINE, rows=AHEAD_ROWS)
-        else:
-            ragged = cols if cols % span else None
-            pack_interleaved(k, panel, weight, col, depth, stride=cols, width=span, cols=ragged)
-            size = weight.itemsize
-            following = Ahead(
-                k, weight.at(beyond), count=depth, stride=cols * size, nbytes=span * size, rows=AHEAD_ROWS
-            )
-        if tiles:
-            amx.pad_panel(k, panel, depth)
+        whole = last - (last - first) % tile.rows
         masks = [k.mask_first(cols - col - v * k.lanes) if cols % span else None for v in range(tile.vectors)]
-        biases = [bias.load(col + v * k.lanes, masks[v]) if bias is not None else None for v in range(tile.vectors)]
+
+        def bias_of(v: int) -> Value | None:
+            return bias.load(col + v * k.lanes, masks[v]) if bias is not None else None
+
+        biases = [None if held is not None else bias_of(v) for v in range(tile.vectors)]
 
         def finish(row: Value, v: int, x: Value) -> None:
             at = row * cols + col + v * k.lanes
-            if biases[v] is not None:
-                x = x + biases[v]
+            b = bias_of(v) if held is not None else biases[v]
+            if b is not None:
+                x = x + b
             if epilogue == "gelu":
                 second.store(x, at, masks[v])
                 x = gelu(k, x, out.dtype)
@@ -180,50 +174,116 @@ def product(
                 x = x + out.load(at, masks[v])
             out.store(x, at, masks[v])
 
-        def emit(row: Value, count: Value | None) -> None:
-            def ahead(r: Value) -> None:
-                at = (row + r) * cols + col
-                for p, write in ((out, True), (second, True), (other, False)):
-                    if p is not None:
-                        prefetch_row(k, p.at(at), span, write=write)
-                following.fetch()
+        def held_row(row: Value, r: Any) -> Pointer:
+            """Where the sums of row `row` + r are held."""
+            return held.at(((row - first) + r if parts > 1 else k.int(r)) * span)
 
-            sums: list[list[Value]] = []
-            if tiles and buffer is not None:
-                copied = panel.bytes(panel_bytes(k.isa, a.dtype, depth, span))
-                amx.multiply_rows(k, buffer, a.at(row * depth), count, panel, copied, depth=depth)
-            else:
-                # A tile that hangs over the last row computes it again and stores nothing there.
-                indices = [i if count is None else k.min(k.int(i), count - 1) for i in range(tile.rows)]
-                left, units, tail = left_rows(k, a.at(row * depth), indices, depth, pair)
-                before = ahead if count is None else None
-                sums = tile_product(k, tile, left, panel, units, pair, tail=tail, ahead=before)
-            if buffer is not None:
-                for r, values in enumerate(sums):
-                    for v, x in enumerate(values):
-                        buffer.store(x, r * span + v * k.lanes)
-                with k.loop(0, tile.rows if count is None else count) as r:
-                    for v in range(tile.vectors):
-                        finish(row + r, v, buffer.load(r * span + v * k.lanes))
-                return
-            for r in range(tile.rows):
-                if count is None:
-                    for v in range(tile.vectors):
-                        finish(row + r, v, sums[r][v])
+        def finish_row(row: Value, r: Any) -> None:
+            for v in range(tile.vectors):
+                finish(row + r, v, held_row(row, r).load(v * k.lanes))
+
+        def multiply(p: Value) -> None:
+            ends = (p + 1).equals(parts) if parts > 1 else None
+            length = k.select(ends, k.int(depth - (parts - 1) * part), part) if parts > 1 else depth
+            number = panel_index * parts + p
+            panel = two.take(number)
+            if tiles:
+                amx.pad_panel(k, panel, depth)
+            if spare:
+                _, after = block_of(unit + 1, choice, blocks, panels)
+                wanted, after = unit + 1 < blocks * panels, after * parts
+                if ends is not None:
+                    wanted, after = wanted | (p + 1 < parts), k.select(ends, after, number + 1)
+                two.follow(after, wanted, whole - first)
+            left_part = a.at(p * part)
+            waiting = k.var(-1)  # the row of the tile whose sums are held and finished while the next is multiplied
+
+            def emit(row: Value, small: Tile, count: Value | None) -> None:
+                """The product of a tile of rows, or of `count` < small.rows: what hangs over computes the last row again."""
+
+                def ahead(r: Value) -> None:
+                    if held is not None and spare:
+                        with k.when(waiting.value >= 0):
+                            finish_row(waiting.value, r)
+                    with k.when(ends) if ends is not None else nullcontext():
+                        at = (row + r) * cols + col
+                        for q, write in ((out, True), (second, True), (other, False)):
+                            if q is not None:
+                                prefetch_row(k, q.at(at), span, write=write)
+                    if spare:
+                        two.some()
+
+                sums: list[list[Value]] = []
+                if tiles:
+                    copied = scratch.bytes(2 * nbytes)
+                    amx.multiply_rows(k, held, a.at(row * depth), count, panel, copied, depth=depth)
                 else:
-                    with k.when(k.int(r) < count):
+                    indices = [i if count is None else k.min(k.int(i), count - 1) for i in range(small.rows)]
+                    left, tail = left_rows(k, left_part.at(row * depth), indices, depth, pair)
+                    sums = tile_product(
+                        k,
+                        small,
+                        left,
+                        panel,
+                        length // 2 if pair else length,
+                        pair,
+                        tail=tail,
+                        ahead=ahead if count is None else None,
+                        sums=(p > 0, held_row(row, 0)) if parts > 1 else None,
+                        ends=ends,
+                    )
+                if held is not None:
+                    for r, values in enumerate(sums):
+                        for v, x in enumerate(values):
+                            held_row(row, 0).store(x, r * span + v * k.lanes)
+                    if count is not None or not spare:
+                        many = tile.rows if count is None else count
+                        with k.loop(0, many if ends is None else k.select(ends, k.int(many), 0)) as r:
+                            finish_row(row, r)
+                    else:
+                        waiting.value = k.select(ends, row, -1) if ends is not None else row
+                    return
+                for r in range(small.rows):
+                    with k.when(k.int(r) < count) if count is not None else nullcontext():
                         for v in range(tile.vectors):
                             finish(row + r, v, sums[r][v])
 
-        whole = last - (last - first) % tile.rows
-        with k.loop(first, whole, tile.rows) as row:
-            emit(row, None)
-        with k.when(whole < last):
-            emit(whole, last - whole)
+            with k.loop(first, whole, tile.rows) as row:
+                emit(row, tile, None)
+            if spare:
+                two.followed()
+            if spare and held is not None:
+                with k.when(waiting.value >= 0), k.loop(0, tile.rows) as r:
+                    finish_row(waiting.value, r)
+            small = tile if tiles else tile.tail()
+            with k.loop(whole, last, small.rows) as row:
+                emit(row, small, k.min(last - row, small.rows))
+
+        if parts > 1:
+            with k.loop(0, parts) as p:
+                multiply(p)
+        else:
+            multiply(k.int(0))
     if tiles:
         amx.release(k)
 
 
+def depth_part(isa: ISA, dtype: str, depth: int) -> int:
+    """Depth that is packed and multiplied at a time; tile registers take all of it."""
+    return depth if amx.uses_tiles(isa, dtype) else part_of(depth, 2 if paired(isa, dtype) else 4)
+
+
+def even_rows(k: KernelBuilder, rows: Value, blocks: Value, tile: Tile) -> Value:
+    """Rows of each of `blocks` blocks, a multiple of the tile's: as even as can be."""
+    many = k.max(blocks, 1) * tile.rows
+    return (rows + (many - 1)) // many * tile.rows
+
+
 def product_private(isa: ISA, dtype: str, depth: int, choice: Choice) -> int:
-    copied = amx.left_bytes(depth) if amx.uses_tiles(isa, dtype) else 0
-    return panel_bytes(isa, dtype, depth, choice.tile.span(isa)) + copied
+    """Bytes: two packed panels; the copied left operand of AMX, or the sums of a block between two parts of the depth."""
+    part, span = depth_part(isa, dtype, depth), choice.tile.span(isa)
+    if amx.uses_tiles(isa, dtype):
+        rest = amx.left_bytes(depth)
+    else:
+        rest = 4 * max(choice.rows, choice.long_rows) * span if part < depth else 0
+    return 2 * panel_bytes(isa, dtype, part, span) + rest

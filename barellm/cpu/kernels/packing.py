@@ -6,14 +6,17 @@ A panel of NV vectors of columns is [depth][NV][lanes]; with a bf16 dot instruct
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from barellm.cpu.choices import Tile
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
 from barellm.cpu.lang import Pointer, Value
-from barellm.cpu.lang.vector import transpose
+from barellm.cpu.lang.vector import transpose_groups
+
+LINE = 64  # bytes of a cache line
+NEAR, FAR = 4, 64  # so many chunks earlier their lines are fetched into the first cache and into the second
 
 
 def paired(isa: ISA, dtype: str) -> bool:
@@ -29,89 +32,178 @@ def panel_bytes(isa: ISA, dtype: str, depth: int, width: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-def load_units(k: KernelBuilder, p: Pointer, index: Any, pair: bool) -> Value:
-    """`lanes` units of the packed form as i32: pairs of bf16 as they lie in memory, or fp32."""
-    if pair:
-        return k.op(k.ivec, f"load {k.ivec}, ptr {p.at(index).ref}, align 2")
-    return k.bitcast(p.load(index), k.ivec)
+class Packing:
+    """A panel that is packed a chunk at a time, all at once or while tiles are multiplied: beside their multiply-adds the moves and
+    shuffles cost next to nothing, and memory is waited for by nobody."""
+
+    def __init__(self, k: KernelBuilder, count: Any, chunk: Callable[[Value], None], rest: Callable[[], None]) -> None:
+        """`chunk(i)` packs one of `count`, `rest()` what is not a whole one."""
+        self.k, self.count, self.chunk, self.rest = k, k.int(count), chunk, rest
+
+    def at_once(self) -> None:
+        with self.k.loop(0, self.count) as i:
+            self.chunk(i)
+        self.rest()
+
+    def spread(self, turns: Value, wanted: Value) -> None:
+        """To be done in `turns` calls of `some`, or none at all unless `wanted`."""
+        self.count = self.k.select(wanted, self.count, 0)
+        self.done, self.step = self.k.var(0), (self.count + turns - 1) // self.k.max(turns, 1)
+
+    def some(self) -> None:
+        k = self.k
+        first = self.done.value
+        self.done.value = k.min(first + self.step, self.count)
+        with k.loop(first, self.done.value) as i:
+            self.chunk(i)
 
 
-def pack_transposed(
-    k: KernelBuilder, panel: Pointer, w: Pointer, col: Value, *, cols: int, depth: int, tile: Tile
-) -> None:
-    """Panel columns `col`... of w (cols, depth): squares of lanes x lanes units are transposed in registers. Columns beyond the
+def beside(isa: ISA, dtype: str) -> bool:
+    """Whether a tile leaves registers for packing and finishing others while it is multiplied."""
+    return isa.registers == 32 and not amx.uses_tiles(isa, dtype)
+
+
+class Panels:
+    """Two panels in a thread's scratch: one is multiplied while the other is packed. `pack(where, number)` says how; a number
+    stands for what is in a panel, -1 for nothing."""
+
+    def __init__(self, k: KernelBuilder, at: Pointer, nbytes: int, pack: Callable[[Pointer, Value], Packing]) -> None:
+        self.k, self.at, self.nbytes, self.pack = k, at, nbytes, pack
+        self.place, self.have, self.ready = k.var(0), k.var(-1), k.var(-1)
+
+    def _other(self) -> Pointer:
+        return self.at.bytes(self.nbytes - self.place.value)
+
+    def take(self, number: Value) -> Pointer:
+        """The panel to multiply with, packed now unless it is there."""
+        k = self.k
+        with k.when(self.have.value.differs(number)):
+            with k.when(self.ready.value.differs(number)):
+                self.pack(self._other(), number).at_once()
+            self.place.value = self.nbytes - self.place.value
+            self.have.value, self.ready.value = number, -1
+        return self.at.bytes(self.place.value)
+
+    def follow(self, number: Value, wanted: Value, turns: Value) -> None:
+        """The next panel, where it is `wanted`, is packed in the next `turns` calls of `some`; then `followed` must be called."""
+        self.next, self.wanted = number, wanted & (turns > 0) & number.differs(self.have.value)
+        self.packing = self.pack(self._other(), number)
+        self.packing.spread(turns, self.wanted)
+
+    def some(self) -> None:
+        self.packing.some()
+
+    def followed(self) -> None:
+        with self.k.when(self.wanted):
+            self.packing.rest()
+            self.ready.value = self.next
+
+
+def transposed(
+    k: KernelBuilder,
+    panel: Pointer,
+    w: Pointer,
+    col: Value,
+    *,
+    cols: int,
+    stride: int,
+    depth: Any,
+    even: bool,
+    span: int,
+) -> Packing:
+    """Panel columns `col`... of w (cols, stride), `depth` of each; `even`: always a whole number of chunks. A chunk is 4 units of
+    `lanes` columns: 16 bytes of each become groups of vectors, and in each group 4 x 4 units are transposed. Columns beyond the
     last repeat it: their products are computed and never stored."""
     pair = paired(k.isa, w.dtype)
-    unit = 2 if pair else 1
-    step = k.lanes * unit
-    units = -(-depth // unit)
-    hangs_over = cols % (tile.vectors * k.lanes) != 0
-    lanes, span = k.lanes, tile.vectors * k.lanes
-    whole = depth - depth % step
-    with k.loop(0, span, lanes) as offset:  # not unrolled: one square is a quarter of a product's compile time
+    lanes, elements = k.lanes, 8 if pair else 4
+    hangs_over = cols % span != 0
+    out = panel.as_dtype("i32")
+    each = depth // elements
 
-        def square(d: Any, used: int) -> None:
-            rows = []
-            for i in range(lanes):
-                row = col + offset + i
-                if hangs_over:
-                    row = k.min(row, cols - 1)
-                at = w.at(row * depth)
-                if isinstance(d, Value):
-                    rows.append(load_units(k, at, d, pair))
-                elif pair:
-                    rows.append(k.bitcast(tail_pairs(k, at, d, depth - d), k.ivec))
-                else:
-                    rows.append(k.bitcast(at.load(d, k.mask_first(depth - d)), k.ivec))
-            first = k.int(d) // unit if isinstance(d, Value) else k.int(d // unit)
-            for i, row in enumerate(transpose(k, rows)[:used]):
-                panel.as_dtype("i32").store_raw(row, (first + i) * span + offset)
+    def row(i: Any) -> Pointer:
+        return w.at((k.min(col + i, cols - 1) if hangs_over else col + i) * stride)
 
-        if whole:
-            with k.loop(0, whole, step) as d:
-                square(d, lanes)
-        if depth % step:
-            square(whole, units - whole // unit)
+    def chunk(i: Value) -> None:
+        c, d = i // each * lanes, i % each * elements
+        for lead, near in ((NEAR, True), (FAR, False)):
+            j = i + lead
+            later = w.at((col + j // each * lanes + i % 4 * (lanes // 4)) * stride + j % each * elements)
+            for r in range(lanes // 4):  # a line has four chunks, and each fetches a quarter of the lines
+                k.prefetch(later.at(r * stride), near=near)
+        four = [k.concat([_units(k, row(c + (r + g)).at(d), pair) for g in range(0, lanes, 4)]) for r in range(4)]
+        for u, vector in enumerate(transpose_groups(k, four)):
+            out.store_raw(vector, (d // (elements // 4) + u) * span + c)
+
+    def rest() -> None:
+        if even:
+            return
+        with k.loop(0, span) as c, k.loop(each * elements, depth, 2 if pair else 1) as d:
+            p = row(c).at(d)
+            if not pair:
+                value = k.op("i32", f"bitcast float {p.get().ref} to i32")
+            else:
+                half = k.var(k.op("i32", f"zext i16 {k.op('i16', f'load i16, ptr {p.ref}, align 2').ref} to i32"))
+                with k.when(d + 1 < depth):
+                    half.value = k.op("i32", f"load i32, ptr {p.ref}, align 2")
+                value = half.value
+            target = out.at((d // (2 if pair else 1)) * span + c)
+            k.line(f"store {value.typed}, ptr {target.ref}, align 4")
+
+    return Packing(k, each * (span // lanes), chunk, rest)
 
 
-def tail_pairs(k: KernelBuilder, p: Pointer, start: int, count: int) -> Value:
-    """`count` < 2 * lanes bf16 from `start`, zeros after them, as a vector of 2 * lanes i16."""
-    parts = [p.load_raw(start + h, k.mask_first(max(0, min(k.lanes, count - h)))) for h in (0, k.lanes)]
-    return k.concat(parts)
+def _units(k: KernelBuilder, p: Pointer, pair: bool) -> Value:
+    """4 units of the packed form as i32: pairs of bf16 as they lie in memory, or fp32."""
+    if pair or p.dtype == "fp32":
+        return k.op("<4 x i32>", f"load <4 x i32>, ptr {p.ref}, align {p.itemsize}")
+    half = k.op("<4 x i16>", f"load <4 x i16>, ptr {p.ref}, align 2")
+    return k.op("<4 x i32>", f"zext {half.typed} to <4 x i32>") << 16
 
 
-def pack_interleaved(
+def interleaved(
     k: KernelBuilder, block: Pointer, b: Pointer, col: Any, depth: Any, *, stride: int, width: int, cols: int | None
-) -> None:
-    """Rows 0... of b (depth, stride), columns `col`... + width, with two depth rows woven into pairs where the ISA wants them.
-    `cols` is the column count where the block may hang over it, None where it cannot; what hangs over becomes zero."""
+) -> Packing:
+    """Rows 0... of b (depth, stride), columns `col`... + width, with two depth rows woven into pairs where the ISA wants them: a
+    chunk. `cols` is the column count where the block may hang over it, None where it cannot; what hangs over becomes zero."""
     pair = paired(k.isa, b.dtype)
     lanes = k.lanes
+    depth = k.int(depth)
+    vectors = range(0, width, lanes)
+    weave = [x for i in range(lanes) for x in (i, lanes + i)]
 
     def load(row: Any, v: int) -> Value:
         mask = None if cols is None else k.mask_first(cols - (col + v))
         p = b.at(row * stride + col)
         return p.load_raw(v, mask) if pair else p.load(v, mask)
 
-    vectors = range(0, width, lanes)
-    weave = [x for i in range(lanes) for x in (i, lanes + i)]
-    if not pair:
-        with k.loop(0, depth) as d:
-            for v in vectors:
-                block.as_dtype("fp32").store(load(d, v), d * width + v)
-        return
-    depth = k.int(depth)
-    out = block.as_dtype("i32")
+    def fetch(row: Value) -> None:
+        for lead, near in ((NEAR, True), (FAR, False)):
+            for line in range(0, width * b.itemsize, LINE):
+                k.prefetch(b.at((row + lead) * stride + col).bytes(line), near=near)
 
     def put(d: Value, v: int, even: Value, odd: Value) -> None:
-        out.store_raw(k.bitcast(k.shuffle(even, odd, weave), k.ivec), (d >> 1) * width + v)
+        woven = k.bitcast(k.shuffle(even, odd, weave), k.ivec)
+        block.as_dtype("i32").store_raw(woven, (d >> 1) * width + v)
 
-    with k.loop(0, depth - depth % 2, 2) as d:
+    def chunk(i: Value) -> None:
+        if not pair:
+            fetch(i)
+            for v in vectors:
+                block.as_dtype("fp32").store(load(i, v), i * width + v)
+            return
+        d = i << 1
+        fetch(d)
+        fetch(d + 1)
         for v in vectors:
             put(d, v, load(d, v), load(d + 1, v))
-    with k.when((depth % 2).differs(0)):
-        for v in vectors:
-            put(depth - 1, v, load(depth - 1, v), k.const(0, f"<{lanes} x i16>"))
+
+    def rest() -> None:
+        if pair:
+            with k.when((depth & 1).differs(0)):
+                for v in vectors:
+                    put(depth - 1, v, load(depth - 1, v), k.const(0, f"<{lanes} x i16>"))
+
+    return Packing(k, depth >> 1 if pair else depth, chunk, rest)
 
 
 def pack_tiles(

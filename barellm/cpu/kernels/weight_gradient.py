@@ -12,8 +12,8 @@ from barellm.cpu.choices import CHUNK, Choice
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.gemm import AHEAD_ROWS, Ahead, block_of, prefetch_row, tile_product
-from barellm.cpu.kernels.packing import pack_interleaved, pack_tiles, paired, panel_bytes
+from barellm.cpu.kernels.gemm import block_of, prefetch_row, tile_product
+from barellm.cpu.kernels.packing import Packing, Panels, beside, interleaved, pack_tiles, paired, panel_bytes
 from barellm.cpu.lang import Pointer, Value
 
 NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the cache anyway
@@ -29,8 +29,8 @@ def weight_gradient(
     span = tile.span(k.isa)
     packed = _packed(k.isa, choice)
     tokens = k.min(k.extent(dims) - row_begin, row_limit)
-    panel = k.private("i32")
-    left_block = panel.bytes(panel_bytes(k.isa, dy.dtype, CHUNK, span))
+    scratch, nbytes = k.private("i32"), panel_bytes(k.isa, dy.dtype, CHUNK, span)
+    left_block = scratch.bytes(2 * nbytes)
     keep = k.keep(mode)
     row_blocks, column_blocks = -(-N // height), -(-K // columns)
     nontemporal = N * K * 4 >= NONTEMPORAL and K % span == 0 and mode != "add"
@@ -39,6 +39,14 @@ def weight_gradient(
     if amx.uses_tiles(k.isa, dy.dtype):
         buffer = Pointer(k, k.alloca("float", tile.rows * span), "fp32")
         amx.configure(k)
+
+    def pack(into: Pointer, number: Value) -> Packing:
+        """Columns number % K of the chunk of tokens that starts at number // K."""
+        t, col = number // K, number % K
+        ragged = K if K % span else None
+        return interleaved(k, into, x.at(t * K), col, k.min(tokens - t, CHUNK), stride=K, width=span, cols=ragged)
+
+    two, spare = Panels(k, scratch, nbytes, pack), beside(k.isa, dy.dtype)
 
     with k.when(tokens > 0), k.claim_each(row_blocks * column_blocks) as unit:
         row_block, column_block = block_of(unit, choice, row_blocks, column_blocks)
@@ -57,12 +65,18 @@ def weight_gradient(
                     pack_tiles(k, left_block, dy.at(t * N), n0, n1, depth, stride=N, rows=tile.rows, cols=N)
             again = t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
             with k.loop(k0, k1, span) as col:
-                pack_interleaved(k, panel, x.at(t * K), col, depth, stride=K, width=span, cols=K if K % span else None)
+                number = t * K + col
+                panel = two.take(number)
                 if buffer is not None:
                     amx.pad_panel(k, panel, depth)
-                beyond = k.select(col + span < k1, col + span, k0)
-                row_bytes = {"stride": K * x.itemsize, "nbytes": span * x.itemsize}
-                following = Ahead(k, x.at(t * K + beyond), count=depth, rows=min(height, AHEAD_ROWS), **row_bytes)
+                if spare:
+                    same, more = col + span < k1, t + CHUNK < tokens
+                    _, after = block_of(unit + 1, choice, row_blocks, column_blocks)
+                    after = k.select(more, (t + CHUNK) * K + k0, after * columns)
+                    after = k.select(same, number + span, after)
+                    two.follow(
+                        after, same | more | (unit + 1 < row_blocks * column_blocks), (n1 - n0) // tile.rows * tile.rows
+                    )
                 masks = [k.mask_first(K - col - v * k.lanes) if K % span else None for v in range(tile.vectors)]
                 with k.loop(n0, n1, tile.rows) as row:
                     base = left_block.at((row - n0) * units)
@@ -72,14 +86,15 @@ def weight_gradient(
                         p = base.bytes(u * (tile.rows * 4) + 4 * r)
                         return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
 
-                    def ahead(r: Value, row: Value = row, col: Value = col, following: Ahead = following) -> None:
+                    def ahead(r: Value, row: Value = row, col: Value = col) -> None:
                         target = dweight.at((row + r) * K + col)
                         if nontemporal:
                             with k.when(again):
                                 prefetch_row(k, target, span, write=True)
                         else:
                             prefetch_row(k, target, span, write=True)
-                        following.fetch()
+                        if spare:
+                            two.some()
 
                     sums: list[list[Value]] = []
                     if buffer is not None:
@@ -110,6 +125,8 @@ def weight_gradient(
                         put(True)
                     with k.otherwise(again):
                         put(False)
+                if spare:
+                    two.followed()
     if buffer is not None:
         amx.release(k)
 
@@ -122,4 +139,4 @@ def _packed(isa: ISA, choice: Choice) -> int:
 def gradient_private(isa: ISA, dtype: str, tokens: int, choice: Choice) -> int:
     """`tokens`: the most that a run has."""
     left = panel_bytes(isa, dtype, min(tokens, CHUNK), _packed(isa, choice))
-    return panel_bytes(isa, dtype, CHUNK, choice.tile.span(isa)) + left
+    return 2 * panel_bytes(isa, dtype, CHUNK, choice.tile.span(isa)) + left

@@ -121,6 +121,21 @@ def sincos_turn(k: Builder, turn: Value) -> tuple[Value, Value]:
     return k.bitcast(s, k.vec), k.bitcast(c, k.vec)
 
 
+def transpose_groups(k: Builder, four: list[Value]) -> list[Value]:
+    """Four vectors of 32-bit elements, transposed 4 x 4 elements inside each group of 128 bits: columns 0 to 3 of every group."""
+    n = k.lanes
+
+    def weave(a: Value, b: Value, half: int, unit: int) -> Value:
+        """One half of each group of a and b, `unit` elements of either in turn."""
+        h = [2 * half, 2 * half + 1]
+        order = [h[0], n + h[0], h[1], n + h[1]] if unit == 1 else [*h, n + h[0], n + h[1]]
+        return k.shuffle(a, b, [g + i for g in range(0, n, 4) for i in order])
+
+    a, b, c, d = four
+    low, high = [[weave(x, y, half, 1) for x, y in ((a, b), (c, d))] for half in (0, 1)]
+    return [weave(x, y, half, 2) for x, y in (low, high) for half in (0, 1)]
+
+
 def transpose(k: Builder, rows: list[Value]) -> list[Value]:
     """A square of `lanes` vectors of 32-bit elements, transposed: 4 x 4 elements inside each group of 128 bits, then the groups.
 
@@ -128,12 +143,6 @@ def transpose(k: Builder, rows: list[Value]) -> list[Value]:
     general two-vector shuffles; these cost it a third less.
     """
     n = len(rows)
-
-    def weave(a: Value, b: Value, half: int, unit: int) -> Value:
-        """One half of each group of a and b, `unit` elements of either in turn."""
-        h = [2 * half, 2 * half + 1]
-        order = [h[0], n + h[0], h[1], n + h[1]] if unit == 1 else [*h, n + h[0], n + h[1]]
-        return k.shuffle(a, b, [g + i for g in range(0, n, 4) for i in order])
 
     def gather(vectors: list[Value]) -> list[Value]:
         """Group g of every vector, for each g."""
@@ -147,11 +156,7 @@ def transpose(k: Builder, rows: list[Value]) -> list[Value]:
 
         return [x for both in zip(split(0), split(1), strict=True) for x in both]
 
-    columns: list[list[Value]] = []  # of each four rows: columns 0 to 3 of every group
-    for i in range(0, n, 4):
-        a, b, c, d = rows[i : i + 4]
-        low, high = [[weave(x, y, half, 1) for x, y in ((a, b), (c, d))] for half in (0, 1)]
-        columns.append([weave(x, y, half, 2) for x, y in (low, high) for half in (0, 1)])
+    columns = [transpose_groups(k, rows[i : i + 4]) for i in range(0, n, 4)]
     out: list[Value] = [rows[0]] * n
     for i in range(4):
         out[i::4] = gather([four[i] for four in columns])
