@@ -15,15 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from barellm.cpu import compilers, jit, poison
+from barellm.cpu import compilers, jit
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA, host
 from barellm.cpu.kernel import REGISTRY, Call, Lowering, Spec
 from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
+from barellm.cpu.poison import with_poison
 from barellm.cpu.threads import Pool, allowed_cpus, thread_count
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
 from barellm.program.tensor import Tensor
+from barellm.runtime import poison
 from barellm.runtime.arena import ArenaSession, laps, sizes_of
 from barellm.runtime.lowering import LoweredProgram, Region, plan_lowered
 from barellm.runtime.memory import check_fits
@@ -111,7 +113,7 @@ def lower_and_plan(
     calls = {name: low.calls for name, low in lowered.items()}
     if poison.requested():
         calls = {
-            name: poison.with_poison(low.ops, {op: low.of[op].calls for op in low.ops}, made, name)
+            name: with_poison(low.ops, {op: low.of[op].calls for op in low.ops}, made, name)
             for name, low in lowered.items()
         }
     return LoweredPrograms(isa, threads, lowered, made, calls, private)
@@ -154,7 +156,7 @@ class CpuSession(ArenaSession):
         skip = -raw.ctypes.data % HUGE
         self.arena = raw[skip : skip + self.plan.arena_bytes]
         self.base = self.arena.ctypes.data
-        self.guards = poison.Guards(self.arena, self.plan) if poison.requested() else None
+        self.guards = poison.Guards(self, self.plan) if poison.requested() else None
 
     def _compile(self) -> None:
         emitters = {spec.key: partial(spec.ir, self.isa) for spec in self.specs}
@@ -205,6 +207,9 @@ class CpuSession(ArenaSession):
 
     def _get(self, start: int, stop: int) -> np.ndarray:
         return self.arena[start:stop]
+
+    def _fill(self, start: int, stop: int, byte: int) -> None:
+        self.arena[start:stop] = byte
 
     def _set(self, start: int, data: np.ndarray) -> None:
         self.arena[start : start + data.nbytes] = data.reshape(-1).view(np.uint8)

@@ -27,7 +27,7 @@ from barellm.program.builder import Program
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
 from barellm.program.tensor import Tensor
-from barellm.runtime import scalars
+from barellm.runtime import poison, scalars
 from barellm.runtime.arena import ArenaSession, laps, sizes_of
 from barellm.runtime.cgroup import cpu_limit
 from barellm.runtime.lowering import LoweredProgram, Region, plan_lowered
@@ -86,7 +86,19 @@ class LoweredPrograms:
 def lower_and_plan(programs: dict[str, Program], target: Target) -> LoweredPrograms:
     """What a session of `programs` allocates, to the byte, and what it launches."""
     lowered = {name: Lowered(p, target) for name, p in programs.items()}
-    return LoweredPrograms(target, lowered, plan_lowered(lowered, next(iter(programs.values())).store))
+    store = next(iter(programs.values())).store
+    guard = poison.GUARD if poison.requested() else 0
+    return LoweredPrograms(target, lowered, plan_lowered(lowered, store, guard))
+
+
+class Fill:
+    """In debug mode, between launches: the bytes of a tensor that has died."""
+
+    def __init__(self, op: Op, memory: driver.DeviceMemory, start: int, nbytes: int) -> None:
+        self.op, self.memory, self.start, self.nbytes = op, memory, start, nbytes
+
+    def run(self, stream: Any) -> None:
+        self.memory.fill(poison.BYTE, self.start, self.nbytes, stream)
 
 
 class Turn:
@@ -118,6 +130,7 @@ class CudaSession(ArenaSession):
         self.kernels = {spec: Kernel(code, self.device) for spec, code in codes.items()}
         self.seconds["load"] = lap()
         self._map_arena()
+        self.guards = poison.Guards(self, self.plan) if poison.requested() else None
         self._turns = [self._new_turn() for _ in range(2)]
         self._starts = {name: partial(self._start, name) for name, low in self.lowered.items() if low.ops}
         self._graphs: OrderedDict[tuple[str, Sizes], driver.Graph] = OrderedDict()
@@ -154,11 +167,14 @@ class CudaSession(ArenaSession):
     def _address(self, region: Region) -> int:
         return self.base + self.plan.offsets[region.tensor] + region.start
 
-    def _bound(self, program: str, sizes: Sizes) -> list[BoundLaunch]:
-        return [
-            BoundLaunch(launch, self.kernels[launch.spec], sizes, self._address, self._scalars)
-            for launch in self.lowered[program].launches
-        ]
+    def _bound(self, program: str, sizes: Sizes) -> list[BoundLaunch | Fill]:
+        low, dead = self.lowered[program], poison.deaths(self.plan, program) if self.guards else {}
+        bound: list[BoundLaunch | Fill] = []
+        for i, op in enumerate(low.ops):
+            for launch in low.of[op].launches:
+                bound.append(BoundLaunch(launch, self.kernels[launch.spec], sizes, self._address, self._scalars))
+            bound += [Fill(op, self.memory, self._skip + self.plan.offsets[t], t.nbytes) for t in dead.get(i, ())]
+        return bound
 
     def _graph(self, program: str, sizes: Sizes) -> driver.Graph:
         key = program, sizes
@@ -207,7 +223,7 @@ class CudaSession(ArenaSession):
 
     def timed(self, program: str, **values: Any) -> list[tuple[Op, float]]:
         """A run, with the milliseconds that the GPU spent on each launch and the op that it is for, in their order."""
-        bound: list[BoundLaunch] = []
+        bound: list[BoundLaunch | Fill] = []
         events: list[driver.Event] = []
 
         def mark() -> None:
@@ -275,6 +291,9 @@ class CudaSession(ArenaSession):
 
     def _get(self, start: int, stop: int) -> np.ndarray:
         return self.memory.read(self._skip + start, self._skip + stop, self.stream)
+
+    def _fill(self, start: int, stop: int, byte: int) -> None:
+        self.memory.fill(byte, self._skip + start, stop - start, self.stream)
 
     def _set(self, start: int, data: np.ndarray) -> None:
         self.memory.write(self._skip + start, data, self.stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +13,8 @@ from barellm.program.builder import Program
 from barellm.program.planner import Plan
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime import scalars
+from barellm.runtime.poison import Guards
 from barellm.runtime.storage import dtype_of, from_memory, join_split, split_fp32, to_memory
-
-
-class Watch(Protocol):
-    """What looks at the arena before and after a run (debug mode)."""
-
-    def prepare(self, program: str) -> None: ...
-    def check(self, program: str) -> None: ...
 
 
 class ArenaSession:
@@ -33,7 +27,7 @@ class ArenaSession:
     def __init__(self, programs: Mapping[str, Program], plan: Plan) -> None:
         self.programs, self.plan = programs, plan
         self.tensors: dict[str, Tensor] = dict(next(iter(programs.values())).store.tensors)
-        self.guards: Watch | None = None
+        self.guards: Guards | None = None  # in debug mode
         self._block = ScalarBlock()
         self._limits = {name: limits_of(p) for name, p in programs.items()}
         self._staged: dict[str, np.ndarray] = {}
@@ -49,6 +43,10 @@ class ArenaSession:
 
     def _set(self, start: int, data: np.ndarray) -> None:
         """Set bytes of the arena from `start`; `data` is contiguous, of any dtype."""
+        raise NotImplementedError
+
+    def _fill(self, start: int, stop: int, byte: int) -> None:
+        """Set bytes [start, stop) of the arena to one value."""
         raise NotImplementedError
 
     # --- running ---
