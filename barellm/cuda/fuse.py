@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from barellm.program.fusion import Fusion
-from barellm.runtime.fusions import CLASSIFIER, PRODUCTS
+from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, PRODUCTS, layernorm_backward
 
 LONGEST = 4096  # columns of a row whose whole backward pass fits in registers
 
@@ -32,25 +34,14 @@ NORMS: list[Fusion] = [
 ]
 
 
-def _backward(*then: tuple[str, dict[str, str]], **outputs: str) -> Fusion:
-    """Both gradients of a norm, then what reads the one that goes on."""
-    return Fusion(
-        "layernorm_backward",
-        [("layernorm_dx", {}), ("layernorm_dparams", {k: f"0.{k}" for k in ("dy", "x", "mean", "rstd")}), *then],
-        inputs={k: f"0.{k}" for k in ("dy", "x", "weight", "mean", "rstd")},
-        outputs={"dx": "0.dx", "dweight": "1.dweight", "dbias": "1.dbias", **outputs},
-        when=lambda ops: int(ops[0].x.shape[-1]) <= LONGEST,
-    )
-
-
-_DROP, _CAST = ("dropout_backward", {"dy": "0.dx"}), ("cast", {"x": "0.dx"})
+_DROPPED = ("dropout_backward", {"dy": "0.dx"})
 BACKWARD: list[Fusion] = [
-    _backward(_DROP, ("bias_grad", {"dy": "2.dx"}), narrow="2.dx", dnext="3.dbias"),
-    _backward(_DROP, narrow="2.dx"),
-    _backward(("bias_grad", {"dy": "0.dx"}), _CAST, dnext="2.dbias", narrow="3.y"),
-    _backward(_CAST, narrow="2.y"),
-    _backward(("bias_grad", {"dy": "0.dx"}), dnext="2.dbias"),
-    _backward(),
+    replace(row, when=lambda ops: int(ops[0].x.shape[-1]) <= LONGEST)
+    for row in (
+        layernorm_backward(_DROPPED, ("bias_grad", {"dy": "2.dx"}), dropped="2.dx", dx_sum="3.dbias"),
+        layernorm_backward(_DROPPED, dropped="2.dx"),
+        *NORMS_BACKWARD,
+    )
 ]
 
 FUSIONS: list[Fusion] = [*NORMS, *BACKWARD, *CLASSIFIER, *PRODUCTS]

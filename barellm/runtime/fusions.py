@@ -1,4 +1,4 @@
-"""Rows of fusion tables that backends share: what a product with a weight takes along."""
+"""Rows of fusion tables that backends share: what a product with a weight, and a LayerNorm's backward pass, take along."""
 
 from __future__ import annotations
 
@@ -61,4 +61,25 @@ PRODUCTS: list[Fusion] = [
         inputs={"dy": "0.dy", "weight": "0.weight", "pre": "1.x"},
         outputs={"dx": "1.dx"},
     ),
+]
+
+
+def layernorm_backward(*then: tuple[str, dict[str, str]], **outputs: str) -> Fusion:
+    """A LayerNorm's gradients in one pass over its input, and the ops `then` that read the residual stream's gradient next."""
+    return Fusion(
+        "layernorm_backward",
+        [("layernorm_dx", {}), ("layernorm_dparams", {k: f"0.{k}" for k in ("dy", "x", "mean", "rstd")}), *then],
+        inputs={k: f"0.{k}" for k in ("dy", "x", "weight", "mean", "rstd")},
+        outputs={"dx": "0.dx", "dweight": "1.dweight", "dbias": "1.dbias", **outputs},
+    )
+
+
+_DX_SUM, _ROUNDED = ("bias_grad", {"dy": "0.dx"}), ("cast", {"x": "0.dx"})
+
+NORMS_BACKWARD: list[Fusion] = [
+    # The bias of the product before, and an operand of products.
+    layernorm_backward(_DX_SUM, _ROUNDED, dx_sum="2.dbias", rounded="3.y"),
+    layernorm_backward(_ROUNDED, rounded="2.y"),
+    layernorm_backward(_DX_SUM, dx_sum="2.dbias"),
+    layernorm_backward(),
 ]

@@ -24,7 +24,7 @@ CHUNKS, LEAST = 512, 8  # four programs for each of 128 processors
 def layernorm_backward(
     dx, narrow, partials, dy, x, weight, mean, rstd, scalars, rows, per, seq, stream,
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-    DBIAS: tl.constexpr, DNEXT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    DBIAS: tl.constexpr, DX_SUM: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """A program walks one chunk of rows, BR at a time, the next ones on their way into shared memory meanwhile. It sums its part of
     dweight, of dbias, and of what the next op's bias gets: the sum of `narrow`, which is dx rounded or dropped out."""
@@ -32,7 +32,7 @@ def layernorm_backward(
     end = tl.minimum(begin + per, rows)
     column = tl.arange(0, BC)
     inside = column < C
-    weights, biases, nexts = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+    weights, biases, sums = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     for first in tl.range(begin, end, BR, num_stages=2):
         row = (first + tl.arange(0, BR)).to(tl.int64)
         live = row < end
@@ -52,33 +52,34 @@ def layernorm_backward(
             d = tl.where(kept(row, 0, scalars, seq, stream, THRESHOLD, BR, BC), d * SCALE, 0.0)
         if narrow is not None:
             tl.store(narrow + i, d, mask=mask)
-        if DNEXT:
-            nexts += tl.sum(d, 0)
-    COUNT: tl.constexpr = 1 + DBIAS + DNEXT
+        if DX_SUM:
+            sums += tl.sum(d, 0)
+    COUNT: tl.constexpr = 1 + DBIAS + DX_SUM
     to = partials + tl.program_id(0) * (COUNT * C) + column
     tl.store(to, weights, mask=inside)
     if DBIAS:
         tl.store(to + C, biases, mask=inside)
-    if DNEXT:
-        tl.store(to + (COUNT - 1) * C, nexts, mask=inside)
+    if DX_SUM:
+        tl.store(to + (COUNT - 1) * C, sums, mask=inside)
 
 
 @lowering("layernorm_backward")
 def lower_layernorm_backward(op: Any, c: Lowering) -> None:
     C, rows = int(op.x.shape[-1]), c.rows(op.x)
-    names = wanted(op, "dweight", "dbias", "dnext")
+    names = wanted(op, "dweight", "dbias", "dx_sum")
     chunks = Chunks(rows, CHUNKS, LEAST)
     partials = partials_of(c, op.x, len(names), chunks)
-    dropped = "dropout_backward" in [part.name for part in op.sequence]
+    dropped = "dropped" in op.outputs
     operands = {name: op.inputs[name] for name in ("dy", "x", "weight", "mean", "rstd")} | {
-        "dx": op.dx, "narrow": op.outputs.get("narrow"), "partials": partials, "rows": rows, "per": chunks.per,
+        "dx": op.dx, "narrow": op.outputs.get("dropped") or op.outputs.get("rounded"), "partials": partials,
+        "rows": rows, "per": chunks.per,
         "seq": (lambda s: s.seq) if dropped else None, "stream": int(op.stream) if dropped else None,
     }  # fmt: skip
     assert op.modes["dx"] in ("store", "add"), op.modes
     BC = max(32, pow2(C))
     constants = {
         "C": C, "BR": max(1, 2048 // BC), "BC": BC, "MODE": MODES[op.modes["dx"]],
-        "DBIAS": "dbias" in names, "DNEXT": "dnext" in names,
+        "DBIAS": "dbias" in names, "DX_SUM": "dx_sum" in names,
         **(dropout_constants(op) if dropped else {"THRESHOLD": None, "SCALE": None}),
     }  # fmt: skip
     c.launch(
