@@ -99,6 +99,41 @@ class Exact:
         return np.concatenate([join_heads(x) for x in (dq, dk, dv)], -1)
 
 
+def forward_case(shape, dtype, rate=0.0, scale=1.0) -> dict:
+    """What `check_op` wants for an attention of (batch, length, heads, head size)."""
+    B, T, H, D = shape
+    qkv = stored(scale * normal(B, T, 3 * H * D), dtype)
+    exact = Exact(qkv, H, rate)
+    bounds = {"out": exact.out_bound(dtype), "lse": exact.lse_bound(dtype)}
+    given = {"qkv": tokens(qkv, dtype)}
+    return {"given": given, "bounds": bounds, "scalars": SCALARS, "heads": H, "rate": rate, "stream": 3}
+
+
+def backward_case(shape, dtype, rate=0.0) -> dict:
+    B, T, H, D = shape
+    qkv, dout = stored(normal(B, T, 3 * H * D), dtype), stored(normal(B, T, H * D, seed=2), dtype)
+    exact = Exact(qkv, H, rate)
+    out = stored(join_heads((exact.p * exact.m) @ exact.v), dtype)
+    given = {"qkv": tokens(qkv, dtype), "out": tokens(out, dtype), "dout": tokens(dout, dtype)}
+    given["lse"] = persistent(exact.lse, "fp32", "state")
+    bounds = {"dqkv": exact.dqkv_bound(dtype, dout, out)}
+    return {"given": given, "bounds": bounds, "scalars": SCALARS, "heads": H, "rate": rate, "stream": 3}
+
+
+def cached_case(dtype, *, pos, T, heads, D, length, batch=2) -> dict:
+    C = heads * D
+    caches = {name: normal(batch, length, C, seed=i) for i, name in enumerate(("k_cache", "v_cache"), 5)}
+    qkv = stored(normal(batch, T, 3 * C), dtype)
+    k, v = (stored(c, dtype) for c in caches.values())
+    k[:, pos : pos + T], v[:, pos : pos + T] = qkv[..., C : 2 * C], qkv[..., 2 * C :]
+    q, k, v = (split_heads(x, heads) for x in (qkv[..., :C], k[:, : pos + T], v[:, : pos + T]))
+    s = scores(q, k, pos)
+    p = np.exp(s - log_sum_exp(s)[..., None])
+    bound = join_heads(p @ np.abs(v)) * (HALF_ULP[dtype] + POLYNOMIAL[dtype] + 64 * EPS * (sqrt(D) + sqrt(length)))
+    given = {"qkv": tokens(qkv, dtype)} | {n: persistent(c, dtype, "cache") for n, c in caches.items()}
+    return {"given": given, "bounds": {"out": bound}, "scalars": {"pos": pos}, "heads": heads}
+
+
 def loss_operands(shape, dtype, scale=3.0):
     B, T, V, valid = shape
     r = np.random.default_rng(5)

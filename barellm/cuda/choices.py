@@ -1,4 +1,4 @@
-"""How a matrix product is cut: the tile of a program, and into how many parts the sum over tokens of a weight gradient is split.
+"""How products and attention are cut: the tile of a program, and into how many parts a weight gradient's sum over tokens is split.
 
 A tile changes speed and no bit of the result: each element is one chain over the contraction. The split does change bits, so it
 is a function of the shape alone. Both count programs against WAVE, the multiprocessors of an H100, whatever card is there.
@@ -72,3 +72,56 @@ def splits(tiles: int, rows: int) -> int:
 def most_splits(tiles: int, rows: int) -> int:
     """The largest `splits` of any number of rows up to `rows`."""
     return max(splits(tiles, 1 << i) for i in range(max(rows, 1).bit_length()))
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """`queries` x `keys` scores at a time in one program."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By (role, columns of a head up to): what neither spills nor overflows shared memory. Before sm_90 tensor cores take their
+# operands from registers.
+_ATTENTION = {
+    "fp32": {
+        ("forward", 64): AttentionTile(32, 32, 8, 1),
+        ("forward", 128): AttentionTile(32, 32, 16, 1),
+        ("keys", 64): AttentionTile(32, 32, 8, 1),
+        ("queries", 64): AttentionTile(32, 32, 8, 1),
+        ("queries", 128): AttentionTile(32, 32, 16, 1),
+    },
+    "bf16": {
+        ("forward", 64): AttentionTile(128, 128, 8, 2),
+        ("forward", 128): AttentionTile(128, 64, 8, 2),
+        ("forward", 256): AttentionTile(64, 32, 8, 1),
+        ("keys", 128): AttentionTile(64, 128, 8, 2),
+        ("queries", 128): AttentionTile(128, 64, 8, 2),
+        ("few", 128): AttentionTile(16, 64, 4, 2),
+        ("many", 128): AttentionTile(64, 64, 4, 2),
+    },
+    "bf16 in registers": {
+        ("forward", 64): AttentionTile(128, 64, 8, 3),
+        ("forward", 128): AttentionTile(128, 64, 8, 2),
+        ("forward", 256): AttentionTile(64, 32, 8, 1),
+        ("keys", 64): AttentionTile(64, 128, 8, 2),
+        ("keys", 128): AttentionTile(64, 64, 8, 2),
+        ("queries", 64): AttentionTile(128, 64, 8, 2),
+        ("queries", 128): AttentionTile(64, 64, 8, 2),
+        ("few", 128): AttentionTile(16, 64, 4, 2),
+        ("many", 128): AttentionTile(64, 64, 4, 2),
+    },
+}
+_ANY_HEAD = {"fp32": AttentionTile(16, 16, 8, 1), "bf16": AttentionTile(32, 32, 8, 1)}
+
+
+def attention_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile:
+    """`role`: "forward"; "keys" (dk, dv) and "queries" (dq) of the backward pass; "few" or "many" new tokens over a cache.
+    `head`: padded columns of a head. Blocks of keys are 16 or multiples of 32, for the random bits; in the forward pass and for dq
+    they divide the block of queries."""
+    table = _ATTENTION["bf16 in registers" if dtype == "bf16" and arch < 90 else dtype]
+    fits = [(most, t) for (r, most), t in table.items() if r == role and head <= most]
+    return min(fits, key=lambda row: row[0])[1] if fits else _ANY_HEAD[dtype]

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from math import sqrt
-
 import numpy as np
 import pytest
 
@@ -12,10 +10,9 @@ from barellm.cpu.kernels import attention_backward, attention_forward
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.attention import join_heads, log_sum_exp, scores, split_heads
 from barellm.program.tensor import Dim
-from tests.cases import HALF_ULP, POLYNOMIAL, SCALARS, Exact, normal
-from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, stored, tokens
+from tests.cases import backward_case, cached_case, forward_case, normal
+from tests.cpu.check import ISAS, check_op, isa_named
 
 # (batch, length, heads, head size): length 1, primes, head sizes beside and beyond the vectors' multiples
 SHAPES = [(1, 1, 1, 1), (2, 7, 3, 5), (1, 67, 2, 32), (2, 131, 2, 64), (1, 40, 2, 80), (1, 97, 1, 128)]
@@ -27,23 +24,11 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def check_forward(isa, shape, dtype, rate=0.0, scale=1.0, **more):
-    B, T, H, D = shape
-    qkv = stored(scale * normal(B, T, 3 * H * D), dtype)
-    exact = Exact(qkv, H, rate)
-    bounds = {"out": exact.out_bound(dtype), "lse": exact.lse_bound(dtype)}
-    given = {"qkv": tokens(qkv, dtype)}
-    check_op(ops.Attention, isa, given, bounds=bounds, scalars=SCALARS, heads=H, rate=rate, stream=3, **more)
+    check_op(ops.Attention, isa, **forward_case(shape, dtype, rate, scale), **more)
 
 
 def check_backward(isa, shape, dtype, rate=0.0, **more):
-    B, T, H, D = shape
-    qkv, dout = stored(normal(B, T, 3 * H * D), dtype), stored(normal(B, T, H * D, seed=2), dtype)
-    exact = Exact(qkv, H, rate)
-    out = stored(join_heads((exact.p * exact.m) @ exact.v), dtype)
-    given = {"qkv": tokens(qkv, dtype), "out": tokens(out, dtype), "dout": tokens(dout, dtype)}
-    given["lse"] = persistent(exact.lse, "fp32", "state")
-    bounds = {"dqkv": exact.dqkv_bound(dtype, dout, out)}
-    check_op(ops.AttentionBackward, isa, given, bounds=bounds, scalars=SCALARS, heads=H, rate=rate, stream=3, **more)
+    check_op(ops.AttentionBackward, isa, **backward_case(shape, dtype, rate), **more)
 
 
 @each_isa
@@ -133,18 +118,8 @@ def test_short_sequences_have_the_bits_of_blocks(T, D, monkeypatch):
         np.testing.assert_array_equal(values, theirs[name], err_msg=name)
 
 
-def check_cached(isa, dtype, *, pos, T, heads, D, length, batch=2):
-    C = heads * D
-    caches = {name: normal(batch, length, C, seed=i) for i, name in enumerate(("k_cache", "v_cache"), 5)}
-    qkv = stored(normal(batch, T, 3 * C), dtype)
-    k, v = (stored(c, dtype) for c in caches.values())
-    k[:, pos : pos + T], v[:, pos : pos + T] = qkv[..., C : 2 * C], qkv[..., 2 * C :]
-    q, k, v = (split_heads(x, heads) for x in (qkv[..., :C], k[:, : pos + T], v[:, : pos + T]))
-    s = scores(q, k, pos)
-    p = np.exp(s - log_sum_exp(s)[..., None])
-    bound = join_heads(p @ np.abs(v)) * (HALF_ULP[dtype] + POLYNOMIAL[dtype] + 64 * EPS * (sqrt(D) + sqrt(length)))
-    given = {"qkv": tokens(qkv, dtype)} | {n: persistent(c, dtype, "cache") for n, c in caches.items()}
-    check_op(ops.AttentionCached, isa, given, bounds={"out": bound}, scalars={"pos": pos}, heads=heads)
+def check_cached(isa, dtype, **sizes):
+    check_op(ops.AttentionCached, isa, **cached_case(dtype, **sizes))
 
 
 @each_isa

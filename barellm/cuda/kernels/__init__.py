@@ -1,6 +1,8 @@
 """Kernels, one file per family. Importing the package fills the registry."""
 
 from barellm.cuda.kernels import (
+    attention,
+    attention_cached,
     columns,
     dropout,
     elementwise,
@@ -13,6 +15,8 @@ from barellm.cuda.kernels import (
 )
 
 __all__ = [
+    "attention",
+    "attention_cached",
     "columns",
     "dropout",
     "elementwise",

@@ -1,0 +1,86 @@
+"""Attention, forward, backward and with a cache, interpreted with small blocks, against float64."""
+
+from __future__ import annotations
+
+import pytest
+
+from barellm.cuda.choices import AttentionTile
+from barellm.cuda.kernels import attention, attention_cached
+from barellm.program import ops
+from tests.cases import backward_case, cached_case, forward_case
+from tests.cuda.check import check_op
+
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+# (batch, length, heads, head size): length 1, primes, one more than a block, heads that are and are not a power of two
+SHAPES = [(1, 1, 1, 1), (2, 7, 3, 5), (1, 67, 2, 32), (1, 129, 1, 20), (1, 64, 2, 80)]
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+TILES = {
+    "forward": AttentionTile(64, 32, 4, 1),
+    "keys": AttentionTile(32, 64, 4, 1),
+    "queries": AttentionTile(64, 32, 4, 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(attention, "attention_tile", lambda role, *shape: TILES[role])
+    monkeypatch.setattr(attention_cached, "PART", 48)
+
+
+@each_shape
+@each_dtype
+def test_forward(shape, dtype):
+    check_op(ops.Attention, **forward_case(shape, dtype), plan=(shape[0] + 1, shape[1] + 40))
+
+
+@each_shape
+@each_dtype
+def test_backward(shape, dtype):
+    check_op(ops.AttentionBackward, **backward_case(shape, dtype))
+
+
+def test_keys_in_smaller_blocks_than_queries(monkeypatch):
+    """Then the first queries of a block of keys are before it."""
+    monkeypatch.setitem(TILES, "keys", AttentionTile(64, 32, 4, 1))
+    check_op(ops.AttentionBackward, **backward_case((1, 131, 1, 16), "fp32"))
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 3, 5), (1, 67, 1, 16)], ids=str)
+@each_dtype
+def test_dropout_has_the_bits_of_the_reference(shape, dtype):
+    check_op(ops.Attention, **forward_case(shape, dtype, rate=0.3))
+    check_op(ops.AttentionBackward, **backward_case(shape, dtype, rate=0.3))
+
+
+def test_dropout_in_blocks_of_16_keys(monkeypatch):
+    """They need one of the two words of each call of the generator."""
+    for role in TILES:
+        monkeypatch.setitem(TILES, role, AttentionTile(16, 16, 4, 1))
+    check_op(ops.Attention, **forward_case((1, 35, 1, 16), "fp32", rate=0.3))
+    check_op(ops.AttentionBackward, **backward_case((1, 35, 1, 16), "fp32", rate=0.3))
+
+
+@each_dtype
+def test_large_scores_neither_overflow_nor_lose_the_normalisation(dtype):
+    check_op(ops.Attention, **forward_case((1, 70, 1, 16), dtype, scale=30.0))
+
+
+@each_dtype
+def test_gradient_is_added_to_what_is_there(dtype):
+    check_op(ops.AttentionBackward, **backward_case((1, 35, 2, 24), dtype), modes={"dqkv": "add"})
+
+
+@each_dtype
+@pytest.mark.parametrize("pos, T", [(0, 1), (37, 1), (0, 35), (30, 3), (70, 40), (46, 16), (112, 1)])
+def test_cached(dtype, pos, T):
+    check_op(ops.AttentionCached, **cached_case(dtype, pos=pos, T=T, heads=3, D=5, length=113))
+
+
+@each_dtype
+def test_cached_with_wide_heads(dtype):
+    check_op(ops.AttentionCached, **cached_case(dtype, pos=50, T=1, heads=2, D=80, length=64))
+
+
+def test_fewer_new_tokens_than_planned():
+    for T in (1, 5, 17):
+        check_op(ops.AttentionCached, **cached_case("fp32", pos=60, T=T, heads=2, D=8, length=100), plan=(2, 40))
