@@ -1,10 +1,10 @@
-# Two commands: `make train` and `make test`. Each sets up what it needs; only Python 3.11+ and make must be there.
+# `make train` and `make test` set up what they need; only Python 3.11+ and make must be there.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint oracle clean
+.PHONY: train test lint oracle gpu-check clean
 
 # Into a dated folder under runs/, or into OUT.
 train: $(VENV)/.installed
@@ -22,6 +22,10 @@ lint: $(VENV)/.linted
 	$(BIN)/ruff check barellm tests benchmarks docs
 	$(BIN)/ruff format --check barellm tests benchmarks docs
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# On a machine with a GPU, with that machine's own python3: PyTorch with CUDA, Triton 3.6, cuda-bindings. docs/cuda.md
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check --stages $(or $(STAGES),all) $(if $(OUT),--out $(OUT)) $(GPU_CHECK)
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis

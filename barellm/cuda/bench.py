@@ -44,12 +44,11 @@ def replay_seconds(context: driver.Context, start: Callable[[], None], repeats: 
 
 
 class Bench:
-    """Runs single kernels on this machine's GPU. `nbytes`, `turns`: how much a measurement does."""
+    """Runs single kernels on this machine's GPU."""
 
-    def __init__(self, device: driver.Device | None = None, *, nbytes: int = NBYTES, turns: int = TURNS) -> None:
+    def __init__(self, device: driver.Device | None = None) -> None:
         self.device = device or driver.device()
         self.context = driver.Context(self.device)
-        self.nbytes, self.turns = nbytes, turns
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of all multiprocessors on random numbers: the most that a product of `dtype` can reach at the clock that they
@@ -62,17 +61,17 @@ class Bench:
         pointers = {"a": operands.address, "b": operands.address + noise.nbytes // (rows + cols) * rows}
         constants = {"ROWS": rows, "COLS": cols, "DEPTH": depth}
         kinds = {"out": "*fp32", "a": f"*{dtype}", "b": f"*{dtype}", "turns": "i32"}
-        arguments = pointers | {"out": out.address, "turns": self.turns}
+        arguments = pointers | {"out": out.address, "turns": TURNS}
         best = self._best(machine.peak, kinds, arguments, constants, blocks, warps)
         for memory in (out, operands):
             memory.free()
-        return 2.0 * rows * cols * depth * self.turns * blocks / best
+        return 2.0 * rows * cols * depth * TURNS * blocks / best
 
     def bandwidth(self, mix: tuple[int, int, int]) -> float:
         """Bytes/s of a kernel that of every eight floats reads, writes and updates in place as many as `mix` says; an update counts
         twice."""
         read, write, update = mix
-        n = self.nbytes // (4 * sum(mix)) // BLOCK * BLOCK
+        n = NBYTES // (4 * sum(mix)) // BLOCK * BLOCK
         memory = driver.DeviceMemory(4 * n * (sum(mix) + 1))
         memory.fill(0, 0, memory.nbytes, self.context.stream)
         starts = {"a": 0, "b": read, "c": read + write}

@@ -34,11 +34,11 @@ class Kernel:
         self.code = code
         attribute = driver.bindings().CUfunction_attribute
         self.library = driver.call("cuLibraryLoadData", code.cubin, [], [], 0, [], [], 0)
-        kernel = driver.call("cuLibraryGetKernel", self.library, code.name.encode())
+        self.kernel = driver.call("cuLibraryGetKernel", self.library, code.name.encode())
         if code.shared_bytes > FREE_SHARED_BYTES:
             most = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            driver.call("cuKernelSetAttribute", most, code.shared_bytes, kernel, device.handle)
-        self.function = driver.call("cuKernelGetFunction", kernel)
+            driver.call("cuKernelSetAttribute", most, code.shared_bytes, self.kernel, device.handle)
+        self.function = driver.call("cuKernelGetFunction", self.kernel)
 
 
 class BoundLaunch:

@@ -1,4 +1,4 @@
-"""One op on the CUDA backend against its float64 reference, its launches interpreted: what its kernel tests call."""
+"""One op on the CUDA backend against its float64 reference, its launches interpreted or on a GPU: what its kernel tests call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from barellm.cuda.kernel import Sizes, Target
-from barellm.cuda.step import lower_and_plan
+from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.program.builder import Program
 from barellm.program.ops.base import Op
 from barellm.runtime.arena import ArenaSession
@@ -19,6 +19,7 @@ from tests.cuda import interpreter
 
 __all__ = ["EPS", "ROUNDING", "Given", "InterpretedSession", "check_op", "persistent", "stored", "tokens"]
 
+DEVICE = "interpreter"  # where checks run: conftest.py has the option
 PLAIN = Target(arch=80)  # no TMA, no wgmma: what the interpreter knows
 ALIGN = 512  # of device memory
 
@@ -63,6 +64,30 @@ class InterpretedSession(ArenaSession):
         """Nothing to stop."""
 
 
+class Arena:
+    """The arena of a session on a GPU, as far as a check touches it."""
+
+    def __init__(self, session: CudaSession) -> None:
+        self.session, self.size = session, session.plan.arena_bytes
+
+    def __setitem__(self, where: slice, value: int) -> None:
+        assert where == slice(None)
+        self.session._set(0, np.full(self.size, value, np.uint8))
+
+    def __ne__(self, value: Any) -> Any:
+        return self.session._get(0, self.size) != value
+
+    __hash__ = None  # pyright: ignore
+
+
+class DeviceSession(CudaSession):
+    """Programs of the CUDA backend on a GPU, or on what stands for its driver."""
+
+    @property
+    def arena(self) -> Arena:
+        return Arena(self)
+
+
 def check_op(
     op_type: type[Op],
     given: dict[str, Given],
@@ -75,7 +100,10 @@ def check_op(
     **attrs: Any,
 ) -> dict[str, np.ndarray]:
     """Raises AssertionError with one line that reproduces the failure; gives the outputs. Bits must not depend on the order of
-    blocks. `bounds`: absolute error allowed besides the dtype's rounding; `plan`: planned (batch, seq), else the given."""
+    blocks, on a GPU not on the run. `bounds`: absolute error allowed besides the dtype's rounding; `plan`: planned (batch, seq),
+    else the given."""
     case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars or {}, plan)
+    if DEVICE != "interpreter":  # the GPU decides the target
+        return check_case(case, {"the first run": DeviceSession, "the second": DeviceSession})
     ways = {"blocks forward": False, "blocks backward": True}
     return check_case(case, {name: partial(InterpretedSession, target=target, backward=b) for name, b in ways.items()})

@@ -1,0 +1,250 @@
+"""Stages that look at results: kernels on the device, the launch path, ten steps beside the CPU backend, equal bits, memory errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from barellm import overrides
+from barellm.config import Config, preset
+from barellm.profiling.step import SEED, StepBench
+from barellm.training.machine import open_machine
+from benchmarks.gpu_check.bars import bar, holds
+from benchmarks.gpu_check.stages import Scale
+
+ROOT = Path(__file__).parents[2]
+TINY = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "model.vocab_size": 65, "model.padded_vocab": 65}
+SMALL_TESTS = "test_cast or test_add"  # of the rehearsal: a few of every kind
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
+STEPS = 10
+WORSE, FLOOR = 1.5, 2e-3  # times the CPU's own distance from fp32, and beside it: what bf16 on the GPU may be off
+LOSS_BOUND = 0.02  # nats between bf16 on the GPU and on the CPU, in any of ten steps
+
+
+def model(scale: Scale, *, batch: int = 4, seq: int = 64, dtype: str = "bf16") -> Config:
+    """gpt2-124m, or in a rehearsal next to nothing."""
+    changes = {"train.batch": batch, "train.seq": seq, "train.dtype": dtype}
+    if scale.small:
+        changes |= TINY | {"train.batch": 2, "train.seq": 9}
+    return overrides.changed(preset("gpt2-124m"), changes)
+
+
+def versions(scale: Scale) -> dict[str, Any]:
+    from barellm.cli.doctor import report
+    from barellm.cuda import driver
+    from barellm.cuda.lang import TRITON
+
+    found = report()
+    packages = {name: _version(name) for name in ("torch", "triton", "cuda-bindings", "numpy", "pytest")}
+    gpu = driver.device()
+    tools = {name: shutil.which(name) for name in ("compute-sanitizer", "nvidia-smi", "ncu")}
+    smi = subprocess.run([tools["nvidia-smi"]], capture_output=True, text=True).stdout if tools["nvidia-smi"] else ""
+    print(smi)
+    facts = {"gpu": gpu.name, "arch": gpu.arch, "multiprocessors": gpu.sms, "memory": gpu.nbytes, "driver": gpu.driver}
+    pins = [holds(f"triton is {TRITON}", packages["triton"] == TRITON)]
+    return {"packages": packages, "device": facts, "tools": tools, "doctor": found, "bars": pins}
+
+
+def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def kernels(scale: Scale) -> dict[str, Any]:
+    """The tests of tests/cuda that check an op, on the device; in as many processes as there are cores."""
+    with TemporaryDirectory() as folder:
+        report = Path(folder) / "tests.xml"
+        command = [sys.executable, "-m", "pytest", "tests/cuda", "--device", "mock" if scale.mock else "cuda"]
+        command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
+        command += ["-k", SMALL_TESTS] if scale.small else []
+        if find_spec("xdist"):
+            command += ["-n", str(max(1, min(12, len(os.sched_getaffinity(0)))))]
+        subprocess.run(command, cwd=ROOT)
+        suite = ET.parse(report).getroot().find("testsuite")
+        assert suite is not None
+        counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+        broken = [
+            c.attrib["name"]
+            for c in suite.iter("testcase")
+            if c.find("failure") is not None or c.find("error") is not None
+        ]
+    assert counts["tests"] > counts["skipped"], "no test ran"
+    return counts | {
+        "broken": broken,
+        "bars": [bar("kernel tests that fail", counts["failures"] + counts["errors"], 0, at_most=True)],
+    }
+
+
+def layout(scale: Scale) -> dict[str, Any]:
+    """What the driver says of each loaded kernel's parameters, beside what was read from the PTX."""
+    from barellm.cuda import driver
+
+    wrong, count = [], 0
+    for dtype in ("bf16", "fp32"):
+        with open_machine(model(scale, dtype=dtype), device="cuda") as machine:
+            for spec, kernel in machine.session.kernels.items():
+                count += 1
+                told = _parameters(driver, kernel)
+                read = [(at, nbytes) for at, (nbytes, _) in zip(kernel.code.offsets, kernel.code.params, strict=True)]
+                if told != read:
+                    wrong.append({"kernel": spec.key, "driver": told, "ptx": read})
+    return {
+        "kernels": count,
+        "wrong": wrong,
+        "bars": [bar("kernels with other parameters", len(wrong), 0, at_most=True)],
+    }
+
+
+def _parameters(driver: Any, kernel: Any) -> list[tuple[int, int]]:
+    """(offset, bytes) of each, by cuKernelGetParamInfo, which fails behind the last."""
+    found: list[tuple[int, int]] = []
+    while True:
+        try:
+            at, nbytes = driver.call("cuKernelGetParamInfo", kernel.kernel, len(found))
+        except driver.DriverError:
+            return found
+        found.append((int(at), int(nbytes)))
+
+
+def graph(scale: Scale) -> dict[str, Any]:
+    """Two steps by graphs, two launch by launch, and a replay: equal bits."""
+    digests, losses = {}, {}
+    for kind in ("run", "run_unrolled"):
+        with _bench(model(scale), "cuda") as bench:
+            session = bench.machine.session
+            usual = session.run
+            if kind == "run_unrolled":
+                session.run = session.run_unrolled
+            losses[kind] = [bench.step().loss for _ in range(2)]
+            session.run = usual
+            digests[kind] = session.digest()
+            before = session.read("loss").tobytes()
+            session.replay("micro", batch=bench.train.batch, seq=bench.train.seq)
+            session.synchronize()
+            replayed = session.read("loss").tobytes()
+    same = digests["run"] == digests["run_unrolled"] and losses["run"] == losses["run_unrolled"]
+    return {
+        "digests": digests,
+        "losses": losses,
+        "bars": [
+            holds("a graph's bits are those of single launches", same),
+            holds("a replay after the update gives another loss", before != replayed),
+        ],
+    }
+
+
+@contextmanager
+def _bench(config: Config, device: str):
+    with open_machine(config, device=device) as machine:
+        machine.initialize(SEED)
+        yield StepBench(machine)
+
+
+def equal(scale: Scale) -> dict[str, Any]:
+    """Gradients of the first step and losses of ten, in bf16 on the GPU and on the CPU, held against fp32 on the CPU."""
+    config = model(scale)
+    runs = {
+        "gpu": _run(config, "cuda"),
+        "cpu": _run(config, "cpu"),
+        "fp32": _run(overrides.changed(config, {"train.dtype": "fp32"}), "cpu"),
+    }
+    rows = []
+    for name, truth in runs["fp32"]["gradients"].items():
+        off = {side: _distance(runs[side]["gradients"][name], truth) for side in ("gpu", "cpu")}
+        limit = WORSE * off["cpu"] + FLOOR
+        rows.append({"gradient": name, **off, "limit": limit, "held": off["gpu"] <= limit})
+    losses = {side: r["losses"] for side, r in runs.items()}
+    apart = max(abs(a - b) for a, b in zip(losses["gpu"], losses["cpu"], strict=True))
+    return {
+        "gradients": rows,
+        "losses": losses,
+        "bars": [
+            bar(
+                "gradients further from fp32 than 1.5x the CPU's bf16",
+                sum(not r["held"] for r in rows),
+                0,
+                at_most=True,
+            ),
+            bar(f"losses of {len(losses['gpu'])} steps, GPU and CPU apart", apart, LOSS_BOUND, at_most=True),
+        ],
+    }
+
+
+def _run(config: Config, device: str) -> dict[str, Any]:
+    """The same initial weights and tokens everywhere: both come from seeds, by counter-based bits."""
+    with _bench(config, device) as bench:
+        losses = [bench.step().loss]
+        session = bench.machine.session
+        gradients = {t.name: session.read(t.name) for t in session.tensors.values() if t.role == "gradient"}
+        losses += [bench.step().loss for _ in range(STEPS - 1)]
+    return {"losses": losses, "gradients": gradients}
+
+
+def _distance(a: np.ndarray, truth: np.ndarray) -> float:
+    difference = float(np.linalg.norm(a.astype(np.float64) - truth))
+    return difference / max(float(np.linalg.norm(truth.astype(np.float64))), 1e-30)
+
+
+def determinism(scale: Scale) -> dict[str, Any]:
+    """The same steps in two processes, and once with another order of the inputs' buffers."""
+    found = [_digest(scale) for _ in range(2)]
+    return {"runs": found, "bars": [holds("two processes, equal weights and losses", found[0] == found[1])]}
+
+
+def _digest(scale: Scale) -> dict[str, Any]:
+    if scale.mock:  # which lives in this process
+        with _bench(model(scale), "cuda") as bench:
+            losses = [bench.step().loss for _ in range(2)]
+            return {"losses": losses, "digest": bench.machine.session.digest()}
+    config = overrides.flat(model(scale))
+    changes = [f"--{key}={value}" for key, value in config.items() if value != overrides.flat(preset("gpt2-124m"))[key]]
+    command = [sys.executable, "-m", "barellm", "bench", "step", "gpt2-124m", "--device", "cuda", "--digest", "--json"]
+    done = subprocess.run([*command, "--steps", "5", *changes], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    result = json.loads(done.stdout.splitlines()[-1])
+    return {name: result[name] for name in ("losses", "digest")}
+
+
+def sanitizer(scale: Scale) -> dict[str, Any]:
+    """compute-sanitizer's tools on two steps of a tiny model in both dtypes. initcheck is told by name what it finds: an arena is
+    set to zeros by the driver, so a read of bytes that no kernel wrote is no error to it; memory of the tests is NaN instead."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        return {"skipped": "compute-sanitizer is not on the PATH"}
+    rows, bars = [], []
+    for tool in TOOLS:
+        command = [
+            program,
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "9",
+            sys.executable,
+            "-m",
+            "benchmarks.gpu_check.small_step",
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        print(done.stdout[-4000:], done.stderr[-2000:])
+        counts = [int(a or b) for a, b in ERRORS.findall(done.stdout)]
+        ran = "two steps done" in done.stdout
+        rows.append({"tool": tool, "status": done.returncode, "errors": counts, "ran": ran, "log": done.stdout[-4000:]})
+        bars.append(bar(f"{tool}: errors", sum(counts) if ran and counts else None, 0, at_most=True))
+    return {"tools": rows, "bars": bars}

@@ -1,0 +1,144 @@
+"""Stages that time: steps, products, attention and streaming kernels beside their peers, and the way to the first step.
+
+On the mock driver the same code runs on next to nothing; its times are made up, so no bar is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from barellm.config import Config
+from barellm.profiling import attentions, gemms, peers, turns
+from barellm.profiling import ops as ops_in_place
+from barellm.profiling import step as one_step
+from barellm.profiling.devices import device_bytes
+from benchmarks.gpu_check.bars import bar
+from benchmarks.gpu_check.correct import ROOT, model
+from benchmarks.gpu_check.stages import Scale
+
+BATCHES, SEQ = (32, 64), 1024
+ROUNDS = 3
+FASTER, TOKENS_S, AT_BATCH = 1.15, 550e3, 64  # than torch.compile; on one H200
+OF_CUBLAS, OF_COPY, WARM_START_S = 0.95, 0.88, 3.0
+STREAMING = ("adamw", "layernorm", "layernorm_dx", "cast", "embedding")  # ops of the step that only move bytes
+MIB = 1 << 20
+# llm.c at 124M with cuDNN, derived from its allocations: MiB of activations for a sequence of 1024 tokens by what it computes again
+# (-r), bytes a parameter for weights, gradients, moments and master weights, and cuBLASLt's workspace.
+LLMC_SEQUENCE_MIB = {"-r 0": 397.5, "-r 1": 331.5, "-r 2": 295.5}
+LLMC_PARAMETERS, LLMC_PARAMETER_BYTES, LLMC_WORKSPACE_MIB = 124_475_904, 16, 32
+
+
+def llmc_mib(batch: int) -> dict[str, float]:
+    """Memory of llm.c's train_gpt2.cu at batch x 1024 tokens, by -r."""
+    fixed = LLMC_PARAMETERS * LLMC_PARAMETER_BYTES / MIB + LLMC_WORKSPACE_MIB
+    return {name: fixed + batch * each for name, each in LLMC_SEQUENCE_MIB.items()}
+
+
+def step(scale: Scale) -> dict[str, Any]:
+    """Ours and torch.compile in turns at both batches; memory that each has taken for its tensors."""
+    if scale.mock:
+        found = one_step.measure(model(scale), steps=2, device="cuda")
+        return {"ours": found, "bars": []}
+    rows, bars = [], []
+    for batch in BATCHES[:1] if scale.small else BATCHES:
+        config = model(scale, batch=batch, seq=SEQ)
+        variants = [v for v in peers.variants(config, {"torch": ""}, "cuda") if "eager" not in v.name]
+        steps = turns.interleave(variants, rounds=ROUNDS, report=print, device_bytes=device_bytes("cuda"))
+        r = peers.summary(config, variants, rounds=ROUNDS, steps=steps, device="cuda")
+        mib = {v.name: v.peak_device_bytes / MIB for v in variants}
+        theirs = llmc_mib(batch)
+        rows.append(r | {"memory_mib": mib, "llmc_mib": theirs})
+        bars.append(bar(f"step {batch} x {SEQ}: times as fast as torch.compile", r["ratio_to_best"], FASTER, "x"))
+        if batch == AT_BATCH:
+            bars.append(bar(f"step {batch} x {SEQ}: tokens/s (asked on an H200)", r["tokens_per_s"], TOKENS_S))
+        name = f"memory {batch} x {SEQ}: MiB, llm.c without recompute"
+        bars.append(bar(name, mib["barellm"], round(theirs["-r 0"]), at_most=True))
+        compiled = next(n for n in mib if n != "barellm")
+        bars.append(bar(f"memory {batch} x {SEQ}: MiB, {compiled}", mib["barellm"], round(mib[compiled]), at_most=True))
+    return {"steps": rows, "bars": bars}
+
+
+def gemm(scale: Scale) -> dict[str, Any]:
+    """Each product of the step in each role with what is fused to it, beside cuBLAS without."""
+    if scale.mock:
+        gemms.MOST_COPIES = 1
+    tokens = 9 if scale.small else BATCHES[0] * SEQ
+    config = model(scale, batch=1, seq=tokens)
+    print_row = lambda r: print({k: r[k] for k in ("layer", "op", "mode", "cold_s", "times_peer_cold") if k in r})  # noqa: E731
+    rounds = 1 if scale.mock else ROUNDS
+    r = gemms.measure(config, tokens=[tokens], rounds=rounds, report=print_row, device="cuda", torch=not scale.mock)
+    bars = [
+        bar(f"{p['layer']} {p['op']} {p['mode']}: of cuBLAS's speed", p["times_peer_cold"], OF_CUBLAS)
+        for p in r["products"]
+        if "times_peer_cold" in p
+    ]
+    return r | {"bars": bars}
+
+
+def attention(scale: Scale) -> dict[str, Any]:
+    """Causal attention over lengths, beside PyTorch's flash backend."""
+    lengths = (512, 1024, 2048, 8192)
+    if scale.small:
+        lengths = (9,)
+        attentions.TOKENS, attentions.WIDTH, attentions.PAUSE = {"cuda": 18}, 128, 0.0
+    rounds, dtype = (1, "fp32") if scale.mock else (ROUNDS, "bf16")
+    r = attentions.measure(dtype, torch=not scale.mock, rounds=rounds, report=print, lengths=lengths, device="cuda")
+    bars = [
+        bar(f"T {c['seq']}, heads of {c['D']}, {c['what']}: times as fast as flash", c["ratio"], 1.0, "x")
+        for c in r["cases"]
+        if "ratio" in c
+    ]
+    return r | {"bars": bars}
+
+
+def streaming(scale: Scale) -> dict[str, Any]:
+    """Bytes that must move over the time that it takes in the step, as a share of a copy's rate."""
+    config = model(scale, batch=BATCHES[0], seq=SEQ)
+    r = ops_in_place.measure(config, steps=1 if scale.mock else 7, device="cuda")
+    copy = r["ceiling"]["bandwidth"]["copy"]
+    rows = [row for row in r["ops"] if row["op"].startswith(STREAMING)]
+    bars = []
+    for name in dict.fromkeys(row["op"] for row in rows):
+        same = [row for row in rows if row["op"] == name]
+        rate = sum(row["bytes"] for row in same) / sum(row["s"] for row in same)
+        bars.append(bar(f"{name}: of copy bandwidth", None if scale.mock else rate / copy, OF_COPY))
+    return r | {"copy_bytes_s": copy, "bars": bars}
+
+
+def start(scale: Scale) -> dict[str, Any]:
+    """Seconds from the command to the end of the first step, with empty caches and again."""
+    if scale.mock:
+        return {"skipped": "a process of its own has no mock driver"}
+    config = model(scale, batch=BATCHES[0], seq=SEQ)
+    rows: dict[str, list[float]] = {}
+    (variant,) = [v for v in peers.variants(config, {"torch": ""}, "cuda") if v.name == "torch compile"]
+    for name, command in (("barellm", _ours(config)), ("torch.compile", variant.command)):
+        with TemporaryDirectory() as caches:
+            rows[name] = [_first_step(command, caches) for _ in range(3)]
+            print(name, rows[name])
+    cold, warm = rows["barellm"][0], median(rows["barellm"][1:])
+    return {
+        "first_step_s": rows,
+        "bars": [
+            bar("first step, warm, s", warm, WARM_START_S, at_most=True),
+            bar("first step, cold: times as soon as torch.compile", rows["torch.compile"][0] / cold, 1.0, "x"),
+            bar("first step, warm: times as soon as torch.compile", median(rows["torch.compile"][1:]) / warm, 1.0, "x"),
+        ],
+    }
+
+
+def _ours(config: Config) -> list[str]:
+    return peers.ours(config, device="cuda").command
+
+
+def _first_step(command: list[str], caches: str) -> float:
+    """What the process says when its first step is done; it is then given no turn."""
+    names = ("BARELLM_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR")
+    environment = os.environ | dict.fromkeys(names, caches)
+    done = subprocess.run(command, cwd=ROOT, input="", stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    return float(json.loads(done.stdout.splitlines()[0])["first_step_s"])
