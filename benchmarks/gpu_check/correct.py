@@ -1,4 +1,4 @@
-"""Stages that look at results: kernels on the device, the launch path, ten steps beside the CPU backend, equal bits, memory errors."""
+"""Stages that look at results: kernels on the device, launches, ten steps beside the CPU backend, equal bits, memory errors."""
 
 from __future__ import annotations
 
