@@ -290,7 +290,7 @@ hopper = types.SimpleNamespace(
     warpgroup_mma=_mma,
     warpgroup_mma_wait=_mma_wait,
 )
-tl = types.SimpleNamespace(exp=lambda x: Lazy(np.exp, x), constexpr=None)
+tl = types.SimpleNamespace(exp2=lambda x: Lazy(np.exp2, x), constexpr=None)
 STUBS = {"triton.language": tl, "triton.experimental.gluon.language": gl}
 STUBS["triton.experimental.gluon.language.nvidia.hopper"] = hopper
 

@@ -1,0 +1,81 @@
+"""What ptxas made of a kernel: registers, shared memory, spills, and the instructions that matter, by Triton's bundled tools."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from triton import knobs
+
+from barellm.cuda.compile import Code, compiled
+from barellm.cuda.kernel import Spec
+
+SHARED = 232448  # bytes that a block may have on sm_90; sm_80 and sm_100 differ
+COUNTED = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "UTCHMMA")
+WORKERS = 2
+
+Row = dict[str, int]
+
+
+def rows(specs: Mapping[Spec, str], arch: int) -> dict[str, Row]:
+    """A row of numbers for each specialisation, by its label."""
+    codes = compiled(specs, arch, processes=WORKERS)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        found = list(pool.map(row, codes.values()))
+    labels = [label(spec) for spec in codes]
+    assert len(set(labels)) == len(labels), "two specialisations have one label"
+    return dict(zip(labels, found, strict=True))
+
+
+def label(spec: Spec) -> str:
+    """A specialisation in one line: its constants, its operands' types, options that are not the usual ones."""
+    constants = " ".join(f"{name}={value}" for name, value in spec.constants if value is not None)
+    operands = " ".join(
+        f"{name}:{kind.lstrip('*')}" for name, kind in spec.signature if kind != "i32" and name != "scalars"
+    )
+    loose = [n for n, kind in spec.signature if kind.startswith("*") and n not in spec.aligned]
+    options = [f"{k}={v}" for k, v in spec.options if (k, v) not in (("num_warps", 4), ("num_stages", 3))]
+    parts = [spec.name, constants, operands, " ".join([*options, *(f"{n} unaligned" for n in loose)])]
+    return " | ".join(p for p in parts if p)
+
+
+def row(code: Code) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(code.cubin)
+        usage = _output(knobs.nvidia.cuobjdump.path, "-res-usage", str(path))
+        assembly = _output(knobs.nvidia.nvdisasm.path, "-c", str(path))
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", assembly, re.MULTILINE)
+    families = Counter(op.split(".")[0] for op in opcodes)
+    counts = {"registers": int(found[1]), "stack": int(found[2]), "shared": code.shared_bytes}
+    counts["spills"] = families["STL"] + families["LDL"]
+    counts |= {name: families[name] for name in COUNTED}
+    for op in opcodes:
+        kind, *rest = op.split(".")
+        if kind in ("LDG", "STG"):
+            width = next((w for w in ("128", "64") if w in rest), "32")
+            counts[f"{kind}.{width}"] = counts.get(f"{kind}.{width}", 0) + 1
+    return {name: n for name, n in counts.items() if n or name in ("spills", "registers", "shared")}
+
+
+def wrong(name: str, row: Row) -> list[str]:
+    """What no kernel may have, golden or not."""
+    found = []
+    if row["spills"] or row.get("stack"):
+        found.append(f"{name}: {row['spills']} instructions that spill, {row.get('stack', 0)} bytes of stack")
+    if row["shared"] > SHARED:
+        found.append(f"{name}: {row['shared']} bytes of shared memory, at most {SHARED}")
+    if name.startswith("hopper_gemm") and not all(row.get(op) for op in ("HGMMA", "UTMALDG", "UTMASTG")):
+        found.append(f"{name}: not done by HGMMA, UTMALDG and UTMASTG: {row}")
+    return found
+
+
+def _output(tool: str, *args: str) -> str:
+    return subprocess.run([tool, *args], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,102 @@
+"""What the compiler makes of every kernel, against golden.json: registers, spills, shared memory, tensor-core and TMA instructions.
+
+BARELLM_GOLDEN=write python -m pytest tests/cuda/test_golden.py     accepts what it makes now; the commit shows it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from barellm.config import ModelConfig, OptimConfig
+from barellm.cuda import kernels  # noqa: F401  (fills the registry)
+from barellm.cuda.fuse import FUSIONS
+from barellm.cuda.kernel import REGISTRY, Lowering, Spec, Target
+from barellm.models.programs import build
+from barellm.optim.adamw import adamw
+from barellm.program.fusion import fuse
+from tests.cuda.sass import Row, rows, wrong
+
+GOLDEN = Path(__file__).with_name("golden.json")
+# One block has every shape that twelve have.
+GPT2 = ModelConfig(layers=1)
+ODD = ModelConfig(layers=1, heads=3, channels=51, vocab_size=101, padded_vocab=101, max_seq=37)
+SMALL = ModelConfig(layers=1, heads=2, channels=64, vocab_size=320, padded_vocab=320, max_seq=64)
+
+
+def specs(model: ModelConfig, batch: int, compute: str, arch: int) -> dict[Spec, str]:
+    """Everything that training, evaluation and decoding of a model launch, with the op that needs it."""
+    _, programs = build(
+        model,
+        batch=batch,
+        seq=model.max_seq,
+        compute=compute,
+        optimizer=lambda p: adamw(p, OptimConfig()),
+        decode_batch=1,
+    )
+    found: dict[Spec, str] = {}
+    for op in (op for p in programs.values() for op in fuse(p.ops, FUSIONS)):
+        if op.name in REGISTRY:
+            c = Lowering(op, Target(arch))
+            REGISTRY[op.name](c)
+            found |= {launch.spec: op.name for launch in c.launches}
+    return found
+
+
+def one_of_each(found: dict[Spec, str]) -> dict[Spec, str]:
+    """The first of those that differ in numbers only."""
+    forms: dict[tuple, Spec] = {}
+    for spec in found:
+        words = tuple((k, v) for k, v in spec.constants if v is None or isinstance(v, str | bool))
+        forms.setdefault((spec.name, words, tuple(kind for _, kind in spec.signature)), spec)
+    return {spec: found[spec] for spec in forms.values()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, model, batch, compute", [("gpt2-124m bf16", GPT2, 64, "bf16"), ("odd fp32", ODD, 3, "fp32")]
+)
+def test_kernels_are_the_golden_ones(name, model, batch, compute):
+    needed = specs(model, batch, compute, 90)
+    found = rows(needed if model is GPT2 else one_of_each(needed), 90)
+    problems = [text for label, row in found.items() for text in wrong(label, row)]
+    assert not problems, "\n".join(problems)
+    golden: dict[str, dict[str, Row]] = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    if os.environ.get("BARELLM_GOLDEN") == "write":
+        lines = json.dumps(golden | {name: found}, indent=1, sort_keys=True)
+        GOLDEN.write_text(lines + "\n")
+        return
+    known = golden[name]
+    changes = [f"{label}: {found.get(label)}, golden {known.get(label)}" for label in found.keys() | known.keys()
+               if found.get(label) != known.get(label)]  # fmt: skip
+    assert not changes, "if this is on purpose, BARELLM_GOLDEN=write accepts it:\n" + "\n".join(sorted(changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 89, 100])
+def test_kernels_compile_for_other_cards(arch):
+    """The smallest model whose widths are multiples of 64, in bf16. Products are done by tensor cores there too."""
+    found = rows(one_of_each(specs(SMALL, 2, "bf16", arch)), arch)
+    assert not [name for name, row in found.items() if row["spills"]]
+    products = {name: row for name, row in found.items() if name.startswith("gemm ")}
+    assert products and not any(name.startswith("hopper_gemm") for name in found)
+    for name, row in products.items():
+        assert row.get("HMMA") or row.get("UTCHMMA"), name
+
+
+def test_a_kernel_that_spills_is_flagged():
+    """A product with 32 registers for each thread."""
+    (spec,) = [s for s in specs(ODD, 3, "fp32", 90) if s.name == "gemm" and "'gelu'" in str(s.constants)]
+    tight = replace(spec, options=(*spec.options, ("maxnreg", 32)))
+    assert not wrong(*_only(rows({spec: "linear_gelu"}, 90)))
+    (problem,) = wrong(*_only(rows({tight: "linear_gelu"}, 90)))
+    assert "spill" in problem
+
+
+def _only(found: dict[str, Row]) -> tuple[str, Row]:
+    (item,) = found.items()
+    return item
