@@ -24,6 +24,12 @@ def test_groups_fit_into_ten_minutes_each():
         runner.chosen("speeed")
 
 
+def test_the_page_has_the_stages():
+    text = (ROOT / "docs" / "cuda.md").read_text()
+    rows = text.partition("<!-- stages -->")[2].partition("<!-- /stages -->")[0].strip().splitlines()[2:]
+    assert rows == [f"| {s.group} | {s.name} | {s.limit_s} s | {s.what} |" for s in STAGES]
+
+
 def test_a_stage_that_fails_or_hangs_does_not_stop_the_others(tmp_path, capsys):
     broken = Stage("correct", "correct", "nonsense", 60, "no such stage")
     hanging = Stage("correct", "correct", "versions", 0, "no time for it")
