@@ -1,7 +1,7 @@
 """What a CUDA kernel became: registers, stack, shared memory, and how often the instructions that matter stand in its machine code.
 
-Reads what cuobjdump says of a cubin; Triton brings it along. Spilled registers live in local memory: every load and store of it
-(LDL, STL) counts as a spill.
+Reads what cuobjdump and nvdisasm say of a cubin; Triton brings them along. (Its own disassembly drops half of a kernel whose warps
+have roles.) Spilled registers live in local memory: every load and store of it (LDL, STL) counts as a spill.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# What is counted, by how a mnemonic begins. HGMMA, HMMA: tensor cores of Hopper, and before; UTMA*: bulk copies of the tensor
+# What is counted, by how a mnemonic begins. HGMMA, HMMA, UTCHMMA: tensor cores of Hopper, before, after; UTMA*: bulk copies of the tensor
 # memory accelerator; LDGSTS: copies to shared memory that nobody waits for; BAR, SYNCS: barriers.
-COUNTED = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "LDG", "LDGSTS", "STG", "LDS", "STS", "LDL", "STL", "FFMA", "FADD",
+COUNTED = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "LDG", "LDGSTS", "STG", "LDS", "STS", "LDL", "STL", "FFMA", "FADD",
            "MUFU", "SHFL", "BAR", "SYNCS", "ATOMG", "RED")  # fmt: skip
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 USAGE = re.compile(r"Function \S+:\s*\n\s*REG:(\d+) STACK:(\d+)")
@@ -32,6 +32,7 @@ class DeviceCode:
     shared: int
     instructions: int
     counts: dict[str, int]
+    widths: dict[str, int]  # loads and stores of global memory by bits: "LDG.128"
 
     @property
     def spills(self) -> int:
@@ -41,30 +42,41 @@ class DeviceCode:
         return asdict(self) | {"spills": self.spills}
 
 
-def count(sass: str) -> tuple[int, dict[str, int]]:
-    """(instructions, how many there are of each that is COUNTED): "LDG.E.128" counts as LDG; NOPs, which pad, do not count."""
-    names = Counter(m[1].split(".", 1)[0] for m in INSTRUCTION.finditer(sass))
+def count(sass: str) -> tuple[int, dict[str, int], dict[str, int]]:
+    """(instructions, how many there are of each that is COUNTED, widths): "LDG.E.128" counts as LDG, and in the widths as LDG.128.
+    NOPs, which pad, do not count."""
+    words = [m[1].split(".") for m in INSTRUCTION.finditer(sass)]
+    names = Counter(name for name, *_ in words)
     names.pop("NOP", None)
-    return sum(names.values()), {name: names[name] for name in COUNTED if names[name]}
+    widths = Counter(
+        f"{name}.{next((w for w in ('128', '64') if w in rest), '32')}"
+        for name, *rest in words
+        if name in ("LDG", "STG")
+    )
+    return sum(names.values()), {name: names[name] for name in COUNTED if names[name]}, dict(widths)
 
 
 def read(cubin: bytes, *, shared: int) -> DeviceCode:
     """The code of a cubin with one kernel. `shared`: as above."""
-    usage = _cuobjdump(cubin, "-res-usage")
+    usage = _output("cuobjdump", cubin, "-res-usage")
     found = USAGE.search(usage)
     if not found:
         raise ValueError(f"cuobjdump names no kernel: {usage.strip()[:200]}")
-    instructions, counts = count(_cuobjdump(cubin, "-sass"))
-    return DeviceCode(int(found[1]), int(found[2]), shared, instructions, counts)
+    return DeviceCode(int(found[1]), int(found[2]), shared, *count(disassembled(cubin)))
 
 
-def _cuobjdump(cubin: bytes, what: str) -> str:
+def disassembled(cubin: bytes) -> str:
+    """SASS."""
+    return _output("nvdisasm", cubin, "-c")
+
+
+def _output(tool: str, cubin: bytes, option: str) -> str:
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, what, str(path)]
+        command = [getattr(knobs.nvidia, tool).path, option, str(path)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -116,6 +116,6 @@ def text(spec: Any, machine: ISA | Target, stage: str) -> str:
     """ "ir" or "asm" on the CPU; "ir", "ptx" or "sass" of a GPU's kernel."""
     if isinstance(machine, Target):
         asm = triton_compile(spec, machine.arch).asm
-        return asm["sass"] if stage == "sass" else asm[{"ir": "ttgir"}.get(stage, stage)]
+        return device_code.disassembled(asm["cubin"]) if stage == "sass" else asm[{"ir": "ttgir"}.get(stage, stage)]
     ir = spec.ir(machine)
     return ir if stage == "ir" else jit.assembly(ir, machine)

@@ -8,15 +8,31 @@ from make import HERE, LILAC, MINT, ROSE, SKY, SOFT, STYLE, arrow, box, canvas, 
 
 # title, code or words, where it happens, what checks it without a GPU
 PANELS = (
-    ("1  ops become launches", 'c.launch(cast,\n  {"y": op.y, "x": op.x,\n   "n": c.elements(op.x)},\n  {"BLOCK": 1024},\n  grid=..., writes="y")',
-     "cuda/kernels, cuda/fuse.py", "Triton's interpreter runs every\nlaunch, each access held against\nits operand, beside float64"),
-    ("2  Triton compiles, once", "device function\n  ->  PTX  ->  cubin\n\nkept on disk, with the\nlayout of its parameters",
-     "cuda/compile.py", "compiled for four architectures;\na table of registers, spills (0),\nshared memory, HGMMA, UTMALDG"),
-    ("3  the driver loads", "pointers, sizes, tensor maps\npacked where the kernel\nreads them, once for each\nbatch and length",
-     "cuda/launch.py, cuda/driver.py", "a driver in Python looks at every\nparameter byte, grid, pointer and\ntensor map of what it is given"),
-    ("4  a run", "pinned buffers, in turn:\n  scalars, tokens, targets\n  ->  the arena\none graph launch a program",
-     "cuda/step.py", "the same driver copies as late as\nit may, replays captured launches,\nand the interpreter does them"),
-)  # fmt: skip
+    (
+        "1  ops become launches",
+        'c.launch(cast,\n  {"y": op.y, "x": op.x,\n   "n": c.elements(op.x)},\n  {"BLOCK": 1024},\n  grid=..., writes="y")',
+        "cuda/kernels, cuda/fuse.py",
+        "Triton's interpreter runs every\nlaunch, each access held against\nits operand, beside float64",
+    ),
+    (
+        "2  Triton compiles, once",
+        "device function\n  ->  PTX  ->  cubin\n\nkept on disk, with the\nlayout of its parameters",
+        "cuda/compile.py",
+        "compiled for four architectures;\na table of registers, spills (0),\nshared memory, HGMMA, UTMALDG",
+    ),
+    (
+        "3  the driver loads",
+        "pointers, sizes, tensor maps\npacked where the kernel\nreads them, once for each\nbatch and length",
+        "cuda/launch.py, cuda/driver.py",
+        "a driver in Python looks at every\nparameter byte, grid, pointer and\ntensor map of what it is given",
+    ),
+    (
+        "4  a run",
+        "pinned buffers, in turn:\n  scalars, tokens, targets\n  ->  the arena\none graph launch a program",
+        "cuda/step.py",
+        "the same driver copies as late as\nit may, replays captured launches,\nand the interpreter does them",
+    ),
+)
 
 
 def way() -> Any:

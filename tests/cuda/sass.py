@@ -1,19 +1,13 @@
-"""What ptxas made of a kernel: registers, shared memory, spills, and the instructions that matter, by Triton's bundled tools."""
+"""What ptxas made of a kernel, as rows of the golden table: registers, shared memory, spills, the instructions that matter."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-from triton import knobs
 
 from barellm.cuda.compile import Code, compiled
 from barellm.cuda.kernel import Spec
+from barellm.profiling import device_code
 
 SHARED = 232448  # bytes that a block may have on sm_90; sm_80 and sm_100 differ
 COUNTED = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "UTCHMMA")
@@ -45,23 +39,9 @@ def label(spec: Spec) -> str:
 
 
 def row(code: Code) -> Row:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(code.cubin)
-        usage = _output(knobs.nvidia.cuobjdump.path, "-res-usage", str(path))
-        assembly = _output(knobs.nvidia.nvdisasm.path, "-c", str(path))
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", assembly, re.MULTILINE)
-    families = Counter(op.split(".")[0] for op in opcodes)
-    counts = {"registers": int(found[1]), "stack": int(found[2]), "shared": code.shared_bytes}
-    counts["spills"] = families["STL"] + families["LDL"]
-    counts |= {name: families[name] for name in COUNTED}
-    for op in opcodes:
-        kind, *rest = op.split(".")
-        if kind in ("LDG", "STG"):
-            width = next((w for w in ("128", "64") if w in rest), "32")
-            counts[f"{kind}.{width}"] = counts.get(f"{kind}.{width}", 0) + 1
+    found = device_code.read(code.cubin, shared=code.shared_bytes)
+    counts = {"registers": found.registers, "stack": found.stack, "shared": found.shared, "spills": found.spills}
+    counts |= {name: found.counts.get(name, 0) for name in COUNTED} | found.widths
     return {name: n for name, n in counts.items() if n or name in ("spills", "registers", "shared")}
 
 
@@ -75,7 +55,3 @@ def wrong(name: str, row: Row) -> list[str]:
     if name.startswith("hopper_gemm") and not all(row.get(op) for op in ("HGMMA", "UTMALDG", "UTMASTG")):
         found.append(f"{name}: not done by HGMMA, UTMALDG and UTMASTG: {row}")
     return found
-
-
-def _output(tool: str, *args: str) -> str:
-    return subprocess.run([tool, *args], capture_output=True, text=True, check=True).stdout

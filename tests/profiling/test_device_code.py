@@ -29,10 +29,11 @@ def peak(**options: int) -> Spec:
 
 
 def test_instructions_are_counted_by_what_they_are():
-    instructions, counts = device_code.count(SASS)
+    instructions, counts, widths = device_code.count(SASS)
     assert instructions == 6
     assert counts == {"HGMMA": 1, "UTMALDG": 1, "LDG": 1, "LDL": 1, "STL": 1}
-    assert device_code.DeviceCode(40, 16, 0, instructions, counts).spills == 2
+    assert widths == {"LDG.128": 1}
+    assert device_code.DeviceCode(40, 16, 0, instructions, counts, widths).spills == 2
 
 
 @pytest.mark.parametrize("arch, product", [(80, "HMMA"), (90, "HGMMA")])
