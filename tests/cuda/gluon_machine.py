@@ -152,8 +152,10 @@ def run(trace: Trace, seed: int) -> None:
             late[role].remove(step)
             arrays = [r.of(held[r.key]) for r in step.reads]
             if kind == "mma":
-                product = arrays[0].astype(np.float32) @ arrays[1].astype(np.float32)
-                known[role][id(step.result)] = step.value.value(known[role]) + product
+                product = arrays[0].astype(np.float64) @ arrays[1].astype(
+                    np.float64
+                )  # or BLAS's order would be in the bits
+                known[role][id(step.result)] = (step.value.value(known[role]) + product).astype(np.float32)
             else:
                 step.map.write(step.at, arrays[0])
 

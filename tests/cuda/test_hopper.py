@@ -8,6 +8,7 @@ import pytest
 
 from barellm.cuda import choices
 from barellm.cuda.kernel import Target
+from barellm.cuda.kernels import hopper
 from barellm.cuda.kernels.hopper import columns, form, hopper_gemm
 from barellm.program import ops
 from barellm.program.builder import Program, Store
@@ -200,6 +201,24 @@ def test_weight_gradients_in_parts(small_waves, mode, accumulate, parts, monkeyp
         ops.MatmulDw, {"dy": dy, "x": x}, modes={"dweight": mode}, scalars={"accumulate": accumulate},
         bounds={"dweight": 8 * EPS * 300}, plan=(1, 400), target=small_waves,
     )  # fmt: skip
+
+
+def test_bits_do_not_depend_on_the_card_or_the_tile(small_waves, monkeypatch):
+    """One multiprocessor or seven, tiles of 128 or 256 columns: an element is the same chain, a sum of parts has the same order."""
+    x, dy = tokens(operand(1, 200, 264, seed=1), "bf16"), tokens(operand(1, 200, 320, seed=2), "bf16")
+    weight = persistent(operand(320, 264, seed=3), "split")
+    monkeypatch.setattr(choices, "splits", lambda tiles, rows: 2)
+    cases = [
+        (ops.Matmul, {"x": x, "weight": weight}, "y"),
+        (ops.MatmulDx, {"dy": dy, "weight": weight}, "dx"),
+        (ops.MatmulDw, {"dy": dy, "x": x}, "dweight"),
+    ]
+    for op_type, given, name in cases:
+        got = []
+        for sms, cols in ((1, 128), (7, 256)):
+            monkeypatch.setattr(hopper, "columns", lambda *shape, cols=cols: cols)
+            got.append(check_op(op_type, given, bounds={name: 8 * EPS * 320}, target=Target(arch=90, sms=sms))[name])
+        assert np.array_equal(*got)
 
 
 def linear(p: Program, x, w, b):
