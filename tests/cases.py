@@ -5,11 +5,13 @@ from __future__ import annotations
 from math import sqrt
 
 import numpy as np
+import pytest
 
 from barellm.program import ops
-from barellm.program.builder import Program
+from barellm.program.builder import Program, Store
 from barellm.program.ops.attention import join_heads, keep_probabilities, log_sum_exp, scores, split_heads
 from barellm.program.tensor import Dim
+from barellm.runtime.reference import ReferenceSession
 from tests.check import EPS, persistent, stored, tokens
 
 SCALARS = {"seed": 5, "step": 2, "sample": 9}  # of attention with dropout
@@ -142,3 +144,72 @@ def loss_operands(shape, dtype, scale=3.0):
     targets = r.integers(0, valid, (B, T), dtype=np.int32)
     targets.reshape(-1)[:: max(3, B * T)] = -1 if B * T > 1 else 0
     return {"logits": tokens(logits, dtype), "targets": tokens(targets, "i32")}
+
+
+def loss_case(shape, dtype) -> dict:
+    """What `check_op` wants for a loss over (batch, length, columns, valid columns)."""
+    B, T, _, valid = shape
+    bounds = {"lse": 16 * EPS * 20, "loss": 32 * EPS * 20 * B * T}
+    more = {"valid_vocab": valid, "scalars": {"inv_targets": 1 / 7}, "plan": (B + 1, T + 2)}
+    return {"given": loss_operands(shape, dtype), "bounds": bounds, **more}
+
+
+def loss_of_scale_case(scale, dtype) -> dict:
+    bounds = {"lse": 8 * EPS * 4 * (scale + 4), "loss": 16 * EPS * 12 * (scale + 4)}
+    return {"given": loss_operands((1, 3, 65, 60), dtype, scale), "bounds": bounds, "valid_vocab": 60}
+
+
+def loss_gradient_case(shape, dtype, mode, roundings=1) -> dict:
+    """`roundings` of the exponent: 1 in base e, 3 where it becomes one of base 2."""
+    B, T, V, valid = shape
+    given = loss_operands(shape, dtype)
+    logits, targets = given["logits"].values, given["targets"].values
+    lse = ops.CrossEntropy({}, {"valid_vocab": valid}).reference(logits, targets, 1.0)["lse"]
+    given["lse"] = tokens(lse)
+    # The rounding of x - lse, of exp and of the product, in units of the probability; at the target that of p - 1.
+    distance = np.where(np.arange(V) < valid, logits - given["lse"].values[..., None], -np.inf)
+    p = np.exp(distance)
+    bound = EPS / 7 * (8 + roundings * np.where(p > 0, np.abs(distance), 0)) * p
+    np.put_along_axis(bound, np.maximum(targets, 0)[..., None], 8 * EPS / 7, -1)
+    bounds = {"dlogits": np.where(targets[..., None] >= 0, bound, 0) + (2 * EPS if mode == "add" else 0)}
+    more = {"valid_vocab": valid, "scalars": {"inv_targets": 1 / 7}, "plan": (B + 1, T + 2)}
+    return {"given": given, "bounds": bounds, "modes": {"dlogits": mode}, **more}
+
+
+def check_network(open_session, *, compute: str, limit: float, bias: bool, sizes: tuple[int, int, int]) -> set[str]:
+    """Losses and gradients of `network` at several run-time sizes, twice in a row with accumulation, against the primitive ops'
+    references; gives the names of the ops that ran."""
+    C, F, V = sizes
+    store = Store()
+    programs = {"train": Program(store, compute=compute), "eval": Program(store, compute=compute)}
+    for p in programs.values():
+        network(p, bias=bias, C=C, F=F, V=V)
+    programs["train"].backward(programs["train"].named["loss"])
+    session = open_session(programs)
+    oracle = ReferenceSession(programs)
+    r = np.random.default_rng(5)
+    for name, t in store.tensors.items():
+        if t.role == "parameter":
+            session.write(name, r.normal(size=t.shape) * 0.3)
+            oracle.write(name, session.read(name))
+    try:
+        for batch, seq in ((3, 11), (2, 5), (1, 1)):
+            ids = r.integers(0, V - 2, (2, batch, seq)).astype(np.int32)
+            ids[1, 0, seq // 2 :: 7] = -1
+            for accumulate in (0, 1):
+                for s in (session, oracle):
+                    s.write("tokens", ids[0])
+                    s.write("targets", ids[1])
+                    s.run("train", batch=batch, seq=seq, accumulate=accumulate, inv_targets=0.1, pos=0)
+            for name, t in store.tensors.items():
+                if t.role == "gradient":
+                    a, b = session.read(name).astype(np.float64), oracle.read(name)
+                    error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-6)
+                    assert error <= limit, (name, batch, seq, error)
+            loss = session.read("loss")[0]
+            assert loss == pytest.approx(oracle.read("loss")[0], rel=limit, abs=limit)
+            session.run("eval")
+            assert session.read("loss")[0] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    finally:
+        session.close()
+    return {op.name for low in session.lowered.values() for op in low.ops}

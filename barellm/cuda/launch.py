@@ -55,6 +55,8 @@ class BoundLaunch:
         limits = zip(grid, MOST_GRID, strict=True)
         assert all(0 <= n <= most for n, most in limits), f"{code.name}: no GPU runs a grid of {grid}"
         self.empty = 0 in grid
+        if self.empty:  # its arguments may be those of no rows: a tensor map of none cannot be made
+            return
         room = ctypes.create_string_buffer(code.param_bytes + MAP_ALIGN)
         base = -(-ctypes.addressof(room) // MAP_ALIGN) * MAP_ALIGN
         slots = [base + at for at in code.offsets]

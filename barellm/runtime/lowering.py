@@ -10,7 +10,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.fusion import Fusion, fuse
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan, plan
-from barellm.program.tensor import Tensor
+from barellm.program.tensor import ITEMSIZE, Tensor
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,17 @@ def plane(tensor: Tensor, which: str) -> Region:
     """The "hi" (bf16) or "lo" (int16) plane of a split parameter."""
     half = tensor.nbytes // 2
     return Region(tensor, 0, half) if which == "hi" else Region(tensor, half, 2 * half)
+
+
+def weight_operand(weight: Tensor) -> Tensor | tuple[Region, str]:
+    """The matrix as a product reads it: of a split parameter, the bf16 plane."""
+    return (plane(weight, "hi"), "bf16") if weight.dtype == "split" else weight
+
+
+def rows_of(tensor: Tensor, first: int, count: int) -> tuple[Region, str]:
+    """Rows [first, first + count) of an activation, clipped to its planned maximum."""
+    row = tensor.width * ITEMSIZE[tensor.dtype]
+    return part(tensor, min(first * row, tensor.nbytes), min((first + count) * row, tensor.nbytes)), tensor.dtype
 
 
 class OpLowering(Protocol):

@@ -13,9 +13,7 @@ from barellm.cpu.kernel import Spec
 from barellm.cpu.kernels import linear, weight_gradient
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
-from barellm.program.builder import Program, Store
-from barellm.runtime.reference import ReferenceSession
-from tests.cases import as_operand, chain_bound, network, operands
+from tests.cases import as_operand, chain_bound, check_network, operands
 from tests.cpu import amx_emulator
 from tests.cpu.amx_emulator import EMULATED
 from tests.cpu.check import EPS, ISAS, check_op, isa_named
@@ -132,41 +130,10 @@ def test_fewer_tokens_than_planned(isa, dtype, actual):
 @pytest.mark.parametrize("sizes", [(24, 40, 53), (7, 5, 131)], ids=str)
 def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, monkeypatch):
     monkeypatch.setattr(linear, "CLASSIFIER_CHUNK", 8)  # 33 tokens: several chunks, the last not full
-    C, F, V = sizes
-    store = Store()
-    programs = {"train": Program(store, compute=compute), "eval": Program(store, compute=compute)}
-    for p in programs.values():
-        network(p, bias=bias, C=C, F=F, V=V)
-    programs["train"].backward(programs["train"].named["loss"])
-    session = CpuSession(programs, isa=isa, threads=2)
-    found = {op.name for low in session.lowered.values() for op in low.ops}
+    found = check_network(
+        lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, bias=bias, sizes=sizes
+    )
     assert found >= {f.name for f in FUSIONS} - (set() if bias else {"linear"})
-    oracle = ReferenceSession(programs)
-    r = np.random.default_rng(5)
-    for name, t in store.tensors.items():
-        if t.role == "parameter":
-            session.write(name, r.normal(size=t.shape) * 0.3)
-            oracle.write(name, session.read(name))
-    try:
-        for batch, seq in ((3, 11), (2, 5), (1, 1)):
-            ids = r.integers(0, V - 2, (2, batch, seq)).astype(np.int32)
-            ids[1, 0, seq // 2 :: 7] = -1
-            for accumulate in (0, 1):
-                for s in (session, oracle):
-                    s.write("tokens", ids[0])
-                    s.write("targets", ids[1])
-                    s.run("train", batch=batch, seq=seq, accumulate=accumulate, inv_targets=0.1, pos=0)
-            for name, t in store.tensors.items():
-                if t.role == "gradient":
-                    a, b = session.read(name).astype(np.float64), oracle.read(name)
-                    error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-6)
-                    assert error <= limit, (name, batch, seq, error)
-            loss = session.read("loss")[0]
-            assert loss == pytest.approx(oracle.read("loss")[0], rel=limit, abs=limit)
-            session.run("eval")
-            assert session.read("loss")[0] == pytest.approx(loss, rel=1e-5, abs=1e-7)
-    finally:
-        session.close()
 
 
 def every_choice(isa: ISA, role: str) -> list[Choice]:

@@ -75,6 +75,10 @@ def run(
 ) -> None:
     """One launch on host memory. `address(region)`: where its bytes start and stop; `scalars`: the same of the run-time scalars."""
 
+    grid = launch.grid(sizes)
+    if 0 in grid:
+        return
+
     def pointer(region: Region) -> Pointer:
         start, stop = address(region)
         return Pointer(start, start, stop, region in launch.writes)
@@ -90,7 +94,7 @@ def run(
             values.append(Box(pointer(a.region), rows, a.columns, a.stride, a.box))
         else:
             values.append(a if isinstance(a, int) else a(sizes))
-    execute(launch.spec, values, launch.grid(sizes), backward)
+    execute(launch.spec, values, grid, backward)
 
 
 def execute(spec: Spec, values: Sequence[Parameter], grid: tuple[int, ...], backward: bool = False) -> None:

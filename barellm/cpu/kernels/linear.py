@@ -9,22 +9,11 @@ from barellm.cpu.kernels import cross_entropy, gemm, weight_gradient
 from barellm.cpu.tuning import choose
 from barellm.program.ops.base import Op
 from barellm.program.tensor import ITEMSIZE, Tensor
-from barellm.runtime.lowering import Region, part, plane
+from barellm.runtime.lowering import part, rows_of, weight_operand
 
 ALL_ROWS = 1 << 62
 CLASSIFIER_CHUNK = 1024  # tokens whose logits exist at one time
 ROLES = {"gelu": "forward_gelu", "residual": "forward_residual", "gelu_backward": "input_gradient_gelu"}
-
-
-def weight_operand(weight: Tensor) -> Any:
-    """The matrix as a product reads it: of a split parameter, the bf16 plane."""
-    return (plane(weight, "hi"), "bf16") if weight.dtype == "split" else weight
-
-
-def rows_of(tensor: Tensor, first: int, count: int) -> Any:
-    """Rows [first, first + count) of an activation, clipped to its planned maximum."""
-    row = tensor.width * ITEMSIZE[tensor.dtype]
-    return Region(tensor, min(first * row, tensor.nbytes), min((first + count) * row, tensor.nbytes)), tensor.dtype
 
 
 def tokens_of(like: Tensor, rows: tuple[int, int]) -> int:

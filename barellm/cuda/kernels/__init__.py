@@ -3,7 +3,9 @@
 from barellm.cuda.kernels import (
     attention,
     attention_cached,
+    classifier,
     columns,
+    cross_entropy,
     dropout,
     elementwise,
     embedding,
@@ -17,7 +19,9 @@ from barellm.cuda.kernels import (
 __all__ = [
     "attention",
     "attention_cached",
+    "classifier",
     "columns",
+    "cross_entropy",
     "dropout",
     "elementwise",
     "embedding",

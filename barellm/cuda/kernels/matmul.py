@@ -22,7 +22,7 @@ from barellm.cuda.kernels.elementwise import gelu_slope, gelu_value
 from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import device, tl
 from barellm.program.tensor import Tensor
-from barellm.runtime.lowering import plane
+from barellm.runtime.lowering import weight_operand
 
 GROUP = 8  # rows of tiles that are done together, so that their operands stay in the second cache
 PART = 64  # columns of a tile that a fused epilogue handles at a time
@@ -171,11 +171,6 @@ def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
 
 def _constants(t: choices.Tile) -> dict[str, Any]:
     return {"BM": t.rows, "BN": t.cols, "BK": t.depth, "GROUP": GROUP}
-
-
-def weight_operand(weight: Tensor) -> Any:
-    """The matrix as a product reads it: of a split parameter, the bf16 plane."""
-    return (plane(weight, "hi"), "bf16") if weight.dtype == "split" else weight
 
 
 def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:

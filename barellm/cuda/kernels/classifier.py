@@ -1,0 +1,84 @@
+"""The classifier in chunks of tokens: logits, loss, logit gradients in their place, input gradient, weight gradient.
+
+Shapes: x, dx (tokens, C), weight, dweight (V, C), targets (tokens) i32. Logits exist for one chunk at a time. A chunk of n tokens
+costs 6 n V C operations, and beside the products' operands the logits are written, read twice and written again once (8 n V
+bytes in bf16), and dweight is read and written. Chunks follow one another, so dweight is summed in the order of the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cuda.kernel import MODES, Lowering, Size, Sizes, lowering, mode
+from barellm.cuda.kernels.cross_entropy import launch_rows, launch_total, row_losses
+from barellm.cuda.kernels.matmul import product
+from barellm.program.tensor import ITEMSIZE
+from barellm.runtime.lowering import part, rows_of, weight_operand
+
+LOGITS_BYTES = 1 << 30  # of one chunk, at most
+
+
+def chunk_tokens(V: int, itemsize: int) -> int:
+    """Tokens of a chunk: part of the result's definition, so a function of the shape alone."""
+    return 1 << max((LOGITS_BYTES // (V * itemsize)).bit_length() - 1, 0)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """How many tokens of a run are in a chunk."""
+
+    rows: Size
+    first: int
+    count: int
+
+    def __call__(self, sizes: Sizes) -> int:
+        return max(min(self.rows(sizes) - self.first, self.count), 0)
+
+
+@dataclass(frozen=True)
+class Unless:
+    """A grid, empty where the chunk is."""
+
+    chunk: Chunk
+    grid: Any
+
+    def __call__(self, sizes: Sizes) -> tuple[int, ...]:
+        return self.grid(sizes) if self.chunk(sizes) else (0,)
+
+
+def lower(c: Lowering, *, gradients: bool) -> None:
+    op: Any = c.op
+    x, rows = op.x, c.rows(op.x)
+    V, C = (int(n) for n in op.weight.shape)
+    most = x.size // C
+    count = min(chunk_tokens(V, ITEMSIZE[x.dtype]), most)
+    logits = part(c.scratch("logits", (count, V), x.dtype)), x.dtype
+    losses = c.scratch("losses", (most,))
+    weight = weight_operand(op.weight)
+    for first in range(0, most, count):
+        chunk, before = Chunk(rows, first, count), len(c.launches)
+        sizes = {"rows": chunk, "most": min(count, most - first), "N": V, "K": C}
+        x_rows = rows_of(x, first, count)
+        product(c, "nt", out=logits, a=x_rows, b=weight, **sizes)
+        here = part(losses, 4 * first, min(4 * (first + count), losses.nbytes)), "fp32"
+        operands = {"losses": here, "lse": None, "dlogits": logits if gradients else None}
+        operands |= {"logits": logits, "targets": rows_of(op.targets, first, count)}
+        launch_rows(c, row_losses, operands, chunk, V, "losses dlogits")
+        if gradients:
+            product(c, "nn", out=rows_of(op.dx, first, count), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
+            into = mode(op, "dweight") if first == 0 else MODES["add"]
+            product(c, "tn", out=op.dweight, a=logits, b=x_rows, mode=into, **sizes)
+        for launch in c.launches[before:]:
+            launch.grid = Unless(chunk, launch.grid)
+    launch_total(c, losses, rows)
+
+
+@lowering("classifier")
+def lower_classifier(op: Any, c: Lowering) -> None:
+    lower(c, gradients=True)
+
+
+@lowering("classifier_loss")
+def lower_classifier_loss(op: Any, c: Lowering) -> None:
+    lower(c, gradients=False)

@@ -1,0 +1,116 @@
+"""The classifier's loss and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse, losses (rows)
+fp32. Columns from VALID on are padding.
+
+A program is a row, read twice: for the loss from memory, for the gradient, which may take its place, from the second cache. V
+elements of a row are read, with the gradient as many written, at one exponential each time.
+"""
+
+from __future__ import annotations
+
+from math import e, log2
+from typing import Any
+
+from barellm.cuda.kernel import Lowering, Size, lowering, mode
+from barellm.cuda.kernels.common import INV_TARGETS, double, keep, pow2
+from barellm.cuda.lang import constant, device, tl
+
+LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
+BLOCK = 8192  # columns at a time: 2 x 16 bytes of bf16 for each of 512 threads
+LOSSES = 4096  # at a time where they are summed
+
+
+@device
+def columns_of(logits, c, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
+    """(BLOCK,) logits from column `c` on, -inf in the padding; their columns. The mask is that of V: of an odd VALID it would make
+    each load one element."""
+    i = c + tl.arange(0, BLOCK)
+    return tl.where(i < VALID, tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32), float("-inf")), i
+
+
+@device
+def log_sum_exp(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
+    top, sums = float("-inf"), tl.zeros((BLOCK,), tl.float32)
+    for c in range(0, VALID, BLOCK):
+        x, _ = columns_of(logits, c, V, VALID, BLOCK)
+        higher = tl.maximum(top, tl.max(x, 0))
+        sums = sums * tl.math.exp2((top - higher) * LOG2_E) + tl.math.exp2((x - higher) * LOG2_E)
+        top = higher
+    return top + tl.math.log2(tl.sum(sums, 0)) * LN_2
+
+
+@device
+def write_gradient(
+    dlogits, logits, target, lse, scalars, V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row: (softmax - onehot) * inv_targets; zero where the target is ignored, and in the padding."""
+    scale = tl.where(target >= 0, double(scalars, INV_TARGETS).to(tl.float32), 0.0)
+    for c in range(0, V, BLOCK):
+        x, i = columns_of(logits, c, V, VALID, BLOCK)
+        p = tl.math.exp2((x - lse) * LOG2_E)
+        keep(dlogits + i, i < V, tl.where(i == target, p - 1.0, p) * scale, scalars, MODE)
+
+
+@device
+def row_losses(
+    losses, lse, dlogits, logits, targets, scalars, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr
+):
+    """losses = lse - logits[target], zero where the target is ignored; dlogits, which may be logits, where it is given. The logit
+    at the target is read before the row's sum, so before any thread writes."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * V
+    target = tl.load(targets + row)
+    at_target = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
+    value = log_sum_exp(logits, V, VALID, BLOCK)
+    tl.store(losses + row, tl.where(target >= 0, value - at_target, 0.0))
+    if lse is not None:
+        tl.store(lse + row, value)
+    if dlogits is not None:
+        write_gradient(dlogits + row * V, logits, target, value, scalars, V, VALID, 0, BLOCK)
+
+
+@device
+def row_gradients(
+    dlogits, logits, targets, lse, scalars, V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target, value = tl.load(targets + row), tl.load(lse + row)
+    write_gradient(dlogits + row * V, logits + row * V, target, value, scalars, V, VALID, MODE, BLOCK)
+
+
+@device
+def total_loss(loss, losses, scalars, rows, BLOCK: tl.constexpr):
+    """loss (1) = inv_targets * sum of losses. One program, so one order."""
+    sums, i = tl.zeros((BLOCK,), tl.float32), tl.arange(0, BLOCK)
+    for r in range(0, rows, BLOCK):
+        sums += tl.load(losses + r + i, mask=i < rows - r, other=0.0)
+    tl.store(loss, tl.sum(sums, 0) * double(scalars, INV_TARGETS).to(tl.float32))
+
+
+def launch_rows(
+    c: Lowering, function: Any, operands: dict[str, Any], rows: Size, V: int, writes: str, **more: Any
+) -> None:
+    """One program a row of V columns."""
+    block = min(BLOCK, max(pow2(V), 32))
+    constants = {"V": V, "VALID": c.op.valid_vocab, "BLOCK": block, **more}
+    c.launch(function, operands, constants, grid=lambda s: (rows(s),), writes=writes, warps=max(block // 512, 1))
+
+
+def launch_total(c: Lowering, losses: Any, rows: Size) -> None:
+    operands = {"loss": c.op.loss, "losses": losses, "rows": rows}
+    c.launch(total_loss, operands, {"BLOCK": LOSSES}, grid=lambda s: (1,), writes="loss", warps=8)
+
+
+@lowering("cross_entropy")
+def lower_cross_entropy(op: Any, c: Lowering) -> None:
+    rows = c.rows(op.logits)
+    losses = c.scratch("losses", (op.targets.size,))
+    operands = {"losses": losses, "lse": op.lse, "dlogits": None, "logits": op.logits, "targets": op.targets}
+    launch_rows(c, row_losses, operands, rows, int(op.logits.shape[-1]), "losses lse")
+    launch_total(c, losses, rows)
+
+
+@lowering("cross_entropy_backward")
+def lower_cross_entropy_backward(op: Any, c: Lowering) -> None:
+    operands = {"dlogits": op.dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
+    V = int(op.logits.shape[-1])
+    launch_rows(c, row_gradients, operands, c.rows(op.logits), V, "dlogits", MODE=mode(op, "dlogits"))

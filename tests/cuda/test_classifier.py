@@ -1,0 +1,86 @@
+"""The classifier's loss, its gradient, and the whole of it in chunks, against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.cuda import choices
+from barellm.cuda.choices import Tile
+from barellm.cuda.fuse import FUSIONS
+from barellm.cuda.kernel import Sizes
+from barellm.cuda.kernels import classifier, cross_entropy
+from barellm.program import ops
+from tests.cases import check_network, loss_case, loss_gradient_case, loss_of_scale_case, loss_operands
+from tests.cuda.check import InterpretedSession, check_op
+
+SHAPES = [(1, 1, 1, 1), (2, 3, 7, 7), (3, 5, 65, 65), (1, 37, 128, 97), (2, 3, 1031, 1000)]
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(choices, "tile", lambda *shape: Tile(32, 32, 16, 4, 2))
+    monkeypatch.setattr(cross_entropy, "BLOCK", 64)
+    monkeypatch.setattr(cross_entropy, "LOSSES", 16)
+
+
+@each_shape
+@each_dtype
+def test_cross_entropy(shape, dtype):
+    check_op(ops.CrossEntropy, **loss_case(shape, dtype))
+
+
+@each_dtype
+def test_a_vocabulary_as_large_as_the_block(dtype, monkeypatch):
+    monkeypatch.undo()
+    check_op(ops.CrossEntropy, **loss_case((1, 2, 50304, 50257), dtype))
+    check_op(ops.CrossEntropyBackward, **loss_gradient_case((1, 2, 50304, 50257), dtype, "store", roundings=3))
+
+
+@each_dtype
+@pytest.mark.parametrize("scale", [1e-6, 30.0, 1e4, 1e30])
+def test_logits_of_any_size(dtype, scale):
+    check_op(ops.CrossEntropy, **loss_of_scale_case(scale, dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
+def test_what_is_not_finite_shows_in_the_loss(dtype, bad):
+    given = loss_operands((1, 5, 65, 60), dtype)
+    given["logits"].values[0, 3, 33] = bad
+    with np.errstate(invalid="ignore"):
+        got = check_op(ops.CrossEntropy, given, valid_vocab=60, bounds={"loss": None, "lse": None})
+    assert not np.isfinite(got["loss"]).any()
+
+
+@each_shape
+@each_dtype
+@pytest.mark.parametrize("mode", ["store", "add"])
+def test_cross_entropy_backward(shape, dtype, mode):
+    check_op(ops.CrossEntropyBackward, **loss_gradient_case(shape, dtype, mode, roundings=3))
+
+
+@pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("sizes", [(24, 40, 53), (7, 5, 131)], ids=str)
+def test_fused_ops_mean_their_sequence(compute, limit, bias, sizes, monkeypatch):
+    """Of a whole small model; its 33 tokens make three chunks, the last not full, and of fewer tokens some are empty."""
+    monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 13)
+    monkeypatch.setattr(choices, "splits", lambda tiles, rows: 2)
+    found = check_network(InterpretedSession, compute=compute, limit=limit, bias=bias, sizes=sizes)
+    assert found >= {"classifier", "classifier_loss", "linear_gelu", "matmul_dx_gelu"}
+    assert found <= {f.name for f in FUSIONS} | {cls.name for cls in vars(ops).values() if isinstance(cls, type)}
+
+
+def test_chunks_cover_the_tokens_of_every_run():
+    for tokens in (1, 12, 13, 27, 39):
+        chunks = [classifier.Chunk(lambda s: s.tokens, first, 13) for first in range(0, 39, 13)]
+        assert sum(chunk(Sizes(1, tokens)) for chunk in chunks) == tokens
+
+
+def test_a_chunk_of_logits_stays_within_its_bytes():
+    for V, itemsize in ((50304, 2), (50304, 4), (65, 2), (1 << 31, 4)):
+        tokens = classifier.chunk_tokens(V, itemsize)
+        assert tokens == 1 or tokens * V * itemsize <= classifier.LOGITS_BYTES < 2 * tokens * V * itemsize
