@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -119,6 +120,11 @@ def test_bytes_count_what_must_move():
     assert logits.bytes() == 2 * (rows * C + V * C + rows * V)  # of a split weight only the bf16 plane
     assert micro["embedding"].bytes() == rows * 4 + 2 * rows * C * 4 + 6 * C * 4
     assert micro["embedding_dwte"].bytes() == rows * 4 + 3 * rows * C * 4  # it adds to the classifier's gradient
+    few = replace(model, vocab_size=5, padded_vocab=5)  # fewer ids than tokens: each one's row moves once
+    _, programs = build(few, batch=2, seq=6, compute="bf16", optimizer=partial(adamw, config=OptimConfig()))
+    few_ids = {op.name: op for op in programs["micro"].ops}
+    assert few_ids["embedding"].bytes() == rows * 4 + (rows + 5 + 6) * C * 4
+    assert few_ids["embedding_dwte"].bytes() == rows * 4 + (rows + 2 * 5) * C * 4
     assert micro["add"].bytes() == rows * C * (4 + 2 + 4)
     assert update["adamw"].bytes() == 7 * 4 * C + 8  # the last parameter: ln_f.bias
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import across, past_caches, row_grain, sweep_result, write_row
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.loops import across, past_caches, row_grain, sweep, sweep_result, write_row
 from barellm.cpu.kernels.reductions import added
 from barellm.cpu.kernels.storage import Weight, weight_operands
+from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 
-COLUMNS = 64  # of dwte, that one claim walks the tokens for
+CLAIMS = 64  # of ids, each of which looks through all tokens
+GROUP, TOGETHER = 65536, 4  # bytes of the sums over the batch that a claim keeps, samples that it adds at a time
+AHEAD, LOOK = (
+    4,
+    128,
+)  # rows of the token table that are on their way into the second cache; tokens that dwte looks ahead
+LINE = 64  # bytes of a cache line
 
 
 def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> None:
@@ -22,6 +32,10 @@ def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> No
         def vector(c, mask, of=of, at=at):
             return token_rows.load(of + c, mask) + position_rows.load(at + c, mask)
 
+        following = tokens.get(k.min(row + AHEAD, rows - 1)) * C
+        for table in (wte,) if wte_lo is None else (wte, wte_lo):
+            with k.loop(0, C, LINE // table.itemsize) as c:
+                k.prefetch(table.at(following + c), near=False)
         write_row(k, y.at(row * C), C, vector, past=past)
 
 
@@ -38,22 +52,30 @@ def clear(k: KernelBuilder, out, *, size, mode) -> None:
     sweep_result(k, n, out, lambda i, mask: k.to(0.0, k.vec))
 
 
-def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C) -> None:
-    """A thread claims columns and adds the tokens' rows in order: no sort, no atomics, the same bits for any thread count."""
-    rows = k.scalar("batch") * k.scalar("seq")
+def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
+    """A thread claims ids, looks for them among all tokens and adds their rows in order: no sort, no atomics, the same bits for any
+    thread count. Rows are read whole, and fetched when their token is found some way ahead."""
+    rows, per = k.scalar("batch") * k.scalar("seq"), -(-V // CLAIMS)
 
-    def walk(first, width: int) -> None:
-        with k.loop(0, rows) as row:
-            to, of = dweight.at(tokens.get(row) * C + first), dy.at(row * C + first)
-            across(k, width, lambda c, mask, j: to.store(to.load(c, mask) + of.load(c, mask), c, mask))
+    with k.claim_each(-(-V // per)) as chunk:
+        low = k.splat(chunk * per)
+        high = k.splat(k.min((chunk + 1) * per, V))
 
-    with k.claim_each(-(-C // COLUMNS)) as block:
-        whole = block < C // COLUMNS
-        with k.when(whole):
-            walk(block * COLUMNS, COLUMNS)
-        if C % COLUMNS:
-            with k.otherwise(whole):
-                walk(k.int(C - C % COLUMNS), C % COLUMNS)
+        @contextmanager
+        def found(first: Value) -> Iterator[tuple[Pointer, Pointer]]:
+            """Where the rows are, of dweight and of dy, of those of `lanes` tokens from the first that have the claim's ids."""
+            inside = k.mask_first(rows - first)
+            ids = tokens.load(first, inside)
+            with k.set_lanes((ids >= low) & (ids < high) & inside) as lane:
+                row = first + lane
+                yield dweight.at(tokens.get(row) * C), dy.at(row * C)
+
+        with k.loop(0, rows, k.lanes) as first:
+            with found(first + LOOK) as (to, of), k.loop(0, C, LINE // 4) as c:
+                k.prefetch(to.at(c), near=False)
+                k.prefetch(of.at(c), near=False)
+            with found(first) as (to, of):
+                across(k, C, lambda c, mask, j, to=to, of=of: to.store(to.load(c, mask) + of.load(c, mask), c, mask))
 
 
 @lowering("embedding_dwte")
@@ -62,21 +84,46 @@ def lower_embedding_dwte(op: Op, c: Lowering) -> None:
     if mode != "add":
         c.call(clear, {"out": op.dweight}, {"size": op.dweight.size, "mode": mode}, writes="out")
     operands = {"dweight": op.dweight, "tokens": op.tokens, "dy": op.dy}
-    c.call(add_token_rows, operands, {"C": int(op.dy.shape[-1])}, writes="dweight")
+    c.call(add_token_rows, operands, {"C": int(op.dy.shape[-1]), "V": int(op.rows)}, writes="dweight")
 
 
-@kernel("embedding_dwpe", constants=lambda op: {"C": int(op.dy.shape[-1]), "positions": int(op.rows)})
 def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight) -> None:
-    """dweight[t] = sum of dy[:, t] over the batch in order; nothing beyond the sequence."""
+    """dweight[t] = sum of dy[:, t] over the batch in order; nothing beyond the sequence. Positions go in groups whose sums stay in
+    the second cache, so that memory is read in runs of GROUP bytes, of TOGETHER samples at a time."""
     batch, seq = k.scalar("batch"), k.scalar("seq")
-    with k.claim(positions, row_grain(C)) as (begin, end), k.loop(begin, end) as t:
-        to = dweight.at(t * C)
-        times = k.select(t < seq, batch, 0)
+    sums = k.private()
 
-        def body(c, mask, j):
-            total = k.var(k.to(0.0, k.vec))
-            with k.loop(0, times) as b:
-                total.value = total.value + dy.load((b * seq + t) * C + c, mask)
-            to.store(added(k, dweight, t * C + c, mask, total.value, mode_dweight), c, mask)
+    def add_samples(first: Value, count: int, begin: Value, size: Value) -> None:
+        of = [dy.at(((first + b) * seq + begin) * C) for b in range(count)]
 
-        across(k, C, body, unroll=1)
+        def body(i, mask, j):
+            total = sums.load(i, mask)
+            for p in of:
+                total = total + p.load(i, mask)
+            sums.store(total, i, mask)
+
+        sweep(k, 0, size, body, unroll=4)
+
+    with k.claim(positions, _positions(C, positions)) as (begin, end):
+        n, inside = (end - begin) * C, k.max(k.min(end, seq) - begin, 0) * C
+        sweep(k, 0, n, lambda i, mask, j: sums.store(0.0, i, mask))
+        whole = batch & -TOGETHER
+        with k.loop(0, whole, TOGETHER) as b:
+            add_samples(b, TOGETHER, begin, inside)
+        with k.loop(whole, batch) as b:
+            add_samples(b, 1, begin, inside)
+        to = dweight.at(begin * C)
+        sweep(k, 0, n, lambda i, mask, j: to.store(added(k, to, i, mask, sums.load(i, mask), mode_dweight), i, mask))
+
+
+def _positions(C: int, positions: int) -> int:
+    """Of a group: there are to be enough groups for all threads."""
+    return max(1, min(GROUP // (4 * C), positions // 16))
+
+
+@lowering("embedding_dwpe")
+def lower_embedding_dwpe(op: Op, c: Lowering) -> None:
+    C, positions = int(op.dy.shape[-1]), int(op.rows)
+    c.private(_positions(C, positions) * C * 4)
+    constants = {"C": C, "positions": positions, "mode_dweight": op.modes["dweight"]}
+    c.call(embedding_dwpe, {"dweight": op.dweight, "dy": op.dy}, constants, writes="dweight")

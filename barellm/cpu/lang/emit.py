@@ -293,6 +293,17 @@ class Builder:
         self.label(f"{name}.done")
 
     @contextmanager
+    def set_lanes(self, mask: Value) -> Iterator[Value]:
+        """for each lane of a mask that is set, the first first: its index."""
+        bits = self.bitcast(mask, f"i{self.lanes}")
+        left = self.var(self.op("i64", f"zext {bits.typed} to i64"))
+        with self.while_(lambda: left.value.differs(0)):
+            now = left.value
+            self.declare("i64 @llvm.cttz.i64(i64, i1)")
+            yield self.op("i64", f"call i64 @llvm.cttz.i64({now.typed}, i1 true)")
+            left.value = now & (now - 1)
+
+    @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
         name = self.fresh("when")
         self.line(f"br i1 {condition.ref}, label %{name}.then, label %{name}.done")

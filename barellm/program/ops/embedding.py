@@ -33,7 +33,7 @@ class Embedding(Op):
         return self.y.size
 
     def bytes(self) -> int:
-        return self.tokens.nbytes + 2 * self.y.nbytes + min(self.wpe.nbytes, self.y.nbytes)
+        return self.tokens.nbytes + self.y.nbytes + sum(min(t.nbytes, self.y.nbytes) for t in (self.wte, self.wpe))
 
 
 class EmbeddingDwte(Op):
@@ -55,7 +55,8 @@ class EmbeddingDwte(Op):
         return self.dy.size
 
     def bytes(self) -> int:
-        written = 2 * self.dy.nbytes if self.modes["dweight"] == "add" else self.dweight.nbytes
+        hit = min(self.dweight.nbytes, self.dy.nbytes)
+        written = 2 * hit if self.modes["dweight"] == "add" else self.dweight.nbytes
         return self.tokens.nbytes + self.dy.nbytes + written
 
 
