@@ -15,7 +15,7 @@ from barellm.cli.options import add_configuration, configuration
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
-    from barellm.cpu.tuner.tuner import Verdict
+    from barellm.runtime.tuner.decision import Verdict
 
 HEAD = f"{'product':<44}{'default':<28}{'best':<28}{'GFLOP/s':>8}{'gain':>8}  {'tried':>5}  rejected"
 

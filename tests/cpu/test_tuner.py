@@ -17,11 +17,12 @@ from barellm.cpu.isa import host
 from barellm.cpu.kernels import gemm
 from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.tuner import candidates, selftest, tuner
-from barellm.cpu.tuner.tuner import Verdict
 from barellm.cpu.tuner.work import Candidate, works_of
-from barellm.cpu.tuner.worker import Lost, Worker
 from barellm.models.programs import build
 from barellm.optim.adamw import adamw
+from barellm.runtime.tuner import decision
+from barellm.runtime.tuner.decision import Verdict
+from barellm.runtime.tuner.worker import Lost
 
 MODEL = ModelConfig(layers=2, heads=2, channels=40, vocab_size=131, max_seq=24)
 TINY = (
@@ -172,6 +173,10 @@ def test_status_of_the_self_test_command(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["passed"] is True
 
 
+def default_of(work):
+    return Candidate(work.default(host()))
+
+
 class Scripted:
     """A worker whose times are told in advance."""
 
@@ -199,7 +204,7 @@ class Scripted:
 def test_only_a_clear_winner_is_chosen(first, wins):
     work = works()[0]
     a, b = (Candidate(c) for c in candidates.candidates(work, host(), 2)[1:3])
-    verdict = tuner.decide(Scripted({a: cycle(first), b: cycle([1.5])}), work, [a, b], host())  # pyright: ignore
+    verdict = decision.decide(Scripted({a: cycle(first), b: cycle([1.5])}), work, [a, b], default_of(work))  # pyright: ignore
     assert verdict.best == (a.choice if wins else work.default(host()))
     assert verdict.tried == 2 and not verdict.rejected
 
@@ -208,13 +213,13 @@ def test_a_candidate_that_hangs_while_it_is_timed_is_rejected():
     work = works()[0]
     a, b = (Candidate(c) for c in candidates.candidates(work, host(), 2)[1:3])
     worker = Scripted({a: cycle([0.5]), b: cycle([0.9])}, lost=(a,))
-    verdict = tuner.decide(worker, work, [a, b], host())  # pyright: ignore
+    verdict = decision.decide(worker, work, [a, b], default_of(work))  # pyright: ignore
     assert verdict.best == b.choice and verdict.rejected == [(str(a), "while it was timed: it hangs")]
 
 
 def test_a_child_times_what_it_checked_and_goes_with_its_parent():
     work = selftest.small_work(host(), 1)
-    worker = Worker(threads=1, footprint=1, limit=30.0)
+    worker = tuner.open_worker(threads=1, footprint=1, limit=30.0)
     worker.open(work)
     same = Candidate(work.default(host()))
     ratios, seconds = worker.time([same], 3)  # checks it first
@@ -227,16 +232,16 @@ def test_a_child_times_what_it_checked_and_goes_with_its_parent():
 
 
 def test_command_keeps_what_was_found_when_interrupted(monkeypatch, capsys):
-    real, seen = tuner.decide, []
+    real, seen = decision.decide, []
 
-    def decide(worker, work, choices, isa):
+    def decide(worker, work, choices, default):
         if seen:
             raise KeyboardInterrupt
         seen.append(work)
-        verdict = real(worker, work, choices[:2], isa)
+        verdict = real(worker, work, choices[:2], default)
         return replace(verdict, best=choices[0].choice, ratio=0.8)
 
-    monkeypatch.setattr(tuner, "decide", decide)
+    monkeypatch.setattr(decision, "decide", decide)
     assert main.main(["tune", *TINY, "--json"]) == 130
     found = json.loads(capsys.readouterr().out)
     assert found["status"] == "interrupted" and found["products"] > 5

@@ -22,6 +22,7 @@ from barellm.cpu.tuner.work import Candidate, Operand, Work
 from barellm.program.ops.elementwise import Gelu, GeluBackward
 from barellm.runtime import scalars
 from barellm.runtime.storage import dtype_of
+from barellm.runtime.tuner.child import Wrong
 
 GUARD = 4096  # bytes before and after each operand
 SAMPLE = (384, 384)  # rows and columns of the result that are held against float64; bits are compared everywhere
@@ -30,10 +31,6 @@ ROUNDING = {"fp32": EPS, "bf16": 2.0**-8}
 FRESH = frozenset({"a", "dy"})  # what the op before has just written: in cache when the product starts
 TURN_SECONDS = 2e-3  # of one turn of a candidate
 MOST_SETS = 16
-
-
-class Wrong(Exception):
-    """Why a candidate is rejected."""
 
 
 @dataclass
@@ -225,6 +222,9 @@ class Bed:
                 samples[r, at] = self._seconds(everybody[at], tables[at], records)
         self.seconds = median(samples[:, 0]) / records
         return [(samples[:, i + 1] / samples[:, 0]).tolist() for i in range(len(candidates))]
+
+    def close(self) -> None:
+        self.pool.close()
 
     def _seconds(self, loaded: Loaded, table: tuple[int, Any], records: int) -> float:
         self._bind(loaded, self.work.tokens, 0)

@@ -8,12 +8,12 @@ from barellm.cpu.isa import ISA, host
 from barellm.cpu.step import lower_and_plan
 from barellm.cpu.tuner.candidates import possible
 from barellm.cpu.tuner.faults import FAULTS
-from barellm.cpu.tuner.tuner import decide
+from barellm.cpu.tuner.tuner import open_worker
 from barellm.cpu.tuner.work import Candidate, Work, works_of
-from barellm.cpu.tuner.worker import Worker
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
+from barellm.runtime.tuner.decision import decide
 
 LIMIT = 5.0  # seconds after which a candidate hangs: the right ones take milliseconds
 
@@ -45,9 +45,9 @@ def self_test(*, threads: int, limit: float = LIMIT) -> list[Trial]:
     default = work.default(isa)
     honest = Candidate(next(c for c in possible(work, isa) if c.tile != default.tile))
     injected = [Candidate(default, emit) for emit, _ in FAULTS]
-    worker = Worker(threads=threads, footprint=1 << 20, limit=limit)
+    worker = open_worker(threads=threads, footprint=1 << 20, limit=limit)
     try:
-        verdict = decide(worker, work, [*injected, honest], isa)
+        verdict = decide(worker, work, [*injected, honest], Candidate(default))
     finally:
         worker.close()
     reasons = dict(verdict.rejected)

@@ -1,110 +1,36 @@
-"""The decision: every candidate is proved, then timed against the default in turns; only a clear winner is kept."""
+"""Tuning on the CPU: which candidates, by which child, kept where."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from statistics import median
-from typing import Any
 
 from barellm.cpu import tuning
-from barellm.cpu.choices import Choice
 from barellm.cpu.isa import ISA
 from barellm.cpu.tuner.candidates import candidates
 from barellm.cpu.tuner.work import Candidate, Work
-from barellm.cpu.tuner.worker import Lost, Worker
-
-LIMIT = 20.0  # seconds for one request
-SCREEN, FINAL = 3, 11  # rounds for all; for the best few
-FINALISTS = 3
-GAIN = 0.98  # a winner needs at most this much of the default's time,
-AGREE = 0.8  # less than the default's time in this share of the rounds, in two contests
+from barellm.runtime.tuner import decision
+from barellm.runtime.tuner.decision import LIMIT, Verdict
+from barellm.runtime.tuner.worker import Worker
 
 
-@dataclass
-class Verdict:
-    """What was found for one product. `best` is the default where nothing is clearly faster."""
-
-    work: Work
-    default: Choice
-    best: Choice
-    ratio: float  # the best one's time over the default's
-    default_s: float
-    tried: int
-    rejected: list[tuple[str, str]] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        w = self.work
-        return {
-            "role": w.role, "dtype": w.dtype, "rows": w.rows, "cols": w.cols, "depth": w.depth,
-            "default": str(self.default), "best": str(self.best), "ratio": self.ratio, "default_s": self.default_s,
-            "gflops": w.flops / self.default_s / self.ratio / 1e9, "tried": self.tried,
-            "rejected": [{"candidate": name, "reason": reason} for name, reason in self.rejected],
-        }  # fmt: skip
+def open_worker(*, threads: int, footprint: int, limit: float) -> Worker:
+    """`footprint`: bytes that a step touches."""
+    environment = {"BARELLM_THREADS": str(threads)}
+    return Worker("barellm.cpu.tuner.child", threads, footprint, limit=limit, environment=environment)
 
 
 def tune(
     works: Iterable[Work], isa: ISA, *, threads: int, footprint: int, seconds: float, each: Callable[[Verdict], None]
 ) -> list[Verdict]:
-    """Tune one product after the other and keep each result at once: an interrupt loses only the one in progress. No product is
-    begun after `seconds`."""
-    worker = Worker(threads=threads, footprint=footprint, limit=LIMIT)
-    end = time.monotonic() + seconds
-    verdicts = []
-    try:
-        for work in works:
-            if verdicts and time.monotonic() > end:
-                break
-            verdict = decide(worker, work, [Candidate(c) for c in candidates(work, isa, threads)[1:]], isa)
-            keep(verdict, isa, threads)
-            verdicts.append(verdict)
-            each(verdict)
-    finally:
-        worker.close()
-    return verdicts
-
-
-def decide(worker: Worker, work: Work, choices: list[Candidate], isa: ISA) -> Verdict:
-    """Check every candidate, time those that are right, and choose."""
-    worker.open(work)
-    rejected: dict[Candidate, str] = {}
-    default_s: list[float] = []
-
-    def contest(contestants: list[Candidate], rounds: int) -> dict[Candidate, list[float]]:
-        """Ratios to the default's time by round. A child that is lost while it times takes the blame for all of them."""
-        try:
-            found, seconds = worker.time(contestants, rounds)
-        except Lost as why:
-            rejected.update(dict.fromkeys(contestants, f"while it was timed: {why}"))
-            return {}
-        default_s.append(seconds)
-        return dict(zip(contestants, found, strict=True))
-
-    screened: dict[Candidate, float] = {}
-    for candidate in choices:
-        reason = worker.check(candidate)
-        if reason:
-            rejected[candidate] = reason
-        else:
-            screened |= {c: median(ratios) for c, ratios in contest([candidate], SCREEN).items()}
-    best = sorted((c for c in screened if screened[c] < 1.0), key=lambda c: screened[c])[:FINALISTS]
-    first = contest(best, FINAL) if best else {}
-    winner, ratio = Candidate(work.default(isa)), 1.0
-    if first:
-        fastest = min(first, key=lambda c: median(first[c]))
-        # The fastest of many was also lucky: it is believed only what it does once more.
-        again = contest([fastest], FINAL) if _wins(first[fastest]) else {}
-        if again and _wins(again[fastest]):
-            winner, ratio = fastest, median(again[fastest])
-    if not default_s:
-        contest([], SCREEN)
-    reasons = [(str(c), reason) for c, reason in rejected.items()]
-    return Verdict(work, work.default(isa), winner.choice, ratio, median(default_s), len(choices), reasons)
-
-
-def _wins(ratios: list[float]) -> bool:
-    return median(ratios) <= GAIN and sum(r < 1.0 for r in ratios) >= AGREE * len(ratios)
+    """As `decision.tune`."""
+    return decision.tune(
+        works,
+        open_worker(threads=threads, footprint=footprint, limit=LIMIT),
+        candidates=lambda work: [Candidate(c) for c in candidates(work, isa, threads)],
+        keep=lambda verdict: keep(verdict, isa, threads),
+        seconds=seconds,
+        each=each,
+    )
 
 
 def keep(verdict: Verdict, isa: ISA, threads: int) -> None:

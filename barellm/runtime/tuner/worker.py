@@ -14,31 +14,33 @@ import tempfile
 import time
 from typing import Any
 
-from barellm.cpu.tuner.work import Candidate, Work
-
 
 class Lost(Exception):
     """The child did not answer: why."""
 
 
 class Worker:
-    """A child that has `work` open. `limit`: seconds that one request may take."""
+    """A child that has a piece of work open. `child`: the module that it runs; `how`: what it is told with every work; `limit`:
+    seconds that one request may take."""
 
-    def __init__(self, *, threads: int, footprint: int, limit: float) -> None:
-        self.threads, self.footprint, self.limit = threads, footprint, limit
-        self.work: Work | None = None
-        self._checked: set[Candidate] = set()  # by the child that lives
+    def __init__(
+        self, child: str, *how: Any, limit: float, environment: dict[str, str] | None = None, opening_s: float = 60.0
+    ) -> None:
+        self.child, self.how, self.limit = child, how, limit
+        self.environment, self.opening_s = environment or {}, opening_s
+        self.work: Any = None
+        self._checked: set[Any] = set()  # by the child that lives
         self._process: subprocess.Popen[bytes] | None = None
         self._log: Any = None
         self._answer = b""
 
-    def open(self, work: Work) -> None:
+    def open(self, work: Any) -> None:
         """Prepare operands and what the default gives."""
         self.work, self._checked = None, set()
-        self._ask("open", work, self.threads, self.footprint, limit=self.limit + 60.0)
+        self._ask("open", work, *self.how, limit=self.limit + self.opening_s)
         self.work = work
 
-    def check(self, candidate: Candidate) -> str:
+    def check(self, candidate: Any) -> str:
         """Why the candidate is rejected, or ""."""
         try:
             reason = self._ask("check", candidate).get("rejected", "")
@@ -49,7 +51,7 @@ class Worker:
             self._checked.add(candidate)
         return reason
 
-    def time(self, candidates: list[Candidate], rounds: int) -> tuple[list[list[float]], float]:
+    def time(self, candidates: list[Any], rounds: int) -> tuple[list[list[float]], float]:
         """(ratios to the default by candidate and round, the default's seconds). Only what was checked is timed: by this child,
         or it is now. Lost where the child did not come back."""
         try:
@@ -84,10 +86,10 @@ class Worker:
     def _start(self) -> subprocess.Popen[bytes]:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the child)
         self._answer = b""
-        environment = os.environ | {"BARELLM_THREADS": str(self.threads)}
+        environment = os.environ | self.environment
         # A session of its own: Ctrl-C is for the parent, which then ends the child.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "barellm.cpu.tuner.child"],
+            [sys.executable, "-m", self.child],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment, start_new_session=True,
         )  # fmt: skip
         return self._process
