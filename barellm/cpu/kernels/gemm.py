@@ -125,7 +125,7 @@ def product(
     block = even_rows(k, rows, blocks, tile)
     scratch, nbytes = k.private("i32"), panel_bytes(k.isa, a.dtype, part, span)
     tiles, spare = amx.uses_tiles(k.isa, a.dtype), beside(k.isa, a.dtype)
-    held = None  # sums that are not yet finished: of a tile, or of the whole block where the depth goes in parts
+    held = None  # sums that are not finished: of a tile, or of the whole block where the depth goes in parts
     if parts > 1:
         held = scratch.bytes(2 * nbytes).as_dtype("fp32")
     elif tiles or epilogue in ("gelu", "gelu_backward"):
@@ -196,20 +196,21 @@ def product(
                     wanted, after = wanted | (p + 1 < parts), k.select(ends, after, number + 1)
                 two.follow(after, wanted, whole - first)
             left_part = a.at(p * part)
-            waiting = k.var(-1)  # the row of the tile whose sums are held and finished while the next is multiplied
 
             def emit(row: Value, small: Tile, count: Value | None) -> None:
                 """The product of a tile of rows, or of `count` < small.rows: what hangs over computes the last row again."""
 
                 def ahead(r: Value) -> None:
-                    if held is not None and spare:
-                        with k.when(waiting.value >= 0):
-                            finish_row(waiting.value, r)
                     with k.when(ends) if ends is not None else nullcontext():
                         at = (row + r) * cols + col
                         for q, write in ((out, True), (second, True), (other, False)):
                             if q is not None:
                                 prefetch_row(k, q.at(at), span, write=write)
+                    if (
+                        parts > 1
+                    ):  # the next tile's rows; each has a stream of its own, too short for the processor to see it
+                        for line in range(0, part * a.itemsize, LINE):
+                            k.prefetch(left_part.at((row + tile.rows + r) * depth).bytes(line), near=False)
                     if spare:
                         two.some()
 
@@ -236,12 +237,9 @@ def product(
                     for r, values in enumerate(sums):
                         for v, x in enumerate(values):
                             held_row(row, 0).store(x, r * span + v * k.lanes)
-                    if count is not None or not spare:
-                        many = tile.rows if count is None else count
-                        with k.loop(0, many if ends is None else k.select(ends, k.int(many), 0)) as r:
-                            finish_row(row, r)
-                    else:
-                        waiting.value = k.select(ends, row, -1) if ends is not None else row
+                    many = k.int(tile.rows) if count is None else count
+                    with k.loop(0, many if ends is None else k.select(ends, many, 0)) as r:
+                        finish_row(row, r)
                     return
                 for r in range(small.rows):
                     with k.when(k.int(r) < count) if count is not None else nullcontext():
@@ -252,9 +250,6 @@ def product(
                 emit(row, tile, None)
             if spare:
                 two.followed()
-            if spare and held is not None:
-                with k.when(waiting.value >= 0), k.loop(0, tile.rows) as r:
-                    finish_row(waiting.value, r)
             small = tile if tiles else tile.tail()
             with k.loop(whole, last, small.rows) as row:
                 emit(row, small, k.min(last - row, small.rows))
