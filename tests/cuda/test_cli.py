@@ -1,0 +1,81 @@
+"""`--device cuda` as a user meets it, on the mock driver."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from barellm.cli.main import main
+from barellm.cuda import backend
+from tests.cuda.mock import Gpu
+
+MODEL = ("--model.layers", "1", "--model.heads", "2", "--model.channels", "8", "--model.max_seq", "8", "--seq", "8")
+TINY = (*MODEL, "--batch", "2", "--train.eval_every", "2", "--train.eval_tokens", "32", "--dtype", "bf16")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    made = Gpu()
+    made.install(monkeypatch)
+    monkeypatch.setattr(backend, "measured_peak", lambda dtype: 0.0)
+    return made
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(200)))
+    return path
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "--data", "no/such/file"], ["sample", "no/such/run"], ["eval", "no/such/run"]]
+)
+def test_without_a_gpu_a_command_says_so_before_anything_else(monkeypatch, capsys, words):
+    gpu = Gpu()
+    gpu.errors["cuInit"] = 100
+    gpu.install(monkeypatch)
+    assert main([*words, "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == (
+        "barellm: error: device cuda needs a GPU, and the NVIDIA driver sees none (CUDA_VISIBLE_DEVICES?)\n"
+    )
+
+
+def test_doctor_describes_the_gpu_or_what_is_missing_for_it(gpu, text, capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["gpu"]
+    assert (
+        found["device cuda"] == "Mock GPU" and found["compute capability"] == "8.0" and found["driver"] == "CUDA 13.0"
+    )
+    assert found["cubin cache"].endswith("cubins: 0 kernels")
+    gpu.version = 12000
+    assert main(["doctor"]) == 0
+    assert "no: the NVIDIA driver knows CUDA 12.0" in capsys.readouterr().out
+
+
+def last(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_run_moves_between_backends(gpu, text, tmp_path, capsys):
+    """Started on the CPU, continued on the GPU, finished on the CPU; either evaluates and samples what the other saved."""
+    run = tmp_path / "run"
+    start = ["train", "shakespeare-char", "--data", str(text), "--out", str(run), *TINY]
+    assert main([*start, "--steps", "2"]) == 0
+    assert main(["train", "--out", str(run), "--resume", "--steps", "4", "--device", "cuda"]) == 0
+    told = capsys.readouterr().out
+    assert "going on with sm_80: the bits will differ" in told and "device cuda, sm_80, bf16, Mock GPU" in told
+    assert gpu.launched and not gpu.allocated
+    nats = []
+    for device in ("cpu", "cuda"):
+        assert main(["eval", str(run), "--tokens", "64", "--device", device, "--json"]) == 0
+        nats.append(last(capsys)["nats"])
+        assert main(["sample", str(run), "--tokens", "4", "--temperature", "0", "--device", device, "--json"]) == 0
+        assert len(last(capsys)["tokens"]) == 4
+    assert nats[0] == pytest.approx(nats[1], rel=2e-3)
+    assert main(["train", "--out", str(run), "--resume", "--steps", "6"]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert len(losses) == 6 and losses[-1] < losses[0]
