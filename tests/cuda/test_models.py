@@ -1,0 +1,93 @@
+"""Whole models on the mock driver: every program of a run, against the references, and beside the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.config import ModelConfig
+from barellm.cpu.step import CpuSession
+from barellm.cuda.step import CudaSession
+from barellm.runtime.reference import ReferenceSession
+from tests.cpu.test_models import OPTIM, batch_of, open_session, train
+from tests.cuda.mock import Gpu
+
+MODEL = ModelConfig(layers=1, heads=3, channels=21, vocab_size=37, padded_vocab=41, max_seq=9, dropout=0.1)
+SHAPE = (2, 9)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    made = Gpu()
+    made.install(monkeypatch)
+    return made
+
+
+def same_weights(session, oracle) -> None:
+    for name, t in oracle.tensors.items():
+        if t.role == "parameter":
+            oracle.write(name, session.read(name))
+
+
+@pytest.mark.parametrize("compute, limit", [("fp32", 5e-5), ("bf16", 0.15)])
+def test_a_model_trains_like_the_references(gpu, monkeypatch, compute, limit):
+    """Two steps of two micro-batches of different sizes, with dropout, accumulation, clipping and poison."""
+    monkeypatch.setenv("BARELLM_POISON", "1")
+    oracle = open_session(ReferenceSession, MODEL, SHAPE, compute)
+    session = open_session(CudaSession, MODEL, SHAPE, compute)
+    session.run("init", seed=3)
+    same_weights(session, oracle)
+    found, want = (train(s, MODEL, SHAPE, steps=2) for s in (session, oracle))
+    assert found == pytest.approx(want, rel=limit / 10, abs=limit / 10)
+    for name, t in oracle.tensors.items():
+        got, right = session.read(name).astype(np.float64), oracle.read(name)
+        if t.role == "gradient":
+            scale = np.linalg.norm(right) + (1e-7 if compute == "fp32" else 1e-3 * np.sqrt(right.size))
+            assert np.linalg.norm(got - right) <= 2 * limit * scale, name
+        elif t.role == "parameter" and not name.endswith("attn.bias"):  # a key's has no gradient: AdamW steps by noise
+            assert np.linalg.norm(got - right) <= 10 * limit * OPTIM.lr * np.sqrt(right.size), name
+
+
+@pytest.mark.parametrize("compute, limit", [("fp32", 1e-4), ("bf16", 0.1)])
+def test_evaluation_and_decoding_equal_the_references(gpu, compute, limit):
+    oracle = open_session(ReferenceSession, MODEL, SHAPE, compute)
+    session = open_session(CudaSession, MODEL, SHAPE, compute)
+    session.run("init", seed=3)
+    same_weights(session, oracle)
+    tokens, targets = batch_of(MODEL, 2, 7, seed=1)
+    for s in (session, oracle):
+        s.write("tokens", tokens)
+        s.write("targets", targets)
+        s.run("eval", batch=2, seq=7, inv_targets=1 / (targets >= 0).sum())
+    assert float(session.read("loss")[0]) == pytest.approx(float(oracle.read("loss")[0]), rel=limit)
+    pos = 0
+    for count in (5, 1, 1):
+        for s in (session, oracle):
+            s.write("tokens", tokens[:1, pos : pos + count])
+            s.run("decode", batch=1, seq=count, pos=pos)
+        got, want = session.read("logits").reshape(-1), oracle.read("logits").reshape(-1)
+        assert np.linalg.norm(got - want) <= limit * np.linalg.norm(want)
+        pos += count
+
+
+def test_initial_weights_and_dropout_are_the_cpus(gpu):
+    """Random bits are counter-based: the same weights from a seed, and nearly the same loss with dropout."""
+    cpu, cuda = (open_session(kind, MODEL, SHAPE, "fp32") for kind in (CpuSession, CudaSession))
+    for s in (cpu, cuda):
+        s.run("init", seed=3)
+    for name, t in cpu.tensors.items():
+        if t.role == "parameter":
+            np.testing.assert_allclose(cuda.read(name), cpu.read(name), rtol=1e-5, atol=1e-8)
+    assert train(cuda, MODEL, SHAPE, steps=1) == pytest.approx(train(cpu, MODEL, SHAPE, steps=1), rel=1e-5)
+    cpu.close()
+
+
+def test_recompute_changes_no_bit(gpu):
+    digests = set()
+    for recompute in (False, True):
+        session = open_session(CudaSession, MODEL, SHAPE, "bf16", recompute=recompute)
+        session.run("init", seed=1)
+        train(session, MODEL, SHAPE, steps=1, micros=1)
+        digests.add(session.digest())
+        session.close()
+    assert len(digests) == 1
