@@ -29,6 +29,7 @@ def same_weights(session, oracle) -> None:
             oracle.write(name, session.read(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute, limit", [("fp32", 5e-5), ("bf16", 0.15)])
 def test_a_model_trains_like_the_references(gpu, monkeypatch, compute, limit):
     """Two steps of two micro-batches of different sizes, with dropout, accumulation, clipping and poison."""
