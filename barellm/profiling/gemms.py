@@ -17,6 +17,7 @@ import numpy as np
 from barellm.config import Config, ModelConfig
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES
 from barellm.cpu.step import CpuSession
+from barellm.cuda.kernels.classifier import chunk_tokens
 from barellm.profiling import devices, peer_process
 from barellm.profiling.peers import description, peer_script
 from barellm.profiling.roofline import Bench, Ceiling, open_bench
@@ -27,7 +28,7 @@ from barellm.runtime.storage import dtype_of
 
 COLD_BYTES = {"cpu": 96 << 20, "cuda": 192 << 20}  # three last-level caches, of 32 MiB, and of 60
 MOST_COPIES = 200
-CLASSIFIER_TOKENS = 1024  # the classifier does its products in chunks of so many
+CLASSIFIER_TOKENS = 1024  # the classifier does its products in chunks of so many, on the CPU
 TABLE_SECONDS = 0.015  # of one timed walk, so that starting it does not count
 ROLES = {"matmul_dx": "input_gradient", "matmul_dx_gelu": "input_gradient", "matmul_dw": "weight_gradient"}
 
@@ -44,9 +45,10 @@ class Product:
     mode: str = "store"
 
 
-def products(model: ModelConfig, tokens: int) -> list[Product]:
+def products(model: ModelConfig, tokens: int, device: str = "cpu") -> list[Product]:
     """Forward, input gradient, weight gradient (first and further micro-batches) of each of the five shapes of a block."""
     C = model.channels
+    chunk = chunk_tokens(model.padded_vocab, 2) if device == "cuda" else CLASSIFIER_TOKENS
     layers = {
         "qkv": (3 * C, C, "linear", "matmul_dx"),
         "proj": (C, C, "linear_residual", "matmul_dx"),
@@ -56,7 +58,7 @@ def products(model: ModelConfig, tokens: int) -> list[Product]:
     }
     found = []
     for layer, (N, K, forward, dx) in layers.items():
-        count = min(tokens, CLASSIFIER_TOKENS) if layer == "head" else tokens
+        count = min(tokens, chunk) if layer == "head" else tokens
         found += [Product(layer, op, N, K, count) for op in (forward, dx, "matmul_dw")]
         found.append(Product(layer, "matmul_dw", N, K, count, "add"))
     return found
@@ -197,7 +199,7 @@ def measure(
     """A row per product of the model and number of tokens, `report`ed when it is there. Peaks, warm and cold take turns, with
     `torch` PyTorch's product too, without what is fused to ours; all are medians of `rounds`. `config` has its dtype resolved."""
     bench, rows, dtype = open_bench(device), [], config.train.dtype
-    all_products = [p for count in tokens for p in products(config.model, count)]
+    all_products = [p for count in tokens for p in products(config.model, count, device)]
     script = peer_script("torch_gemm.py") if torch else None
     cases = [case(product, dtype, device) for product in all_products]
     try:

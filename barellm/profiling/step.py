@@ -42,16 +42,17 @@ class StepBench:
         self.vocabulary = machine.config.model.vocab_size
         self.inv_targets = 1.0 / (self.train.batch * self.train.seq)
 
-    def step(self, wrap: Callable[[], Any] | None = None) -> Sample:
-        """`wrap()` is a context around what is timed."""
+    def step(self, wrap: Callable[[], Any] | None = None, run: Callable[..., Any] | None = None) -> Sample:
+        """`wrap()` is a context around what is timed; `run`: what runs a program, else the session's."""
         session = self.machine.session
+        run = run or session.run
         tokens, targets = self._inputs()
         usage, start = Usage.now(), time.perf_counter()
         if wrap is None:
-            self._run(session.run, tokens, targets)
+            self._run(run, tokens, targets)
         else:
             with wrap():
-                self._run(session.run, tokens, targets)
+                self._run(run, tokens, targets)
         sample = Sample(time.perf_counter() - start, 0.0, Usage.now().since(usage))
         sample.loss = float(session.read("loss")[0])
         self.steps += 1

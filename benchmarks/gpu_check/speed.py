@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from barellm.config import Config
-from barellm.profiling import attentions, gemms, peers, turns
-from barellm.profiling import ops as ops_in_place
+from barellm.profiling import attentions, gemms, peers, profile, turns
 from barellm.profiling import step as one_step
 from barellm.profiling.devices import device_bytes
 from benchmarks.gpu_check.bars import bar
@@ -25,7 +25,7 @@ BATCHES, SEQ = (32, 64), 1024
 ROUNDS = 3
 FASTER, TOKENS_S, AT_BATCH = 1.15, 550e3, 64  # than torch.compile; on one H200
 OF_CUBLAS, OF_COPY, WARM_START_S = 0.95, 0.88, 3.0
-STREAMING = ("adamw", "layernorm", "layernorm_dx", "cast", "embedding")  # ops of the step that only move bytes
+STREAMING = ("adamw", "layernorm", "add_layernorm", "cast", "embedding")  # ops of the step that only move bytes
 MIB = 1 << 20
 # llm.c at 124M with cuDNN, derived from its allocations: MiB of activations for a sequence of 1024 tokens by what it computes again
 # (-r), bytes a parameter for weights, gradients, moments and master weights, and cuBLASLt's workspace.
@@ -66,7 +66,7 @@ def step(scale: Scale) -> dict[str, Any]:
 def gemm(scale: Scale) -> dict[str, Any]:
     """Each product of the step in each role with what is fused to it, beside cuBLAS without."""
     if scale.mock:
-        gemms.MOST_COPIES = 1
+        gemms.MOST_COPIES, gemms.TABLE_SECONDS = 1, 0.0
     tokens = 9 if scale.small else BATCHES[0] * SEQ
     config = model(scale, batch=1, seq=tokens)
     print_row = lambda r: print({k: r[k] for k in ("layer", "op", "mode", "cold_s", "times_peer_cold") if k in r})  # noqa: E731
@@ -86,6 +86,7 @@ def attention(scale: Scale) -> dict[str, Any]:
     if scale.small:
         lengths = (9,)
         attentions.TOKENS, attentions.WIDTH, attentions.PAUSE = {"cuda": 18}, 128, 0.0
+        attentions.TURN = 0.0
     rounds, dtype = (1, "fp32") if scale.mock else (ROUNDS, "bf16")
     r = attentions.measure(dtype, torch=not scale.mock, rounds=rounds, report=print, lengths=lengths, device="cuda")
     bars = [
@@ -99,7 +100,8 @@ def attention(scale: Scale) -> dict[str, Any]:
 def streaming(scale: Scale) -> dict[str, Any]:
     """Bytes that must move over the time that it takes in the step, as a share of a copy's rate."""
     config = model(scale, batch=BATCHES[0], seq=SEQ)
-    r = ops_in_place.measure(config, steps=1 if scale.mock else 7, device="cuda")
+    with TemporaryDirectory() as folder:
+        r = profile.measure(config, steps=1 if scale.mock else 7, folder=Path(folder), device="cuda")
     copy = r["ceiling"]["bandwidth"]["copy"]
     rows = [row for row in r["ops"] if row["op"].startswith(STREAMING)]
     bars = []
@@ -107,6 +109,10 @@ def streaming(scale: Scale) -> dict[str, Any]:
         same = [row for row in rows if row["op"] == name]
         rate = sum(row["bytes"] for row in same) / sum(row["s"] for row in same)
         bars.append(bar(f"{name}: of copy bandwidth", None if scale.mock else rate / copy, OF_COPY))
+    (classifier,) = [row for row in r["ops"] if row["op"] == "classifier"]
+    loss_s = sum(part["s"] for symbol, part in classifier["kernels"].items() if symbol.startswith("row_losses"))
+    moved = 2 * config.train.batch * config.train.seq * config.model.padded_vocab * 2  # bf16 logits in, gradients out
+    bars.append(bar("classifier's loss: of copy bandwidth", None if scale.mock else moved / loss_s / copy, OF_COPY))
     return r | {"copy_bytes_s": copy, "bars": bars}
 
 
