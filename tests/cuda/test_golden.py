@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 
 from barellm.config import ModelConfig, OptimConfig
-from barellm.cuda import kernels  # noqa: F401  (fills the registry)
-from barellm.cuda.fuse import FUSIONS
-from barellm.cuda.kernel import MODES, REGISTRY, Lowering, Spec, Target
+from barellm.cuda.kernel import MODES, Lowering, Spec, Target
 from barellm.cuda.kernels.hopper import fits, launch_product
+from barellm.cuda.step import lower_and_plan
 from barellm.models.programs import build
 from barellm.optim.adamw import adamw
-from barellm.program.fusion import fuse
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from tests.cuda.sass import Row, rows, wrong
@@ -43,13 +41,7 @@ def specs(model: ModelConfig, batch: int, compute: str, arch: int) -> dict[Spec,
         optimizer=lambda p: adamw(p, OptimConfig()),
         decode_batch=1,
     )
-    found: dict[Spec, str] = {}
-    for op in (op for p in programs.values() for op in fuse(p.ops, FUSIONS)):
-        if op.name in REGISTRY:
-            c = Lowering(op, Target(arch))
-            REGISTRY[op.name](c)
-            found |= {launch.spec: op.name for launch in c.launches}
-    return found
+    return lower_and_plan(programs, Target(arch)).specs
 
 
 def one_of_each(found: dict[Spec, str]) -> dict[Spec, str]:
