@@ -9,13 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from barellm.cli.options import add_configuration, configuration
+from barellm.cli.options import add_configuration, add_device, configuration
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from barellm.config import Config
     from barellm.runtime.tuner.decision import Verdict
+    from barellm.runtime.tuning import Database
 
 HEAD = f"{'product':<44}{'default':<28}{'best':<28}{'GFLOP/s':>8}{'gain':>8}  {'tried':>5}  rejected"
 
@@ -25,30 +30,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         "each is rejected for its reason")  # fmt: skip
     parser.add_argument("--clear", action="store_true", help="forget everything that was tuned")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_device(parser)
     add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from barellm.profiling import devices
+
+    devices.check(args.device)
     if args.clear:
         return _clear(args)
     if args.self_test:
         return _self_test(args)
-    from barellm.cpu import tuning
-    from barellm.cpu.isa import host
-    from barellm.cpu.step import lower_and_plan
-    from barellm.cpu.threads import thread_count
-    from barellm.cpu.tuner.tuner import tune
-    from barellm.cpu.tuner.work import works_of
-    from barellm.training.machine import build_programs, resolved
+    from barellm.training.machine import resolved
     from barellm.training.run import check
 
     minutes = _minutes(args)
     config = configuration(args)
     check(config)
-    config = resolved(config, "cpu")
-    isa, threads, train = host(), thread_count(), config.train
-    built = lower_and_plan(build_programs(config), isa=isa, threads=threads)
-    works = works_of(call for program in ("micro", "eval") for call in built.calls[program])
+    config = resolved(config, args.device)
+    train = config.train
+    works, machine, database, tune = (_on_gpu if args.device == "cuda" else _on_cpu)(config)
     found: list[Verdict] = []
     status = "done"
 
@@ -59,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.json:
         print(f"{config.preset}, batch {train.batch} x {train.seq}, {train.dtype}: {len(works)} products")
-        print(f"{tuning.machine(isa, threads)}\n\n{HEAD}", flush=True)
+        print(f"{machine}\n\n{HEAD}", flush=True)
     try:
-        tune(works, isa, threads=threads, footprint=built.plan.arena_bytes, seconds=60 * minutes, each=each)
+        tune(seconds=60 * minutes, each=each)
         if len(found) < len(works):
             status = f"stopped after {minutes:g} minutes"
     except KeyboardInterrupt:
@@ -69,15 +71,46 @@ def run(args: argparse.Namespace) -> int:
     faster = [v for v in found if v.best != v.default]
     if args.json:
         head = {"kind": "tune", "preset": config.preset, "batch": train.batch, "seq": train.seq, "dtype": train.dtype}
-        head |= {"machine": tuning.machine(isa, threads), "database": str(tuning.database().path), "status": status}
+        head |= {"machine": machine, "database": str(database.path), "status": status}
         print(json.dumps(head | {"products": len(works), "tuned": [v.to_json() for v in found]}))
     else:
         for v in found:
             for name, reason in v.rejected:
                 print(f"rejected for {v.work}: {name}: {reason}")
         done = f"{len(found)} of {len(works)} products, {len(faster)} faster than their default by more than noise"
-        print(f"\n{status}: {done}; kept in {tuning.database().path}")
+        print(f"\n{status}: {done}; kept in {database.path}")
     return 130 if status == "interrupted" else 0
+
+
+def _on_cpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any]]:
+    """(products, the machine, where winners are kept, what tunes them)."""
+    from barellm.cpu import tuning
+    from barellm.cpu.isa import host
+    from barellm.cpu.step import lower_and_plan
+    from barellm.cpu.threads import thread_count
+    from barellm.cpu.tuner.tuner import tune
+    from barellm.cpu.tuner.work import works_of
+    from barellm.training.machine import build_programs
+
+    isa, threads = host(), thread_count()
+    built = lower_and_plan(build_programs(config), isa=isa, threads=threads)
+    works = works_of(call for program in ("micro", "eval") for call in built.calls[program])
+    tuned = partial(tune, works, isa, threads=threads, footprint=built.plan.arena_bytes)
+    return works, tuning.machine(isa, threads), tuning.database(), tuned
+
+
+def _on_gpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any]]:
+    """As above. UserError where there is no GPU."""
+    from barellm.cuda import driver, tuning
+    from barellm.cuda.kernel import Target
+    from barellm.cuda.tuner.tuner import tune
+    from barellm.cuda.tuner.work import works_of
+    from barellm.training.machine import build_programs
+
+    device = driver.device()
+    target = Target(device.arch, device.sms)
+    works = works_of(build_programs(config), target)
+    return works, tuning.machine(target), tuning.database(), partial(tune, works, target)
 
 
 def _minutes(args: argparse.Namespace) -> float:
@@ -114,10 +147,18 @@ def _clear(args: argparse.Namespace) -> int:
 
 
 def _self_test(args: argparse.Namespace) -> int:
-    from barellm.cpu.threads import thread_count
-    from barellm.cpu.tuner.selftest import self_test
+    if args.device == "cuda":
+        from barellm.cuda import driver
+        from barellm.cuda.kernel import Target
+        from barellm.cuda.tuner import tuner
 
-    trials = self_test(threads=thread_count())
+        device = driver.device()
+        trials = tuner.self_test(Target(device.arch, device.sms))
+    else:
+        from barellm.cpu.threads import thread_count
+        from barellm.cpu.tuner.selftest import self_test
+
+        trials = self_test(threads=thread_count())
     passed = all(t.passed for t in trials)
     if args.json:
         rows: list[dict[str, Any]] = [vars(t) for t in trials]

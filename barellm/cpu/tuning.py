@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,7 @@ from typing import Any
 from barellm.cpu import jit, processor
 from barellm.cpu.choices import ORDERS, Choice, Tile, default, tiles
 from barellm.cpu.isa import ISA
-from barellm.runtime.tuning import Database
-
-
-def requested() -> bool:
-    """Whether choices come from the database: `BARELLM_TUNING=0` gives the defaults."""
-    return os.environ.get("BARELLM_TUNING", "1") != "0"
+from barellm.runtime.tuning import Database, requested
 
 
 @cache

@@ -39,12 +39,17 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def tiles(dtype: str, arch: int) -> tuple[Tile, ...]:
+    """All that a product can be cut into."""
+    return _FP32 if dtype == "fp32" else _BF16[arch]
+
+
 def tile(role: str, rows: int, cols: int, depth: int, dtype: str, arch: int) -> Tile:
     """For a result of (rows, cols) and a contraction of `depth`: the tile that leaves the least idle and padded work. A smaller
     tile loads more for each product, which counts as a tenth of its time a step down the list. Weight gradients ("tn") are split
     until they fill the card."""
     best, least = None, 0.0
-    for step, t in enumerate(_FP32 if dtype == "fp32" else _BF16[arch]):
+    for step, t in enumerate(tiles(dtype, arch)):
         count = cdiv(rows, t.rows) * cdiv(cols, t.cols)
         if role == "tn":
             count *= splits(count, depth)

@@ -113,12 +113,19 @@ class Turn:
 class CudaSession(ArenaSession):
     """Programs over one arena on a GPU, compiled and ready. A `runtime.session.Session`."""
 
-    def __init__(self, programs: dict[str, Program], *, device: driver.Device | None = None) -> None:
+    def __init__(
+        self,
+        programs: dict[str, Program],
+        *,
+        device: driver.Device | None = None,
+        built: LoweredPrograms | None = None,
+    ) -> None:
+        """`built`: what the programs were lowered to, else it is done here."""
         lap = laps()
         self.device = device or driver.device()
         self.context = driver.Context(self.device)
         self.stream = self.context.stream
-        built = lower_and_plan(programs, Target(self.device.arch, self.device.sms))
+        built = built or lower_and_plan(programs, Target(self.device.arch, self.device.sms))
         super().__init__(programs, built.plan)
         self.target, self.lowered, self.calls, self.specs = built.target, built.lowered, built.calls, built.specs
         free = max(self.context.free_bytes() - HEADROOM, 0)

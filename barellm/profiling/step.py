@@ -45,14 +45,14 @@ class StepBench:
     def step(self, wrap: Callable[[], Any] | None = None, run: Callable[..., Any] | None = None) -> Sample:
         """`wrap()` is a context around what is timed; `run`: what runs a program, else the session's."""
         session = self.machine.session
-        run = run or session.run
+        runs = run or session.run
         tokens, targets = self._inputs()
         usage, start = Usage.now(), time.perf_counter()
         if wrap is None:
-            self._run(run, tokens, targets)
+            self._run(runs, tokens, targets)
         else:
             with wrap():
-                self._run(run, tokens, targets)
+                self._run(runs, tokens, targets)
         sample = Sample(time.perf_counter() - start, 0.0, Usage.now().since(usage))
         sample.loss = float(session.read("loss")[0])
         self.steps += 1

@@ -19,6 +19,11 @@ from typing import Any
 Entry = dict[str, Any]
 
 
+def requested() -> bool:
+    """Whether choices come from the database: `BARELLM_TUNING=0` gives the defaults."""
+    return os.environ.get("BARELLM_TUNING", "1") != "0"
+
+
 class Database:
     """The entries of one version. Read from disk once; what other processes add later is not seen."""
 

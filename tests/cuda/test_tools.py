@@ -1,5 +1,6 @@
 """The tools on a GPU, rehearsed on the driver in Python: a step's launches are all there, in the table and on the timeline."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def test_a_profile_has_every_launch_once(gpu, monkeypatch, tmp_path, capsys):
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     slices = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
     assert len(slices) == sum(calls.values())
-    for before, after in zip(slices, slices[1:], strict=False):
+    for before, after in itertools.pairwise(slices):
         assert after["ts"] == pytest.approx(before["ts"] + before["dur"])
     programs = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
     assert [(e["name"], e["args"]["launches"]) for e in programs] == list(calls.items())

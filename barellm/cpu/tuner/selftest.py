@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from barellm.cpu.isa import ISA, host
 from barellm.cpu.step import lower_and_plan
 from barellm.cpu.tuner.candidates import possible
@@ -13,19 +11,9 @@ from barellm.cpu.tuner.work import Candidate, Work, works_of
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
-from barellm.runtime.tuner.decision import decide
+from barellm.runtime.tuner.decision import Trial, decide, trials
 
 LIMIT = 5.0  # seconds after which a candidate hangs: the right ones take milliseconds
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One candidate, why it was rejected ("": it was not), and whether that is as it should be."""
-
-    candidate: str
-    reason: str
-    expected: str
-    passed: bool
 
 
 def small_work(isa: ISA, threads: int) -> Work:
@@ -50,11 +38,5 @@ def self_test(*, threads: int, limit: float = LIMIT) -> list[Trial]:
         verdict = decide(worker, work, [*injected, honest], Candidate(default))
     finally:
         worker.close()
-    reasons = dict(verdict.rejected)
-    trials = []
-    for candidate, (emit, words) in zip(injected, FAULTS, strict=True):
-        reason = reasons.get(str(candidate), "")
-        trials.append(Trial(emit.__name__, reason, f"rejected: {words}", words in reason))
-    reason = reasons.get(str(honest), "")
-    chosen = verdict.best in (default, honest.choice)
-    return [*trials, Trial("another tile", reason, "not rejected", not reason and chosen)]
+    faults = {c: (emit.__name__, words) for c, (emit, words) in zip(injected, FAULTS, strict=True)}
+    return trials(verdict, faults, honest, Candidate(default))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, cdiv, lowering, mode
 from barellm.cuda.kernels import hopper
 from barellm.cuda.kernels.common import keep
@@ -132,7 +132,7 @@ def product(
         _weight_gradient(c, out, a, b, rows, most, N, K, dtype, mode)
         return
     cols, depth = (N, K) if role == "nt" else (K, N)
-    t = choices.tile(role, most, cols, depth, dtype, c.target.arch)
+    t = tuning.choose(c.target, (role, dtype, most, cols, depth))
     epilogue = (
         "residual" if residual is not None else "" if pre is None else "gelu" if role == "nt" else "gelu_backward"
     )
@@ -151,18 +151,19 @@ def product(
 
 def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     """Where the result has too few tiles, parts of the tokens are summed apart in fp32, then added in order."""
-    t = choices.tile("tn", N, K, most, dtype, c.target.arch)
-    tiles = cdiv(N, t.rows) * cdiv(K, t.cols)
+    product = ("tn", dtype, N, K, most)
+    t, usual = tuning.choose(c.target, product), tuning.default(c.target, product)
+    tiles, counted = cdiv(N, t.rows) * cdiv(K, t.cols), cdiv(N, usual.rows) * cdiv(K, usual.cols)
     constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}
     constants |= _constants(t) | {"EVEN_K": False, "EPILOGUE": "", "PARTS": 1}
     operands = {"pre": None, "a": dy, "b": x, "bias": None, "other": None, "K": rows}
     options = {"writes": "out", "warps": t.warps, "stages": t.stages}
-    parts = choices.most_splits(tiles, most)
+    parts = choices.most_splits(counted, most)  # by the default's tiles: bits do not depend on tuning
     if parts == 1:
         operands |= {"out": out, "chunk": None}
         c.launch(gemm, operands, constants | {"MODE": mode}, grid=lambda s: (tiles,), **options)
         return
-    split = Split(rows, tiles)
+    split = Split(rows, counted)
     partials = c.scratch("partials", (parts, N, K))
     operands |= {"out": partials, "chunk": split}
     c.launch(gemm, operands, constants | {"MODE": MODES["store"]}, grid=lambda s: (tiles, split.count(s)), **options)

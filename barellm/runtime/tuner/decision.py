@@ -101,3 +101,25 @@ def decide(worker: Worker, work: Any, choices: list[Any], default: Any) -> Verdi
 
 def _wins(ratios: list[float]) -> bool:
     return median(ratios) <= GAIN and sum(r < 1.0 for r in ratios) >= AGREE * len(ratios)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate, why it was rejected ("": it was not), and whether that is as it should be."""
+
+    candidate: str
+    reason: str
+    expected: str
+    passed: bool
+
+
+def trials(verdict: Verdict, faults: dict[Any, tuple[str, str]], honest: Any, default: Any) -> list[Trial]:
+    """What became of injected candidates, by what each was made to be rejected for, and of one that is right."""
+    reasons = dict(verdict.rejected)
+    found = []
+    for candidate, (name, words) in faults.items():
+        reason = reasons.get(str(candidate), "")
+        found.append(Trial(name, reason, f"rejected: {words}", words in reason))
+    reason = reasons.get(str(honest), "")
+    chosen = verdict.best in (default.choice, honest.choice)
+    return [*found, Trial("another tile", reason, "not rejected", not reason and chosen)]

@@ -1,0 +1,1 @@
+"""Finds the fastest tile of Triton's products on a GPU."""

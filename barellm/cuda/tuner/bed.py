@@ -1,0 +1,150 @@
+"""Where candidates are run: a session for each, inputs that all share, what the result must be. Only ever in the tuner's child."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from barellm.cuda import driver, tuning
+from barellm.cuda.bench import replay_seconds
+from barellm.cuda.kernel import Target
+from barellm.cuda.kernels.matmul import gemm
+from barellm.cuda.step import CudaSession, lower_and_plan
+from barellm.cuda.tuner.work import Candidate, Work
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
+from barellm.runtime.storage import dtype_of
+from barellm.runtime.tuner.child import Wrong
+
+EPS = 2.0**-24
+ROUNDING = {"fp32": EPS, "bf16": 2.0**-8}
+SAMPLE = 256  # rows and columns that are held against float64; bits are compared everywhere
+TURN_SECONDS = 2e-3
+MOST_CALLS = 200
+
+
+class Bed:
+    """One product on this machine's GPU. `calls`: of a turn at most."""
+
+    def __init__(self, work: Work, calls: int = MOST_CALLS) -> None:
+        self.work, self.device, self.calls = work, driver.device(), calls
+        self.target = Target(self.device.arch, self.device.sms)
+        N, K = (work.rows, work.cols) if work.role == "tn" else (work.cols, work.depth)
+        N, K = (K, N) if work.role == "nn" else (N, K)
+        draw, tokens, kind = np.random.default_rng(1).standard_normal, work.tokens, dtype_of(work.dtype)
+        shapes = {"nt": {"x": (tokens, K), "weight": (N, K)}, "nn": {"dy": (tokens, N), "weight": (N, K)}}
+        shapes["tn"] = {"dy": (tokens, N), "x": (tokens, K)}
+        self.given = {n: draw(shape, np.float32).astype(kind) for n, shape in shapes[work.role].items()}
+        self.N, self.K, self.seconds = N, K, 0.0
+        self.runs = sorted({tokens, 1, min(37, tokens), max(1, tokens - 1)})
+        self.default = self._open(Candidate(tuning.default(self.target, work.product)))
+        self.expected = {count: self._result(self.default, count) for count in self.runs}
+        self.open = [self.default]
+
+    def _open(self, candidate: Candidate) -> CudaSession:
+        role, dtype, dims = self.work.role, self.work.dtype, (Dim("batch", 1), Dim("seq", self.work.tokens))
+        store = Store()
+        p = Program(store, compute=dtype)
+        t = {
+            name: store.get(name, a.shape, dtype, "parameter")
+            if name == "weight"
+            else p.input(name, (*dims, a.shape[1]), dtype)
+            for name, a in self.given.items()
+        }
+        if role == "tn":
+            p.apply(
+                ops.MatmulDw, into={"dweight": (store.get("out", (self.N, self.K), "fp32", "gradient"), "store")}, **t
+            )
+        else:
+            p.output("out", p.apply(ops.Matmul, **t).y if role == "nt" else p.apply(ops.MatmulDx, **t).dx)
+        with tuning.forced(candidate.choice):
+            built = lower_and_plan({"op": p}, self.target)
+        if function := candidate.function():
+            for launch in built.lowered["op"].launches:
+                if launch.spec.function is gemm:
+                    launch.spec = replace(launch.spec, function=function)
+        return CudaSession({"op": p}, built=built)
+
+    def check(self, candidate: Candidate) -> CudaSession:
+        session = self._open(candidate)
+        try:
+            for count in self.runs:
+                got, want = self._result(session, count), self.expected[count]
+                if not np.array_equal(got.view(np.uint8), want.view(np.uint8)):
+                    differ = got.astype(np.float64) != want.astype(np.float64)
+                    raise Wrong(
+                        f"other bits than the default's ({count} tokens): {int(differ.sum())} of {got.size} elements"
+                    )
+        except BaseException:
+            session.close()
+            raise
+        self.open.append(session)
+        return session
+
+    def _result(self, session: CudaSession, tokens: int) -> np.ndarray:
+        """Of a run in an arena of NaN; Wrong where a value is off or another byte than the result's changed."""
+        session._set(0, np.full(session.plan.arena_bytes, 0xFF, np.uint8))
+        for name, a in self.given.items():
+            session.write(name, a if name == "weight" else a[:tokens])
+        before = session._get(0, session.plan.arena_bytes).copy()
+        session.run("op", batch=1, seq=tokens)
+        after = session._get(0, session.plan.arena_bytes)
+        (op,) = session.lowered["op"].ops
+        (out,) = op.outputs.values()
+        cols = self.K if self.work.role in ("nn", "tn") else self.N
+        rows = self.N if self.work.role == "tn" else tokens
+        got = session.stored(out, (rows, cols)).copy()
+        free = after != before
+        for t in (out, *session.lowered["op"].of[op].scratch_tensors):
+            at = session.plan.offsets[t]
+            free[at : at + (got.nbytes if t is out else t.nbytes)] = False
+        for name, t in op.inputs.items():
+            if name != "weight":  # inputs arrive with the run
+                given, at = self.given[name][:tokens], session.plan.offsets[t]
+                same = np.array_equal(after[at : at + given.nbytes], given.reshape(-1).view(np.uint8))
+                free[at : at + given.nbytes] = not same
+        self._hold(got, tokens)
+        if free.any():
+            raise Wrong(f"it wrote outside its result, first at byte {int(np.flatnonzero(free)[0])} of the arena")
+        return got
+
+    def _hold(self, got: np.ndarray, tokens: int) -> None:
+        """Against float64, a sample that has the first and the last row and column."""
+        g = {n: (a if n == "weight" else a[:tokens]).astype(np.float64) for n, a in self.given.items()}
+        rows, cols = (np.unique(np.linspace(0, n - 1, min(n, SAMPLE)).astype(int)) for n in got.shape)
+        if self.work.role == "nt":
+            left, right = g["x"][rows], g["weight"][cols].T
+        elif self.work.role == "nn":
+            left, right = g["dy"][rows], g["weight"][:, cols]
+        else:
+            left, right = g["dy"][:, rows].T, g["x"][:, cols]
+        want, values = left @ right, got[np.ix_(rows, cols)].astype(np.float64)
+        bound = 8 * EPS * np.linalg.norm(left, axis=1)[:, None] * np.linalg.norm(right, axis=0) + EPS
+        bound += 1.1 * ROUNDING["fp32" if got.dtype == np.float32 else "bf16"] * (np.abs(want) + bound)
+        bad = ~(np.abs(values - want) <= bound)
+        if bad.any():
+            r, c = (int(i) for i in np.argwhere(bad)[0])
+            where = f"out[{rows[r]}, {cols[c]}] is {values[r, c]:.6g}, expected {want[r, c]:.6g}"
+            raise Wrong(f"wrong values ({tokens} tokens): {where}; {int(bad.sum())} of {bad.size} looked at")
+
+    def time(self, candidates: list[CudaSession], rounds: int) -> list[list[float]]:
+        everybody = [self.default, *candidates]
+        calls = max(1, min(self.calls, round(TURN_SECONDS / max(self._seconds(self.default, 1), 1e-9))))
+        samples = np.zeros((rounds, len(everybody)))
+        for r in range(rounds):
+            order = list(range(len(everybody)))
+            for at in order if r % 2 == 0 else reversed(order):
+                samples[r, at] = self._seconds(everybody[at], calls)
+        self.seconds = float(median(samples[:, 0]))
+        return [(samples[:, i + 1] / samples[:, 0]).tolist() for i in range(len(candidates))]
+
+    def _seconds(self, session: CudaSession, calls: int) -> float:
+        replay = lambda: session.replay("op", batch=1, seq=self.work.tokens)  # noqa: E731
+        return replay_seconds(session.context, replay, calls)
+
+    def close(self) -> None:
+        for session in self.open:
+            session.close()

@@ -1,0 +1,50 @@
+"""Kernels for the self-test, with the parameters of matmul.gemm: what a tuner must reject, each for its reason."""
+
+from __future__ import annotations
+
+from barellm.cuda.kernels.matmul import gemm
+from barellm.cuda.lang import device, tl
+
+
+@device
+def wrong_values(
+    out, pre, a, b, bias, other, scalars, M, N, K, chunk,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The right product, and its first element is 1 more."""
+    gemm(out, pre, a, b, bias, other, scalars, M, N, K, chunk, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
+         BM, BN, BK, GROUP, PARTS)  # fmt: skip
+    if tl.program_id(0) == 0:
+        tl.debug_barrier()
+        tl.store(out, tl.load(out) + 1.0)
+
+
+@device
+def writes_beyond(
+    out, pre, a, b, bias, other, scalars, M, N, K, chunk,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The right product, and its first element a second time over what is read."""
+    gemm(out, pre, a, b, bias, other, scalars, M, N, K, chunk, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
+         BM, BN, BK, GROUP, PARTS)  # fmt: skip
+    if tl.program_id(0) == 0:
+        tl.debug_barrier()
+        tl.store(b, tl.load(b) + 1.0)
+
+
+@device
+def hangs(
+    out, pre, a, b, bias, other, scalars, M, N, K, chunk,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Never comes back."""
+    batch = tl.load(scalars, volatile=True)
+    while batch > 0:
+        batch = tl.load(scalars, volatile=True)
+
+
+# Name, and words of the reason that it is rejected for.
+FAULTS = (("wrong_values", "wrong values"), ("writes_beyond", "wrote outside its result"), ("hangs", "it hangs"))

@@ -1,0 +1,115 @@
+"""Tuning of CUDA products on the driver in Python: what is a candidate, that wrong and hanging ones are rejected, what is kept."""
+
+import json
+
+import numpy as np
+import pytest
+
+from barellm.cli import main
+from barellm.cuda import choices, tuning
+from barellm.cuda.kernel import Target
+from barellm.cuda.tuner import tuner
+from barellm.cuda.tuner.bed import Bed
+from barellm.cuda.tuner.work import Candidate, Work, candidates, works_of
+from barellm.profiling import devices
+from barellm.runtime.tuner.child import Wrong
+from barellm.runtime.tuner.decision import Verdict
+from barellm.training.machine import build_programs
+from tests.cuda.mock import Gpu
+from tests.profiling.conftest import SMALL, small
+
+MOCK = Target(80, 3)
+CHILD = "tests.cuda.tuner_child"
+WORDS = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    monkeypatch.delenv("BARELLM_TUNING", raising=False)
+
+
+def test_every_product_of_a_model_is_there_once_with_all_tiles():
+    works = works_of(build_programs(small(train__dtype="bf16")), MOCK)
+    assert {w.role for w in works} == {"nt", "nn", "tn"} and len(set(works)) == len(works)
+    assert [w.flops for w in works] == sorted((w.flops for w in works), reverse=True)
+    for work in works:
+        default, *others = candidates(work, MOCK)
+        assert default.choice == tuning.default(MOCK, work.product)
+        assert {default.choice, *(c.choice for c in others)} == set(choices.tiles(work.dtype, 80))
+
+
+def test_faulty_candidates_are_rejected_for_their_reason():
+    trials = tuner.self_test(MOCK, child=CHILD, limit=20.0)
+    assert [t.candidate for t in trials] == ["wrong_values", "writes_beyond", "hangs", "another tile"]
+    assert all(t.passed for t in trials), trials
+
+
+@pytest.mark.parametrize("role", ["nt", "nn", "tn"])
+def test_bits_decide(role, monkeypatch):
+    """A tile whose bits are the default's is right in every role; a result that is off by a bit is not."""
+    Gpu().install(monkeypatch)
+    work = Work(role, "bf16", 40, 24, 48)
+    bed = Bed(work, calls=1)
+    others = [c for c in candidates(work, MOCK)[1:] if c.choice.depth == bed_depth(work)]
+    session = bed.check(others[0])
+    assert bed.time([session], 3) == [[1.0] * 3] and bed.seconds > 0
+    bed.expected[1].view(np.uint8)[0, 0] ^= 1
+    with pytest.raises(Wrong, match="other bits than the default's"):
+        bed.check(others[0])
+    bed.close()
+
+
+def bed_depth(work):
+    return tuning.default(MOCK, work.product).depth
+
+
+def test_what_won_is_taken_by_the_next_lowering_and_nonsense_is_not(monkeypatch, capsys):
+    work = Work("nt", "bf16", 64, 96, 64)
+    default, other, *_ = candidates(work, MOCK)
+    tuner.keep(Verdict(work, default.choice, other.choice, 0.9, 1e-3, 1), MOCK)
+    assert tuning.choose(MOCK, work.product) == other.choice
+    assert tuning.choose(Target(80, 4), work.product) == default.choice  # another card
+    monkeypatch.setenv("BARELLM_TUNING", "0")
+    assert tuning.choose(MOCK, work.product) == default.choice
+    monkeypatch.delenv("BARELLM_TUNING")
+    tuning.database().change({tuning.key(MOCK, work.product): {"tile": {"rows": 3}}})
+    assert tuning.choose(MOCK, work.product) == default.choice
+    assert "tuning ignored" in capsys.readouterr().err
+    tuner.keep(Verdict(work, default.choice, default.choice, 1.0, 1e-3, 1), MOCK)
+    assert not tuning.database().entries
+
+
+def test_what_is_shipped_names_tiles_that_exist():
+    entries = json.loads(tuning.SHIPPED.read_text())["entries"]
+    for at, entry in entries.items():
+        arch = int(at.split("sm_")[1].split(",")[0])
+        dtype = at.split(": ")[1].split(" ")[1].rstrip(",")
+        tuning.from_entry(entry, dtype, arch)
+
+
+def test_a_candidate_is_named_by_all_that_it_is():
+    tiles = choices.tiles("bf16", 90)
+    assert len({str(Candidate(t, f)) for t in tiles for f in ("", "hangs")}) == 2 * len(tiles)
+
+
+def test_the_command_keeps_a_clear_winner(monkeypatch, capsys):
+    """With times that the mock makes up no tile wins; every product is proved."""
+    Gpu().install(monkeypatch)
+    monkeypatch.setattr(tuner, "CHILD", CHILD)
+    words = ["tune", "shakespeare-char", *WORDS, "--dtype", "bf16", "--device", "cuda", "--minutes", "0.0001", "--json"]
+    assert main.main(words) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["machine"] == "cuda, sm_80, 3 multiprocessors" and result["products"] > 3
+    (row,) = result["tuned"]
+    assert row["best"] == row["default"] and row["tried"] == len(choices.tiles("bf16", 80)) - 1
+    assert result["status"].startswith("stopped after") and not tuning.database().entries
+
+
+def test_without_a_gpu_it_is_one_line(capsys):
+    if devices.device_bytes("cuda") is not None:
+        pytest.skip("there is a GPU here")
+    for words in (["tune", "shakespeare-char", "--device", "cuda"], ["tune", "--self-test", "--device", "cuda"]):
+        assert main.main(words) == 2
+        text = capsys.readouterr().err
+        assert text.count("\n") == 1 and "device cuda needs" in text

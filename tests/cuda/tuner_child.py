@@ -1,0 +1,11 @@
+"""The tuner's child process on the driver in Python."""
+
+import pytest
+
+from barellm.cuda.tuner.bed import Bed
+from barellm.runtime.tuner.child import Child, serve
+from tests.cuda.mock import Gpu
+
+if __name__ == "__main__":
+    Gpu().install(pytest.MonkeyPatch())
+    serve(Child(lambda work: Bed(work, calls=1)))
