@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class Bed:
         role, dtype, dims = self.work.role, self.work.dtype, (Dim("batch", 1), Dim("seq", self.work.tokens))
         store = Store()
         p = Program(store, compute=dtype)
-        t = {
+        t: dict[str, Any] = {
             name: store.get(name, a.shape, dtype, "parameter")
             if name == "weight"
             else p.input(name, (*dims, a.shape[1]), dtype)

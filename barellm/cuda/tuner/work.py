@@ -14,7 +14,7 @@ from barellm.program.builder import Program
 
 @dataclass(frozen=True)
 class Work:
-    """`rows` x `cols` of a result from a contraction of `depth`. Role "nt": y = x weight^T, "nn": dx = dy weight; "tn": the gradient
+    """`rows` x `cols` of a result from a contraction of `depth`. Role "nt": y = x weight^T, "nn": dx = dy weight; "tn": gradient
     of the weight. Of "tn" the depth is the tokens, of the others the rows are."""
 
     role: str
