@@ -141,6 +141,7 @@ class CudaSession(ArenaSession):
         self._turns = [self._new_turn() for _ in range(2)]
         self._starts = {name: partial(self._start, name) for name, low in self.lowered.items() if low.ops}
         self._graphs: OrderedDict[tuple[str, Sizes], driver.Graph] = OrderedDict()
+        self._pid = os.getpid()
         self.seconds["map"] = lap()
 
     # --- building ---
@@ -204,6 +205,8 @@ class CudaSession(ArenaSession):
 
     def run(self, program: str, **values: Any) -> None:
         """As `ArenaSession.run`. Returns when the GPU has the work; `read` and `synchronize` wait for it."""
+        if os.getpid() != self._pid:  # a context does not survive a fork
+            raise RuntimeError("this process was forked from one with a running backend: open a new session in it")
         self._turns.reverse()
         self._turns[0].copied.wait()
         self._inputs = self._turns[0].rooms

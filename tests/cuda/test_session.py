@@ -126,6 +126,13 @@ def test_sizes_beyond_the_plan_and_inputs_of_other_sizes_are_refused(gpu):
     assert session.read("y").shape == (2, 8, C)
 
 
+def test_a_forked_child_is_told_to_open_its_own(gpu, monkeypatch):
+    session = opened()
+    monkeypatch.setattr(step.os, "getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="forked"):
+        session.run("p", batch=1, seq=1)
+
+
 def test_persistent_tensors_start_as_zeros_and_are_read_and_written_in_rows(gpu):
     store = Store()
     w = store.get("w", (5, 3), "split", "parameter")
