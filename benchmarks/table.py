@@ -75,8 +75,11 @@ def machine_line(results: dict[str, dict]) -> list[str]:
     return lines
 
 
+MANY = 10**8  # bytes: several times what the caches hold
+
+
 def facts(files: dict[str, dict]) -> list[str]:
-    """A line for each file of `bench step` and `bench scaling`, of `bench ops` and `bench attention` with `--peers torch`, and for
+    """A line for each file of `bench step`, `bench scaling` and `bench ops`, of `bench attention` with `--peers torch`, and for
     each whole run."""
     lines = []
     for file, r in files.items():
@@ -119,6 +122,10 @@ def facts(files: dict[str, dict]) -> list[str]:
                 f"{_what(r)}, each op alone against {r['peer']}: the slowest of {len(ratios)} kinds takes {most:.2f} of the time "
                 f"of PyTorch's own ({slowest}). {file}"
             )
+        elif r.get("kind") == "ops":
+            moving = [row for row in r["ops"] if row["flops"] < 4 * row["bytes"] and row["bytes"] > row["count"] * MANY]
+            parts = ", ".join(f"{row['op']} {row['shape']} {row['percent_of_bound']:.0f}" for row in moving)
+            lines.append(f"{_what(r)}, % of the bound of each op that moves 100 MB or more: {parts}. {file}")
     return lines
 
 
