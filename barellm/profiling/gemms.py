@@ -111,7 +111,7 @@ class Timed:
         self.session = CpuSession({"products": program})
         self.ops = self.session.lowered["products"].ops
         assert [op.name for op in self.ops] == [product.op] * copies
-        _fill(self.session)
+        fill(self.session)
         self.session.run("products", batch=1, seq=product.tokens)
         records = self.session.records["products"]
         once = self._table(records, 1)()
@@ -155,7 +155,7 @@ class TimedOnGpu:
         self.session = devices.open_session(programs, "cuda")
         self.ops = self.session.lowered["cold"].ops
         assert [op.name for op in self.ops] == [product.op] * self.copies
-        _fill(self.session)
+        fill(self.session)
         self.sizes = {"batch": 1, "seq": product.tokens}
         for name in programs:
             self.session.run(name, **self.sizes)
@@ -180,7 +180,7 @@ def copies_of(nbytes: int, device: str) -> int:
     return min(max(2, -(-COLD_BYTES[device] // nbytes)), MOST_COPIES)
 
 
-def _fill(session: Any) -> None:
+def fill(session: Any) -> None:
     """Random normal bf16 everywhere, which as pairs are fp32 numbers as normal; it also backs the memory with pages."""
     block = np.random.default_rng(1).standard_normal(1 << 20).astype(dtype_of("bf16")).view(np.uint8)
     for start in range(0, session.plan.arena_bytes, block.size):

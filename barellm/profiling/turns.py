@@ -152,7 +152,7 @@ def interleave(
             v.start(Path(folder) / str(i))
             v.turn(1, warm_up=0)
             for name, limit in limits.items():
-                _hold_what_fits(variants[: i + 1], of=name, limit=limit)
+                _hold_what_fits(variants[: i + 1], of=name, limit=limit, more=i + 1 < len(variants))
             report(f"{v.name}: first step {v.facts['first_step_s']:.2f} s after its start, then {v.samples[0]:.4f} s")
         trial = {v.name: v.samples[0] for v in variants}
         steps = max(1, round(TURN / max(trial.values())))
@@ -167,11 +167,14 @@ def interleave(
     return steps
 
 
-def _hold_what_fits(started: list[Variant], *, of: str, limit: float) -> None:
-    """While all that are held do not fit into memory beside the largest other one, the largest is held no longer."""
+def _hold_what_fits(started: list[Variant], *, of: str, limit: float, more: bool) -> None:
+    """While all that are held do not fit into memory beside the largest other one, the largest is held no longer. `more`: others
+    are still to be started."""
     while True:
         held = [v for v in started if v.held]
-        beside = max(getattr(v, of) for v in started)  # of one that is held no longer, or of the next to be started
+        alone = len(held) == len(started) and not more
+        # Of one that is held no longer, or of the next to be started.
+        beside = 0 if alone else max(getattr(v, of) for v in started)
         if not held or sum(getattr(v, of) for v in held) + beside <= limit:
             return
         largest = max(held, key=lambda v: getattr(v, of))

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from barellm.cuda.kernel import Target
+from barellm.cuda.step import lower_and_plan
+from barellm.profiling.gemms import Product, append
+from barellm.program.builder import Program, Store
 from benchmarks.gpu_check import __main__ as runner
-from benchmarks.gpu_check import bars, speed
+from benchmarks.gpu_check import bars, small_step, speed
 from benchmarks.gpu_check.stages import GROUPS, STAGES, Stage
+from tests.cuda.mock import Gpu
 
 ROOT = Path(__file__).parents[2]
 GROUP_SECONDS, ALL_SECONDS = 600, 1800
@@ -70,6 +75,22 @@ def test_llmc_needs_what_its_allocations_add_up_to():
     found = speed.llmc_mib(64)
     assert found["-r 0"] - found["-r 2"] == 25440 - 18912
     assert found["-r 0"] == pytest.approx(25440 + 124_475_904 * 16 / 2**20 + 32)
+
+
+def test_the_sanitizer_sees_steps_and_every_kind_of_product(monkeypatch, capsys):
+    Gpu().install(monkeypatch)
+    small_step.steps()
+    assert "two steps done" in capsys.readouterr().out
+    names = small_step.products(N=48, K=32, tokens=20)
+    assert len(names) == len(small_step.PRODUCTS) and set(names) == {"gemm"}  # on sm_80
+
+
+def test_its_products_are_large_enough_for_hopper_s_kernels():
+    for op, mode in small_step.PRODUCTS:
+        program = Program(Store(), compute="bf16")
+        append(program, Product("", op, 640, 640, 2048, mode), 0)
+        names = [call.spec.name for call in lower_and_plan({"p": program}, Target()).calls["p"]]
+        assert names[0] == "hopper_gemm", op
 
 
 @pytest.mark.slow
