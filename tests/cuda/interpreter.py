@@ -25,6 +25,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import triton.compiler.code_generator  # noqa: F401  (keeps `tl.minimum` for `min`: not those of a first import while interpreting)
 import triton.language as tl
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
