@@ -24,7 +24,7 @@ CHUNKS, LEAST = 512, 8  # four programs for each of 128 processors
 def layernorm_backward(
     dx, narrow, partials, dy, x, weight, mean, rstd, scalars, rows, per, seq, stream,
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-    DBIAS: tl.constexpr, DX_SUM: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    DBIAS: tl.constexpr, DX_SUM: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program walks one chunk of rows, BR at a time, the next ones on their way into shared memory meanwhile. It sums its part of
     dweight, of dbias, and of what the next op's bias gets: the sum of `narrow`, which is dx rounded or dropped out."""
@@ -33,7 +33,7 @@ def layernorm_backward(
     column = tl.arange(0, BC)
     inside = column < C
     weights, biases, sums = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
-    for first in tl.range(begin, end, BR, num_stages=2):
+    for first in tl.range(begin, end, BR, num_stages=STAGES):
         row = (first + tl.arange(0, BR)).to(tl.int64)
         live = row < end
         mask = live[:, None] & inside[None, :]
@@ -78,7 +78,8 @@ def lower_layernorm_backward(op: Any, c: Lowering) -> None:
     assert op.modes["dx"] in ("store", "add"), op.modes
     BC = max(32, pow2(C))
     constants = {
-        "C": C, "BR": max(1, 2048 // BC), "BC": BC, "MODE": MODES[op.modes["dx"]],
+        "C": C, "BR": max(1, 1024 // BC), "BC": BC, "MODE": MODES[op.modes["dx"]],
+        "STAGES": 3 if BC <= 2048 else 2,  # 74 KB of shared memory at most: sm_89 has 99
         "DBIAS": "dbias" in names, "DX_SUM": "dx_sum" in names,
         **(dropout_constants(op) if dropped else {"THRESHOLD": None, "SCALE": None}),
     }  # fmt: skip
