@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from barellm.config import ModelConfig, OptimConfig
+from barellm.cuda import step
 from barellm.cuda.kernel import MODES, Lowering, Spec, Target
 from barellm.cuda.kernels.hopper import fits, launch_product
 from barellm.cuda.step import lower_and_plan
@@ -31,14 +32,14 @@ ODD = ModelConfig(layers=1, heads=3, channels=51, vocab_size=101, padded_vocab=1
 SMALL = ModelConfig(layers=1, heads=2, channels=64, vocab_size=320, padded_vocab=320, max_seq=64)
 
 
-def specs(model: ModelConfig, batch: int, compute: str, arch: int) -> dict[Spec, str]:
+def specs(model: ModelConfig, batch: int, compute: str, arch: int, *, moments: str = "fp32") -> dict[Spec, str]:
     """Everything that training, evaluation and decoding of a model launch, with the op that needs it."""
     _, programs = build(
         model,
         batch=batch,
         seq=model.max_seq,
         compute=compute,
-        optimizer=lambda p: adamw(p, OptimConfig()),
+        optimizer=lambda p: adamw(p, OptimConfig(moments=moments)),
         decode_batch=1,
     )
     return lower_and_plan(programs, Target(arch)).specs
@@ -108,6 +109,31 @@ def test_kernels_are_the_golden_ones(name):
     changes = [f"{label}: {found.get(label)}, golden {known.get(label)}" for label in found.keys() | known.keys()
                if found.get(label) != known.get(label)]  # fmt: skip
     assert not changes, "if this is on purpose, BARELLM_GOLDEN=write accepts it:\n" + "\n".join(sorted(changes))
+
+
+FAMILIES = ("columns", "dropout", "elementwise", "embedding", "init", "layernorm", "layernorm_backward", "optimizer")
+DROPPED = replace(SMALL, dropout=0.1)
+LONG = replace(ODD, heads=82, channels=8200)  # rows that registers do not hold
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model, moments, fused",
+    [(DROPPED, "16bit-stochastic", True), (DROPPED, "16bit", False), (LONG, "fp32", False)],
+    ids=["dropout and 16-bit moments", "nothing fused", "long rows"],
+)
+def test_forms_that_the_golden_ones_lack_do_not_spill(model, moments, fused, monkeypatch):
+    """Kernels that walk the residual stream and the parameters; what is known of products and attention is above."""
+    if not fused:
+        monkeypatch.setattr(step, "FUSIONS", [])
+    known = {spec.name for spec in specs(ODD, 3, "fp32", 90)} if model is LONG else set()
+    needed = one_of_each(specs(model, 2, "bf16", 90, moments=moments))
+    found = rows(
+        {s: op for s, op in needed.items() if s.function.module.rpartition(".")[2] in FAMILIES and s.name not in known},
+        90,
+    )
+    problems = [text for label, row in found.items() for text in wrong(label, row)]
+    assert found and not problems, "\n".join(problems)
 
 
 @pytest.mark.slow
