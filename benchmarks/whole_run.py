@@ -25,7 +25,8 @@ from statistics import median
 
 def one(command: list[str], out: Path, cache: Path, start: str) -> dict:
     """Seconds of one run, in all and by part; the interpreter's start and end count to its first step."""
-    said = out.with_suffix(".jsonl")  # a file: reading a pipe as the lines come would take time from the run's own threads
+    # Its lines go to a file: reading a pipe as they come would take time from the run's own threads.
+    said = out.with_suffix(".jsonl")
     with said.open("w") as file:
         before = time.perf_counter()
         environment = os.environ | {"BARELLM_CACHE": str(cache)}
