@@ -148,6 +148,41 @@ def attention(r: dict) -> str:
     )
 
 
+ROLES = {
+    "forward": lambda p: p["op"] in ("linear", "linear_residual", "matmul"),
+    "with GELU": lambda p: p["op"] == "linear_gelu",
+    "input gradient": lambda p: p["op"].startswith("matmul_dx"),
+    "weight gradient": lambda p: p["op"] == "matmul_dw" and p["mode"] == "store",
+    "added to": lambda p: p["op"] == "matmul_dw" and p["mode"] == "add",
+}
+
+
+def gemm_table(files: dict[str, dict]) -> list[str]:
+    """`bench gemm`: the least and the most of the layers, warm and cold. A character model's classifier is left out: a tile
+    does 96 columns for its 65."""
+    lines = [
+        "| % of the peak, warm / cold | " + " | ".join(ROLES) + " | samples |",
+        "|---|" + "---|" * (len(ROLES) + 1),
+    ]
+    for file, r in files.items():
+        if r.get("kind") != "gemm":
+            continue
+        products = [p for p in r["products"] if r["preset"] != "shakespeare-char" or p["layer"] != "head"]
+        for tokens in sorted({p["tokens"] for p in products}):
+            here = [p for p in products if p["tokens"] == tokens]
+            cells = [
+                " / ".join(_range([p[f"{state}_percent"] for p in here if chosen(p)]) for state in ("warm", "cold"))
+                for chosen in ROLES.values()
+            ]
+            lines.append(f"| {r['preset']}, {tokens} tokens, {r['dtype']} | {' | '.join(cells)} | {file} |")
+    return lines if len(lines) > 2 else []
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
 def scaling(case: dict) -> str:
     """One case of `bench scaling`."""
     took = f"{case['name']} {case['median_s'] * 1e3:.1f} ms"
@@ -185,8 +220,9 @@ def parts() -> dict[Path, str]:
         return {README: "Nothing is measured yet: `barellm bench step PRESET --peers all` fills benchmarks/results/."}
     picture = ["![Steps of every variant relative to ours, and the bound](docs/img/bench.svg)"]
     front = (picture, peers_table(results), start_table(results))
-    lines = [[f"- {line}" for line in some] for some in (machine_line(results), facts(files))]
-    return {path: "\n\n".join("\n".join(x) for x in some) for path, some in ((README, front), (DETAILS, lines))}
+    steps, others = ([f"- {line}" for line in some] for some in (machine_line(results), facts(files)))
+    details = [part for part in (steps, others, gemm_table(files)) if part]
+    return {path: "\n\n".join("\n".join(x) for x in some) for path, some in ((README, front), (DETAILS, details))}
 
 
 def main() -> int:
