@@ -33,8 +33,8 @@ class Kernel:
             )
         self.code = code
         attribute = driver.bindings().CUfunction_attribute
-        self.library = driver.call("cuLibraryLoadData", code.cubin, [], [], 0, [], [], 0)
-        self.kernel = driver.call("cuLibraryGetKernel", self.library, code.name.encode())
+        self.loaded = driver.call("cuLibraryLoadData", code.cubin, [], [], 0, [], [], 0)
+        self.kernel = driver.call("cuLibraryGetKernel", self.loaded, code.name.encode())
         if code.shared_bytes > FREE_SHARED_BYTES:
             most = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             driver.call("cuKernelSetAttribute", most, code.shared_bytes, self.kernel, device.handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
@@ -17,7 +18,7 @@ from barellm.runtime.poison import Guards
 from barellm.runtime.storage import dtype_of, from_memory, join_split, split_fp32, to_memory
 
 
-class ArenaSession:
+class ArenaSession(ABC):
     """Base of sessions that keep all tensors at their planned addresses; a `runtime.session.Session`.
 
     A backend sets `_starts`, what begins a run of each program that has anything to do, and `_inputs` by `_input_rooms`; and it
@@ -37,17 +38,17 @@ class ArenaSession:
         self._input_form = {name: (dtype_of(t.dtype), t.size) for name, t in inputs}  # of the largest with that name
         self._last = ""
 
+    @abstractmethod
     def _get(self, start: int, stop: int) -> np.ndarray:
         """Bytes [start, stop) of the arena, uint8: the memory itself, or a copy."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _set(self, start: int, data: np.ndarray) -> None:
         """Set bytes of the arena from `start`; `data` is contiguous, of any dtype."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _fill(self, start: int, stop: int, byte: int) -> None:
         """Set bytes [start, stop) of the arena to one value."""
-        raise NotImplementedError
 
     # --- running ---
 
@@ -94,6 +95,7 @@ class ArenaSession:
 
     def synchronize(self) -> None:
         """Wait until every run has ended: at once where runs return when they have."""
+        return
 
     # --- data ---
 

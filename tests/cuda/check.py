@@ -60,6 +60,9 @@ class InterpretedSession(ArenaSession):
     def _set(self, start: int, data: np.ndarray) -> None:
         self.arena[start : start + data.nbytes] = data.reshape(-1).view(np.uint8)
 
+    def _fill(self, start: int, stop: int, byte: int) -> None:
+        self.arena[start:stop] = byte
+
     def close(self) -> None:
         """Nothing to stop."""
 
