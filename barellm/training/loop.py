@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import time
 from collections.abc import Callable
@@ -21,13 +22,12 @@ from barellm.training.metrics import Metrics
 from barellm.training.schedule import learning_rate, steps_in_time
 from barellm.training.stopping import Stopping
 
-CALIBRATION_STEPS = 10  # with `minutes`: the number of steps is chosen after these, and after
-CALIBRATION_S, CALIBRATION_SHARE = (
-    8.0,
-    0.12,
-)  # seconds of stepping or this share of `minutes`: a busy moment must not decide
+# With `minutes` the number of steps is chosen after so many steps, and so many seconds of stepping or this share of
+# the time: a busy moment must not decide.
+CALIBRATION_STEPS, CALIBRATION_S, CALIBRATION_SHARE = 10, 8.0, 0.12
 FINAL_SHARE = 0.03  # of `minutes`, kept for samples, checkpoint and curve; the last evaluation comes on top
 NOT_FINITE_LIMIT = 10  # skipped updates in a row that end the run
+FULL_DISK_S, FULL_DISK_PAUSE_S = 3600.0, 10.0  # the last save waits for room so long, and tries so often
 
 
 @dataclass
@@ -87,9 +87,9 @@ class Loop:
                 gc.collect()
                 gc.freeze()  # what start-up made lives to the end: later collections need not walk it
             if last:
-                self.save()
+                self._save_last()
         if self.progress.step != self.progress.total:
-            self.save()
+            self._save_last()
             return False
         return not self.stop
 
@@ -236,3 +236,23 @@ class Loop:
         except OSError as error:
             step = self.progress.step
             self.console.line(f"warning: no checkpoint of step {step}: {error.strerror}: {error.filename}")
+
+    def _save_last(self) -> None:
+        """Nothing else holds these weights: where the disk is full, wait for room. Ctrl-C gives up."""
+        begin, stopped = time.monotonic(), bool(self.stop)
+        while True:
+            try:
+                return self.save()
+            except OSError as error:
+                waited = time.monotonic() - begin
+                gave_up = bool(self.stop) and not stopped
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or gave_up or waited > FULL_DISK_S:
+                    raise
+                megabytes = checkpoint.checkpoint_bytes(self.session) / 1e6
+                self.console.line(
+                    f"warning: {error.filename}: {error.strerror}. The last checkpoint needs {megabytes:,.0f} MB; it is "
+                    f"tried again every {FULL_DISK_PAUSE_S:g} s, {duration(FULL_DISK_S - waited)} more. Ctrl-C gives up"
+                )
+            again = time.monotonic() + FULL_DISK_PAUSE_S
+            while time.monotonic() < again and bool(self.stop) == stopped:
+                time.sleep(0.05)  # a signal does not end a sleep

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+
 import numpy as np
 import pytest
 
 from barellm.cli.main import main
 from barellm.config import preset
-from barellm.training import metrics
+from barellm.training import checkpoint, loop, metrics, storage
 from barellm.training.schedule import learning_rate
 
 
@@ -70,3 +74,74 @@ def test_a_loss_that_stays_not_finite_ends_the_run_with_one_line(fake, command, 
 def test_a_few_such_steps_are_survived(fake, command):
     not_finite(fake, {3, 4, 9})
     assert main(command("run")) == 0
+
+
+class FullDisk:
+    """Refuses to reserve the space of a checkpoint's files so many times, from the given step on."""
+
+    def __init__(self, fake, *, step: int, times: float, code: int = errno.ENOSPC) -> None:
+        self.fake, self.step, self.times, self.code, self.refused = fake, step, times, code, 0
+
+    def __getattr__(self, name):
+        return self.refuse if name == "posix_fallocate" else getattr(os, name)
+
+    def refuse(self, *arguments):
+        if self.fake.runs[-1][1]["step"] >= self.step and self.refused < self.times:
+            self.refused += 1
+            raise OSError(self.code, os.strerror(self.code))
+        return os.posix_fallocate(*arguments)
+
+
+@pytest.fixture
+def full_disk(fake, monkeypatch):
+    if not hasattr(os, "posix_fallocate"):
+        pytest.skip("space is not reserved here")
+    monkeypatch.setattr(loop, "FULL_DISK_PAUSE_S", 0.01)
+
+    def install(**how) -> FullDisk:
+        disk = FullDisk(fake, **how)
+        monkeypatch.setattr(storage, "system", disk)
+        return disk
+
+    return install
+
+
+def last_step(tmp_path) -> int:
+    path, wrong = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    assert path is not None and not wrong
+    return checkpoint.step_of(path)
+
+
+def test_the_last_save_waits_until_the_disk_has_room(full_disk, command, tmp_path, capsys):
+    disk = full_disk(step=12, times=3)
+    assert main(command("run")) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "No space left on device" in line]
+    assert disk.refused == len(said) == 3
+    assert all("tried again" in line and "weights.safetensors" in line for line in said)
+    assert last_step(tmp_path) == 12
+
+
+def test_ctrl_c_ends_the_wait_for_room_and_the_older_checkpoints_stay(
+    full_disk, command, tmp_path, monkeypatch, capsys
+):
+    disk = full_disk(step=12, times=float("inf"))
+    real = disk.refuse
+
+    def refuse(*arguments):
+        if disk.refused == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(disk, "refuse", refuse)
+    assert main(command("run")) != 0
+    assert "No space left on device" in capsys.readouterr().err
+    assert last_step(tmp_path) == 8
+
+
+def test_the_wait_for_room_has_an_end_and_other_errors_are_not_waited_for(full_disk, command, tmp_path, monkeypatch):
+    disk = full_disk(step=12, times=float("inf"), code=errno.EIO)
+    assert main(command("run")) != 0 and disk.refused == 1
+    assert last_step(tmp_path) == 8
+    monkeypatch.setattr(loop, "FULL_DISK_S", 0.05)
+    disk = full_disk(step=12, times=float("inf"))
+    assert main(command("second")) != 0 and disk.refused > 1
