@@ -49,18 +49,18 @@ def report() -> dict[str, dict[str, Any]]:
 
 
 def processor() -> dict[str, Any]:
-    from barellm.cpu.threads import allowed_cpus
+    from barellm.cpu.processor import known_caches
+    from barellm.cpu.threads import allowed_cpus, logical_cpus
     from barellm.runtime.cgroup import cpu_limit
 
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return {
         "name": _processor_name(),
         "architecture": platform.machine(),
         "logical processors": os.cpu_count(),
-        "allowed (affinity)": affinity,
+        "allowed (affinity)": len(logical_cpus()),
         "allowed cores": len(allowed_cpus()),
         "cgroup cpu limit": cpu_limit() or "none",
-        "caches": _caches(),
+        "caches": ", ".join(f"L{level} {nbytes >> 10}K" for level, nbytes in sorted(known_caches().items())) or None,
     }
 
 
@@ -124,20 +124,15 @@ def uses() -> dict[str, Any]:
     }
 
 
-def _processor_name() -> str | None:
+def _processor_name() -> str:
+    from llvmlite.binding import get_host_cpu_name
+
+    from barellm.cpu.processor import brand
+
     for line in (_read("/proc/cpuinfo") or "").splitlines():
         if line.startswith(("model name", "Model")):
             return line.split(":", 1)[1].strip()
-    return platform.processor() or None
-
-
-def _caches() -> str | None:
-    levels = []
-    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind, size = (_read(index / name) for name in ("level", "type", "size"))
-        if kind != "Instruction":
-            levels.append(f"L{level} {size}")
-    return ", ".join(levels) or None
+    return brand() or get_host_cpu_name()  # Linux names no model of aarch64
 
 
 def _read(path: str | Path) -> str | None:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import cache
 
+from barellm.cpu.processor import sysctl_number
 from barellm.errors import UserError
 
 
@@ -64,14 +65,36 @@ def cross(name: str, triple: str) -> ISA:
     return replace(table[name], triple=triple)
 
 
-def available() -> list[str]:
-    """ISA names that this machine runs, best first."""
+def arm() -> bool:
+    """This process runs on aarch64."""
     import platform
 
+    return platform.machine().lower() in ("arm64", "aarch64")
+
+
+def host_features() -> dict[str, bool]:
+    """What this processor has, by LLVM's names. On aarch64 LLVM 22 looks for no bf16 on Linux and for nothing at all on macOS."""
     import llvmlite.binding as llvm
 
-    table = ARM if platform.machine().lower() in ("arm64", "aarch64") else X86
-    features = llvm.get_host_cpu_features()
+    found = llvm.get_host_cpu_features()
+    return found | {"neon": True, "bf16": arm_bf16()} if arm() else found
+
+
+def arm_bf16() -> bool:
+    """The system says that this aarch64 processor has BFDOT and BFCVT."""
+    import ctypes
+    import sys
+
+    if sys.platform == "darwin":
+        return sysctl_number("hw.optional.arm.FEAT_BF16") == 1
+    getauxval, hwcap2, bf16 = ctypes.CDLL(None).getauxval, 26, 1 << 14  # AT_HWCAP2, HWCAP2_BF16
+    getauxval.restype, getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    return bool(getauxval(hwcap2) & bf16)
+
+
+def available() -> list[str]:
+    """ISA names that this machine runs, best first."""
+    table, features = ARM if arm() else X86, host_features()
     names = [name for name in table if all(features.get(f, False) for f in NEEDS[name])]
     return [name for name in names if not table[name].tiles or tiles_permitted()]
 
@@ -90,22 +113,17 @@ def tiles_permitted() -> bool:
 
 @cache
 def _host(name: str) -> ISA:
-    import platform
-
     import llvmlite.binding as llvm
 
     names = available()
     if name and name not in names:
         raise UserError(f"BARELLM_ISA is {name!r}, this machine runs: {', '.join(names)}")
     best = names[0]
-    table = ARM if platform.machine().lower() in ("arm64", "aarch64") else X86
-    isa = table[name or best]
-    # The best ISA is tuned for the very processor; a forced one stays as narrow as its name says.
-    return (
-        replace(isa, cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten())
-        if isa.name == best
-        else isa
-    )
+    isa = (ARM if arm() else X86)[name or best]
+    if isa.name != best:
+        return isa  # as narrow as its name says
+    features = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(host_features().items()))
+    return replace(isa, cpu=llvm.get_host_cpu_name(), features=features)  # tuned for the very processor
 
 
 def host() -> ISA:

@@ -9,27 +9,34 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import queue
 import signal
 import sys
 import threading
 from pathlib import Path
 
-from barellm.cpu.isa import ISA
+from barellm.cpu.isa import ISA, arm
 from barellm.cpu.jit import Library, cached_object
 from barellm.cpu.kernel import RT_GROUP, RT_GROUPS, RT_NBYTES, RT_PRIVATE, RT_SCALARS, RT_THREAD, RT_THREADS
 from barellm.cpu.lang import sync
+from barellm.cpu.processor import sysctl_number
 from barellm.errors import UserError
 from barellm.runtime import cgroup
 
 
+def logical_cpus() -> list[int]:
+    """Logical processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))  # macOS has no affinity
+
+
 def allowed_cpus() -> list[int]:
-    """Logical processors that this process may use, one for each physical core first."""
-    try:
-        cpus = sorted(os.sched_getaffinity(0))
-    except AttributeError:  # macOS has no affinity
-        return list(range(os.cpu_count() or 1))
+    """One of them for each physical core. On a Mac as many as it has performance cores: threads meet at barriers, and one on an
+    efficiency core is late at each."""
+    cpus = logical_cpus()
+    if cores := sysctl_number("hw.perflevel0.physicalcpu", "hw.physicalcpu"):
+        return cpus[:cores]
     seen: set[str] = set()
     first, siblings = [], []
     for cpu in cpus:
@@ -55,9 +62,8 @@ def thread_count() -> int:
 
 
 def _native(isa: ISA) -> Library:
-    arm = platform.machine().lower() in ("arm64", "aarch64")
     futex = sys.platform == "linux" and os.environ.get("BARELLM_WAIT") != "condition"
-    code = cached_object(f"sync|{arm}|{futex}", isa, lambda: sync.ir(arm=arm, futex=futex))
+    code = cached_object(f"sync|{arm()}|{futex}", isa, lambda: sync.ir(arm=arm(), futex=futex))
     return Library([code], isa)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 import tokenize
+
+FORMATTED = re.compile(r"""\b(?:[ft]r?|r[ft])['"]""", re.IGNORECASE)  # within one, ! is an operator
 
 
 def gzip_bits_per_byte(text: bytes) -> float:
@@ -15,11 +18,17 @@ def gzip_bits_per_byte(text: bytes) -> float:
 def is_python_line(line: str) -> bool:
     """Whether `tokenize` accepts the line by itself, without its indentation. A bracket or a string of three quotes
     that a later line would close counts against it; so does a character that is no token."""
-    tokens = tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline)
     try:
-        return all(token.type != tokenize.ERRORTOKEN for token in tokens)
+        return not any(map(_no_token, tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline)))
     except (tokenize.TokenError, SyntaxError):
         return False
+
+
+def _no_token(t: tokenize.TokenInfo) -> bool:
+    """A character that is no part of Python. From 3.12 on `tokenize` calls it an operator or a name."""
+    if t.type == tokenize.OP:
+        return t.exact_type == tokenize.OP or (t.string == "!" and not FORMATTED.search(t.line))
+    return t.type == tokenize.ERRORTOKEN or (t.type == tokenize.NAME and not t.string.isidentifier())
 
 
 def python_share(text: str) -> tuple[float, int]:

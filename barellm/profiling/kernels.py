@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +56,7 @@ def isa_named(name: str | None, triple: str | None = None) -> ISA:
     name = name or "generic"
     if name not in known:
         raise UserError(f"unknown ISA {name!r}{nearest(name, known)} (known: {', '.join(known)})")
-    here = platform.machine().lower() in ("arm64", "aarch64")
+    here = isas.arm()
     if triple is None:
         table = isas.ARM if here else isas.X86
         if name in table and name in isas.available():

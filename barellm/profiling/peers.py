@@ -17,6 +17,7 @@ from typing import Any
 
 from barellm import overrides
 from barellm.config import Config, preset
+from barellm.cpu.threads import logical_cpus
 from barellm.errors import UserError
 from barellm.profiling.devices import device_bytes
 from barellm.profiling.turns import Variant, interleave
@@ -35,6 +36,8 @@ def chosen(asked: str) -> dict[str, str]:
 
     UserError for others, and where one that is named cannot run here or "all" finds none.
     """
+    if sys.platform != "linux":
+        raise UserError("--peers needs Linux: /proc tells what time and memory a peer's process took")
     names: dict[str, str] = {}
     for word in asked.split(","):
         name, _, path = word.strip().partition("=")
@@ -82,7 +85,7 @@ def peer_script(name: str) -> Path:
 def environments() -> dict[str, dict[str, Any]]:
     """The peer's environments by name, with this process's processors filled in."""
     found = json.loads((FOLDER / "peers" / "environments.json").read_text())
-    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    cpus = ",".join(map(str, logical_cpus()))
     return {n: e | {"set": {k: v.format(cpus=cpus) for k, v in e["set"].items()}} for n, e in found.items()}
 
 
@@ -218,7 +221,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     return {
         **described,
         "processor": f"{info.get('model name', platform.processor())} family {info.get('cpu family')} model {info.get('model')}",
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(logical_cpus()),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,7 @@ class NewFile:
     def close(self) -> dict[str, Any]:
         """Sync and close; the file's entry in the manifest."""
         try:
-            system.fsync(self._fd)
+            sync(self._fd)
         except OSError as error:
             raise named(error, self.path) from None
         finally:
@@ -59,6 +62,15 @@ class NewFile:
         if self._fd >= 0:
             system.close(self._fd)
             self._fd = -1
+
+
+def sync(fd: int) -> None:
+    """Until it is on the disk: macOS's fsync may leave it in the drive's own cache."""
+    with contextlib.suppress(OSError):  # not every file system knows the stronger one
+        if sys.platform == "darwin":
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
+    system.fsync(fd)
 
 
 def named(error: OSError, path: Path) -> OSError:
@@ -78,7 +90,7 @@ def write_file(path: Path, data: bytes) -> dict[str, Any]:
 def sync_folder(path: Path) -> None:
     fd = system.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        system.fsync(fd)
+        sync(fd)
     finally:
         system.close(fd)
 

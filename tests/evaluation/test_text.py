@@ -16,13 +16,14 @@ def test_gzip_is_the_command_gzip(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["x = 1", "    return [a for a in b]", "# anything ¤", "class A:", 's = "text"', "a b c"]
+    "line",
+    ["x = 1", "    return [a for a in b]", "# anything ¤", "class A:", 's = "text"', "a b c", "f'{a!r}'", "naïve != 1"],
 )
 def test_lines_of_python(line):
     assert is_python_line(line)
 
 
-@pytest.mark.parametrize("line", ["foo(a,", "s = 'open", '"""doc', "cost = $5", "what?", "it's"])
+@pytest.mark.parametrize("line", ["foo(a,", "s = 'open", '"""doc', "cost = $5", "what?", "it's", "go!", "a € b"])
 def test_lines_that_are_not(line):
     assert not is_python_line(line)
 

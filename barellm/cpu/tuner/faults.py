@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import platform
-
+from barellm.cpu.isa import arm
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import gemm
 
@@ -50,9 +49,8 @@ def traps(k, out, second, a, weight, bias, other, row_begin, row_limit, *, dims,
 
 def not_selectable(k, out, second, a, weight, bias, other, row_begin, row_limit, *, dims, **rest) -> None:
     """Crashes when it is compiled: an intrinsic of another machine."""
-    arm = platform.machine().lower() in ("arm64", "aarch64")
-    name = "@llvm.x86.sse2.pmadd.wd" if arm else "@llvm.aarch64.neon.saddlp.v4i32.v8i16"
-    operands = ["<8 x i16> zeroinitializer"] * (2 if arm else 1)
+    name = "@llvm.x86.sse2.pmadd.wd" if arm() else "@llvm.aarch64.neon.saddlp.v4i32.v8i16"
+    operands = ["<8 x i16> zeroinitializer"] * (2 if arm() else 1)
     k.declare(f"<4 x i32> {name}({', '.join(['<8 x i16>'] * len(operands))})")
     found = k.op("<4 x i32>", f"call <4 x i32> {name}({', '.join(operands)})")
     k.line(f"store <4 x i32> {found.ref}, ptr {out.ref}, align 4")
