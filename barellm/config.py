@@ -48,6 +48,7 @@ class ModelConfig:
         return (self.padded_vocab + self.max_seq) * C + self.layers * block + norm * C
 
 
+MATMULS = ("own", "cublaslt")
 MOMENTS = ("fp32", "16bit", "16bit-stochastic")
 
 
@@ -96,6 +97,7 @@ class TrainConfig:
     seed: int = 1337
     dtype: str = "auto"
     recompute: bool = False
+    matmul: str = "own"  # who does products on a GPU: barellm's own kernels, or "cublaslt"
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         metavar="LIST",
-        help="step, ops, attention, on a GPU gemm: beside other programs: all that are installed, torch, llmc=PATH",
+        help="step, ops, attention, on a GPU gemm: beside other programs: all that are installed, torch, llmc=PATH; for gemm torch "
+        "or cublaslt",
     )
     parser.add_argument(
         "--interleave",
@@ -110,9 +111,14 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
         return result, _scaling_lines(result)
     from barellm.profiling import peers
 
-    chosen = None if args.peers is None else peers.chosen(args.peers)
+    if args.what == "gemm" and args.peers == "cublaslt":
+        chosen, peer = None, "cublaslt"
+    else:
+        chosen = None if args.peers is None else peers.chosen(args.peers)
+        peer = "torch" if chosen else ""
     if args.what in ("ops", "attention", "gemm") and chosen and list(chosen) != ["torch"]:
-        raise UserError(f"bench {args.what} knows PyTorch's ops only: --peers torch")
+        more = ", or --peers cublaslt" if args.what == "gemm" else ""
+        raise UserError(f"bench {args.what} knows PyTorch's ops only: --peers torch{more}")
     if args.what == "gemm":
         from barellm.profiling import gemms
 
@@ -122,7 +128,7 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
             rounds=rounds,
             report=lambda r: report(_gemm_line(r)),
             device=args.device,
-            torch=bool(chosen),
+            peer=peer,
         )
         return result, _gemm_summary(result)
     if args.what == "attention":
@@ -160,7 +166,8 @@ def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | 
         return None
     train, moments = config.train, config.optim.moments
     parts = ["scaling"] * (r["kind"] == "scaling") + [config.preset, f"{train.batch}x{train.seq}", train.dtype]
-    parts += on_gpu + ["recompute"] * train.recompute + [f"moments-{moments}"] * (moments != "fp32")
+    parts += on_gpu + ["recompute"] * train.recompute + [train.matmul] * (train.matmul != "own")
+    parts += [f"moments-{moments}"] * (moments != "fp32")
     return FOLDER / "results" / f"{'-'.join(parts)}.json"
 
 
@@ -186,7 +193,7 @@ def _tokens(args: argparse.Namespace, config: Config) -> list[int]:
 def _gemm_line(r: dict[str, Any]) -> str:
     shape = f"{r['tokens']} x {r['N']} x {r['K']}"
     name = f"{r['layer']:<8}{r['op']:<17}{r['mode']:<7}{shape:<20}"
-    peer = f"{r['times_peer_cold']:>7.2f}x PyTorch's cold" if "times_peer_cold" in r else ""
+    peer = f"{r['times_peer_cold']:>7.2f}x the peer's cold" if "times_peer_cold" in r else ""
     return f"{name}{r['warm_s'] * 1e3:>9.3f} ms{r['warm_percent']:>7.1f} % of peak warm{r['cold_percent']:>7.1f} % cold{peer}"
 
 

@@ -83,13 +83,18 @@ def memory() -> dict[str, Any]:
 def gpu() -> dict[str, Any]:
     """The GPU that `--device cuda` would use, or what is missing for it."""
     from barellm.cuda import compile as cuda_compile
-    from barellm.cuda import driver
+    from barellm.cuda import cublaslt, driver
     from barellm.errors import UserError
 
+    try:
+        cublaslt_path = cublaslt.find()
+    except UserError:
+        cublaslt_path = "none (only --matmul cublaslt needs it)"
     cubins = list(cuda_compile.cache_folder().glob("*.cubin"))
     found: dict[str, Any] = {
         "cuda-bindings": _version("cuda-bindings"),
         "triton": f"{_version('triton')} (kernels are compiled by {cuda_compile.TRITON})",
+        "cublasLt": cublaslt_path,
         "cubin cache": f"{cuda_compile.cache_folder()}: {len(cubins)} kernels",
     }
     try:

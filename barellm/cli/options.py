@@ -20,6 +20,7 @@ SHORT_FORMS: dict[str, str] = {
     "train.minutes": "--minutes",
     "train.dtype": "--dtype",
     "train.recompute": "--recompute",
+    "train.matmul": "--matmul",
     "optim.lr": "--lr",
 }
 

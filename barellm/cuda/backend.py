@@ -10,9 +10,9 @@ from barellm.cuda.step import CudaSession
 from barellm.program.builder import Program
 
 
-def open_session(programs: dict[str, Program]) -> CudaSession:
-    """Plan and compile `programs`, and take the GPU's memory for their arena."""
-    return CudaSession(programs)
+def open_session(programs: dict[str, Program], *, matmul: str = "own") -> CudaSession:
+    """Plan and compile `programs`, and take the GPU's memory for their arena. `matmul`: who does products (config.TrainConfig)."""
+    return CudaSession(programs, matmul=matmul)
 
 
 def default_dtype() -> str:

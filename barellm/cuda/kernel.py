@@ -34,6 +34,7 @@ class Target:
 
     arch: int = 90  # compute capability: 80, 89, 90, 100
     sms: int = 132
+    matmul: str = "own"  # who does products where both can: "own" kernels, or "cublaslt"
 
     @property
     def hopper(self) -> bool:
@@ -126,13 +127,57 @@ class Launch:
     op: Op
 
 
+@dataclass(frozen=True)
+class ProductSpec:
+    """A product of a library's, as `kernels.matmul.product` means it: roles, N and K are those there. `dtype`: of both operands;
+    `out`: of the result; `epilogue`: "", "gelu", "gelu_backward"; `mode`: how the result is written."""
+
+    role: str
+    N: int
+    K: int
+    dtype: str
+    out: str
+    epilogue: str
+    mode: str
+    name: str = "cublaslt"
+
+    def symbol(self) -> str:
+        words = [self.name, self.role, f"{self.N}x{self.K}", self.dtype, self.out, self.epilogue, self.mode]
+        return "_".join(word for word in words if word)
+
+
+@dataclass
+class LibraryProduct:
+    """One product that a library does, in the place of launches. `bias` has the result's dtype, `pre` is GELU's input, written or
+    read, `residual` is added."""
+
+    spec: ProductSpec
+    out: Region
+    a: Region
+    b: Region
+    bias: Region | None
+    pre: Region | None
+    residual: Region | None
+    workspace: Region
+    rows: Size
+    op: Op
+
+    @property
+    def by_accumulate(self) -> bool:
+        """Whether the run's `accumulate` is part of the call."""
+        return self.spec.mode == "start"
+
+
+Call = Launch | LibraryProduct
+
+
 @dataclass
 class Lowering:
-    """Turns one op into launches."""
+    """Turns one op into launches, and calls of libraries between them."""
 
     op: Op
     target: Target
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[Call] = field(default_factory=list)
     scratch_tensors: list[Tensor] = field(default_factory=list)
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: str = "fp32") -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,8 +19,9 @@ import numpy as np
 
 from barellm.cuda import driver
 from barellm.cuda.compile import compiled
+from barellm.cuda.cublaslt import BoundProduct, Cublas
 from barellm.cuda.fuse import FUSIONS
-from barellm.cuda.kernel import REGISTRY, Launch, Lowering, Sizes, Spec, Target
+from barellm.cuda.kernel import REGISTRY, Call, Launch, LibraryProduct, Lowering, Sizes, Spec, Target
 from barellm.cuda.launch import BoundLaunch, Kernel
 from barellm.errors import UserError
 from barellm.program.builder import Program
@@ -51,7 +52,7 @@ class Lowered(LoweredProgram[Lowering]):
         )
 
     @property
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[Call]:
         return [launch for op in self.ops for launch in self.of[op].launches]
 
 
@@ -69,7 +70,7 @@ class LoweredPrograms:
         return {"isa": f"sm_{self.target.arch}", "multiprocessors": self.target.sms}
 
     @property
-    def calls(self) -> dict[str, list[Launch]]:
+    def calls(self) -> dict[str, list[Call]]:
         """What each program launches, in order."""
         return {name: low.launches for name, low in self.lowered.items()}
 
@@ -79,7 +80,8 @@ class LoweredPrograms:
         found: dict[Spec, str] = {}
         for low in self.lowered.values():
             for launch in low.launches:
-                found.setdefault(launch.spec, launch.op.name)
+                if isinstance(launch, Launch):
+                    found.setdefault(launch.spec, launch.op.name)
         return found
 
 
@@ -89,6 +91,15 @@ def lower_and_plan(programs: dict[str, Program], target: Target) -> LoweredProgr
     store = next(iter(programs.values())).store
     guard = poison.GUARD if poison.requested() else 0
     return LoweredPrograms(target, lowered, plan_lowered(lowered, store, guard))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What decides a graph: the program, its sizes and, where a library's product asks for it, `accumulate`."""
+
+    program: str
+    sizes: Sizes
+    accumulate: bool = False
 
 
 class Fill:
@@ -119,13 +130,14 @@ class CudaSession(ArenaSession):
         *,
         device: driver.Device | None = None,
         built: LoweredPrograms | None = None,
+        matmul: str = "own",
     ) -> None:
-        """`built`: what the programs were lowered to, else it is done here."""
+        """`built`: what the programs were lowered to, else it is done here, with products by `matmul`."""
         lap = laps()
         self.device = device or driver.device()
         self.context = driver.Context(self.device)
         self.stream = self.context.stream
-        built = built or lower_and_plan(programs, Target(self.device.arch, self.device.sms))
+        built = built or lower_and_plan(programs, Target(self.device.arch, self.device.sms, matmul))
         super().__init__(programs, built.plan)
         self.target, self.lowered, self.calls, self.specs = built.target, built.lowered, built.calls, built.specs
         free = max(self.context.free_bytes() - HEADROOM, 0)
@@ -135,12 +147,17 @@ class CudaSession(ArenaSession):
         codes = compiled(self.specs, self.device.arch, processes=_processes())
         self.seconds["compile"] = lap()
         self.kernels = {spec: Kernel(code, self.device) for spec, code in codes.items()}
+        products = {n: [c for c in calls if isinstance(c, LibraryProduct)] for n, calls in self.calls.items()}
+        self._by_accumulate = {name for name, found in products.items() if any(p.by_accumulate for p in found)}
+        self._by_library = {name for name, found in products.items() if found}
+        self._ran: set[Run] = set()
+        self.cublas = Cublas() if self._by_library else None
         self.seconds["load"] = lap()
         self._map_arena()
         self.guards = poison.Guards(self, self.plan) if poison.requested() else None
         self._turns = [self._new_turn() for _ in range(2)]
         self._starts = {name: partial(self._start, name) for name, low in self.lowered.items() if low.ops}
-        self._graphs: OrderedDict[tuple[str, Sizes], driver.Graph] = OrderedDict()
+        self._graphs: OrderedDict[Run, driver.Graph] = OrderedDict()
         self._pid = os.getpid()
         self.seconds["map"] = lap()
 
@@ -175,31 +192,35 @@ class CudaSession(ArenaSession):
     def _address(self, region: Region) -> int:
         return self.base + self.plan.offsets[region.tensor] + region.start
 
-    def _bound(self, program: str, sizes: Sizes) -> list[BoundLaunch | Fill]:
-        low, dead = self.lowered[program], poison.deaths(self.plan, program) if self.guards else {}
-        bound: list[BoundLaunch | Fill] = []
+    def _bound(self, run: Run) -> list[BoundLaunch | BoundProduct | Fill]:
+        low, dead = self.lowered[run.program], poison.deaths(self.plan, run.program) if self.guards else {}
+        bound: list[BoundLaunch | BoundProduct | Fill] = []
         for i, op in enumerate(low.ops):
-            for launch in low.of[op].launches:
-                bound.append(BoundLaunch(launch, self.kernels[launch.spec], sizes, self._address, self._scalars))
+            bound += [self._bind(call, run) for call in low.of[op].launches]
             bound += [Fill(op, self.memory, self._skip + self.plan.offsets[t], t.nbytes) for t in dead.get(i, ())]
         return bound
 
-    def _graph(self, program: str, sizes: Sizes) -> driver.Graph:
-        key = program, sizes
-        if key in self._graphs:
-            self._graphs.move_to_end(key)
-            return self._graphs[key]
+    def _bind(self, call: Call, run: Run) -> BoundLaunch | BoundProduct:
+        if isinstance(call, Launch):
+            return BoundLaunch(call, self.kernels[call.spec], run.sizes, self._address, self._scalars)
+        assert self.cublas is not None
+        return BoundProduct(call, self.cublas, run.sizes, self._address, run.accumulate)
+
+    def _graph(self, run: Run) -> driver.Graph:
+        if run in self._graphs:
+            self._graphs.move_to_end(run)
+            return self._graphs[run]
         if len(self._graphs) == GRAPHS:
             self.context.synchronize()  # the oldest may still run
             self._graphs.popitem(last=False)[1].free()
-        bound = self._bound(program, sizes)
+        bound = self._bound(run)
 
         def enqueue() -> None:
             for launch in bound:
                 launch.run(self.stream)
 
-        self._graphs[key] = driver.Graph(self.stream, enqueue)
-        return self._graphs[key]
+        self._graphs[run] = driver.Graph(self.stream, enqueue)
+        return self._graphs[run]
 
     # --- running ---
 
@@ -212,14 +233,31 @@ class CudaSession(ArenaSession):
         self._inputs = self._turns[0].rooms
         super().run(program, **values)
 
-    def _sizes(self, program: str) -> Sizes:
-        """Of the run that begins. A program without batch or length is the same for all."""
-        at = {name: int(self._block.ints[scalars.OFFSET[name] // 8]) for name in self._limits[program]}
-        return Sizes(**at)
+    def _scalar(self, name: str) -> int:
+        return int(self._block.ints[scalars.OFFSET[name] // 8])
+
+    def _run(self, program: str) -> Run:
+        """The run that begins. A program without batch or length is the same for all."""
+        sizes = Sizes(**{name: self._scalar(name) for name in self._limits[program]})
+        return Run(program, sizes, program in self._by_accumulate and bool(self._scalar("accumulate")))
+
+    def _captures(self, run: Run) -> bool:
+        """Whether a graph may be captured: of a library's calls not before they ran once, since it loads its code in the first."""
+        ready = run.program not in self._by_library or run in self._ran
+        self._ran.add(run)
+        return ready
 
     def _start(self, program: str) -> None:
         self._send_inputs(program)
-        self._graph(program, self._sizes(program)).launch(self.stream)
+        run = self._run(program)
+        if self._captures(run):
+            self._graph(run).launch(self.stream)
+        else:
+            self._launch_each(run)
+
+    def _launch_each(self, run: Run) -> None:
+        for launch in self._bound(run):
+            launch.run(self.stream)
 
     def _send_inputs(self, program: str) -> None:
         turn = self._turns[0]
@@ -233,22 +271,27 @@ class CudaSession(ArenaSession):
 
     def timed(self, program: str, **values: Any) -> list[tuple[Op, float]]:
         """A run, with the milliseconds that the GPU spent on each launch and the op that it is for, in their order."""
-        bound: list[BoundLaunch | Fill] = []
+        bound: list[BoundLaunch | BoundProduct | Fill] = []
         events: list[driver.Event] = []
 
-        def mark() -> None:
-            events.append(driver.Event(timed=True))
-            events[-1].record_in_graph(self.stream)
+        def enqueue(record: Callable[[driver.Event, Any], None]) -> None:
+            def mark() -> None:
+                events.append(driver.Event(timed=True))
+                record(events[-1], self.stream)
 
-        def enqueue() -> None:
             mark()
             for launch in bound:
                 launch.run(self.stream)
                 mark()
 
         def start() -> None:
-            bound[:] = self._bound(program, self._sizes(program))
-            graph = driver.Graph(self.stream, enqueue)
+            run = self._run(program)
+            bound[:] = self._bound(run)
+            if not self._captures(run):
+                enqueue(driver.Event.record)
+                self.context.synchronize()
+                return
+            graph = driver.Graph(self.stream, lambda: enqueue(driver.Event.record_in_graph))
             graph.launch(self.stream)
             self.context.synchronize()
             graph.free()
@@ -260,11 +303,7 @@ class CudaSession(ArenaSession):
     def run_unrolled(self, program: str, **values: Any) -> None:
         """As `run`, but launch by launch instead of by a graph."""
 
-        def start() -> None:
-            for launch in self._bound(program, self._sizes(program)):
-                launch.run(self.stream)
-
-        self._run_by(start, program, values)
+        self._run_by(lambda: self._launch_each(self._run(program)), program, values)
 
     def _run_by(self, start: Callable[[], None], program: str, values: dict[str, Any]) -> None:
         """A run of another kind: `start` instead of the graph, after the inputs."""
@@ -282,7 +321,7 @@ class CudaSession(ArenaSession):
 
     def replay(self, program: str, **sizes: int) -> None:
         """The graph of such a run once more, with the inputs and run-time scalars that are there."""
-        self._graph(program, Sizes(**sizes)).launch(self.stream)
+        self._graph(replace(self._run(program), sizes=Sizes(**sizes))).launch(self.stream)
 
     def synchronize(self) -> None:
         """Wait until every run has ended."""
@@ -297,6 +336,8 @@ class CudaSession(ArenaSession):
             self.memory.free()
             for turn in self._turns:
                 turn.memory.free()
+            if self.cublas:
+                self.cublas.close()
             self.context.close()
 
     def _get(self, start: int, stop: int) -> np.ndarray:

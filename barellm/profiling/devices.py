@@ -7,6 +7,7 @@ each with its `spec` and `op`), `plan`, `specs` and `machine`, what the code is 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from barellm.errors import UserError
@@ -31,22 +32,23 @@ def check(device: str) -> None:
         raise UserError(f"unknown device {device!r}{nearest(device, DEVICES)} (known: {', '.join(DEVICES)})")
 
 
-def lower(programs: dict[str, Program], machine: str | ISA | Target) -> Built:
+def lower(programs: dict[str, Program], machine: str | ISA | Target, **products: Any) -> Built:
     """Programs after fusion, as calls with an address for every byte, for a device as it is here or for another machine; nothing
-    is allocated, and nothing of "cuda" needs a GPU."""
+    is allocated, and nothing of "cuda" needs a GPU. `products`: as `training.machine.products` has them."""
     from barellm.cuda.kernel import Target
 
     if machine == "cuda" or isinstance(machine, Target):
         from barellm.cuda.step import lower_and_plan
 
-        return lower_and_plan(programs, target_here() if isinstance(machine, str) else machine)  # pyright: ignore
+        target = machine if isinstance(machine, Target) else target_here()
+        return lower_and_plan(programs, replace(target, **products))  # pyright: ignore
     from barellm.cpu.step import lower_and_plan
 
     return lower_and_plan(programs, isa=None if isinstance(machine, str) else machine)  # pyright: ignore
 
 
-def open_session(programs: dict[str, Program], device: str) -> Any:
-    return backend(device).open_session(programs)
+def open_session(programs: dict[str, Program], device: str, **products: Any) -> Any:
+    return backend(device).open_session(programs, **products)
 
 
 def replay_seconds(session: Any, program: str, calls: int, **sizes: int) -> list[float]:

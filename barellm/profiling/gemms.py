@@ -6,9 +6,10 @@ touched for longer than the last-level cache remembers ("cold"). Inside a step w
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -25,6 +26,7 @@ from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.storage import dtype_of
+from barellm.training.machine import products as by_whom
 
 COLD_BYTES = {"cpu": 96 << 20, "cuda": 192 << 20}  # three last-level caches, of 32 MiB, and of 60
 MOST_COPIES = 200
@@ -142,7 +144,8 @@ class Timed:
 class TimedOnGpu:
     """As `Timed`. Two programs: the product on each of the copies in turn, and on the first of them as often."""
 
-    def __init__(self, product: Product, dtype: str) -> None:
+    def __init__(self, product: Product, dtype: str, **products: Any) -> None:
+        """`products`: who does it, as `training.machine.products` says."""
         store = Store()
         append(Program(store, compute=dtype), product, 0)
         self.nbytes = sum(t.nbytes for t in store.tensors.values())
@@ -152,7 +155,7 @@ class TimedOnGpu:
         for copy in range(self.copies):
             append(programs["cold"], product, copy)
             append(programs["warm"], product, 0)
-        self.session = devices.open_session(programs, "cuda")
+        self.session = devices.open_session(programs, "cuda", **products)
         self.ops = self.session.lowered["cold"].ops
         assert [op.name for op in self.ops] == [product.op] * self.copies
         fill(self.session)
@@ -194,23 +197,46 @@ def measure(
     rounds: int,
     report: Callable[[dict[str, Any]], None],
     device: str = "cpu",
-    torch: bool = False,
+    peer: str = "",
 ) -> dict[str, Any]:
-    """A row per product of the model and number of tokens, `report`ed when it is there. Peaks, warm and cold take turns, with
-    `torch` PyTorch's product too, without what is fused to ours; all are medians of `rounds`. `config` has its dtype resolved."""
+    """A row per product of the model and number of tokens, `report`ed when it is there. Peaks, warm and cold take turns, and with a
+    `peer`, "torch" or "cublaslt", its product, without what is fused to ours; all are medians of `rounds`. `config` has its dtype
+    resolved, and says who does ours."""
     bench, rows, dtype = open_bench(device), [], config.train.dtype
+    options = by_whom(config.train, device)
     all_products = [p for count in tokens for p in products(config.model, count, device)]
-    script = peer_script("torch_gemm.py") if torch else None
+    script = peer_script("torch_gemm.py") if peer == "torch" else None
     cases = [case(product, dtype, device) for product in all_products]
+    theirs = {"peer": "cuBLASLt"} if peer else {}
     try:
-        with peer_process.opened(script, cases, device=device, environment={}) as peer:
+        with (
+            peer_process.opened(script, cases, device=device, environment={}) as process,
+            contextlib.ExitStack() as ends,
+        ):
             for i, product in enumerate(all_products):
-                rows.append(_row(product, dtype, rounds, bench, device, peer and Turns(peer, i)))
+                timed = TimedOnGpu(product, dtype, **options) if device == "cuda" else Timed(product, dtype)
+                ends.callback(timed.close)
+                other = None
+                if process:
+                    other = Turns(process, i)
+                elif peer:
+                    other = TimedOnGpu(alone(product), dtype, matmul="cublaslt")
+                    ends.callback(other.close)
+                rows.append(_row(product, timed, other, dtype, rounds, bench))
+                ends.close()
                 report(rows[-1])
-            theirs = {"peer": f"PyTorch {peer.facts['version']}"} if peer else {}
+            if process:
+                theirs = {"peer": f"PyTorch {process.facts['version']}"}
     finally:
         bench.close()
-    return {**description("gemm", config, device), **theirs, "rounds": rounds, "products": rows}
+    who = {"matmul": options["matmul"]} if options else {}
+    return {**description("gemm", config, device), **who, **theirs, "rounds": rounds, "products": rows}
+
+
+def alone(product: Product) -> Product:
+    """The same without what is fused to it, its result stored."""
+    forward = "matmul" if product.op not in ROLES else product.op.removesuffix("_gelu")
+    return replace(product, op=forward, mode="store")
 
 
 def case(product: Product, dtype: str, device: str) -> dict[str, Any]:
@@ -239,20 +265,19 @@ class Turns:
         return self._seconds("cold", self.calls)
 
 
-def _row(product: Product, dtype: str, rounds: int, bench: Bench, device: str, peer: Turns | None) -> dict[str, Any]:
-    timed = (TimedOnGpu if device == "cuda" else Timed)(product, dtype)
+def _row(
+    product: Product,
+    timed: Timed | TimedOnGpu,
+    peer: Turns | TimedOnGpu | None,
+    dtype: str,
+    rounds: int,
+    bench: Bench,
+) -> dict[str, Any]:
     sides = [timed] + ([peer] if peer else [])
-    try:
-        samples = [
-            (
-                bench.peak("fp32"),
-                bench.peak(dtype),
-                *(seconds for side in sides for seconds in (side.warm(), side.cold())),
-            )
-            for _ in range(rounds)
-        ]
-    finally:
-        timed.close()
+    samples = [
+        (bench.peak("fp32"), bench.peak(dtype), *(seconds for side in sides for seconds in (side.warm(), side.cold())))
+        for _ in range(rounds)
+    ]
     fp32, peak, warm, cold, *theirs = (median(column) for column in zip(*samples, strict=True))
     op = timed.ops[0]
     bound = Ceiling({"fp32": fp32, "bf16": peak}, {}).operations(op)

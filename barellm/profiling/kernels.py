@@ -12,13 +12,13 @@ from barellm.cpu.choices import Choice
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Spec
 from barellm.cuda.compile import triton_compile
+from barellm.cuda.kernel import LibraryProduct, Target
 from barellm.cuda.kernel import Spec as DeviceSpec
-from barellm.cuda.kernel import Target
 from barellm.errors import UserError
 from barellm.overrides import nearest
 from barellm.profiling import device_code, machine_code
 from barellm.profiling.devices import lower, target_here
-from barellm.training.machine import build_programs
+from barellm.training.machine import build_programs, products
 
 ARCHS = (80, 89, 90, 100)
 ARM_TRIPLE, X86_TRIPLE = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
@@ -82,10 +82,13 @@ def arch_named(name: str | None) -> Target:
 
 def used_by(config: Config, machine: ISA | Target) -> list[Used]:
     """Every specialisation of a training run's programs, in the order in which they first run."""
-    built = lower(build_programs(config), machine)
+    options = products(config.train, "cuda" if isinstance(machine, Target) else "cpu")
+    built = lower(build_programs(config), machine, **options)
     found: dict[Spec | DeviceSpec, Used] = {}
     for calls in built.calls.values():
         for call in calls:
+            if isinstance(call, LibraryProduct):
+                continue
             used = found.setdefault(call.spec, Used(call.spec))
             used.calls += 1
             if call.op.name not in used.ops:

@@ -11,7 +11,7 @@ from barellm.profiling.roofline import Ceiling, primitives
 from barellm.program.ops.base import Op
 from barellm.program.tensor import PERSISTENT
 from barellm.runtime.memory import memory_limit
-from barellm.training.machine import build_programs
+from barellm.training.machine import build_programs, products
 
 if TYPE_CHECKING:
     from barellm.profiling.devices import Built
@@ -45,7 +45,7 @@ def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu
     """The numbers as one JSON object, and what they were read from. `config` has its dtype resolved. With `ceiling` every
     op gets the seconds that this machine needs at the least."""
     programs = build_programs(config)
-    built = lower(programs, device)
+    built = lower(programs, device, **products(config.train, device))
     plan, train, model = built.plan, config.train, config.model
     largest = max(plan.peaks, key=lambda name: plan.peaks[name][0])
     micro, update = programs["micro"], programs["update"]

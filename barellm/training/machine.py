@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from barellm.config import Config
+from barellm.config import Config, TrainConfig
 from barellm.errors import UserError
 from barellm.overrides import nearest
 from barellm.program.builder import Program
@@ -81,6 +81,11 @@ def resolved(config: Config, device: str) -> Config:
     return replace(config, train=replace(config.train, dtype=_dtype(config.train.dtype, device)))
 
 
+def products(train: TrainConfig, device: str) -> dict[str, Any]:
+    """What the GPU's backend is told about who does matrix products. To others those keys say nothing."""
+    return {"matmul": train.matmul} if device == "cuda" else {}
+
+
 def build_programs(config: Config, *, training: bool = True) -> dict[str, Program]:
     """The programs of a training run, or without the optimizer. `config` has its dtype resolved."""
     from barellm.models.programs import build
@@ -107,7 +112,7 @@ def open_machine(config: Config, *, device: str, training: bool = True) -> Itera
     train = config.train
     programs = build_programs(config, training=training)
     if device in NAMES:
-        session = backend(device).open_session(programs)
+        session = backend(device).open_session(programs, **(products(train, device) if training else {}))
         try:
             yield Machine(config, device, session, programs, session.plan)
         except KeyboardInterrupt:

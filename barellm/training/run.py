@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import __version__, overrides
-from barellm.config import MOMENTS, Config
+from barellm.config import MATMULS, MOMENTS, Config
 from barellm.data.loader import ORDERS, Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.data.tokenizers import Tokenizer, load_tokenizer
@@ -37,7 +37,7 @@ SAMPLE_TOKENS = 160
 FINAL_SAMPLES, FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_SHARE, FINAL_SHOWN = 6, 384, 256, 2
 FREE_KEYS = frozenset(
     {f"train.{k}" for k in ("steps", "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep")}
-    | {"data.source", "optim.moments"}
+    | {"data.source", "optim.moments", "train.matmul"}
 )
 
 
@@ -96,6 +96,8 @@ def check(config: Config) -> None:
         raise UserError(f"optim.moments is {o.moments!r}, expected {', '.join(MOMENTS[:-1])} or {MOMENTS[-1]}")
     if t.dtype not in ("auto", "fp32", "bf16"):
         raise UserError(f"train.dtype is {t.dtype!r}, expected auto, fp32 or bf16")
+    if t.matmul not in MATMULS:
+        raise UserError(f"train.matmul is {t.matmul!r}, expected {' or '.join(MATMULS)}")
     if config.data.order not in ORDERS:
         raise UserError(f"data.order is {config.data.order!r}, expected {' or '.join(ORDERS)}")
     if t.seq > config.model.max_seq:

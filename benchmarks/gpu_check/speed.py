@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from barellm.config import Config
+from barellm.errors import UserError
 from barellm.profiling import attentions, gemms, peers, profile, turns
 from barellm.profiling import step as one_step
 from barellm.profiling.devices import device_bytes
@@ -63,6 +64,16 @@ def step(scale: Scale) -> dict[str, Any]:
     return {"steps": rows, "bars": bars}
 
 
+def _cublas() -> str:
+    """The peer of products: cuBLASLt in this process or, where that does not work, PyTorch's cuBLAS in its own."""
+    try:
+        gemms.TimedOnGpu(gemms.Product("", "matmul", 64, 64, 16), "bf16", matmul="cublaslt").close()
+    except (UserError, RuntimeError) as error:
+        print(f"PyTorch is the peer: {error}")
+        return "torch"
+    return "cublaslt"
+
+
 def gemm(scale: Scale) -> dict[str, Any]:
     """Each product of the step in each role with what is fused to it, beside cuBLAS without."""
     if scale.mock:
@@ -71,11 +82,11 @@ def gemm(scale: Scale) -> dict[str, Any]:
     config = model(scale, batch=1, seq=tokens)
     print_row = lambda r: print({k: r[k] for k in ("layer", "op", "mode", "cold_s", "times_peer_cold") if k in r})  # noqa: E731
     rounds = 1 if scale.mock else ROUNDS
-    r = gemms.measure(config, tokens=[tokens], rounds=rounds, report=print_row, device="cuda", torch=not scale.mock)
+    r = gemms.measure(config, tokens=[tokens], rounds=rounds, report=print_row, device="cuda", peer=_cublas())
     bars = [
         bar(f"{p['layer']} {p['op']} {p['mode']}: of cuBLAS's speed", p["times_peer_cold"], OF_CUBLAS)
         for p in r["products"]
-        if "times_peer_cold" in p
+        if not scale.mock
     ]
     return r | {"bars": bars}
 

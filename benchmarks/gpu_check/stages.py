@@ -58,9 +58,12 @@ def _mock() -> None:
 
     from barellm.cuda import bench
     from tests.cuda.mock import Gpu
+    from tests.cuda.mock_cublas import MockCublas
 
     patch = MonkeyPatch()
-    Gpu().install(patch)
+    gpu = Gpu()
+    gpu.install(patch)
+    MockCublas(gpu).install(patch)
     tiles = {"fp32": (16, 16, 16, 4), "bf16": (16, 16, 16, 4)}
     for name, value in {"NBYTES": 32 * bench.BLOCK, "TURNS": 1, "TRIALS": 1, "REPEATS": 1, "TILES": tiles}.items():
         patch.setattr(bench, name, value)

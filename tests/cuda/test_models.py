@@ -29,16 +29,13 @@ def same_weights(session, oracle) -> None:
             oracle.write(name, session.read(name))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compute, limit", [("fp32", 5e-5), ("bf16", 0.15)])
-def test_a_model_trains_like_the_references(gpu, monkeypatch, compute, limit):
-    """Two steps of two micro-batches of different sizes, with dropout, accumulation, clipping and poison."""
-    monkeypatch.setenv("BARELLM_POISON", "1")
-    oracle = open_session(ReferenceSession, MODEL, SHAPE, compute)
-    session = open_session(CudaSession, MODEL, SHAPE, compute)
+def train_beside_the_references(model: ModelConfig, compute: str, limit: float, **options) -> CudaSession:
+    """Two steps of two micro-batches of different sizes. The session, still open."""
+    oracle = open_session(ReferenceSession, model, SHAPE, compute)
+    session = open_session(CudaSession, model, SHAPE, compute, **options)
     session.run("init", seed=3)
     same_weights(session, oracle)
-    found, want = (train(s, MODEL, SHAPE, steps=2) for s in (session, oracle))
+    found, want = (train(s, model, SHAPE, steps=2) for s in (session, oracle))
     assert found == pytest.approx(want, rel=limit / 10, abs=limit / 10)
     for name, t in oracle.tensors.items():
         got, right = session.read(name).astype(np.float64), oracle.read(name)
@@ -47,6 +44,15 @@ def test_a_model_trains_like_the_references(gpu, monkeypatch, compute, limit):
             assert np.linalg.norm(got - right) <= 2 * limit * scale, name
         elif t.role == "parameter" and not name.endswith("attn.bias"):  # a key's has no gradient: AdamW steps by noise
             assert np.linalg.norm(got - right) <= 10 * limit * OPTIM.lr * np.sqrt(right.size), name
+    return session
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute, limit", [("fp32", 5e-5), ("bf16", 0.15)])
+def test_a_model_trains_like_the_references(gpu, monkeypatch, compute, limit):
+    """With dropout, accumulation, clipping and poison."""
+    monkeypatch.setenv("BARELLM_POISON", "1")
+    train_beside_the_references(MODEL, compute, limit)
 
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-4), ("bf16", 0.1)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cuda.kernel import MODES, Lowering, Size, Sizes, lowering, mode
+from barellm.cuda.kernel import MODES, Launch, Lowering, Size, Sizes, lowering, mode
 from barellm.cuda.kernels.cross_entropy import launch_rows, launch_total, row_losses
 from barellm.cuda.kernels.matmul import product
 from barellm.program.tensor import ITEMSIZE
@@ -70,7 +70,8 @@ def lower(c: Lowering, *, gradients: bool) -> None:
             into = mode(op, "dweight") if first == 0 else MODES["add"]
             product(c, "tn", out=op.dweight, a=logits, b=x_rows, mode=into, **sizes)
         for launch in c.launches[before:]:
-            launch.grid = Unless(chunk, launch.grid)
+            if isinstance(launch, Launch):  # a library's product of no tokens is none
+                launch.grid = Unless(chunk, launch.grid)
     launch_total(c, losses, rows)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, cdiv, lowering, mode
-from barellm.cuda.kernels import hopper
+from barellm.cuda.kernels import hopper, library
 from barellm.cuda.kernels.common import keep
 from barellm.cuda.kernels.elementwise import gelu_slope, gelu_value
 from barellm.cuda.kernels.parts import Split, add_up
@@ -124,6 +124,9 @@ def product(
     """
     given = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
     given |= {"bias": bias, "residual": residual, "pre": pre, "mode": mode}
+    if library.fits(c, **given):
+        library.append(c, role, **given)
+        return
     if hopper.fits(c, role, **given):
         hopper.launch_product(c, role, **given)
         return

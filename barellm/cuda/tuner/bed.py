@@ -10,7 +10,7 @@ import numpy as np
 
 from barellm.cuda import driver, tuning
 from barellm.cuda.bench import replay_seconds
-from barellm.cuda.kernel import Target
+from barellm.cuda.kernel import Launch, Target
 from barellm.cuda.kernels.matmul import gemm
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.cuda.tuner.work import Candidate, Work
@@ -65,7 +65,7 @@ class Bed:
             built = lower_and_plan({"op": p}, self.target)
         if function := candidate.function():
             for launch in built.lowered["op"].launches:
-                if launch.spec.function is gemm:
+                if isinstance(launch, Launch) and launch.spec.function is gemm:
                     launch.spec = replace(launch.spec, function=function)
         return CudaSession({"op": p}, built=built)
 

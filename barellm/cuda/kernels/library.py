@@ -1,0 +1,72 @@
+"""Products by NVIDIA's cuBLASLt, where the target asks for them and it has them in the form that ours have.
+
+It takes what `matmul.product` takes where rows are multiples of 16 bytes. Its GELU is the tanh form, as ours; how exact it is in
+fp32 is not said anywhere, so fp32 products with GELU stay ours. A bias has the dtype of the result there: in bf16 it is rounded
+first. What NVIDIA's library computes for bf16 has the same rounding as ours otherwise, in another order of the sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.cublaslt import WORKSPACE_ALIGN
+from barellm.cuda.kernel import MODES, LibraryProduct, Lowering, ProductSpec, Size, cdiv
+from barellm.cuda.kernels.common import BLOCK
+from barellm.cuda.kernels.elementwise import cast
+from barellm.cuda.kernels.hopper import matrix
+from barellm.program.tensor import ITEMSIZE, Tensor
+from barellm.runtime.lowering import part
+
+WORKSPACE_BYTES = (32 << 20) + WORKSPACE_ALIGN  # what NVIDIA recommends for Hopper, and room to align it
+ROW = 16  # bytes, of which rows are multiples
+MODE_NAMES = {number: name for name, number in MODES.items()}
+
+
+def fits(
+    c: Lowering, *, out: Any, a: Any, b: Any, N: int, K: int, residual: Any = None, pre: Any = None,
+    mode: int = MODES["store"], **_: Any,
+) -> bool:  # fmt: skip
+    """Whether `append` takes this product, with the arguments of `matmul.product`."""
+    if c.target.matmul != "cublaslt":
+        return False
+    (_, kind), (_, left), (_, right) = (matrix(v) for v in (out, a, b))
+    operands = [matrix(v) for v in (out, a, b, residual, pre) if v is not None]
+    if left != right or kind not in ("fp32", left):
+        return False
+    if any(region.start % ROW for region, _ in operands) or N * ITEMSIZE[left] % ROW or K * ITEMSIZE[left] % ROW:
+        return False
+    if any(dtype != kind for _, dtype in operands[3:]) or (pre is not None and kind == "fp32"):
+        return False
+    return mode == MODES["store"] or (residual is None and pre is None)
+
+
+def append(
+    c: Lowering, role: str, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None,
+    residual: Any = None, pre: Any = None, mode: int = MODES["store"], **_: Any,
+) -> None:  # fmt: skip
+    """As `matmul.product`."""
+    (to, kind), (left, dtype), (right, _) = (matrix(v) for v in (out, a, b))
+    epilogue = "" if pre is None else "gelu" if role == "nt" else "gelu_backward"
+    spec = ProductSpec(role, N, K, dtype, kind, epilogue, MODE_NAMES[mode])
+    extra = [None if v is None else matrix(v)[0] for v in (_bias(c, bias, kind, N), pre, residual)]
+    c.launches.append(LibraryProduct(spec, to, left, right, *extra, part(_workspace(c)), rows, c.op))
+
+
+def _bias(c: Lowering, bias: Any, kind: str, N: int) -> Any:
+    """The bias in the dtype of the result."""
+    if bias is None or bias.dtype == kind:
+        return bias
+    rounded = c.scratch("bias", (N,), kind)
+    c.launch(
+        cast, {"y": rounded, "x": bias, "units": N}, {"UNIT": 1, "BLOCK": BLOCK}, grid=lambda s: (cdiv(N, BLOCK),), writes="y"
+    )  # fmt: skip
+    return rounded
+
+
+def _workspace(c: Lowering) -> Tensor:
+    """One for all products of the op, which follow one another."""
+    name = f"{c.op.name}.workspace"
+    for t in c.scratch_tensors:
+        if t.name == name:
+            return t
+    return c.scratch("workspace", (WORKSPACE_BYTES // ITEMSIZE["fp32"],))
