@@ -15,7 +15,7 @@ import pytest
 
 from barellm.cli.main import main
 from barellm.data.shards import write_shard
-from barellm.training import checkpoint
+from barellm.training import checkpoint, loop
 from tests.cli.conftest import TINY
 
 
@@ -305,8 +305,10 @@ def test_a_disk_too_small_for_a_checkpoint_is_refused_before_training(small_disk
     assert "a checkpoint needs" in message and "free are" in message
 
 
-def test_a_disk_that_fills_up_keeps_the_checkpoints_it_has(small_disk, tiny, tmp_path, refused, capsys):
-    """Room for one checkpoint: the second save fails and training goes on, the last save fails and that is the status."""
+def test_a_disk_that_fills_up_keeps_the_checkpoints_it_has(small_disk, tiny, tmp_path, refused, monkeypatch):
+    """Room for one checkpoint: the second save fails and training goes on, the last save fails and, with the wait for room cut to
+    nothing, that is the status."""
+    monkeypatch.setattr(loop, "FULL_DISK_S", 0.0)
     assert main(tiny("--train.checkpoint_every", "1", out=tmp_path / "whole")) == 0
     out = small_disk / "run"
     message = refused(*tiny("--train.checkpoint_every", "1", out=out))

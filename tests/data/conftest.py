@@ -2,8 +2,12 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from barellm.data.bpe import BytePairs, trained_bpe
+
+settings.register_profile("patient", deadline=None)  # on a busy machine an example takes longer than usual
+settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)
