@@ -202,6 +202,8 @@ def triton_compile(spec: Spec, arch: int) -> Any:
 
 def _type(name: str, spec: Spec) -> str:
     """Triton's name of a parameter's type."""
+    if name.startswith("table<"):
+        return "*i64"
     if not name.startswith("tensormap<"):
         return name
     inner = name.removeprefix("tensormap<").removesuffix(">")
@@ -215,12 +217,17 @@ def _type(name: str, spec: Spec) -> str:
     return f"tensordesc<{inner},{layout!r}>"
 
 
+def argument_of(type_: str) -> str:
+    """A parameter's type as `Code.arguments` has it."""
+    return "*" if type_.startswith(("*", "table<")) else "map" if type_.startswith("tensormap<") else type_
+
+
 def code_of(spec: Spec, kernel: Any, arch: int) -> Code:
     """What a launch must know, from Triton's metadata and, for the layout of the parameters, from the PTX."""
     meta, ptx = kernel.metadata, kernel.asm["ptx"]
     assert not meta.global_scratch_size and not meta.profile_scratch_size, f"{spec.name} asks for scratch in memory"
     assert not meta.launch_pdl and not meta.launch_cooperative_grid, f"{spec.name} asks for a launch that nobody makes"
-    arguments = tuple("*" if t[0] == "*" else "map" if t.startswith("tensormap<") else t for _, t in spec.signature)
+    arguments = tuple(argument_of(t) for _, t in spec.signature)
     params = _params(ptx)
     assert len(params) == sum(5 if a == "map" else 1 for a in arguments) + 2, (spec, params)
     descriptors = tuple(

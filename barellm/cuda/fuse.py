@@ -1,10 +1,12 @@
-"""The GPU's fusion table: which sequences of primitive ops one kernel does. First row wins."""
+"""The GPU's fusion table: which sequences of primitive ops one kernel does, first row wins; and which equal ops one launch does."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from barellm.cuda.kernels.common import unit_of
 from barellm.program.fusion import Fusion
+from barellm.program.grouping import Alike
 from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, PRODUCTS, layernorm_backward
 
 LONGEST = 4096  # columns of a row whose whole backward pass fits in registers
@@ -45,3 +47,12 @@ BACKWARD: list[Fusion] = [
 ]
 
 FUSIONS: list[Fusion] = [*NORMS, *BACKWARD, *CLASSIFIER, *PRODUCTS]
+
+# The update of all parameters: a launch takes a microsecond or two, and most parameters no time at all. What is code is in the key:
+# formats in memory, and how wide the accesses are.
+GROUPS: dict[str, Alike] = {
+    "sum_squares": lambda op: unit_of(op.x),
+    "adamw": lambda op: (
+        op.clip, *(t.dtype for t in op.outputs.values()), op.beta1, op.beta2, op.eps, op.stream is None, unit_of(op.param),
+    ),
+}  # fmt: skip

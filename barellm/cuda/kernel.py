@@ -12,7 +12,8 @@ Nothing here knows addresses: they come when a session binds the launches for a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -84,13 +85,55 @@ class TensorMap:
     stride: int
 
 
-Argument = Region | TensorMap | int | Size
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Operands of many tensors, for kernels that do all of them in one launch: in device memory, written once when a session is
+    made. A column for each field, 8 bytes for each of `entries`.
+
+    `fields`: name -> (what it holds, the values): an address, "*fp32" and the like, of Regions; or "i64" or "fp64". `writes`: the
+    fields whose tensors are written.
+    """
+
+    fields: dict[str, tuple[str, list[Any]]]
+    writes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert {len(values) for _, values in self.fields.values()} == {self.entries}
+
+    @property
+    def entries(self) -> int:
+        return len(next(iter(self.fields.values()))[1])
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * self.entries * len(self.fields)
+
+    @property
+    def type(self) -> str:
+        return f"table<{self.entries}:{','.join(kind for kind, _ in self.fields.values())}>"
+
+    def regions(self) -> Iterator[tuple[str, Region]]:
+        """(field, bytes) of every tensor."""
+        for name, (_, values) in self.fields.items():
+            yield from ((name, v) for v in values if isinstance(v, Region))
+
+    def packed(self, address: Callable[[Region], int]) -> bytes:
+        """The table as it lies in memory."""
+        parts = []
+        for kind, values in self.fields.values():
+            words = [address(v) if isinstance(v, Region) else v for v in values]
+            parts.append(struct.pack(f"<{self.entries}{'d' if kind == 'fp64' else 'q'}", *words))
+        return b"".join(parts)
+
+
+Argument = Region | TensorMap | Table | int | Size
 
 
 @dataclass(frozen=True)
 class Spec:
     """One specialisation: what is compiled. `signature` holds the types of the parameters that are not constants; a tensor
-    map's is "tensormap<bf16[128,64]>". `options` go to the compiler (num_warps, num_stages, maxnreg)."""
+    map's is "tensormap<bf16[128,64]>", a table's "table<12:i64,*fp32>", with its entries and fields. `options` go to the
+    compiler (num_warps, num_stages, maxnreg)."""
 
     function: DeviceFunction
     signature: tuple[tuple[str, str], ...]
@@ -206,8 +249,9 @@ class Lowering:
         stages: int = 3,
         registers: int = 0,
     ) -> None:
-        """Append a launch. An operand is a Tensor, (Region, dtype), a TensorMap, an int or a Size (both i32), or None where an
-        optional tensor is absent (a constant None in the code). `writes` names the written ones; `scalars` is filled in."""
+        """Append a launch. An operand is a Tensor, (Region, dtype), a TensorMap, a Table, an int or a Size (both i32), or None
+        where an optional tensor is absent (a constant None in the code). `writes` names the written ones; `scalars` is filled
+        in."""
         written = set(writes.split())
         fixed = dict(constants or {})
         signature: list[tuple[str, str]] = []
@@ -230,6 +274,12 @@ class Lowering:
                 signature.append((name, f"tensormap<{value.dtype}[{value.box[0]},{value.box[1]}]>"))
                 args.append(value)
                 (out if name in written else reads).append(value.region)
+            elif isinstance(value, Table):
+                signature.append((name, value.type))
+                args.append(value)
+                aligned.append(name)
+                for field_name, region in value.regions():
+                    (out if field_name in value.writes else reads).append(region)
             elif isinstance(value, Tensor | tuple):
                 region, dtype = value if isinstance(value, tuple) else (part(value), value.dtype)
                 signature.append((name, POINTER[dtype]))

@@ -20,8 +20,8 @@ import numpy as np
 from barellm.cuda import driver
 from barellm.cuda.compile import compiled
 from barellm.cuda.cublaslt import BoundProduct, Cublas
-from barellm.cuda.fuse import FUSIONS
-from barellm.cuda.kernel import REGISTRY, Call, Launch, LibraryProduct, Lowering, Sizes, Spec, Target
+from barellm.cuda.fuse import FUSIONS, GROUPS
+from barellm.cuda.kernel import REGISTRY, Call, Launch, LibraryProduct, Lowering, Sizes, Spec, Table, Target
 from barellm.cuda.launch import BoundLaunch, Kernel
 from barellm.errors import UserError
 from barellm.program.builder import Program
@@ -48,7 +48,12 @@ class Lowered(LoweredProgram[Lowering]):
         import barellm.cuda.kernels  # noqa: F401  (fills the registry)
 
         super().__init__(
-            program, name="cuda", table=FUSIONS, registry=REGISTRY, lowering=lambda op: Lowering(op, target)
+            program,
+            name="cuda",
+            table=FUSIONS,
+            registry=REGISTRY,
+            groups=GROUPS,
+            lowering=lambda op: Lowering(op, target),
         )
 
     @property
@@ -73,6 +78,12 @@ class LoweredPrograms:
     def calls(self) -> dict[str, list[Call]]:
         """What each program launches, in order."""
         return {name: low.launches for name, low in self.lowered.items()}
+
+    @property
+    def tables(self) -> list[Table]:
+        """What the launches read besides tensors."""
+        launches = [call for calls in self.calls.values() for call in calls if isinstance(call, Launch)]
+        return [argument for launch in launches for argument in launch.args if isinstance(argument, Table)]
 
     @property
     def specs(self) -> dict[Spec, str]:
@@ -153,7 +164,7 @@ class CudaSession(ArenaSession):
         self._ran: set[Run] = set()
         self.cublas = Cublas() if self._by_library else None
         self.seconds["load"] = lap()
-        self._map_arena()
+        self._map_arena(built.tables)
         self.guards = poison.Guards(self, self.plan) if poison.requested() else None
         self._turns = [self._new_turn() for _ in range(2)]
         self._starts = {name: partial(self._start, name) for name, low in self.lowered.items() if low.ops}
@@ -163,15 +174,24 @@ class CudaSession(ArenaSession):
 
     # --- building ---
 
-    def _map_arena(self) -> None:
+    def _map_arena(self, tables: list[Table]) -> None:
+        """The arena, behind it the run-time scalars, and tables, which are written now."""
+        end = self.plan.arena_bytes + -(-scalars.NBYTES // ROOM) * ROOM
+        at: dict[Table, int] = {}
+        for table in tables:
+            at[table] = end
+            end += -(-table.nbytes // ROOM) * ROOM
         try:
-            self.memory = driver.DeviceMemory(self.plan.arena_bytes + ALIGN + scalars.NBYTES)
+            self.memory = driver.DeviceMemory(end + ALIGN)
         except driver.DriverError as error:
             raise UserError(f"{self.device.name} refuses an arena of {self.plan.arena_bytes} bytes: {error}") from None
         self.base = -(-self.memory.address // ALIGN) * ALIGN
         self._skip = self.base - self.memory.address
         self._scalars = self.base + self.plan.arena_bytes
         self.memory.fill(0, 0, self.memory.nbytes, self.stream)
+        self._tables = {table: self.base + start for table, start in at.items()}
+        for table, start in at.items():
+            self._set(start, np.frombuffer(table.packed(self._address), np.uint8))
 
     def _new_turn(self) -> Turn:
         """Programs take turns in the room of the inputs."""
@@ -189,7 +209,9 @@ class CudaSession(ArenaSession):
         turn.rooms = self._input_rooms(lambda t: memory[at[t] : at[t] + t.nbytes].view(dtype_of(t.dtype)))
         return turn
 
-    def _address(self, region: Region) -> int:
+    def _address(self, region: Region | Table) -> int:
+        if isinstance(region, Table):
+            return self._tables[region]
         return self.base + self.plan.offsets[region.tensor] + region.start
 
     def _bound(self, run: Run) -> list[BoundLaunch | BoundProduct | Fill]:

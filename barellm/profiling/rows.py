@@ -13,6 +13,7 @@ import numpy as np
 
 from barellm.profiling.plan import STEP
 from barellm.profiling.roofline import Ceiling, Mix, mix_of, primitives
+from barellm.program.grouping import GroupedOp
 from barellm.program.ops.base import Op
 
 Kind = tuple[str, str, str]  # program, name of the op, shape: what a row of a table is about
@@ -89,7 +90,9 @@ def mixes(session: Any) -> set[Mix]:
 
 
 def shape(op: Op) -> str:
-    """The tensor that says most about an op's size: a product's weight, else the largest operand."""
+    """The tensor that says most about an op's size: a product's weight, else the largest operand. Of a group, how many ops."""
+    if isinstance(op, GroupedOp):
+        return f"all {len(op.sequence)}"
     operands = [*op.inputs.items(), *op.outputs.items()]
     weights = [t for name, t in operands if name in ("weight", "dweight")]
     t = weights[0] if weights else max((t for _, t in operands), key=lambda t: t.size)
@@ -97,7 +100,9 @@ def shape(op: Op) -> str:
 
 
 def place(op: Op) -> str:
-    """Where in the model an op stands: the parameter that it belongs to, else the layer, else nothing."""
+    """Where in the model an op stands: the parameter that it belongs to, else the layer, else nothing; of a group nothing."""
+    if isinstance(op, GroupedOp):
+        return ""
     tensors = [*op.inputs.values(), *op.outputs.values()]
     owners = [t.name for t in tensors if t.role == "parameter"]
     owners += [t.name.removesuffix(".grad") for t in tensors if t.role == "gradient"]

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from barellm.program.builder import Program, Store
 from barellm.program.fusion import Fusion, fuse
+from barellm.program.grouping import Alike, group
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan, plan
 from barellm.program.tensor import ITEMSIZE, Tensor
@@ -53,7 +54,8 @@ L = TypeVar("L", bound=OpLowering)
 
 
 class LoweredProgram(Generic[L]):
-    """A program's ops after fusion, each lowered. ValueError for an op that the backend called `name` has no kernel for."""
+    """A program's ops after fusion and grouping, each lowered. ValueError for an op that the backend called `name` has no kernel
+    for."""
 
     def __init__(
         self,
@@ -63,8 +65,9 @@ class LoweredProgram(Generic[L]):
         table: Iterable[Fusion],
         registry: Mapping[str, Callable[[L], None]],
         lowering: Callable[[Op], L],
+        groups: Mapping[str, Alike] | None = None,
     ) -> None:
-        self.ops = fuse(program.ops, list(table))
+        self.ops = group(fuse(program.ops, list(table)), groups or {})
         self.of: dict[Op, L] = {}
         for op in self.ops:
             if op.name not in registry:

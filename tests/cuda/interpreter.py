@@ -16,6 +16,7 @@ the other, forward or backward: a result that depends on it is a race.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ import triton.language as tl
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
 
-from barellm.cuda.kernel import Launch, Sizes, Spec, TensorMap
+from barellm.cuda.kernel import Launch, Sizes, Spec, Table, TensorMap
 from barellm.runtime.lowering import Region
 from tests.cuda import gluon_machine
 
@@ -63,7 +64,27 @@ class Box:
     shape: tuple[int, int]
 
 
-Parameter = Pointer | Box | int
+@dataclass(frozen=True)
+class Words:
+    """A table: where it lies, and its columns, numbers as the 8 bytes have them and addresses with the bytes around them."""
+
+    pointer: Pointer
+    columns: list[list[Pointer | int]]
+
+    @classmethod
+    def read(cls, type_: str, pointer: Pointer, around: Callable[[int], Pointer]) -> Words:
+        """From memory. `around(address)`: what may be touched there."""
+        entries, kinds = type_.removeprefix("table<").removesuffix(">").split(":")
+        shape = (len(kinds.split(",")), int(entries))
+        assert pointer.address + 8 * shape[0] * shape[1] <= pointer.stop and not pointer.address % 16, (type_, pointer)
+        found = np.frombuffer((ctypes.c_int64 * (shape[0] * shape[1])).from_address(pointer.address), np.int64)
+        columns = []
+        for kind, words in zip(kinds.split(","), found.reshape(shape).tolist(), strict=True):
+            columns.append([around(word) for word in words] if kind.startswith("*") else words)
+        return cls(pointer, columns)
+
+
+Parameter = Pointer | Box | Words | int
 
 
 def run(
@@ -85,6 +106,7 @@ def run(
         return Pointer(start, start, stop, region in launch.writes)
 
     values: list[Parameter] = []
+    kept: list[Any] = []  # tables, while the launch runs
     for a in launch.args:
         if a is None:
             values.append(Pointer(scalars[0], *scalars, False))
@@ -93,6 +115,12 @@ def run(
         elif isinstance(a, TensorMap):
             rows = a.rows if isinstance(a.rows, int) else a.rows(sizes)
             values.append(Box(pointer(a.region), rows, a.columns, a.stride, a.box))
+        elif isinstance(a, Table):
+            packed = ctypes.create_string_buffer(a.packed(lambda region: address(region)[0]), a.nbytes)
+            start = ctypes.addressof(packed)
+            regions = {address(region)[0]: pointer(region) for _, region in a.regions()}
+            kept.append(packed)
+            values.append(Words.read(a.type, Pointer(start, start, start + a.nbytes, False), regions.__getitem__))
         else:
             values.append(a if isinstance(a, int) else a(sizes))
     execute(launch.spec, values, grid, backward)
@@ -133,6 +161,9 @@ def _argument(type_: str, value: Parameter, memory: Memory) -> Any:
             block_shape=[tl.constexpr(n) for n in value.shape],
             padding_option="zero",
         )
+    if isinstance(value, Words):
+        kind = tl.str_to_ty("*i64", None)
+        return _scalar(kind, memory.table(type_, value, kind), np.uint64)
     kind = tl.str_to_ty(type_, None)
     if isinstance(value, Pointer):
         return _scalar(kind, memory.tagged(value, kind), np.uint64)
@@ -148,12 +179,24 @@ class Memory:
 
     def __init__(self) -> None:
         self.operands: list[tuple[Pointer, Any]] = []
+        self.tables: list[np.ndarray] = []  # as kernels see them: with the addresses numbered
 
     def tagged(self, pointer: Pointer, kind: Any) -> int:
         """The address, numbered."""
         assert pointer.address >> TAG == 0
         self.operands.append((pointer, kind))
         return pointer.address | (len(self.operands) - 1) << TAG
+
+    def table(self, type_: str, words: Words, kind: Any) -> int:
+        """The address of a copy whose own addresses are numbered."""
+        kinds = type_.removesuffix(">").split(":")[1].split(",")
+        columns = [
+            [self.tagged(w, column) if isinstance(w, Pointer) else w for w in values]
+            for column, values in zip(kinds, words.columns, strict=True)
+        ]
+        self.tables.append(np.array(columns, np.int64))
+        start = self.tables[-1].ctypes.data
+        return self.tagged(Pointer(start, start, start + self.tables[-1].nbytes, False), kind)
 
     def untagged(self, pointers: np.ndarray, mask: Any, nbytes: int, *, write: bool) -> np.ndarray:
         """Plain addresses; AssertionError where a lane of the mask touches bytes outside its operand."""
@@ -253,6 +296,13 @@ def _load(semantic: Any, pointer: Any, mask: Any, other: Any, *rest: Any) -> Any
     return _stock_load(semantic, pointer, mask, other, *rest)
 
 
+def _multiple_of(x: Any, value: Any) -> Any:
+    """What a kernel promises the compiler of one number must be so."""
+    value = int(getattr(value, "value", value))
+    assert not np.any(x.handle.data.astype(np.int64) % value), f"{x.handle.data} are no multiples of {value}"
+    return x
+
+
 _depth = 0
 
 
@@ -275,6 +325,7 @@ def interpreting() -> Iterator[None]:
         scope.set_attr(stock.InterpretedFunction, "__call__", lambda self, *a, **k: self.rewrite()(*a, **k))
         scope.set_attr(JITFunction, "__call__", lambda self, *a, **k: _interpreted(self.fn).rewrite()(*a, **k))
         scope.set_attr(stock.TritonSemantic, "load", _load)
+        scope.set_attr(tl, "multiple_of", _multiple_of)
         builder.__class__ = Builder
         builder.options = stock.InterpreterOptions(sanitize_overflow=False)  # as without debug: counters of bits wrap
         with np.errstate(all="ignore"):

@@ -41,7 +41,7 @@ def layout(signature: Iterable[tuple[str, str]]) -> tuple[tuple[int, int], ...]:
 
 
 def kinds(signature: Iterable[tuple[str, str]]) -> list[str]:
-    return ["*" if t[0] == "*" else "map" if t.startswith("tensormap<") else t for _, t in signature]
+    return ["*" if t.startswith(("*", "table<")) else "map" if t.startswith("tensormap<") else t for _, t in signature]
 
 
 def boxed(type_: str) -> tuple[str, tuple[int, ...]]:
@@ -363,7 +363,7 @@ class Gpu:
             data = next(rest)
             if kind == "*":
                 (address,) = struct.unpack("<Q", data)
-                values.append(interpreter.Pointer(address, *self.span(address), True))
+                values.append(self._around(address))
             elif kind == "i32":
                 values.append(*struct.unpack("<i", data))
             else:
@@ -385,7 +385,13 @@ class Gpu:
     def _execute(self, spec: Spec, values: list[interpreter.Parameter], grid: tuple[int, ...]) -> None:
         self.clock += LAUNCH_MS
         self.launched.append((spec.name, grid))
+        for i, (_, type_) in enumerate(spec.signature):
+            if type_.startswith("table<"):  # now: a table is memory
+                values = [*values[:i], interpreter.Words.read(type_, values[i], self._around), *values[i + 1 :]]
         interpreter.execute(spec, values, grid)
+
+    def _around(self, address: int) -> interpreter.Pointer:
+        return interpreter.Pointer(address, *self.span(address), True)
 
 
 def memory_of(gpu: Gpu, session: Any) -> np.ndarray:

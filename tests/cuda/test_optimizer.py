@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
+from barellm.config import ModelConfig, OptimConfig
+from barellm.cuda import step
+from barellm.models.programs import build
+from barellm.optim.adamw import adamw as adamw_of_all
 from barellm.program import ops
+from barellm.program.builder import Program, Store
 from barellm.program.tensor import Tensor
-from tests.cuda.check import EPS, check_op, persistent
+from barellm.runtime.reference import ReferenceSession
+from tests.cuda.check import EPS, PLAIN, InterpretedSession, check_op, persistent
 
 SHAPES = [(1,), (7,), (65,), (3, 131), (17, 257)]
 
@@ -98,3 +106,79 @@ def test_adamw_changes_nothing_where_the_norm_is_not_finite(dtype, moments):
     given, got = adamw((3, 131), dtype, scale=np.nan, moments=moments)
     for name in ("param", "m", "v"):
         assert np.array_equal(got[name], given[name].values)
+
+
+# --- all parameters in a launch ---
+
+# Counts of chunks, of programs, of neither; a vector, a multiple of 16 bytes or nothing wide.
+PARAMETERS = [(67, 1024), (1,), (64,), (3, 131), (65539,), (16, 80), (4097,), (2, 2), (4096,)]
+
+
+def update_of_many(compute: str, moments: str, *, groups: bool = True, bad: float = 0.5):
+    """(session, launches) after two updates of all parameters; `bad`: one value of one gradient in the second."""
+    p = Program(Store(), compute=compute)
+    for i, shape in enumerate(PARAMETERS):
+        p.parameter(f"p{i}", shape, std=1.0)
+    adamw_of_all(p, OptimConfig(moments=moments, clip=3.0))
+    with pytest.MonkeyPatch.context() as m:
+        if not groups:
+            m.setattr(step, "GROUPS", {})
+        session = InterpretedSession({"update": p})
+    return session, run_updates(session, bad)
+
+
+def run_updates(session, bad: float = 0.5):
+    for name, t in session.tensors.items():
+        if t.role == "parameter":
+            session.write(name, normal(*t.shape, seed=len(name)))
+    for i in range(2):
+        for name, t in session.tensors.items():
+            if t.role == "gradient":
+                session.write(name, normal(*t.shape, seed=10 * i + t.size))
+        if i:
+            session.write("p3.grad", np.full((3, 131), bad))
+        session.run("update", step=i + 1, lr=1e-2, seed=4)
+    return [launch.spec.name for low in getattr(session, "lowered", {}).values() for launch in low.launches]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@each_moments
+def test_all_parameters_in_a_few_launches_have_the_bits_of_single_ones(compute, moments):
+    together, launches = update_of_many(compute, moments)
+    apart, many = update_of_many(compute, moments, groups=False)
+    assert together.digest() == apart.digest()
+    assert np.array_equal(together.read("clip"), apart.read("clip"))
+    assert launches.count("sum_squares") < many.count("sum_squares") == len(PARAMETERS)
+    assert launches.count("adamw") < many.count("adamw") == len(PARAMETERS)
+    assert launches.count("add_partials") == launches.count("clip_scale") == 1
+
+
+@pytest.mark.slow
+def test_all_parameters_in_a_few_launches_are_the_references():
+    session, _ = update_of_many("fp32", "fp32")
+    oracle = ReferenceSession(session.programs)
+    run_updates(oracle)
+    np.testing.assert_allclose(session.read("clip"), oracle.read("clip"), rtol=1e-6)
+    for name in oracle.tensors:
+        np.testing.assert_allclose(session.read(name), oracle.read(name), rtol=2e-5, atol=2e-7, err_msg=name)
+
+
+def test_no_parameter_changes_where_the_norm_is_not_finite():
+    session, _ = update_of_many("bf16", "16bit", bad=np.inf)
+    assert session.read("skipped")[0] == 1 and np.isnan(session.read("clip")[1])
+    kept, _ = update_of_many("bf16", "16bit")
+    names = [name for name, t in kept.tensors.items() if t.role == "parameter"]
+    assert all(not np.array_equal(session.read(name), kept.read(name)) for name in names)
+    assert all(np.isfinite(session.read(name)).all() for name in names)
+
+
+def test_gpt2_124m_is_updated_in_five_launches():
+    model = ModelConfig(layers=12)
+    optimizer = partial(adamw_of_all, config=OptimConfig())
+    _, programs = build(model, batch=1, seq=8, compute="bf16", optimizer=optimizer)
+    built = step.lower_and_plan({"update": programs["update"]}, PLAIN)
+    names = [launch.spec.name for launch in built.calls["update"]]
+    assert names == ["sum_squares", "add_partials", "clip_scale", "adamw", "adamw"]
+    split, plain = (launch.args[0].entries for launch in built.calls["update"][3:])
+    assert (split, plain) == (50, 98)  # 4 matrices a layer and both embeddings; the rest are vectors

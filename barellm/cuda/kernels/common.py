@@ -55,6 +55,11 @@ def tile(rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     return row, column, (row < rows)[:, None] & (column < C)[None, :]
 
 
+def unit_of(t: Tensor) -> int:
+    """Elements, up to a vector, of which a tensor's count is a multiple."""
+    return gcd(t.width, VECTOR)
+
+
 def pow2(n: int) -> int:
     """The least power of two that is not below n."""
     return 1 << (n - 1).bit_length()
@@ -64,7 +69,7 @@ def sweep(
     c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str, **constants: Any
 ) -> None:
     """Launch a kernel with parameters `units`, UNIT and BLOCK over the elements of `like`."""
-    unit = gcd(like.width, VECTOR)
+    unit = unit_of(like)
     units = Rows(tuple(d.name for d in like.dims), like.width // unit)
     c.launch(
         function,

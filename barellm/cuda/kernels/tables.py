@@ -1,0 +1,48 @@
+"""Tables: operands of many tensors for one launch. A table has a column for each field, 8 bytes for each entry; the first column is
+an entry's first program, so a program finds its entry by counting those that began before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+
+from barellm.cuda.kernels.common import pow2
+from barellm.cuda.lang import device, tl
+
+
+@device
+def entry_of(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr):
+    """This program's entry, and how many programs of that entry come before it."""
+    j = tl.arange(0, WIDE)
+    first = tl.load(table + j, mask=j < ENTRIES, other=0x7FFFFFFF)
+    program = tl.program_id(0).to(tl.int64)
+    entry = tl.sum((first <= program).to(tl.int32), 0) - 1
+    return entry, program - tl.load(table + entry)
+
+
+@device
+def integer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr):
+    return tl.load(table + FIELD * ENTRIES + entry)
+
+
+@device
+def number(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr):
+    """fp64."""
+    return integer(table, entry, FIELD, ENTRIES).to(tl.float64, bitcast=True)
+
+
+@device
+def pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """To elements of TYPE, a multiple of ALIGN bytes: the compiler cannot see that in a table."""
+    return tl.multiple_of(integer(table, entry, FIELD, ENTRIES).to(tl.pointer_type(TYPE)), ALIGN)
+
+
+def first_programs(counts: Iterable[int]) -> tuple[list[int], int]:
+    """Of each entry, by how many programs work for it; and the programs of all."""
+    *firsts, programs = accumulate(counts, initial=0)
+    return firsts, programs
+
+
+def extent(entries: int) -> dict[str, int]:
+    """The constants of `entry_of`."""
+    return {"ENTRIES": entries, "WIDE": pow2(entries)}

@@ -1,0 +1,86 @@
+"""Ops of one kind that do not depend on each other as one: a backend may do all of them in one launch.
+
+A fusion joins different ops along the dataflow; a group joins equal ones beside it, as the updates of all parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
+
+Alike = Callable[[Any], Hashable]  # what ops of one group have in common
+
+
+class GroupedOp(Op):
+    """Several ops of one name, in any order. Its meaning is that of its `sequence`.
+
+    Operands are called "i.name", i counting the ops. Attributes are those that all have with one value.
+    """
+
+    def __init__(self, sequence: Sequence[Op]) -> None:
+        super().__init__({}, {})
+        self.name = sequence[0].name
+        self.sequence = list(sequence)
+        self.segment = sequence[0].segment
+        self.scalars = sequence[0].scalars
+        for i, op in enumerate(sequence):
+            self.inputs |= {f"{i}.{name}": t for name, t in op.inputs.items()}
+            self.outputs |= {f"{i}.{name}": t for name, t in op.outputs.items()}
+            self.modes |= {f"{i}.{name}": mode for name, mode in op.modes.items()}
+        self.rounded = tuple(f"{i}.{name}" for i, op in enumerate(sequence) for name in op.rounded)
+        self.attrs = {k: v for k, v in sequence[0].attrs.items() if all(op.attrs.get(k) == v for op in sequence)}
+
+    def reference(self, **arrays: Any) -> dict[str, np.ndarray]:
+        """What the outputs get where there was nothing to add to."""
+        return self.run(arrays, arrays, {})
+
+    def run(self, arrays, scalars, current):
+        found = {}
+        for i, op in enumerate(self.sequence):
+            given = {name: arrays[f"{i}.{name}"] for name in op.inputs}
+            before = {name: current[f"{i}.{name}"] for name in op.outputs if f"{i}.{name}" in current}
+            found |= {f"{i}.{name}": result for name, result in op.run(given, scalars, before).items()}
+        return found
+
+    def flops(self) -> int:
+        return sum(op.flops() for op in self.sequence)
+
+
+def members(op: Op) -> list[Op]:
+    """The ops of a group; of any other op itself."""
+    return op.sequence if isinstance(op, GroupedOp) else [op]
+
+
+def group(ops: Sequence[Op], table: Mapping[str, Alike]) -> list[Op]:
+    """The list with neighbours of one name, one key of the table and no dependence in groups. `table`: by the ops' name."""
+    made: list[Op] = []
+    run: list[Op] = []
+    touched: set[Tensor] = set()  # by the run's ops
+    written: set[Tensor] = set()
+
+    def flush() -> None:
+        groups: dict[Hashable, list[Op]] = {}
+        for op in run:
+            groups.setdefault(table[op.name](op), []).append(op)
+        made.extend(GroupedOp(alike) if len(alike) > 1 else alike[0] for alike in groups.values())
+        run.clear()
+        touched.clear()
+        written.clear()
+
+    for op in ops:
+        reads, writes = set(op.inputs.values()), set(op.outputs.values())
+        if run and (op.name != run[0].name or writes & touched or reads & written):
+            flush()
+        if op.name in table:
+            run.append(op)
+            touched.update(reads | writes)
+            written.update(writes)
+        else:
+            made.append(op)
+    flush()
+    return made
