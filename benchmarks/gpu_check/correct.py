@@ -95,7 +95,8 @@ def kernels(scale: Scale) -> dict[str, Any]:
 
 
 def layout(scale: Scale) -> dict[str, Any]:
-    """What the driver says of each loaded kernel's parameters, beside what was read from the PTX."""
+    """What the driver says of each loaded kernel's parameters, beside what was read from the PTX: the bytes of each. Where they lie
+    is the driver's own, which takes each by its address."""
     from barellm.cuda import driver
 
     wrong, count = [], 0
@@ -104,7 +105,7 @@ def layout(scale: Scale) -> dict[str, Any]:
             for spec, kernel in machine.session.kernels.items():
                 count += 1
                 told = _parameters(driver, kernel)
-                read = [(at, nbytes) for at, (nbytes, _) in zip(kernel.code.offsets, kernel.code.params, strict=True)]
+                read = [nbytes for nbytes, _ in kernel.code.params]
                 if told != read:
                     wrong.append({"kernel": spec.key, "driver": told, "ptx": read})
     return {
@@ -114,15 +115,15 @@ def layout(scale: Scale) -> dict[str, Any]:
     }
 
 
-def _parameters(driver: Any, kernel: Any) -> list[tuple[int, int]]:
-    """(offset, bytes) of each, by cuKernelGetParamInfo, which fails behind the last."""
-    found: list[tuple[int, int]] = []
+def _parameters(driver: Any, kernel: Any) -> list[int]:
+    """Bytes of each, by cuKernelGetParamInfo, which fails behind the last."""
+    found: list[int] = []
     while True:
         try:
-            at, nbytes = driver.call("cuKernelGetParamInfo", kernel.kernel, len(found))
+            _, nbytes = driver.call("cuKernelGetParamInfo", kernel.kernel, len(found))
         except driver.DriverError:
             return found
-        found.append((int(at), int(nbytes)))
+        found.append(int(nbytes))
 
 
 def graph(scale: Scale) -> dict[str, Any]:

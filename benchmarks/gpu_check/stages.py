@@ -21,7 +21,7 @@ class Stage:
 STAGES = (
     Stage("correct", "correct", "versions", 60, "what is installed, the driver, the GPU"),
     Stage("correct", "correct", "kernels", 360, "every kernel test on the device"),
-    Stage("correct", "correct", "layout", 90, "parameters of every kernel where the driver says that they are"),
+    Stage("correct", "correct", "layout", 90, "parameters of every kernel have the bytes that the driver knows"),
     Stage("correct", "correct", "graph", 60, "a step captured and replayed: the bits of single launches"),
     Stage("sound", "correct", "equal", 150, "ten steps of gpt2-124m beside the CPU backend"),
     Stage("sound", "correct", "determinism", 90, "two processes, equal digests"),

@@ -19,35 +19,16 @@ import numpy as np
 from cuda.bindings import driver as real
 
 from barellm.cuda import bench, driver, step
-from barellm.cuda.compile import Code, Descriptor
+from barellm.cuda.compile import Code
 from barellm.cuda.kernel import Spec
-from tests.cuda import interpreter
+from tests.cuda import interpreter, standin
+from tests.cuda.standin import ELEMENTS, boxed
 
 OK = real.CUresult.CUDA_SUCCESS
-ELEMENTS = {  # of tensor maps: the driver's number, and the one that Triton's metadata has
-    "bf16": (int(real.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16), 10, 2),
-    "fp32": (int(real.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32), 7, 4),
-}
 MAP = struct.Struct(
     "<8sIIQQQQIIIII"
 )  # a tensor map as this driver writes it: 128 bytes on a GPU, of which nobody knows the layout
 LAUNCH_MS = 0.25  # what an event sees of each launch
-
-
-def layout(signature: Iterable[tuple[str, str]]) -> tuple[tuple[int, int], ...]:
-    """(bytes, alignment) of a kernel's parameters, as ptxas lays them out; compiled kernels are held against this."""
-    sizes = {"*": [(8, 8)], "i32": [(4, 4)], "map": [(128, 64), (4, 4), (4, 4), (8, 8), (8, 8)]}
-    return tuple(size for kind in [*kinds(signature), "*", "*"] for size in sizes[kind])
-
-
-def kinds(signature: Iterable[tuple[str, str]]) -> list[str]:
-    return ["*" if t.startswith(("*", "table<")) else "map" if t.startswith("tensormap<") else t for _, t in signature]
-
-
-def boxed(type_: str) -> tuple[str, tuple[int, ...]]:
-    """Element and box of "tensormap<bf16[128,64]>"."""
-    element, box = type_.removeprefix("tensormap<").removesuffix("]>").split("[")
-    return element, tuple(int(n) for n in box.split(","))
 
 
 @dataclass
@@ -99,17 +80,7 @@ class Gpu:
         assert arch == self.arch and processes >= 1
         made = {}
         for i, spec in enumerate(specs):
-            descriptors = []
-            for type_ in (t for _, t in spec.signature if t.startswith("tensormap<")):
-                element, box = boxed(type_)
-                _, number, nbytes = ELEMENTS[element]
-                descriptors.append(Descriptor(box, min(3, (box[1] * nbytes).bit_length() - 5), nbytes, number))
-            threads = 32 * dict(spec.options)["num_warps"]
-            names = tuple(kinds(spec.signature))
-            cubin = f"{i} {spec.key}".encode()
-            made[spec] = code = Code(
-                spec.name, arch, threads, 1, 64 << 10, names, layout(spec.signature), tuple(descriptors), cubin
-            )
+            made[spec] = code = standin.code(spec, arch, f"{i} {spec.key}".encode())
             self.know(spec, code)
         return made
 
@@ -313,7 +284,7 @@ class Gpu:
         code: Code = self.functions[kernel].code
         if index >= len(code.params):
             return real.CUresult.CUDA_ERROR_INVALID_VALUE, 0, 0
-        return OK, code.offsets[index], code.params[index][0]
+        return OK, *standin.placed(code.params, code.arch)[index]
 
     def cuKernelSetAttribute(self, attribute, value, kernel, device):
         assert attribute.name == "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES" and value <= 232448

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ from barellm.errors import UserError
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
-from tests.cuda.mock import Gpu, layout
+from tests.cuda import cubin
+from tests.cuda.mock import Gpu
 from tests.cuda.specs import SCALED
 
 
@@ -57,8 +59,26 @@ def maps() -> tuple[Lowering, dict[str, Tensor]]:
 def test_parameters_lie_as_ptxas_lays_them_out(cache):
     specs = [SCALED, maps()[0].launches[0].spec]
     for spec, code in compiled(specs, 90, processes=1).items():
-        assert code.params == layout(spec.signature), spec
-        assert code.cubin[:4] == b"\x7fELF" and code.name == spec.name and code.threads == 128
+        cubin.hold(spec, code)
+        assert code.cubin[:4] == b"\x7fELF" and code.threads == 128
+
+
+def test_code_that_differs_from_its_cubin_is_noticed(cache):
+    """An offset, a size, an order, a box that the launcher would have wrong."""
+    spec = maps()[0].launches[0].spec
+    ((_, code),) = compiled([spec], 90, processes=1).items()
+    params, (first, *others) = list(code.params), code.descriptors
+    wrong = [
+        replace(code, params=(*params[:1], (8, 8), *params[2:])),
+        replace(code, params=(*params[:-1], (16, 8))),
+        replace(code, params=tuple(params[:-1])),
+        replace(code, arguments=code.arguments[::-1]),
+        replace(code, descriptors=(replace(first, box=(8, 64)), *others)),
+        replace(code, threads=96),
+    ]
+    for each in wrong:
+        with pytest.raises(AssertionError):
+            cubin.hold(spec, each)
 
 
 def test_a_launch_packs_what_tritons_own_launcher_packs(cache, monkeypatch):

@@ -29,13 +29,15 @@ def same_weights(session, oracle) -> None:
             oracle.write(name, session.read(name))
 
 
-def train_beside_the_references(model: ModelConfig, compute: str, limit: float, **options) -> CudaSession:
-    """Two steps of two micro-batches of different sizes. The session, still open."""
-    oracle = open_session(ReferenceSession, model, SHAPE, compute)
-    session = open_session(CudaSession, model, SHAPE, compute, **options)
+def train_beside_the_references(
+    model: ModelConfig, compute: str, limit: float, *, shape: tuple[int, int] = SHAPE, steps: int = 2, **options
+) -> CudaSession:
+    """Steps of two micro-batches, the second of other sizes. The session, still open."""
+    oracle = open_session(ReferenceSession, model, shape, compute)
+    session = open_session(CudaSession, model, shape, compute, **options)
     session.run("init", seed=3)
     same_weights(session, oracle)
-    found, want = (train(s, model, SHAPE, steps=2) for s in (session, oracle))
+    found, want = (train(s, model, shape, steps=steps) for s in (session, oracle))
     assert found == pytest.approx(want, rel=limit / 10, abs=limit / 10)
     for name, t in oracle.tensors.items():
         got, right = session.read(name).astype(np.float64), oracle.read(name)
@@ -55,13 +57,14 @@ def test_a_model_trains_like_the_references(gpu, monkeypatch, compute, limit):
     train_beside_the_references(MODEL, compute, limit)
 
 
-@pytest.mark.parametrize("compute, limit", [("fp32", 1e-4), ("bf16", 0.1)])
-def test_evaluation_and_decoding_equal_the_references(gpu, compute, limit):
-    oracle = open_session(ReferenceSession, MODEL, SHAPE, compute)
-    session = open_session(CudaSession, MODEL, SHAPE, compute)
+def evaluate_and_decode_beside_the_references(
+    model: ModelConfig, compute: str, limit: float, shape: tuple[int, int] = SHAPE
+) -> None:
+    oracle = open_session(ReferenceSession, model, shape, compute)
+    session = open_session(CudaSession, model, shape, compute)
     session.run("init", seed=3)
     same_weights(session, oracle)
-    tokens, targets = batch_of(MODEL, 2, 7, seed=1)
+    tokens, targets = batch_of(model, 2, 7, seed=1)
     for s in (session, oracle):
         s.write("tokens", tokens)
         s.write("targets", targets)
@@ -75,6 +78,11 @@ def test_evaluation_and_decoding_equal_the_references(gpu, compute, limit):
         got, want = session.read("logits").reshape(-1), oracle.read("logits").reshape(-1)
         assert np.linalg.norm(got - want) <= limit * np.linalg.norm(want)
         pos += count
+
+
+@pytest.mark.parametrize("compute, limit", [("fp32", 1e-4), ("bf16", 0.1)])
+def test_evaluation_and_decoding_equal_the_references(gpu, compute, limit):
+    evaluate_and_decode_beside_the_references(MODEL, compute, limit)
 
 
 def test_initial_weights_and_dropout_are_the_cpus(gpu):
