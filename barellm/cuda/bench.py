@@ -98,9 +98,12 @@ class Bench:
         code = compiled([spec], self.device.arch, processes=1)[spec]
         args = [arguments[name] for name in kinds]
         launch = Launch(spec, args, lambda sizes: (blocks,), [], [], None)  # pyright: ignore[reportArgumentType]
-        bound = BoundLaunch(launch, Kernel(code, self.device), Sizes(), lambda region: 0, 0)
+        kernel = Kernel(code, self.device)
+        bound = BoundLaunch(launch, kernel, Sizes(), lambda region: 0, 0)
         enqueue = lambda: bound.run(self.context.stream)  # noqa: E731
-        return min(graph_seconds(self.context, enqueue, REPEATS) for _ in range(TRIALS))
+        best = min(graph_seconds(self.context, enqueue, REPEATS) for _ in range(TRIALS))
+        kernel.unload()
+        return best
 
     def close(self) -> None:
         self.context.close()

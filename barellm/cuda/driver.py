@@ -42,16 +42,30 @@ def call(name: str, *args: Any) -> Any:
     cu = bindings()
     status, *values = getattr(cu, name)(*args)
     if int(status):
-        raise DriverError(name, cu.CUresult(int(status)).name)
+        raise DriverError(name, _name(cu, int(status)))
     return values[0] if len(values) == 1 else tuple(values) or None
 
 
+def _name(cu: Any, status: int) -> str:
+    """The driver's name for a status; a driver that is newer than the bindings may have others."""
+    try:
+        return cu.CUresult(status).name
+    except ValueError:
+        return f"status {status}"
+
+
+# What a kernel does wrong: every later call fails with the same, until the process ends.
+LOST = ("ILLEGAL_ADDRESS", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC")
+LOST += ("LAUNCH_FAILED", "LAUNCH_TIMEOUT", "HARDWARE_STACK_ERROR", "ECC_UNCORRECTABLE", "ASSERT", "UNKNOWN")
+
+
 class DriverError(RuntimeError):
-    """A driver function that failed. `status`: the driver's name for it."""
+    """A driver function that failed. `status`: the driver's name for it; `lost`: this process cannot use the GPU any more."""
 
     def __init__(self, function: str, status: str) -> None:
-        super().__init__(f"{function} failed: {status}")
-        self.status = status
+        self.status, self.lost = status, status.removeprefix("CUDA_ERROR_") in LOST
+        why = ": a kernel before it went wrong, and this process cannot use the GPU any more" if self.lost else ""
+        super().__init__(f"{function} failed: {status}{why}")
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,7 @@ def device() -> Device:
     if status == int(cu.CUresult.CUDA_ERROR_NO_DEVICE):
         raise UserError("device cuda needs a GPU, and the NVIDIA driver sees none (CUDA_VISIBLE_DEVICES?)")
     if status:
-        raise UserError(f"the NVIDIA driver does not start: {cu.CUresult(status).name}")
+        raise UserError(f"the NVIDIA driver does not start: {_name(cu, status)}")
     version = int(call("cuDriverGetVersion"))
     if version < OLDEST_DRIVER:
         found, oldest = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, OLDEST_DRIVER))
@@ -105,13 +119,14 @@ def device() -> Device:
 
 
 class Context:
-    """The device's primary context, current in this thread, and a stream that waits for no other."""
+    """The device's primary context, current in this thread, and a stream that waits for no other. The context stays until the
+    process ends: what still hangs on it when a session is closed (events, say) would be given back to a context that is gone, and
+    the next session would wait for a new one."""
 
     def __init__(self, on: Device) -> None:
         cu = bindings()
         self.device = on
         self.handle = call("cuDevicePrimaryCtxRetain", on.handle)
-        self._release = finalizer(self, "cuDevicePrimaryCtxRelease", on.handle)
         call("cuCtxSetCurrent", self.handle)  # of this thread
         self.stream = call("cuStreamCreate", int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
         self._destroy = finalizer(self, "cuStreamDestroy", self.stream)
@@ -124,7 +139,6 @@ class Context:
 
     def close(self) -> None:
         self._destroy()
-        self._release()
 
 
 class DeviceMemory:
@@ -191,10 +205,11 @@ class Event:
 
 
 class Graph:
-    """What `enqueue` puts on the stream, kept to be launched as a whole."""
+    """What `enqueue` puts on the stream, kept to be launched as a whole. The capture is relaxed: Python may collect garbage
+    meanwhile, and in any other mode memory that is given back by this thread would spoil it."""
 
     def __init__(self, stream: Any, enqueue: Callable[[], None]) -> None:
-        call("cuStreamBeginCapture", stream, bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        call("cuStreamBeginCapture", stream, bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
             enqueue()
         except BaseException:

@@ -40,6 +40,10 @@ class Kernel:
             driver.call("cuKernelSetAttribute", most, code.shared_bytes, self.kernel, device.handle)
         self.function = driver.call("cuKernelGetFunction", self.kernel)
 
+    def unload(self) -> None:
+        """When nothing launches it any more."""
+        driver.call("cuLibraryUnload", self.loaded)
+
 
 class BoundLaunch:
     """A launch for the sizes of a run. `address`: of bytes in the arena, and of tables; `scalars`: of the run-time scalars.

@@ -355,6 +355,8 @@ class CudaSession(ArenaSession):
             self.context.synchronize()
             for graph in self._graphs.values():
                 graph.free()
+            for kernel in self.kernels.values():
+                kernel.unload()
             self.memory.free()
             for turn in self._turns:
                 turn.memory.free()

@@ -220,6 +220,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         **described,
+        **({"gpu": described["processor"]} if device == "cuda" else {}),
         "processor": f"{info.get('model name', platform.processor())} family {info.get('cpu family')} model {info.get('model')}",
         "cores": len(logical_cpus()),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -149,8 +149,7 @@ def interleave(
     limits |= {"peak_device_bytes": SHARE * device_bytes} if device_bytes else {}
     with _ended(variants), tempfile.TemporaryDirectory() as folder:
         for i, v in enumerate(variants):
-            v.start(Path(folder) / str(i))
-            v.turn(1, warm_up=0)
+            _begin(v, variants[:i], Path(folder) / str(i), device_bytes)
             for name, limit in limits.items():
                 _hold_what_fits(variants[: i + 1], of=name, limit=limit, more=i + 1 < len(variants))
             report(f"{v.name}: first step {v.facts['first_step_s']:.2f} s after its start, then {v.samples[0]:.4f} s")
@@ -165,6 +164,21 @@ def interleave(
             latest = ", ".join(f"{v.name} {median(v.turns[-1]['step_s']):.4f}" for v in variants)
             report(f"round {i + 1} of {rounds}: {latest}")
     return steps
+
+
+def _begin(v: Variant, others: list[Variant], caches: Path, device_bytes: int | None) -> None:
+    """Its first steps. What it needs of a GPU is not known before: where it ends for lack of that, nobody holds any between turns,
+    and it tries again."""
+    try:
+        v.start(caches)
+        v.turn(1, warm_up=0)
+    except UserError:
+        if device_bytes is None or not any(w.held for w in others):
+            raise
+        for w in (v, *others):
+            w.held = False
+            w.end()
+        v.turn(1, warm_up=0)
 
 
 def _hold_what_fits(started: list[Variant], *, of: str, limit: float, more: bool) -> None:

@@ -1,35 +1,33 @@
 """Runs the stages, each in a process of its own with a time limit, and holds what they measured against the bars.
 
-    make gpu-check                                  all stages: about 25 minutes of one GPU
-    make gpu-check STAGES=correct OUT=results       a part of them; each part fits into ten minutes
+    make gpu-check                                  all stages: at most 24 minutes of one GPU
+    make gpu-check STAGES=correct OUT=results       a part of them; each part fits into a call of ten minutes
     make gpu-check STAGES=versions,kernels
     python -m benchmarks.gpu_check --summary FILE.json FILE.json
 
-A stage that fails, hangs or finds its peer missing does not stop the others. What they found goes to gpu-check.json of the folder
-OUT after each of them, with the end of what they printed. Status 0 if every stage ran and every bar that was looked at is met.
+A stage that fails, hangs or finds its peer missing does not stop the others, and what it had found by then is kept. Everything goes
+to gpu-check.json of the folder OUT after each stage, what they printed to log.txt, and each result that benchmarks/table.py reads
+to a file of its own. Status 0 if every stage ran and every bar that was looked at is met.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check import bars
+from benchmarks.gpu_check import bars, processes
 from benchmarks.gpu_check.stages import GROUPS, STAGES, Stage, run_stage
 
-ROOT = Path(__file__).parents[2]
-FILE = "gpu-check.json"
+FILE, LOG = "gpu-check.json", "log.txt"
 MOCK_TIMES = 5  # as long as on a GPU a stage may take where Python does its work
-LOG_TAIL = 12_000  # characters of a stage's output that are kept
+LOG_TAIL = 12_000  # characters of a failed stage's output that gpu-check.json has
+SHOWN = 800  # that are printed: the whole output, with the table at its end, should be short
 
 
 def main() -> int:
@@ -37,7 +35,9 @@ def main() -> int:
         prog="gpu_check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--stages", default="all", help=f"all, {', '.join(GROUPS)}, or names of stages with commas")
-    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "gpu"), help="folder of the result")
+    parser.add_argument(
+        "--out", default=str(processes.ROOT / "benchmarks" / "results" / "gpu"), help="folder of the result"
+    )
     parser.add_argument("--small", action="store_true", help="tiny models and few repeats: a rehearsal")
     parser.add_argument(
         "--mock", action="store_true", help="the driver in Python that the tests have: no GPU, no timings"
@@ -49,8 +49,9 @@ def main() -> int:
     parser.add_argument("--run", metavar="STAGE", help=argparse.SUPPRESS)  # the child process
     args = parser.parse_args()
     if args.run:
-        result = run_stage(args.run, small=args.small, mock=args.mock)
-        Path(args.out).write_text(json.dumps(result))
+        keep = lambda found: write(Path(args.out), json.dumps(found))  # noqa: E731
+        limit_s = next(s.limit_s for s in STAGES if s.name == args.run) * (MOCK_TIMES if args.mock else 1)
+        keep(run_stage(args.run, small=args.small, mock=args.mock, keep=keep, limit_s=limit_s))
         return 0
     if args.list:
         for stage in STAGES:
@@ -79,48 +80,45 @@ def chosen(asked: str) -> list[Stage]:
 def run_all(stages: list[Stage], out: Path, *, small: bool, mock: bool) -> int:
     out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"kind": "gpu-check", "small": small, "mock": mock, "stages": {}}
+    (out / LOG).write_text("")
     for stage in stages:
-        print(f"\n== {stage.name}: {stage.what} (at most {stage.limit_s} s)", flush=True)
-        found = run_child(stage, small=small, mock=mock)
+        print(f"== {stage.name}: {stage.what} (at most {stage.limit_s} s)", flush=True)
+        found, text = run_child(stage, small=small, mock=mock)
+        for name, single in found.pop("files", {}).items():
+            write(out / name, json.dumps(single, indent=1) + "\n")
         result["stages"][stage.name] = found
         print(f"== {stage.name}: {found['status']} in {found['seconds']:.1f} s", flush=True)
-        temporary = out / f".{FILE}.tmp"
-        temporary.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(temporary, out / FILE)
+        with open(out / LOG, "a") as log:
+            log.write(f"== {stage.name}: {found['status']} in {found['seconds']:.1f} s\n{text}\n")
+        write(out / FILE, json.dumps(result, indent=1) + "\n")
     print("\n" + "\n".join(bars.table(result["stages"])))
     print(f"\nwritten: {out / FILE}")
     return 0 if bars.passed(result["stages"]) else 1
 
 
-def run_child(stage: Stage, *, small: bool, mock: bool) -> dict[str, Any]:
-    """What the stage found; its status is "done", "failed" or "ran past its limit", and then `log` has the end of its output."""
+def run_child(stage: Stage, *, small: bool, mock: bool) -> tuple[dict[str, Any], str]:
+    """What the stage found, and what it printed. Its status is "done", "failed" or "ran past its limit", and then what it found is
+    what it had kept by then, and `log` has the end of its output."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-u", "-m", "benchmarks.gpu_check", "--run", stage.name, "--out", str(answer)]
         command += ["--small"] * small + ["--mock"] * mock
-        with open(Path(folder) / "log", "w+") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, process_group=0)
-            try:
-                status = process.wait(timeout=stage.limit_s * (MOCK_TIMES if mock else 1))
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                _end(process)
-            log.seek(0)
-            text = log.read()
-        print(text, end="", flush=True)
-        found = json.loads(answer.read_text()) if status == 0 and answer.exists() else {}
-    words = "done" if status == 0 else "ran past its limit" if status is None else "failed"
+        done = processes.run(command, limit_s=stage.limit_s * (MOCK_TIMES if mock else 1), together=True)
+        found = json.loads(answer.read_text()) if answer.exists() else {}
+    words = "done" if done.status == 0 else "ran past its limit" if done.status is None else "failed"
     found = {"status": words, "seconds": time.perf_counter() - start, **found}
-    return found if status == 0 else found | {"exit_status": status, "log": text[-LOG_TAIL:]}
+    if done.status != 0:
+        found |= {"exit_status": done.status, "log": done.out[-LOG_TAIL:]}
+        print(done.out[-SHOWN:], flush=True)
+    return found, done.out
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The stage and every process that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def write(path: Path, text: str) -> None:
+    """As a whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from contextlib import contextmanager
@@ -19,14 +18,16 @@ import numpy as np
 
 from barellm import overrides
 from barellm.config import Config, preset
+from barellm.profiling import peers
 from barellm.profiling.step import SEED, StepBench
 from barellm.training.machine import open_machine
+from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.bars import bar, holds
 from benchmarks.gpu_check.stages import Scale
 
-ROOT = Path(__file__).parents[2]
 TINY = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "model.vocab_size": 65, "model.padded_vocab": 65}
 SMALL_TESTS = "test_cast or test_add"  # of the rehearsal: a few of every kind
+TEST_S = 60  # that one kernel test may take: a kernel that hangs ends its process, and the next tests have another
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 STEPS = 10
@@ -51,11 +52,12 @@ def versions(scale: Scale) -> dict[str, Any]:
     packages = {name: _version(name) for name in ("torch", "triton", "cuda-bindings", "numpy", "pytest")}
     gpu = driver.device()
     tools = {name: shutil.which(name) for name in ("compute-sanitizer", "nvidia-smi", "ncu")}
-    smi = subprocess.run([tools["nvidia-smi"]], capture_output=True, text=True).stdout if tools["nvidia-smi"] else ""
-    print(smi)
+    if tools["nvidia-smi"]:
+        print(processes.run([tools["nvidia-smi"]], limit_s=10, together=True).out)
     facts = {"gpu": gpu.name, "arch": gpu.arch, "multiprocessors": gpu.sms, "memory": gpu.nbytes, "driver": gpu.driver}
     pins = [holds(f"triton is {TRITON}", packages["triton"] == TRITON)]
-    return {"packages": packages, "device": facts, "tools": tools, "doctor": found, "bars": pins}
+    found = {"packages": packages, "device": facts, "tools": tools, "doctor": found, "bars": pins}
+    return found | {"machine": peers.machine("cuda")}
 
 
 def _version(name: str) -> str:
@@ -68,7 +70,8 @@ def _version(name: str) -> str:
 
 
 def kernels(scale: Scale) -> dict[str, Any]:
-    """The tests of tests/cuda that check an op, on the device; in as many processes as there are cores."""
+    """The tests of tests/cuda that check an op, on the device; in as many processes as there are cores. What a kernel that hangs
+    or reads what is not its own does to a process is that process's matter: another takes its place."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "tests/cuda", "--device", "mock" if scale.mock else "cuda"]
@@ -76,7 +79,12 @@ def kernels(scale: Scale) -> dict[str, Any]:
         command += ["-k", SMALL_TESTS] if scale.small else []
         if find_spec("xdist"):
             command += ["-n", str(max(1, min(12, len(os.sched_getaffinity(0)))))]
-        subprocess.run(command, cwd=ROOT)
+        if find_spec("pytest_timeout"):
+            command += ["--timeout", str(TEST_S), "--timeout-method", "thread"]
+        done = processes.run(command, limit_s=scale.left_s - processes.INTERRUPTED_S, together=True, interrupt=True)
+        print(done.out)
+        if not report.exists():
+            raise RuntimeError(f"pytest wrote no report: {done.why}")
         suite = ET.parse(report).getroot().find("testsuite")
         assert suite is not None
         counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors")}
@@ -90,7 +98,10 @@ def kernels(scale: Scale) -> dict[str, Any]:
     return counts | {
         "left_out": left_out,
         "broken": broken,
-        "bars": [bar("kernel tests that fail", counts["failures"] + counts["errors"], 0, at_most=True)],
+        "bars": [
+            bar("kernel tests that fail", counts["failures"] + counts["errors"], 0, at_most=True),
+            holds("all of them ran in time", done.status is not None),
+        ],
     }
 
 
@@ -159,11 +170,11 @@ def _bench(config: Config, device: str):
 def equal(scale: Scale) -> dict[str, Any]:
     """Gradients of the first step and losses of ten, in bf16 on the GPU and on the CPU, held against fp32 on the CPU."""
     config = model(scale)
-    runs = {
-        "gpu": _run(config, "cuda"),
-        "cpu": _run(config, "cpu"),
-        "fp32": _run(overrides.changed(config, {"train.dtype": "fp32"}), "cpu"),
-    }
+    runs = {}
+    for side, device, dtype in (("gpu", "cuda", "bf16"), ("cpu", "cpu", "bf16"), ("fp32", "cpu", "fp32")):
+        runs[side] = _run(overrides.changed(config, {"train.dtype": dtype}), device)
+        print(side, runs[side]["losses"])
+        scale.keep({"losses": {name: r["losses"] for name, r in runs.items()}})
     rows = []
     for name, truth in runs["fp32"]["gradients"].items():
         off = {side: _distance(runs[side]["gradients"][name], truth) for side in ("gpu", "cpu")}
@@ -215,35 +226,35 @@ def _digest(scale: Scale) -> dict[str, Any]:
     config = overrides.flat(model(scale))
     changes = [f"--{key}={value}" for key, value in config.items() if value != overrides.flat(preset("gpt2-124m"))[key]]
     command = [sys.executable, "-m", "barellm", "bench", "step", "gpt2-124m", "--device", "cuda", "--digest", "--json"]
-    done = subprocess.run([*command, "--steps", "5", *changes], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    result = json.loads(done.stdout.splitlines()[-1])
+    done = processes.run([*command, "--steps", "5", *changes], limit_s=scale.left_s)
+    if done.status != 0:
+        raise RuntimeError(done.why)
+    result = json.loads(done.out.splitlines()[-1])
     return {name: result[name] for name in ("losses", "digest")}
 
 
 def sanitizer(scale: Scale) -> dict[str, Any]:
-    """compute-sanitizer's tools on two steps of a tiny model in both dtypes. initcheck is told by name what it finds: an arena is
-    set to zeros by the driver, so a read of bytes that no kernel wrote is no error to it; memory of the tests is NaN instead."""
+    """compute-sanitizer's tools on two steps of a tiny model in both dtypes, which run without it first, so that nothing is
+    compiled under it. initcheck is told by name what it finds: an arena is set to zeros by the driver, so a read of bytes that no
+    kernel wrote is no error to it; memory of the tests is NaN instead."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         return {"skipped": "compute-sanitizer is not on the PATH"}
+    steps = [sys.executable, "-m", "benchmarks.gpu_check.small_step"]
+    alone = processes.run(steps, limit_s=scale.left_s)
+    if alone.status != 0:
+        raise RuntimeError(f"the step without compute-sanitizer: {alone.why}")
     rows, bars = [], []
-    for tool in TOOLS:
-        command = [
-            program,
-            "--tool",
-            tool,
-            "--error-exitcode",
-            "9",
-            sys.executable,
-            "-m",
-            "benchmarks.gpu_check.small_step",
-        ]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        print(done.stdout[-4000:], done.stderr[-2000:])
-        counts = [int(a or b) for a, b in ERRORS.findall(done.stdout)]
-        ran = "two steps done" in done.stdout
-        rows.append({"tool": tool, "status": done.returncode, "errors": counts, "ran": ran, "log": done.stdout[-4000:]})
+    for i, tool in enumerate(TOOLS):
+        limit = scale.left_s / (len(TOOLS) - i)
+        done = processes.run([program, "--tool", tool, "--error-exitcode", "9", *steps], limit_s=limit)
+        counts = [int(a or b) for a, b in ERRORS.findall(done.out)]
+        ran = "two steps done" in done.out
+        row = {"tool": tool, "status": done.status, "errors": counts, "ran": ran, "log": done.out[-4000:]}
+        if not (ran and counts):
+            row["why"] = done.why
+        print(tool, {name: row[name] for name in row if name != "log"})
+        rows.append(row)
         bars.append(bar(f"{tool}: errors", sum(counts) if ran and counts else None, 0, at_most=True))
+        scale.keep({"tools": rows, "bars": bars})
     return {"tools": rows, "bars": bars}

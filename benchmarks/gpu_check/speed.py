@@ -6,8 +6,6 @@ On the mock driver the same code runs on next to nothing; its times are made up,
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -18,11 +16,12 @@ from barellm.errors import UserError
 from barellm.profiling import attentions, gemms, peers, profile, turns
 from barellm.profiling import step as one_step
 from barellm.profiling.devices import device_bytes
+from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.bars import bar
-from benchmarks.gpu_check.correct import ROOT, model
+from benchmarks.gpu_check.correct import model
 from benchmarks.gpu_check.stages import Scale
 
-BATCHES, SEQ = (32, 64), 1024
+BATCHES, SEQ = (64, 32), 1024  # what is asked for first
 ROUNDS = 3
 FASTER, TOKENS_S, AT_BATCH = 1.15, 550e3, 64  # than torch.compile; on one H200
 OF_CUBLAS, OF_COPY, WARM_START_S = 0.95, 0.88, 3.0
@@ -45,23 +44,36 @@ def step(scale: Scale) -> dict[str, Any]:
     if scale.mock:
         found = one_step.measure(model(scale), steps=2, device="cuda")
         return {"ours": found, "bars": []}
-    rows, bars = [], []
+    found: dict[str, Any] = {"steps": [], "bars": [], "files": {}}
+    errors = []
     for batch in BATCHES[:1] if scale.small else BATCHES:
-        config = model(scale, batch=batch, seq=SEQ)
-        variants = [v for v in peers.variants(config, {"torch": ""}, "cuda") if "eager" not in v.name]
-        steps = turns.interleave(variants, rounds=ROUNDS, report=print, device_bytes=device_bytes("cuda"))
-        r = peers.summary(config, variants, rounds=ROUNDS, steps=steps, device="cuda")
-        mib = {v.name: v.peak_device_bytes / MIB for v in variants}
-        theirs = llmc_mib(batch)
-        rows.append(r | {"memory_mib": mib, "llmc_mib": theirs})
-        bars.append(bar(f"step {batch} x {SEQ}: times as fast as torch.compile", r["ratio_to_best"], FASTER, "x"))
-        if batch == AT_BATCH:
-            bars.append(bar(f"step {batch} x {SEQ}: tokens/s (asked on an H200)", r["tokens_per_s"], TOKENS_S))
-        name = f"memory {batch} x {SEQ}: MiB, llm.c without recompute"
-        bars.append(bar(name, mib["barellm"], round(theirs["-r 0"]), at_most=True))
-        compiled = next(n for n in mib if n != "barellm")
-        bars.append(bar(f"memory {batch} x {SEQ}: MiB, {compiled}", mib["barellm"], round(mib[compiled]), at_most=True))
-    return {"steps": rows, "bars": bars}
+        try:
+            _steps(model(scale, batch=batch, seq=SEQ), batch, found)
+        except UserError as error:  # the other batch may go better
+            errors.append(error)
+            print(error)
+        scale.keep(found)
+    if errors:
+        raise errors[0]
+    return found
+
+
+def _steps(config: Config, batch: int, found: dict[str, Any]) -> None:
+    variants = [v for v in peers.variants(config, {"torch": ""}, "cuda") if "eager" not in v.name]
+    steps = turns.interleave(variants, rounds=ROUNDS, report=print, device_bytes=device_bytes("cuda"))
+    r = peers.summary(config, variants, rounds=ROUNDS, steps=steps, device="cuda")
+    mib = {v.name: v.peak_device_bytes / MIB for v in variants}
+    theirs = llmc_mib(batch)
+    found["steps"].append(r | {"memory_mib": mib, "llmc_mib": theirs})
+    found["files"][f"gpt2-124m-{batch}x{SEQ}-bf16-cuda.json"] = r
+    bars = found["bars"]
+    bars.append(bar(f"step {batch} x {SEQ}: times as fast as torch.compile", r["ratio_to_best"], FASTER, "x"))
+    if batch == AT_BATCH:
+        bars.append(bar(f"step {batch} x {SEQ}: tokens/s (asked on an H200)", r["tokens_per_s"], TOKENS_S))
+    name = f"memory {batch} x {SEQ}: MiB, llm.c without recompute"
+    bars.append(bar(name, mib["barellm"], round(theirs["-r 0"]), at_most=True))
+    compiled = next(n for n in mib if n != "barellm")
+    bars.append(bar(f"memory {batch} x {SEQ}: MiB, {compiled}", mib["barellm"], round(mib[compiled]), at_most=True))
 
 
 def _cublas() -> str:
@@ -78,17 +90,20 @@ def gemm(scale: Scale) -> dict[str, Any]:
     """Each product of the step in each role with what is fused to it, beside cuBLAS without."""
     if scale.mock:
         gemms.MOST_COPIES, gemms.TABLE_SECONDS = 1, 0.0
-    tokens = 9 if scale.small else BATCHES[0] * SEQ
+    tokens = 9 if scale.small else BATCHES[-1] * SEQ
     config = model(scale, batch=1, seq=tokens)
-    print_row = lambda r: print({k: r[k] for k in ("layer", "op", "mode", "cold_s", "times_peer_cold") if k in r})  # noqa: E731
+    rows, bars = [], []
+
+    def report(p: dict[str, Any]) -> None:
+        print({k: p[k] for k in ("layer", "op", "mode", "cold_s", "times_peer_cold") if k in p})
+        rows.append(p)
+        if "times_peer_cold" in p and not scale.mock:
+            bars.append(bar(f"{p['layer']} {p['op']} {p['mode']}: of cuBLAS's speed", p["times_peer_cold"], OF_CUBLAS))
+        scale.keep({"products": rows, "bars": bars})
+
     rounds = 1 if scale.mock else ROUNDS
-    r = gemms.measure(config, tokens=[tokens], rounds=rounds, report=print_row, device="cuda", peer=_cublas())
-    bars = [
-        bar(f"{p['layer']} {p['op']} {p['mode']}: of cuBLAS's speed", p["times_peer_cold"], OF_CUBLAS)
-        for p in r["products"]
-        if not scale.mock
-    ]
-    return r | {"bars": bars}
+    r = gemms.measure(config, tokens=[tokens], rounds=rounds, report=report, device="cuda", peer=_cublas())
+    return r | {"bars": bars, "files": {f"gemm-gpt2-124m-{tokens}-bf16-cuda.json": r}}
 
 
 def attention(scale: Scale) -> dict[str, Any]:
@@ -105,12 +120,12 @@ def attention(scale: Scale) -> dict[str, Any]:
         for c in r["cases"]
         if "ratio" in c
     ]
-    return r | {"bars": bars}
+    return r | {"bars": bars, "files": {"attention-bf16-cuda.json": r}}
 
 
 def streaming(scale: Scale) -> dict[str, Any]:
     """Bytes that must move over the time that it takes in the step, as a share of a copy's rate."""
-    config = model(scale, batch=BATCHES[0], seq=SEQ)
+    config = model(scale, batch=BATCHES[-1], seq=SEQ)
     with TemporaryDirectory() as folder:
         r = profile.measure(config, steps=1 if scale.mock else 7, folder=Path(folder), device="cuda")
     copy = r["ceiling"]["bandwidth"]["copy"]
@@ -124,38 +139,41 @@ def streaming(scale: Scale) -> dict[str, Any]:
     loss_s = sum(part["s"] for symbol, part in classifier["kernels"].items() if symbol.startswith("row_losses"))
     moved = 2 * config.train.batch * config.train.seq * config.model.padded_vocab * 2  # bf16 logits in, gradients out
     bars.append(bar("classifier's loss: of copy bandwidth", None if scale.mock else moved / loss_s / copy, OF_COPY))
-    return r | {"copy_bytes_s": copy, "bars": bars}
+    name = f"profile-gpt2-124m-{BATCHES[-1]}x{SEQ}-bf16-cuda.json"
+    return {"copy_bytes_s": copy, "bars": bars, "files": {name: r}}
 
 
 def start(scale: Scale) -> dict[str, Any]:
     """Seconds from the command to the end of the first step, with empty caches and again."""
     if scale.mock:
         return {"skipped": "a process of its own has no mock driver"}
-    config = model(scale, batch=BATCHES[0], seq=SEQ)
+    config = model(scale, batch=BATCHES[-1], seq=SEQ)
     rows: dict[str, list[float]] = {}
+    bars = []
     (variant,) = [v for v in peers.variants(config, {"torch": ""}, "cuda") if v.name == "torch compile"]
-    for name, command in (("barellm", _ours(config)), ("torch.compile", variant.command)):
+    for name, command, repeats in (("barellm", _ours(config), 3), ("torch.compile", variant.command, 2)):
         with TemporaryDirectory() as caches:
-            rows[name] = [_first_step(command, caches) for _ in range(3)]
-            print(name, rows[name])
-    cold, warm = rows["barellm"][0], median(rows["barellm"][1:])
-    return {
-        "first_step_s": rows,
-        "bars": [
-            bar("first step, warm, s", warm, WARM_START_S, at_most=True),
-            bar("first step, cold: times as soon as torch.compile", rows["torch.compile"][0] / cold, 1.0, "x"),
-            bar("first step, warm: times as soon as torch.compile", median(rows["torch.compile"][1:]) / warm, 1.0, "x"),
-        ],
-    }
+            for _ in range(repeats):
+                rows.setdefault(name, []).append(_first_step(command, caches, scale.left_s))
+                print(name, rows[name], flush=True)
+                scale.keep({"first_step_s": rows})
+        if name == "barellm":
+            bars.append(bar("first step, warm, s", median(rows[name][1:]), WARM_START_S, at_most=True))
+    (cold, *warm), (their_cold, *their_warm) = rows["barellm"], rows["torch.compile"]
+    bars.append(bar("first step, cold: times as soon as torch.compile", their_cold / cold, 1.0, "x"))
+    ratio = median(their_warm) / median(warm)
+    bars.append(bar("first step, warm: times as soon as torch.compile", ratio, 1.0, "x"))
+    return {"first_step_s": rows, "bars": bars}
 
 
 def _ours(config: Config) -> list[str]:
     return peers.ours(config, device="cuda").command
 
 
-def _first_step(command: list[str], caches: str) -> float:
+def _first_step(command: list[str], caches: str, limit_s: float) -> float:
     """What the process says when its first step is done; it is then given no turn."""
     names = ("BARELLM_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR")
-    environment = os.environ | dict.fromkeys(names, caches)
-    done = subprocess.run(command, cwd=ROOT, input="", stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    return float(json.loads(done.stdout.splitlines()[0])["first_step_s"])
+    done = processes.run(command, limit_s=limit_s, environment=dict.fromkeys(names, caches))
+    if done.status != 0:
+        raise RuntimeError(done.why)
+    return float(json.loads(done.out.splitlines()[0])["first_step_s"])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
+
+Keep = Callable[[dict[str, Any]], None]
+MARGIN_S = 12.0  # before the limit of a stage at which it ends what it has started
 
 
 @dataclass(frozen=True)
 class Stage:
-    """`module.name` of this folder does it. The limits of a group add up to less than ten minutes."""
+    """`module.name` of this folder does it. The limits of a group add up to eight minutes, so that a call of ten minutes holds it
+    with what a machine needs besides."""
 
     group: str
     module: str
@@ -19,18 +25,18 @@ class Stage:
 
 
 STAGES = (
-    Stage("correct", "correct", "versions", 60, "what is installed, the driver, the GPU"),
-    Stage("correct", "correct", "kernels", 360, "every kernel test on the device"),
-    Stage("correct", "correct", "layout", 90, "parameters of every kernel have the bytes that the driver knows"),
-    Stage("correct", "correct", "graph", 60, "a step captured and replayed: the bits of single launches"),
-    Stage("sound", "correct", "equal", 150, "ten steps of gpt2-124m beside the CPU backend"),
-    Stage("sound", "correct", "determinism", 90, "two processes, equal digests"),
-    Stage("sound", "correct", "sanitizer", 180, "compute-sanitizer's four tools on a small step"),
-    Stage("sound", "speed", "attention", 90, "attention beside PyTorch's flash backend"),
-    Stage("sound", "speed", "streaming", 80, "AdamW, LayerNorm, classifier against copy bandwidth"),
-    Stage("speed", "speed", "step", 270, "steps of gpt2-124m beside torch.compile, in turns; memory"),
-    Stage("speed", "speed", "gemm", 150, "each matrix product beside cuBLAS"),
-    Stage("speed", "speed", "start", 170, "from the command to the first step, cold and warm"),
+    Stage("correct", "correct", "versions", 30, "what is installed, the driver, the GPU"),
+    Stage("correct", "correct", "graph", 50, "a step captured and replayed: the bits of single launches"),
+    Stage("correct", "correct", "kernels", 270, "every kernel test on the device"),
+    Stage("correct", "correct", "equal", 130, "ten steps of gpt2-124m beside the CPU backend"),
+    Stage("speed", "speed", "step", 230, "steps of gpt2-124m beside torch.compile, in turns; memory"),
+    Stage("speed", "speed", "gemm", 120, "each matrix product beside cuBLAS"),
+    Stage("speed", "speed", "start", 130, "from the command to the first step, cold and warm"),
+    Stage("sound", "correct", "layout", 50, "parameters of every kernel have the bytes that the driver knows"),
+    Stage("sound", "correct", "determinism", 60, "two processes, equal digests"),
+    Stage("sound", "speed", "attention", 80, "attention beside PyTorch's flash backend"),
+    Stage("sound", "speed", "streaming", 70, "AdamW, LayerNorm, classifier against copy bandwidth"),
+    Stage("sound", "correct", "sanitizer", 110, "compute-sanitizer's four tools on a small step"),
 )
 GROUPS = tuple(dict.fromkeys(stage.group for stage in STAGES))
 
@@ -38,18 +44,26 @@ GROUPS = tuple(dict.fromkeys(stage.group for stage in STAGES))
 @dataclass(frozen=True)
 class Scale:
     """How much is done. `small`: tiny models and few repeats, so that a rehearsal needs no GPU's speed. `mock`: the driver is the
-    one in Python, whose timings mean nothing."""
+    one in Python, whose timings mean nothing. `keep`: what a stage has found so far, for where it fails later."""
 
     small: bool
     mock: bool
+    keep: Keep = lambda found: None
+    limit_s: float = 600.0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        """Until a stage should end what it has started."""
+        return max(1.0, self.limit_s - MARGIN_S - (time.monotonic() - self.began))
 
 
-def run_stage(name: str, *, small: bool, mock: bool) -> dict[str, Any]:
+def run_stage(name: str, *, small: bool, mock: bool, keep: Keep, limit_s: float) -> dict[str, Any]:
     """In this process."""
     (stage,) = (s for s in STAGES if s.name == name)
     if mock:
         _mock()
-    return getattr(import_module(f"benchmarks.gpu_check.{stage.module}"), name)(Scale(small, mock))
+    return getattr(import_module(f"benchmarks.gpu_check.{stage.module}"), name)(Scale(small, mock, keep, limit_s))
 
 
 def _mock() -> None:

@@ -1,8 +1,13 @@
 """`--device`: where the checks of single ops run. "interpreter" (the default), "cuda" for this machine's GPU, or "mock", the driver
-in Python, through which a session of the GPU's kind is rehearsed. On the last two only checks of ops run: the rest needs no GPU."""
+in Python, through which a session of the GPU's kind is rehearsed. On the last two only checks of ops run: the rest needs no GPU.
+A kernel that spoils the GPU for its process ends a pytest-xdist worker, and the next one goes on with the next test."""
+
+import os
+import sys
 
 import pytest
 
+from barellm.cuda import driver, step
 from tests.cuda import check
 
 DEVICES = ("interpreter", "mock", "cuda")
@@ -19,15 +24,40 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if DEVICES[0] == check.DEVICE:
         return
-    ops = [
-        item for item in items if isinstance(item, pytest.Function) and "check_op" in item.function.__code__.co_names
-    ]
+    ops = [item for item in items if isinstance(item, pytest.Function) and _checks_an_op(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in ops])
     items[:] = ops
 
 
+def _checks_an_op(item: pytest.Function) -> bool:
+    """But not those of the interpreter itself, whose kernels leave their operands on purpose."""
+    return (
+        "check_op" in item.function.__code__.co_names and item.module.__name__.rpartition(".")[2] != "test_interpreter"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    if call.excinfo is not None and lost(call.excinfo.value) and os.environ.get("PYTEST_XDIST_WORKER"):
+        print(f"{item.nodeid}\n{report.longreprtext}", file=sys.__stderr__, flush=True)
+        os._exit(1)  # the report of a worker that ends says the rest
+    return report
+
+
+def lost(error: BaseException | None) -> bool:
+    """Whether the GPU is lost to this process, by the error or one that led to it."""
+    while error is not None:
+        if isinstance(error, driver.DriverError) and error.lost:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 @pytest.fixture(autouse=True)
 def mock_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.environ.get("PYTEST_XDIST_WORKER"):  # every core has a worker
+        monkeypatch.setattr(step, "_processes", lambda: 1)
     if check.DEVICE == "mock":
         from tests.cuda.mock import Gpu
 

@@ -37,6 +37,8 @@ class Stream:
 
     queue: list[Callable[[], None]] = field(default_factory=list)
     captured: list[Callable[[], None]] | None = None
+    mode: Any = None  # of the capture
+    spoilt: bool = False
 
 
 class Gpu:
@@ -122,9 +124,6 @@ class Gpu:
     def cuDevicePrimaryCtxRetain(self, device):
         return OK, 1
 
-    def cuDevicePrimaryCtxRelease(self, device):
-        return (OK,)
-
     def cuCtxSetCurrent(self, context):
         return (OK,)
 
@@ -139,7 +138,18 @@ class Gpu:
         self.allocated[ctypes.addressof(block)] = block
         return OK, ctypes.addressof(block)
 
+    def _unsafe(self) -> tuple[Any, ...] | None:
+        """What a function that may wait for the GPU returns while this thread captures: unless the capture is relaxed, that spoils
+        it."""
+        relaxed = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        hit = [s for s in self.streams if s.captured is not None and s.mode != relaxed]
+        for stream in hit:
+            stream.spoilt = True
+        return (real.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,) if hit else None
+
     def cuMemFree(self, address):
+        if bad := self._unsafe():
+            return bad
         del self.allocated[int(address)]
         return (OK,)
 
@@ -149,6 +159,8 @@ class Gpu:
         return OK, ctypes.addressof(block)
 
     def cuMemFreeHost(self, address):
+        if bad := self._unsafe():
+            return bad
         del self.pinned[int(address)]
         return (OK,)
 
@@ -234,12 +246,14 @@ class Gpu:
 
     def cuStreamBeginCapture(self, stream, mode):
         assert self._at(stream).captured is None
-        self._at(stream).captured = []
+        self._at(stream).captured, self._at(stream).mode, self._at(stream).spoilt = [], mode, False
         return (OK,)
 
     def cuStreamEndCapture(self, stream):
         self.graphs.append(self._at(stream).captured)
         self._at(stream).captured = None
+        if self._at(stream).spoilt:
+            return real.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, 0
         return OK, len(self.graphs) - 1
 
     def cuGraphInstantiate(self, graph, flags):
@@ -272,6 +286,12 @@ class Gpu:
         spec, code = self.known[cubin]
         self.functions.append(SimpleNamespace(spec=spec, code=code, shared=48 << 10))
         return OK, len(self.functions) - 1
+
+    def cuLibraryUnload(self, library):
+        assert not any(stream.queue for stream in self.streams), "code that may still run"
+        assert self.functions[library].spec is not None, "unloaded twice"
+        self.functions[library].spec = None
+        return (OK,)
 
     def cuLibraryGetKernel(self, library, name):
         assert name.decode() == self.functions[library].code.name
@@ -306,6 +326,7 @@ class Gpu:
 
     def cuLaunchKernelEx(self, config, function, pointers, extra):
         found = self.functions[function]
+        assert found.spec is not None, "code that was unloaded"
         code: Code = found.code
         grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
         limits = (2**31 - 1, 65535, 65535)

@@ -12,12 +12,12 @@ from barellm.cuda.step import lower_and_plan
 from barellm.profiling.gemms import Product, append
 from barellm.program.builder import Program, Store
 from benchmarks.gpu_check import __main__ as runner
-from benchmarks.gpu_check import bars, small_step, speed
+from benchmarks.gpu_check import bars, processes, small_step, speed
 from benchmarks.gpu_check.stages import GROUPS, STAGES, Stage
 from tests.cuda.mock import Gpu
 
 ROOT = Path(__file__).parents[2]
-GROUP_SECONDS, ALL_SECONDS = 600, 1800
+GROUP_SECONDS, ALL_SECONDS = 480, 1440
 WITHOUT_MOCK = {"start": "a process of its own has no mock driver"}  # why a stage is skipped there
 
 
@@ -25,6 +25,7 @@ def test_groups_fit_into_ten_minutes_each():
     limits = {group: sum(s.limit_s for s in STAGES if s.group == group) for group in GROUPS}
     assert max(limits.values()) <= GROUP_SECONDS and sum(limits.values()) <= ALL_SECONDS
     assert [s.name for s in runner.chosen("speed,versions")] == ["versions", "step", "gemm", "start"]
+    assert [s.group for s in STAGES] == sorted((s.group for s in STAGES), key=GROUPS.index)
     with pytest.raises(SystemExit, match="no stage or group is named 'speeed'"):
         runner.chosen("speeed")
 
@@ -40,7 +41,7 @@ def test_a_stage_that_fails_or_hangs_does_not_stop_the_others(tmp_path, capsys):
     hanging = Stage("correct", "correct", "versions", 0, "no time for it")
     good = Stage("correct", "correct", "versions", 60, "what is installed")
     for stage in (broken, hanging):
-        found = runner.run_child(stage, small=True, mock=True)
+        found, _ = runner.run_child(stage, small=True, mock=True)
         assert found["status"] == {"nonsense": "failed", "versions": "ran past its limit"}[stage.name]
     assert runner.run_all([broken, good], tmp_path, small=True, mock=True) == 1
     result = json.loads((tmp_path / "gpu-check.json").read_text())["stages"]
@@ -48,6 +49,44 @@ def test_a_stage_that_fails_or_hangs_does_not_stop_the_others(tmp_path, capsys):
     assert result["versions"]["status"] == "done" and result["versions"]["device"]["gpu"] == "Mock GPU"
     text = capsys.readouterr().out
     assert "did not end well: nonsense" in text and "triton is 3.6.0" in text
+    assert "Traceback" in (tmp_path / "log.txt").read_text() and result["versions"]["machine"]["gpu"] == "Mock GPU"
+
+
+def test_what_a_stage_kept_outlives_it(tmp_path, monkeypatch):
+    """One that fails in the middle, and one that hangs, in a child with a child of its own."""
+    (tmp_path / "dying.py").write_text(
+        "import os, pathlib, signal, subprocess, sys, time\n"
+        "def fails(scale):\n    scale.keep({'rows': [1]})\n    os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "def hangs(scale):\n    scale.keep({'rows': [2]})\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], process_group=0)\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(child.pid))\n    time.sleep(600)\n"
+    )
+    stages = [Stage("correct", "dying", name, limit, "") for name, limit in (("fails", 60), ("hangs", 4))]
+    package = tmp_path / "run.py"
+    package.write_text(
+        "import sys\nimport benchmarks.gpu_check as package\nfrom benchmarks.gpu_check import __main__ as runner, stages\n"
+        f"from benchmarks.gpu_check.stages import Stage\npackage.__path__.append({str(tmp_path)!r})\n"
+        f"stages.STAGES = runner.STAGES = {stages}\nsys.exit(runner.main())\n"
+    )
+    run = processes.run
+
+    def through(command, **options):
+        at = command.index("benchmarks.gpu_check")
+        return run(
+            [*command[: at - 1], str(package), *command[at + 1 :]], environment={"PYTHONPATH": str(ROOT)}, **options
+        )
+
+    monkeypatch.setattr(processes, "run", through)
+    assert runner.run_all(stages, tmp_path, small=True, mock=False) == 1
+    found = json.loads((tmp_path / "gpu-check.json").read_text())["stages"]
+    assert (
+        found["fails"]["status"] == "failed" and found["fails"]["rows"] == [1] and found["fails"]["exit_status"] == -11
+    )
+    assert found["hangs"]["status"] == "ran past its limit" and found["hangs"]["rows"] == [2]
+    pid = int((tmp_path / "pid").read_text())
+    assert (
+        not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    )
 
 
 def test_the_table_says_what_was_reached():

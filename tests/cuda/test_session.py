@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -66,6 +68,7 @@ def test_runs_of_several_sizes_and_programs(gpu):
     session.close()
     session.close()
     assert not gpu.allocated and not gpu.pinned
+    assert gpu.functions and all(f.spec is None for f in gpu.functions)  # no code stays loaded
 
 
 def test_inputs_of_queued_runs_are_each_their_own(gpu):
@@ -94,6 +97,46 @@ def test_a_graph_is_captured_once_for_its_sizes_and_few_are_kept(gpu, monkeypatc
 
     assert [run(seq) for seq in (1, 2, 1, 2, 3, 2, 1)] == [3, 3, 0, 0, 3, 0, 3]
     assert np.array_equal(session.read("y"), np.ones((1, 1, C)))
+
+
+def test_memory_may_be_given_back_while_a_graph_is_captured(gpu):
+    """Python collects what it likes when it likes."""
+    session = opened()
+    session.write("x", np.ones((1, 1, C)))
+    lost, bound = [driver.DeviceMemory(64), driver.PinnedMemory(64)], session._bound
+
+    def collecting(program, sizes):
+        launches = bound(program, sizes)
+        launches[0].run = lambda stream, run=launches[0].run: (run(stream), lost.clear())
+        return launches
+
+    session._bound = collecting
+    session.run("p", batch=1, seq=1)
+    assert np.array_equal(session.read("y"), np.ones((1, 1, C))) and not lost
+    assert len(gpu.allocated) == 1 and len(gpu.pinned) == 2  # the session's own
+
+
+def test_what_outlives_a_session_has_a_context_to_go_back_to(gpu):
+    """An event is given back when nobody has it; its context must still be there (the mock has no function that releases it)."""
+    session = opened()
+    turns = session._turns
+    session.close()
+    gpu.calls.clear()
+    del session, turns
+    gc.collect()
+    assert set(gpu.calls) <= {"cuEventDestroy"}
+
+
+def test_errors_have_names_and_say_whether_the_gpu_is_lost(gpu):
+    gpu.errors["cuMemAlloc"] = 700
+    with pytest.raises(driver.DriverError, match="CUDA_ERROR_ILLEGAL_ADDRESS: a kernel before it") as error:
+        driver.DeviceMemory(1)
+    assert error.value.lost
+    gpu.errors["cuMemAlloc"] = 2
+    with pytest.raises(driver.DriverError, match=r"cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY$") as error:
+        driver.DeviceMemory(1)
+    assert not error.value.lost
+    assert driver._name(driver.bindings(), 123456) == "status 123456"  # of a driver newer than the bindings
 
 
 def test_a_warm_run_makes_few_driver_calls_and_never_waits(gpu):

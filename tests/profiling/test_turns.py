@@ -73,6 +73,27 @@ def test_rounds_visit_everybody_and_only_one_runs(fake):
     assert made[0].facts["caches"] != made[1].facts["caches"]
 
 
+GREEDY = (
+    """
+import os, pathlib, sys
+pids = pathlib.Path(sys.argv[3]).with_name("ours").read_text().split()
+if any(os.path.exists(f"/proc/{pid}") for pid in pids):
+    sys.exit("out of memory")
+"""
+    + FAKE
+)
+
+
+def test_where_a_gpu_does_not_hold_both_nobody_holds_it_between_turns(fake):
+    ours, greedy = fake("ours"), fake("greedy", code=GREEDY)
+    assert interleave([ours, greedy], rounds=2, report=lambda line: None, device_bytes=1 << 40) == 2
+    assert not ours.held and not greedy.held
+    for v in (ours, greedy):
+        assert len(v.samples) == 4 and state(fake.pids(v.name)[-1]) is None
+    with pytest.raises(UserError, match="greedy ended with status 1"):  # of the host's memory all is known
+        interleave([fake("ours"), fake("greedy", code=GREEDY)], rounds=1, report=lambda line: None)
+
+
 def test_long_steps_need_no_step_before_them(fake):
     v = fake("long", 2 * turns.LONG)
     assert interleave([v], rounds=2, report=lambda line: None) == 1
