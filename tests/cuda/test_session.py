@@ -105,8 +105,8 @@ def test_memory_may_be_given_back_while_a_graph_is_captured(gpu):
     session.write("x", np.ones((1, 1, C)))
     lost, bound = [driver.DeviceMemory(64), driver.PinnedMemory(64)], session._bound
 
-    def collecting(program, sizes):
-        launches = bound(program, sizes)
+    def collecting(*run):
+        launches = bound(*run)
         launches[0].run = lambda stream, run=launches[0].run: (run(stream), lost.clear())
         return launches
 
