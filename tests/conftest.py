@@ -1,11 +1,14 @@
 """For all tests."""
 
+import os
 import signal
 
 
 def pytest_configure() -> None:
     """A process started by nohup or in the background of a script ignores signals, and so would every process that a test
-    starts."""
+    starts. Tests that run side by side leave it to the system on which processor: each would pin its first thread to the first."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ |= {"BARELLM_PIN": "0", "OPENBLAS_NUM_THREADS": "1"}
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)

@@ -161,6 +161,7 @@ def test_a_batch_that_cannot_fit_is_refused_with_the_arithmetic(refused, out, ti
     assert "100000 x" in message and "a test is 256.0 MiB" in message and " + " in message
 
 
+@pytest.mark.alone
 def test_a_batch_that_nobody_can_run_is_refused_before_it_is_planned(refused, out, tiny):
     started = time.monotonic()
     message = refused(*tiny("--batch", 100_000_000, out=out))

@@ -76,6 +76,7 @@ def test_output_that_nobody_reads_any_more_stops_the_run_with_a_checkpoint(text,
     assert checkpoint.step_of(checkpoint.find(tmp_path / "run")[0]) >= 1
 
 
+@pytest.mark.alone
 def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path):
     process = started("device cpu", *LONG_STEP)
     time.sleep(1.0)  # past the initialisation, inside the first step

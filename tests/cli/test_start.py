@@ -38,6 +38,7 @@ def test_help_of_a_command_imports_no_arrays_and_no_compiler():
     assert not modules_after(code) & {"numpy", "llvmlite", "matplotlib"}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("command", [["-c", "import barellm"], ["-m", "barellm", "--help"]])
 def test_import_and_help_take_less_than_150_ms(command):
     def once() -> float:

@@ -87,6 +87,7 @@ def test_a_traced_walk_is_stamped_by_every_thread_in_order(monkeypatch, threads,
     pool.close()
 
 
+@pytest.mark.alone
 def test_idle_threads_sleep():
     pool = Pool(2, host())
     pool.run(Table(2).address, 0)
@@ -121,6 +122,7 @@ def share(k, units) -> None:
             k.line('call void asm sideeffect "", ""()')
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs affinity")
 def test_two_threads_on_one_core_lose_little_to_their_barriers():
     """A wait that only spins loses a time slice of milliseconds at each of the 100 barriers."""
@@ -240,6 +242,7 @@ def spin_table() -> Table:
     return table
 
 
+@pytest.mark.alone
 def test_a_signal_is_handled_in_the_middle_of_a_long_step():
     code = LONG_STEP.format(tests=os.path.dirname(__file__))
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -151,6 +151,7 @@ def test_candidates_fit_and_the_default_comes_first():
             assert tuning.from_entry(tuning.to_entry(c), host(), work.dtype) == c
 
 
+@pytest.mark.alone
 def test_faulty_candidates_are_rejected_with_the_reason():
     trials = selftest.self_test(threads=2, limit=3.0)
     assert all(t.passed for t in trials), trials

@@ -39,7 +39,7 @@ def test_every_product_of_a_model_is_there_once_with_all_tiles():
 
 
 def test_faulty_candidates_are_rejected_for_their_reason():
-    trials = tuner.self_test(MOCK, child=CHILD, limit=20.0)
+    trials = tuner.self_test(MOCK, child=CHILD, limit=8.0)
     assert [t.candidate for t in trials] == ["wrong_values", "writes_beyond", "hangs", "another tile"]
     assert all(t.passed for t in trials), trials
 

@@ -182,6 +182,7 @@ def test_bpe_refuses_a_vocabulary_below_all_bytes():
         make_tokenizer("bpe", lambda: ["text"], bpe_vocab=256)
 
 
+@pytest.mark.alone
 def test_interrupt_ends_bpe_training_at_once():
     script = (
         "import random; from barellm.data.bpe import trained_bpe\n"

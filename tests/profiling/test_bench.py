@@ -11,6 +11,8 @@ import pytest
 from barellm.profiling import ops, process, step
 from tests.profiling.conftest import CEILING, small
 
+pytestmark = pytest.mark.alone
+
 
 def bench(*argv, **environment):
     import os

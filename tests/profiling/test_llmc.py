@@ -14,6 +14,8 @@ import pytest
 from barellm.profiling import turns
 from barellm.profiling.turns import Variant
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "peers" / "llmc.py"
 SMALL = ["--layers", "2", "--heads", "2", "--channels", "64", "--vocab", "512"]
 

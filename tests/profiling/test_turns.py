@@ -13,6 +13,8 @@ from barellm.errors import UserError
 from barellm.profiling import turns
 from barellm.profiling.turns import Variant, interleave
 
+pytestmark = pytest.mark.alone
+
 # A stand-in that says where it is in its life: argv = seconds of a step, bytes that it has, a file for its pid
 FAKE = """
 import json, os, sys
