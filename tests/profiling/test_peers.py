@@ -114,7 +114,8 @@ def test_which_peers_are_chosen(monkeypatch, tmp_path):
     assert peers.chosen(f"all, llmc={program}") == {"llmc": str(program)}
     assert [v.name for v in peers.variants(config(model__bias=True), {"llmc": str(program)})] == [
         "barellm",
-        "llm.c, fp32",
+        "llm.c, fp32, as in its README",
+        "llm.c, fp32, tuned",
     ]
 
 
