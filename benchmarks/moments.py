@@ -30,6 +30,7 @@ from barellm.evaluation.validation import Evaluator
 from barellm.models.gpt2 import declare_parameters
 from barellm.models.programs import build
 from barellm.optim.adamw import adamw
+from barellm.profiling.roofline import NAMED
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.training.schedule import learning_rate
@@ -118,7 +119,7 @@ def update(args: argparse.Namespace) -> dict[str, Any]:
     samples: dict[str, list[float]] = {name: [] for name in programs}
     rates = []
     for turn in range(args.rounds + 1):
-        rate = bench.bandwidth("update")
+        rate = bench.bandwidth(NAMED["update"])
         times = {}
         for name in programs:
             start = time.perf_counter()

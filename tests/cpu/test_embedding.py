@@ -56,6 +56,22 @@ def test_embedding_dwte(isa, shape, mode):
 
 
 @each_isa
+def test_embedding_dwte_of_few_ids(isa):
+    """Many rows of an id are added several at a time, in the order of the tokens."""
+    B, T, C = 3, 97, 65
+    found = np.random.default_rng(5).choice([0, 2, 77, VOCABULARY - 1], (B, T), p=[0.6, 0.1, 0.25, 0.05])
+    given = {"tokens": tokens(found.astype(np.int32), "i32"), "dy": tokens(normal(B, T, C))}
+    bounds = {"dweight": 4 * EPS * B * T}
+    got = check_op(
+        ops.EmbeddingDwte, isa, given, modes={"dweight": "store"}, rows=VOCABULARY, plan=(B, T), bounds=bounds
+    )
+    want = np.zeros((VOCABULARY, C), np.float32)
+    for token, row in zip(found.reshape(-1), given["dy"].values.reshape(-1, C).astype(np.float32), strict=True):
+        want[token] += row
+    assert np.array_equal(got["dweight"], want)
+
+
+@each_isa
 @each_shape
 @each_mode
 def test_embedding_dwpe(isa, shape, mode):

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import across, past_caches, row_grain, sweep, sweep_result, write_row
+from barellm.cpu.kernels.loops import LINE, across, past_caches, row_grain, sweep, sweep_result, write_row
 from barellm.cpu.kernels.reductions import added
 from barellm.cpu.kernels.storage import Weight, weight_operands
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 
 CLAIMS = 64  # of ids, each of which looks through all tokens
-GROUP, TOGETHER = 65536, 4  # bytes of the sums over the batch that a claim keeps, samples that it adds at a time
-AHEAD, LOOK = (
-    4,
-    128,
-)  # rows of the token table that are on their way into the second cache; tokens that dwte looks ahead
-LINE = 64  # bytes of a cache line
+GROUP = 65536  # bytes of the sums over the batch that a claim keeps
+TOGETHER = 4  # rows that are added to one at a time
+AHEAD = 4  # rows of the token table that are on their way into the second cache
 
 
 def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> None:
@@ -52,30 +46,88 @@ def clear(k: KernelBuilder, out, *, size, mode) -> None:
     sweep_result(k, n, out, lambda i, mask: k.to(0.0, k.vec))
 
 
+def sort_by_id(
+    k: KernelBuilder, tokens: Pointer, rows: Value, low: Value, high: Value, *, per: int
+) -> tuple[Pointer, Pointer]:
+    """The rows [0, rows) whose tokens are in [low, high), at most `per` ids: (ends, sorted), in this thread's scratch. Those of
+    an id follow each other in their order and end before sorted[ends[id - low]]."""
+    ends = k.private("i32")
+    found = ends.at(per)
+    sorted_rows = found.at(rows)
+    lowest, beyond, count = k.splat(low), k.splat(high), k.var(k.int(0))
+    with k.loop(0, per) as i:
+        ends.put(k.int(0), i)
+
+    def inside(first: Value, mask: Value | None) -> Value:
+        ids = tokens.load(first, mask)
+        both = (ids >= lowest) & (ids < beyond)
+        return both if mask is None else both & mask
+
+    def take(first: Value, mask: Value) -> None:
+        with k.set_lanes(mask) as lane:
+            row = first + lane
+            found.put(row, count.value)
+            count.value = count.value + 1
+            at = tokens.get(row) - low
+            ends.put(ends.get(at) + 1, at)
+
+    step = 4 * k.lanes
+    whole = rows & -step
+    with k.loop(0, whole, step) as first:
+        take(first, k.concat([inside(first + j * k.lanes, None) for j in range(4)]))
+    with k.loop(whole, rows, k.lanes) as first:
+        take(first, inside(first, k.mask_first(rows - first)))
+
+    total = k.var(k.int(0))
+    with k.loop(0, per) as i:  # counts become starts,
+        here = ends.get(i)
+        ends.put(total.value, i)
+        total.value = total.value + here
+    with k.loop(0, count.value) as i:  # and starts ends
+        row = found.get(i)
+        at = tokens.get(row) - low
+        to = ends.get(at)
+        sorted_rows.put(row, to)
+        ends.put(to + 1, at)
+    return ends, sorted_rows
+
+
 def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
-    """A thread claims ids, looks for them among all tokens and adds their rows in order: no sort, no atomics, the same bits for any
-    thread count. Rows are read whole, and fetched when their token is found some way ahead."""
+    """A thread claims ids, looks for them among all tokens and adds their rows in order: no atomics, the same bits for any thread
+    count. TOGETHER rows of an id are added at a time: memory is read in so many streams, and the sum in the second cache once. The
+    rows that follow on the list, which no hardware foresees, are on their way meanwhile."""
     rows, per = k.scalar("batch") * k.scalar("seq"), -(-V // CLAIMS)
 
     with k.claim_each(-(-V // per)) as chunk:
-        low = k.splat(chunk * per)
-        high = k.splat(k.min((chunk + 1) * per, V))
+        low = chunk * per
+        high = k.min(low + per, V)
+        ends, sorted_rows = sort_by_id(k, tokens, rows, low, high, per=per)
+        last = ends.get(high - low - 1) - 1
 
-        @contextmanager
-        def found(first: Value) -> Iterator[tuple[Pointer, Pointer]]:
-            """Where the rows are, of dweight and of dy, of those of `lanes` tokens from the first that have the claim's ids."""
-            inside = k.mask_first(rows - first)
-            ids = tokens.load(first, inside)
-            with k.set_lanes((ids >= low) & (ids < high) & inside) as lane:
-                row = first + lane
-                yield dweight.at(tokens.get(row) * C), dy.at(row * C)
+        def add_rows(to: Pointer, i: Value, count: int) -> None:
+            of = [dy.at(sorted_rows.get(i + t) * C) for t in range(count)]
+            following = [sorted_rows.get(k.min(i + t + TOGETHER, last)) for t in range(count)]
+            ahead = [dweight.at(tokens.get(following[0]) * C), *(dy.at(row * C) for row in following)]
 
-        with k.loop(0, rows, k.lanes) as first:
-            with found(first + LOOK) as (to, of), k.loop(0, C, LINE // 4) as c:
-                k.prefetch(to.at(c), near=False)
-                k.prefetch(of.at(c), near=False)
-            with found(first) as (to, of):
-                across(k, C, lambda c, mask, j, to=to, of=of: to.store(to.load(c, mask) + of.load(c, mask), c, mask))
+            def add(c, mask, j):
+                total = to.load(c, mask)
+                for p in of:
+                    total = total + p.load(c, mask)
+                to.store(total, c, mask)
+                for p in ahead:
+                    k.prefetch(p.at(c), near=False)
+
+            across(k, C, add, unroll=2)
+
+        begin = k.var(k.int(0))
+        with k.loop(0, high - low) as i:
+            to, first, end = dweight.at((low + i) * C), begin.value, ends.get(i)
+            whole = first + ((end - first) & -TOGETHER)
+            with k.loop(first, whole, TOGETHER) as entry:
+                add_rows(to, entry, TOGETHER)
+            with k.loop(whole, end) as entry:
+                add_rows(to, entry, 1)
+            begin.value = end
 
 
 @lowering("embedding_dwte")
@@ -84,6 +136,7 @@ def lower_embedding_dwte(op: Op, c: Lowering) -> None:
     if mode != "add":
         c.call(clear, {"out": op.dweight}, {"size": op.dweight.size, "mode": mode}, writes="out")
     operands = {"dweight": op.dweight, "tokens": op.tokens, "dy": op.dy}
+    c.private(4 * (-(-int(op.rows) // CLAIMS) + 2 * op.tokens.size))
     c.call(add_token_rows, operands, {"C": int(op.dy.shape[-1]), "V": int(op.rows)}, writes="dweight")
 
 

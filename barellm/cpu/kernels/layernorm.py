@@ -7,8 +7,8 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import across, fold, past_caches, row_grain, shape_of, store_all, write_row, zeros
-from barellm.cpu.kernels.reductions import column_sums, lower_column_sums
+from barellm.cpu.kernels.loops import LINE, across, fold, past_caches, row_grain, shape_of, store_all, write_row, zeros
+from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 
@@ -75,34 +75,49 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
         write_row(k, to, C, finish, past=past, unrolled=in_registers)
 
 
-def gradient_of_row(
-    k: KernelBuilder, row: Value, dx, dy, x, weight, mean, rstd, *, C: int, mode: str
-) -> Callable[[Any, Value | None], tuple[Value, Value, Value]]:
-    """A function of (column, mask): vectors of dx = rstd (dn - mean(dn) - n mean(dn n)), of dy and of n, the normalised row. The
-    means take a first pass over the row; the second finds it in the first cache."""
-    of, d, to = x.at(row * C), dy.at(row * C), dx.at(row * C)
-    centre, scale = k.splat(mean.get(row)), k.splat(rstd.get(row))
+class GradientOfRow:
+    """dx = rstd (dn - mean(dn) - n mean(dn n)) of a row, with dn = dy weight and n the normalised row. The means take a first pass;
+    the second finds the row in the first cache."""
 
-    def factors(c, mask):
-        g = d.load(c, mask)
-        return g, g * weight.load(c, mask), (of.load(c, mask) - centre) * scale
+    def __init__(self, k: KernelBuilder, row: Value, dy, x, weight, mean, rstd, *, C: int) -> None:
+        self.k, self.C = k, C
+        self.dy, self.x, self.weight = dy.at(row * C), x.at(row * C), weight
+        self.centre, self.scale = k.splat(mean.get(row)), k.splat(rstd.get(row))
 
-    total, product = row_sums(k, C, lambda c, mask: factors(c, mask)[1:])
-    a, b = k.splat(total * (1.0 / C)), k.splat(product * (1.0 / C))
+    def factors(self, c: Any, mask: Value | None) -> tuple[Value, Value, Value]:
+        """Vectors of dy, of dn and of n."""
+        g = self.dy.load(c, mask)
+        return g, g * self.weight.load(c, mask), (self.x.load(c, mask) - self.centre) * self.scale
 
-    def vectors(c, mask):
-        g, dn, n = factors(c, mask)
-        new = (dn - a - n * b) * scale
-        return (to.load(c, mask) + new if mode == "add" else new), g, n
+    def means(self) -> tuple[Value, Value]:
+        """The first pass: both means."""
+        sums = row_sums(self.k, self.C, lambda c, mask: self.factors(c, mask)[1:])
+        a, b = (self.k.splat(total * (1.0 / self.C)) for total in sums)
+        return a, b
 
-    return vectors
+    def dx(self, dn: Value, n: Value, means: tuple[Value, Value]) -> Value:
+        # The difference first: where dn is its own mean, the result is zero and not the rounding of two products.
+        return self.k.fma(-n, means[1], dn - means[0]) * self.scale
+
+    def fetch_next(self, c: Any, j: int) -> None:
+        """What the next row's first pass reads in this place. The second pass reads memory too slowly to keep it busy."""
+        for p in (self.x, self.dy):
+            if j * self.k.lanes * p.itemsize % LINE == 0:
+                self.k.prefetch(p.at(self.C + c), near=False)
 
 
 @kernel("layernorm_dx", constants=row_constants)
 def layernorm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
     with k.claim(k.extent(dims) * inner, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        vectors, to = gradient_of_row(k, row, dx, dy, x, weight, mean, rstd, C=C, mode=mode_dx), dx.at(row * C)
-        across(k, C, lambda c, mask, j: to.store(vectors(c, mask)[0], c, mask))
+        of, to = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C), dx.at(row * C)
+        means = of.means()
+
+        def body(c, mask, j):
+            _, dn, n = of.factors(c, mask)
+            new = of.dx(dn, n, means)
+            to.store(to.load(c, mask) + new if mode_dx == "add" else new, c, mask)
+
+        across(k, C, body)
 
 
 def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count, dims, inner) -> None:
@@ -135,13 +150,17 @@ def layernorm_backward(
     pairs = C % (2 * k.lanes) == 0
     past = None if rounded is None else past_caches(k, rows, C, rounded)
 
-    def terms(row):
-        gradient, to = gradient_of_row(k, row, dx, dy, x, weight, mean, rstd, C=C, mode=mode_dx), dx.at(row * C)
+    with chunks_of_rows(k, partials, rows, C, count) as (to_sums, begin, end), k.loop(begin, end) as row:
+        of, to = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C), dx.at(row * C)
         low = None if rounded is None else rounded.at(row * C)
+        means = of.means()
         held: list[Value] = []
 
-        def vectors(c, mask):
-            new, g, n = gradient(c, mask)
+        def body(c, mask, j):
+            g, dn, n = of.factors(c, mask)
+            new = of.dx(dn, n, means)
+            if mode_dx == "add":
+                new = to.load(c, mask) + new
             to.store(new, c, mask)
             if low is not None and not pairs:
                 low.store(new, c, mask)
@@ -150,12 +169,13 @@ def layernorm_backward(
                 if len(held) == 2:
                     store_all(k, low, held, c - k.lanes, past)
                     held.clear()
-            found = {"dweight": g * n, "dbias": g, "dx_sum": new}
-            return [found[name] for name in sums]
+            for t, name in enumerate(sums):
+                total = to_sums.load(t * C + c, mask)
+                total = k.fma(g, n, total) if name == "dweight" else total + {"dbias": g, "dx_sum": new}[name]
+                to_sums.store(total, t * C + c, mask)
+            of.fetch_next(c, j)
 
-        return vectors
-
-    column_sums(k, partials, rows, C, count, terms)
+        across(k, C, body)
 
 
 @lowering("layernorm_backward")

@@ -12,6 +12,7 @@ from barellm.program.tensor import Tensor
 GRAIN = 8192  # flat elements a claim: some 5 to 10 us
 STREAM_BYTES = 24 << 20  # a result larger than this leaves the caches: it is written past them
 
+LINE = 64  # bytes of a cache line
 ROW_UNROLL = 4  # vectors of a row that are stored together
 
 # (index of the first lane, mask or None, number of the vector in the unrolled turn)

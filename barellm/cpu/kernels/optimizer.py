@@ -8,7 +8,6 @@ from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.storage import Moment, Weight, moment_operand, weight_operands
 from barellm.cpu.lang import Value, random
 from barellm.program.ops.base import Op
-from barellm.program.ops.random import HALF
 
 GRAIN = 65536  # elements a claim: 2 MB of memory, some 40 us
 
@@ -33,7 +32,8 @@ def adamw(k: KernelBuilder, param, param_lo, m, v, grad, clip, n, stream, *, bet
     unbias = k.splat(1.0 / k.sqrt(1.0 - power(k, beta2, step)))
     scale = clip.get(1)
     weights, means, squares = Weight(k, param, param_lo), Moment(k, m, "e6m9"), Moment(k, v, "ue6m10")
-    factor = k.splat(scale)
+    # What the gradient is multiplied with: the clipping goes with the betas.
+    for_mean, for_square = k.splat(scale * (1.0 - beta1)), k.splat(scale * (1.0 - beta2) ** 0.5)
     key = None if stream is None else random.sample_key(k, k.scalar("seed"), step, 0, stream)
 
     def body(i, mask, dithers):
@@ -41,14 +41,15 @@ def adamw(k: KernelBuilder, param, param_lo, m, v, grad, clip, n, stream, *, bet
         updated, first, second = [], [], []
         for j in range(len(dithers)):
             at = i + j * k.lanes
-            g = grad.load(at, mask) * factor
-            first.append(k.fma(means.load(at, mask), beta1, g * (1.0 - beta1)))
-            second.append(k.fma(squares.load(at, mask), beta2, g * g * (1.0 - beta2)))
+            g = grad.load(at, mask)
+            root = g * for_square
+            first.append(k.fma(means.load(at, mask), beta1, g * for_mean))
+            second.append(k.fma(root, root, squares.load(at, mask) * beta2))
             update = rate * first[j] / k.fma(k.sqrt(second[j]), unbias, k.to(eps, k.vec))
             updated.append(k.fma(weights.load(at, mask), shrink, -update))
         random_bits = None not in dithers
         means.store_all(first, i, mask, dither=[bits & 0x3FFF for bits in dithers] if random_bits else None)
-        squares.store_all(second, i, mask, dither=[bits >> 3 for bits in dithers] if random_bits else None)
+        squares.store_all(second, i, mask, dither=[bits >> 19 for bits in dithers] if random_bits else None)
         weights.store_all(updated, i, mask)
 
     # NaN says that the gradient's norm is not finite: nobody claims anything.
@@ -71,19 +72,27 @@ def sweep_pairs(k: KernelBuilder, begin: Value, end: Value, body: Callable[..., 
 def sweep_dithered(
     k: KernelBuilder, begin: Value, end: Value, key: tuple[Value, Value], body: Callable[..., None]
 ) -> None:
-    """The same with 16 random bits for each lane. A call of the generator has them for four elements, so these go in blocks;
-    `begin` is the start of one."""
-    width = 4 * HALF
+    """The same with the shared random word of each lane. Elements go in blocks that a call of the generator serves, and `begin` is
+    the start of one. The next block's words are found between the vectors of this one: they are a chain of 80 operations."""
+    width, vectors = random.SHARED_WIDTH, random.SHARED_WIDTH // k.lanes
+    *_, first_words = random.shared_words(k, key, begin // width)
+    ahead = [k.var(word) for word in first_words]
 
     def block(first: Value, *, masked: bool) -> None:
-        bits = random.halves(k, key, first // width)
-        for j in range(0, len(bits), 2):
+        words = [word.value for word in ahead]
+        following = random.shared_words(k, key, first // width + 1)
+        for j in range(0, vectors, 2):
             at = first + j * k.lanes
+            bits = [random.shared_word(k, words, i * k.lanes) for i in (j, j + 1)]
             if masked:
                 for i in range(2):
-                    body(at + i * k.lanes, k.mask_first(end - at - i * k.lanes), [bits[j + i]])
+                    body(at + i * k.lanes, k.mask_first(end - at - i * k.lanes), [bits[i]])
             else:
-                body(at, None, bits[j : j + 2])
+                body(at, None, bits)
+            for _ in range(random.GROUPS * j // vectors, random.GROUPS * (j + 2) // vectors):
+                found = next(following)
+        for word, new in zip(ahead, found, strict=True):
+            word.value = new
 
     whole = begin + ((end - begin) & -width)
     with k.loop(begin, whole, width) as first:

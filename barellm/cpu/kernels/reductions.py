@@ -6,7 +6,8 @@ partials, then the partials are added in order. So the bits do not depend on the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import add
 from typing import Any
 
@@ -36,23 +37,31 @@ def added(k: KernelBuilder, out: Pointer, c: Any, mask: Value | None, value: Val
 Terms = Callable[[Value], Callable[[Any, Value | None], list[Value]]]
 
 
-def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int, terms: Terms) -> None:
-    """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives the `count` vectors of a row, the
-    columns ascending. One row at a time: memory is then read in the order of its addresses, which counts for more than that the
-    sums, in the first cache, are read and written for each row."""
+@contextmanager
+def chunks_of_rows(
+    k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int
+) -> Iterator[tuple[Pointer, Value, Value]]:
+    """Claims chunks: where its partial sums are (count, C), cleared, and its rows [begin, end)."""
     per = rows_per_chunk(k, rows)
     with k.claim_each((rows + per - 1) // per) as chunk:
         to = partials.at(chunk * (count * C))
         across(k, count * C, lambda c, mask, j: to.store(0.0, c, mask))
         begin = chunk * per
-        with k.loop(begin, k.min(begin + per, rows)) as row:
-            vectors = terms(row)
+        yield to, begin, k.min(begin + per, rows)
 
-            def body(c, mask, j, vectors=vectors):
-                for t, value in enumerate(vectors(c, mask)):
-                    to.store(to.load(t * C + c, mask) + value, t * C + c, mask)
 
-            across(k, C, body)
+def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int, terms: Terms) -> None:
+    """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives the `count` vectors of a row, the
+    columns ascending. One row at a time: memory is then read in the order of its addresses, which counts for more than that the
+    sums, in the first cache, are read and written for each row."""
+    with chunks_of_rows(k, partials, rows, C, count) as (to, begin, end), k.loop(begin, end) as row:
+        vectors = terms(row)
+
+        def body(c, mask, j):
+            for t, value in enumerate(vectors(c, mask)):
+                to.store(to.load(t * C + c, mask) + value, t * C + c, mask)
+
+        across(k, C, body)
 
 
 def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mode) -> None:

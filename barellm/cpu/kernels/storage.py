@@ -107,7 +107,10 @@ class Moment:
         if dither is None:
             code = k.select(inside, code + (1 << (f.shift - 1)), 0)
         else:
-            code = k.select(inside, code, k.to(k.bitcast(magnitude, k.vec) * f.per_least, k.ivec)) + dither
+            found = k.var(code)
+            with k.otherwise(k.all(inside)):  # rarely: below 1e-18
+                found.value = k.select(inside, code, k.to(k.bitcast(magnitude, k.vec) * f.per_least, k.ivec))
+            code = found.value + dither
             inside = code >= 1 << f.shift
         code = code << (16 - f.shift)
         if not f.signed:

@@ -259,6 +259,10 @@ class Builder:
         )
         return self.bitcast(least, self.ivec)
 
+    def all(self, mask: Value) -> Value:
+        """Whether every lane of a mask is set (i1)."""
+        return self.bitcast(mask, f"i{width(mask.type)}").equals(-1)
+
     def ceil_div(self, a: Any, b: int) -> Value:
         return (self.int(a) + (b - 1)) // b
 
@@ -294,9 +298,10 @@ class Builder:
 
     @contextmanager
     def set_lanes(self, mask: Value) -> Iterator[Value]:
-        """for each lane of a mask that is set, the first first: its index."""
-        bits = self.bitcast(mask, f"i{self.lanes}")
-        left = self.var(self.op("i64", f"zext {bits.typed} to i64"))
+        """for each lane of a mask (at most 64) that is set, the first first: its index."""
+        lanes = width(mask.type)
+        bits = self.bitcast(mask, f"i{lanes}")
+        left = self.var(bits if lanes == 64 else self.op("i64", f"zext {bits.typed} to i64"))
         with self.while_(lambda: left.value.differs(0)):
             now = left.value
             self.declare("i64 @llvm.cttz.i64(i64, i1)")

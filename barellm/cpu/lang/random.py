@@ -7,9 +7,11 @@ from typing import Any
 
 from barellm.cpu.lang.emit import Builder
 from barellm.cpu.lang.values import Value
-from barellm.program.ops.random import HALF, PARITY, ROTATIONS, keep_scale, threshold
+from barellm.program.ops.random import HALF, PARITY, ROTATIONS, SHARED, keep_scale, threshold
 
 SIGN = 1 << 31
+GROUPS = 5  # of four rounds
+SHARED_WIDTH = 2 * SHARED * HALF  # columns that the shared words of HALF calls serve
 
 
 def signed(word: int) -> int:
@@ -17,17 +19,24 @@ def signed(word: int) -> int:
     return (word + SIGN) % (2 * SIGN) - SIGN
 
 
-def threefry(k: Builder, k0: Any, k1: Any, c0: Any, c1: Any) -> tuple[Value, Value]:
-    """Both words; scalars (i32) stand for equal lanes where any operand is a vector."""
+def rounds(k: Builder, k0: Any, k1: Any, c0: Any, c1: Any) -> Iterator[tuple[Value, Value]]:
+    """Both words after each of the GROUPS groups of four rounds, the last of which is the result. For who does something else
+    meanwhile: each word is one long chain of operations."""
     keys = [k0, k1, k0 ^ k1 ^ signed(PARITY)]
     x, y = c0 + keys[0], c1 + keys[1]
-    for group in range(5):
+    for group in range(GROUPS):
         for r in ROTATIONS[group % 2]:
             x = x + y
             y = ((y << r) | (y >> (32 - r))) ^ x
         x = x + keys[(group + 1) % 3]
         y = y + (keys[(group + 2) % 3] + (group + 1))
-    return x, y
+        yield x, y
+
+
+def threefry(k: Builder, k0: Any, k1: Any, c0: Any, c1: Any) -> tuple[Value, Value]:
+    """Both words; scalars (i32) stand for equal lanes where any operand is a vector."""
+    *_, result = rounds(k, k0, k1, c0, c1)
+    return result
 
 
 def sample_key(k: Builder, seed: Any, step: Any, sample: Any, stream: Any) -> tuple[Value, Value]:
@@ -36,19 +45,29 @@ def sample_key(k: Builder, seed: Any, step: Any, sample: Any, stream: Any) -> tu
     return threefry(k, seed, step, sample, stream)
 
 
+def _call(k: Builder, key: tuple[Value, Value], row: Any, block: Any, part: int) -> tuple[Value, Value, Value, Value]:
+    """Operands of the calls of a block of HALF, `lanes` of them from number part * lanes on."""
+    first = k.to(k.int(block) * HALF + part * k.lanes, "i32")
+    return k.splat(key[0]), k.splat(key[1]), k.splat(first) + k.iota(), k.splat(k.to(k.int(row), "i32"))
+
+
 def words(k: Builder, key: tuple[Value, Value], row: Any, block: Any, part: int = 0) -> tuple[Value, Value]:
     """Words of columns 32 * block + part * lanes... and of the columns 16 further, one per lane; part < 16 / lanes."""
-    first = k.to(k.int(block) * HALF + part * k.lanes, "i32")
-    return threefry(k, k.splat(key[0]), k.splat(key[1]), k.splat(first) + k.iota(), k.splat(k.to(k.int(row), "i32")))
+    return threefry(k, *_call(k, key, row, block, part))
 
 
-def halves(k: Builder, key: tuple[Value, Value], block: Any) -> list[Value]:
-    """16 random bits for every column of row 0's block of 64, in the order of the columns, one vector after another."""
-    pairs = [words(k, key, 0, block, part) for part in range(HALF // k.lanes)]
-    found = []
-    for of_part in zip(*pairs, strict=True):
-        found += [word & 0xFFFF for word in of_part] + [word >> 16 for word in of_part]
-    return found
+def shared_words(k: Builder, key: tuple[Value, Value], block: Any) -> Iterator[list[Value]]:
+    """Of the calls for row 0's block of SHARED_WIDTH columns the first words, then the second, as `rounds` gives them."""
+    parts = [rounds(k, *_call(k, key, 0, block, part)) for part in range(HALF // k.lanes)]
+    for of_parts in zip(*parts, strict=True):
+        yield [x for x, _ in of_parts] + [y for _, y in of_parts]
+
+
+def shared_word(k: Builder, words: list[Value], column: int) -> Value:
+    """Of these words that of `column` of the block and the next lanes: one of them, rotated."""
+    word = words[column // (SHARED * HALF) * (HALF // k.lanes) + column % HALF // k.lanes]
+    turn = 8 * (column // HALF % SHARED)
+    return (word >> turn) | (word << (32 - turn)) if turn else word
 
 
 def keep(k: Builder, word: Value, rate: float) -> Value:

@@ -9,7 +9,7 @@ from typing import Any
 
 from barellm.cuda.kernel import POINTER, Lowering, Table, cdiv, lowering
 from barellm.cuda.kernels.common import BLOCK, LR, STEP, double, pow2, unit_of
-from barellm.cuda.kernels.random import halves, sample_key
+from barellm.cuda.kernels.random import sample_key, shared_words
 from barellm.cuda.kernels.storage import (
     load_moment,
     load_weight,
@@ -132,7 +132,7 @@ def adamw(
     M_MANTISSA: tl.constexpr, M_SIGNED: tl.constexpr, V_MANTISSA: tl.constexpr, V_SIGNED: tl.constexpr,
 ):  # fmt: skip
     """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps): everything read and written once. The step's factors are computed in double.
-    STOCHASTIC: 16-bit moments are rounded so, by the bits of the parameter's stream."""
+    STOCHASTIC: 16-bit moments are rounded so, by the shared words of the parameter's stream."""
     scale = tl.load(clip + 1)
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, turn = entry_of(table, ENTRIES, WIDE)
@@ -156,8 +156,8 @@ def adamw(
             if STOCHASTIC:
                 stream = integer(table, entry, STREAM, ENTRIES)
                 k0, k1 = sample_key(scalars, tl.full((), 0, tl.int64), stream)
-                bits = halves(k0, k1, first, BLOCK)
-                dither_m, dither_v = bits & 0x3FFF, bits >> 3
+                bits = shared_words(k0, k1, first, BLOCK)
+                dither_m, dither_v = (bits & 0x3FFF).to(tl.int32), (bits >> 19).to(tl.int32)
             g = tl.load(grad + i, mask=mask, other=0.0) * scale
             mean = BETA1 * load_moment(m, i, mask, M_MANTISSA, M_SIGNED) + (1.0 - BETA1) * g
             square = BETA2 * load_moment(v, i, mask, V_MANTISSA, V_SIGNED) + (1.0 - BETA2) * g * g

@@ -68,12 +68,17 @@ def words(k0, k1, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @device
-def halves(k0, k1, column, COLUMNS: tl.constexpr):
-    """16 random bits, as int32 (COLUMNS,), for each column of row 0 from `column` on, both multiples of 64."""
-    i = (column // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32)
-    first, second = threefry(k0, k1, i, tl.zeros((COLUMNS // 4,), tl.uint32))
-    shape: tl.constexpr = (COLUMNS // 64, 16)
-    first, second = tl.reshape(first, shape), tl.reshape(second, shape)
-    low = tl.join(first & 0xFFFF, second & 0xFFFF)  # (blocks, 16, word)
-    four = tl.join(low, tl.join(first >> 16, second >> 16))  # (blocks, 16, word, half)
-    return tl.reshape(tl.permute(four, (0, 2, 3, 1)), (COLUMNS,)).to(tl.int32)
+def four_rotations(word):
+    """A word of each call (blocks, 16), rotated right by 0, 8, 16 and 24 bits: (blocks, 16, 2, 2)."""
+    by_8, by_16, by_24 = (word >> 8) | (word << 24), (word >> 16) | (word << 16), (word >> 24) | (word << 8)
+    return tl.join(tl.join(word, by_16), tl.join(by_8, by_24))
+
+
+@device
+def shared_words(k0, k1, column, COLUMNS: tl.constexpr):
+    """A shared word, uint32 (COLUMNS,), for each column of row 0 from `column` on, both multiples of 128."""
+    i = (column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.uint32)
+    first, second = threefry(k0, k1, i, tl.zeros((COLUMNS // 8,), tl.uint32))
+    shape: tl.constexpr = (COLUMNS // 128, 16)
+    both = tl.join(four_rotations(tl.reshape(first, shape)), four_rotations(tl.reshape(second, shape)))
+    return tl.reshape(tl.permute(both, (0, 4, 2, 3, 1)), (COLUMNS,))

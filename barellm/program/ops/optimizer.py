@@ -8,7 +8,7 @@ import numpy as np
 
 from barellm.program.ops import moments
 from barellm.program.ops.base import Op, Spec
-from barellm.program.ops.random import halves
+from barellm.program.ops.random import shared_words
 from barellm.program.tensor import Tensor, describe
 
 STATE_DTYPES = (("fp32", "fp32"), ("e6m9", "ue6m10"))  # of m and v
@@ -62,9 +62,9 @@ class AdamW(Op):
     `step` counts from 1. Nothing changes if clip[1] is NaN.
 
     Moments are fp32, or 16 bits each: m "e6m9" and v "ue6m10" (`program.ops.moments`). The weight is updated from the new
-    moments before they are rounded. They are rounded to nearest; or, with a `stream`, stochastically: by the 16 bits of
-    `program.ops.random` for this seed, step, stream, sample 0, row 0 and the element as the column. Of these m takes the
-    lowest 14 and v the highest 13: what both use counts four times as much in m's, so their errors hardly go together.
+    moments before they are rounded. They are rounded to nearest; or, with a `stream`, stochastically: by the shared word of
+    `program.ops.random` for this seed, step, stream, sample 0, row 0 and the element as the column. Of its bits m takes the
+    lowest 14 and v the highest 13.
     """
 
     name = "adamw"
@@ -95,8 +95,8 @@ class AdamW(Op):
             return {"m": m, "v": v}
         dither_m = dither_v = None
         if self.stream is not None:
-            bits = halves(seed, step, 0, self.stream, m.size).reshape(m.shape)
-            dither_m, dither_v = bits & 0x3FFF, bits >> np.uint32(3)
+            bits = shared_words(seed, step, 0, self.stream, m.size).reshape(m.shape)
+            dither_m, dither_v = bits & np.uint32(0x3FFF), bits >> np.uint32(19)
         return {
             "m": moments.decode(moments.encode(m, "e6m9", dither_m), "e6m9").astype(m.dtype),
             "v": moments.decode(moments.encode(v, "ue6m10", dither_v), "ue6m10").astype(v.dtype),

@@ -7,8 +7,8 @@ One definition for every backend, for any split into micro-batches and for any s
     column c of a row uses word (c // 16) % 2 of the call i = 16 * (c // 32) + c % 16
 
 so 16 lanes with consecutive i give columns 32b .. 32b+15 from the first words and 32b+16 .. 32b+31 from the second: no
-shuffles on 4, 8 or 16 lanes. Where 16 bits are enough a call serves four columns: column c has those of the call
-i = 16 * (c // 64) + c % 16 that are number (c // 16) % 4 of first word low, high, second word low, high.
+shuffles on 4, 8 or 16 lanes. Where some 16 bits are enough a word serves four columns, each of which begins at another byte:
+column c has word (c // 64) % 2 of the call i = 16 * (c // 128) + c % 16, rotated right by 8 ((c // 16) % 4) bits.
 
 `sample` is the sample's index in the data order (scalar `sample` + row of the batch), `stream` the number of the random op
 in the program, `row` the position t (attention: t * heads + head), `column` the channel (attention: the key's position).
@@ -29,6 +29,7 @@ from barellm.program.tensor import Tensor
 PARITY = 0x1BD11BDA
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 HALF = 16  # columns per word of a call
+SHARED = 4  # columns that a shared word serves
 STATE_STREAMS = 1 << 16
 
 
@@ -68,13 +69,12 @@ def words(seed: int, step: int, sample: int, stream: int, rows: np.ndarray, colu
     return to_columns(*calls(seed, step, sample, stream, rows, columns), columns)
 
 
-def halves(seed: int, step: int, sample: int, stream: int, columns: int) -> np.ndarray:
-    """16 random bits, as uint32, for each of the columns of one row: (columns,)."""
-    first, second = calls(seed, step, sample, stream, np.zeros(1), -(-columns // 2))
-    parts = [
-        part.reshape(-1, HALF) for word in (first, second) for part in (word & np.uint32(0xFFFF), word >> np.uint32(16))
-    ]
-    return np.stack(parts, axis=1).reshape(-1)[:columns]
+def shared_words(seed: int, step: int, sample: int, stream: int, columns: int) -> np.ndarray:
+    """The rotated word of each of the columns of row 0: (columns,) uint32."""
+    both = calls(seed, step, sample, stream, np.zeros(1), -(-columns // SHARED))
+    turns = [(word, np.uint32(8 * i)) for word in both for i in range(SHARED)]
+    rotated = [(word >> r) | (word << (np.uint32(32) - r) if r else np.uint32(0)) for word, r in turns]
+    return np.stack([word.reshape(-1, HALF) for word in rotated], axis=1).reshape(-1)[:columns]
 
 
 def threshold(rate: float) -> int:
