@@ -79,6 +79,16 @@ def most_splits(tiles: int, rows: int) -> int:
     return max(splits(tiles, 1 << i) for i in range(max(rows, 1).bit_length()))
 
 
+FEW = 8  # rows of activations, for which a product is done by reading the weight
+FEW_LONGEST = 1 << 14  # columns of a weight whose rows fit in registers
+_HELD = 4096  # elements of the weight in one program: 32 a thread, 64 bytes of bf16 under way
+
+
+def few_rows_tile(columns: int) -> tuple[int, int]:
+    """(rows of the weight that a program holds, warps), for rows of `columns`, padded to a power of two."""
+    return max(1, _HELD // columns), 4 if columns <= _HELD else 8
+
+
 @dataclass(frozen=True)
 class AttentionTile:
     """`queries` x `keys` scores at a time in one program."""

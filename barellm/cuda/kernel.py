@@ -216,10 +216,12 @@ Call = Launch | LibraryProduct
 
 @dataclass
 class Lowering:
-    """Turns one op into launches, and calls of libraries between them."""
+    """Turns one op into launches, and calls of libraries between them. `decodes`: whether its program goes on from a cache, and so
+    runs with a few rows as often as with many."""
 
     op: Op
     target: Target
+    decodes: bool = False
     launches: list[Call] = field(default_factory=list)
     scratch_tensors: list[Tensor] = field(default_factory=list)
 

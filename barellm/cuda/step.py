@@ -47,13 +47,14 @@ class Lowered(LoweredProgram[Lowering]):
     def __init__(self, program: Program, target: Target) -> None:
         import barellm.cuda.kernels  # noqa: F401  (fills the registry)
 
+        decodes = any(t.role == "cache" for op in program.ops for t in op.inputs.values())
         super().__init__(
             program,
             name="cuda",
             table=FUSIONS,
             registry=REGISTRY,
             groups=GROUPS,
-            lowering=lambda op: Lowering(op, target),
+            lowering=lambda op: Lowering(op, target, decodes),
         )
 
     @property

@@ -18,7 +18,7 @@ from barellm.runtime import artefacts
 from barellm.runtime.tuning import Database, Entry, requested
 
 SHIPPED = Path(__file__).with_name("tuned.json")  # what was measured on cards that people have: nothing yet
-SOURCES = ("choices.py", "tuning.py", "kernels/matmul.py", "kernels/parts.py", "kernels/common.py")
+SOURCES = ("choices.py", "tuning.py", *(f"kernels/{name}.py" for name in ("matmul", "epilogue", "parts", "common")))
 
 Product = tuple[str, str, int, int, int]  # role, dtype, rows, cols, depth
 

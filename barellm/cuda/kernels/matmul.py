@@ -16,9 +16,8 @@ from typing import Any
 
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, cdiv, lowering, mode
-from barellm.cuda.kernels import hopper, library
-from barellm.cuda.kernels.common import keep
-from barellm.cuda.kernels.elementwise import gelu_slope, gelu_value
+from barellm.cuda.kernels import few_rows, hopper, library
+from barellm.cuda.kernels.epilogue import finish, name_of
 from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import device, tl
 from barellm.program.tensor import Tensor
@@ -77,40 +76,6 @@ def gemm(
     finish(out, pre, bias, other, scalars, acc, m0, n0, out_at, M, N, EPILOGUE, MODE, PARTS)
 
 
-@device
-def finish(
-    out, pre, bias, other, scalars, acc, m0, n0, at, M, N,
-    EPILOGUE: tl.constexpr, MODE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Store the accumulators of the tile at (m0, n0), the element `at` of out, with what the table of fusions adds to a product: in
-    PARTS, one after the other, so that what is added finds registers."""
-    if PARTS > 1:
-        left, right = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
-        half = acc.shape[1] // 2
-        finish(out, pre, bias, other, scalars, left, m0, n0, at, M, N, EPILOGUE, MODE, PARTS // 2)
-        finish(out, pre, bias, other, scalars, right, m0, n0 + half, at + half, M, N, EPILOGUE, MODE, PARTS // 2)
-    else:
-        finish_part(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE)
-
-
-@device
-def finish_part(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr):
-    m, n = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
-    n_in = n < N - n0
-    mask = (m < M - m0)[:, None] & n_in[None, :]
-    at += m[:, None] * N + n[None, :]
-    if bias is not None:
-        acc += tl.load(bias + n0 + n, mask=n_in, other=0.0).to(tl.float32)[None, :]
-    if EPILOGUE == "gelu":
-        tl.store(pre + at, acc, mask=mask)
-        acc = gelu_value(acc)
-    elif EPILOGUE == "gelu_backward":
-        acc *= gelu_slope(tl.load(other + at, mask=mask, other=0.0).to(tl.float32))
-    elif EPILOGUE == "residual":
-        acc += tl.load(other + at, mask=mask, other=0.0).to(tl.float32)
-    keep(out + at, mask, acc, scalars, MODE)
-
-
 def product(
     c: Lowering, role: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
     bias: Any = None, residual: Any = None, pre: Any = None, mode: int = MODES["store"],
@@ -124,6 +89,11 @@ def product(
     """
     given = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
     given |= {"bias": bias, "residual": residual, "pre": pre, "mode": mode}
+    if role == "nt" and few_rows.fits(c, most=most, K=K):
+        few_rows.launch_product(c, **given)
+        if most <= choices.FEW:
+            return
+        given["rows"] = rows = few_rows.More(rows)
     if library.fits(c, **given):
         library.append(c, role, **given)
         return
@@ -136,9 +106,7 @@ def product(
         return
     cols, depth = (N, K) if role == "nt" else (K, N)
     t = tuning.choose(c.target, (role, dtype, most, cols, depth))
-    epilogue = (
-        "residual" if residual is not None else "" if pre is None else "gelu" if role == "nt" else "gelu_backward"
-    )
+    epilogue = name_of(role, residual=residual, pre=pre)
     operands = {"out": out, "pre": None, "a": a, "b": b, "bias": bias, "other": residual, "M": rows, "chunk": None}
     if pre is not None:
         operands["pre" if role == "nt" else "other"] = pre
