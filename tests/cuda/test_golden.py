@@ -137,6 +137,18 @@ def test_forms_that_the_golden_ones_lack_do_not_spill(model, moments, fused, mon
 
 
 @pytest.mark.slow
+def test_fp32_products_of_a_small_vocabulary_do_not_spill():
+    """Widths that no vector divides, and so many tokens that they take the largest tile."""
+    model = ModelConfig(layers=1, heads=6, channels=384, vocab_size=65, padded_vocab=65, max_seq=256)
+    found = {
+        s: op for s, op in specs(model, 64, "fp32", 90).items() if s.name == "gemm" and 65 in dict(s.constants).values()
+    }
+    assert any(dict(s.constants)["BM"] == 128 for s in found)
+    problems = [text for label, row in rows(found, 90).items() for text in wrong(label, row)]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 89, 100])
 def test_kernels_compile_for_other_cards(arch):
     """The smallest model whose widths are multiples of 64, in bf16. Products are done by tensor cores there too."""
