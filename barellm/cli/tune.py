@@ -108,7 +108,7 @@ def _on_gpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any
     from barellm.training.machine import build_programs
 
     device = driver.device()
-    target = Target(device.arch, device.sms)
+    target = Target.of(device)
     works = works_of(build_programs(config), target)
     return works, tuning.machine(target), tuning.database(), partial(tune, works, target)
 
@@ -153,7 +153,7 @@ def _self_test(args: argparse.Namespace) -> int:
         from barellm.cuda.tuner import tuner
 
         device = driver.device()
-        trials = tuner.self_test(Target(device.arch, device.sms))
+        trials = tuner.self_test(Target.of(device))
     else:
         from barellm.cpu.threads import thread_count
         from barellm.cpu.tuner.selftest import self_test

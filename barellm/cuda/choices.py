@@ -90,6 +90,46 @@ def few_rows_tile(columns: int) -> tuple[int, int]:
     return max(1, _HELD // columns), 4 if columns <= _HELD else 8
 
 
+ROWS, DEPTH = 128, 64  # of a tile of Hopper's products: two halves of 64 rows, 128 bytes of bf16 a turn
+SHARED = 232448 - 1024  # bytes of shared memory for their rings; barriers and what the compiler needs take the rest
+SLOT = 8192  # 64 rows of 128 bytes
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a product on Hopper is cut: tiles of ROWS x `cols`, a ring of `stages`, `slots` of each half for blocks on their way out,
+    and in where the epilogue reads. `stages` fill the shared memory that the slots leave."""
+
+    cols: int
+    stages: int
+    slots: int
+
+
+def form(cols: int, *, fetched: bool) -> Form:
+    """Two slots keep a block on its way out while the next is computed. Where blocks come in first, twice that hides the way in."""
+    return _filled(cols, 4 if fetched else 2)
+
+
+def _filled(cols: int, slots: int) -> Form:
+    return Form(cols, (SHARED - 2 * slots * SLOT) // (ROWS + cols) // (2 * DEPTH), slots)
+
+
+def forms() -> tuple[Form, ...]:
+    """All that a product on Hopper can be cut into."""
+    return tuple(_filled(cols, slots) for cols in (256, 128) for slots in (2, 4))
+
+
+def columns(role: str, rows: int, cols: int, depth: int) -> int:
+    """Columns of a tile for a result of (rows, cols): the fewest columns times waves. 128 load 4/3 as much for each product."""
+
+    def time(width: int) -> float:
+        tiles = cdiv(rows, ROWS) * cdiv(cols, width)
+        parts = splits(tiles, depth) if role == "tn" else 1
+        return cdiv(tiles * parts, WAVE) / parts * width * (1.0 if width == 256 else 1.15)
+
+    return min((256, 128), key=time)
+
+
 @dataclass(frozen=True)
 class AttentionTile:
     """`queries` x `keys` scores at a time in one program."""

@@ -31,11 +31,17 @@ POINTER = {name: f"*{name}" for name in ("fp64", "fp32", "bf16", "i32", "i64", "
 
 @dataclass(frozen=True)
 class Target:
-    """What kernels are compiled for. `sms` sizes persistent grids and never a result."""
+    """What kernels are compiled for. `sms` sizes persistent grids and never a result; `name`, the card's, tells what was tuned."""
 
     arch: int = 90  # compute capability: 80, 89, 90, 100
     sms: int = 132
     matmul: str = "own"  # who does products where both can: "own" kernels, or "cublaslt"
+    name: str = ""
+
+    @classmethod
+    def of(cls, device: Any, matmul: str = "own") -> Target:
+        """For a `driver.Device`."""
+        return cls(device.arch, device.sms, matmul, device.name)
 
     @property
     def hopper(self) -> bool:

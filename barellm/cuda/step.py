@@ -149,7 +149,7 @@ class CudaSession(ArenaSession):
         self.device = device or driver.device()
         self.context = driver.Context(self.device)
         self.stream = self.context.stream
-        built = built or lower_and_plan(programs, Target(self.device.arch, self.device.sms, matmul))
+        built = built or lower_and_plan(programs, Target.of(self.device, matmul))
         super().__init__(programs, built.plan)
         self.target, self.lowered, self.calls, self.specs = built.target, built.lowered, built.calls, built.specs
         free = max(self.context.free_bytes() - HEADROOM, 0)

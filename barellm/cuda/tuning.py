@@ -1,4 +1,4 @@
-"""The tuning database as the CUDA backend uses it: tiles of Triton's products. Hopper's own products choose by arithmetic."""
+"""The tuning database as the CUDA backend uses it: tiles of Triton's products, forms of Hopper's. A key has the card's name."""
 
 from __future__ import annotations
 
@@ -6,23 +6,41 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from barellm.cuda import choices
-from barellm.cuda.choices import Tile
+from barellm.cuda.choices import Form, Tile
 from barellm.cuda.kernel import Target
 from barellm.runtime import artefacts
 from barellm.runtime.tuning import Database, Entry, requested
 
 SHIPPED = Path(__file__).with_name("tuned.json")  # what was measured on cards that people have: nothing yet
-SOURCES = ("choices.py", "tuning.py", *(f"kernels/{name}.py" for name in ("matmul", "epilogue", "parts", "common")))
+KERNELS = ("matmul", "hopper", "hopper_roles", "epilogue", "parts", "common")
+SOURCES = ("choices.py", "tuning.py", *(f"kernels/{name}.py" for name in KERNELS))
 
-Product = tuple[str, str, int, int, int]  # role, dtype, rows, cols, depth
+Choice = Tile | Form
+FETCHED = ("residual", "gelu_backward", "add", "start")  # epilogues that read a matrix
 
-_forced: list[Tile] = []
+
+@dataclass(frozen=True)
+class Product:
+    """`rows` x `cols` of a result from a contraction of `depth`. Role "nt": y = x weight^T, "nn": dx = dy weight; "tn": gradient
+    of the weight. Of "tn" the depth is the tokens, of the others the rows are. `kernel`: "triton" or "hopper", whose forms depend
+    on the `epilogue` too."""
+
+    role: str
+    dtype: str
+    rows: int
+    cols: int
+    depth: int
+    kernel: str = "triton"
+    epilogue: str = ""
+
+
+_forced: list[Choice] = []
 _asked: list[dict[Product, None]] = []
 
 
@@ -54,36 +72,43 @@ def shipped() -> dict[str, Entry]:
 
 def machine(target: Target) -> str:
     """The part of a key that says where its timings hold."""
-    return f"cuda, sm_{target.arch}, {target.sms} multiprocessors"
+    return f"{target.name or 'any card'}, sm_{target.arch}, {target.sms} multiprocessors"
 
 
-def key(target: Target, product: Product) -> str:
-    role, dtype, rows, cols, depth = product
-    return f"{machine(target)}: {role} {dtype}, {rows} x {cols} from {depth}"
+def key(target: Target, p: Product) -> str:
+    what = f"hopper {p.epilogue}".strip() + " " if p.kernel == "hopper" else ""
+    return f"{machine(target)}: {what}{p.role} {p.dtype}, {p.rows} x {p.cols} from {p.depth}"
 
 
-def from_entry(entry: Any, dtype: str, arch: int) -> Tile:
-    """ValueError for what is no tile for this architecture."""
+def choices_of(product: Product, arch: int) -> tuple[Choice, ...]:
+    """All that there are."""
+    return choices.forms() if product.kernel == "hopper" else choices.tiles(product.dtype, arch)
+
+
+def from_entry(entry: Any, product: Product, arch: int) -> Choice:
+    """ValueError for what is no tile, or form, for this architecture."""
+    kind, name = (Form, "form") if product.kernel == "hopper" else (Tile, "tile")
     try:
-        tile = Tile(**entry["tile"])
+        choice = kind(**entry[name])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"expected a tile ({error!r})") from error
-    if tile not in choices.tiles(dtype, arch):
-        raise ValueError(f"sm_{arch} has no tile {tile} for {dtype}")
-    return tile
+        raise ValueError(f"expected a {name} ({error!r})") from error
+    if choice not in choices_of(product, arch):
+        raise ValueError(f"sm_{arch} has no {name} {choice} for {product.dtype}")
+    return choice
 
 
-def to_entry(tile: Tile) -> dict[str, Any]:
-    return {"tile": asdict(tile)}
+def to_entry(choice: Choice) -> dict[str, Any]:
+    return {"form" if isinstance(choice, Form) else "tile": asdict(choice)}
 
 
-def default(target: Target, product: Product) -> Tile:
-    role, dtype, rows, cols, depth = product
-    return choices.tile(role, rows, cols, depth, dtype, target.arch)
+def default(target: Target, p: Product) -> Any:
+    if p.kernel == "hopper":
+        return choices.form(choices.columns(p.role, p.rows, p.cols, p.depth), fetched=p.epilogue in FETCHED)
+    return choices.tile(p.role, p.rows, p.cols, p.depth, p.dtype, target.arch)
 
 
-def choose(target: Target, product: Product) -> Tile:
-    """The tile for a product: the tuned one, else the default. Tokens are the planned ones."""
+def choose(target: Target, product: Product) -> Any:
+    """The tile or form for a product: the tuned one, else the default. Tokens are the planned ones."""
     for found in _asked:
         found.setdefault(product)
     if _forced:
@@ -93,16 +118,25 @@ def choose(target: Target, product: Product) -> Tile:
         entry = database().entries.get(at) or shipped().get(at)
         if entry is not None:
             try:
-                return from_entry(entry, product[1], target.arch)
+                return from_entry(entry, product, target.arch)
             except ValueError as error:
                 database().ignore(at, str(error))
     return default(target, product)
 
 
+def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
+    """Put entries that were measured on a card among those that the package has. The number of those that are new or other."""
+    entries = json.loads(path.read_text())["entries"]
+    changed = {at: {k: v for k, v in entry.items() if k in ("tile", "form", "ratio")} for at, entry in found.items()}
+    changed = {at: entry for at, entry in changed.items() if entries.get(at) != entry}
+    path.write_text(json.dumps({"entries": dict(sorted((entries | changed).items()))}, indent=1) + "\n")
+    return len(changed)
+
+
 @contextmanager
-def forced(tile: Tile) -> Iterator[None]:
-    """Every product that is lowered meanwhile takes this tile."""
-    _forced.append(tile)
+def forced(choice: Choice) -> Iterator[None]:
+    """Every product that is lowered meanwhile takes this tile or form."""
+    _forced.append(choice)
     try:
         yield
     finally:

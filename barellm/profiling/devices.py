@@ -74,7 +74,7 @@ def target_here() -> Target:
         found = driver.device()
     except UserError:
         return Target()
-    return Target(arch=found.arch, sms=found.sms)
+    return Target.of(found)
 
 
 def device_bytes(device: str) -> int | None:

@@ -45,6 +45,9 @@ def main() -> int:
     parser.add_argument(
         "--summary", nargs="+", metavar="FILE", help="only the table of the bars, of these results together"
     )
+    parser.add_argument(
+        "--ship", metavar="FILE", help="only put the winners of a tuned.json among those that the package has"
+    )
     parser.add_argument("--list", action="store_true", help="only the stages, with their limits")
     parser.add_argument("--run", metavar="STAGE", help=argparse.SUPPRESS)  # the child process
     args = parser.parse_args()
@@ -56,6 +59,12 @@ def main() -> int:
     if args.list:
         for stage in STAGES:
             print(f"{stage.group:<9}{stage.name:<13}{stage.limit_s:>5} s  {stage.what}")
+        return 0
+    if args.ship:
+        from barellm.cuda import tuning
+
+        count = tuning.ship(json.loads(Path(args.ship).read_text())["entries"])
+        print(f"{count} entries new or other in {tuning.SHIPPED.name}")
         return 0
     if args.summary:
         found = [json.loads(Path(path).read_text()) for path in args.summary]

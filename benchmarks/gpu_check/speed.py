@@ -23,6 +23,7 @@ from benchmarks.gpu_check.stages import Scale
 
 BATCHES, SEQ = (64, 32), 1024  # what is asked for first
 ROUNDS = 3
+PRODUCT_S = 40.0  # that tuning one product may take
 FASTER, TOKENS_S, AT_BATCH = 1.15, 550e3, 64  # than torch.compile; on one H200
 OF_CUBLAS, OF_COPY, WARM_START_S = 0.95, 0.88, 3.0
 STREAMING = ("adamw", "layernorm", "add_layernorm", "cast", "embedding")  # ops of the step that only move bytes
@@ -141,6 +142,34 @@ def streaming(scale: Scale) -> dict[str, Any]:
     bars.append(bar("classifier's loss: of copy bandwidth", None if scale.mock else moved / loss_s / copy, OF_COPY))
     name = f"profile-gpt2-124m-{BATCHES[-1]}x{SEQ}-bf16-cuda.json"
     return {"copy_bytes_s": copy, "bars": bars, "files": {name: r}}
+
+
+def tune(scale: Scale) -> dict[str, Any]:
+    """How the products of a step are cut best, those with most operations first, as far as the time goes. Every candidate is
+    proved before it is timed; one that is wrong is a bar missed. The winners: `python -m benchmarks.gpu_check --ship`."""
+    from barellm.cuda import driver, tuning
+    from barellm.cuda.kernel import Target
+    from barellm.cuda.tuner import tuner, work
+    from barellm.training.machine import build_programs
+
+    if scale.mock:
+        tuner.CHILD = "tests.cuda.tuner_child"
+    target = Target.of(driver.device())
+    works = work.works_of(build_programs(model(scale, batch=BATCHES[0], seq=SEQ)), target)
+    rows: list[dict[str, Any]] = []
+    entries: dict[str, Any] = {}
+    found = {"products": len(works), "tuned": rows, "files": {"tuned.json": {"kind": "tuned", "entries": entries}}}
+
+    def each(verdict: Any) -> None:
+        rows.append(verdict.to_json())
+        print(rows[-1])
+        if entry := tuner.entry_of(verdict):
+            entries[tuning.key(target, verdict.work.product)] = entry
+        scale.keep(found)
+
+    tuner.tune(works[:1] if scale.mock else works, target, seconds=max(1.0, scale.left_s - PRODUCT_S), each=each)
+    wrong = sum(len(row["rejected"]) for row in rows)
+    return found | {"bars": [bar("tiles that are rejected", wrong, 0, at_most=True)]}
 
 
 def start(scale: Scale) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class Gpu:
         self.graphs: list[list[Callable[[], None]] | None] = []
         self.events: list[float | None] = []
         self.clock = 0.0
+        self.cost: Callable[[Spec], float] = lambda spec: 1.0  # of LAUNCH_MS
         self.launched: list[tuple[str, tuple[int, ...]]] = []
         self.calls: list[str] = []
         self.errors: dict[str, int] = {}  # function -> the status that it returns instead
@@ -375,7 +376,7 @@ class Gpu:
         return values
 
     def _execute(self, spec: Spec, values: list[interpreter.Parameter], grid: tuple[int, ...]) -> None:
-        self.clock += LAUNCH_MS
+        self.clock += LAUNCH_MS * self.cost(spec)
         self.launched.append((spec.name, grid))
         for i, (_, type_) in enumerate(spec.signature):
             if type_.startswith("table<"):  # now: a table is memory

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from barellm.cuda import choices
+from barellm.cuda.choices import columns, form
 from barellm.cuda.kernel import Target
-from barellm.cuda.kernels import hopper
-from barellm.cuda.kernels.hopper import columns, form, hopper_gemm
+from barellm.cuda.kernels.hopper import hopper_gemm
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.elementwise import Gelu, GeluBackward
@@ -216,7 +216,7 @@ def test_bits_do_not_depend_on_the_card_or_the_tile(small_waves, monkeypatch):
     for op_type, given, name in cases:
         got = []
         for sms, cols in ((1, 128), (7, 256)):
-            monkeypatch.setattr(hopper, "columns", lambda *shape, cols=cols: cols)
+            monkeypatch.setattr(choices, "columns", lambda *shape, cols=cols: cols)
             got.append(check_op(op_type, given, bounds={name: 8 * EPS * 320}, target=Target(arch=90, sms=sms))[name])
         assert np.array_equal(*got)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cuda import choices
+from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, TensorMap, cdiv
 from barellm.cuda.kernels.hopper_roles import DEPTH, HALF, ROWS, fetch, load, multiply
 from barellm.cuda.kernels.parts import Split, add_up
@@ -76,35 +76,7 @@ def hopper_gemm(
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
 
 
-SHARED = 232448 - 1024  # bytes of shared memory for rings; barriers and what the compiler needs take the rest
-SLOT = 8192  # 64 rows of 128 bytes
 ITEMSIZE = {"bf16": 2, "fp32": 4}
-
-
-@dataclass(frozen=True)
-class Form:
-    """How one product is cut. `slots`: of each half. `stages` fill the shared memory that the slots leave."""
-
-    cols: int
-    stages: int
-    slots: int
-
-
-def form(cols: int, *, fetched: bool) -> Form:
-    """Two slots keep a block on its way out while the next is computed. Where blocks come in first, twice that hides the way in."""
-    slots = 4 if fetched else 2
-    return Form(cols, (SHARED - 2 * slots * SLOT) // (ROWS.value + cols) // (2 * DEPTH.value), slots)
-
-
-def columns(role: str, rows: int, cols: int, depth: int) -> int:
-    """Columns of a tile for a result of (rows, cols): the fewest columns times waves. 128 load 4/3 as much for each product."""
-
-    def time(width: int) -> float:
-        tiles = cdiv(rows, ROWS.value) * cdiv(cols, width)
-        parts = choices.splits(tiles, depth) if role == "tn" else 1
-        return cdiv(tiles * parts, choices.WAVE) / parts * width * (1.0 if width == 256 else 1.15)
-
-    return min((256, 128), key=time)
 
 
 def matrix(value: Any) -> tuple[Region, str]:
@@ -144,8 +116,8 @@ def launch_product(
 ) -> None:  # fmt: skip
     """Append one product that `fits`; its arguments are those of `matmul.product`."""
     height, width, depth = _sizes(role, most, N, K)
-    cols = columns(role, height, width, depth)
-    tiles = cdiv(height, ROWS.value) * cdiv(width, cols)
+    usual = choices.columns(role, height, width, depth)
+    tiles = cdiv(height, ROWS.value) * cdiv(width, usual)  # by the default's columns: bits do not depend on tuning
     parts = choices.most_splits(tiles, depth) if role == "tn" else 1
     other, epilogue = None, ""
     if residual is not None:
@@ -154,7 +126,7 @@ def launch_product(
         other, epilogue = (None, "gelu") if role == "nt" else (pre, "gelu_backward")
     elif mode != MODES["store"] and parts == 1:
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
-    f = form(cols, fetched=other is not None)
+    f = tuning.choose(c.target, tuning.Product(role, "bf16", height, width, depth, "hopper", epilogue))
     M: Size | int = height if role == "tn" else rows
     target, out_rows, chunk = out, M, depth if role != "tn" else rows
     split = None
@@ -167,8 +139,8 @@ def launch_product(
             "out_map": _map(target, out_rows, width, _block(target)),
             "pre_map": _map(pre, out_rows, width, _block(pre)) if epilogue == "gelu" else None,
             "a_map": _map(a, rows, N if role == "tn" else depth, (HALF.value, DEPTH.value)),
-            "b_map": _map(b, rows, width, (DEPTH.value, cols)) if role == "tn" else _map(
-                b, N, K, (cols, DEPTH.value) if role == "nt" else (DEPTH.value, cols)
+            "b_map": _map(b, rows, width, (DEPTH.value, f.cols)) if role == "tn" else _map(
+                b, N, K, (f.cols, DEPTH.value) if role == "nt" else (DEPTH.value, f.cols)
             ),
             "other_map": _map(other, out_rows, width, _block(other)) if other is not None else None,
             "bias": bias, "M": M, "N": width, "K": rows if role == "tn" else depth, "chunk": chunk,
@@ -177,7 +149,7 @@ def launch_product(
             "A_TRANSPOSED": role == "tn", "B_TRANSPOSED": role == "nt", "EPILOGUE": epilogue,
             "COLS": f.cols, "STAGES": f.stages, "SLOTS": f.slots,
         },
-        grid=_Grid(c.target.sms, M, cdiv(width, cols), split.count if split else None),
+        grid=_Grid(c.target.sms, M, cdiv(width, f.cols), split.count if split else None),
         writes="out_map pre_map",
     )  # fmt: skip
     if split is not None:

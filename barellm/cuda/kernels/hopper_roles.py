@@ -11,13 +11,14 @@ A barrier's phase is the parity of how often its ring has gone round. Waiting fo
 
 from __future__ import annotations
 
+from barellm.cuda import choices
 from barellm.cuda.kernels.common import ACCUMULATE
 from barellm.cuda.kernels.elementwise import gelu_slope, gelu_value
 from barellm.cuda.lang import constant, gl, gluon, hopper
 
 HALF = constant(64)  # rows that one warpgroup multiplies
-ROWS = constant(128)
-DEPTH = constant(64)  # 128 bytes of bf16: the widest swizzle
+ROWS = constant(choices.ROWS)
+DEPTH = constant(choices.DEPTH)  # 128 bytes of bf16: the widest swizzle
 GROUP = constant(16)  # rows of tiles walked together: 16 x 8 tiles of 128 x 256, a wave, read the fewest bytes
 
 

@@ -105,7 +105,7 @@ def product(
         _weight_gradient(c, out, a, b, rows, most, N, K, dtype, mode)
         return
     cols, depth = (N, K) if role == "nt" else (K, N)
-    t = tuning.choose(c.target, (role, dtype, most, cols, depth))
+    t = tuning.choose(c.target, tuning.Product(role, dtype, most, cols, depth))
     epilogue = name_of(role, residual=residual, pre=pre)
     operands = {"out": out, "pre": None, "a": a, "b": b, "bias": bias, "other": residual, "M": rows, "chunk": None}
     if pre is not None:
@@ -122,7 +122,7 @@ def product(
 
 def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     """Where the result has too few tiles, parts of the tokens are summed apart in fp32, then added in order."""
-    product = ("tn", dtype, N, K, most)
+    product = tuning.Product("tn", dtype, N, K, most)
     t, usual = tuning.choose(c.target, product), tuning.default(c.target, product)
     tiles, counted = cdiv(N, t.rows) * cdiv(K, t.cols), cdiv(N, usual.rows) * cdiv(K, usual.cols)
     constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}

@@ -1,1 +1,1 @@
-"""Finds the fastest tile of Triton's products on a GPU."""
+"""Finds the fastest way to cut products on a GPU."""

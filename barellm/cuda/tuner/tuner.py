@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from barellm.cuda import tuning
 from barellm.cuda.kernel import Target
@@ -27,10 +28,14 @@ def tune(works: Iterable[Work], target: Target, *, seconds: float, each: Callabl
 
 def keep(verdict: Verdict, target: Target) -> None:
     """Into the database: the winner, or nothing where the default is as good."""
-    entry = None
-    if verdict.best != verdict.default:
-        entry = tuning.to_entry(verdict.best) | {"ratio": round(verdict.ratio, 4)}
-    tuning.database().change({tuning.key(target, verdict.work.product): entry})
+    tuning.database().change({tuning.key(target, verdict.work.product): entry_of(verdict)})
+
+
+def entry_of(verdict: Verdict) -> dict[str, Any] | None:
+    """Of the winner, None where the default is as good."""
+    if verdict.best == verdict.default:
+        return None
+    return tuning.to_entry(verdict.best) | {"ratio": round(verdict.ratio, 4)}
 
 
 def self_test(target: Target, *, child: str = CHILD, limit: float = LIMIT) -> list[Trial]:
