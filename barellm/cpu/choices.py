@@ -13,10 +13,9 @@ from barellm.cpu.isa import ISA
 ROLES = ("forward", "forward_gelu", "forward_residual", "input_gradient", "input_gradient_gelu", "weight_gradient")
 ORDERS = ("rows", "columns")
 BLOCK, LONG_BLOCK = 384, 1152  # rows that share one packing of a weight panel: multiples of every tile's rows
-LEFT_BYTES = (
-    3 << 19
-)  # of a weight gradient's packed block of dy, which streams past the panel from behind the second cache
+LEFT_BYTES = 3 << 18  # of a weight gradient's packed block of dy: beside two panels it nearly fits the second cache
 CLAIMS = 16  # at least so many claims a weight gradient: enough for many threads, few enough to pack little
+SMALL = 1 << 26  # half as many below so many multiply-adds, and where chunks of tokens make them longer
 PART_BYTES = 1536  # of a column of a packed panel: longer ones are multiplied in about as long parts
 CHUNK = 2048  # tokens of one weight gradient chunk: part of the result's definition, not a choice
 
@@ -84,18 +83,29 @@ def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:
 
 
 def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -> Choice:
-    """Where nothing was tuned. `cols`, `rows`: of the result. For weight gradients: the higher the block, the less often a panel is
-    packed, which takes as long as 1.5 tiles. At most half of the rows, so that two threads share them, and what LEFT_BYTES hold.
-    With several chunks each claim packs its dy again, so there are fewer and wider ones."""
+    """Where nothing was tuned. `cols`, `rows`: of the result. Weight gradients: as many claims as need be, an even number for
+    two threads, as high as LEFT_BYTES allow, then about as wide as high, for each packs its rows and its columns."""
     assert role in ROLES, role
     tile = default_tile(isa, dtype, cols)
     span = tile.span(isa)
     if role != "weight_gradient":
         return Choice(tile, BLOCK, LONG_BLOCK, span)
-    most = LEFT_BYTES // (min(depth, CHUNK) * (2 if dtype == "bf16" and isa.dot else 4))
-    claims = CLAIMS if depth <= CHUNK else CLAIMS // 2
-    height = -(-min(max(most, tile.rows), -(-rows // 2)) // tile.rows) * tile.rows
-    columns = -(-cols // span) * span
-    while -(-rows // height) * -(-cols // columns) < claims and columns > span:
-        columns = -(-(columns // 2) // span) * span
+    most = max(LEFT_BYTES // (min(depth, CHUNK) * (2 if dtype == "bf16" and isa.dot else 4)), tile.rows)
+    claims = CLAIMS if depth <= CHUNK and rows * cols * depth >= SMALL else CLAIMS // 2
+    kept = 2 if depth < CHUNK // 2 else 1  # a short block of dy stays in the second cache for the claims beside it
+    row_blocks, column_blocks = -(-rows // most), 1
+    while row_blocks * column_blocks < claims or row_blocks * column_blocks % 2:
+        height, columns = -(-rows // row_blocks), -(-cols // column_blocks)
+        if columns > span and kept * columns >= height:
+            column_blocks *= 2
+        elif height > tile.rows:
+            row_blocks *= 2
+        else:
+            break
+    height, columns = _even(rows, row_blocks, tile.rows), _even(cols, column_blocks, span)
     return Choice(tile, height, height, columns)
+
+
+def _even(size: int, blocks: int, multiple: int) -> int:
+    """Of each of `blocks` blocks of `size`, as even as multiples can be."""
+    return -(-size // (blocks * multiple)) * multiple

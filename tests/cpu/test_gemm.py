@@ -162,3 +162,16 @@ def test_every_choice_gives_equal_bits(op_type, role, output, dtype, monkeypatch
         got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,))[output]
         assert first is None or np.array_equal(got, first), choice
         first = got
+
+
+@pytest.mark.parametrize("tokens", [256, 1024, 4096])
+@pytest.mark.parametrize("rows, cols", [(2304, 768), (768, 3072), (50304, 768), (1600, 1600), (1600, 6400), (384, 128)])
+def test_weight_gradients_of_two_threads_are_as_long(tokens, rows, cols):
+    choice = choices.default(isa_named(ISAS[0]), "weight_gradient", "bf16", cols, tokens, rows)
+    heights = [min(choice.rows, rows - n) for n in range(0, rows, choice.rows)]
+    widths = [min(choice.columns, cols - n) for n in range(0, cols, choice.columns)]
+    claims = [height * width for height in heights for width in widths]
+    half = len(claims) // 2
+    assert len(claims) % 2 == 0 and half >= choices.CLAIMS // 4
+    assert abs(sum(claims[:half]) - sum(claims[half:])) <= 0.06 * sum(claims)
+    assert choice.rows * min(tokens, choices.CHUNK) * 2 <= choices.LEFT_BYTES

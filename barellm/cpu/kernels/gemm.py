@@ -26,16 +26,19 @@ from barellm.cpu.lang.vector import gelu, gelu_slope
 
 # --- the register tile ---
 
+BURST = 16  # units between two calls of what is done beside a product
 Left = Callable[[int, Value], Value]  # (row of the tile, unit of depth) -> broadcast lanes
 
 
 def tile_product(
     k: KernelBuilder, tile: Tile, left: Left, panel: Pointer, units: Any, pair: bool, *, tail: Left | None = None,
-    ahead: Callable[[Value], None] | None = None, sums: tuple[Value, Pointer] | None = None, ends: Value | None = None,
+    ahead: Callable[[Value], None] | None = None, beside: Callable[[], None] | None = None,
+    sums: tuple[Value, Pointer] | None = None, ends: Value | None = None,
 ) -> list[list[Value]]:  # fmt: skip
     """MR x NV accumulators: the sum over `units` of left x panel; `tail` gives the left operand of one unit more, where `ends`.
     `sums`: (whether, from where) they start with what is in memory. `ahead(r)` is called for each row r of the tile at even
-    distances on the way, to prefetch what comes next: all at once would fill the buffers that the product's own loads wait for."""
+    distances on the way, to prefetch what comes next: all at once would fill the buffers that the product's own loads wait for.
+    `beside()` is called `bursts` times, for what is more."""
     lanes = k.lanes
     acc: list[list[Var]] = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.rows)]
     if sums is not None:
@@ -62,12 +65,23 @@ def tile_product(
         with k.loop(0, tile.rows) as r:
             start = r * turn
             ahead(r)
-            with k.loop(start, k.min(start + turn, units)) as u:
-                step(u, left)
+            if beside is None:
+                with k.loop(start, k.min(start + turn, units)) as u:
+                    step(u, left)
+            else:
+                with k.loop(start, start + turn, BURST) as first:
+                    beside()
+                    with k.loop(first, k.min(k.min(first + BURST, start + turn), units)) as u:
+                        step(u, left)
     if tail is not None:
         with k.when(ends) if ends is not None else nullcontext():
             step(k.int(units), tail)
     return [[x.value for x in row] for row in acc]
+
+
+def bursts(k: KernelBuilder, tile: Tile, units: Value) -> Value:
+    """How often `tile_product` calls `beside`."""
+    return k.ceil_div(k.ceil_div(units, tile.rows), BURST) * tile.rows
 
 
 def left_rows(k: KernelBuilder, a: Pointer, rows: list[Any], depth: int, pair: bool) -> tuple[Left, Left | None]:

@@ -1,4 +1,4 @@
-"""Packing: the right operand of a product as panels that the register tile reads in order, made in this thread's scratch.
+"""Packing: operands of a product as the register tile reads them in order, made in this thread's scratch.
 
 A panel of NV vectors of columns is [depth][NV][lanes]; with a bf16 dot instruction the depth goes in pairs,
 [depth / 2][NV][lanes][2], and an odd depth gets a zero. Without one, bf16 becomes fp32 while packing.
@@ -14,6 +14,7 @@ from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose_groups
+from barellm.program.tensor import ITEMSIZE
 
 LINE = 64  # bytes of a cache line
 NEAR, FAR = 4, 64  # so many chunks earlier their lines are fetched into the first cache and into the second
@@ -206,48 +207,92 @@ def interleaved(
     return Packing(k, depth >> 1 if pair else depth, chunk, rest)
 
 
-def pack_tiles(
-    k: KernelBuilder,
-    block: Pointer,
-    b: Pointer,
-    first: Value,
-    last: Value,
-    depth: Value,
-    *,
-    stride: int,
-    rows: int,
-    cols: int,
-) -> None:
-    """Columns [first, last) of b (depth, stride) as left operands of register tiles: [columns / rows][units][rows], where a unit is
-    a pair of depth rows, or one. A tile reads its part from the beginning to the end. Columns from `cols` on become zero."""
-    pair = paired(k.isa, b.dtype)
-    units = (depth + 1) >> 1 if pair else depth
-    item, whole = "i16" if b.dtype == "bf16" else "float", depth >> 1 if pair else depth
-    ragged = cols % rows != 0
+class LeftBlock:
+    """Columns of b (depth, stride) as left operands of register tiles, in a thread's scratch: [columns / rows][units][rows], where
+    a unit is a pair of depth rows, or one. A tile reads its part from the beginning to the end. As many tiles as share cache lines
+    of b are packed together, a group; while one is multiplied the first time the next is packed, as panels are."""
 
-    with k.loop(first, last, rows) as col:
-        tile = block.as_dtype("i32").at((col - first) * units)
+    def __init__(
+        self, k: KernelBuilder, at: Pointer, *, dtype: str, rows: int, stride: int, most: Value,
+        block: Callable[[Value], tuple[Pointer, Value, Value, Value]],
+    ) -> None:  # fmt: skip
+        """`rows` of a tile; `most`: the greatest depth of a block. `block(number)`: (b, first column, last, depth) of what the
+        number stands for. Columns from `stride` on become zero."""
+        self.k, self.at, self.rows, self.stride, self.block = k, at.as_dtype("i32"), rows, stride, block
+        self.pair = paired(k.isa, dtype)
+        self.slot = (most + 1) >> 1 if self.pair else most
+        self.tiles = max(1, LINE // (rows * ITEMSIZE[dtype]))
+        self.have, self.group, self.unit = k.var(-1), k.var(0), k.var(0)  # `group`s are packed, `unit`s of the next
 
-        def put(u: Value, d: Value, count: int, tile: Pointer = tile, col: Value = col) -> None:
-            for v in range(0, rows, k.lanes):
-                n = min(rows - v, k.lanes)
+    def take(self, number: Value, calls: Value) -> None:
+        """The block that is multiplied from now on; `some` is called so often in each tile."""
+        k = self.k
+        with k.when(self.have.value.differs(number)):
+            self.have.value, self.group.value, self.unit.value = number, k.int(0), k.int(0)
+        self.b, self.first, self.last, self.depth = self.block(number)
+        self.whole = self.depth >> 1 if self.pair else self.depth
+        self.groups = k.ceil_div(self.last - self.first, self.tiles * self.rows)
+        self.step = (self.whole + calls * self.tiles - 1) // (calls * self.tiles)
 
-                def load(row: Value, v: int = v, n: int = n) -> Value:
-                    p = b.at(row * stride + col + v)
-                    if not ragged:
-                        return k.op(f"<{n} x {item}>", f"load <{n} x {item}>, ptr {p.ref}, align {b.itemsize}")
-                    return k.shuffle(p.load_raw(0, k.mask_first(cols - (col + v))), None, list(range(n)))
+    def tile(self, column: Value) -> Pointer:
+        """The tile that starts `column` columns after the block's first, packed."""
+        k = self.k
+        with k.when(self.group.value.equals(column // (self.tiles * self.rows))):
+            self._until(self.whole)
+        return self.at.at(column * self.slot)
 
-                x = load(d)
-                if b.dtype == "bf16" and not pair:
-                    x = k.op(f"<{n} x i32>", f"zext {x.typed} to <{n} x i32>") << 16
-                if pair:
-                    other = load(d + 1) if count == 2 else k.const(0, f"<{n} x i16>")
-                    x = k.bitcast(k.shuffle(x, other, [j for i in range(n) for j in (i, n + i)]), f"<{n} x i32>")
-                k.line(f"store {x.typed}, ptr {tile.at(u * rows + v).ref}, align 4")
+    def some(self) -> None:
+        k = self.k
+        with k.when(self.group.value < self.groups):
+            self._until(k.min(self.unit.value + self.step, self.whole))
 
-        with k.loop(0, whole) as u:
-            put(u, u << 1 if pair else u, 2)
-        if pair:
-            with k.when((depth & 1).differs(0)):
-                put(whole, depth - 1, 1)
+    def _until(self, end: Value) -> None:
+        """The next group's units before `end`."""
+        k, group = self.k, self.group.value
+        columns = self._columns(group)
+        with k.loop(self.unit.value, end) as u:
+            self._pack(columns, u)
+        ends = end.equals(self.whole)
+        if self.pair:
+            with k.when(ends & (self.depth & 1).differs(0)):
+                for col in columns:
+                    self._put(col, self.whole, half=True)
+        self.group.value, self.unit.value = k.select(ends, group + 1, group), k.select(ends, 0, end)
+
+    def _columns(self, group: Value) -> list[Value]:
+        """Where the tiles of a group start, in b; those beyond the last are packed as the last once more."""
+        start = self.first + group * (self.tiles * self.rows)
+        end = self.first + (self.last - self.first - 1) // self.rows * self.rows
+        return [self.k.min(start + i * self.rows, end) for i in range(self.tiles)]
+
+    def _pack(self, columns: list[Value], u: Value) -> None:
+        """Unit u of a group's tiles, and lines of later ones on their way into the caches."""
+        each = 2 if self.pair else 1
+        for lead, near in ((NEAR, True), (FAR, False)):
+            for r in range(each):
+                self.k.prefetch(self.b.at(((u + lead) * each + r) * self.stride + columns[0]), near=near)
+        for col in columns:
+            self._put(col, u)
+
+    def _put(self, col: Value, u: Value, *, half: bool = False) -> None:
+        """Unit u of the tile at `col`; `half`: of a pair of depth rows only the first is there."""
+        k, b, rows = self.k, self.b, self.rows
+        item = "i16" if b.dtype == "bf16" else "float"
+        tile = self.at.at((col - self.first) * self.slot + u * rows)
+
+        for v in range(0, rows, k.lanes):
+            n = min(rows - v, k.lanes)
+
+            def load(row: Value, v: int = v, n: int = n) -> Value:
+                p = b.at(row * self.stride + col + v)
+                if self.stride % rows == 0:
+                    return k.op(f"<{n} x {item}>", f"load <{n} x {item}>, ptr {p.ref}, align {b.itemsize}")
+                return k.shuffle(p.load_raw(0, k.mask_first(self.stride - (col + v))), None, list(range(n)))
+
+            x = load(u << 1 if self.pair else u)
+            if b.dtype == "bf16" and not self.pair:
+                x = k.op(f"<{n} x i32>", f"zext {x.typed} to <{n} x i32>") << 16
+            if self.pair:
+                other = k.const(0, f"<{n} x i16>") if half else load((u << 1) + 1)
+                x = k.bitcast(k.shuffle(x, other, [j for i in range(n) for j in (i, n + i)]), f"<{n} x i32>")
+            k.line(f"store {x.typed}, ptr {tile.at(v).ref}, align 4")

@@ -12,8 +12,8 @@ from barellm.cpu.choices import CHUNK, Choice
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.gemm import block_of, prefetch_row, tile_product
-from barellm.cpu.kernels.packing import Packing, Panels, beside, interleaved, pack_tiles, paired, panel_bytes
+from barellm.cpu.kernels.gemm import block_of, bursts, prefetch_row, tile_product
+from barellm.cpu.kernels.packing import LeftBlock, Packing, Panels, beside, interleaved, paired, panel_bytes
 from barellm.cpu.lang import Pointer, Value
 
 NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the cache anyway
@@ -27,15 +27,13 @@ def weight_gradient(
     tile, height, columns = choice.tile, choice.rows, choice.columns
     pair = paired(k.isa, dy.dtype)
     span = tile.span(k.isa)
-    packed = _packed(k.isa, choice)
     tokens = k.min(k.extent(dims) - row_begin, row_limit)
     scratch, nbytes = k.private("i32"), panel_bytes(k.isa, dy.dtype, CHUNK, span)
-    left_block = scratch.bytes(2 * nbytes)
+    left_at = scratch.bytes(2 * nbytes)
     keep = k.keep(mode)
     row_blocks, column_blocks = -(-N // height), -(-K // columns)
     nontemporal = N * K * 4 >= NONTEMPORAL and K % span == 0 and mode != "add"
-    held = k.var(-1)  # which block of dy is packed: the next unit often has the same
-    buffer = None
+    buffer, held = None, k.var(-1)
     if amx.uses_tiles(k.isa, dy.dtype):
         buffer = Pointer(k, k.alloca("float", tile.rows * span), "fp32")
         amx.configure(k)
@@ -46,7 +44,13 @@ def weight_gradient(
         ragged = K if K % span else None
         return interleaved(k, into, x.at(t * K), col, k.min(tokens - t, CHUNK), stride=K, width=span, cols=ragged)
 
+    def block(number: Value) -> tuple[Pointer, Value, Value, Value]:
+        """Rows number % row_blocks of the result, of the chunk of tokens that starts at number // row_blocks."""
+        t, first = number // row_blocks, number % row_blocks * height
+        return dy.at(t * N), first, k.min(first + height, N), k.min(tokens - t, CHUNK)
+
     two, spare = Panels(k, scratch, nbytes, pack), beside(k.isa, dy.dtype)
+    left_block = LeftBlock(k, left_at, dtype=dy.dtype, rows=tile.rows, stride=N, most=k.min(tokens, CHUNK), block=block)
 
     with k.when(tokens > 0), k.claim_each(row_blocks * column_blocks) as unit:
         row_block, column_block = block_of(unit, choice, row_blocks, column_blocks)
@@ -55,14 +59,15 @@ def weight_gradient(
         with k.loop(0, tokens, CHUNK) as t:
             depth = k.min(tokens - t, CHUNK)
             units = (depth + 1) >> 1 if pair else depth
-            wanted = t * row_blocks + row_block
-            with k.when(held.value.differs(wanted)):
-                held.value = wanted
-                if buffer is not None:
+            calls = bursts(k, tile, units)  # in each tile
+            rows_number = t * row_blocks + row_block
+            if buffer is None:
+                left_block.take(rows_number, calls)
+            else:
+                with k.when(held.value.differs(rows_number)):
+                    held.value, packed = rows_number, _packed(k.isa, choice)
                     hangs = N if N % height or packed != height else None
-                    amx.pack_left(k, left_block, dy.at(t * N), n0, depth, stride=N, width=packed, cols=hangs)
-                else:
-                    pack_tiles(k, left_block, dy.at(t * N), n0, n1, depth, stride=N, rows=tile.rows, cols=N)
+                    amx.pack_left(k, left_at, dy.at(t * N), n0, depth, stride=N, width=packed, cols=hangs)
             again = t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
             with k.loop(k0, k1, span) as col:
                 number = t * K + col
@@ -74,12 +79,11 @@ def weight_gradient(
                     _, after = block_of(unit + 1, choice, row_blocks, column_blocks)
                     after = k.select(more, (t + CHUNK) * K + k0, after * columns)
                     after = k.select(same, number + span, after)
-                    two.follow(
-                        after, same | more | (unit + 1 < row_blocks * column_blocks), (n1 - n0) // tile.rows * tile.rows
-                    )
+                    wanted = same | more | (unit + 1 < row_blocks * column_blocks)
+                    two.follow(after, wanted, (n1 - n0) // tile.rows * calls)
                 masks = [k.mask_first(K - col - v * k.lanes) if K % span else None for v in range(tile.vectors)]
                 with k.loop(n0, n1, tile.rows) as row:
-                    base = left_block.at((row - n0) * units)
+                    base = left_block.tile(row - n0) if buffer is None else left_at
 
                     def left(r: int, u: Value, base: Pointer = base) -> Value:
                         type_ = "i32" if pair else "float"
@@ -93,14 +97,18 @@ def weight_gradient(
                                 prefetch_row(k, target, span, write=True)
                         else:
                             prefetch_row(k, target, span, write=True)
-                        if spare:
-                            two.some()
+
+                    def some() -> None:
+                        two.some()
+                        left_block.some()
 
                     sums: list[list[Value]] = []
                     if buffer is not None:
-                        amx.multiply_packed(k, buffer, left_block, row - n0, panel, depth)
+                        amx.multiply_packed(k, buffer, left_at, row - n0, panel, depth)
                     else:
-                        sums = tile_product(k, tile, left, panel, units, pair, ahead=ahead)
+                        sums = tile_product(
+                            k, tile, left, panel, units, pair, ahead=ahead, beside=some if spare else None
+                        )
 
                     def put_row(
                         r: Any, values: list[Value], add: bool, row: Value = row, col: Value = col, masks=masks
