@@ -98,6 +98,7 @@ class TrainConfig:
     dtype: str = "auto"
     recompute: bool = False
     matmul: str = "own"  # who does products on a GPU: barellm's own kernels, or "cublaslt"
+    tf32: bool = False  # on a GPU: fp32 products by tensor cores, which see 10 bits of each fraction
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | 
         return None
     train, moments = config.train, config.optim.moments
     parts = ["scaling"] * (r["kind"] == "scaling") + [config.preset, f"{train.batch}x{train.seq}", train.dtype]
-    parts += on_gpu + ["recompute"] * train.recompute + [train.matmul] * (train.matmul != "own")
+    parts += on_gpu + ["recompute"] * train.recompute + [train.matmul] * (train.matmul != "own") + ["tf32"] * train.tf32
     parts += [f"moments-{moments}"] * (moments != "fp32")
     return FOLDER / "results" / f"{'-'.join(parts)}.json"
 

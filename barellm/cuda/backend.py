@@ -10,9 +10,10 @@ from barellm.cuda.step import CudaSession
 from barellm.program.builder import Program
 
 
-def open_session(programs: dict[str, Program], *, matmul: str = "own") -> CudaSession:
-    """Plan and compile `programs`, and take the GPU's memory for their arena. `matmul`: who does products (config.TrainConfig)."""
-    return CudaSession(programs, matmul=matmul)
+def open_session(programs: dict[str, Program], *, matmul: str = "own", tf32: bool = False) -> CudaSession:
+    """Plan and compile `programs`, and take the GPU's memory for their arena. `matmul`, `tf32`: who does products, and how those of
+    fp32 are done (config.TrainConfig)."""
+    return CudaSession(programs, matmul=matmul, tf32=tf32)
 
 
 def default_dtype() -> str:

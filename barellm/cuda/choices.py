@@ -34,6 +34,8 @@ _BF16 = {
 }
 # The first fp32 tile multiplies for 1024 cycles a turn, longer than a load takes; with a third turn in flight, one form spilled.
 _FP32 = (Tile(128, 64, 16, 8, 2), Tile(64, 64, 16, 4, 3), Tile(32, 64, 16, 4, 3), Tile(32, 32, 16, 2, 3))
+# Of fp32 operands on tensor cores; the largest fills the 99 KiB of sm_89.
+_TF32 = (Tile(128, 128, 32, 8, 3), Tile(128, 64, 32, 4, 3), Tile(64, 64, 32, 4, 3), Tile(32, 64, 32, 4, 3))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -42,7 +44,7 @@ def cdiv(a: int, b: int) -> int:
 
 def tiles(dtype: str, arch: int) -> tuple[Tile, ...]:
     """All that a product can be cut into."""
-    return _FP32 if dtype == "fp32" else _BF16[arch]
+    return {"fp32": _FP32, "tf32": _TF32}.get(dtype) or _BF16[arch]
 
 
 def tile(role: str, rows: int, cols: int, depth: int, dtype: str, arch: int) -> Tile:

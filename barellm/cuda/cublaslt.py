@@ -25,7 +25,7 @@ INSTALL = "pip install nvidia-cublas"
 WORKSPACE_ALIGN = 256  # bytes
 ALIGN = 16  # bytes, of every operand: what the heuristic may count on, whatever the arena's plan is
 DTYPE = {"fp32": 0, "bf16": 14}  # CUDA_R_32F, CUDA_R_16BF
-COMPUTE_FP32 = 68
+COMPUTE_FP32, COMPUTE_TF32 = 68, 77  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32
 TRANSA, TRANSB, EPILOGUE, BIAS, AUX, AUX_LD = 3, 4, 7, 8, 11, 12  # attributes of a product
 EPILOGUES = {  # (what, with a bias): how cuBLASLt calls it
     ("", False): 1,
@@ -126,8 +126,8 @@ class Cublas:
         """The layout of a row-major matrix without gaps."""
         return self._made("cublasLtMatrixLayout", DTYPE[dtype], cols, rows, cols)
 
-    def operation(self, attributes: list[tuple[int, Any]]) -> Made:
-        made = self._made("cublasLtMatmulDesc", COMPUTE_FP32, DTYPE["fp32"])
+    def operation(self, compute: int, attributes: list[tuple[int, Any]]) -> Made:
+        made = self._made("cublasLtMatmulDesc", compute, DTYPE["fp32"])
         for at, value in attributes:
             self.call("cublasLtMatmulDescSetAttribute", made.value, at, byref(value), ctypes.sizeof(value))
         return made
@@ -196,7 +196,7 @@ class BoundProduct:
             values.append((BIAS, c_void_p(address(product.bias))))
         if product.pre is not None:
             values += [(AUX, c_void_p(address(product.pre))), (AUX_LD, c_int64(widths[0]))]
-        operation = cublas.operation(values)
+        operation = cublas.operation(COMPUTE_TF32 if spec.tf32 else COMPUTE_FP32, values)
         a = cublas.matrix(spec.dtype, rows, widths[1])
         b = cublas.matrix(spec.dtype, b_rows, K)
         out = cublas.matrix(spec.out, out_rows, widths[0])

@@ -37,11 +37,12 @@ class Target:
     sms: int = 132
     matmul: str = "own"  # who does products where both can: "own" kernels, or "cublaslt"
     name: str = ""
+    tf32: bool = False  # products of fp32 operands, by tensor cores that see 10 bits of their fractions
 
     @classmethod
-    def of(cls, device: Any, matmul: str = "own") -> Target:
+    def of(cls, device: Any, matmul: str = "own", tf32: bool = False) -> Target:
         """For a `driver.Device`."""
-        return cls(device.arch, device.sms, matmul, device.name)
+        return cls(device.arch, device.sms, matmul, device.name, tf32)
 
     @property
     def hopper(self) -> bool:
@@ -188,10 +189,20 @@ class ProductSpec:
     out: str
     epilogue: str
     mode: str
+    tf32: bool = False
     name: str = "cublaslt"
 
     def symbol(self) -> str:
-        words = [self.name, self.role, f"{self.N}x{self.K}", self.dtype, self.out, self.epilogue, self.mode]
+        words = [
+            self.name,
+            self.role,
+            f"{self.N}x{self.K}",
+            self.dtype,
+            self.out,
+            "tf32" if self.tf32 else "",
+            self.epilogue,
+            self.mode,
+        ]
         return "_".join(word for word in words if word)
 
 

@@ -143,13 +143,14 @@ class CudaSession(ArenaSession):
         device: driver.Device | None = None,
         built: LoweredPrograms | None = None,
         matmul: str = "own",
+        tf32: bool = False,
     ) -> None:
-        """`built`: what the programs were lowered to, else it is done here, with products by `matmul`."""
+        """`built`: what the programs were lowered to, else it is done here, with products by `matmul`, in `tf32` or not."""
         lap = laps()
         self.device = device or driver.device()
         self.context = driver.Context(self.device)
         self.stream = self.context.stream
-        built = built or lower_and_plan(programs, Target.of(self.device, matmul))
+        built = built or lower_and_plan(programs, Target.of(self.device, matmul, tf32))
         super().__init__(programs, built.plan)
         self.target, self.lowered, self.calls, self.specs = built.target, built.lowered, built.calls, built.specs
         free = max(self.context.free_bytes() - HEADROOM, 0)

@@ -220,7 +220,7 @@ def measure(
                 if process:
                     other = Turns(process, i)
                 elif peer:
-                    other = TimedOnGpu(alone(product), dtype, matmul="cublaslt")
+                    other = TimedOnGpu(alone(product), dtype, **options | {"matmul": "cublaslt"})
                     ends.callback(other.close)
                 rows.append(_row(product, timed, other, dtype, rounds, bench))
                 ends.close()
@@ -229,8 +229,7 @@ def measure(
                 theirs = {"peer": f"PyTorch {process.facts['version']}"}
     finally:
         bench.close()
-    who = {"matmul": options["matmul"]} if options else {}
-    return {**description("gemm", config, device), **who, **theirs, "rounds": rounds, "products": rows}
+    return {**description("gemm", config, device), **options, **theirs, "rounds": rounds, "products": rows}
 
 
 def alone(product: Product) -> Product:

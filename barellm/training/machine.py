@@ -77,13 +77,16 @@ def check_device(device: str) -> None:
 
 
 def resolved(config: Config, device: str) -> Config:
-    """The same with the dtype that "auto" means on `device`."""
-    return replace(config, train=replace(config.train, dtype=_dtype(config.train.dtype, device)))
+    """The same with the dtype that "auto" means on `device`. UserError for TF32 that no product would be done in."""
+    dtype = _dtype(config.train.dtype, device)
+    if device == "cuda" and config.train.tf32 and dtype != "fp32":
+        raise UserError(f"train.tf32 is about products of fp32, and train.dtype is {dtype}: add --dtype fp32")
+    return replace(config, train=replace(config.train, dtype=dtype))
 
 
 def products(train: TrainConfig, device: str) -> dict[str, Any]:
-    """What the GPU's backend is told about who does matrix products. To others those keys say nothing."""
-    return {"matmul": train.matmul} if device == "cuda" else {}
+    """What the GPU's backend is told about who does matrix products, and how. To others those keys say nothing."""
+    return {"matmul": train.matmul, "tf32": train.tf32} if device == "cuda" else {}
 
 
 def build_programs(config: Config, *, training: bool = True) -> dict[str, Program]:

@@ -107,6 +107,7 @@ def check_op(
     else the given."""
     case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars or {}, plan)
     if DEVICE != "interpreter":  # the GPU decides the target
-        return check_case(case, {"the first run": DeviceSession, "the second": DeviceSession})
+        session = partial(DeviceSession, tf32=target.tf32)
+        return check_case(case, {"the first run": session, "the second": session})
     ways = {"blocks forward": False, "blocks backward": True}
     return check_case(case, {name: partial(InterpretedSession, target=target, backward=b) for name, b in ways.items()})

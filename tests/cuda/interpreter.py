@@ -257,7 +257,10 @@ class Builder(stock.InterpreterBuilder):
         return super().create_fp_to_fp(src, dst_type, rounding_mode)
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        product = np.matmul(_wide(a), _wide(b), dtype=d.data.dtype)
+        x, y = _wide(a), _wide(b)
+        if input_precision == stock._ir.INPUT_PRECISION.TF32 and x.dtype == np.float32:
+            x, y = tf32(x), tf32(y)
+        product = np.matmul(x, y, dtype=d.data.dtype)
         return stock.TensorHandle(product + d.data, d.dtype.scalar)
 
     def create_fma(self, x, y, z):
@@ -276,6 +279,11 @@ class Builder(stock.InterpreterBuilder):
     def _rounded(values: np.ndarray, dtype: Any) -> Any:
         """Comparisons stay as they are; the semantic layer gives them their type."""
         return stock.TensorHandle(values if dtype != tl.bfloat16 or values.dtype == bool else _narrow(values), dtype)
+
+
+def tf32(values: np.ndarray) -> np.ndarray:
+    """fp32 as tensor cores see it: the last 13 bits of the fraction are not there."""
+    return (np.ascontiguousarray(values, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def _wide(handle: Any) -> np.ndarray:

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from barellm.cuda import cublaslt
+from tests.cuda.interpreter import tf32
 from tests.cuda.mock import LAUNCH_MS, Gpu
 
 INVALID_VALUE, NOT_SUPPORTED = 7, 15
@@ -32,6 +33,7 @@ PREFERENCE = {
     8: (4, "align"),
 }
 EPILOGUES = {1: "", 4: "bias", 32 | 128: "gelu", 32 | 128 | 4: "gelu bias", 64 | 128: "dgelu"}
+COMPUTE = {68: "fp32", 77: "tf32"}
 WORKSPACE = 1 << 20  # that each algorithm wants
 
 
@@ -84,8 +86,8 @@ class MockCublas:
         self._make(out, "handle")
 
     def cublasLtMatmulDescCreate(self, out, compute, scale):
-        assert (compute, scale) == (68, 0), "fp32 sums, scaled in fp32"
-        self._make(out, {"transa": 0, "transb": 0, "epilogue": 1})
+        assert compute in COMPUTE and scale == 0, "fp32 sums, scaled in fp32"
+        self._make(out, {"transa": 0, "transb": 0, "epilogue": 1, "compute": COMPUTE[compute]})
 
     def cublasLtMatrixLayoutCreate(self, out, dtype, rows, cols, ld):
         assert rows >= 1 and cols >= 1 and ld >= rows
@@ -128,14 +130,15 @@ class MockCublas:
         assert ("bias" in epilogue) == ("bias" in o) and ("gelu" in epilogue) == ("aux" in o)
         if "aux" in o:
             assert o["aux_ld"] % 8 == 0 and o["aux_ld"] >= m and o["aux"] % 16 == 0 and a_type == d_type == DTYPES[14]
-        return o["transa"], o["transb"], epilogue, a_type, *a_shape, d_type, n, ld
+        assert o["compute"] == "fp32" or a_type == DTYPES[0]
+        return o["compute"], o["transa"], o["transb"], epilogue, a_type, *a_shape, d_type, n, ld
 
     def cublasLtMatmulAlgoGetHeuristic(self, handle, operation, a, b, c, d, preference, count, results, found):
         p = self.objects[preference]
         assert self.objects[handle] == "handle" and count == 1
         assert p["align"] == 16 and p["reduction"] == 2 and p["workspace"] >= WORKSPACE
         problem = self._problem(operation, a, b, c, d)
-        if problem[2] in self.unsupported:
+        if problem[3] in self.unsupported:
             found[0] = 0
             return NOT_SUPPORTED
         self.asked.append(problem)
@@ -163,7 +166,7 @@ class MockCublas:
         if "aux" in o:
             o["aux"] = self._view(o["aux"], views[3].dtype, m, n, o["aux_ld"])
         scratch = self._view(workspace, np.dtype(np.uint8), WORKSPACE, 1, WORKSPACE)
-        self.gpu._put(stream, partial(self._multiply, problem[2], o, views, bool(kept), scratch))
+        self.gpu._put(stream, partial(self._multiply, problem[3], o, views, bool(kept), scratch))
         return 0
 
     def _view(self, at: int, dtype: np.dtype, rows: int, cols: int, ld: int) -> np.ndarray:
@@ -179,6 +182,8 @@ class MockCublas:
         a, b, c, d = views
         scratch[:] = 0xFF  # an algorithm may
         left, right = b.astype(np.float32), a.astype(np.float32)
+        if o["compute"] == "tf32":
+            left, right = tf32(left), tf32(right)
         total = (left.T if o["transb"] else left) @ (right.T if o["transa"] else right)
         if adds:
             total = total + c.astype(np.float32)
@@ -191,4 +196,4 @@ class MockCublas:
             total = total * gelu_slope(o["aux"].astype(np.float32))
         d[:] = total
         self.gpu.clock += LAUNCH_MS
-        self.done.append(f"{epilogue or 'none'} {d.dtype}{' adds' if adds else ''}")
+        self.done.append(f"{o['compute']} {epilogue or 'none'} {d.dtype}{' adds' if adds else ''}")

@@ -32,7 +32,9 @@ ODD = ModelConfig(layers=1, heads=3, channels=51, vocab_size=101, padded_vocab=1
 SMALL = ModelConfig(layers=1, heads=2, channels=64, vocab_size=320, padded_vocab=320, max_seq=64)
 
 
-def specs(model: ModelConfig, batch: int, compute: str, arch: int, *, moments: str = "fp32") -> dict[Spec, str]:
+def specs(
+    model: ModelConfig, batch: int, compute: str, arch: int, *, moments: str = "fp32", tf32: bool = False
+) -> dict[Spec, str]:
     """Everything that training, evaluation and decoding of a model launch, with the op that needs it."""
     _, programs = build(
         model,
@@ -42,7 +44,7 @@ def specs(model: ModelConfig, batch: int, compute: str, arch: int, *, moments: s
         optimizer=lambda p: adamw(p, OptimConfig(moments=moments)),
         decode_batch=1,
     )
-    return lower_and_plan(programs, Target(arch)).specs
+    return lower_and_plan(programs, Target(arch, tf32=tf32)).specs
 
 
 def one_of_each(found: dict[Spec, str]) -> dict[Spec, str]:
@@ -90,6 +92,9 @@ def hopper_products() -> dict[Spec, str]:
 TABLES: dict[str, Callable[[], dict[Spec, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
+    "products in TF32": lambda: one_of_each(
+        {s: op for s, op in specs(GPT2, 64, "fp32", 90, tf32=True).items() if s.name == "gemm"}
+    ),
     "products on Hopper": hopper_products,
 }
 

@@ -47,7 +47,7 @@ def append(
     """As `matmul.product`."""
     (to, kind), (left, dtype), (right, _) = (matrix(v) for v in (out, a, b))
     epilogue = "" if pre is None else "gelu" if role == "nt" else "gelu_backward"
-    spec = ProductSpec(role, N, K, dtype, kind, epilogue, MODE_NAMES[mode])
+    spec = ProductSpec(role, N, K, dtype, kind, epilogue, MODE_NAMES[mode], dtype == "fp32" and c.target.tf32)
     extra = [None if v is None else matrix(v)[0] for v in (_bias(c, bias, kind, N), pre, residual)]
     c.launches.append(LibraryProduct(spec, to, left, right, *extra, part(_workspace(c)), rows, c.op))
 

@@ -6,7 +6,8 @@ Shapes: x (tokens, K), weight (N, K), y (tokens, N), row-major. Three roles, one
     nn  dx = dy weight       a (M, K)             b stored (K, N)
     tn  dweight = dy^T x     a stored (K, M)      b stored (K, N)    K: tokens
 
-bf16 operands are multiplied by tensor cores and added in fp32; fp32 ones in fp32 all through (no TF32). A product moves
+bf16 operands are multiplied by tensor cores and added in fp32; fp32 ones in fp32 all through or, where the target says tf32, by
+tensor cores that leave out the last 13 of 23 bits of each operand. A product moves
 (M K + K N + M N) elements at least and does 2 M N K operations; what is fused adds its own operand and no other pass over y.
 """
 
@@ -31,7 +32,7 @@ PART = 64  # columns of a tile that a fused epilogue handles at a time
 def gemm(
     out, pre, a, b, bias, other, scalars, M, N, K, chunk,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """One tile of out. With `chunk`, axis 1 of the grid counts parts of K of that many, and part s writes the s-th (M, N) of out.
     A tile starts at a 64-bit address; within it offsets are 32-bit."""
@@ -69,7 +70,7 @@ def gemm(
             k_in = k < depth - k0
             x = tl.load(a_at, mask=m_in[:, None] & k_in[None, :], other=0.0)
             y = tl.load(b_at, mask=n_in[None, :] & k_in[:, None], other=0.0)
-        acc = tl.dot(x, y, acc, input_precision="ieee")
+        acc = tl.dot(x, y, acc, input_precision="tf32" if TF32 else "ieee")
         a_at += BK * M if A_TRANSPOSED else BK
         b_at += BK if B_TRANSPOSED else BK * N
 
@@ -105,13 +106,13 @@ def product(
         _weight_gradient(c, out, a, b, rows, most, N, K, dtype, mode)
         return
     cols, depth = (N, K) if role == "nt" else (K, N)
-    t = tuning.choose(c.target, tuning.Product(role, dtype, most, cols, depth))
+    t = tuning.choose(c.target, tuning.Product(role, _kind(c, dtype), most, cols, depth))
     epilogue = name_of(role, residual=residual, pre=pre)
     operands = {"out": out, "pre": None, "a": a, "b": b, "bias": bias, "other": residual, "M": rows, "chunk": None}
     if pre is not None:
         operands["pre" if role == "nt" else "other"] = pre
     constants = {"N": cols, "K": depth, "A_TRANSPOSED": False, "B_TRANSPOSED": role == "nt", "MODE": mode}
-    constants |= _constants(t) | {"EVEN_K": depth % t.depth == 0, "EPILOGUE": epilogue}
+    constants |= _constants(c, t) | {"EVEN_K": depth % t.depth == 0, "EPILOGUE": epilogue}
     constants |= {"PARTS": cdiv(t.cols, PART) if epilogue else 1}
     n_tiles = cdiv(cols, t.cols)
     c.launch(
@@ -122,11 +123,11 @@ def product(
 
 def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     """Where the result has too few tiles, parts of the tokens are summed apart in fp32, then added in order."""
-    product = tuning.Product("tn", dtype, N, K, most)
+    product = tuning.Product("tn", _kind(c, dtype), N, K, most)
     t, usual = tuning.choose(c.target, product), tuning.default(c.target, product)
     tiles, counted = cdiv(N, t.rows) * cdiv(K, t.cols), cdiv(N, usual.rows) * cdiv(K, usual.cols)
     constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}
-    constants |= _constants(t) | {"EVEN_K": False, "EPILOGUE": "", "PARTS": 1}
+    constants |= _constants(c, t) | {"EVEN_K": False, "EPILOGUE": "", "PARTS": 1}
     operands = {"pre": None, "a": dy, "b": x, "bias": None, "other": None, "K": rows}
     options = {"writes": "out", "warps": t.warps, "stages": t.stages}
     parts = choices.most_splits(counted, most)  # by the default's tiles: bits do not depend on tuning
@@ -141,8 +142,13 @@ def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     add_up(c, out, partials, split.count, N * K, mode)
 
 
-def _constants(t: choices.Tile) -> dict[str, Any]:
-    return {"BM": t.rows, "BN": t.cols, "BK": t.depth, "GROUP": GROUP}
+def _kind(c: Lowering, dtype: str) -> str:
+    """How operands of a dtype are multiplied: "bf16", "fp32" or "tf32"."""
+    return "tf32" if dtype == "fp32" and c.target.tf32 else dtype
+
+
+def _constants(c: Lowering, t: choices.Tile) -> dict[str, Any]:
+    return {"BM": t.rows, "BN": t.cols, "BK": t.depth, "GROUP": GROUP, "TF32": c.target.tf32 or None}
 
 
 def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from barellm.cuda.lang import device, tl
 def wrong_values(
     out, pre, a, b, bias, other, scalars, M, N, K, chunk,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """The right product, and its first element is 1 more."""
     gemm(out, pre, a, b, bias, other, scalars, M, N, K, chunk, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
-         BM, BN, BK, GROUP, PARTS)  # fmt: skip
+         BM, BN, BK, GROUP, PARTS, TF32)  # fmt: skip
     if tl.program_id(0) == 0:
         tl.debug_barrier()
         tl.store(out, tl.load(out) + 1.0)
@@ -24,11 +24,11 @@ def wrong_values(
 def writes_beyond(
     out, pre, a, b, bias, other, scalars, M, N, K, chunk,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """The right product, and its first element a second time over what is read."""
     gemm(out, pre, a, b, bias, other, scalars, M, N, K, chunk, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE,
-         BM, BN, BK, GROUP, PARTS)  # fmt: skip
+         BM, BN, BK, GROUP, PARTS, TF32)  # fmt: skip
     if tl.program_id(0) == 0:
         tl.debug_barrier()
         tl.store(b, tl.load(b) + 1.0)
@@ -38,7 +38,7 @@ def writes_beyond(
 def hangs(
     out, pre, a, b, bias, other, scalars, M, N, K, chunk,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """Never comes back."""
     batch = tl.load(scalars, volatile=True)
