@@ -91,21 +91,10 @@ def test_mistakes_are_one_line(gpu, argv, words, capsys):
 
 def test_inspect_shows_what_a_kernel_became():
     """In processes of their own: the interpreter of the other tests changes Triton for good."""
-    words = [
-        "inspect",
-        "linear_gelu",
-        "--preset",
-        "shakespeare-char",
-        "--device",
-        "cuda",
-        "--arch",
-        "sm_80",
-        "--dtype",
-        "bf16",
-    ]
+    command = "inspect linear_gelu --preset shakespeare-char --device cuda --arch sm_80 --dtype bf16"
     json_text, text = (
         subprocess.run(
-            [sys.executable, "-m", "barellm", *words, *more], capture_output=True, text=True, check=True
+            [sys.executable, "-m", "barellm", *command.split(), *more], capture_output=True, text=True, check=True
         ).stdout
         for more in (["--json"], [])
     )
@@ -113,5 +102,6 @@ def test_inspect_shows_what_a_kernel_became():
     assert result["isa"] == "sm_80"
     for kernel in result["kernels"]:
         assert kernel["ops"] == ["linear_gelu"] and kernel["options"]["num_warps"] in (4, 8)
-        assert kernel["code"]["spills"] == 0 and kernel["code"]["counts"]["HMMA"] > 0
+        few = kernel["kernel"].startswith("few_rows")  # a decoded token is no work for tensor cores
+        assert kernel["code"]["spills"] == 0 and kernel["code"]["counts"]["FFMA" if few else "HMMA"] > 0
     assert "registers" in text and "HMMA" in text and "shared memory" in text
