@@ -7,6 +7,7 @@ touched for longer than the last-level cache remembers ("cold"). Inside a step w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -200,11 +201,14 @@ def measure(
     peer: str = "",
 ) -> dict[str, Any]:
     """A row per product of the model and number of tokens, `report`ed when it is there. Peaks, warm and cold take turns, and with a
-    `peer`, "torch" or "cublaslt", its product, without what is fused to ours; all are medians of `rounds`. `config` has its dtype
+    `peer`, "torch" or "cublaslt", its product, without what is fused to ours; all are medians of `rounds`. On a CPU each round goes
+    through all products, so that no busy moment of the machine has more than one sample of a product. `config` has its dtype
     resolved, and says who does ours."""
     bench, rows, dtype = open_bench(device), [], config.train.dtype
     options = by_whom(config.train, device)
     all_products = [p for count in tokens for p in products(config.model, count, device)]
+    samples: list[list[tuple[float, ...]]] = [[] for _ in all_products]
+    sweeps = rounds if device == "cpu" else 1
     script = peer_script("torch_gemm.py") if peer == "torch" else None
     cases = [case(product, dtype, device) for product in all_products]
     theirs = {"peer": "cuBLASLt"} if peer else {}
@@ -213,18 +217,20 @@ def measure(
             peer_process.opened(script, cases, device=device, environment={}) as process,
             contextlib.ExitStack() as ends,
         ):
-            for i, product in enumerate(all_products):
+            for sweep, (i, product) in itertools.product(range(sweeps), enumerate(all_products)):
                 timed = TimedOnGpu(product, dtype, **options) if device == "cuda" else Timed(product, dtype)
                 ends.callback(timed.close)
-                other = None
+                sides: list[Any] = [timed]
                 if process:
-                    other = Turns(process, i)
+                    sides.append(Turns(process, i))
                 elif peer:
-                    other = TimedOnGpu(alone(product), dtype, **options | {"matmul": "cublaslt"})
-                    ends.callback(other.close)
-                rows.append(_row(product, timed, other, dtype, rounds, bench))
+                    sides.append(TimedOnGpu(alone(product), dtype, **options | {"matmul": "cublaslt"}))
+                    ends.callback(sides[-1].close)
+                samples[i] += [_sample(sides, dtype, bench) for _ in range(rounds // sweeps)]
+                if sweep == sweeps - 1:
+                    rows.append(_row(product, timed, samples[i], dtype))
+                    report(rows[-1])
                 ends.close()
-                report(rows[-1])
             if process:
                 theirs = {"peer": f"PyTorch {process.facts['version']}"}
     finally:
@@ -264,19 +270,13 @@ class Turns:
         return self._seconds("cold", self.calls)
 
 
-def _row(
-    product: Product,
-    timed: Timed | TimedOnGpu,
-    peer: Turns | TimedOnGpu | None,
-    dtype: str,
-    rounds: int,
-    bench: Bench,
-) -> dict[str, Any]:
-    sides = [timed] + ([peer] if peer else [])
-    samples = [
-        (bench.peak("fp32"), bench.peak(dtype), *(seconds for side in sides for seconds in (side.warm(), side.cold())))
-        for _ in range(rounds)
-    ]
+def _sample(sides: list[Any], dtype: str, bench: Bench) -> tuple[float, ...]:
+    """Peaks of fp32 and of the dtype, then of each side the seconds warm and cold."""
+    peaks = bench.peak("fp32"), bench.peak(dtype)
+    return (*peaks, *(seconds for side in sides for seconds in (side.warm(), side.cold())))
+
+
+def _row(product: Product, timed: Timed | TimedOnGpu, samples: list[tuple[float, ...]], dtype: str) -> dict[str, Any]:
     fp32, peak, warm, cold, *theirs = (median(column) for column in zip(*samples, strict=True))
     op = timed.ops[0]
     bound = Ceiling({"fp32": fp32, "bf16": peak}, {}).operations(op)
