@@ -156,7 +156,11 @@ def measure(
     device: str = "cpu",
 ) -> dict[str, Any]:
     """`peers`: as `chosen` gives them."""
+    from barellm.profiling.roofline import measured_ceiling
+
     all_variants = variants(config, peers, device)
+    if device == "cpu":  # before and after the rounds; a GPU's memory is for the variants
+        measured_ceiling(device=device)
     load = os.getloadavg()
     steps = interleave(all_variants, rounds=rounds, report=report, device_bytes=device_bytes(device))
     return summary(config, all_variants, rounds=rounds, steps=steps, device=device) | {
@@ -173,6 +177,7 @@ def summary(
     from barellm.training.machine import build_programs
 
     ceiling = measured_ceiling(device=device)
+    ceiling.again()
     programs = build_programs(config)
     bound = step_bound(programs, config.train.dtype, ceiling)
     ours = median(all_variants[0].samples)

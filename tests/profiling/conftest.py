@@ -22,6 +22,9 @@ class Told(Ceiling):
     def measure(self, mixes: Iterable[Mix]) -> None:
         pass
 
+    def again(self) -> None:
+        pass
+
 
 def made_up(**machine) -> Ceiling:
     """Every mix has a rate: READ without stores, ADAMW for its mix, else COPY."""

@@ -52,6 +52,15 @@ def test_a_mix_that_is_missing_is_measured_once(monkeypatch):
     assert ceiling.to_json()["mixes"] == [{"read": 5, "write": 3, "update": 0, "rate": 1e9}]
 
 
+def test_measured_again_the_better_rates_stay(monkeypatch):
+    monkeypatch.setattr(Bench, "bandwidth", lambda self, mix: 2e9)
+    monkeypatch.setattr(Bench, "peak", lambda self, dtype: {"fp32": 5e9, "bf16": 6e9}[dtype])
+    ceiling = Ceiling({"fp32": 4e9, "bf16": 8e9}, {(8, 0, 0): 3e9, (4, 4, 0): 1e9})
+    ceiling.again()
+    assert ceiling.flops == {"fp32": 5e9, "bf16": 8e9}
+    assert ceiling.bandwidth == {(8, 0, 0): 3e9, (4, 4, 0): 2e9}
+
+
 @pytest.mark.parametrize("mix", [(8, 0, 0), (4, 4, 0), (0, 0, 8), (2, 0, 6), (5, 2, 1)])
 def test_every_mix_runs(mix):
     bench = Bench(threads=2)
