@@ -10,7 +10,7 @@ import pytest
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.attention import join_heads, keep_probabilities, log_sum_exp, scores, split_heads
-from barellm.program.tensor import Dim
+from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.reference import ReferenceSession
 from tests.check import EPS, persistent, stored, tokens
 
@@ -213,3 +213,48 @@ def check_network(open_session, *, compute: str, limit: float, bias: bool, sizes
     finally:
         session.close()
     return {op.name for low in session.lowered.values() for op in low.ops}
+
+
+MOMENTS = {
+    "fp32": ("fp32", "fp32", None),
+    "16bit": ("e6m9", "ue6m10", None),
+    "16bit-stochastic": ("e6m9", "ue6m10", 65536),
+}
+each_moments = pytest.mark.parametrize("moments", MOMENTS)
+
+
+def adamw_case(shape, dtype, *, moments="fp32", scale=0.5, step=1, weight_decay=0.1, beta2=0.95):
+    """(operands, bounds, attributes). Moments rounded stochastically may be a whole unit off, those to nearest half of one."""
+    dtype_m, dtype_v, stream = MOMENTS[moments]
+    given = {
+        "param": persistent(normal(*shape), dtype),
+        "grad": persistent(normal(*shape, seed=2), role="gradient"),
+        "m": persistent(0.1 * normal(*shape, seed=3), dtype_m, "state"),
+        "v": persistent(0.01 * normal(*shape, seed=4) ** 2, dtype_v, "state"),
+        "clip": persistent(np.array([2.0, scale]), role="state"),
+    }
+    attrs = {"beta1": 0.9, "beta2": beta2, "eps": 1e-8, "weight_decay": weight_decay, "stream": stream}
+    # The update without the cancellation between m and the gradient.
+    sizes = {name: np.abs(g.values) for name, g in given.items()} | {"param": np.zeros(shape)}
+    fp32 = {name: Tensor(name, shape, "fp32", "state") for name in ("m", "v")}
+    large = ops.AdamW(dict(fp32), attrs).reference(**sizes, lr=3e-3, step=step)
+    bounds = {"param": 4 * EPS * np.abs(given["param"].values) + 12 * EPS * -large["param"], "m": 2 * EPS, "v": 2 * EPS}
+    if moments != "fp32":  # where fp32 and float64 lie on two sides of a boundary, the roundings are a unit apart
+        bounds |= {"m": 2.0**-9 * large["m"], "v": 2.0**-10 * large["v"]}
+    return given, bounds, attrs
+
+
+def assert_like_the_reference(p: Program, session, oracle, *, batch: int, seq: int, seed: int, limit: float) -> None:
+    """One run of program "op" on both, with the same random inputs and parameters: no output is further off than `limit` of its
+    largest element."""
+    for name, t in {**p.named, **p.store.tensors}.items():
+        if t.role in ("input", "parameter"):
+            shape = tuple({"batch": batch, "seq": seq}[n.name] if isinstance(n, Dim) else n for n in t.shape)
+            for s in (session, oracle):
+                s.write(name, stored(normal(*shape, seed=seed), p.compute))
+    for s in (session, oracle):
+        s.run("op", batch=batch, seq=seq)
+    for name, t in p.named.items():
+        if t.role == "output":
+            got, want = session.read(name).astype(np.float64), oracle.read(name)
+            assert np.abs(got - want).max() <= limit * np.abs(want).max(), name

@@ -95,7 +95,7 @@ def find() -> str:
 
 
 @cache
-def library() -> Any:
+def functions() -> Any:
     """Its functions."""
     found = ctypes.CDLL(find())
     for name, types in SIGNATURES.items():
@@ -107,20 +107,20 @@ class Cublas:
     """cuBLASLt in the current context, and what its heuristic has said."""
 
     def __init__(self) -> None:
-        self.library = library()
+        self.functions = functions()
         self.handle = self._made("cublasLt")
         self.close = self.handle.give_back
         self.preference = self._made("cublasLtMatmulPreference")
         self._algorithms: dict[Any, Algorithm] = {}
 
     def call(self, name: str, *args: Any) -> None:
-        if status := getattr(self.library, name)(*args):
+        if status := getattr(self.functions, name)(*args):
             raise CublasError(name, status)
 
     def _made(self, name: str, *args: Any) -> Made:
         made = c_void_p()
         self.call(f"{name}Create", byref(made), *args)
-        return Made(made, getattr(self.library, f"{name}Destroy"))
+        return Made(made, getattr(self.functions, f"{name}Destroy"))
 
     def matrix(self, dtype: str, rows: int, cols: int) -> Made:
         """The layout of a row-major matrix without gaps."""

@@ -61,7 +61,7 @@ class MockCublas:
 
     def install(self, monkeypatch: Any) -> None:
         """In the library's place, called as the library is: by function pointers of the same C types."""
-        monkeypatch.setattr(cublaslt, "library", lambda: SimpleNamespace(**self._functions))
+        monkeypatch.setattr(cublaslt, "functions", lambda: SimpleNamespace(**self._functions))
 
     def _exported(self, name: str, types: tuple[Any, ...]) -> Any:
         def function(*args: Any) -> int:

@@ -19,10 +19,10 @@ from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
-from tests.cases import as_operand, chain_bound, normal, operands
+from tests.cases import as_operand, assert_like_the_reference, chain_bound, normal, operands
 from tests.check import EPS, Case, check_case
 from tests.cuda import check
-from tests.cuda.check import DeviceSession, stored
+from tests.cuda.check import DeviceSession
 from tests.cuda.mock import LAUNCH_MS, Gpu
 from tests.cuda.mock_cublas import WORKSPACE, MockCublas
 from tests.cuda.test_matmul import linear, linear_gelu, linear_residual, matmul_dx_gelu
@@ -55,7 +55,7 @@ def library(request, monkeypatch):
         return
     made = MockCublas(request.getfixturevalue("gpu"))
     made.install(monkeypatch)
-    monkeypatch.setattr(kernels.library, "WORKSPACE_BYTES", WORKSPACE + WORKSPACE_ALIGN)
+    monkeypatch.setattr(kernels.cublaslt, "WORKSPACE_BYTES", WORKSPACE + WORKSPACE_ALIGN)
     yield made
     assert not made.failures, made.failures[0]
 
@@ -92,17 +92,7 @@ def test_what_is_fused_means_its_sequence(library, build, compute, limit, bias):
     build(p, p.input("x", (Dim("batch", 3), Dim("seq", 11), C), compute), bias, C, F)
     session, oracle = CudaSession({"op": p}, matmul="cublaslt"), ReferenceSession({"op": p})
     for batch, seq in ((3, 11), (1, 1), (3, 11)):
-        for name, t in {**p.named, **p.store.tensors}.items():
-            if t.role in ("input", "parameter"):
-                shape = tuple({"batch": batch, "seq": seq}[n.name] if isinstance(n, Dim) else n for n in t.shape)
-                for s in (session, oracle):
-                    s.write(name, stored(normal(*shape, seed=batch), compute))
-        for s in (session, oracle):
-            s.run("op", batch=batch, seq=seq)
-        for name, t in p.named.items():
-            if t.role == "output":
-                got, want = session.read(name).astype(np.float64), oracle.read(name)
-                assert np.abs(got - want).max() <= limit * np.abs(want).max(), name
+        assert_like_the_reference(p, session, oracle, batch=batch, seq=seq, seed=batch, limit=limit)
     own = compute == "fp32" and "gelu" in build.__name__
     assert len(library.done) == (0 if own else 3)
     assert len(library.asked) == (0 if own else 2)  # once for each number of tokens
@@ -176,7 +166,7 @@ def test_without_the_library(gpu, monkeypatch):
         raise RuntimeError(f"Failure finding {name}")
 
     monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", nothing)
-    cublaslt.library.cache_clear()
+    cublaslt.functions.cache_clear()
     with pytest.raises(
         UserError, match=r"needs NVIDIA's libcublasLt, and none was found here: pip install nvidia-cublas$"
     ):

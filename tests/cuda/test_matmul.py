@@ -11,8 +11,8 @@ from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
-from tests.cases import as_operand, chain_bound, normal, operands
-from tests.cuda.check import EPS, InterpretedSession, check_op, stored
+from tests.cases import as_operand, assert_like_the_reference, chain_bound, operands
+from tests.cuda.check import EPS, InterpretedSession, check_op
 
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 # (batch, seq, N, K): ones, primes, one more and one less than tiles of 32 x 64 x 16, more tiles than are grouped.
@@ -115,17 +115,7 @@ def test_what_is_fused_means_its_sequence(build, compute, limit, bias, tile, mon
     names = [op.name for op in session.lowered["op"].ops]
     assert names == [build.__name__] or (build is linear and names == ["matmul"])
     for (batch, seq), seed in (((3, 11), 3), ((1, 1), 4)):
-        for name, t in {**p.named, **p.store.tensors}.items():
-            if t.role in ("input", "parameter"):
-                shape = tuple({"batch": batch, "seq": seq}[n.name] if isinstance(n, Dim) else n for n in t.shape)
-                for s in (session, oracle):
-                    s.write(name, stored(normal(*shape, seed=seed), compute))
-        for s in (session, oracle):
-            s.run("op", batch=batch, seq=seq)
-        for name, t in p.named.items():
-            if t.role == "output":
-                got, want = session.read(name).astype(np.float64), oracle.read(name)
-                assert np.abs(got - want).max() <= limit * np.abs(want).max(), name
+        assert_like_the_reference(p, session, oracle, batch=batch, seq=seq, seed=seed, limit=limit)
 
 
 def test_splits_grow_with_tokens_and_their_scratch_is_enough():

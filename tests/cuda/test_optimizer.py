@@ -11,17 +11,13 @@ from barellm.models.programs import build
 from barellm.optim.adamw import adamw as adamw_of_all
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.tensor import Tensor
 from barellm.runtime.reference import ReferenceSession
+from tests.cases import adamw_case, each_moments, normal
 from tests.cuda.check import EPS, PLAIN, InterpretedSession, check_op, persistent
 
 SHAPES = [(1,), (7,), (65,), (3, 131), (17, 257)]
 
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-
-
-def normal(*shape: int, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 @each_shape
@@ -57,32 +53,8 @@ def test_a_norm_that_is_not_finite_is_counted(bad):
     assert np.isnan(got["clip"][1])
 
 
-MOMENTS = {
-    "fp32": ("fp32", "fp32", None),
-    "16bit": ("e6m9", "ue6m10", None),
-    "16bit-stochastic": ("e6m9", "ue6m10", 65536),
-}
-each_moments = pytest.mark.parametrize("moments", MOMENTS)
-
-
-def adamw(shape, dtype, *, moments="fp32", scale=0.5, step=1, weight_decay=0.1, beta2=0.95):
-    """Moments that are rounded stochastically may be a whole unit off, those to nearest half of one."""
-    dtype_m, dtype_v, stream = MOMENTS[moments]
-    given = {
-        "param": persistent(normal(*shape), dtype),
-        "grad": persistent(normal(*shape, seed=2), role="gradient"),
-        "m": persistent(0.1 * normal(*shape, seed=3), dtype_m, "state"),
-        "v": persistent(0.01 * normal(*shape, seed=4) ** 2, dtype_v, "state"),
-        "clip": persistent(np.array([2.0, scale]), role="state"),
-    }
-    attrs = {"beta1": 0.9, "beta2": beta2, "eps": 1e-8, "weight_decay": weight_decay, "stream": stream}
-    # The update without the cancellation between m and the gradient.
-    sizes = {name: np.abs(g.values) for name, g in given.items()} | {"param": np.zeros(shape)}
-    fp32 = {name: Tensor(name, shape, "fp32", "state") for name in ("m", "v")}
-    large = ops.AdamW(dict(fp32), attrs).reference(**sizes, lr=3e-3, step=step)
-    bounds = {"param": 4 * EPS * np.abs(given["param"].values) + 12 * EPS * -large["param"], "m": 2 * EPS, "v": 2 * EPS}
-    if moments != "fp32":  # where fp32 and float64 lie on two sides of a boundary, the roundings are a unit apart
-        bounds |= {"m": 2.0**-9 * large["m"], "v": 2.0**-10 * large["v"]}
+def adamw(shape, dtype, *, step=1, **more):
+    given, bounds, attrs = adamw_case(shape, dtype, step=step, **more)
     return given, check_op(ops.AdamW, given, scalars={"step": step, "lr": 3e-3, "seed": 9}, bounds=bounds, **attrs)
 
 

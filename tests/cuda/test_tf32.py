@@ -11,7 +11,7 @@ from barellm.cuda import choices
 from barellm.cuda.choices import Tile
 from barellm.cuda.cublaslt import WORKSPACE_ALIGN
 from barellm.cuda.kernel import Target
-from barellm.cuda.kernels import library
+from barellm.cuda.kernels import cublaslt
 from barellm.program import ops
 from tests.cases import chain_bound, operands
 from tests.cuda import check
@@ -62,7 +62,7 @@ def gpu(monkeypatch):
 def test_a_model_trains_like_the_references(gpu, monkeypatch, matmul):
     cublas = MockCublas(gpu)
     cublas.install(monkeypatch)
-    monkeypatch.setattr(library, "WORKSPACE_BYTES", WORKSPACE + WORKSPACE_ALIGN)
+    monkeypatch.setattr(cublaslt, "WORKSPACE_BYTES", WORKSPACE + WORKSPACE_ALIGN)
     train_beside_the_references(MODEL, "fp32", 1e-2, matmul=matmul, tf32=True).synchronize()
     assert not cublas.failures and {line.split()[0] for line in cublas.done} == ({"tf32"} if matmul != "own" else set())
 

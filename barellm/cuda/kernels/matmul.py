@@ -17,7 +17,7 @@ from typing import Any
 
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, cdiv, lowering, mode
-from barellm.cuda.kernels import few_rows, hopper, library
+from barellm.cuda.kernels import cublaslt, few_rows, hopper
 from barellm.cuda.kernels.epilogue import finish, name_of
 from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import device, tl
@@ -95,8 +95,8 @@ def product(
         if most <= choices.FEW:
             return
         given["rows"] = rows = few_rows.More(rows)
-    if library.fits(c, **given):
-        library.append(c, role, **given)
+    if cublaslt.fits(c, **given):
+        cublaslt.append(c, role, **given)
         return
     if hopper.fits(c, role, **given):
         hopper.launch_product(c, role, **given)
