@@ -1,4 +1,4 @@
-"""One op on the CUDA backend against its float64 reference, its launches interpreted or on a GPU: what its kernel tests call."""
+"""One op on the CUDA backend against its float64 reference, interpreted, as PTX or on a GPU: what its kernel tests call."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from barellm.runtime.lowering import Region
 from barellm.runtime.scalars import NBYTES
 from tests.check import EPS, ROUNDING, Case, Given, check_case, persistent, stored, tokens
 from tests.cuda import interpreter
+from tests.cuda.interpreter import Execute
 
 __all__ = ["EPS", "ROUNDING", "Given", "InterpretedSession", "check_op", "persistent", "stored", "tokens"]
 
@@ -25,9 +26,12 @@ ALIGN = 512  # of device memory
 
 
 class InterpretedSession(ArenaSession):
-    """Programs of the CUDA backend over host memory. `backward`: the last block of a grid first."""
+    """Programs of the CUDA backend over host memory. `execute`: who runs a launch, given its specialisation, parameters and
+    grid."""
 
-    def __init__(self, programs: dict[str, Program], *, target: Target = PLAIN, backward: bool = False) -> None:
+    def __init__(
+        self, programs: dict[str, Program], *, target: Target = PLAIN, execute: Execute = interpreter.execute
+    ) -> None:
         built = lower_and_plan(programs, target)
         super().__init__(programs, built.plan)
         self.lowered = built.lowered
@@ -36,19 +40,18 @@ class InterpretedSession(ArenaSession):
         self.arena = raw[skip : skip + self.plan.arena_bytes]
         self._inputs = self._input_rooms(lambda t: self.stored(t).reshape(-1))
         self._starts = {name: partial(self._interpret, name) for name in programs}
-        self.backward = backward
+        self.execute = execute
 
     def _interpret(self, program: str) -> None:
         ints = self._block.ints
-        with interpreter.interpreting():
-            for launch in self.lowered[program].launches:
-                interpreter.run(
-                    launch,
-                    Sizes(int(ints[0]), int(ints[1])),
-                    self._address,
-                    (self._block.address, self._block.address + NBYTES),
-                    backward=self.backward,
-                )
+        for launch in self.lowered[program].launches:
+            interpreter.run(
+                launch,
+                Sizes(int(ints[0]), int(ints[1])),
+                self._address,
+                (self._block.address, self._block.address + NBYTES),
+                self.execute,
+            )
 
     def _address(self, region: Region) -> tuple[int, int]:
         start = self.arena.ctypes.data + self.plan.offsets[region.tensor]
@@ -106,8 +109,17 @@ def check_op(
     blocks, on a GPU not on the run. `bounds`: absolute error allowed besides the dtype's rounding; `plan`: planned (batch, seq),
     else the given."""
     case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars or {}, plan)
-    if DEVICE != "interpreter":  # the GPU decides the target
+    if DEVICE in ("mock", "cuda"):  # the GPU decides the target
         session = partial(DeviceSession, tf32=target.tf32)
         return check_case(case, {"the first run": session, "the second": session})
-    ways = {"blocks forward": False, "blocks backward": True}
-    return check_case(case, {name: partial(InterpretedSession, target=target, backward=b) for name, b in ways.items()})
+    return check_case(case, {n: partial(InterpretedSession, target=target, execute=e) for n, e in ways(target).items()})
+
+
+def ways(target: Target) -> dict[str, Execute]:
+    """To run a launch here, which must give equal bits."""
+    if DEVICE == "ptx":
+        from tests.cuda.ptx.launch import RUNS, execute
+
+        return {name: partial(execute, arch=target.arch, run=run) for name, run in RUNS.items()}
+    forward = interpreter.execute
+    return {"blocks forward": forward, "blocks backward": partial(forward, backward=True)}

@@ -85,6 +85,7 @@ class Words:
 
 
 Parameter = Pointer | Box | Words | int
+Execute = Callable[[Spec, Sequence[Parameter], tuple[int, ...]], None]  # parameters in the signature's order, the grid
 
 
 def run(
@@ -92,11 +93,10 @@ def run(
     sizes: Sizes,
     address: Callable[[Region], tuple[int, int]],
     scalars: tuple[int, int],
-    *,
-    backward: bool = False,
+    execute: Execute,
 ) -> None:
-    """One launch on host memory. `address(region)`: where its bytes start and stop; `scalars`: the same of the run-time scalars."""
-
+    """One launch on host memory by `execute`. `address(region)`: where its bytes start and stop; `scalars`: the same of the
+    run-time scalars."""
     grid = launch.grid(sizes)
     if 0 in grid:
         return
@@ -123,13 +123,14 @@ def run(
             values.append(Words.read(a.type, Pointer(start, start, start + a.nbytes, False), regions.__getitem__))
         else:
             values.append(a if isinstance(a, int) else a(sizes))
-    execute(launch.spec, values, grid, backward)
+    execute(launch.spec, values, grid)
 
 
 def execute(spec: Spec, values: Sequence[Parameter], grid: tuple[int, ...], backward: bool = False) -> None:
     """All blocks of a grid, the last first if `backward`. `values`: the parameters in the signature's order."""
     if spec.function.dialect == "gluon":
-        gluon_machine.execute(spec, values, grid, backward)
+        with interpreting():
+            gluon_machine.execute(spec, values, grid, backward)
         return
     nx, ny, nz = (*grid, 1, 1)[:3]
     blocks = [(x, y, z) for z in range(nz) for y in range(ny) for x in range(nx)]

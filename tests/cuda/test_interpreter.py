@@ -135,7 +135,7 @@ def test_tensor_maps_read_zeros_outside_and_write_nothing_there():
         start = arrays[region.tensor].ctypes.data
         return start + region.start, start + region.stop
 
-    interpreter.run(c.launches[0], Sizes(1, 4), address, (0, 0))
+    interpreter.run(c.launches[0], Sizes(1, 4), address, (0, 0), interpreter.execute)
     want = np.zeros((6, 16))
     want[:2, 8:12] = np.arange(60).reshape(5, 12)[3:, :4]  # x has 5 x 12 elements, y 4 x 12
     assert np.array_equal(arrays[ys].astype(float), want)

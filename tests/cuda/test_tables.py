@@ -54,7 +54,7 @@ def run_marked(*, shorter: int = 0, skip: int = 0, writes: tuple[str, ...] = ("o
         at = start + 32 * tensors.index(region.tensor)
         return at + region.start, at + region.stop
 
-    interpreter.run(c.launches[0], Sizes(), address, (0, 0))
+    interpreter.run(c.launches[0], Sizes(), address, (0, 0), interpreter.execute)
     first = (start - memory.ctypes.data) // 4
     return memory[first : first + 32].reshape(4, 8)
 
