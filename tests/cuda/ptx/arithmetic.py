@@ -241,16 +241,22 @@ def multiply(m: Machine, i: Instruction, threads: Array) -> None:
 @op("fma")
 def fma(m: Machine, i: Instruction, threads: Array) -> None:
     type_ = i.modifiers[-1]
+    if type_ == "bf16x2":
+        a, b, c = (np.broadcast_to(m.read(o, threads, "b32"), threads.shape) for o in i.operands[1:])
+        halves = (np.ascontiguousarray(v).view(BF16) for v in (a, b, c))
+        return give(m, i, threads, _narrow(fused(*halves)).view(np.uint32))
     a, b, c = values_of(m, i, threads, type_)
+    if type_ == "bf16":
+        return give(m, i, threads, _narrow(fused(a, b, c)))
     if type_ != "f32":
         raise Fault(f"no machine knows {i.opcode}")
-    give(m, i, threads, fused(a, b, c))
+    give(m, i, threads, fused(a, b, c).astype(np.float32))
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """a b + c in fp32, rounded once. Doubles hold the product; where their sum then lies halfway between two floats, or seems to,
-    what it lost decides."""
-    product, c = a.astype(np.float64) * b, c.astype(np.float64)
+    """a b + c as doubles that round to what the exact number rounds to, in any type of at most half as many bits. A double holds
+    the product; where the sum seems to lie halfway between two numbers of such a type, what it lost moves it off."""
+    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
     total = np.atleast_1d(product + c)
     near = (total.view(np.uint64) & HALF) == 0
     if near.any():
@@ -259,7 +265,15 @@ def fused(a: Array, b: Array, c: Array) -> Array:
         lost = (x - (s - back)) + (y - back)
         nudged = np.nextafter(s, np.where(lost > 0, np.inf, -np.inf))
         total[near] = np.where((lost != 0) & np.isfinite(lost), nudged, s)
-    return total.astype(np.float32)
+    return total
+
+
+def _narrow(values: Array) -> Array:
+    """Doubles as bf16, rounded once: the float between has its last bit set where it is not exact."""
+    near = values.astype(np.float32)
+    below = np.where(np.abs(near) > np.abs(values), np.nextafter(near, np.float32(0)), near)
+    bits = below.view(np.uint32) | (below != values).astype(np.uint32)
+    return np.where(np.isfinite(near), bits.view(np.float32), near).astype(BF16)
 
 
 # --- comparisons ---
