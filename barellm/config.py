@@ -177,9 +177,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
 def preset(name: str) -> Config:
     """The preset of that name; an unknown one is refused with the nearest known name."""
     if name not in PRESETS:
-        from difflib import get_close_matches
+        from barellm.overrides import nearest  # which imports this module
 
-        near = get_close_matches(name, PRESETS, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"unknown preset {name!r}{hint} (known: {', '.join(PRESETS)})")
+        raise UserError(f"unknown preset {name!r}{nearest(name, PRESETS)} (known: {', '.join(PRESETS)})")
     return PRESETS[name]()

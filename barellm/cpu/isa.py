@@ -31,10 +31,6 @@ class ISA:
     masked: bool = False  # masked loads and stores of 16- and 32-bit elements are instructions
     tiles: bool = False  # products of bf16 in AMX tile registers
 
-    @property
-    def vector_bytes(self) -> int:
-        return 4 * self.lanes
-
 
 X86 = {
     "amx_bf16": ISA("amx_bf16", "", "sapphirerapids", "+amx-tile,+amx-bf16", 16, 32, True, "x86", True, True, True),

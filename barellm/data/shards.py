@@ -152,12 +152,6 @@ class TokenStream:
         self.read(start, out)
         return out
 
-    def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """The tokens [start, stop) in pieces of bounded size."""
-        stop = len(self) if stop is None else stop
-        for low in range(start, stop, BLOCK):
-            yield self.array(low, min(low + BLOCK, stop))
-
     def slice(self, start: int, stop: int, *, name: str) -> TokenStream:
         """The stream of the tokens [start, stop), nothing copied."""
         begins = [0, *self.ends.tolist()][:-1]

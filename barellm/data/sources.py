@@ -44,15 +44,6 @@ class Dataset:
         except UserError:
             return None
 
-    def val_bytes(self, start: int = 0, stop: int | None = None) -> int:
-        """Bytes of text in the validation tokens [start, stop), exactly; end-of-text ids count none."""
-        lengths = self.tokenizer.byte_lengths
-        return sum(int(lengths[block].sum()) for block in self.val.blocks(start, stop))
-
-    def val_text(self) -> bytes:
-        """The validation text itself (documents joined), for comparison with a compressor."""
-        return b"".join(self.tokenizer.decode_bytes(block) for block in self.val.blocks())
-
 
 def prepare(data: DataConfig, *, tokenizer: Tokenizer | None = None, report: Report | None = None) -> Dataset:
     """The data set that a configuration names; text is tokenized once and cached.

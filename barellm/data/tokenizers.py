@@ -11,7 +11,6 @@ import codecs
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from barellm.data.cache import new_file
 from barellm.errors import UserError
+from barellm.overrides import nearest
 
 KINDS = ("bytes", "chars", "bpe", "gpt2")
 FILE = "tokenizer.json"
@@ -162,9 +162,8 @@ def check_kind(name: str) -> None:
     """UserError, with the nearest name, unless `name` is a kind of tokenizer or a folder that holds one."""
     if name in KINDS or (name and (Path(name) / FILE).is_file()):
         return
-    near = get_close_matches(name, KINDS, n=1)
-    hint = f", did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"unknown tokenizer {name!r}{hint} (known: {', '.join(KINDS)}, or a folder with {FILE})")
+    known = f"known: {', '.join(KINDS)}, or a folder with {FILE}"
+    raise UserError(f"unknown tokenizer {name!r}{nearest(name, KINDS)} ({known})")
 
 
 def make_tokenizer(name: str, texts: Callable[[], Iterable[str]], *, train: Callable[[], Iterable[str]] | None = None,

@@ -103,9 +103,7 @@ def measure(
             )
             try:
                 for what in WHATS:
-                    peak = bench.peak(
-                        dtype
-                    )  # near to what is held against it: the machine's speed changes by the minute
+                    peak = bench.peak(dtype)  # near to what is held against it: the machine's speed changes
                     rows.append(row(case, what, turns(what=what), peak))
                     report(line(rows[-1]))
             finally:

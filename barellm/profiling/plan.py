@@ -10,22 +10,13 @@ from barellm.profiling.devices import device_bytes, lower
 from barellm.profiling.roofline import Ceiling, primitives
 from barellm.program.ops.base import Op
 from barellm.program.tensor import PERSISTENT
-from barellm.runtime.memory import memory_limit
+from barellm.runtime.memory import PLURAL, memory_limit
 from barellm.training.machine import build_programs, products
 
 if TYPE_CHECKING:
     from barellm.profiling.devices import Built
 
-ROLES = {
-    "parameter": "parameters",
-    "gradient": "gradients",
-    "state": "optimizer_state",
-    "cache": "caches",
-    "input": "inputs",
-    "activation": "activations",
-    "output": "outputs",
-    "scratch": "scratch",
-}
+ROLES = {role: words.replace(" ", "_") for role, words in PLURAL.items()}
 STEP = ("micro", "update")  # what an optimizer step runs
 PRIVATE = "threads.private"  # scratch of the threads of a CPU, which outlives a program
 

@@ -144,7 +144,6 @@ def describe(
     tokens = train.batch * train.seq
     arena = machine.plan.arena_bytes
     added = now - facts["resident_before_bytes"]
-    facts = {name: value for name, value in facts.items() if name != "counter"}
     return {
         "kind": "step",
         "preset": machine.config.preset,

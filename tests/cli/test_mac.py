@@ -100,9 +100,8 @@ def trained(on_a_mac, training, folder) -> Path:
     done = on_a_mac(*training, "--out", folder / "run")
     assert done.returncode == 0, done.stderr
     objects = list((folder / "cache" / "objects").glob("*.o"))
-    assert len(objects) > 10 and all(
-        b"\xcf\xfa\xed\xfe" in path.read_bytes()[:64] for path in objects
-    )  # Mach-O, 64 bits
+    mach_o = b"\xcf\xfa\xed\xfe"  # of 64 bits
+    assert len(objects) > 10 and all(mach_o in path.read_bytes()[:64] for path in objects)
     return folder / "run"
 
 

@@ -30,17 +30,19 @@ def tokens(stream) -> list[int]:
     return stream.array(0, len(stream)).tolist()
 
 
+def val_text(data) -> bytes:
+    return data.tokenizer.decode_bytes(tokens(data.val))
+
+
 @pytest.mark.parametrize("kind", ["bytes", "chars", "bpe"])
 def test_text_comes_out_of_both_parts_as_it_went_in(kind, text):
     data = prepare(DataConfig(source=str(text), tokenizer=kind, bpe_vocab=300, val_fraction=0.25))
     cut = int(len(TEXT) * 0.75)
     assert data.tokenizer.name == kind
     assert data.tokenizer.decode(tokens(data.train)) == TEXT[:cut]
-    assert data.val_text() == TEXT[cut:].encode()
-    assert data.val_bytes() == len(TEXT[cut:].encode())
-    assert data.val_bytes(3, 11) == len(data.tokenizer.decode_bytes(data.val.array(3, 11)))
-    targets = Validation(data.val, seq=16).text_bytes(data.byte_lengths)
-    assert targets == data.val_bytes(1)
+    assert val_text(data) == TEXT[cut:].encode()
+    targets = data.tokenizer.decode_bytes(tokens(data.val)[1:])
+    assert Validation(data.val, seq=16).text_bytes(data.byte_lengths) == len(targets)
 
 
 def test_every_document_follows_an_end_of_text(tmp_path):
@@ -53,7 +55,7 @@ def test_every_document_follows_an_end_of_text(tmp_path):
     documents = [data.tokenizer.decode(part) for part in split(ids, eot)]
     assert documents == ["", *(f"text {name}. " * 10 for name in ("a", "b", "folder/c"))]
     assert eot not in tokens(data.val)  # it goes on where the training part stopped
-    assert b"text" not in data.val_text()[:4]
+    assert b"text" not in val_text(data)[:4]
 
 
 def split(ids, at):
@@ -70,7 +72,7 @@ def test_bpe_learns_nothing_from_the_validation_part(tmp_path):
     (tmp_path / "a.txt").write_text("one two " * 500 + "three " * 100)
     data = prepare(DataConfig(source=str(tmp_path), tokenizer="bpe", bpe_vocab=400, val_fraction=600 / 4600))
     assert b" two" in data.tokenizer.tokens and b" three" not in data.tokenizer.tokens
-    assert data.val_text() == b"three " * 100
+    assert val_text(data) == b"three " * 100
 
 
 def test_small_groups_give_the_same_tokens(text, monkeypatch):
@@ -154,7 +156,7 @@ def test_a_killed_preparation_leaves_nothing_that_is_believed(calls, text, cache
     child = subprocess.run([sys.executable, "-c", script, str(text), str(calls)], capture_output=True, check=False)
     assert child.returncode in (0, -signal.SIGKILL), child.stderr
     data = prepare(DataConfig(source=str(text), tokenizer="bpe", bpe_vocab=300))
-    assert data.tokenizer.decode(tokens(data.train)) + data.val_text().decode() == TEXT
+    assert data.tokenizer.decode(tokens(data.train)) + val_text(data).decode() == TEXT
 
 
 def test_the_default_source_is_this_pythons_library():
@@ -162,8 +164,7 @@ def test_the_default_source_is_this_pythons_library():
     corpus = stdlib_corpus(0.1)
     originals = b"".join(piece.path.read_bytes() for piece in corpus.val)
     assert data.tokenizer.vocab_size == 2048
-    assert data.val_text() == originals
-    assert data.val_bytes() == len(originals)
+    assert val_text(data) == originals
     eot = data.tokenizer.eot
     assert tokens(data.train).count(eot) == len(corpus.train) and tokens(data.val)[0] == eot
     assert 1.5 < 8 * len(gzip.compress(originals, 9)) / len(originals) < 2.6
@@ -246,7 +247,7 @@ def test_shards_go_with_the_tokenizer_beside_them(tmp_path):
     source = str(tmp_path)
     data = prepare(DataConfig(source=source, tokenizer="chars"))
     assert data.tokenizer.hash == load_tokenizer(tmp_path).hash
-    assert data.val_text() == b"abc"
+    assert val_text(data) == b"abc"
     assert prepare(DataConfig(source=source, tokenizer=source)).hash == data.hash
     for config, given in (
         (DataConfig(source=source, tokenizer="bytes"), None),

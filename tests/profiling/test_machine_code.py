@@ -157,7 +157,7 @@ def test_no_kernel_uses_wider_registers_than_its_isa(name):
     isa = target(name)
     for u in kernels.used_by(gpt2("bf16"), isa):
         widest = kernels.summary(u.spec, isa).widest
-        assert machine_code.WIDTHS.get(widest, 0) <= isa.vector_bytes, u
+        assert machine_code.WIDTHS.get(widest, 0) <= 4 * isa.lanes, u
 
 
 X86_LOOP = """

@@ -61,9 +61,8 @@ def configure(k: KernelBuilder) -> None:
     config = Pointer(k, k.alloca("i64", 8), "i64")
     rows = int.from_bytes(bytes([SIDE] * 8), "little")
     columns = 4 * SIDE * 0x0001000100010001
-    for i, word in enumerate(
-        (1, 0, columns, columns, 0, 0, rows, 0)
-    ):  # palette 1; 8 x 16 bits of bytes a row; 8 x 8 of rows
+    # Palette 1; 8 x 16 bits of bytes a row; 8 x 8 of rows.
+    for i, word in enumerate((1, 0, columns, columns, 0, 0, rows, 0)):
         config.put(k.int(word), i)
     _tile(k, "ldtilecfg", ("ptr", config.ref))
 

@@ -39,7 +39,7 @@ from barellm.cpu.kernels.attention_blocks import (
     unstage,
     visible,
     weave,
-)  # fmt: skip
+)
 from barellm.cpu.kernels.attention_short import attention_backward_short, backward_units, short
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op

@@ -32,7 +32,7 @@ from barellm.cpu.kernels.attention_blocks import (
     unstage,
     visible,
     weave,
-)  # fmt: skip
+)
 from barellm.cpu.kernels.attention_short import attention_short, forward_units, short
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln
@@ -186,9 +186,7 @@ def attention(k: KernelBuilder, out, lse, qkv, stream, *, batch, seq, heads, D, 
     dropout = Dropout(rate, stream, heads) if rate else None
     with k.claim_each(extent(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
-        first = (
-            blocks - 1 - claim % blocks
-        ) * block  # the last block is the longest: early, so that threads end together
+        first = (blocks - 1 - claim % blocks) * block  # the last is the longest: early, so that threads end together
         token = sequence * T
         row = Rows(qkv.at(token * (3 * C) + head * D), 3 * C)
         keys, values = Rows(row.pointer.at(C), 3 * C), Rows(row.pointer.at(2 * C), 3 * C)

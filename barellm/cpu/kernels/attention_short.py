@@ -54,9 +54,8 @@ def forward_units(g: Geometry) -> dict[str, int]:
 def backward_units(g: Geometry) -> dict[str, int]:
     woven = {name: g.woven_units(SHORT) for name in ("q", "k", "do")}
     turned = {name: g.units * SHORT for name in ("q_turned", "do_turned")}
-    straight = {
-        name: SHORT * SHORT // 2 for name in ("p", "ds", "ds_woven")
-    }  # the latter [key / 2][SHORT], else [key][SHORT / 2]
+    # [key][SHORT / 2]; the last of them [key / 2][SHORT].
+    straight = {name: SHORT * SHORT // 2 for name in ("p", "ds", "ds_woven")}
     rows = {"k_rows": SHORT * g.row, "v_rows": SHORT * g.row}
     return {**rows, **turned, **woven, **straight, "p_tile": g.rows * g.queries, "shift": SHORT, "delta": SHORT}
 

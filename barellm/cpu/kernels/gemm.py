@@ -220,9 +220,8 @@ def product(
                         for q, write in ((out, True), (second, True), (other, False)):
                             if q is not None:
                                 prefetch_row(k, q.at(at), span, write=write)
-                    if (
-                        parts > 1
-                    ):  # the next tile's rows; each has a stream of its own, too short for the processor to see it
+                    if parts > 1:
+                        # The next tile's rows; each is a stream of its own, too short for the processor to see it.
                         for line in range(0, part * a.itemsize, LINE):
                             k.prefetch(left_part.at((row + tile.rows + r) * depth).bytes(line), near=False)
                     if spare:

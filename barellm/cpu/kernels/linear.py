@@ -6,12 +6,12 @@ from typing import Any
 
 from barellm.cpu.kernel import Lowering, dims_of, lowering
 from barellm.cpu.kernels import cross_entropy, gemm, weight_gradient
+from barellm.cpu.kernels.cross_entropy import ALL_ROWS
 from barellm.cpu.tuning import choose
 from barellm.program.ops.base import Op
 from barellm.program.tensor import ITEMSIZE, Tensor
 from barellm.runtime.lowering import part, rows_of, weight_operand
 
-ALL_ROWS = 1 << 62
 CLASSIFIER_CHUNK = 1024  # tokens whose logits exist at one time
 ROLES = {"gelu": "forward_gelu", "residual": "forward_residual", "gelu_backward": "input_gradient_gelu"}
 
