@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from barellm.caches import temporary_cache, user_cache
 from barellm.errors import UserError
 
 STALE_SECONDS = 86400.0  # a temporary older than this was left by a killed process
@@ -31,19 +31,14 @@ def cache_folder(name: str) -> Path:
         if not os.access(folder, os.W_OK):
             raise UserError(f"cannot write {folder} (from BARELLM_CACHE): permission denied")
         return folder
-    for base in (_user_cache(), Path(tempfile.gettempdir()) / f"barellm-{os.getuid()}"):
+    for place in (user_cache, temporary_cache):
         with contextlib.suppress(OSError):
-            folder = base / name
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # A shared temporary place may hold a folder that somebody else put there: not ours, not trusted.
-            if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
-                return folder
+            if base := place():
+                folder = base / name
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if os.access(folder, os.W_OK):
+                    return folder
     raise UserError("no folder for cached data can be written: set BARELLM_CACHE to one that can")
-
-
-def _user_cache() -> Path:
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    return (Path(xdg) if xdg else Path(os.path.expanduser("~")) / ".cache") / "barellm"
 
 
 @contextlib.contextmanager

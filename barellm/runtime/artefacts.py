@@ -12,6 +12,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from barellm.caches import temporary_cache, user_cache
+from barellm.errors import UserError
+
 IMPORTED = time.time()
 RECENT_S, PRUNE_EVERY_S = 86400, 3600
 
@@ -27,11 +30,11 @@ def add_sources(h: hashlib._Hash, paths: Iterable[Path]) -> None:
 
 
 def cache_folder(kind: str) -> Path:
-    """In `BARELLM_CACHE`, else in the user's cache folder."""
-    base = os.environ.get("BARELLM_CACHE")
-    if base:
-        return Path(base) / kind
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "barellm" / kind
+    """In `BARELLM_CACHE`, else in the user's cache folder, else in the system's temporary place."""
+    base = os.environ.get("BARELLM_CACHE") or user_cache() or temporary_cache()
+    if base is None:
+        raise UserError("there is no folder for compiled kernels: set BARELLM_CACHE to one that can be written")
+    return Path(base) / kind
 
 
 def load(path: Path) -> bytes | None:

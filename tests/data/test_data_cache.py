@@ -7,6 +7,7 @@ import pytest
 
 from barellm.data.cache import cache_folder, new_file, new_folder, sweep
 from barellm.errors import UserError
+from barellm.runtime import artefacts
 
 
 def test_the_cache_is_where_the_user_says(tmp_path, monkeypatch):
@@ -26,6 +27,22 @@ def test_a_default_cache_that_cannot_be_made_moves_to_the_temporary_place(tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))
     assert cache_folder("x") == tmp_path / "temporary" / f"barellm-{os.getuid()}" / "x"
+
+
+def test_a_user_without_a_home_has_caches_in_the_temporary_place(tmp_path, monkeypatch):
+    """The uid of a container, say: nothing names its home, not even the system's list of users."""
+    for name in ("BARELLM_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    place = tmp_path / f"barellm-{os.getuid()}"
+    assert cache_folder("x") == place / "x"
+    assert artefacts.cache_folder("objects") == place / "objects"
+    monkeypatch.setattr("os.getuid", lambda: 1 << 20)  # somebody else's folder
+    (tmp_path / f"barellm-{1 << 20}").mkdir()
+    for folder_of in (cache_folder, artefacts.cache_folder):
+        with pytest.raises(UserError, match="set BARELLM_CACHE"):
+            folder_of("x")
 
 
 def test_a_chosen_cache_that_cannot_be_made_is_the_users_mistake(tmp_path, monkeypatch):

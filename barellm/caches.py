@@ -1,0 +1,29 @@
+"""Where caches lie when `BARELLM_CACHE` does not say. Nothing here imports more than the standard library."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def user_cache() -> Path | None:
+    """XDG_CACHE_HOME/barellm, else ~/.cache/barellm; None for a user without a home, as in some containers."""
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    if xdg:
+        return Path(xdg) / "barellm"
+    home = os.path.expanduser("~")
+    return None if home == "~" else Path(home) / ".cache" / "barellm"
+
+
+def temporary_cache() -> Path | None:
+    """This user's folder in the system's temporary place, made if need be; None where somebody else has put one there, whose
+    files, code among them, are not to be trusted."""
+    import tempfile
+
+    folder = Path(tempfile.gettempdir()) / f"barellm-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid == os.getuid():
+            return folder
+    return None
