@@ -32,6 +32,9 @@ _BF16 = {
     90: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
     100: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 4), Tile(128, 64, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
 }
+# Other cards do as one of these does: 8.7 has its shared memory; those after sm_100 with tcgen05 too; and the tiles of sm_89,
+# whose 99 KiB and mma are what 8.6 and 12.0 have, run everywhere.
+_ALIKE = {87: 80, 101: 100, 103: 100, 110: 100}
 # The first fp32 tile multiplies for 1024 cycles a turn, longer than a load takes; with a third turn in flight, one form spilled.
 _FP32 = (Tile(128, 64, 16, 8, 2), Tile(64, 64, 16, 4, 3), Tile(32, 64, 16, 4, 3), Tile(32, 32, 16, 2, 3))
 # Of fp32 operands on tensor cores; the largest fills the 99 KiB of sm_89.
@@ -42,9 +45,14 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def alike(arch: int) -> int:
+    """The compute capability, of those with tiles of their own, whose tiles `arch` takes."""
+    return arch if arch in _BF16 else _ALIKE.get(arch, 89)
+
+
 def tiles(dtype: str, arch: int) -> tuple[Tile, ...]:
     """All that a product can be cut into."""
-    return {"fp32": _FP32, "tf32": _TF32}.get(dtype) or _BF16[arch]
+    return {"fp32": _FP32, "tf32": _TF32}.get(dtype) or _BF16[alike(arch)]
 
 
 def tile(role: str, rows: int, cols: int, depth: int, dtype: str, arch: int) -> Tile:
@@ -142,8 +150,8 @@ class AttentionTile:
     stages: int
 
 
-# By (role, columns of a head up to): what neither spills nor overflows shared memory. Before sm_90 tensor cores take their
-# operands from registers.
+# By (role, columns of a head up to): what neither spills nor overflows shared memory. Before sm_90, and on sm_120, tensor
+# cores take their operands from registers.
 _ATTENTION = {
     "fp32": {
         ("forward", 64): AttentionTile(32, 32, 8, 1),
@@ -180,6 +188,6 @@ def attention_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile
     """`role`: "forward"; "keys" (dk, dv) and "queries" (dq) of the backward pass; "few" or "many" new tokens over a cache.
     `head`: padded columns of a head. Blocks of keys are 16 or multiples of 32, for the random bits; in the forward pass and for dq
     they divide the block of queries."""
-    table = _ATTENTION["bf16 in registers" if dtype == "bf16" and arch < 90 else dtype]
+    table = _ATTENTION["bf16 in registers" if dtype == "bf16" and alike(arch) < 90 else dtype]
     fits = [(most, t) for (r, most), t in table.items() if r == role and head <= most]
     return min(fits, key=lambda row: row[0])[1] if fits else _ANY_HEAD[dtype]

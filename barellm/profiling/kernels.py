@@ -20,7 +20,7 @@ from barellm.profiling import device_code, machine_code
 from barellm.profiling.devices import lower, target_here
 from barellm.training.machine import build_programs, products
 
-ARCHS = (80, 89, 90, 100)
+ARCHS = (80, 86, 87, 89, 90, 100, 103, 120)
 ARM_TRIPLE, X86_TRIPLE = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
 
 

@@ -1,0 +1,45 @@
+"""Cards whose compute capability has no tiles of its own: what they take fits them, and compiles."""
+
+from __future__ import annotations
+
+import pytest
+
+from barellm.config import preset
+from barellm.cuda.choices import tiles
+from barellm.cuda.compile import triton_compile
+from barellm.cuda.kernel import Spec, Target
+from barellm.cuda.step import lower_and_plan
+from barellm.overrides import changed
+from barellm.profiling import device_code
+from barellm.training.machine import build_programs
+
+# Shared memory for a block, as CUDA's programming guide has it: of an RTX 3090, Orin, B300, Thor, RTX 5090, GB10.
+SHARED = {86: 99 << 10, 87: 163 << 10, 103: 227 << 10, 110: 227 << 10, 120: 99 << 10, 121: 99 << 10}
+KERNELS = ("gemm", "attention_forward", "attention_dkv", "attention_dq")
+
+
+def specs(arch: int) -> dict[str, Spec]:
+    """By the kernel's name, of gpt2-124m's widths the first."""
+    config = changed(preset("gpt2-124m"), {"train.dtype": "bf16", "model.layers": 1, "train.seq": 256})
+    found: dict[str, Spec] = {}
+    for spec in lower_and_plan(build_programs(config), Target(arch)).specs:
+        found.setdefault(spec.name, spec)
+    return found
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_programs_are_lowered_and_tiles_fit_into_shared_memory(arch):
+    assert set(KERNELS) <= set(specs(arch))
+    for dtype, itemsize in (("bf16", 2), ("fp32", 4), ("tf32", 4)):
+        for t in tiles(dtype, arch):
+            assert t.stages * (t.rows + t.cols) * t.depth * itemsize <= SHARED[arch], t
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("arch", [86, 120])
+def test_kernels_with_tiles_compile_without_spills(arch, kernel):
+    spec = specs(arch)[kernel]
+    made = triton_compile(spec, arch)
+    code = device_code.read(made.asm["cubin"], shared=made.metadata.shared)
+    assert code.spills == 0 and code.shared <= SHARED[arch], (spec, code)
+    assert code.counts.get("HMMA"), "no tensor cores"
