@@ -71,8 +71,10 @@ class ArenaSession(ABC):
 
     def run(self, program: str, **values: Any) -> None:
         """One pass over a program with these run-time scalars. Of the others pos, accumulate, seed and sample are 0, the rest keep
-        their values. Inputs are those written last. ValueError for sizes beyond the plan's, or not those of the inputs."""
+        their values. Inputs are those written last. ValueError for a name that nobody has, for sizes beyond the plan's or not those
+        of the inputs, and for an input that was never written."""
         block = self._block
+        scalars.check_names(program, self.programs, values)
         for name, value in (scalars.DEFAULTS | values).items():
             (block.ints if scalars.SCALARS[name] == "i64" else block.floats)[scalars.OFFSET[name] // 8] = value
         for name, most in self._limits[program].items():
@@ -81,7 +83,9 @@ class ArenaSession(ABC):
         if self.guards:
             self.guards.prepare(program)
         for name, (view, size, dims) in self._inputs[program].items():
-            array = self._staged[name]
+            array = self._staged.get(name)
+            if array is None:
+                raise ValueError(f"{program} reads the input {name!r}, which was never written")
             for at in dims:
                 size *= block.ints[at]
             if array.size != size:

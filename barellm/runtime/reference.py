@@ -18,7 +18,7 @@ from barellm.program.fusion import Fusion, fuse
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
 from barellm.program.tensor import PERSISTENT, Dim, Tensor
-from barellm.runtime.scalars import DEFAULTS, SCALARS
+from barellm.runtime.scalars import DEFAULTS, check_names
 from barellm.runtime.storage import dtype_of, from_memory, join_split, split_fp32, to_memory
 
 POISON = 0xFF  # as a byte pattern NaN in every float dtype, -1 in integers
@@ -111,9 +111,8 @@ class ReferenceSession:
 
     def run(self, program: str, **scalars: Any) -> None:
         """One run of a program. `batch` and `seq` default to the planned sizes, pos, accumulate, seed and sample to 0."""
+        check_names(program, self.programs, scalars)
         p, ops = self.programs[program], self.ops[program]
-        if unknown := set(scalars) - set(SCALARS):
-            raise ValueError(f"unknown scalars {sorted(unknown)}, expected some of {list(SCALARS)}")
         tensors = dict.fromkeys(t for op in ops for t in (*op.inputs.values(), *op.outputs.values()))
         scalars = DEFAULTS | {dim.name: int(dim) for t in tensors for dim in t.dims} | scalars
         if missing := set(p.scalars) - set(scalars):
@@ -128,6 +127,8 @@ class ReferenceSession:
                 deaths.setdefault(last, []).append(t)
         for name, t in p.named.items():
             if t.role == "input" and t in shapes:
+                if name not in self._inputs:
+                    raise ValueError(f"{program} reads the input {name!r}, which was never written")
                 memory.write(t, self._inputs[name].reshape(shapes[t]))
         for i, op in enumerate(ops):
             arrays = {k: memory.read(t, shapes[t], rounded=k in op.rounded) for k, t in op.inputs.items()}

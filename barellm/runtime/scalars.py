@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
 # name -> kind; the order is the layout.
 SCALARS: dict[str, str] = {
     "batch": "i64",  # sequences in this micro-batch
@@ -20,3 +23,11 @@ NBYTES = 8 * len(SCALARS)
 
 # What a run has that is not told otherwise: nothing of an earlier run, a decoding's position say, reaches into the next.
 DEFAULTS: dict[str, int] = {"pos": 0, "accumulate": 0, "seed": 0, "sample": 0}
+
+
+def check_names(program: str, programs: Collection[str], values: Mapping[str, Any]) -> None:
+    """ValueError for a program or a scalar that a run names and nobody has."""
+    if program not in programs:
+        raise ValueError(f"no program is named {program!r}, there are {', '.join(programs)}")
+    if not values.keys() <= SCALARS.keys():
+        raise ValueError(f"unknown scalars {sorted(values.keys() - SCALARS.keys())}, expected some of {list(SCALARS)}")

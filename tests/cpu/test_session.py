@@ -59,6 +59,17 @@ def test_sizes_that_were_not_planned_are_refused(open_session):
 
 
 @pytest.mark.parametrize("open_session", [CpuSession, ReferenceSession])
+def test_names_that_nobody_has_are_refused(open_session):
+    session = open_session(build(MODEL, batch=2, seq=8)[1])
+    with pytest.raises(ValueError, match="no program is named 'evla', there are init, eval"):
+        session.run("evla", batch=2, seq=8)
+    with pytest.raises(ValueError, match=r"unknown scalars \['batsh'\], expected some of \['batch', 'seq'"):
+        session.run("eval", batsh=2, seq=8)
+    with pytest.raises(ValueError, match="eval reads the input 'tokens', which was never written"):
+        session.run("eval", batch=2, seq=8, inv_targets=1.0)
+
+
+@pytest.mark.parametrize("open_session", [CpuSession, ReferenceSession])
 def test_an_input_is_what_it_was_when_it_was_written(open_session):
     session = open_session(build(MODEL, batch=2, seq=8)[1])
     session.run("init", seed=3)
