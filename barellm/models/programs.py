@@ -44,7 +44,7 @@ def build(
     store = Store()
     programs = {"init": Program(store, compute=compute)}
     declare_parameters(programs["init"], model)
-    _initialise(programs["init"])
+    initialise(programs["init"])
     if optimizer is not None:
         p = programs["micro"] = Program(store, compute=compute)
         loss = p.output("loss", gpt2(p, model, *_inputs(p, batch, seq), dropout=model.dropout))
@@ -66,7 +66,8 @@ def _inputs(p: Program, batch: int, seq: int):
     return p.input("tokens", shape), p.input("targets", shape)
 
 
-def _initialise(p: Program) -> None:
+def initialise(p: Program) -> None:
+    """Append what gives each parameter of the store its initial values; normals depend on the scalar seed."""
     for stream, t in enumerate(p.store.of_role("parameter")):
         kind, number = t.init or ("constant", 0.0)
         if kind == "normal":
