@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import time
 
-from barellm.cli.options import add_configuration, explicit_changes
+from barellm.cli.options import add_configuration, add_device, explicit_changes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/PRESET-DATE-TIME)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of --out")
-    parser.add_argument(
-        "--device", default="cpu", metavar="NAME", help="cpu, cuda, or reference (NumPy, small models only)"
-    )
+    add_device(parser, "cpu, cuda, or reference (NumPy, small models only)")
     parser.add_argument("--json", action="store_true", help="JSON lines instead of text")
     add_configuration(parser)
 
@@ -41,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
         out = Path(args.out) if args.out is not None else folder.newest_run(root, name or "default")
         if out is None:
             raise UserError(f"nothing to resume in {root}/{name or 'default'}-*: name the run's folder with --out")
-        start = run.resume_from(out, preset=name, changes=changes, console=console)
-    config = start.config if start else overrides.changed(preset(name or "default"), changes)
-    if not args.resume:
+        config, start = run.resume_from(out, preset=name, changes=changes, console=console)
+    else:
+        config = overrides.changed(preset(name or "default"), changes)
         out = Path(args.out) if args.out is not None else root / f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     run.check(config)
     with folder.RunFolder(out, resume=args.resume) as opened:

@@ -144,7 +144,9 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 def find(path: Path) -> tuple[Path, list[str]]:
     """The checkpoint that `path` means: a step folder, or the newest that verifies of a run folder."""
     if not path.exists():
-        raise UserError(f"{path} does not exist, expected a run folder or a checkpoint folder")
+        dated = max(path.parent.glob(f"{path.name}-*"), default=None)
+        hint = f", did you mean {dated}?" if dated else ", expected a run folder or a checkpoint folder"
+        raise UserError(f"{path} does not exist{hint}")
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
         if found := problem(path):
             raise UserError(f"{path}: {found}")
@@ -159,10 +161,15 @@ def find(path: Path) -> tuple[Path, list[str]]:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
+    return read_json(path / META)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """UserError for what is no JSON."""
     try:
-        return json.loads((path / META).read_bytes())
+        return json.loads(path.read_bytes())
     except ValueError:
-        raise UserError(f"{path / META} is not valid JSON") from None
+        raise UserError(f"{path} is not valid JSON") from None
 
 
 def load(path: Path, session: Session, *, optimizer: bool) -> None:

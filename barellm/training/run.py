@@ -47,20 +47,24 @@ class Start:
 
     path: Path
     meta: dict[str, Any]
-    config: Config
 
 
-def resume_from(out: Path, *, preset: str | None, changes: Mapping[str, Any], console: Console) -> Start | None:
-    """The newest checkpoint of `out` that verifies; None for a run that ended before its first one. UserError where the
-    command line asks for another run than that one: only FREE_KEYS may change (`train.steps` changes the schedule)."""
-    if (out / "config.json").is_file() and not checkpoint.steps(out / "checkpoints"):
+def resume_from(
+    out: Path, *, preset: str | None, changes: Mapping[str, Any], console: Console
+) -> tuple[Config, Start | None]:
+    """The configuration of the run in `out`, and its newest checkpoint that verifies: None where it ended before its first one.
+    UserError where the command line asks for another run than that one: only FREE_KEYS may change (`train.steps` changes the
+    schedule)."""
+    path, meta = out / "config.json", None
+    if path.is_file() and not checkpoint.steps(out / "checkpoints"):
         console.line(f"{out} has no checkpoint yet: starting again from step 0")
-        return None
-    path, wrong = checkpoint.find(out)
-    for text in wrong:
-        console.line(f"warning: skipped {text}")
-    meta = checkpoint.read_meta(path)
-    config = overrides.from_json(meta["config"])
+        config = overrides.from_json(checkpoint.read_json(path))
+    else:
+        path, wrong = checkpoint.find(out)
+        for text in wrong:
+            console.line(f"warning: skipped {text}")
+        meta = checkpoint.read_meta(path)
+        config = overrides.from_json(meta["config"])
     if preset is not None and preset != config.preset:
         raise UserError(f"{out} holds a run of preset {config.preset!r}, the command line says {preset!r}")
     saved = overrides.flat(config)
@@ -71,9 +75,9 @@ def resume_from(out: Path, *, preset: str | None, changes: Mapping[str, Any], co
                 f"{key} is {saved[key]!r} in {path}, the command line says {value!r}: a resumed run keeps it"
             )
     free = {key: value for key, value in changes.items() if key in FREE_KEYS}
-    if "train.steps" in free and free["train.steps"] != saved["train.steps"]:
+    if meta and "train.steps" in free and free["train.steps"] != saved["train.steps"]:
         meta["total_steps"] = max(free["train.steps"], meta["step"])
-    return Start(path, meta, overrides.changed(config, free))
+    return overrides.changed(config, free), Start(path, meta) if meta else None
 
 
 def check(config: Config) -> None:
@@ -89,6 +93,8 @@ def check(config: Config) -> None:
     for name in ("lr", "min_lr", "warmup", "eps", "weight_decay", "clip"):
         if getattr(o, name) < 0:
             raise UserError(f"optim.{name} is {getattr(o, name)}, expected at least 0")
+    if o.min_lr > o.lr:  # a cosine that rises: somebody lowered the preset's rate and does not know of the other
+        raise UserError(f"optim.min_lr {o.min_lr} is above optim.lr {o.lr}: lower it too")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(o, name) < 1:
             raise UserError(f"optim.{name} is {getattr(o, name)}, expected 0 <= {name} < 1")
@@ -260,9 +266,8 @@ class Run:
         if result is None:
             return False
         loop.record_evaluation(step, result)
-        most = (
-            FINAL_SAMPLES if self.config.data.source == "stdlib" else FINAL_SHOWN
-        )  # the others are only for tokenize's share
+        # Those that are not shown are only for tokenize's share.
+        most = FINAL_SAMPLES if self.config.data.source == "stdlib" else FINAL_SHOWN
         count = max(1, min(most, self.final_sample_tokens // FINAL_SAMPLE_TOKENS))
         length = min(FINAL_SAMPLE_TOKENS, self.final_sample_tokens // count)
         texts = self._samples(decoder, stop, count=count, tokens=length, seed=step)

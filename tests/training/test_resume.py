@@ -155,6 +155,17 @@ def test_steps_may_grow_on_resume_and_other_keys_may_not(whole, fake, command, t
     assert "holds a run of preset 'shakespeare-char'" in capsys.readouterr().err
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_as_it_was(whole, fake, tmp_path, capsys):
+    out = tmp_path / "killed"
+    out.mkdir()
+    (out / "config.json").write_bytes((whole / "config.json").read_bytes())
+    assert main(["train", "--out", str(out), "--resume", "--lr", "1"]) == 2
+    assert f"optim.lr is 0.001 in {out / 'config.json'}" in capsys.readouterr().err
+    assert main(["train", "--out", str(out), "--resume"]) == 0
+    assert "starting again from step 0" in capsys.readouterr().out
+    assert final(out) == final(whole)
+
+
 def test_another_text_is_refused_on_resume(whole, fake, command, text, capsys):
     text.write_text(text.read_text().replace("line 7", "LINE 7"))
     assert main(command("whole", "--resume")) == 2
