@@ -16,12 +16,14 @@ BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no":
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The hint `, did you mean 'x'?` where something known is close, else "". Finds `layers` in `model.layers`."""
+    """The hint `, did you mean 'x'?` where something known is close, else "". Of `gpt2` it is the first that begins so, of
+    `layers` it is `model.layers`."""
     from difflib import get_close_matches
 
     known = list(known)
     word = name.lstrip("-")
-    found = get_close_matches(name, known, n=1) or [k for k in known if word and k.rpartition(".")[2] == word][:1]
+    found = [k for k in known if word and k.startswith(name)][:1] or get_close_matches(name, known, n=1)
+    found = found or [k for k in known if word and k.rpartition(".")[2] == word][:1]
     if not found:
         tails = {k.rpartition(".")[2]: k for k in known}
         found = [tails[tail] for tail in get_close_matches(word.rpartition(".")[2], tails, n=1)]

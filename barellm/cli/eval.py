@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 
+from barellm.cli.options import add_device
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step folder, or a run's folder")
     parser.add_argument(
         "--data", metavar="SOURCE", help="text or shards; their validation part is used (default: the run's)"
     )
+    parser.add_argument("--whole", action="store_true", help="use all of the text, not its validation part")
     parser.add_argument(
         "--tokens", type=int, default=0, metavar="N", help="look at about N tokens, evenly spread (default: all)"
     )
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once (default: 8)")
-    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu, cuda or reference")
+    add_device(parser, "cpu, cuda or reference")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -24,17 +27,19 @@ def run(args: argparse.Namespace) -> int:
 
     from barellm.cli.checkpoints import opened
     from barellm.data.loader import Validation
+    from barellm.data.shards import TokenStream
     from barellm.data.sources import prepare
     from barellm.errors import UserError
     from barellm.evaluation.validation import Evaluator
 
-    for name in ("tokens", "batch"):
-        if getattr(args, name) < (name == "batch"):
-            raise UserError(f"--{name} is {getattr(args, name)}, expected at least {int(name == 'batch')}")
+    for name, least in (("tokens", 0), ("batch", 1)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
     with opened(args.checkpoint, device=args.device, batch=args.batch) as (path, config, tokenizer, session):
         source = config.data if args.data is None else replace(config.data, source=args.data)
         data = prepare(source, tokenizer=tokenizer)
-        windows = Validation(data.val, seq=config.train.seq, max_tokens=args.tokens)
+        stream = TokenStream([*data.train.parts, *data.val.parts], name=data.name) if args.whole else data.val
+        windows = Validation(stream, seq=config.train.seq, max_tokens=args.tokens)
         result = Evaluator(windows, batch=args.batch, byte_lengths=data.byte_lengths).run(session)
     assert result is not None
     bits = result.bits_per_byte

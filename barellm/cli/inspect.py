@@ -17,10 +17,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", choices=("auto", "fp32", "bf16"), help="of the programs")
     add_device(parser, "cpu, or cuda, for which no GPU need be there")
     parser.add_argument(
-        "--isa", metavar="NAME", help="avx512_bf16, avx512, avx2, generic, neon_bf16, neon (default: as used here)"
+        "--isa",
+        metavar="NAME",
+        help="amx_bf16, avx512_bf16, avx512, avx2, generic, neon_bf16, neon (default: as used here)",
     )
     parser.add_argument("--target", metavar="TRIPLE", help="another machine, e.g. aarch64-apple-darwin, with --isa")
-    parser.add_argument("--arch", metavar="NAME", help="cuda: sm_80, sm_89, sm_90, sm_100 (default: as used here)")
+    parser.add_argument("--arch", metavar="NAME", help="cuda: sm_80 to sm_120 (default: as used here)")
     parser.add_argument(
         "--stage",
         default="summary",

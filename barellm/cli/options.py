@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from barellm import overrides
-from barellm.config import Config, preset
+from barellm.config import PRESETS, Config, preset
 from barellm.errors import UserError
 
 SHORT_FORMS: dict[str, str] = {
@@ -22,6 +22,46 @@ SHORT_FORMS: dict[str, str] = {
     "train.recompute": "--recompute",
     "train.matmul": "--matmul",
     "optim.lr": "--lr",
+}
+
+MEANINGS: dict[str, str] = {
+    "model.layers": "blocks",
+    "model.heads": "attention heads of a block; they divide the channels",
+    "model.channels": "width of the residual stream",
+    "model.vocab_size": "ids; a run takes it from its tokenizer",
+    "model.padded_vocab": "rows of the embedding that are stored; 0: vocab_size up to a multiple of 64",
+    "model.max_seq": "positions: the longest sequence that the model can see",
+    "model.bias": "biases in products and norms",
+    "model.dropout": "share that is dropped in training",
+    "optim.lr": "highest learning rate, after the warmup",
+    "optim.min_lr": "learning rate at the last step, where the cosine ends",
+    "optim.warmup": "steps of linear warmup",
+    "optim.beta1": "decay of AdamW's first moment",
+    "optim.beta2": "decay of AdamW's second moment",
+    "optim.eps": "added to the root of the second moment",
+    "optim.weight_decay": "of matrices, embeddings included",
+    "optim.clip": "largest norm of the gradient; 0: no clipping",
+    "optim.moments": "fp32, 16bit or 16bit-stochastic: how moments of matrices are kept",
+    "data.source": "text file, folder of .txt files or of .bin shards, shard, or stdlib: Python's own library",
+    "data.tokenizer": "bytes, chars, bpe, gpt2, or a folder with tokenizer.json",
+    "data.bpe_vocab": "ids of a bpe that is trained on the text",
+    "data.val_fraction": "part of the text, at its end, for validation; not of shards that are named train and val",
+    "data.order": "epoch: every window once before any twice; random: drawn anywhere",
+    "train.batch": "sequences of a micro-batch",
+    "train.seq": "tokens of a sequence",
+    "train.accumulate": "micro-batches of a step",
+    "train.steps": "optimizer steps; for bench and profile, how many are timed",
+    "train.minutes": "as many steps as fit into them, at most train.steps; 0: all. For tune: no product is begun later",
+    "train.eval_every": "steps between evaluations; 0: none but the last",
+    "train.eval_tokens": "tokens of an evaluation, evenly spread; 0: all",
+    "train.sample_every": "steps between samples; 0: none but the last",
+    "train.checkpoint_every": "steps between checkpoints; 0: one at the end or when stopped",
+    "train.keep": "checkpoints that stay",
+    "train.seed": "of weights, order of the text, dropout, samples",
+    "train.dtype": "fp32, bf16, or auto: bf16 where the machine multiplies it",
+    "train.recompute": "compute activations again in the backward pass: less memory, more work",
+    "train.matmul": "on a GPU: own kernels, or cublaslt",
+    "train.tf32": "on a GPU: products of fp32 by tensor cores, which see 10 bits of each fraction",
 }
 
 
@@ -51,13 +91,15 @@ class Parser(argparse.ArgumentParser):
 
 def add_configuration(parser: argparse.ArgumentParser) -> None:
     """PRESET, --config and one option per configuration key."""
-    parser.add_argument("preset", nargs="?", metavar="PRESET", help="a named configuration (default: default)")
+    parser.add_argument("preset", nargs="?", metavar="PRESET", help=f"{', '.join(PRESETS)} (default: default)")
     parser.add_argument("--config", metavar="FILE.toml", help="TOML with preset, [model], [optim], [data], [train]")
-    group = parser.add_argument_group("configuration keys")
+    group = parser.add_argument_group("configuration keys (PRESET gives the others their values)")
     for key, kind in overrides.known_keys().items():
         names = [SHORT_FORMS[key]] if key in SHORT_FORMS else []
         optional: dict[str, Any] = {"nargs": "?", "const": "true"} if kind is bool else {}
-        group.add_argument(f"--{key}", *names, dest=key, metavar=kind.__name__.upper(), **optional)
+        group.add_argument(f"--{key}", *names, dest=key, metavar=kind.__name__.upper(), help=MEANINGS[key], **optional)
+    positional = "".join(f"[{action.metavar}] " for action in parser._positionals._group_actions)
+    parser.usage = f"%(prog)s {positional}[options] [--KEY VALUE ...]"  # not each of some forty keys
 
 
 def add_device(parser: argparse.ArgumentParser, what: str = "cpu or cuda") -> None:

@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 
+from barellm.cli.options import add_device
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
@@ -19,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--top-p", type=float, default=1.0, metavar="P", help="draw among the fewest that reach P (default: 1)"
     )
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="same seed, same text (default: 1337)")
-    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu, cuda or reference")
+    add_device(parser, "cpu, cuda or reference")
     parser.add_argument("--json", action="store_true", help="one JSON object at the end instead of the stream")
 
 

@@ -69,7 +69,10 @@ class Batches:
     def __init__(self, tokens: TokenStream, *, seq: int, seed: int, order: str = "epoch") -> None:
         assert order in ORDERS and seq >= 1
         if len(tokens) < seq + 1:
-            raise UserError(f"{tokens.name} has {len(tokens)} tokens, one sequence of {seq} needs {seq + 1}")
+            raise UserError(
+                f"{tokens.name} has {len(tokens)} tokens, one sequence of {seq} needs {seq + 1}: "
+                "more text, or a smaller train.seq"
+            )
         self.tokens, self.seq, self.seed, self.order = tokens, seq, seed, order
         self.windows = (len(tokens) - 1) // seq  # side by side: the samples of an epoch
         self._key = draw(seed & MASK, ORDERS.index(order))

@@ -119,7 +119,10 @@ def test_eval_on_another_text_uses_the_checkpoint_s_tokenizer(trained, tmp_path,
     path = tmp_path / "other.txt"
     path.write_text("squares are squared squares. " * 40)
     assert main(["eval", str(trained), "--data", str(path), "--json", *REFERENCE]) == 0
-    assert last_json(capsys)["data"] == str(path)
+    part = last_json(capsys)
+    assert (part["data"], part["targets"]) == (str(path), 29 * 4 - 1)  # a tenth of it
+    assert main(["eval", str(trained), "--data", str(path), "--whole", "--json", *REFERENCE]) == 0
+    assert last_json(capsys)["targets"] == 29 * 40 - 1
 
 
 def test_a_reader_that_goes_away_is_no_error(trained):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from barellm import overrides
-from barellm.cli.options import Parser, add_configuration, configuration
+from barellm.cli.options import MEANINGS, Parser, add_configuration, configuration
 from barellm.config import PRESETS, Config, preset
 from barellm.errors import UserError
 
@@ -14,6 +14,10 @@ def resolved(*words: str) -> Config:
     parser = Parser(prog="barellm train")
     add_configuration(parser)
     return configuration(parser.parse(words))
+
+
+def test_every_key_is_explained():
+    assert list(MEANINGS) == list(overrides.known_keys())
 
 
 def test_no_words_give_the_default():
@@ -83,6 +87,7 @@ def test_a_bare_boolean_is_true():
         (["--lr", "nan"], "optim.lr is 'nan', expected a number"),
         (["--train.recompute", "maybe"], "train.recompute is 'maybe', expected true or false"),
         (["--steps"], "argument --train.steps/--steps: expected one argument"),
+        (["gpt2"], "unknown preset 'gpt2', did you mean 'gpt2-124m'?"),
         (["shakespear-char"], "unknown preset 'shakespear-char', did you mean 'shakespeare-char'?"),
         (["default", "extra"], "unexpected argument 'extra'"),
         (["--model.heads", "5"], "model.heads 5 does not divide model.channels"),

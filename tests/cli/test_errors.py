@@ -137,6 +137,7 @@ def test_heads_that_do_not_divide_channels(refused, out, text):
         (["--seq", "17"], "train.seq 17 is above model.max_seq 16"),
         (["--steps", "-3"], "train.steps is -3, expected at least 1"),
         (["--lr", "-1"], "optim.lr is -1.0, expected at least 0"),
+        (["--lr", "1e-5"], "optim.min_lr 0.0001 is above optim.lr 1e-05: lower it too"),
         (["--optim.beta1", "1"], "optim.beta1 is 1.0, expected 0 <= beta1 < 1"),
         (["--optim.moments", "bf16"], "optim.moments is 'bf16', expected fp32, 16bit or 16bit-stochastic"),
         (["--dtype", "fp8"], "train.dtype is 'fp8', expected auto, fp32 or bf16"),
@@ -202,6 +203,8 @@ def test_no_checkpoint(refused, tmp_path, command):
     assert "does not exist" in refused(*command, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "has no checkpoint" in refused(*command, tmp_path / "empty")
+    (tmp_path / "run-20260101-120000").mkdir()
+    assert f"did you mean {tmp_path / 'run-20260101-120000'}?" in refused(*command, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
