@@ -87,7 +87,7 @@ class TrainConfig:
     batch: int = 8
     seq: int = 256
     accumulate: int = 1
-    steps: int = 1000
+    steps: int = 1000  # 0: as many as fit into `minutes`
     minutes: float = 0.0  # > 0: the cosine ends at this wall time, at the latest after `steps`
     eval_every: int = 100
     eval_tokens: int = 65536  # 0: the whole validation part

@@ -69,8 +69,13 @@ def checked(changes: Mapping[str, object]) -> dict[str, Any]:
 
 
 def changed(config: Config, changes: Mapping[str, object]) -> Config:
-    """`config` with keys replaced. Another vocabulary size brings its own padding unless that is given too."""
+    """`config` with keys replaced. Another vocabulary size brings its own padding unless that is given too; and who says when a
+    run ends, by steps or by minutes, does not mean the other limit of the preset."""
     changes = checked(changes)
+    if "train.steps" in changes:
+        changes.setdefault("train.minutes", 0.0)
+    elif changes.get("train.minutes"):
+        changes["train.steps"] = 0
     if "model.vocab_size" in changes and changes["model.vocab_size"] != config.model.vocab_size:
         changes.setdefault("model.padded_vocab", 0)
     sections: dict[str, dict[str, Any]] = {}

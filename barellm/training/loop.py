@@ -26,6 +26,7 @@ from barellm.training.stopping import Stopping
 # the time: a busy moment must not decide.
 CALIBRATION_STEPS, CALIBRATION_S, CALIBRATION_SHARE = 10, 8.0, 0.12
 FINAL_SHARE = 0.03  # of `minutes`, kept for samples, checkpoint and curve; the last evaluation comes on top
+ANY_STEPS = 1 << 31  # where only `minutes` limit a run
 NOT_FINITE_LIMIT = 10  # skipped updates in a row that end the run
 FULL_DISK_S, FULL_DISK_PAUSE_S = 3600.0, 10.0  # the last save waits for room so long, and tries so often
 
@@ -178,7 +179,7 @@ class Loop:
             step_s=self._step_s,
             pause_s=self._pause_s,
             left_s=budget - progress.seconds - self.final_targets / self._evaluated_per_s,
-            limit=train.steps,
+            limit=train.steps or ANY_STEPS,
         )
         self.console.line(f"{progress.total} steps of {self._step_s * 1e3:.1f} ms fit into {train.minutes:g} minutes")
 

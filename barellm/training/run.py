@@ -26,7 +26,7 @@ from barellm.generation.samplers import Sampling
 from barellm.training import checkpoint, curve, metrics, storage
 from barellm.training.console import Console, duration, short
 from barellm.training.folder import RunFolder
-from barellm.training.loop import Loop, Progress
+from barellm.training.loop import ANY_STEPS, Loop, Progress
 from barellm.training.machine import Machine, open_machine
 from barellm.training.stopping import Stopping
 
@@ -83,7 +83,7 @@ def resume_from(
 def check(config: Config) -> None:
     """UserError for values that no run can have, before anything slow begins."""
     t, o = config.train, config.optim
-    at_least = {"batch": 1, "seq": 1, "accumulate": 1, "steps": 1, "keep": 1, "seed": 0, "minutes": 0}
+    at_least = {"batch": 1, "seq": 1, "accumulate": 1, "steps": int(t.minutes <= 0), "keep": 1, "seed": 0, "minutes": 0}
     at_least |= {"eval_every": 0, "eval_tokens": 0, "sample_every": 0, "checkpoint_every": 0}
     for name, least in at_least.items():
         if getattr(t, name) < least:
@@ -139,7 +139,7 @@ class Run:
         train = self.config.train
         self.batches = Batches(self.data.train, seq=train.seq, seed=train.seed, order=self.config.data.order)
         self.evaluator = self._evaluator(train.eval_tokens)
-        trained = train.steps * train.batch * train.accumulate * train.seq
+        trained = (train.steps or ANY_STEPS) * train.batch * train.accumulate * train.seq
         asked = train.eval_tokens or FINAL_MOST if train.eval_every else 0
         self.final_evaluator = self._evaluator(min(FINAL_MOST, max(FINAL_LEAST, asked, trained // FINAL_SHARE)))
         self.final_sample_tokens = 64 + trained // FINAL_SAMPLE_SHARE

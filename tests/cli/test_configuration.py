@@ -47,6 +47,20 @@ def test_another_vocabulary_brings_its_own_padding():
     assert resolved("shakespeare-char", "--model.vocab_size", "65").model.padded_vocab == 65
 
 
+def test_who_says_when_a_run_ends_does_not_mean_the_preset_s_other_limit(tmp_path):
+    def limits(*words: str) -> tuple[int, float]:
+        train = resolved(*words).train
+        return train.steps, train.minutes
+
+    assert limits() == (2000, 1.75)
+    assert limits("--steps", "5000") == (5000, 0)
+    assert limits("--minutes", "10") == (0, 10)
+    assert limits("--minutes", "0") == (2000, 0)
+    assert limits("--minutes", "10", "--steps", "7") == (7, 10)
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 9\n")
+    assert limits("--config", str(tmp_path / "run.toml")) == (9, 0)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_saved_configuration_comes_back(name):
     import json
