@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -59,6 +60,8 @@ def run_command(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 a mistake that the user can mend (one line on stderr), 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a sample that the terminal's encoding lacks must not end a run
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(help_text())
         return 0 if argv else 2

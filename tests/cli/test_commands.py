@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -55,6 +56,15 @@ def test_a_text_of_one_line_is_sampled_too(tiny, text, capsys):
     text.write_text("the quick brown fox jumps over the lazy dog. " * 50)
     assert main(tiny()) == 0
     assert "sample" in capsys.readouterr().out
+
+
+def test_a_terminal_without_some_characters_gets_question_marks(tiny, text, monkeypatch):
+    text.write_text("\u4e00\u4e8c\n" * 200)
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(tiny()) == 0
+    out.flush()
+    assert b"?" in out.buffer.getvalue()
 
 
 def test_json_mode_prints_objects_only(tiny, capsys, tmp_path):
