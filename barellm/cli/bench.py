@@ -88,37 +88,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any], list[str]]:
     """The result, and the lines that a person reads."""
-    interleaved = args.what in ("gemm", "attention", "scaling") or (args.what == "step" and args.peers is not None)
-    if args.interleave is not None and not interleaved:
-        raise UserError("--interleave is for step --peers, gemm, attention and scaling")
-    if args.tokens is not None and args.what != "gemm":
-        raise UserError("--tokens is for gemm")
-    rounds = 7 if args.interleave is None else args.interleave
-    if rounds < 1:
-        raise UserError(f"--interleave is {rounds}, expected at least 1")
+    rounds = _rounds(args)
     report: Callable[[str], None] = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
-    on_cpu = args.device == "cpu"
-    if args.peers is not None and args.what == ("gemm" if on_cpu else "ops"):
-        raise UserError(f"--peers is not for bench {args.what} on {args.device}")
     if args.what == "scaling":
         from barellm.profiling import scaling
 
-        if args.peers is not None:
-            raise UserError("--peers is for step, ops and attention")
-        if not on_cpu:
-            raise UserError("bench scaling is about the threads of a processor: --device is cuda, expected cpu")
         result = scaling.measure(config, rounds=rounds, report=report)
         return result, _scaling_lines(result)
-    from barellm.profiling import peers
-
-    if args.what == "gemm" and args.peers == "cublaslt":
-        chosen, peer = None, "cublaslt"
-    else:
-        chosen = None if args.peers is None else peers.chosen(args.peers)
-        peer = "torch" if chosen else ""
-    if args.what in ("ops", "attention", "gemm") and chosen and list(chosen) != ["torch"]:
-        more = ", or --peers cublaslt" if args.what == "gemm" else ""
-        raise UserError(f"bench {args.what} knows PyTorch's ops only: --peers torch{more}")
+    chosen, peer = _peers(args)
     if args.what == "gemm":
         from barellm.profiling import gemms
 
@@ -138,19 +115,56 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
         torch, dtype = bool(chosen), config.train.dtype
         return attentions.measure(dtype, torch=torch, rounds=rounds, report=report, device=args.device), []
     if args.what == "ops":
-        from barellm.profiling import ops
+        from barellm.profiling import ops, peers
 
         result = ops.measure(config, steps=warm_steps(args) or STEPS, device=args.device)
         if chosen:
             result |= peers.torch_ops(config, result["ops"])
         return result, _ops_lines(result)
     if chosen:
+        from barellm.profiling import peers
+
         result = peers.measure(config, chosen, rounds=rounds, report=report, device=args.device)
         return result, _peers_lines(result)
     from barellm.profiling import step
 
     result = step.measure(config, steps=warm_steps(args) or STEPS, digest=args.digest, device=args.device)
     return result, _step_lines(result)
+
+
+def _rounds(args: argparse.Namespace) -> int:
+    """Rounds of turns. UserError for options that say nothing to this measurement, or on this device."""
+    what, on_cpu = args.what, args.device == "cpu"
+    interleaved = what in ("gemm", "attention", "scaling") or (what == "step" and args.peers is not None)
+    if args.interleave is not None and not interleaved:
+        raise UserError("--interleave is for step --peers, gemm, attention and scaling")
+    if args.tokens is not None and what != "gemm":
+        raise UserError("--tokens is for gemm")
+    rounds = 7 if args.interleave is None else args.interleave
+    if rounds < 1:
+        raise UserError(f"--interleave is {rounds}, expected at least 1")
+    if args.peers is not None and what == ("gemm" if on_cpu else "ops"):
+        raise UserError(f"--peers is not for bench {what} on {args.device}")
+    if args.peers is not None and what == "scaling":
+        raise UserError("--peers is for step, ops and attention")
+    if what == "scaling" and not on_cpu:
+        raise UserError("bench scaling is about the threads of a processor: --device is cuda, expected cpu")
+    return rounds
+
+
+def _peers(args: argparse.Namespace) -> tuple[dict[str, str] | None, str]:
+    """--peers as `peers.chosen` has it, None without; and whose products, or ops, stand beside ours, "" for nobody's."""
+    if args.peers is None:
+        return None, ""
+    if args.what == "gemm" and args.peers == "cublaslt":
+        return None, "cublaslt"
+    from barellm.profiling import peers
+
+    chosen = peers.chosen(args.peers)
+    if args.what != "step" and list(chosen) != ["torch"]:
+        more = ", or --peers cublaslt" if args.what == "gemm" else ""
+        raise UserError(f"bench {args.what} knows PyTorch's ops only: --peers torch{more}")
+    return chosen, "torch"
 
 
 def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | None:
