@@ -80,6 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except ModuleNotFoundError as error:  # a Python into which nothing was installed, where another has it
+        if (error.name or "barellm").startswith("barellm"):
+            raise
+        return fail(
+            f"{sys.executable} lacks the package {error.name}: pip install -e . where barellm's pyproject.toml is"
+        )
     except OSError as error:
         name = f"{error.filename}: " if error.filename is not None else ""
         return fail(f"{name}{error.strerror or error}")

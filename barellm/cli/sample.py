@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         prompt = tokenizer.encode(args.prompt).tolist()
         if tokenizer.eot is not None:
             prompt.insert(0, tokenizer.eot)  # documents begin with it in the training text
-        prompt = prompt or tokenizer.encode("\n").tolist()
+        prompt = prompt or [tokenizer.start]
         text = StreamDecoder(tokenizer)
         pieces, ids = [], []
         say = (lambda piece: None) if args.json else _write

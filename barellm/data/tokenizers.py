@@ -48,6 +48,16 @@ class Tokenizer:
         return len(self.tokens)
 
     @property
+    def start(self) -> int:
+        """The id that a text without a prompt goes on from: `eot`, else a line feed, else the first."""
+        if self.eot is not None:
+            return self.eot
+        try:
+            return int(self.encode("\n")[-1])
+        except UserError:
+            return 0
+
+    @property
     def hash(self) -> str:
         """Of the whole vocabulary: equal hashes, equal ids for every text."""
         return self._hash

@@ -238,12 +238,11 @@ class Run:
         if self.data.byte_lengths is None:  # shards of a vocabulary that is not here: ids, but no text
             return []
         tokenizer = self.data.tokenizer
-        prompt = [tokenizer.eot if tokenizer.eot is not None else self._newline()]
         texts = []
         for i in range(count):
             how = Sampling(temperature=0.8, top_p=0.95, seed=(self.config.train.seed << 32) + (seed << 8) + i)
             ids = []
-            for token in decoder.tokens(prompt, count=tokens, how=how):
+            for token in decoder.tokens([tokenizer.start], count=tokens, how=how):
                 if stop:
                     return []
                 if token == tokenizer.eot:
@@ -251,13 +250,6 @@ class Run:
                 ids.append(token)
             texts.append(tokenizer.decode(ids))
         return texts
-
-    def _newline(self) -> int:
-        """What a sample of text without an end-of-text token goes on from; its first character where it has no line."""
-        try:
-            return int(self.data.tokenizer.encode("\n")[-1])
-        except UserError:
-            return int(self.data.train.array(0, 1)[0])
 
     def _finish(self, folder: RunFolder, machine: Machine, loop: Loop, decoder: Decoder, stop: Stopping) -> bool:
         """The last, longer look: evaluation, samples, curve, and the JSON line. False if stopped before the end."""

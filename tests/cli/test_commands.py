@@ -51,11 +51,13 @@ def test_the_last_line_of_a_run_is_its_result(tiny, capsys, tmp_path):
         assert words in out
 
 
-def test_a_text_of_one_line_is_sampled_too(tiny, text, capsys):
+def test_a_text_of_one_line_is_sampled_too(tiny, text, tmp_path, capsys):
     """A character model samples from a new line, which this one does not know."""
     text.write_text("the quick brown fox jumps over the lazy dog. " * 50)
     assert main(tiny()) == 0
     assert "sample" in capsys.readouterr().out
+    assert main(["sample", str(tmp_path / "run"), "--tokens", "9", *REFERENCE]) == 0
+    assert len(capsys.readouterr().out) == 9 + 1
 
 
 def test_a_terminal_without_some_characters_gets_question_marks(tiny, text, monkeypatch):

@@ -198,6 +198,14 @@ def test_nothing_to_resume(refused, tiny, tmp_path, monkeypatch):
     assert "nothing to resume in runs/default-*" in refused("train", "--resume")
 
 
+def test_a_python_without_the_packages(refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "barellm.cli.plan", None)  # imports as if it were not there
+    with pytest.raises(ModuleNotFoundError):  # ours: a bug of ours
+        main(["plan"])
+    monkeypatch.setattr("barellm.cli.main.run_command", lambda argv: __import__("no_such_package"))
+    assert "lacks the package no_such_package: pip install -e ." in refused("plan")
+
+
 @pytest.mark.parametrize("command", [["sample"], ["eval"]])
 def test_no_checkpoint(refused, tmp_path, command):
     assert "does not exist" in refused(*command, tmp_path / "nowhere")
