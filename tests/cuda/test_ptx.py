@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tests.cuda.interpreter import Memory, OutOfBounds, Pointer
 from tests.cuda.ptx import launch  # noqa: F401  (fills the registry)
-from tests.cuda.ptx.arithmetic import fused
+from tests.cuda.ptx.arithmetic import fused, fused_doubles
 from tests.cuda.ptx.launch import RUNS
 from tests.cuda.ptx.machine import Counts, Deadlock, Fault, Machine, Run
 from tests.cuda.ptx.memory import passes
@@ -200,6 +200,14 @@ def test_fma_rounds_once():
     assert got[400] > got[402] >= got[401]
 
 
+def test_fma_of_doubles_keeps_what_the_product_loses():
+    r = np.random.default_rng(0)
+    a, b = r.standard_normal((2, 200))
+    for c in (-a * b, r.standard_normal(200), np.zeros(200)):
+        for x, y, z, found in zip(a, b, c, fused_doubles(a, b, c), strict=True):
+            assert found == float(Fraction(x) * Fraction(y) + Fraction(z))
+
+
 @pytest.mark.parametrize(
     "mode, b, c, want",
     [
@@ -312,9 +320,36 @@ def test_loop_with_a_block_of_its_own_names():
     assert run(body, np.zeros(1, "u4"), "u4").tolist() == [50] * 32
 
 
-def test_branch_that_parts_a_warp_is_a_fault():
+APART = """
+    mov.b32 %r1, 0;
+    setp.lt.u32 %p1, %r0, 5;
+    @%p1 bra left;
+again:
+    add.s32 %r1, %r1, 2;
+    setp.lt.u32 %p2, %r1, %r0;
+    @%p2 bra again;
+    bra.uni meet;
+left:
+    setp.eq.u32 %p3, %r0, 3;
+    @%p3 bra meet;
+    add.s32 %r1, %r1, 100;
+meet:
+    shfl.sync.idx.b32 %r2, %r1, 31, 31, -1;
+    add.s32 %r1, %r1, %r2;
+    st.global.b32 [%rd4], %r1;
+"""
+
+
+def test_lanes_part_and_meet():
+    """A loop that lanes leave at different times, a branch in a branch, then a word from another lane."""
+    want = [32 + (100 * (k != 3) if k < 5 else k + k % 2) for k in range(32)]
+    assert run(APART, np.zeros(1, "u4"), "u4", threads=64).tolist()[:32] == want
+
+
+def test_lanes_that_are_apart_cannot_exchange_words():
+    body = "setp.lt.u32 %p1, %r0, 5; @%p1 bra out; shfl.sync.idx.b32 %r2, %r1, 0, 31, -1; out: mov.b32 %r1, 1;"
     with pytest.raises(Fault, match="only some threads of a warp"):
-        run("setp.lt.u32 %p1, %r0, 5; @%p1 bra out; mov.b32 %r1, 1; out:", np.zeros(1, "u4"), "u4")
+        run(body, np.zeros(1, "u4"), "u4")
 
 
 @pytest.mark.parametrize(

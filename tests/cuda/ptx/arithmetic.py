@@ -248,6 +248,8 @@ def fma(m: Machine, i: Instruction, threads: Array) -> None:
     a, b, c = values_of(m, i, threads, type_)
     if type_ == "bf16":
         return give(m, i, threads, _narrow(fused(a, b, c)))
+    if type_ == "f64":
+        return give(m, i, threads, fused_doubles(a, b, c))
     if type_ != "f32":
         raise Fault(f"no machine knows {i.opcode}")
     give(m, i, threads, fused(a, b, c).astype(np.float32))
@@ -266,6 +268,23 @@ def fused(a: Array, b: Array, c: Array) -> Array:
         nudged = np.nextafter(s, np.where(lost > 0, np.inf, -np.inf))
         total[near] = np.where((lost != 0) & np.isfinite(lost), nudged, s)
     return total
+
+
+def fused_doubles(a: Array, b: Array, c: Array) -> Array:
+    """a b + c of doubles: product and sum with what each loses, which is added last. Where the exact result lies within 2^-106 of
+    the middle between two doubles the other one may come out."""
+
+    def halves(v: Array) -> tuple[Array, Array]:
+        high = v * 134217729.0 - (v * 134217729.0 - v)
+        return high, v - high
+
+    product = a * b
+    (x, p), (y, q) = halves(a), halves(b)
+    lost = ((x * y - product) + x * q + p * y) + p * q
+    total = product + c
+    back = total - product
+    lost = lost + ((product - (total - back)) + (c - back))
+    return np.where(np.isfinite(lost), total + lost, total)
 
 
 def _narrow(values: Array) -> Array:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.cuda.ptx import apart
 from tests.cuda.ptx.machine import WARP, Array, Fault, Machine, Moves, move
 from tests.cuda.ptx.parse import Instruction, Operand, Symbol
 
 
 @move("bra")
 def branch(m: Machine, i: Instruction, active: Array, warps: Array) -> Moves:
-    target = m.kernel.labels[_symbol_of(i.operands[0])]
-    taken = warps[:0] if not len(active) else m.whole(active)
+    there = apart.target(m.kernel, i)
+    taken = m.warps(active) if len(active) else warps[:0]
+    if len(taken) * WARP != len(active):
+        return [(apart.part(m, i, active, m.threads_of(warps)), warps)]
     if len(taken) == len(warps):
-        return [(target, warps)]
+        return [(there, warps)]
     if not len(taken):
         return [(i.number + 1, warps)]
-    return [(target, taken), (i.number + 1, np.setdiff1d(warps, taken))]
+    return [(there, taken), (i.number + 1, np.setdiff1d(warps, taken))]
 
 
 @move("brx.idx")

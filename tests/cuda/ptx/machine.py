@@ -309,14 +309,14 @@ class Machine:
     def _go(self, group: Group) -> None:
         """Until these warps part, wait or end, or meet others."""
         pc, warps = group.pc, group.warps
-        threads = self._threads_of(warps)
+        threads = self.threads_of(warps)
         while True:
             if pc in self.labels and (met := [g for g in self.groups if g.pc == pc]):
                 self._put(pc, np.union1d(warps, np.concatenate([g.warps for g in met])), replacing=met)
                 return
             i, handler = self.kernel.instructions[pc], self.program[pc]
             try:
-                active = self._active(i, threads)
+                active = self.active(i, threads)
                 if handler is None:
                     moved = MOVES[_move(i.opcode)](self, i, active, warps)
                     self.done += 1
@@ -344,14 +344,15 @@ class Machine:
                 raise Fault(f"{self.kernel.name} goes on for more than {MOST} instructions")
             pc += 1
 
-    def _active(self, i: Instruction, threads: Array) -> Array:
+    def active(self, i: Instruction, threads: Array) -> Array:
+        """Those that the instruction's guard lets take part."""
         if i.guard is None:
             return threads
         register, negated = i.guard
         on = self.read(register, threads, "pred") != negated
         return threads if on.all() else threads[on]
 
-    def _threads_of(self, warps: Array) -> Array:
+    def threads_of(self, warps: Array) -> Array:
         if len(warps) == len(self.all_warps):
             return self.everyone
         return (warps[:, None] * WARP + np.arange(WARP)).reshape(-1)
