@@ -100,15 +100,19 @@ def from_json(tree: Mapping[str, Any]) -> Config:
     return changed(replace(Config(), preset=name or "default"), changes)
 
 
-def read_toml(path: Path) -> tuple[str | None, dict[str, object]]:
-    """(preset or None, {key: value}) of a TOML file."""
+def read_file(path: Path) -> tuple[str | None, dict[str, object]]:
+    """(preset or None, {key: value}) of a TOML file, or of a run's config.json."""
+    import json
     import tomllib
 
+    kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        with path.open("rb") as file:
-            tree = tomllib.load(file)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from None
+        text = path.read_bytes().decode()
+        tree = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+    except ValueError as error:  # of either kind, and of bytes that are no text
+        raise UserError(f"{path} is not valid {kind}: {error}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} holds {type(tree).__name__}, expected the configuration of a run")
     return _flatten(tree, str(path))
 
 

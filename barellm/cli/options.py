@@ -92,7 +92,9 @@ class Parser(argparse.ArgumentParser):
 def add_configuration(parser: argparse.ArgumentParser) -> None:
     """PRESET, --config and one option per configuration key."""
     parser.add_argument("preset", nargs="?", metavar="PRESET", help=f"{', '.join(PRESETS)} (default: default)")
-    parser.add_argument("--config", metavar="FILE.toml", help="TOML with preset, [model], [optim], [data], [train]")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML with preset, [model], [optim], [data], [train]; or a run's config.json"
+    )
     group = parser.add_argument_group("configuration keys (PRESET gives the others their values)")
     for key, kind in overrides.known_keys().items():
         names = [SHORT_FORMS[key]] if key in SHORT_FORMS else []
@@ -111,10 +113,13 @@ def explicit_changes(args: argparse.Namespace) -> tuple[str | None, dict[str, ob
     name: str | None = args.preset
     changes: dict[str, object] = {}
     if args.config is not None:
-        file_preset, changes = overrides.read_toml(Path(args.config))
+        file_preset, changes = overrides.read_file(Path(args.config))
         name = name or file_preset
-    changes |= {key: text for key in overrides.known_keys() if (text := getattr(args, key)) is not None}
-    return name, overrides.checked(changes)
+    asked = {key: text for key in overrides.known_keys() if (text := getattr(args, key)) is not None}
+    for limit, other in (("train.steps", "train.minutes"), ("train.minutes", "train.steps")):
+        if limit in asked and other not in asked:  # the file's other limit is not meant either
+            changes.pop(other, None)
+    return name, overrides.checked(changes | asked)
 
 
 def configuration(args: argparse.Namespace) -> Config:

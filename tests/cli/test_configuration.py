@@ -59,6 +59,21 @@ def test_who_says_when_a_run_ends_does_not_mean_the_preset_s_other_limit(tmp_pat
     assert limits("--minutes", "10", "--steps", "7") == (7, 10)
     (tmp_path / "run.toml").write_text("[train]\nsteps = 9\n")
     assert limits("--config", str(tmp_path / "run.toml")) == (9, 0)
+    assert limits("--config", str(tmp_path / "run.toml"), "--minutes", "3") == (0, 3)
+
+
+def test_the_configuration_of_a_run_is_that_of_another(tmp_path):
+    import json
+
+    path = tmp_path / "config.json"
+    config = resolved("shakespeare-char", "--model.layers", "3", "--data", "x.txt")
+    path.write_text(json.dumps(overrides.to_json(config)))
+    assert resolved("--config", str(path)) == config
+    assert resolved("--config", str(path), "--lr", "0.5").optim.lr == 0.5
+    for text, message in (("[", "is not valid JSON"), ("[]", "holds list, expected the configuration of a run")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            resolved("--config", str(path))
 
 
 @pytest.mark.parametrize("name", PRESETS)
