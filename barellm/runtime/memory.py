@@ -34,7 +34,7 @@ def check_fits(plan: Plan, *, what: str, limit: tuple[int, str] | None = None) -
     sums = " + ".join(f"{PLURAL[role]} {nbytes / 2**20:.1f}" for role, nbytes in parts if nbytes)
     raise UserError(
         f"{what} needs {plan.arena_bytes / 2**20:.1f} MiB ({sums}), {source} is {available / 2**20:.1f} MiB: "
-        "choose a smaller train.batch or train.seq, or train.recompute"
+        "choose a smaller train.batch or train.seq, train.recompute, or optim.moments 16bit"
     )
 
 
