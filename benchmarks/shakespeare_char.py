@@ -1,6 +1,6 @@
 """nanoGPT's character example, ours against PyTorch: same initial weights, same batches, same recipe, 2000 iterations.
 
-    python benchmarks/shakespeare_char.py --data tinyshakespeare.txt --out benchmarks/results/shakespeare_char.json
+    python benchmarks/shakespeare_char.py --data tinyshakespeare.txt --out benchmarks/results/shakespeare-char-loss.json
 
 For each seed: our bf16 (or --dtype fp32) run, then PyTorch's fp32 run (as nanoGPT on a CPU), then the loss over the whole
 validation part with each side's own weights. Times are of the training steps alone.
@@ -96,6 +96,8 @@ def main() -> None:
     gap = mean(r["barellm"]["loss"] for r in rows) - mean(r["pytorch_fp32"]["loss"] for r in rows)
     ratio = float(np.median([r["pytorch_fp32"]["step_ms"] / r["barellm"]["step_ms"] for r in rows]))
     result = {
+        "kind": "loss",
+        "preset": config.preset,
         "machine": describe(),
         "dtype": args.dtype,
         "steps": args.steps,

@@ -79,8 +79,8 @@ MANY = 10**8  # bytes: several times what the caches hold
 
 
 def facts(files: dict[str, dict]) -> list[str]:
-    """A line for each file of `bench step`, `bench scaling` and `bench ops`, of `bench attention` with `--peers torch`, and for
-    each whole run."""
+    """A line for each file of `bench step`, `bench scaling` and `bench ops`, of `bench attention` with `--peers torch`, of the
+    comparisons of losses, and for each whole run."""
     lines = []
     for file, r in files.items():
         if r.get("kind") == "step":
@@ -100,6 +100,14 @@ def facts(files: dict[str, dict]) -> list[str]:
                 )
         if r.get("kind") == "scaling":
             lines.append(f"{_what(r)}: {'; '.join(map(scaling, r['cases']))}. {file}")
+        if r.get("kind") == "loss":
+            ours, theirs = (
+                sum(run[side]["loss"] for run in r["runs"]) / len(r["runs"]) for side in ("barellm", "pytorch_fp32")
+            )
+            lines.append(
+                f"{r['preset']}, {r['steps']} steps of nanoGPT's recipe from the same weights and batches, mean of "
+                f"{len(r['runs'])} seeds: validation loss {ours:.4f} nats in {r['dtype']}, PyTorch's in fp32 {theirs:.4f}. {file}"
+            )
         if r.get("kind") == "moments-loss":
             gaps = " and ".join(f"{gap:+.4f} with moments {name}" for name, gap in r["gap_nats"].items())
             lines.append(
