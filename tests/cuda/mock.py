@@ -2,7 +2,7 @@
 
 Work is done as late as the driver may do it: copies, launches and graphs wait in their stream until somebody synchronises, so a
 pinned buffer that is overwritten too early shows in the results. Every launch is held against its code: grid, block, shared
-memory, each byte of the parameters, each tensor map, each pointer. Then the interpreter runs it.
+memory, each byte of the parameters, each tensor map, each pointer. Then the interpreter runs it, or the PTX machine.
 """
 
 from __future__ import annotations
@@ -42,9 +42,18 @@ class Stream:
 
 
 class Gpu:
-    """The module. `arch`, `memory`: what the device says that it has."""
+    """The module. `arch`, `memory`: what the device says that it has. `execute`: who does the work of a launch."""
 
-    def __init__(self, *, arch: int = 80, sms: int = 3, memory: int = 1 << 30, version: int = 13000) -> None:
+    def __init__(
+        self,
+        *,
+        arch: int = 80,
+        sms: int = 3,
+        memory: int = 1 << 30,
+        version: int = 13000,
+        execute: interpreter.Execute = interpreter.execute,
+    ) -> None:
+        self.execute = execute
         self.arch, self.sms, self.memory, self.version = arch, sms, memory, version
         self.allocated: dict[int, Any] = {}  # address -> bytes of the device
         self.pinned: dict[int, Any] = {}
@@ -205,10 +214,9 @@ class Gpu:
         return (OK,)
 
     def _drain(self, until: Callable[[], bool] = lambda: False) -> None:
-        with interpreter.interpreting():
-            for stream in self.streams:
-                while stream.queue and not until():
-                    stream.queue.pop(0)()
+        for stream in self.streams:
+            while stream.queue and not until():
+                stream.queue.pop(0)()
 
     def cuStreamSynchronize(self, stream):
         assert self._at(stream).captured is None, "synchronised while a graph is captured"
@@ -381,7 +389,7 @@ class Gpu:
         for i, (_, type_) in enumerate(spec.signature):
             if type_.startswith("table<"):  # now: a table is memory
                 values = [*values[:i], interpreter.Words.read(type_, values[i], self._around), *values[i + 1 :]]
-        interpreter.execute(spec, values, grid)
+        self.execute(spec, values, grid)
 
     def _around(self, address: int) -> interpreter.Pointer:
         return interpreter.Pointer(address, *self.span(address), True)
