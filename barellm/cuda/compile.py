@@ -27,7 +27,7 @@ from barellm.errors import UserError
 from barellm.runtime import artefacts
 from barellm.runtime.compilers import Compile, Service, compile_all
 
-FORMAT = 1  # of what is kept
+FORMAT = 2  # of what is kept
 CACHE_NBYTES = 256 << 20  # of cubins on disk
 SHARE = 2  # for each helper process at least
 HEAD = struct.Struct("<q")
@@ -190,14 +190,28 @@ def triton_compile(spec: Spec, arch: int) -> Any:
     types, constants = dict(spec.signature), dict(spec.constants)
     signature = {n: "constexpr" if n in constants else _type(types[n], spec) for n in spec.function.parameters}
     attrs = {(spec.function.parameters.index(n),): [["tt.divisibility", 16]] for n in spec.aligned}
-    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.compilation.scope():
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.compilation.scope(), knobs.runtime.scope():
         knobs.cache.dir = folder  # the result is kept by us, without the folder's path in it
         knobs.compilation.disable_line_info = True  # or the cubin would depend on where the sources lie
+        knobs.runtime.add_stages_inspection_hook = _with_fences  # pyright: ignore[reportAttributeAccessIssue]
         return run_compiler(
             source(function, signature, constexprs=constants, attrs=attrs),
             target=GPUTarget("cuda", arch, 32),
             options=FLAGS | dict(spec.options),
         )
+
+
+def _with_fences(backend: Any, stages: dict[str, Any], *_: Any) -> None:
+    make_ptx = stages["ptx"]
+    stages["ptx"] = lambda source, metadata: fenced(make_ptx(source, metadata))
+
+
+def fenced(ptx: str) -> str:
+    """With the fences that Triton leaves out before 3.7 (triton-lang/triton#9610): cp.async writes shared memory as threads do,
+    wgmma reads it through the async proxy, and between the two stands nothing that orders them."""
+    if "wgmma.mma_async" not in ptx:
+        return ptx
+    return re.sub(r"(cp\.async\.wait_group[ \t]+\d+;)", r"\1\n\tfence.proxy.async.shared::cta;", ptx)
 
 
 def _type(name: str, spec: Spec) -> str:

@@ -239,3 +239,11 @@ def test_another_compiler_or_none_is_refused_where_one_is_needed(cache, monkeypa
     monkeypatch.setattr(cuda_compile, "version", version)
     with pytest.raises(UserError, match=text):
         compiled([SCALED], 90, processes=1)
+
+
+def test_what_cp_async_brings_is_fenced_for_wgmma():
+    """In every other kernel the text stays as it is."""
+    loop = "cp.async.wait_group \t0;\n\tbar.sync \t0;\n\t"
+    assert cuda_compile.fenced(loop + "mma.sync.aligned") == loop + "mma.sync.aligned"
+    fenced = cuda_compile.fenced(loop + "wgmma.mma_async.sync.aligned")
+    assert fenced.index("wait_group") < fenced.index("fence.proxy.async.shared::cta;") < fenced.index("bar.sync")
