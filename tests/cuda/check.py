@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -109,6 +110,8 @@ def check_op(
     blocks, on a GPU not on the run. `bounds`: absolute error allowed besides the dtype's rounding; `plan`: planned (batch, seq),
     else the given."""
     case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars or {}, plan)
+    if DEVICE == "ptx-sm_90":
+        target = replace(target, arch=90)
     if DEVICE in ("mock", "cuda"):  # the GPU decides the target
         session = partial(DeviceSession, tf32=target.tf32)
         return check_case(case, {"the first run": session, "the second": session})
@@ -117,7 +120,7 @@ def check_op(
 
 def ways(target: Target) -> dict[str, Execute]:
     """To run a launch here, which must give equal bits."""
-    if DEVICE == "ptx":
+    if DEVICE.startswith("ptx"):
         from tests.cuda.ptx.launch import RUNS, execute
 
         return {name: partial(execute, arch=target.arch, run=run) for name, run in RUNS.items()}

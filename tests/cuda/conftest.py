@@ -1,6 +1,6 @@
-"""`--device`: where the checks of single ops run. "interpreter" (the default), "ptx" for a machine that runs compiled code, "cuda"
-for this machine's GPU, or "mock", the driver in Python, through which a session of the GPU's kind is rehearsed. On all but the
-first only checks of ops run: the rest needs no GPU.
+"""`--device`: where the checks of single ops run. "interpreter" (the default), "ptx" for a machine that runs compiled code
+(of the least target, or "ptx-sm_90"), "cuda" for this machine's GPU, or "mock", the driver in Python, through which a session of
+the GPU's kind is rehearsed. On all but the first only checks of ops run: the rest needs no GPU.
 A kernel that spoils the GPU for its process ends a pytest-xdist worker, and the next one goes on with the next test."""
 
 import os
@@ -11,7 +11,7 @@ import pytest
 from barellm.cuda import driver, step
 from tests.cuda import check
 
-DEVICES = ("interpreter", "ptx", "mock", "cuda")
+DEVICES = ("interpreter", "ptx", "ptx-sm_90", "mock", "cuda")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -64,7 +64,9 @@ def barrier(m: Machine, i: Instruction, active: Array, warps: Array) -> Moves:
     free = np.zeros(len(m.all_warps), bool)
     for b, n in zip(block, which, strict=True):
         mine = slice(b * m.block_warps, (b + 1) * m.block_warps)
-        free[mine] |= m.waiting[mine] == n
+        there = m.waiting[mine] == n
+        m.order.meet(np.flatnonzero(there) + mine.start)
+        free[mine] |= there
     m.arrived[full] = m.expected[full] = 0
     released = np.flatnonzero(free)
     m.waiting[released] = -1

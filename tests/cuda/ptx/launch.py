@@ -11,11 +11,11 @@ import numpy as np
 import triton.language as tl
 
 from barellm.cuda import compile as compiler
-from barellm.cuda.compile import Code
+from barellm.cuda.compile import Code, Descriptor
 from barellm.cuda.kernel import Spec
 from barellm.runtime import artefacts
 from tests.cuda.interpreter import Box, Memory, Parameter, Pointer, Words
-from tests.cuda.ptx import arithmetic, flow, lanes, memory  # noqa: F401  (fill the registry)
+from tests.cuda.ptx import arithmetic, asynchronous, flow, lanes, memory, tensorcore  # noqa: F401  (fill the registry)
 from tests.cuda.ptx.machine import PARAMETERS_AT, WINDOW, Counts, Machine, Run
 from tests.cuda.ptx.parse import parse
 
@@ -46,10 +46,12 @@ def execute(
     arch: int,
     run: Run | None = None,
     counts: Counts | None = None,
+    code: Code | None = None,
 ) -> None:
-    """All blocks of a grid, in a drawn order. `values`: the parameters in the signature's order."""
+    """All blocks of a grid, in a drawn order. `values`: the parameters in the signature's order; `code`: instead of the
+    specialisation's own."""
     run = run or Run()
-    code = code_of(spec, arch)
+    code = code or code_of(spec, arch)
     kernel = parse(code.cubin.decode())
     assert kernel.threads == code.threads and code.shared_bytes <= 1 << WINDOW and code.clusters == 1, spec
     assert tuple((p.nbytes, p.align) for p in kernel.parameters) == code.params, spec
@@ -70,19 +72,15 @@ def execute(
 
 def pack(
     spec: Spec, code: Code, values: Sequence[Parameter], operands: Memory
-) -> tuple[bytes, dict[int, tuple[Box, int]]]:
-    """The parameters' bytes, and of each tensor map, by its address, what it describes and its swizzle."""
+) -> tuple[bytes, dict[int, tuple[Box, Descriptor]]]:
+    """The parameters' bytes, and of each tensor map, by its address, what it describes and how it is encoded."""
     packed = bytearray(code.param_bytes)
     offsets, described = iter(code.offsets), iter(code.descriptors)
     maps = {}
     for (name, type_), value in zip(spec.signature, values, strict=True):
         at = next(offsets)
         if isinstance(value, Box):
-            tagged = operands.tagged(value.pointer, tl.str_to_ty("*i8", None))
-            maps[PARAMETERS_AT + at] = (
-                replace(value, pointer=replace(value.pointer, address=tagged)),
-                next(described).swizzle,
-            )
+            maps[PARAMETERS_AT + at] = value, next(described)
             for form, number in zip("iiqq", (value.rows, value.columns, value.stride, 1), strict=True):
                 struct.pack_into(f"<{form}", packed, next(offsets), number)
         elif isinstance(value, Words):

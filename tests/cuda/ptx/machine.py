@@ -16,20 +16,21 @@ the warps that cannot go on yet; they try again when something has changed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from barellm.cuda.compile import Descriptor
 from tests.cuda.interpreter import Box, Memory
+from tests.cuda.ptx.counts import Counts
+from tests.cuda.ptx.order import WINDOW, Deadlock, Fault, Order
 from tests.cuda.ptx.parse import Address, Instruction, Kernel, Number, Operand, Register, Sink, Special, Symbol
 
 WARP = 32
-WINDOW = 18  # bits of an address in a block's shared memory; which block stands above them
 PARAMETERS_AT = 1 << 40  # the address of parameters
 MOST = 3_000_000  # instructions of one run, beyond which it is taken for endless
 BOOL = np.dtype(bool)
@@ -42,20 +43,13 @@ TYPES: dict[Any, np.dtype] = {
 Array = np.ndarray
 
 
-class Fault(AssertionError):
-    """What a kernel must not do."""
-
-
-class Deadlock(Fault):
-    """Warps wait and nobody can go on."""
-
-
 Handler = Callable[["Machine", Instruction, Array], "Array | None"]
 Moves = list[tuple[int, Array]]  # which warps go on at which instruction
 Mover = Callable[["Machine", Instruction, Array, Array], Moves]
 HANDLERS: dict[str, Handler] = {}
 MOVES: dict[str, Mover] = {}  # instructions after which warps need not go on with the next
 AT_END: list[Callable[[Machine], None]] = []  # called when all warps of a run have ended
+IDLE: list[Callable[[Machine], bool]] = []  # called when no warp can go on; True where something has changed
 
 
 def op(*opcodes: str) -> Callable[[Handler], Handler]:
@@ -85,6 +79,11 @@ def at_end(check: Callable[[Machine], None]) -> Callable[[Machine], None]:
     return check
 
 
+def idle(work: Callable[[Machine], bool]) -> Callable[[Machine], bool]:
+    IDLE.append(work)
+    return work
+
+
 @dataclass(frozen=True)
 class Run:
     """What is drawn and chosen of a run. `late`: asynchronous copies and products arrive when they are waited for, not at once."""
@@ -101,18 +100,6 @@ class Group:
     pc: int
     warps: Array
     tried: int = -1
-
-
-@dataclass
-class Counts:
-    """What a launch did. `sectors`: of 32 bytes, of global memory; `asked`: as few as the bytes could lie in; `passes`: over the
-    banks of shared memory, `needed`: as few as would do."""
-
-    instructions: Counter[str] = field(default_factory=Counter)
-    sectors: Counter[str] = field(default_factory=Counter)
-    asked: Counter[str] = field(default_factory=Counter)
-    passes: Counter[str] = field(default_factory=Counter)
-    needed: Counter[str] = field(default_factory=Counter)
 
 
 @cache
@@ -145,7 +132,7 @@ class Machine:
         memory: Memory,
         parameters: bytes = b"",
         shared_bytes: int = 0,
-        maps: dict[int, tuple[Box, int]] | None = None,
+        maps: dict[int, tuple[Box, Descriptor]] | None = None,
         run: Run | None = None,
         counts: Counts | None = None,
     ) -> None:
@@ -163,6 +150,7 @@ class Machine:
         self.shared = np.empty((n + 1, 1 << WINDOW), np.uint8)
         self.shared[:, :shared_bytes] = run.poison
         self.shared = self.shared.reshape(-1)
+        self.order = Order(n, self.block_warps, shared_bytes)
         self.registers: dict[str, Array] = {}
         self.kinds = {name: _storage(type_) for name, type_ in kernel.registers.items()}
         self.specials = self._specials(np.array(blocks, np.uint32).reshape(n, 3), grid)
@@ -288,7 +276,10 @@ class Machine:
             while self.groups:
                 ready = [g for g in self.groups if g.tried != self.done]
                 if not ready:
-                    break
+                    if not any(work(self) for work in IDLE):
+                        break
+                    self.done += 1
+                    continue
                 lowest = min(ready, key=lambda g: g.pc)  # often: then those behind catch up, and all go on in one call
                 group = lowest if self.rng.random() < 0.5 else ready[self.rng.integers(len(ready))]
                 self.groups = [g for g in self.groups if g is not group]
@@ -336,7 +327,9 @@ class Machine:
             if stuck is not None and len(stuck):
                 on = np.setdiff1d(warps, stuck)
                 self.done += bool(len(on))
-                self._put(pc, stuck, tried=self.done)
+                met = [g for g in self.groups if g.pc == pc]  # warps of a warpgroup wait for each other
+                others = np.concatenate([stuck[:0], *(g.warps for g in met)])
+                self._put(pc, np.union1d(stuck, others), tried=-1 if met else self.done, replacing=met)
                 self._put(pc + 1, on)
                 return
             self.done += 1

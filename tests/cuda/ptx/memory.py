@@ -8,7 +8,7 @@ for.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -60,10 +60,7 @@ def st_global(m: Machine, i: Instruction, threads: Array) -> None:
 def ld_shared(m: Machine, i: Instruction, threads: Array) -> None:
     dtype, items = _shape(i, i.operands[0])
     nbytes = dtype.itemsize * len(items)
-    addresses = m.address(i.operands[1], threads)
-    m.check_shared(addresses, threads, nbytes)
-    count_passes(m, i, threads, addresses, nbytes)
-    found = m.shared.view(f"V{nbytes}")[addresses // np.uint64(nbytes)].view(dtype).reshape(-1, len(items))
+    found = load_shared(m, i, threads, m.address(i.operands[1], threads), nbytes).view(dtype).reshape(-1, len(items))
     for k, register in enumerate(items):
         m.write(register, threads, np.ascontiguousarray(found[:, k]))
 
@@ -71,19 +68,39 @@ def ld_shared(m: Machine, i: Instruction, threads: Array) -> None:
 @op("st.shared")
 def st_shared(m: Machine, i: Instruction, threads: Array) -> None:
     dtype, items = _shape(i, i.operands[1])
-    nbytes = dtype.itemsize * len(items)
-    addresses = m.address(i.operands[0], threads)
-    m.check_shared(addresses, threads, nbytes)
-    count_passes(m, i, threads, addresses, nbytes)
-    m.shared.view(f"V{nbytes}")[addresses // np.uint64(nbytes)] = _row(m, threads, dtype, items).view(f"V{nbytes}")[
-        :, 0
-    ]
+    store_shared(m, i, threads, m.address(i.operands[0], threads), _row(m, threads, dtype, items))
 
 
 def _row(m: Machine, threads: Array, dtype: np.dtype, items: list[Operand]) -> Array:
     """The bytes (threads, n) of registers side by side."""
     parts = [np.broadcast_to(m.read(o, threads, f"b{8 * dtype.itemsize}"), threads.shape) for o in items]
     return np.stack(parts, -1).view(np.uint8)
+
+
+# --- shared memory ---
+
+
+def load_shared(m: Machine, i: Instruction, threads: Array, addresses: Array, nbytes: int) -> Array:
+    """The bytes (threads, nbytes) at addresses."""
+    m.check_shared(addresses, threads, nbytes)
+    count_passes(m, i, threads, addresses, nbytes)
+    m.order.read(threads // WARP, m.order.at(addresses, nbytes))
+    return m.shared.view(f"V{nbytes}")[addresses // np.uint64(nbytes)].view(np.uint8).reshape(-1, nbytes)
+
+
+def store_shared(m: Machine, i: Instruction, threads: Array, addresses: Array, data: Array) -> None:
+    """Threads of one instruction that write one address must write the same."""
+    nbytes = data.shape[1]
+    m.check_shared(addresses, threads, nbytes)
+    count_passes(m, i, threads, addresses, nbytes)
+    kind = f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}"
+    at = addresses // np.uint64(nbytes)
+    room, data = m.shared.view(kind), np.ascontiguousarray(data).view(kind)[:, 0]
+    same = room[at] == data
+    room[at] = data
+    if (room[at] != data).any():
+        raise Fault("threads write different bytes to one address")
+    m.order.write(threads // WARP, m.order.at(addresses, nbytes), same[:, None])
 
 
 # --- global memory ---
@@ -128,7 +145,7 @@ def _host(plain: Array, nbytes: int, data: Array | None = None) -> Array:
 
 @dataclass
 class Copy:
-    """Of cp.async, not yet done: a place for each thread, and which of the thread's groups it is part of."""
+    """Of cp.async, not yet waited for: a place for each thread, and which of the thread's groups it is part of."""
 
     i: Instruction
     threads: Array
@@ -137,9 +154,10 @@ class Copy:
     nbytes: int
     given: Array  # bytes that are copied; the rest is filled with zeros
     group: Array
+    moved: bool = False
 
-    def run(self, m: Machine, some: Array) -> Copy:
-        """Done for `some`, a mask; the rest is left."""
+    def move(self, m: Machine, some: Array) -> None:
+        """The bytes of `some`, a mask."""
         for n in np.unique(self.given[some]):
             now = some & (self.given == n)
             data = np.zeros((int(now.sum()), self.nbytes), np.uint8)
@@ -150,16 +168,14 @@ class Copy:
             m.shared.view(f"V{self.nbytes}")[self.to[now] // np.uint64(self.nbytes)] = data.view(f"V{self.nbytes}")[
                 :, 0
             ]
-        rest = ~some
-        return Copy(
-            self.i,
-            self.threads[rest],
-            self.to[rest],
-            self.source[rest],
-            self.nbytes,
-            self.given[rest],
-            self.group[rest],
-        )
+
+    def finish(self, m: Machine, some: Array) -> Copy:
+        """`some` have waited; the rest is left."""
+        if not self.moved:
+            self.move(m, some)
+        m.order.came(self.threads[some] // WARP, m.order.at(self.to[some], self.nbytes))
+        rest = {name: getattr(self, name)[~some] for name in ("threads", "to", "source", "given", "group")}
+        return replace(self, **rest)
 
 
 def _groups(m: Machine) -> Array:
@@ -180,10 +196,11 @@ def cp_async(m: Machine, i: Instruction, threads: Array) -> None:
     count_passes(m, i, threads, targets, nbytes)
     count = np.broadcast_to(m.read(given[0], threads, "u32") if given else np.uint32(nbytes), threads.shape)
     copy = Copy(i, threads, targets, m.address(source, threads), nbytes, count, _groups(m)[threads])
-    if m.late:
-        _copies(m).append(copy)
-    else:
-        copy.run(m, np.ones(len(threads), bool))
+    m.order.start_writing(threads // WARP, m.order.at(targets, nbytes))
+    if not m.late:
+        copy.move(m, np.ones(len(threads), bool))
+        copy.moved = True
+    _copies(m).append(copy)
 
 
 @op("cp.async.commit_group")
@@ -204,7 +221,7 @@ def wait(m: Machine, i: Instruction, threads: Array) -> None:
     left = []
     for copy in _copies(m):
         some = mine[copy.threads] & (copy.group < done[copy.threads])
-        rest = copy.run(m, some) if some.any() else copy
+        rest = copy.finish(m, some) if some.any() else copy
         if len(rest.threads):
             left.append(rest)
     m.state["cp.async copies"] = left

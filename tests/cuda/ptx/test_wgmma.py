@@ -1,0 +1,66 @@
+"""Triton's kernels as they are compiled for sm_90a, with the tiles that are shipped: cp.async into shared memory, wgmma from there
+and from registers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from barellm.cuda.kernel import Target
+from barellm.program import ops
+from tests.cases import backward_case, forward_case
+from tests.cuda import check
+from tests.cuda.check import EPS, check_op, persistent, tokens
+from tests.cuda.ptx import launch
+from tests.cuda.ptx.test_hopper_products import nth
+
+
+@pytest.fixture(autouse=True)
+def compiled_code(monkeypatch):
+    monkeypatch.setattr(check, "DEVICE", "ptx-sm_90")
+
+
+@pytest.mark.parametrize("shape", [(1, 200, 1, 64), (1, 130, 1, 128)], ids=str)
+def test_attention(shape):
+    check_op(ops.Attention, **forward_case(shape, "bf16"))
+    check_op(ops.AttentionBackward, **backward_case(shape, "bf16"))
+
+
+def test_products_too_small_for_hopper():
+    """Rows of an odd number of bytes: Triton's kernel does these, on any architecture."""
+
+    def drawn(*shape: int, seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).standard_normal(shape)
+
+    x, dy = tokens(drawn(1, 70, 203, seed=1), "bf16"), tokens(drawn(1, 70, 73, seed=2), "bf16")
+    weight = persistent(drawn(73, 203, seed=3), "split")
+    check_op(ops.Matmul, {"x": x, "weight": weight}, bounds={"y": 8 * EPS * 203})
+    check_op(ops.MatmulDx, {"dy": dy, "weight": weight}, bounds={"dx": 8 * EPS * 203})
+    check_op(ops.MatmulDw, {"dy": dy, "x": x}, bounds={"dweight": 8 * EPS * 203}, target=Target(arch=90))
+
+
+FENCED = r"(cp\.async\.wait_group[ \t]+\d+;)\s*fence\.proxy\.async\.shared::cta;"
+MUTANTS = {
+    "what Triton 3.6 leaves out": (lambda ptx: re.sub(FENCED, r"\1", ptx), "without a fence"),
+    "copies are not awaited": (nth(r"cp\.async\.wait_group[^;]*;", ""), "still arriving"),
+    "one group more under way": (nth(r"(cp\.async\.wait_group[ \t]+)0;", r"\g<1>1;"), "still arriving"),
+    "copies of other warps are not awaited": (nth(FENCED + r"\s*bar\.sync[^;]*;", r"\1"), "fence|barrier|arriving"),
+    "sums are read too early": (nth(r"wgmma\.wait_group\.sync\.aligned[ \t]+0;", ""), ""),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_fails(name, monkeypatch):
+    mutate, message = MUTANTS[name]
+    code_of = launch.code_of
+
+    def mutated(spec, arch):
+        code = code_of(spec, arch)
+        return replace(code, cubin=mutate(code.cubin.decode()).encode())
+
+    monkeypatch.setattr(launch, "code_of", mutated)
+    with pytest.raises(AssertionError, match=message or None):
+        check_op(ops.Attention, **forward_case((1, 300, 1, 64), "bf16"))
