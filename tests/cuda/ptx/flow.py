@@ -55,8 +55,11 @@ def barrier(m: Machine, i: Instruction, active: Array, warps: Array) -> Moves:
     if (m.arrived > m.expected).any():
         raise Fault(f"more threads at barrier {np.argwhere(m.arrived > m.expected)[0][1]} than it awaits")
     on = np.setdiff1d(warps, arrived)
+    released_at = m.state.setdefault("arrivals without waiting", {})
     if "arrive" in i.modifiers:
         on = warps
+        for warp, b, n in zip(arrived.tolist(), blocks.tolist(), number.tolist(), strict=True):
+            released_at.setdefault((b, n), []).append(m.order.release(warp))
     else:
         m.waiting[arrived], m.resume[arrived] = number, i.number + 1
     full = (m.arrived == m.expected) & (m.expected > 0)
@@ -65,7 +68,7 @@ def barrier(m: Machine, i: Instruction, active: Array, warps: Array) -> Moves:
     for b, n in zip(block, which, strict=True):
         mine = slice(b * m.block_warps, (b + 1) * m.block_warps)
         there = m.waiting[mine] == n
-        m.order.meet(np.flatnonzero(there) + mine.start)
+        m.order.meet(np.flatnonzero(there) + mine.start, released_at.pop((b, n), []))
         free[mine] |= there
     m.arrived[full] = m.expected[full] = 0
     released = np.flatnonzero(free)

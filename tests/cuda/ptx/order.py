@@ -91,9 +91,9 @@ class Order:
     def acquire(self, warp: int, known: Array) -> None:
         np.maximum(self.seen[warp], known, out=self.seen[warp])
 
-    def meet(self, warps: Array) -> None:
-        """A barrier of warps of one block, all of which are there."""
-        self.seen[warps] = self.seen[warps].max(0)
+    def meet(self, warps: Array, others: list[Array]) -> None:
+        """A barrier of warps of one block, all of which are there. `others`: what those released that arrived without waiting."""
+        self.seen[warps] = np.max([*self.seen[warps], *others], 0)
         self.seen[warps, warps % self.block_warps] += 1
 
     def read(self, warps: Array, words: Array) -> None:
