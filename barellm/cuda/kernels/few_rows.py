@@ -18,6 +18,11 @@ from barellm.cuda.kernels.epilogue import finish_part, name_of
 from barellm.cuda.lang import device, tl
 
 
+# Columns in a program. With one to a lane, its product is fused with the sum over lanes: of two that add each other's, each rounds
+# only the other's, and they end with different sums, of which any may be written.
+LEAST = 64
+
+
 @device
 def few_rows(
     out, pre, x, weight, bias, other, scalars, rows,
@@ -70,7 +75,7 @@ def launch_product(
     pre: Any = None, mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
     """As `matmul.product` in its role "nt"; nothing in runs of more rows."""
-    few, BK = Few(rows), pow2(K)
+    few, BK = Few(rows), max(pow2(K), LEAST)
     BN, warps = choices.few_rows_tile(BK)
     operands = {"out": out, "pre": pre, "x": a, "weight": b, "bias": bias, "other": residual, "rows": few}
     constants = {"N": N, "K": K, "BN": BN, "BK": BK, "MODE": mode}
