@@ -6,23 +6,27 @@ is a function of the shape alone. Both count programs against WAVE, the multipro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 WAVE = 132
 LEAST_ROWS = 256  # of one part of a split sum
 MOST_SPLITS = 64
+GROUPS = (4, 8, 16, 32)  # rows of tiles that may be walked together
 SPLIT_ROWS = 5  # writing and reading one more partial tile takes as long as multiplying this many rows into a tile
 
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` x `cols` of the result in one program, `depth` of the contraction a turn, `stages` turns in flight."""
+    """`rows` x `cols` of the result in one program, `depth` of the contraction a turn, `stages` turns in flight. `group` rows of
+    tiles are done together, column by column, so that their operands stay in the second cache."""
 
     rows: int
     cols: int
     depth: int
     warps: int
     stages: int
+    group: int = 8
 
 
 # Largest first. Shared memory is stages * (rows + cols) * depth * itemsize; accumulators rows * cols / (32 * warps) registers.
@@ -108,11 +112,13 @@ SLOT = 8192  # 64 rows of 128 bytes
 @dataclass(frozen=True)
 class Form:
     """How a product on Hopper is cut: tiles of ROWS x `cols`, a ring of `stages`, `slots` of each half for blocks on their way out,
-    and in where the epilogue reads. `stages` fill the shared memory that the slots leave."""
+    and in where the epilogue reads. `stages` fill the shared memory that the slots leave. `group`: as of a Tile; 16 x 8 tiles of
+    128 x 256, a wave, read the fewest bytes."""
 
     cols: int
     stages: int
     slots: int
+    group: int = 16
 
 
 def form(cols: int, *, fetched: bool) -> Form:
@@ -127,6 +133,14 @@ def _filled(cols: int, slots: int) -> Form:
 def forms() -> tuple[Form, ...]:
     """All that a product on Hopper can be cut into."""
     return tuple(_filled(cols, slots) for cols in (256, 128) for slots in (2, 4))
+
+
+Grouped = TypeVar("Grouped", Tile, Form)
+
+
+def orders(choice: Grouped) -> tuple[Grouped, ...]:
+    """The same in every order of tiles, its own first."""
+    return (choice, *(replace(choice, group=group) for group in GROUPS if group != choice.group))
 
 
 def columns(role: str, rows: int, cols: int, depth: int) -> int:

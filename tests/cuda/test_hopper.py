@@ -25,7 +25,7 @@ FETCHED = {"gelu_backward", "residual", "add", "start"}
 
 
 def launch(
-    role, M, N, K, *, epilogue="", cols, stages, slots, chunk=None, bias=False, accumulate=0, wide=False, seed=1
+    role, M, N, K, *, epilogue="", cols, stages, slots, chunk=None, bias=False, accumulate=0, wide=False, seed=1, group=16
 ):
     """Arguments of the kernel, and what its tensor maps should hold afterwards as (map, float64 result)."""
     draw = np.random.default_rng(seed).standard_normal
@@ -48,6 +48,7 @@ def launch(
     }
     args = maps | {
         "bias": Pointer(vector) if bias else None, "scalars": Pointer(scalars), "M": M, "N": N, "K": K, "chunk": chunk or K,
+        "group": group,
         "A_TRANSPOSED": role == "tn", "B_TRANSPOSED": role == "nt", "EPILOGUE": epilogue,
         "COLS": cols, "STAGES": stages, "SLOTS": slots,
     }  # fmt: skip
@@ -147,6 +148,7 @@ def test_a_mutant_fails(name):
 LARGE = {
     "nt": dict(role="nt", M=300, N=328, K=200, cols=128, bias=True),
     "nn": dict(role="nn", M=2200, N=136, K=136, cols=64),
+    "nn, other groups": dict(role="nn", M=1300, N=136, K=72, cols=64, group=4),
     "tn in parts": dict(role="tn", M=192, N=264, K=1000, cols=256, chunk=384, wide=True),
     "gelu": dict(role="nt", M=200, N=600, K=72, cols=256, epilogue="gelu", bias=True),
     "gelu_backward": dict(role="nn", M=129, N=520, K=72, cols=256, epilogue="gelu_backward"),

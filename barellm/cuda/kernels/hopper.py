@@ -28,7 +28,7 @@ from barellm.runtime.lowering import Region, part
 
 @gluon
 def hopper_gemm(
-    out_map, pre_map, a_map, b_map, other_map, bias, scalars, M, N, K, chunk,
+    out_map, pre_map, a_map, b_map, other_map, bias, scalars, M, N, K, chunk, group,
     A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
     COLS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def hopper_gemm(
     hopper.mbarrier.init(ahead.index(0), count=1)
     hopper.fence_async_shared()
 
-    sizes = (M, N, K, chunk)
+    sizes = (M, N, K, chunk, group)
     ring = (a_ring, b_ring, full, empty)
     way = (slots, arrived, free)
     # Constants stand where they are passed: one that is put into a variable or a tuple is none any more.
@@ -144,6 +144,7 @@ def launch_product(
             ),
             "other_map": _map(other, out_rows, width, _block(other)) if other is not None else None,
             "bias": bias, "M": M, "N": width, "K": rows if role == "tn" else depth, "chunk": chunk,
+            "group": f.group,
         },
         {
             "A_TRANSPOSED": role == "tn", "B_TRANSPOSED": role == "nt", "EPILOGUE": epilogue,

@@ -19,26 +19,26 @@ from barellm.cuda.lang import constant, gl, gluon, hopper
 HALF = constant(64)  # rows that one warpgroup multiplies
 ROWS = constant(choices.ROWS)
 DEPTH = constant(choices.DEPTH)  # 128 bytes of bf16: the widest swizzle
-GROUP = constant(16)  # rows of tiles walked together: 16 x 8 tiles of 128 x 256, a wave, read the fewest bytes
 
 
 @gluon
 def work(sizes, COLS: gl.constexpr):
     """Tiles, and how many tiles and parts of K are to do."""
-    M, N, K, chunk = sizes
+    M, N, K, chunk, _ = sizes
     tiles = gl.cdiv(M, ROWS) * gl.cdiv(N, COLS)
     return tiles, tiles * gl.cdiv(K, chunk)
 
 
 @gluon
 def place(w, tiles, sizes, COLS: gl.constexpr):
-    """Work item w: its first row, first column, start and end in K. All tiles of one part of K come before the next part."""
-    M, N, K, chunk = sizes
+    """Work item w: its first row, first column, start and end in K. All tiles of one part of K come before the next part; within
+    it `group` rows of tiles are walked together, column by column."""
+    M, N, K, chunk, group = sizes
     m_tiles, n_tiles = gl.cdiv(M, ROWS), gl.cdiv(N, COLS)
     t = w % tiles
-    width = GROUP * n_tiles
-    first = t // width * GROUP
-    height = min(m_tiles - first, GROUP)
+    width = group * n_tiles
+    first = t // width * group
+    height = min(m_tiles - first, group)
     within = t % width
     start = w // tiles * chunk
     return (first + within % height) * ROWS, within // height * COLS, start, min(start + chunk, K)
@@ -97,7 +97,7 @@ def multiply(
     epilogue. In step they would be in it at once, so the lower half starts when the upper has done its first product: nothing
     evens out such a lead, and a longer one would leave too little of the ring for loads on their way."""
     a_ring, b_ring, full, empty = ring
-    M, N, _, chunk = sizes
+    M, N, _, chunk, _ = sizes
     STAGES: gl.constexpr = full.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     adding = True

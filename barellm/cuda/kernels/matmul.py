@@ -24,7 +24,6 @@ from barellm.cuda.lang import device, tl
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import weight_operand
 
-GROUP = 8  # rows of tiles that are done together, so that their operands stay in the second cache
 PART = 64  # columns of a tile that a fused epilogue handles at a time
 
 
@@ -148,7 +147,7 @@ def _kind(c: Lowering, dtype: str) -> str:
 
 
 def _constants(c: Lowering, t: choices.Tile) -> dict[str, Any]:
-    return {"BM": t.rows, "BN": t.cols, "BK": t.depth, "GROUP": GROUP, "TF32": c.target.tf32 or None}
+    return {"BM": t.rows, "BN": t.cols, "BK": t.depth, "GROUP": t.group, "TF32": c.target.tf32 or None}
 
 
 def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
