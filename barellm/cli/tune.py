@@ -1,4 +1,5 @@
-"""Find the fastest way to do each matrix product of a preset on this machine, and keep it for the runs that follow.
+"""Find the fastest way to do each matrix product of a preset on this machine, on a GPU attention too, and keep it for the runs that
+follow.
 
 Every candidate runs in a child process. It is held against float64 and, bit for bit, against the default before it is timed, so
 tuning changes how long a run takes and nothing else.
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from barellm.runtime.tuner.decision import Verdict
     from barellm.runtime.tuning import Database
 
-HEAD = f"{'product':<44}{'default':<28}{'best':<28}{'GFLOP/s':>8}{'gain':>8}  {'tried':>5}  rejected"
+HEAD = f"{'kernel':<44}{'default':<28}{'best':<28}{'GFLOP/s':>8}{'gain':>8}  {'tried':>5}  rejected"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     train = config.train
     works, machine, database, tune = (_on_gpu if args.device == "cuda" else _on_cpu)(config)
     found: list[Verdict] = []
-    status = "done"
+    status, noun = "done", "kernels" if args.device == "cuda" else "products"
 
     def each(verdict: Verdict) -> None:
         found.append(verdict)
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             print(_line(verdict), flush=True)
 
     if not args.json:
-        print(f"{config.preset}, batch {train.batch} x {train.seq}, {train.dtype}: {len(works)} products")
+        print(f"{config.preset}, batch {train.batch} x {train.seq}, {train.dtype}: {len(works)} {noun}")
         print(f"{machine}\n\n{HEAD}", flush=True)
     try:
         tune(seconds=60 * minutes, each=each)
@@ -77,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
         for v in found:
             for name, reason in v.rejected:
                 print(f"rejected for {v.work}: {name}: {reason}")
-        done = f"{len(found)} of {len(works)} products, {len(faster)} faster than their default by more than noise"
+            if v.rival:
+                name, ratio = v.rival
+                print(f"not kept for {v.work}, since its bits are others: {name}, {ratio:.2f} of the default's time")
+        done = f"{len(found)} of {len(works)} {noun}, {len(faster)} faster than their default by more than noise"
         print(f"\n{status}: {done}; kept in {database.path}")
     return 130 if status == "interrupted" else 0
 
@@ -108,7 +112,7 @@ def _on_gpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any
     from barellm.training.machine import build_programs
 
     device = driver.device()
-    target = Target.of(device)
+    target = Target.of(device, tf32=config.train.tf32)
     works = works_of(build_programs(config), target)
     return works, tuning.machine(target), tuning.database(), partial(tune, works, target)
 
@@ -130,8 +134,7 @@ def _minutes(args: argparse.Namespace) -> float:
 def _line(v: Verdict) -> str:
     best = "the same" if v.best == v.default else str(v.best)
     gain = f"{100 * (1 / v.ratio - 1):+.1f} %" if v.best != v.default else ""
-    rate = f"{v.work.flops / v.default_s / v.ratio / 1e9:.1f}"
-    return f"{v.work!s:<44}{v.default!s:<28}{best:<28}{rate:>8}{gain:>8}  {v.tried:>5}  {len(v.rejected)}"
+    return f"{v.work!s:<44}{v.default!s:<28}{best:<28}{v.gflops:>8.1f}{gain:>8}  {v.tried:>5}  {len(v.rejected)}"
 
 
 def _clear(args: argparse.Namespace) -> int:

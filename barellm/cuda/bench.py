@@ -1,4 +1,4 @@
-"""Measures the GPU: FLOP/s of products that read no memory, bytes/s of each mix of reads and writes."""
+"""Measures the GPU: FLOP/s of products that read no memory, bytes/s of each mix of reads and writes. And compares its memory."""
 
 from __future__ import annotations
 
@@ -93,17 +93,75 @@ class Bench:
     ) -> float:
         """The least seconds of a launch, of TRIALS."""
         pointers = tuple(name for name, kind in kinds.items() if kind[0] == "*")
-        options = (("num_stages", 1), ("num_warps", warps))
-        spec = Spec(function, tuple(kinds.items()), tuple(sorted(constants.items())), options, pointers)
-        code = compiled([spec], self.device.arch, processes=1)[spec]
-        args = [arguments[name] for name in kinds]
-        launch = Launch(spec, args, lambda sizes: (blocks,), [], [], None)  # pyright: ignore[reportArgumentType]
-        kernel = Kernel(code, self.device)
-        bound = BoundLaunch(launch, kernel, Sizes(), lambda region: 0, 0)
+        single = Single(self.device, function, kinds, constants, warps=warps, aligned=pointers)
+        bound = single.bound(arguments, blocks)
         enqueue = lambda: bound.run(self.context.stream)  # noqa: E731
         best = min(graph_seconds(self.context, enqueue, REPEATS) for _ in range(TRIALS))
-        kernel.unload()
+        single.kernel.unload()
         return best
 
     def close(self) -> None:
         self.context.close()
+
+
+class Single:
+    """A kernel without an op, loaded."""
+
+    def __init__(
+        self,
+        device: driver.Device,
+        function: DeviceFunction,
+        kinds: dict[str, str],
+        constants: dict[str, Any],
+        *,
+        warps: int = 4,
+        aligned: tuple[str, ...] = (),
+    ) -> None:
+        options = (("num_stages", 1), ("num_warps", warps))
+        self.spec = Spec(function, tuple(kinds.items()), tuple(sorted(constants.items())), options, aligned)
+        self.kernel = Kernel(compiled([self.spec], device.arch, processes=1)[self.spec], device)
+
+    def bound(self, arguments: dict[str, int], blocks: int) -> BoundLaunch:
+        args = [arguments[name] for name, _ in self.spec.signature]
+        launch = Launch(self.spec, args, lambda sizes: (blocks,), [], [], None)  # pyright: ignore[reportArgumentType]
+        return BoundLaunch(launch, self.kernel, Sizes(), lambda region: 0, 0)
+
+
+class Comparison:
+    """Finds where ranges of the GPU's memory differ, without bringing them to the host."""
+
+    PROGRAMS, BLOCK = 1024, 4096  # at most; numbers of 2 bytes
+    MOST = 1 << 31  # bytes at a time
+
+    def __init__(self, device: driver.Device) -> None:
+        kinds = {"found": "*i32", "a": "*i16", "b": "*i16", "n": "i32", "blocks": "i32"}
+        self.differences = Single(device, machine.differences, kinds, {"BLOCK": self.BLOCK})
+        self.found = driver.DeviceMemory(4 * self.PROGRAMS)
+
+    def first(
+        self, a: driver.DeviceMemory, b: driver.DeviceMemory, start: int, stop: int, shift: int, stream: Any
+    ) -> int | None:
+        """The first byte of [start, stop), two even numbers, that a has `shift` bytes further and b has another; None where all
+        are equal."""
+        for at in range(start, stop, self.MOST):
+            if (found := self._first(a, b, at, min(stop, at + self.MOST), shift, stream)) is not None:
+                return found
+        return None
+
+    def _first(self, a: Any, b: Any, start: int, stop: int, shift: int, stream: Any) -> int | None:
+        n = (stop - start) // 2
+        programs = min(self.PROGRAMS, -(-n // self.BLOCK))
+        blocks = -(-n // (programs * self.BLOCK))
+        arguments = {"found": self.found.address, "a": a.address + shift + start, "b": b.address + start, "n": n}
+        self.differences.bound(arguments | {"blocks": blocks}, programs).run(stream)
+        (hits,) = np.nonzero(self.found.read(0, 4 * programs, stream).view(np.int32))
+        if not hits.size:
+            return None
+        first = start + int(hits[0]) * blocks * self.BLOCK * 2
+        last = min(stop, first + blocks * self.BLOCK * 2)
+        left, right = a.read(shift + first, shift + last, stream), b.read(first, last, stream)
+        return first + int(np.flatnonzero(left != right)[0])
+
+    def close(self) -> None:
+        self.differences.kernel.unload()
+        self.found.free()

@@ -7,7 +7,6 @@ is a function of the shape alone. Both count programs against WAVE, the multipro
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 WAVE = 132
 LEAST_ROWS = 256  # of one part of a split sum
@@ -27,6 +26,9 @@ class Tile:
     warps: int
     stages: int
     group: int = 8
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{self.depth} {self.warps}w {self.stages}s g{self.group}"
 
 
 # Largest first. Shared memory is stages * (rows + cols) * depth * itemsize; accumulators rows * cols / (32 * warps) registers.
@@ -120,6 +122,9 @@ class Form:
     slots: int
     group: int = 16
 
+    def __str__(self) -> str:
+        return f"128x{self.cols} {self.stages} stages {self.slots} slots g{self.group}"
+
 
 def form(cols: int, *, fetched: bool) -> Form:
     """Two slots keep a block on its way out while the next is computed. Where blocks come in first, twice that hides the way in."""
@@ -135,10 +140,7 @@ def forms() -> tuple[Form, ...]:
     return tuple(_filled(cols, slots) for cols in (256, 128) for slots in (2, 4))
 
 
-Grouped = TypeVar("Grouped", Tile, Form)
-
-
-def orders(choice: Grouped) -> tuple[Grouped, ...]:
+def orders(choice: Tile | Form) -> tuple[Tile | Form, ...]:
     """The same in every order of tiles, its own first."""
     return (choice, *(replace(choice, group=group) for group in GROUPS if group != choice.group))
 
@@ -162,6 +164,9 @@ class AttentionTile:
     keys: int
     warps: int
     stages: int
+
+    def __str__(self) -> str:
+        return f"{self.queries}x{self.keys} {self.warps}w {self.stages}s"
 
 
 # By (role, columns of a head up to): what neither spills nor overflows shared memory. Before sm_90, and on sm_120, tensor
@@ -195,7 +200,17 @@ _ATTENTION = {
         ("many", 128): AttentionTile(64, 64, 4, 2),
     },
 }
+WHOLE_HEAD = {
+    "fp32": 128,
+    "bf16": 256,
+}  # columns up to which dk and dv of a block of keys are in one program's registers
+PIECE = 64  # columns of a program beyond that
 _ANY_HEAD = {"fp32": AttentionTile(16, 16, 8, 1), "bf16": AttentionTile(32, 32, 8, 1)}
+
+
+def padded(columns: int) -> int:
+    """A head's columns in a tile: a power of two that tensor cores take."""
+    return max(16, 1 << (columns - 1).bit_length())
 
 
 def attention_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile:
@@ -205,3 +220,28 @@ def attention_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile
     table = _ATTENTION["bf16 in registers" if dtype == "bf16" and alike(arch) < 90 else dtype]
     fits = [(most, t) for (r, most), t in table.items() if r == role and head <= most]
     return min(fits, key=lambda row: row[0])[1] if fits else _ANY_HEAD[dtype]
+
+
+# What the tuner tries besides: queries, keys, warps, stages, in bf16; the most promising first. On sm_90 none spills. Four warps do
+# 64 queries or keys in as many registers as eight do 128, twice as many programs at a time.
+_TRIED: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
+    ("forward", 64): ((128, 128, 8, 3), (128, 128, 8, 4), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3)),
+    ("forward", 128): ((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
+    ("keys", 64): ((64, 64, 4, 2), (64, 128, 8, 3), (64, 64, 4, 3), (32, 128, 8, 3), (64, 128, 8, 1)),
+    ("keys", 128): ((32, 128, 8, 2), (64, 64, 8, 2), (32, 128, 8, 3)),
+    ("queries", 64): ((128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3)),
+    ("queries", 128): ((64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 1)),
+}
+
+
+def attention_tiles(role: str, head: int, dtype: str, arch: int) -> tuple[AttentionTile, ...]:
+    """All that a kernel of attention may be cut into on this architecture, the default first."""
+    usual = attention_tile(role, head, dtype, arch)
+    others = [AttentionTile(*t) for t in _TRIED.get((role, head), ())] if dtype == "bf16" else []
+    return (usual, *(t for t in others if t != usual))
+
+
+def equal_bits(role: str, a: AttentionTile, b: AttentionTile) -> bool:
+    """Whether both give the same bits. Gradients are chains over the keys, or the queries, in their order, of probabilities that
+    each has its own; what a block adds beyond the diagonal are zeros. The forward pass scales its sums for every block of keys."""
+    return role != "forward" or a.keys == b.keys

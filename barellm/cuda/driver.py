@@ -164,6 +164,11 @@ class DeviceMemory:
             call("cuMemcpyHtoDAsync", self.address + start, data.ctypes.data, data.nbytes, stream)
             call("cuStreamSynchronize", stream)
 
+    def copy(self, start: int, address: int, nbytes: int, stream: Any) -> None:
+        """Set bytes from `start` to those of the GPU's memory at `address`, which do not overlap them."""
+        assert start + nbytes <= self.nbytes
+        call("cuMemcpyDtoDAsync", self.address + start, address, nbytes, stream)
+
     def fill(self, value: int, start: int, nbytes: int, stream: Any) -> None:
         if nbytes:
             call("cuMemsetD8Async", self.address + start, value, nbytes, stream)

@@ -157,7 +157,7 @@ class CudaSession(ArenaSession):
         limit = (free, f"free memory of {self.device.name}, less {HEADROOM >> 20} MiB for code,")
         check_fits(self.plan, what=sizes_of(programs), limit=limit)
         self.seconds = {"plan": lap()}  # of opening, by stage
-        codes = compiled(self.specs, self.device.arch, processes=_processes())
+        codes = compiled(self.specs, self.device.arch, processes=processes())
         self.seconds["compile"] = lap()
         self.kernels = {spec: Kernel(code, self.device) for spec, code in codes.items()}
         products = {n: [c for c in calls if isinstance(c, LibraryProduct)] for n, calls in self.calls.items()}
@@ -347,6 +347,17 @@ class CudaSession(ArenaSession):
         """The graph of such a run once more, with the inputs and run-time scalars that are there."""
         self._graph(replace(self._run(program), sizes=Sizes(**sizes))).launch(self.stream)
 
+    def captured(self, program: str, wanted: Callable[[Call], bool], **sizes: int) -> driver.Graph:
+        """Of a run of these sizes the calls that are `wanted`, with the run-time scalars of the last."""
+        run = replace(self._run(program), sizes=Sizes(**sizes))
+        bound = [self._bind(call, run) for call in self.calls[program] if wanted(call)]
+
+        def enqueue() -> None:
+            for call in bound:
+                call.run(self.stream)
+
+        return driver.Graph(self.stream, enqueue)
+
     def synchronize(self) -> None:
         """Wait until every run has ended."""
         self.context.synchronize()
@@ -376,7 +387,7 @@ class CudaSession(ArenaSession):
         self.memory.write(self._skip + start, data, self.stream)
 
 
-def _processes() -> int:
+def processes() -> int:
     """That may compile: one for each core of this process's share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, int(cpu_limit() or cores)))

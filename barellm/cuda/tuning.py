@@ -1,9 +1,11 @@
-"""The tuning database as the CUDA backend uses it: tiles of Triton's products, forms of Hopper's. A key has the card's name."""
+"""The tuning database as the CUDA backend uses it: tiles of Triton's products, forms of Hopper's, blocks of attention's kernels. A
+key has the card's name."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from barellm.cuda import choices
-from barellm.cuda.choices import Form, Tile
+from barellm.cuda.choices import AttentionTile, Form, Tile
 from barellm.cuda.kernel import Target
 from barellm.runtime import artefacts
 from barellm.runtime.tuning import Database, Entry, requested
 
 SHIPPED = Path(__file__).with_name("tuned.json")  # what was measured on cards that people have: nothing yet
-KERNELS = ("matmul", "hopper", "hopper_roles", "epilogue", "parts", "common")
+KERNELS = ("matmul", "hopper", "hopper_roles", "epilogue", "parts", "attention", "random", "common")
 SOURCES = ("choices.py", "tuning.py", *(f"kernels/{name}.py" for name in KERNELS))
 
-Choice = Tile | Form
+Choice = Tile | Form | AttentionTile
+NAMES: dict[type, str] = {Tile: "tile", Form: "form", AttentionTile: "blocks"}  # in an entry
 FETCHED = ("residual", "gelu_backward", "add", "start")  # epilogues that read a matrix
 
 
@@ -39,9 +42,71 @@ class Product:
     kernel: str = "triton"
     epilogue: str = ""
 
+    @property
+    def kind(self) -> type:
+        return Form if self.kernel == "hopper" else Tile
 
-_forced: list[Choice] = []
-_asked: list[dict[Product, None]] = []
+    @property
+    def name(self) -> str:
+        """In a key."""
+        what = f"hopper {self.epilogue}".strip() + " " if self.kernel == "hopper" else ""
+        return f"{what}{self.role} {self.dtype}, {self.rows} x {self.cols} from {self.depth}"
+
+    def default(self, arch: int) -> Choice:
+        if self.kernel == "hopper":
+            cols = choices.columns(self.role, self.rows, self.cols, self.depth)
+            return choices.form(cols, fetched=self.epilogue in FETCHED)
+        return choices.tile(self.role, self.rows, self.cols, self.depth, self.dtype, arch)
+
+    def choices(self, arch: int) -> tuple[Choice, ...]:
+        """Every tile or form, in the usual order of tiles."""
+        return choices.forms() if self.kernel == "hopper" else choices.tiles(self.dtype, arch)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A kernel of attention over `batch` sequences of `seq` tokens, with `heads` heads of `head` columns. Role: "forward"; of the
+    backward pass "keys", for dk and dv, and "queries", for dq."""
+
+    role: str
+    dtype: str
+    batch: int
+    seq: int
+    heads: int
+    head: int
+    dropout: bool = False
+
+    @property
+    def kind(self) -> type:
+        return AttentionTile
+
+    @property
+    def name(self) -> str:
+        """In a key."""
+        rest = ", dropout" if self.dropout else ""
+        return f"attention {self.role} {self.dtype}, {self.batch} x {self.heads} heads of {self.head}, {self.seq} tokens{rest}"
+
+    def default(self, arch: int) -> AttentionTile:
+        return choices.attention_tile(self.role, choices.padded(self.head), self.dtype, arch)
+
+    def choices(self, arch: int) -> tuple[Choice, ...]:
+        """Every tile with the default's bits."""
+        usual = self.default(arch)
+        return tuple(t for t in self.all_tiles(arch) if choices.equal_bits(self.role, t, usual))
+
+    def rivals(self, arch: int) -> tuple[AttentionTile, ...]:
+        """Tiles that would give other bits: only the default, which is the architecture's, could become one of them."""
+        usual = self.default(arch)
+        return tuple(t for t in self.all_tiles(arch) if not choices.equal_bits(self.role, t, usual))
+
+    def all_tiles(self, arch: int) -> tuple[AttentionTile, ...]:
+        return choices.attention_tiles(self.role, choices.padded(self.head), self.dtype, arch)
+
+
+Subject = Product | Attention
+
+_forced: dict[Subject, Choice] = {}
+_asked: list[Counter[Subject]] = []
 
 
 @cache
@@ -75,78 +140,68 @@ def machine(target: Target) -> str:
     return f"{target.name or 'any card'}, sm_{target.arch}, {target.sms} multiprocessors"
 
 
-def key(target: Target, p: Product) -> str:
-    what = f"hopper {p.epilogue}".strip() + " " if p.kernel == "hopper" else ""
-    return f"{machine(target)}: {what}{p.role} {p.dtype}, {p.rows} x {p.cols} from {p.depth}"
+def key(target: Target, subject: Subject) -> str:
+    return f"{machine(target)}: {subject.name}"
 
 
-def choices_of(product: Product, arch: int) -> tuple[Choice, ...]:
-    """All that there are."""
-    return choices.forms() if product.kernel == "hopper" else choices.tiles(product.dtype, arch)
-
-
-def from_entry(entry: Any, product: Product, arch: int) -> Choice:
-    """ValueError for what is no tile, or form, for this architecture."""
-    kind, name = (Form, "form") if product.kernel == "hopper" else (Tile, "tile")
+def from_entry(entry: Any, subject: Subject, arch: int) -> Choice:
+    """ValueError for what is no choice for this architecture, or gives other bits than the default."""
+    kind, name = subject.kind, NAMES[subject.kind]
     try:
         choice = kind(**entry[name])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"expected a {name} ({error!r})") from error
-    if choice not in choices_of(product, arch):
-        raise ValueError(f"sm_{arch} has no {name} {choice} for {product.dtype}")
+        raise ValueError(f"expected {name} ({error!r})") from error
+    known = subject.choices(arch)
+    if choice not in [t for c in known for t in (choices.orders(c) if isinstance(c, Tile | Form) else (c,))]:
+        raise ValueError(f"sm_{arch} has no {name} {choice} for {subject.dtype}")
     return choice
 
 
 def to_entry(choice: Choice) -> dict[str, Any]:
-    return {"form" if isinstance(choice, Form) else "tile": asdict(choice)}
+    return {NAMES[type(choice)]: asdict(choice)}
 
 
-def default(target: Target, p: Product) -> Any:
-    if p.kernel == "hopper":
-        return choices.form(choices.columns(p.role, p.rows, p.cols, p.depth), fetched=p.epilogue in FETCHED)
-    return choices.tile(p.role, p.rows, p.cols, p.depth, p.dtype, target.arch)
-
-
-def choose(target: Target, product: Product) -> Any:
-    """The tile or form for a product: the tuned one, else the default. Tokens are the planned ones."""
+def choose(target: Target, subject: Subject) -> Any:
+    """How a piece of work is cut: as it was tuned, else by default. Tokens are the planned ones."""
     for found in _asked:
-        found.setdefault(product)
-    if _forced:
-        return _forced[-1]
+        found[subject] += 1
+    if subject in _forced:
+        return _forced[subject]
     if requested():
-        at = key(target, product)
+        at = key(target, subject)
         entry = database().entries.get(at) or shipped().get(at)
         if entry is not None:
             try:
-                return from_entry(entry, product, target.arch)
+                return from_entry(entry, subject, target.arch)
             except ValueError as error:
                 database().ignore(at, str(error))
-    return default(target, product)
+    return subject.default(target.arch)
 
 
 def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
     """Put entries that were measured on a card among those that the package has. The number of those that are new or other."""
     entries = json.loads(path.read_text())["entries"]
-    changed = {at: {k: v for k, v in entry.items() if k in ("tile", "form", "ratio")} for at, entry in found.items()}
+    kept = (*NAMES.values(), "ratio")
+    changed = {at: {k: v for k, v in entry.items() if k in kept} for at, entry in found.items()}
     changed = {at: entry for at, entry in changed.items() if entries.get(at) != entry}
     path.write_text(json.dumps({"entries": dict(sorted((entries | changed).items()))}, indent=1) + "\n")
     return len(changed)
 
 
 @contextmanager
-def forced(choice: Choice) -> Iterator[None]:
-    """Every product that is lowered meanwhile takes this tile or form."""
-    _forced.append(choice)
+def forced(subject: Subject, choice: Choice) -> Iterator[None]:
+    """This piece of work is cut so wherever it is lowered meanwhile."""
+    _forced[subject] = choice
     try:
         yield
     finally:
-        _forced.pop()
+        del _forced[subject]
 
 
 @contextmanager
-def watching() -> Iterator[dict[Product, None]]:
-    """The products that are lowered meanwhile."""
-    found: dict[Product, None] = {}
+def watching() -> Iterator[Counter[Subject]]:
+    """What is lowered meanwhile, and how often."""
+    found: Counter[Subject] = Counter()
     _asked.append(found)
     try:
         yield found

@@ -36,7 +36,7 @@ STAGES = (
     Stage("sound", "correct", "determinism", 60, "two processes, equal digests"),
     Stage("sound", "speed", "attention", 80, "attention beside PyTorch's flash backend"),
     Stage("sound", "speed", "streaming", 70, "AdamW, LayerNorm, classifier against copy bandwidth"),
-    Stage("sound", "speed", "tune", 110, "tiles of the products of gpt2-124m; winners to tuned.json"),
+    Stage("sound", "speed", "tune", 110, "tiles of products and attention of gpt2-124m; winners to tuned.json"),
     Stage("sound", "correct", "sanitizer", 110, "compute-sanitizer's four tools on a small step"),
 )
 GROUPS = tuple(dict.fromkeys(stage.group for stage in STAGES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from itertools import cycle
 
@@ -218,6 +219,34 @@ def test_a_candidate_that_hangs_while_it_is_timed_is_rejected():
     assert verdict.best == b.choice and verdict.rejected == [(str(a), "while it was timed: it hangs")]
 
 
+@pytest.mark.parametrize("rival_s, told", [(0.6, True), (0.7, False), (0.9, False)])
+def test_the_best_is_refined_and_what_has_other_bits_is_told_and_not_kept(rival_s, told):
+    """It is told where it would clearly beat what won."""
+    work = works()[0]
+    a, b, c, d = (Candidate(choice) for choice in candidates.candidates(work, host(), 2)[1:5])
+    worker = Scripted({a: cycle([0.9]), b: cycle([0.8]), c: cycle([0.7]), d: cycle([rival_s])})
+    asked = []
+
+    def refined(best):
+        asked.append(best)
+        return [c]
+
+    verdict = decision.decide(worker, work, [a, b], default_of(work), refined=refined, rivals=[d])  # pyright: ignore
+    assert asked == [b] and verdict.best == c.choice and verdict.tried == 4
+    assert verdict.rival == ((str(d), 0.6) if told else None)
+    worker = Scripted({a: cycle([1.1])})
+    decision.decide(worker, work, [a], default_of(work), refined=lambda best: asked.append(best) or [])  # pyright: ignore
+    assert asked[1] == default_of(work)
+
+
+def test_when_the_time_is_up_nothing_more_is_tried():
+    work = works()[0]
+    a = Candidate(candidates.candidates(work, host(), 2)[1])
+    worker = Scripted({a: cycle([0.5])})
+    verdict = decision.decide(worker, work, [a], default_of(work), end=time.monotonic())  # pyright: ignore
+    assert verdict.tried == 0 and verdict.best == verdict.default and verdict.default_s == 1e-3
+
+
 def test_a_child_times_what_it_checked_and_goes_with_its_parent():
     work = selftest.small_work(host(), 1)
     worker = tuner.open_worker(threads=1, footprint=1, limit=30.0)
@@ -235,11 +264,11 @@ def test_a_child_times_what_it_checked_and_goes_with_its_parent():
 def test_command_keeps_what_was_found_when_interrupted(monkeypatch, capsys):
     real, seen = decision.decide, []
 
-    def decide(worker, work, choices, default):
+    def decide(worker, work, choices, default, **more):
         if seen:
             raise KeyboardInterrupt
         seen.append(work)
-        verdict = real(worker, work, choices[:2], default)
+        verdict = real(worker, work, choices[:2], default, **more)
         return replace(verdict, best=choices[0].choice, ratio=0.8)
 
     monkeypatch.setattr(decision, "decide", decide)

@@ -58,7 +58,7 @@ def lost(error: BaseException | None) -> bool:
 @pytest.fixture(autouse=True)
 def mock_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("PYTEST_XDIST_WORKER"):  # every core has a worker
-        monkeypatch.setattr(step, "_processes", lambda: 1)
+        monkeypatch.setattr(step, "processes", lambda: 1)
     if check.DEVICE == "mock":
         from tests.cuda.mock import Gpu
 

@@ -36,6 +36,7 @@ from barellm.runtime.lowering import Region
 from tests.cuda import gluon_machine
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+STEP = 16  # of a contraction, that one instruction adds to an accumulator: no chain depends on how a kernel cuts it into tiles
 TAG = 48  # a pointer's bits from here on number the operand; addresses of a process have fewer
 
 
@@ -261,8 +262,11 @@ class Builder(stock.InterpreterBuilder):
         x, y = _wide(a), _wide(b)
         if input_precision == stock._ir.INPUT_PRECISION.TF32 and x.dtype == np.float32:
             x, y = tf32(x), tf32(y)
-        product = np.matmul(x, y, dtype=d.data.dtype)
-        return stock.TensorHandle(product + d.data, d.dtype.scalar)
+        total = d.data
+        for k in range(0, x.shape[-1], STEP):
+            part = x[..., k : k + STEP].astype(np.float64) @ y[..., k : k + STEP, :].astype(np.float64)
+            total = (total + part).astype(d.data.dtype)
+        return stock.TensorHandle(total, d.dtype.scalar)
 
     def create_fma(self, x, y, z):
         exact = _wide(x).astype(np.float64) * _wide(y) + _wide(z)

@@ -191,6 +191,13 @@ class Gpu:
         self._put(stream, lambda: ctypes.memmove(int(to), int(source), nbytes))
         return (OK,)
 
+    def cuMemcpyDtoDAsync(self, to, source, nbytes, stream):
+        self.span(int(to), nbytes)
+        self.span(int(source), nbytes)
+        assert abs(int(to) - int(source)) >= nbytes, "what is copied overlaps"
+        self._put(stream, lambda: ctypes.memmove(int(to), int(source), nbytes))
+        return (OK,)
+
     def cuMemsetD8Async(self, address, value, nbytes, stream):
         self.span(int(address), nbytes)
         self._put(stream, lambda: ctypes.memset(int(address), value, nbytes))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from barellm.cuda import choices
 from barellm.cuda.choices import AttentionTile
-from barellm.cuda.kernels import attention, attention_cached
+from barellm.cuda.kernels import attention_cached
 from barellm.program import ops
 from tests.cases import backward_case, cached_case, forward_case
 from tests.cuda.check import check_op
@@ -23,7 +24,7 @@ TILES = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(attention, "attention_tile", lambda role, *shape: TILES[role])
+    monkeypatch.setattr(choices, "attention_tile", lambda role, *shape: TILES[role])
     monkeypatch.setattr(attention_cached, "PART", 48)
 
 
@@ -43,6 +44,14 @@ def test_keys_in_smaller_blocks_than_queries(monkeypatch):
     """Then the first queries of a block of keys are before it."""
     monkeypatch.setitem(TILES, "keys", AttentionTile(64, 32, 4, 1))
     check_op(ops.AttentionBackward, **backward_case((1, 131, 1, 16), "fp32"))
+
+
+@each_dtype
+@pytest.mark.parametrize("D, rate", [(144, 0.0), (150, 0.0), (256, 0.3)])
+def test_dk_and_dv_of_wide_heads_in_pieces(D, rate, dtype, monkeypatch):
+    """A last piece that is full, begun, and not there at all."""
+    monkeypatch.setitem(choices.WHOLE_HEAD, "bf16", 128)
+    check_op(ops.AttentionBackward, **backward_case((2, 37, 2, D), dtype, rate=rate), modes={"dqkv": "add"})
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 3, 5), (1, 67, 1, 16)], ids=str)

@@ -72,3 +72,22 @@ def test_rates_are_work_over_the_time_of_events(gpu, monkeypatch):
     assert small.peak("fp32") == pytest.approx(2 * 32 * 16 * 16 * 3 * 2 * gpu.sms / (LAUNCH_MS / 1e3))
     small.close()
     assert not gpu.allocated
+
+
+@pytest.mark.parametrize("most", [1 << 31, 20_000])
+def test_the_first_byte_that_differs_is_found_wherever_it_is(gpu, most, monkeypatch):
+    monkeypatch.setattr(bench.Comparison, "MOST", most)
+    monkeypatch.setattr(bench.Comparison, "PROGRAMS", 3)
+    device = driver.device()
+    stream, nbytes = driver.Context(device).stream, 50_002
+    a, b = driver.DeviceMemory(nbytes + 64), driver.DeviceMemory(nbytes)
+    data = R.integers(0, 256, nbytes, dtype=np.uint8)
+    same = bench.Comparison(device)
+    for at in (None, 0, 1, 8191, 8192, 24_575, 49_999, 50_001):
+        a.write(64, data, stream)
+        b.write(0, data, stream)
+        if at is not None:
+            a.write(64 + at, data[at : at + 1] ^ 1, stream)
+        assert same.first(a, b, 0, nbytes, 64, stream) == at
+        assert same.first(a, b, 2, nbytes, 64, stream) == (at if at is None or at > 1 else None)
+    same.close()

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from barellm.config import ModelConfig, OptimConfig
-from barellm.cuda import step
+from barellm.cuda import choices, step, tuning
 from barellm.cuda.kernel import MODES, Lowering, Spec, Target
 from barellm.cuda.kernels.hopper import fits, launch_product
 from barellm.cuda.step import lower_and_plan
+from barellm.cuda.tuner.work import KERNEL
 from barellm.models.programs import build
 from barellm.optim.adamw import adamw
 from barellm.program.ops.base import Op
@@ -151,6 +152,33 @@ def test_fp32_products_of_a_small_vocabulary_do_not_spill():
     assert any(dict(s.constants)["BM"] == 128 for s in found)
     problems = [text for label, row in rows(found, 90).items() for text in wrong(label, row)]
     assert not problems, "\n".join(problems)
+
+
+def attention_specs(head: int, compute: str, arch: int) -> dict[Spec, str]:
+    """Training's kernels of attention with one head."""
+    model = ModelConfig(layers=1, heads=1, channels=head, vocab_size=64, padded_vocab=64, max_seq=64)
+    return {s: op for s, op in specs(model, 2, compute, arch).items() if s.name.startswith("attention_")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head, compute", [(256, "fp32"), (512, "fp32"), (512, "bf16")])
+def test_attention_of_wide_heads_does_not_spill(head, compute):
+    found = rows(attention_specs(head, compute, 90), 90)
+    problems = [text for label, row in found.items() for text in wrong(label, row)]
+    assert len(found) == 4 and not problems, "\n".join(problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("role", ["forward", "keys", "queries"])
+def test_no_tile_that_the_tuner_tries_for_attention_spills(role, head):
+    name, found = KERNEL[role], {}
+    subject = tuning.Attention(role, "bf16", 2, 64, 1, head)
+    for t in choices.attention_tiles(role, head, "bf16", 90):
+        with tuning.forced(subject, t):
+            found |= {s: op for s, op in attention_specs(head, "bf16", 90).items() if s.name == name}
+    problems = [text for label, row in rows(found, 90).items() for text in wrong(label, row)]
+    assert len(found) > 3 and not problems, "\n".join(problems)
 
 
 @pytest.mark.slow

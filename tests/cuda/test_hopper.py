@@ -25,7 +25,21 @@ FETCHED = {"gelu_backward", "residual", "add", "start"}
 
 
 def launch(
-    role, M, N, K, *, epilogue="", cols, stages, slots, chunk=None, bias=False, accumulate=0, wide=False, seed=1, group=16
+    role,
+    M,
+    N,
+    K,
+    *,
+    epilogue="",
+    cols,
+    stages,
+    slots,
+    chunk=None,
+    bias=False,
+    accumulate=0,
+    wide=False,
+    seed=1,
+    group=16,
 ):
     """Arguments of the kernel, and what its tensor maps should hold afterwards as (map, float64 result)."""
     draw = np.random.default_rng(seed).standard_normal

@@ -1,18 +1,19 @@
-"""Tuning of CUDA products on the driver in Python: what is a candidate, that wrong and hanging ones are rejected, what is kept."""
+"""Tuning of products and attention on the driver in Python: what is a candidate, that wrong and hanging ones are rejected, what is
+kept."""
 
 import json
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from barellm.cli import main
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import Target
 from barellm.cuda.tuner import tuner
+from barellm.cuda.tuner import work as pieces
 from barellm.cuda.tuner.bed import Bed
-from barellm.cuda.tuner.work import Candidate, Work, candidates, works_of
+from barellm.cuda.tuner.work import AttentionWork, Candidate, Work, candidates, refined, rivals, works_of
 from barellm.runtime.tuner import decision
 from barellm.runtime.tuner.child import Wrong
 from barellm.runtime.tuner.decision import Verdict
@@ -32,14 +33,18 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.delenv("BARELLM_TUNING", raising=False)
 
 
-def test_every_product_of_a_model_is_there_once_with_all_tiles():
+def test_everything_that_a_model_does_is_there_once_with_all_tiles():
     works = works_of(build_programs(small(train__dtype="bf16")), MOCK)
-    assert {w.role for w in works} == {"nt", "nn", "tn"} and len(set(works)) == len(works)
-    assert [w.flops for w in works] == sorted((w.flops for w in works), reverse=True)
+    assert {w.role for w in works} == {"nt", "nn", "tn", "forward", "keys", "queries"} and len(set(works)) == len(works)
     for work in works:
         default, *others = candidates(work, MOCK)
-        assert default.choice == tuning.default(MOCK, work.product)
-        assert {default.choice, *(c.choice for c in others)} == set(choices.tiles(work.dtype, 80))
+        assert default.choice == work.default(80)
+        assert {default.choice, *(c.choice for c in others)} == set(work.choices(80)) and len(others) == len(
+            set(others)
+        )
+        if isinstance(work, Work):
+            assert {c.choice for c in (default, *others)} == set(choices.tiles(work.dtype, 80))
+            assert {c.choice.group for c in (default, *refined(default))} == set(choices.GROUPS)
 
 
 def test_faulty_candidates_are_rejected_for_their_reason():
@@ -48,55 +53,78 @@ def test_faulty_candidates_are_rejected_for_their_reason():
     assert all(t.passed for t in trials), trials
 
 
-@pytest.mark.parametrize("role", ["nt", "nn", "tn"])
-def test_bits_decide(role, monkeypatch):
-    """A tile whose bits are the default's is right in every role; a result that is off by a bit is not."""
+@pytest.mark.parametrize("role, dtype", [("nt", "bf16"), ("nn", "bf16"), ("tn", "bf16"), ("nt", "tf32")])
+def test_bits_decide(role, dtype, monkeypatch):
+    """Every tile, in every order, has the default's bits; a result that is off by a bit is not right."""
     Gpu().install(monkeypatch)
-    work = Work(role, "bf16", 40, 24, 48)
+    work = Work(role, dtype, 40, 24, 48)
     bed = Bed(work, calls=1)
-    others = [c for c in candidates(work, MOCK)[1:] if c.choice.depth == bed_depth(work)]
-    session = bed.check(others[0])
-    assert bed.time([session], 3) == [[1.0] * 3] and bed.seconds > 0
-    next(iter(bed.expected[1].values())).view(np.uint8)[0, 0] ^= 1
-    with pytest.raises(Wrong, match="other bits than the default's"):
+    _, *others = candidates(work, MOCK)
+    sessions = [bed.check(c) for c in (*others, *refined(others[0]))]
+    assert bed.time(sessions[:1], 3) == [[1.0] * 3] and bed.seconds > 0
+    _off_by_a_bit(bed, "out")
+    with pytest.raises(Wrong, match=r"other bits than the default's \(1 x 1\): first at byte 0 of "):
         bed.check(others[0])
     bed.close()
 
 
-def bed_depth(work):
-    return tuning.default(MOCK, work.product).depth
+def _off_by_a_bit(bed: Bed, name: str) -> None:
+    """What is expected of the first run's first result."""
+    t = {**bed.default.programs["op"].named, **bed.default.tensors}[name]
+    at, memory = bed.default.plan.offsets[t], bed.expected[bed.case.runs[0]]
+    byte = memory.read(at, at + 1, bed.default.stream) ^ 1
+    memory.write(at, byte, bed.default.stream)
+
+
+@pytest.mark.parametrize("role", ["forward", "keys", "queries"])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_attention_s_tiles_have_one_result(role, dropout, monkeypatch):
+    """The default's bits; those that have others are right too, and are not among them."""
+    Gpu().install(monkeypatch)
+    work = AttentionWork(role, "bf16", 1, 131, 1, 64, dropout)
+    bed = Bed(work, calls=1)
+    default, *others = candidates(work, MOCK)
+    assert others and all(c.choice.keys == default.choice.keys for c in others if role == "forward")
+    for candidate in others if dropout else (*others, *rivals(work, MOCK)):
+        session = bed.check(candidate)
+    assert bed.time([session], 3) == [[1.0] * 3]
+    bed.close()
 
 
 def test_what_won_is_taken_by_the_next_lowering_and_nonsense_is_not(monkeypatch, capsys):
     work = Work("nt", "bf16", 64, 96, 64)
     default, other, *_ = candidates(work, MOCK)
     tuner.keep(Verdict(work, default.choice, other.choice, 0.9, 1e-3, 1), MOCK)
-    assert tuning.choose(MOCK, work.product) == other.choice
-    assert tuning.choose(Target(80, 4, name="Mock GPU"), work.product) == default.choice  # another card
-    assert tuning.choose(Target(80, 3, name="Mock GPU Ti"), work.product) == default.choice
+    assert tuning.choose(MOCK, work.subject) == other.choice
+    assert tuning.choose(Target(80, 4, name="Mock GPU"), work.subject) == default.choice  # another card
+    assert tuning.choose(Target(80, 3, name="Mock GPU Ti"), work.subject) == default.choice
     monkeypatch.setenv("BARELLM_TUNING", "0")
-    assert tuning.choose(MOCK, work.product) == default.choice
+    assert tuning.choose(MOCK, work.subject) == default.choice
     monkeypatch.delenv("BARELLM_TUNING")
-    tuning.database().change({tuning.key(MOCK, work.product): {"tile": {"rows": 3}}})
-    assert tuning.choose(MOCK, work.product) == default.choice
+    tuning.database().change({tuning.key(MOCK, work.subject): {"tile": {"rows": 3}}})
+    assert tuning.choose(MOCK, work.subject) == default.choice
     assert "tuning ignored" in capsys.readouterr().err
     tuner.keep(Verdict(work, default.choice, default.choice, 1.0, 1e-3, 1), MOCK)
     assert not tuning.database().entries
 
 
-def product_of(at: str) -> tuning.Product:
+def subject_of(at: str) -> tuning.Subject:
     """What a key names."""
+    words = at.split(": ")[1]
     name = r"(?:(hopper)(?: (gelu_backward|gelu|residual|add|start))? )?(nt|nn|tn) (\w+), (\d+) x (\d+) from (\d+)"
-    found = re.fullmatch(name, at.split(": ")[1])
+    if found := re.fullmatch(name, words):
+        kernel, epilogue, role, dtype, *sizes = found.groups()
+        return tuning.Product(role, dtype, *map(int, sizes), kernel or "triton", epilogue or "")
+    found = re.fullmatch(r"attention (\w+) (\w+), (\d+) x (\d+) heads of (\d+), (\d+) tokens(, dropout)?", words)
     assert found, at
-    kernel, epilogue, role, dtype, *sizes = found.groups()
-    return tuning.Product(role, dtype, *map(int, sizes), kernel or "triton", epilogue or "")
+    role, dtype, batch, heads, head, seq, dropout = found.groups()
+    return tuning.Attention(role, dtype, int(batch), int(seq), int(heads), int(head), bool(dropout))
 
 
 def test_what_is_shipped_names_tiles_that_exist():
     entries = json.loads(tuning.SHIPPED.read_text())["entries"]
     for at, entry in entries.items():
-        tuning.from_entry(entry, product_of(at), int(at.split("sm_")[1].split(",")[0]))
+        tuning.from_entry(entry, subject_of(at), int(at.split("sm_")[1].split(",")[0]))
 
 
 GELU = Work("nt", "bf16", 96, 128, 72, "hopper", "gelu")
@@ -107,25 +135,26 @@ def test_what_was_measured_on_a_card_is_shipped_for_that_card(tmp_path, monkeypa
     tuner.keep(Verdict(GELU, default.choice, other.choice, 0.9, 1e-3, 1), HOPPER)
     (at,) = tuning.database().entries
     assert at == "Mock GPU, sm_90, 3 multiprocessors: hopper gelu nt bf16, 96 x 128 from 72"
-    assert product_of(at) == GELU.product
+    assert subject_of(at) == GELU.subject
     path = tmp_path / "shipped.json"
     path.write_text('{"entries": {}}')
     assert tuning.ship(tuning.database().entries, path) == 1 and tuning.ship(tuning.database().entries, path) == 0
     monkeypatch.setattr(tuning, "shipped", lambda: json.loads(path.read_text())["entries"])
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "another user's"))
     tuning._opened.cache_clear()
-    assert not tuning.database().entries and tuning.choose(HOPPER, GELU.product) == other.choice
-    plain = replace(GELU.product, epilogue="")
-    for target, product in ((MOCK, GELU.product), (Target(90, 3, name="NVIDIA H200"), GELU.product), (HOPPER, plain)):
-        assert tuning.choose(target, product) == tuning.default(target, product)
+    assert not tuning.database().entries and tuning.choose(HOPPER, GELU.subject) == other.choice
+    plain = replace(GELU.subject, epilogue="")
+    for target, product in ((MOCK, GELU.subject), (Target(90, 3, name="NVIDIA H200"), GELU.subject), (HOPPER, plain)):
+        assert tuning.choose(target, product) == product.default(target.arch)
 
 
 def test_a_shipped_form_that_does_not_exist_is_ignored_with_a_line(monkeypatch, capsys):
-    at = tuning.key(HOPPER, GELU.product)
-    for entry in ({"form": {"cols": 512, "stages": 1, "slots": 2}}, {"tile": {}}, {"form": 3}):
+    at = tuning.key(HOPPER, GELU.subject)
+    group = tuning.to_entry(replace(GELU.default(90), group=3))
+    for entry in ({"form": {"cols": 512, "stages": 1, "slots": 2}}, {"tile": {}}, {"form": 3}, group):
         monkeypatch.setattr(tuning, "shipped", lambda entry=entry: {at: entry})
         tuning.database()._told.clear()
-        assert tuning.choose(HOPPER, GELU.product) == tuning.default(HOPPER, GELU.product)
+        assert tuning.choose(HOPPER, GELU.subject) == GELU.default(90)
         text = capsys.readouterr().err
         assert text.count("\n") == 1 and "tuning ignored" in text and at in text
 
@@ -154,6 +183,7 @@ def test_every_form_of_hopper_s_products_is_proved_and_the_fastest_by_the_clock_
     assert [call.spec.name for call in bed.default.calls["op"]] == ["hopper_gemm"]
     default, *others = candidates(work, HOPPER)
     assert {default.choice, *(c.choice for c in others)} == set(choices.forms()) and len(others) == 3
+    bed.check(refined(default)[0])
     wanted = next(c for c in others if c.choice.cols != default.choice.cols)
     gpu.cost = lambda spec: 0.5 if ("COLS", wanted.choice.cols) in spec.constants else 1.0
 
@@ -176,26 +206,71 @@ def test_every_form_of_hopper_s_products_is_proved_and_the_fastest_by_the_clock_
     bed.close()
     assert not verdict.rejected and verdict.best.cols == wanted.choice.cols and verdict.ratio == pytest.approx(0.5)
     tuner.keep(verdict, HOPPER)
-    with_bits = tuning.choose(HOPPER, work.product)
+    with_bits = tuning.choose(HOPPER, work.subject)
     assert with_bits == verdict.best
 
 
 def test_a_candidate_is_named_by_all_that_it_is():
-    tiles = choices.tiles("bf16", 90)
+    tiles = [t for tile in choices.tiles("bf16", 90) for t in choices.orders(tile)]
     assert len({str(Candidate(t, f)) for t in tiles for f in ("", "hangs")}) == 2 * len(tiles)
+    forms = [f for form in choices.forms() for f in choices.orders(form)]
+    blocks = choices.attention_tiles("keys", 64, "bf16", 90)
+    assert len({str(Candidate(t)) for t in (*forms, *blocks)}) == len(forms) + len(blocks)
 
 
-def test_the_command_keeps_a_clear_winner(monkeypatch, capsys):
-    """With times that the mock makes up no tile wins; every product is proved."""
+def test_blocks_with_other_bits_are_never_taken(capsys):
+    """Not even where a file says so."""
+    work = AttentionWork("forward", "bf16", 2, 1024, 12, 64)
+    default, other, *_ = candidates(work, HOPPER)
+    rival = rivals(work, HOPPER)[0]
+    tuner.keep(Verdict(work, default.choice, other.choice, 0.9, 1e-3, 1), HOPPER)
+    assert tuning.choose(HOPPER, work.subject) == other.choice
+    at = tuning.key(HOPPER, work.subject)
+    assert at == "Mock GPU, sm_90, 3 multiprocessors: attention forward bf16, 2 x 12 heads of 64, 1024 tokens"
+    assert subject_of(at) == work.subject
+    tuning.database().change({at: tuning.to_entry(rival.choice)})
+    assert tuning.choose(HOPPER, work.subject) == default.choice
+    assert "tuning ignored" in capsys.readouterr().err
+
+
+def test_the_command_proves_everything_and_stops_in_time(monkeypatch, capsys):
+    """With times that the mock makes up nothing wins."""
     Gpu().install(monkeypatch)
     monkeypatch.setattr(tuner, "CHILD", CHILD)
-    words = ["tune", "shakespeare-char", *WORDS, "--dtype", "bf16", "--device", "cuda", "--minutes", "0.0001", "--json"]
+    found = pieces.works_of
+
+    def some(programs, target):
+        works = found(programs, target)
+        return [next(w for w in works if isinstance(w, kind)) for kind in (Work, AttentionWork)]
+
+    monkeypatch.setattr(pieces, "works_of", some)
+    words = ["tune", "shakespeare-char", *WORDS, "--dtype", "bf16", "--device", "cuda", "--json"]
     assert main.main(words) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["machine"] == "Mock GPU, sm_80, 3 multiprocessors" and result["products"] > 3
+    assert result["machine"] == "Mock GPU, sm_80, 3 multiprocessors" and result["products"] == 2
+    product, attention = result["tuned"]
+    assert product["tried"] == len(choices.tiles("bf16", 80)) - 1 + len(choices.GROUPS) - 1
+    assert attention["role"] in ("forward", "keys", "queries") and "rival" not in attention
+    for row in (product, attention):
+        assert row["best"] == row["default"] and not row["rejected"] and row["gflops"] > 0
+    assert result["status"] == "done" and not tuning.database().entries
+
+    assert main.main([*words, "--minutes", "0.0001"]) == 0
+    result = json.loads(capsys.readouterr().out)
     (row,) = result["tuned"]
-    assert row["best"] == row["default"] and row["tried"] == len(choices.tiles("bf16", 80)) - 1
-    assert result["status"].startswith("stopped after") and not tuning.database().entries
+    assert row["tried"] == 0 and row["best"] == row["default"] and result["status"].startswith("stopped after")
+
+
+def test_a_default_that_fails_does_not_stop_the_others(monkeypatch):
+    """Its reason stands where a rejected candidate's does, and the work stays as it is."""
+    Gpu().install(monkeypatch)
+    monkeypatch.setattr(tuner, "CHILD", CHILD)
+    broken, good = Work("nt", "fp32", 9, 7, 5, epilogue="unknown"), Work("nt", "fp32", 9, 7, 5)
+    verdicts = tuner.tune([broken, good], MOCK, seconds=60, each=lambda verdict: None)
+    assert [v.work for v in verdicts] == [broken, good] and not verdicts[1].rejected and verdicts[1].tried > 2
+    ((name, why),) = verdicts[0].rejected
+    assert name == str(Candidate(broken.default(80))) and "asked for" in why and verdicts[0].to_json()["gflops"] == 0
+    assert verdicts[0].best == verdicts[0].default
 
 
 def test_without_a_gpu_it_is_one_line(monkeypatch, capsys):

@@ -51,6 +51,10 @@ class Work:
     def flops(self) -> int:
         return 2 * self.rows * self.cols * self.depth
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"rows": self.rows, "cols": self.cols, "depth": self.depth}
+
     def default(self, isa: ISA) -> Choice:
         return default(isa, self.role, self.dtype, self.cols, self.depth, self.rows)
 

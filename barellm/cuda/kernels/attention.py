@@ -13,7 +13,8 @@ from __future__ import annotations
 from math import e, log2, sqrt
 from typing import Any
 
-from barellm.cuda.choices import AttentionTile, attention_tile
+from barellm.cuda import tuning
+from barellm.cuda.choices import PIECE, WHOLE_HEAD, AttentionTile, padded
 from barellm.cuda.kernel import Lowering, cdiv, lowering, mode
 from barellm.cuda.kernels.common import SAMPLE, keep
 from barellm.cuda.kernels.random import calls, sample_key, words
@@ -36,14 +37,35 @@ def rows_of(base, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, D: tl.
 
 
 @device
-def keep_rows(
-    base, first, count, value, scalars, MODE: tl.constexpr,
-    STRIDE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+def columns_of(base, first, count, left, STRIDE: tl.constexpr, ROWS: tl.constexpr, DC: tl.constexpr):
+    """As `rows_of`, of DC columns, of which a run-time number is `left`."""
+    row, d = tl.arange(0, ROWS), tl.arange(0, DC)
+    at = base + tl.cast(first, tl.int64) * STRIDE + row[:, None] * STRIDE + d[None, :]
+    return tl.load(at, mask=(row < count - first)[:, None] & (d < left)[None, :], other=0.0)
+
+
+@device
+def over_columns(
+    a, b, n0, m0, count, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DC: tl.constexpr,
 ):  # fmt: skip
-    """Write (ROWS, DP) where `rows_of` reads."""
+    """(BN, BM): rows of a from n0 on times rows of b from m0 on, DC of their D columns at a time."""
+    total = tl.zeros((BN, BM), tl.float32)
+    for d0 in range(0, D, DC):
+        left = columns_of(a + d0, n0, count, D - d0, A_STRIDE, BN, DC)
+        right = columns_of(b + d0, m0, count, D - d0, B_STRIDE, BM, DC)
+        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+    return total
+
+
+@device
+def keep_rows(
+    base, first, count, value, left, scalars, MODE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr
+):  # fmt: skip
+    """Write (ROWS, DP) where `rows_of` reads, of `left` columns."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DP)
     at = base + tl.cast(first, tl.int64) * STRIDE + row[:, None] * STRIDE + d[None, :]
-    keep(at, (row < count - first)[:, None] & (d < D)[None, :], value, scalars, MODE)
+    keep(at, (row < count - first)[:, None] & (d < left)[None, :], value, scalars, MODE)
 
 
 @device
@@ -112,7 +134,7 @@ def attention_forward(
     )  # fmt: skip
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (top + tl.math.log2(total)) * LN_2, mask=m < seq)
-    keep_rows(out + token * C + head * D, m0, seq, acc / total[:, None], scalars, 0, C, BM, D, DP)
+    keep_rows(out + token * C + head * D, m0, seq, acc / total[:, None], D, scalars, 0, C, BM, DP)
 
 
 @device
@@ -141,22 +163,31 @@ def stats_of(stats, m0, count, BM: tl.constexpr):
 
 @device
 def add_queries(
-    dk, dv, k, v, base, dout, stats, n0, begin, end, count, key, head,
+    dk, dv, k, v, base, dout, stats, n0, begin, end, count, first, key, head,
     CAUSAL: tl.constexpr, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What the queries [begin, end) give to dk and dv (BN, DP). Scores are transposed, (BN, BM): no product's operand is then one
-    that must change its layout. Queries beyond `count` are zeros, and so is what they give."""
+    """What the queries [begin, end) give to the DC columns of dk and dv (BN, DC) from `first` on. Scores are transposed, (BN, BM):
+    no product's operand is then one that must change its layout. Queries beyond `count` are zeros, and so is what they give."""
     C: tl.constexpr = H * D
     for m0 in range(begin, end, BM):
         m = m0 + tl.arange(0, BM)
-        q = rows_of(base, m0, count, 3 * C, BM, D, DP)
+        if DC == DP:
+            q = rows_of(base, m0, count, 3 * C, BM, D, DP)
+            s = tl.dot(k, tl.trans(q), input_precision="ieee")
+        else:
+            q = columns_of(base + first, m0, count, D - first, 3 * C, BM, DC)
+            s = over_columns(base + C, base, n0, m0, count, 3 * C, 3 * C, BN, BM, D, DC)
         top, delta = stats_of(stats, m0, count, BM)
-        p = tl.math.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * UNIT - top[None, :])
+        p = tl.math.exp2(s * UNIT - top[None, :])
         if CAUSAL:
             p = tl.where(m[None, :] >= n0 + tl.arange(0, BN)[:, None], p, 0.0)
-        do = rows_of(dout, m0, count, C, BM, D, DP)
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        if DC == DP:
+            do = rows_of(dout, m0, count, C, BM, D, DP)
+            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        else:
+            do = columns_of(dout + first, m0, count, D - first, C, BM, DC)
+            dp = over_columns(base + 2 * C, dout, n0, m0, count, 3 * C, C, BN, BM, D, DC)
         weighed = p
         if THRESHOLD > 0:
             keeps = tl.trans(kept(key, head, m0, n0, H, BM, BN, THRESHOLD))
@@ -171,33 +202,38 @@ def add_queries(
 def attention_dkv(
     dqkv, qkv, dout, stats, scalars, seq, stream, UNIT: tl.constexpr,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ROOT: tl.constexpr, MODE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DP: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program is a block of BN keys of one head; it visits the queries from the block's first key on, with the mask those beside
-    its keys."""
+    its keys. Of wide heads it does DC columns, axis 2 of the grid, and finds the scores anew: nothing DP wide is in registers."""
     C: tl.constexpr = H * D
     n0 = tl.program_id(0) * BN
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
     token, row = sequence.to(tl.int64) * seq, tl.program_id(1).to(tl.int64) * seq
-    base, to = qkv + token * (3 * C) + head * D, dqkv + token * (3 * C) + head * D
+    first = 0
+    if DC < DP:
+        first = tl.program_id(2) * DC
+    base, to = qkv + token * (3 * C) + head * D, dqkv + token * (3 * C) + head * D + first
     dout += token * C + head * D
     stats += STATS * row
     key = (0, 0)
     if THRESHOLD > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
-    k, v = rows_of(base + C, n0, seq, 3 * C, BN, D, DP), rows_of(base + 2 * C, n0, seq, 3 * C, BN, D, DP)
-    dk, dv = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, DP), tl.float32)
+    k, v = None, None
+    if DC == DP:
+        k, v = rows_of(base + C, n0, seq, 3 * C, BN, D, DP), rows_of(base + 2 * C, n0, seq, 3 * C, BN, D, DP)
+    dk, dv = tl.zeros((BN, DC), tl.float32), tl.zeros((BN, DC), tl.float32)
     clear = min(tl.cdiv(n0 + BN, BM) * BM, seq)
     dk, dv = add_queries(
-        dk, dv, k, v, base, dout, stats, n0, n0 // BM * BM, clear, seq, key, head,
-        True, UNIT, THRESHOLD, SCALE, H, D, DP, BM, BN,
+        dk, dv, k, v, base, dout, stats, n0, n0 // BM * BM, clear, seq, first, key, head,
+        True, UNIT, THRESHOLD, SCALE, H, D, DP, DC, BM, BN,
     )  # fmt: skip
     dk, dv = add_queries(
-        dk, dv, k, v, base, dout, stats, n0, clear, seq, seq, key, head,
-        False, UNIT, THRESHOLD, SCALE, H, D, DP, BM, BN,
+        dk, dv, k, v, base, dout, stats, n0, clear, seq, seq, first, key, head,
+        False, UNIT, THRESHOLD, SCALE, H, D, DP, DC, BM, BN,
     )  # fmt: skip
-    keep_rows(to + C, n0, seq, dk * ROOT, scalars, MODE, 3 * C, BN, D, DP)
-    keep_rows(to + 2 * C, n0, seq, dv, scalars, MODE, 3 * C, BN, D, DP)
+    keep_rows(to + C, n0, seq, dk * ROOT, D - first, scalars, MODE, 3 * C, BN, DC)
+    keep_rows(to + 2 * C, n0, seq, dv, D - first, scalars, MODE, 3 * C, BN, DC)
 
 
 @device
@@ -245,12 +281,7 @@ def attention_dq(
     dq = add_keys(
         dq, q, do, base, top, delta, m0, m0, min(m0 + BM, seq), seq, key, head, True, UNIT, THRESHOLD, SCALE, H, D, DP, BM, BN
     )  # fmt: skip
-    keep_rows(dqkv + token * (3 * C) + head * D, m0, seq, dq * ROOT, scalars, MODE, 3 * C, BM, D, DP)
-
-
-def padded(D: int) -> int:
-    """A head's columns in a tile: a power of two that tensor cores take."""
-    return max(16, 1 << (D - 1).bit_length())
+    keep_rows(dqkv + token * (3 * C) + head * D, m0, seq, dq * ROOT, D, scalars, MODE, 3 * C, BM, DP)
 
 
 def head_constants(op: Any) -> dict[str, Any]:
@@ -264,13 +295,21 @@ def constants_of(op: Any) -> dict[str, Any]:
     return head | rate | {"UNIT": log2(e) / sqrt(head["D"])}
 
 
-def blocks(op: Any, size: int) -> Any:
-    """The grid: blocks of a sequence, heads of all sequences."""
-    return lambda s: (cdiv(s.seq, size), s.batch * op.heads)
+def blocks(op: Any, size: int, pieces: int = 1) -> Any:
+    """The grid: blocks of a sequence, heads of all sequences, pieces of a head."""
+    return lambda s: (cdiv(s.seq, size), s.batch * op.heads, pieces)
 
 
 def seq(s: Any) -> int:
     return s.seq
+
+
+def tile_of(op: Any, c: Lowering, role: str) -> AttentionTile:
+    """How a kernel is cut: as it was tuned for these sizes, else by default."""
+    batch, length, C = (int(n) for n in op.out.shape)
+    dropout = threshold(op.rate) > 0
+    subject = tuning.Attention(role, op.qkv.dtype, batch, length, op.heads, C // op.heads, dropout)
+    return tuning.choose(c.target, subject)
 
 
 def options(t: AttentionTile) -> dict[str, Any]:
@@ -280,7 +319,7 @@ def options(t: AttentionTile) -> dict[str, Any]:
 @lowering("attention")
 def lower_attention(op: Any, c: Lowering) -> None:
     constants = constants_of(op)
-    t = attention_tile("forward", constants["DP"], op.qkv.dtype, c.target.arch)
+    t = tile_of(op, c, "forward")
     c.launch(
         attention_forward,
         {"out": op.out, "lse": op.lse, "qkv": op.qkv, "seq": seq, "stream": int(op.stream)},
@@ -301,9 +340,15 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     )  # fmt: skip
     constants |= {"ROOT": 1 / sqrt(head["D"]), "MODE": mode(op, "dqkv")}
     operands |= {"dqkv": op.dqkv, "qkv": op.qkv, "stream": int(op.stream)}
-    for function, role in ((attention_dkv, "keys"), (attention_dq, "queries")):
-        t = attention_tile(role, constants["DP"], op.qkv.dtype, c.target.arch)
-        c.launch(
-            function, operands, constants | {"BM": t.queries, "BN": t.keys},
-            grid=blocks(op, t.keys if role == "keys" else t.queries), writes="dqkv", **options(t),
-        )  # fmt: skip
+    t = tile_of(op, c, "keys")
+    DP = constants["DP"]
+    DC = DP if WHOLE_HEAD[op.qkv.dtype] >= DP else PIECE
+    c.launch(
+        attention_dkv, operands, constants | {"BM": t.queries, "BN": t.keys, "DC": DC},
+        grid=blocks(op, t.keys, cdiv(constants["D"], DC)), writes="dqkv", **options(t),
+    )  # fmt: skip
+    t = tile_of(op, c, "queries")
+    c.launch(
+        attention_dq, operands, constants | {"BM": t.queries, "BN": t.keys},
+        grid=blocks(op, t.queries), writes="dqkv", **options(t),
+    )  # fmt: skip

@@ -1,4 +1,5 @@
-"""What the machine does at best, measured: kernels without an op. Neither result is looked at; both depend on every operation."""
+"""Kernels without an op: what the machine does at best (no result is looked at; it depends on every operation), and whether two
+ranges of memory are equal."""
 
 from __future__ import annotations
 
@@ -32,3 +33,16 @@ def move(a, b, c, n, READ: tl.constexpr, WRITE: tl.constexpr, UPDATE: tl.constex
         tl.store(at, tl.load(at) * 0.5 + total)
     if WRITE + UPDATE == 0:
         tl.store(b + i, total, mask=total == 1e30)
+
+
+@device
+def differences(found, a, b, n, blocks, BLOCK: tl.constexpr):
+    """found (programs): how many numbers differ, of the `blocks` times BLOCK that a program looks at; a and b have n."""
+    i = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.int32)
+    first = tl.program_id(0).to(tl.int64) * blocks * BLOCK
+    for block in range(blocks):
+        at = first + block * BLOCK + i
+        live = at < n.to(tl.int64)
+        total += (tl.load(a + at, mask=live, other=0) != tl.load(b + at, mask=live, other=0)).to(tl.int32)
+    tl.store(found + tl.program_id(0), tl.sum(total, 0))

@@ -123,7 +123,7 @@ def product(
 def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     """Where the result has too few tiles, parts of the tokens are summed apart in fp32, then added in order."""
     product = tuning.Product("tn", _kind(c, dtype), N, K, most)
-    t, usual = tuning.choose(c.target, product), tuning.default(c.target, product)
+    t, usual = tuning.choose(c.target, product), product.default(c.target.arch)
     tiles, counted = cdiv(N, t.rows) * cdiv(K, t.cols), cdiv(N, usual.rows) * cdiv(K, usual.cols)
     constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}
     constants |= _constants(c, t) | {"EVEN_K": False, "EPILOGUE": "", "PARTS": 1}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
-from barellm.cuda import tuning
-from barellm.cuda.kernel import Target
+from barellm.cuda import step, tuning
+from barellm.cuda.kernel import Spec, Target
+from barellm.cuda.tuner.bed import built
+from barellm.cuda.tuner.cases import case_of
 from barellm.cuda.tuner.faults import FAULTS
-from barellm.cuda.tuner.work import Candidate, Work, candidates
+from barellm.cuda.tuner.work import AnyWork, Candidate, Work, candidates, refined, rivals
 from barellm.runtime.tuner import decision
 from barellm.runtime.tuner.decision import LIMIT, Trial, Verdict
 from barellm.runtime.tuner.worker import Worker
@@ -17,18 +20,58 @@ CHILD = "barellm.cuda.tuner.child"
 SMALL = Work("nt", "fp32", 61, 83, 75)
 
 
-def tune(works: Iterable[Work], target: Target, *, seconds: float, each: Callable[[Verdict], None]) -> list[Verdict]:
-    """As `decision.tune`. A session compiles its candidate, so one request may take as long as that."""
-    worker = Worker(CHILD, limit=2 * LIMIT)
-    keep_here = lambda verdict: keep(verdict, target)  # noqa: E731
+def tune(works: Iterable[AnyWork], target: Target, *, seconds: float, each: Callable[[Verdict], None]) -> list[Verdict]:
+    """As `decision.tune`. What could not be compiled ahead a session compiles, so one request may take as long as that."""
+    works = list(works)
+    ahead = Ahead(works, target)
+
+    def compiled_candidates(work: AnyWork) -> list[Candidate]:
+        ahead.reach(work)
+        return candidates(work, target)
+
     return decision.tune(
-        works, worker, candidates=lambda work: candidates(work, target), keep=keep_here, seconds=seconds, each=each
+        works,
+        Worker(CHILD, limit=2 * LIMIT),
+        candidates=compiled_candidates,
+        keep=lambda verdict: keep(verdict, target),
+        seconds=seconds,
+        each=each,
+        refined=refined,
+        rivals=lambda work: rivals(work, target),
     )
+
+
+class Ahead:
+    """Compiles candidates before the child asks for them, of as many pieces of work at once as keep every core busy."""
+
+    def __init__(self, works: list[AnyWork], target: Target) -> None:
+        self.left, self.target = list(works), target
+        self.compiled: set[AnyWork] = set()
+
+    def reach(self, work: AnyWork) -> None:
+        if work in self.compiled:
+            return
+        specs: dict[Spec, str] = {}
+        processes = step.processes()
+        while self.left and (len(specs) < 2 * processes or work not in self.compiled):
+            following = self.left.pop(0)
+            self.compiled.add(following)
+            with suppress(Exception):  # the child meets it again, and says with which candidate
+                specs |= self._specs(following)
+        with suppress(Exception):
+            step.compiled(specs, self.target.arch, processes=processes)
+
+    def _specs(self, work: AnyWork) -> dict[Spec, str]:
+        found: dict[Spec, str] = {}
+        target, case = work.target(self.target), case_of(work)
+        for candidate in (*candidates(work, target), *rivals(work, target)):
+            found |= built(case, work, candidate, target)[1].specs
+        return found
 
 
 def keep(verdict: Verdict, target: Target) -> None:
     """Into the database: the winner, or nothing where the default is as good."""
-    tuning.database().change({tuning.key(target, verdict.work.product): entry_of(verdict)})
+    tuning.database().change({tuning.key(target, verdict.work.subject): entry_of(verdict)})
 
 
 def entry_of(verdict: Verdict) -> dict[str, Any] | None:

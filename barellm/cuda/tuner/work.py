@@ -1,12 +1,13 @@
-"""A product to tune, and ways to do it."""
+"""A piece of work to tune, a product or a kernel of attention, and ways to do it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from barellm.cuda import tuning
-from barellm.cuda.choices import Form
-from barellm.cuda.kernel import Target
+from barellm.cuda import choices, tuning
+from barellm.cuda.choices import AttentionTile
+from barellm.cuda.kernel import Call, Launch, Target
 from barellm.cuda.lang import DeviceFunction
 from barellm.cuda.step import lower_and_plan
 from barellm.program.builder import Program
@@ -16,6 +17,8 @@ MADE = {
     "nn": ("", "gelu_backward"),
     "tn": ("", "add", "start"),
 }  # epilogues that a bed has
+KERNEL = {"forward": "attention_forward", "keys": "attention_dkv", "queries": "attention_dq"}
+OF_PEAK = 0.4  # of a product's rate that attention reaches, to tell what takes longest
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Work(tuning.Product):
     """A product with the sizes of a run."""
 
     @property
-    def product(self) -> tuning.Product:
+    def subject(self) -> tuning.Product:
         return tuning.Product(**vars(self))
 
     @property
@@ -34,16 +37,62 @@ class Work(tuning.Product):
     def flops(self) -> int:
         return 2 * self.rows * self.cols * self.depth
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {"rows": self.rows, "cols": self.cols, "depth": self.depth}
+
+    def target(self, target: Target) -> Target:
+        """For which this product is lowered."""
+        return replace(target, tf32=self.dtype == "tf32")
+
+    def times(self, call: Call) -> bool:
+        """Whether a call of the bed's program is what is timed."""
+        return True
+
     def __str__(self) -> str:
         return f"{self.role} {self.rows} x {self.cols} from {self.depth} {self.dtype} {self.epilogue}".strip()
 
 
 @dataclass(frozen=True)
+class AttentionWork(tuning.Attention):
+    """A kernel of attention with the sizes of a run."""
+
+    @property
+    def subject(self) -> tuning.Attention:
+        return tuning.Attention(**vars(self))
+
+    @property
+    def flops(self) -> int:
+        """Over the causal half: two products forward, four for dk and dv, three for dq."""
+        products = {"forward": 2, "keys": 4, "queries": 3}[self.role]
+        return products * self.batch * self.heads * self.seq * (self.seq + 1) * self.head
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("batch", "seq", "heads", "head", "dropout")}
+
+    def target(self, target: Target) -> Target:
+        return target
+
+    def times(self, call: Call) -> bool:
+        return isinstance(call, Launch) and call.spec.name == KERNEL[self.role]
+
+    def __str__(self) -> str:
+        dropout = " dropout" if self.dropout else ""
+        return f"attention {self.role} {self.batch}x{self.heads}x{self.seq}x{self.head} {self.dtype}{dropout}"
+
+
+AnyWork = Work | AttentionWork
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """A tile or form, and by name a kernel other than its own where a self-test injects one (faults.py)."""
+    """A way to cut the work, and by name a kernel other than its own where a self-test injects one (faults.py). `other_bits`: than
+    the default's, so that it is never kept, only told."""
 
     choice: tuning.Choice
     fault: str = ""
+    other_bits: bool = False
 
     def function(self) -> DeviceFunction | None:
         from barellm.cuda.tuner import faults
@@ -51,22 +100,42 @@ class Candidate:
         return getattr(faults, self.fault) if self.fault else None
 
     def __str__(self) -> str:
-        t = self.choice
-        if isinstance(t, Form):
-            return f"128x{t.cols} {t.stages} stages {t.slots} slots"
-        return f"{self.fault} {t.rows}x{t.cols}x{t.depth} {t.warps}w {t.stages}s".strip()
+        return f"{self.fault} {self.choice}".strip()
 
 
-def works_of(programs: dict[str, Program], target: Target) -> list[Work]:
-    """The products that these programs do and a bed can make, those with most operations first."""
+def works_of(programs: dict[str, Program], target: Target) -> list[AnyWork]:
+    """What these programs do and a bed can make, what takes longest in them first."""
     with tuning.watching() as found:
         lower_and_plan(programs, target)
-    works = [Work(**vars(product)) for product in found if product.epilogue in MADE[product.role]]
-    return sorted(works, key=lambda w: -w.flops)
+
+    def seconds(work: AnyWork) -> float:
+        return found[work.subject] * work.flops / (1.0 if isinstance(work, Work) else OF_PEAK)
+
+    works: list[AnyWork] = []
+    for subject in found:
+        if isinstance(subject, tuning.Attention):
+            works.append(AttentionWork(**vars(subject)))
+        elif subject.epilogue in MADE[subject.role]:
+            works.append(Work(**vars(subject)))
+    return sorted(works, key=seconds, reverse=True)
 
 
-def candidates(work: Work, target: Target) -> list[Candidate]:
-    """The default first."""
-    default = tuning.default(target, work.product)
-    others = [t for t in tuning.choices_of(work, target.arch) if t != default]
+def candidates(work: AnyWork, target: Target) -> list[Candidate]:
+    """The default first. All have its bits."""
+    default = work.default(target.arch)
+    others = [t for t in work.choices(target.arch) if t != default]
     return [Candidate(t) for t in (default, *others)]
+
+
+def refined(best: Candidate) -> list[Candidate]:
+    """What else to try, when the best tile or form is known: its tiles in another order."""
+    if isinstance(best.choice, AttentionTile):
+        return []
+    return [Candidate(t) for t in choices.orders(best.choice)[1:]]
+
+
+def rivals(work: AnyWork, target: Target) -> list[Candidate]:
+    """What would give other bits than the default."""
+    if isinstance(work, Work):
+        return []
+    return [Candidate(t, other_bits=True) for t in work.rivals(target.arch)]

@@ -47,8 +47,12 @@ class Child:
     def open(self, work: Any, *how: Any) -> dict[str, Any]:
         if self.bed is not None:
             self.bed.close()
-        self.checked = {}
-        self.bed = self.make_bed(work, *how)
+        self.bed, self.checked = None, {}
+        try:
+            self.bed = self.make_bed(work, *how)
+        except Exception as error:
+            traceback.print_exc()
+            return {"rejected": str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"}
         return {}
 
     def check(self, candidate: Any) -> dict[str, Any]:
@@ -58,7 +62,7 @@ class Child:
         except Wrong as why:
             return {"rejected": str(why)}
         except Exception as error:  # of whatever kind: it cannot be emitted, compiled or loaded
-            return {"rejected": f"{type(error).__name__}: {error}"}
+            return {"rejected": f"{type(error).__name__}: {error}", "spoilt": getattr(error, "lost", False)}
         return {}
 
     def time(self, candidates: list[Any], rounds: int) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -19,32 +20,49 @@ AGREE = 0.8  # less than the default's time in this share of the rounds, in two 
 
 @dataclass
 class Verdict:
-    """What was found for one product. `best` is the default where nothing is clearly faster."""
+    """What was found for one piece of work. `best` is the default where nothing is clearly faster."""
 
-    work: Any  # `role`, `dtype`, `rows` x `cols` of the result, `depth` of the contraction, `flops`
+    work: Any  # `role`, `dtype`, `sizes` by name, `flops`
     default: Any
     best: Any
     ratio: float  # the best one's time over the default's
     default_s: float
     tried: int
     rejected: list[tuple[str, str]] = field(default_factory=list)
+    rival: tuple[str, float] | None = (
+        None  # what would be faster than the best, but has other bits; its time over the default's
+    )
 
     def to_json(self) -> dict[str, Any]:
         w = self.work
         return {
-            "role": w.role, "dtype": w.dtype, "rows": w.rows, "cols": w.cols, "depth": w.depth,
+            "role": w.role, "dtype": w.dtype, **w.sizes,
             "default": str(self.default), "best": str(self.best), "ratio": self.ratio, "default_s": self.default_s,
-            "gflops": w.flops / self.default_s / self.ratio / 1e9, "tried": self.tried,
+            "gflops": self.gflops, "tried": self.tried,
             "rejected": [{"candidate": name, "reason": reason} for name, reason in self.rejected],
+            **({"rival": self.rival} if self.rival else {}),
         }  # fmt: skip
+
+    @property
+    def gflops(self) -> float:
+        """Of the best; 0 where nothing was timed."""
+        return self.work.flops / self.default_s / self.ratio / 1e9 if self.default_s else 0.0
+
+
+Candidates = Callable[[Any], list[Any]]
+
+
+def nothing(_: Any) -> list[Any]:
+    return []
 
 
 def tune(
-    works: Iterable[Any], worker: Worker, *, candidates: Callable[[Any], list[Any]], keep: Callable[[Verdict], None],
-    seconds: float, each: Callable[[Verdict], None],
+    works: Iterable[Any], worker: Worker, *, candidates: Candidates, keep: Callable[[Verdict], None],
+    seconds: float, each: Callable[[Verdict], None], refined: Candidates = nothing, rivals: Candidates = nothing,
 ) -> list[Verdict]:  # fmt: skip
-    """Tune one product after the other and `keep` each result at once: an interrupt loses only the one in progress. No product is
-    begun after `seconds`. `candidates(work)`: the default first."""
+    """Tune one piece of work after the other and `keep` each result at once: an interrupt loses only the one in progress. After
+    `seconds` none is begun, and the one in progress tries nothing more. `candidates(work)`: the default first. `refined(best)`:
+    what else to try when the best of them is known. `rivals(work)`: what has other bits, to be timed and told, never kept."""
     end = time.monotonic() + seconds
     verdicts = []
     try:
@@ -52,7 +70,11 @@ def tune(
             if verdicts and time.monotonic() > end:
                 break
             default, *others = candidates(work)
-            verdict = decide(worker, work, others, default)
+            try:
+                verdict = decide(worker, work, others, default, refined=refined, rivals=rivals(work), end=end)
+            except Lost as why:  # with the default: the work stays as it is
+                worker.close()
+                verdict = Verdict(work, default.choice, default.choice, 1.0, 0.0, 0, [(str(default), str(why))])
             keep(verdict)
             verdicts.append(verdict)
             each(verdict)
@@ -61,11 +83,16 @@ def tune(
     return verdicts
 
 
-def decide(worker: Worker, work: Any, choices: list[Any], default: Any) -> Verdict:
-    """Check every candidate, time those that are right, and choose. All have a `choice`; `default` is the one to beat."""
+def decide(
+    worker: Worker, work: Any, choices: Sequence[Any], default: Any, *,
+    refined: Candidates = nothing, rivals: Sequence[Any] = (), end: float = math.inf,
+) -> Verdict:  # fmt: skip
+    """Check every candidate, time those that are right, and choose. All have a `choice`; `default` is the one to beat. None is
+    begun after `end`, a time of the monotonic clock."""
     worker.open(work)
     rejected: dict[Any, str] = {}
     default_s: list[float] = []
+    tried = 0
 
     def contest(contestants: list[Any], rounds: int) -> dict[Any, list[float]]:
         """Ratios to the default's time by round. A child that is lost while it times takes the blame for all of them."""
@@ -77,30 +104,45 @@ def decide(worker: Worker, work: Any, choices: list[Any], default: Any) -> Verdi
         default_s.append(seconds)
         return dict(zip(contestants, found, strict=True))
 
-    screened: dict[Any, float] = {}
-    for candidate in choices:
-        reason = worker.check(candidate)
-        if reason:
-            rejected[candidate] = reason
-        else:
-            screened |= {c: median(ratios) for c, ratios in contest([candidate], SCREEN).items()}
-    best = sorted((c for c in screened if screened[c] < 1.0), key=lambda c: screened[c])[:FINALISTS]
-    first = contest(best, FINAL) if best else {}
-    winner, ratio = default, 1.0
-    if first:
+    def screen(candidates: Iterable[Any]) -> dict[Any, float]:
+        nonlocal tried
+        found: dict[Any, float] = {}
+        for candidate in candidates:
+            if time.monotonic() > end:
+                break
+            tried += 1
+            reason = worker.check(candidate)
+            if reason:
+                rejected[candidate] = reason
+            else:
+                found |= {c: median(ratios) for c, ratios in contest([candidate], SCREEN).items()}
+        return {c: ratio for c, ratio in found.items() if ratio < 1.0}
+
+    def fastest_of(faster: dict[Any, float], than: float) -> tuple[Any, float] | None:
+        """The one that is clearly faster than this share of the default's time, with its own."""
+        first = contest(best, FINAL) if (best := sorted(faster, key=lambda c: faster[c])[:FINALISTS]) else {}
+        if not first:
+            return None
         fastest = min(first, key=lambda c: median(first[c]))
         # The fastest of many was also lucky: it is believed only what it does once more.
-        again = contest([fastest], FINAL) if _wins(first[fastest]) else {}
-        if again and _wins(again[fastest]):
-            winner, ratio = fastest, median(again[fastest])
+        again = contest([fastest], FINAL) if _wins(first[fastest], than) else {}
+        return (fastest, median(again[fastest])) if again and _wins(again[fastest], than) else None
+
+    screened = screen(choices)
+    screened |= screen(refined(min(screened, key=lambda c: screened[c], default=default)))
+    winner, ratio = fastest_of(screened, 1.0) or (default, 1.0)
+    rival = fastest_of(screen(rivals), ratio)
     if not default_s:
         contest([], SCREEN)
     reasons = [(str(c), reason) for c, reason in rejected.items()]
-    return Verdict(work, default.choice, winner.choice, ratio, median(default_s), len(choices), reasons)
+    default_time = median(default_s) if default_s else 0.0
+    verdict = Verdict(work, default.choice, winner.choice, ratio, default_time, tried, reasons)
+    verdict.rival = (str(rival[0]), rival[1]) if rival else None
+    return verdict
 
 
-def _wins(ratios: list[float]) -> bool:
-    return median(ratios) <= GAIN and sum(r < 1.0 for r in ratios) >= AGREE * len(ratios)
+def _wins(ratios: list[float], than: float) -> bool:
+    return median(ratios) <= GAIN * than and sum(r < than for r in ratios) >= AGREE * len(ratios)
 
 
 @dataclass(frozen=True)

@@ -35,18 +35,23 @@ class Worker:
         self._answer = b""
 
     def open(self, work: Any) -> None:
-        """Prepare operands and what the default gives."""
+        """Prepare operands and what the default gives. Lost where that is not what it must be."""
         self.work, self._checked = None, set()
-        self._ask("open", work, *self.how, limit=self.limit + self.opening_s)
+        answer = self._ask("open", work, *self.how, limit=self.limit + self.opening_s)
+        if reason := answer.get("rejected"):
+            raise Lost(f"the default: {reason}")
         self.work = work
 
     def check(self, candidate: Any) -> str:
         """Why the candidate is rejected, or ""."""
         try:
-            reason = self._ask("check", candidate).get("rejected", "")
+            answer = self._ask("check", candidate)
         except Lost as why:
             self._replace()
             return str(why)
+        reason = answer.get("rejected", "")
+        if answer.get("spoilt"):  # the child can do nothing more
+            self._replace()
         if not reason:
             self._checked.add(candidate)
         return reason
@@ -118,7 +123,7 @@ class Worker:
         line, self._answer = self._answer.split(b"\n", 1)
         answer = json.loads(line)
         if "failed" in answer:
-            raise RuntimeError(f"the tuner's child failed at {name!r}: {answer['failed']}")
+            raise Lost(f"it failed at {name!r}: {answer['failed'].strip().splitlines()[-1]}")
         return answer
 
     def _ended(self, process: subprocess.Popen[bytes]) -> str:

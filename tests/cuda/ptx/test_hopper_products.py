@@ -47,7 +47,7 @@ def argument(name: str, value: Any) -> tuple[str, Parameter] | None:
         return type_, Box(at, rows, columns, columns, box)
     if isinstance(value, Vector):
         return POINTER[DTYPES[value.array.dtype.name]], pointer(value.array, writable=False)
-    return ("i32", value) if name in ("M", "N", "K", "chunk") else None
+    return ("i32", value) if name in ("M", "N", "K", "chunk", "group") else None
 
 
 def pointer(array: np.ndarray, *, writable: bool) -> Pointer:

@@ -1,0 +1,275 @@
+"""What the tuner's bed runs: a program of one op, its operands, and what its result must be, by float64. Operands and results are
+persistent tensors, so that they are written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from math import prod, sqrt
+from typing import Any
+
+import numpy as np
+
+from barellm.cuda.kernel import Sizes
+from barellm.cuda.tuner.work import AnyWork, AttentionWork, Work
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.ops.elementwise import Gelu, GeluBackward
+from barellm.program.ops.random import keep
+from barellm.program.tensor import Dim
+from barellm.runtime.storage import dtype_of
+from barellm.runtime.tuner.child import Wrong
+
+EPS = 2.0**-24
+ROUNDING = {"fp32": EPS, "bf16": 2.0**-8}
+ATTENTION = {"fp32": 2.0**-16, "bf16": 2.0**-7}  # of its sums of magnitudes: bf16 rounds probabilities, then results
+SAMPLE = 256  # rows and columns that are held against float64; bits are compared everywhere
+PERIOD = 1_000_003  # numbers that are drawn; a prime, so that rows and tiles differ
+SCALARS = {"seed": 5, "step": 2, "sample": 9}  # of attention with dropout
+RATE, STREAM = 0.2, 3
+
+Read = Callable[[str, np.ndarray], np.ndarray]  # (output, numbers of rows) -> those rows as they lie in memory
+
+
+def drawn(shape: tuple[int, ...], dtype: str = "fp32", seed: int = 1) -> np.ndarray:
+    """Normals, the same numbers again after PERIOD of them."""
+    base = np.random.default_rng(seed).standard_normal(min(PERIOD, prod(shape)), np.float32).astype(dtype_of(dtype))
+    return np.resize(base, shape)
+
+
+def some(count: int, most: int = SAMPLE) -> np.ndarray:
+    """Numbers below `count`, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
+
+
+class Case:
+    """`outputs`: name -> columns of its rows. `runs`: the sizes that are tried, the whole last."""
+
+    outputs: dict[str, int]
+    runs: list[Sizes]
+
+    def __init__(self, compute: str) -> None:
+        self.compute, self.store = compute, Store()
+        self.scalars: dict[str, int] = {}
+
+    def give(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        """A tensor that is there before a run."""
+        self.store.get(name, shape, dtype, "state")
+
+    @cached_property
+    def given(self) -> dict[str, np.ndarray]:
+        """What every persistent tensor holds before a run."""
+        return {name: drawn(t.shape, t.dtype, seed) for seed, (name, t) in enumerate(self.store.tensors.items())}
+
+    def program(self) -> Program:
+        """One op. Every call gives another program over the same tensors."""
+        raise NotImplementedError
+
+    def rows(self, output: str, sizes: Sizes) -> int:
+        """Of an output, in a run of these sizes."""
+        raise NotImplementedError
+
+    def hold(self, read: Read, sizes: Sizes) -> None:
+        """Wrong where a value is off."""
+        raise NotImplementedError
+
+
+class ProductCase(Case):
+    def __init__(self, work: Work) -> None:
+        super().__init__("bf16" if work.dtype == "bf16" else "fp32")
+        self.work, tokens, kind = work, work.tokens, self.compute
+        N, K = (work.rows, work.cols) if work.role == "tn" else (work.cols, work.depth)
+        self.N, self.K = (K, N) if work.role == "nn" else (N, K)
+        N, K, seq = self.N, self.K, (Dim("batch", 1), Dim("seq", tokens))
+        if work.role != "nt":
+            self.give("dy", (*seq, N), kind)
+        if work.role != "nn":
+            self.give("x", (*seq, K), kind)
+        if work.role != "tn":
+            self.give("weight", (N, K), kind)
+        if work.epilogue in ("gelu", "residual"):
+            self.give("bias", (N,), "fp32")
+        if work.epilogue == "residual":
+            self.give("residual", (*seq, N), "fp32")
+        if work.epilogue == "gelu_backward":
+            self.give("pre", (*seq, K), kind)
+        if work.role == "tn":
+            self.give("out", (N, K), "fp32")
+        self.added = work.epilogue in ("add", "start")
+        self.scalars = {"accumulate": int(self.added)}
+        self.outputs = {"pre": N} if work.epilogue == "gelu" else {}
+        self.outputs |= {"out": work.cols}
+        self.runs = [Sizes(1, count) for count in sorted({1, min(37, tokens), max(1, tokens - 1), tokens})]
+
+    def program(self) -> Program:
+        work, t = self.work, self.store.tensors
+        p = Program(self.store, compute=self.compute)
+        if work.role == "tn":
+            p.apply(ops.MatmulDw, into={"dweight": (t["out"], work.epilogue or "store")}, dy=t["dy"], x=t["x"])
+            return p
+        if work.role == "nn":
+            out = p.apply(ops.MatmulDx, dy=t["dy"], weight=t["weight"]).dx
+            out = p.apply(ops.GeluBackward, dy=out, x=t["pre"]).dx if "pre" in t else out
+        else:
+            out = p.apply(ops.Matmul, x=t["x"], weight=t["weight"]).y
+            out = p.apply(ops.Bias, x=out, bias=t["bias"]).y if "bias" in t else out
+            if work.epilogue == "gelu":
+                p.output("pre", out)
+                out = p.apply(ops.Gelu, x=out).y
+            out = p.apply(ops.Add, a=t["residual"], b=out).y if "residual" in t else out
+        p.output("out", out)
+        return p
+
+    def rows(self, output: str, sizes: Sizes) -> int:
+        return self.N if self.work.role == "tn" else sizes.tokens
+
+    def hold(self, read: Read, sizes: Sizes) -> None:
+        rows, cols = some(self.rows("out", sizes)), some(self.work.cols)
+
+        def of(name: str) -> np.ndarray:
+            a = self.given[name]
+            return a[0, : sizes.seq] if a.ndim == 3 else a
+
+        if self.work.role == "nt":
+            left, right = of("x")[rows], of("weight")[cols].T
+        elif self.work.role == "nn":
+            left, right = of("dy")[rows], of("weight")[:, cols]
+        else:
+            left, right = of("dy")[:, rows].T, of("x")[:, cols]
+        left, right = left.astype(np.float64), right.astype(np.float64)
+        want = left @ right
+        bound = 10 * EPS * np.linalg.norm(left, axis=1)[:, None] * np.linalg.norm(right, axis=0) + EPS
+        if self.work.dtype == "tf32":
+            bound = bound + 2.0**-9 * (np.abs(left) @ np.abs(right))
+
+        def compare(name: str) -> None:
+            _compare(name, read(name, rows)[:, cols], want, bound, (rows, cols), sizes)
+
+        if "bias" in self.store.tensors:
+            want = want + of("bias")[cols]
+        if self.work.epilogue == "gelu":
+            compare("pre")
+            want = Gelu.reference(None, want)["y"]  # pyright: ignore[reportArgumentType]
+        elif self.work.epilogue == "gelu_backward":
+            pre = of("pre")[np.ix_(rows, cols)].astype(np.float64)
+            bound = bound + 1e-5 * np.abs(want)  # where the slope is near 0
+            want = GeluBackward.reference(None, want, pre)["dx"]  # pyright: ignore[reportArgumentType]
+        elif self.work.epilogue == "residual":
+            want = want + of("residual")[np.ix_(rows, cols)]
+        elif self.added:
+            want = want + of("out")[np.ix_(rows, cols)]
+        compare("out")
+
+
+class AttentionCase(Case):
+    """Forward, or backward from an `out` and an `lse` that are about those of the forward pass: dqkv is a function of both."""
+
+    def __init__(self, work: AttentionWork) -> None:
+        super().__init__(work.dtype)
+        self.work, B, T = work, Dim("batch", work.batch), Dim("seq", work.seq)
+        self.C, H, kind = work.heads * work.head, work.heads, work.dtype
+        self.give("qkv", (B, T, 3 * self.C), kind)
+        if work.role != "forward":
+            self.give("out", (B, T, self.C), kind)
+            self.give("dout", (B, T, self.C), kind)
+            self.give("lse", (B, H, T), "fp32")
+        self.scalars = SCALARS if work.dropout else {}
+        self.outputs = {"out": self.C, "lse": 1} if work.role == "forward" else {"dqkv": 3 * self.C}
+        sizes = {(1, 1), (1, min(37, work.seq)), (work.batch, max(1, work.seq - 1)), (work.batch, work.seq)}
+        self.runs = [Sizes(*pair) for pair in sorted(sizes)]
+
+    @cached_property
+    def given(self) -> dict[str, np.ndarray]:
+        found = super().given
+        if "lse" in found:
+            found["lse"] = (0.1 * found["lse"] + 0.5 + np.log1p(np.arange(self.work.seq))).astype(np.float32)
+        return found
+
+    def program(self) -> Program:
+        t = self.store.tensors
+        attrs: dict[str, Any] = {"heads": self.work.heads, "rate": RATE if self.work.dropout else 0.0, "stream": STREAM}
+        p = Program(self.store, compute=self.compute)
+        if self.work.role == "forward":
+            op = p.apply(ops.Attention, **t, **attrs)
+        else:
+            op = p.apply(ops.AttentionBackward, **t, **attrs)
+        for name, out in op.outputs.items():
+            p.output(name, out)
+        return p
+
+    def rows(self, output: str, sizes: Sizes) -> int:
+        return sizes.tokens * (self.work.heads if output == "lse" else 1)
+
+    def hold(self, read: Read, sizes: Sizes) -> None:
+        """The first head of the first sequence, the last of the last."""
+        for sequence, head in {(0, 0), (sizes.batch - 1, self.work.heads - 1)}:
+            self._hold_head(read, sizes, sequence, head)
+
+    def _hold_head(self, read: Read, sizes: Sizes, sequence: int, head: int) -> None:
+        T, D, C, H = sizes.seq, self.work.head, self.C, self.work.heads
+        picked = some(T)
+        own = np.arange(D) + head * D
+
+        def of(name: str, columns: int) -> np.ndarray:
+            """(T, columns) of this sequence, as a run of these sizes finds it."""
+            flat = self.given[name].reshape(-1)
+            return flat[sequence * T * columns : (sequence + 1) * T * columns].reshape(T, columns).astype(np.float64)
+
+        qkv = of("qkv", 3 * C)
+        q, k, v = (qkv[:, own + at] for at in (0, C, 2 * C))
+        relative = ATTENTION[self.work.dtype]
+
+        def compare(name: str, values: np.ndarray, want: np.ndarray, size: np.ndarray) -> None:
+            _compare(name, values, want, relative * size + EPS, (picked, own), sizes)
+
+        if self.work.role == "keys":
+            queries, keys = np.arange(T), picked
+        else:
+            queries, keys = picked, np.arange(T)
+        s = q[queries] @ k[keys].T / sqrt(D)
+        s = np.where(keys[None, :] <= queries[:, None], s, -np.inf)
+        dropped = self._kept(queries, keys, sequence, head)
+        tokens = sequence * T + picked
+        if self.work.role == "forward":
+            top = s.max(1, keepdims=True)
+            lse = top + np.log(np.exp(s - top).sum(1, keepdims=True))
+            p = np.exp(s - lse) * dropped
+            compare("out", read("out", tokens)[:, own], p @ v, p @ np.abs(v))
+            found = read("lse", (sequence * H + head) * T + picked)
+            _compare("lse", found, lse, 2.0**-16 * (1 + np.abs(lse)), (picked, own), sizes)
+            return
+        lse = self.given["lse"].reshape(-1)[(sequence * H + head) * T :][:T].astype(np.float64)
+        p = np.exp(s - lse[queries][:, None])
+        do, out = (of(name, C)[:, own] for name in ("dout", "out"))
+        dp, delta = dropped * (do[queries] @ v[keys].T), (do * out).sum(1)[queries][:, None]
+        ds, size = p * (dp - delta), p * (np.abs(dp) + np.abs(do * out).sum(1)[queries][:, None])
+        rows = read("dqkv", tokens)
+        if self.work.role == "queries":
+            compare("dq", rows[:, own], ds @ k / sqrt(D), size @ np.abs(k) / sqrt(D))
+        else:
+            compare("dk", rows[:, own + C], ds.T @ q / sqrt(D), size.T @ np.abs(q) / sqrt(D))
+            p = p * dropped
+            compare("dv", rows[:, own + 2 * C], p.T @ do, p.T @ np.abs(do))
+
+    def _kept(self, queries: np.ndarray, keys: np.ndarray, sequence: int, head: int) -> np.ndarray | float:
+        if not self.work.dropout:
+            return 1.0
+        rows, scalars = queries * self.work.heads + head, self.scalars
+        factor = keep(
+            scalars["seed"], scalars["step"], scalars["sample"] + sequence, STREAM, rows, int(keys[-1]) + 1, RATE
+        )
+        return factor[:, keys]
+
+
+def case_of(work: AnyWork) -> Case:
+    return ProductCase(work) if isinstance(work, Work) else AttentionCase(work)
+
+
+def _compare(name: str, found: np.ndarray, want: np.ndarray, bound: np.ndarray, at: Any, sizes: Sizes) -> None:
+    values = found.astype(np.float64)
+    bound = bound + 1.1 * ROUNDING["fp32" if found.dtype == np.float32 else "bf16"] * (np.abs(want) + bound)
+    bad = ~(np.abs(values - want) <= bound)
+    if bad.any():
+        r, c = (int(i) for i in np.argwhere(bad)[0])
+        where = f"{name}[{at[0][r]}, {at[1][c]}] is {values[r, c]:.6g}, expected {want[r, c]:.6g}"
+        raise Wrong(f"wrong values ({sizes.batch} x {sizes.seq}): {where}; {int(bad.sum())} of {bad.size} looked at")
