@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -16,6 +17,7 @@ from barellm.cuda.kernels import hopper, parts
 from barellm.cuda.step import CudaSession
 from tests.cpu.test_models import open_session
 from tests.cuda.mock import Gpu
+from tests.cuda.ptx.launch import execute
 from tests.cuda.test_models import evaluate_and_decode_beside_the_references, train_beside_the_references
 
 MODEL = ModelConfig(layers=1, heads=2, channels=64, vocab_size=130, padded_vocab=192, max_seq=70, dropout=0.1)
@@ -50,6 +52,15 @@ def test_a_model_trains_like_the_references_on_hopper(gpu, monkeypatch):
     names = Counter(name for name, _ in gpu.launched)
     assert names["add_parts"] and not names["gemm"]
     assert names["hopper_gemm"] == 4 * len(found)  # two steps of two micro-batches
+
+
+@pytest.mark.slow
+def test_a_model_trains_like_the_references_on_compiled_code(gpu, monkeypatch):
+    """Every launch of a step as PTX for sm_90a, from the parameters that the driver was handed."""
+    monkeypatch.setenv("BARELLM_POISON", "1")
+    gpu.execute = partial(execute, arch=90)
+    train_beside_the_references(MODEL, "bf16", LIMIT, shape=SHAPE, steps=1)
+    assert {"hopper_gemm", "attention_forward", "attention_dkv", "attention_dq"} <= {name for name, _ in gpu.launched}
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def compiled_code(monkeypatch):
     monkeypatch.setattr(check, "DEVICE", "ptx-sm_90")
 
 
-@pytest.mark.parametrize("shape", [(1, 200, 1, 64), (1, 130, 1, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 200, 1, 64), pytest.param((1, 130, 1, 128), marks=pytest.mark.slow)], ids=str)
 def test_attention(shape):
     check_op(ops.Attention, **forward_case(shape, "bf16"))
     check_op(ops.AttentionBackward, **backward_case(shape, "bf16"))
