@@ -17,6 +17,7 @@ import numpy as np
 
 Array = np.ndarray
 MOST_BARRIERS = 64
+WORD = 2  # bytes: what one thread of a warp writes may be so small
 WINDOW = 18  # bits of an address in a block's shared memory; above them stands which block, from 1 on
 
 
@@ -50,10 +51,10 @@ class Held:
 
 
 class Order:
-    """Of the accesses of some blocks, in words of 4 bytes. Warps are numbered over all blocks."""
+    """Of the accesses of some blocks, in words of `WORD` bytes. Warps are numbered over all blocks."""
 
     def __init__(self, blocks: int, block_warps: int, nbytes: int) -> None:
-        self.block_warps, self.words = block_warps, -(-nbytes // 4)
+        self.block_warps, self.words = block_warps, -(-nbytes // WORD)
         local = np.tile(np.arange(block_warps), blocks)
         self.seen = np.zeros((blocks * block_warps, block_warps + MOST_BARRIERS), np.int32)
         self.seen[np.arange(len(local)), local] = 1
@@ -77,8 +78,8 @@ class Order:
     def at(self, addresses: Array, nbytes: int) -> Array:
         """The words of `nbytes` from each address on, on a new last axis."""
         addresses = addresses.astype(np.int64)
-        first = ((addresses >> WINDOW) - 1) * self.words + ((addresses & (1 << WINDOW) - 1) >> 2)
-        return first[..., None] + np.arange(max(nbytes // 4, 1))
+        first = ((addresses >> WINDOW) - 1) * self.words + ((addresses & (1 << WINDOW) - 1) // WORD)
+        return first[..., None] + np.arange(max(nbytes // WORD, 1))
 
     # --- what warps do ---
 
@@ -167,7 +168,7 @@ class Order:
             raise Fault(f"{self._at(late, words)} is overwritten with no barrier behind a warp that reads it")
 
     def _at(self, wrong: Array, words: Array) -> str:
-        return f"byte {4 * (int(words[np.broadcast_to(wrong, words.shape)][0]) % self.words)} of shared memory"
+        return f"byte {WORD * (int(words[np.broadcast_to(wrong, words.shape)][0]) % self.words)} of shared memory"
 
     def _writer(self, wrong: Array, words: Array) -> str:
         actor = int(self.writer[words][wrong][0])

@@ -1,0 +1,59 @@
+"""A sample of the kernels as Triton compiles them for sm_80, run by the PTX machine beside the float64 references. With
+`--device ptx` all kernel tests run so."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.program import ops
+from tests.cases import adamw_case, backward_case, forward_case, normal
+from tests.cuda import check
+from tests.cuda.check import EPS, check_op, persistent, tokens
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch):
+    monkeypatch.setattr(check, "DEVICE", "ptx")
+
+
+def test_layernorm():
+    x = normal(1, 37, 65)
+    bounds = {"y": 1e-5, "mean": 16 * EPS, "rstd": 1e-5}
+    given = {"x": tokens(x), "weight": persistent(normal(65, seed=2)), "bias": persistent(normal(65, seed=3))}
+    check_op(ops.LayerNorm, given, eps=1e-5, dtype="bf16", bounds=bounds, plan=(2, 39))
+
+
+def layernorm_dx(T: int = 13, C: int = 384) -> None:
+    x, dy, weight = tokens(normal(3, T, C)), tokens(normal(3, T, C, seed=2), "bf16"), persistent(normal(C, seed=3))
+    mean, rstd = tokens(x.values.mean(-1)), tokens(1 / np.sqrt(x.values.var(-1) + 1e-5))
+    given = {"dy": dy, "x": x, "weight": weight, "mean": mean, "rstd": rstd}
+    check_op(ops.LayerNormDx, given, modes={"dx": "add"}, bounds={"dx": 1e-5}, plan=(4, T + 2))
+
+
+def test_layernorm_dx():
+    layernorm_dx()
+
+
+def test_adamw():
+    given, bounds, attrs = adamw_case((17, 257), "split", step=3, weight_decay=0.1)
+    check_op(ops.AdamW, given, scalars={"step": 3, "lr": 3e-3, "seed": 9}, bounds=bounds, **attrs)
+
+
+def test_embedding_gradient():
+    which = np.random.default_rng(4).integers(0, 23, (3, 43), dtype=np.int32)
+    given = {"tokens": tokens(which, "i32"), "dy": tokens(normal(3, 43, 64))}
+    check_op(ops.EmbeddingDwte, given, modes={"dweight": "add"}, rows=23, bounds={"dweight": 80 * EPS}, plan=(4, 45))
+
+
+def test_attention():
+    check_op(ops.Attention, **forward_case((1, 131, 2, 32), "bf16"), plan=(2, 171))
+
+
+def test_attention_backward():
+    check_op(ops.AttentionBackward, **backward_case((1, 67, 1, 16), "bf16"))
+
+
+def test_weight_gradient():
+    x, dy = tokens(normal(2, 35, 40), "bf16"), tokens(normal(2, 35, 72, seed=2), "bf16")
+    check_op(ops.MatmulDw, {"dy": dy, "x": x}, modes={"dweight": "add"}, bounds={"dweight": 1e-4})
