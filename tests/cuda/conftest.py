@@ -1,6 +1,6 @@
 """`--device`: where the checks of single ops run. "interpreter" (the default), "ptx" for a machine that runs compiled code
 (of the least target, or "ptx-sm_90"), "cuda" for this machine's GPU, or "mock", the driver in Python, through which a session of
-the GPU's kind is rehearsed. On all but the first only checks of ops run: the rest needs no GPU.
+the GPU's kind is rehearsed. On all but the first only checks of ops run, with "ptx" whole models too: the rest needs no GPU.
 A kernel that spoils the GPU for its process ends a pytest-xdist worker, and the next one goes on with the next test."""
 
 import os
@@ -23,11 +23,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    compiled = {item for item in items if item.get_closest_marker("ptx")}
     if DEVICES[0] == check.DEVICE:
-        return
-    ops = [item for item in items if isinstance(item, pytest.Function) and _checks_an_op(item)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in ops])
-    items[:] = ops
+        chosen = [item for item in items if item not in compiled]
+    else:
+        ops = [item for item in items if isinstance(item, pytest.Function) and _checks_an_op(item)]
+        chosen = ops + [item for item in items if item in compiled and check.DEVICE == "ptx"]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 def _checks_an_op(item: pytest.Function) -> bool:

@@ -57,3 +57,17 @@ def test_attention_backward():
 def test_weight_gradient():
     x, dy = tokens(normal(2, 35, 40), "bf16"), tokens(normal(2, 35, 72, seed=2), "bf16")
     check_op(ops.MatmulDw, {"dy": dy, "x": x}, modes={"dweight": "add"}, bounds={"dweight": 1e-4})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_few_rows(dtype):
+    """In fp32 lanes of a warp disagreed about the last bit of a sum, and all of them stored it."""
+    x, weight = tokens(normal(1, 3, 7), dtype), persistent(normal(5, 7, seed=2), dtype if dtype == "fp32" else "split")
+    check_op(ops.Matmul, {"x": x, "weight": weight}, bounds={"y": 1e-5}, plan=(1, 5))
+
+
+def test_layernorm_of_few_columns():
+    """As above: of the sum of squares."""
+    x = normal(2, 9, 21)
+    given = {"x": tokens(x), "weight": persistent(normal(21, seed=2)), "bias": persistent(normal(21, seed=3))}
+    check_op(ops.LayerNorm, given, eps=1e-5, dtype="fp32", bounds={"y": 1e-5, "mean": 16 * EPS, "rstd": 1e-5})

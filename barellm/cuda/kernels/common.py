@@ -17,6 +17,9 @@ POS, ACCUMULATE, STEP, SEED, SAMPLE, LR, INV_TARGETS = (
 STORE, ADD = constant(MODES["store"]), constant(MODES["add"])
 
 VECTOR = 16  # elements: 16 bytes of the smallest type are 8 of them, and Triton wants to see twice that
+# Columns of a block whose rows are summed. With one to a lane, its product is fused with the sum over lanes: of two that add each
+# other's, each rounds only the other's, and they end with different sums, of which any may be written.
+LEAST_SUMMED = 64
 BLOCK = 1024  # elements of one program: 8 for each of 128 threads, 16 or 32 bytes a tensor
 
 

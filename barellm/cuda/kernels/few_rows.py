@@ -13,14 +13,9 @@ from typing import Any
 
 from barellm.cuda import choices
 from barellm.cuda.kernel import MODES, Lowering, Size, Sizes, cdiv
-from barellm.cuda.kernels.common import pow2
+from barellm.cuda.kernels.common import LEAST_SUMMED, pow2
 from barellm.cuda.kernels.epilogue import finish_part, name_of
 from barellm.cuda.lang import device, tl
-
-
-# Columns in a program. With one to a lane, its product is fused with the sum over lanes: of two that add each other's, each rounds
-# only the other's, and they end with different sums, of which any may be written.
-LEAST = 64
 
 
 @device
@@ -75,7 +70,7 @@ def launch_product(
     pre: Any = None, mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
     """As `matmul.product` in its role "nt"; nothing in runs of more rows."""
-    few, BK = Few(rows), max(pow2(K), LEAST)
+    few, BK = Few(rows), max(pow2(K), LEAST_SUMMED)
     BN, warps = choices.few_rows_tile(BK)
     operands = {"out": out, "pre": pre, "x": a, "weight": b, "bias": bias, "other": residual, "rows": few}
     constants = {"N": N, "K": K, "BN": BN, "BK": BK, "MODE": mode}

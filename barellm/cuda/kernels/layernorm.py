@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, cdiv, lowering, mode
-from barellm.cuda.kernels.common import keep, pow2
+from barellm.cuda.kernels.common import LEAST_SUMMED, keep, pow2
 from barellm.cuda.kernels.dropout import constants_of as dropout_constants
 from barellm.cuda.kernels.dropout import kept
 from barellm.cuda.lang import device, tl
@@ -164,7 +164,7 @@ def launch_rows(
         shape = {"C": C, "BC": LONG_BLOCK, **constants}
         c.launch(long, {**operands, "rows": rows}, shape, grid=lambda s: (rows(s),), writes=writes, warps=8)
         return
-    BC = max(32, pow2(C))
+    BC = max(LEAST_SUMMED, pow2(C))
     BR = max(1, 2048 // BC)
     warps = max(4, BC // (32 * THREAD))
     shape = {"C": C, "BR": BR, "BC": BC, **constants}

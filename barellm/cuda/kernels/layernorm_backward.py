@@ -11,7 +11,7 @@ from typing import Any
 
 from barellm.cuda.kernel import MODES, Lowering, lowering
 from barellm.cuda.kernels.columns import Chunks, lower_combine, partials_of, wanted
-from barellm.cuda.kernels.common import ADD, pow2
+from barellm.cuda.kernels.common import ADD, LEAST_SUMMED, pow2
 from barellm.cuda.kernels.dropout import constants_of as dropout_constants
 from barellm.cuda.kernels.dropout import kept
 from barellm.cuda.kernels.layernorm import factors
@@ -76,7 +76,7 @@ def lower_layernorm_backward(op: Any, c: Lowering) -> None:
         "seq": (lambda s: s.seq) if dropped else None, "stream": int(op.stream) if dropped else None,
     }  # fmt: skip
     assert op.modes["dx"] in ("store", "add"), op.modes
-    BC = max(32, pow2(C))
+    BC = max(LEAST_SUMMED, pow2(C))
     constants = {
         "C": C, "BR": max(1, 1024 // BC), "BC": BC, "MODE": MODES[op.modes["dx"]],
         "STAGES": 3 if BC <= 2048 else 2,  # 74 KB of shared memory at most: sm_89 has 99
