@@ -15,9 +15,9 @@ test: $(VENV)/.tested
 	$(BIN)/python -m pytest -m "not oracle and not alone" -n auto --dist worksteal $(PYTEST)
 	$(BIN)/python -m pytest -m "not oracle and alone" $(PYTEST) || [ $$? = 5 ]  # 5: PYTEST chose none of them
 
-# The comparisons with PyTorch: this exact pin installs the CPU build.
+# The comparisons with PyTorch and transformers: this exact pin installs the CPU build.
 oracle: $(VENV)/.oracle
-	$(BIN)/python -c "import torch"  # without it the tests below would only be skipped
+	$(BIN)/python -c "import torch, transformers"  # without them the tests below would only be skipped
 	$(BIN)/python -m pytest -m oracle $(PYTEST)
 
 lint: $(VENV)/.linted
@@ -42,7 +42,7 @@ $(VENV)/.tested: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.oracle: $(VENV)/.tested
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0
 	touch $@
 
 $(VENV)/.linted: $(VENV)/.installed

@@ -95,6 +95,7 @@ class TrainConfig:
     checkpoint_every: int = 0  # 0: only at the end and when stopped
     keep: int = 2
     seed: int = 1337
+    init_from: str = ""  # weights to begin with: a checkpoint, a Hugging Face folder, an llm.c file
     dtype: str = "auto"
     recompute: bool = False
     matmul: str = "own"  # who does products on a GPU: barellm's own kernels, or "cublaslt"

@@ -11,6 +11,8 @@ COMMANDS: dict[str, str] = {
     "prepare": "text to shards of tokens",
     "sample": "generate text from a checkpoint",
     "eval": "validation loss of a checkpoint",
+    "import": "a checkpoint from a Hugging Face folder or an llm.c file",
+    "export": "a checkpoint's weights for transformers or llm.c",
     "plan": "memory to the byte, FLOPs and bytes by op; allocates nothing",
     "bench": "measure kernels and steps",
     "profile": "where a step's time goes, by op and thread; a timeline and a picture",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from barellm import overrides
 from barellm.config import PRESETS, Config, preset
 from barellm.errors import UserError
+
+if TYPE_CHECKING:
+    from barellm.training.weights import Weights
 
 SHORT_FORMS: dict[str, str] = {
     "data.source": "--data",
@@ -18,6 +21,7 @@ SHORT_FORMS: dict[str, str] = {
     "train.seq": "--seq",
     "train.seed": "--seed",
     "train.minutes": "--minutes",
+    "train.init_from": "--init-from",
     "train.dtype": "--dtype",
     "train.recompute": "--recompute",
     "train.matmul": "--matmul",
@@ -58,6 +62,7 @@ MEANINGS: dict[str, str] = {
     "train.checkpoint_every": "steps between checkpoints; 0: one at the end or when stopped",
     "train.keep": "checkpoints that stay",
     "train.seed": "of weights, order of the text, dropout, samples",
+    "train.init_from": "weights to begin with, and their sizes: a run or checkpoint, a Hugging Face folder, an llm.c file",
     "train.dtype": "fp32, bf16, or auto: bf16 where the machine multiplies it",
     "train.recompute": "compute activations again in the backward pass: less memory, more work",
     "train.matmul": "on a GPU: own kernels, or cublaslt",
@@ -125,4 +130,15 @@ def explicit_changes(args: argparse.Namespace) -> tuple[str | None, dict[str, ob
 def configuration(args: argparse.Namespace) -> Config:
     """The resolved configuration of a command line that has `add_configuration`'s options."""
     name, changes = explicit_changes(args)
-    return overrides.changed(preset(name or "default"), changes)
+    config, _ = with_weights(overrides.changed(preset(name or "default"), changes), changes)
+    return config
+
+
+def with_weights(config: Config, changes: Mapping[str, object]) -> tuple[Config, Weights | None]:
+    """`config` with the sizes of the weights that it says to begin with, and those. `changes`: what the user asked for."""
+    if not config.train.init_from:
+        return config, None
+    from barellm.interop.sources import open_weights
+
+    weights = open_weights(Path(config.train.init_from), tokenizer=str(changes.get("data.tokenizer", "")))
+    return weights.configured(config, changes), weights

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from barellm.cli.options import add_configuration, add_device, explicit_changes
+from barellm.cli.options import add_configuration, add_device, explicit_changes, with_weights
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,19 +33,21 @@ def run(args: argparse.Namespace) -> int:
     console = Console(json_lines=args.json)
     check_device(args.device)
     name, changes = explicit_changes(args)
-    start = None
+    start = weights = None
     root = Path("runs")
     if args.resume:
         out = Path(args.out) if args.out is not None else folder.newest_run(root, name or "default")
         if out is None:
             raise UserError(f"nothing to resume in {root}/{name or 'default'}-*: name the run's folder with --out")
         config, start = run.resume_from(out, preset=name, changes=changes, console=console)
+        if start is None:
+            config, weights = with_weights(config, overrides.flat(config))
     else:
-        config = overrides.changed(preset(name or "default"), changes)
+        config, weights = with_weights(overrides.changed(preset(name or "default"), changes), changes)
         out = Path(args.out) if args.out is not None else root / f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     run.check(config)
     with folder.RunFolder(out, resume=args.resume) as opened:
-        job = run.Run(config, start=start, device=args.device, console=console, started=started)
+        job = run.Run(config, start=start, weights=weights, device=args.device, console=console, started=started)
         vocab, asked = job.config.model.vocab_size, changes.get("model.vocab_size")
         if asked not in (None, vocab):
             raise UserError(

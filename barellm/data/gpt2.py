@@ -46,12 +46,17 @@ class Gpt2(BytePairs):
     def tokens(self) -> Sequence[bytes]:
         return find_vocabulary()
 
+    @property
+    def found(self) -> bool:
+        """Whether the table was looked for and is here."""
+        return "tokens" in vars(self)
+
     def save(self, folder: Path) -> None:
         """As every tokenizer; on a machine without the vocabulary only name and hash, enough to find it elsewhere."""
         try:
             super().save(folder)
         except UserError:
-            if "tokens" in vars(self):
+            if self.found:
                 raise
             self._write(folder, None)
 

@@ -10,6 +10,7 @@ import base64
 import codecs
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -197,6 +198,13 @@ def make_tokenizer(name: str, texts: Callable[[], Iterable[str]], *, train: Call
 
         return trained_bpe(train or texts, vocab=bpe_vocab, key=key)
     return load_tokenizer(Path(name))
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """{name: content} of what `save` writes."""
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer.save(Path(name))
+        return {path.name: path.read_bytes() for path in Path(name).iterdir()}
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -6,17 +6,18 @@
         tokenizer files
         manifest.json        sizes and xxh3-64 checksums of the others, written last
 
+One that was imported holds weights alone: a run begins with it, none goes on from it.
+
 A save writes a temporary folder, syncs each file and the folder, renames it and syncs the parent. A kill at any point
 leaves the new checkpoint or the ones before it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from barellm.errors import UserError
 from barellm.runtime.session import Session
@@ -42,17 +43,24 @@ def steps(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def of_role(session: Session, role: str) -> dict[str, Any]:
+class Source(tensorfile.Rows, Protocol):
+    """What a checkpoint is made of: a session, or `training.weights.Weights`, which have no optimizer's state."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+
+
+def of_role(session: Source, role: str) -> dict[str, Any]:
     return {name: t for name, t in session.tensors.items() if t.role == role}
 
 
-def checkpoint_bytes(session: Session) -> int:
+def checkpoint_bytes(session: Source) -> int:
     """Size of the tensor files of one checkpoint."""
-    return sum(tensorfile.file_bytes(of_role(session, role)) for role in ("parameter", "state"))
+    return sum(tensorfile.file_bytes(found) for role in ("parameter", "state") if (found := of_role(session, role)))
 
 
 def save(
-    folder: Path, session: Session, *, step: int, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes], keep: int
+    folder: Path, session: Source, *, step: int, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes], keep: int
 ) -> Path:
     """Write the checkpoint of `step` into `folder`, then remove all but the newest `keep` up to it. OSError: the old stand."""
     target = step_folder(folder, step)
@@ -71,27 +79,16 @@ def save(
     return target
 
 
-def _write(target: Path, session: Session, *, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes]) -> None:
-    folder, temporary = target.parent, target.with_name(f"{storage.TEMPORARY}{target.name}")
-    storage.system.mkdir(temporary)
-    try:
-        weights, state = of_role(session, "parameter"), of_role(session, "state")
-        files = {
-            WEIGHTS: tensorfile.write(temporary / WEIGHTS, session, weights),
-            OPTIMIZER: tensorfile.write(temporary / OPTIMIZER, session, state),
-            META: storage.write_file(temporary / META, _json(meta)),
-        }
+def _write(target: Path, session: Source, *, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes]) -> None:
+    with storage.new_folder(target) as temporary:
+        files = {}
+        for name, role in ((WEIGHTS, "parameter"), (OPTIMIZER, "state")):
+            if tensors := of_role(session, role):
+                files[name] = tensorfile.write(temporary / name, session, tensors)
+        files[META] = storage.write_file(temporary / META, _json(meta))
         for name, data in tokenizer.items():
             files[name] = storage.write_file(temporary / name, data)
         storage.write_file(temporary / MANIFEST, _json({"format": FORMAT, "files": files}))
-        storage.sync_folder(temporary)
-        storage.system.rename(temporary, target)
-        storage.sync_folder(folder)
-    except OSError:
-        # This error is the one to report, whatever the removal says; the next save removes what is left.
-        with contextlib.suppress(OSError):
-            storage.remove_folder(temporary)
-        raise
 
 
 def _json(value: Any) -> bytes:
@@ -165,11 +162,14 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """UserError for what is no JSON."""
+    """UserError for what is no JSON object."""
     try:
-        return json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes())
     except ValueError:
         raise UserError(f"{path} is not valid JSON") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds {type(found).__name__}, expected a JSON object")
+    return found
 
 
 def load(path: Path, session: Session, *, optimizer: bool) -> None:

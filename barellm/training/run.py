@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -17,7 +16,7 @@ from barellm import __version__, overrides
 from barellm.config import MATMULS, MOMENTS, Config
 from barellm.data.loader import ORDERS, Batches, Validation
 from barellm.data.sources import Dataset, prepare
-from barellm.data.tokenizers import Tokenizer, load_tokenizer
+from barellm.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_files
 from barellm.errors import UserError
 from barellm.evaluation.text import gzip_bits_per_byte, python_share
 from barellm.evaluation.validation import Evaluator, Result
@@ -29,6 +28,7 @@ from barellm.training.folder import RunFolder
 from barellm.training.loop import ANY_STEPS, Loop, Progress
 from barellm.training.machine import Machine, open_machine
 from barellm.training.stopping import Stopping
+from barellm.training.weights import Weights
 
 # The last evaluation is longer, but costs a few percent of the training: 1 / FINAL_SHARE of the tokens trained on within
 # these bounds, in evenly spread windows; all of the validation part if it has no more.
@@ -65,6 +65,8 @@ def resume_from(
             console.line(f"warning: skipped {text}")
         meta = checkpoint.read_meta(path)
         config = overrides.from_json(meta["config"])
+        if not (path / checkpoint.OPTIMIZER).is_file():
+            raise UserError(f"{path} holds weights alone: begin a run with them, with --init-from {out}")
     if preset is not None and preset != config.preset:
         raise UserError(f"{out} holds a run of preset {config.preset!r}, the command line says {preset!r}")
     saved = overrides.flat(config)
@@ -119,19 +121,23 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     return replace(config, model=replace(model, vocab_size=size, padded_vocab=padded))
 
 
-def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as name:
-        tokenizer.save(Path(name))
-        return {path.name: path.read_bytes() for path in Path(name).iterdir()}
-
-
 class Run:
-    """One training run. `started`: time.monotonic() when the command began, for honest totals."""
+    """One training run, from its seed, from `weights`, or from `start` on. `started`: time.monotonic() when the command began, for
+    honest totals."""
 
-    def __init__(self, config: Config, *, start: Start | None, device: str, console: Console, started: float) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        start: Start | None,
+        weights: Weights | None,
+        device: str,
+        console: Console,
+        started: float,
+    ) -> None:
         check(config)
-        self.start, self.device, self.console, self.started = start, device, console, started
-        tokenizer = load_tokenizer(start.path) if start else None
+        self.start, self.weights, self.device, self.console, self.started = start, weights, device, console, started
+        tokenizer = load_tokenizer(start.path) if start else weights.tokenizer if weights else None
         self.data: Dataset = prepare(config.data, tokenizer=tokenizer, report=console.line)
         self.config = with_vocabulary(config, self.data.tokenizer)
         if start and start.meta["data"]["hash"] != self.data.hash:
@@ -190,10 +196,14 @@ class Run:
             return stop.status
 
     def _begin(self, folder: RunFolder, machine: Machine) -> tuple[Progress, list[dict[str, Any]]]:
-        """Weights from the seed or from the checkpoint; the resolved configuration printed and saved."""
+        """Weights from the seed, from elsewhere or from the checkpoint; the resolved configuration printed and saved."""
         self._print_configuration(machine)
         if self.start is None:
-            machine.initialize(self.config.train.seed)
+            if self.weights is None:
+                machine.initialize(self.config.train.seed)
+            else:
+                self.weights.load(machine.session)
+                self.console.line(f"begins with the weights of {self.weights.path}")
             progress, rows = Progress(), []
             storage.replace_file(folder.path / "metrics.jsonl", b"")
         else:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,44 @@ def sync_folder(path: Path) -> None:
         sync(fd)
     finally:
         system.close(fd)
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder to fill with files, which becomes `target` at the end, on disk and whole."""
+    temporary = target.with_name(f"{TEMPORARY}{target.name}")
+    if temporary.exists():
+        remove_folder(temporary)
+    system.mkdir(temporary)
+    try:
+        yield temporary
+        sync_folder(temporary)
+        system.rename(temporary, target)
+        sync_folder(target.parent)
+    except (OSError, KeyboardInterrupt):
+        # This error is the one to report, whatever the removal says; the next save removes what is left.
+        with contextlib.suppress(OSError):
+            remove_folder(temporary)
+        raise
+
+
+@contextlib.contextmanager
+def new_file(target: Path, *, size: int) -> Iterator[NewFile]:
+    """A file of `size` bytes to write, which becomes `target` at the end, on disk and whole."""
+    temporary = target.with_name(f"{TEMPORARY}{target.name}")
+    if temporary.exists():
+        system.unlink(temporary)
+    file = NewFile(temporary, size=size)
+    try:
+        yield file
+        file.close()
+        system.replace(temporary, target)
+        sync_folder(target.parent)
+    except (OSError, KeyboardInterrupt):
+        file.abandon()
+        with contextlib.suppress(OSError):
+            system.unlink(temporary)
+        raise
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -74,7 +74,8 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], *, be
 # folder -> (x, y, width, height, colour, what it holds)
 ROOMS: dict[str, tuple[float, float, float, float, str, str]] = {
     "cli": (20, 16, 800, 48, SAND, "one module per command, imported only when that command runs"),
-    "profiling": (20, 104, 170, 76, SKY, "plan, roofline,\nsteps, machine code"),
+    "profiling": (20, 104, 125, 76, SKY, "plan, roofline,\nsteps, machine code"),
+    "interop": (160, 104, 75, 58, SKY, "Hugging\nFace, llm.c"),
     "training": (250, 104, 300, 76, SKY, "run, loop, schedule, checkpoints,\nmetrics, curve, stopping"),
     "generation": (600, 104, 95, 54, SKY, "decoding,\nsamplers"),
     "evaluation": (715, 104, 105, 76, SKY, "validation loss,\nbits per byte"),
@@ -88,15 +89,16 @@ ROOMS: dict[str, tuple[float, float, float, float, str, str]] = {
 }  # fmt: skip
 # Arrows by where they are drawn: at this x, at this y, from one x to another.
 DOWN = {
-    ("cli", "profiling"): 105, ("cli", "training"): 400, ("cli", "generation"): 647, ("cli", "evaluation"): 767,
-    ("profiling", "cpu"): 60, ("profiling", "cuda"): 150, ("training", "runtime"): 310, ("training", "models"): 450,
+    ("cli", "profiling"): 82, ("cli", "interop"): 197, ("cli", "training"): 400, ("cli", "generation"): 647,
+    ("cli", "evaluation"): 767,
+    ("profiling", "cpu"): 60, ("profiling", "cuda"): 127, ("training", "runtime"): 310, ("training", "models"): 450,
     ("evaluation", "data"): 767,
     ("cpu", "program"): 60, ("cuda", "program"): 150,
     ("runtime", "program"): 310, ("models", "program"): 450, ("optim", "program"): 570,
 }  # fmt: skip
 ACROSS = {
-    ("profiling", "training"): 142, ("training", "generation"): 131, ("training", "evaluation"): 170, ("cpu", "runtime"): 302,
-    ("cuda", "runtime"): 228,
+    ("profiling", "training"): 171, ("interop", "training"): 131, ("training", "generation"): 131,
+    ("training", "evaluation"): 170, ("cpu", "runtime"): 302, ("cuda", "runtime"): 228,
 }  # fmt: skip
 SLANTED = {("training", "optim"): (515, 560), ("training", "data"): (540, 680)}
 SESSIONS = {("generation", "runtime"): 622, ("evaluation", "runtime"): 735}  # on one line below training

@@ -1,0 +1,24 @@
+"""Write a checkpoint's weights for other programs: a folder for transformers, or a file for llm.c."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a step folder, or a run's folder (its newest whole one)"
+    )
+    parser.add_argument("--format", required=True, metavar="NAME", help="huggingface or llmc")
+    parser.add_argument("--dtype", default="fp32", metavar="NAME", help="fp32 or bf16 (default: fp32)")
+    parser.add_argument("--out", required=True, metavar="PATH", help="the folder or file, which must not be there yet")
+
+
+def run(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from barellm.interop.exported import export
+
+    for line in export(Path(args.checkpoint), Path(args.out), kind=args.format, dtype=args.dtype):
+        print(line)
+    return 0

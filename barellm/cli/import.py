@@ -1,0 +1,42 @@
+"""Make a checkpoint of another program's GPT-2: sample, eval and export take it, train begins with it by --init-from."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a Hugging Face folder with config.json and model.safetensors, or an llm.c file",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint, new or empty")
+    parser.add_argument(
+        "--tokenizer",
+        default="",
+        metavar="NAME",
+        help="bytes, gpt2, or a folder with tokenizer.json (default: the source's own; GPT-2's for 50257 ids)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from barellm.data.gpt2 import Gpt2
+    from barellm.errors import UserError
+    from barellm.interop import imported
+    from barellm.interop.sources import is_checkpoint, open_weights
+
+    weights = open_weights(Path(args.source), tokenizer=args.tokenizer)
+    if is_checkpoint(weights):
+        raise UserError(f"{weights.path} is a checkpoint of barellm already")
+    saved = imported.save(weights, Path(args.out))
+    model, tokenizer = weights.model, weights.tokenizer
+    assert tokenizer is not None
+    print(
+        f"{saved}: {model.layers} layers, {model.channels} channels, {model.max_seq} positions, tokenizer {tokenizer.name}"
+    )
+    if isinstance(tokenizer, Gpt2) and not tokenizer.found:
+        print("GPT-2's vocabulary is not on this machine: there is no text in or out before it is")
+    return 0

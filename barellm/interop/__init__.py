@@ -1,0 +1,1 @@
+"""Other programs' models: Hugging Face folders and llm.c files, both ways."""

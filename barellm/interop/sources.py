@@ -1,0 +1,55 @@
+"""Weights from whatever a path names: a barellm run or checkpoint, a Hugging Face folder, an llm.c file."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from barellm.data.tokenizers import check_kind, make_tokenizer
+from barellm.errors import UserError
+from barellm.interop import huggingface, llmc, vocabulary
+from barellm.training import checkpoint
+from barellm.training.weights import Weights, of_checkpoint
+
+KNOWN = "a run or checkpoint of barellm, a folder of Hugging Face's, or a file of llm.c"
+
+
+def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
+    """`tokenizer`: a kind or a folder, where the source does not know its own or the user names one. UserError for a source that
+    is none, is damaged, or holds another kind of model; for a tokenizer that contradicts it."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist, expected {KNOWN}")
+    if path.is_file():
+        weights = llmc.read(path)
+    elif huggingface.is_folder(path):
+        weights = huggingface.read(path)
+        if tokenizer in ("", "bpe", "gpt2"):  # of other kinds such a folder has none, and its files do not matter
+            weights = replace(weights, tokenizer=vocabulary.read(path, weights.model.vocab_size))
+    else:
+        step, wrong = checkpoint.find(path)
+        for text in wrong:
+            print(f"barellm: warning: skipped {text}", file=sys.stderr)
+        weights = of_checkpoint(step)
+    return _with_tokenizer(weights, tokenizer) if tokenizer else weights
+
+
+def is_checkpoint(weights: Weights) -> bool:
+    return (weights.path / checkpoint.MANIFEST).is_file()
+
+
+def _with_tokenizer(weights: Weights, name: str) -> Weights:
+    check_kind(name)
+    own, size = weights.tokenizer, weights.model.vocab_size
+    if own is not None and name == own.name:
+        return weights
+    if own is not None and is_checkpoint(weights):
+        raise UserError(f"data.tokenizer is {own.name!r} in {weights.path}, the command line says {name!r}")
+    if name in ("bpe", "chars"):
+        raise UserError(
+            f"a tokenizer {name!r} is made from a text: name the folder with the one that {weights.path} has"
+        )
+    made = make_tokenizer(name, list)
+    if made.vocab_size != size:
+        raise UserError(f"tokenizer {name} has {made.vocab_size} ids, {weights.path} has {size}")
+    return replace(weights, tokenizer=made)

@@ -1,0 +1,185 @@
+"""Training that begins with weights from elsewhere, and commands that read an imported checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from barellm.cli.main import main
+from barellm.training import checkpoint, metrics
+from tests.interop.models import (
+    TINY,
+    checkpoint_of,
+    hugging_face,
+    llmc_file,
+    random_arrays,
+    their_tensors,
+    weights_of,
+)
+
+ARRAYS = random_arrays(TINY)
+REFERENCE = ("--device", "reference")
+LOOKS = ("--batch", "2", "--steps", "4", "--train.eval_every", "2", "--train.eval_tokens", "0", *REFERENCE)
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(100)))
+    return path
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return hugging_face(tmp_path / "hf", TINY, their_tensors(ARRAYS))
+
+
+@pytest.fixture
+def begin(text, tmp_path):
+    """The words of a command that begins with weights."""
+
+    def words(start: Path, *more: object, out: str = "run") -> list[str]:
+        given = ("train", "--data", text, "--init-from", start, "--out", tmp_path / out, *LOOKS, *more)
+        return [str(word) for word in given]
+
+    return words
+
+
+def evaluations(run: Path) -> list[float]:
+    return [row["val_nats"] for row in metrics.read(run / "metrics.jsonl") if row["kind"] == "eval"]
+
+
+def last_json(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_every_kind_of_source_begins_the_same_run(tmp_path, begin, source, text, capsys):
+    """Sizes, positions and tokenizer are the source's; the loss before the first step is what `eval` says of it."""
+    file = llmc_file(tmp_path / "gpt2.bin", TINY, ARRAYS, version=3, padded=384)
+    own = checkpoint_of(tmp_path / "own", TINY, ARRAYS)
+    kinds = {
+        "theirs": (source, "--data.tokenizer", "bytes"),
+        "llmc": (file, "--data.tokenizer", "bytes"),
+        "step": (own,),
+    }
+    for name, start in (kinds | {"folder": (tmp_path / "own",)}).items():
+        assert main(begin(*start, out=name)) == 0
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["model"] == vars(TINY) and config["train"]["seq"] == TINY.max_seq
+        assert config["data"]["tokenizer"] == "bytes" and config["train"]["init_from"] == str(start[0])
+    losses = evaluations(tmp_path / "theirs")
+    assert losses[0] > losses[-1] and len(losses) == 3
+    assert all(evaluations(tmp_path / name) == losses for name in ("llmc", "step", "folder"))
+    capsys.readouterr()
+    assert main(["eval", str(own), "--data", str(text), "--json", *REFERENCE]) == 0
+    assert last_json(capsys)["nats"] == pytest.approx(losses[0], rel=1e-6)
+    # The other seed is of the order of the text, not of the weights.
+    assert main(begin(own, "--seed", "5", "--steps", "1", out="seed")) == 0
+    assert evaluations(tmp_path / "seed")[0] == losses[0]
+
+
+def test_an_imported_checkpoint_is_sampled_and_exported(tmp_path, source, text, capsys):
+    run = tmp_path / "run"
+    assert main(["import", str(source), "--out", str(run), "--tokenizer", "bytes"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{run}/checkpoints/step-000000: 2 layers, 12 channels, 20 positions, tokenizer bytes")
+    path, wrong = checkpoint.find(run)
+    assert not wrong and checkpoint.read_meta(path)["source"] == str(source)
+    assert main(["sample", str(run), "--prompt", "1 sq", "--tokens", "9", "--json", *REFERENCE]) == 0
+    assert len(last_json(capsys)["tokens"]) == 9
+    assert main(["plan", "--init-from", str(run), "--json"]) == 0
+    assert last_json(capsys)["parameters"] == TINY.parameters
+
+
+def test_a_checkpoint_of_weights_alone_is_damaged_like_any(tmp_path, source, refused):
+    run = tmp_path / "run"
+    assert main(["import", str(source), "--out", str(run), "--tokenizer", "bytes"]) == 0
+    file = run / "checkpoints/step-000000/weights.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert "the checksum of weights.safetensors is" in refused("train", "--init-from", run)
+
+
+def test_it_is_resumed_like_any_run(tmp_path, begin):
+    start = checkpoint_of(tmp_path / "start", TINY, ARRAYS)
+    assert main(begin(start, out="whole")) == 0
+    assert main(begin(start, "--train.checkpoint_every", "2", out="cut")) == 0
+    shutil.rmtree(tmp_path / "cut/checkpoints/step-000004")
+    shutil.rmtree(tmp_path / "start")  # needed no more
+    assert main(["train", "--out", str(tmp_path / "cut"), "--resume", *REFERENCE]) == 0
+    files = [tmp_path / name / "checkpoints/step-000004/weights.safetensors" for name in ("whole", "cut")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_killed_before_its_first_checkpoint_it_begins_with_the_weights_again(tmp_path, begin, source):
+    assert main(begin(source, "--data.tokenizer", "bytes")) == 0
+    run = tmp_path / "run"
+    first = load_file(run / "checkpoints/step-000004/weights.safetensors")
+    shutil.rmtree(run / "checkpoints")
+    assert main(["train", "--out", str(run), "--resume", *REFERENCE]) == 0
+    again = load_file(run / "checkpoints/step-000004/weights.safetensors")
+    assert all((first[name] == again[name]).all() for name in first)
+
+
+# --- what is refused ---
+
+
+def test_options_that_contradict_the_source(tmp_path, begin, refused):
+    start = checkpoint_of(tmp_path / "start", TINY, ARRAYS)
+    assert f"model.layers is 2 in {start}, the command line says 6" in refused(*begin(start, "--model.layers", "6"))
+    assert "model.max_seq is 20 in" in refused(*begin(start, "--model.max_seq", "10"))
+    assert "train.seq 21 is above model.max_seq 20" in refused(*begin(start, "--seq", "21"))
+    assert "data.tokenizer is 'bytes' in" in refused(*begin(start, "--data.tokenizer", "gpt2"))
+    assert not (tmp_path / "run").exists()
+    more = ("--model.layers", "2", "--model.dropout", "0.1", "--data.tokenizer", "bytes", "--seq", "10")
+    assert main(begin(start, *more)) == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["model"] == vars(replace(TINY, dropout=0.1)) and config["train"]["seq"] == 10
+
+
+def test_sources_that_are_none(tmp_path, begin, refused):
+    known = "expected a run or checkpoint of barellm, a folder of Hugging Face's, or a file of llm.c"
+    assert refused(*begin(tmp_path / "nowhere")) == f"{tmp_path / 'nowhere'} does not exist, {known}"
+    (tmp_path / "empty").mkdir()
+    assert f"{tmp_path / 'empty'} has no checkpoint" in refused(*begin(tmp_path / "empty"))
+    assert "is not a model of llm.c" in refused(*begin(tmp_path / "text.txt"))
+
+
+def test_weights_alone_are_no_run_to_go_on_with(tmp_path, refused):
+    checkpoint_of(tmp_path / "run", TINY, ARRAYS)
+    message = refused("train", "--out", tmp_path / "run", "--resume", *REFERENCE)
+    assert message.endswith(f"holds weights alone: begin a run with them, with --init-from {tmp_path / 'run'}")
+
+
+def test_what_import_and_export_refuse(tmp_path, refused):
+    step = checkpoint_of(tmp_path / "run", TINY, ARRAYS)
+    out = ("--out", tmp_path / "new")
+    assert refused("import", step, *out) == f"{step} is a checkpoint of barellm already"
+    assert "run is not empty" in refused(
+        "import", hugging_face(tmp_path / "hf", TINY, their_tensors(ARRAYS)), "--out", tmp_path / "run", "--tokenizer", "bytes"
+    )  # fmt: skip
+    assert refused("export", step, "--format", "hugginface", *out) == (
+        "--format is 'hugginface', did you mean 'huggingface'?, expected huggingface or llmc"
+    )
+    assert "--dtype is 'fp16'" in refused("export", step, "--format", "llmc", "--dtype", "fp16", *out)
+    model = replace(TINY, bias=False)
+    bare = checkpoint_of(tmp_path / "bare", model, {n: a for n, a in ARRAYS.items() if not n.endswith("bias")})
+    for kind in ("huggingface", "llmc"):
+        assert refused("export", bare, "--format", kind, *out) == (
+            f"model.bias is false in {bare}: GPT-2 has biases in either format, expected true"
+        )
+    assert not (tmp_path / "new").exists()
+
+
+def test_rows_of_padded_ids_are_zero_whatever_the_file_says():
+    model = replace(TINY, vocab_size=250, padded_vocab=256)
+    weights = weights_of(model, ARRAYS)
+    rows = weights.read_rows("wte", 245, 256)
+    assert (rows[:5] == ARRAYS["wte"][245:250]).all() and not rows[5:].any()
+    assert not weights.read_rows("wte", 252, 256).any()

@@ -1,0 +1,74 @@
+"""llm.c's model files, byte by byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from barellm.cli.main import main
+from barellm.training import tensorfile
+from tests.interop.models import ODD, TINY, checkpoint_of, llmc_file, random_arrays
+
+ARRAYS = random_arrays(TINY)
+DTYPES = {"fp32": 3, "bf16": 5}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model, padded", [(TINY, 256), (ODD, 128)], ids=["whole", "padded"])
+def test_an_export_is_the_documented_file(tmp_path, monkeypatch, model, padded, dtype):
+    monkeypatch.setattr(tensorfile, "PIECE", 1000)
+    arrays = random_arrays(model)
+    checkpoint_of(tmp_path / "run", model, arrays)
+    out = tmp_path / "new" / "gpt2.bin"
+    assert main(["export", str(tmp_path / "run"), "--format", "llmc", "--dtype", dtype, "--out", str(out)]) == 0
+    expected = llmc_file(tmp_path / "expected.bin", model, arrays, version=DTYPES[dtype], padded=padded)
+    assert out.read_bytes() == expected.read_bytes()
+    assert [path.name for path in out.parent.iterdir()] == ["gpt2.bin"]
+
+
+@pytest.mark.parametrize("version, padded", [(3, 256), (3, 384), (5, 257)])
+def test_an_import_has_the_file_s_weights(tmp_path, version, padded):
+    source = llmc_file(tmp_path / "gpt2.bin", TINY, ARRAYS, version=version, padded=padded)
+    assert main(["import", str(source), "--out", str(tmp_path / "run"), "--tokenizer", "bytes"]) == 0
+    found = load_file(tmp_path / "run/checkpoints/step-000000/weights.safetensors")
+    assert found.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        # Of bf16 the upper half of the bits, rounded to the nearest even one.
+        bits = array.view(np.uint32).astype(np.uint64)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+        np.testing.assert_array_equal(found[name], array if version == 3 else nearest, name)
+
+
+def test_fp32_there_and_back_is_the_same_file(tmp_path):
+    step = checkpoint_of(tmp_path / "run", TINY, ARRAYS)
+    assert main(["export", str(step), "--format", "llmc", "--out", str(tmp_path / "gpt2.bin")]) == 0
+    assert main(["import", str(tmp_path / "gpt2.bin"), "--out", str(tmp_path / "back"), "--tokenizer", "bytes"]) == 0
+    back = tmp_path / "back/checkpoints/step-000000"
+    assert (back / "weights.safetensors").read_bytes() == (step / "weights.safetensors").read_bytes()
+
+
+WRONG = {
+    "another magic": ({"w0": 20240520}, "is not a model of llm.c: it begins with 20240520, expected 20240326"),
+    "another version": ({"w1": 2}, "has version 2, expected 3 (fp32) or 5 (bf16)"),
+    "another size": ({"w4": 3}, " bytes, expected "),
+    "no layers": ({"w4": 0}, "gpt2.bin: model.layers is 0, expected at least 1"),
+    "a padding that cuts": ({"w7": 255}, "its padded vocabulary is 255, expected at least 256"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_header_is_refused(tmp_path, refused, wrong):
+    words, message = WRONG[wrong]
+    path = llmc_file(tmp_path / "gpt2.bin", TINY, ARRAYS, version=3, padded=256, **words)
+    assert message in refused("import", path, "--out", tmp_path / "run", "--tokenizer", "bytes")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_is_cut_or_none(tmp_path, refused):
+    path = llmc_file(tmp_path / "gpt2.bin", TINY, ARRAYS, version=3, padded=256)
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1])
+    assert f"has {size - 1} bytes, expected {size} by its header" in refused("import", path, "--out", tmp_path / "run")
+    path.write_bytes(b"")
+    assert "it begins with 0, expected 20240326" in refused("import", path, "--out", tmp_path / "run")
