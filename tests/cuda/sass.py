@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from barellm.cuda.compile import Code, compiled
@@ -57,4 +58,64 @@ def wrong(name: str, row: Row) -> list[str]:
         found.append(f"{name}: {row['shared']} bytes of shared memory, at most {SHARED}")
     if name.startswith("hopper_gemm") and not all(row.get(op) for op in ("HGMMA", "UTMALDG", "UTMASTG")):
         found.append(f"{name}: not done by HGMMA, UTMALDG and UTMASTG: {row}")
+    return found
+
+
+INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+LABEL = re.compile(r"(\.L_x_\d+):")
+NO_RESULT = (
+    "ST",
+    "RED",
+    "BAR",
+    "BRA",
+    "EXIT",
+    "DEPBAR",
+    "LDGSTS",
+    "MEMBAR",
+    "FENCE",
+    "WARP",
+    "HGMMA",
+    "BSSY",
+    "BSYNC",
+    "UTMA",
+    "SYNCS",
+    "R2UR",
+)
+
+
+def overwritten(sass: str) -> list[str]:
+    """Instructions that write a register which a product under way reads: ptxas before CUDA 13.3 may let them
+    (triton-lang/triton#11781). A product reads its operand in registers until it is waited for, also around a loop."""
+    code: list[tuple[str, str, str]] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif i := INSTRUCTION.match(line):
+            code.append((i[1], i[2], i[3]))
+    found, reading = [], set()
+    for k, (_, op, args) in enumerate(code):
+        if op.startswith("HGMMA") and (operands := re.match(r"R\d+, R(\d+)", args)):
+            reading = reading | {int(operands[1]) + n for n in range(4)}
+        elif op.startswith("WARPGROUP.DEPBAR"):
+            reading = set()
+        found += _writers(code[k : k + 1], reading)
+        back = re.search(r"\((\.L_x_\d+)\)", args) if op == "BRA" else None
+        if back and labels[back[1]] <= k:
+            found += _writers(code[labels[back[1]] :], reading)
+    return found
+
+
+def _writers(code: Iterable[tuple[str, str, str]], registers: set[int]) -> list[str]:
+    """Up to the next wait."""
+    found = []
+    for at, op, args in code:
+        if op.startswith("WARPGROUP.DEPBAR"):
+            break
+        to = None if op.startswith(NO_RESULT) else re.match(r"(?:U?P\w+, )?R(\d+)", args)
+        size = (
+            4 if ".128" in op or op.endswith(".4") else 2 if ".64" in op or "WIDE" in op or op.startswith("CS2R") else 1
+        )
+        if to and registers & set(range(int(to[1]), int(to[1]) + size)):
+            found.append(f"{at}: {op} {args}")
     return found

@@ -9,13 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from barellm.cuda.compile import compiled
 from barellm.cuda.kernel import Target
+from barellm.profiling import device_code
 from barellm.program import ops
 from tests.cases import backward_case, forward_case
 from tests.cuda import check
 from tests.cuda.check import EPS, check_op, persistent, tokens
 from tests.cuda.ptx import launch
 from tests.cuda.ptx.test_hopper_products import nth
+from tests.cuda.sass import overwritten
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +67,38 @@ def test_a_mutant_fails(name, monkeypatch):
     monkeypatch.setattr(launch, "code_of", mutated)
     with pytest.raises(AssertionError, match=message or None):
         check_op(ops.Attention, **forward_case((1, 300, 1, 64), "bf16"))
+
+
+LOOP = """
+.L_x_1:
+        /*0010*/                   F2FP.BF16.F32.PACK_AB R34, R92, R95 ;
+        /*0020*/                   WARPGROUP.ARRIVE ;
+        /*0030*/                   HGMMA.64x32x16.F32.BF16 R40, R32, gdesc[UR36].tnspB, R40, gsb0 ;
+        /*0040*/                   LDS.128 R28, [R5] ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0060*/                   IMAD.WIDE R32, R5, 0x4, R6 ;
+        /*0070*/              @P0  BRA `(.L_x_1) ;
+"""
+
+
+def test_registers_of_a_product_under_way_are_seen():
+    assert overwritten(LOOP) == []
+    assert overwritten(LOOP.replace("LDS.128 R28", "LDS.128 R29")) == ["0040: LDS.128 R29, [R5]"]
+    waits = "/*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+    around = overwritten(LOOP.replace(waits, "/*0050*/                   NOP ;"))
+    assert [line[:4] for line in around] == ["0060", "0010", "0060"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [32, 64])
+def test_attention_keeps_the_registers_that_products_read(columns, monkeypatch):
+    seen = {}
+    execute = launch.execute
+    monkeypatch.setattr(
+        launch, "execute", lambda spec, *args, **how: (seen.update({spec: 0}), execute(spec, *args, **how))
+    )
+    check_op(ops.Attention, **forward_case((1, 3, 1, columns), "bf16", rate=0.1))
+    check_op(ops.AttentionBackward, **backward_case((1, 3, 1, columns), "bf16", rate=0.1))
+    texts = [device_code.disassembled(code.cubin) for code in compiled(seen, 90, processes=1).values()]
+    assert sum(bool(re.search(r"HGMMA\S* R\d+, R\d+", text)) for text in texts) == 3
+    assert not [line for text in texts for line in overwritten(text)]
