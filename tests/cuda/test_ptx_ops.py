@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +13,7 @@ from barellm.program import ops
 from tests.cases import adamw_case, backward_case, forward_case, normal
 from tests.cuda import check
 from tests.cuda.check import EPS, check_op, persistent, tokens
+from tests.cuda.ptx import launch
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +75,36 @@ def test_layernorm_of_few_columns():
     x = normal(2, 9, 21)
     given = {"x": tokens(x), "weight": persistent(normal(21, seed=2)), "bias": persistent(normal(21, seed=3))}
     check_op(ops.LayerNorm, given, eps=1e-5, dtype="fp32", bounds={"y": 1e-5, "mean": 16 * EPS, "rstd": 1e-5})
+
+
+FAULTS = {  # what is put in the place of what; of the first five such places, how many do not show
+    "a barrier is missing": (r"bar\.sync \t0;", "", 3),
+    "a mask is missing": (r"@%p\d+ ((ld|st)\.global)", r"\1", 2),
+    "a swizzle is another": (r"xor\.b32 (\s*%r\d+, %r\d+), \d+;", r"xor.b32 \1, 0;", 0),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_in_compiled_code_shows(monkeypatch, name):
+    """One place after the other, in attention. Some are not gone by in a sequence so short, or guard what it does not do."""
+    pattern, by, hidden = FAULTS[name]
+    compiled = launch.code_of
+    seen: list[bool] = []
+    places = 1
+    while len(seen) < min(places, 5):
+
+        def changed(spec, arch):
+            nonlocal places
+            code = compiled(spec, arch)
+            text = code.cubin.decode()
+            found = list(re.finditer(pattern, text))
+            places, place = len(found), found[len(seen)]
+            return replace(code, cubin=(text[: place.start()] + place.expand(by) + text[place.end() :]).encode())
+
+        monkeypatch.setattr(launch, "code_of", changed)
+        try:
+            test_attention()
+            seen.append(False)
+        except AssertionError:
+            seen.append(True)
+    assert len(seen) - sum(seen) <= hidden, seen
