@@ -154,7 +154,8 @@ def find(path: Path) -> tuple[Path, list[str]]:
             if good is None:
                 raise UserError(f"no checkpoint in {folder} is whole: {'; '.join(wrong)}")
             return good, wrong
-    raise UserError(f"{path} has no checkpoint, expected a folder with checkpoints/step-...")
+    hint = "expected a folder with checkpoints/step-... (barellm import makes one of other programs' models)"
+    raise UserError(f"{path} has no checkpoint, {hint}")
 
 
 def read_meta(path: Path) -> dict[str, Any]:
