@@ -13,6 +13,8 @@ from barellm.cpu.isa import ISA
 ROLES = ("forward", "forward_gelu", "forward_residual", "input_gradient", "input_gradient_gelu", "weight_gradient")
 ORDERS = ("rows", "columns")
 BLOCK, LONG_BLOCK = 384, 1152  # rows that share one packing of a weight panel: multiples of every tile's rows
+BUSY = 8  # claims a thread of long blocks, half as many where a claim is several panels, to even out disturbances
+SUMS_BYTES = 3 << 18  # of a long block's sums, kept between two parts of the depth
 LEFT_BYTES = 3 << 18  # of a weight gradient's packed block of dy: beside two panels it nearly fits the second cache
 CLAIMS = 16  # at least so many claims a weight gradient: enough for many threads, few enough to pack little
 SMALL = 1 << 26  # half as many below so many multiply-adds, and where chunks of tokens make them longer
@@ -44,9 +46,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Choice:
-    """A claim computes `rows` x `columns` of the result in tiles. A result of at least 4 * `long_rows` rows, a size that only
-    the run knows, is claimed by that many. `rows` are multiples of the tile's and `columns` of its panel's. `order`: what stays
-    the same from one claim to the next as long as possible, the block of "rows" or that of "columns"."""
+    """A claim computes `rows` x `columns` of the result in tiles, or less for an even share; `long_rows` instead of `rows`
+    where each thread has BUSY claims then: only the run knows how many rows and threads there are. `rows` are multiples of
+    the tile's and `columns` of its panel's. `order`: what stays the same from one claim to the next as long as possible,
+    the block of "rows" or that of "columns"."""
 
     tile: Tile
     rows: int
@@ -88,9 +91,12 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
     assert role in ROLES, role
     tile = default_tile(isa, dtype, cols)
     span = tile.span(isa)
+    itemsize = 2 if dtype == "bf16" and isa.dot else 4  # packed
     if role != "weight_gradient":
-        return Choice(tile, BLOCK, LONG_BLOCK, span)
-    most = max(LEFT_BYTES // (min(depth, CHUNK) * (2 if dtype == "bf16" and isa.dot else 4)), tile.rows)
+        # Where the depth goes in parts, a block of the left operand is read once for all panels of a claim.
+        panels = SUMS_BYTES // (4 * LONG_BLOCK * span) if part_of(depth, itemsize) < depth else 1
+        return Choice(tile, BLOCK, LONG_BLOCK, max(panels, 1) * span)
+    most = max(LEFT_BYTES // (min(depth, CHUNK) * itemsize), tile.rows)
     claims = CLAIMS if depth <= CHUNK and rows * cols * depth >= SMALL else CLAIMS // 2
     kept = 2 if depth < CHUNK // 2 else 1  # a short block of dy stays in the second cache for the claims beside it
     row_blocks, column_blocks = -(-rows // most), 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,32 @@ def test_matmul_dx(isa, dtype, shape, mode):
     _, dy, weight = operands(shape, dtype)
     bound = chain_bound(dy.values, as_operand(weight, dtype)) + 2 * EPS
     check_op(ops.MatmulDx, isa, {"dy": dy, "weight": weight}, modes={"dx": mode}, bounds={"dx": bound})
+
+
+def in_parts(monkeypatch) -> None:
+    """The depth of products goes in parts of 32."""
+    monkeypatch.setattr(choices, "PART_BYTES", 64)
+    sources = jit.sources_digest()
+    monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} parts of 64 bytes")
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("panels", [1, 3])
+def test_depth_in_parts(isa, dtype, panels, monkeypatch):
+    """Sums of one panel or of several are kept between the parts; the last part is shorter."""
+    in_parts(monkeypatch)
+    choose = linear.choose
+
+    def wider(*shape):
+        choice = choose(*shape)
+        return replace(choice, columns=panels * choice.tile.span(isa))
+
+    monkeypatch.setattr(linear, "choose", wider)
+    x, dy, weight = operands((1, 29, 213, 139), dtype)
+    values = as_operand(weight, dtype)
+    check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": chain_bound(x.values, values.T)})
+    check_op(ops.MatmulDx, isa, {"dy": dy, "weight": weight}, bounds={"dx": chain_bound(dy.values, values)})
 
 
 @each_isa
@@ -136,28 +164,31 @@ def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, mo
     assert found >= {f.name for f in FUSIONS} - (set() if bias else {"linear"})
 
 
-def every_choice(isa: ISA, role: str) -> list[Choice]:
+def every_choice(isa: ISA) -> list[Choice]:
     """Each tile, block, order: blocks of one tile, of a few, and the default."""
     made = []
     for tile in choices.tiles(isa, "bf16"):
         span = tile.span(isa)
         for rows in (tile.rows, 3 * tile.rows, 384):
-            for columns in (span, 2 * span) if role == "weight_gradient" else (span,):
+            for columns in (span, 2 * span):
                 made += [Choice(tile, rows, rows, columns, order) for order in choices.ORDERS]
     return made
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("op_type, role, output", [
-    (ops.Matmul, "forward", "y"), (ops.MatmulDx, "input_gradient", "dx"), (ops.MatmulDw, "weight_gradient", "dweight"),
+@pytest.mark.parametrize("op_type, output, parts", [
+    (ops.Matmul, "y", False), (ops.Matmul, "y", True), (ops.MatmulDx, "dx", False), (ops.MatmulDx, "dx", True),
+    (ops.MatmulDw, "dweight", False),
 ])  # fmt: skip
-def test_every_choice_gives_equal_bits(op_type, role, output, dtype, monkeypatch):
+def test_every_choice_gives_equal_bits(op_type, output, parts, dtype, monkeypatch):
     """A tuner may choose any tile, block and order: the bits of a product do not depend on it."""
+    if parts:
+        in_parts(monkeypatch)
     isa = isa_named(ISAS[0])
     x, dy, weight = operands((1, 37, 51, 50), dtype)
     given = {"y": {"x": x, "weight": weight}, "dx": {"dy": dy, "weight": weight}, "dweight": {"dy": dy, "x": x}}[output]
     first = None
-    for choice in every_choice(isa, role):
+    for choice in every_choice(isa):
         monkeypatch.setattr(linear, "choose", lambda *shape, choice=choice: choice)
         got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,))[output]
         assert first is None or np.array_equal(got, first), choice

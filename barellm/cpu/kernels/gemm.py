@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.choices import Choice, Tile, part_of
+from barellm.cpu.choices import BUSY, Choice, Tile, part_of
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
@@ -134,12 +134,14 @@ def product(
     panels = -(-cols // span)
     part = depth_part(k.isa, a.dtype, depth)
     parts = -(-depth // part)
-    most = k.select(rows < 4 * choice.long_rows, k.int(choice.rows), choice.long_rows)
-    blocks = k.max((rows + most - 1) // most, 0)
+    long_blocks = k.ceil_div(rows, choice.long_rows)
+    few = long_blocks * panels < k.threads * BUSY
+    blocks = k.max(k.select(few, k.ceil_div(rows, choice.rows), long_blocks), 0)
     block = even_rows(k, rows, blocks, tile)
+    groups = panel_groups(k, panels, choice.columns // span, blocks)
     scratch, nbytes = k.private("i32"), panel_bytes(k.isa, a.dtype, part, span)
     tiles, spare = amx.uses_tiles(k.isa, a.dtype), beside(k.isa, a.dtype)
-    held = None  # sums that are not finished: of a tile, or of the whole block where the depth goes in parts
+    held = None  # sums that are not finished: of a tile, or of the whole claim where the depth goes in parts
     if parts > 1:
         held = scratch.bytes(2 * nbytes).as_dtype("fp32")
     elif tiles or epilogue in ("gelu", "gelu_backward"):
@@ -159,44 +161,48 @@ def product(
 
     two = Panels(k, scratch, nbytes, pack)
 
-    with k.claim_each(blocks * panels) as unit:
-        row_block, panel_index = block_of(unit, choice, blocks, panels)
-        col = panel_index * span
+    with k.claim_each(blocks * groups) as unit:
+        row_block, group = block_of(unit, choice, blocks, groups)
+        first_panel, last_panel = group * panels // groups, (group + 1) * panels // groups
         first = row_block * block
         last = k.min(first + block, rows)
         whole = last - (last - first) % tile.rows
-        masks = [k.mask_first(cols - col - v * k.lanes) if cols % span else None for v in range(tile.vectors)]
+        parts_in_turn = k.loop(0, parts) if parts > 1 else nullcontext(k.int(0))
+        with parts_in_turn as p, k.loop(first_panel, last_panel) as panel_index:
+            col = panel_index * span
+            masks = [k.mask_first(cols - col - v * k.lanes) if cols % span else None for v in range(tile.vectors)]
 
-        def bias_of(v: int) -> Value | None:
-            return bias.load(col + v * k.lanes, masks[v]) if bias is not None else None
+            def bias_of(v: int) -> Value | None:
+                return bias.load(col + v * k.lanes, masks[v]) if bias is not None else None
 
-        biases = [None if held is not None else bias_of(v) for v in range(tile.vectors)]
+            biases = [None if held is not None else bias_of(v) for v in range(tile.vectors)]
 
-        def finish(row: Value, v: int, x: Value) -> None:
-            at = row * cols + col + v * k.lanes
-            b = bias_of(v) if held is not None else biases[v]
-            if b is not None:
-                x = x + b
-            if epilogue == "gelu":
-                second.store(x, at, masks[v])
-                x = gelu(k, x, out.dtype)
-            elif epilogue == "residual":
-                x = other.load(at, masks[v]) + x
-            elif epilogue == "gelu_backward":
-                x = x * gelu_slope(k, other.load(at, masks[v]), out.dtype)
-            if mode == "add":
-                x = x + out.load(at, masks[v])
-            out.store(x, at, masks[v])
+            def finish(row: Value, v: int, x: Value) -> None:
+                at = row * cols + col + v * k.lanes
+                b = bias_of(v) if held is not None else biases[v]
+                if b is not None:
+                    x = x + b
+                if epilogue == "gelu":
+                    second.store(x, at, masks[v])
+                    x = gelu(k, x, out.dtype)
+                elif epilogue == "residual":
+                    x = other.load(at, masks[v]) + x
+                elif epilogue == "gelu_backward":
+                    x = x * gelu_slope(k, other.load(at, masks[v]), out.dtype)
+                if mode == "add":
+                    x = x + out.load(at, masks[v])
+                out.store(x, at, masks[v])
 
-        def held_row(row: Value, r: Any) -> Pointer:
-            """Where the sums of row `row` + r are held."""
-            return held.at(((row - first) + r if parts > 1 else k.int(r)) * span)
+            def held_row(row: Value, r: Any) -> Pointer:
+                """Where the sums of row `row` + r are held."""
+                if parts == 1:
+                    return held.at(k.int(r) * span)
+                return held.at(((panel_index - first_panel) * block + (row - first) + r) * span)
 
-        def finish_row(row: Value, r: Any) -> None:
-            for v in range(tile.vectors):
-                finish(row + r, v, held_row(row, r).load(v * k.lanes))
+            def finish_row(row: Value, r: Any) -> None:
+                for v in range(tile.vectors):
+                    finish(row + r, v, held_row(row, r).load(v * k.lanes))
 
-        def multiply(p: Value) -> None:
             ends = (p + 1).equals(parts) if parts > 1 else None
             length = k.select(ends, k.int(depth - (parts - 1) * part), part) if parts > 1 else depth
             number = panel_index * parts + p
@@ -204,10 +210,12 @@ def product(
             if tiles:
                 amx.pad_panel(k, panel, depth)
             if spare:
-                _, after = block_of(unit + 1, choice, blocks, panels)
-                wanted, after = unit + 1 < blocks * panels, after * parts
+                _, after = block_of(unit + 1, choice, blocks, groups)
+                wanted, after = unit + 1 < blocks * groups, after * panels // groups * parts
                 if ends is not None:
-                    wanted, after = wanted | (p + 1 < parts), k.select(ends, after, number + 1)
+                    wanted, after = wanted | (p + 1 < parts), k.select(ends, after, first_panel * parts + p + 1)
+                same = panel_index + 1 < last_panel
+                wanted, after = wanted | same, k.select(same, number + parts, after)
                 two.follow(after, wanted, whole - first)
             left_part = a.at(p * part)
 
@@ -266,12 +274,6 @@ def product(
             small = tile if tiles else tile.tail()
             with k.loop(whole, last, small.rows) as row:
                 emit(row, small, k.min(last - row, small.rows))
-
-        if parts > 1:
-            with k.loop(0, parts) as p:
-                multiply(p)
-        else:
-            multiply(k.int(0))
     if tiles:
         amx.release(k)
 
@@ -279,6 +281,15 @@ def product(
 def depth_part(isa: ISA, dtype: str, depth: int) -> int:
     """Depth that is packed and multiplied at a time; tile registers take all of it."""
     return depth if amx.uses_tiles(isa, dtype) else part_of(depth, 2 if paired(isa, dtype) else 4)
+
+
+def panel_groups(k: KernelBuilder, panels: int, most: int, blocks: Value) -> Value:
+    """Groups of at most `most` panels, about as large as each other: one is a claim's. Enough of them for threads to be busy, and
+    as many for each thread."""
+    if most == 1:
+        return k.int(panels)
+    wanted = k.max(k.ceil_div(k.threads * (BUSY // 2), k.max(blocks, 1)), -(-panels // most))
+    return k.min(k.ceil_div(wanted, k.threads) * k.threads, panels)
 
 
 def even_rows(k: KernelBuilder, rows: Value, blocks: Value, tile: Tile) -> Value:
@@ -293,5 +304,5 @@ def product_private(isa: ISA, dtype: str, depth: int, choice: Choice) -> int:
     if amx.uses_tiles(isa, dtype):
         rest = amx.left_bytes(depth)
     else:
-        rest = 4 * max(choice.rows, choice.long_rows) * span if part < depth else 0
+        rest = 4 * max(choice.rows, choice.long_rows) * choice.columns if part < depth else 0
     return 2 * panel_bytes(isa, dtype, part, span) + rest

@@ -263,7 +263,7 @@ class Builder:
         """Whether every lane of a mask is set (i1)."""
         return self.bitcast(mask, f"i{width(mask.type)}").equals(-1)
 
-    def ceil_div(self, a: Any, b: int) -> Value:
+    def ceil_div(self, a: Any, b: Any) -> Value:
         return (self.int(a) + (b - 1)) // b
 
     # --- control flow ---

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import ceil
 
 from barellm.cpu import processor
-from barellm.cpu.choices import ORDERS, Choice, tiles
+from barellm.cpu.choices import BUSY, ORDERS, Choice, tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernels import weight_gradient
 from barellm.cpu.kernels.packing import paired
@@ -62,8 +62,10 @@ def cost(work: Work, choice: Choice, isa: ISA, threads: int) -> float:
     tile, span, size = choice.tile, choice.tile.span(isa), ITEMSIZE[work.dtype]
     pair = 2 if paired(isa, work.dtype) else 1
     units = work.depth / pair  # vectors of a panel's column of vectors
-    block = choice.rows if work.rows < 4 * choice.long_rows else choice.long_rows
-    row_blocks, panels = ceil(work.rows / block), ceil(work.cols / span)
+    panels = ceil(work.cols / span)
+    few = ceil(work.rows / choice.long_rows) * panels < BUSY * threads
+    block = choice.rows if few or work.role == "weight_gradient" else choice.long_rows
+    row_blocks = ceil(work.rows / block)
     rows = row_blocks * _up(min(block, work.rows), tile.rows)
     # A multiply-add a cycle; two loads a cycle are enough for tiles that are wide and high.
     loads = (tile.rows + tile.vectors) / (2 * tile.rows * tile.vectors)
