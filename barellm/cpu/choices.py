@@ -48,8 +48,8 @@ class Tile:
 class Choice:
     """A claim computes `rows` x `columns` of the result in tiles, or less for an even share; `long_rows` instead of `rows`
     where each thread has BUSY claims then: only the run knows how many rows and threads there are. `rows` are multiples of
-    the tile's and `columns` of its panel's. `order`: what stays the same from one claim to the next as long as possible,
-    the block of "rows" or that of "columns"."""
+    the tile's, but for a weight gradient's default, and `columns` of its panel's. `order`: what stays the same from one claim
+    to the next as long as possible, the block of "rows" or that of "columns"."""
 
     tile: Tile
     rows: int
@@ -88,6 +88,8 @@ def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:
 def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -> Choice:
     """Where nothing was tuned. `cols`, `rows`: of the result. Weight gradients: as many claims as need be, an even number for
     two threads, as high as LEFT_BYTES allow, then about as wide as high, for each packs its rows and its columns."""
+    from barellm.cpu.kernels import amx  # kernels import this module
+
     assert role in ROLES, role
     tile = default_tile(isa, dtype, cols)
     span = tile.span(isa)
@@ -108,7 +110,9 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
             row_blocks *= 2
         else:
             break
-    height, columns = _even(rows, row_blocks, tile.rows), _even(cols, column_blocks, span)
+    even = rows % row_blocks == 0 and not amx.uses_tiles(isa, dtype)
+    height = rows // row_blocks if even else _even(rows, row_blocks, tile.rows)
+    columns = _even(cols, column_blocks, span)
     return Choice(tile, height, height, columns)
 
 

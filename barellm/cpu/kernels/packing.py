@@ -213,15 +213,15 @@ class LeftBlock:
     of b are packed together, a group; while one is multiplied the first time the next is packed, as panels are."""
 
     def __init__(
-        self, k: KernelBuilder, at: Pointer, *, dtype: str, rows: int, stride: int, most: Value,
+        self, k: KernelBuilder, at: Pointer, *, dtype: str, rows: int, stride: int, most: Value, inside: bool,
         block: Callable[[Value], tuple[Pointer, Value, Value, Value]],
     ) -> None:  # fmt: skip
         """`rows` of a tile; `most`: the greatest depth of a block. `block(number)`: (b, first column, last, depth) of what the
-        number stands for. Columns from `stride` on become zero."""
+        number stands for. `inside`: no tile hangs over the last of the `stride` columns; else what does becomes zero."""
         self.k, self.at, self.rows, self.stride, self.block = k, at.as_dtype("i32"), rows, stride, block
         self.pair = paired(k.isa, dtype)
         self.slot = (most + 1) >> 1 if self.pair else most
-        self.tiles = max(1, LINE // (rows * ITEMSIZE[dtype]))
+        self.tiles, self.inside = max(1, LINE // (rows * ITEMSIZE[dtype])), inside
         self.have, self.group, self.unit = k.var(-1), k.var(0), k.var(0)  # `group`s are packed, `unit`s of the next
 
     def take(self, number: Value, calls: Value) -> None:
@@ -285,7 +285,7 @@ class LeftBlock:
 
             def load(row: Value, v: int = v, n: int = n) -> Value:
                 p = b.at(row * self.stride + col + v)
-                if self.stride % rows == 0:
+                if self.inside:
                     return k.op(f"<{n} x {item}>", f"load <{n} x {item}>, ptr {p.ref}, align {b.itemsize}")
                 return k.shuffle(p.load_raw(0, k.mask_first(self.stride - (col + v))), None, list(range(n)))
 

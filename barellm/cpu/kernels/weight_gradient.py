@@ -6,9 +6,10 @@ exists. Chunks of CHUNK tokens are added up in order, so the bits do not depend 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.choices import CHUNK, Choice
+from barellm.cpu.choices import CHUNK, Choice, Tile
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
@@ -32,11 +33,14 @@ def weight_gradient(
     left_at = scratch.bytes(2 * nbytes)
     keep = k.keep(mode)
     row_blocks, column_blocks = -(-N // height), -(-K // columns)
+    heights = [min(height, N - n) for n in range(0, N, height)]
     nontemporal = N * K * 4 >= NONTEMPORAL and K % span == 0 and mode != "add"
     buffer, held = None, k.var(-1)
+    rests = sorted({n % tile.rows for n in heights} - {0})  # rows of a block that are no whole tile
     if amx.uses_tiles(k.isa, dy.dtype):
         buffer = Pointer(k, k.alloca("float", tile.rows * span), "fp32")
         amx.configure(k)
+        rests = []
 
     def pack(into: Pointer, number: Value) -> Packing:
         """Columns number % K of the chunk of tokens that starts at number // K."""
@@ -50,12 +54,16 @@ def weight_gradient(
         return dy.at(t * N), first, k.min(first + height, N), k.min(tokens - t, CHUNK)
 
     two, spare = Panels(k, scratch, nbytes, pack), beside(k.isa, dy.dtype)
-    left_block = LeftBlock(k, left_at, dtype=dy.dtype, rows=tile.rows, stride=N, most=k.min(tokens, CHUNK), block=block)
+    inside = all(i * height + _up(n, tile.rows) <= N for i, n in enumerate(heights))
+    left_block = LeftBlock(
+        k, left_at, dtype=dy.dtype, rows=tile.rows, stride=N, most=k.min(tokens, CHUNK), inside=inside, block=block
+    )
 
     with k.when(tokens > 0), k.claim_each(row_blocks * column_blocks) as unit:
         row_block, column_block = block_of(unit, choice, row_blocks, column_blocks)
         n0, k0 = row_block * height, column_block * columns
         n1, k1 = k.min(n0 + height, N), k.min(k0 + columns, K)
+        whole = n1 - (n1 - n0) % tile.rows if rests else n1
         with k.loop(0, tokens, CHUNK) as t:
             depth = k.min(tokens - t, CHUNK)
             units = (depth + 1) >> 1 if pair else depth
@@ -82,15 +90,17 @@ def weight_gradient(
                     wanted = same | more | (unit + 1 < row_blocks * column_blocks)
                     two.follow(after, wanted, (n1 - n0) // tile.rows * calls)
                 masks = [k.mask_first(K - col - v * k.lanes) if K % span else None for v in range(tile.vectors)]
-                with k.loop(n0, n1, tile.rows) as row:
+
+                def multiply(row: Value, small: Tile, panel: Pointer = panel, col: Value = col, masks=masks) -> None:
+                    """Rows from `row` on, as many as `small` has."""
                     base = left_block.tile(row - n0) if buffer is None else left_at
 
-                    def left(r: int, u: Value, base: Pointer = base) -> Value:
+                    def left(r: int, u: Value) -> Value:
                         type_ = "i32" if pair else "float"
                         p = base.bytes(u * (tile.rows * 4) + 4 * r)
                         return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
 
-                    def ahead(r: Value, row: Value = row, col: Value = col) -> None:
+                    def ahead(r: Value) -> None:
                         target = dweight.at((row + r) * K + col)
                         if nontemporal:
                             with k.when(again):
@@ -107,32 +117,34 @@ def weight_gradient(
                         amx.multiply_packed(k, buffer, left_at, row - n0, panel, depth)
                     else:
                         sums = tile_product(
-                            k, tile, left, panel, units, pair, ahead=ahead, beside=some if spare else None
+                            k, small, left, panel, units, pair, ahead=ahead, beside=some if spare else None
                         )
 
-                    def put_row(
-                        r: Any, values: list[Value], add: bool, row: Value = row, col: Value = col, masks=masks
-                    ):
+                    def put_row(r: Any, values: list[Value], add: bool) -> None:
                         for v, value in enumerate(values):
                             at = (row + r) * K + col + v * k.lanes
                             if add:
                                 value = value + dweight.load(at, masks[v])
                             dweight.store(value, at, masks[v], nontemporal=nontemporal and not add)
 
-                    def put(add: bool, row: Value = row, sums=sums, put_row=put_row) -> None:
+                    def put(add: bool) -> None:
                         if buffer is not None:
                             with k.loop(0, k.min(n1 - row, tile.rows)) as r:
                                 held = [buffer.load(r * span + v * k.lanes) for v in range(tile.vectors)]
                                 put_row(r, held, add)
                         for r, values in enumerate(sums):
-                            inside = (row + r) < n1
-                            with k.when(inside):
-                                put_row(r, values, add)
+                            put_row(r, values, add)
 
                     with k.when(again):
                         put(True)
                     with k.otherwise(again):
                         put(False)
+
+                with k.loop(n0, whole, tile.rows) as row:
+                    multiply(row, tile)
+                for rest in rests:
+                    with k.when((n1 - whole).equals(rest)) if len(set(heights)) > 1 else nullcontext():
+                        multiply(whole, Tile(rest, tile.vectors))
                 if spare:
                     two.followed()
     if buffer is not None:
@@ -141,7 +153,11 @@ def weight_gradient(
 
 def _packed(isa: ISA, choice: Choice) -> int:
     """Columns of dy in the left block."""
-    return -(-choice.rows // isa.lanes) * isa.lanes
+    return _up(_up(choice.rows, choice.tile.rows), isa.lanes)
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 def gradient_private(isa: ISA, dtype: str, tokens: int, choice: Choice) -> int:
