@@ -6,6 +6,7 @@ is a function of the shape alone. Both count programs against WAVE, the multipro
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 WAVE = 132
@@ -190,7 +191,7 @@ _ATTENTION = {
     },
     "bf16 in registers": {
         ("forward", 64): AttentionTile(128, 64, 8, 3),
-        ("forward", 128): AttentionTile(128, 64, 8, 2),
+        ("forward", 128): AttentionTile(128, 64, 8, 3),
         ("forward", 256): AttentionTile(64, 32, 8, 1),
         ("keys", 64): AttentionTile(64, 128, 8, 2),
         ("keys", 128): AttentionTile(64, 64, 8, 2),
@@ -213,32 +214,45 @@ def padded(columns: int) -> int:
     return max(16, 1 << (columns - 1).bit_length())
 
 
+def _operands(dtype: str, arch: int) -> str:
+    return "bf16 in registers" if dtype == "bf16" and alike(arch) < 90 else dtype
+
+
 def attention_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile:
     """`role`: "forward"; "keys" (dk, dv) and "queries" (dq) of the backward pass; "few" or "many" new tokens over a cache.
     `head`: padded columns of a head. Blocks of keys are 16 or multiples of 32, for the random bits; in the forward pass and for dq
     they divide the block of queries."""
-    table = _ATTENTION["bf16 in registers" if dtype == "bf16" and alike(arch) < 90 else dtype]
+    table = _ATTENTION[_operands(dtype, arch)]
     fits = [(most, t) for (r, most), t in table.items() if r == role and head <= most]
     return min(fits, key=lambda row: row[0])[1] if fits else _ANY_HEAD[dtype]
 
 
-# What the tuner tries besides: queries, keys, warps, stages, in bf16; the most promising first. On sm_90 none spills. Four warps do
+# What the tuner tries besides: queries, keys, warps, stages, in bf16; the most promising first. None spills. On sm_90 four warps do
 # 64 queries or keys in as many registers as eight do 128, twice as many programs at a time.
-_TRIED: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
-    ("forward", 64): ((128, 128, 8, 3), (128, 128, 8, 4), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3)),
-    ("forward", 128): ((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
-    ("keys", 64): ((64, 64, 4, 2), (64, 128, 8, 3), (64, 64, 4, 3), (32, 128, 8, 3), (64, 128, 8, 1)),
-    ("keys", 128): ((32, 128, 8, 2), (64, 64, 8, 2), (32, 128, 8, 3)),
-    ("queries", 64): ((128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3)),
-    ("queries", 128): ((64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 1)),
+_TRIED: dict[str, dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]]] = {
+    "bf16": {
+        ("forward", 64): ((128, 128, 8, 3), (128, 128, 8, 4), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3)),
+        ("forward", 128): ((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
+        ("keys", 64): ((64, 64, 4, 2), (64, 128, 8, 3), (64, 64, 4, 3), (32, 128, 8, 3), (64, 128, 8, 1)),
+        ("keys", 128): ((32, 128, 8, 2), (64, 64, 8, 2), (32, 128, 8, 3)),
+        ("queries", 64): ((128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3)),
+        ("queries", 128): ((64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 1)),
+    },
+    "bf16 in registers": {
+        ("forward", 64): ((64, 64, 4, 3), (128, 128, 8, 3)),
+        ("forward", 128): ((64, 64, 4, 2),),
+        ("keys", 64): ((64, 128, 8, 3), (32, 128, 8, 3)),
+        ("queries", 64): ((64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3)),
+        ("queries", 128): ((128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 1)),
+    },
 }
 
 
 def attention_tiles(role: str, head: int, dtype: str, arch: int) -> tuple[AttentionTile, ...]:
     """All that a kernel of attention may be cut into on this architecture, the default first."""
     usual = attention_tile(role, head, dtype, arch)
-    others = [AttentionTile(*t) for t in _TRIED.get((role, head), ())] if dtype == "bf16" else []
-    return (usual, *(t for t in others if t != usual))
+    tried = _TRIED.get(_operands(dtype, arch), {}).get((role, head), ())
+    return (usual, *(t for t in itertools.starmap(AttentionTile, tried) if t != usual))
 
 
 def equal_bits(role: str, a: AttentionTile, b: AttentionTile) -> bool:
