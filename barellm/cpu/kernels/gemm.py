@@ -117,15 +117,59 @@ def prefetch_row(k: KernelBuilder, p: Pointer, count: int, *, write: bool) -> No
 # --- out = a @ weight, with an epilogue ---
 
 
+class Epilogue:
+    """What becomes of the sums in a panel's columns, from `col` on, when the bias has been added.
+
+    "store"; "gelu": second = the sum, out = gelu of it; "residual": out = other + the sum; "gelu_backward": out = the sum times
+    the slope of gelu at other.
+    """
+
+    def __init__(
+        self, k: KernelBuilder, col: Value, tile: Tile, out: Pointer, second: Pointer | None, bias: Pointer | None,
+        other: Pointer | None, *, cols: int, kind: str, mode: str, early: bool,
+    ) -> None:  # fmt: skip
+        """`early`: the bias is loaded now and stays in registers."""
+        self.k, self.col, self.cols, self.kind, self.mode = k, col, cols, kind, mode
+        self.out, self.second, self.bias, self.other = out, second, bias, other
+        self.span = tile.span(k.isa)
+        ragged = cols % self.span
+        self.masks = [k.mask_first(cols - col - v * k.lanes) if ragged else None for v in range(tile.vectors)]
+        self.biases = [self._bias(v) if early else None for v in range(tile.vectors)]
+
+    def _bias(self, v: int) -> Value | None:
+        return None if self.bias is None else self.bias.load(self.col + v * self.k.lanes, self.masks[v])
+
+    def put(self, row: Value, v: int, x: Value) -> None:
+        """Vector v of a row's finished sums, to memory."""
+        at, mask = row * self.cols + self.col + v * self.k.lanes, self.masks[v]
+        bias = self._bias(v) if self.biases[v] is None else self.biases[v]
+        if bias is not None:
+            x = x + bias
+        if self.kind == "gelu":
+            self.second.store(x, at, mask)
+            x = gelu(self.k, x, self.out.dtype)
+        elif self.kind == "residual":
+            x = self.other.load(at, mask) + x
+        elif self.kind == "gelu_backward":
+            x = x * gelu_slope(self.k, self.other.load(at, mask), self.out.dtype)
+        if self.mode == "add":
+            x = x + self.out.load(at, mask)
+        self.out.store(x, at, mask)
+
+    def fetch(self, row: Value) -> None:
+        """The lines of a row that `put` will write or read."""
+        at = row * self.cols + self.col
+        for p, write in ((self.out, True), (self.second, True), (self.other, False)):
+            if p is not None:
+                prefetch_row(self.k, p.at(at), self.span, write=write)
+
+
 def product(
     k: KernelBuilder, out, second, a, weight, bias, other, row_begin, row_limit,
     *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], epilogue: str, mode: str, choice: Choice,
 ) -> None:  # fmt: skip
-    """out (rows, cols) = epilogue(a (rows, depth) @ weight + bias).
-
-    "store"; "gelu": second = the sum, out = gelu of it; "residual": out = other + the sum; "gelu_backward": out = the sum times
-    the slope of gelu at other. Rows are [row_begin, row_begin + row_limit) of the run's; pointers are to the first of them.
-    """
+    """out (rows, cols) = epilogue(a (rows, depth) @ weight + bias). Rows are [row_begin, row_begin + row_limit) of the run's;
+    pointers are to the first of them."""
     assert a.dtype == weight.dtype, "both operands of a product have the program's compute dtype"
     tile = choice.tile
     pair = paired(k.isa, a.dtype)
@@ -170,28 +214,9 @@ def product(
         parts_in_turn = k.loop(0, parts) if parts > 1 else nullcontext(k.int(0))
         with parts_in_turn as p, k.loop(first_panel, last_panel) as panel_index:
             col = panel_index * span
-            masks = [k.mask_first(cols - col - v * k.lanes) if cols % span else None for v in range(tile.vectors)]
-
-            def bias_of(v: int) -> Value | None:
-                return bias.load(col + v * k.lanes, masks[v]) if bias is not None else None
-
-            biases = [None if held is not None else bias_of(v) for v in range(tile.vectors)]
-
-            def finish(row: Value, v: int, x: Value) -> None:
-                at = row * cols + col + v * k.lanes
-                b = bias_of(v) if held is not None else biases[v]
-                if b is not None:
-                    x = x + b
-                if epilogue == "gelu":
-                    second.store(x, at, masks[v])
-                    x = gelu(k, x, out.dtype)
-                elif epilogue == "residual":
-                    x = other.load(at, masks[v]) + x
-                elif epilogue == "gelu_backward":
-                    x = x * gelu_slope(k, other.load(at, masks[v]), out.dtype)
-                if mode == "add":
-                    x = x + out.load(at, masks[v])
-                out.store(x, at, masks[v])
+            finish = Epilogue(
+                k, col, tile, out, second, bias, other, cols=cols, kind=epilogue, mode=mode, early=held is None
+            )
 
             def held_row(row: Value, r: Any) -> Pointer:
                 """Where the sums of row `row` + r are held."""
@@ -201,7 +226,7 @@ def product(
 
             def finish_row(row: Value, r: Any) -> None:
                 for v in range(tile.vectors):
-                    finish(row + r, v, held_row(row, r).load(v * k.lanes))
+                    finish.put(row + r, v, held_row(row, r).load(v * k.lanes))
 
             ends = (p + 1).equals(parts) if parts > 1 else None
             length = k.select(ends, k.int(depth - (parts - 1) * part), part) if parts > 1 else depth
@@ -210,6 +235,7 @@ def product(
             if tiles:
                 amx.pad_panel(k, panel, depth)
             if spare:
+                # Next come the group's other panels, then the next part of its depth, then the next claim.
                 _, after = block_of(unit + 1, choice, blocks, groups)
                 wanted, after = unit + 1 < blocks * groups, after * panels // groups * parts
                 if ends is not None:
@@ -224,10 +250,7 @@ def product(
 
                 def ahead(r: Value) -> None:
                     with k.when(ends) if ends is not None else nullcontext():
-                        at = (row + r) * cols + col
-                        for q, write in ((out, True), (second, True), (other, False)):
-                            if q is not None:
-                                prefetch_row(k, q.at(at), span, write=write)
+                        finish.fetch(row + r)
                     if parts > 1:
                         # The next tile's rows; each is a stream of its own, too short for the processor to see it.
                         for line in range(0, part * a.itemsize, LINE):
@@ -242,17 +265,11 @@ def product(
                 else:
                     indices = [i if count is None else k.min(k.int(i), count - 1) for i in range(small.rows)]
                     left, tail = left_rows(k, left_part.at(row * depth), indices, depth, pair)
+                    units = length // 2 if pair else length
+                    begun = (p > 0, held_row(row, 0)) if parts > 1 else None
+                    fetch = ahead if count is None else None
                     sums = tile_product(
-                        k,
-                        small,
-                        left,
-                        panel,
-                        length // 2 if pair else length,
-                        pair,
-                        tail=tail,
-                        ahead=ahead if count is None else None,
-                        sums=(p > 0, held_row(row, 0)) if parts > 1 else None,
-                        ends=ends,
+                        k, small, left, panel, units, pair, tail=tail, ahead=fetch, sums=begun, ends=ends
                     )
                 if held is not None:
                     for r, values in enumerate(sums):
@@ -265,7 +282,7 @@ def product(
                 for r in range(small.rows):
                     with k.when(k.int(r) < count) if count is not None else nullcontext():
                         for v in range(tile.vectors):
-                            finish(row + r, v, sums[r][v])
+                            finish.put(row + r, v, sums[r][v])
 
             with k.loop(first, whole, tile.rows) as row:
                 emit(row, tile, None)
