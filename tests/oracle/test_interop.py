@@ -14,11 +14,13 @@ from barellm.data.bpe import trained_bpe
 from barellm.interop.sources import open_weights
 from barellm.models.programs import build
 from tests.interop.models import checkpoint_of, random_arrays
-from tests.oracle.test_gpt2 import tokens_and_targets
-from tests.oracle.torch_gpt2 import relative
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+from tests.oracle.test_gpt2 import tokens_and_targets  # noqa: E402
+from tests.oracle.torch_gpt2 import relative  # noqa: E402
+
 pytestmark = pytest.mark.oracle
 LIMIT = 1e-4  # relative, fp32
 MODEL = ModelConfig(layers=3, heads=4, channels=48, vocab_size=256, max_seq=40)
