@@ -2,9 +2,11 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
+from barellm.cli.main import main
 from barellm.cpu.threads import thread_count
 from barellm.runtime.memory import memory_limit
 
@@ -25,3 +27,35 @@ def pytest_configure() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """A control group may allow fewer processors than pytest-xdist counts, and less memory than they would fill."""
     return max(1, min(thread_count(), memory_limit()[0] // WORKER_BYTES))
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory, monkeypatch) -> Path:
+    """A cache of the test's own, and no vocabulary from the user's environment."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("BARELLM_CACHE", str(folder))
+    monkeypatch.delenv("BARELLM_GPT2_VOCAB", raising=False)
+    return folder
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that must be refused; returns its one line."""
+
+    def run(*words: object) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("barellm: error: ") and error.count("\n") == 1, error
+        return error.removeprefix("barellm: error: ").strip()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Tiny Shakespeare and GPT-2's vocabulary files, which are not part of the project."""
+    folder = Path(os.environ.get("BARELLM_SHARED") or Path(__file__).parents[1] / ".." / "shared" / "data").resolve()
+    if not all((folder / name).is_file() for name in ("tinyshakespeare.txt", "gpt2_vocab.bpe")):
+        pytest.skip(f"no shared data in {folder}: set BARELLM_SHARED")
+    return folder

@@ -15,11 +15,8 @@ TINY = (
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("BARELLM_CACHE", str(folder))
-    monkeypatch.delenv("BARELLM_GPT2_VOCAB", raising=False)
-    return folder
+def cache(own_cache: Path) -> Path:
+    return own_cache
 
 
 @pytest.fixture

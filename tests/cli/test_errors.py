@@ -20,21 +20,6 @@ from tests.cli.conftest import TINY
 
 
 @pytest.fixture
-def refused(capsys):
-    """Runs a command that must be refused; returns its one line."""
-
-    def run(*words: object) -> str:
-        capsys.readouterr()
-        assert main([str(word) for word in words]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("barellm: error: ") and error.count("\n") == 1, error
-        assert "Traceback" not in error
-        return error.removeprefix("barellm: error: ").strip()
-
-    return run
-
-
-@pytest.fixture
 def out(tmp_path):
     """The run's folder, which a refusal must not leave behind."""
     path = tmp_path / "new" / "run"

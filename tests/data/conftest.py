@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pytest
@@ -11,21 +10,8 @@ settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch) -> Path:
-    """Every test has a cache of its own and no vocabulary from the user's environment."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("BARELLM_CACHE", str(folder))
-    monkeypatch.delenv("BARELLM_GPT2_VOCAB", raising=False)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    """Tiny Shakespeare and GPT-2's vocabulary files, which are not part of the project."""
-    folder = Path(os.environ.get("BARELLM_SHARED") or Path(__file__).parents[2] / ".." / "shared" / "data").resolve()
-    if not (folder / "tinyshakespeare.txt").is_file():
-        pytest.skip(f"no shared data in {folder}: set BARELLM_SHARED")
-    return folder
+def cache(own_cache: Path) -> Path:
+    return own_cache
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@ persistent tensors, so that they are written once."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 from math import prod, sqrt
@@ -42,7 +43,7 @@ def some(count: int, most: int = SAMPLE) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
 
-class Case:
+class Case(ABC):
     """`outputs`: name -> columns of its rows. `runs`: the sizes that are tried, the whole last."""
 
     outputs: dict[str, int]
@@ -61,17 +62,17 @@ class Case:
         """What every persistent tensor holds before a run."""
         return {name: drawn(t.shape, t.dtype, seed) for seed, (name, t) in enumerate(self.store.tensors.items())}
 
+    @abstractmethod
     def program(self) -> Program:
         """One op. Every call gives another program over the same tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self, output: str, sizes: Sizes) -> int:
         """Of an output, in a run of these sizes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hold(self, read: Read, sizes: Sizes) -> None:
         """Wrong where a value is off."""
-        raise NotImplementedError
 
 
 class ProductCase(Case):
