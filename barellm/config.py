@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from barellm.errors import UserError
+
+
+def one_of(key: str, value: str, known: Sequence[str]) -> None:
+    """UserError for a value that is not among the known ones."""
+    if value not in known:
+        raise UserError(f"{key} is {value!r}, expected {', '.join(known[:-1])} or {known[-1]}")
 
 
 @dataclass(frozen=True)
@@ -50,22 +56,30 @@ class ModelConfig:
 
 MATMULS = ("own", "cublaslt")
 MOMENTS = ("fp32", "16bit", "16bit-stochastic")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with warmup and cosine decay. `weight_decay` acts on matrices only; `clip` 0 switches clipping off; `moments`
-    are how those of matrices are kept: fp32, 16bit (rounded to nearest) or 16bit-stochastic."""
+    """AdamW, and the way of its learning rate (training/schedule.py). `weight_decay` acts on matrices only; `clip` 0 switches
+    clipping off; `moments` are how those of matrices are kept: fp32, 16bit (rounded to nearest) or 16bit-stochastic."""
 
     lr: float = 6e-4
     min_lr: float = 6e-5
     warmup: int = 0
+    schedule: str = "cosine"
+    cooldown: float = 0.2  # of wsd: the share of all steps over which the rate falls
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
     moments: str = "fp32"
+
+    def __post_init__(self) -> None:
+        one_of("optim.schedule", self.schedule, SCHEDULES)
+        if not 0 <= self.cooldown <= 1:
+            raise UserError(f"optim.cooldown is {self.cooldown}, expected a share of the steps, 0 <= cooldown <= 1")
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,7 @@ class TrainConfig:
     seq: int = 256
     accumulate: int = 1
     steps: int = 1000  # 0: as many as fit into `minutes`
-    minutes: float = 0.0  # > 0: the cosine ends at this wall time, at the latest after `steps`
+    minutes: float = 0.0  # > 0: the schedule ends at this wall time, at the latest after `steps`
     eval_every: int = 100
     eval_tokens: int = 65536  # 0: the whole validation part
     sample_every: int = 0

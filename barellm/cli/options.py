@@ -26,6 +26,7 @@ SHORT_FORMS: dict[str, str] = {
     "train.recompute": "--recompute",
     "train.matmul": "--matmul",
     "optim.lr": "--lr",
+    "optim.schedule": "--schedule",
 }
 
 MEANINGS: dict[str, str] = {
@@ -38,8 +39,10 @@ MEANINGS: dict[str, str] = {
     "model.bias": "biases in products and norms",
     "model.dropout": "share that is dropped in training",
     "optim.lr": "highest learning rate, after the warmup",
-    "optim.min_lr": "learning rate at the last step, where the cosine ends",
+    "optim.min_lr": "learning rate at the last step, to which all schedules but constant fall",
     "optim.warmup": "steps of linear warmup",
+    "optim.schedule": "after the warmup: cosine, linear (to the last step), constant, or wsd (constant, then a line)",
+    "optim.cooldown": "of wsd: share of all steps, the last ones, over which the rate falls",
     "optim.beta1": "decay of AdamW's first moment",
     "optim.beta2": "decay of AdamW's second moment",
     "optim.eps": "added to the root of the second moment",

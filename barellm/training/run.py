@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import __version__, overrides
-from barellm.config import MATMULS, MOMENTS, Config
+from barellm.config import MATMULS, MOMENTS, Config, one_of
 from barellm.data.loader import ORDERS, Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_files
@@ -37,7 +37,7 @@ SAMPLE_TOKENS = 160
 FINAL_SAMPLES, FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_SHARE, FINAL_SHOWN = 6, 384, 256, 2
 FREE_KEYS = frozenset(
     {f"train.{k}" for k in ("steps", "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep")}
-    | {"data.source", "optim.moments", "train.matmul"}
+    | {"data.source", "optim.moments", "optim.cooldown", "train.matmul"}
 )
 
 
@@ -53,8 +53,8 @@ def resume_from(
     out: Path, *, preset: str | None, changes: Mapping[str, Any], console: Console
 ) -> tuple[Config, Start | None]:
     """The configuration of the run in `out`, and its newest checkpoint that verifies: None where it ended before its first one.
-    UserError where the command line asks for another run than that one: only FREE_KEYS may change (`train.steps` changes the
-    schedule)."""
+    UserError where the command line asks for another run than that one: only FREE_KEYS may change (`train.steps` and
+    `optim.cooldown` change the rest of the schedule)."""
     path, meta = out / "config.json", None
     if path.is_file() and not checkpoint.steps(out / "checkpoints"):
         console.line(f"{out} has no checkpoint yet: starting again from step 0")
@@ -95,19 +95,15 @@ def check(config: Config) -> None:
     for name in ("lr", "min_lr", "warmup", "eps", "weight_decay", "clip"):
         if getattr(o, name) < 0:
             raise UserError(f"optim.{name} is {getattr(o, name)}, expected at least 0")
-    if o.min_lr > o.lr:  # a cosine that rises: somebody lowered the preset's rate and does not know of the other
+    if o.min_lr > o.lr and o.schedule != "constant":  # who lowered the preset's rate may not know of the other
         raise UserError(f"optim.min_lr {o.min_lr} is above optim.lr {o.lr}: lower it too")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(o, name) < 1:
             raise UserError(f"optim.{name} is {getattr(o, name)}, expected 0 <= {name} < 1")
-    if o.moments not in MOMENTS:
-        raise UserError(f"optim.moments is {o.moments!r}, expected {', '.join(MOMENTS[:-1])} or {MOMENTS[-1]}")
-    if t.dtype not in ("auto", "fp32", "bf16"):
-        raise UserError(f"train.dtype is {t.dtype!r}, expected auto, fp32 or bf16")
-    if t.matmul not in MATMULS:
-        raise UserError(f"train.matmul is {t.matmul!r}, expected {' or '.join(MATMULS)}")
-    if config.data.order not in ORDERS:
-        raise UserError(f"data.order is {config.data.order!r}, expected {' or '.join(ORDERS)}")
+    one_of("optim.moments", o.moments, MOMENTS)
+    one_of("train.dtype", t.dtype, ("auto", "fp32", "bf16"))
+    one_of("train.matmul", t.matmul, MATMULS)
+    one_of("data.order", config.data.order, ORDERS)
     if t.seq > config.model.max_seq:
         raise UserError(f"train.seq {t.seq} is above model.max_seq {config.model.max_seq}")
 

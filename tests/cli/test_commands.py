@@ -69,6 +69,15 @@ def test_a_terminal_without_some_characters_gets_question_marks(tiny, text, monk
     assert b"?" in out.buffer.getvalue()
 
 
+def test_a_constant_rate_may_be_below_the_rate_that_others_fall_to(tiny, tmp_path):
+    """The preset's min_lr is 1e-4; the schedule is saved with the run, and a run goes on with it."""
+    assert main(tiny("--schedule", "constant", "--lr", "1e-5", "--optim.warmup", "1")) == 0
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "6", *REFERENCE]) == 0
+    rows = [row["lr"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
+    assert rows == [5e-6, *[1e-5] * 5]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["optim"]["schedule"] == "constant"
+
+
 def test_json_mode_prints_objects_only(tiny, capsys, tmp_path):
     assert main(tiny("--json")) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -16,7 +16,7 @@ from tests.cuda.mock import Gpu
 TINY = (
     *("--model.layers", "1", "--model.heads", "2", "--model.channels", "8", "--model.max_seq", "8", "--seq", "8"),
     *("--batch", "2", "--dtype", "bf16", "--train.eval_every", "4", "--train.eval_tokens", "32"),
-    *("--lr", "0.03", "--optim.min_lr", "0.03", "--optim.warmup", "0"),
+    *("--lr", "0.03", "--schedule", "constant", "--optim.warmup", "0"),
 )
 
 

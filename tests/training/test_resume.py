@@ -197,6 +197,71 @@ def test_minutes_choose_the_steps_once(fake, command, tmp_path, monkeypatch, cap
     assert all((one / name).read_bytes() == (other / name).read_bytes() for name in TENSORS)
 
 
+WSD = ("--schedule", "wsd", "--optim.cooldown", "0.25")
+
+
+def rates(fake) -> list[float]:
+    found = [scalars["lr"] for entry, scalars in fake.runs if entry == "update"]
+    fake.runs.clear()
+    return found
+
+
+def test_a_run_made_longer_in_its_constant_part_is_the_longer_run(fake, command, tmp_path):
+    """wsd's point: stopped after 7 of 12 steps, 3 of them of cooldown, and sent on to 20, it has the bits of a run of 20."""
+
+    def stop(entry):
+        if entry == "update" and [e for e, _ in fake.runs].count("update") == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert main(command("long", *WSD, "--steps", "20")) == 0
+    whole = rates(fake)
+    assert whole[2:15] == [1e-3] * 13 and whole[15:] == pytest.approx([1e-3 - 1.8e-4 * i for i in range(1, 6)])
+    fake.before_run = stop
+    assert main(command("grown", *WSD)) == 130
+    fake.before_run = lambda entry: None
+    assert main(["train", "--out", str(tmp_path / "grown"), "--resume", "--steps", "20"]) == 0
+    assert rates(fake) == whole
+    long, grown = (checkpoint.find(tmp_path / name)[0] for name in ("long", "grown"))
+    assert long.name == grown.name == "step-000020"
+    assert all((long / name).read_bytes() == (grown / name).read_bytes() for name in TENSORS)
+    assert numbers(tmp_path / "long") == numbers(tmp_path / "grown")
+
+
+def test_after_its_cooldown_a_run_goes_on_at_the_full_rate(fake, command, tmp_path):
+    assert main(command("run", *WSD)) == 0
+    assert rates(fake)[9:] == pytest.approx([7e-4, 4e-4, 1e-4])
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "20"]) == 0
+    assert rates(fake) == pytest.approx([1e-3] * 3 + [1e-3 - 1.8e-4 * i for i in range(1, 6)])
+
+
+def test_a_cooldown_is_chosen_when_the_end_is(fake, command, tmp_path, capsys):
+    """A trunk with no end in sight, stopped, and then cooled down over its last steps."""
+
+    def stop(entry):
+        if entry == "update" and [e for e, _ in fake.runs].count("update") == 14:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    fake.before_run = stop
+    assert main(command("run", *WSD, "--steps", "100000")) == 130
+    fake.before_run = lambda entry: None
+    assert rates(fake)[2:] == [1e-3] * 13
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "20", "--optim.cooldown", "0.1"]) == 0
+    assert rates(fake) == pytest.approx([1e-3] * 3 + [5.5e-4, 1e-4])
+    assert checkpoint.read_meta(checkpoint.find(tmp_path / "run")[0])["config"]["optim"]["cooldown"] == 0.1
+    capsys.readouterr()
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--schedule", "linear"]) == 2
+    assert "optim.schedule is 'wsd' in" in capsys.readouterr().err
+
+
+def test_the_cooldown_of_a_timed_run_ends_where_its_time_does(fake, command, tmp_path, monkeypatch):
+    from barellm.training import loop
+
+    monkeypatch.setattr(loop, "CALIBRATION_S", 0.0)
+    monkeypatch.setattr(loop, "steps_in_time", lambda **numbers: 24)
+    assert main(command("timed", *WSD, "--minutes", "5", "--steps", "1000")) == 0
+    assert rates(fake)[2:] == pytest.approx([1e-3] * 16 + [1e-3 - 1.5e-4 * i for i in range(1, 7)])
+
+
 def test_a_longer_run_that_is_stopped_before_its_first_step_says_how_to_go_on(whole, fake, capsys):
     """Its checkpoint is the old one, which knows nothing of --steps."""
     fake.before_run = lambda entry: os.kill(os.getpid(), signal.SIGINT)
