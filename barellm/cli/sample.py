@@ -1,18 +1,28 @@
-"""Generate text from a checkpoint, as it comes. CHECKPOINT is a step folder, or a run's folder (its newest whole one)."""
+"""Generate text from a checkpoint, as it comes. CHECKPOINT is a step folder, or a run's folder (its newest whole one).
+
+Of several samples the first has --seed, the next one more, and so on: each comes again alone with --seed and its own.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from barellm.cli.options import add_device
+
+if TYPE_CHECKING:
+    from barellm.data.tokenizers import Tokenizer
+    from barellm.generation.decode import Decoder
+    from barellm.generation.samplers import Sampling
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with (default: nothing)")
-    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="tokens to draw (default: 256)")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to draw (default: 1)")
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="tokens of each (default: 256)")
     parser.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (default: 0.8)"
     )
@@ -22,44 +32,59 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="same seed, same text (default: 1337)")
     add_device(parser, "cpu, cuda or reference")
-    parser.add_argument("--json", action="store_true", help="one JSON object at the end instead of the stream")
+    parser.add_argument("--json", action="store_true", help="a line with a JSON object for each, instead of the stream")
 
 
 def run(args: argparse.Namespace) -> int:
     import time
+    from dataclasses import replace
 
     from barellm.cli.checkpoints import opened
-    from barellm.data.tokenizers import StreamDecoder
     from barellm.errors import UserError
     from barellm.generation.decode import Decoder
     from barellm.generation.samplers import Sampling
 
-    if args.tokens < 1:
-        raise UserError(f"--tokens is {args.tokens}, expected at least 1")
-    how = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    for name in ("tokens", "samples"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} is {getattr(args, name)}, expected at least 1")
+    first = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     with opened(args.checkpoint, device=args.device) as (path, config, tokenizer, session):
-        prompt = tokenizer.encode(args.prompt).tolist()
-        if tokenizer.eot is not None:
-            prompt.insert(0, tokenizer.eot)  # documents begin with it in the training text
-        prompt = prompt or [tokenizer.start]
-        text = StreamDecoder(tokenizer)
-        pieces, ids = [], []
-        say = (lambda piece: None) if args.json else _write
-        say(args.prompt)
-        begin = time.perf_counter()
-        for token in Decoder(session, config.model).tokens(prompt, count=args.tokens, how=how):
-            if token == tokenizer.eot:
-                break
-            ids.append(token)
-            pieces.append(text.feed(token))
-            say(pieces[-1])
-        pieces.append(text.finish())
-        say(pieces[-1] + "\n")
-        seconds = time.perf_counter() - begin
-        if args.json:
-            found = {"checkpoint": str(path), "prompt": args.prompt, "text": "".join(pieces), "tokens": ids}
-            print(json.dumps(found | {"tokens_per_s": round(len(ids) / seconds, 1)}))
+        decoder = Decoder(session, config.model)
+        for i in range(args.samples):
+            how = replace(first, seed=args.seed + i)
+            if args.samples > 1 and not args.json:
+                _write(f"--- sample {i + 1} of {args.samples}, seed {how.seed}\n")
+            begin = time.perf_counter()
+            text, ids = _sample(decoder, tokenizer, how, prompt=args.prompt, count=args.tokens, stream=not args.json)
+            seconds = time.perf_counter() - begin
+            if args.json:
+                found = {"checkpoint": str(path), "prompt": args.prompt, "seed": how.seed, "text": text, "tokens": ids}
+                print(json.dumps(found | {"tokens_per_s": round(len(ids) / seconds, 1)}))
     return 0
+
+
+def _sample(
+    decoder: Decoder, tokenizer: Tokenizer, how: Sampling, *, prompt: str, count: int, stream: bool
+) -> tuple[str, list[int]]:
+    """(text after the prompt, its ids) up to the end of the document; `stream`: written as it comes, prompt included."""
+    from barellm.data.tokenizers import StreamDecoder
+
+    fed = tokenizer.encode(prompt).tolist()
+    if tokenizer.eot is not None:
+        fed.insert(0, tokenizer.eot)  # documents begin with it in the training text
+    say = _write if stream else (lambda piece: None)
+    text = StreamDecoder(tokenizer)
+    pieces, ids = [], []
+    say(prompt)
+    for token in decoder.tokens(fed or [tokenizer.start], count=count, how=how):
+        if token == tokenizer.eot:
+            break
+        ids.append(token)
+        pieces.append(text.feed(token))
+        say(pieces[-1])
+    pieces.append(text.finish())
+    say(pieces[-1] + "\n")
+    return "".join(pieces), ids
 
 
 def _write(piece: str) -> None:

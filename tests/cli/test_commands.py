@@ -120,6 +120,24 @@ def test_sample_writes_prompt_and_text(trained, capsys):
     assert len(plain) == len("7 sq") + 20 + 1
 
 
+def test_each_of_several_samples_comes_again_alone(trained, capsys):
+    def sample(*more: object) -> tuple[str, list[dict]]:
+        words = ["sample", trained, "--tokens", 40, "--prompt", "7 sq", *REFERENCE, *more]
+        assert main([str(word) for word in words]) == 0
+        plain = capsys.readouterr().out
+        assert main([str(word) for word in [*words, "--json"]]) == 0
+        return plain, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    plain, rows = sample("--samples", 3, "--seed", 5)
+    alone = [sample("--seed", seed) for seed in (5, 6, 7)]
+    headings = [f"--- sample {i} of 3, seed {4 + i}\n" for i in (1, 2, 3)]
+    assert plain == "".join(heading + text for heading, (text, _) in zip(headings, alone, strict=True))
+    for row, (_, (single,)) in zip(rows, alone, strict=True):
+        assert row == single | {"tokens_per_s": row["tokens_per_s"]}
+    assert [row["seed"] for row in rows] == [5, 6, 7]
+    assert len({tuple(row["tokens"]) for row in rows}) == 3
+
+
 @pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step-000004"])
 def test_a_checkpoint_is_named_by_its_run_or_by_itself(trained, capsys, place):
     assert main(["sample", str(trained / place), "--tokens", "3", "--json", *REFERENCE]) == 0

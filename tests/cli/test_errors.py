@@ -212,6 +212,7 @@ def test_no_checkpoint(refused, tmp_path, command):
         (["--top-p", "0"], "top_p is 0.0"),
         (["--top-k", "-1"], "top_k is -1"),
         (["--tokens", "0"], "--tokens is 0"),
+        (["--samples", "0"], "--samples is 0, expected at least 1"),
         (["--tokens", "many"], "invalid int value: 'many'"),
         (["--prompt", "\u4f60"], "character '\u4f60'"),
         (["--top-q", "1"], "unknown option --top-q, did you mean '--top-"),
