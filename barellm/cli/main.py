@@ -11,6 +11,7 @@ COMMANDS: dict[str, str] = {
     "prepare": "text to shards of tokens",
     "sample": "generate text from a checkpoint",
     "eval": "validation loss of a checkpoint",
+    "plot": "the loss of runs, stopped ones and those that still train included",
     "import": "a checkpoint from a Hugging Face folder or an llm.c file",
     "export": "a checkpoint's weights for transformers or llm.c",
     "plan": "memory to the byte, FLOPs and bytes by op; allocates nothing",

@@ -138,12 +138,16 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, wrong
 
 
-def find(path: Path) -> tuple[Path, list[str]]:
-    """The checkpoint that `path` means: a step folder, or the newest that verifies of a run folder."""
+def must_exist(path: Path, *, expected: str) -> None:
+    """UserError for a folder that is not there; who forgot the date in a run's name is told the newest."""
     if not path.exists():
         dated = max(path.parent.glob(f"{path.name}-*"), default=None)
-        hint = f", did you mean {dated}?" if dated else ", expected a run folder or a checkpoint folder"
-        raise UserError(f"{path} does not exist{hint}")
+        raise UserError(f"{path} does not exist, " + (f"did you mean {dated}?" if dated else f"expected {expected}"))
+
+
+def find(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that `path` means: a step folder, or the newest that verifies of a run folder."""
+    must_exist(path, expected="a run folder or a checkpoint folder")
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
         if found := problem(path):
             raise UserError(f"{path}: {found}")

@@ -273,13 +273,12 @@ class Run:
             return False
         for i, text in enumerate(texts):
             loop.record_sample(step, text, show=i < FINAL_SHOWN)
-        train, val = curve.series(loop.metrics.rows)
-        chart = curve.terminal(train, val)
-        say(chart if self.console.can_show(chart) else curve.terminal(train, val, ascii_only=True))
+        found = curve.Curve(self.config.preset, *curve.series(loop.metrics.rows))
+        say(curve.terminal(found, ascii_only=not self.console.can_show(curve.GLYPHS)))
         image = folder.path / "loss.png"
         title = f"{self.config.preset}, {short(self.config.model.parameters)} parameters"
         try:
-            curve.image(image, train, val, title=title)
+            curve.image(image, [found], title=title)
             say(f"curve {image}, metrics {folder.path / 'metrics.jsonl'}")
         except OSError as error:  # the weights are safe; a picture is not worth the report
             say(f"warning: no curve in {image}: {error.strerror}")

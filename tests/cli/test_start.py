@@ -23,8 +23,9 @@ def test_nothing_heavy_is_imported(code):
     assert not modules_after(code) & HEAVY
 
 
-def test_help_of_a_command_imports_no_arrays_and_no_compiler():
-    code = "from barellm.cli.main import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass"
+@pytest.mark.parametrize("command", ["train", "sample", "plot"])
+def test_help_of_a_command_imports_no_arrays_and_no_compiler(command):
+    code = f"from barellm.cli.main import main\ntry: main(['{command}', '--help'])\nexcept SystemExit: pass"
     assert not modules_after(code) & {"numpy", "llvmlite", "triton", "matplotlib"}
 
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from barellm.errors import UserError
 from barellm.training import curve
+from barellm.training.curve import Curve
 
 TRAIN = [(step, 4.0 / step**0.3) for step in range(1, 500)]
 VAL = [(step, 4.2 / (step + 1) ** 0.3) for step in range(0, 500, 100)]
@@ -10,7 +12,7 @@ VAL = [(step, 4.2 / (step + 1) ** 0.3) for step in range(0, 500, 100)]
 
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_the_chart_has_its_size_its_range_and_its_marks(ascii_only):
-    text = curve.terminal(TRAIN, VAL, width=60, height=10, ascii_only=ascii_only)
+    text = curve.terminal(Curve("", TRAIN, VAL), width=60, height=10, ascii_only=ascii_only)
     lines = text.splitlines()
     assert len(lines) == 13 and max(map(len, lines[:-1])) <= 60
     assert float(lines[0][:7]) == 4.2
@@ -20,19 +22,19 @@ def test_the_chart_has_its_size_its_range_and_its_marks(ascii_only):
 
 
 def test_the_line_falls_from_left_to_right():
-    rows = curve.terminal(TRAIN, [], width=60, height=10, ascii_only=True).splitlines()[:10]
+    rows = curve.terminal(Curve("", TRAIN, []), width=60, height=10, ascii_only=True).splitlines()[:10]
     first = [next(y for y, row in enumerate(rows) if row[8:].ljust(52)[x] == ".") for x in range(50)]
     assert first == sorted(first) and first[0] == 0
 
 
 @pytest.mark.parametrize("train, val", [([(1, 2.0)], []), ([], [(0, 2.0)]), ([(1, 2.0), (2, 2.0)], [(2, 2.0)])])
 def test_few_and_equal_points_are_drawn(train, val):
-    assert "2.000" in curve.terminal(train, val)
+    assert "2.000" in curve.terminal(Curve("", train, val))
 
 
 def test_nothing_to_draw_is_an_empty_text():
-    assert curve.terminal([], []) == ""
-    assert curve.terminal([(1, float("nan")), (2, float("inf"))], []) == ""
+    assert curve.terminal(Curve("", [], [])) == ""
+    assert curve.terminal(Curve("", [(1, float("nan")), (2, float("inf"))], [])) == ""
 
 
 def test_series_leaves_out_what_is_not_finite():
@@ -45,9 +47,97 @@ def test_series_leaves_out_what_is_not_finite():
     assert curve.series(rows) == ([(1, 2.0)], [(2, 3.0)])
 
 
-@pytest.mark.parametrize("train, val", [(TRAIN, VAL), ([], []), (TRAIN, [])])
-def test_the_image_is_a_png(tmp_path, train, val):
+ROWS = [
+    {"kind": "eval", "step": 0, "val_nats": 5.0},
+    {"kind": "sample", "step": 0, "text": ""},
+    {"kind": "train", "step": 1, "loss": 4.0, "seconds": 1.5},
+    {"kind": "train", "step": 2, "loss": 3.0, "seconds": 2.5},
+    {"kind": "eval", "step": 2, "val_nats": 3.5},
+    {"kind": "train", "step": 3, "loss": 2.0, "seconds": 60.0},
+    {"kind": "result", "seconds": 90.0},
+]
+
+
+@pytest.mark.parametrize(
+    "axis, places", [("steps", [0, 1, 2, 3]), ("tokens", [0, 96, 192, 288]), ("seconds", [0, 1.5, 2.5, 60])]
+)
+def test_a_curve_runs_over_steps_tokens_or_seconds(axis, places):
+    """An evaluation has the time of the step before it."""
+    start, first, second, third = places
+    train, val = curve.series(ROWS, axis=axis, step_tokens=96)
+    assert train == [(first, 4.0), (second, 3.0), (third, 2.0)]
+    assert val == [(start, 5.0), (second, 3.5)]
+    chart = curve.terminal(Curve("", train, val), axis=axis)
+    assert chart.splitlines()[-2].split() == (["0", "step", "3"] if axis == "steps" else ["0", str(third), axis])
+
+
+def test_the_summary_says_where_a_run_is():
+    """Its training loss is that of the last hundredth: 11 losses of 2 and 10 of 3 here."""
+    noisy = [(step, 2.0 + step % 2) for step in range(1, 2001)]
+    assert (
+        curve.summary(Curve("", noisy, [(1000, 2.75)]))
+        == "step 2,000, training loss 2.4762, validation loss 2.7500 at step 1,000"
+    )
+    assert curve.summary(Curve("", [], [(0, 8.0)])) == "step 0, validation loss 8.0000 at step 0"
+
+
+def lines_of(curves, **more) -> dict[str, list[tuple[float, float]]]:
+    """Label -> points of each line of a picture; those without a label are numbered."""
+    (axes,) = curve.picture(curves, **more).axes
+    return {
+        line.get_label() if not str(line.get_label()).startswith("_") else str(i): list(
+            zip(*line.get_data(), strict=True)
+        )
+        for i, line in enumerate(axes.lines)
+    }
+
+
+def test_the_picture_of_one_run_has_every_step_their_smoothed_line_and_the_evaluations():
+    train = [(step, 3.0 + (-1) ** step) for step in range(1, 2001)]
+    found = lines_of([Curve("run", train, VAL)])
+    assert found["training"] == train and found["validation"] == VAL
+    places, losses = zip(*found["training, smoothed"], strict=True)
+    assert len(losses) == curve.SMOOTH and list(places) == sorted(places)
+    assert losses[1:] == pytest.approx([3.0] * 99, abs=0.1) and 1 < places[0] < 20 and 1980 < places[-1] < 2000
+
+
+def test_several_runs_are_smoothed_over_the_same_parts_of_one_axis():
+    """A run of a tenth of the length has a tenth of the points: noise looks alike."""
+    long = Curve("long", [(step, 2.0) for step in range(1, 4001)], [(4000, 2.5)])
+    short = Curve("_short$x$", [(step, 3.0) for step in range(1, 401)], [])
+    found = lines_of([long, short])
+    assert set(found) == {"long", "1", "./_short$x$"} and found["1"] == [(4000, 2.5)]
+    assert (len(found["long"]), len(found["./_short$x$"])) == (100, 11)
+    (axes,) = curve.picture([long, short]).axes
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [(text.get_text(), text.get_parse_math()) for text in legend.get_texts()] == [
+        ("long", False),
+        ("./_short$x$", False),
+    ]
+    colours = [line.get_color() for line in axes.lines]
+    assert colours[0] == colours[1] != colours[2]
+
+
+@pytest.mark.parametrize("axis", curve.AXES)
+@pytest.mark.parametrize("train, val", [(TRAIN, VAL), ([], []), (TRAIN, []), ([], VAL), ([(1, 2.0)], [])])
+def test_the_image_is_a_png(tmp_path, train, val, axis):
     path = tmp_path / "loss.png"
-    curve.image(path, train, val, title="a title")
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5000
+    for curves in ([Curve("", train, val)], [Curve("a", train, val), Curve("$b_", val, train)]):
+        curve.image(path, curves, title="a $title", axis=axis)
+        data = path.read_bytes()
+        assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5000
+
+
+@pytest.mark.parametrize("end, magic", [("svg", b"<?xml"), ("pdf", b"%PDF"), ("PNG", b"\x89PNG")])
+def test_the_name_s_ending_says_what_an_image_is(tmp_path, end, magic, recwarn):
+    path = tmp_path / f"loss.{end}"
+    curve.image(path, [Curve("\u4f60", TRAIN, VAL)] * 2, title="\u4f60")  # the font lacks it
+    assert path.read_bytes().startswith(magic) and not recwarn.list
+
+
+@pytest.mark.parametrize("name, end", [("loss", "''"), ("loss.txt", "'.txt'"), (".png", "''")])
+def test_an_ending_that_no_image_has_is_refused(tmp_path, name, end):
+    with pytest.raises(UserError, match=rf"ends in {end}, expected one of .*\.png.*\.svg"):
+        curve.image(tmp_path / name, [Curve("", TRAIN, VAL)])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,136 @@
+"""`barellm plot` on runs as they are found: finished, killed in the middle of a line, not begun, not runs at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from barellm.cli.main import main
+from barellm.training import curve, metrics
+from barellm.training.folder import RunFolder
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    """A run that was killed: no picture, no checkpoint."""
+    path = tmp_path / "some" / "run"
+    path.mkdir(parents=True)
+    for name in ("metrics.jsonl", "config.json"):
+        shutil.copy(trained / name, path / name)
+    return path
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list:
+    """(path, curves, title, axis) of each picture that is made."""
+    found = []
+    real = curve.image
+
+    def image(path, curves, *, title, axis):
+        found.append((path, curves, title, axis))
+        real(path, curves, title=title, axis=axis)
+
+    monkeypatch.setattr(curve, "image", image)
+    return found
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in metrics.read(run / "metrics.jsonl") if row["kind"] == "train"]
+
+
+def test_without_a_file_it_is_a_chart_in_the_terminal(run, capsys):
+    assert main(["plot", str(run)]) == 0
+    said, *chart = capsys.readouterr().out.splitlines()
+    rows = metrics.read(run / "metrics.jsonl")
+    (val,) = [row["val_nats"] for row in rows if row["kind"] == "eval" and row["step"] == 4]
+    assert said == f"{run}: step 4, training loss {losses(run)[-1][1]:.4f}, validation loss {val:.4f} at step 4"
+    assert "step 4" in chart[-2] and "o: validation" in chart[-1]
+    assert sorted(path.name for path in run.iterdir()) == ["config.json", "metrics.jsonl"]
+
+
+def test_killed_in_the_middle_of_a_line_a_run_is_drawn_to_its_last_whole_one(run, capsys):
+    """Cut after every byte of the last step's row."""
+    data = (run / "metrics.jsonl").read_bytes()
+    lines = data.splitlines(keepends=True)
+    at = max(i for i, line in enumerate(lines) if b'"kind": "train"' in line)
+    before = sum(map(len, lines[:at]))
+    for end in range(before, before + len(lines[at]) + 1):
+        (run / "metrics.jsonl").write_bytes(data[:end])
+        assert main(["plot", str(run)]) == 0
+        step = 4 if end == before + len(lines[at]) else 3
+        assert capsys.readouterr().out.startswith(f"{run}: step {step}, training loss "), end
+
+
+def test_a_run_that_still_trains_is_read(run, capsys):
+    with RunFolder(run, resume=True):
+        assert main(["plot", str(run)]) == 0
+    assert "step 4" in capsys.readouterr().out
+
+
+def test_several_runs_are_in_one_picture(run, trained, tmp_path, drawn, capsys):
+    out = tmp_path / "both.svg"
+    assert main(["plot", str(run), f"{trained}/", "--out", str(out)]) == 0
+    ((path, curves, title, axis),) = drawn
+    assert (path, axis) == (out, "steps") and "validation (dots)" in title
+    assert [found.name for found in curves] == [str(run), str(trained)]
+    assert curves[0].train == curves[1].train == losses(run)
+    assert out.read_bytes().startswith(b"<?xml")
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3 and said[-1] == f"curve {out}"
+
+
+@pytest.mark.parametrize("axis, unit", [("tokens", 16), ("seconds", None)])
+def test_over_tokens_or_seconds(run, tmp_path, drawn, axis, unit):
+    assert main(["plot", str(run), "--x", axis, "--out", str(tmp_path / "loss.png")]) == 0
+    ((_, (found,), title, axis_drawn),) = drawn
+    assert (title, axis_drawn) == (str(run), axis)
+    seconds = [row["seconds"] for row in metrics.read(run / "metrics.jsonl") if row["kind"] == "train"]
+    assert [place for place, _ in found.train] == (seconds if unit is None else [unit * i for i in (1, 2, 3, 4)])
+
+
+def test_metrics_alone_are_enough_but_for_tokens(run, refused, tmp_path, capsys):
+    """As copied from another machine."""
+    alone = tmp_path / "alone.jsonl"
+    shutil.copy(run / "metrics.jsonl", alone)
+    assert main(["plot", str(alone), "--x", "seconds"]) == 0
+    assert " seconds, training loss " in capsys.readouterr().out
+    assert f"{tmp_path / 'config.json'}: No such file or directory" in refused("plot", alone, "--x", "tokens")
+
+
+def test_a_terminal_without_the_characters_gets_others(run, monkeypatch, capsys):
+    monkeypatch.setattr("barellm.training.console.Console.can_show", lambda console, text: False)
+    assert main(["plot", str(run)]) == 0
+    assert capsys.readouterr().out.isascii()
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "metrics.jsonl holds no step yet"),
+        ('{"kind": "train", "st', "metrics.jsonl holds no step yet"),
+        ("\xff\xfe\n", "metrics.jsonl holds no step yet"),
+        ('{"kind": "train"}\n', "metrics.jsonl has rows without kind, step or loss: no run wrote it"),
+        ('{"kind": "train", "step": [1], "loss": 1}\n', "no run wrote it"),
+        ('{"kind": "eval", "step": 1, "val_nats": "low"}\n', "no run wrote it"),
+        ('{"step": 1}\n', "no run wrote it"),
+    ],
+)
+def test_metrics_that_hold_no_curve(run, refused, text, message):
+    (run / "metrics.jsonl").write_bytes(text.encode("latin-1"))
+    assert message in refused("plot", run)
+
+
+def test_mistakes_are_one_line(run, refused, tmp_path):
+    assert "the following arguments are required: RUN" in refused("plot")
+    assert "nowhere does not exist, expected a run folder" in refused("plot", run, tmp_path / "nowhere")
+    shutil.copytree(run, tmp_path / "default-20260101-120000")
+    assert f"did you mean {tmp_path / 'default-20260101-120000'}?" in refused("plot", tmp_path / "default")
+    assert "some has no metrics.jsonl, expected the folder of a run" in refused("plot", run.parent)
+    assert "argument --x: invalid choice: 'step'" in refused("plot", run, "--x", "step")
+    assert "loss.doc ends in '.doc', expected one of " in refused("plot", run, "--out", tmp_path / "loss.doc")
+    assert "no/loss.png: No such file or directory" in refused("plot", run, "--out", tmp_path / "no/loss.png")
+    (run / "config.json").write_text(json.dumps({"preset": "default", "model": 3}))
+    assert "model is 3, expected a table of keys" in refused("plot", run, "--x", "tokens")
