@@ -7,7 +7,18 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import LINE, across, fold, past_caches, row_grain, shape_of, store_all, write_row, zeros
+from barellm.cpu.kernels.loops import (
+    LINE,
+    ROW_UNROLL,
+    across,
+    fold,
+    past_caches,
+    row_grain,
+    shape_of,
+    store_all,
+    write_row,
+    zeros,
+)
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
@@ -108,16 +119,18 @@ class GradientOfRow:
 
 @kernel("layernorm_dx", constants=row_constants)
 def layernorm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
-    with k.claim(k.extent(dims) * inner, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    rows = k.extent(dims) * inner
+    past = past_caches(k, rows, C, dx) if mode_dx == "store" else None
+    with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         of, to = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C), dx.at(row * C)
         means = of.means()
 
-        def body(c, mask, j):
+        def vector(c, mask):
             _, dn, n = of.factors(c, mask)
             new = of.dx(dn, n, means)
-            to.store(to.load(c, mask) + new if mode_dx == "add" else new, c, mask)
+            return to.load(c, mask) + new if mode_dx == "add" else new
 
-        across(k, C, body)
+        write_row(k, to, C, vector, past=past)
 
 
 def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count, dims, inner) -> None:
@@ -145,14 +158,17 @@ def layernorm_dparams(op: Op, c: Lowering) -> None:
 def layernorm_backward(
     k: KernelBuilder, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, count, sums, dims, inner, mode_dx
 ) -> None:
-    """dx, in bf16 too where `rounded` is given, and the partial sums that `sums` names: all that reads dx and dy in one pass."""
+    """dx, in bf16 too where `rounded` is given, and the partial sums that `sums` names: all that reads dx and dy in one pass.
+    What is written first and leaves the caches goes past them."""
     rows = k.extent(dims) * inner
-    pairs = C % (2 * k.lanes) == 0
-    past = None if rounded is None else past_caches(k, rows, C, rounded)
+    together = ROW_UNROLL if C % (ROW_UNROLL * k.lanes) == 0 else 1
+    results = [(dx, None if mode_dx == "add" else past_caches(k, rows, C, dx))]
+    if rounded is not None:
+        results.append((rounded, past_caches(k, rows, C, rounded)))
 
     with chunks_of_rows(k, partials, rows, C, count) as (to_sums, begin, end), k.loop(begin, end) as row:
-        of, to = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C), dx.at(row * C)
-        low = None if rounded is None else rounded.at(row * C)
+        of = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C)
+        to = [out.at(row * C) for out, _ in results]
         means = of.means()
         held: list[Value] = []
 
@@ -160,15 +176,15 @@ def layernorm_backward(
             g, dn, n = of.factors(c, mask)
             new = of.dx(dn, n, means)
             if mode_dx == "add":
-                new = to.load(c, mask) + new
-            to.store(new, c, mask)
-            if low is not None and not pairs:
-                low.store(new, c, mask)
-            elif low is not None:
-                held.append(new)
-                if len(held) == 2:
-                    store_all(k, low, held, c - k.lanes, past)
-                    held.clear()
+                new = to[0].load(c, mask) + new
+            held.append(new)
+            if len(held) == together:
+                for out, (_, past) in zip(to, results, strict=True):
+                    if together > 1:
+                        store_all(k, out, held, c - (together - 1) * k.lanes, past)
+                    else:
+                        out.store(new, c, mask)
+                held.clear()
             for t, name in enumerate(sums):
                 total = to_sums.load(t * C + c, mask)
                 total = k.fma(g, n, total) if name == "dweight" else total + {"dbias": g, "dx_sum": new}[name]
