@@ -74,7 +74,7 @@ def changed(config: Config, changes: Mapping[str, object]) -> Config:
     changes = checked(changes)
     if "train.steps" in changes:
         changes.setdefault("train.minutes", 0.0)
-    elif changes.get("train.minutes"):
+    elif changes.get("train.minutes", 0) > 0:
         changes["train.steps"] = 0
     if "model.vocab_size" in changes and changes["model.vocab_size"] != config.model.vocab_size:
         changes.setdefault("model.padded_vocab", 0)

@@ -60,6 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from barellm.profiling import devices
+    from barellm.training import storage
     from barellm.training.machine import resolved
     from barellm.training.run import check
 
@@ -72,18 +73,31 @@ def run(args: argparse.Namespace) -> int:
 
         step.serve(config, device=args.device)
         return 0
+    if args.out:
+        _try(Path(args.out))
     result, text = _measured(args, config)
+    print(json.dumps(result) if args.json else "\n".join(text))  # before the disk may turn out to be full
     out = _out(args, config, result)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-        text.append(f"samples: {out}")
-    print(json.dumps(result) if args.json else "\n".join(text))
+        storage.replace_file(out, (json.dumps(result, indent=1) + "\n").encode())
+        if not args.json:
+            print(f"samples: {out}")
     if out and not args.out:
         from barellm.profiling.peers import write_tables
 
         write_tables()
     return 0
+
+
+def _try(out: Path) -> None:
+    """OSError where nothing can be written there: said now, not after minutes of measuring."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    new = not out.exists()
+    with out.open("a"):
+        pass
+    if new:
+        out.unlink()
 
 
 def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any], list[str]]:

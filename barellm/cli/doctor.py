@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -113,20 +114,31 @@ def gpu() -> dict[str, Any]:
 
 def uses() -> dict[str, Any]:
     from barellm.cpu import isa, jit, tuning
-    from barellm.cpu.backend import default_dtype, describe
+    from barellm.cpu.backend import default_dtype
     from barellm.cpu.threads import thread_count
     from barellm.data.cache import cache_folder
 
-    found = describe()
-    return {
-        "instruction set": found["isa"],
-        "instruction sets here": ", ".join(isa.available()),
-        "default dtype": default_dtype(),
-        "threads": found["threads"],
-        "text cache": str(cache_folder("tokens").parent),
-        "object cache": str(jit.cache_folder()),
-        "tuned products": tuning.count(isa.host(), thread_count()),
+    facts: dict[str, Callable[[], Any]] = {
+        "instruction set": lambda: isa.host().name,
+        "instruction sets here": lambda: ", ".join(isa.available()),
+        "default dtype": default_dtype,
+        "threads": thread_count,
+        "text cache": lambda: cache_folder("tokens").parent,
+        "object cache": jit.cache_folder,
+        "tuned products": lambda: tuning.count(isa.host(), thread_count()),
     }
+    return {name: _or_problem(fact) for name, fact in facts.items()}
+
+
+def _or_problem(fact: Callable[[], Any]) -> Any:
+    """The fact, or in words what a variable of the environment has that makes it impossible."""
+    from barellm.errors import UserError
+
+    try:
+        found = fact()
+    except UserError as error:
+        return f"no: {error}"
+    return str(found) if isinstance(found, Path) else found
 
 
 def _processor_name() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from barellm.cli.options import add_device
 
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from barellm.data.sources import prepare
     from barellm.errors import UserError
     from barellm.evaluation.validation import Evaluator
+    from barellm.training.console import Console
 
     for name, least in (("tokens", 0), ("batch", 1)):
         if getattr(args, name) < least:
@@ -40,7 +42,10 @@ def run(args: argparse.Namespace) -> int:
         data = prepare(source, tokenizer=tokenizer)
         stream = TokenStream([*data.train.parts, *data.val.parts], name=data.name) if args.whole else data.val
         windows = Validation(stream, seq=config.train.seq, max_tokens=args.tokens)
-        result = Evaluator(windows, batch=args.batch, byte_lengths=data.byte_lengths).run(session)
+        console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
+        evaluator = Evaluator(windows, batch=args.batch, byte_lengths=data.byte_lengths)
+        result = evaluator.run(session, report=console.evaluating(windows.windows))
+        console.clear()
     assert result is not None
     bits = result.bits_per_byte
     if args.json:

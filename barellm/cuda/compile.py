@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from barellm.cuda.driver import INSTALL
 from barellm.cuda.kernel import Spec
 from barellm.cuda.lang import TRITON, constant, modules_of
 from barellm.errors import UserError
@@ -126,7 +127,7 @@ def check_compiler() -> None:
     try:
         found = version("triton")
     except PackageNotFoundError:
-        raise UserError(f"kernels must be compiled, which needs triton {TRITON}: pip install 'barellm[cuda]'") from None
+        raise UserError(f"kernels must be compiled, which needs triton {TRITON}: {INSTALL}") from None
     if found != TRITON:
         raise UserError(f"triton {found} is installed, kernels are written for {TRITON}: pip install triton=={TRITON}")
 

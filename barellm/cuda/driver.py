@@ -21,7 +21,7 @@ from barellm.errors import UserError
 
 OLDEST_DRIVER = 12080  # CUDA 12.8, whose ptxas writes the cubins
 OLDEST_ARCH = 80  # bf16 in tensor cores
-INSTALL = "pip install 'barellm[cuda]'"
+INSTALL = "pip install -e '.[cuda]' where barellm's pyproject.toml is"
 
 
 def bindings() -> Any:

@@ -46,6 +46,7 @@ class BytePairs(Tokenizer):
         return np.array(self.encoding.encode_ordinary(text), np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        _ = self.encoding  # made, perhaps downloaded, once and not by each thread
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # tiktoken releases the interpreter lock
             return list(pool.map(self.encode, texts))
 

@@ -73,12 +73,12 @@ def open_shard(path: Path) -> np.ndarray:
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
-            header = np.frombuffer(file.read(12), "<i4")
+            header = file.read(12)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if size < HEADER_BYTES:
         raise UserError(f"{path} has {size} bytes, a token shard has at least {HEADER_BYTES}")
-    magic, version, count = (int(word) for word in header)
+    magic, version, count = np.frombuffer(header, "<i4").tolist()
     if magic not in FORMATS:
         raise UserError(f"{path} starts with magic {magic}, token shards with 20240520 (GPT-2) or 20240801 (Llama 3)")
     known, dtype = FORMATS[magic]

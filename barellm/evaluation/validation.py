@@ -37,9 +37,11 @@ class Evaluator:
         """Exactly the bytes that the targets stand for."""
         return b"".join(tokenizer.decode_bytes(targets[targets >= 0]) for _, targets in self.windows.batches(256))
 
-    def run(self, session: Session, *, stop: Callable[[], bool] = bool) -> Result | None:
-        """None if `stop()` became true on the way."""
-        total = 0.0
+    def run(
+        self, session: Session, *, stop: Callable[[], bool] = bool, report: Callable[[int], None] = lambda windows: None
+    ) -> Result | None:
+        """None if `stop()` became true on the way. `report` gets the number of windows that are done, after each batch."""
+        total, done = 0.0, 0
         for inputs, targets in self.windows.batches(self.batch):
             valid = int(np.count_nonzero(targets >= 0))
             session.write("tokens", inputs)
@@ -48,4 +50,6 @@ class Evaluator:
             total += float(session.read("loss")[0]) * valid
             if stop():
                 return None
+            done += len(inputs)
+            report(done)
         return Result(total / self.windows.targets, self.windows.targets, self.bytes)

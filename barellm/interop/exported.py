@@ -17,7 +17,7 @@ def export(source: Path, out: Path, *, kind: str, dtype: str) -> list[str]:
     and for an `out` that is there."""
     for option, name, known in (("--format", kind, FORMATS), ("--dtype", dtype, DTYPES)):
         if name not in known:
-            raise UserError(f"{option} is {name!r}{nearest(name, known)}, expected {' or '.join(known)}")
+            raise UserError(f"{option} is {name!r}{nearest(name, known)} (known: {', '.join(known)})")
     weights = open_weights(source)
     if not weights.model.bias:
         raise UserError(f"model.bias is false in {weights.path}: GPT-2 has biases in either format, expected true")

@@ -12,6 +12,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 
 MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, and its plan still takes seconds only
+MOST_LAYERS = 1024  # planning compares lifetimes with each other: 500 layers take 10 s, 2000 take 110
 
 
 def build(
@@ -35,6 +36,10 @@ def build(
     """
     if max(seq, decode_seq) > model.max_seq:
         raise UserError(f"seq is {max(seq, decode_seq)}, the model has {model.max_seq} positions (model.max_seq)")
+    if model.layers > MOST_LAYERS:
+        raise UserError(
+            f"model.layers is {model.layers}, expected at most {MOST_LAYERS}: more would take minutes to plan"
+        )
     if max(1, batch) * seq > MOST_TOKENS:
         tokens, C = batch * seq, model.channels
         raise UserError(

@@ -32,9 +32,11 @@ def check_fits(plan: Plan, *, what: str, limit: tuple[int, str] | None = None) -
         return
     parts = sorted(plan.by_role().items(), key=lambda part: -part[1])
     sums = " + ".join(f"{PLURAL[role]} {nbytes / 2**20:.1f}" for role, nbytes in parts if nbytes)
+    advice = "choose a smaller train.batch or train.seq, train.recompute, or optim.moments 16bit"
+    if plan.persistent_bytes > available:
+        advice = "no batch is small enough: choose a smaller model, or optim.moments 16bit"
     raise UserError(
-        f"{what} needs {plan.arena_bytes / 2**20:.1f} MiB ({sums}), {source} is {available / 2**20:.1f} MiB: "
-        "choose a smaller train.batch or train.seq, train.recompute, or optim.moments 16bit"
+        f"{what} needs {plan.arena_bytes / 2**20:.1f} MiB ({sums}), {source} is {available / 2**20:.1f} MiB: {advice}"
     )
 
 

@@ -163,7 +163,11 @@ def find(path: Path) -> tuple[Path, list[str]]:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    return read_json(path / META)
+    """What a step folder's meta.json says. UserError for one that no barellm wrote."""
+    meta = read_json(path / META)
+    if missing := [key for key in ("step", "config") if key not in meta]:
+        raise UserError(f"{path / META} has no {missing[0]!r}, expected what barellm writes there")
+    return meta
 
 
 def read_json(path: Path) -> dict[str, Any]:

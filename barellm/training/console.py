@@ -18,6 +18,7 @@ class Console:
 
     LIVE_S = 0.2
     PLAIN_S = 5.0
+    SHORT_S = 1.0  # evaluations up to here say nothing on the way
 
     def __init__(self, *, json_lines: bool = False, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stdout
@@ -40,11 +41,27 @@ class Console:
         else:
             self.line(text)
 
+    def evaluating(self, windows: int) -> Callable[[int], None]:
+        """For the `report` of an evaluation of so many windows: says how far it is. One that is over at once stays silent."""
+        begin = time.monotonic()
+
+        def report(done: int) -> None:
+            if time.monotonic() - begin > self.SHORT_S and self.due():
+                self.progress(f"evaluating: {done} of {windows} windows")
+
+        return report
+
+    def clear(self) -> None:
+        """Take the live line away."""
+        if self._open:
+            self._write("\r\x1b[2K")
+            self._open = False
+
     def line(self, text: str = "") -> None:
         if self.json_lines:
             return
-        self._write(("\r\x1b[2K" if self._open else "") + text + "\n")
-        self._open = False
+        self.clear()
+        self._write(text + "\n")
 
     def record(self, row: dict[str, Any]) -> None:
         """A row of the metrics, shown only as JSON."""

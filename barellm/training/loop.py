@@ -192,7 +192,8 @@ class Loop:
             return  # the final report looks closer
         if train.eval_every and step % train.eval_every == 0:
             begin = time.perf_counter()
-            result = self.evaluator.run(self.session, stop=lambda: bool(self.stop))
+            report = self.console.evaluating(self.evaluator.windows.windows)
+            result = self.evaluator.run(self.session, stop=lambda: bool(self.stop), report=report)
             if result is None:
                 return
             seconds = time.perf_counter() - begin

@@ -260,7 +260,8 @@ class Run:
     def _finish(self, folder: RunFolder, machine: Machine, loop: Loop, decoder: Decoder, stop: Stopping) -> bool:
         """The last, longer look: evaluation, samples, curve, and the JSON line. False if stopped before the end."""
         say, step = self.console.line, loop.progress.step
-        result = self.final_evaluator.run(machine.session, stop=lambda: bool(stop))
+        report = self.console.evaluating(self.final_evaluator.windows.windows)
+        result = self.final_evaluator.run(machine.session, stop=lambda: bool(stop), report=report)
         if result is None:
             return False
         loop.record_evaluation(step, result)

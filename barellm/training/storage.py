@@ -36,6 +36,8 @@ class NewFile:
                         raise
         except OSError as error:
             self.abandon()
+            with contextlib.suppress(OSError):  # no room for it: nothing of it stays
+                system.unlink(path)
             raise named(error, path) from None
 
     def write(self, data: Any) -> None:

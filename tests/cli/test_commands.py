@@ -175,6 +175,16 @@ def test_a_reader_that_goes_away_is_no_error(trained):
     assert process.wait() == 141
 
 
+def test_doctor_tells_of_a_wrong_variable_beside_the_rest(capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("BARELLM_THREADS", "many")
+    assert main(["doctor", "--json"]) == 0
+    uses = json.loads(capsys.readouterr().out)["barellm uses"]
+    assert "no: cannot write" in uses["text cache"] and uses["threads"].startswith("no: BARELLM_THREADS is 'many'")
+    assert uses["default dtype"] in ("fp32", "bf16")
+
+
 def test_doctor_reports_in_both_forms(capsys):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

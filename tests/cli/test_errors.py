@@ -121,6 +121,7 @@ def test_heads_that_do_not_divide_channels(refused, out, text):
         (["--batch", "0"], "train.batch is 0, expected at least 1"),
         (["--seq", "17"], "train.seq 17 is above model.max_seq 16"),
         (["--steps", "-3"], "train.steps is -3, expected at least 1"),
+        (["--minutes", "-1"], "train.minutes is -1.0, expected at least 0"),
         (["--lr", "-1"], "optim.lr is -1.0, expected at least 0"),
         (["--lr", "1e-5"], "optim.min_lr 0.0001 is above optim.lr 1e-05: lower it too"),
         (["--schedule", "cosin"], "optim.schedule is 'cosin', expected cosine, linear, constant or wsd"),
@@ -130,6 +131,7 @@ def test_heads_that_do_not_divide_channels(refused, out, text):
         (["--schedule", "linear", "--optim.cooldown", "nan"], "optim.cooldown is 'nan', expected a number"),
         (["--optim.beta1", "1"], "optim.beta1 is 1.0, expected 0 <= beta1 < 1"),
         (["--optim.moments", "bf16"], "optim.moments is 'bf16', expected fp32, 16bit or 16bit-stochastic"),
+        (["--model.layers", "100000"], "model.layers is 100000, expected at most 1024"),
         (["--dtype", "fp8"], "train.dtype is 'fp8', expected auto, fp32 or bf16"),
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--model.dropout", "1"], "model.dropout is 1.0"),
@@ -269,6 +271,11 @@ def test_a_folder_that_cannot_be_written(locked, refused, tiny, name):
     message = refused(*tiny(out=locked / name))
     assert str(locked) in message and ("Permission denied" in message or "Read-only file system" in message)
     assert not list(locked.iterdir())
+
+
+def test_bench_says_before_it_measures_that_it_cannot_write(locked, refused, monkeypatch):
+    monkeypatch.setattr("barellm.cli.bench._measured", lambda *_: pytest.fail("measured first"))
+    assert "result.json: " in refused("bench", "step", "shakespeare-char", "--out", locked / "result.json")
 
 
 def test_a_file_size_limit_costs_only_the_new_checkpoint(tiny, tmp_path):

@@ -216,7 +216,7 @@ def test_without_a_driver(monkeypatch):
 
 def test_without_the_bindings(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"cuda-bindings, which is not installed: pip install 'barellm\[cuda\]'"):
+    with pytest.raises(UserError, match=r"cuda-bindings, which is not installed: pip install -e '.\[cuda\]'"):
         driver.bindings()
 
 

@@ -42,6 +42,7 @@ def test_a_map_cannot_be_written(tmp_path):
     "content, message",
     [
         (b"", "has 0 bytes, a token shard has at least 1024"),
+        (b"hello", "has 5 bytes, a token shard has at least 1024"),
         (llmc_bytes([1])[:1000], "has 1000 bytes"),
         (b"To be, or not to be" * 100, "starts with magic 1646292820, token shards with 20240520"),
         (llmc_bytes([1], magic=20240522), "starts with magic 20240522"),

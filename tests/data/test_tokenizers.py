@@ -224,7 +224,7 @@ def test_another_vocabulary_is_not_taken_for_gpt2(content, tmp_path, monkeypatch
         gpt2.Gpt2().encode("text")
 
 
-def test_missing_gpt2_vocabulary_says_what_to_put_where(tmp_path, monkeypatch, cache):
+def test_missing_gpt2_vocabulary_says_what_to_put_where(tmp_path, monkeypatch, cache, capsys):
     import tiktoken.load
 
     def offline(*_):
@@ -234,7 +234,8 @@ def test_missing_gpt2_vocabulary_says_what_to_put_where(tmp_path, monkeypatch, c
     with pytest.raises(
         UserError, match=r"download failed \(ConnectionError\): put vocab.bpe .* BARELLM_GPT2_VOCAB"
     ) as e:
-        gpt2.Gpt2().encode("text")
+        gpt2.Gpt2().encode_many(["text", "more", "of it"])
+    assert capsys.readouterr().err.count("downloading") == 1  # not once a thread
     assert str(cache / "gpt2") in str(e.value) and "\n" not in str(e.value)
     monkeypatch.setenv("BARELLM_GPT2_VOCAB", str(tmp_path))
     with pytest.raises(UserError, match=r"expected a folder with one of vocab.bpe"):

@@ -40,7 +40,9 @@ def test_every_token_but_the_first_counts_once(length, batch, seq):
     lengths = RNG.integers(0, 4, 11)
     session = Bigrams(11)
     windows = Validation(TokenStream([tokens.astype(np.uint16)], name="test"), seq=seq)
-    result = Evaluator(windows, batch=batch, byte_lengths=lengths).run(session)
+    done = []
+    result = Evaluator(windows, batch=batch, byte_lengths=lengths).run(session, report=done.append)
+    assert len(done) == -(-windows.windows // batch) and done[-1] == windows.windows
     expected = session.cost[tokens[:-1], tokens[1:]].sum()
     assert result.targets == length - 1
     assert result.bytes == lengths[tokens[1:]].sum()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from barellm.cli.main import main
-from barellm.training import tensorfile
+from barellm.training import storage, tensorfile
 from tests.interop.models import ODD, TINY, checkpoint_of, llmc_file, random_arrays
 
 ARRAYS = random_arrays(TINY)
@@ -25,6 +28,22 @@ def test_an_export_is_the_documented_file(tmp_path, monkeypatch, model, padded, 
     expected = llmc_file(tmp_path / "expected.bin", model, arrays, version=DTYPES[dtype], padded=padded)
     assert out.read_bytes() == expected.read_bytes()
     assert [path.name for path in out.parent.iterdir()] == ["gpt2.bin"]
+
+
+def test_a_disk_without_room_keeps_nothing_of_an_export(tmp_path, monkeypatch, refused):
+    checkpoint_of(tmp_path / "run", TINY, ARRAYS)
+
+    class Full:
+        def __getattr__(self, name):
+            return self.reserve if name == "posix_fallocate" else getattr(os, name)
+
+        def reserve(self, *_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(storage, "system", Full())
+    out = tmp_path / "new" / "gpt2.bin"
+    assert "No space left" in refused("export", tmp_path / "run", "--format", "llmc", "--out", out)
+    assert not list(out.parent.iterdir())
 
 
 @pytest.mark.parametrize("version, padded", [(3, 256), (3, 384), (5, 257)])

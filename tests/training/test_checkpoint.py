@@ -276,6 +276,13 @@ def test_an_error_at_any_call_leaves_the_old_checkpoints(tmp_path, monkeypatch, 
         assert checkpoint.newest(folder)[0] == folder / "step-000003"
 
 
+def test_a_meta_json_of_somebody_else_is_named(folder):
+    path = save(folder, FakeSession(), 1)
+    (path / "meta.json").write_text('{"step": 1}')
+    with pytest.raises(UserError, match=r"meta\.json has no 'config', expected what barellm writes there"):
+        checkpoint.read_meta(path)
+
+
 def test_short_writes_are_continued(folder, monkeypatch):
     class Short(System):
         def __getattr__(self, name):

@@ -41,6 +41,23 @@ def test_a_terminal_gets_one_live_line_that_others_replace():
     assert out.getvalue().endswith("step 2\r\x1b[2Kevaluation\n")
 
 
+def test_a_long_evaluation_says_how_far_it_is(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    out = Terminal()
+    c = Console(stream=out)
+    report = c.evaluating(40)
+    report(10)
+    assert out.getvalue() == ""  # it may be over at once
+    now[0] += 1.5
+    report(20)
+    assert out.getvalue() == "\r\x1b[2Kevaluating: 20 of 40 windows"
+    c.clear()
+    assert out.getvalue().endswith("windows\r\x1b[2K")
+    c.line("evaluation")
+    assert out.getvalue().endswith("windows\r\x1b[2Kevaluation\n")
+
+
 def test_json_lines_are_all_that_a_machine_sees():
     out = Terminal()
     c = Console(json_lines=True, stream=out)
