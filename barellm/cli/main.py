@@ -8,18 +8,18 @@ from collections.abc import Sequence
 
 COMMANDS: dict[str, str] = {
     "train": "train; with no arguments a small model on Python source that is already on this machine",
-    "prepare": "text to shards of tokens",
+    "prepare": "turn text into shards of tokens",
     "sample": "generate text from a checkpoint",
     "eval": "validation loss of a checkpoint",
     "plot": "the loss of runs, stopped ones and those that still train included",
-    "import": "a checkpoint from a Hugging Face folder or an llm.c file",
-    "export": "a checkpoint's weights for transformers or llm.c",
-    "plan": "memory to the byte, FLOPs and bytes by op; allocates nothing",
+    "import": "make a checkpoint of a Hugging Face folder or an llm.c file",
+    "export": "write a checkpoint's weights for transformers or llm.c",
+    "plan": "what a run needs: memory to the byte, FLOPs and bytes by op; allocates nothing",
     "bench": "measure kernels and steps",
     "profile": "where a step's time goes, by op and thread; a timeline and a picture",
-    "tune": "find the fastest way to do a preset's matrix products on this machine",
-    "inspect": "IR, assembly and registers of a kernel",
-    "doctor": "what this machine has and what barellm will use",
+    "tune": "find the fastest tiles for a preset's matrix products on this machine",
+    "inspect": "show a kernel's IR, assembly and registers",
+    "doctor": "show what this machine has and what barellm will use",
 }
 
 
