@@ -20,21 +20,21 @@ from barellm.cpu.kernels.loops import (
     zeros,
 )
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
-from barellm.cpu.lang import Value
+from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 
 CHAINS = 4
 
 
-Factors = Callable[[Any, Value | None], tuple[Value, Value]]
+Factors = Callable[[Any, Value | None, int], tuple[Value, Value]]
 
 
 def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = False) -> tuple[Value, Value]:
-    """Two sums over a row: of u and of u * v, where factors(c, mask) gives u and v; u is zero off the mask."""
+    """Two sums over a row: of u and of u * v, where factors(c, mask, j) gives u and v; u is zero off the mask."""
     sums, products = zeros(k, CHAINS), zeros(k, CHAINS)
 
     def body(c, mask, j):
-        u, v = factors(c, mask)
+        u, v = factors(c, mask, j)
         sums[j].value = sums[j].value + u
         products[j].value = k.fma(u, v, products[j].value)
 
@@ -64,7 +64,7 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
             v = of.load(c, mask) - shift
             return v if mask is None else k.select(mask, v, 0.0)
 
-        def twice(c, mask):
+        def twice(c, mask, j):
             v = shifted(c, mask)
             if in_registers:
                 held[c] = v
@@ -100,9 +100,16 @@ class GradientOfRow:
         g = self.dy.load(c, mask)
         return g, g * self.weight.load(c, mask), (self.x.load(c, mask) - self.centre) * self.scale
 
-    def means(self) -> tuple[Value, Value]:
-        """The first pass: both means."""
-        sums = row_sums(self.k, self.C, lambda c, mask: self.factors(c, mask)[1:])
+    def means(self, also: Callable[..., None] | None = None) -> tuple[Value, Value]:
+        """The first pass: both means, and also(c, mask, j, dy, n) for each vector."""
+
+        def factors(c, mask, j):
+            g, dn, n = self.factors(c, mask)
+            if also is not None:
+                also(c, mask, j, g, n)
+            return dn, n
+
+        sums = row_sums(self.k, self.C, factors)
         a, b = (self.k.splat(total * (1.0 / self.C)) for total in sums)
         return a, b
 
@@ -110,11 +117,11 @@ class GradientOfRow:
         # The difference first: where dn is its own mean, the result is zero and not the rounding of two products.
         return self.k.fma(-n, means[1], dn - means[0]) * self.scale
 
-    def fetch_next(self, c: Any, j: int) -> None:
-        """What the next row's first pass reads in this place. The second pass reads memory too slowly to keep it busy."""
-        for p in (self.x, self.dy):
-            if j * self.k.lanes * p.itemsize % LINE == 0:
-                self.k.prefetch(p.at(self.C + c), near=False)
+    def fetch(self, row: Pointer, c: Any, j: int) -> None:
+        """What the other pass reads in this place of a row, into the second cache. Each pass by itself would leave memory idle
+        while it computes what the other one waits for."""
+        if j * self.k.lanes * row.itemsize % LINE == 0:
+            self.k.prefetch(row.at(c), near=False)
 
 
 @kernel("layernorm_dx", constants=row_constants)
@@ -158,8 +165,8 @@ def layernorm_dparams(op: Op, c: Lowering) -> None:
 def layernorm_backward(
     k: KernelBuilder, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, count, sums, dims, inner, mode_dx
 ) -> None:
-    """dx, in bf16 too where `rounded` is given, and the partial sums that `sums` names: all that reads dx and dy in one pass.
-    What is written first and leaves the caches goes past them."""
+    """dx, in bf16 too where `rounded` is given, and the partial sums that `sums` names: all that reads dx and dy at once.
+    What is written first and leaves the caches goes past them. The first pass does all that needs no mean."""
     rows = k.extent(dims) * inner
     together = ROW_UNROLL if C % (ROW_UNROLL * k.lanes) == 0 else 1
     results = [(dx, None if mode_dx == "add" else past_caches(k, rows, C, dx))]
@@ -169,11 +176,23 @@ def layernorm_backward(
     with chunks_of_rows(k, partials, rows, C, count) as (to_sums, begin, end), k.loop(begin, end) as row:
         of = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C)
         to = [out.at(row * C) for out, _ in results]
-        means = of.means()
         held: list[Value] = []
 
+        def add_to(name: str, c, mask, add: Callable[[Value], Value]) -> None:
+            if name in sums:
+                at = sums.index(name) * C + c
+                to_sums.store(add(to_sums.load(at, mask)), at, mask)
+
+        def first(c, mask, j, g, n):
+            add_to("dweight", c, mask, lambda total: k.fma(g, n, total))
+            add_to("dbias", c, mask, lambda total: total + g)
+            if mode_dx == "add":
+                of.fetch(to[0], c, j)
+
+        means = of.means(first)
+
         def body(c, mask, j):
-            g, dn, n = of.factors(c, mask)
+            _, dn, n = of.factors(c, mask)
             new = of.dx(dn, n, means)
             if mode_dx == "add":
                 new = to[0].load(c, mask) + new
@@ -185,11 +204,9 @@ def layernorm_backward(
                     else:
                         out.store(new, c, mask)
                 held.clear()
-            for t, name in enumerate(sums):
-                total = to_sums.load(t * C + c, mask)
-                total = k.fma(g, n, total) if name == "dweight" else total + {"dbias": g, "dx_sum": new}[name]
-                to_sums.store(total, t * C + c, mask)
-            of.fetch_next(c, j)
+            add_to("dx_sum", c, mask, lambda total: total + new)
+            of.fetch(of.x.at(C), c, j)
+            of.fetch(of.dy.at(C), c, j)
 
         across(k, C, body)
 
