@@ -56,27 +56,28 @@ def count(sass: str) -> tuple[int, dict[str, int], dict[str, int]]:
     return sum(names.values()), {name: names[name] for name in COUNTED if names[name]}, dict(widths)
 
 
-def read(cubin: bytes, *, shared: int) -> DeviceCode:
-    """The code of a cubin with one kernel. `shared`: as above."""
-    usage = _output("cuobjdump", cubin, "-res-usage")
+def read(cubin: bytes, *, shared: int, sass: str | None = None) -> DeviceCode:
+    """The code of a cubin with one kernel. `shared`: as above; `sass`: its disassembly, where it is known."""
+    usage = output("cuobjdump", cubin, "-res-usage")
     found = USAGE.search(usage)
     if not found:
         raise ValueError(f"cuobjdump names no kernel: {usage.strip()[:200]}")
-    return DeviceCode(int(found[1]), int(found[2]), shared, *count(disassembled(cubin)))
+    return DeviceCode(int(found[1]), int(found[2]), shared, *count(sass or disassembled(cubin)))
 
 
 def disassembled(cubin: bytes) -> str:
     """SASS."""
-    return _output("nvdisasm", cubin, "-c")
+    return output("nvdisasm", cubin, "-c")
 
 
-def _output(tool: str, cubin: bytes, option: str) -> str:
+def output(tool: str, cubin: bytes, *options: str) -> str:
+    """What a tool that Triton brings along writes about a file with these bytes."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [getattr(knobs.nvidia, tool).path, option, str(path)]
+        command = [getattr(knobs.nvidia, tool).path, *options, str(path)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction
 
 from barellm.cuda.kernel import Launch, Sizes, Spec, Table, TensorMap
 from barellm.runtime.lowering import Region
-from tests.cuda import gluon_machine
+from tests.cuda import gluon_machine, interpreter_types
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 STEP = 16  # of a contraction, that one instruction adds to an accumulator: no chain depends on how a kernel cuts it into tiles
@@ -339,6 +339,7 @@ def interpreting() -> Iterator[None]:
         scope.set_attr(JITFunction, "__call__", lambda self, *a, **k: _interpreted(self.fn).rewrite()(*a, **k))
         scope.set_attr(stock.TritonSemantic, "load", _load)
         scope.set_attr(tl, "multiple_of", _multiple_of)
+        interpreter_types.install(scope)
         builder.__class__ = Builder
         builder.options = stock.InterpreterOptions(sanitize_overflow=False)  # as without debug: counters of bits wrap
         with np.errstate(all="ignore"):

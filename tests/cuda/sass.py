@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
+from barellm.cuda import step
 from barellm.cuda.compile import Code, compiled
 from barellm.cuda.kernel import Spec
 from barellm.profiling import device_code
@@ -13,18 +15,19 @@ from tests.cuda import cubin
 
 SHARED = 232448  # bytes that a block may have on sm_90; sm_80 and sm_100 differ
 COUNTED = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "UTCHMMA")
-WORKERS = 2
+RAW = {80: "SM80", 89: "SM89", 90: "SM90a", 100: "SM100a"}  # what nvdisasm calls bare instructions of a card
 
 Row = dict[str, int]
 
 
 def rows(specs: Mapping[Spec, str], arch: int) -> dict[str, Row]:
     """A row of numbers for each specialisation, by its label. AssertionError where a cubin has other parameters than a launch."""
-    codes = compiled(specs, arch, processes=WORKERS)
+    codes = compiled(specs, arch, processes=step.processes())
     for spec, code in codes.items():
         cubin.hold(spec, code)
-    with ThreadPoolExecutor(WORKERS) as pool:
-        found = list(pool.map(row, codes.values()))
+    found = [
+        row_of(code, sass) for code, sass in zip(codes.values(), disassembled([*codes.values()], arch), strict=True)
+    ]
     labels = [label(spec) for spec in codes]
     assert len(set(labels)) == len(labels), "two specialisations have one label"
     return dict(zip(labels, found, strict=True))
@@ -42,8 +45,22 @@ def label(spec: Spec) -> str:
     return " | ".join(p for p in parts if p)
 
 
-def row(code: Code) -> Row:
-    found = device_code.read(code.cubin, shared=code.shared_bytes)
+def disassembled(codes: Sequence[Code], arch: int) -> list[str]:
+    """SASS of each cubin, without labels. All of it comes from one nvdisasm, whose start takes a third of a second: it reads their
+    instructions one behind the other."""
+    texts = [cubin.sections(code.cubin)[f".text.{code.name}"] for code in codes]
+    ends = [*accumulate(map(len, texts))]
+    found: list[list[str]] = [[] for _ in codes]
+    for line in device_code.output("nvdisasm", b"".join(texts), "-b", RAW[arch]).splitlines():
+        if at := ADDRESS.match(line):
+            found[bisect(ends, int(at[1], 16))].append(line)
+    assert all(found)
+    return ["\n".join(lines) for lines in found]
+
+
+def row_of(code: Code, sass: str | None = None) -> Row:
+    """`sass`: where it is disassembled already."""
+    found = device_code.read(code.cubin, shared=code.shared_bytes, sass=sass)
     counts = {"registers": found.registers, "stack": found.stack, "shared": found.shared, "spills": found.spills}
     counts |= {name: found.counts.get(name, 0) for name in COUNTED} | found.widths
     return {name: n for name, n in counts.items() if n or name in ("spills", "registers", "shared")}
@@ -62,6 +79,7 @@ def wrong(name: str, row: Row) -> list[str]:
 
 
 INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+ADDRESS = re.compile(r"\s+/\*([0-9a-f]{4,})\*/")
 LABEL = re.compile(r"(\.L_x_\d+):")
 NO_RESULT = (
     "ST",

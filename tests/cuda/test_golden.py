@@ -16,6 +16,7 @@ import pytest
 
 from barellm.config import ModelConfig, OptimConfig
 from barellm.cuda import choices, step, tuning
+from barellm.cuda.compile import compiled
 from barellm.cuda.kernel import MODES, Lowering, Spec, Target
 from barellm.cuda.kernels.hopper import fits, launch_product
 from barellm.cuda.step import lower_and_plan
@@ -24,7 +25,7 @@ from barellm.models.programs import build
 from barellm.optim.adamw import adamw
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
-from tests.cuda.sass import Row, rows, wrong
+from tests.cuda.sass import Row, label, row_of, rows, wrong
 
 GOLDEN = Path(__file__).with_name("golden.json")
 # One block has every shape that twelve have.
@@ -104,7 +105,7 @@ TABLES: dict[str, Callable[[], dict[Spec, str]]] = {
 @pytest.mark.parametrize("name", TABLES)
 def test_kernels_are_the_golden_ones(name):
     found = rows(TABLES[name](), 90)
-    problems = [text for label, row in found.items() for text in wrong(label, row)]
+    problems = [text for name, row in found.items() for text in wrong(name, row)]
     assert not problems, "\n".join(problems)
     golden: dict[str, dict[str, Row]] = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     if os.environ.get("BARELLM_GOLDEN") == "write":
@@ -138,7 +139,7 @@ def test_forms_that_the_golden_ones_lack_do_not_spill(model, moments, fused, mon
         {s: op for s, op in needed.items() if s.function.module.rpartition(".")[2] in FAMILIES and s.name not in known},
         90,
     )
-    problems = [text for label, row in found.items() for text in wrong(label, row)]
+    problems = [text for name, row in found.items() for text in wrong(name, row)]
     assert found and not problems, "\n".join(problems)
 
 
@@ -150,7 +151,7 @@ def test_fp32_products_of_a_small_vocabulary_do_not_spill():
         s: op for s, op in specs(model, 64, "fp32", 90).items() if s.name == "gemm" and 65 in dict(s.constants).values()
     }
     assert any(dict(s.constants)["BM"] == 128 for s in found)
-    problems = [text for label, row in rows(found, 90).items() for text in wrong(label, row)]
+    problems = [text for name, row in rows(found, 90).items() for text in wrong(name, row)]
     assert not problems, "\n".join(problems)
 
 
@@ -164,7 +165,7 @@ def attention_specs(head: int, compute: str, arch: int) -> dict[Spec, str]:
 @pytest.mark.parametrize("head, compute", [(256, "fp32"), (512, "fp32"), (512, "bf16")])
 def test_attention_of_wide_heads_does_not_spill(head, compute):
     found = rows(attention_specs(head, compute, 90), 90)
-    problems = [text for label, row in found.items() for text in wrong(label, row)]
+    problems = [text for name, row in found.items() for text in wrong(name, row)]
     assert len(found) == 4 and not problems, "\n".join(problems)
 
 
@@ -177,7 +178,7 @@ def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
         for t in choices.attention_tiles(role, head, "bf16", arch):
             with tuning.forced(subject, t):
                 found |= attention_specs(head, "bf16", arch)
-    problems = [text for label, row in rows(found, arch).items() for text in wrong(label, row)]
+    problems = [text for name, row in rows(found, arch).items() for text in wrong(name, row)]
     assert len(found) >= 8 and not problems, "\n".join(problems)
 
 
@@ -185,7 +186,10 @@ def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
 @pytest.mark.parametrize("arch", [80, 89, 100])
 def test_kernels_compile_for_other_cards(arch):
     """The smallest model whose widths are multiples of 64, in bf16. Products are done by tensor cores there too."""
-    found = rows(one_of_each(specs(SMALL, 2, "bf16", arch)), arch)
+    needed = one_of_each(specs(SMALL, 2, "bf16", arch))
+    found = rows(needed, arch)
+    for spec in list(needed)[::16]:  # all are disassembled together
+        assert found[label(spec)] == row_of(compiled([spec], arch, processes=1)[spec])
     assert not [name for name, row in found.items() if row["spills"]]
     products = {name: row for name, row in found.items() if name.startswith("gemm ")}
     assert products and not any(name.startswith("hopper_gemm") for name in found)
@@ -197,11 +201,8 @@ def test_a_kernel_that_spills_is_flagged():
     """A product with 32 registers for each thread."""
     (spec,) = [s for s in specs(ODD, 3, "fp32", 90) if s.name == "gemm" and "'gelu'" in str(s.constants)]
     tight = replace(spec, options=(*spec.options, ("maxnreg", 32)))
-    assert not wrong(*_only(rows({spec: "linear_gelu"}, 90)))
-    (problem,) = wrong(*_only(rows({tight: "linear_gelu"}, 90)))
+    (whole, spilled), found = compiled([spec, tight], 90, processes=1).values(), rows({spec: "", tight: ""}, 90)
+    assert [*found.values()] == [row_of(whole), row_of(spilled)]  # disassembled together as alone
+    assert not wrong("whole", row_of(whole))
+    (problem,) = wrong("spilled", row_of(spilled))
     assert "spill" in problem
-
-
-def _only(found: dict[str, Row]) -> tuple[str, Row]:
-    (item,) = found.items()
-    return item

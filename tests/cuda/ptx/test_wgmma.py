@@ -11,8 +11,11 @@ import pytest
 
 from barellm.cuda.compile import compiled
 from barellm.cuda.kernel import Target
+from barellm.cuda.step import lower_and_plan
 from barellm.profiling import device_code
 from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
 from tests.cases import backward_case, forward_case
 from tests.cuda import check
 from tests.cuda.check import EPS, check_op, persistent, tokens
@@ -91,14 +94,12 @@ def test_registers_of_a_product_under_way_are_seen():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [32, 64])
-def test_attention_keeps_the_registers_that_products_read(columns, monkeypatch):
-    seen = {}
-    execute = launch.execute
-    monkeypatch.setattr(
-        launch, "execute", lambda spec, *args, **how: (seen.update({spec: 0}), execute(spec, *args, **how))
-    )
-    check_op(ops.Attention, **forward_case((1, 3, 1, columns), "bf16", rate=0.1))
-    check_op(ops.AttentionBackward, **backward_case((1, 3, 1, columns), "bf16", rate=0.1))
-    texts = [device_code.disassembled(code.cubin) for code in compiled(seen, 90, processes=1).values()]
+def test_attention_keeps_the_registers_that_products_read(columns):
+    p, dims = Program(Store(), compute="bf16"), (Dim("batch", 1), Dim("seq", 3))
+    qkv, dout = p.input("qkv", (*dims, 3 * columns), "bf16"), p.input("dout", (*dims, columns), "bf16")
+    saved = p.apply(ops.Attention, qkv=qkv, heads=1, rate=0.1, stream=3)
+    p.apply(ops.AttentionBackward, qkv=qkv, out=saved.out, dout=dout, lse=saved.lse, heads=1, rate=0.1, stream=3)
+    needed = lower_and_plan({"both": p}, Target(90)).specs
+    texts = [device_code.disassembled(code.cubin) for code in compiled(needed, 90, processes=1).values()]
     assert sum(bool(re.search(r"HGMMA\S* R\d+, R\d+", text)) for text in texts) == 3
     assert not [line for text in texts for line in overwritten(text)]
