@@ -12,12 +12,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Tokenize text into llm.c's .bin shards (DIR_train_000001.bin, DIR_val_000000.bin, ...)."
     parser.add_argument("source", nargs="+", metavar="SOURCE", help="text files, folders of .txt files, or 'stdlib'")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make; it may exist but must be empty")
-    parser.add_argument("--tokenizer", default="gpt2", metavar="NAME",
-                        help="bytes, chars, bpe, gpt2, or a folder with tokenizer.json (default: gpt2)")  # fmt: skip
+    parser.add_argument(
+        "--tokenizer",
+        default="gpt2",
+        metavar="NAME",
+        help="bytes, chars, bpe, gpt2, or a folder with tokenizer.json (default: gpt2)",
+    )
     parser.add_argument("--vocab", type=int, default=2048, metavar="N", help="ids of a bpe tokenizer (default: 2048)")
     parser.add_argument("--val-fraction", type=float, default=0.1, metavar="F", help="validation part (default: 0.1)")
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
-                        help="tokens in a shard (default: 100000000)")  # fmt: skip
+    parser.add_argument(
+        "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens in a shard (default: 100000000)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
 
 

@@ -12,8 +12,11 @@ from barellm.errors import UserError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="DIR", help="folder for profile.json, timeline.json, profile.svg "
-                        "(default: runs/profile-PRESET-BATCHxSEQ-DTYPE)")  # fmt: skip
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder for profile.json, timeline.json, profile.svg (default: runs/profile-PRESET-BATCHxSEQ-DTYPE)",
+    )
     parser.add_argument("--json", action="store_true", help="print what profile.json holds")
     add_device(parser)
     add_configuration(parser)

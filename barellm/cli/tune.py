@@ -27,8 +27,11 @@ HEAD = f"{'kernel':<44}{'default':<28}{'best':<28}{'GFLOP/s':>8}{'gain':>8}  {'t
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--self-test", action="store_true", help="inject wrong, hanging and crashing candidates: status 0 if "
-                        "each is rejected for its reason")  # fmt: skip
+    parser.add_argument(
+        "--self-test",
+        action="store_true",
+        help="inject wrong, hanging and crashing candidates: status 0 if each is rejected for its reason",
+    )
     parser.add_argument("--clear", action="store_true", help="forget everything that was tuned")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_device(parser)

@@ -84,8 +84,9 @@ class Batches:
         epoch, index = divmod(sample, self.windows)
         return permuted(index, self.windows, draw(self._key, epoch)) * self.seq
 
-    def batch(self, first_sample: int, count: int, inputs: np.ndarray | None = None,
-              targets: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    def batch(
+        self, first_sample: int, count: int, inputs: np.ndarray | None = None, targets: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Samples [first_sample, first_sample + count): inputs and targets (count, seq), in the given arrays if any."""
         inputs = np.empty((count, self.seq), np.int32) if inputs is None else inputs[:count]
         targets = np.empty((count, self.seq), np.int32) if targets is None else targets[:count]
@@ -115,8 +116,9 @@ class Validation:
     def _valid(self, window: int) -> int:
         return min(self.seq, len(self.tokens) - 1 - self._starts[window])
 
-    def batch(self, first: int, count: int, inputs: np.ndarray | None = None,
-              targets: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    def batch(
+        self, first: int, count: int, inputs: np.ndarray | None = None, targets: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Windows [first, first + count), at most up to the last: inputs and targets (windows, seq) int32."""
         count = min(count, self.windows - first)
         inputs = np.empty((count, self.seq), np.int32) if inputs is None else inputs[:count]

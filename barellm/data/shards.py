@@ -48,8 +48,9 @@ def write_shard(path: Path, blocks: Iterable[np.ndarray], *, magic: int) -> int:
     return count
 
 
-def write_shards(folder: Path, stem: str, blocks: Iterable[np.ndarray], *, magic: int, first: int,
-                 shard_tokens: int = SHARD_TOKENS) -> list[Path]:  # fmt: skip
+def write_shards(
+    folder: Path, stem: str, blocks: Iterable[np.ndarray], *, magic: int, first: int, shard_tokens: int = SHARD_TOKENS
+) -> list[Path]:
     """Writes `stem_000001.bin` and so on (counting from `first`), `shard_tokens` in each but the last."""
 
     def pieces() -> Iterator[tuple[int, np.ndarray]]:  # (shard, tokens), cut where a shard is full

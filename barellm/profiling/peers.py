@@ -103,9 +103,13 @@ def variants(config: Config, peers: dict[str, str], device: str = "cpu") -> list
     if model.dropout:
         raise UserError(f"the peers' step has no dropout: model.dropout is {model.dropout}, expected 0")
     sizes = {
-        "layers": model.layers, "heads": model.heads, "channels": model.channels, "vocab": model.padded_vocab,
-        "batch": train.batch, "seq": train.seq,
-    }  # fmt: skip
+        "layers": model.layers,
+        "heads": model.heads,
+        "channels": model.channels,
+        "vocab": model.padded_vocab,
+        "batch": train.batch,
+        "seq": train.seq,
+    }
     words = [word for name, n in sizes.items() for word in (f"--{name}", str(n))]
     made = [ours(config, device=device)]
     if "torch" in peers:

@@ -31,15 +31,24 @@ class Done:
 
 
 def run(
-    command: list[str], *, limit_s: float, environment: dict[str, str] | None = None, together: bool = False,
+    command: list[str],
+    *,
+    limit_s: float,
+    environment: dict[str, str] | None = None,
+    together: bool = False,
     interrupt: bool = False,
-) -> Done:  # fmt: skip
+) -> Done:
     """`together`: both kinds of output in `out`. `interrupt`: at the limit it is first asked to end, as by Ctrl-C."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out if together else err, process_group=0,
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out if together else err,
+            process_group=0,
             env=os.environ | (environment or {}),
-        )  # fmt: skip
+        )
         try:
             status = _wait(process, limit_s)
             if status is None and interrupt:

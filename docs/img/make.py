@@ -243,7 +243,7 @@ def _small_plan(axes: Any, x: float, y: float) -> None:
     arrow(axes, (left - 6, floor + 4), (left - 6, y + 34), linewidth=0.9, mutation_scale=8)
     arrow(axes, (left - 6, floor + 4), (x + 238, floor + 4), linewidth=0.9, mutation_scale=8)
     text(axes, left - 12, y + 88, "address", size=8, colour=SOFT, rotation=90, ha="right", va="center")
-    text(axes, x + 236, floor - 2, "ops", size=8, colour=SOFT, ha="right", va="bottom")
+    text(axes, x + 236, floor - 20, "ops", size=8, colour=SOFT, ha="right", va="bottom")
 
 
 def _small_table(axes: Any, x: float, y: float) -> None:

@@ -49,7 +49,7 @@ def curve(chart: Any, rows: list[dict[str, Any]]) -> None:
     chart.plot(*zip(*judged, strict=True), "o-", color=ORANGE, markersize=3, linewidth=1.2, label="validation")
     chart.axhline(gzip / bits, color=GREEN, linewidth=1, linestyle="--", label=f"gzip -9: {gzip:.2f} bits per byte")
     words = f"{result['val_bits_per_byte']:.2f} bits per byte"
-    place = {"xytext": (2, -14), "textcoords": "offset points", "ha": "right"}
+    place = {"xytext": (2, -34), "textcoords": "offset points", "ha": "right"}
     chart.annotate(words, judged[-1], fontsize=8.5, color=ORANGE, **place)
     low, high = chart.get_ylim()
     chart.set_ylim(low - 0.06 * (high - low), high)

@@ -21,8 +21,10 @@ BARRIER, COUNTERS, GROUPS = 16, 32, 8
 STAMPS = 3  # of a thread for each entry of a traced walk
 SPINS = 2000
 
-_PAUSE = {"x86": ("declare void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse2.pause()"),
-          "arm": ("declare void @llvm.aarch64.hint(i32)", "call void @llvm.aarch64.hint(i32 1)")}  # fmt: skip
+_PAUSE = {
+    "x86": ("declare void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse2.pause()"),
+    "arm": ("declare void @llvm.aarch64.hint(i32)", "call void @llvm.aarch64.hint(i32 1)"),
+}
 # Fenced: else the processor reads its counter ahead of the loads before, which may be a barrier that still holds.
 _COUNTER = {
     "x86": """
@@ -116,9 +118,12 @@ def _walk(name: str, *, traced: bool) -> str:
   %stamp1 = getelementptr i8, ptr %stamp0, i64 8
   %stamp2 = getelementptr i8, ptr %stamp0, i64 16"""
         leave = meet.replace("%n", "%m")
-        stamps = [f"""
+        stamps = [
+            f"""
   %now{i} = call i64 @now()
-  store i64 %now{i}, ptr %stamp{i}, align 8""" for i in range(STAMPS)]  # fmt: skip
+  store i64 %now{i}, ptr %stamp{i}, align 8"""
+            for i in range(STAMPS)
+        ]
     body = f"""{where}
   %f = load ptr, ptr %rec, align 8
   %ap = getelementptr i8, ptr %rec, i64 8

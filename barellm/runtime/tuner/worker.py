@@ -95,8 +95,12 @@ class Worker:
         # A session of its own: Ctrl-C is for the parent, which then ends the child.
         self._process = subprocess.Popen(
             [sys.executable, "-m", self.child],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            start_new_session=True,
+        )
         return self._process
 
     def _ask(self, name: str, *arguments: Any, limit: float | None = None) -> dict[str, Any]:
