@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import Add, Cast
-from barellm.program.tensor import Tensor
+from barellm.program.tensor import Tensor, describe
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
@@ -99,6 +99,8 @@ def reachable(ops: list[Op]) -> set[Tensor]:
 def backward(program: Program, loss: Tensor, *, recompute: bool = False) -> None:
     """Append the backward ops of `loss`. With `recompute`, what a segment computed is dropped after the forward pass
     and computed again, from the segment's inputs, just before its backward ops (Chen et al. 2016)."""
+    if tuple(loss.shape) != (1,):
+        raise ValueError(f"backward starts from a loss of shape (1,): {describe(loss=loss)}")
     forward = list(program.ops)
     g = Gradients(program)
     g.needs = reachable(forward)

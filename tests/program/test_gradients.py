@@ -141,3 +141,10 @@ def test_a_loss_without_parameters_is_refused():
     x = p.input("x", (B, T, C), "fp32")
     with pytest.raises(ValueError, match="depends on no parameter"):
         p.backward(p.apply(Weigh, x=x, seed=0).loss)
+
+
+def test_a_tensor_that_is_no_loss_is_refused():
+    p = Program(Store())
+    x = p.embedding(p.input("tokens", (2, 3)), p.parameter("wte", (5, 4)), p.parameter("wpe", (3, 4)))
+    with pytest.raises(ValueError, match=r"backward starts from a loss of shape \(1,\): loss \(2, 3, 4\) fp32"):
+        p.backward(x)
