@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least 1")
     first = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     with opened(args.checkpoint, device=args.device) as (path, config, tokenizer, session):
-        decoder = Decoder(session, config.model)
+        decoder = Decoder(session, max_seq=config.model.max_seq, vocab_size=config.model.vocab_size)
         for i in range(args.samples):
             how = replace(first, seed=args.seed + i)
             if args.samples > 1 and not args.json:

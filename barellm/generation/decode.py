@@ -6,21 +6,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from barellm.config import ModelConfig
 from barellm.generation.samplers import Sampling, draw
 from barellm.runtime.session import Session
 
 
 class Decoder:
     """Feeds a prompt at once, then each drawn token. When all `max_seq` positions are used, the newer half of the text is
-    fed again from position 0: positions are absolute, so a cache cannot be moved."""
+    fed again from position 0: positions are absolute, so a cache cannot be moved. Ids from `vocab_size` on are padding."""
 
-    def __init__(self, session: Session, model: ModelConfig) -> None:
-        self.session, self.model = session, model
+    def __init__(self, session: Session, *, max_seq: int, vocab_size: int) -> None:
+        self.session, self.max_seq, self.vocab_size = session, max_seq, vocab_size
 
     def tokens(self, prompt: Sequence[int], *, count: int, how: Sampling) -> Iterator[int]:
         """`count` tokens that follow the prompt (at least one token), each as soon as it is known."""
-        limit = self.model.max_seq
+        limit = self.max_seq
         half = max(1, limit // 2)
         text = list(prompt)
         fresh = text if len(text) <= limit else text[-half:]
@@ -40,4 +39,4 @@ class Decoder:
         """(vocab_size,) after `tokens` at positions pos .. pos + len(tokens)."""
         self.session.write("tokens", np.array([tokens], np.int32))
         self.session.run("decode", batch=1, seq=len(tokens), pos=pos)
-        return self.session.read("logits").reshape(-1)[: self.model.vocab_size]
+        return self.session.read("logits").reshape(-1)[: self.vocab_size]

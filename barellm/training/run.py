@@ -162,7 +162,7 @@ class Run:
 
     def _train(self, folder: RunFolder, machine: Machine, stop: Stopping) -> int:
         progress, rows = self._begin(folder, machine)
-        decoder = Decoder(machine.session, self.config.model)
+        decoder = Decoder(machine.session, max_seq=self.config.model.max_seq, vocab_size=self.config.model.vocab_size)
         with closing(metrics.Metrics(folder.path / "metrics.jsonl", rows=rows)) as log:
             loop = Loop(
                 config=self.config,

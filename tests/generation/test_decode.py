@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.config import ModelConfig
 from barellm.generation.decode import Decoder
 from barellm.generation.samplers import Sampling
 
@@ -41,17 +40,13 @@ def expected(text: list[int]) -> int:
     return sum((i + 1) * token for i, token in enumerate(text)) % VOCAB
 
 
-def model(max_seq: int) -> ModelConfig:
-    return ModelConfig(layers=1, heads=1, channels=8, vocab_size=VOCAB, max_seq=max_seq)
-
-
 GREEDY = Sampling(temperature=0)
 
 
 def test_each_token_follows_from_all_before_it():
     session = Echo(64)
     text = [3, 5, 8]
-    found = list(Decoder(session, model(64)).tokens(text, count=10, how=GREEDY))
+    found = list(Decoder(session, max_seq=64, vocab_size=VOCAB).tokens(text, count=10, how=GREEDY))
     for token in found:
         assert token == expected(text)
         text.append(token)
@@ -60,7 +55,7 @@ def test_each_token_follows_from_all_before_it():
 
 def test_tokens_come_one_at_a_time():
     session = Echo(64)
-    stream = Decoder(session, model(64)).tokens([1], count=50, how=GREEDY)
+    stream = Decoder(session, max_seq=64, vocab_size=VOCAB).tokens([1], count=50, how=GREEDY)
     next(stream)
     assert len(session.fed) == 1
 
@@ -69,7 +64,7 @@ def test_tokens_come_one_at_a_time():
 def test_a_full_cache_starts_again_with_the_newer_half(limit):
     session = Echo(limit)
     text = [4]
-    for token in Decoder(session, model(limit)).tokens(text, count=40, how=GREEDY):
+    for token in Decoder(session, max_seq=limit, vocab_size=VOCAB).tokens(text, count=40, how=GREEDY):
         seen = session.cache
         assert token == expected(seen)
         assert seen == text[-len(seen) :]
@@ -81,6 +76,6 @@ def test_a_full_cache_starts_again_with_the_newer_half(limit):
 def test_a_prompt_longer_than_the_model_is_cut_from_the_left():
     session = Echo(8)
     text = list(range(20))
-    (token,) = Decoder(session, model(8)).tokens(text, count=1, how=GREEDY)
+    (token,) = Decoder(session, max_seq=8, vocab_size=VOCAB).tokens(text, count=1, how=GREEDY)
     assert session.cache == text[-4:]
     assert token == expected(text[-4:])
