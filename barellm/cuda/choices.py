@@ -6,7 +6,6 @@ is a function of the shape alone. Both count programs against WAVE, the multipro
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 
 WAVE = 132
@@ -227,9 +226,11 @@ def attention_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile
     return min(fits, key=lambda row: row[0])[1] if fits else _ANY_HEAD[dtype]
 
 
+_Blocks = dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]]
+
 # What the tuner tries besides: queries, keys, warps, stages, in bf16; the most promising first. None spills. On sm_90 four warps do
 # 64 queries or keys in as many registers as eight do 128, twice as many programs at a time.
-_TRIED: dict[str, dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]]] = {
+_TRIED: dict[str, _Blocks] = {
     "bf16": {
         ("forward", 64): ((128, 128, 8, 3), (128, 128, 8, 4), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3)),
         ("forward", 128): ((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
@@ -247,12 +248,22 @@ _TRIED: dict[str, dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]]] 
     },
 }
 
+# Which of them do spill, two to four instructions, where sums are in tensor memory.
+_SPILLED: dict[int, _Blocks] = {
+    100: {
+        ("keys", 64): ((64, 64, 4, 3),),
+        ("keys", 128): ((64, 64, 8, 2),),
+        ("queries", 64): ((64, 64, 4, 2), (64, 64, 4, 3)),
+    }
+}
+
 
 def attention_tiles(role: str, head: int, dtype: str, arch: int) -> tuple[AttentionTile, ...]:
     """All that a kernel of attention may be cut into on this architecture, the default first."""
     usual = attention_tile(role, head, dtype, arch)
     tried = _TRIED.get(_operands(dtype, arch), {}).get((role, head), ())
-    return (usual, *(t for t in itertools.starmap(AttentionTile, tried) if t != usual))
+    spilled = _SPILLED.get(alike(arch), {}).get((role, head), ())
+    return (usual, *(AttentionTile(*t) for t in tried if t not in spilled and AttentionTile(*t) != usual))
 
 
 def equal_bits(role: str, a: AttentionTile, b: AttentionTile) -> bool:

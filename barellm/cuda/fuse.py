@@ -48,9 +48,11 @@ BACKWARD: list[Fusion] = [
 
 FUSIONS: list[Fusion] = [*NORMS, *BACKWARD, *CLASSIFIER, *PRODUCTS]
 
-# The update of all parameters: a launch takes a microsecond or two, and most parameters no time at all. What is code is in the key:
-# formats in memory, and how wide the accesses are.
+# Initial values and the update of all parameters: a launch takes a microsecond or two, and most parameters no time at all. What is
+# code is in the key: formats in memory, and how wide the accesses are.
 GROUPS: dict[str, Alike] = {
+    "normal_init": lambda op: (op.param.dtype, op.param.shape[-1], unit_of(op.param)),
+    "constant_init": lambda op: (op.param.dtype, unit_of(op.param)),
     "sum_squares": lambda op: unit_of(op.x),
     "adamw": lambda op: (
         op.clip, *(t.dtype for t in op.outputs.values()), op.beta1, op.beta2, op.eps, op.stream is None, unit_of(op.param),

@@ -57,7 +57,8 @@ def members(op: Op) -> list[Op]:
 
 
 def group(ops: Sequence[Op], table: Mapping[str, Alike]) -> list[Op]:
-    """The list with neighbours of one name, one key of the table and no dependence in groups. `table`: by the ops' name."""
+    """The list with neighbours that are in the table, by their names, and do not depend on each other in groups of one name and
+    one key."""
     made: list[Op] = []
     run: list[Op] = []
     touched: set[Tensor] = set()  # by the run's ops
@@ -66,7 +67,7 @@ def group(ops: Sequence[Op], table: Mapping[str, Alike]) -> list[Op]:
     def flush() -> None:
         groups: dict[Hashable, list[Op]] = {}
         for op in run:
-            groups.setdefault(table[op.name](op), []).append(op)
+            groups.setdefault((op.name, table[op.name](op)), []).append(op)
         made.extend(GroupedOp(alike) if len(alike) > 1 else alike[0] for alike in groups.values())
         run.clear()
         touched.clear()
@@ -74,7 +75,7 @@ def group(ops: Sequence[Op], table: Mapping[str, Alike]) -> list[Op]:
 
     for op in ops:
         reads, writes = set(op.inputs.values()), set(op.outputs.values())
-        if run and (op.name != run[0].name or writes & touched or reads & written):
+        if op.name not in table or writes & touched or reads & written:
             flush()
         if op.name in table:
             run.append(op)

@@ -170,7 +170,7 @@ def test_attention_of_wide_heads_does_not_spill(head, compute):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch, head", [(90, 64), (90, 128), (80, 128)])
+@pytest.mark.parametrize("arch, head", [(90, 64), (90, 128), (80, 128), (100, 64), (100, 128)])
 def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
     found: dict[Spec, str] = {}
     for role in KERNEL:

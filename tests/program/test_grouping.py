@@ -74,6 +74,25 @@ def test_what_depends_on_a_group_is_not_in_it():
     assert sizes(("a", "b"), ("c", "d"), ("d", "e"), ("c", "f")) == [2, 2]
 
 
+def test_kinds_may_take_turns():
+    p = Program(Store())
+    for i in range(3):
+        x = p.store.get(f"x{i}", (4,), "fp32", "state")
+        p.apply(ops.ConstantInit, param=x, value=float(i), valid_rows=4)
+        if i < 2:
+            y = p.store.get(f"y{i}", (4,), "fp32", "state")
+            p.apply(ops.NormalInit, param=y, std=1.0, stream=i, valid_rows=4)
+    found = group(p.ops, {"constant_init": lambda op: 0, "normal_init": lambda op: 0})
+    assert [(op.name, len(members(op))) for op in found] == [("constant_init", 3), ("normal_init", 2)]
+    p.apply(ops.NormalInit, param=p.store.get("x0", (4,), "fp32", "state"), std=1.0, stream=9, valid_rows=4)
+    found = group(p.ops, {"constant_init": lambda op: 0, "normal_init": lambda op: 0})  # writes what another has
+    assert [(op.name, len(members(op))) for op in found] == [
+        ("constant_init", 3),
+        ("normal_init", 2),
+        ("normal_init", 1),
+    ]
+
+
 def test_only_neighbours_go_together():
     p = Program(Store())
     casts(p, ("a", "b"))

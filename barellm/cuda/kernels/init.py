@@ -1,18 +1,25 @@
-"""Initial values of parameters, (rows, columns); a vector is one row. Elements from `valid` on are zero."""
+"""Initial values of all parameters, (rows, columns), in a few launches; a vector is one row. Elements from `valid` on are zero."""
 
 from __future__ import annotations
 
-import struct
-from math import gcd, pi, prod
+from math import pi, prod
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, cdiv, lowering
-from barellm.cuda.kernels.common import BLOCK, SEED, VECTOR, flat, pow2, tile
+from barellm.cuda.kernel import Lowering, Table, cdiv, lowering
+from barellm.cuda.kernels.common import BLOCK, SEED, pow2, unit_of
 from barellm.cuda.kernels.random import calls, threefry, to_columns
-from barellm.cuda.kernels.storage import store_weight, weight_operands
-from barellm.cuda.lang import constant, device, tl
+from barellm.cuda.kernels.storage import lo_pointer, store_weight, weight_columns, weight_pointer
+from barellm.cuda.kernels.tables import entry_of, extent, first_programs, integer, number
+from barellm.cuda.lang import DeviceFunction, constant, device, tl
+from barellm.program.grouping import members
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
 
 TURN = constant(2 * pi / 2**24)
+NORMAL_FIELDS = ("first", "param", "lo", "valid", "rows", "std", "stream")
+CONSTANT_FIELDS = ("first", "param", "lo", "valid", "units", "value")
+PARAM, LO, VALID, ROWS, STD, STREAM = (constant(NORMAL_FIELDS.index(name)) for name in NORMAL_FIELDS[1:])
+UNITS, VALUE = (constant(CONSTANT_FIELDS.index(name)) for name in CONSTANT_FIELDS[4:])
 
 
 @device
@@ -37,57 +44,85 @@ def normals(first, second):
 
 @device
 def normal_init(
-    param, param_lo, scalars, rows, valid_units, stream, std_bits,
-    C: tl.constexpr, UNIT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    table, scalars,
+    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
+    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """std * normals; the deviation is given by its fp32 bits, so that parameters share code."""
-    row, column, mask = tile(rows, C, BR, BC)
+    """std * normals."""
+    entry, turn = entry_of(table, ENTRIES, WIDE)
+    row = turn * BR + tl.arange(0, BR)
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
+    mask = (row < integer(table, entry, ROWS, ENTRIES))[:, None] & (column < C)[None, :]
     seed = tl.load(scalars + SEED).to(tl.uint32)
     zero = tl.zeros((BR,), tl.uint32)
-    k0, k1 = threefry(seed + zero, zero, zero, stream.to(tl.uint32) + zero)
+    k0, k1 = threefry(seed + zero, zero, zero, integer(table, entry, STREAM, ENTRIES).to(tl.uint32) + zero)
     first, second = calls(k0, k1, row, tl.program_id(1) * (BC // 2), BR, BC // 2)
     x, y = normals(first, second)
     i = row[:, None] * C + column[None, :]
-    live = i < valid_units.to(tl.int64) * UNIT
-    value = tl.where(live, to_columns(x, y, BR, BC) * std_bits.to(tl.float32, bitcast=True), 0.0)
-    store_weight(param, param_lo, i, mask, value)
+    live = i < integer(table, entry, VALID, ENTRIES)
+    std = number(table, entry, STD, ENTRIES).to(tl.float32)
+    param, lo = weight_pointer(table, entry, PARAM, ENTRIES, SPLIT), None
+    if SPLIT:
+        lo = lo_pointer(table, entry, LO, ENTRIES, UNIT)
+    store_weight(param, lo, i, mask, tl.where(live, to_columns(x, y, BR, BC) * std, 0.0))
 
 
 @lowering("normal_init")
 def lower_normal_init(op: Any, c: Lowering) -> None:
-    t = op.outputs["param"]
-    C, n = int(t.shape[-1]), valid(op)
-    rows, unit = t.size // C, gcd(n, VECTOR) or 1
+    inits, params = members(op), parameters(op)
+    C = int(params[0].shape[-1])
+    rows = [t.size // C for t in params]
     BC = max(32, min(256, pow2(C)))
     BR = BLOCK // BC
-    operands = {
-        **weight_operands("param", t), "rows": rows, "valid_units": n // unit, "stream": int(op.stream),
-        "std_bits": struct.unpack("<i", struct.pack("<f", op.std))[0],
-    }  # fmt: skip
-    constants = {"C": C, "UNIT": unit, "BR": BR, "BC": BC}
-    c.launch(normal_init, operands, constants, grid=lambda s: (cdiv(rows, BR), cdiv(C, BC)), writes="param param_lo")
+    more = {
+        "rows": ("i64", rows),
+        "std": ("fp64", [float(i.attrs["std"]) for i in inits]),
+        "stream": ("i64", [int(i.attrs["stream"]) for i in inits]),
+    }
+    launch_all(c, normal_init, NORMAL_FIELDS, [cdiv(n, BR) for n in rows], more, cdiv(C, BC), C=C, BR=BR, BC=BC)
 
 
 @device
 def constant_init(
-    param, param_lo, units, valid_units,
-    UNIT: tl.constexpr, VALID_UNIT: tl.constexpr, BLOCK: tl.constexpr, VALUE: tl.constexpr,
-):  # fmt: skip
-    i, mask = flat(units, UNIT, BLOCK)
-    live = i < valid_units.to(tl.int64) * VALID_UNIT
-    store_weight(param, param_lo, i, mask, tl.where(live, VALUE, 0.0))
+    table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    entry, turn = entry_of(table, ENTRIES, WIDE)
+    i = turn * BLOCK + tl.arange(0, BLOCK)
+    mask = i < integer(table, entry, UNITS, ENTRIES) * UNIT
+    live = i < integer(table, entry, VALID, ENTRIES)
+    param, lo = weight_pointer(table, entry, PARAM, ENTRIES, SPLIT), None
+    if SPLIT:
+        lo = lo_pointer(table, entry, LO, ENTRIES, UNIT)
+    store_weight(param, lo, i, mask, tl.where(live, number(table, entry, VALUE, ENTRIES).to(tl.float32), 0.0))
 
 
 @lowering("constant_init")
 def lower_constant_init(op: Any, c: Lowering) -> None:
-    t = op.outputs["param"]
-    n = valid(op)
-    unit, valid_unit = gcd(t.size, VECTOR), gcd(n, VECTOR) or 1
-    operands = {**weight_operands("param", t), "units": t.size // unit, "valid_units": n // valid_unit}
-    constants = {"UNIT": unit, "VALID_UNIT": valid_unit, "BLOCK": BLOCK, "VALUE": float(op.value)}
-    c.launch(constant_init, operands, constants, grid=lambda s: (cdiv(t.size, BLOCK),), writes="param param_lo")
+    sizes = [t.size for t in parameters(op)]
+    unit = unit_of(parameters(op)[0])
+    more = {
+        "units": ("i64", [n // unit for n in sizes]),
+        "value": ("fp64", [float(i.attrs["value"]) for i in members(op)]),
+    }
+    launch_all(c, constant_init, CONSTANT_FIELDS, [cdiv(n, BLOCK) for n in sizes], more, BLOCK=BLOCK)
 
 
-def valid(op: Any) -> int:
-    """Elements before row `valid_rows`."""
-    return min(op.valid_rows, int(op.param.shape[0])) * prod(int(n) for n in op.param.shape[1:])
+def launch_all(
+    c: Lowering, function: DeviceFunction, fields: tuple[str, ...], programs: list[int], more: dict[str, Any],
+    blocks: int = 1, **constants: int,
+) -> None:  # fmt: skip
+    """One launch for the parameters of an op or a group. `programs`: of each; `blocks`: of columns; `more`: further fields."""
+    params = parameters(c.op)
+    firsts, count = first_programs(programs)
+    valid = [
+        min(int(i.attrs["valid_rows"]), int(t.shape[0])) * prod(t.shape[1:])
+        for i, t in zip(members(c.op), params, strict=True)
+    ]
+    columns = {"first": ("i64", firsts), **weight_columns(params), "valid": ("i64", valid), **more}
+    table = Table({name: columns[name] for name in fields}, writes=("param", "lo"))
+    fixed = {**extent(len(params)), "UNIT": unit_of(params[0]), "SPLIT": params[0].dtype == "split", **constants}
+    c.launch(function, {"table": table}, fixed, grid=lambda s: (count, blocks), writes="")
+
+
+def parameters(op: Op) -> list[Tensor]:
+    return [init.outputs["param"] for init in members(op)]

@@ -3,28 +3,28 @@ partials (chunks); clip (2)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import log2
 from typing import Any
 
-from barellm.cuda.kernel import POINTER, Lowering, Table, cdiv, lowering
+from barellm.cuda.kernel import Lowering, Table, cdiv, lowering
 from barellm.cuda.kernels.common import BLOCK, LR, STEP, double, pow2, unit_of
 from barellm.cuda.kernels.random import sample_key, shared_words
 from barellm.cuda.kernels.storage import (
+    lo_pointer,
     load_moment,
     load_weight,
     moment_constants,
     moment_operand,
     store_moment,
     store_weight,
-    weight_operands,
+    weight_columns,
+    weight_pointer,
 )
-from barellm.cuda.kernels.tables import entry_of, extent, first_programs, integer, number, pointer
+from barellm.cuda.kernels.tables import column, entry_of, extent, first_programs, integer, number, pointer
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.grouping import members
 from barellm.program.ops.optimizer import CHUNK
-from barellm.program.tensor import Tensor
-from barellm.runtime.lowering import Region, part
+from barellm.runtime.lowering import part
 
 SPAN = (
     4 * BLOCK
@@ -137,10 +137,9 @@ def adamw(
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, turn = entry_of(table, ENTRIES, WIDE)
         n = integer(table, entry, UNITS, ENTRIES) * UNIT
-        param = pointer(table, entry, PARAM, ENTRIES, tl.int16 if SPLIT else tl.float32, 16)
-        lo = None
+        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, SPLIT), None
         if SPLIT:
-            lo = pointer(table, entry, LO, ENTRIES, tl.int16, 16 if UNIT % 8 == 0 else 2)
+            lo = lo_pointer(table, entry, LO, ENTRIES, UNIT)
         m = pointer(table, entry, M, ENTRIES, tl.float32 if M_MANTISSA is None else tl.int16, 16)
         v = pointer(table, entry, V, ENTRIES, tl.float32 if V_MANTISSA is None else tl.int16, 16)
         grad = pointer(table, entry, GRAD, ENTRIES, tl.float32, 16)
@@ -173,15 +172,13 @@ def lower_adamw(op: Any, c: Lowering) -> None:
     params, ms, vs = ([u.outputs[name] for u in updates] for name in ("param", "m", "v"))
     unit, split = unit_of(params[0]), params[0].dtype == "split"
     firsts, programs = first_programs(cdiv(p.size, SPAN) for p in params)
-    planes = [weight_operands("param", p) for p in params]
     columns = {
         "first": ("i64", firsts),
         "units": ("i64", [p.size // unit for p in params]),
-        "param": _column(p["param"] for p in planes),
-        "lo": _column(p["param_lo"] for p in planes) if split else ("i64", [0] * len(updates)),
-        "m": _column(moment_operand(m) for m in ms),
-        "v": _column(moment_operand(v) for v in vs),
-        "grad": _column(u.grad for u in updates),
+        **weight_columns(params),
+        "m": column(moment_operand(m) for m in ms),
+        "v": column(moment_operand(v) for v in vs),
+        "grad": column(u.grad for u in updates),
         "decay": ("fp64", [float(u.weight_decay) for u in updates]),
         "stream": ("i64", [u.stream or 0 for u in updates]),
     }
@@ -194,10 +191,3 @@ def lower_adamw(op: Any, c: Lowering) -> None:
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo", "m", "v"))
     c.launch(adamw, {"table": table, "clip": updates[0].clip}, constants, grid=lambda s: (programs,), writes="")
-
-
-def _column(operands: Iterable[Tensor | tuple[Region, str]]) -> tuple[str, list[Region]]:
-    """Of a table: operands of one type."""
-    pairs = [t if isinstance(t, tuple) else (part(t), t.dtype) for t in operands]
-    (kind,) = {POINTER[dtype] for _, dtype in pairs}
-    return kind, [region for region, _ in pairs]

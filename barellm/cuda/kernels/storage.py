@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from barellm.cuda.kernels.tables import column, pointer
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.ops.moments import FORMATS
 from barellm.program.ops.moments import REBIAS as REBIAS_BITS
@@ -19,6 +20,26 @@ def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
     if t.dtype == "split":
         return {name: (plane(t, "hi"), "i16"), f"{name}_lo": (plane(t, "lo"), "i16")}
     return {name: t, f"{name}_lo": None}
+
+
+def weight_columns(params: list[Tensor]) -> dict[str, Any]:
+    """The same of many weights of one dtype, fields `param` and `lo` of a table."""
+    planes = [weight_operands("param", p) for p in params]
+    split = params[0].dtype == "split"
+    lo = column(p["param_lo"] for p in planes) if split else ("i64", [0] * len(params))
+    return {"param": column(p["param"] for p in planes), "lo": lo}
+
+
+@device
+def weight_pointer(table, entry, PARAM: tl.constexpr, ENTRIES: tl.constexpr, SPLIT: tl.constexpr):
+    """To the hi plane, or the fp32 weights."""
+    return pointer(table, entry, PARAM, ENTRIES, tl.int16 if SPLIT else tl.float32, 16)
+
+
+@device
+def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr):
+    """To the lo plane of a weight whose count of elements is a multiple of UNIT."""
+    return pointer(table, entry, LO, ENTRIES, tl.int16, 16 if UNIT % 8 == 0 else 2)
 
 
 @device

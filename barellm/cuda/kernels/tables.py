@@ -6,8 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
+from barellm.cuda.kernel import POINTER
 from barellm.cuda.kernels.common import pow2
 from barellm.cuda.lang import device, tl
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import Region, part
 
 
 @device
@@ -46,3 +49,10 @@ def first_programs(counts: Iterable[int]) -> tuple[list[int], int]:
 def extent(entries: int) -> dict[str, int]:
     """The constants of `entry_of`."""
     return {"ENTRIES": entries, "WIDE": pow2(entries)}
+
+
+def column(operands: Iterable[Tensor | tuple[Region, str]]) -> tuple[str, list[Region]]:
+    """A field of addresses: operands of one type."""
+    pairs = [t if isinstance(t, tuple) else (part(t), t.dtype) for t in operands]
+    (kind,) = {POINTER[dtype] for _, dtype in pairs}
+    return kind, [region for region, _ in pairs]
