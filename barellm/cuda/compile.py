@@ -28,7 +28,7 @@ from barellm.errors import UserError
 from barellm.runtime import artefacts
 from barellm.runtime.compilers import Compile, Service, compile_all
 
-FORMAT = 2  # of what is kept
+FORMAT = 3  # of what is kept
 CACHE_NBYTES = 256 << 20  # of cubins on disk
 SHARE = 2  # for each helper process at least
 HEAD = struct.Struct("<q")
@@ -194,7 +194,7 @@ def triton_compile(spec: Spec, arch: int) -> Any:
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.compilation.scope(), knobs.runtime.scope():
         knobs.cache.dir = folder  # the result is kept by us, without the folder's path in it
         knobs.compilation.disable_line_info = True  # or the cubin would depend on where the sources lie
-        knobs.runtime.add_stages_inspection_hook = _with_fences  # pyright: ignore[reportAttributeAccessIssue]
+        knobs.runtime.add_stages_inspection_hook = _mended  # pyright: ignore[reportAttributeAccessIssue]
         return run_compiler(
             source(function, signature, constexprs=constants, attrs=attrs),
             target=GPUTarget("cuda", arch, 32),
@@ -202,9 +202,9 @@ def triton_compile(spec: Spec, arch: int) -> Any:
         )
 
 
-def _with_fences(backend: Any, stages: dict[str, Any], *_: Any) -> None:
+def _mended(backend: Any, stages: dict[str, Any], *_: Any) -> None:
     make_ptx = stages["ptx"]
-    stages["ptx"] = lambda source, metadata: fenced(make_ptx(source, metadata))
+    stages["ptx"] = lambda source, metadata: drained(fenced(make_ptx(source, metadata)))
 
 
 def fenced(ptx: str) -> str:
@@ -213,6 +213,21 @@ def fenced(ptx: str) -> str:
     if "wgmma.mma_async" not in ptx:
         return ptx
     return re.sub(r"(cp\.async\.wait_group[ \t]+\d+;)", r"\1\n\tfence.proxy.async.shared::cta;", ptx)
+
+
+def drained(ptx: str) -> str:
+    """With a wait at the end of each loop whose turns leave two groups of products under way to the next: ptxas 12.8 otherwise lets
+    no product of the kernel overlap anything ("wgmma.mma_async instructions are serialized", C7515)."""
+    lines, labels = ptx.split("\n"), {}
+    for i, line in enumerate(lines):
+        if label := re.match(r"(\$\w+):", line):
+            labels[label[1]] = i
+        branch = re.match(r"\s*(?:@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$\w+);", line)
+        if branch and branch[1] in labels:
+            groups = re.findall(r"wgmma\.(commit|wait)_group", "\n".join(lines[labels[branch[1]] : i]))
+            if groups[-2:] == ["commit", "commit"]:
+                lines[i] = f"\twgmma.wait_group.sync.aligned 0;\n{line}"
+    return "\n".join(lines)
 
 
 def _type(name: str, spec: Spec) -> str:

@@ -14,7 +14,7 @@ from barellm.profiling import device_code
 from tests.cuda import cubin
 
 SHARED = 232448  # bytes that a block may have on sm_90; sm_80 and sm_100 differ
-COUNTED = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "UTCHMMA")
+COUNTED = ("HGMMA", "WARPGROUP", "HMMA", "UTMALDG", "UTMASTG", "UTCHMMA")
 RAW = {80: "SM80", 89: "SM89", 90: "SM90a", 100: "SM100a"}  # what nvdisasm calls bare instructions of a card
 
 Row = dict[str, int]
@@ -73,6 +73,10 @@ def wrong(name: str, row: Row) -> list[str]:
         found.append(f"{name}: {row['spills']} instructions that spill, {row.get('stack', 0)} bytes of stack")
     if row["shared"] > SHARED:
         found.append(f"{name}: {row['shared']} bytes of shared memory, at most {SHARED}")
+    if row.get("HGMMA", 0) >= 8 and row["WARPGROUP"] >= 2 * row["HGMMA"]:
+        found.append(
+            f"{name}: each of {row['HGMMA']} products is waited for before the next: ptxas has serialized them"
+        )
     if name.startswith("hopper_gemm") and not all(row.get(op) for op in ("HGMMA", "UTMALDG", "UTMASTG")):
         found.append(f"{name}: not done by HGMMA, UTMALDG and UTMASTG: {row}")
     return found

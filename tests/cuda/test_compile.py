@@ -247,3 +247,16 @@ def test_what_cp_async_brings_is_fenced_for_wgmma():
     assert cuda_compile.fenced(loop + "mma.sync.aligned") == loop + "mma.sync.aligned"
     fenced = cuda_compile.fenced(loop + "wgmma.mma_async.sync.aligned")
     assert fenced.index("wait_group") < fenced.index("fence.proxy.async.shared::cta;") < fenced.index("bar.sync")
+
+
+def test_two_groups_of_products_do_not_outlast_a_turn_of_a_loop():
+    """Which ptxas would serialize all products for; one group may."""
+    commit, wait = "\twgmma.commit_group.sync.aligned;", "\twgmma.wait_group.sync.aligned 0;"
+    branch = "\t@%p43 bra \t$L__BB0_3;"
+
+    def loop(*lines: str) -> str:
+        return "\n".join(["\tbra.uni \t$L__BB0_3;", "$L__BB0_3:  // a loop", *lines, branch, "\tret;"])
+
+    for unchanged in (loop(commit), loop(commit, wait, commit), loop(commit, commit, wait)):
+        assert cuda_compile.drained(unchanged) == unchanged
+    assert cuda_compile.drained(loop(wait, commit, commit)) == loop(wait, commit, commit, wait)

@@ -40,7 +40,7 @@ INTEGERS = np.array([0, 1, -1, 2, 31, 32, 2**31 - 1, -(2**31), 12345, -98765], "
         ("mul.wide.u32 %rd6, %r1, 3", INTEGERS, INTEGERS.view("u4").astype("u8") * np.uint64(3)),
         ("mad.lo.s32 %r2, %r1, 7, %r1", INTEGERS, INTEGERS * np.int32(8)),
         ("mad.wide.u32 %rd6, %r1, 2, 5", INTEGERS, INTEGERS.view("u4").astype("u8") * np.uint64(2) + np.uint64(5)),
-        ("div.s32 %r2, %r1, 7", INTEGERS, (np.fix(INTEGERS.astype("f8") / 7)).astype("i4")),
+        ("div.s32 %r2, %r1, 7", INTEGERS, np.trunc(INTEGERS.astype("f8") / 7).astype("i4")),
         ("rem.s32 %r2, %r1, 7", INTEGERS, np.fmod(INTEGERS.astype("i8"), 7).astype("i4")),
         ("shl.b32 %r2, %r1, 33", INTEGERS, np.zeros(10, "i4")),
         ("shl.b32 %r2, 1, %r1", np.array([0, 31, 32, 99], "i4"), np.array([1, 1 << 31, 0, 0], "u4")),

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ptx
 ALIGNED = ModelConfig(layers=1, heads=2, channels=128, vocab_size=320, padded_vocab=320, max_seq=64)
 # Sectors of global memory, against those that the bytes would fill, and passes over the banks of shared memory, against those that
 # would do. Most kernels need no more; docs/cuda.md says what is behind the others.
-SECTORS = defaultdict(lambda: 1.1, adamw=1.45, layernorm=1.65, layernorm_backward=1.55, sort_blocks=2.7, total_loss=3.0)
+SECTORS = defaultdict(lambda: 1.1, layernorm=1.65, layernorm_backward=1.55, sort_blocks=2.7, total_loss=3.0)
 PASSES = defaultdict(lambda: 1.01, layernorm_backward=5.3, bias_grad_partials=8.4, combine=2.7)
 
 

@@ -149,7 +149,9 @@ def adamw(
         unbias = (1.0 / tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))).to(tl.float32)
         begin = turn * SPAN
         for first in range(begin, tl.minimum(begin + SPAN, n), BLOCK):
-            i = first + tl.arange(0, BLOCK)
+            # Four elements at a time: with eight of a 16-bit plane, loads of fp32 would touch each sector twice, and stores go
+            # through shared memory.
+            i = tl.max_contiguous(first + tl.arange(0, BLOCK), 4)
             mask = i < n
             dither_m, dither_v = None, None
             if STOCHASTIC:
