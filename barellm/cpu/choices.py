@@ -18,10 +18,11 @@ SUMS_BYTES = 3 << 18  # of a long block's sums, kept between two parts of the de
 LEFT_BYTES = 3 << 18  # of a weight gradient's packed block of dy: beside two panels it nearly fits the second cache
 CLAIMS = 16  # at least so many claims a weight gradient: enough for many threads, few enough to pack little
 SMALL = 1 << 26  # half as many below so many multiply-adds, and where chunks of tokens make them longer
-PART_BYTES = 1536  # of a column of a packed panel: longer ones are multiplied in about as long parts
+PART_BYTES = 1536  # of a column of a packed panel: longer ones are multiplied in about as long parts,
+WHOLE_BYTES = 3328  # but for pairs of bf16 up to so many; fp32 would begin cold with twice as much to pack unhidden
 CHUNK = 2048  # tokens of one weight gradient chunk: part of the result's definition, not a choice
 
-IN_FLIGHT = 6  # multiply-adds in turn that keep a processor about busy
+ENOUGH, IN_FLIGHT = 6, 8  # multiply-adds in turn that keep a processor about busy, and busy
 
 # Vectors a panel -> rows of the tile, by register count: accumulators + panel + one broadcast fit.
 TILES = {32: {3: 8, 2: 12, 4: 6, 1: 24}, 16: {2: 6, 3: 4, 1: 12}}
@@ -36,8 +37,9 @@ class Tile:
 
     def tail(self) -> Tile:
         """The least part of it that keeps the multiplier busy: what is left of a block goes in these."""
-        busy = [n for n in range(1, self.rows) if self.rows % n == 0 and n * self.vectors >= IN_FLIGHT]
-        return Tile(min(busy, default=self.rows), self.vectors)
+        busy = [n for n in range(1, self.rows) if self.rows % n == 0 and n * self.vectors >= ENOUGH]
+        best = [n for n in busy if n * self.vectors >= IN_FLIGHT]
+        return Tile(best[0] if best else max(busy, default=self.rows), self.vectors)
 
     def span(self, isa: ISA) -> int:
         """Columns of the panel that the tile multiplies with."""
@@ -76,6 +78,8 @@ def part_of(depth: int, itemsize: int) -> int:
     """Depth of a product that is packed and multiplied at a time; `itemsize` of a packed element. Sums are kept in fp32 between two
     parts, so each element is one accumulation chain still. A panel of a whole long depth would leave the second cache, and its
     columns in a row-major weight displace each other there."""
+    if itemsize == 2 and depth * itemsize <= WHOLE_BYTES:
+        return depth
     parts = max(1, (depth * itemsize + PART_BYTES // 2) // PART_BYTES)
     return min(-(-depth // (32 * parts)) * 32, depth)
 

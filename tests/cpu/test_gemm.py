@@ -12,7 +12,7 @@ from barellm.cpu.choices import Choice
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Spec
-from barellm.cpu.kernels import linear, weight_gradient
+from barellm.cpu.kernels import gemm, linear, weight_gradient
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from tests.cases import as_operand, chain_bound, check_network, operands
@@ -55,11 +55,17 @@ def test_matmul_dx(isa, dtype, shape, mode):
     check_op(ops.MatmulDx, isa, {"dy": dy, "weight": weight}, modes={"dx": mode}, bounds={"dx": bound})
 
 
+def changed(monkeypatch, module, **constants: int) -> None:
+    """Kernels are made with other constants of a module, and cached as such."""
+    for name, value in constants.items():
+        monkeypatch.setattr(module, name, value)
+    sources = jit.sources_digest()
+    monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} {constants}")
+
+
 def in_parts(monkeypatch) -> None:
     """The depth of products goes in parts of 32."""
-    monkeypatch.setattr(choices, "PART_BYTES", 64)
-    sources = jit.sources_digest()
-    monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} parts of 64 bytes")
+    changed(monkeypatch, choices, WHOLE_BYTES=64, PART_BYTES=64)
 
 
 @each_isa
@@ -162,6 +168,20 @@ def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, mo
         lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, bias=bias, sizes=sizes
     )
     assert found >= {f.name for f in FUSIONS} - (set() if bias else {"linear"})
+
+
+@each_isa
+@pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
+def test_tiles_finished_beside_the_next(isa: ISA, compute, limit, parts, monkeypatch):
+    """As deep products have it: a tile of 33 tokens is finished while the next one is multiplied, the last whole one behind."""
+    changed(monkeypatch, gemm, LATER=1)
+    if parts:
+        in_parts(monkeypatch)
+    sizes = (70, 40, 53)
+    check_network(
+        lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, bias=True, sizes=sizes
+    )
 
 
 def every_choice(isa: ISA) -> list[Choice]:

@@ -6,7 +6,8 @@ A tile of MR rows x NV vectors of accumulators is the inner loop. Its right oper
 (choices.py).
 
 The arithmetic hides the memory: while a tile is multiplied, the lines that it will write or read are prefetched and a part of the
-next panel is packed.
+next panel is packed. Where GELU's slope comes behind, the tile before is finished meanwhile too: its loads and look-ups fill what
+the multiplier leaves. GELU itself is slower so: its division holds the multiplier up wherever it stands.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from barellm.cpu.lang.vector import gelu, gelu_slope
 # --- the register tile ---
 
 BURST = 16  # units between two calls of what is done beside a product
+LATER = 512  # depth of a tile that is long enough to finish another one beside it
 Left = Callable[[int, Value], Value]  # (row of the tile, unit of depth) -> broadcast lanes
 
 
@@ -128,21 +130,21 @@ class Epilogue:
         self, k: KernelBuilder, col: Value, tile: Tile, out: Pointer, second: Pointer | None, bias: Pointer | None,
         other: Pointer | None, *, cols: int, kind: str, mode: str, early: bool,
     ) -> None:  # fmt: skip
-        """`early`: the bias is loaded now and stays in registers."""
+        """`early`: bias and masks are made now and stay in registers."""
         self.k, self.col, self.cols, self.kind, self.mode = k, col, cols, kind, mode
         self.out, self.second, self.bias, self.other = out, second, bias, other
         self.span = tile.span(k.isa)
-        ragged = cols % self.span
-        self.masks = [k.mask_first(cols - col - v * k.lanes) if ragged else None for v in range(tile.vectors)]
-        self.biases = [self._bias(v) if early else None for v in range(tile.vectors)]
+        self.early = [self._bias_and_mask(v) for v in range(tile.vectors)] if early else []
 
-    def _bias(self, v: int) -> Value | None:
-        return None if self.bias is None else self.bias.load(self.col + v * self.k.lanes, self.masks[v])
+    def _bias_and_mask(self, v: Any) -> tuple[Value | None, Value | None]:
+        first = self.col + v * self.k.lanes
+        mask = self.k.mask_first(self.cols - first) if self.cols % self.span else None
+        return None if self.bias is None else self.bias.load(first, mask), mask
 
-    def put(self, row: Value, v: int, x: Value) -> None:
-        """Vector v of a row's finished sums, to memory."""
-        at, mask = row * self.cols + self.col + v * self.k.lanes, self.masks[v]
-        bias = self._bias(v) if self.biases[v] is None else self.biases[v]
+    def put(self, row: Value, v: Any, x: Value) -> None:
+        """Vector v of a row's finished sums, to memory; v is a number of Python's where `early`."""
+        at = row * self.cols + self.col + v * self.k.lanes
+        bias, mask = self.early[v] if self.early else self._bias_and_mask(v)
         if bias is not None:
             x = x + bias
         if self.kind == "gelu":
@@ -190,6 +192,7 @@ def product(
         held = scratch.bytes(2 * nbytes).as_dtype("fp32")
     elif tiles or epilogue in ("gelu", "gelu_backward"):
         held = Pointer(k, k.alloca("float", tile.rows * span), "fp32")
+    later = spare and epilogue == "gelu_backward" and depth >= LATER
     if tiles:
         amx.configure(k)
 
@@ -225,8 +228,15 @@ def product(
                 return held.at(((panel_index - first_panel) * block + (row - first) + r) * span)
 
             def finish_row(row: Value, r: Any) -> None:
-                for v in range(tile.vectors):
+                def put(v: Any) -> None:
                     finish.put(row + r, v, held_row(row, r).load(v * k.lanes))
+
+                if later:  # all of a row at once need more registers than the next tile leaves
+                    with k.loop(0, tile.vectors) as v:
+                        put(v)
+                else:
+                    for v in range(tile.vectors):
+                        put(v)
 
             ends = (p + 1).equals(parts) if parts > 1 else None
             length = k.select(ends, k.int(depth - (parts - 1) * part), part) if parts > 1 else depth
@@ -251,6 +261,9 @@ def product(
                 def ahead(r: Value) -> None:
                     with k.when(ends) if ends is not None else nullcontext():
                         finish.fetch(row + r)
+                        if later:
+                            with k.when(row > first):
+                                finish_row(row - tile.rows, r)
                     if parts > 1:
                         # The next tile's rows; each is a stream of its own, too short for the processor to see it.
                         for line in range(0, part * a.itemsize, LINE):
@@ -275,6 +288,8 @@ def product(
                     for r, values in enumerate(sums):
                         for v, x in enumerate(values):
                             held_row(row, 0).store(x, r * span + v * k.lanes)
+                    if later and count is None:
+                        return
                     many = k.int(tile.rows) if count is None else count
                     with k.loop(0, many if ends is None else k.select(ends, many, 0)) as r:
                         finish_row(row, r)
@@ -286,6 +301,10 @@ def product(
 
             with k.loop(first, whole, tile.rows) as row:
                 emit(row, tile, None)
+            if later:
+                any_tile = whole > first
+                with k.when(any_tile if ends is None else any_tile & ends), k.loop(0, tile.rows) as r:
+                    finish_row(whole - tile.rows, r)
             if spare:
                 two.followed()
             small = tile if tiles else tile.tail()
