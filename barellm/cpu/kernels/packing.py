@@ -7,6 +7,7 @@ A panel of NV vectors of columns is [depth][NV][lanes]; with a bf16 dot instruct
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from barellm.cpu.isa import ISA
@@ -18,6 +19,7 @@ from barellm.program.tensor import ITEMSIZE
 
 LINE = 64  # bytes of a cache line
 NEAR, FAR = 4, 64  # so many chunks earlier their lines are fetched into the first cache and into the second
+LEFT_NEAR = 8  # for units of a left block, which go several at a time
 
 
 def paired(isa: ISA, dtype: str) -> bool:
@@ -250,13 +252,17 @@ class LeftBlock:
         """The next group's units before `end`."""
         k, group = self.k, self.group.value
         columns = self._columns(group)
-        with k.loop(self.unit.value, end) as u:
+        hangs = columns[-1] + self.rows > self.stride
+        if not self.inside:
+            with k.when(hangs), k.loop(self.unit.value, end) as u:
+                self._pack(columns, u, masked=True)
+        with nullcontext() if self.inside else k.otherwise(hangs), k.loop(self.unit.value, end) as u:
             self._pack(columns, u)
         ends = end.equals(self.whole)
         if self.pair:
             with k.when(ends & (self.depth & 1).differs(0)):
                 for col in columns:
-                    self._put(col, self.whole, half=True)
+                    self._put(col, self.whole, masked=not self.inside, half=True)
         self.group.value, self.unit.value = k.select(ends, group + 1, group), k.select(ends, 0, end)
 
     def _columns(self, group: Value) -> list[Value]:
@@ -265,17 +271,23 @@ class LeftBlock:
         end = self.first + (self.last - self.first - 1) // self.rows * self.rows
         return [self.k.min(start + i * self.rows, end) for i in range(self.tiles)]
 
-    def _pack(self, columns: list[Value], u: Value) -> None:
-        """Unit u of a group's tiles, and lines of later ones on their way into the caches."""
-        each = 2 if self.pair else 1
-        for lead, near in ((NEAR, True), (FAR, False)):
+    def _pack(self, columns: list[Value], u: Value, *, masked: bool = False) -> None:
+        """Unit u of a group's tiles, and lines of later ones on their way into the caches. A group may begin inside a line and end
+        in another: the second cache has the first of them from the group before, so only the last is fetched from FAR. Behind
+        the last unit come the next group's, for a few hundred tokens are not many times FAR."""
+        k, each = self.k, 2 if self.pair else 1
+        first, last, near, far = columns[0], columns[-1] + (self.rows - 1), u + LEFT_NEAR, u + FAR
+        beyond = far >= self.whole
+        far = k.select(beyond, far - self.whole, far)
+        there = k.select(beyond, last + self.tiles * self.rows, last)
+        for unit, col in ((near, first), (near, last), (far, there)):
             for r in range(each):
-                self.k.prefetch(self.b.at(((u + lead) * each + r) * self.stride + columns[0]), near=near)
+                k.prefetch(self.b.at((unit * each + r) * self.stride + col), near=unit is near)
         for col in columns:
-            self._put(col, u)
+            self._put(col, u, masked=masked)
 
-    def _put(self, col: Value, u: Value, *, half: bool = False) -> None:
-        """Unit u of the tile at `col`; `half`: of a pair of depth rows only the first is there."""
+    def _put(self, col: Value, u: Value, *, masked: bool, half: bool = False) -> None:
+        """Unit u of the tile at `col`; `masked`: it may hang over; `half`: of a pair of depth rows only the first is there."""
         k, b, rows = self.k, self.b, self.rows
         item = "i16" if b.dtype == "bf16" else "float"
         tile = self.at.at((col - self.first) * self.slot + u * rows)
@@ -285,7 +297,7 @@ class LeftBlock:
 
             def load(row: Value, v: int = v, n: int = n) -> Value:
                 p = b.at(row * self.stride + col + v)
-                if self.inside:
+                if not masked:
                     return k.op(f"<{n} x {item}>", f"load <{n} x {item}>, ptr {p.ref}, align {b.itemsize}")
                 return k.shuffle(p.load_raw(0, k.mask_first(self.stride - (col + v))), None, list(range(n)))
 
