@@ -251,7 +251,7 @@ class KernelBuilder(Builder):
             yield begin
 
     def columns(self, n: int) -> list[tuple[int, Value | None]]:
-        """(first column, mask or None) of the vectors that cover `n` columns, the last one masked where n is odd."""
+        """(first column, mask or None) of the vectors of `n` columns; the last is masked where `lanes` does not divide n."""
         whole: list[tuple[int, Value | None]] = [(c, None) for c in range(0, n - n % self.lanes, self.lanes)]
         return whole + ([(n - n % self.lanes, self.mask_first(n % self.lanes))] if n % self.lanes else [])
 

@@ -68,6 +68,7 @@ class Program:
         return self.store.get(name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]))
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
+        """Its gradient, fp32, which lives in the store under `NAME.grad`."""
         return self.store.get(f"{parameter.name}.grad", parameter.shape, "fp32", "gradient")
 
     def state(self, name: str, shape: tuple[int, ...], dtype: str = "fp32") -> Tensor:
@@ -122,6 +123,8 @@ class Program:
         self.ops = kept[::-1]
 
     def backward(self, loss: Tensor, *, recompute: bool = False) -> None:
+        """Append the backward ops of `loss` (1,): each parameter that leads to it gets a gradient, `NAME.grad` in the store.
+        `recompute` drops the activations of segments and computes them again: less memory, more work."""
         from barellm.program.backward import backward
 
         backward(self, loss, recompute=recompute)
@@ -151,6 +154,7 @@ class Program:
         return y if bias is None else self.apply(ops.Bias, x=y, bias=bias).y
 
     def layernorm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+        """x (..., C) fp32, weight and bias (C) -> (..., C) in the compute dtype, normalised over the last axis (Ba et al. 2016)."""
         return self.apply(ops.LayerNorm, x=x, weight=weight, bias=bias, eps=eps, dtype=self.compute).y
 
     def attention(self, qkv: Tensor, *, heads: int, dropout: float = 0.0) -> Tensor:
@@ -162,9 +166,11 @@ class Program:
         return self.apply(ops.AttentionCached, qkv=qkv, k_cache=k_cache, v_cache=v_cache, heads=heads).out
 
     def gelu(self, x: Tensor) -> Tensor:
+        """GELU in its tanh form, as GPT-2 has it (Hendrycks and Gimpel 2016). Any shape."""
         return self.apply(ops.Gelu, x=x).y
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b of equal shapes: the residual stream, fp32, and what a block adds to it."""
         return self.apply(ops.Add, a=a, b=b).y
 
     def dropout(self, x: Tensor, rate: float) -> Tensor:
