@@ -34,7 +34,7 @@ class Loop:
 
     label: str
     instructions: int
-    accumulators: int  # vector registers to which the loop only adds
+    accumulators: int  # vectors to which the loop only adds, in registers, or on the stack for want of them
     multiply_adds: dict[str, int]
     loads: int
     stores: int
@@ -194,10 +194,13 @@ def _moves(i: Instruction, kind: str) -> tuple[int, int]:
 def _loop(label: str, code: list[Instruction], kind: str, stack: re.Pattern[str]) -> Loop:
     counts = Counter(i.mnemonic for i in code if MULTIPLY_ADD.match(i.mnemonic))
     moves = [_moves(i, kind) for i in code]
+    sums = _accumulators(code, kind)
+    if sums:  # a loop that adds to none keeps other things there
+        sums += len(_kept_on_stack(code, kind, stack))
     return Loop(
         label=label,
         instructions=len(code),
-        accumulators=_accumulators(code, kind),
+        accumulators=sums,
         multiply_adds=dict(counts),
         loads=sum(load for load, _ in moves),
         stores=sum(store for _, store in moves),
@@ -223,6 +226,18 @@ def _accumulators(code: list[Instruction], kind: str) -> int:
         adds = ACCUMULATE.match(i.mnemonic) and (not plain or target in sources)
         (added if adds else replaced).add(target)
     return len(added - replaced)
+
+
+def _kept_on_stack(code: list[Instruction], kind: str, stack: re.Pattern[str]) -> set[str]:
+    """Places on the stack from which the loop reads vectors and to which it writes them back."""
+    loaded: set[str] = set()
+    stored: set[str] = set()
+    for i in code:
+        if VECTOR.search(i.operands) and (place := re.search(rf"[^\s,]*{stack.pattern}[^)\]]*", i.operands)):
+            load, store = _moves(i, kind)
+            loaded |= {place[0]} if load else set()
+            stored |= {place[0]} if store else set()
+    return loaded & stored
 
 
 def _vector_register(operand: str) -> str | None:
