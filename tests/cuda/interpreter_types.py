@@ -1,4 +1,4 @@
-"""Triton's types of blocks, kept: of interpreting small kernels three fifths of the time went into building them anew for every
+"""Triton's types of blocks, kept: of interpreting small kernels two fifths of the time went into building them anew for every
 value, shape by shape and number by number. Each is what Triton's own constructor makes of the same shape."""
 
 from __future__ import annotations

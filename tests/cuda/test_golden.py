@@ -16,6 +16,7 @@ import pytest
 
 from barellm.config import ModelConfig, OptimConfig
 from barellm.cuda import choices, step, tuning
+from barellm.cuda import compile as cuda_compile
 from barellm.cuda.compile import compiled
 from barellm.cuda.kernel import MODES, Lowering, Spec, Target
 from barellm.cuda.kernels.hopper import fits, launch_product
@@ -206,3 +207,16 @@ def test_a_kernel_that_spills_is_flagged():
     assert not wrong("whole", row_of(whole))
     (problem,) = wrong("spilled", row_of(spilled))
     assert "spill" in problem
+
+
+def test_products_that_ptxas_ran_one_at_a_time_are_flagged(monkeypatch):
+    """Gradients of keys and values, mended and as Triton leaves them. Compiled past the cache, which must not keep the latter."""
+    (spec,) = [s for s in attention_specs(64, "bf16", 90) if s.name == KERNEL["keys"]]
+
+    def problems() -> list[str]:
+        return wrong("keys", row_of(cuda_compile.code_of(spec, cuda_compile.triton_compile(spec, 90), 90)))
+
+    assert not problems()
+    monkeypatch.setattr(cuda_compile, "drained", lambda ptx: ptx)
+    (problem,) = problems()
+    assert "serialized" in problem
