@@ -22,15 +22,15 @@ from typing import Any
 
 import numpy as np
 
+from barellm.assembly.programs import build
 from barellm.config import MOMENTS, preset
 from barellm.cpu.backend import Bench, describe, open_session
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import prepare
 from barellm.evaluation.validation import Evaluator
 from barellm.models.gpt2 import declare_parameters
-from barellm.models.programs import build
 from barellm.optim.adamw import adamw
-from barellm.profiling.roofline import NAMED
+from barellm.plans.roofline import NAMED
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.training.schedule import learning_rate

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import barellm.cpu.kernels  # noqa: F401  (fills the registry, which a page's kernels must not change for other tests)
+from barellm.assembly.machine import build_programs
 from barellm.cli.main import COMMANDS
 from barellm.cli.options import Parser
 from barellm.config import PRESETS, preset
@@ -18,7 +19,6 @@ from barellm.cpu.isa import X86
 from barellm.cpu.kernel import REGISTRY
 from barellm.cpu.step import lower_and_plan
 from barellm.overrides import changed
-from barellm.training.machine import build_programs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

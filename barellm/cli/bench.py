@@ -59,9 +59,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from barellm.profiling import devices
-    from barellm.training import storage
-    from barellm.training.machine import resolved
+    from barellm.assembly.machine import resolved
+    from barellm.checkpoint import storage
+    from barellm.plans import devices
     from barellm.training.run import check
 
     devices.check(args.device)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"samples: {out}")
     if out and not args.out:
-        from barellm.profiling.peers import write_tables
+        from barellm.bench.peers import write_tables
 
         write_tables()
     return 0
@@ -105,13 +105,13 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
     rounds = _rounds(args)
     report: Callable[[str], None] = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
     if args.what == "scaling":
-        from barellm.profiling import scaling
+        from barellm.bench import scaling
 
         result = scaling.measure(config, rounds=rounds, report=report)
         return result, _scaling_lines(result)
     chosen, peer = _peers(args)
     if args.what == "gemm":
-        from barellm.profiling import gemms
+        from barellm.bench import gemms
 
         result = gemms.measure(
             config,
@@ -123,20 +123,20 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
         )
         return result, _gemm_summary(result)
     if args.what == "attention":
-        from barellm.profiling import attentions
+        from barellm.bench import attentions
 
         # Its lines are the report, written as they come.
         torch, dtype = bool(chosen), config.train.dtype
         return attentions.measure(dtype, torch=torch, rounds=rounds, report=report, device=args.device), []
     if args.what == "ops":
-        from barellm.profiling import ops, peers
+        from barellm.bench import ops, peers
 
         result = ops.measure(config, steps=warm_steps(args) or STEPS, device=args.device)
         if chosen:
             result |= peers.torch_ops(config, result["ops"])
         return result, _ops_lines(result)
     if chosen:
-        from barellm.profiling import peers
+        from barellm.bench import peers
 
         result = peers.measure(config, chosen, rounds=rounds, report=report, device=args.device)
         return result, _peers_lines(result)
@@ -172,7 +172,7 @@ def _peers(args: argparse.Namespace) -> tuple[dict[str, str] | None, str]:
         return None, ""
     if args.what == "gemm" and args.peers == "cublaslt":
         return None, "cublaslt"
-    from barellm.profiling import peers
+    from barellm.bench import peers
 
     chosen = peers.chosen(args.peers)
     if args.what != "step" and list(chosen) != ["torch"]:
@@ -185,7 +185,7 @@ def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | 
     """Where the result goes: --out; else, for the kinds that need long, among the project's results, which have models by name."""
     if args.out:
         return Path(args.out)
-    from barellm.profiling.peers import FOLDER
+    from barellm.bench.peers import FOLDER
 
     on_gpu = ["cuda"] * (args.device == "cuda")
     if r["kind"] == "attention":
@@ -227,14 +227,14 @@ def _gemm_line(r: dict[str, Any]) -> str:
 
 def _gemm_summary(r: dict[str, Any]) -> list[str]:
     least = {kind: min(row[f"{kind}_percent"] for row in r["products"]) for kind in ("warm", "cold")}
-    from barellm.profiling.devices import where
+    from barellm.plans.devices import where
 
     what = "{preset}, {dtype}, ".format(**r) + where(r["machine"])
     return [f"{what}, {len(r['products'])} products: at least {least['warm']:.1f} % warm, {least['cold']:.1f} % cold"]
 
 
 def title_line(r: dict[str, Any]) -> str:
-    from barellm.profiling.devices import where
+    from barellm.plans.devices import where
 
     return "{preset}, batch {batch} x {seq}, {dtype}, ".format(**r) + where(r)
 

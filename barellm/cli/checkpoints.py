@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from barellm import overrides
+from barellm.assembly.machine import check_device, open_machine
+from barellm.checkpoint import checkpoint
 from barellm.config import Config
 from barellm.data.tokenizers import Tokenizer, load_tokenizer
-from barellm.training import checkpoint
-from barellm.training.machine import check_device, open_machine
 
 
 @contextmanager

@@ -37,9 +37,10 @@ def run(args: argparse.Namespace) -> int:
     import json
 
     from barellm import overrides
+    from barellm.assembly.machine import resolved
     from barellm.config import preset
-    from barellm.profiling import devices, kernels
-    from barellm.training.machine import resolved
+    from barellm.inspect import kernels
+    from barellm.plans import devices
 
     devices.check(args.device)
     _check_options(args)
@@ -110,7 +111,7 @@ def _summary(row: dict[str, Any]) -> list[str]:
 
 
 def _device_summary(row: dict[str, Any]) -> list[str]:
-    from barellm.profiling.device_code import line
+    from barellm.inspect.device_code import line
 
     code = row["code"]
     spills = f"{code['spills']}{'  <-- registers do not suffice' if code['spills'] else ''}"

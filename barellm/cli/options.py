@@ -12,7 +12,7 @@ from barellm.config import PRESETS, Config, preset
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
-    from barellm.training.weights import Weights
+    from barellm.checkpoint.weights import Weights
 
 SHORT_FORMS: dict[str, str] = {
     "data.source": "--data",

@@ -21,8 +21,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
 
-    from barellm.profiling import devices, plan
-    from barellm.training.machine import resolved
+    from barellm.assembly.machine import resolved
+    from barellm.plans import devices, plan
     from barellm.training.run import check
 
     devices.check(args.device)
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     check(config)
     ceiling = None
     if args.measure:
-        from barellm.profiling.roofline import measured_ceiling
+        from barellm.plans.roofline import measured_ceiling
 
         ceiling = measured_ceiling(device=args.device)
     numbers, built = plan.report(resolved(config, args.device), ceiling=ceiling, device=args.device)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tables(n: dict[str, Any]) -> list[str]:
-    from barellm.profiling.devices import where
+    from barellm.plans.devices import where
 
     mode = f"{n['dtype']}{', recompute' if n['recompute'] else ''}"
     lines = [

@@ -45,8 +45,9 @@ def run(args: argparse.Namespace) -> int:
 def _read(name: str, *, axis: str) -> Curve:
     """The curve of the run in a folder. UserError for what is not there, or is not what a run writes."""
     from barellm import overrides
+    from barellm.checkpoint import checkpoint
     from barellm.errors import UserError
-    from barellm.training import checkpoint, curve, metrics
+    from barellm.training import curve, metrics
 
     path = Path(name)
     checkpoint.must_exist(path, expected="a run folder")

@@ -23,9 +23,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from barellm.assembly.machine import resolved
     from barellm.cli.bench import warm_steps
-    from barellm.profiling import devices, profile
-    from barellm.training.machine import resolved
+    from barellm.plans import devices
+    from barellm.profiling import profile
     from barellm.training.run import check
 
     devices.check(args.device)

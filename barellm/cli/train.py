@@ -24,11 +24,12 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from barellm import overrides
+    from barellm.assembly.machine import check_device
+    from barellm.checkpoint import folder
     from barellm.config import preset
     from barellm.errors import UserError
-    from barellm.training import folder, run
+    from barellm.training import run
     from barellm.training.console import Console
-    from barellm.training.machine import check_device
 
     console = Console(json_lines=args.json)
     check_device(args.device)

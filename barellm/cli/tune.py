@@ -39,14 +39,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from barellm.profiling import devices
+    from barellm.plans import devices
 
     devices.check(args.device)
     if args.clear:
         return _clear(args)
     if args.self_test:
         return _self_test(args)
-    from barellm.training.machine import resolved
+    from barellm.assembly.machine import resolved
     from barellm.training.run import check
 
     minutes = _minutes(args)
@@ -91,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _on_cpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any]]:
     """(products, the machine, where winners are kept, what tunes them)."""
+    from barellm.assembly.machine import build_programs
     from barellm.cpu import tuning
     from barellm.cpu.isa import host
     from barellm.cpu.step import lower_and_plan
     from barellm.cpu.threads import thread_count
     from barellm.cpu.tuner.tuner import tune
     from barellm.cpu.tuner.work import works_of
-    from barellm.training.machine import build_programs
 
     isa, threads = host(), thread_count()
     built = lower_and_plan(build_programs(config), isa=isa, threads=threads)
@@ -108,11 +108,11 @@ def _on_cpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any
 
 def _on_gpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any]]:
     """As above. UserError where there is no GPU."""
+    from barellm.assembly.machine import build_programs
     from barellm.cuda import driver, tuning
     from barellm.cuda.kernel import Target
     from barellm.cuda.tuner.tuner import tune
     from barellm.cuda.tuner.work import works_of
-    from barellm.training.machine import build_programs
 
     device = driver.device()
     target = Target.of(device, tf32=config.train.tf32)

@@ -15,13 +15,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from barellm.checkpoint import storage, tensorfile
+from barellm.checkpoint.checkpoint import read_json
+from barellm.checkpoint.weights import Weights, parameters
 from barellm.config import ModelConfig
 from barellm.errors import UserError
 from barellm.interop import vocabulary
 from barellm.program.tensor import Tensor
-from barellm.training import storage, tensorfile
-from barellm.training.checkpoint import read_json
-from barellm.training.weights import Weights, parameters
 
 CONFIG, FILE, INDEX, PICKLE = "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 PREFIX = "transformer."

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from barellm import __version__, overrides
+from barellm.checkpoint import checkpoint
+from barellm.checkpoint.folder import RunFolder
+from barellm.checkpoint.weights import Weights
 from barellm.config import PRESETS, Config, preset
 from barellm.data.tokenizers import tokenizer_files
-from barellm.training import checkpoint
-from barellm.training.folder import RunFolder
-from barellm.training.weights import Weights
 
 
 def like(weights: Weights) -> Config:

@@ -12,11 +12,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from barellm.checkpoint import storage, tensorfile
+from barellm.checkpoint.weights import Weights, parameters
 from barellm.config import ModelConfig
 from barellm.data.gpt2 import VOCAB, Gpt2
 from barellm.errors import UserError
-from barellm.training import storage, tensorfile
-from barellm.training.weights import Weights, parameters
 
 MAGIC = 20240326
 VERSIONS = {"fp32": 3, "bf16": 5}

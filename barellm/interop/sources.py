@@ -6,11 +6,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from barellm.checkpoint import checkpoint
+from barellm.checkpoint.weights import Weights, of_checkpoint
 from barellm.data.tokenizers import check_kind, make_tokenizer
 from barellm.errors import UserError
 from barellm.interop import huggingface, llmc, vocabulary
-from barellm.training import checkpoint
-from barellm.training.weights import Weights, of_checkpoint
 
 KNOWN = "a run or checkpoint of barellm, a folder of Hugging Face's, or a file of llm.c"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from barellm.profiling.devices import where
+from barellm.plans.devices import where
 
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
 COLOURS = {"matmul": "#3b82c4", "attention": "#c2410c", "optimizer": "#2f855a"}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from barellm.profiling.plan import STEP
+from barellm.plans.plan import STEP
 from barellm.profiling.step import StepBench
 
 LEAST, SECONDS, MOST = 5, 2.0, 50  # of steps that are timed

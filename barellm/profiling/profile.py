@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from barellm.config import Config
+from barellm.plans.roofline import measured_ceiling
+from barellm.plans.rows import by_kernel, by_kind, mixes, op_seconds
 from barellm.profiling import chart, device_trace, timeline
-from barellm.profiling.roofline import measured_ceiling
-from barellm.profiling.rows import by_kernel, by_kind, mixes, op_seconds
 from barellm.profiling.step import StepBench, opened, where_it_ran
 from barellm.profiling.trace import LIMIT, Traces, account, call_seconds, pairs_for, record
 

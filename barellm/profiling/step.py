@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from barellm.assembly.machine import Machine, open_machine
 from barellm.config import Config
 from barellm.profiling.process import CallCounter, Usage, resident_bytes, seconds_since_start
-from barellm.training.machine import Machine, open_machine
 
 SEED, LR = 1337, 3e-4
 
@@ -187,7 +187,7 @@ def where_it_ran(machine: Machine) -> dict[str, Any]:
 
 
 def serve(config: Config, *, device: str = "cpu") -> None:
-    """One side of an interleaved comparison, as barellm.profiling.turns wants it."""
+    """One side of an interleaved comparison, as barellm.bench.turns wants it."""
     with opened(config, device=device) as (bench, facts):
         start = where_it_ran(bench.machine) | {"dtype": bench.train.dtype}
         start |= {"arena_bytes": bench.machine.plan.arena_bytes}

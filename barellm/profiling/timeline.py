@@ -11,9 +11,9 @@ from typing import Any
 
 from barellm.cpu.lang.sync import BARRIER
 from barellm.cpu.step import CpuSession
+from barellm.plans.plan import STEP
+from barellm.plans.rows import place, shape, spans
 from barellm.profiling.device_trace import DeviceStep
-from barellm.profiling.plan import STEP
-from barellm.profiling.rows import place, shape, spans
 from barellm.profiling.trace import BEGIN, DONE, LEFT, TracedStep
 
 PROCESS = 1

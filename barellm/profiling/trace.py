@@ -18,7 +18,7 @@ import numpy as np
 
 from barellm.cpu.step import CpuSession
 from barellm.errors import UserError
-from barellm.profiling.plan import STEP
+from barellm.plans.plan import STEP
 from barellm.profiling.step import StepBench
 
 BEGIN, DONE, LEFT = 0, 1, 2  # a thread's stamps of a call: before it, after it, behind its barrier

@@ -11,12 +11,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from barellm.checkpoint import checkpoint
 from barellm.config import Config
 from barellm.data.loader import Batches
 from barellm.errors import UserError
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.runtime.session import Session
-from barellm.training import checkpoint
 from barellm.training.console import Console, duration, short
 from barellm.training.metrics import Metrics
 from barellm.training.schedule import learning_rate, steps_in_time

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from barellm.training import storage
+from barellm.checkpoint import storage
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from barellm import __version__, overrides
+from barellm.assembly.machine import Machine, open_machine
+from barellm.checkpoint import checkpoint, storage
+from barellm.checkpoint.folder import RunFolder
+from barellm.checkpoint.weights import Weights
 from barellm.config import MATMULS, MOMENTS, Config, one_of
 from barellm.data.loader import ORDERS, Batches, Validation
 from barellm.data.sources import Dataset, prepare
@@ -22,13 +26,10 @@ from barellm.evaluation.text import gzip_bits_per_byte, python_share
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.generation.decode import Decoder
 from barellm.generation.samplers import Sampling
-from barellm.training import checkpoint, curve, metrics, storage
+from barellm.training import curve, metrics
 from barellm.training.console import Console, duration, short
-from barellm.training.folder import RunFolder
 from barellm.training.loop import ANY_STEPS, Loop, Progress
-from barellm.training.machine import Machine, open_machine
 from barellm.training.stopping import Stopping
-from barellm.training.weights import Weights
 
 # The last evaluation is longer, but costs a few percent of the training: 1 / FINAL_SHARE of the tokens trained on within
 # these bounds, in evenly spread windows; all of the validation part if it has no more.

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from barellm import overrides
+from barellm.assembly.machine import open_machine
+from barellm.bench import peers
 from barellm.config import Config, preset
-from barellm.profiling import peers
 from barellm.profiling.step import SEED, StepBench
-from barellm.training.machine import open_machine
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.bars import bar, holds
 from benchmarks.gpu_check.stages import Scale

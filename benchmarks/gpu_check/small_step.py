@@ -3,11 +3,11 @@ what compute-sanitizer looks at; it makes them 10 to 100 times slower."""
 
 from __future__ import annotations
 
-from barellm.profiling.devices import open_session
-from barellm.profiling.gemms import Product, append, fill
+from barellm.assembly.machine import open_machine
+from barellm.bench.gemms import Product, append, fill
+from barellm.plans.devices import open_session
 from barellm.profiling.step import SEED, StepBench
 from barellm.program.builder import Program, Store
-from barellm.training.machine import open_machine
 from benchmarks.gpu_check.correct import model
 from benchmarks.gpu_check.stages import Scale
 

@@ -12,11 +12,12 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from barellm.bench import attentions, gemms, peers, turns
 from barellm.config import Config
 from barellm.errors import UserError
-from barellm.profiling import attentions, gemms, peers, profile, turns
+from barellm.plans.devices import device_bytes
+from barellm.profiling import profile
 from barellm.profiling import step as one_step
-from barellm.profiling.devices import device_bytes
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.bars import bar
 from benchmarks.gpu_check.correct import model
@@ -149,10 +150,10 @@ def tune(scale: Scale) -> dict[str, Any]:
     """How products and attention of a step are cut best, what takes longest first, as far as the time goes; then products in TF32.
     Every candidate is proved before it is timed; one that is wrong is a bar missed. The winners: `python -m benchmarks.gpu_check
     --ship`."""
+    from barellm.assembly.machine import build_programs
     from barellm.cuda import driver, tuning
     from barellm.cuda.kernel import Target
     from barellm.cuda.tuner import tuner, work
-    from barellm.training.machine import build_programs
 
     if scale.mock:
         tuner.CHILD = "tests.cuda.tuner_child"

@@ -72,8 +72,8 @@ def _mock() -> None:
     from pytest import MonkeyPatch
 
     from barellm.cuda import bench
-    from tests.cuda.mock import Gpu
-    from tests.cuda.mock_cublas import MockCublas
+    from tests.simulators.mock import Gpu
+    from tests.simulators.mock_cublas import MockCublas
 
     patch = MonkeyPatch()
     gpu = Gpu()

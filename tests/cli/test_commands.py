@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.config import Config
-from barellm.training import checkpoint, metrics
+from barellm.training import metrics
 
 REFERENCE = ["--device", "reference"]
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.data.shards import write_shard
-from barellm.training import checkpoint, loop
+from barellm.training import loop
 from tests.cli.conftest import TINY
 
 
@@ -176,7 +177,7 @@ def test_out_that_is_a_file(refused, tiny, tmp_path):
 
 
 def test_two_runs_in_one_folder(refused, tiny, tmp_path):
-    from barellm.training.folder import RunFolder
+    from barellm.checkpoint.folder import RunFolder
 
     with RunFolder(tmp_path / "run", resume=False):
         assert "another barellm process is writing" in refused(*tiny())

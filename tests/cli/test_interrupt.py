@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from barellm.training import checkpoint
+from barellm.checkpoint import checkpoint
 
 LONG_STEP = (  # 1.6 TFLOP: 7 s on two fast cores
     *("--model.layers", "6", "--model.channels", "768", "--model.heads", "12", "--model.max_seq", "512"),

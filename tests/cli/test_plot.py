@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from barellm.checkpoint.folder import RunFolder
 from barellm.cli.main import main
 from barellm.training import curve, metrics
-from barellm.training.folder import RunFolder
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import pytest
 from barellm.config import preset
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
+from barellm.inspect import kernels, machine_code
 from barellm.overrides import changed
-from barellm.profiling import kernels, machine_code
-from tests.cpu import amx_emulator
+from tests.simulators import amx_emulator
 
 pytestmark = pytest.mark.skipif(not amx_emulator.EMULATED, reason="the emulator wants AVX512-BF16 for everything else")
 PRODUCT = """

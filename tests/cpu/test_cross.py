@@ -6,8 +6,8 @@ from barellm.config import MOMENTS, preset
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
 from barellm.cpu.lang import sync
+from barellm.inspect import kernels
 from barellm.overrides import changed
-from barellm.profiling import kernels
 
 TRIPLES = ("aarch64-unknown-linux-gnu", "aarch64-apple-darwin")
 

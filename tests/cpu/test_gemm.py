@@ -16,9 +16,9 @@ from barellm.cpu.kernels import gemm, linear, weight_gradient
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from tests.cases import as_operand, chain_bound, check_network, operands
-from tests.cpu import amx_emulator
-from tests.cpu.amx_emulator import EMULATED
 from tests.cpu.check import EPS, ISAS, check_op, isa_named
+from tests.simulators import amx_emulator
+from tests.simulators.amx_emulator import EMULATED
 
 each_isa = pytest.mark.parametrize(
     "isa", [*(isa_named(n) for n in ISAS), *EMULATED], ids=[*ISAS, *("amx emulated" for _ in EMULATED)]

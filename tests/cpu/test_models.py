@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from barellm.assembly.programs import build
 from barellm.config import ModelConfig, OptimConfig
 from barellm.cpu.step import CpuSession
-from barellm.models.programs import build
 from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
 from tests.cpu.check import ISAS, isa_named

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.config import ModelConfig
 from barellm.cpu import step
 from barellm.cpu.step import CpuSession
-from barellm.models.programs import build
 from barellm.program import planner
 from tests.cpu.test_models import OPTIM, adamw, batch_of, partial
 

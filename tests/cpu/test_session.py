@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.config import ModelConfig, OptimConfig
 from barellm.cpu import jit
 from barellm.cpu.kernels import linear, weight_gradient
 from barellm.cpu.step import CpuSession
-from barellm.models.programs import build
 from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
 
@@ -132,7 +132,7 @@ INTERRUPTED = """
 import os, signal, threading, time
 from barellm.config import ModelConfig
 from barellm.cpu.step import CpuSession
-from barellm.models.programs import build
+from barellm.assembly.programs import build
 import numpy as np
 
 def interrupted():

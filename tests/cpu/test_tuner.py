@@ -10,6 +10,7 @@ from itertools import cycle
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.cli import main
 from barellm.config import ModelConfig, OptimConfig
 from barellm.cpu import tuning
@@ -19,7 +20,6 @@ from barellm.cpu.kernels import gemm
 from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.tuner import candidates, selftest, tuner
 from barellm.cpu.tuner.work import Candidate, works_of
-from barellm.models.programs import build
 from barellm.optim.adamw import adamw
 from barellm.runtime.tuner import decision
 from barellm.runtime.tuner.decision import Verdict

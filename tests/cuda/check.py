@@ -16,8 +16,8 @@ from barellm.runtime.arena import ArenaSession
 from barellm.runtime.lowering import Region
 from barellm.runtime.scalars import NBYTES
 from tests.check import EPS, ROUNDING, Case, Given, check_case, persistent, stored, tokens
-from tests.cuda import interpreter
-from tests.cuda.interpreter import Execute
+from tests.simulators import interpreter
+from tests.simulators.interpreter import Execute
 
 __all__ = ["EPS", "ROUNDING", "Given", "InterpretedSession", "check_op", "persistent", "stored", "tokens"]
 
@@ -121,7 +121,7 @@ def check_op(
 def ways(target: Target) -> dict[str, Execute]:
     """To run a launch here, which must give equal bits."""
     if DEVICE.startswith("ptx"):
-        from tests.cuda.ptx.launch import RUNS, execute
+        from tests.simulators.ptx.launch import RUNS, execute
 
         return {name: partial(execute, arch=target.arch, run=run) for name, run in RUNS.items()}
     forward = interpreter.execute

@@ -63,6 +63,6 @@ def mock_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("PYTEST_XDIST_WORKER"):  # every core has a worker
         monkeypatch.setattr(step, "processes", lambda: 1)
     if check.DEVICE == "mock":
-        from tests.cuda.mock import Gpu
+        from tests.simulators.mock import Gpu
 
         Gpu().install(monkeypatch)

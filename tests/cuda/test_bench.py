@@ -8,7 +8,7 @@ from barellm.cuda.bench import BLOCK, Bench
 from barellm.cuda.kernel import Launch, Sizes, Spec
 from barellm.cuda.kernels import machine
 from barellm.cuda.launch import BoundLaunch, Kernel
-from tests.cuda.mock import LAUNCH_MS, Gpu
+from tests.simulators.mock import LAUNCH_MS, Gpu
 
 R = np.random.default_rng(3)
 

@@ -11,7 +11,7 @@ import pytest
 
 from barellm.cli.main import main
 from barellm.cuda import backend
-from tests.cuda.mock import Gpu
+from tests.simulators.mock import Gpu
 
 TINY = (
     *("--model.layers", "1", "--model.heads", "2", "--model.channels", "8", "--model.max_seq", "8", "--seq", "8"),

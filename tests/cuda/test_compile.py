@@ -26,8 +26,8 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 from tests.cuda import cubin
-from tests.cuda.mock import Gpu
 from tests.cuda.specs import SCALED
+from tests.simulators.mock import Gpu
 
 
 @pytest.fixture

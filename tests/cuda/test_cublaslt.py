@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from barellm.bench import gemms
 from barellm.cli import main
 from barellm.config import ModelConfig, preset
 from barellm.cuda import cublaslt, kernels
@@ -14,7 +15,6 @@ from barellm.cuda.cublaslt import WORKSPACE_ALIGN
 from barellm.cuda.kernel import LibraryProduct, Target
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.errors import UserError
-from barellm.profiling import gemms
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
@@ -23,10 +23,10 @@ from tests.cases import as_operand, assert_like_the_reference, chain_bound, norm
 from tests.check import EPS, Case, check_case
 from tests.cuda import check
 from tests.cuda.check import DeviceSession
-from tests.cuda.mock import LAUNCH_MS, Gpu
-from tests.cuda.mock_cublas import WORKSPACE, MockCublas
 from tests.cuda.test_matmul import linear, linear_gelu, linear_residual, matmul_dx_gelu
 from tests.cuda.test_models import train_beside_the_references
+from tests.simulators.mock import LAUNCH_MS, Gpu
+from tests.simulators.mock_cublas import WORKSPACE, MockCublas
 
 MODEL = ModelConfig(layers=1, heads=2, channels=16, vocab_size=37, padded_vocab=40, max_seq=9)
 

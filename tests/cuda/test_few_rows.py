@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.config import ModelConfig, preset
 from barellm.cuda import choices
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Launch, Sizes, Target
 from barellm.cuda.step import CudaSession, lower_and_plan
-from barellm.models.programs import build
-from barellm.profiling import device_code
+from barellm.inspect import device_code
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
@@ -19,9 +19,9 @@ from barellm.runtime.reference import ReferenceSession
 from tests.cases import as_operand, chain_bound, normal, operands
 from tests.cpu.test_models import batch_of, open_session
 from tests.cuda.check import InterpretedSession, check_op, stored
-from tests.cuda.mock import Gpu
 from tests.cuda.test_matmul import each_dtype, linear, linear_gelu, linear_residual
 from tests.cuda.test_models import same_weights
+from tests.simulators.mock import Gpu
 
 MODEL = ModelConfig(layers=1, heads=3, channels=21, vocab_size=37, padded_vocab=41, max_seq=19)
 

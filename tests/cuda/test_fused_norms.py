@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.config import ModelConfig
 from barellm.cuda.fuse import FUSIONS
-from barellm.models.programs import build
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.fusion import fuse

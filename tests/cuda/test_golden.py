@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.config import ModelConfig, OptimConfig
 from barellm.cuda import choices, step, tuning
 from barellm.cuda import compile as cuda_compile
@@ -22,7 +23,6 @@ from barellm.cuda.kernel import MODES, Lowering, Spec, Target
 from barellm.cuda.kernels.hopper import fits, launch_product
 from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner.work import KERNEL
-from barellm.models.programs import build
 from barellm.optim.adamw import adamw
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor

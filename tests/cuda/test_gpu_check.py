@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from barellm.bench.gemms import Product, append
 from barellm.cuda.kernel import Target
 from barellm.cuda.step import lower_and_plan
-from barellm.profiling.gemms import Product, append
 from barellm.program.builder import Program, Store
 from benchmarks.gpu_check import __main__ as runner
 from benchmarks.gpu_check import bars, processes, small_step, speed
 from benchmarks.gpu_check.stages import GROUPS, STAGES, Stage
-from tests.cuda.mock import Gpu
+from tests.simulators.mock import Gpu
 
 ROOT = Path(__file__).parents[2]
 GROUP_SECONDS, ALL_SECONDS = 480, 1440

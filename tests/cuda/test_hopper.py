@@ -17,8 +17,8 @@ from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
 from barellm.runtime.scalars import SCALARS
 from tests.cuda.check import EPS, InterpretedSession, check_op, persistent, stored, tokens
-from tests.cuda.gluon_machine import explore, run
-from tests.cuda.gluon_stub import Fault, Map, Pointer, materialised, trace
+from tests.simulators.gluon_machine import explore, run
+from tests.simulators.gluon_stub import Fault, Map, Pointer, materialised, trace
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FETCHED = {"gelu_backward", "residual", "add", "start"}

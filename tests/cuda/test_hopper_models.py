@@ -16,9 +16,9 @@ from barellm.cuda.kernel import Launch
 from barellm.cuda.kernels import hopper, parts
 from barellm.cuda.step import CudaSession
 from tests.cpu.test_models import open_session
-from tests.cuda.mock import Gpu
-from tests.cuda.ptx.launch import execute
 from tests.cuda.test_models import evaluate_and_decode_beside_the_references, train_beside_the_references
+from tests.simulators.mock import Gpu
+from tests.simulators.ptx.launch import execute
 
 MODEL = ModelConfig(layers=1, heads=2, channels=64, vocab_size=130, padded_vocab=192, max_seq=70, dropout=0.1)
 SHAPE = (2, 70)  # neither tokens nor lengths are multiples of anything

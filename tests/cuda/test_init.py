@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build, initialise
 from barellm.config import ModelConfig
 from barellm.cuda import step
-from barellm.models.programs import build, initialise
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.runtime.reference import ReferenceSession

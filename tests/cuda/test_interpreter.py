@@ -12,8 +12,8 @@ from barellm.program import ops
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
-from tests.cuda import interpreter
 from tests.cuda.check import EPS, PLAIN, check_op, tokens
+from tests.simulators import interpreter
 
 BF16 = ml_dtypes.bfloat16
 HALF = constant(0.5)

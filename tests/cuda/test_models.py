@@ -10,7 +10,7 @@ from barellm.cpu.step import CpuSession
 from barellm.cuda.step import CudaSession
 from barellm.runtime.reference import ReferenceSession
 from tests.cpu.test_models import OPTIM, batch_of, open_session, train
-from tests.cuda.mock import Gpu
+from tests.simulators.mock import Gpu
 
 MODEL = ModelConfig(layers=1, heads=3, channels=21, vocab_size=37, padded_vocab=41, max_seq=9, dropout=0.1)
 SHAPE = (2, 9)

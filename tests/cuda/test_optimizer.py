@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.config import ModelConfig, OptimConfig
 from barellm.cuda import step
-from barellm.models.programs import build
 from barellm.optim.adamw import adamw as adamw_of_all
 from barellm.program import ops
 from barellm.program.builder import Program, Store

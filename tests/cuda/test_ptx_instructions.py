@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.cuda.ptx.arithmetic import fused, fused_doubles
-from tests.cuda.ptx.parse import Address, Number, Pair, Register, Vector, parse
-from tests.cuda.ptx.snippet import MODULE, run
+from tests.simulators.ptx.arithmetic import fused, fused_doubles
+from tests.simulators.ptx.parse import Address, Number, Pair, Register, Vector, parse
+from tests.simulators.ptx.snippet import MODULE, run
 
 
 def one(instruction: str, given: np.ndarray, out: str) -> np.ndarray:

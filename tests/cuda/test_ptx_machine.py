@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from tests.cuda.interpreter import OutOfBounds
-from tests.cuda.ptx.launch import RUNS
-from tests.cuda.ptx.machine import Counts, Deadlock, Fault
-from tests.cuda.ptx.memory import passes
-from tests.cuda.ptx.snippet import run, run_on
+from tests.simulators.interpreter import OutOfBounds
+from tests.simulators.ptx.launch import RUNS
+from tests.simulators.ptx.machine import Counts, Deadlock, Fault
+from tests.simulators.ptx.memory import passes
+from tests.simulators.ptx.snippet import run, run_on
 
 
 def test_masked_lanes_keep_what_they_had():

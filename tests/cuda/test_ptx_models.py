@@ -11,14 +11,14 @@ import pytest
 from barellm.config import ModelConfig
 from barellm.cuda.step import CudaSession
 from tests.cpu.test_models import open_session, train
-from tests.cuda.mock import Gpu
-from tests.cuda.ptx.counts import Counts
-from tests.cuda.ptx.launch import RUNS, execute
 from tests.cuda.test_models import (
     MODEL,
     evaluate_and_decode_beside_the_references,
     train_beside_the_references,
 )
+from tests.simulators.mock import Gpu
+from tests.simulators.ptx.counts import Counts
+from tests.simulators.ptx.launch import RUNS, execute
 
 pytestmark = pytest.mark.ptx
 ALIGNED = ModelConfig(layers=1, heads=2, channels=128, vocab_size=320, padded_vocab=320, max_seq=64)

@@ -13,7 +13,7 @@ from barellm.program import ops
 from tests.cases import adamw_case, backward_case, forward_case, normal
 from tests.cuda import check
 from tests.cuda.check import EPS, check_op, persistent, tokens
-from tests.cuda.ptx import launch
+from tests.simulators.ptx import launch
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from barellm.errors import UserError
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
-from tests.cuda.mock import LAUNCH_MS, Gpu, memory_of
+from tests.simulators.mock import LAUNCH_MS, Gpu, memory_of
 
 R = np.random.default_rng(5)
 C = 40

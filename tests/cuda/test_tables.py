@@ -18,9 +18,9 @@ from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part
-from tests.cuda import interpreter
 from tests.cuda.check import PLAIN, Sizes
-from tests.cuda.mock import Gpu
+from tests.simulators import interpreter
+from tests.simulators.mock import Gpu
 
 COUNTS = (1, 3, 0, 2)  # programs of each entry
 

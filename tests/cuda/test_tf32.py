@@ -16,12 +16,12 @@ from barellm.program import ops
 from tests.cases import chain_bound, operands
 from tests.cuda import check
 from tests.cuda.check import EPS, check_op
-from tests.cuda.interpreter import tf32
-from tests.cuda.mock import Gpu
-from tests.cuda.mock_cublas import WORKSPACE, MockCublas
 from tests.cuda.sass import rows
 from tests.cuda.test_golden import SMALL, one_of_each, specs
 from tests.cuda.test_models import train_beside_the_references
+from tests.simulators.interpreter import tf32
+from tests.simulators.mock import Gpu
+from tests.simulators.mock_cublas import WORKSPACE, MockCublas
 
 BOUND = 2.0**-9  # of the sum of |a b|: each operand loses less than 2^-10 of itself
 TF32 = Target(80, tf32=True)

@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from barellm.cli import main
+from barellm.plans.plan import STEP
 from barellm.profiling import profile
-from barellm.profiling.plan import STEP
 from barellm.profiling.step import opened
-from tests.cuda.mock import LAUNCH_MS, Gpu
 from tests.profiling.conftest import CEILING, SMALL, small
+from tests.simulators.mock import LAUNCH_MS, Gpu
 
 WORDS = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
 

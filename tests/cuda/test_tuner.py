@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from barellm.assembly.machine import build_programs
 from barellm.cli import main
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import Target
@@ -17,9 +18,8 @@ from barellm.cuda.tuner.work import AttentionWork, Candidate, Work, candidates, 
 from barellm.runtime.tuner import decision
 from barellm.runtime.tuner.child import Wrong
 from barellm.runtime.tuner.decision import Verdict
-from barellm.training.machine import build_programs
-from tests.cuda.mock import Gpu
 from tests.profiling.conftest import SMALL, small
+from tests.simulators.mock import Gpu
 
 MOCK = Target(80, 3, name="Mock GPU")
 HOPPER = Target(90, 3, name="Mock GPU")

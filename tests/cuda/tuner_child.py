@@ -4,7 +4,7 @@ import pytest
 
 from barellm.cuda.tuner.bed import Bed
 from barellm.runtime.tuner.child import Child, serve
-from tests.cuda.mock import Gpu
+from tests.simulators.mock import Gpu
 
 if __name__ == "__main__":
     Gpu().install(pytest.MonkeyPatch())

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
-from barellm.training import checkpoint, metrics
+from barellm.training import metrics
 from tests.interop.models import (
     TINY,
     checkpoint_of,

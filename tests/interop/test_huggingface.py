@@ -11,9 +11,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from barellm.checkpoint import storage, tensorfile
 from barellm.cli.main import main
 from barellm.interop.sources import open_weights
-from barellm.training import storage, tensorfile
 from tests.interop.models import (
     ODD,
     TINY,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from barellm.checkpoint import storage, tensorfile
 from barellm.cli.main import main
-from barellm.training import storage, tensorfile
 from tests.interop.models import ODD, TINY, checkpoint_of, llmc_file, random_arrays
 
 ARRAYS = random_arrays(TINY)

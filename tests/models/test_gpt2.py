@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.config import PRESETS, ModelConfig, preset
-from barellm.models.programs import build
 from barellm.runtime.reference import ReferenceSession
 
 SMALL = ModelConfig(layers=3, heads=2, channels=64, vocab_size=90, padded_vocab=128, max_seq=40)

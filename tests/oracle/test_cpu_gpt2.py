@@ -7,10 +7,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.config import ModelConfig, OptimConfig, preset
 from barellm.cpu.isa import available
 from barellm.cpu.step import CpuSession
-from barellm.models.programs import build
 from barellm.optim.adamw import adamw
 
 torch = pytest.importorskip("torch")

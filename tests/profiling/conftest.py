@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from barellm.assembly.machine import resolved
 from barellm.config import Config, preset
 from barellm.overrides import changed
-from barellm.profiling.roofline import Ceiling, Mix
-from barellm.training.machine import resolved
+from barellm.plans.roofline import Ceiling, Mix
 
 SMALL = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "train.batch": 2, "train.seq": 16}
 

@@ -15,7 +15,8 @@ from barellm.cpu.kernel import Spec
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES, STAMPS
 from barellm.cpu.threads import Pool
 from barellm.errors import UserError
-from barellm.profiling import chart, profile, rows, timeline, trace
+from barellm.plans import rows
+from barellm.profiling import chart, profile, timeline, trace
 from barellm.profiling.step import opened
 from tests.profiling.conftest import CEILING, SMALL, small
 

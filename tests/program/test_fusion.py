@@ -9,9 +9,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.config import ModelConfig, OptimConfig
 from barellm.cpu.fuse import FUSIONS
-from barellm.models.programs import build
 from barellm.optim.adamw import adamw
 from barellm.program import ops
 from barellm.program.builder import Program, Store

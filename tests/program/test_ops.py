@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.config import ModelConfig, OptimConfig, preset
-from barellm.models.programs import build
 from barellm.optim.adamw import adamw
 from barellm.program import ops
 from barellm.program.builder import Program, Store

@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.config import PRESETS, ModelConfig, OptimConfig, preset
 from barellm.errors import UserError
-from barellm.models.programs import build
 from barellm.optim.adamw import adamw
 from barellm.program import planner
 from barellm.program.tensor import Tensor

@@ -5,10 +5,10 @@ import mmap
 import pytest
 
 from barellm import overrides
+from barellm.assembly.machine import open_machine, resolved
 from barellm.config import preset
 from barellm.errors import UserError
 from barellm.runtime import cgroup, memory
-from barellm.training.machine import open_machine, resolved
 
 
 def test_a_session_beyond_the_limit_maps_nothing(monkeypatch):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from barellm.assembly.programs import build
 from barellm.config import ModelConfig, OptimConfig
-from barellm.models.programs import build
 from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
 

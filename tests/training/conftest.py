@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from barellm.assembly.machine import Machine
 from barellm.program.planner import Plan
 from barellm.training import curve, run
-from barellm.training.machine import Machine
 from tests.training.fake import FakeSession
 
 TEXT = "".join(f"line {i}: {'abcdefghij'[i % 10] * (i % 7)} {i * i}\n" for i in range(400))

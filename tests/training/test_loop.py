@@ -9,9 +9,10 @@ import signal
 import numpy as np
 import pytest
 
+from barellm.checkpoint import checkpoint, storage
 from barellm.cli.main import main
 from barellm.config import preset
-from barellm.training import checkpoint, loop, metrics, storage
+from barellm.training import loop, metrics
 from barellm.training.schedule import learning_rate
 
 

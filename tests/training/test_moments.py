@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.config import MOMENTS
 from barellm.cpu.step import CpuSession
 from barellm.program.ops.moments import FORMATS, decode, encode
-from barellm.training import checkpoint
 from tests.cpu.test_models import MODEL, train
 from tests.cpu.test_moments import opened
 

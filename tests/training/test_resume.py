@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from barellm.checkpoint import checkpoint, storage
 from barellm.cli.main import main
-from barellm.training import checkpoint, metrics, storage
-from tests.training.test_checkpoint import System, in_child, kill
+from barellm.training import metrics
+from tests.checkpoint.test_checkpoint import System, in_child, kill
 
 TENSORS = ("weights.safetensors", "optimizer.safetensors")
 

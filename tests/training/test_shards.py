@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pytest
 
+from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.data import gpt2
 from barellm.data.shards import write_shard
 from barellm.errors import UserError
-from barellm.training import checkpoint, metrics
+from barellm.training import metrics
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ tile, and the rows of a tile that hangs over, are first copied into a block padd
 weight gradient has no operand with pairs along the depth in rows: its left block is transposed while its tokens are woven, for it
 is packed once and multiplied with every panel.
 
-Seen so far: emulated (tests/cpu/amx_emulator.py) and in assembly. It has not run on a processor with AMX.
+Seen so far: emulated (tests/simulators/amx_emulator.py) and in assembly. It has not run on a processor with AMX.
 """
 
 from __future__ import annotations

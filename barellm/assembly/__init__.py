@@ -1,0 +1,1 @@
+"""From a configuration to a session: the programs of a model over one store, opened on a device."""

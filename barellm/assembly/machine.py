@@ -1,0 +1,143 @@
+"""A model's programs on a backend: "cpu", "cuda", or "reference" (NumPy, for tests and small models)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from barellm.config import Config, TrainConfig
+from barellm.errors import UserError
+from barellm.overrides import nearest
+from barellm.program.builder import Program
+from barellm.program.planner import Plan
+from barellm.runtime.backend import NAMES, backend
+
+DEVICES = (*NAMES, "reference")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A session and what is known about it. `config` has the dtype resolved."""
+
+    config: Config
+    device: str
+    session: Any
+    programs: dict[str, Program]
+    plan: Plan
+
+    @property
+    def flops_per_step(self) -> int:
+        """Model FLOPs of one optimizer step: recompute is not counted."""
+        if "micro" not in self.programs:
+            return 0
+        return self.programs["micro"].flops * self.config.train.accumulate + self.programs["update"].flops
+
+    def peak(self) -> float:
+        """FLOP/s that products of this dtype can reach here, measured; 0 where nobody measures."""
+        if self.device not in NAMES:
+            return 0.0
+        return backend(self.device).measured_peak(self.config.train.dtype)
+
+    def meta(self) -> dict[str, Any]:
+        if self.device not in NAMES:
+            return {"device": self.device, "isa": "numpy", "dtype": self.config.train.dtype, "threads": 1}
+        return {**backend(self.device).describe(), "dtype": self.config.train.dtype}
+
+    def initialize(self, seed: int) -> None:
+        self.session.run("init", seed=seed)
+
+    def description(self) -> list[str]:
+        """The plan in a few lines: parameters, memory to the byte, FLOPs per step."""
+        config, plan = self.config, self.plan
+        train, model = config.train, config.model
+        roles = {"parameter": "parameters", "gradient": "gradients", "state": "optimizer", "cache": "caches"}
+        sizes = {role: sum(t.nbytes for t in plan.persistent if t.role == role) for role in roles}
+        parts = [f"{roles[role]} {size:,}" for role, size in sizes.items() if size]
+        tokens = train.batch * train.accumulate * train.seq
+        found = self.meta()
+        units = f"{found['threads']} threads" if "threads" in found else found["processor"]
+        peak = self.peak()
+        at_peak = f", {self.flops_per_step / peak * 1e3:.1f} ms at {peak / 1e9:.0f} GFLOP/s (measured)" if peak else ""
+        return [
+            f"plan   {model.parameters:,} parameters",
+            f"memory {plan.arena_bytes:,} bytes: {' + '.join(parts)} + workspace {plan.workspace_bytes:,}",
+            f"step   {tokens:,} tokens, {self.flops_per_step / 1e9:,.2f} GFLOP{at_peak}",
+            f"device {found['device']}, {found['isa']}, {found['dtype']}, {units}",
+        ]
+
+
+def check_device(device: str) -> None:
+    """UserError for a device that nobody knows, or a GPU that is not here."""
+    if device == "cuda":
+        backend(device).describe()
+    if device not in DEVICES:
+        raise UserError(f"unknown device {device!r}{nearest(device, DEVICES)} (known: {', '.join(DEVICES)})")
+
+
+def resolved(config: Config, device: str) -> Config:
+    """The same with the dtype that "auto" means on `device`. UserError for TF32 that no product would be done in."""
+    dtype = _dtype(config.train.dtype, device)
+    if device == "cuda" and config.train.tf32 and dtype != "fp32":
+        raise UserError(f"train.tf32 is about products of fp32, and train.dtype is {dtype}: add --dtype fp32")
+    return replace(config, train=replace(config.train, dtype=dtype))
+
+
+def products(train: TrainConfig, device: str) -> dict[str, Any]:
+    """What the GPU's backend is told about who does matrix products, and how. To others those keys say nothing."""
+    return {"matmul": train.matmul, "tf32": train.tf32} if device == "cuda" else {}
+
+
+def build_programs(config: Config, *, training: bool = True) -> dict[str, Program]:
+    """The programs of a training run, or without the optimizer. `config` has its dtype resolved."""
+    from barellm.assembly.programs import build
+    from barellm.optim.adamw import adamw
+
+    train = config.train
+    _, programs = build(
+        config.model,
+        batch=train.batch,
+        seq=train.seq,
+        compute=train.dtype,
+        optimizer=(lambda p: adamw(p, config.optim)) if training else None,
+        recompute=train.recompute,
+        decode_batch=1,
+    )
+    return programs
+
+
+@contextmanager
+def open_machine(config: Config, *, device: str, training: bool = True) -> Iterator[Machine]:
+    """Programs built, planned, compiled and mapped. `training` False: "decode" and "eval" only."""
+    check_device(device)
+    config = resolved(config, device)
+    train = config.train
+    programs = build_programs(config, training=training)
+    if device in NAMES:
+        session = backend(device).open_session(programs, **(products(train, device) if training else {}))
+        try:
+            yield Machine(config, device, session, programs, session.plan)
+        except KeyboardInterrupt:
+            raise  # without waiting for the step that is running: its threads end with the process
+        except BaseException:
+            session.close()
+            raise
+        session.close()
+    else:
+        from barellm.program import planner
+        from barellm.runtime import reference
+        from barellm.runtime.memory import check_fits
+
+        plan = planner.plan({name: p.ops for name, p in programs.items()}, next(iter(programs.values())).store)
+        check_fits(plan, what=f"a step of {train.batch} x {train.seq} tokens")
+        # fp32 throughout: what a checkpoint holds is then all that there is.
+        yield Machine(config, device, reference.open(programs, dtype="float32"), programs, plan)
+
+
+def _dtype(asked: str, device: str) -> str:
+    if asked != "auto":
+        return asked
+    if device not in NAMES:
+        return "fp32"
+    return backend(device).default_dtype()

@@ -1,0 +1,157 @@
+"""Causal attention over lengths and head sizes, alone or in turns with PyTorch's scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from barellm.bench import peer_process
+from barellm.bench.peers import FOLDER, environments, machine, peer_script
+from barellm.plans import devices
+from barellm.plans.roofline import open_bench
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+TOKENS = {"cpu": 4096, "cuda": 32768}  # of a case; a longer sequence is alone
+WIDTH = 768  # 12 heads of 64, 6 of 128
+TURN = 0.25  # seconds that a turn should take
+LONG = 0.1  # seconds of a call that needs no call before it to warm the caches
+PAUSE = 0.05  # seconds before a turn: the other's threads stop spinning
+WHATS = ("forward", "both")
+
+Case = dict[str, Any]  # batch, seq, heads, D, dtype
+
+
+def cases(dtype: str, lengths: tuple[int, ...] = LENGTHS, device: str = "cpu") -> list[Case]:
+    sizes = [(D, T) for D in (64, 128) for T in lengths]
+    return [
+        {"batch": max(1, TOKENS[device] // T), "seq": T, "heads": WIDTH // D, "D": D, "dtype": dtype} for D, T in sizes
+    ]
+
+
+def flops(case: Case, what: str) -> int:
+    """Of the causal half: two products forward; five backward, with the scores that are computed again."""
+    B, T, H, D = case["batch"], case["seq"], case["heads"], case["D"]
+    return (2 if what == "forward" else 7) * 2 * D * B * H * (T * (T + 1) // 2)
+
+
+class Attention:
+    """Our kernels on normal data. `run("forward")`, or "both": forward, and backward of all three operands."""
+
+    def __init__(self, case: Case, device: str = "cpu") -> None:
+        dims = Dim("batch", case["batch"]), Dim("seq", case["seq"])
+        C, dtype = case["heads"] * case["D"], case["dtype"]
+        store = Store()
+        programs = {what: Program(store) for what in WHATS}
+        attrs = {"heads": case["heads"], "rate": 0.0, "stream": 0}
+        for what, p in programs.items():
+            qkv = p.input("qkv", (*dims, 3 * C), dtype)
+            saved = p.apply(ops.Attention, qkv=qkv, **attrs)
+            p.output("out", saved.out)
+            if what == "both":
+                dout = p.input("dout", (*dims, C), dtype)
+                back = p.apply(ops.AttentionBackward, qkv=qkv, out=saved.out, dout=dout, lse=saved.lse, **attrs)
+                p.output("dqkv", back.dqkv)
+        self.session = devices.open_session(programs, device)
+        self.sizes = {"batch": case["batch"], "seq": case["seq"]}
+        random = np.random.default_rng(0)
+        for name, width in (("qkv", 3 * C), ("dout", C)):
+            shape = (case["batch"], case["seq"], width)
+            self.session.write(name, random.standard_normal(shape, np.float32))
+        for what in WHATS:
+            self.session.run(what, **self.sizes)
+
+    def run(self, what: str, calls: int) -> list[float]:
+        """Seconds of each of so many calls; the inputs already lie in the arena."""
+        return devices.replay_seconds(self.session, what, calls, **self.sizes)
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def measure(
+    dtype: str,
+    *,
+    torch: bool,
+    rounds: int,
+    report: Callable[[str], None],
+    lengths: tuple[int, ...] = LENGTHS,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """One JSON object with a row per case, forward and "both". With `torch` each round has a turn of ours and one of PyTorch's."""
+    all_cases, load = cases(dtype, lengths, device), os.getloadavg()
+    rows: list[dict[str, Any]] = []
+    script = peer_script("torch_attention.py") if torch else None
+    environment = environments()["tuned"]["set"] if torch and device == "cpu" else {}
+    with (
+        peer_process.opened(script, all_cases, device=device, environment=environment) as peer,
+        contextlib.closing(open_bench(device)) as bench,
+    ):
+        for i, case in enumerate(all_cases):
+            ours = Attention(case, device)
+            turns = partial(
+                peer_process.samples, ours.run, peer, i, rounds=rounds, turn_s=TURN, long_s=LONG, pause=_pause
+            )
+            try:
+                for what in WHATS:
+                    peak = bench.peak(dtype)  # near to what is held against it: the machine's speed changes
+                    rows.append(row(case, what, turns(what=what), peak))
+                    report(line(rows[-1]))
+            finally:
+                ours.close()
+    result = {
+        "kind": "attention",
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "dtype": dtype,
+        "rounds": rounds,
+        "machine": machine(device),
+        "load_before": load,
+        "load_after": os.getloadavg(),
+        "cases": rows,
+    }
+    if peer:
+        tuned = json.loads((FOLDER / "peers" / "environments.json").read_text())["tuned"]
+        result |= {"peer": f"PyTorch {peer.facts['version']}", "peer_threads": peer.facts["threads"]}
+        result |= {"environment": tuned} if device == "cpu" else {}
+    return result
+
+
+def _pause() -> None:
+    time.sleep(PAUSE)
+
+
+def row(case: Case, what: str, turns: dict[str, list[list[float]]], peak: float) -> dict[str, Any]:
+    """`of_square`: our seconds over what the whole square of scores would take at the peak; below 1, the masked half cannot have
+    been computed. `ratio`: the median over rounds of PyTorch's median over ours."""
+    by_turn = {name: [median(samples) for samples in found] for name, found in turns.items()}
+    ours, work = median(by_turn["ours"]), flops(case, what)
+    made = case | {
+        "what": what,
+        "ours_s": ours,
+        "flops": work,
+        "peak_flops": peak,
+        "percent_of_peak": 100 * work / ours / peak,
+        "of_square": ours * peak / (work * 2 * case["seq"] / (case["seq"] + 1)),
+        "turns_s": turns,
+    }
+    if "peer" in by_turn:
+        made["peer_s"] = median(by_turn["peer"])
+        made["ratio"] = median(p / o for o, p in zip(by_turn["ours"], by_turn["peer"], strict=True))
+    return made
+
+
+def line(r: dict[str, Any]) -> str:
+    sizes = f"{r['batch']} x {r['seq']}, {r['heads']} heads of {r['D']}"
+    rate = f"{r['ours_s'] * 1e3:>10.2f} ms{r['flops'] / r['ours_s'] / 1e9:>8.0f} GFLOP/s{r['percent_of_peak']:>5.0f} % of peak"
+    ratio = f"{r['ratio']:>8.2f}x PyTorch's" if "ratio" in r else ""
+    return f"{sizes:<28}{r['what']:<9}{rate}{r['of_square']:>7.2f} of the square's time{ratio}"

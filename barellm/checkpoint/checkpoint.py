@@ -1,0 +1,188 @@
+"""Checkpoints: a folder per step that is whole or is not there.
+
+    DIR/checkpoints/step-000500/
+        weights.safetensors  optimizer.safetensors    fp32, row-major, canonical
+        meta.json            resolved configuration, step, sample position, tokenizer hash, ISA, versions
+        tokenizer files
+        manifest.json        sizes and xxh3-64 checksums of the others, written last
+
+One that was imported holds weights alone: a run begins with it, none goes on from it.
+
+A save writes a temporary folder, syncs each file and the folder, renames it and syncs the parent. A kill at any point
+leaves the new checkpoint or the ones before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from barellm.checkpoint import storage, tensorfile
+from barellm.errors import UserError
+from barellm.runtime.session import Session
+
+FORMAT = 1
+WEIGHTS, OPTIMIZER, META, MANIFEST = "weights.safetensors", "optimizer.safetensors", "meta.json", "manifest.json"
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def steps(folder: Path) -> list[Path]:
+    """Step folders, newest first, verified or not."""
+    if not folder.is_dir():
+        return []
+    found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and p.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+class Source(tensorfile.Rows, Protocol):
+    """What a checkpoint is made of: a session, or `training.weights.Weights`, which have no optimizer's state."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+
+
+def of_role(session: Source, role: str) -> dict[str, Any]:
+    return {name: t for name, t in session.tensors.items() if t.role == role}
+
+
+def checkpoint_bytes(session: Source) -> int:
+    """Size of the tensor files of one checkpoint."""
+    return sum(tensorfile.file_bytes(found) for role in ("parameter", "state") if (found := of_role(session, role)))
+
+
+def save(
+    folder: Path, session: Source, *, step: int, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes], keep: int
+) -> Path:
+    """Write the checkpoint of `step` into `folder`, then remove all but the newest `keep` up to it. OSError: the old stand."""
+    target = step_folder(folder, step)
+    if not folder.is_dir():
+        storage.system.mkdir(folder)
+        storage.sync_folder(folder.parent)
+    storage.remove_temporaries(folder)
+    if target.exists() and problem(target):
+        storage.remove_folder(target)
+    if not target.exists():
+        _write(target, session, meta={"format": FORMAT, "step": step, **meta}, tokenizer=tokenizer)
+    # A later one, from which the run did not go on because it is damaged, must not count.
+    up_to_this = [path for path in steps(folder) if step_of(path) <= step]
+    for old in up_to_this[max(1, keep) :]:
+        storage.remove_folder(old)
+    return target
+
+
+def _write(target: Path, session: Source, *, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes]) -> None:
+    with storage.new_folder(target) as temporary:
+        files = {}
+        for name, role in ((WEIGHTS, "parameter"), (OPTIMIZER, "state")):
+            if tensors := of_role(session, role):
+                files[name] = tensorfile.write(temporary / name, session, tensors)
+        files[META] = storage.write_file(temporary / META, _json(meta))
+        for name, data in tokenizer.items():
+            files[name] = storage.write_file(temporary / name, data)
+        storage.write_file(temporary / MANIFEST, _json({"format": FORMAT, "files": files}))
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def problem(path: Path) -> str | None:
+    """What is wrong with a step folder, in words; None if sizes and checksums hold."""
+    from xxhash import xxh3_64
+
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        files = dict(manifest["files"])
+        if manifest["format"] != FORMAT:
+            return f"its format is {manifest['format']}, this version reads {FORMAT}"
+        for name in {WEIGHTS, META, *files}:
+            if name not in files:
+                return f"{MANIFEST} does not list {name}"
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if (size := file.stat().st_size) != files[name]["bytes"]:
+                return f"{name} has {size} bytes, expected {files[name]['bytes']}"
+            digest = xxh3_64()
+            with file.open("rb") as data:
+                while piece := data.read(tensorfile.PIECE):
+                    digest.update(piece)
+            if digest.hexdigest() != files[name]["xxh3_64"]:
+                return f"the checksum of {name} is {digest.hexdigest()}, expected {files[name]['xxh3_64']}"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except OSError as error:
+        return f"{error.filename or path}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is damaged"
+    return None
+
+
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """(the newest step folder that verifies or None, what is wrong with the newer ones)."""
+    wrong = []
+    for path in steps(folder):
+        found = problem(path)
+        if found is None:
+            return path, wrong
+        wrong.append(f"{path}: {found}")
+    return None, wrong
+
+
+def must_exist(path: Path, *, expected: str) -> None:
+    """UserError for a folder that is not there; who forgot the date in a run's name is told the newest."""
+    if not path.exists():
+        dated = max(path.parent.glob(f"{path.name}-*"), default=None)
+        raise UserError(f"{path} does not exist, " + (f"did you mean {dated}?" if dated else f"expected {expected}"))
+
+
+def find(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that `path` means: a step folder, or the newest that verifies of a run folder."""
+    must_exist(path, expected="a run folder or a checkpoint folder")
+    if (path / MANIFEST).exists() or path.name.startswith("step-"):
+        if found := problem(path):
+            raise UserError(f"{path}: {found}")
+        return path, []
+    for folder in (path / "checkpoints", path):
+        if steps(folder):
+            good, wrong = newest(folder)
+            if good is None:
+                raise UserError(f"no checkpoint in {folder} is whole: {'; '.join(wrong)}")
+            return good, wrong
+    hint = "expected a folder with checkpoints/step-... (barellm import makes one of other programs' models)"
+    raise UserError(f"{path} has no checkpoint, {hint}")
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What a step folder's meta.json says. UserError for one that no barellm wrote."""
+    meta = read_json(path / META)
+    if missing := [key for key in ("step", "config") if key not in meta]:
+        raise UserError(f"{path / META} has no {missing[0]!r}, expected what barellm writes there")
+    return meta
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """UserError for what is no JSON object."""
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:
+        raise UserError(f"{path} is not valid JSON") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds {type(found).__name__}, expected a JSON object")
+    return found
+
+
+def load(path: Path, session: Session, *, optimizer: bool) -> None:
+    """Stream weights, and the optimizer's state if asked, from a verified step folder into the session."""
+    tensorfile.read(path / WEIGHTS, session, of_role(session, "parameter"))
+    if optimizer:
+        tensorfile.read(path / OPTIMIZER, session, of_role(session, "state"))

@@ -1,0 +1,73 @@
+"""The folder of a run: made, locked, and tried for writing before anything slow begins."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from types import TracebackType
+
+from barellm.checkpoint import checkpoint, storage
+from barellm.errors import UserError
+
+
+class RunFolder:
+    """While entered, this process alone writes to `path`. A new run wants a folder that is not there or empty; a resumed
+    one a folder with checkpoints. A folder that was made here and stayed empty is removed again."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        self.path = path
+        self.resume = resume
+        self.checkpoints = path / "checkpoints"
+        self._made: list[Path] = []
+        self._lock = -1
+
+    def __enter__(self) -> RunFolder:
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"--out {self.path} is a file, expected a folder")
+        if not self.resume and self.path.is_dir() and any(self.path.iterdir()):
+            raise UserError(f"--out {self.path} is not empty: go on with --resume, or name another folder")
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._made = missing
+        try:
+            self._take_lock()
+            probe = self.path / f"{storage.TEMPORARY}probe"
+            probe.unlink(missing_ok=True)
+            storage.write_file(probe, b"")
+            probe.unlink()
+            if self.checkpoints.is_dir():
+                storage.remove_temporaries(self.checkpoints)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _take_lock(self) -> None:
+        import fcntl
+
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another barellm process is writing to {self.path}") from None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    def need_space(self, nbytes: int) -> None:
+        """UserError unless a checkpoint of this size fits on the disk now."""
+        status = os.statvfs(self.path)
+        free = status.f_bavail * status.f_frsize
+        if free < nbytes:
+            raise UserError(f"a checkpoint needs {nbytes} bytes in {self.path}, free are {free}")
+
+
+def newest_run(root: Path, preset: str) -> Path | None:
+    """The last run of a preset below `root` that has a checkpoint."""
+    runs = [path for path in root.glob(f"{preset}-*") if checkpoint.steps(path / "checkpoints")]
+    return max(runs, key=lambda path: path.stat().st_mtime, default=None)

@@ -1,0 +1,171 @@
+"""safetensors, written and read in pieces through a session: no second copy of the model in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from barellm.checkpoint.storage import NewFile
+from barellm.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from barellm.runtime.session import Session
+
+
+class Rows(Protocol):
+    """Where tensors come from: a session, or files of weights."""
+
+    def read_rows(self, name: str, lo: int, hi: int, /) -> np.ndarray: ...
+
+
+PIECE = 8 << 20  # bytes read from the session at a time
+# What a session gives as fp32 is kept as fp32: every value of a 16-bit format is one, and any reader knows it.
+CODES = {"fp32": "F32", "split": "F32", "e6m9": "F32", "ue6m10": "F32", "fp64": "F64", "i32": "I32", "bf16": "BF16"}
+ITEM = {"F32": 4, "F64": 8, "I32": 4, "BF16": 2}
+# Other programs' files may hold the others beside their weights.
+NUMPY = {
+    "F32": "<f4",
+    "F64": "<f8",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
+}
+
+
+def numpy_dtype(code: str) -> np.dtype:
+    import numpy as np
+
+    if code == "BF16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(NUMPY[code])
+
+
+def _header(tensors: Mapping[str, Any], framework: str) -> tuple[bytes, int]:
+    """(length and JSON, bytes of data). Padded with spaces so that the data starts at a multiple of 64."""
+    entries: dict[str, Any] = {"__metadata__": {"format": framework}}
+    at = 0
+    for name, t in tensors.items():
+        code = CODES[t.dtype]
+        end = at + t.size * ITEM[code]
+        entries[name] = {"dtype": code, "shape": [int(n) for n in t.shape], "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    return len(text).to_bytes(8, "little") + text, at
+
+
+def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:
+    """Ranges of leading rows that have about PIECE bytes each."""
+    rows = int(shape[0])
+    row = itemsize
+    for n in shape[1:]:
+        row *= int(n)
+    step = max(1, PIECE // max(1, row))
+    for lo in range(0, rows, step):
+        yield lo, min(rows, lo + step)
+
+
+def file_bytes(tensors: Mapping[str, Any], *, framework: str = "barellm") -> int:
+    header, data = _header(tensors, framework)
+    return len(header) + data
+
+
+def write(path: Path, session: Rows, tensors: Mapping[str, Any], *, framework: str = "barellm") -> dict[str, Any]:
+    """Stream `tensors` (name -> Tensor) of a session to a new file; returns its entry in the manifest. `framework` is what the
+    file says of its origin."""
+    import numpy as np
+
+    header, data = _header(tensors, framework)
+    file = NewFile(path, size=len(header) + data)
+    try:
+        file.write(header)
+        for name, t in tensors.items():
+            dtype = numpy_dtype(CODES[t.dtype])
+            for lo, hi in pieces(t.shape, dtype.itemsize):
+                piece = np.ascontiguousarray(session.read_rows(name, lo, hi), dtype=dtype)
+                file.write(piece.reshape(-1).view(np.uint8))
+        return file.close()
+    finally:
+        file.abandon()
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """({name: entry}, offset of the data) of a safetensors file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(100 << 20, path.stat().st_size):
+            raise UserError(f"{path} is not a safetensors file: its header would have {length} bytes")
+        try:
+            entries = json.loads(file.read(length))
+        except ValueError:
+            raise UserError(f"{path} is not a safetensors file: its header is not JSON") from None
+    if not isinstance(entries, dict):
+        raise UserError(f"{path} is not a safetensors file: its header is {type(entries).__name__}, expected an object")
+    entries.pop("__metadata__", None)
+    return entries, 8 + length
+
+
+def mapped(path: Path) -> dict[str, np.ndarray]:
+    """{name: array} of a safetensors file, read when it is used. UserError for what the file does not hold whole."""
+    import numpy as np
+
+    entries, start = read_header(path)
+    data = np.memmap(path, np.uint8, "r")[start:]
+    arrays = {}
+    for name, entry in entries.items():
+        try:
+            dtype, shape = numpy_dtype(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+            lo, hi = (int(n) for n in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                f"{path}: the entry of {name} in its header is {entry}, which nobody here can read"
+            ) from None
+        if not 0 <= lo <= hi <= len(data):
+            raise UserError(f"{path}: {name} lies at bytes {lo} to {hi}, the file has {len(data)}")
+        if hi - lo != (size := prod(shape) * dtype.itemsize):
+            raise UserError(f"{path}: {name} has {hi - lo} bytes, expected {size} for {entry['dtype']} {shape}")
+        arrays[name] = data[lo:hi].view(dtype).reshape(shape)
+    return arrays
+
+
+def check_names(path: Path, found: Iterable[str], expected: Iterable[str]) -> None:
+    """UserError for a tensor that is missing, or one too many."""
+    found, expected = set(found), set(expected)
+    if missing := sorted(expected - found):
+        raise UserError(f"{path} lacks the tensor {missing[0]!r} ({len(missing)} missing in all)")
+    if unknown := sorted(found - expected):
+        raise UserError(f"{path} has the tensor {unknown[0]!r}, which this model lacks ({len(unknown)} in all)")
+
+
+def read(path: Path, session: Session, tensors: Mapping[str, Any]) -> None:
+    """Stream a file into the session's tensors. UserError, before anything is written, if they differ."""
+    import numpy as np
+
+    entries, start = read_header(path)
+    check_names(path, entries, tensors)
+    for name, t in tensors.items():
+        found = (entries[name]["dtype"], tuple(entries[name]["shape"]))
+        expected = (CODES[t.dtype], tuple(int(n) for n in t.shape))
+        if found != expected:
+            raise UserError(f"{path}: {name} is {found[0]} {found[1]}, expected {expected[0]} {expected[1]}")
+    with path.open("rb") as file:
+        for name, t in tensors.items():
+            file.seek(start + entries[name]["data_offsets"][0])
+            dtype = numpy_dtype(CODES[t.dtype])
+            width = t.size // max(1, int(t.shape[0]))
+            for lo, hi in pieces(t.shape, dtype.itemsize):
+                piece = np.empty((hi - lo) * width, dtype)
+                if file.readinto(piece.view(np.uint8).data) != piece.nbytes:
+                    raise UserError(f"{path} ends inside the tensor {name!r}")
+                session.write_rows(name, lo, piece.reshape(hi - lo, *(int(n) for n in t.shape[1:])))

@@ -1,0 +1,1 @@
+"""The machine code of kernels: what was compiled, and what its inner loops do."""

@@ -1,0 +1,136 @@
+"""The plan of a training run in numbers: memory to the byte, operations and bytes by op, fusions. Allocates nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from barellm.assembly.machine import build_programs, products
+from barellm.config import Config
+from barellm.plans.devices import device_bytes, lower
+from barellm.plans.roofline import Ceiling, primitives
+from barellm.program.ops.base import Op
+from barellm.program.tensor import PERSISTENT
+from barellm.runtime.memory import PLURAL, memory_limit
+
+if TYPE_CHECKING:
+    from barellm.plans.devices import Built
+
+ROLES = {role: words.replace(" ", "_") for role, words in PLURAL.items()}
+STEP = ("micro", "update")  # what an optimizer step runs
+PRIVATE = "threads.private"  # scratch of the threads of a CPU, which outlives a program
+
+
+def memory(built: Built) -> dict[str, int]:
+    """Bytes of the arena by what they are for, at the moment when most are alive. They add up to the arena."""
+    parts = dict.fromkeys(ROLES.values(), 0)
+    for role, nbytes in built.plan.by_role().items():
+        parts[ROLES[role]] += nbytes
+    private = sum(t.nbytes for t in built.plan.persistent if t.name == PRIVATE)
+    parts["caches"] -= private
+    parts["scratch"] += private
+    return parts | {"unused": built.plan.arena_bytes - sum(parts.values())}
+
+
+def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu") -> tuple[dict[str, Any], Built]:
+    """The numbers as one JSON object, and what they were read from. `config` has its dtype resolved. With `ceiling` every
+    op gets the seconds that this machine needs at the least."""
+    programs = build_programs(config)
+    built = lower(programs, device, **products(config.train, device))
+    plan, train, model = built.plan, config.train, config.model
+    largest = max(plan.peaks, key=lambda name: plan.peaks[name][0])
+    micro, update = programs["micro"], programs["update"]
+    limit, limit_source = device_memory(device)
+    numbers: dict[str, Any] = {
+        "preset": config.preset,
+        "batch": train.batch,
+        "seq": train.seq,
+        "accumulate": train.accumulate,
+        "dtype": train.dtype,
+        "recompute": train.recompute,
+        "moments": config.optim.moments,
+        "device": device,
+        **built.machine,
+        "parameters": model.parameters,
+        "memory": memory(built),
+        "arena_bytes": plan.arena_bytes,
+        "live_peak_bytes": plan.live_peak_bytes,
+        "ratio": plan.arena_bytes / plan.live_peak_bytes,
+        "persistent_bytes": plan.persistent_bytes,
+        "workspace_bytes": plan.workspace_bytes,
+        "limit_bytes": limit,
+        "limit_source": limit_source,
+        "fits": None if limit is None else plan.arena_bytes <= limit,
+        "peak_at": {"program": largest, "op": str(built.lowered[largest].ops[plan.peaks[largest][1]])},
+        "model_flops": micro.flops * train.accumulate + update.flops,
+        "tokens": train.batch * train.seq * train.accumulate,
+        "programs": {name: _program(built, name) for name in programs},
+        "kernels": len(built.specs),
+        "families": _families(built),
+        "ops": _ops(built, train.accumulate, ceiling),
+        "fusions": dict(Counter(op.name for name in STEP for op in built.lowered[name].ops if _fused(op))),
+    }
+    if ceiling is not None:
+        numbers["ceiling"] = ceiling.to_json()
+        numbers["expected_s"] = sum(row["expected_s"] for row in numbers["ops"])
+    return numbers, built
+
+
+def device_memory(device: str) -> tuple[int | None, str]:
+    """Bytes and what sets them; None where there is no such device here."""
+    if device == "cpu":
+        return memory_limit()
+    found = device_bytes(device)
+    return found, "no GPU here" if found is None else "this GPU's memory"
+
+
+def _fused(op: Op) -> bool:
+    return len(primitives(op)) > 1
+
+
+def _program(built: Built, name: str) -> dict[str, int]:
+    low = built.lowered[name]
+    return {
+        "ops": sum(len(primitives(op)) for op in low.ops),
+        "fused_ops": len(low.ops),
+        "calls": len(built.calls[name]),
+        "live_peak_bytes": built.plan.peaks[name][0],
+    }
+
+
+def _families(built: Built) -> dict[str, dict[str, int]]:
+    """Operations and bytes of the primitive ops of a step, by family: what would move if nothing were fused."""
+    rows: dict[str, dict[str, int]] = {}
+    for name in STEP:
+        for op in (p for fused in built.lowered[name].ops for p in primitives(fused)):
+            row = rows.setdefault(type(op).__module__.rpartition(".")[2], {"count": 0, "flops": 0, "bytes": 0})
+            row["count"] += 1
+            row["flops"] += op.flops()
+            row["bytes"] += op.bytes()
+    return rows
+
+
+def _ops(built: Built, accumulate: int, ceiling: Ceiling | None) -> list[dict[str, Any]]:
+    """One row per kind of op of an optimizer step, after fusion; `count` counts the micro-batches."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for name in STEP:
+        times = accumulate if name == "micro" else 1
+        for op in built.lowered[name].ops:
+            row = rows.setdefault((name, op.name), {"program": name, "op": op.name, "count": 0, "flops": 0, "bytes": 0})
+            row["count"] += times
+            row["flops"] += times * op.flops()
+            row["bytes"] += times * op.bytes()
+            if ceiling is not None:
+                row["expected_s"] = row.get("expected_s", 0.0) + times * ceiling.seconds(op)
+    return list(rows.values())
+
+
+def memory_map(built: Built) -> list[dict[str, Any]]:
+    """Every region of the arena, by address; `first` and `last` are ops of the program that owns it."""
+    rows = []
+    for r in built.plan.regions():
+        row: dict[str, Any] = {"offset": r.offset, "bytes": r.nbytes, "name": r.name, "role": r.role}
+        if r.role not in PERSISTENT:
+            row |= {"program": r.program, "first": r.first, "last": r.last}
+        rows.append(row)
+    return rows

@@ -1,0 +1,92 @@
+"""bench attention: what is counted, how turns are compared, and runs of the real sides."""
+
+import json
+import sys
+
+import pytest
+
+from barellm.bench import attentions
+from barellm.cli import main
+from barellm.cpu.backend import Bench
+
+FAKE = """
+import json, sys
+assert [c["seq"] for c in json.loads(sys.argv[1])] == [24, 24] and sys.argv[2] == "cpu"
+print(json.dumps({"version": "0", "threads": 2}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    assert asked["case"] in (0, 1) and asked["what"] in ("forward", "both")
+    print(json.dumps({"s": [1.0 + i for i in range(asked["calls"])]}), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    monkeypatch.setattr(Bench, "peak", lambda self, dtype: {"fp32": 2e11, "bf16": 4e11}[dtype])
+    monkeypatch.setattr(attentions, "PAUSE", 0.0)
+    monkeypatch.setattr(attentions, "TOKENS", {"cpu": 48})
+    monkeypatch.setattr(attentions, "WIDTH", 128)
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    monkeypatch.setattr(attentions, "peer_script", lambda name: script)
+
+
+def test_cases_hold_as_many_tokens_as_they_can():
+    assert attentions.cases("bf16", (16, 48, 96)) == [
+        {"batch": batch, "seq": seq, "heads": 128 // D, "D": D, "dtype": "bf16"}
+        for D in (64, 128)
+        for batch, seq in ((3, 16), (1, 48), (1, 96))
+    ]
+
+
+def test_a_row_is_of_medians_by_turn():
+    case = {"batch": 2, "seq": 99, "heads": 3, "D": 64, "dtype": "bf16"}
+    work = 2 * 2 * 64 * 6 * (99 * 100 // 2)
+    assert attentions.flops(case, "forward") == work and attentions.flops(case, "both") == 3.5 * work
+    turns = {
+        "ours": [[1.0, 9.0, 2.0], [4.0, 4.0, 4.0], [3.0, 3.0, 3.0]],
+        "peer": [[6.0], [8.0], [10.0]],
+    }  # medians 2, 4, 3
+    r = attentions.row(case, "forward", turns, work / 2)
+    assert (r["ours_s"], r["peer_s"], r["ratio"]) == (3, 8, 3)  # ratios of turns: 3, 2, 10 / 3
+    assert r["percent_of_peak"] == pytest.approx(100 * 2 / 3)
+    assert r["of_square"] == pytest.approx(3 / 2 * 100 / 198)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_ours_alone(dtype, capsys):
+    lines = []
+    r = attentions.measure(dtype, torch=False, rounds=2, report=lines.append, lengths=(16, 33))
+    assert [(c["batch"], c["seq"], c["D"], c["what"]) for c in r["cases"]] == [
+        (batch, seq, D, what) for D in (64, 128) for batch, seq in ((3, 16), (1, 33)) for what in ("forward", "both")
+    ]
+    assert len(lines) == 8 and "PyTorch" not in "".join(lines) and "peer" not in r
+    assert all(0 < c["percent_of_peak"] < 100 and len(c["turns_s"]["ours"]) == 2 for c in r["cases"])
+
+
+def test_turns_with_a_peer_and_the_line_of_the_table(table):
+    r = attentions.measure("bf16", torch=True, rounds=3, report=lambda line: None, lengths=(24,))
+    assert (r["peer"], r["peer_threads"]) == ("PyTorch 0", 2) and "{cpus}" in json.dumps(r["environment"])
+    for case in r["cases"]:
+        assert case["turns_s"]["peer"] == [[1.0]] * 3  # calls of a second and more: one a turn, none to warm up
+        assert case["ratio"] == pytest.approx(1 / case["ours_s"], rel=0.9)
+    (text,) = table.facts({"file.json": r})
+    assert "causal attention bf16, T 24 to 24, heads of 64 and 128" in text and "PyTorch 0" in text
+
+
+def test_a_peer_that_ends_is_told(monkeypatch, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text("raise SystemExit(3)")
+    monkeypatch.setattr(attentions, "peer_script", lambda name: script)
+    with pytest.raises(RuntimeError, match="status 3"):
+        attentions.measure("bf16", torch=True, rounds=1, report=lambda line: None, lengths=(24,))
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--interleave", "0"], ["--interleave is 0"]),
+    (["--peers", f"llmc={sys.executable}"], ["bench attention", "--peers torch"]),
+])  # fmt: skip
+def test_mistakes_are_one_line(argv, words, capsys):
+    assert main.main(["bench", "attention", *argv]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and all(word in text for word in words)

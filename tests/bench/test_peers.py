@@ -1,0 +1,212 @@
+"""bench --peers: who is measured and how, mistakes told; the README's tables come from the files."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from barellm.assembly.machine import resolved
+from barellm.bench import peers, turns
+from barellm.bench.turns import Variant
+from barellm.cli import bench, main
+from barellm.cli.options import Parser, configuration
+from barellm.config import preset
+from barellm.errors import UserError
+from barellm.overrides import changed
+from tests.profiling.conftest import made_up
+
+FAKE = """
+import json, sys
+seconds = float(sys.argv[1])
+print(json.dumps({"first_step_s": 1.0, "version": "0"}), flush=True)
+for line in sys.stdin:
+    answer = {"step_s": [seconds] * int(line), "cpu_s": 0, "minor_faults": 0, "peak_rss_bytes": 10**6}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def config(name="shakespeare-char", **keys):
+    return resolved(changed(preset(name), {k.replace("__", "."): v for k, v in keys.items()}), "cpu")
+
+
+def fake(name, seconds):
+    return Variant(name, [sys.executable, "-c", FAKE, str(seconds)], {}, "a stand-in")
+
+
+@pytest.fixture
+def result(monkeypatch):
+    monkeypatch.setattr("barellm.plans.roofline.measured_ceiling", made_up)
+    monkeypatch.setattr(turns, "PAUSE", 0.0)
+    made = [fake("barellm", 0.25), fake("slow", 0.5), fake("slower", 0.75)]
+    monkeypatch.setattr(peers, "variants", lambda config, peers, device: made)
+    return peers.measure(config(), {"torch": ""}, rounds=3, report=lambda line: None)
+
+
+def test_every_sample_is_kept(result):
+    assert result["ours_s"] == 0.25 and result["ratios"] == {"slow": 2.0, "slower": 3.0}
+    assert (result["best_peer"], result["ratio_to_best"]) == ("slow", 2.0)
+    for v in result["variants"]:
+        assert [len(turn["step_s"]) for turn in v["turns"]] == [result["steps_per_turn"]] * 3
+        assert v["peak_rss_bytes"] == 10**6
+    assert {"processor", "cores", "threads", "isa", "system"} <= set(result["machine"])
+
+
+def test_the_tables_and_the_chart_are_made_from_the_files(result, table, tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    monkeypatch.setattr(table.chart, "FILE", tmp_path / "bench.svg")
+    monkeypatch.setattr(table.chart.write, "__defaults__", (tmp_path / "bench.svg",))
+    assert "Nothing is measured yet" in table.parts()[table.README]
+    (tmp_path / "a.json").write_text(json.dumps(result))
+    (tmp_path / "b.json").write_text(json.dumps(result | {"ratios": {"slow": 17.5}, "best_peer": "slow"}))
+    (tmp_path / "other.json").write_text('{"kind": "other"}')
+    readme, details = tmp_path / "README.md", tmp_path / "results.md"
+    for name, path in (("ROOT", tmp_path), ("README", readme), ("DETAILS", details)):
+        monkeypatch.setattr(table, name, path)
+        if path != tmp_path:
+            path.write_text(f"before\n{table.BEGIN}\nearlier lines\n{table.END}\nafter\n")
+    assert run(table, "--check", monkeypatch) == 1
+    assert run(table, "--write", monkeypatch) == 0
+    assert "median of" in details.read_text() and "earlier" not in details.read_text()
+    text = readme.read_text()
+    assert "| **2.00x** | 3.00x | benchmarks/results/a.json |" in text
+    assert text.endswith("after\n") and "earlier" not in text
+    assert run(table, "--check", monkeypatch) == 0
+    picture = (tmp_path / "bench.svg").read_text()
+    assert all(f">{words}</text>" in picture for words in ("1.00x", "2.00x", "3.00x", "17.50x (cut)"))
+    (tmp_path / "bench.svg").write_text(picture.replace("slower 3.00", "slower 3.10"))
+    assert run(table, "--check", monkeypatch) == 1
+
+
+def run(table, option, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["table.py", option])
+    return table.main()
+
+
+def test_the_readme_and_the_results_are_what_the_files_give(table, monkeypatch):
+    assert run(table, "--check", monkeypatch) == 0
+
+
+def test_both_environments_of_the_peer_are_measured(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    made = {v.name: v for v in peers.variants(config(), {"torch": ""})}
+    assert set(made) == {"barellm", *(f"torch {m}, {e}" for m in ("eager", "compile") for e in ("installed", "tuned"))}
+    assert made["torch eager, tuned"].environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    assert "{" not in made["torch eager, tuned"].environment["GOMP_CPU_AFFINITY"]
+    assert made["torch eager, installed"].environment == {"OMP_PROC_BIND": "true"}
+
+
+def test_our_side_has_every_key_that_was_chosen():
+    chosen = config(train__batch=3, model__channels=64, train__recompute=True, train__dtype="fp32")
+    parser = Parser(prog="bench")
+    bench.configure(parser)
+    words = peers.ours(chosen).command
+    assert configuration(parser.parse(words[words.index("bench") + 1 :])) == chosen
+
+
+def test_which_peers_are_chosen(monkeypatch, tmp_path):
+    program = tmp_path / "train_gpt2"
+    program.touch(mode=0o755)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    assert peers.chosen("all") == peers.chosen("torch") == {"torch": ""}
+    assert peers.chosen(f"all,llmc={program}") == {"torch": "", "llmc": str(program)}
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert peers.chosen(f"all, llmc={program}") == {"llmc": str(program)}
+    assert [v.name for v in peers.variants(config(model__bias=True), {"llmc": str(program)})] == [
+        "barellm",
+        "llm.c, fp32, as in its README",
+        "llm.c, fp32, tuned",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--peers all", "finds none here"),
+        ("--peers torch", "PyTorch is not installed"),
+        ("--peers tourch", "'tourch', did you mean 'torch'?"),
+        ("--peers llmc", "llmc=PATH"),
+        ("--peers llmc=/nowhere/at/all", "/nowhere/at/all is no file"),
+        (f"--peers llmc={__file__}", "is not executable"),
+        (f"--peers llmc={sys.executable}", "llm.c's model has biases"),
+        (f"--peers llmc={sys.executable} --model.dropout 0.1", "no dropout"),
+        ("--interleave 3", "--interleave is for"),
+        ("--peers all --interleave 0", "--interleave is 0"),
+        ("ops --peers llmc=/x", "is no file"),
+        (f"ops --peers llmc={sys.executable}", "PyTorch's ops only"),
+        ("scaling --peers torch", "--peers is for step, ops and attention"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    kind = [] if words.startswith("ops") or words.startswith("scaling") else ["step"]
+    first, *rest = [*kind, *words.split()]
+    assert main.main(["bench", first, "shakespeare-char", *rest]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_peers_need_a_checkout(monkeypatch, tmp_path):
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    with pytest.raises(UserError, match="checkout"):
+        peers.chosen("torch")
+
+
+def test_without_words_the_step_is_measured_and_all_of_it_is_written(result, monkeypatch, tmp_path):
+    """`bench --interleave 3 --peers all`: a file among the results, then the tables."""
+    wrote = []
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report, device: wrote.append((p, rounds)) or result)
+    monkeypatch.setattr(peers, "write_tables", lambda: wrote.append("tables"))
+    monkeypatch.setattr(peers, "peer_script", Path)
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    assert main.main(["bench", "--interleave", "3", "--peers", "all"]) == 0
+    assert wrote == [({"torch": ""}, 3), "tables"]
+    name = f"default-8x256-{config('default').train.dtype}.json"
+    assert json.loads((tmp_path / "results" / name).read_text()) == json.loads(json.dumps(result))
+
+
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        (
+            "--batch 3 --dtype fp32 --recompute --optim.moments 16bit",
+            "shakespeare-char-3x64-fp32-recompute-moments-16bit.json",
+        ),
+        ("--model.layers 3", None),  # a model of no name
+        ("--model.layers 3 --out {folder}/mine.json", "../mine.json"),
+    ],
+)
+def test_results_have_names_of_their_own(words, name, result, monkeypatch, tmp_path):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report, device: result)
+    monkeypatch.setattr(peers, "write_tables", lambda: None)
+    monkeypatch.setattr(peers, "peer_script", Path)
+    monkeypatch.setattr(peers, "FOLDER", tmp_path / "benchmarks")
+    (tmp_path / "benchmarks").mkdir()
+    words = words.format(folder=tmp_path / "benchmarks").split()
+    assert main.main(["bench", "step", "shakespeare-char", "--peers", "all", *words]) == 0
+    expected = [] if name is None else [(tmp_path / "benchmarks" / "results" / name).resolve()]
+    assert list(tmp_path.rglob("*.json")) == expected
+
+
+def test_our_side_serves_turns(tmp_path):
+    ours = peers.ours(config())
+    turns.interleave([ours], rounds=2, report=lambda line: None)
+    steps = len(ours.turns[0]["step_s"])
+    assert steps > 1 and all(len(t["step_s"]) == steps and len(t["losses"]) == steps + 1 for t in ours.turns)
+    assert ours.facts["first_step_s"] > 0 and ours.peak_rss_bytes > ours.facts["arena_bytes"]
+
+
+@pytest.mark.oracle
+def test_pytorch_serves_turns_and_has_most_ops(tmp_path):
+    made = {v.name: v for v in peers.variants(config(), {"torch": ""})}["torch eager, tuned"]
+    made.start(tmp_path)
+    made.turn(2)
+    made.end()
+    assert len(made.turns[0]["step_s"]) == 2 and made.peak_rss_bytes > 1e8
+    names = ["linear", "matmul_dw", "attention_backward", "layernorm_backward", "adamw", "clip_scale"]
+    rows = [{"program": "micro", "op": n, "shape": "128x128", "count": 2, "s": 1e-3, "alone_s": 1e-3} for n in names]
+    assert "PyTorch" in peers.torch_ops(config(), rows)["peer"]
+    assert [row["op"] for row in rows if row["peer_s"] is None] == ["clip_scale"]
+    assert all(row["times_peer"] > 0 for row in rows if row["peer_s"])

@@ -1,0 +1,102 @@
+"""bench scaling: which cases there are, what stands beside each, and one run of all with real threads."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from barellm.assembly.machine import resolved
+from barellm.bench import scaling, turns
+from barellm.bench.turns import Variant
+from barellm.cli import bench, main
+from barellm.config import preset
+from barellm.errors import UserError
+from barellm.overrides import changed
+from tests.profiling.conftest import made_up
+
+pytestmark = pytest.mark.alone
+
+ROOT = Path(__file__).parents[2]
+SMALL = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "train.batch": 2, "train.seq": 16}
+FAKE = """
+import json, sys
+print(json.dumps({"first_step_s": 1.0}), flush=True)
+for line in sys.stdin:
+    answer = {"step_s": [float(sys.argv[1])] * int(line), "cpu_s": 0, "minor_faults": 0, "peak_rss_bytes": 1}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(scaling, "measured_ceiling", lambda threads: made_up())
+    monkeypatch.setattr(turns, "PAUSE", 0.0)
+
+
+def config():
+    return resolved(changed(preset("shakespeare-char"), SMALL), "cpu")
+
+
+def test_cases():
+    assert [c.name for c in scaling.cases(1)] == ["1 thread"]
+    names = [
+        "1 thread",
+        "2 threads",
+        "4 threads",
+        "6 threads",
+        "6 threads, a rival on one core",
+        "2 threads on one core",
+    ]
+    assert [c.name for c in scaling.cases(6)] == names
+    assert [(c.threads, c.cores, c.rival) for c in scaling.cases(2)] == [
+        (1, 1, False),
+        (2, 2, False),
+        (2, 2, True),
+        (2, 1, False),
+    ]
+
+
+def test_each_case_stands_beside_the_right_one(monkeypatch):
+    seconds = {"1 thread": 0.4, "2 threads": 0.21, "2 threads, a rival on one core": 0.3, "2 threads on one core": 0.5}
+    seen = {}
+
+    def fake(config, *, name, environment, cpus, rival):
+        seen[name] = (environment["BARELLM_THREADS"], len(cpus), rival is not None)
+        return Variant(name, [sys.executable, "-c", FAKE, str(seconds[name])], {}, "", rival=rival)
+
+    monkeypatch.setattr(scaling, "ours", fake)
+    monkeypatch.setattr(scaling, "thread_count", lambda: 2)
+    monkeypatch.setattr(scaling, "allowed_cpus", lambda: [min(os.sched_getaffinity(0))] * 2)
+    r = scaling.measure(config(), rounds=2, report=lambda line: None)
+    one, two, rival, shared = r["cases"]
+    assert [one["times_one_thread"], two["times_one_thread"]] == [1.0, pytest.approx(0.4 / 0.21)]
+    assert two["percent_of_bound"] == pytest.approx(100 * two["bound_s"] / 0.21)
+    assert rival["slower"] == pytest.approx(0.3 / 0.21)
+    assert rival["slower_by_what_was_taken"] == pytest.approx(2 / (2 - rival["rival_share"]), rel=0.3)
+    assert shared["slower_than_one_thread"] == pytest.approx(0.5 / 0.4)
+    assert list(seen.values()) == [("1", 1, False), ("2", 2, False), ("2", 2, True), ("2", 1, False)]
+    text = "\n".join(bench._scaling_lines(r))
+    assert "1.90x" in text and "1.43 times as long as without" in text and "1.25 times as long as on 1 thread" in text
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    (line,) = importlib.import_module("table").facts({"x.json": r})
+    assert line.startswith("shakespeare-char 2 x 16 ") and line.endswith(". x.json")
+    assert "2 threads 210.0 ms, 1.90x" in line
+    assert "1.43 times as long as without" in line and "1.25 times as long as one thread" in line
+
+
+def test_more_threads_than_cores_are_refused(monkeypatch, capsys):
+    monkeypatch.setenv("BARELLM_THREADS", "1000")
+    with pytest.raises(UserError, match="BARELLM_THREADS is 1000"):
+        scaling.measure(config(), rounds=1, report=lambda line: None)
+    assert main.main(["bench", "scaling"]) == 2 and "gives each a core" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="one processor")
+def test_real_threads(monkeypatch):
+    monkeypatch.setattr(scaling, "thread_count", lambda: 2)
+    r = scaling.measure(config(), rounds=1, report=lambda line: None)
+    assert [case["threads"] for case in r["cases"]] == [1, 2, 2, 2]
+    assert 0 < r["cases"][2]["rival_share"] < 1.1 and all(case["median_s"] > 0 for case in r["cases"])
+    assert "environment" in r["cases"][0] and "processor" in r["machine"]

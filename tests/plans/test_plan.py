@@ -1,0 +1,150 @@
+"""barellm plan: the numbers add up, and are those of the session that runs."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from barellm import overrides
+from barellm.assembly.machine import build_programs, open_machine
+from barellm.cli import main
+from barellm.config import PRESETS, preset
+from barellm.plans import plan
+from tests.profiling.conftest import ADAMW, made_up
+
+SMALL = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "model.vocab_size": 50, "model.max_seq": 16}
+
+
+def config_of(name="gpt2-124m", *, dtype="bf16", batch=4, seq=64, recompute=False, **model):
+    config = overrides.changed(preset(name), {"train.batch": batch, "train.seq": seq, "train.recompute": recompute})
+    config = overrides.changed(config, {k.replace("__", "."): v for k, v in model.items()})
+    return replace(config, train=replace(config.train, dtype=dtype))
+
+
+def small(dtype, recompute):
+    config = overrides.changed(config_of(dtype=dtype, batch=3, seq=7, recompute=recompute), SMALL)
+    return overrides.changed(config, {"train.accumulate": 2})
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", PRESETS)
+def test_arena_is_within_three_percent_of_what_is_alive(name, recompute):
+    train = preset(name).train
+    numbers, _ = plan.report(config_of(name, batch=train.batch, seq=train.seq, recompute=recompute))
+    assert numbers["live_peak_bytes"] <= numbers["arena_bytes"] <= 1.03 * numbers["live_peak_bytes"]
+    assert sum(numbers["memory"].values()) == numbers["arena_bytes"]
+    assert min(numbers["memory"].values()) >= 0
+
+
+def test_the_largest_preset_is_planned_in_seconds():
+    config = config_of("gpt2-1558m", seq=1024, recompute=True)
+    start = time.process_time()
+    plan.report(config)
+    assert time.process_time() - start < 5  # 1.5 on an idle core
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_plan_is_what_a_session_maps(dtype, recompute, monkeypatch):
+    monkeypatch.setenv("BARELLM_THREADS", "2")
+    config = small(dtype, recompute)
+    numbers, built = plan.report(config)
+    with open_machine(config, device="cpu") as machine:
+        session = machine.session
+        assert session.arena.nbytes == numbers["arena_bytes"]
+        offsets = {(t.name, at) for t, at in session.plan.offsets.items()}
+        assert offsets == {(t.name, at) for t, at in built.plan.offsets.items()}
+        assert numbers["model_flops"] == machine.flops_per_step
+
+
+def test_model_operations_are_six_per_weight_and_token_and_attention():
+    config = config_of(batch=4, seq=64)
+    numbers, _ = plan.report(config)
+    model, tokens = config.model, 4 * 64
+    weights = model.padded_vocab * model.channels + model.layers * 12 * model.channels**2
+    attention = model.layers * 6 * tokens * (64 + 1) * model.channels
+    assert numbers["model_flops"] == config.train.accumulate * (6 * weights * tokens + attention)
+
+
+def test_recompute_saves_memory_and_leaves_the_models_operations():
+    plain, _ = plan.report(config_of(seq=1024))
+    again, _ = plan.report(config_of(seq=1024, recompute=True))
+    assert again["arena_bytes"] < 0.75 * plain["arena_bytes"]
+    assert again["model_flops"] == plain["model_flops"]
+    executed = [sum(row["flops"] for row in n["ops"]) for n in (plain, again)]
+    assert executed[1] > executed[0]
+
+
+@pytest.mark.parametrize("moments", ["16bit", "16bit-stochastic"])
+def test_moments_of_16_bits_take_half_the_memory_and_the_updates_bytes_fall(moments):
+    wide, _ = plan.report(config_of())
+    packed, _ = plan.report(overrides.changed(config_of(), {"optim.moments": moments}))
+    model = config_of().model
+    vectors = model.layers * 13 * model.channels + 2 * model.channels
+    assert packed["memory"]["optimizer_state"] - 4 * (model.parameters - vectors) == pytest.approx(
+        8 * vectors, abs=1 << 14
+    )
+    saved = wide["memory"]["optimizer_state"] - packed["memory"]["optimizer_state"]
+    assert packed["arena_bytes"] == pytest.approx(wide["arena_bytes"] - saved, abs=1 << 14)
+    moved = [next(row["bytes"] for row in n["ops"] if row["op"] == "adamw") for n in (wide, packed)]
+    assert moved[0] / model.parameters == pytest.approx(28, abs=0.01)
+    assert moved[1] / model.parameters == pytest.approx(20, abs=0.02)
+
+
+def test_fusions_and_ops_are_counted():
+    numbers, built = plan.report(config_of())
+    assert numbers["fusions"]["linear_gelu"] == 12
+    assert numbers["fusions"]["classifier"] == 1
+    micro = [row for row in numbers["ops"] if row["program"] == "micro"]
+    accumulate = numbers["accumulate"]
+    assert sum(row["count"] for row in micro) == accumulate * len(built.lowered["micro"].ops)
+    primitive = build_programs(config_of())["micro"].ops
+    assert numbers["programs"]["micro"]["ops"] == len(primitive)
+    flops = sum(row["flops"] for row in micro)
+    assert flops == accumulate * sum(op.flops() for op in primitive)
+
+
+def test_expected_time_is_the_larger_of_operations_and_bytes():
+    ceiling = made_up()
+    config = overrides.changed(config_of(), {"train.accumulate": 1})
+    numbers, _ = plan.report(config, ceiling=ceiling)
+    rows = {row["op"]: row for row in numbers["ops"]}
+    assert rows["adamw"]["expected_s"] == pytest.approx(rows["adamw"]["bytes"] / ADAMW, rel=1e-6)
+    assert rows["linear"]["expected_s"] == pytest.approx(rows["linear"]["flops"] / 4e11, rel=1e-2)
+    assert numbers["expected_s"] == pytest.approx(sum(row["expected_s"] for row in numbers["ops"]))
+
+
+def test_the_map_covers_every_tensor_once_and_lists_lifetimes():
+    numbers, built = plan.report(small("bf16", False))
+    rows = plan.memory_map(built)
+    assert len(rows) == len(built.plan.persistent) + sum(len(lives) for lives in built.plan.lifetimes.values())
+    assert max(row["offset"] + row["bytes"] for row in rows) <= numbers["arena_bytes"]
+
+
+def test_command_prints_json_and_tables(capsys):
+    argv = ["plan", "gpt2-124m", "--batch", "2", "--seq", "33", "--dtype", "fp32", "--model.layers", "2"]
+    assert main.main([*argv, "--json", "--map"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert (numbers["batch"], numbers["seq"], numbers["dtype"]) == (2, 33, "fp32")
+    assert numbers["map"]
+    assert main.main([*argv, "--map"]) == 0
+    table = capsys.readouterr().out
+    assert f"{numbers['arena_bytes']:,}" in table and "linear_residual" in table
+
+
+def test_a_plan_beyond_memory_is_shown_and_says_so(capsys, monkeypatch):
+    monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1G")
+    assert main.main(["plan", "gpt2-124m", "--batch", "4", "--seq", "64"]) == 0
+    assert "DOES NOT FIT: BARELLM_MEMORY_LIMIT is 1,073,741,824 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--seq", "2000"], ["train.seq 2000", "1024"]),
+    (["--batch", "0"], ["train.batch", "at least 1"]),
+    (["--model.heads", "7"], ["model.heads 7", "768"]),
+])  # fmt: skip
+def test_mistakes_are_one_line(argv, words, capsys):
+    assert main.main(["plan", "gpt2-124m", *argv]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and all(word in text for word in words)

@@ -1,0 +1,408 @@
+"""A GPU's driver in Python: the functions of `cuda.bindings.driver` that barellm calls, over host memory.
+
+Work is done as late as the driver may do it: copies, launches and graphs wait in their stream until somebody synchronises, so a
+pinned buffer that is overwritten too early shows in the results. Every launch is held against its code: grid, block, shared
+memory, each byte of the parameters, each tensor map, each pointer. Then the interpreter runs it, or the PTX machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver as real
+
+from barellm.cuda import bench, driver, step
+from barellm.cuda.compile import Code
+from barellm.cuda.kernel import Spec
+from tests.cuda import standin
+from tests.cuda.standin import ELEMENTS, boxed
+from tests.simulators import interpreter
+
+OK = real.CUresult.CUDA_SUCCESS
+MAP = struct.Struct(
+    "<8sIIQQQQIIIII"
+)  # a tensor map as this driver writes it: 128 bytes on a GPU, of which nobody knows the layout
+LAUNCH_MS = 0.25  # what an event sees of each launch
+
+
+@dataclass
+class Stream:
+    """Work in its order. While a graph is captured it goes there."""
+
+    queue: list[Callable[[], None]] = field(default_factory=list)
+    captured: list[Callable[[], None]] | None = None
+    mode: Any = None  # of the capture
+    spoilt: bool = False
+
+
+class Gpu:
+    """The module. `arch`, `memory`: what the device says that it has. `execute`: who does the work of a launch."""
+
+    def __init__(
+        self,
+        *,
+        arch: int = 80,
+        sms: int = 3,
+        memory: int = 1 << 30,
+        version: int = 13000,
+        execute: interpreter.Execute = interpreter.execute,
+    ) -> None:
+        self.execute = execute
+        self.arch, self.sms, self.memory, self.version = arch, sms, memory, version
+        self.allocated: dict[int, Any] = {}  # address -> bytes of the device
+        self.pinned: dict[int, Any] = {}
+        self.streams: list[Stream] = []
+        self.known: dict[bytes, tuple[Spec, Code]] = {}  # by cubin
+        self.functions: list[SimpleNamespace] = []
+        self.graphs: list[list[Callable[[], None]] | None] = []
+        self.events: list[float | None] = []
+        self.clock = 0.0
+        self.cost: Callable[[Spec], float] = lambda spec: 1.0  # of LAUNCH_MS
+        self.launched: list[tuple[str, tuple[int, ...]]] = []
+        self.calls: list[str] = []
+        self.errors: dict[str, int] = {}  # function -> the status that it returns instead
+
+    def __getattr__(self, name: str) -> Any:
+        """Enumerations and structures are the real ones; a function that nobody wrote here is an error."""
+        assert not name.startswith("cu") or name.startswith("cu__"), f"the mock has no {name}"
+        return getattr(real, name)
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        if name.startswith("cu"):
+            self.calls.append(name)
+            if name in self.errors:
+                return lambda *_: (real.CUresult(self.errors[name]),)
+        return found
+
+    def install(self, monkeypatch: Any) -> None:
+        """Instead of the driver, and instead of compiling: code without instructions that has a specialisation's parameters."""
+        monkeypatch.setattr(driver, "bindings", lambda: self)
+        monkeypatch.setattr(driver, "libcuda", lambda: self)
+        for module in (step, bench):
+            monkeypatch.setattr(module, "compiled", self.compiled)
+
+    def compiled(self, specs: Iterable[Spec], arch: int, *, processes: int) -> dict[Spec, Code]:
+        assert arch == self.arch and processes >= 1
+        made = {}
+        for i, spec in enumerate(specs):
+            made[spec] = code = standin.code(spec, arch, f"{i} {spec.key}".encode())
+            self.know(spec, code)
+        return made
+
+    def know(self, spec: Spec, code: Code) -> None:
+        """A cubin that may be loaded."""
+        self.known[code.cubin] = spec, code
+
+    # --- the device ---
+
+    def cuInit(self, flags):
+        return (OK,)
+
+    def cuDriverGetVersion(self):
+        return OK, self.version
+
+    def cuDeviceGetCount(self):
+        return OK, 1
+
+    def cuDeviceGet(self, index):
+        assert index == 0
+        return OK, 0
+
+    def cuDeviceGetName(self, length, device):
+        return OK, b"Mock GPU".ljust(length, b"\0")
+
+    def cuDeviceTotalMem(self, device):
+        return OK, self.memory
+
+    def cuDeviceGetAttribute(self, attribute, device):
+        short = attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")
+        values = {
+            "COMPUTE_CAPABILITY_MAJOR": self.arch // 10,
+            "COMPUTE_CAPABILITY_MINOR": self.arch % 10,
+            "MULTIPROCESSOR_COUNT": self.sms,
+            "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448,
+        }
+        return OK, values[short]
+
+    def cuDevicePrimaryCtxRetain(self, device):
+        return OK, 1
+
+    def cuCtxSetCurrent(self, context):
+        return (OK,)
+
+    # --- memory ---
+
+    def cuMemGetInfo(self):
+        used = sum(len(block) for block in self.allocated.values())
+        return OK, self.memory - used, self.memory
+
+    def cuMemAlloc(self, nbytes):
+        block = ctypes.create_string_buffer(b"\xff" * nbytes, nbytes)
+        self.allocated[ctypes.addressof(block)] = block
+        return OK, ctypes.addressof(block)
+
+    def _unsafe(self) -> tuple[Any, ...] | None:
+        """What a function that may wait for the GPU returns while this thread captures: unless the capture is relaxed, that spoils
+        it."""
+        relaxed = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        hit = [s for s in self.streams if s.captured is not None and s.mode != relaxed]
+        for stream in hit:
+            stream.spoilt = True
+        return (real.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,) if hit else None
+
+    def cuMemFree(self, address):
+        if bad := self._unsafe():
+            return bad
+        del self.allocated[int(address)]
+        return (OK,)
+
+    def cuMemHostAlloc(self, nbytes, flags):
+        block = ctypes.create_string_buffer(nbytes)
+        self.pinned[ctypes.addressof(block)] = block
+        return OK, ctypes.addressof(block)
+
+    def cuMemFreeHost(self, address):
+        if bad := self._unsafe():
+            return bad
+        del self.pinned[int(address)]
+        return (OK,)
+
+    def span(self, address: int, nbytes: int = 1) -> tuple[int, int]:
+        """The allocation that holds these bytes."""
+        for start, block in self.allocated.items():
+            if start <= address and address + nbytes <= start + len(block):
+                return start, start + len(block)
+        raise AssertionError(f"{nbytes} bytes at {address:#x} are not the device's")
+
+    def cuMemcpyHtoDAsync(self, to, source, nbytes, stream):
+        self.span(int(to), nbytes)
+        self._put(stream, lambda: ctypes.memmove(int(to), int(source), nbytes))
+        return (OK,)
+
+    def cuMemcpyDtoHAsync(self, to, source, nbytes, stream):
+        self.span(int(source), nbytes)
+        self._put(stream, lambda: ctypes.memmove(int(to), int(source), nbytes))
+        return (OK,)
+
+    def cuMemcpyDtoDAsync(self, to, source, nbytes, stream):
+        self.span(int(to), nbytes)
+        self.span(int(source), nbytes)
+        assert abs(int(to) - int(source)) >= nbytes, "what is copied overlaps"
+        self._put(stream, lambda: ctypes.memmove(int(to), int(source), nbytes))
+        return (OK,)
+
+    def cuMemsetD8Async(self, address, value, nbytes, stream):
+        self.span(int(address), nbytes)
+        self._put(stream, lambda: ctypes.memset(int(address), value, nbytes))
+        return (OK,)
+
+    # --- streams, events, graphs ---
+
+    def _at(self, handle: Any) -> Stream:
+        return self.streams[int(handle) - 1]
+
+    def _put(self, handle: Any, work: Callable[[], Any]) -> None:
+        stream = self._at(handle)
+        (stream.queue if stream.captured is None else stream.captured).append(work)
+
+    def cuStreamCreate(self, flags):
+        assert flags == 1, "a stream that waits for the default one"
+        self.streams.append(Stream())
+        return OK, len(self.streams)
+
+    def cuStreamDestroy(self, stream):
+        return (OK,)
+
+    def _drain(self, until: Callable[[], bool] = lambda: False) -> None:
+        for stream in self.streams:
+            while stream.queue and not until():
+                stream.queue.pop(0)()
+
+    def cuStreamSynchronize(self, stream):
+        assert self._at(stream).captured is None, "synchronised while a graph is captured"
+        self._drain()
+        return (OK,)
+
+    def cuEventCreate(self, flags):
+        self.events.append(None)
+        return OK, len(self.events) - 1
+
+    def cuEventDestroy(self, event):
+        return (OK,)
+
+    def cuEventRecord(self, event, stream):
+        assert self._at(stream).captured is None, "an event that only orders work of the graph"
+        token = object()
+        self.events[event] = token  # pyright: ignore
+        self._put(stream, partial(self._reach, event, token))
+        return (OK,)
+
+    def cuEventRecordWithFlags(self, event, stream, flags):
+        assert flags == 1 and self._at(stream).captured is not None
+        self._put(stream, partial(self._reach, event, None))
+        return (OK,)
+
+    def _reach(self, event: int, token: object) -> None:
+        if token is None or self.events[event] is token:
+            self.events[event] = self.clock
+
+    def cuEventSynchronize(self, event):
+        self._drain(lambda: self.events[event] is None or isinstance(self.events[event], float))
+        return (OK,)
+
+    def cuEventElapsedTime(self, first, second):
+        return OK, self.events[second] - self.events[first]
+
+    def cuStreamBeginCapture(self, stream, mode):
+        assert self._at(stream).captured is None
+        self._at(stream).captured, self._at(stream).mode, self._at(stream).spoilt = [], mode, False
+        return (OK,)
+
+    def cuStreamEndCapture(self, stream):
+        self.graphs.append(self._at(stream).captured)
+        self._at(stream).captured = None
+        if self._at(stream).spoilt:
+            return real.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, 0
+        return OK, len(self.graphs) - 1
+
+    def cuGraphInstantiate(self, graph, flags):
+        self.graphs.append(list(self.graphs[graph]))
+        return OK, len(self.graphs) - 1
+
+    def cuGraphDestroy(self, graph):
+        self.graphs[graph] = None
+        return (OK,)
+
+    def cuGraphExecDestroy(self, graph):
+        assert not any(stream.queue for stream in self.streams), "a graph that may still run"
+        self.graphs[graph] = None
+        return (OK,)
+
+    def cuGraphUpload(self, graph, stream):
+        assert self.graphs[graph] is not None
+        return (OK,)
+
+    def cuGraphLaunch(self, graph, stream):
+        assert self.graphs[graph] is not None
+        for work in self.graphs[graph]:
+            self._put(stream, work)
+        return (OK,)
+
+    # --- code ---
+
+    def cuLibraryLoadData(self, cubin, *options):
+        assert options == ([], [], 0, [], [], 0)
+        spec, code = self.known[cubin]
+        self.functions.append(SimpleNamespace(spec=spec, code=code, shared=48 << 10))
+        return OK, len(self.functions) - 1
+
+    def cuLibraryUnload(self, library):
+        assert not any(stream.queue for stream in self.streams), "code that may still run"
+        assert self.functions[library].spec is not None, "unloaded twice"
+        self.functions[library].spec = None
+        return (OK,)
+
+    def cuLibraryGetKernel(self, library, name):
+        assert name.decode() == self.functions[library].code.name
+        return OK, library
+
+    def cuKernelGetFunction(self, kernel):
+        return OK, kernel
+
+    def cuKernelGetParamInfo(self, kernel, index):
+        code: Code = self.functions[kernel].code
+        if index >= len(code.params):
+            return real.CUresult.CUDA_ERROR_INVALID_VALUE, 0, 0
+        return OK, *standin.placed(code.params, code.arch)[index]
+
+    def cuKernelSetAttribute(self, attribute, value, kernel, device):
+        assert attribute.name == "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES" and value <= 232448
+        self.functions[kernel].shared = value
+        return (OK,)
+
+    def cuTensorMapEncodeTiled(self, at, kind, rank, address, sizes, strides, box, steps, inner, swizzle, l2, fill):
+        """What NVIDIA's manual asks of the arguments, then the arguments themselves."""
+        at, address = at.value, address.value
+        nbytes = {number: size for number, _, size in ELEMENTS.values()}[kind]
+        assert rank == 2 and at % 64 == 0 and address % 16 == 0 and list(steps) == [1, 1] and inner == fill == 0
+        assert all(1 <= n <= 1 << 32 for n in sizes) and strides[0] % 16 == 0 and strides[0] < 1 << 40
+        assert all(1 <= n <= 256 for n in box) and box[0] * nbytes % 16 == 0
+        assert swizzle in (0, 1, 2, 3) and (not swizzle or box[0] * nbytes <= 16 << swizzle)
+        assert strides[0] >= sizes[0] * nbytes, "rows that overlap"
+        data = MAP.pack(b"mock map", kind, nbytes, address, sizes[0], sizes[1], strides[0], *box, swizzle, l2, fill)
+        ctypes.memmove(at, data.ljust(128, b"\0"), 128)
+        return 0
+
+    def cuLaunchKernelEx(self, config, function, pointers, extra):
+        found = self.functions[function]
+        assert found.spec is not None, "code that was unloaded"
+        code: Code = found.code
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        limits = (2**31 - 1, 65535, 65535)
+        assert all(1 <= n <= most for n, most in zip(grid, limits, strict=True)), f"{code.name}: grid {grid}"
+        assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (code.threads, 1, 1) and code.threads <= 1024
+        assert config.sharedMemBytes == code.shared_bytes <= found.shared and extra == 0
+        attributes = {a.id.name: a.value for a in config.attrs} if config.numAttrs else {}
+        if code.clusters > 1:
+            assert attributes["CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"].clusterDim.x == code.clusters
+            assert grid[0] % code.clusters == 0
+        else:
+            assert not attributes
+        table = (ctypes.c_void_p * len(code.params)).from_address(pointers)
+        params = [ctypes.string_at(at, nbytes) for at, (nbytes, _) in zip(table, code.params, strict=True)]
+        misplaced = [at for at, (_, align) in zip(table, code.params, strict=True) if at % align]
+        assert not misplaced, f"{code.name}: parameters at {misplaced}"
+        values = self._decoded(found.spec, code, params)  # now: the driver copies parameters when it is called
+        self._put(config.hStream, partial(self._execute, found.spec, values, grid))
+        return (OK,)
+
+    def _decoded(self, spec: Spec, code: Code, params: list[bytes]) -> list[interpreter.Parameter]:
+        rest = iter(params)
+        values: list[interpreter.Parameter] = []
+        described = iter(code.descriptors)
+        for (name, type_), kind in zip(spec.signature, code.arguments, strict=True):
+            data = next(rest)
+            if kind == "*":
+                (address,) = struct.unpack("<Q", data)
+                values.append(self._around(address))
+            elif kind == "i32":
+                values.append(*struct.unpack("<i", data))
+            else:
+                assert kind == "map", (name, kind)
+                magic, number, nbytes, address, columns, rows, pitch, *box, swizzle, _, _ = MAP.unpack(data[: MAP.size])
+                element, shape = boxed(type_)
+                d = next(described)
+                assert magic == b"mock map" and (number, nbytes) == (ELEMENTS[element][0], ELEMENTS[element][2])
+                assert tuple(reversed(box)) == d.box and swizzle == d.swizzle, (spec.name, name, box, d)
+                sizes = [*struct.unpack("<ii", next(rest) + next(rest)), *struct.unpack("<qq", next(rest) + next(rest))]
+                assert sizes == [rows, columns, pitch // nbytes, 1], (spec.name, name, sizes)
+                end = address + (rows - 1) * pitch + columns * nbytes
+                whole = self.span(address, end - address)
+                pointer = interpreter.Pointer(address, *whole, True)
+                values.append(interpreter.Box(pointer, rows, columns, pitch // nbytes, shape))
+        assert [int.from_bytes(scratch) for scratch in rest] == [0, 0]
+        return values
+
+    def _execute(self, spec: Spec, values: list[interpreter.Parameter], grid: tuple[int, ...]) -> None:
+        self.clock += LAUNCH_MS * self.cost(spec)
+        self.launched.append((spec.name, grid))
+        for i, (_, type_) in enumerate(spec.signature):
+            if type_.startswith("table<"):  # now: a table is memory
+                values = [*values[:i], interpreter.Words.read(type_, values[i], self._around), *values[i + 1 :]]
+        self.execute(spec, values, grid)
+
+    def _around(self, address: int) -> interpreter.Pointer:
+        return interpreter.Pointer(address, *self.span(address), True)
+
+
+def memory_of(gpu: Gpu, session: Any) -> np.ndarray:
+    """The arena as this process sees it."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * session.plan.arena_bytes).from_address(session.base))
