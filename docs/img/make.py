@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/: `python docs/img/make.py [--png FOLDER]` from the repository's root.
+"""Draws the pictures of docs/: `python docs/img/make.py [NAME ...] [--png FOLDER]` from the repository's root.
 
 What they show is read from the code and from `barellm plan`, so a picture that no longer holds fails instead of lying.
 """
@@ -8,11 +8,14 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
 from functools import cache
+from itertools import combinations, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -71,38 +74,29 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], *, be
 
 # --- the house ---
 
-# folder -> (x, y, width, height, colour, what it holds)
-ROOMS: dict[str, tuple[float, float, float, float, str, str]] = {
-    "cli": (20, 16, 800, 48, SAND, "one module per command, imported only when that command runs"),
-    "profiling": (20, 104, 125, 76, SKY, "plan, roofline,\nsteps, machine code"),
-    "interop": (160, 104, 75, 58, SKY, "Hugging\nFace, llm.c"),
-    "training": (250, 104, 300, 76, SKY, "run, loop, schedule, checkpoints,\nmetrics, curve, stopping"),
-    "generation": (600, 104, 95, 54, SKY, "decoding,\nsamplers"),
-    "evaluation": (715, 104, 105, 76, SKY, "validation loss,\nbits per byte"),
-    "cpu": (20, 214, 80, 98, ROSE, "LLVM kernels,\nthreads"),
-    "cuda": (110, 214, 80, 60, ROSE, "Triton kernels,\ndriver"),
-    "runtime": (250, 226, 120, 86, LILAC, "what a session is,\nbackends by name,\nmemory limit"),
-    "models": (400, 226, 100, 86, MINT, "gpt2: a flat\nforward; the\nprograms"),
-    "optim": (530, 226, 80, 86, MINT, "adamw"),
-    "data": (650, 226, 170, 86, MINT, "tokenizers, shards,\nloader"),
-    "program": (20, 358, 590, 56, STONE, "tensors, ops with their references and gradient rules, reverse walk, fusion, planner"),
-}  # fmt: skip
-# Arrows by where they are drawn: at this x, at this y, from one x to another.
-DOWN = {
-    ("cli", "profiling"): 82, ("cli", "interop"): 197, ("cli", "training"): 400, ("cli", "generation"): 647,
-    ("cli", "evaluation"): 767,
-    ("profiling", "cpu"): 60, ("profiling", "cuda"): 127, ("training", "runtime"): 310, ("training", "models"): 450,
-    ("evaluation", "data"): 767,
-    ("cpu", "program"): 60, ("cuda", "program"): 150,
-    ("runtime", "program"): 310, ("models", "program"): 450, ("optim", "program"): 570,
-}  # fmt: skip
-ACROSS = {
-    ("profiling", "training"): 171, ("interop", "training"): 131, ("training", "generation"): 131,
-    ("training", "evaluation"): 170, ("cpu", "runtime"): 302, ("cuda", "runtime"): 228,
-}  # fmt: skip
-SLANTED = {("training", "optim"): (515, 560), ("training", "data"): (540, 680)}
-SESSIONS = {("generation", "runtime"): 622, ("evaluation", "runtime"): 735}  # on one line below training
-ARROWS = {*DOWN, *ACROSS, *SLANTED, *SESSIONS}
+# Folder -> its colour and what it holds, in two lines.
+ROOMS: dict[str, tuple[str, str]] = {
+    "cli": (SAND, "one module per command,\nimported when it runs"),
+    "bench": (SKY, "benchmarks beside\nother programs"),
+    "profiling": (SKY, "steps and traces,\nop by op"),
+    "inspect": (SKY, "machine code\nof kernels"),
+    "plans": (SKY, "memory, operations,\nbounds"),
+    "interop": (SKY, "Hugging Face,\nllm.c"),
+    "training": (SKY, "run, loop, schedule,\nmetrics, stopping"),
+    "generation": (SKY, "decoding,\nsamplers"),
+    "evaluation": (SKY, "validation loss,\nbits per byte"),
+    "checkpoint": (SKY, "folders, tensor\nfiles, weights"),
+    "assembly": (MINT, "configuration to\nsession"),
+    "cpu": (ROSE, "LLVM kernels,\nthreads"),
+    "cuda": (ROSE, "Triton kernels,\ndriver"),
+    "runtime": (LILAC, "what a session is,\nbackends by name"),
+    "models": (MINT, "each a flat\nforward"),
+    "optim": (MINT, "what updates\nparameters"),
+    "data": (MINT, "tokenizers, shards,\nloader"),
+    "program": (STONE, "tensors, ops, reverse walk,\nfusion, planner"),
+}
+HOUSE = HERE / "house.svg"
+SAYS = "imports: "  # what the picture's description begins with; its arrows follow
 
 
 def imports() -> set[tuple[str, str]]:
@@ -126,48 +120,111 @@ def reached(arrows: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
     return pairs
 
 
+def arrows() -> list[tuple[str, str]]:
+    """The imports that do not follow from others: the fewest arrows whose paths are all imports."""
+    pairs = reached(imports())
+    between = {(a, c) for a, b in pairs for d, c in pairs if b == d}
+    return sorted(pairs - between)
+
+
 def check_arrows() -> None:
-    """Every folder has a room, every drawn arrow is an import, and every import follows drawn arrows."""
-    real = imports()
-    folders = {name for pair in real for name in pair}
-    assert folders <= set(ROOMS), f"no room for {sorted(folders - set(ROOMS))}"
-    assert not ARROWS - real, f"nobody imports {sorted(ARROWS - real)}"
-    assert not real - reached(ARROWS), f"not drawn: {sorted(real - reached(ARROWS))}"
+    """Every folder has a room, and the picture that lies in docs/img shows today's arrows."""
+    folders = {name for pair in imports() for name in pair}
+    assert folders == set(ROOMS), f"ROOMS in docs/img/make.py and the folders differ: {sorted(folders ^ set(ROOMS))}"
+    drawn = re.findall(rf"{SAYS}([^<]*)", HOUSE.read_text())
+    assert drawn == [described()], "the house has other arrows than its picture: run `python docs/img/make.py house`"
+
+
+def described() -> str:
+    return ", ".join(f"{a} {b}" for a, b in arrows())
+
+
+def levels(pairs: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """Folder -> its floor: 0 for one that imports nobody, else one above the highest that it imports."""
+    below: dict[str, set[str]] = {}
+    for a, b in pairs:
+        below.setdefault(a, set()).add(b)
+
+    @cache
+    def level(name: str) -> int:
+        return 1 + max(map(level, below.get(name, ())), default=-1)
+
+    return {name: level(name) for pair in pairs for name in pair}
+
+
+def floors(pairs: list[tuple[str, str]]) -> tuple[list[list[str]], list[list[str]]]:
+    """(the names on each floor from left to right, the path of each arrow). An arrow that passes a floor has a place there
+    too, named `from>to@floor`, so that no arrow runs behind a room. Names stand near the mean of their neighbours'."""
+    level = levels(pairs)
+    rows: list[list[str]] = [[] for _ in range(1 + max(level.values()))]
+    for name in ROOMS:
+        rows[level[name]].append(name)
+    paths = []
+    for a, b in pairs:
+        passed = [f"{a}>{b}@{at}" for at in range(level[a] - 1, level[b], -1)]
+        for at, name in zip(range(level[a] - 1, level[b], -1), passed, strict=True):
+            rows[at].append(name)
+        paths.append([a, *passed, b])
+    links = [pair for path in paths for pair in pairwise(path)]
+    best = rows
+    for _ in range(40):
+        for order in (range(len(rows)), reversed(range(len(rows)))):
+            for at in order:
+                place = {name: (i + 0.5) / len(row) for row in rows for i, name in enumerate(row)}
+                near = {name: [place[b if a == name else a] for a, b in links if name in (a, b)] for name in rows[at]}
+                rows[at] = sorted(rows[at], key=lambda name, near=near: fmean(near[name]))
+        if crossings(rows, links) < crossings(best, links):
+            best = [list(row) for row in rows]
+    return best, paths
+
+
+def crossings(rows: list[list[str]], links: list[tuple[str, str]]) -> int:
+    """How often lines between neighbouring floors cross."""
+    place = {name: (at, i) for at, row in enumerate(rows) for i, name in enumerate(row)}
+    lines = [(*place[a], place[b][1]) for a, b in links]
+    return sum(f == g and (a - c) * (b - d) < 0 for (f, a, b), (g, c, d) in combinations(lines, 2))
 
 
 def house() -> Any:
-    check_arrows()
-    figure, axes = canvas(840, 446)
-    for name, (x, y, w, h, colour, holds) in ROOMS.items():
-        box(axes, x, y, w, h, colour)
-        text(axes, x + 10, y + 7, name, size=11.5, weight="bold")
-        text(axes, x + 10, y + 25, holds, size=9, colour=SOFT, linespacing=1.35)
-    box(axes, 650, 358, 170, 56, "#ffffff")
-    text(axes, 660, 364, "config, overrides, errors", size=9.5, weight="bold")
-    text(axes, 660, 381, "plain values that everybody\nmay import", size=9, colour=SOFT, linespacing=1.35)
-    for (a, b), at in DOWN.items():
-        arrow(axes, (at, bottom(a)), (at, ROOMS[b][1]))
-    for (a, b), at in ACROSS.items():
-        arrow(axes, (right(a), at), (ROOMS[b][0], at))
-    for (a, b), (start, end) in SLANTED.items():
-        arrow(axes, (start, bottom(a)), (end, ROOMS[b][1]))
-    for (a, _), at in SESSIONS.items():
-        axes.plot([at, at, 345], [bottom(a), 203, 203], color=LINE, linewidth=1.2, solid_joinstyle="round", zorder=0)
-    arrow(axes, (345, 203), (345, ROOMS["runtime"][1]), color=LINE)
-    for backend, y in (("cuda", 252), ("cpu", 286)):
-        arrow(axes, (250, y), (right(backend) + 2, y), linestyle="--", color=LINE)
-    text(axes, 221, 263, "by name", size=8, colour=SOFT, ha="center")
-    rule = "An arrow means: imports. What follows from other arrows is left out. tests/test_house.py holds the rule;"
-    text(axes, 20, 425, f"{rule} this picture is checked against the code when it is drawn.", size=8, colour=SOFT)
+    rows, paths = floors(arrows())
+    width, pitch, high, top = 900, 84, 52, 14
+    figure, axes = canvas(width, top + pitch * len(rows) + 22)
+    at: dict[str, tuple[float, float, float]] = {}  # name -> middle, top, width
+    for floor, row in enumerate(reversed(rows)):
+        wide = {name: 8.0 if ">" in name else _wide(name) for name in row}
+        gap = (width - sum(wide.values())) / (len(row) + 1)
+        x = gap
+        for name in row:
+            at[name] = x + wide[name] / 2, top + pitch * floor, wide[name]
+            x += wide[name] + gap
+    for name, (colour, holds) in ROOMS.items():
+        middle, y, wide = at[name]
+        box(axes, middle - wide / 2, y, wide, high, colour)
+        text(axes, middle - wide / 2 + 9, y + 6, name, size=10.5, weight="bold")
+        text(axes, middle - wide / 2 + 9, y + 22, holds, size=8.5, colour=SOFT, linespacing=1.25)
+    leaving = {name: sorted((p[1] for p in paths if p[0] == name), key=lambda n: at[n][0]) for name in ROOMS}
+    coming = {name: sorted((p[-2] for p in paths if p[-1] == name), key=lambda n: at[n][0]) for name in ROOMS}
+    for path in paths:
+        points = [(_port(at[path[0]], leaving[path[0]], path[1]), at[path[0]][1] + high)]
+        for name in path[1:-1]:
+            points += [(at[name][0], at[name][1]), (at[name][0], at[name][1] + high)]
+        end = _port(at[path[-1]], coming[path[-1]], path[-2]), at[path[-1]][1]
+        axes.plot(*zip(*points, strict=True), color=SOFT, linewidth=1.1, solid_joinstyle="round")
+        arrow(axes, points[-1], end, linewidth=1.1)
+    rule = "An arrow means: imports. What follows from other arrows is left out."
+    words = f"{rule} config, overrides, errors and caches are plain values that everybody may import."
+    text(axes, width / 2, top + pitch * len(rows) - 8, words, size=8, colour=SOFT, ha="center")
     return figure
 
 
-def bottom(room: str) -> float:
-    return ROOMS[room][1] + ROOMS[room][3]
+def _wide(name: str) -> float:
+    return 18 + max(7.0 * len(name), 5.4 * max(map(len, ROOMS[name][1].split("\n"))))
 
 
-def right(room: str) -> float:
-    return ROOMS[room][0] + ROOMS[room][2]
+def _port(room: tuple[float, float, float], names: list[str], name: str) -> float:
+    """Where on a room's edge the arrow of `name` begins or ends: arrows share it evenly."""
+    middle, _, wide = room
+    return middle - wide / 2 + wide * (names.index(name) + 1) / (len(names) + 1)
 
 
 # --- the life of a step ---
@@ -339,7 +396,7 @@ def _workspace(chart: Any, p: dict[str, Any]) -> None:
     chart.legend(handles, labels, fontsize=8.5, frameon=False, **place)
 
 
-# Letters as curves: the same everywhere. Fixed ids and no date: the same file for the same picture.
+# Letters as curves: the same everywhere. No date, fixed ids: the same file for the same picture.
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.monospace": ["DejaVu Sans Mono"],
@@ -351,18 +408,14 @@ PICTURES = {"house": house, "step": life, "memory": memory}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(PICTURES)} (default: all)")
     parser.add_argument("--png", type=Path, help="also as PNG, to look at")
     args = parser.parse_args()
-    # Letters as curves: the same everywhere. No date, fixed ids: the same file for the same picture.
-    plt.rcParams |= {
-        "font.family": "DejaVu Sans",
-        "font.monospace": ["DejaVu Sans Mono"],
-        "svg.fonttype": "path",
-        "svg.hashsalt": "barellm",
-    }
-    for name, draw in PICTURES.items():
-        figure = draw()
-        figure.savefig(HERE / f"{name}.svg", facecolor="white", metadata={"Date": None})
+    plt.rcParams |= STYLE
+    for name in args.names or PICTURES:
+        figure = PICTURES[name]()
+        said = {"Description": SAYS + described()} if name == "house" else {}
+        figure.savefig(HERE / f"{name}.svg", facecolor="white", metadata={"Date": None, **said})
         if args.png:
             figure.savefig(args.png / f"{name}.png", facecolor="white", dpi=110)
         plt.close(figure)
