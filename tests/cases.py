@@ -37,6 +37,28 @@ def operands(shape, dtype):
     return x, dy, persistent(normal(N, K, seed=3), weight_dtype)
 
 
+# Axes before the last, and whether none of them is a run-time size: constant axes behind run-time ones, and static shapes.
+LEADING = [((2, 5, 3), False), ((3, 7, 2, 2), False), ((5,), True), ((2, 3, 7), True), ((), True)]
+each_leading = pytest.mark.parametrize("leading", LEADING, ids=str)
+
+
+def leading_case(op_type, leading, dtype, N=33, K=19) -> dict:
+    """What `check_op` wants for a product over operands with such axes."""
+    axes, static = leading
+    kind = (lambda values: persistent(values, dtype, "state")) if static else (lambda values: tokens(values, dtype))
+    _, _, weight = operands((1, 1, N, K), dtype)
+    x, dy = kind(normal(*axes, K)), kind(normal(*axes, N, seed=2))
+    plan = None if static else (axes[0] + 1, axes[1] + 2)
+    values = as_operand(weight, dtype)
+    flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
+    given, bounds = {
+        ops.Matmul: ({"x": x, "weight": weight}, {"y": chain_bound(x.values, values.T)}),
+        ops.MatmulDx: ({"dy": dy, "weight": weight}, {"dx": chain_bound(dy.values, values)}),
+        ops.MatmulDw: ({"dy": dy, "x": x}, {"dweight": chain_bound(flat[0].T, flat[1])}),
+    }[op_type]
+    return {"given": given, "bounds": bounds, "plan": plan}
+
+
 def as_operand(weight, dtype) -> np.ndarray:
     """What a product reads of a weight: of a split one, the nearest bf16."""
     return stored(weight.values, dtype)
@@ -213,6 +235,33 @@ def check_network(open_session, *, compute: str, limit: float, bias: bool, sizes
     finally:
         session.close()
     return {op.name for low in session.lowered.values() for op in low.ops}
+
+
+def check_classifier_of_inner_axes(open_session, *, compute: str, limit: float) -> None:
+    """Loss and gradients of a classifier over three rows for each token against the primitive ops' references."""
+    C, V, inner = 19, 23, 3
+    p = Program(Store(), compute=compute)
+    shape = (Dim("batch", 3), Dim("seq", 11), inner)
+    h = p.linear(p.input("x", (*shape, C), compute), p.parameter("w", (C, C)))
+    loss = p.classifier(h, p.parameter("head", (V, C)), p.input("targets", shape), valid_vocab=V - 2)
+    p.output("loss", loss)
+    p.backward(loss)
+    session, oracle = open_session({"op": p}), ReferenceSession({"op": p})
+    try:
+        assert "classifier" in [op.name for op in session.lowered["op"].ops]
+        for batch, seq in ((3, 11), (2, 5), (1, 1)):
+            targets = np.random.default_rng(seq).integers(-1, V - 2, (batch, seq, inner)).astype(np.int32)
+            for s in (session, oracle):
+                s.write("x", stored(normal(batch, seq, inner, C), compute))
+                s.write("targets", targets)
+                for name, rows in (("w", C), ("head", V)):
+                    s.write(name, stored(0.3 * normal(rows, C, seed=rows), compute))
+                s.run("op", batch=batch, seq=seq, accumulate=0, inv_targets=0.1)
+            for name in ("loss", "w.grad", "head.grad"):
+                got, want = session.read(name).astype(np.float64), oracle.read(name)
+                assert np.linalg.norm(got - want) <= limit * np.linalg.norm(want) + 1e-9, (name, batch, seq)
+    finally:
+        session.close()
 
 
 MOMENTS = {

@@ -211,9 +211,9 @@ class KernelBuilder(Builder):
         type_ = {"i64": "i64", "fp64": "double"}[scalars.SCALARS[name]]
         return self.op(type_, f"load {type_}, ptr {p.ref}, align 8")
 
-    def extent(self, dims: tuple[str, ...]) -> Value:
-        """The product of the run-time sizes: `k.extent(("batch", "seq"))` is the number of tokens."""
-        n = self.int(1)
+    def extent(self, dims: tuple[str, ...], inner: int = 1) -> Value:
+        """`inner` times the product of the run-time sizes: `k.extent(("batch", "seq"))` is the number of tokens."""
+        n = self.int(inner)
         for d in dims:
             n = n * self.scalar(d)
         return n

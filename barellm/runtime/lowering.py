@@ -38,9 +38,9 @@ def weight_operand(weight: Tensor) -> Tensor | tuple[Region, str]:
     return (plane(weight, "hi"), "bf16") if weight.dtype == "split" else weight
 
 
-def rows_of(tensor: Tensor, first: int, count: int) -> tuple[Region, str]:
-    """Rows [first, first + count) of an activation, clipped to its planned maximum."""
-    row = tensor.width * ITEMSIZE[tensor.dtype]
+def rows_of(tensor: Tensor, first: int, count: int, width: int) -> tuple[Region, str]:
+    """Rows [first, first + count), of `width` elements each, of an activation; clipped to its planned maximum."""
+    row = width * ITEMSIZE[tensor.dtype]
     return part(tensor, min(first * row, tensor.nbytes), min((first + count) * row, tensor.nbytes)), tensor.dtype
 
 

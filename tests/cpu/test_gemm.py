@@ -15,7 +15,15 @@ from barellm.cpu.kernel import Spec
 from barellm.cpu.kernels import gemm, linear, weight_gradient
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
-from tests.cases import as_operand, chain_bound, check_network, operands
+from tests.cases import (
+    as_operand,
+    chain_bound,
+    check_classifier_of_inner_axes,
+    check_network,
+    each_leading,
+    leading_case,
+    operands,
+)
 from tests.cpu.check import EPS, ISAS, check_op, isa_named
 from tests.simulators import amx_emulator
 from tests.simulators.amx_emulator import EMULATED
@@ -53,6 +61,14 @@ def test_matmul_dx(isa, dtype, shape, mode):
     _, dy, weight = operands(shape, dtype)
     bound = chain_bound(dy.values, as_operand(weight, dtype)) + 2 * EPS
     check_op(ops.MatmulDx, isa, {"dy": dy, "weight": weight}, modes={"dx": mode}, bounds={"dx": bound})
+
+
+@each_isa
+@each_dtype
+@each_leading
+@pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
+def test_axes_of_any_kind(isa, dtype, leading, op_type):
+    check_op(op_type, isa, **leading_case(op_type, leading, dtype))
 
 
 def changed(monkeypatch, module, **constants: int) -> None:
@@ -175,6 +191,12 @@ def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, mo
         lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, bias=bias, sizes=sizes
     )
     assert found >= {f.name for f in FUSIONS} - (set() if bias else {"linear"})
+
+
+@pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
+def test_a_classifier_of_inner_axes(compute, limit, monkeypatch):
+    monkeypatch.setattr(linear, "CLASSIFIER_CHUNK", 8)
+    check_classifier_of_inner_axes(lambda programs: CpuSession(programs, threads=2), compute=compute, limit=limit)
 
 
 @each_isa

@@ -19,8 +19,12 @@ from barellm.cpu.isa import host
 from barellm.cpu.kernels import gemm
 from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.tuner import candidates, selftest, tuner
+from barellm.cpu.tuner.bed import Bed
 from barellm.cpu.tuner.work import Candidate, works_of
 from barellm.optim.adamw import adamw
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
 from barellm.runtime.tuner import decision
 from barellm.runtime.tuner.decision import Verdict
 from barellm.runtime.tuner.worker import Lost
@@ -142,6 +146,27 @@ def test_works_are_what_lowering_asks_for():
             assert len(spec.operands) == len(operands)
             assert [o.name for o in operands if o and o.written]
         assert all(o is None or min(o.shape) > 0 for row in work.operands for o in row)
+
+
+@pytest.mark.parametrize("axes", [(Dim("batch", 2), Dim("seq", 5), 3), (41,)], ids=["inner axis", "static"])
+@pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
+def test_products_over_axes_of_any_kind_can_be_tuned(op_type, axes):
+    """A bed runs them at sizes of its own, all right."""
+    store = Store()
+    p = Program(store)
+    x, dy = (p.input(name, (*axes, width), "fp32") for name, width in (("x", 7), ("dy", 11)))
+    weight = p.parameter("weight", (11, 7))
+    given = {"x": x, "dy": dy, "weight": weight}
+    wanted = {ops.Matmul: ("x", "weight"), ops.MatmulDx: ("dy", "weight"), ops.MatmulDw: ("dy", "x")}[op_type]
+    op = p.apply(op_type, **{name: given[name] for name in wanted})
+    p.output("result", next(iter(op.outputs.values())))
+    (work,) = works_of(lower_and_plan({"op": p}, threads=2).calls["op"])
+    assert work.tokens == (30 if len(axes) == 3 else 41)
+    bed = Bed(work, host(), 2, 1 << 20)
+    try:
+        bed.check(Candidate(work.default(host())))
+    finally:
+        bed.close()
 
 
 def test_candidates_fit_and_the_default_comes_first():

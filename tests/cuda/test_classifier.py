@@ -11,7 +11,14 @@ from barellm.cuda.fuse import FUSIONS
 from barellm.cuda.kernel import Sizes
 from barellm.cuda.kernels import classifier, cross_entropy
 from barellm.program import ops
-from tests.cases import check_network, loss_case, loss_gradient_case, loss_of_scale_case, loss_operands
+from tests.cases import (
+    check_classifier_of_inner_axes,
+    check_network,
+    loss_case,
+    loss_gradient_case,
+    loss_of_scale_case,
+    loss_operands,
+)
 from tests.cuda.check import InterpretedSession, check_op
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 7, 7), (3, 5, 65, 65), (1, 37, 128, 97), (2, 3, 1031, 1000)]
@@ -72,6 +79,12 @@ def test_fused_ops_mean_their_sequence(compute, limit, bias, sizes, monkeypatch)
     found = check_network(InterpretedSession, compute=compute, limit=limit, bias=bias, sizes=sizes)
     assert found >= {"classifier", "classifier_loss", "linear_gelu", "matmul_dx_gelu"}
     assert found <= {f.name for f in FUSIONS} | {cls.name for cls in vars(ops).values() if isinstance(cls, type)}
+
+
+@pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
+def test_a_classifier_of_inner_axes(compute, limit, monkeypatch):
+    monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 16)
+    check_classifier_of_inner_axes(InterpretedSession, compute=compute, limit=limit)
 
 
 def test_chunks_cover_the_tokens_of_every_run():

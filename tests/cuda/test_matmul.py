@@ -11,7 +11,7 @@ from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
-from tests.cases import as_operand, assert_like_the_reference, chain_bound, operands
+from tests.cases import as_operand, assert_like_the_reference, chain_bound, each_leading, leading_case, operands
 from tests.cuda.check import EPS, InterpretedSession, check_op
 
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -54,6 +54,13 @@ def test_matmul_dw(dtype, shape, mode, accumulate, parts, monkeypatch):
         ops.MatmulDw, {"dy": dy, "x": x}, modes={"dweight": mode}, scalars={"accumulate": accumulate},
         bounds={"dweight": chain_bound(flat[0].T, flat[1]) + 2 * EPS}, plan=(shape[0], shape[1] + 90),
     )  # fmt: skip
+
+
+@each_dtype
+@each_leading
+@pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
+def test_axes_of_any_kind(dtype, leading, op_type):
+    check_op(op_type, **leading_case(op_type, leading, dtype))
 
 
 @each_dtype

@@ -168,14 +168,14 @@ class Epilogue:
 
 def product(
     k: KernelBuilder, out, second, a, weight, bias, other, row_begin, row_limit,
-    *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], epilogue: str, mode: str, choice: Choice,
+    *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], inner: int, epilogue: str, mode: str, choice: Choice,
 ) -> None:  # fmt: skip
-    """out (rows, cols) = epilogue(a (rows, depth) @ weight + bias). Rows are [row_begin, row_begin + row_limit) of the run's;
-    pointers are to the first of them."""
+    """out (rows, cols) = epilogue(a (rows, depth) @ weight + bias). Rows are [row_begin, row_begin + row_limit) of the run's
+    `k.extent(dims, inner)`; pointers are to the first of them."""
     assert a.dtype == weight.dtype, "both operands of a product have the program's compute dtype"
     tile = choice.tile
     pair = paired(k.isa, a.dtype)
-    rows = k.min(k.extent(dims) - row_begin, row_limit)
+    rows = k.min(k.extent(dims, inner) - row_begin, row_limit)
     span = tile.span(k.isa)
     panels = -(-cols // span)
     part = depth_part(k.isa, a.dtype, depth)

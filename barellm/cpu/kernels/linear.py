@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, dims_of, lowering
+from barellm.cpu.kernel import Lowering, lowering
 from barellm.cpu.kernels import cross_entropy, gemm, weight_gradient
 from barellm.cpu.kernels.cross_entropy import ALL_ROWS
+from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.tuning import choose
 from barellm.program.ops.base import Op
 from barellm.program.tensor import ITEMSIZE, Tensor
@@ -38,10 +39,10 @@ def _product(
         "cols": cols,
         "depth": depth,
         "transposed": transposed,
-        "dims": dims_of(like),
         "epilogue": epilogue,
         "mode": mode,
         "choice": choice,
+        **shape_of(like),
     }
     c.call(gemm.product, operands, constants, writes="out second")
 
@@ -54,7 +55,7 @@ def _weight_gradient(
     choice = choose(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N, c.threads)
     c.private(weight_gradient.gradient_private(c.isa, dtype, tokens_of(like, rows), choice))
     operands = {"dweight": dweight, "dy": dy, "x": x, "row_begin": rows[0], "row_limit": rows[1]}
-    constants = {"N": N, "K": K, "dims": dims_of(like), "mode": mode, "choice": choice}
+    constants = {"N": N, "K": K, "mode": mode, "choice": choice, **shape_of(like)}
     c.call(weight_gradient.weight_gradient, operands, constants, writes="dweight")
 
 
@@ -111,21 +112,21 @@ def _chunks(x: Tensor) -> list[tuple[int, int]]:
 def _logits_and_losses(c: Lowering, *, gradients: bool) -> None:
     """For each chunk: logits, losses, and with `gradients` the logit gradients in their place and the two products from them."""
     op, x = c.op, c.op.x
-    V = int(op.weight.shape[0])
+    V, width = (int(n) for n in op.weight.shape)
     itemsize = ITEMSIZE[x.dtype]
-    rows = x.size // int(x.shape[-1])
+    rows = x.size // width
     logits = (part(c.scratch("logits", min(rows, CLASSIFIER_CHUNK) * V * itemsize)), x.dtype)
     losses = c.scratch("losses", 4 * rows)
-    constants = {"V": V, "valid": op.valid_vocab, "dims": dims_of(x), "inner": 1}
+    constants = {"V": V, "valid": op.valid_vocab, **shape_of(x)}
     for i, chunk in enumerate(_chunks(x)):
         first, count = chunk
-        x_rows = rows_of(x, first, count)
+        x_rows = rows_of(x, first, count, width)
         _product(c, out=logits, a=x_rows, weight=op.weight, like=x, transposed=True, rows=chunk)
         operands = {
             "lse": None,
             "losses": (part(losses, 4 * first, min(4 * (first + count), 4 * rows)), "fp32"),
             "logits": logits,
-            "targets": rows_of(op.targets, first, count),
+            "targets": rows_of(op.targets, first, count, 1),
             "row_begin": first,
             "row_limit": count,
         }
@@ -136,7 +137,7 @@ def _logits_and_losses(c: Lowering, *, gradients: bool) -> None:
         mode = op.modes["dx"]
         _product(
             c,
-            out=rows_of(op.dx, first, count),
+            out=rows_of(op.dx, first, count, width),
             a=logits,
             weight=op.weight,
             like=x,
@@ -146,8 +147,8 @@ def _logits_and_losses(c: Lowering, *, gradients: bool) -> None:
         )
         mode = op.modes["dweight"] if i == 0 else "add"
         _weight_gradient(c, op.dweight, logits, x_rows, x, mode, rows=chunk)
-    sizes = {"dims": dims_of(x), "inner": 1}
-    c.call(cross_entropy.total_loss, {"loss": op.loss, "losses": (part(losses), "fp32")}, sizes, writes="loss")
+    operands = {"loss": op.loss, "losses": (part(losses), "fp32")}
+    c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
 
 
 @lowering("classifier")

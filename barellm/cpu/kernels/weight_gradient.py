@@ -22,13 +22,14 @@ NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the 
 
 def weight_gradient(
     k: KernelBuilder, dweight, dy, x, row_begin, row_limit,
-    *, N: int, K: int, dims: tuple[str, ...], mode: str, choice: Choice,
+    *, N: int, K: int, dims: tuple[str, ...], inner: int, mode: str, choice: Choice,
 ) -> None:  # fmt: skip
-    """dweight (N, K) = dy (tokens, N).T @ x (tokens, K). Both operands are packed with tokens woven into pairs."""
+    """dweight (N, K) = dy (tokens, N).T @ x (tokens, K). Both operands are packed with tokens woven into pairs. Tokens are
+    [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; dy and x point to the first of them."""
     tile, height, columns = choice.tile, choice.rows, choice.columns
     pair = paired(k.isa, dy.dtype)
     span = tile.span(k.isa)
-    tokens = k.min(k.extent(dims) - row_begin, row_limit)
+    tokens = k.min(k.extent(dims, inner) - row_begin, row_limit)
     scratch, nbytes = k.private("i32"), panel_bytes(k.isa, dy.dtype, CHUNK, span)
     left_at = scratch.bytes(2 * nbytes)
     keep = k.keep(mode)

@@ -59,14 +59,14 @@ def lower(c: Lowering, *, gradients: bool) -> None:
     for first in range(0, most, count):
         chunk, before = Chunk(rows, first, count), len(c.launches)
         sizes = {"rows": chunk, "most": min(count, most - first), "N": V, "K": C}
-        x_rows = rows_of(x, first, count)
+        x_rows = rows_of(x, first, count, C)
         product(c, "nt", out=logits, a=x_rows, b=weight, **sizes)
         here = part(losses, 4 * first, min(4 * (first + count), losses.nbytes)), "fp32"
         operands = {"losses": here, "lse": None, "dlogits": logits if gradients else None}
-        operands |= {"logits": logits, "targets": rows_of(op.targets, first, count)}
+        operands |= {"logits": logits, "targets": rows_of(op.targets, first, count, 1)}
         launch_rows(c, row_losses, operands, chunk, V, "losses dlogits")
         if gradients:
-            product(c, "nn", out=rows_of(op.dx, first, count), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
+            product(c, "nn", out=rows_of(op.dx, first, count, C), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
             into = mode(op, "dweight") if first == 0 else MODES["add"]
             product(c, "tn", out=op.dweight, a=logits, b=x_rows, mode=into, **sizes)
         for launch in c.launches[before:]:
