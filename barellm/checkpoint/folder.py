@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 
@@ -13,23 +14,31 @@ from barellm.errors import UserError
 
 class RunFolder:
     """While entered, this process alone writes to `path`. A new run wants a folder that is not there or empty; a resumed
-    one a folder with checkpoints. A folder that was made here and stayed empty is removed again."""
+    one a folder with checkpoints. With `numbered` a path that is taken becomes path-2, path-3 and so on: names made of the time
+    are equal where several runs start in one second. A folder that was made here and stayed empty is removed again."""
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
+    def __init__(self, path: Path, *, resume: bool, numbered: bool = False) -> None:
         self.path = path
         self.resume = resume
-        self.checkpoints = path / "checkpoints"
+        self.numbered = numbered
         self._made: list[Path] = []
         self._lock = -1
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
     def __enter__(self) -> RunFolder:
-        if self.path.exists() and not self.path.is_dir():
+        above = [folder for folder in self.path.parents if not folder.exists()]
+        if self.numbered:
+            self.path = made_new(self.path)
+        elif self.path.exists() and not self.path.is_dir():
             raise UserError(f"--out {self.path} is a file, expected a folder")
         if not self.resume and self.path.is_dir() and any(self.path.iterdir()):
             raise UserError(f"--out {self.path} is not empty: go on with --resume, or name another folder")
-        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        own = [self.path] * (self.numbered or not self.path.exists())
         self.path.mkdir(parents=True, exist_ok=True)
-        self._made = missing
+        self._made = [*own, *above]
         try:
             self._take_lock()
             probe = self.path / f"{storage.TEMPORARY}probe"
@@ -65,6 +74,16 @@ class RunFolder:
         free = status.f_bavail * status.f_frsize
         if free < nbytes:
             raise UserError(f"a checkpoint needs {nbytes} bytes in {self.path}, free are {free}")
+
+
+def made_new(path: Path) -> Path:
+    """The first of path, path-2, path-3 and so on that nobody had: a folder that this call made."""
+    for number in count(1):
+        chosen = path.with_name(f"{path.name}-{number}") if number > 1 else path
+        with contextlib.suppress(FileExistsError):
+            chosen.mkdir(parents=True)
+            return chosen
+    raise AssertionError("count() ends")
 
 
 def newest_run(root: Path, preset: str) -> Path | None:

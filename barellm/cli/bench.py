@@ -42,7 +42,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE.json",
-        help="where the result goes (step --peers of a preset's model, attention --peers, scaling: benchmarks/results/)",
+        help="where the result goes (step --peers, attention --peers and scaling: runs/bench/)",
+    )
+    parser.add_argument(
+        "--publish",
+        action="store_true",
+        help="put the result among the project's own in benchmarks/results/ and make the README's tables again",
     )
     parser.add_argument(
         "--tokens", metavar="LIST", help="gemm: numbers of tokens (default: batch x seq), as in 256,1024"
@@ -73,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
         step.serve(config, device=args.device)
         return 0
+    _check_publish(args, config)
     if args.out:
         _try(Path(args.out))
     result, text = _measured(args, config)
@@ -83,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         storage.replace_file(out, (json.dumps(result, indent=1) + "\n").encode())
         if not args.json:
             print(f"samples: {out}")
-    if out and not args.out:
+    if args.publish:
         from barellm.bench.peers import write_tables
 
         write_tables()
@@ -181,22 +187,49 @@ def _peers(args: argparse.Namespace) -> tuple[dict[str, str] | None, str]:
     return chosen, "torch"
 
 
-def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | None:
-    """Where the result goes: --out; else, for the kinds that need long, among the project's results, which have models by name."""
-    if args.out:
-        return Path(args.out)
+def _check_publish(args: argparse.Namespace, config: Config) -> None:
+    """UserError for --publish where the project has no place for the result: said before anything is measured."""
+    if not args.publish:
+        return
     from barellm.bench.peers import FOLDER
 
+    if args.out:
+        raise UserError("--publish chooses the file itself: leave out --out")
+    if args.what != "scaling" and not (args.what in ("step", "attention") and args.peers is not None):
+        raise UserError("--publish is for step --peers, attention --peers and scaling")
+    if not FOLDER.is_dir():
+        raise UserError(f"{FOLDER} is missing: --publish needs a checkout of the project, not an installed package")
+    if args.what != "attention" and config.model != preset(config.preset).model:
+        raise UserError(f"--publish is for the models of presets: this one is not {config.preset}'s")
+
+
+def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | None:
+    """Where the result goes: --out; else a file for the kinds that need long, in runs/ or where --publish puts it."""
+    if args.out:
+        return Path(args.out)
+    if r["kind"] not in ("peers", "scaling") and not (r["kind"] == "attention" and "peer" in r):
+        return None
+    from barellm.bench.peers import FOLDER
+
+    folder = FOLDER / "results" if args.publish else Path("runs", "bench")
+    return folder / f"{'-'.join(_name(args, config, r))}.json"
+
+
+def _name(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> list[str]:
+    """The parts of the name of a result's file: whatever changes the numbers."""
     on_gpu = ["cuda"] * (args.device == "cuda")
     if r["kind"] == "attention":
-        return FOLDER / "results" / f"{'-'.join(['attention', *on_gpu, r['dtype']])}.json" if "peer" in r else None
-    if r["kind"] not in ("peers", "scaling") or not FOLDER.is_dir() or config.model != preset(config.preset).model:
-        return None
+        return ["attention", *on_gpu, r["dtype"]]
     train, moments = config.train, config.optim.moments
-    parts = ["scaling"] * (r["kind"] == "scaling") + [config.preset, f"{train.batch}x{train.seq}", train.dtype]
+    changed = ["changed"] * (config.model != preset(config.preset).model)
+    parts = ["scaling"] * (r["kind"] == "scaling") + [
+        config.preset,
+        *changed,
+        f"{train.batch}x{train.seq}",
+        train.dtype,
+    ]
     parts += on_gpu + ["recompute"] * train.recompute + [train.matmul] * (train.matmul != "own") + ["tf32"] * train.tf32
-    parts += [f"moments-{moments}"] * (moments != "fp32")
-    return FOLDER / "results" / f"{'-'.join(parts)}.json"
+    return parts + [f"moments-{moments}"] * (moments != "fp32")
 
 
 def warm_steps(args: argparse.Namespace) -> int | None:

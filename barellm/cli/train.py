@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         config, weights = with_weights(overrides.changed(preset(name or "default"), changes), changes)
         out = Path(args.out) if args.out is not None else root / f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     run.check(config)
-    with folder.RunFolder(out, resume=args.resume) as opened:
+    with folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume) as opened:
         job = run.Run(config, start=start, weights=weights, device=args.device, console=console, started=started)
         vocab, asked = job.config.model.vocab_size, changes.get("model.vocab_size")
         if asked not in (None, vocab):

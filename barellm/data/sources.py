@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -79,13 +80,25 @@ def find_text(sources: list[str], val_fraction: float) -> Corpus:
     for source in sources:
         path = existing(source)
         if path.is_dir():
-            inside = sorted(found for found in path.rglob("*.txt") if found.is_file())
+            inside = texts_of(path)
             if not inside:
                 raise UserError(f"folder {path} has neither .txt files nor .bin shards")
             files += inside
         else:
             files.append(path)
     return text_corpus(files, val_fraction, name=", ".join(sources))
+
+
+def texts_of(folder: Path) -> list[Path]:
+    """The .txt files of a folder at any depth, sorted. UserError for a folder inside that cannot be read: what is left of a text
+    is another text."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    walk = os.walk(folder, onerror=refuse)
+    paths = (Path(inside, name) for inside, _, names in walk for name in names if name.endswith(".txt"))
+    return sorted(path for path in paths if path.is_file())
 
 
 def existing(source: str) -> Path:
@@ -115,7 +128,7 @@ def find_shards(source: str) -> list[Path]:
     if path.is_file():
         return [path] if path.suffix == ".bin" else []
     shards = sorted(path.glob("*.bin"))
-    if shards and any(path.rglob("*.txt")):
+    if shards and texts_of(path):
         raise UserError(f"folder {path} has both .bin shards and .txt files: name the ones to use")
     return shards
 

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from barellm.checkpoint import checkpoint
+import numpy as np
+
+from barellm.checkpoint import checkpoint, tensorfile
 from barellm.config import Config
 from barellm.data.loader import Batches
 from barellm.errors import UserError
@@ -66,13 +68,16 @@ class Loop:
     _stepping_s: float = 0.0
     _stepped: int = 0
     _not_finite: int = 0
+    _changed: int = (
+        0  # the last step that changed the weights: an update is skipped where the gradient's norm is not finite
+    )
 
     def run(self) -> bool:
         """Train to the last step. False if stopped; a checkpoint of the last whole step is on disk either way."""
         train = self.config.train
         if self.progress.total is None and train.minutes == 0:
             self.progress.total = train.steps
-        self._before = self.progress.seconds
+        self._before, self._changed = self.progress.seconds, self.progress.step
         while True:
             step = self.progress.step
             self._after_step(step)
@@ -153,11 +158,29 @@ class Loop:
             numbers = f"loss {loss:.4f}  {short(rate)} tok/s{share}  norm {norm:.2f}  lr {lr:.1e}"
             self.console.progress(f"step {step:>5}/{of}{left}  {numbers}")
         self._not_finite = 0 if finite else self._not_finite + 1
+        self._changed = step if isfinite(norm) else self._changed
         if self._not_finite == NOT_FINITE_LIMIT:
-            raise UserError(
-                f"loss or gradient norm was not finite for {NOT_FINITE_LIMIT} steps up to step {step} (loss {loss}, "
-                f"norm {norm}): try an optim.lr below {self.config.optim.lr} or a longer optim.warmup"
-            )
+            self._diverged(loss, norm)
+
+    def _diverged(self, loss: float, norm: float) -> NoReturn:
+        """Ends the run with one line. The weights are saved first, as the last update that was not skipped left them, unless that
+        update was what broke them."""
+        step, self.progress.step = self.progress.step, self._changed
+        if self._changed and self._weights_are_finite():
+            self._save_or_warn()
+        target = checkpoint.step_folder(self.folder, self._changed)
+        held = f"; {target} holds the last weights that were finite" if target.is_dir() else ""
+        raise UserError(
+            f"loss or gradient norm was not finite for {NOT_FINITE_LIMIT} steps up to step {step} (loss {loss}, "
+            f"norm {norm}): try an optim.lr below {self.config.optim.lr} or a longer optim.warmup{held}"
+        )
+
+    def _weights_are_finite(self) -> bool:
+        return all(
+            np.isfinite(self.session.read_rows(name, lo, hi)).all()
+            for name, t in checkpoint.of_role(self.session, "parameter").items()
+            for lo, hi in tensorfile.pieces(t.shape, itemsize=4)
+        )
 
     def _record(self, row: dict[str, Any]) -> None:
         had_problem = self.metrics.problem is not None

@@ -153,14 +153,14 @@ def test_peers_need_a_checkout(monkeypatch, tmp_path):
 
 
 def test_without_words_the_step_is_measured_and_all_of_it_is_written(result, monkeypatch, tmp_path):
-    """`bench --interleave 3 --peers all`: a file among the results, then the tables."""
+    """`bench --interleave 3 --peers all --publish`: a file among the results, then the tables."""
     wrote = []
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report, device: wrote.append((p, rounds)) or result)
     monkeypatch.setattr(peers, "write_tables", lambda: wrote.append("tables"))
     monkeypatch.setattr(peers, "peer_script", Path)
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
-    assert main.main(["bench", "--interleave", "3", "--peers", "all"]) == 0
+    assert main.main(["bench", "--interleave", "3", "--peers", "all", "--publish"]) == 0
     assert wrote == [({"torch": ""}, 3), "tables"]
     name = f"default-8x256-{config('default').train.dtype}.json"
     assert json.loads((tmp_path / "results" / name).read_text()) == json.loads(json.dumps(result))
@@ -173,21 +173,43 @@ def test_without_words_the_step_is_measured_and_all_of_it_is_written(result, mon
             "--batch 3 --dtype fp32 --recompute --optim.moments 16bit",
             "shakespeare-char-3x64-fp32-recompute-moments-16bit.json",
         ),
-        ("--model.layers 3", None),  # a model of no name
-        ("--model.layers 3 --out {folder}/mine.json", "../mine.json"),
+        ("--model.layers 3", "shakespeare-char-changed-12x64-{dtype}.json"),
+        ("--model.layers 3 --out {folder}/mine.json", "../../mine.json"),
     ],
 )
 def test_results_have_names_of_their_own(words, name, result, monkeypatch, tmp_path):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report, device: result)
-    monkeypatch.setattr(peers, "write_tables", lambda: None)
+    monkeypatch.setattr(peers, "write_tables", lambda: pytest.fail("nobody said --publish"))
     monkeypatch.setattr(peers, "peer_script", Path)
     monkeypatch.setattr(peers, "FOLDER", tmp_path / "benchmarks")
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").mkdir()
-    words = words.format(folder=tmp_path / "benchmarks").split()
+    words = words.format(folder=tmp_path).split()
     assert main.main(["bench", "step", "shakespeare-char", "--peers", "all", *words]) == 0
-    expected = [] if name is None else [(tmp_path / "benchmarks" / "results" / name).resolve()]
-    assert list(tmp_path.rglob("*.json")) == expected
+    name = name.format(dtype=config().train.dtype)
+    assert list(tmp_path.rglob("*.json")) == [(tmp_path / "runs" / "bench" / name).resolve()]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("step --peers torch --out a.json", "leave out --out"),
+        ("step", "--publish is for step --peers, attention --peers and scaling"),
+        ("attention", "--publish is for step --peers, attention --peers and scaling"),
+        ("gemm", "--publish is for step --peers, attention --peers and scaling"),
+        ("scaling --model.layers 3", "this one is not shakespeare-char's"),
+    ],
+)
+def test_what_has_no_place_among_the_results_is_refused_before_it_is_measured(words, message, refused):
+    what, *more = words.split()
+    assert message in refused("bench", what, "shakespeare-char", *more, "--publish")
+
+
+def test_publishing_needs_a_checkout(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr(peers, "FOLDER", tmp_path / "benchmarks")
+    assert "--publish needs a checkout of the project" in refused("bench", "scaling", "shakespeare-char", "--publish")
+    assert not list(tmp_path.iterdir())
 
 
 def test_our_side_serves_turns(tmp_path):

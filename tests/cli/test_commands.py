@@ -98,6 +98,20 @@ def test_a_folder_is_chosen_where_none_is_named(tiny, tmp_path, monkeypatch, cap
     assert Path(last_json(capsys)["checkpoint"]).resolve() == run / "checkpoints/step-000004"
 
 
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("barellm.cli.train.time.strftime", lambda _: "20261122-101112")
+    words = tiny()
+    at = words.index("--out")
+    del words[at : at + 2]
+    for _ in range(3):
+        assert main(words) == 0
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert names == [f"shakespeare-char-20261122-101112{end}" for end in ("", "-2", "-3")]
+    assert main([*words, "--data.tokenizer", "none"]) == 2  # a run that fails at once leaves no folder
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
 def test_samples_are_the_same_for_the_same_seed(trained, capsys):
     def sample(*more: str) -> dict:
         assert main(["sample", str(trained), "--tokens", "30", "--json", *REFERENCE, *more]) == 0

@@ -298,6 +298,27 @@ def test_a_bad_source_is_one_line_that_names_it(source, message, bad):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("beside", ["a.txt", "a.bin"])
+def test_a_subfolder_that_cannot_be_read_is_named(beside, tmp_path, monkeypatch):
+    """Its text would be left out, and the shards beside it taken for all there is."""
+    (tmp_path / "inner" / "deep").mkdir(parents=True)
+    (tmp_path / "inner" / "deep" / "b.txt").write_text("b")
+    if beside == "a.bin":
+        shard(tmp_path / beside, range(40))
+    else:
+        (tmp_path / beside).write_text("text " * 9)
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=r"cannot read .*/inner/deep: Permission denied"):
+        prepare(DataConfig(source=str(tmp_path), tokenizer="bytes"))
+
+
 def test_what_cannot_be_read_is_named(text, monkeypatch):
     def refused(*_):
         raise PermissionError(13, "Permission denied")

@@ -1,10 +1,6 @@
-"""A model that steps in about a millisecond, a machine of round numbers, and the script that makes the README's tables."""
+"""A model that steps in about a millisecond, and a machine of round numbers."""
 
-import importlib
 from collections.abc import Iterable
-from pathlib import Path
-
-import pytest
 
 from barellm.assembly.machine import resolved
 from barellm.config import Config, preset
@@ -39,10 +35,3 @@ def small(**keys) -> Config:
     return resolved(
         changed(preset("shakespeare-char"), SMALL | {k.replace("__", "."): v for k, v in keys.items()}), "cpu"
     )
-
-
-@pytest.fixture
-def table(monkeypatch):
-    """benchmarks/table.py."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    return importlib.import_module("table")

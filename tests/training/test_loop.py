@@ -8,6 +8,7 @@ import signal
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from barellm.checkpoint import checkpoint, storage
 from barellm.cli.main import main
@@ -70,6 +71,52 @@ def test_a_loss_that_stays_not_finite_ends_the_run_with_one_line(fake, command, 
         for row in metrics.read(tmp_path / "run" / "metrics.jsonl")
         if row["step"] == 6 and row["kind"] == "train"
     ] == [None]
+
+
+@pytest.fixture
+def diverging(fake):
+    """The gradient's norm is not finite from a step on, and such an update changes nothing, as the real one's."""
+
+    def install(first: int, *, broken: bool = False) -> None:
+        real_read, real_run = fake.read, fake.run
+
+        def read(name):
+            bad = name == "clip" and fake.runs[-1][1]["step"] >= first
+            return np.array([np.inf, np.nan], np.float32) if bad else real_read(name)
+
+        def run(entry, **scalars):
+            held = {name: array.copy() for name, array in fake.arrays.items()}
+            real_run(entry, **scalars)
+            if entry == "update" and scalars["step"] >= first:
+                fake.arrays.update(held)
+            elif entry == "update" and scalars["step"] == first - 1 and broken:
+                fake.arrays["w"][1, 2] = np.nan
+
+        fake.read, fake.run = read, run
+
+    return install
+
+
+def test_a_run_that_diverges_leaves_its_last_finite_weights(diverging, fake, command, tmp_path, capsys):
+    diverging(11)
+    assert main(command("run", "--steps", "40", "--train.checkpoint_every", "0")) == 2
+    target = tmp_path / "run/checkpoints/step-000010"
+    assert f"{target} holds the last weights that were finite" in capsys.readouterr().err
+    assert last_step(tmp_path) == checkpoint.read_meta(target)["step"] == 10
+    saved = load_file(target / checkpoint.WEIGHTS)
+    assert all((saved[name] == fake.arrays[name]).all() for name in ("w", "b"))
+    # It is a checkpoint like any: the run goes on from it, to the same end.
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume"]) == 2
+    steps = [r["step"] for r in metrics.read(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]
+    assert steps == list(range(1, 21))
+
+
+@pytest.mark.parametrize("first, broken", [(1, False), (7, True)], ids=["at once", "broken weights"])
+def test_weights_that_are_worth_nothing_are_not_saved(diverging, command, tmp_path, capsys, first, broken):
+    diverging(first, broken=broken)
+    assert main(command("run", "--steps", "40", "--train.checkpoint_every", "0")) == 2
+    assert "holds the last" not in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_few_such_steps_are_survived(fake, command):

@@ -1,0 +1,13 @@
+"""The script that makes the README's tables."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """benchmarks/table.py."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("table")
