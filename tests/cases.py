@@ -272,7 +272,7 @@ MOMENTS = {
 each_moments = pytest.mark.parametrize("moments", MOMENTS)
 
 
-def adamw_case(shape, dtype, *, moments="fp32", scale=0.5, step=1, weight_decay=0.1, beta2=0.95):
+def adamw_case(shape, dtype, *, moments="fp32", scale=0.5, step=1, weight_decay=0.1, beta2=0.95, lr_scale=1.0):
     """(operands, bounds, attributes). Moments rounded stochastically may be a whole unit off, those to nearest half of one."""
     dtype_m, dtype_v, stream = MOMENTS[moments]
     given = {
@@ -283,6 +283,7 @@ def adamw_case(shape, dtype, *, moments="fp32", scale=0.5, step=1, weight_decay=
         "clip": persistent(np.array([2.0, scale]), role="state"),
     }
     attrs = {"beta1": 0.9, "beta2": beta2, "eps": 1e-8, "weight_decay": weight_decay, "stream": stream}
+    attrs["lr_scale"] = lr_scale
     # The update without the cancellation between m and the gradient.
     sizes = {name: np.abs(g.values) for name, g in given.items()} | {"param": np.zeros(shape)}
     fp32 = {name: Tensor(name, shape, "fp32", "state") for name in ("m", "v")}

@@ -55,6 +55,7 @@ GROUPS: dict[str, Alike] = {
     "constant_init": lambda op: (op.param.dtype, unit_of(op.param)),
     "sum_squares": lambda op: unit_of(op.x),
     "adamw": lambda op: (
-        op.clip, *(t.dtype for t in op.outputs.values()), op.beta1, op.beta2, op.eps, op.stream is None, unit_of(op.param),
+        op.clip, *(t.dtype for t in op.outputs.values()), op.beta1, op.beta2, op.eps, op.lr_scale,
+        op.stream is None, unit_of(op.param),
     ),
 }  # fmt: skip

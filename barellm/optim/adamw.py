@@ -1,35 +1,64 @@
-"""AdamW over every parameter of a store: global norm, clip, one pass per parameter."""
+"""AdamW (Loshchilov and Hutter 2019): one pass over memory per parameter."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from barellm.config import OptimConfig
-from barellm.program import ops
-from barellm.program.builder import Program
-from barellm.program.ops.random import STATE_STREAMS
+from barellm.optim.rules import Rule, update
+
+if TYPE_CHECKING:
+    from barellm.program.builder import Program
+    from barellm.program.tensor import Tensor
+
+MOMENTS = {"fp32": ("fp32", "fp32"), "16bit": ("e6m9", "ue6m10"), "16bit-stochastic": ("e6m9", "ue6m10")}
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """`moments`: how both are stored. The learning rate is the run's times `lr_scale`."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    moments: str = "fp32"
+    lr_scale: float = 1.0
+
+    def update(self, p: Program, param: Tensor, clip: Tensor) -> None:
+        from barellm.program import ops
+        from barellm.program.ops.random import STATE_STREAMS
+
+        dtype_m, dtype_v = MOMENTS[self.moments]
+        # Each parameter's random bits are a stream of their own.
+        stream = STATE_STREAMS + p.store.of_role("parameter").index(param) if "stochastic" in self.moments else None
+        p.apply(
+            ops.AdamW,
+            param=param,
+            grad=p.gradient_of(param),
+            clip=clip,
+            m=p.state(f"{param.name}.m", param.shape, dtype_m),
+            v=p.state(f"{param.name}.v", param.shape, dtype_v),
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            stream=stream,
+            lr_scale=self.lr_scale,
+        )
+
+
+def rules(config: OptimConfig) -> list[Rule]:
+    """Weight decay acts on matrices only, embeddings included; biases and norms have none. Matrices only have 16-bit moments, too:
+    the rest is a thousandth of the parameters."""
+    matrices = AdamW(config.beta1, config.beta2, config.eps, config.weight_decay, config.moments)
+    return [
+        Rule("*", ndim=2, optimizer=matrices),
+        Rule("*", optimizer=replace(matrices, weight_decay=0.0, moments="fp32")),
+    ]
 
 
 def adamw(p: Program, config: OptimConfig) -> None:
-    """Append the update. Weight decay acts on matrices only, embeddings included; biases and norms have none. Matrices only
-    have 16-bit moments, too: the rest is a thousandth of the parameters.
-
-    The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
-    """
-    pairs = [(t, p.gradient_of(t)) for t in p.store.of_role("parameter")]
-    partials = {f"p{i}": p.apply(ops.SumSquares, x=grad).partials for i, (_, grad) in enumerate(pairs)}
-    skipped = p.state("skipped", (1,), "i32")
-    clip = p.output("clip", p.apply(ops.ClipScale, skipped=skipped, **partials, clip=config.clip).clip)
-    for i, (param, grad) in enumerate(pairs):
-        matrix = len(param.shape) == 2
-        packed = matrix and config.moments != "fp32"
-        dtypes = {"m": "e6m9", "v": "ue6m10"} if packed else {"m": "fp32", "v": "fp32"}
-        state: dict[str, Any] = {k: p.state(f"{param.name}.{k}", param.shape, dtype) for k, dtype in dtypes.items()}
-        attrs: dict[str, Any] = {
-            "beta1": config.beta1,
-            "beta2": config.beta2,
-            "eps": config.eps,
-            "weight_decay": config.weight_decay if matrix else 0.0,
-            "stream": STATE_STREAMS + i if packed and config.moments == "16bit-stochastic" else None,
-        }
-        p.apply(ops.AdamW, param=param, grad=grad, clip=clip, **state, **attrs)
+    """Append the update of all parameters by `rules`."""
+    update(p, rules(config), clip=config.clip)

@@ -110,12 +110,12 @@ def primitives(op: Op) -> list[Op]:
 def dtype_of_products(op: Op) -> str:
     """ "bf16" where the op multiplies bf16 operands, else "fp32": everything outside products is computed in fp32."""
     operands: list[Tensor] = list(op.inputs.values())
-    return "bf16" if op.counted and any(t.dtype == "bf16" for t in operands) else "fp32"
+    return "bf16" if op.product and any(t.dtype == "bf16" for t in operands) else "fp32"
 
 
 def step_bound(programs: Mapping[str, Program], dtype: str, ceiling: Ceiling) -> float:
-    """Seconds that no step can beat: model FLOPs at the peak of `dtype`, and one pass of AdamW over memory."""
-    update = sum(ceiling.seconds(op) for op in programs["update"].ops if op.name == "adamw")
+    """Seconds that no step can beat: model FLOPs at the peak of `dtype`, and what the optimizers do with each parameter."""
+    update = sum(ceiling.seconds(op) for op in programs["update"].ops if op.update)
     return programs["micro"].flops / ceiling.flops[dtype] + update
 
 

@@ -66,6 +66,12 @@ def test_adamw_at_any_step(isa, step, beta2):
 
 
 @each_isa
+@pytest.mark.parametrize("lr_scale", [0.5, 20.0])
+def test_adamw_at_a_rate_of_its_own(isa, lr_scale):
+    adamw(isa, (3, 131), "fp32", step=3, lr_scale=lr_scale)
+
+
+@each_isa
 @pytest.mark.parametrize("dtype", ["fp32", "split"])
 @each_moments
 def test_adamw_changes_nothing_where_the_norm_is_not_finite(isa, dtype, moments):

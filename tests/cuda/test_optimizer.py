@@ -8,9 +8,12 @@ import pytest
 from barellm.assembly.programs import build
 from barellm.config import ModelConfig, OptimConfig
 from barellm.cuda import step
+from barellm.optim.adamw import AdamW
 from barellm.optim.adamw import adamw as adamw_of_all
+from barellm.optim.rules import Rule, update
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.grouping import members
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import adamw_case, each_moments, normal
 from tests.cuda.check import EPS, PLAIN, InterpretedSession, check_op, persistent
@@ -70,6 +73,21 @@ def test_adamw(shape, dtype, weight_decay, moments):
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
 def test_adamw_at_any_step(step, beta2):
     adamw((65,), "fp32", step=step, beta2=beta2)
+
+
+@pytest.mark.parametrize("lr_scale", [0.5, 20.0])
+def test_adamw_at_a_rate_of_its_own(lr_scale):
+    adamw((3, 131), "fp32", step=3, lr_scale=lr_scale)
+
+
+def test_parameters_of_two_rates_are_two_launches():
+    p = Program(Store())
+    for name in ("a", "b", "c"):
+        p.parameter(name, (64,), std=1.0)
+    update(p, [Rule("b", optimizer=AdamW(lr_scale=2.0)), Rule("*", optimizer=AdamW())], clip=1.0)
+    session = InterpretedSession({"update": p})
+    found = [[u.param.name for u in members(op)] for op in session.lowered["update"].ops if op.name == "adamw"]
+    assert sorted(found) == [["a", "c"], ["b"]]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "split"])

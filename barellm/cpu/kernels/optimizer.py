@@ -23,10 +23,13 @@ def power(k: KernelBuilder, base: float, exponent: Value) -> Value:
     return result.value
 
 
-def adamw(k: KernelBuilder, param, param_lo, m, v, grad, clip, n, stream, *, beta1, beta2, eps, weight_decay) -> None:
+def adamw(
+    k: KernelBuilder, param, param_lo, m, v, grad, clip, n, stream, *, beta1, beta2, eps, weight_decay, lr_scale
+) -> None:
     """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps); the step's factors are computed in double. With a `stream` 16-bit moments are
     rounded stochastically."""
     lr, step = k.scalar("lr"), k.scalar("step")
+    lr = lr if lr_scale == 1.0 else lr * lr_scale
     shrink = k.splat(1.0 - lr * weight_decay)
     rate = k.splat(lr / (1.0 - power(k, beta1, step)))
     unbias = k.splat(1.0 / k.sqrt(1.0 - power(k, beta2, step)))
@@ -106,5 +109,5 @@ def lower_adamw(op: Op, c: Lowering) -> None:
     operands = {**weight_operands("param", op.outputs["param"]), "m": moment_operand(op.outputs["m"]),
                 "v": moment_operand(op.outputs["v"]), "grad": op.grad, "clip": op.clip, "n": op.grad.size,
                 "stream": op.stream}  # fmt: skip
-    names = ("beta1", "beta2", "eps", "weight_decay")
-    c.call(adamw, operands, {name: float(op.attrs[name]) for name in names}, writes="param param_lo m v")
+    names = ("beta1", "beta2", "eps", "weight_decay", "lr_scale")
+    c.call(adamw, operands, {name: float(getattr(op, name)) for name in names}, writes="param param_lo m v")

@@ -128,7 +128,7 @@ def adamw(
     table, clip, scalars,
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     BETA1: tl.constexpr, BETA2: tl.constexpr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, EPSILON: tl.constexpr,
-    SPLIT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    LR_SCALE: tl.constexpr, SPLIT: tl.constexpr, STOCHASTIC: tl.constexpr,
     M_MANTISSA: tl.constexpr, M_SIGNED: tl.constexpr, V_MANTISSA: tl.constexpr, V_SIGNED: tl.constexpr,
 ):  # fmt: skip
     """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps): everything read and written once. The step's factors are computed in double.
@@ -144,6 +144,8 @@ def adamw(
         v = pointer(table, entry, V, ENTRIES, tl.float32 if V_MANTISSA is None else tl.int16, 16)
         grad = pointer(table, entry, GRAD, ENTRIES, tl.float32, 16)
         lr, step = double(scalars, LR), tl.load(scalars + STEP).to(tl.float64)
+        if LR_SCALE != 1.0:
+            lr = lr * LR_SCALE
         shrink = (1.0 - lr * number(table, entry, WEIGHT_DECAY, ENTRIES)).to(tl.float32)
         rate = (lr / (1.0 - tl.exp2(step * LOG_BETA1))).to(tl.float32)
         unbias = (1.0 / tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))).to(tl.float32)
@@ -188,7 +190,7 @@ def lower_adamw(op: Any, c: Lowering) -> None:
     constants = {
         **extent(len(updates)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK,
         "BETA1": beta1, "BETA2": beta2, "LOG_BETA1": log2(beta1), "LOG_BETA2": log2(beta2), "EPSILON": float(op.eps),
-        "SPLIT": split, "STOCHASTIC": updates[0].stream is not None,
+        "LR_SCALE": float(updates[0].lr_scale), "SPLIT": split, "STOCHASTIC": updates[0].stream is not None,
         **moment_constants("M", ms[0]), **moment_constants("V", vs[0]),
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo", "m", "v"))

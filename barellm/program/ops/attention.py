@@ -61,7 +61,7 @@ class Attention(WithDropout):
     """out = dropout(softmax(causal(q k^T / sqrt(D)))) v per head (Vaswani et al. 2017); lse: log of the denominator."""
 
     name = "attention"
-    counted = True
+    product = True
 
     def infer(self, qkv: Tensor) -> dict[str, Spec]:
         heads = self.attrs["heads"]
@@ -95,7 +95,7 @@ class AttentionBackward(WithDropout):
     """
 
     name = "attention_backward"
-    counted = True
+    product = True
 
     def infer(self, qkv: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> dict[str, Spec]:
         if out.shape != dout.shape or lse.shape != (out.shape[0], self.attrs["heads"], out.shape[1]):
@@ -125,7 +125,7 @@ class AttentionCached(Op):
     name = "attention_cached"
     scalars = ("pos",)
     inplace: ClassVar[dict[str, str]] = {"k_cache": "k_cache", "v_cache": "v_cache"}
-    counted = True
+    product = True
 
     def infer(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, Spec]:
         heads = self.attrs["heads"]

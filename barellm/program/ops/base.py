@@ -32,7 +32,7 @@ class Op:
     scalars: tuple[str, ...] = ()
     inplace: ClassVar[dict[str, str]] = {}  # output -> the input whose tensor it overwrites
     rounded: tuple[str, ...] = ()  # inputs of which a split parameter gives its bf16 plane only
-    counted: ClassVar[bool] = False  # its operations are the model's: products with weights, and attention
+    product: ClassVar[bool] = False  # multiplies and adds operands of one dtype, at the peak of that dtype
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
         self.inputs: dict[str, Tensor] = {k: t for k, t in inputs.items() if t is not None}
@@ -41,6 +41,8 @@ class Op:
         # How each output is written: "store"; "add" to what is there; "start": store, or add where `accumulate` is set.
         self.modes: dict[str, str] = {}
         self.segment: str | None = None
+        # Whether its operations are the model's, and whether it is an optimizer's step over a parameter (`optim.rules`).
+        self.counted, self.update = self.product, False
         self.recomputed = False  # a copy that the backward walk made: its FLOPs are not the model's
 
     def __getattr__(self, name: str) -> Any:

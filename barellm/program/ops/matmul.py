@@ -18,7 +18,7 @@ class Matmul(Op):
 
     name = "matmul"
     rounded = ("weight",)
-    counted = True
+    product = True
 
     def infer(self, x: Tensor, weight: Tensor) -> dict[str, Spec]:
         if len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
@@ -42,7 +42,7 @@ class MatmulDx(Op):
 
     name = "matmul_dx"
     rounded = ("weight",)
-    counted = True
+    product = True
 
     def infer(self, dy: Tensor, weight: Tensor) -> dict[str, Spec]:
         if dy.shape[-1] != weight.shape[0]:
@@ -60,7 +60,7 @@ class MatmulDw(Op):
     """dweight = dy.T @ x, summed over tokens in order: one accumulation chain per element."""
 
     name = "matmul_dw"
-    counted = True
+    product = True
 
     def infer(self, dy: Tensor, x: Tensor) -> dict[str, Spec]:
         if dy.shape[:-1] != x.shape[:-1]:

@@ -59,7 +59,7 @@ class AdamW(Op):
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
     p = p (1 - lr wd) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
 
-    `step` counts from 1. Nothing changes if clip[1] is NaN.
+    lr is the scalar of the run times the constant `lr_scale`. `step` counts from 1. Nothing changes if clip[1] is NaN.
 
     Moments are fp32, or 16 bits each: m "e6m9" and v "ue6m10" (`program.ops.moments`). The weight is updated from the new
     moments before they are rounded. They are rounded to nearest; or, with a `stream`, stochastically: by the shared word of
@@ -72,6 +72,10 @@ class AdamW(Op):
     scalars = ("lr", "step", "seed")
     inplace: ClassVar[dict[str, str]] = {"param": "param", "m": "m", "v": "v"}
 
+    @property
+    def lr_scale(self) -> float:
+        return self.attrs.get("lr_scale", 1.0)
+
     def infer(self, param: Tensor, grad: Tensor, m: Tensor, v: Tensor, clip: Tensor) -> dict[str, Spec]:
         if not param.shape == grad.shape == m.shape == v.shape or clip.shape != (2,):
             raise ValueError(f"adamw expects equal shapes and clip (2): {describe(param=param, grad=grad, m=m, v=v)}")
@@ -82,7 +86,7 @@ class AdamW(Op):
     def reference(self, param, grad, m, v, clip, lr, step, seed=0):
         if np.isnan(clip[1]):
             return {"param": param, "m": m, "v": v}
-        g = grad * clip[1]
+        g, lr = grad * clip[1], lr * self.lr_scale
         m = self.beta1 * m + (1 - self.beta1) * g
         v = self.beta2 * v + (1 - self.beta2) * g * g
         denominator = np.sqrt(v / (1 - self.beta2**step)) + self.eps

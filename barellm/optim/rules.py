@@ -1,0 +1,76 @@
+"""Which parameter gets which optimizer: a table of rules, of which the first that matches a parameter decides.
+
+    RULES = [
+        Rule("wte|wpe", optimizer=AdamW(weight_decay=0.0)),
+        Rule("*", ndim=2, optimizer=Muon(lr_scale=20.0)),
+        Rule("*", optimizer=AdamW(weight_decay=0.0)),
+    ]
+
+An optimizer is a frozen dataclass with the method `update(p, param, clip)`, which appends the ops that change one parameter. The
+scalar `lr` of a run is the value of the schedule; an optimizer's own rate is that times its constant `lr_scale`, so that no change
+of `lr` compiles anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from barellm.program.builder import Program
+    from barellm.program.tensor import Tensor
+
+
+class Optimizer(Protocol):
+    @property
+    def lr_scale(self) -> float: ...
+
+    def update(self, p: Program, param: Tensor, clip: Tensor) -> None:
+        """Append the ops that change `param` by its gradient (`p.gradient_of`) times `clip[1]`; nothing may change where that is
+        NaN. What they keep between steps is `p.state(f"{param.name}.NAME", ...)`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`names`: shell patterns of parameters' names, with "|" between them. `ndim`: of parameters with so many axes only."""
+
+    names: str = "*"
+    ndim: int | None = field(default=None, kw_only=True)
+    optimizer: Optimizer = field(kw_only=True)
+
+    def matches(self, param: Tensor) -> bool:
+        named = any(fnmatchcase(param.name, pattern) for pattern in self.names.split("|"))
+        return named and self.ndim in (None, len(param.shape))
+
+
+def assigned(rules: Sequence[Rule], params: Sequence[Tensor]) -> Iterator[tuple[Tensor, Rule]]:
+    """Each parameter with its rule. ValueError for one that no rule matches."""
+    for param in params:
+        rule = next((rule for rule in rules if rule.matches(param)), None)
+        if rule is None:
+            raise ValueError(
+                f"no rule gives {param.name} {tuple(param.shape)} an optimizer, expected a last rule for '*'"
+            )
+        yield param, rule
+
+
+def update(p: Program, rules: Sequence[Rule], *, clip: float) -> None:
+    """Append the update of all parameters of the store: the norm of all gradients together, one scale for all of them that takes
+    it down to `clip` (0: no clipping), then each parameter's own optimizer.
+
+    The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
+    """
+    from barellm.program import ops
+
+    params = p.store.of_role("parameter")
+    squares = {f"p{i}": p.apply(ops.SumSquares, x=p.gradient_of(t)).partials for i, t in enumerate(params)}
+    skipped = p.state("skipped", (1,), "i32")
+    scale = p.output("clip", p.apply(ops.ClipScale, skipped=skipped, **squares, clip=clip).clip)
+    first = len(p.ops)
+    for param, rule in assigned(rules, params):
+        rule.optimizer.update(p, param, scale)
+    for op in p.ops[first:]:
+        op.counted, op.update = False, True
