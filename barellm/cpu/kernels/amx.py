@@ -1,9 +1,9 @@
-"""Products of bf16 on AMX tiles: what takes the place of the register tile of gemm.py where the ISA has them.
+"""Products of bf16 on AMX tiles: what takes the place of the register tile (register_tile.py) where the ISA has them.
 
 A tile register holds 16 rows of 64 bytes. One instruction adds A B to a tile of 16 x 16 fp32: A is 16 rows of 16 pairs along the
 depth, B 16 such pairs of 16 columns each. Four accumulators of 32 x 32 results, two tiles of A, two of B: eight, all there are.
 
-B is gemm.py's panel as it is, [depth / 2][32][2]. A are rows of an activation where they lie; the columns beyond the last whole
+B is the panel of packing.py as it is, [depth / 2][32][2]. A are rows of an activation where they lie; the columns beyond the last whole
 tile, and the rows of a tile that hangs over, are first copied into a block padded with zeros, so that nothing else is read. A
 weight gradient has no operand with pairs along the depth in rows: its left block is transposed while its tokens are woven, for it
 is packed once and multiplied with every panel.
@@ -147,7 +147,7 @@ def pack_left(
     k: KernelBuilder, block: Pointer, b: Pointer, col: Value, depth: Value, *, stride: int, width: int, cols: int | None
 ) -> None:
     """Rows [0, depth) of b (depth, stride), columns `col`... + width, as tiles of A whose rows are b's columns:
-    [width / 16][steps][16][16] pairs. `cols` as for gemm.py's pack_interleaved; what hangs over becomes zero."""
+    [width / 16][steps][16][16] pairs. `cols` as for packing.py's interleaved; what hangs over becomes zero."""
     steps = k.ceil_div(depth, DEPTH)
     weave = [x for i in range(SIDE) for x in (i, SIDE + i)]
 

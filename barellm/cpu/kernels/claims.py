@@ -1,0 +1,121 @@
+"""How one thread walks through a product: it claims a block of rows and a group of panels of columns, and multiplies each panel, a
+part of the depth at a time, with the rows of the block. How a panel is multiplied is said by the subclasses in gemm.py."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from barellm.cpu.choices import BUSY, Choice, Tile
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.epilogue import Epilogue
+from barellm.cpu.kernels.packing import Packing, Panels, interleaved, panel_bytes
+from barellm.cpu.kernels.packing import transposed as transposed_panel
+from barellm.cpu.lang import Pointer, Value
+
+
+class Claims(ABC):
+    """One thread's part of out (rows, cols) = epilogue(a (rows, depth) @ weight).
+
+    During a claim `first`, `whole` and `last` are its first row, the row behind its last whole tile and the row behind its last
+    one. During the multiplication of a panel, `col` is its first column, `p` the part of the depth, `length` how deep that is,
+    `ends` whether it is the last one (None where there is only one), and `finish` what becomes of the sums.
+    """
+
+    def __init__(
+        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, finish: Callable[[Value], Epilogue],
+        *, cols: int, depth: int, part: int, transposed: bool, choice: Choice,
+    ) -> None:  # fmt: skip
+        """`part` is the depth that is multiplied at a time; `finish(col)` makes the epilogue of a panel's columns."""
+        self.k, self.a, self.weight, self.make_finish = k, a, weight, finish
+        self.cols, self.depth, self.part, self.transposed, self.choice = cols, depth, part, transposed, choice
+        self.tile, self.span = choice.tile, choice.tile.span(k.isa)
+        self.panels, self.parts = -(-cols // self.span), -(-depth // part)
+        long_blocks = k.ceil_div(rows, choice.long_rows)
+        few = long_blocks * self.panels < k.threads * BUSY
+        self.rows = rows
+        self.blocks = k.max(k.select(few, k.ceil_div(rows, choice.rows), long_blocks), 0)
+        self.block = even_rows(k, rows, self.blocks, self.tile)
+        self.groups = panel_groups(k, self.panels, choice.columns // self.span, self.blocks)
+        self.scratch, self.nbytes = k.private("i32"), panel_bytes(k.isa, a.dtype, part, self.span)
+
+    @abstractmethod
+    def multiply_panel(self, panel: Pointer) -> None:
+        """Multiply the rows of the claim with a packed panel."""
+
+    def run(self) -> None:
+        k = self.k
+        self.two = Panels(k, self.scratch, self.nbytes, self._pack)
+        with k.claim_each(self.blocks * self.groups) as self.unit:
+            row_block, group = self._blocks_of(self.unit)
+            self.first_panel = group * self.panels // self.groups
+            self.last_panel = (group + 1) * self.panels // self.groups
+            self.first = row_block * self.block
+            self.last = k.min(self.first + self.block, self.rows)
+            self.whole = self.last - (self.last - self.first) % self.tile.rows
+            parts_in_turn = k.loop(0, self.parts) if self.parts > 1 else nullcontext(k.int(0))
+            with parts_in_turn as self.p, k.loop(self.first_panel, self.last_panel) as self.index:
+                self.col = self.index * self.span
+                self.finish = self.make_finish(self.col)
+                self.ends = (self.p + 1).equals(self.parts) if self.parts > 1 else None
+                self.length = self._length(self.ends)
+                self.number = self.index * self.parts + self.p
+                self.multiply_panel(self.two.take(self.number))
+
+    def follow(self) -> None:
+        """Have the next panel packed beside the whole tiles of this one. Next come the group's other panels, then the next part of
+        its depth, then the next claim."""
+        k = self.k
+        _, after = self._blocks_of(self.unit + 1)
+        wanted, after = self.unit + 1 < self.blocks * self.groups, after * self.panels // self.groups * self.parts
+        if self.ends is not None:
+            wanted = wanted | (self.p + 1 < self.parts)
+            after = k.select(self.ends, after, self.first_panel * self.parts + self.p + 1)
+        same = self.index + 1 < self.last_panel
+        wanted, after = wanted | same, k.select(same, self.number + self.parts, after)
+        self.two.follow(after, wanted, self.whole - self.first)
+
+    def _blocks_of(self, unit: Value) -> tuple[Value, Value]:
+        return block_of(unit, self.choice, self.blocks, self.groups)
+
+    def _length(self, ends: Value | None) -> Any:
+        """The depth of a part, of which the last may be shorter."""
+        rest = self.depth - (self.parts - 1) * self.part
+        return self.depth if ends is None else self.k.select(ends, self.k.int(rest), self.part)
+
+    def _pack(self, into: Pointer, number: Value) -> Packing:
+        """Part number % parts of the depth, of panel number // parts."""
+        k, parts, part = self.k, self.parts, self.part
+        col, p = number // parts * self.span, number % parts
+        length = self._length((p + 1).equals(parts) if parts > 1 else None)
+        if self.transposed:
+            even = part % 8 == 0 and self.depth % 8 == 0
+            sizes = {"cols": self.cols, "stride": self.depth, "depth": length, "even": even, "span": self.span}
+            return transposed_panel(k, into, self.weight.at(p * part), col, **sizes)
+        ragged = self.cols if self.cols % self.span else None
+        w = self.weight.at(p * (part * self.cols))
+        return interleaved(k, into, w, col, length, stride=self.cols, width=self.span, cols=ragged)
+
+
+def block_of(unit: Value, choice: Choice, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
+    """(row block, column block) of a claimed unit."""
+    if choice.order == "rows":
+        return unit // column_blocks, unit % column_blocks
+    return unit % row_blocks, unit // row_blocks
+
+
+def panel_groups(k: KernelBuilder, panels: int, most: int, blocks: Value) -> Value:
+    """Groups of at most `most` panels, about as large as each other: one is a claim's. Enough of them for threads to be busy, and
+    as many for each thread."""
+    if most == 1:
+        return k.int(panels)
+    wanted = k.max(k.ceil_div(k.threads * (BUSY // 2), k.max(blocks, 1)), -(-panels // most))
+    return k.min(k.ceil_div(wanted, k.threads) * k.threads, panels)
+
+
+def even_rows(k: KernelBuilder, rows: Value, blocks: Value, tile: Tile) -> Value:
+    """Rows of each of `blocks` blocks, a multiple of the tile's: as even as can be."""
+    many = k.max(blocks, 1) * tile.rows
+    return (rows + (many - 1)) // many * tile.rows
