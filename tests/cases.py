@@ -9,7 +9,15 @@ import pytest
 
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.attention import join_heads, keep_probabilities, log_sum_exp, scores, split_heads
+from barellm.program.ops.attention import (
+    gathered,
+    join_heads,
+    keep_probabilities,
+    log_sum_exp,
+    scores,
+    shared,
+    split_heads,
+)
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.reference import ReferenceSession
 from tests.check import EPS, persistent, stored, tokens
@@ -85,8 +93,9 @@ def network(p: Program, *, bias: bool, C: int, F: int, V: int) -> None:
 class Exact:
     """The reference's intermediate values in float64, and bounds of the error that fp32 sums in any order may have."""
 
-    def __init__(self, qkv: np.ndarray, heads: int, rate: float) -> None:
-        self.q, self.k, self.v = (split_heads(x, heads) for x in np.split(qkv, 3, -1))
+    def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, heads: int, groups: int, rate: float) -> None:
+        self.groups, self.q = groups, split_heads(q, heads)
+        self.k, self.v = (shared(split_heads(x, groups), heads) for x in (k, v))
         self.D = self.q.shape[-1]
         self.s = scores(self.q, self.k)
         self.lse = log_sum_exp(self.s)
@@ -107,7 +116,7 @@ class Exact:
         T = self.p.shape[2]
         return self.p_error[..., 0] + 4 * EPS * sqrt(T) + 2 * EPS * np.abs(self.lse) + POLYNOMIAL[dtype]
 
-    def dqkv_bound(self, dtype: str, dout: np.ndarray, out: np.ndarray) -> np.ndarray:
+    def gradient_bounds(self, dtype: str, dout: np.ndarray, out: np.ndarray) -> dict[str, np.ndarray]:
         T, heads = self.p.shape[2], self.p.shape[1]
         do, o = split_heads(dout, heads), split_heads(out, heads)
         relative = self.p_error + POLYNOMIAL[dtype]
@@ -120,42 +129,80 @@ class Exact:
         scale = 1 / sqrt(self.D)
         dq, dk = ds_error @ np.abs(self.k) * scale, ds_error.transpose(0, 1, 3, 2) @ np.abs(self.q) * scale
         dv = pm_error.transpose(0, 1, 3, 2) @ np.abs(do)
-        return np.concatenate([join_heads(x) for x in (dq, dk, dv)], -1)
+        return {"dq": join_heads(dq)} | {n: join_heads(gathered(x, self.groups)) for n, x in (("dk", dk), ("dv", dv))}
 
 
-def forward_case(shape, dtype, rate=0.0, scale=1.0) -> dict:
+def packed_views(H: int, G: int, D: int, tensor: str = "qkv", prefix: str = "") -> dict[str, tuple[str, int, int]]:
+    """q, k and v as columns of one tensor."""
+    widths = {"q": H * D, "k": G * D, "v": G * D}
+    firsts = {"q": 0, "k": H * D, "v": (H + G) * D}
+    return {prefix + name: (tensor, firsts[name], widths[name]) for name in widths}
+
+
+def attention_operands(B: int, T: int, H: int, G: int, D: int, dtype: str, *, packed: bool, scale: float = 1.0):
+    """(q, k, v), `check_op`'s operands and views of them."""
+    qkv = stored(scale * normal(B, T, (H + 2 * G) * D), dtype)
+    views = packed_views(H, G, D)
+    three = {name: qkv[..., first : first + width] for name, (_, first, width) in views.items()}
+    if packed:
+        return tuple(three.values()), {"qkv": tokens(qkv, dtype)}, views
+    return tuple(three.values()), {name: tokens(x.copy(), dtype) for name, x in three.items()}, {}
+
+
+def forward_case(shape, dtype, rate=0.0, scale=1.0, groups=0, packed=True) -> dict:
     """What `check_op` wants for an attention of (batch, length, heads, head size)."""
     B, T, H, D = shape
-    qkv = stored(scale * normal(B, T, 3 * H * D), dtype)
-    exact = Exact(qkv, H, rate)
+    groups = groups or H
+    three, given, views = attention_operands(B, T, H, groups, D, dtype, packed=packed, scale=scale)
+    exact = Exact(*three, heads=H, groups=groups, rate=rate)
     bounds = {"out": exact.out_bound(dtype), "lse": exact.lse_bound(dtype)}
-    given = {"qkv": tokens(qkv, dtype)}
-    return {"given": given, "bounds": bounds, "scalars": SCALARS, "heads": H, "rate": rate, "stream": 3}
+    attrs = {"heads": H, "kv_heads": groups, "rate": rate, "stream": 3}
+    return {"given": given, "views": views, "bounds": bounds, "scalars": SCALARS, **attrs}
 
 
-def backward_case(shape, dtype, rate=0.0) -> dict:
+def backward_case(shape, dtype, rate=0.0, groups=0, packed=True) -> dict:
     B, T, H, D = shape
-    qkv, dout = stored(normal(B, T, 3 * H * D), dtype), stored(normal(B, T, H * D, seed=2), dtype)
-    exact = Exact(qkv, H, rate)
+    groups = groups or H
+    three, given, views = attention_operands(B, T, H, groups, D, dtype, packed=packed)
+    dout = stored(normal(B, T, H * D, seed=2), dtype)
+    exact = Exact(*three, heads=H, groups=groups, rate=rate)
     out = stored(join_heads((exact.p * exact.m) @ exact.v), dtype)
-    given = {"qkv": tokens(qkv, dtype), "out": tokens(out, dtype), "dout": tokens(dout, dtype)}
-    given["lse"] = persistent(exact.lse, "fp32", "state")
-    bounds = {"dqkv": exact.dqkv_bound(dtype, dout, out)}
-    return {"given": given, "bounds": bounds, "scalars": SCALARS, "heads": H, "rate": rate, "stream": 3}
+    given |= {"out": tokens(out, dtype), "dout": tokens(dout, dtype), "lse": persistent(exact.lse, "fp32", "state")}
+    if packed:
+        views = views | packed_views(H, groups, D, "dqkv", "d")
+    bounds = exact.gradient_bounds(dtype, dout, out)
+    attrs = {"heads": H, "kv_heads": groups, "rate": rate, "stream": 3}
+    return {"given": given, "views": views, "bounds": bounds, "scalars": SCALARS, **attrs}
 
 
-def cached_case(dtype, *, pos, T, heads, D, length, batch=2) -> dict:
-    C = heads * D
+def attention_both(p: Program, dims: tuple[Dim, Dim], *, heads: int, D: int, rate: float = 0.0, dtype: str = "bf16"):
+    """Appends an attention of packed operands, and its backward pass into a packed gradient; gives (saved, dqkv)."""
+    qkv, dout = p.input("qkv", (*dims, 3 * heads * D), dtype), p.input("dout", (*dims, heads * D), dtype)
+    q, k, v = p.split(qkv, 3)
+    attrs = {"heads": heads, "kv_heads": heads, "rate": rate, "stream": 3}
+    saved = p.apply(ops.Attention, q=q, k=k, v=v, **attrs)
+    dqkv = p.activation("dqkv", qkv.shape, dtype)
+    into = {name: (view, "store") for name, view in zip(("dq", "dk", "dv"), p.split(dqkv, 3), strict=True)}
+    back = {"q": q, "k": k, "v": v, "out": saved.out, "dout": dout, "lse": saved.lse}
+    p.apply(ops.AttentionBackward, into=into, **back, **attrs)
+    return saved, dqkv
+
+
+def cached_case(dtype, *, pos, T, heads, D, length, batch=2, groups=0, packed=True) -> dict:
+    groups = groups or heads
+    C = groups * D
     caches = {name: normal(batch, length, C, seed=i) for i, name in enumerate(("k_cache", "v_cache"), 5)}
-    qkv = stored(normal(batch, T, 3 * C), dtype)
+    (q, new_k, new_v), given, views = attention_operands(batch, T, heads, groups, D, dtype, packed=packed)
     k, v = (stored(c, dtype) for c in caches.values())
-    k[:, pos : pos + T], v[:, pos : pos + T] = qkv[..., C : 2 * C], qkv[..., 2 * C :]
-    q, k, v = (split_heads(x, heads) for x in (qkv[..., :C], k[:, : pos + T], v[:, : pos + T]))
+    k[:, pos : pos + T], v[:, pos : pos + T] = new_k, new_v
+    q = split_heads(q, heads)
+    k, v = (shared(split_heads(x[:, : pos + T], groups), heads) for x in (k, v))
     s = scores(q, k, pos)
     p = np.exp(s - log_sum_exp(s)[..., None])
     bound = join_heads(p @ np.abs(v)) * (HALF_ULP[dtype] + POLYNOMIAL[dtype] + 64 * EPS * (sqrt(D) + sqrt(length)))
-    given = {"qkv": tokens(qkv, dtype)} | {n: persistent(c, dtype, "cache") for n, c in caches.items()}
-    return {"given": given, "bounds": {"out": bound}, "scalars": {"pos": pos}, "heads": heads}
+    given |= {n: persistent(c, dtype, "cache") for n, c in caches.items()}
+    attrs = {"heads": heads, "kv_heads": groups}
+    return {"given": given, "views": views, "bounds": {"out": bound}, "scalars": {"pos": pos}, **attrs}
 
 
 def loss_operands(shape, dtype, scale=3.0):

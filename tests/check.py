@@ -16,7 +16,7 @@ import numpy as np
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
 from barellm.program.ops.moments import FORMATS
-from barellm.program.tensor import Dim, Tensor
+from barellm.program.tensor import Dim, Tensor, View
 from barellm.runtime.storage import from_memory, join_split, split_fp32, to_memory
 
 EPS = 2.0**-24
@@ -56,7 +56,9 @@ def persistent(values: np.ndarray, dtype: str = "fp32", role: str = "parameter")
 
 @dataclass
 class Case:
-    """`bounds`: absolute error allowed for an output besides its dtype's rounding, a number or an array; None: any."""
+    """`bounds`: absolute error allowed for an output besides its dtype's rounding, a number or an array; None: any. `views`:
+    operands and outputs that are columns of a shared tensor, as (its name, first column, width); that of operands is among
+    `given`."""
 
     op_type: type[Op]
     given: dict[str, Given]
@@ -65,6 +67,14 @@ class Case:
     modes: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     plan: tuple[int, int] | None = None
+    views: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+
+    def values(self, name: str) -> np.ndarray:
+        """What an operand holds."""
+        if name not in self.views:
+            return self.given[name].values
+        base, first, width = self.views[name]
+        return self.given[base].values[..., first : first + width]
 
 
 def check_case(case: Case, sessions: Mapping[str, Callable[[dict[str, Program]], Any]]) -> dict[str, np.ndarray]:
@@ -95,18 +105,28 @@ def _run(case: Case, open_session: Callable[[dict[str, Program]], Any]) -> dict[
     session.arena[:] = 0xFF  # NaN in every dtype
     r = np.random.default_rng(7)
     current = {name: stored(r.standard_normal(actual(op.outputs[name])), op.outputs[name].dtype) for name in case.modes}
-    for name, values in [(n, g.values) for n, g in case.given.items()] + [(f"{n}.out", v) for n, v in current.items()]:
-        if not (name.endswith(".out") and case.modes[name[:-4]] == "store"):
-            session.write(name, values)
+    for name, g in case.given.items():
+        session.write(name, g.values)
+    for base in {t.base: None for n, t in op.outputs.items() if case.modes.get(n, "store") != "store"}:
+        parts = {n: t for n, t in op.outputs.items() if t.base is base}
+        assert set(parts) <= set(case.modes), "columns of one tensor are all written in the same mode"
+        before = np.zeros(actual(base))
+        for n, t in parts.items():
+            before[..., t.first_column : t.first_column + t.shape[-1]] = current[n]
+        session.write(base.name, before)
     try:
         session.run("op", **scalars)
-        got = {name: _read(session, t, actual(t)) for name, t in op.outputs.items()}
+        got = {}
+        for name, t in op.outputs.items():
+            whole = _read(session, t.base, actual(t.base))
+            got[name] = whole if t.base is t else whole[..., t.first_column : t.first_column + t.shape[-1]]
         _check_bytes(case, op, session, actual)
     finally:
         session.close()
     # Products read the bf16 plane of a split parameter.
     rounded = {name for name in op.rounded if case.given[name].dtype == "split"}
-    arrays = {name: stored(g.values, "bf16") if name in rounded else g.values for name, g in case.given.items()}
+    values = {name: case.values(name) for name in op.inputs}
+    arrays = {name: stored(v, "bf16") if name in rounded else v for name, v in values.items()}
     want = op.run(arrays, scalars, {name: values for name, values in current.items() if op.adds(name, scalars)})
     for name, values in got.items():
         if case.bounds.get(name, 0.0) is not None:
@@ -123,10 +143,21 @@ def _program(case: Case, dims: tuple[Dim, Dim]) -> tuple[Op, Program]:
             inputs[name] = p.input(name, (*dims, *g.values.shape[2:]), g.dtype)
         else:
             inputs[name] = store.get(name, g.values.shape, g.dtype, g.kind, valid_rows=case.attrs.get("valid_rows", 0))  # pyright: ignore
+    inputs |= {n: View(inputs[base], *columns) for n, (base, *columns) in case.views.items() if base in inputs}
+    inputs = {n: t for n, t in inputs.items() if n not in {base for base, *_ in case.views.values()}}
     probe = case.op_type(inputs, case.attrs)
     into: dict[str, tuple[Tensor, str]] = {}
+    shared: dict[str, Tensor] = {}
     for name, (shape, dtype) in probe.infer(**inputs).items():
-        if name in case.modes:
+        if name in case.views:
+            base, first, width = case.views[name]
+            if base not in shared:
+                whole = max(f + w for b, f, w in case.views.values() if b == base)
+                full, mode = (*shape[:-1], whole), case.modes.get(name, "store")
+                new = p.activation(base, full, dtype) if mode == "store" else p.input(f"{base}.out", full, dtype)
+                shared[base] = new if mode != "store" else p.output(f"{base}.out", new)
+            into[name] = View(shared[base], first, width), case.modes.get(name, "store")
+        elif name in case.modes:
             dynamic = any(isinstance(n, Dim) for n in shape)
             if dynamic and case.modes[name] == "store":
                 continue
@@ -134,7 +165,7 @@ def _program(case: Case, dims: tuple[Dim, Dim]) -> tuple[Op, Program]:
             into[name] = t, case.modes[name]
     op = p.apply(case.op_type, into=into, **inputs, **case.attrs)
     for name, t in op.outputs.items():
-        if t.role == "activation":
+        if t.base is t and t.role == "activation":
             p.output(f"{name}.out", t)
     return op, p
 
@@ -148,11 +179,11 @@ def _read(session: Any, t: Tensor, shape: tuple[int, ...]) -> np.ndarray:
 def _check_bytes(case: Case, op: Op, session: Any, actual: Any) -> None:
     """Inputs hold what was written; every byte that belongs to nobody at these sizes is still 0xFF."""
     free = np.ones(session.arena.size, bool)
-    for name, t in op.inputs.items():
+    for t in {t.base: None for t in op.inputs.values()}:
         if t not in op.outputs.values():
             values = _read(session, t, actual(t)).astype(np.float64)
-            same = np.array_equal(values, case.given[name].values, equal_nan=True)
-            assert same, _failed(f"the kernel changed its input {name}")
+            same = np.array_equal(values, case.given[t.name].values, equal_nan=True)
+            assert same, _failed(f"the kernel changed its input {t.name}")
     for t in session.plan.offsets:
         start, nbytes = session.plan.offsets[t], t.nbytes
         if t.dims:

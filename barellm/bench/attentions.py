@@ -53,15 +53,18 @@ class Attention:
         C, dtype = case["heads"] * case["D"], case["dtype"]
         store = Store()
         programs = {what: Program(store) for what in WHATS}
-        attrs = {"heads": case["heads"], "rate": 0.0, "stream": 0}
+        attrs = {"heads": case["heads"], "kv_heads": case["heads"], "rate": 0.0, "stream": 0}
         for what, p in programs.items():
             qkv = p.input("qkv", (*dims, 3 * C), dtype)
-            saved = p.apply(ops.Attention, qkv=qkv, **attrs)
+            operands = dict(zip("qkv", p.split(qkv, 3), strict=True))
+            saved = p.apply(ops.Attention, **operands, **attrs)
             p.output("out", saved.out)
             if what == "both":
                 dout = p.input("dout", (*dims, C), dtype)
-                back = p.apply(ops.AttentionBackward, qkv=qkv, out=saved.out, dout=dout, lse=saved.lse, **attrs)
-                p.output("dqkv", back.dqkv)
+                dqkv = p.output("dqkv", p.activation("dqkv", qkv.shape, dtype))
+                into = {f"d{n}": (view, "store") for n, view in zip("qkv", p.split(dqkv, 3), strict=True)}
+                back = {**operands, "out": saved.out, "dout": dout, "lse": saved.lse}
+                p.apply(ops.AttentionBackward, into=into, **back, **attrs)
         self.session = devices.open_session(programs, device)
         self.sizes = {"batch": case["batch"], "seq": case["seq"]}
         random = np.random.default_rng(0)

@@ -134,6 +134,7 @@ class CpuSession(ArenaSession):
         self.seconds = {"plan": lap()}  # of opening, by stage
         self._map_arena()
         self.seconds["map"] = lap()
+        self.write_constants()
         self._compile()
         self.seconds["compile"] = lap()
         self._link()

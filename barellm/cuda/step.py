@@ -167,6 +167,7 @@ class CudaSession(ArenaSession):
         self.cublas = Cublas() if self._by_library else None
         self.seconds["load"] = lap()
         self._map_arena(built.tables)
+        self.write_constants()
         self.guards = poison.Guards(self, self.plan) if poison.requested() else None
         self._turns = [self._new_turn() for _ in range(2)]
         self._starts = {name: partial(self._start, name) for name, low in self.lowered.items() if low.ops}

@@ -70,7 +70,7 @@ def gpt2(p: Program, cfg: ModelConfig, tokens_BT: Tensor, targets_BT: Tensor, *,
     w = declare_parameters(p, cfg)
 
     def attend(_: Block, qkv_BT3C: Tensor) -> Tensor:
-        return p.attention(qkv_BT3C, heads=cfg.heads, dropout=dropout)
+        return p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads, dropout=dropout)
 
     h_BTC = _trunk(p, w, tokens_BT, attend, dropout)
     return p.classifier(h_BTC, w.wte, targets_BT, valid_vocab=cfg.vocab_size)
@@ -83,7 +83,7 @@ def gpt2_decode(p: Program, cfg: ModelConfig, tokens_BT: Tensor, *, dtype: str) 
 
     def attend(block: Block, qkv_BT3C: Tensor) -> Tensor:
         caches = [p.cache(f"{block.name}.{kind}_cache", shape, dtype) for kind in "kv"]
-        return p.attention_cached(qkv_BT3C, *caches, heads=cfg.heads)
+        return p.attention_cached(*p.split(qkv_BT3C, 3), *caches, heads=cfg.heads)
 
     return p.last_logits(_trunk(p, w, tokens_BT, attend, 0.0), w.wte)
 

@@ -115,7 +115,7 @@ _Value = tuple[Tensor, int]  # what a tensor holds after so many writes
 
 
 class _Index:
-    """Who reads and writes each tensor and each of its values, and where."""
+    """Who reads and writes each tensor that owns bytes, who reads each value of a tensor or view, and where."""
 
     def __init__(self, ops: list[Op]) -> None:
         self.position = {op: i for i, op in enumerate(ops)}
@@ -126,12 +126,14 @@ class _Index:
         self.written: dict[tuple[Op, Tensor], _Value] = {}
         for op in ops:
             for t in set(op.inputs.values()):
-                value = self.read[op, t] = (t, len(self.writers.get(t, [])))
-                self.readers.setdefault(t, []).append(op)
+                value = self.read[op, t] = (t, len(self.writers.get(t.base, [])))
                 self.readers_of.setdefault(value, []).append(op)
+            for base in _bases(op.inputs):
+                self.readers.setdefault(base, []).append(op)
+            for base in _bases(op.outputs):
+                self.writers.setdefault(base, []).append(op)
             for t in set(op.outputs.values()):
-                self.writers.setdefault(t, []).append(op)
-                self.written[op, t] = (t, len(self.writers[t]))
+                self.written[op, t] = (t, len(self.writers[t.base]))
 
     def value(self, op: Op, slot: str) -> _Value | None:
         """What the op's output `slot` holds after it, or its input before it."""
@@ -149,9 +151,9 @@ class _Index:
             def crossed(others: list[Op], here: int = here) -> bool:
                 return any(here < self.position[x] < last and x not in inside for x in others)
 
-            if any(crossed(self.writers.get(t, [])) for t in op.inputs.values()):
+            if any(crossed(self.writers.get(t, [])) for t in _bases(op.inputs)):
                 return False
-            if any(crossed(self.writers[t] + self.readers.get(t, [])) for t in op.outputs.values()):
+            if any(crossed(self.writers[t] + self.readers.get(t, [])) for t in _bases(op.outputs)):
                 return False
         return self._ordered(fusion, match) and self._hidden(fusion, match)
 
@@ -159,12 +161,12 @@ class _Index:
         """No tensor is written twice, ops that touch a written one keep their order, and every operand is the value
         that the row says."""
         for i, op in enumerate(match):
-            reads, writes = set(op.inputs.values()), set(op.outputs.values())
+            reads, writes = _bases(op.inputs), _bases(op.outputs)
             for earlier in match[:i]:
-                wrote = set(earlier.outputs.values())
+                wrote = _bases(earlier.outputs)
                 if wrote & writes:
                     return False
-                touch = wrote & reads or writes & set(earlier.inputs.values())
+                touch = wrote & reads or writes & _bases(earlier.inputs)
                 if touch and self.position[earlier] > self.position[op]:
                     return False
             links = fusion.sequence[i][1]
@@ -173,7 +175,7 @@ class _Index:
                 if name in links:
                     j, slot = _slot(links[name])
                     since = j + 1 if slot in match[j].outputs else j
-                if any(t in x.outputs.values() for x in match[since:i]):
+                if any(t.base in _bases(x.outputs) for x in match[since:i]):
                     return False
         return True
 
@@ -185,11 +187,17 @@ class _Index:
             for name, t in op.outputs.items():
                 if (i, name) in given:
                     continue
-                if t.role in PERSISTENT or t.role == "output" or op.modes[name] != "store":
+                base = t.base
+                if base.role in PERSISTENT or base.role == "output" or op.modes[name] != "store":
                     return False
-                if not inside.issuperset(self.readers.get(t, []) + self.writers[t]):
+                if not inside.issuperset(self.readers.get(base, []) + self.writers[base]):
                     return False
         return True
+
+
+def _bases(tensors: dict[str, Tensor]) -> set[Tensor]:
+    """The tensors whose bytes these are."""
+    return {t.base for t in tensors.values()}
 
 
 def _slot(link: str) -> tuple[int, str]:

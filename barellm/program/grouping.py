@@ -74,7 +74,7 @@ def group(ops: Sequence[Op], table: Mapping[str, Alike]) -> list[Op]:
         written.clear()
 
     for op in ops:
-        reads, writes = set(op.inputs.values()), set(op.outputs.values())
+        reads, writes = ({t.base for t in tensors.values()} for tensors in (op.inputs, op.outputs))
         if op.name not in table or writes & touched or reads & written:
             flush()
         if op.name in table:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from barellm.program.builder import Store
+from barellm.program.graph import Store
 from barellm.program.ops.base import Op
 from barellm.program.tensor import PERSISTENT, Tensor
 
@@ -82,7 +82,8 @@ def lifetimes(ops: Sequence[Op], scratch: Callable[[Op], list[Tensor]] | None = 
     lives: Lifetimes = {}
     end = len(ops) - 1
     for i, op in enumerate(ops):
-        for t in (*op.inputs.values(), *op.outputs.values(), *(scratch(op) if scratch else ())):
+        tensors = [t.base for t in (*op.inputs.values(), *op.outputs.values())]
+        for t in (*tensors, *(scratch(op) if scratch else ())):
             if t.role in PERSISTENT:
                 continue
             first, last = lives.get(t, (0 if t.role == "input" else i, i))
@@ -106,7 +107,7 @@ def place(lives: dict[str, Lifetimes], store: Store, guard: int = 0) -> Plan:
     """Addresses for given lifetimes."""
     offsets: dict[Tensor, int] = {}
     base = 0
-    for role in ("parameter", "gradient", "state", "cache"):
+    for role in PERSISTENT:
         for t in store.of_role(role):
             offsets[t] = base
             base += _aligned(t.nbytes) + guard

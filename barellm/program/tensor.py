@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-Role = Literal["parameter", "gradient", "state", "cache", "input", "activation", "output", "scratch"]
+if TYPE_CHECKING:
+    import numpy as np
 
-PERSISTENT: frozenset[str] = frozenset({"parameter", "gradient", "state", "cache"})
+Role = Literal["parameter", "gradient", "state", "cache", "constant", "input", "activation", "output", "scratch"]
+
+PERSISTENT: tuple[Role, ...] = ("parameter", "gradient", "state", "cache", "constant")
 
 # "split" is a matrix parameter of a bf16 program: a plane of bf16 (the nearest), then a plane of signed 16-bit rests;
 # the fp32 master weight has the bits (hi << 16) + rest, so both planes together lose nothing.
@@ -40,6 +43,22 @@ class Tensor:
     role: Role
     init: tuple[str, float] | None = None  # ("normal", std) or ("constant", value), parameters only
     valid_rows: int = field(default=0)  # rows that are initialised and used; the rest stay zero (padded vocabulary)
+    value: np.ndarray | None = None  # what a tensor of role "constant" holds
+
+    @property
+    def base(self) -> Tensor:
+        """The tensor that owns the bytes: this one, but for a View."""
+        return self
+
+    @property
+    def first_column(self) -> int:
+        """Where its rows begin in those of `base`."""
+        return 0
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from one row of the last axis to the next."""
+        return int(self.base.shape[-1]) if self.shape else 1
 
     @property
     def size(self) -> int:
@@ -60,6 +79,29 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"{self.name}{list(self.shape)} {self.dtype}"
+
+
+class View(Tensor):
+    """Columns [first, first + width) of another tensor's last axis. It owns no bytes: its rows lie `row_stride` elements apart."""
+
+    def __init__(self, base: Tensor, first: int, width: int) -> None:
+        assert base.base is base, "a view is of a tensor, not of a view"
+        if not 0 <= first < first + width <= base.shape[-1]:
+            raise ValueError(f"columns {first} to {first + width} are not in {describe(tensor=base)}")
+        super().__init__(f"{base.name}[{first}:{first + width}]", (*base.shape[:-1], width), base.dtype, base.role)
+        self._base, self._first = base, first
+
+    @property
+    def base(self) -> Tensor:
+        return self._base
+
+    @property
+    def first_column(self) -> int:
+        return self._first
+
+    def on(self, base: Tensor) -> View:
+        """The same columns of another tensor."""
+        return View(base, self._first, int(self.shape[-1]))
 
 
 def describe(**tensors: Tensor | None) -> str:

@@ -172,6 +172,12 @@ class ArenaSession(ABC):
         for plane, values in enumerate(planes):
             self._set(self._row(t, lo, plane)[0], np.ascontiguousarray(values))
 
+    def write_constants(self) -> None:
+        """Set the tensors that hold a value from the beginning. A backend calls it once the arena is there."""
+        for t in self.tensors.values():
+            if t.value is not None:
+                self.write_rows(t.name, 0, t.value)
+
     def digest(self) -> str:
         """Hash of every parameter's and state's bytes: equal for any number of threads."""
         import xxhash

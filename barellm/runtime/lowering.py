@@ -11,7 +11,7 @@ from barellm.program.fusion import Fusion, fuse
 from barellm.program.grouping import Alike, group
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan, plan
-from barellm.program.tensor import ITEMSIZE, Tensor
+from barellm.program.tensor import ITEMSIZE, Tensor, describe
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,10 @@ class Region:
 
 
 def part(tensor: Tensor, start: int = 0, stop: int | None = None) -> Region:
-    return Region(tensor, start, tensor.nbytes if stop is None else stop)
+    """Bytes [start, stop) of a tensor, or all of them; of a view those from its first element to the end of its base."""
+    base, skip = tensor.base, tensor.first_column * ITEMSIZE[tensor.dtype]
+    assert base is tensor or (start, stop) == (0, None), f"{tensor.name} is a view: its rows are not adjacent"
+    return Region(base, start + skip, base.nbytes if stop is None else stop)
 
 
 def plane(tensor: Tensor, which: str) -> Region:
@@ -42,6 +45,17 @@ def rows_of(tensor: Tensor, first: int, count: int, width: int) -> tuple[Region,
     """Rows [first, first + count), of `width` elements each, of an activation; clipped to its planned maximum."""
     row = width * ITEMSIZE[tensor.dtype]
     return part(tensor, min(first * row, tensor.nbytes), min((first + count) * row, tensor.nbytes)), tensor.dtype
+
+
+def packed(*views: Tensor) -> Tensor:
+    """The tensor whose columns are these views, all of them, equally wide and side by side. ValueError for others."""
+    base, width = views[0].base, int(views[0].shape[-1])
+    firsts = [(t.base, t.first_column, int(t.shape[-1])) for t in views]
+    if firsts != [(base, i * width, width) for i in range(len(views))] or base.shape[-1] != len(views) * width:
+        raise ValueError(
+            f"the backend's kernel takes them packed side by side: {describe(**{t.name: t for t in views})}"
+        )
+    return base
 
 
 class OpLowering(Protocol):

@@ -28,6 +28,9 @@ class Memory(Protocol):
     def read(self, t: Tensor, shape: tuple[int, ...], *, rounded: bool = False) -> np.ndarray: ...
     def write(self, t: Tensor, values: np.ndarray) -> None: ...
 
+    def room(self, t: Tensor, shape: tuple[int, ...]) -> None:
+        """Make sure that there is something to write columns into."""
+
 
 class Values:
     """Every tensor as an array of one float dtype (or int32); nothing is rounded to its storage dtype."""
@@ -38,11 +41,16 @@ class Values:
 
     def read(self, t: Tensor, shape: tuple[int, ...], *, rounded: bool = False) -> np.ndarray:
         if t not in self.of and t.role in PERSISTENT:
-            self.of[t] = np.zeros(shape, dtype=np.int32 if t.dtype == "i32" else self.dtype)
+            kind = np.int32 if t.dtype == "i32" else self.dtype
+            self.of[t] = np.zeros(shape, kind) if t.value is None else t.value.astype(kind)
         return self.of[t].reshape(shape)
 
     def write(self, t: Tensor, values: np.ndarray) -> None:
         self.of[t] = np.array(values, dtype=np.int32 if t.dtype == "i32" else self.dtype)
+
+    def room(self, t: Tensor, shape: tuple[int, ...]) -> None:
+        if t not in self.of or self.of[t].shape != shape:
+            self.of[t] = np.full(shape, np.nan, self.dtype)
 
 
 class Arena:
@@ -70,6 +78,9 @@ class Arena:
                 plane[:] = half
         else:
             self._at(t, 0, values.size, dtype_of(t.dtype))[:] = to_memory(values, t.dtype)
+
+    def room(self, t: Tensor, shape: tuple[int, ...]) -> None:
+        """It has its bytes already."""
 
     def poison(self, t: Tensor) -> None:
         self._at(t, 0, t.nbytes, np.dtype(np.uint8))[:] = POISON
@@ -105,6 +116,8 @@ class ReferenceSession:
         self.memory: Memory = Values(dtype)
         if self.storage:
             self.memory = Arena(plan or planner.plan(self.ops, self.store), dtype)
+        for t in self.store.of_role("constant"):
+            self.memory.write(t, t.value)  # pyright: ignore[reportArgumentType]
         self.poison = poison
         self._inputs: dict[str, np.ndarray] = {}
         self._last: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
@@ -114,6 +127,7 @@ class ReferenceSession:
         check_names(program, self.programs, scalars)
         p, ops = self.programs[program], self.ops[program]
         tensors = dict.fromkeys(t for op in ops for t in (*op.inputs.values(), *op.outputs.values()))
+        tensors |= dict.fromkeys(t.base for t in tensors)
         scalars = DEFAULTS | {dim.name: int(dim) for t in tensors for dim in t.dims} | scalars
         if missing := set(p.scalars) - set(scalars):
             raise ValueError(f"run of {program!r} lacks the scalars {sorted(missing)}")
@@ -131,14 +145,26 @@ class ReferenceSession:
                     raise ValueError(f"{program} reads the input {name!r}, which was never written")
                 memory.write(t, self._inputs[name].reshape(shapes[t]))
         for i, op in enumerate(ops):
-            arrays = {k: memory.read(t, shapes[t], rounded=k in op.rounded) for k, t in op.inputs.items()}
-            current = {k: memory.read(t, shapes[t]) for k, t in op.outputs.items() if op.adds(k, scalars)}
+            arrays = {k: self._read(t, shapes, rounded=k in op.rounded) for k, t in op.inputs.items()}
+            current = {k: self._read(t, shapes) for k, t in op.outputs.items() if op.adds(k, scalars)}
             for k, result in op.run(arrays, scalars, current).items():
-                memory.write(op.outputs[k], result)
+                self._write(op.outputs[k], result, shapes)
             for t in deaths.get(i, ()):
                 if t.role != "output" or i + 1 < len(ops):
                     memory.poison(t)  # pyright: ignore[reportAttributeAccessIssue]
         self._last |= {name: (t, shapes[t]) for name, t in p.named.items() if t in shapes}
+
+    def _read(self, t: Tensor, shapes: Mapping[Tensor, tuple[int, ...]], *, rounded: bool = False) -> np.ndarray:
+        whole = self.memory.read(t.base, shapes[t.base], rounded=rounded)
+        return whole if t.base is t else whole[..., t.first_column : t.first_column + shapes[t][-1]].copy()
+
+    def _write(self, t: Tensor, values: np.ndarray, shapes: Mapping[Tensor, tuple[int, ...]]) -> None:
+        if t.base is not t:
+            self.memory.room(t.base, shapes[t.base])
+            whole = self.memory.read(t.base, shapes[t.base]).copy()
+            whole[..., t.first_column : t.first_column + shapes[t][-1]] = values.reshape(shapes[t])
+            values = whole
+        self.memory.write(t.base, values)
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Any input, which takes effect in the next runs, or persistent tensor."""

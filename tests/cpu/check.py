@@ -33,9 +33,10 @@ def check_op(
     modes: dict[str, str] | None = None,
     scalars: dict[str, Any] | None = None,
     plan: tuple[int, int] | None = None,
+    views: dict[str, tuple[str, int, int]] | None = None,
     threads: tuple[int, ...] = THREADS,
     **attrs: Any,
 ) -> dict[str, np.ndarray]:
     """Raises AssertionError with one line that reproduces the failure; gives the outputs. Bits must not depend on threads."""
-    case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars or {}, plan)
+    case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars or {}, plan, views or {})
     return check_case(case, {f"{n} threads": partial(CpuSession, threads=n, isa=isa) for n in threads})

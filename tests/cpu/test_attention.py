@@ -11,7 +11,7 @@ from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
-from tests.cases import backward_case, cached_case, forward_case, normal
+from tests.cases import attention_both, backward_case, cached_case, forward_case, normal
 from tests.cpu.check import ISAS, check_op, isa_named
 
 # (batch, length, heads, head size): length 1, primes, head sizes beside and beyond the vectors' multiples
@@ -75,7 +75,7 @@ def test_sizes_below_the_planned_ones(isa, dtype):
 @each_isa
 @each_dtype
 def test_gradient_is_added_to_what_is_there(isa, dtype):
-    check_backward(isa, (1, 35, 2, 24), dtype, modes={"dqkv": "add"})
+    check_backward(isa, (1, 35, 2, 24), dtype, modes=dict.fromkeys(("dq", "dk", "dv"), "add"))
 
 
 @pytest.mark.parametrize("heads", [1, 7])
@@ -94,11 +94,8 @@ def test_short_sequences_have_the_bits_of_blocks(T, D, monkeypatch):
 
     def results():
         p = Program(Store())
-        dims, attrs = (Dim("batch", 3), Dim("seq", T)), {"heads": 2, "rate": 0.0, "stream": 0}
-        x, dy = p.input("qkv", (*dims, 6 * D), "bf16"), p.input("dout", (*dims, 2 * D), "bf16")
-        saved = p.apply(ops.Attention, qkv=x, **attrs)
-        back = p.apply(ops.AttentionBackward, qkv=x, out=saved.out, dout=dy, lse=saved.lse, **attrs)
-        for name, t in (("out", saved.out), ("lse", saved.lse), ("dqkv", back.dqkv)):
+        saved, dqkv = attention_both(p, (Dim("batch", 3), Dim("seq", T)), heads=2, D=D)
+        for name, t in (("out", saved.out), ("lse", saved.lse), ("dqkv", dqkv)):
             p.output(name, t)
         session = CpuSession({"both": p}, isa=isa_named("avx512_bf16"))
         session.write("qkv", qkv)
@@ -139,10 +136,7 @@ def test_cached_with_wide_heads(isa, dtype):
 def test_arm_code_uses_the_instructions_it_should(name, instruction):
     isa = cross(name, "aarch64-unknown-linux-gnu")
     p = Program(Store())
-    dims = Dim("batch", 2), Dim("seq", 64)
-    qkv, dout = p.input("qkv", (*dims, 3 * 64), "bf16"), p.input("dout", (*dims, 64), "bf16")
-    saved = p.apply(ops.Attention, qkv=qkv, heads=1, rate=0.0, stream=0)
-    p.apply(ops.AttentionBackward, qkv=qkv, out=saved.out, dout=dout, lse=saved.lse, heads=1, rate=0.0, stream=0)
+    attention_both(p, (Dim("batch", 2), Dim("seq", 64)), heads=1, D=64)
     for op in p.ops:
         lowering = Lowering(op, isa, 2)
         REGISTRY[op.name](lowering)

@@ -103,13 +103,14 @@ def check_op(
     modes: dict[str, str] | None = None,
     scalars: dict[str, Any] | None = None,
     plan: tuple[int, int] | None = None,
+    views: dict[str, tuple[str, int, int]] | None = None,
     target: Target = PLAIN,
     **attrs: Any,
 ) -> dict[str, np.ndarray]:
     """Raises AssertionError with one line that reproduces the failure; gives the outputs. Bits must not depend on the order of
     blocks, on a GPU not on the run. `bounds`: absolute error allowed besides the dtype's rounding; `plan`: planned (batch, seq),
     else the given."""
-    case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars or {}, plan)
+    case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars or {}, plan, views or {})
     if DEVICE == "ptx-sm_90":
         target = replace(target, arch=90)
     if DEVICE in ("mock", "cuda"):  # the GPU decides the target

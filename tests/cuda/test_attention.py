@@ -21,6 +21,8 @@ TILES = {
     "queries": AttentionTile(64, 32, 4, 1),
 }
 
+ADDED = dict.fromkeys(("dq", "dk", "dv"), "add")
+
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
@@ -51,7 +53,11 @@ def test_keys_in_smaller_blocks_than_queries(monkeypatch):
 def test_dk_and_dv_of_wide_heads_in_pieces(D, rate, dtype, monkeypatch):
     """A last piece that is full, begun, and not there at all."""
     monkeypatch.setitem(choices.WHOLE_HEAD, "bf16", 128)
-    check_op(ops.AttentionBackward, **backward_case((2, 37, 2, D), dtype, rate=rate), modes={"dqkv": "add"})
+    check_op(
+        ops.AttentionBackward,
+        **backward_case((2, 37, 2, D), dtype, rate=rate),
+        modes=ADDED,
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 3, 5), (1, 67, 1, 16)], ids=str)
@@ -76,7 +82,7 @@ def test_large_scores_neither_overflow_nor_lose_the_normalisation(dtype):
 
 @each_dtype
 def test_gradient_is_added_to_what_is_there(dtype):
-    check_op(ops.AttentionBackward, **backward_case((1, 35, 2, 24), dtype), modes={"dqkv": "add"})
+    check_op(ops.AttentionBackward, **backward_case((1, 35, 2, 24), dtype), modes=ADDED)
 
 
 @each_dtype

@@ -12,9 +12,9 @@ from barellm.cpu.kernels import attention_blocks
 from barellm.cpu.step import Lowered
 from barellm.inspect import kernels, machine_code
 from barellm.overrides import changed
-from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
+from tests.cases import attention_both
 
 TARGETS = [*isas.X86, "neon_bf16", "neon"]
 WIDEST = {
@@ -73,11 +73,8 @@ def test_a_tile_with_too_many_accumulators_is_seen_to_spill(name, monkeypatch):
 
 def attention(isa, dtype, D, seq=256):
     """Code of the kernels of attention forward and backward, two heads of D; by the kernel's name."""
-    dims, C = (Dim("batch", 2), Dim("seq", seq)), 2 * D
     p = Program(Store())
-    qkv, dout = p.input("qkv", (*dims, 3 * C), dtype), p.input("dout", (*dims, C), dtype)
-    saved = p.apply(ops.Attention, qkv=qkv, heads=2, rate=0.0, stream=0)
-    p.apply(ops.AttentionBackward, qkv=qkv, out=saved.out, dout=dout, lse=saved.lse, heads=2, rate=0.0, stream=0)
+    attention_both(p, (Dim("batch", 2), Dim("seq", seq)), heads=2, D=D, dtype=dtype)
     lowered = Lowered(p, isa, 2)
     return {call.spec.name: kernels.summary(call.spec, isa) for call in lowered.calls}
 

@@ -7,6 +7,7 @@ import pytest
 
 from barellm.cpu.isa import host
 from barellm.program import ops
+from tests.cases import packed_views
 from tests.cpu.check import check_op, persistent, stored, tokens
 
 torch = pytest.importorskip("torch")
@@ -30,17 +31,19 @@ def of_torch(qkv: np.ndarray, dout: np.ndarray, heads: int) -> tuple[np.ndarray,
 def test_bf16_error_is_at_most_twice_that_of_pytorch(T, heads, D):
     r = np.random.default_rng(3)
     qkv, dout = (stored(r.standard_normal((2, T, n * heads * D)), "bf16") for n in (3, 1))
-    attrs = {"heads": heads, "rate": 0.0, "stream": 0}
-    exact = ops.Attention({}, attrs).reference(qkv)
-    exact |= ops.AttentionBackward({}, attrs).reference(qkv, exact["out"], dout, exact["lse"])
-    loose = {"out": 1.0, "lse": 1.0, "dqkv": 1.0}  # `check_op` runs the kernel; the limit is below
-    got = check_op(ops.Attention, host(), {"qkv": tokens(qkv, "bf16")}, bounds=loose, threads=(1,), **attrs)
+    attrs = {"heads": heads, "kv_heads": heads, "rate": 0.0, "stream": 0}
+    three = np.split(qkv, 3, -1)
+    exact = ops.Attention({}, attrs).reference(*three)
+    exact |= ops.AttentionBackward({}, attrs).reference(*three, exact["out"], dout, exact["lse"])
+    names = ("dq", "dk", "dv")
+    loose = {"out": 1.0, "lse": 1.0, **dict.fromkeys(names, 1.0)}  # `check_op` runs the kernel; the limit is below
+    how = {"bounds": loose, "threads": (1,), "views": packed_views(heads, heads, D), **attrs}
+    got = check_op(ops.Attention, host(), {"qkv": tokens(qkv, "bf16")}, **how)
     saved = {"out": tokens(got["out"], "bf16"), "lse": persistent(got["lse"], "fp32", "state")}
     given = {"qkv": tokens(qkv, "bf16"), "dout": tokens(dout, "bf16"), **saved}
-    got |= check_op(ops.AttentionBackward, host(), given, bounds=loose, threads=(1,), **attrs)
+    how["views"] = how["views"] | packed_views(heads, heads, D, "dqkv", "d")
+    got |= check_op(ops.AttentionBackward, host(), given, **how)
     out, dqkv = of_torch(qkv, dout, heads)
     assert rms(got["out"], exact["out"]) <= 2 * rms(out, exact["out"])
-    for name, ours, theirs, want in zip(
-        ("dq", "dk", "dv"), *(np.split(x, 3, -1) for x in (got["dqkv"], dqkv, exact["dqkv"])), strict=True
-    ):
-        assert rms(ours, want) <= 2 * rms(theirs, want), name
+    for name, theirs in zip(names, np.split(dqkv, 3, -1), strict=True):
+        assert rms(got[name], exact[name]) <= 2 * rms(theirs, exact[name]), name

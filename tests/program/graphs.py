@@ -67,9 +67,11 @@ def random_graph(seed: int, *, length: int, batch: int = 2, seq: int = 3, width:
 
     values = [p.embedding(p.input("tokens", shape), parameter(5, width), parameter(seq, width))]
 
+    tables = p.rope_tables(seq, width, theta=10.0)
+
     def one() -> Tensor:
         x, y = (values[i] for i in rng.integers(max(0, len(values) - 4), len(values), 2))
-        kind = rng.integers(0, 7)
+        kind = rng.integers(0, 11)
         if kind == 0:
             return p.linear(x, parameter(width, width), parameter(width))
         if kind == 1:
@@ -77,9 +79,24 @@ def random_graph(seed: int, *, length: int, batch: int = 2, seq: int = 3, width:
         if kind == 2:
             return p.layernorm(x, parameter(width), parameter(width) if rng.integers(2) else None)
         if kind == 3:
-            return p.attention(p.linear(x, parameter(3 * width, width)), heads=2, dropout=0.3 * rng.integers(2))
+            return p.attention(
+                *p.split(p.linear(x, parameter(3 * width, width)), 3), heads=2, dropout=0.3 * rng.integers(2)
+            )
         if kind == 4:
             return p.dropout(x, 0.25)
+        if kind == 5:
+            return p.rope(p.rmsnorm(x, parameter(width) if rng.integers(2) else None), tables, heads=1)
+        if kind == 6:  # views of a tensor that others use too, as a whole or the same columns again
+            packed = p.linear(x, parameter(2 * width, width))
+            gate, up = p.split(packed, 2)
+            y = p.swiglu(gate, gate if rng.integers(2) else up)
+            z = p.linear(p.gelu(packed), parameter(width, 2 * width))
+            return p.add(p.add(y, z), p.swiglu(up, gate)) if rng.integers(2) else p.add(z, p.add(y, p.swiglu(up, gate)))
+        if kind == 7:
+            return p.linear(p.swiglu(*p.split(x, 2)), parameter(width, width // 2))
+        if kind == 8:
+            left, right = p.split(x, 2)
+            return p.linear(p.add(right, left), parameter(width, width // 2))
         return p.add(x, y)
 
     for i in range(length):

@@ -26,8 +26,30 @@ CASES = {
     "gelu": (ops.Gelu, {"x": (B, T, C)}, {}),
     "layernorm": (ops.LayerNorm, {"x": (B, T, C), "weight": (C,), "bias": (C,)}, {"eps": 1e-5, "dtype": "fp32"}),
     "layernorm without bias": (ops.LayerNorm, {"x": (B, T, C), "weight": (C,)}, {"eps": 1e-5, "dtype": "fp32"}),
-    "attention": (ops.Attention, {"qkv": (B, T, 3 * C)}, {"heads": 2, "rate": 0.0, "stream": 0}),
-    "attention with dropout": (ops.Attention, {"qkv": (B, T, 3 * C)}, {"heads": 3, "rate": 0.3, "stream": 4}),
+    "attention": (
+        ops.Attention,
+        dict.fromkeys("qkv", (B, T, C)),
+        {"heads": 2, "kv_heads": 2, "rate": 0.0, "stream": 0},
+    ),
+    "attention with dropout": (
+        ops.Attention,
+        dict.fromkeys("qkv", (B, T, C)),
+        {"heads": 3, "kv_heads": 3, "rate": 0.3, "stream": 4},
+    ),
+    "attention of groups": (
+        ops.Attention,
+        {"q": (B, T, 2 * C), "k": (B, T, C // 2), "v": (B, T, C // 2)},
+        {"heads": 4, "kv_heads": 1, "rate": 0.0, "stream": 0},
+    ),
+    "attention of two groups": (
+        ops.Attention,
+        {"q": (B, T, 2 * C), "k": (B, T, C), "v": (B, T, C)},
+        {"heads": 4, "kv_heads": 2, "rate": 0.2, "stream": 1},
+    ),
+    "rmsnorm": (ops.RMSNorm, {"x": (B, T, C), "weight": (C,)}, {"eps": 1e-3, "dtype": "fp32"}),
+    "rmsnorm without weight": (ops.RMSNorm, {"x": (B, T, C)}, {"eps": 1e-3, "dtype": "fp32"}),
+    "rope": (ops.Rope, {"x": (B, T, 3 * 4 + 2)}, {"heads": 3, "inverse": False}),
+    "swiglu": (ops.SwiGLU, {"gate": (B, T, C), "up": (B, T, C)}, {}),
     "dropout": (ops.Dropout, {"x": (B, T, C)}, {"rate": 0.4, "stream": 2}),
     "embedding": (ops.Embedding, {"wte": (9, C), "wpe": (T + 2, C)}, {}),
     "cross entropy": (ops.CrossEntropy, {"logits": (B, T, 9)}, {"valid_vocab": 7}),
@@ -49,6 +71,8 @@ def program_of(op_type, shapes, attrs) -> Program:
         operands[name] = p.apply(Leaf, x=t).y if len(shape) == 3 else t
     for name in {ops.Embedding: ["tokens"], ops.CrossEntropy: ["targets"]}.get(op_type, []):
         operands[name] = p.input(name, rows)
+    if op_type is ops.Rope:
+        operands |= dict(zip(("cos", "sin"), p.rope_tables(T + 1, 4, theta=10.0), strict=True))
     op = p.apply(op_type, **operands, **attrs)
     if op_type is ops.CrossEntropy:
         loss = op.loss
@@ -91,7 +115,7 @@ def test_gradient_equals_finite_difference(case):
             assert found == pytest.approx(directional(session, name, value, direction, **scalars), rel=1e-6, abs=1e-8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 9))
 def test_random_graphs_equal_finite_differences(seed, length):
     """Values that fan out, meet again, and pass one gradient tensor on to several places."""
@@ -113,7 +137,7 @@ def test_random_graphs_equal_finite_differences(seed, length):
         assert found == pytest.approx(numeric, rel=2e-5, abs=2e-6), (t.name, p.ops)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 12))
 def test_recompute_gives_the_same_bits(seed, length):
     plain, again = (random_graph(2 * seed + 1, length=length) for _ in range(2))

@@ -30,7 +30,32 @@ BAD = [
     (ops.GeluBackward, {"dy": t(2, 3), "x": t(2, 4)}, {}, r"\(2, 3\).*\(2, 4\)"),
     (ops.LayerNorm, {"x": t(2, 3, 4), "weight": t(5)}, {"eps": 1e-5, "dtype": "fp32"}, r"\(2, 3, 4\).*\(5,\)"),
     (ops.LayerNormDx, {"dy": t(2, 3), "x": t(2, 4), "weight": t(4), "mean": t(2), "rstd": t(2)}, {}, r"\(2, 3\)"),
-    (ops.Attention, {"qkv": t(2, 3, 20)}, {"heads": 3, "rate": 0.0, "stream": 0}, r"3 heads.*\(2, 3, 20\)"),
+    (
+        ops.Attention,
+        {"q": t(2, 3, 20), "k": t(2, 3, 20), "v": t(2, 3, 20)},
+        {"heads": 3, "kv_heads": 3, "rate": 0.0, "stream": 0},
+        r"3 heads.*\(2, 3, 20\)",
+    ),
+    (
+        ops.Attention,
+        {"q": t(2, 3, 24), "k": t(2, 3, 12), "v": t(2, 3, 12)},
+        {"heads": 4, "kv_heads": 3, "rate": 0.0, "stream": 0},
+        r"4 heads \* D.*3 heads \* D",
+    ),
+    (ops.RMSNorm, {"x": t(2, 8), "weight": t(7)}, {"eps": 1e-5, "dtype": "fp32"}, r"rmsnorm.*\(7,\)"),
+    (ops.SwiGLU, {"gate": t(2, 8), "up": t(2, 7)}, {}, r"swiglu.*\(2, 7\)"),
+    (
+        ops.Rope,
+        {"x": t(2, 3, 8), "cos": t(4, 2), "sin": t(4, 2)},
+        {"heads": 3, "inverse": False},
+        r"W >= 3 heads.*\(2, 3, 8\)",
+    ),
+    (
+        ops.Rope,
+        {"x": t(2, 5, 8), "cos": t(4, 2), "sin": t(4, 2)},
+        {"heads": 2, "inverse": False},
+        r"5 positions.*have 4",
+    ),
     (ops.Dropout, {"x": t(2, 3, 4)}, {"rate": 1.0, "stream": 0}, r"\(2, 3, 4\), rate 1.0"),
     (ops.Embedding, {"tokens": t(2, 9), "wte": t(5, 4), "wpe": t(8, 4)}, {}, "9 tokens, wpe has 8"),
     (ops.Embedding, {"tokens": t(2, 9), "wte": t(5, 4), "wpe": t(8, 3)}, {}, r"\(5, 4\).*\(8, 3\)"),
@@ -87,11 +112,12 @@ def test_a_norm_that_is_not_finite_skips_and_counts():
 def test_the_cache_gives_what_whole_attention_gives():
     rng = np.random.default_rng(0)
     qkv = rng.normal(size=(2, 9, 24))
-    whole = ops.Attention({}, {"heads": 2, "rate": 0.0, "stream": 0}).reference(qkv)["out"]
-    op = ops.AttentionCached({}, {"heads": 2})
+    attrs = {"heads": 2, "kv_heads": 2}
+    whole = ops.Attention({}, {**attrs, "rate": 0.0, "stream": 0}).reference(*np.split(qkv, 3, -1))["out"]
+    op = ops.AttentionCached({}, attrs)
     k, v = rng.normal(size=(2, 3, 12, 8))  # stale contents, and a sequence more than is used
     for lo, hi in ((0, 4), (4, 5), (5, 9)):
-        result = op.reference(qkv[:, lo:hi], k, v, pos=lo)
+        result = op.reference(*np.split(qkv[:, lo:hi], 3, -1), k, v, pos=lo)
         k, v = result["k_cache"], result["v_cache"]
         np.testing.assert_allclose(result["out"], whole[:, lo:hi], rtol=1e-12)
 

@@ -73,8 +73,8 @@ def test_dropout_does_not_depend_on_the_split_into_micro_batches():
 
 def test_attention_dropout_does_not_depend_on_split_or_length():
     def out(qkv, sample):
-        op = ops.Attention({}, {"heads": 2, "rate": 0.4, "stream": 3})
-        return op.reference(qkv, seed=1, step=2, sample=sample)["out"]
+        op = ops.Attention({}, {"heads": 2, "kv_heads": 2, "rate": 0.4, "stream": 3})
+        return op.reference(*np.split(qkv, 3, -1), seed=1, step=2, sample=sample)["out"]
 
     qkv = np.random.default_rng(0).normal(size=(4, 7, 24))
     whole = out(qkv, 10)

@@ -43,7 +43,7 @@ from barellm.cpu.kernels.attention_blocks import (
 from barellm.cpu.kernels.attention_short import attention_backward_short, backward_units, short
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
-from barellm.runtime.lowering import part
+from barellm.runtime.lowering import packed, part
 
 ONE_PASS, TWO_PASSES = 5, 7  # products a block
 
@@ -257,17 +257,23 @@ def attention_backward_queries(
 @lowering("attention_backward")
 def lower_attention_backward(op: Op, c: Lowering) -> None:
     shape = sizes(op.out, op.heads)
-    length = int(op.out.shape[1])
-    g = Geometry.of(c.isa, op.qkv.dtype, shape["D"])
+    length, qkv, mode = int(op.out.shape[1]), packed(op.q, op.k, op.v), op.modes["dq"]
+    g = Geometry.of(c.isa, qkv.dtype, shape["D"])
     delta = c.scratch("delta", op.lse.nbytes)
     c.call(attention_delta, {"delta": (part(delta), "fp32"), "out": op.out, "dout": op.dout}, shape, writes="delta")
-    operands = {"dqkv": op.dqkv, "qkv": op.qkv, "dout": op.dout, "lse": op.lse, "delta": (part(delta), "fp32")}
-    if short(c.isa, op.qkv.dtype, g.D, length, op.rate) and op.modes["dqkv"] == "store":
+    operands = {
+        "dqkv": packed(op.dq, op.dk, op.dv),
+        "qkv": qkv,
+        "dout": op.dout,
+        "lse": op.lse,
+        "delta": (part(delta), "fp32"),
+    }
+    if short(c.isa, qkv.dtype, g.D, length, op.rate) and mode == "store":
         c.private(offsets(backward_units(g))[1])
         c.call(attention_backward_short, operands, shape, writes="dqkv")
         return
     c.private(offsets(scratch_units(g, op.rate, -(-length // g.queries)))[1])
     operands["stream"] = op.stream
-    constants = {**shape, "rate": op.rate, "length": length, "mode_dqkv": op.modes["dqkv"]}
+    constants = {**shape, "rate": op.rate, "length": length, "mode_dqkv": mode}
     for emit in (attention_backward_keys, attention_backward_queries):
         c.call(emit, operands, constants, writes="dqkv")

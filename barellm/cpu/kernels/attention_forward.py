@@ -37,6 +37,7 @@ from barellm.cpu.kernels.attention_short import attention_short, forward_units, 
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln
 from barellm.program.ops.base import Op
+from barellm.runtime.lowering import packed
 
 BLOCK = 128  # queries that share the staging of keys and values, where that leaves enough claims
 
@@ -198,15 +199,15 @@ def attention(k: KernelBuilder, out, lse, qkv, stream, *, batch, seq, heads, D, 
 
 @lowering("attention")
 def lower_attention(op: Op, c: Lowering) -> None:
-    shape = sizes(op.out, op.heads)
-    g = Geometry.of(c.isa, op.qkv.dtype, shape["D"])
-    if short(c.isa, op.qkv.dtype, g.D, int(op.out.shape[1]), op.rate):
+    shape, qkv = sizes(op.out, op.heads), packed(op.q, op.k, op.v)
+    g = Geometry.of(c.isa, qkv.dtype, shape["D"])
+    if short(c.isa, qkv.dtype, g.D, int(op.out.shape[1]), op.rate):
         c.private(offsets(forward_units(g))[1])
-        c.call(attention_short, {"out": op.out, "lse": op.lse, "qkv": op.qkv}, shape, writes="out lse")
+        c.call(attention_short, {"out": op.out, "lse": op.lse, "qkv": qkv}, shape, writes="out lse")
         return
     constants = {**shape, "rate": op.rate}
     c.private(offsets(scratch_units(g, op.rate))[1])
-    c.call(attention, {"out": op.out, "lse": op.lse, "qkv": op.qkv, "stream": op.stream}, constants, writes="out lse")
+    c.call(attention, {"out": op.out, "lse": op.lse, "qkv": qkv, "stream": op.stream}, constants, writes="out lse")
 
 
 # --- decoding ---
@@ -292,8 +293,9 @@ def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
 @lowering("attention_cached")
 def lower_attention_cached(op: Op, c: Lowering) -> None:
     constants = {**sizes(op.out, op.heads), "length": int(op.k_cache.shape[1])}
-    g = Geometry.of(c.isa, op.qkv.dtype, constants["D"])
+    qkv = packed(op.q, op.k, op.v)
+    g = Geometry.of(c.isa, qkv.dtype, constants["D"])
     c.private(max(offsets(scratch_units(g))[1], 4 * (constants["length"] + c.isa.lanes)))
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache}
-    c.call(append_to_caches, {**caches, "qkv": op.qkv}, constants, writes="k_cache v_cache")
-    c.call(attention_cached, {"out": op.out, "qkv": op.qkv, **caches}, constants, writes="out")
+    c.call(append_to_caches, {**caches, "qkv": qkv}, constants, writes="k_cache v_cache")
+    c.call(attention_cached, {"out": op.out, "qkv": qkv, **caches}, constants, writes="out")

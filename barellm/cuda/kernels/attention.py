@@ -20,6 +20,7 @@ from barellm.cuda.kernels.common import SAMPLE, keep
 from barellm.cuda.kernels.random import calls, sample_key, words
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.ops.random import keep_scale, threshold
+from barellm.runtime.lowering import packed
 
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
 STATS = constant(4)  # numbers a query in the backward pass's scratch, of which two are used
@@ -308,7 +309,7 @@ def tile_of(op: Any, c: Lowering, role: str) -> AttentionTile:
     """How a kernel is cut: as it was tuned for these sizes, else by default."""
     batch, length, C = (int(n) for n in op.out.shape)
     dropout = threshold(op.rate) > 0
-    subject = tuning.Attention(role, op.qkv.dtype, batch, length, op.heads, C // op.heads, dropout)
+    subject = tuning.Attention(role, op.q.dtype, batch, length, op.heads, C // op.heads, dropout)
     return tuning.choose(c.target, subject)
 
 
@@ -322,7 +323,7 @@ def lower_attention(op: Any, c: Lowering) -> None:
     t = tile_of(op, c, "forward")
     c.launch(
         attention_forward,
-        {"out": op.out, "lse": op.lse, "qkv": op.qkv, "seq": seq, "stream": int(op.stream)},
+        {"out": op.out, "lse": op.lse, "qkv": packed(op.q, op.k, op.v), "seq": seq, "stream": int(op.stream)},
         constants | {"BM": t.queries, "BN": t.keys},
         grid=blocks(op, t.queries), writes="out lse", **options(t),
     )  # fmt: skip
@@ -338,11 +339,11 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
         attention_stats, operands | {"out": op.out, "lse": op.lse}, head | {"BM": 64},
         grid=blocks(op, 64), writes="stats",
     )  # fmt: skip
-    constants |= {"ROOT": 1 / sqrt(head["D"]), "MODE": mode(op, "dqkv")}
-    operands |= {"dqkv": op.dqkv, "qkv": op.qkv, "stream": int(op.stream)}
+    constants |= {"ROOT": 1 / sqrt(head["D"]), "MODE": mode(op, "dq")}
+    operands |= {"dqkv": packed(op.dq, op.dk, op.dv), "qkv": packed(op.q, op.k, op.v), "stream": int(op.stream)}
     t = tile_of(op, c, "keys")
     DP = constants["DP"]
-    DC = DP if WHOLE_HEAD[op.qkv.dtype] >= DP else PIECE
+    DC = DP if WHOLE_HEAD[op.q.dtype] >= DP else PIECE
     c.launch(
         attention_dkv, operands, constants | {"BM": t.queries, "BN": t.keys, "DC": DC},
         grid=blocks(op, t.keys, cdiv(constants["D"], DC)), writes="dqkv", **options(t),

@@ -16,6 +16,7 @@ from barellm.cuda.kernel import Lowering, Sizes, cdiv, lowering
 from barellm.cuda.kernels.attention import head_constants, rows_of, seq
 from barellm.cuda.kernels.common import POS
 from barellm.cuda.lang import device, tl
+from barellm.runtime.lowering import packed
 
 FEW = 16  # new tokens up to which the keys are split
 PART = 128  # keys of a program where there are so few tokens
@@ -109,7 +110,7 @@ class Part:
 def lower_attention_cached(op: Any, c: Lowering) -> None:
     """The second launch is for a few tokens, the third for many: at run time one of them has an empty grid."""
     head, (B, T, C), L = head_constants(op), (int(n) for n in op.out.shape), int(op.k_cache.shape[1])
-    operands = {"qkv": op.qkv, "k_cache": op.k_cache, "v_cache": op.v_cache, "seq": seq}
+    operands = {"qkv": packed(op.q, op.k, op.v), "k_cache": op.k_cache, "v_cache": op.v_cache, "seq": seq}
     c.launch(
         append_to_caches, operands, {"C": C, "L": L, "BLOCK": COPY},
         grid=lambda s: (s.tokens, cdiv(C, COPY)), writes="k_cache v_cache",
@@ -119,7 +120,7 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
     found = {"partials": c.scratch("partials", (most, C)), "stats": c.scratch("stats", (most, head["H"], 2))}
     constants = head | {"UNIT": log2(e) / sqrt(head["D"]), "L": L}
     for few in (True, False):
-        t = attention_tile("few" if few else "many", head["DP"], op.qkv.dtype, c.target.arch)
+        t = attention_tile("few" if few else "many", head["DP"], op.q.dtype, c.target.arch)
 
         def grid(s: Sizes, few: bool = few, BM: int = t.queries) -> tuple[int, ...]:
             return (cdiv(s.seq, BM) if (s.seq <= FEW) == few else 0, s.batch * op.heads, part.count(s))

@@ -188,14 +188,19 @@ class AttentionCase(Case):
 
     def program(self) -> Program:
         t = self.store.tensors
-        attrs: dict[str, Any] = {"heads": self.work.heads, "rate": RATE if self.work.dropout else 0.0, "stream": STREAM}
+        heads = self.work.heads
+        attrs: dict[str, Any] = {"heads": heads, "kv_heads": heads, "rate": RATE if self.work.dropout else 0.0}
         p = Program(self.store, compute=self.compute)
+        operands = dict(zip("qkv", p.split(t["qkv"], 3), strict=True))
         if self.work.role == "forward":
-            op = p.apply(ops.Attention, **t, **attrs)
-        else:
-            op = p.apply(ops.AttentionBackward, **t, **attrs)
-        for name, out in op.outputs.items():
-            p.output(name, out)
+            op = p.apply(ops.Attention, **operands, **attrs, stream=STREAM)
+            for name, out in op.outputs.items():
+                p.output(name, out)
+            return p
+        dqkv = p.output("dqkv", p.activation("dqkv", t["qkv"].shape, self.compute))
+        into = {f"d{n}": (view, "store") for n, view in zip("qkv", p.split(dqkv, 3), strict=True)}
+        operands |= {name: t[name] for name in ("out", "dout", "lse")}
+        p.apply(ops.AttentionBackward, into=into, **operands, **attrs, stream=STREAM)
         return p
 
     def rows(self, output: str, sizes: Sizes) -> int:

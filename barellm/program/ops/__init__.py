@@ -8,6 +8,9 @@ from barellm.program.ops.layernorm import LayerNorm, LayerNormDparams, LayerNorm
 from barellm.program.ops.matmul import Bias, BiasGrad, Matmul, MatmulDw, MatmulDx
 from barellm.program.ops.optimizer import AdamW, ClipScale, SumSquares
 from barellm.program.ops.random import ConstantInit, Dropout, DropoutBackward, NormalInit
+from barellm.program.ops.rmsnorm import RMSNorm, RMSNormDweight, RMSNormDx
+from barellm.program.ops.rope import Rope
+from barellm.program.ops.swiglu import SwiGLU, SwiGLUBackward
 
 __all__ = [
     "AdamW",
@@ -37,5 +40,11 @@ __all__ = [
     "MatmulDw",
     "MatmulDx",
     "NormalInit",
+    "RMSNorm",
+    "RMSNormDweight",
+    "RMSNormDx",
+    "Rope",
     "SumSquares",
+    "SwiGLU",
+    "SwiGLUBackward",
 ]

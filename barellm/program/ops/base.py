@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from barellm.program.tensor import Tensor
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from barellm.program.backward import Gradients
-
 Spec = tuple[tuple[int, ...], str]  # shape, dtype
+
+
+class Gradients(Protocol):
+    """What a gradient rule writes through: the reverse walk (`program.backward`)."""
+
+    def cast(self, grad: Tensor, dtype: str) -> Tensor:
+        """`grad` as a matmul operand of `dtype`."""
+        ...
+
+    def alias(self, forward: Tensor, grad: Tensor) -> None:
+        """The gradient of `forward` is `grad` unchanged: no copy, unless it meets another contribution."""
+
+    def write(self, op_type: type[Op], targets: dict[str, Tensor], /, **operands: Any) -> None:
+        """Append `op_type`; each of its outputs named in `targets` contributes to that forward tensor's gradient."""
 
 
 class Op:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from barellm.program.graph import Graph
 from barellm.program.ops.attention import log_sum_exp
 from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.elementwise import operand
+from barellm.program.ops.matmul import Matmul
 from barellm.program.tensor import Tensor, describe
 
 
@@ -62,3 +65,12 @@ class CrossEntropyBackward(Op):
 
     def flops(self) -> int:
         return 4 * self.logits.size
+
+
+class Calls(Graph):
+    """What a model calls."""
+
+    def classifier(self, x: Tensor, weight: Tensor, targets: Tensor, *, valid_vocab: int) -> Tensor:
+        """x (B, T, C), weight (Vp, C), targets (B, T) i32, -1 ignored -> loss (1,), times the scalar inv_targets."""
+        logits = self.apply(Matmul, x=operand(self, x), weight=weight).y
+        return self.apply(CrossEntropy, logits=logits, targets=targets, valid_vocab=valid_vocab).loss

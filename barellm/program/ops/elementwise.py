@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import pi, sqrt
 
+from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
 from barellm.program.tensor import Tensor, describe
 
@@ -86,3 +87,20 @@ class GeluBackward(Op):
 
     def flops(self) -> int:
         return 20 * self.x.size
+
+
+def operand(p: Graph, x: Tensor) -> Tensor:
+    """x in the dtype that products take."""
+    return x if x.dtype == p.compute else p.apply(Cast, x=x, dtype=p.compute).y
+
+
+class Calls(Graph):
+    """What a model calls."""
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """GELU in its tanh form, as GPT-2 has it (Hendrycks and Gimpel 2016). Any shape."""
+        return self.apply(Gelu, x=x).y
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b of equal shapes: the residual stream, fp32, and what a block adds to it."""
+        return self.apply(Add, a=a, b=b).y

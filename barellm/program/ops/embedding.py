@@ -1,39 +1,51 @@
-"""Token and position embedding. Shapes: tokens (B, T) i32, wte (V, C), wpe (maxT, C), y (B, T, C) fp32."""
+"""Token and position embedding. Shapes: tokens (B, T) i32, wte (V, C), wpe (maxT, C) or none, y (B, T, C) fp32."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.matmul import Matmul
 from barellm.program.tensor import Tensor, describe
 
 
 class Embedding(Op):
-    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t]; `pos` is 0 in training. Ids must be valid: callers check."""
+    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t]; `pos` is 0 in training. Without wpe only the first. Ids must be valid: callers
+    check."""
 
     name = "embedding"
-    scalars = ("pos",)
+    optional = ("wpe",)
 
-    def infer(self, tokens: Tensor, wte: Tensor, wpe: Tensor) -> dict[str, Spec]:
-        if len(tokens.shape) != 2 or len(wte.shape) != 2 or wte.shape[1:] != wpe.shape[1:]:
+    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
+        super().__init__(inputs, attrs)
+        self.scalars = ("pos",) if inputs.get("wpe") is not None else ()
+
+    def infer(self, tokens: Tensor, wte: Tensor, wpe: Tensor | None = None) -> dict[str, Spec]:
+        if len(tokens.shape) != 2 or len(wte.shape) != 2 or (wpe is not None and wte.shape[1:] != wpe.shape[1:]):
             found = describe(tokens=tokens, wte=wte, wpe=wpe)
             raise ValueError(f"embedding expects tokens (B, T), wte (V, C) and wpe (maxT, C): {found}")
-        if tokens.shape[1] > wpe.shape[0]:
+        if wpe is not None and tokens.shape[1] > wpe.shape[0]:
             raise ValueError(f"embedding of {int(tokens.shape[1])} tokens, wpe has {int(wpe.shape[0])} positions")
         return {"y": ((*tokens.shape, wte.shape[1]), "fp32")}
 
-    def reference(self, tokens, wte, wpe, pos):
-        return {"y": wte[tokens] + wpe[pos : pos + tokens.shape[1]]}
+    def reference(self, tokens, wte, wpe=None, pos=0):
+        y = wte[tokens]
+        return {"y": y if wpe is None else y + wpe[pos : pos + tokens.shape[1]]}
 
     def gradient(self, g, y):
         g.write(EmbeddingDwte, {"dweight": self.wte}, tokens=self.tokens, dy=y, rows=self.wte.shape[0])
-        g.write(EmbeddingDwpe, {"dweight": self.wpe}, dy=y, rows=self.wpe.shape[0])
+        if self.wpe is not None:
+            g.write(EmbeddingDwpe, {"dweight": self.wpe}, dy=y, rows=self.wpe.shape[0])
 
     def flops(self) -> int:
         return self.y.size
 
     def bytes(self) -> int:
-        return self.tokens.nbytes + self.y.nbytes + sum(min(t.nbytes, self.y.nbytes) for t in (self.wte, self.wpe))
+        weights = [t for t in (self.wte, self.wpe) if t is not None]
+        return self.tokens.nbytes + self.y.nbytes + sum(min(t.nbytes, self.y.nbytes) for t in weights)
 
 
 class EmbeddingDwte(Op):
@@ -92,3 +104,16 @@ class LastRow(Op):
 
     def bytes(self) -> int:
         return 2 * self.y.nbytes
+
+
+class Calls(Graph):
+    """What a model calls."""
+
+    def embedding(self, tokens: Tensor, wte: Tensor, wpe: Tensor | None = None) -> Tensor:
+        """tokens (B, T) i32 -> (B, T, C) fp32, the residual stream; with learned positions where there is a wpe (maxT, C)."""
+        return self.apply(Embedding, tokens=tokens, wte=wte, wpe=wpe).y
+
+    def last_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """fp32 logits (B, 1, Vp) of the last position of x (B, T, C)."""
+        last = self.apply(LastRow, x=x).y
+        return self.apply(Matmul, x=last, weight=weight, dtype="fp32").y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
 from barellm.program.tensor import Tensor, describe
 
@@ -70,3 +71,11 @@ class LayerNormDparams(Op):
 
     def flops(self) -> int:
         return 5 * self.x.size
+
+
+class Calls(Graph):
+    """What a model calls."""
+
+    def layernorm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+        """x (..., C) fp32, weight and bias (C) -> (..., C) in the compute dtype, normalised over the last axis (Ba et al. 2016)."""
+        return self.apply(LayerNorm, x=x, weight=weight, bias=bias, eps=eps, dtype=self.compute).y

@@ -5,7 +5,9 @@ Shapes: x (..., K), weight (N, K), y (..., N); leading axes are tokens.
 
 from __future__ import annotations
 
+from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.elementwise import operand
 from barellm.program.tensor import Tensor, describe
 
 
@@ -108,3 +110,12 @@ class BiasGrad(Op):
 
     def flops(self) -> int:
         return self.dy.size
+
+
+class Calls(Graph):
+    """What a model calls."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., K), weight (N, K), bias (N) -> (..., N)."""
+        y = self.apply(Matmul, x=operand(self, x), weight=weight).y
+        return y if bias is None else self.apply(Bias, x=y, bias=bias).y

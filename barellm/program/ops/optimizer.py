@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from barellm.program.ops import moments
 from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.moments import decode, encode
 from barellm.program.ops.random import shared_words
 from barellm.program.tensor import Tensor, describe
 
@@ -102,8 +102,8 @@ class AdamW(Op):
             bits = shared_words(seed, step, 0, self.stream, m.size).reshape(m.shape)
             dither_m, dither_v = bits & np.uint32(0x3FFF), bits >> np.uint32(19)
         return {
-            "m": moments.decode(moments.encode(m, "e6m9", dither_m), "e6m9").astype(m.dtype),
-            "v": moments.decode(moments.encode(v, "ue6m10", dither_v), "ue6m10").astype(v.dtype),
+            "m": decode(encode(m, "e6m9", dither_m), "e6m9").astype(m.dtype),
+            "v": decode(encode(v, "ue6m10", dither_v), "ue6m10").astype(v.dtype),
         }
 
     def flops(self) -> int:

@@ -23,6 +23,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
 from barellm.program.tensor import Tensor
 
@@ -182,3 +183,11 @@ class ConstantInit(Op):
 
     def bytes(self) -> int:
         return self.param.nbytes
+
+
+class Calls(Graph):
+    """What a model calls."""
+
+    def dropout(self, x: Tensor, rate: float) -> Tensor:
+        """x (B, T, C). Rate 0 adds no op."""
+        return x if rate == 0 else self.apply(Dropout, x=x, rate=rate, stream=self.random_stream(rate)).y

@@ -16,7 +16,7 @@ from barellm.inspect import device_code
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
-from tests.cases import backward_case, forward_case
+from tests.cases import attention_both, backward_case, forward_case
 from tests.cuda import check
 from tests.cuda.check import EPS, check_op, persistent, tokens
 from tests.cuda.sass import overwritten
@@ -96,9 +96,7 @@ def test_registers_of_a_product_under_way_are_seen():
 @pytest.mark.parametrize("columns", [32, 64])
 def test_attention_keeps_the_registers_that_products_read(columns):
     p, dims = Program(Store(), compute="bf16"), (Dim("batch", 1), Dim("seq", 3))
-    qkv, dout = p.input("qkv", (*dims, 3 * columns), "bf16"), p.input("dout", (*dims, columns), "bf16")
-    saved = p.apply(ops.Attention, qkv=qkv, heads=1, rate=0.1, stream=3)
-    p.apply(ops.AttentionBackward, qkv=qkv, out=saved.out, dout=dout, lse=saved.lse, heads=1, rate=0.1, stream=3)
+    attention_both(p, dims, heads=1, D=columns, rate=0.1)
     needed = lower_and_plan({"both": p}, Target(90)).specs
     texts = [device_code.disassembled(code.cubin) for code in compiled(needed, 90, processes=1).values()]
     assert sum(bool(re.search(r"HGMMA\S* R\d+, R\d+", text)) for text in texts) == 3

@@ -1,0 +1,169 @@
+"""The list of ops that a program is, and the persistent tensors that programs share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from barellm.program.ops.base import Op
+from barellm.program.tensor import PERSISTENT, Role, Tensor, View, describe
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Store:
+    """Persistent tensors by name, shared by the programs of one arena: parameters, gradients, states, caches, constants."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: str, role: Role, **more: Any) -> Tensor:
+        have = self.tensors.get(name)
+        if have is None:
+            have = self.tensors[name] = Tensor(name, shape, dtype, role, **more)
+        elif (tuple(have.shape), have.dtype, have.role) != (tuple(shape), dtype, role):
+            raise ValueError(f"{name} is declared twice: {have} {have.role} and {shape} {dtype} {role}")
+        return have
+
+    def of_role(self, role: Role) -> list[Tensor]:
+        return [t for t in self.tensors.values() if t.role == role]
+
+
+class Graph:
+    """Ops in the order in which they run, over tensors of a store. Each call appends; nothing runs.
+
+    `compute` is the dtype of matmul operands and of the activations between them: "fp32" or "bf16". The residual
+    stream, statistics and gradients of parameters are fp32 in both.
+    """
+
+    def __init__(self, store: Store, *, compute: str = "fp32") -> None:
+        if compute not in ("fp32", "bf16"):
+            raise ValueError(f"compute dtype is {compute!r}, expected 'fp32' or 'bf16'")
+        self.store = store
+        self.compute = compute
+        self.ops: list[Op] = []
+        self.named: dict[str, Tensor] = {}  # inputs and outputs, which a session reads and writes by name
+        self._names: dict[str, int] = {}
+        self._segment: str | None = None
+        self._streams = 0  # random ops so far: each draws from its own stream
+
+    # --- tensors ---
+
+    def input(self, name: str, shape: tuple[int, ...], dtype: str = "i32") -> Tensor:
+        self.named[name] = t = Tensor(name, shape, dtype, "input")
+        return t
+
+    def output(self, name: str, t: Tensor) -> Tensor:
+        """Keep `t` until the program's end, readable as `name`."""
+        if t.base is not t:
+            raise ValueError(
+                f"{t.name} is a view, which has no bytes of its own to keep: make {t.base.name} the output"
+            )
+        t.role = "output"
+        self.named[name] = t
+        return t
+
+    def parameter(
+        self, name: str, shape: tuple[int, ...], *, std: float | None = None, value: float = 0.0, valid_rows: int = 0
+    ) -> Tensor:
+        """Initialised with normals of deviation `std`, or with `value`. A matrix of a bf16 program is stored split."""
+        dtype = "split" if len(shape) == 2 and self.compute == "bf16" else "fp32"
+        init = ("normal", std) if std is not None else ("constant", value)
+        return self.store.get(name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]))
+
+    def gradient_of(self, parameter: Tensor) -> Tensor:
+        """Its gradient, fp32, which lives in the store under `NAME.grad`."""
+        return self.store.get(f"{parameter.name}.grad", parameter.shape, "fp32", "gradient")
+
+    def state(self, name: str, shape: tuple[int, ...], dtype: str = "fp32") -> Tensor:
+        return self.store.get(name, shape, dtype, "state")
+
+    def cache(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return self.store.get(name, shape, dtype, "cache")
+
+    def constant(self, name: str, value: np.ndarray) -> Tensor:
+        """A tensor that holds `value` (fp32) from the beginning, on every backend, and that no op writes."""
+        have = self.store.get(name, value.shape, "fp32", "constant", value=value)
+        if have.value is None or (have.value != value).any():
+            raise ValueError(f"the constant {name} is declared twice, with different values")
+        return have
+
+    def split(self, x: Tensor, widths: tuple[int, ...] | int) -> list[View]:
+        """Columns of x (..., C) as views, side by side: of these widths, or `widths` equal ones. Nothing is copied."""
+        C = int(x.shape[-1])
+        if isinstance(widths, int):
+            if C % widths:
+                raise ValueError(f"split expects columns that {widths} divides: {describe(x=x)}")
+            widths = (C // widths,) * widths
+        if sum(widths) != C:
+            raise ValueError(f"split expects widths that add up to {C} columns: {widths}, {describe(x=x)}")
+        firsts = [sum(widths[:i]) for i in range(len(widths))]
+        return [View(x, first, width) for first, width in zip(firsts, widths, strict=True)]
+
+    # --- the list ---
+
+    @contextmanager
+    def segment(self, name: str | None) -> Iterator[None]:
+        """Ops appended inside belong to the segment `name`: a unit for recompute, profiling and sharding."""
+        before, self._segment = self._segment, name
+        try:
+            yield
+        finally:
+            self._segment = before
+
+    def apply(self, op_type: type[Op], *, into: Mapping[str, tuple[Tensor, str]] | None = None, **operands: Any) -> Op:
+        """Append one op. `into` names outputs that go to existing tensors, with their mode: "store", "add", "start"."""
+        into = into or {}
+        inputs = {k: v for k, v in operands.items() if v is None or isinstance(v, Tensor)}
+        op = op_type(inputs, {k: v for k, v in operands.items() if k not in inputs})
+        op.segment = self._segment
+        for name, (shape, dtype) in op.infer(**op.inputs).items():
+            if name in into:
+                target, mode = into[name]
+                assert target.size == Tensor("", shape, dtype, "scratch").size, (op_type.name, name, target, shape)
+            elif name in op.inplace:
+                target, mode = op.inputs[op.inplace[name]], "store"
+            else:
+                target, mode = self.activation(f"{op.name}.{name}", shape, dtype), "store"
+            op.outputs[name] = target
+            op.modes[name] = mode
+        self.ops.append(op)
+        return op
+
+    def activation(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """A tensor of the workspace, called `name` within the segment, or `name.2` and so on where that is taken."""
+        own = f"{self._segment}." if self._segment else ""
+        full = name if name.startswith(own) else own + name
+        count = self._names[full] = self._names.get(full, 0) + 1
+        return Tensor(full if count == 1 else f"{full}.{count}", shape, dtype, "activation")
+
+    def eliminate_dead(self) -> None:
+        """Drop ops whose outputs nobody reads: the last add of a recomputed segment, say."""
+        live: set[Tensor] = set()
+        kept: list[Op] = []
+        for op in reversed(self.ops):
+            outputs = [t.base for t in op.outputs.values()]
+            if any(t in live or t.role in PERSISTENT or t.role == "output" for t in outputs):
+                kept.append(op)
+                live |= {t.base for t in op.inputs.values()}
+        self.ops = kept[::-1]
+
+    @property
+    def flops(self) -> int:
+        """Model FLOPs at the planned maximum sizes: products with weights, causal attention, no recompute."""
+        return sum(op.flops() for op in self.ops if op.counted and not op.recomputed)
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Names of the run-time scalars that a run is given, sorted."""
+        names = {name for op in self.ops for name in op.scalars}
+        names |= {"accumulate" for op in self.ops if "start" in op.modes.values()}
+        tensors = {t for op in self.ops for t in (*op.inputs.values(), *op.outputs.values())}
+        return tuple(sorted(names | {dim.name for t in tensors for dim in t.dims}))
+
+    def random_stream(self, rate: float) -> int:
+        """The number of the random stream of a dropout with this rate: each random op draws from its own."""
+        self._streams += rate > 0
+        return self._streams
