@@ -57,13 +57,22 @@ class ModelConfig:
 MATMULS = ("own", "cublaslt")
 MOMENTS = ("fp32", "16bit", "16bit-stochastic")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
+OPTIMIZERS = ("adamw", "muon")
+ITERATIONS = ("polar-express", "jordan")  # of Muon: how singular values become one, and
+STEP_SCALES = ("jordan", "moonshot")  # how large a matrix's step is
+TURNS = 5  # that an iteration has
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, and the way of its learning rate (training/schedule.py). `weight_decay` acts on matrices only; `clip` 0 switches
-    clipping off; `moments` are how those of matrices are kept: fp32, 16bit (rounded to nearest) or 16bit-stochastic."""
+    """The optimizer, and the way of its learning rate (training/schedule.py). `weight_decay` acts on matrices only; `clip` 0
+    switches clipping off; `moments` are how AdamW's of matrices are kept: fp32, 16bit (rounded to nearest) or 16bit-stochastic.
 
+    With the name muon the matrices of blocks go by Muon (optim/muon.py) at the rate `muon_lr`, which falls as `lr` does, and all
+    other parameters by AdamW. `momentum` is reached from `momentum_start` in `momentum_warmup` steps; `normuon` is the decay rate
+    of NorMuon's mean square, 0 for plain Muon."""
+
+    name: str = "adamw"
     lr: float = 6e-4
     min_lr: float = 6e-5
     warmup: int = 0
@@ -75,9 +84,31 @@ class OptimConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
     moments: str = "fp32"
+    muon_lr: float = 0.02
+    momentum: float = 0.95
+    momentum_start: float = 0.85
+    momentum_warmup: int = 0
+    iteration: str = "polar-express"
+    turns: int = 5
+    step_scale: str = "jordan"
+    cautious: bool = False
+    normuon: float = 0.0
 
     def __post_init__(self) -> None:
+        one_of("optim.name", self.name, OPTIMIZERS)
         one_of("optim.schedule", self.schedule, SCHEDULES)
+        one_of("optim.iteration", self.iteration, ITERATIONS)
+        one_of("optim.step_scale", self.step_scale, STEP_SCALES)
+        if not 1 <= self.turns <= TURNS:
+            raise UserError(f"optim.turns is {self.turns}, expected 1 to {TURNS}")
+        for name in ("momentum", "momentum_start", "normuon"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"optim.{name} is {getattr(self, name)}, expected 0 <= {name} < 1")
+        for name in ("muon_lr", "momentum_warmup"):
+            if getattr(self, name) < 0:
+                raise UserError(f"optim.{name} is {getattr(self, name)}, expected at least 0")
+        if self.name == "muon" and self.muon_lr and not self.lr:
+            raise UserError("optim.lr is 0, expected more: muon_lr falls in proportion to it")
         if not 0 <= self.cooldown <= 1:
             raise UserError(f"optim.cooldown is {self.cooldown}, expected a share of the steps, 0 <= cooldown <= 1")
 

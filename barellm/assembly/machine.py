@@ -92,7 +92,7 @@ def products(train: TrainConfig, device: str) -> dict[str, Any]:
 def build_programs(config: Config, *, training: bool = True) -> dict[str, Program]:
     """The programs of a training run, or without the optimizer. `config` has its dtype resolved."""
     from barellm.assembly.programs import build
-    from barellm.optim.adamw import adamw
+    from barellm.optim.recipes import optimize
 
     train = config.train
     _, programs = build(
@@ -100,7 +100,7 @@ def build_programs(config: Config, *, training: bool = True) -> dict[str, Progra
         batch=train.batch,
         seq=train.seq,
         compute=train.dtype,
-        optimizer=(lambda p: adamw(p, config.optim)) if training else None,
+        optimizer=(lambda p: optimize(p, config.optim)) if training else None,
         recompute=train.recompute,
         decode_batch=1,
     )

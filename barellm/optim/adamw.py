@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,11 @@ class AdamW:
     moments: str = "fp32"
     lr_scale: float = 1.0
 
-    def update(self, p: Program, param: Tensor, clip: Tensor) -> None:
+    def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
+        for param in params:
+            self._update(p, param, clip)
+
+    def _update(self, p: Program, param: Tensor, clip: Tensor) -> None:
         from barellm.program import ops
         from barellm.program.ops.random import STATE_STREAMS
 

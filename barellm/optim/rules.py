@@ -6,9 +6,9 @@
         Rule("*", optimizer=AdamW(weight_decay=0.0)),
     ]
 
-An optimizer is a frozen dataclass with the method `update(p, param, clip)`, which appends the ops that change one parameter. The
-scalar `lr` of a run is the value of the schedule; an optimizer's own rate is that times its constant `lr_scale`, so that no change
-of `lr` compiles anything.
+An optimizer is a frozen dataclass with the method `update(p, params, clip)`, which appends the ops that change its parameters: of
+all of them at once, for small ones keep more threads busy together than one after the other. The scalar `lr` of a run is the value
+of the schedule; an optimizer's own rate is that times its constant `lr_scale`, so that no change of `lr` compiles anything.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Optimizer(Protocol):
     @property
     def lr_scale(self) -> float: ...
 
-    def update(self, p: Program, param: Tensor, clip: Tensor) -> None:
-        """Append the ops that change `param` by its gradient (`p.gradient_of`) times `clip[1]`; nothing may change where that is
-        NaN. What they keep between steps is `p.state(f"{param.name}.NAME", ...)`."""
+    def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
+        """Append the ops that change each of `params` by its gradient (`p.gradient_of`) times `clip[1]`; nothing may change where
+        that is NaN. What they keep between steps is `p.state(f"{param.name}.NAME", ...)`."""
         ...
 
 
@@ -70,7 +70,10 @@ def update(p: Program, rules: Sequence[Rule], *, clip: float) -> None:
     skipped = p.state("skipped", (1,), "i32")
     scale = p.output("clip", p.apply(ops.ClipScale, skipped=skipped, **squares, clip=clip).clip)
     first = len(p.ops)
+    groups: dict[Optimizer, list[Tensor]] = {rule.optimizer: [] for rule in rules}
     for param, rule in assigned(rules, params):
-        rule.optimizer.update(p, param, scale)
+        groups[rule.optimizer].append(param)
+    for optimizer, given in groups.items():
+        optimizer.update(p, given, scale)
     for op in p.ops[first:]:
         op.counted, op.update = False, True

@@ -16,6 +16,7 @@ SCALARS: dict[str, str] = {
     "sample": "i64",  # global index of the first sample, for counter-based random bits
     "lr": "fp64",
     "inv_targets": "fp64",  # 1 / valid targets of the whole batch
+    "momentum": "fp64",  # of Muon
 }
 
 OFFSET: dict[str, int] = {name: 8 * i for i, name in enumerate(SCALARS)}

@@ -21,7 +21,7 @@ from barellm.evaluation.validation import Evaluator, Result
 from barellm.runtime.session import Session
 from barellm.training.console import Console, duration, short
 from barellm.training.metrics import Metrics
-from barellm.training.schedule import learning_rate, steps_in_time
+from barellm.training.schedule import learning_rate, momentum, steps_in_time
 from barellm.training.stopping import Stopping
 
 # With `minutes` the number of steps is chosen after so many steps, and so many seconds of stepping or this share of
@@ -119,7 +119,7 @@ class Loop:
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
             session.run("micro", accumulate=int(micro > 0), inv_targets=inv_targets, **shape, **random)
             loss += float(session.read("loss")[0])
-        session.run("update", step=step + 1, lr=lr, seed=train.seed)
+        session.run("update", step=step + 1, lr=lr, seed=train.seed, momentum=momentum(step, optim=self.config.optim))
         norm = float(session.read("clip")[0])
         self._count(time.perf_counter() - begin)
         self.progress.step = step + 1

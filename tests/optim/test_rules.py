@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,10 +69,11 @@ class Descent:
 
     lr_scale: float = 1.0
 
-    def update(self, p: Program, param: Tensor, clip: Tensor) -> None:
-        p.apply(ops.AdamW, param=param, grad=p.gradient_of(param), clip=clip, **{
-            k: p.state(f"{param.name}.descent_{k}", param.shape) for k in "mv"
-        }, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, lr_scale=self.lr_scale)  # fmt: skip
+    def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
+        for param in params:
+            p.apply(ops.AdamW, param=param, grad=p.gradient_of(param), clip=clip, **{
+                k: p.state(f"{param.name}.descent_{k}", param.shape) for k in "mv"
+            }, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, lr_scale=self.lr_scale)  # fmt: skip
 
 
 @pytest.mark.parametrize("backend_name", ["reference", "cpu"])
@@ -108,10 +110,11 @@ def test_products_of_an_optimizer_are_no_work_of_the_model():
     class Squares:
         lr_scale: float = 1.0
 
-        def update(self, p: Program, param: Tensor, clip: Tensor) -> None:
+        def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
+            (param,) = params
             grad = p.gradient_of(param)
             y = p.apply(ops.Matmul, x=p.apply(ops.Cast, x=grad, dtype="fp32").y, weight=param).y
-            PLAIN.update(p, param, clip)
+            PLAIN.update(p, params, clip)
             assert y.shape == (4, 4)
 
     p = update_of([Rule("h.0.w", optimizer=Squares()), Rule("*", optimizer=PLAIN)])

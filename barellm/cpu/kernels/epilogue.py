@@ -14,17 +14,17 @@ from barellm.cpu.lang.vector import gelu, gelu_slope
 class Epilogue:
     """What becomes of the sums in a panel's columns, from `col` on, when the bias has been added.
 
-    "store"; "gelu": second = the sum, out = gelu of it; "residual": out = other + the sum; "gelu_backward": out = the sum times
-    the slope of gelu at other.
+    "store"; "gelu": second = the sum, out = gelu of it; "residual": out = other + the sum; "scaled": out = scale other + the sum;
+    "gelu_backward": out = the sum times the slope of gelu at other.
     """
 
     def __init__(
         self, k: KernelBuilder, col: Value, tile: Tile, out: Pointer, second: Pointer | None, bias: Pointer | None,
-        other: Pointer | None, *, cols: int, kind: str, mode: str, early: bool,
+        other: Pointer | None, *, cols: int, kind: str, mode: str, early: bool, scale: Value | None = None,
     ) -> None:  # fmt: skip
         """`early`: bias and masks are made now and stay in registers."""
         self.k, self.col, self.cols, self.kind, self.mode = k, col, cols, kind, mode
-        self.out, self.second, self.bias, self.other = out, second, bias, other
+        self.out, self.second, self.bias, self.other, self.scale = out, second, bias, other, scale
         self.span = tile.span(k.isa)
         self.early = [self._bias_and_mask(v) for v in range(tile.vectors)] if early else []
 
@@ -44,6 +44,8 @@ class Epilogue:
             x = gelu(self.k, x, self.out.dtype)
         elif self.kind == "residual":
             x = self.other.load(at, mask) + x
+        elif self.kind == "scaled":
+            x = self.k.fma(self.other.load(at, mask), self.scale, x)
         elif self.kind == "gelu_backward":
             x = x * gelu_slope(self.k, self.other.load(at, mask), self.out.dtype)
         if self.mode == "add":

@@ -177,9 +177,10 @@ class AmxProduct(Claims):
 def product(
     k: KernelBuilder, out, second, a, weight, bias, other, row_begin, row_limit,
     *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], inner: int, epilogue: str, mode: str, choice: Choice,
+    scale: Value | None = None,
 ) -> None:  # fmt: skip
     """out (rows, cols) = epilogue(a (rows, depth) @ weight + bias). Rows are [row_begin, row_begin + row_limit) of the run's
-    `k.extent(dims, inner)`; pointers are to the first of them."""
+    `k.extent(dims, inner)`; pointers are to the first of them. `scale`: of the epilogue "scaled"."""
     assert a.dtype == weight.dtype, "both operands of a product have the program's compute dtype"
     rows = k.min(k.extent(dims, inner) - row_begin, row_limit)
     part = depth_part(k.isa, a.dtype, depth)
@@ -188,7 +189,8 @@ def product(
 
     def finish(col: Value) -> Epilogue:
         early = not tiles and not through_memory and part == depth
-        return Epilogue(k, col, choice.tile, out, second, bias, other, cols=cols, kind=epilogue, mode=mode, early=early)
+        how: dict[str, Any] = {"cols": cols, "kind": epilogue, "mode": mode, "early": early, "scale": scale}
+        return Epilogue(k, col, choice.tile, out, second, bias, other, **how)
 
     sizes: dict[str, Any] = {"cols": cols, "depth": depth, "part": part, "transposed": transposed, "choice": choice}
     if tiles:

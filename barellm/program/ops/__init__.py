@@ -6,6 +6,15 @@ from barellm.program.ops.elementwise import Add, Cast, Gelu, GeluBackward
 from barellm.program.ops.embedding import Embedding, EmbeddingDwpe, EmbeddingDwte, LastRow
 from barellm.program.ops.layernorm import LayerNorm, LayerNormDparams, LayerNormDx
 from barellm.program.ops.matmul import Bias, BiasGrad, Matmul, MatmulDw, MatmulDx
+from barellm.program.ops.muon import (
+    Gram,
+    GramApply,
+    GramPolynomial,
+    MuonMomentum,
+    MuonNormalize,
+    MuonUpdate,
+    NorMuonScales,
+)
 from barellm.program.ops.optimizer import AdamW, ClipScale, SumSquares
 from barellm.program.ops.random import ConstantInit, Dropout, DropoutBackward, NormalInit
 from barellm.program.ops.rmsnorm import RMSNorm, RMSNormDweight, RMSNormDx
@@ -32,6 +41,9 @@ __all__ = [
     "EmbeddingDwte",
     "Gelu",
     "GeluBackward",
+    "Gram",
+    "GramApply",
+    "GramPolynomial",
     "LastRow",
     "LayerNorm",
     "LayerNormDparams",
@@ -39,6 +51,10 @@ __all__ = [
     "Matmul",
     "MatmulDw",
     "MatmulDx",
+    "MuonMomentum",
+    "MuonNormalize",
+    "MuonUpdate",
+    "NorMuonScales",
     "NormalInit",
     "RMSNorm",
     "RMSNormDweight",

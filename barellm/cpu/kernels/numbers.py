@@ -1,0 +1,18 @@
+"""Numbers that a call carries beside its addresses: a constant of an op that many ops with the same code do not share."""
+
+from __future__ import annotations
+
+import struct
+
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.lang import Value
+
+
+def bits(value: float) -> int:
+    """An fp64 as the integer operand of a call."""
+    return struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+def number(k: KernelBuilder, value: Value) -> Value:
+    """The fp64 that `bits` made an operand of."""
+    return k.bitcast(value, "double")

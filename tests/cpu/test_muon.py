@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.program import ops
+from tests.cpu.check import ISAS, check_op, isa_named
+from tests.muon_cases import (
+    APPLIED,
+    MATRICES,
+    SQUARES,
+    apply_case,
+    gram_case,
+    momentum_case,
+    normalize_case,
+    polynomial_case,
+    scales_case,
+    update_case,
+)
+
+
+def on_each_isa(values: list, few: list):
+    """All values on the best ISA of this machine, a few on the others, whose cuts are the same."""
+    pairs = [(isa_named(name), value) for name in ISAS for value in (values if name == ISAS[0] else few)]
+    return pytest.mark.parametrize("isa, size", pairs, ids=[f"{isa.name}-{size}" for isa, size in pairs])
+
+
+each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+each_shape = pytest.mark.parametrize("shape", MATRICES, ids=str)
+FINITE = pytest.mark.parametrize("scale", [0.5, np.nan], ids=["finite", "nan"])
+
+
+@each_dtype
+@on_each_isa(SQUARES, [(37, 1), (65, 130), (131, 65), (401, 33)])
+def test_gram(isa, dtype, size):
+    got = check_op(ops.Gram, isa, **gram_case(size, dtype))["a"]
+    assert np.array_equal(got, got.T)
+
+
+@each_dtype
+@on_each_isa([1, 33, 48, 65, 401], [1, 65])
+def test_gram_polynomial(isa, dtype, size):
+    got = check_op(ops.GramPolynomial, isa, **polynomial_case(size, dtype))["b"]
+    assert np.array_equal(got, got.T)
+
+
+@each_dtype
+@on_each_isa(APPLIED, [(65, 130), (131, 65)])
+def test_gram_apply(isa, dtype, size):
+    check_op(ops.GramApply, isa, **apply_case(size, dtype))
+
+
+@each_isa
+@each_dtype
+@each_shape
+@FINITE
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_momentum(isa, dtype, shape, scale, nesterov):
+    case = momentum_case(shape, dtype, scale, nesterov)
+    got = check_op(ops.MuonMomentum, isa, **case)
+    if np.isnan(scale):
+        assert np.array_equal(got["m"], case["given"]["m"].values) and not got["u"].any()
+
+
+@each_isa
+@each_dtype
+@each_shape
+def test_muon_normalize(isa, dtype, shape):
+    check_op(ops.MuonNormalize, isa, **normalize_case(shape, dtype))
+
+
+@each_isa
+@each_dtype
+def test_zeros_are_divided_by_eps(isa, dtype):
+    got = check_op(ops.MuonNormalize, isa, **normalize_case((3, 21), dtype, size=0.0))
+    assert not got["x"].any()
+
+
+@each_isa
+@each_dtype
+@each_shape
+@FINITE
+def test_normuon_scales(isa, dtype, shape, scale):
+    check_op(ops.NorMuonScales, isa, **scales_case(shape, dtype, scale))
+
+
+@each_isa
+@each_dtype
+def test_normuon_of_zeros_is_zero(isa, dtype):
+    got = check_op(ops.NorMuonScales, isa, **scales_case((5, 33), dtype, 1.0, size=0.0))
+    assert not got["scales"].any()
+
+
+@each_isa
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("weight_decay, cautious", [(0.0, False), (0.3, False), (0.3, True)], ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "normuon"])
+def test_muon_update(isa, dtype, shape, weight_decay, cautious, scaled):
+    check_op(ops.MuonUpdate, isa, **update_case(shape, dtype, weight_decay, cautious, scaled))
+
+
+@each_isa
+@each_dtype
+def test_muon_update_changes_nothing_where_the_norm_is_not_finite(isa, dtype):
+    case = update_case((3, 131), dtype, 0.3, True, True, scale=np.nan)
+    got = check_op(ops.MuonUpdate, isa, **case)
+    assert np.array_equal(got["param"], case["given"]["param"].values)
