@@ -13,7 +13,8 @@ import numpy as np
 from barellm import overrides
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.config import Config, ModelConfig
-from barellm.data.tokenizers import Tokenizer, load_tokenizer
+from barellm.data.kinds import load_tokenizer
+from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.models.gpt2 import declare_parameters
 from barellm.program.builder import Program, Store
@@ -60,6 +61,12 @@ class Weights:
             for lo, hi in tensorfile.pieces(t.shape, itemsize=4):
                 session.write_rows(name, lo, self.read_rows(name, lo, hi))
 
+    def without_tokenizer(self, option: str) -> UserError:
+        """What is wrong where nothing says which tokenizer it is, and the command's option that could."""
+        ids = self.model.vocab_size
+        name = f"name its kind, or a folder that holds it, with {option}"
+        return UserError(f"{self.path} has {ids} ids and does not say of which tokenizer: {name}")
+
     def configured(self, config: Config, changes: Mapping[str, Any]) -> Config:
         """`config` with this model's sizes, with its positions where sequences would be longer, and with its tokenizer. UserError
         where `changes`, what the user asked for, say otherwise. Dropout is the run's."""
@@ -69,10 +76,7 @@ class Weights:
                 if value != found:
                     raise UserError(f"{key} is {found!r} in {self.path}, the command line says {value!r}")
         if self.tokenizer is None:
-            raise UserError(
-                f"{self.path} has {self.model.vocab_size} ids and does not say of which tokenizer: name its kind, or a folder "
-                f"that holds it, with --data.tokenizer"
-            )
+            raise self.without_tokenizer("--data.tokenizer")
         sizes = {f.name: getattr(self.model, f.name) for f in fields(ModelConfig) if f.name != "dropout"}
         train, data = config.train, config.data
         if "train.seq" not in changes:

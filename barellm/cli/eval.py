@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from barellm.cli.options import add_device
+from barellm.cli.options import add_device, add_dtype
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once (default: 8)")
     add_device(parser, "cpu, cuda or reference")
+    add_dtype(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -28,7 +29,6 @@ def run(args: argparse.Namespace) -> int:
 
     from barellm.cli.checkpoints import opened
     from barellm.data.loader import Validation
-    from barellm.data.shards import TokenStream
     from barellm.data.sources import prepare
     from barellm.errors import UserError
     from barellm.evaluation.validation import Evaluator
@@ -37,11 +37,15 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("tokens", 0), ("batch", 1)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
-    with opened(args.checkpoint, device=args.device, batch=args.batch) as (path, config, tokenizer, session):
+    with opened(args.checkpoint, device=args.device, dtype=args.dtype, batch=args.batch) as (
+        path,
+        config,
+        tokenizer,
+        session,
+    ):
         source = config.data if args.data is None else replace(config.data, source=args.data)
-        data = prepare(source, tokenizer=tokenizer)
-        stream = TokenStream([*data.train.parts, *data.val.parts], name=data.name) if args.whole else data.val
-        windows = Validation(stream, seq=config.train.seq, max_tokens=args.tokens)
+        data = prepare(source, tokenizer=tokenizer, whole=args.whole)
+        windows = Validation(data.val, seq=config.train.seq, max_tokens=args.tokens)
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
         evaluator = Evaluator(windows, batch=args.batch, byte_lengths=data.byte_lengths)
         result = evaluator.run(session, report=console.evaluating(windows.windows))

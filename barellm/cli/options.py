@@ -122,6 +122,11 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"%(prog)s {positional}[options] [--KEY VALUE ...]"  # not each of some forty keys
 
 
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """--dtype of commands that read a checkpoint."""
+    parser.add_argument("--dtype", metavar="STR", help="fp32, bf16 or auto (default: what it was trained in)")
+
+
 def add_device(parser: argparse.ArgumentParser, what: str = "cpu or cuda") -> None:
     parser.add_argument("--device", default="cpu", metavar="NAME", help=f"{what} (default: cpu)")
 

@@ -29,8 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the shards; nothing appears in --out until all of them are complete."""
     from barellm.data.cache import new_folder
+    from barellm.data.kinds import check_kind
     from barellm.data.sources import check_fraction, corpus_tokenizer, find_shards, find_text, write_split
-    from barellm.data.tokenizers import check_kind
     from barellm.errors import UserError
 
     check_kind(args.tokenizer)

@@ -1,6 +1,6 @@
 """Generate text from a checkpoint, as it comes. CHECKPOINT is a step folder, or a run's folder (its newest whole one).
 
-Of several samples the first has --seed, the next one more, and so on: each comes again alone with --seed and its own.
+Sample i uses the seed --seed + i - 1, so you can draw any one of them again by passing its own seed.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import add_device
+from barellm.cli.options import add_device, add_dtype
 
 if TYPE_CHECKING:
     from barellm.data.tokenizers import Tokenizer
@@ -32,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="same seed, same text (default: 1337)")
     add_device(parser, "cpu, cuda or reference")
+    add_dtype(parser)
     parser.add_argument("--json", action="store_true", help="a line with a JSON object for each, instead of the stream")
 
 
@@ -48,14 +50,17 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least 1")
     first = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    with opened(args.checkpoint, device=args.device) as (path, config, tokenizer, session):
+    with opened(args.checkpoint, device=args.device, dtype=args.dtype) as (path, config, tokenizer, session):
+        fed = _fed(tokenizer, args.prompt, config.model.max_seq)
         decoder = Decoder(session, max_seq=config.model.max_seq, vocab_size=config.model.vocab_size)
         for i in range(args.samples):
             how = replace(first, seed=args.seed + i)
             if args.samples > 1 and not args.json:
                 _write(f"--- sample {i + 1} of {args.samples}, seed {how.seed}\n")
             begin = time.perf_counter()
-            text, ids = _sample(decoder, tokenizer, how, prompt=args.prompt, count=args.tokens, stream=not args.json)
+            say = _nothing if args.json else _write
+            say(args.prompt)
+            text, ids = _sample(decoder, tokenizer, how, fed=fed, count=args.tokens, say=say)
             seconds = time.perf_counter() - begin
             if args.json:
                 found = {"checkpoint": str(path), "prompt": args.prompt, "seed": how.seed, "text": text, "tokens": ids}
@@ -63,21 +68,29 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sample(
-    decoder: Decoder, tokenizer: Tokenizer, how: Sampling, *, prompt: str, count: int, stream: bool
-) -> tuple[str, list[int]]:
-    """(text after the prompt, its ids) up to the end of the document; `stream`: written as it comes, prompt included."""
-    from barellm.data.tokenizers import StreamDecoder
+def _fed(tokenizer: Tokenizer, prompt: str, positions: int) -> list[int]:
+    """The ids that the model begins with. Says on stderr where it cannot see them all."""
+    from barellm.generation.decode import kept
 
     fed = tokenizer.encode(prompt).tolist()
     if tokenizer.eot is not None:
         fed.insert(0, tokenizer.eot)  # documents begin with it in the training text
-    say = _write if stream else (lambda piece: None)
+    if len(fed) > positions:
+        seen = f"the model has {positions} positions and sees the last {len(kept(fed, positions))}"
+        print(f"barellm: warning: the prompt has {len(fed)} tokens: {seen}", file=sys.stderr)
+    return fed or [tokenizer.start]
+
+
+def _sample(
+    decoder: Decoder, tokenizer: Tokenizer, how: Sampling, *, fed: list[int], count: int, say: Callable[[str], None]
+) -> tuple[str, list[int]]:
+    """(text after the prompt, its ids) up to the end of the document; `say` gets the text as it comes."""
+    from barellm.data.tokenizers import StreamDecoder
+
     text = StreamDecoder(tokenizer)
     pieces, ids = [], []
-    say(prompt)
-    for token in decoder.tokens(fed or [tokenizer.start], count=count, how=how):
-        if token == tokenizer.eot:
+    for token in decoder.tokens(fed, count=count, how=how):
+        if token in tokenizer.ends:
             break
         ids.append(token)
         pieces.append(text.feed(token))
@@ -85,6 +98,10 @@ def _sample(
     pieces.append(text.finish())
     say(pieces[-1] + "\n")
     return "".join(pieces), ids
+
+
+def _nothing(piece: str) -> None:
+    """What a JSON object will say."""
 
 
 def _write(piece: str) -> None:

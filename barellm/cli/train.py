@@ -48,10 +48,18 @@ def run(args: argparse.Namespace) -> int:
         out = Path(args.out) if args.out is not None else root / f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     run.check(config)
     with folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume) as opened:
-        job = run.Run(config, start=start, weights=weights, device=args.device, console=console, started=started)
-        vocab, asked = job.config.model.vocab_size, changes.get("model.vocab_size")
-        if asked not in (None, vocab):
+        job = run.Run(
+            config,
+            start=start,
+            weights=weights,
+            device=args.device,
+            console=console,
+            started=started,
+            asked=args.resume or "data.tokenizer" in changes,
+        )
+        vocab, chosen = job.config.model.vocab_size, changes.get("model.vocab_size")
+        if chosen not in (None, vocab):
             raise UserError(
-                f"model.vocab_size is {asked}, the tokenizer has {vocab} ids: change data.tokenizer or data.bpe_vocab"
+                f"model.vocab_size is {chosen}, the tokenizer has {vocab} ids: change data.tokenizer or data.bpe_vocab"
             )
         return job.execute(opened)

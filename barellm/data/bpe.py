@@ -1,8 +1,7 @@
-"""Byte-level BPE: trained by `tokenizers`, encoded by tiktoken, cached by the text that it learned from."""
+"""Byte-level BPE: trained by `tokenizers`, encoded by tiktoken."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from barellm.data.cache import cache_folder, new_folder, sweep
-from barellm.data.tokenizers import FORMAT, Tokenizer, load_tokenizer, utf8
+from barellm.data.tokenizers import Tokenizer, utf8
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,13 +23,14 @@ TRAIN_CHARACTERS = 1 << 26  # more text than this changes no merge that matters
 
 
 class BytePairs(Tokenizer):
-    """Ids in merge order, `eot` last: the pair whose id is lowest is merged first, inside words of PATTERN."""
+    """Ids in merge order: the pair whose id is lowest is merged first, inside words of PATTERN. `eot` stands last unless it is
+    given: the library `tokenizers` puts it first."""
 
     name = "bpe"
 
-    def __init__(self, tokens: Sequence[bytes]) -> None:
+    def __init__(self, tokens: Sequence[bytes], *, eot: int | None = None) -> None:
         self.tokens = tokens
-        self.eot = len(tokens) - 1
+        self.eot = len(tokens) - 1 if eot is None else eot
 
     @cached_property
     def encoding(self) -> tiktoken.Encoding:
@@ -51,28 +50,11 @@ class BytePairs(Tokenizer):
             return list(pool.map(self.encode, texts))
 
 
-def trained_bpe(texts: Callable[[], Iterable[str]], *, vocab: int, key: str | None = None) -> BytePairs:
-    """A BPE of at most `vocab` ids (256 bytes, merges, eot), the same for the same texts; cached under `key`."""
+def trained_bpe(texts: Callable[[], Iterable[str]], *, vocab: int) -> BytePairs:
+    """A BPE of at most `vocab` ids (256 bytes, merges, eot), the same for the same texts."""
     if vocab < 257:
         raise UserError(f"data.bpe_vocab is {vocab}, expected at least 257 (256 bytes and the end of text)")
-    if key is None:
-        return BytePairs(_train(texts, vocab))
-    folder = cache_folder("tokenizers")
-    found = folder / hashlib.sha256(f"bpe {FORMAT} {vocab} {key}".encode()).hexdigest()[:32]
-    try:
-        cached = load_tokenizer(found)
-        assert isinstance(cached, BytePairs)
-        return cached
-    except UserError:
-        pass  # not there, or damaged: then it is replaced
-    sweep(folder)
-    tokenizer = BytePairs(_train(texts, vocab))
-    try:
-        with new_folder(found) as made:
-            tokenizer.save(made)
-    except FileExistsError:
-        tokenizer.save(found)
-    return tokenizer
+    return BytePairs(_train(texts, vocab))
 
 
 def _train(texts: Callable[[], Iterable[str]], vocab: int) -> list[bytes]:

@@ -122,12 +122,13 @@ def text_corpus(paths: Iterable[Path], val_fraction: float, *, name: str) -> Cor
 
 
 def _walk(path: Path) -> dict:
-    """Size in bytes and characters and digest of a file, in one pass."""
+    """Size in bytes and characters and digest of a file, in one pass. UserError for bytes that are no UTF-8: said here, before
+    the text is cut, the first of them is named whichever part a tokenizer reads first."""
     digest, size, characters = xxhash.xxh3_128(), 0, 0
-    for block in _raw_blocks(path, 0, None):
+    for block, text in _decoded(path, 0, path.stat().st_size):
         digest.update(block)
         size += len(block)
-        characters += int(np.count_nonzero(_begins_character(block)))
+        characters += len(text)
     return {"bytes": size, "characters": characters, "digest": digest.hexdigest()}
 
 
@@ -158,21 +159,27 @@ def _raw_blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
+def _decoded(path: Path, start: int, stop: int) -> Iterator[tuple[bytes, str]]:
+    """(bytes, the characters that end in them) of a file's blocks. UserError with the offset for bytes that are no UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for raw in _raw_blocks(path, start, stop):
+        held = len(decoder.getstate()[0])
+        try:
+            yield raw, decoder.decode(raw, final=start + len(raw) == stop)
+        except UnicodeDecodeError as error:
+            at, byte = start - held + error.start, error.object[error.start]
+            raise UserError(f"{path} is not UTF-8 text: byte 0x{byte:02x} at offset {at}") from error
+        start += len(raw)
+
+
 def texts(piece: Piece) -> Iterator[str]:
-    """The piece's text in blocks, cut only where every tokenizer cuts too: before white space that follows a word.
+    """The piece's text in blocks, cut only where every tokenizer cuts too (`_last_cut`).
 
     UserError with the offset for bytes that are no UTF-8.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
     offset, carry, searched = piece.start, "", 1
-    for raw in _raw_blocks(piece.path, piece.start, piece.stop):
-        held = len(decoder.getstate()[0])
-        try:
-            carry += decoder.decode(raw, final=offset + len(raw) == piece.stop)
-        except UnicodeDecodeError as error:
-            at = offset - held + error.start
-            byte = error.object[error.start]
-            raise UserError(f"{piece.path} is not UTF-8 text: byte 0x{byte:02x} at offset {at}") from error
+    for raw, text in _decoded(piece.path, piece.start, piece.stop):
+        carry += text
         offset += len(raw)
         cut = _last_cut(carry, searched) or (len(carry) if len(carry) > LONGEST_WORD else 0)
         if cut and offset < piece.stop:
@@ -184,7 +191,10 @@ def texts(piece: Piece) -> Iterator[str]:
 
 
 def _last_cut(text: str, searched: int) -> int:
+    """The last place, from `searched` on, where a word of every tokenizer ends: before a space or tab that follows no white
+    space, and before a line's end that follows a letter or digit. After a mark a line's end belongs to the mark's word in
+    Llama-3's rule."""
     for at in range(len(text) - 1, searched - 1, -1):
-        if text[at] in " \t\r\n" and not text[at - 1].isspace():
+        if (text[at] in " \t" and not text[at - 1].isspace()) or (text[at] in "\r\n" and text[at - 1].isalnum()):
             return at
     return 0

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,8 +17,9 @@ import numpy as np
 from barellm.config import DataConfig
 from barellm.data.cache import cache_folder, new_file, new_folder, sweep
 from barellm.data.corpus import Corpus, Piece, stdlib_corpus, text_corpus, texts
+from barellm.data.kinds import check_kind, load_tokenizer, make_tokenizer
 from barellm.data.shards import TokenStream, inspect_shard, magic_for, open_shard, write_shards
-from barellm.data.tokenizers import FILE, Tokenizer, check_kind, load_tokenizer, make_tokenizer
+from barellm.data.tokenizers import FILE, Tokenizer
 from barellm.errors import UserError
 
 MANIFEST = "shards.json"  # beside shards that barellm wrote: which there are, and how many tokens in each
@@ -46,11 +47,19 @@ class Dataset:
             return None
 
 
-def prepare(data: DataConfig, *, tokenizer: Tokenizer | None = None, report: Report | None = None) -> Dataset:
+def prepare(
+    data: DataConfig,
+    *,
+    tokenizer: Tokenizer | None = None,
+    asked: bool = True,
+    whole: bool = False,
+    report: Report | None = None,
+) -> Dataset:
     """The data set that a configuration names; text is tokenized once and cached.
 
-    `tokenizer`: use this one (a checkpoint's) instead of making it. `report` gets a line for each thing that takes
-    seconds. UserError for whatever is wrong with the source.
+    `tokenizer`: use this one (a checkpoint's) instead of making it. `asked` False: `data.tokenizer` is only what a preset has, so
+    shards that say their own are taken with that. `whole`: nothing is cut off for training, all of it is in `val`. `report`
+    gets a line for each thing that takes seconds. UserError for whatever is wrong with the source.
     """
     check_fraction(data.val_fraction)
     if tokenizer is None:
@@ -58,10 +67,24 @@ def prepare(data: DataConfig, *, tokenizer: Tokenizer | None = None, report: Rep
     report = report or (lambda line: None)
     shards = find_shards(data.source)
     if shards:
-        return _from_shards(data, shards, tokenizer)
-    corpus = find_text([data.source], data.val_fraction)
+        found = _from_shards(data, shards, tokenizer, asked)
+        return _whole(found) if whole else found
+    corpus = _uncut(data.source) if whole else find_text([data.source], data.val_fraction)
     tokenizer = tokenizer or corpus_tokenizer(corpus, data.tokenizer, bpe_vocab=data.bpe_vocab, report=report)
     return _from_text(corpus, tokenizer, report)
+
+
+def _uncut(source: str) -> Corpus:
+    """All of a text as its validation part. It is tokenized in one piece: a word at a cut would become two tokens."""
+    if source != "stdlib":
+        return find_text([source], 1.0)
+    corpus = stdlib_corpus(0.5)
+    return replace(corpus, train=(), val=corpus.train + corpus.val, hash=f"{corpus.hash} whole")
+
+
+def _whole(data: Dataset) -> Dataset:
+    stream = TokenStream([*data.train.parts, *data.val.parts], name=data.name)
+    return replace(data, train=TokenStream([], name=data.name), val=stream)
 
 
 def check_fraction(val_fraction: float) -> None:
@@ -247,8 +270,8 @@ def _cached(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> Dat
     )
 
 
-def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | None) -> Dataset:
-    tokenizer = _shard_tokenizer(data.tokenizer, shards[0].parent, tokenizer)
+def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | None, asked: bool) -> Dataset:
+    tokenizer = _shard_tokenizer(data.tokenizer, shards[0].parent, tokenizer, asked)
     if existing(data.source).is_dir():
         if (shards[0].parent / MANIFEST).exists():
             check_manifest(shards[0].parent, shards)
@@ -274,19 +297,19 @@ def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | No
     return Dataset(name=described, tokenizer=tokenizer, train=train_stream, val=val_stream, hash=key)
 
 
-def _shard_tokenizer(name: str, folder: Path, given: Tokenizer | None) -> Tokenizer:
-    """The tokenizer saved beside the shards, which must be the one asked for; else one that needs no text."""
+def _shard_tokenizer(name: str, folder: Path, given: Tokenizer | None, asked: bool) -> Tokenizer:
+    """The tokenizer saved beside the shards, which must be the one asked for, if one is; else one that needs no text."""
     saved = load_tokenizer(folder) if (folder / FILE).is_file() else None
-    if saved and not given and name == saved.name:
+    if saved and not given and (name == saved.name or not asked):
         return saved
     if not given and name in ("bpe", "chars"):
         made = f"were made with tokenizer {saved.name!r}" if saved else f"have no {FILE} beside them (llm.c's: gpt2)"
         raise UserError(f"shards in {folder} {made}, data.tokenizer is {name!r}")
-    asked = given or make_tokenizer(name, list)
-    if saved and saved.hash != asked.hash:
-        both = f"{saved.name} ({saved.hash[:16]}), not {asked.name} ({asked.hash[:16]})"
+    wanted = given or make_tokenizer(name, list)
+    if saved and saved.hash != wanted.hash:
+        both = f"{saved.name} ({saved.hash[:16]}), not {wanted.name} ({wanted.hash[:16]})"
         raise UserError(f"shards in {folder} were made with tokenizer {both}")
-    return asked
+    return wanted
 
 
 def _part(path: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""Tokenizers: a table of byte strings and a way to cut text into them.
+"""What a tokenizer is: a table of byte strings and a way to cut text into them. data/kinds.py knows which there are.
 
 Every kind is lossless: the bytes of a text's tokens, joined, are the text's UTF-8. So decoding, the bytes that a range
 of tokens stands for (bits per byte) and the streaming decoder are one piece of code for all.
@@ -10,8 +10,7 @@ import base64
 import codecs
 import hashlib
 import json
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -19,17 +18,15 @@ import numpy as np
 
 from barellm.data.cache import new_file
 from barellm.errors import UserError
-from barellm.overrides import nearest
 
-KINDS = ("bytes", "chars", "bpe", "gpt2")
 FILE = "tokenizer.json"
 FORMAT = 1
 
 
 class Tokenizer:
-    """The protocol, and what all kinds share. `tokens[id]` is the UTF-8 that an id stands for, empty for `eot`.
+    """The protocol, and what all kinds share. `tokens[id]` is the UTF-8 that an id stands for, empty for special ids.
 
-    `eot`, where there is one, stands before every document (as in llm.c's shards) and is the last id.
+    `eot`, where there is one, stands before every document, as in llm.c's shards: <|endoftext|>, or Llama-3's <|begin_of_text|>.
     """
 
     name: str
@@ -47,6 +44,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self.tokens)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a text when a model draws them."""
+        return frozenset() if self.eot is None else frozenset({self.eot})
 
     @property
     def start(self) -> int:
@@ -69,7 +71,7 @@ class Tokenizer:
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
-        """(vocab_size,) int64: bytes of text that each id stands for, 0 for `eot`."""
+        """(vocab_size,) int64: bytes of text that each id stands for, 0 for special ids."""
         return np.array([len(token) for token in self.tokens], np.int64)
 
     def token_bytes(self, token: int) -> bytes:
@@ -167,79 +169,3 @@ class StreamDecoder:
     def finish(self) -> str:
         """What was held back, as U+FFFD."""
         return self._decoder.decode(b"", final=True)
-
-
-def check_kind(name: str) -> None:
-    """UserError, with the nearest name, unless `name` is a kind of tokenizer or a folder that holds one."""
-    if name in KINDS or (name and (Path(name) / FILE).is_file()):
-        return
-    known = f"known: {', '.join(KINDS)}, or a folder with {FILE}"
-    raise UserError(f"unknown tokenizer {name!r}{nearest(name, KINDS)} ({known})")
-
-
-def make_tokenizer(name: str, texts: Callable[[], Iterable[str]], *, train: Callable[[], Iterable[str]] | None = None,
-                   bpe_vocab: int = 2048, key: str | None = None) -> Tokenizer:  # fmt: skip
-    """The tokenizer of that kind, or from that folder.
-
-    `texts()`: the whole text, for chars; `train()`: the part that bpe may learn from, default all; `key`: identity of
-    that part, under which a trained bpe is cached.
-    """
-    check_kind(name)
-    if name == "bytes":
-        return Bytes()
-    if name == "chars":
-        return Chars(set().union(*texts()))
-    if name == "gpt2":
-        from barellm.data.gpt2 import Gpt2
-
-        return Gpt2()
-    if name == "bpe":
-        from barellm.data.bpe import trained_bpe
-
-        return trained_bpe(train or texts, vocab=bpe_vocab, key=key)
-    return load_tokenizer(Path(name))
-
-
-def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """{name: content} of what `save` writes."""
-    with tempfile.TemporaryDirectory() as name:
-        tokenizer.save(Path(name))
-        return {path.name: path.read_bytes() for path in Path(name).iterdir()}
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """What `save` wrote. UserError when it is missing, damaged or of a later format."""
-    path = Path(folder) / FILE
-    try:
-        content = json.loads(path.read_bytes())
-        if content["format"] != FORMAT:
-            raise UserError(f"{path} has format {content['format']}, this version reads {FORMAT}")
-        kind, stored, eot = content["kind"], content["tokens"], content["eot"]
-        tokens = None if stored is None else [base64.b64decode(token) for token in stored]
-        tokenizer = _restored(kind, tokens, eot)
-        if tokenizer.hash != content["hash"]:
-            found, recorded = tokenizer.hash[:16], content["hash"][:16]
-            raise UserError(f"{path} is damaged: its tokens have hash {found}, recorded is {recorded}")
-        return tokenizer
-    except OSError as error:
-        raise UserError(f"cannot read tokenizer {path}: {error.strerror}") from error
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged: not a tokenizer that barellm wrote") from error
-
-
-def _restored(kind: str, tokens: list[bytes] | None, eot: int | None) -> Tokenizer:
-    if kind == "bytes":
-        return Bytes()
-    if kind == "chars" and tokens:
-        return Chars(token.decode() for token in tokens)
-    if kind == "gpt2":
-        from barellm.data.gpt2 import Gpt2
-
-        return Gpt2(tokens)
-    if kind == "bpe" and tokens and eot == len(tokens) - 1:
-        from barellm.data.bpe import BytePairs
-
-        return BytePairs(tokens)
-    raise ValueError(kind)

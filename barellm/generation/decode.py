@@ -10,6 +10,12 @@ from barellm.generation.samplers import Sampling, draw
 from barellm.runtime.session import Session
 
 
+def kept(text: Sequence[int], positions: int) -> Sequence[int]:
+    """What a model with so many positions sees of a text: all that fits, else as much as fills half of them, so that there is
+    room for what follows."""
+    return text if len(text) <= positions else text[-max(1, positions // 2) :]
+
+
 class Decoder:
     """Feeds a prompt at once, then each drawn token. When all `max_seq` positions are used, the newer half of the text is
     fed again from position 0: positions are absolute, so a cache cannot be moved. Ids from `vocab_size` on are padding."""
@@ -20,9 +26,8 @@ class Decoder:
     def tokens(self, prompt: Sequence[int], *, count: int, how: Sampling) -> Iterator[int]:
         """`count` tokens that follow the prompt (at least one token), each as soon as it is known."""
         limit = self.max_seq
-        half = max(1, limit // 2)
         text = list(prompt)
-        fresh = text if len(text) <= limit else text[-half:]
+        fresh = kept(text, limit)
         used = 0
         for index in range(count):
             logits = self._logits(fresh, pos=used)
@@ -33,7 +38,7 @@ class Decoder:
             if used < limit:
                 fresh = [token]
             else:
-                fresh, used = text[-half:], 0
+                fresh, used = kept(text, limit), 0
 
     def _logits(self, tokens: Sequence[int], *, pos: int) -> np.ndarray:
         """(vocab_size,) after `tokens` at positions pos .. pos + len(tokens)."""

@@ -29,7 +29,7 @@ def export(source: Path, out: Path, *, kind: str, dtype: str) -> list[str]:
         return [f"{out}: llm.c's version {llmc.VERSIONS[dtype]}, {dtype}"]
     names = huggingface.write(weights, out, dtype=dtype)
     said = [f"{out}: {', '.join(names)}, {dtype}"]
-    if vocabulary.IDS not in names:
+    if vocabulary.SETTINGS not in names:
         kind = weights.tokenizer.name if weights.tokenizer else "unknown"
         why = "GPT-2's vocabulary is not on this machine" if kind == "gpt2" else f"transformers has none of kind {kind}"
         said.append(f"without a tokenizer: {why}")

@@ -10,7 +10,7 @@ from barellm.checkpoint import checkpoint
 from barellm.checkpoint.folder import RunFolder
 from barellm.checkpoint.weights import Weights
 from barellm.config import PRESETS, Config, preset
-from barellm.data.tokenizers import tokenizer_files
+from barellm.data.kinds import tokenizer_files
 
 
 def like(weights: Weights) -> Config:
@@ -24,8 +24,10 @@ def like(weights: Weights) -> Config:
 
 def save(weights: Weights, out: Path) -> Path:
     """The checkpoint's folder in the new folder `out`."""
-    config, tokenizer = like(weights), weights.tokenizer
-    assert tokenizer is not None  # `configured` refuses
+    tokenizer = weights.tokenizer
+    if tokenizer is None:
+        raise weights.without_tokenizer("--tokenizer")
+    config = like(weights)
     meta = {
         "config": overrides.to_json(config),
         "source": str(weights.path),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights, of_checkpoint
-from barellm.data.tokenizers import check_kind, make_tokenizer
+from barellm.data.kinds import check_kind, make_tokenizer
 from barellm.errors import UserError
 from barellm.interop import huggingface, llmc, vocabulary
 
@@ -24,7 +24,12 @@ def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
         weights = llmc.read(path)
     elif huggingface.is_folder(path):
         weights = huggingface.read(path)
-        if tokenizer in ("", "bpe", "gpt2"):  # of other kinds such a folder has none, and its files do not matter
+        if tokenizer in (
+            "",
+            "bpe",
+            "gpt2",
+            "huggingface",
+        ):  # of other kinds such a folder has none, and its files do not matter
             weights = replace(weights, tokenizer=vocabulary.read(path, weights.model.vocab_size))
     else:
         step, wrong = checkpoint.find(path)

@@ -18,9 +18,10 @@ from barellm.checkpoint import checkpoint, storage
 from barellm.checkpoint.folder import RunFolder
 from barellm.checkpoint.weights import Weights
 from barellm.config import MATMULS, MOMENTS, Config, one_of
+from barellm.data.kinds import load_tokenizer, tokenizer_files
 from barellm.data.loader import ORDERS, Batches, Validation
 from barellm.data.sources import Dataset, prepare
-from barellm.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_files
+from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.evaluation.text import gzip_bits_per_byte, python_share
 from barellm.evaluation.validation import Evaluator, Result
@@ -120,7 +121,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 class Run:
     """One training run, from its seed, from `weights`, or from `start` on. `started`: time.monotonic() when the command began, for
-    honest totals."""
+    honest totals. `asked`: whether the user chose the tokenizer, so that shards of another one are refused."""
 
     def __init__(
         self,
@@ -131,11 +132,14 @@ class Run:
         device: str,
         console: Console,
         started: float,
+        asked: bool = True,
     ) -> None:
         check(config)
         self.start, self.weights, self.device, self.console, self.started = start, weights, device, console, started
         tokenizer = load_tokenizer(start.path) if start else weights.tokenizer if weights else None
-        self.data: Dataset = prepare(config.data, tokenizer=tokenizer, report=console.line)
+        self.data: Dataset = prepare(config.data, tokenizer=tokenizer, asked=asked, report=console.line)
+        if not asked:
+            config = replace(config, data=replace(config.data, tokenizer=self.data.tokenizer.name))
         self.config = with_vocabulary(config, self.data.tokenizer)
         if start and start.meta["data"]["hash"] != self.data.hash:
             raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
@@ -143,8 +147,8 @@ class Run:
         self.batches = Batches(self.data.train, seq=train.seq, seed=train.seed, order=self.config.data.order)
         self.evaluator = self._evaluator(train.eval_tokens)
         trained = (train.steps or ANY_STEPS) * train.batch * train.accumulate * train.seq
-        asked = train.eval_tokens or FINAL_MOST if train.eval_every else 0
-        self.final_evaluator = self._evaluator(min(FINAL_MOST, max(FINAL_LEAST, asked, trained // FINAL_SHARE)))
+        usual = train.eval_tokens or FINAL_MOST if train.eval_every else 0
+        self.final_evaluator = self._evaluator(min(FINAL_MOST, max(FINAL_LEAST, usual, trained // FINAL_SHARE)))
         self.final_sample_tokens = 64 + trained // FINAL_SAMPLE_SHARE
 
     def _evaluator(self, tokens: int) -> Evaluator:
@@ -252,7 +256,7 @@ class Run:
             for token in decoder.tokens([tokenizer.start], count=tokens, how=how):
                 if stop:
                     return []
-                if token == tokenizer.eot:
+                if token in tokenizer.ends:
                     break
                 ids.append(token)
             texts.append(tokenizer.decode(ids))

@@ -125,6 +125,46 @@ def test_samples_are_the_same_for_the_same_seed(trained, capsys):
     assert greedy == sample("--temperature", "0", "--seed", "2")["tokens"] == sample("--top-k", "1")["tokens"]
 
 
+def test_a_prompt_longer_than_the_positions_is_said_to_be_cut(trained, capsys):
+    def said(prompt: str) -> str:
+        assert main(["sample", str(trained), "--tokens", "3", "--prompt", prompt, "--json", *REFERENCE]) == 0
+        return capsys.readouterr().err
+
+    assert said("1 squared is 16.") == ""  # 16 positions
+    words = "the prompt has 17 tokens: the model has 16 positions and sees the last 8"
+    assert said("11 squared is 16.") == f"barellm: warning: {words}\n"
+
+
+def test_eval_and_sample_take_a_dtype(trained, capsys):
+    """A run is judged in the dtype that it was trained in, or in another: the loss of bf16 is near, and not the same."""
+
+    def nats(*more: str) -> float:
+        assert main(["eval", str(trained), "--json", *more]) == 0
+        return last_json(capsys)["nats"]
+
+    exact = nats("--dtype", "fp32")
+    assert exact == nats() == nats("--dtype", "fp32") != nats("--dtype", "bf16")
+    assert exact == pytest.approx(nats("--dtype", "bf16"), rel=0.01)
+    for dtype in ("fp32", "bf16", "auto"):
+        assert main(["sample", str(trained), "--dtype", dtype, "--tokens", "3"]) == 0
+    for command in ("eval", "sample"):
+        assert main([command, str(trained), "--dtype", "fp8"]) == 2
+        assert "train.dtype is 'fp8', expected auto, fp32 or bf16" in capsys.readouterr().err
+
+
+def test_shards_train_with_the_tokenizer_beside_them(tiny, text, tmp_path, capsys):
+    """Nobody has to say again what `prepare` was told, and who says something else is refused."""
+    out = tmp_path / "shards"
+    assert main(["prepare", str(text), "--out", str(out), "--tokenizer", "bpe", "--vocab", "300"]) == 0
+    assert main(tiny("--data", str(out))) == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["data"]["tokenizer"] == "bpe" and config["model"]["vocab_size"] > 256
+    words = ["--out", str(tmp_path / "run"), "--resume", "--steps", "6", *REFERENCE]
+    assert main(["train", *words]) == 0
+    assert main(tiny("--data", str(out), "--data.tokenizer", "chars", out=tmp_path / "other")) == 2
+    assert "were made with tokenizer 'bpe', data.tokenizer is 'chars'" in capsys.readouterr().err
+
+
 def test_sample_writes_prompt_and_text(trained, capsys):
     assert main(["sample", str(trained), "--tokens", "20", "--prompt", "7 sq", "--seed", "3", *REFERENCE]) == 0
     plain = capsys.readouterr().out

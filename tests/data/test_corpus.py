@@ -86,6 +86,13 @@ def test_bytes_that_are_no_utf8_are_named_with_their_place(block, tmp_path, monk
         list(texts(Piece(tmp_path / "a", 0, 7)))
 
 
+def test_the_first_wrong_byte_of_a_file_is_named_before_it_is_cut(tmp_path):
+    """Validation is tokenized first by most kinds, and characters are collected from the training part on."""
+    (tmp_path / "a").write_bytes(b"good " * 20 + b"\xe9 bad" + b" good" * 100 + b"\xff")
+    with pytest.raises(UserError, match="a is not UTF-8 text: byte 0xe9 at offset 100"):
+        text_corpus([tmp_path / "a"], 0.1, name="a")
+
+
 def test_shakespeare_has_nanogpts_split_and_characters(shared):
     corpus = text_corpus([shared / "tinyshakespeare.txt"], 0.1, name="shakespeare")
     train, val = read(corpus.train), read(corpus.val)

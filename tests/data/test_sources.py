@@ -10,10 +10,11 @@ import pytest
 from barellm.config import DataConfig
 from barellm.data import sources
 from barellm.data.corpus import stdlib_corpus
+from barellm.data.kinds import load_tokenizer
 from barellm.data.loader import Validation
 from barellm.data.shards import open_shard, write_shard
 from barellm.data.sources import prepare
-from barellm.data.tokenizers import Bytes, Chars, load_tokenizer
+from barellm.data.tokenizers import Bytes, Chars
 from barellm.errors import UserError
 
 TEXT = "".join(f"line {i} of a text — with some words\n" for i in range(200))
@@ -262,6 +263,44 @@ def test_shards_go_with_the_tokenizer_beside_them(tmp_path):
         UserError, match=r"have no tokenizer.json beside them \(llm.c's: gpt2\), data.tokenizer is 'chars'"
     ):
         prepare(DataConfig(source=source, tokenizer="chars"))
+
+
+def test_shards_bring_their_own_tokenizer_where_none_was_asked_for(tmp_path):
+    shard(tmp_path / "a.bin", [0, 1, 2] * 10)
+    Chars("abc").save(tmp_path)
+    for name in ("bpe", "bytes", "gpt2"):
+        data = prepare(DataConfig(source=str(tmp_path), tokenizer=name), asked=False)
+        assert data.tokenizer.hash == Chars("abc").hash
+    with pytest.raises(UserError, match="were made with tokenizer chars"):  # a checkpoint's
+        prepare(DataConfig(source=str(tmp_path), tokenizer="bytes"), tokenizer=Bytes(), asked=False)
+    (tmp_path / "tokenizer.json").unlink()
+    assert prepare(DataConfig(source=str(tmp_path), tokenizer="bytes"), asked=False).tokenizer.name == "bytes"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_a_whole_text_is_tokenized_in_one_piece(kind, text, small_bpe, tmp_path):
+    """A cut can fall into a word, which then has other tokens."""
+    text.write_text("internationalisation " * 21)
+    tokenizer = Bytes() if kind == "bytes" else small_bpe
+    data = prepare(DataConfig(source=str(text)), tokenizer=tokenizer, whole=True)
+    ids = tokenizer.encode(text.read_text()).tolist()
+    assert len(data.train) == 0 and tokens(data.val) == ([] if kind == "bytes" else [tokenizer.eot]) + ids
+    fractions = [
+        i / 441 for i in range(10, 30)
+    ]  # the cut falls before each character of a word, and so into tokens of it
+    cuts = [prepare(DataConfig(source=str(text), val_fraction=f), tokenizer=tokenizer) for f in fractions]
+    more = {len(cut.train) + len(cut.val) - len(data.val) for cut in cuts}
+    assert more == {0} if kind == "bytes" else max(more) >= 1
+    (tmp_path / "more").mkdir()
+    for name in ("x_train_000001", "x_val_000000"):
+        shard(tmp_path / "more" / f"{name}.bin", range(9))
+    both = prepare(DataConfig(source=str(tmp_path / "more"), tokenizer="bytes"), whole=True)
+    assert len(both.train) == 0 and tokens(both.val) == [*range(9)] * 2
+
+
+def test_the_whole_library_has_every_file_once():
+    parts, whole = prepare(DataConfig(tokenizer="bytes")), prepare(DataConfig(tokenizer="bytes"), whole=True)
+    assert len(whole.val) == len(parts.train) + len(parts.val) and whole.hash != parts.hash
 
 
 @pytest.fixture

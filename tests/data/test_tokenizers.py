@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from barellm.data import gpt2
-from barellm.data.bpe import BytePairs, trained_bpe
-from barellm.data.tokenizers import Bytes, Chars, StreamDecoder, check_kind, load_tokenizer, make_tokenizer
+from barellm.data.bpe import BytePairs
+from barellm.data.kinds import cached_bpe, check_kind, load_tokenizer, make_tokenizer
+from barellm.data.tokenizers import Bytes, Chars, StreamDecoder
 from barellm.errors import UserError
 
 unicode_text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -169,11 +170,11 @@ def test_trained_bpe_comes_from_the_cache_the_second_time(cache):
         trained.append(1)
         return ["some words and some more words"]
 
-    first = trained_bpe(texts, vocab=270, key="k")
-    assert trained_bpe(texts, vocab=270, key="k").hash == first.hash and len(trained) == 1
+    first = cached_bpe(texts, vocab=270, key="k")
+    assert cached_bpe(texts, vocab=270, key="k").hash == first.hash and len(trained) == 1
     (file,) = cache.rglob("tokenizer.json")
     file.write_text("broken")
-    assert trained_bpe(texts, vocab=270, key="k").hash == first.hash and len(trained) == 2
+    assert cached_bpe(texts, vocab=270, key="k").hash == first.hash and len(trained) == 2
     assert load_tokenizer(file.parent).hash == first.hash
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.generation.decode import Decoder
+from barellm.generation.decode import Decoder, kept
 from barellm.generation.samplers import Sampling
 
 VOCAB = 97
@@ -58,6 +58,11 @@ def test_tokens_come_one_at_a_time():
     stream = Decoder(session, max_seq=64, vocab_size=VOCAB).tokens([1], count=50, how=GREEDY)
     next(stream)
     assert len(session.fed) == 1
+
+
+def test_what_a_model_sees_of_a_text():
+    assert kept([1, 2, 3, 4], 4) == [1, 2, 3, 4]
+    assert kept([1, 2, 3, 4, 5], 4) == [4, 5] and kept([1, 2], 1) == [2]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 8])

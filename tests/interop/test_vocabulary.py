@@ -10,9 +10,10 @@ import pytest
 from barellm.cli.main import main
 from barellm.data import gpt2
 from barellm.data.bpe import BytePairs, trained_bpe
-from barellm.data.tokenizers import load_tokenizer
+from barellm.data.kinds import load_tokenizer
 from barellm.errors import UserError
 from barellm.interop import vocabulary
+from tests.data.llama import llama_json
 from tests.interop.models import TINY, checkpoint_of, hugging_face, random_arrays, their_tensors
 
 TEXT = "to be or not to be, that is the question: whether 'tis nobler in the mind\n" * 9 + "naïve Übermut 12 345"
@@ -55,8 +56,11 @@ def test_without_files_50257_ids_are_gpt2_s(tmp_path, monkeypatch):
 
 
 WRONG = {
-    "no end of text": (lambda ids: {name: i for name, i in ids.items() if i < 299}, "expected ids without gaps and"),
-    "a gap": (lambda ids: ids | {"<|endoftext|>": 300}, "expected ids without gaps and"),
+    "no end of text": (
+        lambda ids: {name: i for name, i in ids.items() if i < 299},
+        "is not a BPE of bytes with <.endoftext.>",
+    ),
+    "a gap": (lambda ids: ids | {"<|endoftext|>": 300}, "has gaps in its ids up to 300, expected 300 without gaps"),
     "no byte": (lambda ids: ids | {"\n": 298}, "is not a BPE of bytes"),
     "a list": (list, "is not a BPE of bytes"),
 }
@@ -128,10 +132,73 @@ def test_a_vocabulary_of_another_size_than_the_model_s(tmp_path, bpe):
         vocabulary.read(tmp_path, 301)
 
 
+@pytest.mark.parametrize("two_files", [False, True])
+def test_the_end_of_text_may_be_the_first_id(tmp_path, two_files):
+    """What the library makes where it trains with one special token."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    library = ByteLevelBPETokenizer()
+    library.train_from_iterator([TEXT], vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    if two_files:
+        library.save_model(str(tmp_path))
+    else:
+        library.save(str(tmp_path / "tokenizer.json"))
+    found = vocabulary.read(tmp_path, library.get_vocab_size())
+    assert isinstance(found, BytePairs) and found.eot == 0 and found.tokens[0] == b""
+    for sample in (TEXT, "never seen: Übermut \t\n  x", "<|endoftext|>"):
+        assert found.decode(found.encode(sample)) == sample and 0 not in found.encode(sample)
+    assert found.encode(TEXT).tolist() == library.encode(TEXT).ids
+    (tmp_path / "made").mkdir()
+    found.save(tmp_path / "made")
+    again = load_tokenizer(tmp_path / "made")
+    assert (again.eot, again.hash) == (0, found.hash)
+    (tmp_path / "back").mkdir()
+    for name, content in vocabulary.files(found, 20).items():
+        (tmp_path / "back" / name).write_bytes(content)
+    assert vocabulary.read(tmp_path / "back", found.vocab_size).hash == found.hash
+
+
+def test_a_bpe_that_lacks_bytes_is_refused(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=90, special_tokens=["<|endoftext|>"]))
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="it lacks some of the 256 bytes"):
+        vocabulary.read(tmp_path, 90)
+    library.model.save(str(tmp_path))
+    with pytest.raises(UserError, match="it lacks some of the 256 bytes"):
+        vocabulary.read(tmp_path, 90)
+
+
+def test_llama_s_file_goes_there_and_back_as_it_is(tmp_path, capsys):
+    content = llama_json(TEXT, vocab=300)
+    model = replace(TINY, vocab_size=300 + 8, padded_vocab=0)
+    source = hugging_face(tmp_path / "hf", model, their_tensors(random_arrays(model)))
+    (source / "tokenizer.json").write_bytes(content)
+    assert main(["import", str(source), "--out", str(tmp_path / "run")]) == 0
+    assert "tokenizer huggingface" in capsys.readouterr().out
+    step = tmp_path / "run/checkpoints/step-000000"
+    assert (step / "tokenizer.json").read_bytes() == content and load_tokenizer(step).name == "huggingface"
+    words = ["--prompt", "to be", "--tokens", "5", "--json", "--device", "reference"]
+    assert main(["sample", str(tmp_path / "run"), *words]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "to be"
+    assert main(["export", str(tmp_path / "run"), "--format", "huggingface", "--out", str(tmp_path / "out")]) == 0
+    assert "without a tokenizer" not in capsys.readouterr().out
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == content
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (settings["bos_token"], settings["eos_token"]) == ("<|begin_of_text|>", "<|end_of_text|>")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["bos_token_id"] == 300
+
+
 def test_a_tokenizer_must_be_known_and_fit(tmp_path, refused, bpe):
     source = hugging_face(tmp_path / "hf", TINY, their_tensors(random_arrays(TINY)))
     command = ("import", source, "--out", tmp_path / "run")
     assert "has 256 ids and does not say of which tokenizer" in refused(*command)
+    assert refused(*command).endswith("with --tokenizer")
+    assert refused("train", "--init-from", source, "--data", "stdlib").endswith("with --data.tokenizer")
     assert "tokenizer gpt2 has 50257 ids" in refused(*command, "--tokenizer", "gpt2")
     assert "unknown tokenizer 'byts', did you mean 'bytes'?" in refused(*command, "--tokenizer", "byts")
     assert "a tokenizer 'chars' is made from a text" in refused(*command, "--tokenizer", "chars")

@@ -1,0 +1,113 @@
+"""Which tokenizers there are: made by name, trained on a text, loaded from a folder."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from barellm.data.bpe import BytePairs, trained_bpe
+from barellm.data.cache import cache_folder, new_folder, sweep
+from barellm.data.gpt2 import Gpt2
+from barellm.data.huggingface import HuggingFace
+from barellm.data.tokenizers import FILE, FORMAT, Bytes, Chars, Tokenizer
+from barellm.errors import UserError
+from barellm.overrides import nearest
+
+KINDS = ("bytes", "chars", "bpe", "gpt2")
+
+
+def check_kind(name: str) -> None:
+    """UserError, with the nearest name, unless `name` is a kind of tokenizer or a folder that holds one."""
+    if name in KINDS or (name and (Path(name) / FILE).is_file()):
+        return
+    known = f"known: {', '.join(KINDS)}, or a folder with {FILE}"
+    raise UserError(f"unknown tokenizer {name!r}{nearest(name, KINDS)} ({known})")
+
+
+def make_tokenizer(name: str, texts: Callable[[], Iterable[str]], *, train: Callable[[], Iterable[str]] | None = None,
+                   bpe_vocab: int = 2048, key: str | None = None) -> Tokenizer:  # fmt: skip
+    """The tokenizer of that kind, or from that folder.
+
+    `texts()`: the whole text, for chars; `train()`: the part that bpe may learn from, default all; `key`: identity of
+    that part, under which a trained bpe is cached.
+    """
+    check_kind(name)
+    if name == "bytes":
+        return Bytes()
+    if name == "chars":
+        return Chars(set().union(*texts()))
+    if name == "gpt2":
+        return Gpt2()
+    if name == "bpe":
+        return cached_bpe(train or texts, vocab=bpe_vocab, key=key)
+    return load_tokenizer(Path(name))
+
+
+def cached_bpe(texts: Callable[[], Iterable[str]], *, vocab: int, key: str | None) -> BytePairs:
+    """`trained_bpe`, kept in the cache under `key`; trained each time where that is None."""
+    if key is None:
+        return trained_bpe(texts, vocab=vocab)
+    folder = cache_folder("tokenizers")
+    found = folder / hashlib.sha256(f"bpe {FORMAT} {vocab} {key}".encode()).hexdigest()[:32]
+    try:
+        cached = load_tokenizer(found)
+        assert isinstance(cached, BytePairs)
+        return cached
+    except UserError:
+        pass  # not there, or damaged: then it is replaced
+    sweep(folder)
+    tokenizer = trained_bpe(texts, vocab=vocab)
+    try:
+        with new_folder(found) as made:
+            tokenizer.save(made)
+    except FileExistsError:
+        tokenizer.save(found)
+    return tokenizer
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """{name: content} of what `save` writes."""
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer.save(Path(name))
+        return {path.name: path.read_bytes() for path in Path(name).iterdir()}
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """What `save` wrote, or the library `tokenizers`. UserError when it is missing, damaged or of a later format."""
+    path = Path(folder) / FILE
+    try:
+        written = path.read_bytes()
+        content = json.loads(written)
+        if "format" not in content and "model" in content:
+            return HuggingFace(written, path=path)
+        if content["format"] != FORMAT:
+            raise UserError(f"{path} has format {content['format']}, this version reads {FORMAT}")
+        kind, stored, eot = content["kind"], content["tokens"], content["eot"]
+        tokens = None if stored is None else [base64.b64decode(token) for token in stored]
+        tokenizer = _restored(kind, tokens, eot)
+        if tokenizer.hash != content["hash"]:
+            found, recorded = tokenizer.hash[:16], content["hash"][:16]
+            raise UserError(f"{path} is damaged: its tokens have hash {found}, recorded is {recorded}")
+        return tokenizer
+    except OSError as error:
+        raise UserError(f"cannot read tokenizer {path}: {error.strerror}") from error
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged: not a tokenizer that barellm or the library tokenizers wrote") from error
+
+
+def _restored(kind: str, tokens: list[bytes] | None, eot: int | None) -> Tokenizer:
+    if kind == "bytes":
+        return Bytes()
+    if kind == "chars" and tokens:
+        return Chars(token.decode() for token in tokens)
+    if kind == "gpt2":
+        return Gpt2(tokens)
+    if kind == "bpe" and tokens and eot is not None and tokens[eot] == b"":
+        return BytePairs(tokens, eot=eot)
+    raise ValueError(kind)
