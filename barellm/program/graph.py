@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from barellm.program.ops.base import Op
 from barellm.program.tensor import PERSISTENT, Role, Tensor, View, describe
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the families of ops import this file
     import numpy as np
+
+    from barellm.program.ops.base import Op
 
 
 class Store:
