@@ -58,4 +58,13 @@ GROUPS: dict[str, Alike] = {
         op.clip, *(t.dtype for t in op.outputs.values()), op.beta1, op.beta2, op.eps, op.lr_scale,
         op.stream is None, unit_of(op.param),
     ),
+    "muon_momentum": lambda op: (op.clip, op.u.dtype, unit_of(op.grad), op.nesterov),
+    "muon_normalize": lambda op: (op.u.dtype, unit_of(op.u)),
+    "gram": lambda op: (op.x.shape, op.x.dtype),
+    "gram_polynomial": lambda op: (op.a.shape, op.a.dtype),
+    "gram_apply": lambda op: (op.x.shape, op.x.dtype),
+    "muon_update": lambda op: (
+        op.clip, op.param.dtype, op.x.dtype, unit_of(op.param), op.cautious, op.scales is None,
+        op.scales is not None and op.param.shape[0] < op.param.shape[1],
+    ),
 }  # fmt: skip

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from barellm.cuda.kernels.hopper import fits, launch_product
 from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner.work import KERNEL
 from barellm.optim.adamw import adamw
+from barellm.optim.recipes import optimize
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from tests.cuda.sass import Row, label, row_of, rows, wrong
@@ -92,6 +94,14 @@ def hopper_products() -> dict[Spec, str]:
     return {launch.spec: "product" for launch in c.launches}
 
 
+def muon_specs(compute: str) -> dict[Spec, str]:
+    """What updates GPT-2's matrices by Muon, with everything that it may do."""
+    config = OptimConfig(name="muon", normuon=0.95, cautious=True)
+    _, programs = build(GPT2, batch=1, seq=8, compute=compute, optimizer=partial(optimize, config=config))
+    found = lower_and_plan({"update": programs["update"]}, Target(90)).specs
+    return one_of_each({spec: op for spec, op in found.items() if "muon" in op or "gram" in op})
+
+
 TABLES: dict[str, Callable[[], dict[Spec, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
@@ -99,6 +109,8 @@ TABLES: dict[str, Callable[[], dict[Spec, str]]] = {
         {s: op for s, op in specs(GPT2, 64, "fp32", 90, tf32=True).items() if s.name == "gemm"}
     ),
     "products on Hopper": hopper_products,
+    "muon bf16": lambda: muon_specs("bf16"),
+    "muon fp32": lambda: muon_specs("fp32"),
 }
 
 

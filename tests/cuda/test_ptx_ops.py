@@ -13,6 +13,7 @@ from barellm.program import ops
 from tests.cases import adamw_case, backward_case, forward_case, normal
 from tests.cuda import check
 from tests.cuda.check import EPS, check_op, persistent, tokens
+from tests.muon_cases import gram_case, update_case
 from tests.simulators.ptx import launch
 
 
@@ -42,6 +43,15 @@ def test_layernorm_dx():
 def test_adamw():
     given, bounds, attrs = adamw_case((17, 257), "split", step=3, weight_decay=0.1)
     check_op(ops.AdamW, given, scalars={"step": 3, "lr": 3e-3, "seed": 9}, bounds=bounds, **attrs)
+
+
+def test_symmetric_product():
+    check_op(ops.Gram, **gram_case((65, 130), "bf16"))
+    check_op(ops.Gram, **gram_case((131, 65), "fp32"))
+
+
+def test_muon_update():
+    check_op(ops.MuonUpdate, **update_case((33, 131), "bf16", 0.3, True, True))
 
 
 def test_embedding_gradient():

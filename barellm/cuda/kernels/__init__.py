@@ -13,7 +13,9 @@ from barellm.cuda.kernels import (
     layernorm,
     layernorm_backward,
     matmul,
+    muon,
     optimizer,
+    symmetric,
 )
 
 __all__ = [
@@ -29,5 +31,7 @@ __all__ = [
     "layernorm",
     "layernorm_backward",
     "matmul",
+    "muon",
     "optimizer",
+    "symmetric",
 ]

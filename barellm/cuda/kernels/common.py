@@ -11,8 +11,8 @@ from barellm.program.tensor import Tensor
 from barellm.runtime.scalars import SCALARS
 
 _AT = {name: i for i, name in enumerate(SCALARS)}
-POS, ACCUMULATE, STEP, SEED, SAMPLE, LR, INV_TARGETS = (
-    constant(_AT[name]) for name in ("pos", "accumulate", "step", "seed", "sample", "lr", "inv_targets")
+POS, ACCUMULATE, STEP, SEED, SAMPLE, LR, INV_TARGETS, MOMENTUM = (
+    constant(_AT[name]) for name in ("pos", "accumulate", "step", "seed", "sample", "lr", "inv_targets", "momentum")
 )
 STORE, ADD = constant(MODES["store"]), constant(MODES["add"])
 

@@ -1,0 +1,234 @@
+"""Muon: each kernel does its step for many matrices in one launch, by a table of their addresses. Shapes: param, grad, m, u, x
+(rows, cols), n elements each; partials (chunks); clip (2); scales (rows), or (cols) of a wide x."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.kernel import Lowering, Table, cdiv, lowering
+from barellm.cuda.kernels.common import BLOCK, LR, MOMENTUM, double, unit_of
+from barellm.cuda.kernels.optimizer import SPAN
+from barellm.cuda.kernels.storage import lo_pointer, load_weight, store_weight, weight_columns, weight_pointer
+from barellm.cuda.kernels.tables import column, entry_of, extent, first_programs, integer, number, pointer
+from barellm.cuda.lang import constant, device, tl
+from barellm.program.grouping import members
+from barellm.program.ops.muon import LEAST, lines
+from barellm.program.ops.optimizer import CHUNK
+
+MOMENTUM_FIELDS = ("first", "units", "m", "grad", "u", "partials")
+NORMALIZE_FIELDS = ("first", "units", "x", "u", "partials", "count", "margin", "eps")
+UPDATE_FIELDS = ("first", "units", "param", "lo", "x", "scales", "scale", "decay", "lr_scale", "cols")
+UNITS = constant(1)
+M, GRAD, U, PARTIALS = (constant(MOMENTUM_FIELDS.index(name)) for name in MOMENTUM_FIELDS[2:])
+TO, FROM, SUMS, COUNT, MARGIN, EPSILON = (constant(NORMALIZE_FIELDS.index(name)) for name in NORMALIZE_FIELDS[2:])
+PARAM, LO, X, SCALES, SCALE, DECAY, LR_SCALE, COLS = (constant(UPDATE_FIELDS.index(name)) for name in UPDATE_FIELDS[2:])
+TINY = constant(LEAST)
+
+
+@device
+def muon_momentum(
+    table, clip, scalars,
+    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    NESTEROV: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """A program does what one partial sum is of."""
+    entry, chunk = entry_of(table, ENTRIES, WIDE)
+    n = integer(table, entry, UNITS, ENTRIES) * UNIT
+    m, grad = pointer(table, entry, M, ENTRIES, tl.float32, 16), pointer(table, entry, GRAD, ENTRIES, tl.float32, 16)
+    u = pointer(table, entry, U, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16)
+    scale, momentum = tl.load(clip + 1), double(scalars, MOMENTUM)
+    finite = scale == scale  # NaN says that the gradient's norm is not finite
+    kept, fresh = momentum.to(tl.float32), ((1.0 - momentum) * scale.to(tl.float64)).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, CHUNK, BLOCK):
+        i = tl.max_contiguous(chunk * CHUNK + begin + tl.arange(0, BLOCK), 4)
+        mask = i < n
+        old, g = tl.load(m + i, mask=mask, other=0.0), tl.load(grad + i, mask=mask, other=0.0) * fresh
+        new = kept * old + g
+        ahead = kept * new + g if NESTEROV else new
+        ahead = tl.where(finite, ahead, 0.0)
+        tl.store(m + i, tl.where(finite, new, old), mask=mask)
+        tl.store(u + i, ahead, mask=mask)
+        total += tl.where(mask, ahead * ahead, 0.0)
+    tl.store(pointer(table, entry, PARTIALS, ENTRIES, tl.float32, 16) + chunk, tl.sum(total, 0))
+
+
+@lowering("muon_momentum")
+def lower_momentum(op: Any, c: Lowering) -> None:
+    each: list[Any] = members(op)
+    unit = unit_of(each[0].grad)
+    firsts, programs = first_programs(cdiv(o.grad.size, CHUNK) for o in each)
+    fields = {"first": ("i64", firsts), "units": ("i64", [o.grad.size // unit for o in each])}
+    fields |= {name: column(getattr(o, name) for o in each) for name in MOMENTUM_FIELDS[2:]}
+    table = Table(fields, writes=("m", "u", "partials"))
+    constants = {**extent(len(each)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8 * BLOCK}
+    constants |= {"NESTEROV": bool(op.nesterov), "HALF": each[0].u.dtype == "bf16"}
+    operands = {"table": table, "clip": each[0].clip}
+    c.launch(muon_momentum, operands, constants, grid=lambda s: (programs,), writes="", warps=16)
+
+
+@device
+def muon_normalize(
+    table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, SUM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program adds up the few partial sums, in the same order."""
+    entry, turn = entry_of(table, ENTRIES, WIDE)
+    n, count = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COUNT, ENTRIES)
+    sums, j = pointer(table, entry, SUMS, ENTRIES, tl.float32, 16), tl.arange(0, SUM_BLOCK)
+    total = tl.zeros((SUM_BLOCK,), tl.float64)
+    for begin in range(0, count, SUM_BLOCK):
+        total += tl.load(sums + begin + j, mask=begin + j < count, other=0.0).to(tl.float64)
+    norm = tl.sqrt(tl.sum(total, 0))
+    factor = 1.0 / (norm * number(table, entry, MARGIN, ENTRIES) + number(table, entry, EPSILON, ENTRIES))
+    u = pointer(table, entry, FROM, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16)
+    x = pointer(table, entry, TO, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16)
+    for begin in range(turn * SPAN, tl.minimum((turn + 1) * SPAN, n), BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        value = tl.load(u + i, mask=i < n, other=0.0).to(tl.float32) * factor.to(tl.float32)
+        tl.store(x + i, value, mask=i < n)
+
+
+@lowering("muon_normalize")
+def lower_normalize(op: Any, c: Lowering) -> None:
+    each: list[Any] = members(op)
+    unit = unit_of(each[0].u)
+    firsts, programs = first_programs(cdiv(o.u.size, SPAN) for o in each)
+    fields = {"first": ("i64", firsts), "units": ("i64", [o.u.size // unit for o in each])}
+    fields |= {name: column(getattr(o, name) for o in each) for name in ("x", "u", "partials")}
+    fields |= {"count": ("i64", [o.partials.size for o in each])}
+    fields |= {name: ("fp64", [float(o.attrs[name]) for o in each]) for name in ("margin", "eps")}
+    constants = {**extent(len(each)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK}
+    constants |= {"HALF": each[0].u.dtype == "bf16", "SUM_BLOCK": 64}
+    table = Table(fields, writes=("x",))
+    c.launch(muon_normalize, {"table": table}, constants, grid=lambda s: (programs,), writes="")
+
+
+# --- NorMuon ---
+
+
+@device
+def row_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """means (rows) of the squares of x (rows, C)."""
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    total = tl.zeros((BR, BC), tl.float32)
+    for first in range(0, C, BC):
+        column = first + tl.arange(0, BC)
+        mask = (row < rows)[:, None] & (column < C)[None, :]
+        value = tl.load(x + row.to(tl.int64)[:, None] * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += value * value
+    tl.store(means + row, tl.sum(total, 1) / C, mask=row < rows)
+
+
+@device
+def column_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """means (C) of the squares of x (rows, C)."""
+    column = tl.program_id(0) * BC + tl.arange(0, BC)
+    total = tl.zeros((BR, BC), tl.float32)
+    for first in range(0, rows, BR):
+        row = first + tl.arange(0, BR)
+        mask = (row < rows)[:, None] & (column < C)[None, :]
+        value = tl.load(x + row.to(tl.int64)[:, None] * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += value * value
+    tl.store(means + column, tl.sum(total, 0) / rows, mask=column < C)
+
+
+@device
+def scales_of_means(second, scales, means, clip, n, EACH: tl.constexpr, BETA2: tl.constexpr, BLOCK: tl.constexpr):
+    """scales (n) that leave the norm of x, in one program; a mean is of EACH elements."""
+    scale, j = tl.load(clip + 1), tl.arange(0, BLOCK)
+    before, after = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, n, BLOCK):
+        mask = first + j < n
+        mean = tl.load(means + first + j, mask=mask, other=0.0)
+        old = tl.load(second + first + j, mask=mask, other=1.0)
+        new = tl.where(scale == scale, BETA2 * old + (1.0 - BETA2) * mean, old)
+        d = 1.0 / tl.sqrt(tl.maximum(new, TINY))
+        tl.store(second + first + j, new, mask=mask)
+        before += mean.to(tl.float64)
+        after += mean.to(tl.float64) * d.to(tl.float64) * d.to(tl.float64)
+    norm, scaled = tl.sqrt(tl.sum(before, 0) * EACH), tl.sqrt(tl.sum(after, 0) * EACH)
+    ratio = (norm / tl.maximum(scaled, TINY)).to(tl.float32)
+    tl.debug_barrier()
+    for first in range(0, n, BLOCK):
+        mask = first + j < n
+        new = tl.load(second + first + j, mask=mask, other=1.0)
+        tl.store(scales + first + j, ratio / tl.sqrt(tl.maximum(new, TINY)), mask=mask)
+
+
+@lowering("normuon_scales")
+def lower_scales(op: Any, c: Lowering) -> None:
+    rows, C = (int(n) for n in op.x.shape)
+    n = lines(op.x)
+    means = c.scratch("means", (n,))
+    operands, wide = {"means": means, "x": op.x, "rows": rows}, rows < C
+    BR, BC = (32, 32) if wide else (8, 128)
+    programs = cdiv(C, BC) if wide else cdiv(rows, BR)
+    constants = {"C": C, "BR": BR, "BC": BC}
+    c.launch(column_means if wide else row_means, operands, constants, grid=lambda s: (programs,), writes="means")
+    operands = {**op.outputs, "means": means, "clip": op.clip, "n": n}
+    constants = {"EACH": min(rows, C), "BETA2": float(op.beta2), "BLOCK": BLOCK}
+    c.launch(scales_of_means, operands, constants, grid=lambda s: (1,), writes="second scales")
+
+
+# --- the weight ---
+
+
+@device
+def muon_update(
+    table, clip, scalars,
+    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, HALF: tl.constexpr, SCALED: tl.constexpr, CAUTIOUS: tl.constexpr,
+):  # fmt: skip
+    """param = param - decay - scale x: everything read and written once. SCALED: "rows" or "columns" of x have a factor each."""
+    ok = tl.load(clip + 1)
+    if ok == ok:  # NaN says that the gradient's norm is not finite: nothing changes
+        entry, turn = entry_of(table, ENTRIES, WIDE)
+        n, cols = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COLS, ENTRIES)
+        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, SPLIT), None
+        if SPLIT:
+            lo = lo_pointer(table, entry, LO, ENTRIES, UNIT)
+        x = pointer(table, entry, X, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16)
+        rate = double(scalars, LR) * number(table, entry, LR_SCALE, ENTRIES)
+        size = (rate * number(table, entry, SCALE, ENTRIES)).to(tl.float32)
+        decay = (rate * number(table, entry, DECAY, ENTRIES)).to(tl.float32)
+        begin = turn * SPAN
+        for first in range(begin, tl.minimum(begin + SPAN, n), BLOCK):
+            i = tl.max_contiguous(first + tl.arange(0, BLOCK), 4)
+            mask = i < n
+            update, p = size * tl.load(x + i, mask=mask, other=0.0).to(tl.float32), load_weight(param, lo, i, mask)
+            if SCALED != "":
+                scales = pointer(table, entry, SCALES, ENTRIES, tl.float32, 16)
+                which = i // cols if SCALED == "rows" else i % cols
+                update *= tl.load(scales + which, mask=mask, other=0.0)
+            kept = p * decay
+            if CAUTIOUS:
+                kept = tl.where(update * p >= 0, kept, 0.0)
+            store_weight(param, lo, i, mask, p - kept - update)
+
+
+@lowering("muon_update")
+def lower_update(op: Any, c: Lowering) -> None:
+    each: list[Any] = members(op)
+    params = [o.outputs["param"] for o in each]
+    unit = unit_of(params[0])
+    firsts, programs = first_programs(cdiv(p.size, SPAN) for p in params)
+    scaled = each[0].scales is not None
+    rows, cols = (int(n) for n in params[0].shape)
+    columns = {
+        "first": ("i64", firsts),
+        "units": ("i64", [p.size // unit for p in params]),
+        **weight_columns(params),
+        "x": column(o.x for o in each),
+        "scales": column(o.scales for o in each) if scaled else ("i64", [0] * len(each)),
+        **{name: ("fp64", [float(o.attrs[name]) for o in each]) for name in ("scale", "lr_scale")},
+        "decay": ("fp64", [float(o.weight_decay) for o in each]),
+        "cols": ("i64", [int(p.shape[1]) for p in params]),
+    }
+    constants = {
+        **extent(len(each)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, "SPLIT": params[0].dtype == "split",
+        "HALF": each[0].x.dtype == "bf16", "CAUTIOUS": bool(each[0].cautious),
+        "SCALED": ("columns" if rows < cols else "rows") if scaled else "",
+    }  # fmt: skip
+    table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo"))
+    c.launch(muon_update, {"table": table, "clip": each[0].clip}, constants, grid=lambda s: (programs,), writes="")

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.cuda import step
+from barellm.cuda.kernels import symmetric
+from barellm.optim.muon import Muon
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.runtime.reference import ReferenceSession
+from tests.cases import normal
+from tests.cuda.check import InterpretedSession, check_op
+from tests.muon_cases import (
+    APPLIED,
+    MATRICES,
+    apply_case,
+    gram_case,
+    momentum_case,
+    normalize_case,
+    polynomial_case,
+    scales_case,
+    update_case,
+)
+
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+each_shape = pytest.mark.parametrize("shape", MATRICES, ids=str)
+FINITE = pytest.mark.parametrize("scale", [0.5, np.nan], ids=["finite", "nan"])
+SQUARES = [(1, 1), (1, 37), (37, 1), (65, 130), (131, 65), (33, 401)]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(symmetric, "side_of", lambda n, dtype: 32)
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", SQUARES, ids=str)
+def test_gram(dtype, shape):
+    got = check_op(ops.Gram, **gram_case(shape, dtype))["a"]
+    assert np.array_equal(got, got.T)
+
+
+@each_dtype
+@pytest.mark.parametrize("n", [1, 37, 65, 97])
+def test_gram_polynomial(dtype, n):
+    got = check_op(ops.GramPolynomial, **polynomial_case(n, dtype))["b"]
+    assert np.array_equal(got, got.T)
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", APPLIED, ids=str)
+def test_gram_apply(dtype, shape):
+    check_op(ops.GramApply, **apply_case(shape, dtype))
+
+
+@each_dtype
+@each_shape
+@FINITE
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_momentum(dtype, shape, scale, nesterov):
+    case = momentum_case(shape, dtype, scale, nesterov)
+    got = check_op(ops.MuonMomentum, **case)
+    if np.isnan(scale):
+        assert np.array_equal(got["m"], case["given"]["m"].values) and not got["u"].any()
+
+
+@each_dtype
+@each_shape
+def test_muon_normalize(dtype, shape):
+    check_op(ops.MuonNormalize, **normalize_case(shape, dtype))
+
+
+@each_dtype
+@each_shape
+@FINITE
+def test_normuon_scales(dtype, shape, scale):
+    check_op(ops.NorMuonScales, **scales_case(shape, dtype, scale))
+
+
+@each_dtype
+def test_normuon_of_zeros_is_zero(dtype):
+    got = check_op(ops.NorMuonScales, **scales_case((5, 33), dtype, 1.0, size=0.0))
+    assert not got["scales"].any()
+
+
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("weight_decay, cautious", [(0.0, False), (0.3, False), (0.3, True)], ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "normuon"])
+def test_muon_update(dtype, shape, weight_decay, cautious, scaled):
+    check_op(ops.MuonUpdate, **update_case(shape, dtype, weight_decay, cautious, scaled))
+
+
+@each_dtype
+def test_muon_update_changes_nothing_where_the_norm_is_not_finite(dtype):
+    case = update_case((3, 131), dtype, 0.3, True, True, scale=np.nan)
+    got = check_op(ops.MuonUpdate, **case)
+    assert np.array_equal(got["param"], case["given"]["param"].values)
+
+
+# --- many matrices in a launch ---
+
+SHAPES = [(48, 32), (32, 48), (7, 5), (48, 32), (32, 48), (33, 33)]
+
+
+def updated(optimizer: Muon, compute: str, kind, **options):
+    """(session, launches) after two updates of all."""
+    p = Program(Store(), compute=compute)
+    params = [p.parameter(f"p{i}", shape, std=1.0) for i, shape in enumerate(SHAPES)]
+    optimizer.update(p, params, p.input("clip", (2,), "fp32"))
+    session = kind({"update": p}, **options)
+    for t in params:
+        session.write(t.name, normal(*t.shape, seed=t.size))
+        session.write(f"{t.name}.m", np.zeros(t.shape))
+        if optimizer.beta2:
+            session.write(f"{t.name}.v", np.zeros(max(t.shape)))
+    session.write("clip", np.array([2.0, 0.5]))
+    for i in range(2):
+        for t in params:
+            session.write(f"{t.name}.grad", normal(*t.shape, seed=10 * i + t.size))
+        session.run("update", lr=1e-2, momentum=0.9)
+    return session, [x.spec.name for low in getattr(session, "lowered", {}).values() for x in low.launches]
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_matrices_of_one_shape_in_a_launch_have_the_bits_of_single_ones(compute, monkeypatch):
+    optimizer = Muon(beta2=0.9, weight_decay=0.1)
+    together, launches = updated(optimizer, compute, InterpretedSession)
+    monkeypatch.setattr(step, "GROUPS", {})
+    apart, many = updated(optimizer, compute, InterpretedSession)
+    assert together.digest() == apart.digest()
+    assert many.count("gram_apply") == 5 * len(SHAPES) and launches.count("gram_apply") == 5 * len(set(SHAPES))
+    for name in ("muon_momentum", "muon_normalize", "muon_update"):
+        assert launches.count(name) < many.count(name) == len(SHAPES)
+
+
+def test_an_update_is_the_references():
+    optimizer = Muon(beta2=0.9, weight_decay=0.1, cautious=True)
+    session, _ = updated(optimizer, "fp32", InterpretedSession)
+    oracle, _ = updated(optimizer, "fp32", ReferenceSession)
+    for name in oracle.tensors:
+        np.testing.assert_allclose(session.read(name), oracle.read(name), rtol=1e-4, atol=1e-5, err_msg=name)
