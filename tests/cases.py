@@ -355,3 +355,36 @@ def assert_like_the_reference(p: Program, session, oracle, *, batch: int, seq: i
         if t.role == "output":
             got, want = session.read(name).astype(np.float64), oracle.read(name)
             assert np.abs(got - want).max() <= limit * np.abs(want).max(), name
+
+
+def elementwise_cases(dtype: str) -> dict[str, tuple]:
+    """(op, operands, attributes, bounds) of every op that works element by element or row by row, for what is asked of each."""
+    x, other, bias = normal(3, 5, 65), normal(3, 5, 65, seed=2), persistent(normal(65, seed=3))
+    a, b = tokens(x, dtype), tokens(other, dtype)
+    random = {"rate": 0.3, "stream": 2}
+    return {
+        "add": (ops.Add, {"a": a, "b": b}, {}, {"y": 2 * EPS * (abs(x) + abs(other) + 4)}),
+        "cast": (ops.Cast, {"x": a}, {"dtype": "bf16"}, {"y": 2 * EPS * (abs(x) + 4)}),
+        "gelu": (ops.Gelu, {"x": a}, {}, {"y": 8 * EPS * (abs(x) + 4)}),
+        "gelu_backward": (ops.GeluBackward, {"dy": b, "x": a}, {}, {"dx": 24 * EPS * (1 + abs(other)) * (4 + abs(x))}),
+        "bias": (ops.Bias, {"x": a, "bias": bias}, {}, {"y": 2 * EPS * (abs(x) + 8)}),
+        "last_row": (ops.LastRow, {"x": a}, {}, {"y": 2 * EPS * (abs(x[:, -1:]) + 4)}),
+        "dropout": (ops.Dropout, {"x": a}, random, {"y": 4 * EPS * (abs(x) + 4)}),
+        "dropout_backward": (
+            ops.DropoutBackward,
+            {"dy": b},
+            random | {"dtype": dtype},
+            {"dx": 4 * EPS * (abs(other) + 4)},
+        ),
+        "layernorm_dx": (ops.LayerNormDx, norm_gradient(x, other, dtype), {}, {"dx": 1e-4}),
+    }
+
+
+def norm_gradient(x: np.ndarray, dy: np.ndarray, dtype: str) -> dict:
+    """Operands of LayerNorm's gradient."""
+    mean, rstd = x.mean(-1), 1 / np.sqrt(x.var(-1) + 1e-5)
+    weight = persistent(normal(x.shape[-1], seed=4))
+    return {"dy": tokens(dy, dtype), "x": tokens(x), "weight": weight, "mean": tokens(mean), "rstd": tokens(rstd)}
+
+
+MODES = [("add", 0), ("start", 0), ("start", 1)]  # and the run's `accumulate`

@@ -38,14 +38,14 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 @each_page
 def test_python_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
-    before = dict(REGISTRY)
+    before = dict(REGISTRY.entries)
     names: dict[str, object] = {}
     try:
         for line, code in blocks(page, "python"):
             exec(compile("\n" * line + code, page, "exec"), names)  # a traceback names the page's line
     finally:
-        REGISTRY.clear()
-        REGISTRY.update(before)
+        REGISTRY.entries.clear()
+        REGISTRY.entries.update(before)
 
 
 @each_page

@@ -114,6 +114,8 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
             row_blocks *= 2
         else:
             break
+    if amx.uses_tiles(isa, dtype):
+        row_blocks = _filled(rows, row_blocks, tile.rows, 1 + column_blocks % 2)
     even = rows % row_blocks == 0 and not amx.uses_tiles(isa, dtype)
     height = rows // row_blocks if even else _even(rows, row_blocks, tile.rows)
     columns = _even(cols, column_blocks, span)
@@ -123,3 +125,13 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
 def _even(size: int, blocks: int, multiple: int) -> int:
     """Of each of `blocks` blocks of `size`, as even as multiples can be."""
     return -(-size // (blocks * multiple)) * multiple
+
+
+def _filled(size: int, blocks: int, multiple: int, step: int) -> int:
+    """`blocks`, or a few more, `step` at a time, where the last block would be much shorter than the others: high tiles leave
+    one of two threads a twelfth more to do."""
+    for n in range(blocks, blocks + blocks // 4 + 1, step):
+        height = _even(size, n, multiple)
+        if size - (n - 1) * height >= height * 3 // 4:
+            return n
+    return blocks

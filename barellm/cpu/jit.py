@@ -1,7 +1,7 @@
 """LLVM IR to machine code, with the objects kept on disk.
 
-An object is cached under a key of the kernel sources, the specialisation, the processor and the versions, so a warm start emits
-no IR. A cold one compiles without LLVM's pass pipeline: SROA turns variables into registers, the rest costs 3x the time for
+An object is cached under a key of its sources (sources.py), the specialisation, the processor and the versions, so a warm start
+emits no IR. A cold one compiles without LLVM's pass pipeline: SROA turns variables into registers, the rest costs 3x the time for
 no faster code.
 """
 
@@ -50,23 +50,12 @@ def target_machine(isa: ISA) -> llvm.TargetMachine:
     return target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=2, jit=True)
 
 
-def sources() -> list[Path]:
-    """Every file that shapes generated code: the backend's own, and those whose constants kernels take. The tuner is none: it
-    only chooses."""
-    root = Path(__file__).parent
-    taken = [*root.parent.glob("program/ops/*.py"), root.parent / "program" / "tensor.py"]
-    own = [path for path in root.rglob("*.py") if path.parent != root / "tuner"]
-    return sorted([*own, *taken, *(root.parent / "runtime" / name for name in ("lowering.py", "scalars.py"))])
-
-
 @cache
-def sources_digest() -> str:
-    """Hash of those files and of this Python's llvmlite and LLVM."""
+def versions() -> str:
+    """This Python's llvmlite and LLVM, which are part of every key."""
     import llvmlite
 
-    h = hashlib.sha256(f"{llvmlite.__version__} {llvm.llvm_version_info}".encode())
-    artefacts.add_sources(h, sources())
-    return h.hexdigest()
+    return f"{llvmlite.__version__} {llvm.llvm_version_info}"
 
 
 def module(ir: str, isa: ISA) -> llvm.ModuleRef:
@@ -124,7 +113,7 @@ def cached_object(key: str, isa: ISA, emit_ir: Callable[[], str]) -> bytes:
 
 
 def _path(key: str, isa: ISA) -> Path:
-    return cache_folder() / f"{hashlib.sha256(f'{key}|{isa}|{sources_digest()}'.encode()).hexdigest()}.o"
+    return cache_folder() / f"{hashlib.sha256(f'{key}|{isa}|{versions()}'.encode()).hexdigest()}.o"
 
 
 def load(key: str, isa: ISA) -> bytes | None:

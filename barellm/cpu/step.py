@@ -39,9 +39,7 @@ class Lowered(LoweredProgram[Lowering]):
     def __init__(self, program: Program, isa: ISA, threads: int) -> None:
         import barellm.cpu.kernels  # noqa: F401  (fills the registry)
 
-        super().__init__(
-            program, name="cpu", table=FUSIONS, registry=REGISTRY, lowering=lambda op: Lowering(op, isa, threads)
-        )
+        super().__init__(program, table=FUSIONS, registry=REGISTRY, lowering=lambda op: Lowering(op, isa, threads))
 
     @property
     def calls(self) -> list[Call]:

@@ -15,11 +15,12 @@ import sys
 import threading
 from pathlib import Path
 
+from barellm.cpu import sources
 from barellm.cpu.isa import ISA, arm
 from barellm.cpu.jit import Library, cached_object
-from barellm.cpu.kernel import RT_GROUP, RT_GROUPS, RT_NBYTES, RT_PRIVATE, RT_SCALARS, RT_THREAD, RT_THREADS
 from barellm.cpu.lang import sync
 from barellm.cpu.processor import sysctl_number
+from barellm.cpu.spec import RT_GROUP, RT_GROUPS, RT_NBYTES, RT_PRIVATE, RT_SCALARS, RT_THREAD, RT_THREADS
 from barellm.errors import UserError
 from barellm.runtime import cgroup
 
@@ -63,7 +64,9 @@ def thread_count() -> int:
 
 def _native(isa: ISA) -> Library:
     futex = sys.platform == "linux" and os.environ.get("BARELLM_WAIT") != "condition"
-    code = cached_object(f"sync|{arm()}|{futex}", isa, lambda: sync.ir(arm=arm(), futex=futex))
+    code = cached_object(
+        f"sync|{sources.digest(sync.__name__)}|{arm()}|{futex}", isa, lambda: sync.ir(arm=arm(), futex=futex)
+    )
     return Library([code], isa)
 
 

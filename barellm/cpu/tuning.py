@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from barellm.cpu import jit, processor
+from barellm.cpu import jit, processor, sources
 from barellm.cpu.choices import ORDERS, Choice, Tile, default, tiles
 from barellm.cpu.isa import ISA
 from barellm.runtime.tuning import Database, requested
@@ -17,13 +18,19 @@ def _opened(folder: Path, version: str) -> Database:
     return Database(folder, version)
 
 
+def version() -> str:
+    """Timings hold as long as the products are made from the same files, by the same compiler."""
+    made = sources.digest("barellm.cpu.kernels.gemm", "barellm.cpu.kernels.weight_gradient")
+    return hashlib.sha256(f"{made} {jit.versions()}".encode()).hexdigest()[:16]
+
+
 def folder() -> Path:
     return jit.cache_folder().parent / "tuning"
 
 
 def database() -> Database:
-    """That of this version of the kernels, read once a process."""
-    return _opened(folder(), jit.sources_digest()[:16])
+    """That of this version of the products, read once a process."""
+    return _opened(folder(), version())
 
 
 def machine(isa: ISA, threads: int) -> str:

@@ -21,7 +21,9 @@ from typing import Any
 from barellm.cuda.lang import DeviceFunction
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim, Tensor
+from barellm.runtime import registry
 from barellm.runtime.lowering import Region, part
+from barellm.runtime.registry import Registry
 
 POINTER = {name: f"*{name}" for name in ("fp64", "fp32", "bf16", "i32", "i64", "i16")} | {
     "e6m9": "*i16",
@@ -318,22 +320,23 @@ class Lowering:
         self.launches.append(Launch(spec, args, grid, reads, out, self.op))
 
 
-REGISTRY: dict[str, Callable[[Lowering], None]] = {}
+REGISTRY: Registry[Lowering] = Registry("cuda", floats=("fp32", "bf16"))
 
 
-def lowering(*op_names: str) -> Callable[[Callable[[Any, Lowering], None]], Callable[[Any, Lowering], None]]:
-    """Register how ops become launches."""
+def lowering(
+    *op_names: str, **takes: Any
+) -> Callable[[Callable[[Any, Lowering], None]], Callable[[Any, Lowering], None]]:
+    """Register how ops become launches. `takes`: as `Registry.add` has it."""
 
     def register(lower: Callable[[Any, Lowering], None]) -> Callable[[Any, Lowering], None]:
         for name in op_names:
-            assert name not in REGISTRY, name
-            REGISTRY[name] = lambda c: lower(c.op, c)
+            REGISTRY.add(name, lambda c: lower(c.op, c), **takes)
         return lower
 
     return register
 
 
-MODES = {"store": 0, "add": 1, "start": 2}
+MODES = {name: i for i, name in enumerate(registry.MODES)}
 
 
 def mode(op: Op, output: str) -> int:

@@ -50,7 +50,6 @@ class Lowered(LoweredProgram[Lowering]):
         decodes = any(t.role == "cache" for op in program.ops for t in op.inputs.values())
         super().__init__(
             program,
-            name="cuda",
             table=FUSIONS,
             registry=REGISTRY,
             groups=GROUPS,

@@ -92,8 +92,10 @@ class FusedOp(Op):
         return sum(op.flops() for op in self.sequence)
 
 
-def fuse(ops: Sequence[Op], table: Iterable[Fusion]) -> list[Op]:
-    """The list with every match of the table replaced by its FusedOp; earlier rows of the table go first."""
+def fuse(
+    ops: Sequence[Op], table: Iterable[Fusion], *, takes: Callable[[FusedOp], bool] = lambda fused: True
+) -> list[Op]:
+    """The list with every match of the table replaced by its FusedOp, where the backend `takes` that; earlier rows go first."""
     ops = list(ops)
     for fusion in table:
         index = _Index(ops)
@@ -103,9 +105,12 @@ def fuse(ops: Sequence[Op], table: Iterable[Fusion]) -> list[Op]:
             if op in taken or op.name != fusion.sequence[0][0]:
                 continue
             for match in _matches(fusion, [op], index):
-                if taken.isdisjoint(match) and _complete(fusion, match) and index.movable(fusion, match):
+                if not (taken.isdisjoint(match) and _complete(fusion, match) and index.movable(fusion, match)):
+                    continue
+                fused = FusedOp(fusion, match)
+                if takes(fused):
                     taken.update(match)
-                    placed[max(match, key=index.position.__getitem__)] = FusedOp(fusion, match)
+                    placed[max(match, key=index.position.__getitem__)] = fused
                     break
         ops = [placed.get(op, op) for op in ops if op in placed or op not in taken]
     return ops

@@ -12,6 +12,7 @@ from barellm.program.grouping import Alike, group
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan, plan
 from barellm.program.tensor import ITEMSIZE, Tensor, describe
+from barellm.runtime.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -68,26 +69,22 @@ L = TypeVar("L", bound=OpLowering)
 
 
 class LoweredProgram(Generic[L]):
-    """A program's ops after fusion and grouping, each lowered. ValueError for an op that the backend called `name` has no kernel
-    for."""
+    """A program's ops after fusion and grouping, each lowered. ValueError for an op that the backend has no kernel for."""
 
     def __init__(
         self,
         program: Program,
         *,
-        name: str,
         table: Iterable[Fusion],
-        registry: Mapping[str, Callable[[L], None]],
+        registry: Registry[L],
         lowering: Callable[[Op], L],
         groups: Mapping[str, Alike] | None = None,
     ) -> None:
-        self.ops = group(fuse(program.ops, list(table)), groups or {})
+        self.ops = group(fuse(program.ops, list(table), takes=registry.fuses), groups or {})
         self.of: dict[Op, L] = {}
         for op in self.ops:
-            if op.name not in registry:
-                raise ValueError(f"the {name} backend has no kernel for {op.name}")
             self.of[op] = c = lowering(op)
-            registry[op.name](c)
+            registry.lower(op, c)
 
 
 def plan_lowered(lowered: Mapping[str, LoweredProgram[L]], store: Store, guard: int = 0) -> Plan:

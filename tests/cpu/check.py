@@ -6,14 +6,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
 from barellm.cpu import isa as isa_module
+from barellm.cpu import jit
 from barellm.cpu.isa import ISA
 from barellm.cpu.step import CpuSession
 from barellm.program.ops.base import Op
 from tests.check import EPS, ROUNDING, Case, Given, check_case, persistent, stored, tokens
 
-__all__ = ["EPS", "ISAS", "ROUNDING", "Given", "check_op", "isa_named", "persistent", "stored", "tokens"]
+__all__ = ["EPS", "ISAS", "ROUNDING", "Given", "changed", "check_op", "isa_named", "persistent", "stored", "tokens"]
 
 ISAS = isa_module.available()
 THREADS = (1, 2, 5)
@@ -22,6 +24,14 @@ THREADS = (1, 2, 5)
 def isa_named(name: str) -> ISA:
     """As `BARELLM_ISA=name` gives it."""
     return isa_module._host(name)
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, module: Any, **constants: Any) -> None:
+    """Kernels are made with other constants of a module, and cached as such."""
+    for name, value in constants.items():
+        monkeypatch.setattr(module, name, value)
+    versions = jit.versions()
+    monkeypatch.setattr(jit, "versions", lambda: f"{versions} {constants}")
 
 
 def check_op(

@@ -139,7 +139,7 @@ def test_arm_code_uses_the_instructions_it_should(name, instruction):
     attention_both(p, (Dim("batch", 2), Dim("seq", 64)), heads=1, D=64)
     for op in p.ops:
         lowering = Lowering(op, isa, 2)
-        REGISTRY[op.name](lowering)
+        REGISTRY.lower(op, lowering)
         for call in lowering.calls:
             if call.spec.name != "attention_delta":
                 assert assembly(call.spec.ir(isa), isa).count(instruction) > 30, call.spec.name

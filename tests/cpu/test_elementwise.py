@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cpu import jit
 from barellm.cpu.kernels import loops
 from barellm.program import ops
-from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, tokens
+from tests.cases import MODES, elementwise_cases
+from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent, tokens
 
 SHAPES = [(1, 1, 1), (2, 3, 7), (3, 5, 65), (1, 131, 97), (2, 64, 768)]
 DTYPES = ["fp32", "bf16"]
@@ -80,6 +80,19 @@ def test_dropout(isa, shape, dtype):
     )
 
 
+@each_dtype
+@pytest.mark.parametrize("name", elementwise_cases("fp32"))
+def test_results_are_added_to_what_is_there(dtype, name):
+    """Also where only the run says whether to. The last axis goes over in vectors of every instruction set."""
+    op_type, given, attrs, bounds = elementwise_cases(dtype)[name]
+    for isa in (isa_named(ISAS[0]), isa_named(ISAS[-1])):
+        for mode, accumulate in MODES:
+            modes, scalars = dict.fromkeys(bounds, mode), {"accumulate": accumulate}
+            check_op(
+                op_type, isa, given, modes=modes, bounds=bounds, scalars=scalars, plan=(4, 6), threads=(2,), **attrs
+            )
+
+
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("mode", ["store", "add"])
@@ -109,9 +122,7 @@ def test_smaller_sizes_than_planned(isa):
 @each_dtype
 def test_results_written_past_the_caches(isa, dtype, monkeypatch):
     """With the limit at zero every result takes the way of those larger than the caches."""
-    monkeypatch.setattr(loops, "STREAM_BYTES", 0)
-    sources = jit.sources_digest()
-    monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} no limit")
+    changed(monkeypatch, loops, STREAM_BYTES=0)
     x, y = tokens(normal(3, 131, 97), dtype), tokens(normal(3, 131, 97, seed=2), dtype)
     check_op(ops.Add, isa, {"a": x, "b": y})
     check_op(ops.Cast, isa, {"x": x}, dtype="bf16" if dtype == "fp32" else "fp32")

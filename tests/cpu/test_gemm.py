@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from barellm.cpu import choices, jit
+from barellm.cpu import choices
+from barellm.cpu import isa as isas
 from barellm.cpu.choices import Choice
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA
@@ -24,7 +25,7 @@ from tests.cases import (
     leading_case,
     operands,
 )
-from tests.cpu.check import EPS, ISAS, check_op, isa_named
+from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named
 from tests.simulators import amx_emulator
 from tests.simulators.amx_emulator import EMULATED
 
@@ -69,14 +70,6 @@ def test_matmul_dx(isa, dtype, shape, mode):
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
 def test_axes_of_any_kind(isa, dtype, leading, op_type):
     check_op(op_type, isa, **leading_case(op_type, leading, dtype))
-
-
-def changed(monkeypatch, module, **constants: int) -> None:
-    """Kernels are made with other constants of a module, and cached as such."""
-    for name, value in constants.items():
-        monkeypatch.setattr(module, name, value)
-    sources = jit.sources_digest()
-    monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} {constants}")
 
 
 def in_parts(monkeypatch) -> None:
@@ -131,9 +124,7 @@ def test_matmul_dw(isa, dtype, shape, mode, accumulate):
 @each_isa
 @each_dtype
 def test_weight_gradient_over_several_chunks_of_tokens(isa, dtype, monkeypatch):
-    monkeypatch.setattr(weight_gradient, "CHUNK", 16)
-    sources = jit.sources_digest()
-    monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} chunks of 16")
+    changed(monkeypatch, weight_gradient, CHUNK=16)
     x, dy, _ = operands((3, 43, 20, 33), dtype)
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     check_op(
@@ -244,14 +235,16 @@ def test_every_choice_gives_equal_bits(op_type, output, parts, dtype, monkeypatc
         first = got
 
 
+@pytest.mark.parametrize("isa", [*isas.X86.values(), *isas.ARM.values()], ids=[*isas.X86, *isas.ARM])
 @pytest.mark.parametrize("tokens", [256, 1024, 4096])
 @pytest.mark.parametrize("rows, cols", [(2304, 768), (768, 3072), (50304, 768), (1600, 1600), (1600, 6400), (384, 128)])
-def test_weight_gradients_of_two_threads_are_as_long(tokens, rows, cols):
-    choice = choices.default(isa_named(ISAS[0]), "weight_gradient", "bf16", cols, tokens, rows)
+def test_weight_gradients_of_two_threads_are_as_long(isa, tokens, rows, cols):
+    """On every processor that there is a default for, whichever runs this."""
+    choice = choices.default(isa, "weight_gradient", "bf16", cols, tokens, rows)
     heights = [min(choice.rows, rows - n) for n in range(0, rows, choice.rows)]
     widths = [min(choice.columns, cols - n) for n in range(0, cols, choice.columns)]
     claims = [height * width for height in heights for width in widths]
     half = len(claims) // 2
     assert len(claims) % 2 == 0 and half >= choices.CLAIMS // 4
     assert abs(sum(claims[:half]) - sum(claims[half:])) <= 0.06 * sum(claims)
-    assert choice.rows * min(tokens, choices.CHUNK) * 2 <= choices.LEFT_BYTES
+    assert choice.rows * min(tokens, choices.CHUNK) * (2 if isa.dot else 4) <= choices.LEFT_BYTES

@@ -3,13 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cpu import jit
 from barellm.cpu.kernels import loops
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
-from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, stored, tokens
+from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent, stored, tokens
 
 SHAPES = [(1, 1, 1), (3, 1, 2), (2, 3, 7), (1, 37, 65), (3, 43, 384), (1, 5, 768), (1, 130, 131), (1, 3, 1600)]
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
@@ -145,9 +144,7 @@ def whole_backward(shape: tuple[int, ...], compute: str, *, bias: bool) -> Progr
 def test_the_whole_backward_pass_at_once(isa, shape, compute, bias, past, monkeypatch):
     """dx, added to the stream's gradient, its sum, its rounding, and both parameters' gradients, by one kernel."""
     if past:
-        monkeypatch.setattr(loops, "STREAM_BYTES", 0)
-        sources = jit.sources_digest()
-        monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} no limit")
+        changed(monkeypatch, loops, STREAM_BYTES=0)
     batch, seq, C = shape
     arrays = {"dy": stored(normal(*shape), compute), "x": stored(normal(*shape, seed=2) + 0.5, "fp32")}
     arrays |= {name: stored(v, "fp32") for name, v in zip(("mean", "rstd"), statistics(arrays["x"]), strict=True)}

@@ -14,11 +14,11 @@ import pytest
 
 from barellm.assembly.programs import build
 from barellm.config import ModelConfig, OptimConfig
-from barellm.cpu import jit
 from barellm.cpu.kernels import linear, weight_gradient
 from barellm.cpu.step import CpuSession
 from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
+from tests.cpu.check import changed
 
 MODEL = ModelConfig(layers=1, heads=2, channels=16, vocab_size=31, max_seq=8)
 
@@ -88,9 +88,7 @@ def test_an_input_is_what_it_was_when_it_was_written(open_session):
 def test_micro_batches_of_other_sizes_add_up(monkeypatch, recompute):
     """18 tokens start the gradients, in several chunks of classifier and weight gradient; 3, then 17, are added."""
     monkeypatch.setattr(linear, "CLASSIFIER_CHUNK", 8)
-    sources = jit.sources_digest()
-    monkeypatch.setattr(weight_gradient, "CHUNK", 4)
-    monkeypatch.setattr(jit, "sources_digest", lambda: f"{sources} chunk 4")
+    changed(monkeypatch, weight_gradient, CHUNK=4)
     model = replace(MODEL, max_seq=17)
     sessions = []
     for open_session in (CpuSession, ReferenceSession):

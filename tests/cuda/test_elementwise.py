@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from barellm.program import ops
+from tests.cases import MODES, elementwise_cases
 from tests.cuda.check import EPS, check_op, persistent, tokens
 
 SHAPES = [(1, 1, 1), (2, 3, 7), (3, 5, 65), (1, 13, 97), (2, 2, 768)]
@@ -71,6 +72,15 @@ def test_last_row(dtype, C):
 def test_dropout(shape, dtype):
     scalars = {"seed": (1 << 40) + 11, "step": 3, "sample": (1 << 33) + 5}
     check_op(ops.Dropout, {"x": tokens(normal(*shape), dtype)}, rate=0.2, stream=3, scalars=scalars, bounds={"y": EPS})
+
+
+@each_dtype
+@pytest.mark.parametrize("name", elementwise_cases("fp32"))
+def test_results_are_added_to_what_is_there(dtype, name):
+    op_type, given, attrs, bounds = elementwise_cases(dtype)[name]
+    for mode, accumulate in MODES:
+        modes, scalars = dict.fromkeys(bounds, mode), {"accumulate": accumulate}
+        check_op(op_type, given, modes=modes, bounds=bounds, scalars=scalars, plan=(4, 6), **attrs)
 
 
 @each_dtype

@@ -254,7 +254,7 @@ def attention_backward_queries(
         h.store_dq(t, s["dq"], keep)
 
 
-@lowering("attention_backward")
+@lowering("attention_backward", starts="dq dk dv", alike="dq dk dv", views="q k v dq dk dv")
 def lower_attention_backward(op: Op, c: Lowering) -> None:
     shape = sizes(op.out, op.heads)
     length, qkv, mode = int(op.out.shape[1]), packed(op.q, op.k, op.v), op.modes["dq"]

@@ -197,7 +197,7 @@ def attention(k: KernelBuilder, out, lse, qkv, stream, *, batch, seq, heads, D, 
         )  # fmt: skip
 
 
-@lowering("attention")
+@lowering("attention", views="q k v")
 def lower_attention(op: Op, c: Lowering) -> None:
     shape, qkv = sizes(op.out, op.heads), packed(op.q, op.k, op.v)
     g = Geometry.of(c.isa, qkv.dtype, shape["D"])
@@ -290,7 +290,7 @@ def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
     return vectors[0]
 
 
-@lowering("attention_cached")
+@lowering("attention_cached", views="q k v")
 def lower_attention_cached(op: Op, c: Lowering) -> None:
     constants = {**sizes(op.out, op.heads), "length": int(op.k_cache.shape[1])}
     qkv = packed(op.q, op.k, op.v)

@@ -129,7 +129,7 @@ def row_constants(op: Op) -> dict[str, Any]:
     return {"V": int(op.logits.shape[-1]), "valid": op.valid_vocab, **shape_of(op.logits)}
 
 
-@lowering("cross_entropy")
+@lowering("cross_entropy", also={"targets": "i32"})
 def cross_entropy(op: Op, c: Lowering) -> None:
     losses = (part(c.scratch("losses", 4 * op.targets.size)), "fp32")
     operands = {
@@ -144,7 +144,7 @@ def cross_entropy(op: Op, c: Lowering) -> None:
     c.call(total_loss, {"loss": op.loss, "losses": losses}, shape_of(op.logits), writes="loss")
 
 
-@lowering("cross_entropy_backward")
+@lowering("cross_entropy_backward", adds="dlogits", also={"targets": "i32"})
 def cross_entropy_backward(op: Op, c: Lowering) -> None:
     operands = {
         "dlogits": op.dlogits,

@@ -8,41 +8,44 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.loops import across, flat, row_grain, shape_of, sweep_result
+from barellm.cpu.kernels.loops import across, added, flat, row_grain, shape_of, sweep_result
 from barellm.cpu.lang import random
 from barellm.cpu.lang.vector import gelu, gelu_slope
 from barellm.program.ops.random import HALF
 
 
 @kernel("add", constants=lambda op: flat(op.y))
-def add(k: KernelBuilder, y, a, b, *, dims, width) -> None:
-    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: a.load(i, mask) + b.load(i, mask), unroll=4)
+def add(k: KernelBuilder, y, a, b, *, dims, width, mode_y) -> None:
+    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: a.load(i, mask) + b.load(i, mask), unroll=4, mode=mode_y)
 
 
 @kernel("cast", constants=lambda op: flat(op.y))
-def cast(k: KernelBuilder, y, x, *, dims, width) -> None:
-    sweep_result(k, k.extent(dims) * width, y, x.load, unroll=4)
+def cast(k: KernelBuilder, y, x, *, dims, width, mode_y) -> None:
+    sweep_result(k, k.extent(dims) * width, y, x.load, unroll=4, mode=mode_y)
 
 
 @kernel("gelu", constants=lambda op: flat(op.y))
-def gelu_forward(k: KernelBuilder, y, x, *, dims, width) -> None:
-    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: gelu(k, x.load(i, mask)))
+def gelu_forward(k: KernelBuilder, y, x, *, dims, width, mode_y) -> None:
+    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: gelu(k, x.load(i, mask)), mode=mode_y)
 
 
 @kernel("gelu_backward", constants=lambda op: flat(op.dx))
 def gelu_backward(k: KernelBuilder, dx, dy, x, *, dims, width, mode_dx) -> None:
     def vector(i, mask):
-        d = dy.load(i, mask) * gelu_slope(k, x.load(i, mask))
-        return dx.load(i, mask) + d if mode_dx == "add" else d
+        return dy.load(i, mask) * gelu_slope(k, x.load(i, mask))
 
-    sweep_result(k, k.extent(dims) * width, dx, vector, first=mode_dx == "store")
+    sweep_result(k, k.extent(dims) * width, dx, vector, mode=mode_dx)
 
 
 @kernel("bias", constants=lambda op: {"C": int(op.bias.shape[0]), **shape_of(op.y)})
-def bias(k: KernelBuilder, y, x, bias, *, C, dims, inner) -> None:
+def bias(k: KernelBuilder, y, x, bias, *, C, dims, inner, mode_y) -> None:
     with k.claim(k.extent(dims) * inner, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         to, of = y.at(row * C), x.at(row * C)
-        across(k, C, lambda c, mask, j: to.store(of.load(c, mask) + bias.load(c, mask), c, mask))
+
+        def body(c, mask, j):
+            to.store(added(k, to, c, mask, of.load(c, mask) + bias.load(c, mask), mode_y), c, mask)
+
+        across(k, C, body)
 
 
 def _dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str) -> None:
@@ -62,7 +65,7 @@ def _dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str
                 mask = None if left >= k.lanes else k.mask_first(left)
                 c = k.int(block) * (2 * HALF) + offset + half * HALF
                 y = of.load(c, mask) * random.keep(k, word, rate)
-                to.store(to.load(c, mask) + y if mode == "add" else y, c, mask)
+                to.store(added(k, to, c, mask, y, mode), c, mask)
 
         with k.loop(0, C // (2 * HALF)) as block:
             for part, offset in random.column_blocks(k.lanes):
@@ -74,8 +77,8 @@ def _dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str
 
 
 @kernel("dropout", constants=lambda op: {"C": int(op.x.shape[-1]), "rate": op.rate})
-def dropout(k: KernelBuilder, y, x, stream, *, C, rate) -> None:
-    _dropout(k, y, x, stream, C=C, rate=rate, mode="store")
+def dropout(k: KernelBuilder, y, x, stream, *, C, rate, mode_y) -> None:
+    _dropout(k, y, x, stream, C=C, rate=rate, mode=mode_y)
 
 
 @kernel("dropout_backward", constants=lambda op: {"C": int(op.dx.shape[-1]), "rate": op.rate})
@@ -84,9 +87,9 @@ def dropout_backward(k: KernelBuilder, dx, dy, stream, *, C, rate, mode_dx) -> N
 
 
 @kernel("last_row", constants=lambda op: {"C": int(op.x.shape[-1])})
-def last_row(k: KernelBuilder, y, x, *, C) -> None:
+def last_row(k: KernelBuilder, y, x, *, C, mode_y) -> None:
     """y (batch, 1, C) = x (batch, seq, C) at the last position."""
     seq = k.scalar("seq")
     with k.claim_each(k.scalar("batch")) as b:
         to, of = y.at(b * C), x.at(((b + 1) * seq - 1) * C)
-        across(k, C, lambda c, mask, j: to.store(of.load(c, mask), c, mask))
+        across(k, C, lambda c, mask, j: to.store(added(k, to, c, mask, of.load(c, mask), mode_y), c, mask))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import LINE, across, past_caches, row_grain, sweep, sweep_result, write_row
-from barellm.cpu.kernels.reductions import added
+from barellm.cpu.kernels.loops import LINE, across, added, past_caches, row_grain, sweep, sweep_result, write_row
 from barellm.cpu.kernels.storage import Weight, weight_operands
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
@@ -33,7 +32,7 @@ def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> No
         write_row(k, y.at(row * C), C, vector, past=past)
 
 
-@lowering("embedding")
+@lowering("embedding", also={"tokens": "i32", "wte": "split", "wpe": "split"})
 def lower_embedding(op: Op, c: Lowering) -> None:
     operands = {"y": op.y, "tokens": op.tokens, **weight_operands("wte", op.wte), **weight_operands("wpe", op.wpe)}
     c.call(embedding, operands, {"C": int(op.y.shape[-1])}, writes="y")
@@ -130,7 +129,7 @@ def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
             begin.value = end
 
 
-@lowering("embedding_dwte")
+@lowering("embedding_dwte", starts="dweight", also={"tokens": "i32"})
 def lower_embedding_dwte(op: Op, c: Lowering) -> None:
     mode = op.modes["dweight"]
     if mode != "add":
@@ -174,7 +173,7 @@ def _positions(C: int, positions: int) -> int:
     return max(1, min(GROUP // (4 * C), positions // 16))
 
 
-@lowering("embedding_dwpe")
+@lowering("embedding_dwpe", starts="dweight")
 def lower_embedding_dwpe(op: Op, c: Lowering) -> None:
     C, positions = int(op.dy.shape[-1]), int(op.rows)
     c.private(_positions(C, positions) * C * 4)

@@ -11,6 +11,7 @@ from barellm.cpu.kernels.loops import (
     LINE,
     ROW_UNROLL,
     across,
+    added,
     fold,
     past_caches,
     row_grain,
@@ -135,7 +136,7 @@ def layernorm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, in
         def vector(c, mask):
             _, dn, n = of.factors(c, mask)
             new = of.dx(dn, n, means)
-            return to.load(c, mask) + new if mode_dx == "add" else new
+            return added(k, to, c, mask, new, mode_dx)
 
         write_row(k, to, C, vector, past=past)
 
@@ -154,7 +155,7 @@ def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count,
     column_sums(k, partials, k.extent(dims) * inner, C, count, terms)
 
 
-@lowering("layernorm_dparams")
+@lowering("layernorm_dparams", starts="dweight dbias")
 def layernorm_dparams(op: Op, c: Lowering) -> None:
     operands = {name: op.inputs[name] for name in ("dy", "x", "mean", "rstd")}
     # A LayerNorm without bias has a dbias that nobody reads.
@@ -169,7 +170,7 @@ def layernorm_backward(
     What is written first and leaves the caches goes past them. The first pass does all that needs no mean."""
     rows = k.extent(dims) * inner
     together = ROW_UNROLL if C % (ROW_UNROLL * k.lanes) == 0 else 1
-    results = [(dx, None if mode_dx == "add" else past_caches(k, rows, C, dx))]
+    results = [(dx, past_caches(k, rows, C, dx) if mode_dx == "store" else None)]
     if rounded is not None:
         results.append((rounded, past_caches(k, rows, C, rounded)))
 
@@ -186,16 +187,14 @@ def layernorm_backward(
         def first(c, mask, j, g, n):
             add_to("dweight", c, mask, lambda total: k.fma(g, n, total))
             add_to("dbias", c, mask, lambda total: total + g)
-            if mode_dx == "add":
+            if mode_dx != "store":
                 of.fetch(to[0], c, j)
 
         means = of.means(first)
 
         def body(c, mask, j):
             _, dn, n = of.factors(c, mask)
-            new = of.dx(dn, n, means)
-            if mode_dx == "add":
-                new = to[0].load(c, mask) + new
+            new = added(k, to[0], c, mask, of.dx(dn, n, means), mode_dx)
             held.append(new)
             if len(held) == together:
                 for out, (_, past) in zip(to, results, strict=True):
@@ -211,7 +210,7 @@ def layernorm_backward(
         across(k, C, body)
 
 
-@lowering("layernorm_backward")
+@lowering("layernorm_backward", starts="dx dweight dbias dx_sum")
 def lower_layernorm_backward(op: Op, c: Lowering) -> None:
     operands = {name: op.inputs[name] for name in ("dy", "x", "weight", "mean", "rstd")}
     operands |= {"dx": op.dx, "rounded": op.outputs.get("rounded")}

@@ -68,37 +68,37 @@ def _input_gradient(op: Op, c: Lowering, **more: Any) -> None:
     _product(c, out=op.dx, a=op.dy, weight=op.weight, like=op.dy, transposed=False, mode=op.modes["dx"], **more)
 
 
-@lowering("matmul")
+@lowering("matmul", adds="y", also={"weight": "split"})
 def matmul(op: Op, c: Lowering) -> None:
     _forward(op, c, mode=op.modes["y"])
 
 
-@lowering("linear")
+@lowering("linear", also={"weight": "split"})
 def linear(op: Op, c: Lowering) -> None:
     _forward(op, c)
 
 
-@lowering("linear_gelu")
+@lowering("linear_gelu", also={"weight": "split"})
 def linear_gelu(op: Op, c: Lowering) -> None:
     _forward(op, c, second=op.pre, epilogue="gelu")
 
 
-@lowering("linear_residual")
+@lowering("linear_residual", also={"weight": "split"})
 def linear_residual(op: Op, c: Lowering) -> None:
     _forward(op, c, other=op.residual, epilogue="residual")
 
 
-@lowering("matmul_dx")
+@lowering("matmul_dx", adds="dx", also={"weight": "split"})
 def matmul_dx(op: Op, c: Lowering) -> None:
     _input_gradient(op, c)
 
 
-@lowering("matmul_dx_gelu")
+@lowering("matmul_dx_gelu", adds="dx", also={"weight": "split"})
 def matmul_dx_gelu(op: Op, c: Lowering) -> None:
     _input_gradient(op, c, other=op.pre, epilogue="gelu_backward")
 
 
-@lowering("matmul_dw")
+@lowering("matmul_dw", starts="dweight")
 def matmul_dw(op: Op, c: Lowering) -> None:
     _weight_gradient(c, op.dweight, op.dy, op.x, op.x, op.modes["dweight"])
 
@@ -151,11 +151,11 @@ def _logits_and_losses(c: Lowering, *, gradients: bool) -> None:
     c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
 
 
-@lowering("classifier")
+@lowering("classifier", adds="dx", starts="dweight", also={"weight": "split", "targets": "i32"})
 def classifier(op: Op, c: Lowering) -> None:
     _logits_and_losses(c, gradients=True)
 
 
-@lowering("classifier_loss")
+@lowering("classifier_loss", also={"weight": "split", "targets": "i32"})
 def classifier_loss(op: Op, c: Lowering) -> None:
     _logits_and_losses(c, gradients=False)

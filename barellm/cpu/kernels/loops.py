@@ -66,20 +66,32 @@ def store_all(k: KernelBuilder, out: Pointer, values: list[Value], index: Any, p
         store(False)
 
 
+def added(k: KernelBuilder, out: Pointer, at: Any, mask: Value | None, value: Value, mode: str) -> Value:
+    """`value`, plus what `out` has where the mode says so."""
+    keep = k.keep(mode)
+    if keep is None:
+        return value
+    return value + k.select(keep, out.load(at, mask), 0.0)
+
+
 def sweep_result(
-    k: KernelBuilder, n: Value, out: Pointer, vector: Vector, *, unroll: int = 2, first: bool = True
+    k: KernelBuilder, n: Value, out: Pointer, vector: Vector, *, unroll: int = 2, mode: str = "store"
 ) -> None:
-    """Threads claim ranges of the `n` elements of `out` and store vector(index, mask). What is written first (not added to) and
-    does not fit into the caches goes past them."""
-    past = n * out.itemsize > STREAM_BYTES if first else None
+    """Threads claim ranges of the `n` elements of `out` and write vector(index, mask) in `mode`. What is stored and leaves the
+    caches goes past them."""
+    past = n * out.itemsize > STREAM_BYTES if mode == "store" else None
     step = unroll * k.lanes
+
+    def written(i, mask):
+        return added(k, out, i, mask, vector(i, mask), mode)
+
     with k.claim(n, GRAIN) as (begin, end):
         whole = begin + ((end - begin) & -step)
         with k.loop(begin, whole, step) as i:
-            store_all(k, out, [vector(i + j * k.lanes, None) for j in range(unroll)], i, past)
+            store_all(k, out, [written(i + j * k.lanes, None) for j in range(unroll)], i, past)
         with k.loop(whole, end, k.lanes) as i:
             mask = k.mask_first(end - i)
-            out.store(vector(i, mask), i, mask)
+            out.store(written(i, mask), i, mask)
 
 
 def zeros(k: KernelBuilder, count: int) -> list[Var]:

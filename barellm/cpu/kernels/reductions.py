@@ -12,7 +12,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import across, fold, shape_of, sweep, zeros
+from barellm.cpu.kernels.loops import across, added, fold, shape_of, sweep, zeros
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.program.ops.optimizer import CHUNK
@@ -24,14 +24,6 @@ CHUNKS, CHUNK_ROWS = 64, 32  # at most so many chunks, of at least so many rows
 
 def rows_per_chunk(k: KernelBuilder, rows: Value) -> Value:
     return k.max(k.ceil_div(rows, CHUNKS), CHUNK_ROWS)
-
-
-def added(k: KernelBuilder, out: Pointer, c: Any, mask: Value | None, value: Value, mode: str) -> Value:
-    """`value`, plus what `out` has where the mode says so."""
-    keep = k.keep(mode)
-    if keep is None:
-        return value
-    return value + k.select(keep, out.load(c, mask), 0.0)
 
 
 Terms = Callable[[Value], Callable[[Any, Value | None], list[Value]]]
@@ -118,7 +110,7 @@ def bias_grad_partials(k: KernelBuilder, partials, dy, *, C, count, dims, inner)
     column_sums(k, partials, k.extent(dims) * inner, C, count, terms)
 
 
-@lowering("bias_grad")
+@lowering("bias_grad", starts="dbias")
 def bias_grad(op: Op, c: Lowering) -> None:
     lower_column_sums(c, bias_grad_partials, {"dy": op.dy}, op.dy, {"dbias": op.dbias}, op.modes)
 
@@ -141,7 +133,7 @@ def sum_squares(k: KernelBuilder, partials, x, n) -> None:
         partials.put(k.sum(fold(sums, add)), chunk)
 
 
-@lowering("sum_squares")
+@lowering("sum_squares", floats="fp32")
 def lower_sum_squares(op: Op, c: Lowering) -> None:
     c.call(sum_squares, {"partials": op.partials, "x": op.x, "n": op.x.size}, writes="partials")
 
@@ -170,7 +162,7 @@ def clip_scale(k: KernelBuilder, clip, skipped, totals, n, *, limit) -> None:
             skipped.put(skipped.get(0) + 1, 0)
 
 
-@lowering("clip_scale")
+@lowering("clip_scale", floats="fp32", also={"skipped": "i32"})
 def lower_clip_scale(op: Op, c: Lowering) -> None:
     partials = [t for name, t in op.inputs.items() if name != "skipped"]
     totals = c.scratch("totals", 8 * len(partials))

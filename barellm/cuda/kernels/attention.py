@@ -317,7 +317,7 @@ def options(t: AttentionTile) -> dict[str, Any]:
     return {"warps": t.warps, "stages": t.stages}
 
 
-@lowering("attention")
+@lowering("attention", views="q k v")
 def lower_attention(op: Any, c: Lowering) -> None:
     constants = constants_of(op)
     t = tile_of(op, c, "forward")
@@ -329,7 +329,7 @@ def lower_attention(op: Any, c: Lowering) -> None:
     )  # fmt: skip
 
 
-@lowering("attention_backward")
+@lowering("attention_backward", starts="dq dk dv", alike="dq dk dv", views="q k v dq dk dv")
 def lower_attention_backward(op: Any, c: Lowering) -> None:
     constants = constants_of(op)
     head = head_constants(op)

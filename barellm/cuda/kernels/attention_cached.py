@@ -106,7 +106,7 @@ class Part:
         return cdiv(self.L, self(sizes))
 
 
-@lowering("attention_cached")
+@lowering("attention_cached", views="q k v")
 def lower_attention_cached(op: Any, c: Lowering) -> None:
     """The second launch is for a few tokens, the third for many: at run time one of them has an empty grid."""
     head, (B, T, C), L = head_constants(op), (int(n) for n in op.out.shape), int(op.k_cache.shape[1])

@@ -75,11 +75,11 @@ def lower(c: Lowering, *, gradients: bool) -> None:
     launch_total(c, losses, rows)
 
 
-@lowering("classifier")
+@lowering("classifier", starts="dx dweight", also={"weight": "split", "targets": "i32"})
 def lower_classifier(op: Any, c: Lowering) -> None:
     lower(c, gradients=True)
 
 
-@lowering("classifier_loss")
+@lowering("classifier_loss", also={"weight": "split", "targets": "i32"})
 def lower_classifier_loss(op: Any, c: Lowering) -> None:
     lower(c, gradients=False)

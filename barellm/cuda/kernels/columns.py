@@ -150,12 +150,12 @@ def lower_sums(
     lower_combine(c, partials, names, chunks)
 
 
-@lowering("bias_grad")
+@lowering("bias_grad", starts="dbias")
 def lower_bias_grad(op: Any, c: Lowering) -> None:
     lower_sums(c, bias_grad_partials, op.dy, {"dy": op.dy}, ["dbias"])
 
 
-@lowering("layernorm_dparams")
+@lowering("layernorm_dparams", starts="dweight dbias")
 def lower_layernorm_dparams(op: Any, c: Lowering) -> None:
     names = wanted(op, "dweight", "dbias")
     operands = {name: op.inputs[name] for name in ("dy", "x", "mean", "rstd")}

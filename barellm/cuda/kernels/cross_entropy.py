@@ -100,7 +100,7 @@ def launch_total(c: Lowering, losses: Any, rows: Size) -> None:
     c.launch(total_loss, operands, {"BLOCK": LOSSES}, grid=lambda s: (1,), writes="loss", warps=8)
 
 
-@lowering("cross_entropy")
+@lowering("cross_entropy", also={"targets": "i32"})
 def lower_cross_entropy(op: Any, c: Lowering) -> None:
     rows = c.rows(op.logits)
     losses = c.scratch("losses", (op.targets.size,))
@@ -109,7 +109,7 @@ def lower_cross_entropy(op: Any, c: Lowering) -> None:
     launch_total(c, losses, rows)
 
 
-@lowering("cross_entropy_backward")
+@lowering("cross_entropy_backward", starts="dlogits", also={"targets": "i32"})
 def lower_cross_entropy_backward(op: Any, c: Lowering) -> None:
     operands = {"dlogits": op.dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
     V = int(op.logits.shape[-1])

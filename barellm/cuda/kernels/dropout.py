@@ -52,11 +52,11 @@ def lower(c: Lowering, out: str, x: str) -> None:
     sweep_rows(c, dropout, op.outputs[out], operands, writes="out", least=32, MODE=mode(op, out), **constants_of(op))
 
 
-@lowering("dropout")
+@lowering("dropout", starts="y")
 def lower_dropout(op: Any, c: Lowering) -> None:
     lower(c, "y", "x")
 
 
-@lowering("dropout_backward")
+@lowering("dropout_backward", starts="dx")
 def lower_dropout_backward(op: Any, c: Lowering) -> None:
     lower(c, "dx", "dy")

@@ -31,21 +31,22 @@ def gelu_slope(x):
 
 
 @device
-def add(y, a, b, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def add(y, a, b, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     i, mask = flat(units, UNIT, BLOCK)
-    tl.store(y + i, tl.load(a + i, mask=mask).to(tl.float32) + tl.load(b + i, mask=mask).to(tl.float32), mask=mask)
+    total = tl.load(a + i, mask=mask).to(tl.float32) + tl.load(b + i, mask=mask).to(tl.float32)
+    keep(y + i, mask, total, scalars, MODE)
 
 
 @device
-def cast(y, x, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def cast(y, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     i, mask = flat(units, UNIT, BLOCK)
-    tl.store(y + i, tl.load(x + i, mask=mask), mask=mask)
+    keep(y + i, mask, tl.load(x + i, mask=mask), scalars, MODE)
 
 
 @device
-def gelu(y, x, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def gelu(y, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     i, mask = flat(units, UNIT, BLOCK)
-    tl.store(y + i, gelu_value(tl.load(x + i, mask=mask, other=0.0).to(tl.float32)), mask=mask)
+    keep(y + i, mask, gelu_value(tl.load(x + i, mask=mask, other=0.0).to(tl.float32)), scalars, MODE)
 
 
 @device
@@ -56,49 +57,48 @@ def gelu_backward(dx, dy, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.const
 
 
 @device
-def bias(y, x, bias, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def bias(y, x, bias, scalars, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr):
     row, column, mask = tile(rows, C, BR, BC)
     i = row[:, None] * C + column[None, :]
     b = tl.load(bias + column, mask=column < C, other=0.0)
-    tl.store(y + i, tl.load(x + i, mask=mask).to(tl.float32) + b[None, :], mask=mask)
+    keep(y + i, mask, tl.load(x + i, mask=mask).to(tl.float32) + b[None, :], scalars, MODE)
 
 
 @device
-def last_row(y, x, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def last_row(y, x, scalars, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr):
     """y (batch, 1, C) = x (batch, seq, C) at the last position; a row of y is a sequence."""
     row, column, mask = tile(rows, C, BR, BC)
     last = (row + 1) * seq - 1
-    tl.store(
-        y + row[:, None] * C + column[None, :], tl.load(x + last[:, None] * C + column[None, :], mask=mask), mask=mask
-    )
+    value = tl.load(x + last[:, None] * C + column[None, :], mask=mask)
+    keep(y + row[:, None] * C + column[None, :], mask, value, scalars, MODE)
 
 
-@lowering("add")
+@lowering("add", starts="y")
 def lower_add(op: Any, c: Lowering) -> None:
-    sweep(c, add, op.y, {"y": op.y, "a": op.a, "b": op.b}, writes="y")
+    sweep(c, add, op.y, {"y": op.y, "a": op.a, "b": op.b}, writes="y", MODE=mode(op, "y"))
 
 
-@lowering("cast")
+@lowering("cast", starts="y")
 def lower_cast(op: Any, c: Lowering) -> None:
-    sweep(c, cast, op.y, {"y": op.y, "x": op.x}, writes="y")
+    sweep(c, cast, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"))
 
 
-@lowering("gelu")
+@lowering("gelu", starts="y")
 def lower_gelu(op: Any, c: Lowering) -> None:
-    sweep(c, gelu, op.y, {"y": op.y, "x": op.x}, writes="y")
+    sweep(c, gelu, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"))
 
 
-@lowering("gelu_backward")
+@lowering("gelu_backward", starts="dx")
 def lower_gelu_backward(op: Any, c: Lowering) -> None:
     operands = {"dx": op.dx, "dy": op.dy, "x": op.x}
     sweep(c, gelu_backward, op.dx, operands, writes="dx", MODE=mode(op, "dx"))
 
 
-@lowering("bias")
+@lowering("bias", starts="y")
 def lower_bias(op: Any, c: Lowering) -> None:
-    sweep_rows(c, bias, op.y, {"y": op.y, "x": op.x, "bias": op.bias}, writes="y")
+    sweep_rows(c, bias, op.y, {"y": op.y, "x": op.x, "bias": op.bias}, writes="y", MODE=mode(op, "y"))
 
 
-@lowering("last_row")
+@lowering("last_row", starts="y")
 def lower_last_row(op: Any, c: Lowering) -> None:
-    sweep_rows(c, last_row, op.y, {"y": op.y, "x": op.x, "seq": lambda s: s.seq}, writes="y")
+    sweep_rows(c, last_row, op.y, {"y": op.y, "x": op.x, "seq": lambda s: s.seq}, writes="y", MODE=mode(op, "y"))

@@ -34,7 +34,7 @@ def embedding(
     tl.store(y + row[:, None] * C + column[None, :], value, mask=mask)
 
 
-@lowering("embedding")
+@lowering("embedding", also={"tokens": "i32", "wte": "split", "wpe": "split"})
 def lower_embedding(op: Any, c: Lowering) -> None:
     operands = {"y": op.y, "tokens": op.tokens, "seq": lambda s: s.seq}
     operands |= {**weight_operands("wte", op.wte), **weight_operands("wpe", op.wpe)}
@@ -56,7 +56,7 @@ def embedding_dwpe(
     keep(dweight + i, mask, total, scalars, MODE)
 
 
-@lowering("embedding_dwpe")
+@lowering("embedding_dwpe", starts="dweight")
 def lower_embedding_dwpe(op: Any, c: Lowering) -> None:
     operands = {"dweight": op.dweight, "dy": op.dy, "batch": lambda s: s.batch, "seq": lambda s: s.seq}
     sweep_rows(c, embedding_dwpe, op.dweight, operands, writes="dweight", MODE=mode(op, "dweight"))
@@ -166,7 +166,7 @@ def clear_others(
     keep(dweight + row[:, None] * C + column[None, :], mask & (found != row)[:, None], zeros, scalars, MODE)
 
 
-@lowering("embedding_dwte")
+@lowering("embedding_dwte", starts="dweight", also={"tokens": "i32"})
 def lower_embedding_dwte(op: Any, c: Lowering) -> None:
     tokens, C, written = op.tokens, int(op.dy.shape[-1]), mode(op, "dweight")
     most, n = tokens.size, c.elements(tokens)

@@ -67,7 +67,7 @@ def normal_init(
     store_weight(param, lo, i, mask, tl.where(live, to_columns(x, y, BR, BC) * std, 0.0))
 
 
-@lowering("normal_init")
+@lowering("normal_init", floats="fp32", also={"param": "split"})
 def lower_normal_init(op: Any, c: Lowering) -> None:
     inits, params = members(op), parameters(op)
     C = int(params[0].shape[-1])
@@ -96,7 +96,7 @@ def constant_init(
     store_weight(param, lo, i, mask, tl.where(live, number(table, entry, VALUE, ENTRIES).to(tl.float32), 0.0))
 
 
-@lowering("constant_init")
+@lowering("constant_init", floats="fp32", also={"param": "split"})
 def lower_constant_init(op: Any, c: Lowering) -> None:
     sizes = [t.size for t in parameters(op)]
     unit = unit_of(parameters(op)[0])

@@ -184,7 +184,7 @@ def lower_layernorm(op: Any, c: Lowering) -> None:
     launch_rows(c, op.y, layernorm, layernorm_long, operands, writes="y mean rstd total", EPS=float(op.eps), **dropout)
 
 
-@lowering("layernorm_dx")
+@lowering("layernorm_dx", starts="dx")
 def lower_layernorm_dx(op: Any, c: Lowering) -> None:
     operands = {name: op.inputs[name] for name in ("dy", "x", "weight", "mean", "rstd")} | {"dx": op.dx}
     launch_rows(c, op.dx, layernorm_dx, layernorm_dx_long, operands, writes="dx", MODE=mode(op, "dx"))

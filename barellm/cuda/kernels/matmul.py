@@ -156,7 +156,8 @@ def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
     return {"rows": c.rows(activation), "most": activation.size // int(activation.shape[-1]), "N": N, "K": K}
 
 
-@lowering("matmul", "linear", "linear_gelu", "linear_residual")
+@lowering("linear", "linear_gelu", "linear_residual", also={"weight": "split"})
+@lowering("matmul", starts="y", also={"weight": "split"})
 def lower_forward(op: Any, c: Lowering) -> None:
     product(
         c, "nt", out=op.y, a=op.x, b=weight_operand(op.weight), bias=op.inputs.get("bias"), mode=mode(op, "y"),
@@ -164,7 +165,7 @@ def lower_forward(op: Any, c: Lowering) -> None:
     )  # fmt: skip
 
 
-@lowering("matmul_dx", "matmul_dx_gelu")
+@lowering("matmul_dx", "matmul_dx_gelu", starts="dx", also={"weight": "split"})
 def lower_input_gradient(op: Any, c: Lowering) -> None:
     product(
         c, "nn", out=op.dx, a=op.dy, b=weight_operand(op.weight), pre=op.inputs.get("pre"), mode=mode(op, "dx"),
@@ -172,6 +173,6 @@ def lower_input_gradient(op: Any, c: Lowering) -> None:
     )  # fmt: skip
 
 
-@lowering("matmul_dw")
+@lowering("matmul_dw", starts="dweight")
 def lower_weight_gradient(op: Any, c: Lowering) -> None:
     product(c, "tn", out=op.dweight, a=op.dy, b=op.x, mode=mode(op, "dweight"), **shape_of(c, op.x, op.dweight))

@@ -51,7 +51,7 @@ def sum_squares(
     tl.store(pointer(table, entry, PARTIALS, ENTRIES, tl.float32, 16) + chunk, tl.sum(total, 0))
 
 
-@lowering("sum_squares")
+@lowering("sum_squares", floats="fp32")
 def lower_sum_squares(op: Any, c: Lowering) -> None:
     sums: list[Any] = members(op)
     unit = unit_of(sums[0].x)
@@ -101,7 +101,7 @@ def clip_scale(clip, skipped, totals, LIMIT: tl.constexpr, N: tl.constexpr, BLOC
     tl.store(skipped, tl.load(skipped) + tl.where(finite, 0, 1))
 
 
-@lowering("clip_scale")
+@lowering("clip_scale", floats="fp32", also={"skipped": "i32"})
 def lower_clip_scale(op: Any, c: Lowering) -> None:
     partials = [t for name, t in op.inputs.items() if name != "skipped"]
     count = len(partials)
@@ -170,7 +170,7 @@ def adamw(
             store_moment(v, i, mask, square, dither_v, V_MANTISSA, V_SIGNED)
 
 
-@lowering("adamw")
+@lowering("adamw", floats="fp32", also={"param": "split", "m": "e6m9", "v": "ue6m10"})
 def lower_adamw(op: Any, c: Lowering) -> None:
     updates: list[Any] = members(op)
     params, ms, vs = ([u.outputs[name] for u in updates] for name in ("param", "m", "v"))

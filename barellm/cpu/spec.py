@@ -1,0 +1,135 @@
+"""One specialisation of a kernel, and what a kernel sees of the machine while it is emitted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu import sources
+from barellm.cpu.isa import ISA
+from barellm.cpu.lang import Builder, Pointer, Value
+from barellm.runtime import scalars
+
+# The per-thread block that every kernel gets as its first argument.
+RT_THREAD, RT_THREADS, RT_SCALARS, RT_PRIVATE, RT_GROUP, RT_GROUPS = 0, 8, 16, 24, 32, 40
+RT_NBYTES = 64
+
+Emit = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One specialisation: the function, what each positional parameter is ("fp32", "int", None, ...), the constants."""
+
+    emit: Emit
+    operands: tuple[str | None, ...]
+    constants: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        return self.emit.__name__
+
+    @property
+    def key(self) -> str:
+        return f"{self.emit.__module__}.{self.name}|{sources.of_kernel(self.emit)}|{self.operands}|{self.constants}"
+
+    def symbol(self) -> str:
+        return f"{self.name}_{hashlib.sha256(self.key.encode()).hexdigest()[:12]}"
+
+    def ir(self, isa: ISA) -> str:
+        """LLVM IR of the specialisation."""
+        k = KernelBuilder(isa)
+        pointers: list[Pointer | Value | None] = []
+        slot = 0
+        for kind in self.operands:
+            if kind is None:
+                pointers.append(None)
+                continue
+            where = k.op("ptr", f"getelementptr i8, ptr %args, i64 {8 * slot}")
+            slot += 1
+            if kind == "int":
+                pointers.append(k.op("i64", f"load i64, ptr {where.ref}, align 8"))
+            else:
+                pointers.append(Pointer(k, k.op("ptr", f"load ptr, ptr {where.ref}, align 8").ref, kind))
+        self.emit(k, *pointers, **dict(self.constants))
+        return k.function(self.symbol(), "ptr %rt, ptr noalias %args, ptr %counter")
+
+
+class KernelBuilder(Builder):
+    """What a kernel sees beyond the language: its thread, the run-time scalars, work to claim."""
+
+    def _rt(self, offset: int, type_: str) -> Value:
+        p = self.op("ptr", f"getelementptr i8, ptr %rt, i64 {offset}")
+        return self.op(type_, f"load {type_}, ptr {p.ref}, align 8")
+
+    @property
+    def thread(self) -> Value:
+        return self._rt(RT_THREAD, "i64")
+
+    @property
+    def threads(self) -> Value:
+        return self._rt(RT_THREADS, "i64")
+
+    def private(self, dtype: str = "fp32") -> Pointer:
+        """This thread's own scratch, 64-byte aligned; the lowering says how much is needed."""
+        return Pointer(self, self._rt(RT_PRIVATE, "ptr").ref, dtype)
+
+    def scalar(self, name: str) -> Value:
+        """A run-time scalar: i64, or double where it is a float."""
+        block = self._rt(RT_SCALARS, "ptr")
+        p = self.op("ptr", f"getelementptr i8, ptr {block.ref}, i64 {scalars.OFFSET[name]}")
+        type_ = {"i64": "i64", "fp64": "double"}[scalars.SCALARS[name]]
+        return self.op(type_, f"load {type_}, ptr {p.ref}, align 8")
+
+    def extent(self, dims: tuple[str, ...], inner: int = 1) -> Value:
+        """`inner` times the product of the run-time sizes: `k.extent(("batch", "seq"))` is the number of tokens."""
+        n = self.int(inner)
+        for d in dims:
+            n = n * self.scalar(d)
+        return n
+
+    @contextmanager
+    def claim(self, total: Any, grain: Any = 1) -> Iterator[tuple[Value, Value]]:
+        """Ranges [begin, end) of `total` units, `grain` at a time. Each group of threads (`sync.GROUPS` at most) starts with its
+        own contiguous part, so that the rows a thread wrote in one op are the rows it reads in the next; who has finished helps
+        the next group, so a disturbed core costs its share and not everybody's. One claim loop a kernel."""
+        total, grain = self.int(total), self.int(grain)
+        units, groups = (total + (grain - 1)) // grain, self._rt(RT_GROUPS, "i64")
+        group, helped = self.var(self._rt(RT_GROUP, "i64")), self.var(self.int(0))
+        with self.while_(lambda: helped.value < groups):
+            counter = self.op("ptr", f"getelementptr i32, ptr %counter, i64 {group.value.ref}")
+            first, last = units * group.value // groups, units * (group.value + 1) // groups
+            name = self.fresh("claim")
+            self.line(f"br label %{name}.head")
+            self.label(f"{name}.head")
+            taken = self.op("i32", f"atomicrmw add ptr {counter.ref}, i32 1 monotonic, align 4")
+            unit = first + self.op("i64", f"zext i32 {taken.ref} to i64")
+            self.line(f"br i1 {(unit < last).ref}, label %{name}.body, label %{name}.done")
+            self.label(f"{name}.body")
+            begin = unit * grain
+            yield begin, self.min(begin + grain, total)
+            self.line(f"br label %{name}.head")
+            self.label(f"{name}.done")
+            helped.value = helped.value + 1
+            beyond = group.value + 1
+            group.value = self.select(beyond < groups, beyond, 0)
+
+    @contextmanager
+    def claim_each(self, total: Any) -> Iterator[Value]:
+        """Units one at a time."""
+        with self.claim(total, 1) as (begin, _):
+            yield begin
+
+    def columns(self, n: int) -> list[tuple[int, Value | None]]:
+        """(first column, mask or None) of the vectors of `n` columns; the last is masked where `lanes` does not divide n."""
+        whole: list[tuple[int, Value | None]] = [(c, None) for c in range(0, n - n % self.lanes, self.lanes)]
+        return whole + ([(n - n % self.lanes, self.mask_first(n % self.lanes))] if n % self.lanes else [])
+
+    def keep(self, mode: str) -> Value | None:
+        """For an output written in `mode`: None to store; else an i1 that tells whether to add to what is there."""
+        if mode == "store":
+            return None
+        return self.const(1, "i1") if mode == "add" else self.scalar("accumulate").differs(0)

@@ -1,0 +1,113 @@
+"""What the kernels of a backend take: by op, how outputs are written, dtypes, views. Anything else is refused before it runs.
+
+A kernel that does not know a mode would store where it should add, and one that does not know a dtype or the stride of a view would
+read other elements than were meant. So an op is lowered only as its entry says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from barellm.program.grouping import members
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor, describe
+
+MODES = ("store", "add", "start")
+L = TypeVar("L")
+
+
+@dataclass(frozen=True)
+class Entry(Generic[L]):
+    """How one op is lowered, and what for. `modes`: of outputs that can do more than store. `floats`: the dtypes that every operand
+    may have; `also`: what some take beyond them. `views`: operands whose rows may lie further apart than they are
+    long. `alike`: outputs that are written in one mode."""
+
+    lower: Callable[[L], None]
+    modes: Mapping[str, tuple[str, ...]]
+    floats: tuple[str, ...]
+    also: Mapping[str, tuple[str, ...]]
+    views: frozenset[str]
+    alike: tuple[str, ...]
+
+
+class Registry(Generic[L]):
+    """The entries of one backend. `floats`: the dtypes in which its kernels load and store numbers. `replaced` is called when an
+    entry takes another's place: a cell of a notebook was run again, or a module loaded again."""
+
+    def __init__(self, backend: str, *, floats: tuple[str, ...], replaced: Callable[[], None] = lambda: None) -> None:
+        self.backend, self.floats, self.replaced = backend, floats, replaced
+        self.entries: dict[str, Entry[L]] = {}
+
+    def add(
+        self,
+        op_name: str,
+        lower: Callable[[L], None],
+        *,
+        adds: str = "",
+        starts: str = "",
+        floats: str = "",
+        also: Mapping[str, str] | None = None,
+        views: str = "",
+        alike: str = "",
+    ) -> None:
+        """Register how `op_name` is lowered; who registers it again replaces what was there. Names of operands: `adds` are outputs
+        that can be added to, `starts` those that can be started too, `alike` outputs whose mode is one constant, `views` operands
+        that may be views. `also` has the dtypes that an operand takes beyond `floats`, which are the backend's unless given."""
+        modes = dict.fromkeys(adds.split(), MODES[:2]) | dict.fromkeys(starts.split(), MODES)
+        if op_name in self.entries:
+            self.replaced()
+        more = {name: tuple(words.split()) for name, words in (also or {}).items()}
+        numbers = tuple(floats.split()) or self.floats
+        self.entries[op_name] = Entry(lower, modes, numbers, more, frozenset(views.split()), tuple(alike.split()))
+
+    def takes(self, op_name: str, operand: str) -> tuple[str, ...]:
+        """The dtypes that an operand may have."""
+        entry = self.entries[op_name]
+        return (*entry.floats, *entry.also.get(operand, ()))
+
+    def lower(self, op: Op, into: L) -> None:
+        """ValueError, in one line, for an op that the backend has no kernel for, or none that takes its operands as they are."""
+        refusal = self.refusal(op)
+        if refusal:
+            raise ValueError(refusal)
+        self.entries[op.name].lower(into)
+
+    def fuses(self, op: Op) -> bool:
+        """Whether a sequence may become this op: where its kernel does not take the operands, those of the sequence may."""
+        return op.name not in self.entries or self.refusal(op) is None
+
+    def refusal(self, op: Op) -> str | None:
+        """Why an op cannot be lowered."""
+        entry = self.entries.get(op.name)
+        if entry is None:
+            dtypes = ", ".join(dict.fromkeys(t.dtype for t in op.outputs.values()))
+            return f"the {self.backend} backend has no kernel for {op.name} ({dtypes})"
+        who = f"the {self.backend} backend's kernel for {op.name}"
+        for one in members(op):
+            for name, t in (one.inputs | one.outputs).items():
+                mode, modes = one.modes.get(name, "store"), entry.modes.get(name, MODES[:1])
+                if mode not in modes:
+                    return f"{who} cannot write {name} ({t.dtype}) in mode {mode!r}, only {_either(modes)}"
+                if t.dtype not in (dtypes := self.takes(op.name, name)):
+                    written = f" in mode {mode!r}" if name in one.outputs else ""
+                    return f"{who} takes no {t.dtype} for {name}{written}, only {_either(dtypes)}"
+                if is_view(t) and name not in entry.views:
+                    return f"{who} takes no view for {name}, found {describe(**{name: t})}"
+            modes = {name: one.modes[name] for name in entry.alike if name in one.outputs}
+            if len(set(modes.values())) > 1:
+                found = ", ".join(
+                    f"{name} ({one.outputs[name].dtype}) in mode {mode!r}" for name, mode in modes.items()
+                )
+                return f"{who} writes all its outputs in one mode, found {found}"
+        return None
+
+
+def is_view(t: Tensor) -> bool:
+    """Whether a tensor is columns of another one."""
+    return t.base is not t
+
+
+def _either(words: tuple[Any, ...]) -> str:
+    return " or ".join([", ".join(words[:-1])] * (len(words) > 1) + [words[-1]])
