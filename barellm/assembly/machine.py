@@ -48,25 +48,6 @@ class Machine:
     def initialize(self, seed: int) -> None:
         self.session.run("init", seed=seed)
 
-    def description(self) -> list[str]:
-        """The plan in a few lines: parameters, memory to the byte, FLOPs per step."""
-        config, plan = self.config, self.plan
-        train, model = config.train, config.model
-        roles = {"parameter": "parameters", "gradient": "gradients", "state": "optimizer", "cache": "caches"}
-        sizes = {role: sum(t.nbytes for t in plan.persistent if t.role == role) for role in roles}
-        parts = [f"{roles[role]} {size:,}" for role, size in sizes.items() if size]
-        tokens = train.batch * train.accumulate * train.seq
-        found = self.meta()
-        units = f"{found['threads']} threads" if "threads" in found else found["processor"]
-        peak = self.peak()
-        at_peak = f", {self.flops_per_step / peak * 1e3:.1f} ms at {peak / 1e9:.0f} GFLOP/s (measured)" if peak else ""
-        return [
-            f"plan   {model.parameters:,} parameters",
-            f"memory {plan.arena_bytes:,} bytes: {' + '.join(parts)} + workspace {plan.workspace_bytes:,}",
-            f"step   {tokens:,} tokens, {self.flops_per_step / 1e9:,.2f} GFLOP{at_peak}",
-            f"device {found['device']}, {found['isa']}, {found['dtype']}, {units}",
-        ]
-
 
 def check_device(device: str) -> None:
     """UserError for a device that nobody knows, or a GPU that is not here."""

@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         default="gpt2",
         metavar="NAME",
-        help="bytes, chars, bpe, gpt2, or a folder with tokenizer.json (default: gpt2)",
+        help="bytes, chars, bpe, gpt2, or a folder with a tokenizer.json, such as Llama-3's (default: gpt2)",
     )
     parser.add_argument("--vocab", type=int, default=2048, metavar="N", help="ids of a bpe tokenizer (default: 2048)")
     parser.add_argument("--val-fraction", type=float, default=0.1, metavar="F", help="validation part (default: 0.1)")
@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from barellm.data.kinds import check_kind
     from barellm.data.sources import check_fraction, corpus_tokenizer, find_shards, find_text, write_split
     from barellm.errors import UserError
+    from barellm.training.console import Console
 
     check_kind(args.tokenizer)
     check_fraction(args.val_fraction)
@@ -44,16 +45,20 @@ def run(args: argparse.Namespace) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there and not an empty folder: choose another or remove it")
 
-    def report(line: str) -> None:
-        if not args.json:
-            print(line, flush=True)
-
+    console = Console(json_lines=args.json)
     corpus = find_text(args.source, args.val_fraction)
-    tokenizer = corpus_tokenizer(corpus, args.tokenizer, bpe_vocab=args.vocab, report=report)
-    report(f"tokenizing {corpus.name} ({tokenizer.name}, {tokenizer.vocab_size} ids)")
+    tokenizer = corpus_tokenizer(corpus, args.tokenizer, bpe_vocab=args.vocab, report=console.line)
+    console.line(f"tokenizing {corpus.name} ({tokenizer.name}, {tokenizer.vocab_size} ids)")
     try:
         with new_folder(out.resolve()) as made:
-            counts = write_split(made, out.resolve().name, corpus, tokenizer, shard_tokens=args.shard_tokens)
+            counts = write_split(
+                made,
+                out.resolve().name,
+                corpus,
+                tokenizer,
+                shard_tokens=args.shard_tokens,
+                progress=console.tokenizing(),
+            )
             shards = len(list(made.glob("*.bin")))
     except FileExistsError as error:
         raise UserError(f"{out} was filled by another process meanwhile") from error
@@ -66,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         "vocab_size": tokenizer.vocab_size,
         "tokenizer_hash": tokenizer.hash,
     }
+    console.clear()
     if args.json:
         print(json.dumps(result))
     else:

@@ -26,6 +26,11 @@ MANIFEST = "shards.json"  # beside shards that barellm wrote: which there are, a
 FORMAT = 1  # of the cache: counts up when the same text would give other tokens
 GROUP = 1 << 22  # characters tokenized at once, by all cores together
 Report = Callable[[str], None]
+Progress = Callable[[int, int], None]
+
+
+def nobody(done: int, total: int) -> None:
+    """Where nobody wants to know how far it is."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,14 @@ def prepare(
     asked: bool = True,
     whole: bool = False,
     report: Report | None = None,
+    progress: Progress | None = None,
 ) -> Dataset:
     """The data set that a configuration names; text is tokenized once and cached.
 
     `tokenizer`: use this one (a checkpoint's) instead of making it. `asked` False: `data.tokenizer` is only what a preset has, so
     shards that say their own are taken with that. `whole`: nothing is cut off for training, all of it is in `val`. `report`
-    gets a line for each thing that takes seconds. UserError for whatever is wrong with the source.
+    gets a line for each thing that takes seconds, `progress` (bytes done, bytes in all) while text is tokenized. UserError for
+    whatever is wrong with the source.
     """
     check_fraction(data.val_fraction)
     if tokenizer is None:
@@ -71,7 +78,7 @@ def prepare(
         return _whole(found) if whole else found
     corpus = _uncut(data.source) if whole else find_text([data.source], data.val_fraction)
     tokenizer = tokenizer or corpus_tokenizer(corpus, data.tokenizer, bpe_vocab=data.bpe_vocab, report=report)
-    return _from_text(corpus, tokenizer, report)
+    return _from_text(corpus, tokenizer, report, progress or nobody)
 
 
 def _uncut(source: str) -> Corpus:
@@ -174,8 +181,11 @@ def _texts(pieces: Iterable[Piece]) -> Iterator[str]:
         yield from texts(piece)
 
 
-def token_blocks(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-    """The pieces' ids, each document led by the end-of-text id where the tokenizer has one."""
+def token_blocks(
+    tokenizer: Tokenizer, pieces: Iterable[Piece], *, told: Callable[[int], None] = lambda nbytes: None
+) -> Iterator[np.ndarray]:
+    """The pieces' ids, each document led by the end-of-text id where the tokenizer has one. `told` hears of each group of texts
+    that is done, by its bytes."""
     eot = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
     group: list[str | None] = []  # None: a document begins
     size = 0
@@ -184,6 +194,7 @@ def token_blocks(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[np.n
         ids = iter(tokenizer.encode_many([text for text in group if text is not None]))
         for text in group:
             yield eot if text is None else next(ids)
+        told(sum(len(text.encode()) for text in group if text is not None))
 
     for piece in pieces:
         if piece.begins:
@@ -197,7 +208,7 @@ def token_blocks(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[np.n
     yield from encoded()
 
 
-def _from_text(corpus: Corpus, tokenizer: Tokenizer, report: Report) -> Dataset:
+def _from_text(corpus: Corpus, tokenizer: Tokenizer, report: Report, progress: Progress) -> Dataset:
     """Opens the cached tokens of a corpus; makes them first if they are not there or not whole."""
     key = hashlib.sha256(f"tokens {FORMAT} {corpus.hash} {tokenizer.hash}".encode()).hexdigest()[:32]
     folder = cache_folder("tokens")
@@ -211,22 +222,31 @@ def _from_text(corpus: Corpus, tokenizer: Tokenizer, report: Report) -> Dataset:
     sweep(folder)
     try:
         with new_folder(found) as made:
-            write_split(made, "tokens", corpus, tokenizer)
+            write_split(made, "tokens", corpus, tokenizer, progress=progress)
     except FileExistsError:
         pass  # another process made the same
     return _cached(corpus, tokenizer, found, key)
 
 
-def write_split(folder: Path, stem: str, corpus: Corpus, tokenizer: Tokenizer, **sizes: int) -> dict[str, int]:
+def write_split(
+    folder: Path, stem: str, corpus: Corpus, tokenizer: Tokenizer, *, progress: Progress = nobody, **sizes: int
+) -> dict[str, int]:
     """Writes `stem_val_000000.bin`, `stem_train_000001.bin`, ... (llm.c's names and numbers) and tokenizer.json.
 
     Returns how many tokens each part has.
     """
+    total, done = sum(piece.stop - piece.start for piece in corpus.train + corpus.val), 0
+
+    def told(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
     magic = magic_for(tokenizer.vocab_size)
     counts: dict[str, int] = {}
     listed: dict[str, int] = {}
     for part, pieces, first in (("val", corpus.val, 0), ("train", corpus.train, 1)):
-        blocks = token_blocks(tokenizer, pieces)
+        blocks = token_blocks(tokenizer, pieces, told=told)
         paths = write_shards(folder, f"{stem}_{part}", blocks, magic=magic, first=first, **sizes)
         written = {path.name: len(open_shard(path)) for path in paths}
         counts[part] = sum(written.values())

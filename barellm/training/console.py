@@ -18,7 +18,8 @@ class Console:
 
     LIVE_S = 0.2
     PLAIN_S = 5.0
-    SHORT_S = 1.0  # evaluations up to here say nothing on the way
+    INSIDE_S = 60.0
+    SHORT_S = 1.0  # evaluations and texts up to here say nothing on the way
 
     def __init__(self, *, json_lines: bool = False, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stdout
@@ -28,9 +29,10 @@ class Console:
         self._next = 0.0
         self.on_lost: Callable[[], None] | None = None
 
-    def due(self) -> bool:
-        """Whether a progress line is wanted now: asked before it is made."""
-        return not self.json_lines and time.monotonic() >= self._next
+    def due(self, *, inside: bool = False) -> bool:
+        """Whether a progress line is wanted now: asked before it is made. `inside` a step a log gets few."""
+        wait = self.INSIDE_S - self.PLAIN_S if inside and not self.live else 0.0
+        return not self.json_lines and time.monotonic() >= self._next + wait
 
     def progress(self, text: str) -> None:
         self._next = time.monotonic() + (self.LIVE_S if self.live else self.PLAIN_S)
@@ -43,13 +45,22 @@ class Console:
 
     def evaluating(self, windows: int) -> Callable[[int], None]:
         """For the `report` of an evaluation of so many windows: says how far it is. One that is over at once stays silent."""
+        tell = self._patiently()
+        return lambda done: tell(lambda: f"evaluating: {done} of {windows} windows")
+
+    def tokenizing(self) -> Callable[[int, int], None]:
+        """For the `progress` of a text that becomes tokens: (bytes done, bytes in all)."""
+        tell = self._patiently()
+        return lambda done, total: tell(lambda: f"tokenizing: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
+
+    def _patiently(self) -> Callable[[Callable[[], str]], None]:
         begin = time.monotonic()
 
-        def report(done: int) -> None:
+        def tell(words: Callable[[], str]) -> None:
             if time.monotonic() - begin > self.SHORT_S and self.due():
-                self.progress(f"evaluating: {done} of {windows} windows")
+                self.progress(words())
 
-        return report
+        return tell
 
     def clear(self) -> None:
         """Take the live line away."""
@@ -66,13 +77,7 @@ class Console:
     def record(self, row: dict[str, Any]) -> None:
         """A row of the metrics, shown only as JSON."""
         if self.json_lines:
-            self.final(row)
-
-    def final(self, row: dict[str, Any]) -> None:
-        """A JSON line, in every mode."""
-        if self._open:
-            self.line()
-        self._write(json.dumps(row) + "\n")
+            self._write(json.dumps(row) + "\n")
 
     def _write(self, text: str) -> None:
         """A reader that went away must not cost the steps since the last checkpoint: `on_lost` hears of it once, what is
@@ -101,6 +106,20 @@ def duration(seconds: float) -> str:
     minutes, s = divmod(max(0, round(seconds)), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def in_words(seconds: float) -> str:
+    """About how long, in the unit that a person would take: 40 seconds, 12 minutes, 5.2 hours, 9 days, 7 months."""
+    for limit, unit, name, digits in (
+        (90, 1, "seconds", 0),
+        (90 * 60, 60, "minutes", 0),
+        (48 * 3600, 3600, "hours", 1),
+        (60 * 86400, 86400, "days", 0),
+        (float("inf"), 30.4 * 86400, "months", 0),
+    ):
+        if seconds < limit:
+            return f"{seconds / unit:,.{digits}f} {name}"
+    return "for ever"
 
 
 def short(count: float) -> str:

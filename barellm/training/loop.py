@@ -19,7 +19,8 @@ from barellm.data.loader import Batches
 from barellm.errors import UserError
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.runtime.session import Session
-from barellm.training.console import Console, duration, short
+from barellm.training import report
+from barellm.training.console import Console, duration, in_words, short
 from barellm.training.metrics import Metrics
 from barellm.training.schedule import learning_rate, momentum, steps_in_time
 from barellm.training.stopping import Stopping
@@ -29,7 +30,12 @@ from barellm.training.stopping import Stopping
 CALIBRATION_STEPS, CALIBRATION_S, CALIBRATION_SHARE = 10, 8.0, 0.12
 FINAL_SHARE = 0.03  # of `minutes`, kept for samples, checkpoint and curve; the last evaluation comes on top
 ANY_STEPS = 1 << 31  # where only `minutes` limit a run
+ESTIMATE_STEPS, ESTIMATE_S = (
+    3,
+    60.0,
+)  # steps after which the whole time is said, where it is longer than so many seconds
 NOT_FINITE_LIMIT = 10  # skipped updates in a row that end the run
+SHOWN_LINES = 16  # of a sample; metrics.jsonl has all of it
 FULL_DISK_S, FULL_DISK_PAUSE_S = 3600.0, 10.0  # the last save waits for room so long, and tries so often
 
 
@@ -119,6 +125,9 @@ class Loop:
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
             session.run("micro", accumulate=int(micro > 0), inv_targets=inv_targets, **shape, **random)
             loss += float(session.read("loss")[0])
+            if micro + 1 < train.accumulate and self.console.due(inside=True):
+                total = "?" if self.progress.total is None else self.progress.total
+                self.console.progress(f"step {step + 1:>5}/{total}  micro-batch {micro + 1} of {train.accumulate}")
         session.run("update", step=step + 1, lr=lr, seed=train.seed, momentum=momentum(step, optim=self.config.optim))
         norm = float(session.read("clip")[0])
         self._count(time.perf_counter() - begin)
@@ -149,7 +158,7 @@ class Loop:
             "tokens_per_s": round(rate, 1),
             "seconds": round(self.progress.seconds, 3),
         }
-        self._record(row)
+        self.record(row)
         if self.console.due():
             share = f"  {self.flops_per_step / self._step_s / self.peak:.0%} of peak" if self.peak else ""
             left = "" if total is None else f"  {duration((total - step) * (self._step_s + self._pause_s))} left"
@@ -157,10 +166,22 @@ class Loop:
             # What matters most comes first: a narrow terminal cuts the end.
             numbers = f"loss {loss:.4f}  {short(rate)} tok/s{share}  norm {norm:.2f}  lr {lr:.1e}"
             self.console.progress(f"step {step:>5}/{of}{left}  {numbers}")
+        self._estimate()
         self._not_finite = 0 if finite else self._not_finite + 1
         self._changed = step if isfinite(norm) else self._changed
         if self._not_finite == NOT_FINITE_LIMIT:
             self._diverged(loss, norm)
+
+    def _estimate(self) -> None:
+        """Says once, as soon as the speed is known, how long the run takes."""
+        if self._stepped != ESTIMATE_STEPS or self.progress.total is None:
+            return
+        seconds = (self.progress.total - self.progress.step) * (self._step_s + self._pause_s)
+        if seconds > ESTIMATE_S:
+            speed = f"{self._step_s * 1e3:,.1f} ms a step"
+            self.console.line(f"speed    {speed}: {in_words(seconds)} to go")
+            if seconds > report.LONG_S:
+                self.console.line(report.months_warning(f"at {speed} this run takes {in_words(seconds)}"))
 
     def _diverged(self, loss: float, norm: float) -> NoReturn:
         """Ends the run with one line. The weights are saved first, as the last update that was not skipped left them, unless that
@@ -182,7 +203,7 @@ class Loop:
             for lo, hi in tensorfile.pieces(t.shape, itemsize=4)
         )
 
-    def _record(self, row: dict[str, Any]) -> None:
+    def record(self, row: dict[str, Any]) -> None:
         had_problem = self.metrics.problem is not None
         self.metrics.add(row)
         self.console.record(row)
@@ -204,7 +225,11 @@ class Loop:
             left_s=budget - progress.seconds - self.final_targets / self._evaluated_per_s,
             limit=train.steps or ANY_STEPS,
         )
-        self.console.line(f"{progress.total} steps of {self._step_s * 1e3:.1f} ms fit into {train.minutes:g} minutes")
+        self.console.line(
+            f"speed    {self._step_s * 1e3:.1f} ms a step: {progress.total:,} steps fit into {train.minutes:g} minutes"
+        )
+        if self.config.optim.warmup >= progress.total:
+            self.console.line(report.warmup_warning(self.config, progress.total))
 
     # --- between steps ---
 
@@ -215,8 +240,8 @@ class Loop:
             return  # the final report looks closer
         if train.eval_every and step % train.eval_every == 0:
             begin = time.perf_counter()
-            report = self.console.evaluating(self.evaluator.windows.windows)
-            result = self.evaluator.run(self.session, stop=lambda: bool(self.stop), report=report)
+            tell = self.console.evaluating(self.evaluator.windows.windows)
+            result = self.evaluator.run(self.session, stop=lambda: bool(self.stop), report=tell)
             if result is None:
                 return
             seconds = time.perf_counter() - begin
@@ -230,14 +255,16 @@ class Loop:
     def record_evaluation(self, step: int, result: Result) -> None:
         bits = result.bits_per_byte
         found = {"val_nats": result.nats, "val_bits_per_byte": bits, "targets": result.targets}
-        self._record({"kind": "eval", "step": step, **found})
+        self.record({"kind": "eval", "step": step, **found})
         per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
         self.console.line(f"step {step:>5}  validation {result.nats:.4f} nats per token{per_byte}")
 
     def record_sample(self, step: int, text: str, *, show: bool = True) -> None:
-        self._record({"kind": "sample", "step": step, "text": text})
+        self.record({"kind": "sample", "step": step, "text": text})
         if show:
-            self.console.line("\n".join([f"step {step:>5}  sample", *(f"  | {line}" for line in text.splitlines())]))
+            lines = text.splitlines()
+            more = ["  | ..."] * (len(lines) > SHOWN_LINES)
+            self.console.line("\n".join([f"step {step:>5}  sample", *(f"  | {x}" for x in lines[:SHOWN_LINES]), *more]))
 
     # --- checkpoints ---
 

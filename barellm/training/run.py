@@ -27,7 +27,7 @@ from barellm.evaluation.text import gzip_bits_per_byte, python_share
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.generation.decode import Decoder
 from barellm.generation.samplers import Sampling
-from barellm.training import curve, metrics
+from barellm.training import curve, metrics, report
 from barellm.training.console import Console, duration, short
 from barellm.training.loop import ANY_STEPS, Loop, Progress
 from barellm.training.stopping import Stopping
@@ -137,7 +137,9 @@ class Run:
         check(config)
         self.start, self.weights, self.device, self.console, self.started = start, weights, device, console, started
         tokenizer = load_tokenizer(start.path) if start else weights.tokenizer if weights else None
-        self.data: Dataset = prepare(config.data, tokenizer=tokenizer, asked=asked, report=console.line)
+        self.data: Dataset = prepare(
+            config.data, tokenizer=tokenizer, asked=asked, report=console.line, progress=console.tokenizing()
+        )
         if not asked:
             config = replace(config, data=replace(config.data, tokenizer=self.data.tokenizer.name))
         self.config = with_vocabulary(config, self.data.tokenizer)
@@ -198,7 +200,8 @@ class Run:
 
     def _begin(self, folder: RunFolder, machine: Machine) -> tuple[Progress, list[dict[str, Any]]]:
         """Weights from the seed, from elsewhere or from the checkpoint; the resolved configuration printed and saved."""
-        self._print_configuration(machine)
+        for line in report.header(machine, self.data, folder.path):
+            self.console.line(line)
         if self.start is None:
             if self.weights is None:
                 machine.initialize(self.config.train.seed)
@@ -218,20 +221,21 @@ class Run:
             self.console.line(f"resumed from {self.start.path} after {duration(progress.seconds)} of training")
         resolved = json.dumps(overrides.to_json(self.config), indent=2) + "\n"
         storage.replace_file(folder.path / "config.json", resolved.encode())
+        self._print_intentions(machine, progress)
         return progress, rows
 
-    def _print_configuration(self, machine: Machine) -> None:
-        say = self.console.line
-        for section in ("model", "optim", "data", "train"):
-            values = {k.partition(".")[2]: v for k, v in overrides.flat(self.config).items() if k.startswith(section)}
-            say(f"{section:<6} " + "  ".join(f"{name} {value}" for name, value in values.items()))
-        train, val = len(self.data.train), len(self.data.val)
-        say(f"text   {self.data.name}: {short(train)} tokens to train on, {short(val)} to validate")
-        if self.data.byte_lengths is None:
-            say("text   no samples and no bits per byte: GPT-2's vocabulary is not on this machine")
-        for line in machine.description():
-            say(line)
-        say()
+    def _print_intentions(self, machine: Machine, progress: Progress) -> None:
+        train, peak = self.config.train, machine.peak()
+        total = progress.total or (None if train.minutes else train.steps)
+        bound_s = machine.flops_per_step / peak if peak else 0.0
+        found = report.intentions(self.config, self.data, done=progress.step, total=total, bound_s=bound_s)
+        # Windows are few because the text is short, or because few were asked for.
+        whole = Validation(self.data.val, seq=train.seq).windows
+        few = whole < report.FEW_WINDOWS
+        windows = whole if few else self.evaluator.windows.windows
+        found.append(report.few_windows(windows, train.seq, "--data.val_fraction" if few else "--train.eval_tokens"))
+        for line in (*filter(None, found), ""):
+            self.console.line(line)
 
     def _meta(self, machine: Machine) -> dict[str, Any]:
         tokenizer = self.data.tokenizer
@@ -263,10 +267,10 @@ class Run:
         return texts
 
     def _finish(self, folder: RunFolder, machine: Machine, loop: Loop, decoder: Decoder, stop: Stopping) -> bool:
-        """The last, longer look: evaluation, samples, curve, and the JSON line. False if stopped before the end."""
+        """The last, longer look: evaluation, samples, curve, and what they come to. False if stopped before the end."""
         say, step = self.console.line, loop.progress.step
-        report = self.console.evaluating(self.final_evaluator.windows.windows)
-        result = self.final_evaluator.run(machine.session, stop=lambda: bool(stop), report=report)
+        tell = self.console.evaluating(self.final_evaluator.windows.windows)
+        result = self.final_evaluator.run(machine.session, stop=lambda: bool(stop), report=tell)
         if result is None:
             return False
         loop.record_evaluation(step, result)
@@ -285,10 +289,12 @@ class Run:
         title = f"{self.config.preset}, {short(self.config.model.parameters)} parameters"
         try:
             curve.image(image, [found], title=title)
-            say(f"curve {image}, metrics {folder.path / 'metrics.jsonl'}")
         except OSError as error:  # the weights are safe; a picture is not worth the report
             say(f"warning: no curve in {image}: {error.strerror}")
-        self.console.final(self._result(machine, loop, result, texts, seconds=time.monotonic() - self.started))
+        row = self._result(machine, loop, result, texts, seconds=time.monotonic() - self.started)
+        loop.record(row)
+        for line in report.closing(row, folder.path, self.config):
+            say(line)
         return True
 
     def _result(
@@ -296,6 +302,7 @@ class Run:
     ) -> dict[str, Any]:
         final: dict[str, Any] = {
             "kind": "result",
+            "step": loop.progress.step,
             "preset": self.config.preset,
             "val_nats": result.nats,
             "val_bits_per_byte": result.bits_per_byte,

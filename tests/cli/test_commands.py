@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -40,10 +41,21 @@ def test_a_run_leaves_its_checkpoint_metrics_configuration_and_curve(trained):
     assert set(meta["config"]) == set(Config.__dataclass_fields__)
 
 
-def test_the_last_line_of_a_run_is_its_result(tiny, capsys, tmp_path):
+def test_a_run_ends_in_plain_lines_and_its_metrics_in_the_result(tiny, capsys, tmp_path):
     assert main(tiny("--data", "stdlib", "--data.tokenizer", "bytes", "--data.val_fraction", "0.001")) == 0
     out = capsys.readouterr().out
-    result = json.loads(out.splitlines()[-1])
+    result = metrics.read(tmp_path / "run" / "metrics.jsonl")[-1]
+    end = out[out.index("\ndone ") :]
+    assert (
+        "{" not in end
+        and f"{result['val_nats']:.4f} nats per token, {result['val_bits_per_byte']:.3f} bits per byte" in end
+    )
+    assert f"gzip -9 needs {result['gzip_bits_per_byte']:.3f} bits per byte" in end and "4 steps in 0:0" in end
+    typed = [line.partition("barellm ")[2] for line in end.splitlines() if " barellm " in line]
+    assert [words.split()[0] for words in typed] == ["sample", "eval", "train"]
+    for words in typed[:1] + typed[2:]:  # what it says to type next works
+        assert main([*shlex.split(words), *REFERENCE]) == 0
+    assert capsys.readouterr().out.count("\ndone ") == 1
     assert result["kind"] == "result" and result["steps"] == 4
     assert 4 < result["val_bits_per_byte"] < 9 and 1 < result["gzip_bits_per_byte"] < 5
     assert 0 <= result["tokenize_share"] <= 1 and 0.5 < result["tokenize_share_of_validation"] < 1
@@ -82,7 +94,7 @@ def test_a_constant_rate_may_be_below_the_rate_that_others_fall_to(tiny, tmp_pat
 def test_json_mode_prints_objects_only(tiny, capsys, tmp_path):
     assert main(tiny("--json")) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert rows[:-1] == metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert rows == metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert rows[-1]["kind"] == "result"
 
 
@@ -95,7 +107,8 @@ def test_a_folder_is_chosen_where_none_is_named(tiny, tmp_path, monkeypatch, cap
     (run,) = (tmp_path / "runs").iterdir()
     assert run.name.startswith("shakespeare-char-2")
     assert main(["train", "shakespeare-char", "--resume", *REFERENCE]) == 0
-    assert Path(last_json(capsys)["checkpoint"]).resolve() == run / "checkpoints/step-000004"
+    result = metrics.read(run / "metrics.jsonl")[-1]
+    assert result["kind"] == "result" and Path(result["checkpoint"]).resolve() == run / "checkpoints/step-000004"
 
 
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(tiny, tmp_path, monkeypatch):

@@ -135,21 +135,18 @@ def test_ids_beyond_the_vocabulary_are_refused_in_uint32_shards(small, tmp_path)
         prepare(DataConfig(source=str(tmp_path), tokenizer=str(tmp_path)))
 
 
-@pytest.mark.alone
 def test_a_vocabulary_of_this_size_is_fast_enough(large):
-    """On two busy cores of Zen 4 it loads in 1.3 s, and encodes and decodes 1.1 MB/s."""
-    content, begin = large.content, time.perf_counter()
-    fresh = HuggingFace(content, path=Path("made up"))
+    """Processor time of all threads, which a busy machine changes little: 0.6 s to load and 0.5 s a megabyte on Zen 4."""
+    begin = time.process_time()
+    fresh = HuggingFace(large.content, path=Path("made up"))
     fresh.encode("text")
-    loaded = time.perf_counter()
-    text = TEXT * (4_000_000 // len(TEXT))
-    assert (
-        fresh.decode(np.concatenate(fresh.encode_many([text[i : i + 200_000] for i in range(0, len(text), 200_000)])))
-        == text
-    )
-    seconds = time.perf_counter() - loaded
-    print(f"loaded in {loaded - begin:.2f} s, {len(text) / 1e6 / seconds:.1f} MB/s encoded and decoded")
-    assert loaded - begin < 10 and seconds < 16
+    loaded = time.process_time()
+    text = TEXT * (1_000_000 // len(TEXT))
+    blocks = [text[i : i + 100_000] for i in range(0, len(text), 100_000)]
+    assert fresh.decode(np.concatenate(fresh.encode_many(blocks))) == text
+    seconds = time.process_time() - loaded
+    print(f"loaded in {loaded - begin:.2f} s, {seconds / len(text) * 1e6:.1f} s a megabyte")
+    assert loaded - begin < 6 and seconds < 15
 
 
 # --- what is refused ---

@@ -87,3 +87,18 @@ def test_mistakes_are_named(text, tmp_path):
     run(text, "--out", out, "--tokenizer", "bytes")
     with pytest.raises(UserError, match="holds token shards already"):
         run(out, "--out", tmp_path / "again", "--tokenizer", "bytes")
+
+
+def test_a_long_text_says_how_far_it_is(text, tmp_path, monkeypatch, capsys):
+    """Bytes done of all bytes of both parts, the validation part first; a short text says nothing."""
+    monkeypatch.setattr("barellm.data.sources.GROUP", 100)
+    monkeypatch.setattr("barellm.data.corpus.BLOCK", 100)
+    text.write_text("é words\n" * 500)
+    assert run(text, "--out", tmp_path / "a", "--tokenizer", "bytes") == 0
+    assert "tokenizing: " not in capsys.readouterr().out
+    seen = []
+    monkeypatch.setattr("barellm.training.console.Console.tokenizing", lambda self: lambda *done: seen.append(done))
+    assert run(text, "--out", tmp_path / "b", "--tokenizer", "bytes") == 0
+    done = [nbytes for nbytes, _ in seen]
+    assert {total for _, total in seen} == {4500} and done[-1] == 4500 and len(done) > 20
+    assert done == sorted(done) and done[0] < 450

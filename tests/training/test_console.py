@@ -64,7 +64,7 @@ def test_json_lines_are_all_that_a_machine_sees():
     assert not c.due() and not c.live
     c.line("text")
     c.record({"step": 1})
-    c.final({"step": 2})
+    c.record({"step": 2})
     assert [json.loads(line) for line in out.getvalue().splitlines()] == [{"step": 1}, {"step": 2}]
 
 
@@ -98,3 +98,15 @@ def test_durations(seconds, text):
 )
 def test_short_counts(count, text):
     assert short(count) == text
+
+
+def test_a_text_that_takes_long_says_its_megabytes(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    out = Terminal()
+    tell = Console(stream=out).tokenizing()
+    tell(1_000_000, 9_000_000)
+    assert out.getvalue() == ""
+    now[0] += 1.5
+    tell(2_500_000, 9_000_000)
+    assert out.getvalue() == "\r\x1b[2Ktokenizing: 2.5 of 9.0 MB"

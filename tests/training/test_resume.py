@@ -28,7 +28,7 @@ def steps_seen(out: Path) -> list[tuple[str, int]]:
 
 
 def numbers(out: Path) -> list[dict]:
-    timing = ("tokens_per_s", "seconds")
+    timing = {"seconds", "seconds_all_sessions", "tokens_per_s", "checkpoint", "curve"}  # and places
     return [{k: v for k, v in row.items() if k not in timing} for row in metrics.read(out / "metrics.jsonl")]
 
 

@@ -1,0 +1,124 @@
+"""What a run says in words before its first step and after its last one."""
+
+from __future__ import annotations
+
+import shlex
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from barellm import __version__
+from barellm.assembly.machine import Machine
+from barellm.config import Config
+from barellm.data.sources import Dataset
+from barellm.training.console import duration, in_words, short
+
+FEW_WINDOWS = 8  # a loss over fewer windows than these says little
+LONG_S = 30 * 86400.0  # a run of a month is rarely meant
+MIB = 1 << 20
+
+
+def header(machine: Machine, data: Dataset, folder: Path) -> list[str]:
+    """What is trained, on what, with what, and where it goes: a few lines. config.json has every setting."""
+    config, found = machine.config, machine.meta()
+    model, train = config.model, config.train
+    units = f"{found['threads']} threads" if "threads" in found else found["processor"]
+    memory = f"{machine.plan.arena_bytes / MIB:,.1f} MiB of memory"
+    sizes = f"{model.layers} layers of {model.channels} channels, {model.vocab_size:,} token ids"
+    lines = [
+        f"barellm {__version__}, preset {config.preset}",
+        f"model    {short(model.parameters)} parameters: {sizes}, up to {model.max_seq:,} positions",
+        f"text     {data.name}",
+        f"         {short(len(data.train))} tokens to learn from and {short(len(data.val))} held back for validation "
+        f"(tokenizer {data.tokenizer.name})",
+        f"machine  {found['device']}, {found['isa']}, {found['dtype']}, {units}; {memory}",
+        f"a step   {train.batch} x {train.accumulate} sequences of {train.seq} tokens, {_bound(machine)}",
+        f"folder   {folder}, where config.json has every setting",
+    ]
+    if data.byte_lengths is None:
+        lines.append("         no samples and no bits per byte: GPT-2's vocabulary is not on this machine")
+    return lines
+
+
+def _bound(machine: Machine) -> str:
+    flops, peak = machine.flops_per_step, machine.peak()
+    work = f"{flops / 1e9:,.2f} GFLOP"
+    if not peak:
+        return work
+    return f"{work}; the bound is {flops / peak * 1e3:,.1f} ms at {peak / 1e9:,.0f} GFLOP/s (measured)"
+
+
+def tokens_of(config: Config, steps: int) -> int:
+    train = config.train
+    return steps * train.batch * train.accumulate * train.seq
+
+
+def intentions(config: Config, data: Dataset, *, done: int, total: int | None, bound_s: float) -> list[str]:
+    """How much is to be trained, and what cannot be meant. `total` None: the number of steps follows from `minutes`; `bound_s`: the
+    time that no step can beat, 0 where nobody measured."""
+    train, optim = config.train, config.optim
+    if total is None:
+        most = f", at most {train.steps:,}" if train.steps else ""
+        return [f"to do    as many steps as fit into {train.minutes:g} minutes{most}"]
+    tokens = tokens_of(config, total - done)
+    epochs = tokens / max(1, len(data.train))
+    least = (total - done) * bound_s
+    time = f"; the bound is {in_words(least)}" if least >= 1 else ""
+    lines = [f"to do    {total - done:,} steps, {short(tokens)} tokens, {epochs:.3g} times this text{time}"]
+    if optim.warmup >= total:
+        lines.append(warmup_warning(config, total))
+    if least > LONG_S:
+        lines.append(months_warning(f"even at this machine's measured peak this run takes {in_words(least)}"))
+    return lines
+
+
+def warmup_warning(config: Config, total: int) -> str:
+    return (
+        f"warning: the warmup of {config.optim.warmup:,} steps is not over after {total:,}: the learning rate never reaches "
+        f"{config.optim.lr:g} (--optim.warmup {ceil(total / 20)} would be 5 %)"
+    )
+
+
+def months_warning(words: str) -> str:
+    return f"warning: {words}: fewer --steps, a smaller preset, or --minutes"
+
+
+def few_windows(windows: int, seq: int, key: str) -> str:
+    """A warning, or "" where validation has enough windows."""
+    if windows >= FEW_WINDOWS:
+        return ""
+    several = f"only {windows} windows" if windows > 1 else "a single window"
+    return f"warning: validation looks at {several} of {seq} tokens, so its loss is rough: more text, or a larger {key}"
+
+
+def closing(result: dict[str, Any], folder: Path, config: Config) -> list[str]:
+    """The end of a run in plain lines: how good, how long, what lies where, and what to type next."""
+    loss, bits = f"{result['val_nats']:.4f} nats per token", result["val_bits_per_byte"]
+    lines = [
+        "",
+        f"done     {result['steps']:,} steps in {duration(result['seconds'])}, {result['tokens_per_s']:,.0f} tokens/s",
+    ]
+    if result["seconds_all_sessions"] > result["seconds"] + 1:
+        lines[-1] += f"; {duration(result['seconds_all_sessions'])} with the sessions before"
+    if bits is None:
+        lines.append(f"loss     {loss} of text that it was not trained on")
+    else:
+        lines.append(
+            f"loss     {loss}, {bits:.3f} bits per byte, on {result['val_bytes']:,} bytes that it was not trained on"
+        )
+        lines.append(f"         gzip -9 needs {result['gzip_bits_per_byte']:.3f} bits per byte for the same text")
+    if "tokenize_share" in result:
+        lines.append(
+            f"python   {result['tokenize_share']:.0%} of {result['tokenize_lines']} sampled lines are Python, each by itself; "
+            f"of the library's own {result['tokenize_share_of_validation']:.0%}"
+        )
+    run = shlex.quote(str(folder))
+    prompt = ' --prompt "def main("' if config.data.source == "stdlib" else ' --prompt "..."'
+    return [
+        *lines,
+        f"saved    {result['checkpoint']}",
+        f"         metrics.jsonl has every step, loss.png the curve, config.json the settings, all in {folder}",
+        f"next     barellm sample {run}{prompt}",
+        f"         barellm eval {run} --data FILE --whole",
+        f"         barellm train --out {run} --resume --steps {2 * result['steps']}",
+    ]

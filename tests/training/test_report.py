@@ -1,0 +1,166 @@
+"""What a run says before its first step and after its last, and what it warns of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from barellm.cli.main import main
+from barellm.config import preset
+from barellm.overrides import changed
+from barellm.training import loop, report
+from barellm.training.console import Console, in_words
+
+
+def config(**keys):
+    return changed(preset("shakespeare-char"), {key.replace("__", "."): value for key, value in keys.items()})
+
+
+TEXT = SimpleNamespace(train=range(1_000_000))
+
+
+def said(chosen, *, done=0, total=2000, bound_s=0.0):
+    return report.intentions(chosen, TEXT, done=done, total=total, bound_s=bound_s)
+
+
+def test_tokens_epochs_and_the_bound_of_what_is_left():
+    assert said(config()) == ["to do    2,000 steps, 1.54M tokens, 1.54 times this text"]
+    assert said(config(train__accumulate=2), bound_s=0.1) == [
+        "to do    2,000 steps, 3.07M tokens, 3.07 times this text; the bound is 3 minutes"
+    ]
+    assert said(config(), done=1500, bound_s=0.1) == [
+        "to do    500 steps, 384k tokens, 0.384 times this text; the bound is 50 seconds"
+    ]
+    assert said(config(), total=3, bound_s=0.1)[0] == "to do    3 steps, 2.3k tokens, 0.0023 times this text"
+
+
+def test_a_limit_of_time_is_said_as_one():
+    limited = config(train__minutes=2.5)
+    assert limited.train.steps == 0
+    assert said(limited, total=None) == ["to do    as many steps as fit into 2.5 minutes"]
+    both = replace(limited, train=replace(limited.train, steps=3000))
+    assert said(both, total=None) == ["to do    as many steps as fit into 2.5 minutes, at most 3,000"]
+
+
+@pytest.mark.parametrize("total, warned", [(99, True), (100, True), (101, False)])
+def test_a_warmup_that_never_ends_is_warned_of(total, warned):
+    lines = said(config(), total=total)
+    assert (len(lines) == 2) == warned
+    if warned:
+        assert lines[1].startswith(
+            f"warning: the warmup of 100 steps is not over after {total}: the learning rate never"
+        )
+        assert "--optim.warmup 5 would" in lines[1]
+
+
+@pytest.mark.parametrize("days, warned", [(29, False), (31, True)])
+def test_a_run_of_months_is_warned_of(days, warned):
+    lines = said(config(), bound_s=days * 86400 / 2000)
+    assert (len(lines) == 2) == warned
+    assert not warned or lines[1].startswith("warning: even at this machine's measured peak this run takes 31 days: ")
+
+
+def test_few_windows_are_warned_of():
+    assert report.few_windows(8, 64, "k") == ""
+    assert "only 7 windows of 64 tokens" in report.few_windows(7, 64, "k") and "a larger k" in report.few_windows(
+        7, 64, "k"
+    )
+    assert "a single window of 64" in report.few_windows(1, 64, "k")
+
+
+@pytest.mark.parametrize(
+    "more, key",
+    [((), None), (("--train.eval_tokens", "24"), "--train.eval_tokens"), (("--seq", "200"), "--data.val_fraction")],
+)
+def test_a_run_says_which_key_gives_more_windows(fake, command, capsys, more, key):
+    assert main(command("run", "--model.max_seq", "256", *more)) == 0
+    out = capsys.readouterr().out
+    assert ("warning: validation looks at" in out) == (key is not None)
+    assert key is None or f"or a larger {key}\n" in out
+
+
+def test_the_header_is_a_few_short_lines_and_every_setting_is_in_the_folder(fake, command, tmp_path, capsys):
+    assert main(command("run")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head = lines[: lines.index("")]
+    assert len(head) <= 11 and all(len(line) < 132 for line in head if str(tmp_path) not in line)
+    assert not any("beta" in line for line in head) and (tmp_path / "run" / "config.json").is_file()
+    assert any("where config.json has every setting" in line for line in head)
+    assert head[-1].startswith("to do    12 steps, 384 tokens, ")
+
+
+@pytest.mark.parametrize("months", [False, True])
+def test_the_speed_is_said_once_it_is_known(fake, command, capsys, monkeypatch, months):
+    monkeypatch.setattr(loop, "ESTIMATE_S", 0.0)
+    monkeypatch.setattr(report, "LONG_S", 0.0 if months else 1e9)
+    assert main(command("run")) == 0
+    out = capsys.readouterr().out
+    assert out.count("ms a step: 0 seconds to go") == 1
+    assert ("warning: at " in out) == months
+    before, _, after = out.partition("speed    ")
+    assert "step     3  validation" not in before and "step     3  validation" in after
+
+
+def test_short_runs_say_no_speed(fake, command, capsys):
+    assert main(command("run")) == 0
+    assert "to go" not in capsys.readouterr().out
+
+
+def test_minutes_that_end_within_the_warmup_are_warned_of(fake, command, capsys, monkeypatch):
+    monkeypatch.setattr(loop, "CALIBRATION_S", 0.0)
+    assert main(command("run", "--train.minutes", "1", "--steps", "12", "--optim.warmup", "40")) == 0
+    out = capsys.readouterr().out
+    assert "a step: 12 steps fit into 1 minutes" in out and "the warmup of 40 steps is not over after 12" in out
+
+
+class Watched(Console):
+    """Due at any time."""
+
+    LIVE_S = PLAIN_S = INSIDE_S = 0.0
+
+
+def test_micro_batches_are_counted_within_a_step(fake, command, capsys, monkeypatch):
+    monkeypatch.setattr("barellm.training.console.Console", Watched)
+    assert main(command("run", "--train.accumulate", "3", "--steps", "4")) == 0
+    out = capsys.readouterr().out
+    assert [out.count(f"step     2/4  micro-batch {i} of 3\n") for i in (1, 2, 3)] == [1, 1, 0]
+
+
+def test_a_log_hears_of_micro_batches_once_a_minute(monkeypatch):
+    import io
+
+    from barellm.training import console
+
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    c = Console(stream=io.StringIO())
+    c.progress("a step")
+    now[0] += 5.0
+    assert c.due() and not c.due(inside=True)
+    now[0] += 55.0
+    assert c.due(inside=True)
+
+
+def test_a_long_sample_is_shown_in_part(fake, command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("barellm.training.run.Run._samples", lambda self, *a, **k: ["\n".join(map(str, range(40)))])
+    assert main(command("run")) == 0
+    out = capsys.readouterr().out
+    assert "  | 15\n  | ...\n" in out and "  | 16\n" not in out
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [
+        (40, "40 seconds"),
+        (89, "89 seconds"),
+        (720, "12 minutes"),
+        (5.2 * 3600, "5.2 hours"),
+        (9 * 86400, "9 days"),
+        (213 * 86400, "7 months"),
+        (30400 * 86400, "1,000 months"),
+    ],
+)
+def test_times_in_words(seconds, words):
+    assert in_words(seconds) == words
