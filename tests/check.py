@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import FORMATS, decode, encode
 from barellm.program.ops.base import Op
-from barellm.program.ops.moments import FORMATS
 from barellm.program.tensor import Dim, Tensor, View
-from barellm.runtime.storage import from_memory, join_split, split_fp32, to_memory
 
 EPS = 2.0**-24
-ROUNDING = {"fp32": EPS, "bf16": 2.0**-8, "split": EPS, "i32": 0.0, "e6m9": 2.0**-10, "ue6m10": 2.0**-11}
+ROUNDING = {name: f.half_ulp for name, f in FORMATS.items()}
 SCALARS = {"pos": 0, "accumulate": 0, "step": 1, "seed": 0, "sample": 0, "lr": 1e-3, "inv_targets": 1.0}
 
 
@@ -40,9 +39,7 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
     """Values rounded to a storage dtype, as float64 (integers stay)."""
     if dtype == "i32":
         return np.asarray(values, np.int32)
-    if dtype == "split":
-        return join_split(*split_fp32(np.asarray(values, np.float32))).astype(np.float64)
-    return from_memory(to_memory(values, dtype), dtype).astype(np.float64)
+    return decode(encode(values, dtype), dtype).astype(np.float64)
 
 
 def tokens(values: np.ndarray, dtype: str = "fp32") -> Given:
@@ -123,10 +120,10 @@ def _run(case: Case, open_session: Callable[[dict[str, Program]], Any]) -> dict[
         _check_bytes(case, op, session, actual)
     finally:
         session.close()
-    # Products read the bf16 plane of a split parameter.
-    rounded = {name for name in op.rounded if case.given[name].dtype == "split"}
+    # Products read the first plane of a parameter.
+    rounded = {name: FORMATS[case.given[name].dtype].operand for name in op.rounded if name in case.given}
     values = {name: case.values(name) for name in op.inputs}
-    arrays = {name: stored(v, "bf16") if name in rounded else v for name, v in values.items()}
+    arrays = {name: stored(v, rounded[name]) if name in rounded else v for name, v in values.items()}
     want = op.run(arrays, scalars, {name: values for name, values in current.items() if op.adds(name, scalars)})
     for name, values in got.items():
         if case.bounds.get(name, 0.0) is not None:
@@ -171,7 +168,7 @@ def _program(case: Case, dims: tuple[Dim, Dim]) -> tuple[Op, Program]:
 
 
 def _read(session: Any, t: Tensor, shape: tuple[int, ...]) -> np.ndarray:
-    if t.dtype == "split" or t.dtype in FORMATS:
+    if FORMATS[t.dtype].kind in ("planes", "code"):
         return session.read(t.name)
     return session.stored(t, shape).copy()
 

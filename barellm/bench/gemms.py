@@ -27,8 +27,8 @@ from barellm.plans import devices
 from barellm.plans.roofline import Bench, Ceiling, open_bench
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import numpy_dtype
 from barellm.program.tensor import Dim, Tensor
-from barellm.runtime.storage import dtype_of
 
 COLD_BYTES = {"cpu": 96 << 20, "cuda": 192 << 20}  # three last-level caches, of 32 MiB, and of 60
 MOST_COPIES = 200
@@ -187,7 +187,7 @@ def copies_of(nbytes: int, device: str) -> int:
 
 def fill(session: Any) -> None:
     """Random normal bf16 everywhere, which as pairs are fp32 numbers as normal; it also backs the memory with pages."""
-    block = np.random.default_rng(1).standard_normal(1 << 20).astype(dtype_of("bf16")).view(np.uint8)
+    block = np.random.default_rng(1).standard_normal(1 << 20).astype(numpy_dtype("bf16")).view(np.uint8)
     for start in range(0, session.plan.arena_bytes, block.size):
         session._set(start, block[: session.plan.arena_bytes - start])
 
@@ -248,7 +248,7 @@ def alone(product: Product) -> Product:
 def case(product: Product, dtype: str, device: str) -> dict[str, Any]:
     """The product as the peer is told of it."""
     N, K, tokens = product.N, product.K, product.tokens
-    nbytes = (tokens * N + tokens * K + N * K) * dtype_of(dtype).itemsize
+    nbytes = (tokens * N + tokens * K + N * K) * numpy_dtype(dtype).itemsize
     sizes = {"N": N, "K": K, "tokens": tokens, "dtype": dtype, "copies": copies_of(nbytes, device)}
     return {"op": ROLES.get(product.op, "forward"), **sizes}
 

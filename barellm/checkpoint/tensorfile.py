@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from barellm.checkpoint.storage import NewFile
 from barellm.errors import UserError
+from barellm.program.dtypes import FORMATS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +26,8 @@ class Rows(Protocol):
 
 PIECE = 8 << 20  # bytes read from the session at a time
 # What a session gives as fp32 is kept as fp32: every value of a 16-bit format is one, and any reader knows it.
-CODES = {"fp32": "F32", "split": "F32", "e6m9": "F32", "ue6m10": "F32", "fp64": "F64", "i32": "I32", "bf16": "BF16"}
+EXCHANGE = {"fp32": "F32", "fp64": "F64", "i32": "I32", "bf16": "BF16"}
+CODES = {name: EXCHANGE[f.exchange] for name, f in FORMATS.items() if f.exchange in EXCHANGE}
 ITEM = {"F32": 4, "F64": 8, "I32": 4, "BF16": 2}
 # Other programs' files may hold the others beside their weights.
 NUMPY = {

@@ -11,7 +11,7 @@ from typing import Any
 from barellm.cpu import sources
 from barellm.cpu.isa import ISA
 from barellm.cpu.lang import Builder, Pointer, Value
-from barellm.runtime import scalars
+from barellm.program import scalars
 
 # The per-thread block that every kernel gets as its first argument.
 RT_THREAD, RT_THREADS, RT_SCALARS, RT_PRIVATE, RT_GROUP, RT_GROUPS = 0, 8, 16, 24, 32, 40
@@ -34,7 +34,8 @@ class Spec:
 
     @property
     def key(self) -> str:
-        return f"{self.emit.__module__}.{self.name}|{sources.of_kernel(self.emit)}|{self.operands}|{self.constants}"
+        own = f"{self.emit.__module__}.{self.name}|{sources.of_kernel(self.emit)}|{self.operands}|{self.constants}"
+        return own + scalars.layout(self.constants)
 
     def symbol(self) -> str:
         return f"{self.name}_{hashlib.sha256(self.key.encode()).hexdigest()[:12]}"
@@ -80,8 +81,8 @@ class KernelBuilder(Builder):
     def scalar(self, name: str) -> Value:
         """A run-time scalar: i64, or double where it is a float."""
         block = self._rt(RT_SCALARS, "ptr")
-        p = self.op("ptr", f"getelementptr i8, ptr {block.ref}, i64 {scalars.OFFSET[name]}")
-        type_ = {"i64": "i64", "fp64": "double"}[scalars.SCALARS[name]]
+        p = self.op("ptr", f"getelementptr i8, ptr {block.ref}, i64 {scalars.SCALARS[name].offset}")
+        type_ = {"i64": "i64", "fp64": "double"}[scalars.SCALARS[name].kind]
         return self.op(type_, f"load {type_}, ptr {p.ref}, align 8")
 
     def extent(self, dims: tuple[str, ...], inner: int = 1) -> Value:

@@ -13,7 +13,7 @@ from barellm.cuda.kernel import Launch, Sizes, Spec
 from barellm.cuda.kernels import machine
 from barellm.cuda.lang import DeviceFunction
 from barellm.cuda.launch import BoundLaunch, Kernel
-from barellm.runtime.storage import dtype_of
+from barellm.program.dtypes import numpy_dtype
 
 NBYTES = 1 << 29  # that a measurement of bandwidth touches: ten times the second cache
 BLOCK = 1024
@@ -55,7 +55,7 @@ class Bench:
         leave. TF32 is not used."""
         rows, cols, depth, warps = TILES[dtype]
         blocks = 2 * self.device.sms
-        noise = np.random.default_rng(0).standard_normal(depth * (rows + cols)).astype(dtype_of(dtype))
+        noise = np.random.default_rng(0).standard_normal(depth * (rows + cols)).astype(numpy_dtype(dtype))
         out, operands = driver.DeviceMemory(4 * blocks), driver.DeviceMemory(noise.nbytes)
         operands.write(0, noise.view(np.uint8), self.context.stream)
         pointers = {"a": operands.address, "b": operands.address + noise.nbytes // (rows + cols) * rows}

@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from barellm.cuda.lang import DeviceFunction
+from barellm.program.dtypes import FORMATS
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime import registry
 from barellm.runtime.lowering import Region, part
 from barellm.runtime.registry import Registry
 
-POINTER = {name: f"*{name}" for name in ("fp64", "fp32", "bf16", "i32", "i64", "i16")} | {
-    "e6m9": "*i16",
-    "ue6m10": "*i16",
-}
+POINTER = {name: "*i16" if f.kind == "code" else f"*{name}" for name, f in FORMATS.items() if not f.planes}
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,20 @@ class Target:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one run."""
+    """The sizes of one run. `others`: of Dims with other names than these two."""
 
     batch: int = 1
     seq: int = 1
+    others: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Sizes:
+        """From a size for each name; batch and seq are 1 where they are not among them."""
+        known = {name: n for name, n in sizes.items() if name in ("batch", "seq")}
+        return cls(**known, others=tuple(sorted((name, n) for name, n in sizes.items() if name not in known)))
+
+    def __getitem__(self, name: str) -> int:
+        return {"batch": self.batch, "seq": self.seq, **dict(self.others)}[name]
 
     @property
     def tokens(self) -> int:
@@ -79,7 +87,7 @@ class Rows:
     inner: int
 
     def __call__(self, sizes: Sizes) -> int:
-        return self.inner * prod(getattr(sizes, d) for d in self.dims)
+        return self.inner * prod(sizes[d] for d in self.dims)
 
 
 @dataclass(frozen=True)

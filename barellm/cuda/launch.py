@@ -10,7 +10,7 @@ from barellm.cuda import driver
 from barellm.cuda.compile import Code, Descriptor
 from barellm.cuda.kernel import Launch, Sizes, Table, TensorMap
 from barellm.errors import UserError
-from barellm.program.tensor import ITEMSIZE
+from barellm.program.dtypes import itemsize
 from barellm.runtime.lowering import Region
 
 FREE_SHARED_BYTES = 48 << 10  # of dynamic shared memory, that every kernel may use without asking
@@ -113,10 +113,10 @@ def _configured(code: Code, grid: tuple[int, ...]) -> Any:
 
 def encode(at: int, argument: TensorMap, rows: int, address: int, descriptor: Descriptor) -> None:
     """Write the tensor map of a row-major matrix to host address `at`."""
-    itemsize = ITEMSIZE[argument.dtype]
-    assert itemsize == descriptor.element_bytes and not address % 16 and not argument.stride * itemsize % 16, argument
+    nbytes = itemsize(argument.dtype)
+    assert nbytes == descriptor.element_bytes and not address % 16 and not argument.stride * nbytes % 16, argument
     sizes = (ctypes.c_uint64 * 2)(argument.columns, rows)
-    strides = (ctypes.c_uint64 * 1)(argument.stride * itemsize)
+    strides = (ctypes.c_uint64 * 1)(argument.stride * nbytes)
     box = (ctypes.c_uint32 * 2)(*reversed(descriptor.box))
     steps = (ctypes.c_uint32 * 2)(1, 1)
     kind = HOST_TYPE.get(descriptor.element_type, descriptor.element_type)

@@ -24,16 +24,17 @@ from barellm.cuda.fuse import FUSIONS, GROUPS
 from barellm.cuda.kernel import REGISTRY, Call, Launch, LibraryProduct, Lowering, Sizes, Spec, Table, Target
 from barellm.cuda.launch import BoundLaunch, Kernel
 from barellm.errors import UserError
+from barellm.program import scalars
 from barellm.program.builder import Program
+from barellm.program.dtypes import numpy_dtype
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
 from barellm.program.tensor import Tensor
-from barellm.runtime import poison, scalars
+from barellm.runtime import poison
 from barellm.runtime.arena import ArenaSession, laps, sizes_of
 from barellm.runtime.cgroup import cpu_limit
 from barellm.runtime.lowering import LoweredProgram, Region, plan_lowered
 from barellm.runtime.memory import check_fits
-from barellm.runtime.storage import dtype_of
 
 ALIGN = 512  # bytes, of the arena
 GRAPHS = 16  # kept, of those used last
@@ -208,7 +209,7 @@ class CudaSession(ArenaSession):
             most = max(most, end)
         turn = Turn(most)
         memory = turn.memory.array
-        turn.rooms = self._input_rooms(lambda t: memory[at[t] : at[t] + t.nbytes].view(dtype_of(t.dtype)))
+        turn.rooms = self._input_rooms(lambda t: memory[at[t] : at[t] + t.nbytes].view(numpy_dtype(t.dtype)))
         return turn
 
     def _address(self, region: Region | Table) -> int:
@@ -258,11 +259,11 @@ class CudaSession(ArenaSession):
         super().run(program, **values)
 
     def _scalar(self, name: str) -> int:
-        return int(self._block.ints[scalars.OFFSET[name] // 8])
+        return int(self._block.ints[scalars.SCALARS[name].index])
 
     def _run(self, program: str) -> Run:
         """The run that begins. A program without batch or length is the same for all."""
-        sizes = Sizes(**{name: self._scalar(name) for name in self._limits[program]})
+        sizes = Sizes.of({name: self._scalar(name) for name in self._limits[program]})
         return Run(program, sizes, program in self._by_accumulate and bool(self._scalar("accumulate")))
 
     def _captures(self, run: Run) -> bool:
@@ -345,11 +346,11 @@ class CudaSession(ArenaSession):
 
     def replay(self, program: str, **sizes: int) -> None:
         """The graph of such a run once more, with the inputs and run-time scalars that are there."""
-        self._graph(replace(self._run(program), sizes=Sizes(**sizes))).launch(self.stream)
+        self._graph(replace(self._run(program), sizes=Sizes.of(sizes))).launch(self.stream)
 
     def captured(self, program: str, wanted: Callable[[Call], bool], **sizes: int) -> driver.Graph:
         """Of a run of these sizes the calls that are `wanted`, with the run-time scalars of the last."""
-        run = replace(self._run(program), sizes=Sizes(**sizes))
+        run = replace(self._run(program), sizes=Sizes.of(sizes))
         bound = [self._bind(call, run) for call in self.calls[program] if wanted(call)]
 
         def enqueue() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from barellm.program.dtypes import PRECISIONS, Precision
 from barellm.program.tensor import PERSISTENT, Role, Tensor, View, describe
 
 if TYPE_CHECKING:  # the families of ops import this file
@@ -35,20 +36,24 @@ class Store:
 class Graph:
     """Ops in the order in which they run, over tensors of a store. Each call appends; nothing runs.
 
-    `compute` is the dtype of matmul operands and of the activations between them: "fp32" or "bf16". The residual
-    stream, statistics and gradients of parameters are fp32 in both.
+    `compute` names a row of `dtypes.PRECISIONS` ("fp32", "bf16", "fp16"), or is a Precision of your own.
     """
 
-    def __init__(self, store: Store, *, compute: str = "fp32") -> None:
-        if compute not in ("fp32", "bf16"):
-            raise ValueError(f"compute dtype is {compute!r}, expected 'fp32' or 'bf16'")
+    def __init__(self, store: Store, *, compute: str | Precision = "fp32") -> None:
+        if isinstance(compute, str) and compute not in PRECISIONS:
+            raise ValueError(f"compute dtype is {compute!r}, expected {', '.join(map(repr, PRECISIONS))}")
         self.store = store
-        self.compute = compute
+        self.precision = PRECISIONS[compute] if isinstance(compute, str) else compute
         self.ops: list[Op] = []
         self.named: dict[str, Tensor] = {}  # inputs and outputs, which a session reads and writes by name
         self._names: dict[str, int] = {}
         self._segment: str | None = None
         self._streams = 0  # random ops so far: each draws from its own stream
+
+    @property
+    def compute(self) -> str:
+        """The dtype of matmul operands and of the activations between them."""
+        return self.precision.operands
 
     # --- tensors ---
 
@@ -69,8 +74,8 @@ class Graph:
     def parameter(
         self, name: str, shape: tuple[int, ...], *, std: float | None = None, value: float = 0.0, valid_rows: int = 0
     ) -> Tensor:
-        """Initialised with normals of deviation `std`, or with `value`. A matrix of a bf16 program is stored split."""
-        dtype = "split" if len(shape) == 2 and self.compute == "bf16" else "fp32"
+        """Initialised with normals of deviation `std`, or with `value`. Matrices are stored as the program's precision says."""
+        dtype = self.precision.weights if len(shape) == 2 else "fp32"
         init = ("normal", std) if std is not None else ("constant", value)
         return self.store.get(name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]))
 

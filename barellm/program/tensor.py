@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
+from barellm.program import scalars
+from barellm.program.dtypes import FORMATS
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -13,20 +16,17 @@ Role = Literal["parameter", "gradient", "state", "cache", "constant", "input", "
 
 PERSISTENT: tuple[Role, ...] = ("parameter", "gradient", "state", "cache", "constant")
 
-# "split" is a matrix parameter of a bf16 program: a plane of bf16 (the nearest), then a plane of signed 16-bit rests;
-# the fp32 master weight has the bits (hi << 16) + rest, so both planes together lose nothing.
-# "e6m9" and "ue6m10" are the 16-bit floats of optimizer state (`program.ops.moments`).
-ITEMSIZE: dict[str, int] = {"fp64": 8, "fp32": 4, "split": 4, "i32": 4, "bf16": 2, "e6m9": 2, "ue6m10": 2}
-
 
 class Dim(int):
-    """A size known only at run time: the integer is the planned maximum, `name` the scalar with the actual size."""
+    """A size known only at run time: the integer is the planned maximum, `name` the scalar with the actual size. Any name will
+    do: one that no scalar has yet becomes a scalar."""
 
     name: str
 
     def __new__(cls, name: str, maximum: int) -> Dim:
         dim = super().__new__(cls, maximum)
         dim.name = name
+        scalars.declare(name)
         return dim
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return self.size * ITEMSIZE[self.dtype]
+        return FORMATS[self.dtype].nbytes(self.size)
 
     @property
     def dims(self) -> tuple[Dim, ...]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from barellm.program import scalars
 from barellm.program.builder import Program
+from barellm.program.dtypes import FORMATS, decode, encode, numpy_dtype
 from barellm.program.planner import Plan
 from barellm.program.tensor import Dim, Tensor
-from barellm.runtime import scalars
 from barellm.runtime.poison import Guards
-from barellm.runtime.storage import dtype_of, from_memory, join_split, split_fp32, to_memory
 
 
 class ArenaSession(ABC):
@@ -30,12 +30,13 @@ class ArenaSession(ABC):
         self.tensors: dict[str, Tensor] = dict(next(iter(programs.values())).store.tensors)
         self.guards: Guards | None = None  # in debug mode
         self._block = ScalarBlock()
+        self._defaults = scalars.defaults()
         self._limits = {name: limits_of(p) for name, p in programs.items()}
         self._staged: dict[str, np.ndarray] = {}
         self._starts: dict[str, Callable[[], None]] = {}
         self._inputs: dict[str, dict[str, tuple[np.ndarray, int, list[int]]]] = {}
         inputs = sorted((pair for p in programs for pair in self._inputs_of(p).items()), key=lambda pair: pair[1].size)
-        self._input_form = {name: (dtype_of(t.dtype), t.size) for name, t in inputs}  # of the largest with that name
+        self._input_form = {name: (numpy_dtype(t.dtype), t.size) for name, t in inputs}  # of the largest with that name
         self._last = ""
 
     @abstractmethod
@@ -63,7 +64,7 @@ class ArenaSession(ABC):
         step makes few Python calls. `room(t)`: flat, of the planned size."""
         return {
             program: {
-                name: (room(t), t.width, [scalars.OFFSET[d.name] // 8 for d in t.dims])
+                name: (room(t), t.width, [scalars.SCALARS[d.name].index for d in t.dims])
                 for name, t in self._inputs_of(program).items()
             }
             for program in self.programs
@@ -75,11 +76,12 @@ class ArenaSession(ABC):
         of the inputs, and for an input that was never written."""
         block = self._block
         scalars.check_names(program, self.programs, values)
-        for name, value in (scalars.DEFAULTS | values).items():
-            (block.ints if scalars.SCALARS[name] == "i64" else block.floats)[scalars.OFFSET[name] // 8] = value
+        for name, value in (self._defaults | values).items():
+            row = scalars.SCALARS[name]
+            (block.ints if row.kind == "i64" else block.floats)[row.index] = value
         for name, most in self._limits[program].items():
-            if not 1 <= block.ints[scalars.OFFSET[name] // 8] <= most:
-                raise ValueError(f"{name} is {block.ints[scalars.OFFSET[name] // 8]}, planned for 1 to {most}")
+            if not 1 <= (size := block.ints[scalars.SCALARS[name].index]) <= most:
+                raise ValueError(f"{name} is {size}, planned for 1 to {most}")
         if self.guards:
             self.guards.prepare(program)
         for name, (view, size, dims) in self._inputs[program].items():
@@ -113,12 +115,12 @@ class ArenaSession(ABC):
         raise KeyError(f"no tensor is named {name!r}")
 
     def stored(self, t: Tensor, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """The tensor as it lies in memory, dense for `shape` (as planned), a copy or the memory itself; a split parameter as
-        its two planes of 16 bits, (2, *shape)."""
+        """The tensor as it lies in memory, dense for `shape` (as planned), a copy or the memory itself. Of a format with planes,
+        which only persistent tensors have, the bytes."""
         shape = tuple(int(n) for n in t.shape) if shape is None else shape
-        if t.dtype == "split":
-            return np.stack([self._rows(t, 0, shape[0], plane) for plane in (0, 1)])
-        dtype, start = dtype_of(t.dtype), self.plan.offsets[t]
+        if FORMATS[t.dtype].planes:
+            return self._get(self.plan.offsets[t], self.plan.offsets[t] + t.nbytes)
+        dtype, start = numpy_dtype(t.dtype), self.plan.offsets[t]
         return self._get(start, start + prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def _rows(self, t: Tensor, lo: int, hi: int, plane: int = 0) -> np.ndarray:
@@ -131,8 +133,9 @@ class ArenaSession(ABC):
         """Where a leading row of a persistent tensor begins, and the dtype of what lies there."""
         if not 0 <= row <= t.shape[0]:
             raise IndexError(f"{t.name} has {t.shape[0]} rows, row {row} was asked for")
-        dtype = np.dtype(np.int16) if t.dtype == "split" else dtype_of(t.dtype)
-        return self.plan.offsets[t] + (plane * t.size + row * (t.size // t.shape[0])) * dtype.itemsize, dtype
+        f = FORMATS[t.dtype]
+        dtype = numpy_dtype(f.planes[plane] if f.planes else t.dtype)
+        return self.plan.offsets[t] + f.start_of(plane, t.size) + row * (t.size // t.shape[0]) * dtype.itemsize, dtype
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Set a tensor by name. An input is dense for its own batch and length, which may be below the planned ones; it is
@@ -153,23 +156,20 @@ class ArenaSession(ABC):
         t = self._find(name)
         if name in self.tensors:
             return self.read_rows(name, 0, int(t.shape[0]))
-        sizes = (int(self._block.ints[scalars.OFFSET[n.name] // 8]) if isinstance(n, Dim) else n for n in t.shape)
-        return from_memory(self.stored(t, tuple(sizes)), t.dtype)
+        sizes = (int(self._block.ints[scalars.SCALARS[n.name].index]) if isinstance(n, Dim) else n for n in t.shape)
+        return decode([self.stored(t, tuple(sizes))], t.dtype)
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         """Leading rows [lo, hi) of a persistent tensor; parameters and moments as fp32."""
         t = self.tensors[name]
-        if t.dtype == "split":
-            return join_split(self._rows(t, lo, hi), self._rows(t, lo, hi, 1))
-        return from_memory(self._rows(t, lo, hi), t.dtype)
+        return decode([self._rows(t, lo, hi, plane) for plane in range(len(FORMATS[t.dtype].planes) or 1)], t.dtype)
 
     def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
         """Set leading rows from `lo`."""
         t = self.tensors[name]
         if np.shape(array)[1:] != tuple(t.shape[1:]) or lo + len(array) > t.shape[0]:
             raise ValueError(f"{name} has shape {tuple(t.shape)}, given {np.shape(array)} from row {lo}")
-        planes = split_fp32(np.asarray(array, np.float32)) if t.dtype == "split" else (to_memory(array, t.dtype),)
-        for plane, values in enumerate(planes):
+        for plane, values in enumerate(encode(array, t.dtype)):
             self._set(self._row(t, lo, plane)[0], np.ascontiguousarray(values))
 
     def write_constants(self) -> None:
@@ -192,7 +192,7 @@ class ScalarBlock:
     """The run-time scalars, seen as integers and as floats."""
 
     def __init__(self) -> None:
-        self.ints = np.zeros(scalars.NBYTES // 8, np.int64)
+        self.ints = np.zeros(scalars.MOST, np.int64)
         self.floats = self.ints.view(np.float64)
         self.address = self.ints.ctypes.data
 

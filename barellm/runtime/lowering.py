@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import FORMATS, itemsize
 from barellm.program.fusion import Fusion, fuse
 from barellm.program.grouping import Alike, group
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan, plan
-from barellm.program.tensor import ITEMSIZE, Tensor, describe
+from barellm.program.tensor import Tensor, describe
 from barellm.runtime.registry import Registry
 
 
@@ -26,25 +27,25 @@ class Region:
 
 def part(tensor: Tensor, start: int = 0, stop: int | None = None) -> Region:
     """Bytes [start, stop) of a tensor, or all of them; of a view those from its first element to the end of its base."""
-    base, skip = tensor.base, tensor.first_column * ITEMSIZE[tensor.dtype]
+    base, skip = tensor.base, tensor.first_column * itemsize(tensor.dtype)
     assert base is tensor or (start, stop) == (0, None), f"{tensor.name} is a view: its rows are not adjacent"
     return Region(base, start + skip, base.nbytes if stop is None else stop)
 
 
-def plane(tensor: Tensor, which: str) -> Region:
-    """The "hi" (bf16) or "lo" (int16) plane of a split parameter."""
-    half = tensor.nbytes // 2
-    return Region(tensor, 0, half) if which == "hi" else Region(tensor, half, 2 * half)
+def plane(tensor: Tensor, number: int) -> tuple[Region, str]:
+    """Bytes and dtype of one plane of a tensor whose format has several."""
+    f = FORMATS[tensor.dtype]
+    return Region(tensor, f.start_of(number, tensor.size), f.start_of(number + 1, tensor.size)), f.planes[number]
 
 
 def weight_operand(weight: Tensor) -> Tensor | tuple[Region, str]:
-    """The matrix as a product reads it: of a split parameter, the bf16 plane."""
-    return (plane(weight, "hi"), "bf16") if weight.dtype == "split" else weight
+    """The matrix as a product reads it: the first plane where its format has several."""
+    return plane(weight, 0) if FORMATS[weight.dtype].planes else weight
 
 
 def rows_of(tensor: Tensor, first: int, count: int, width: int) -> tuple[Region, str]:
     """Rows [first, first + count), of `width` elements each, of an activation; clipped to its planned maximum."""
-    row = width * ITEMSIZE[tensor.dtype]
+    row = width * itemsize(tensor.dtype)
     return part(tensor, min(first * row, tensor.nbytes), min((first + count) * row, tensor.nbytes)), tensor.dtype
 
 

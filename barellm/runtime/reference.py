@@ -14,12 +14,12 @@ import numpy as np
 
 from barellm.program import planner
 from barellm.program.builder import Program
+from barellm.program.dtypes import FORMATS, decode, encode, numpy_dtype
 from barellm.program.fusion import Fusion, fuse
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
+from barellm.program.scalars import check_names, defaults
 from barellm.program.tensor import PERSISTENT, Dim, Tensor
-from barellm.runtime.scalars import DEFAULTS, check_names
-from barellm.runtime.storage import dtype_of, from_memory, join_split, split_fp32, to_memory
 
 POISON = 0xFF  # as a byte pattern NaN in every float dtype, -1 in integers
 
@@ -63,21 +63,15 @@ class Arena:
 
     def read(self, t: Tensor, shape: tuple[int, ...], *, rounded: bool = False) -> np.ndarray:
         size = int(np.prod(shape))
-        if t.dtype == "split":
-            hi, lo = self._planes(t)
-            values = hi.view(dtype_of("bf16")) if rounded else join_split(hi, lo)
-        else:
-            values = from_memory(self._at(t, 0, size, dtype_of(t.dtype)), t.dtype)
+        planes = self._planes(t, size)
+        values = planes[0] if rounded and FORMATS[t.dtype].planes else decode(planes, t.dtype)
         return values.reshape(shape).astype(np.int32 if t.dtype == "i32" else self.dtype)
 
     def write(self, t: Tensor, values: np.ndarray) -> None:
         values = np.asarray(values).reshape(-1)
         assert values.size <= t.size, (t, values.shape)
-        if t.dtype == "split":
-            for plane, half in zip(self._planes(t), split_fp32(values.astype(np.float32)), strict=True):
-                plane[:] = half
-        else:
-            self._at(t, 0, values.size, dtype_of(t.dtype))[:] = to_memory(values, t.dtype)
+        for plane, half in zip(self._planes(t, values.size), encode(values, t.dtype), strict=True):
+            plane[:] = half
 
     def room(self, t: Tensor, shape: tuple[int, ...]) -> None:
         """It has its bytes already."""
@@ -85,8 +79,12 @@ class Arena:
     def poison(self, t: Tensor) -> None:
         self._at(t, 0, t.nbytes, np.dtype(np.uint8))[:] = POISON
 
-    def _planes(self, t: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        return tuple(self._at(t, half * 2 * t.size, t.size, np.dtype(np.int16)) for half in (0, 1))  # pyright: ignore
+    def _planes(self, t: Tensor, size: int) -> list[np.ndarray]:
+        """The first `size` elements as they lie in memory, an array for each plane."""
+        f = FORMATS[t.dtype]
+        return [
+            self._at(t, f.start_of(i, t.size), size, numpy_dtype(name)) for i, name in enumerate(f.planes or (t.dtype,))
+        ]
 
     def _at(self, t: Tensor, skip: int, count: int, dtype: np.dtype) -> np.ndarray:
         start = self.plan.offsets[t] + skip
@@ -128,7 +126,7 @@ class ReferenceSession:
         p, ops = self.programs[program], self.ops[program]
         tensors = dict.fromkeys(t for op in ops for t in (*op.inputs.values(), *op.outputs.values()))
         tensors |= dict.fromkeys(t.base for t in tensors)
-        scalars = DEFAULTS | {dim.name: int(dim) for t in tensors for dim in t.dims} | scalars
+        scalars = defaults() | {dim.name: int(dim) for t in tensors for dim in t.dims} | scalars
         if missing := set(p.scalars) - set(scalars):
             raise ValueError(f"run of {program!r} lacks the scalars {sorted(missing)}")
         shapes = {t: _actual(t, scalars) for t in tensors}

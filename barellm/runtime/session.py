@@ -19,7 +19,7 @@ class Session(Protocol):
     tensors: dict[str, Tensor]
 
     def run(self, program: str, /, **scalars: Any) -> None:
-        """One pass over a program; `runtime.scalars` lists the scalars and what they are when not given."""
+        """One pass over a program; `program.scalars` lists the scalars and what they are when not given."""
 
     def write(self, name: str, values: np.ndarray, /) -> None:
         """Set an input, for the runs to come, or a tensor of `tensors`."""

@@ -14,8 +14,8 @@ from barellm.cpu.step import CpuSession
 from barellm.optim.adamw import adamw
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.moments import FORMATS, decode, encode
 from barellm.program.ops import random
-from barellm.program.ops.moments import FORMATS, decode, encode
 from barellm.runtime.reference import ReferenceSession
 from tests.cpu.check import ISAS, isa_named
 from tests.cpu.test_models import MODEL, THREADS, batch_of, train

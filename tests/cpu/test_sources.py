@@ -49,7 +49,7 @@ EDITS = {
     "cpu/kernels/elementwise.py": {"gelu_forward"},
     "cpu/spec.py": {"product", "weight_gradient", "sum_squares", "gelu_forward", "attention", "tuning"},
     "cpu/lang/emit.py": {"product", "weight_gradient", "sum_squares", "gelu_forward", "attention", "tuning"},
-    "runtime/scalars.py": {"product", "weight_gradient", "sum_squares", "gelu_forward", "attention", "tuning"},
+    "program/scalars.py": {"product", "weight_gradient", "sum_squares", "gelu_forward", "attention", "tuning"},
 }
 
 
@@ -105,14 +105,15 @@ def test_what_runs_while_a_kernel_is_emitted_is_among_its_sources(isa, dtype):
 
 
 def test_values_from_files_that_run_before_count(monkeypatch):
-    """The size of a dtype comes from a file that is no source itself."""
-    from barellm.program import tensor
+    """As if the tokens of a chunk came from a file that is no source itself."""
+    from barellm.cpu import choices
 
+    monkeypatch.setattr(sources, "BEFORE", sources.BEFORE | {"barellm.cpu.choices"})
     sources.forget()
-    before = sources.digest("barellm.cpu.kernels.packing")
+    before = sources.digest("barellm.cpu.kernels.weight_gradient")
     sources.forget()
-    monkeypatch.setattr(tensor, "ITEMSIZE", tensor.ITEMSIZE | {"bf16": 3})
-    assert sources.digest("barellm.cpu.kernels.packing") != before
+    monkeypatch.setattr(choices, "CHUNK", choices.CHUNK + 1)
+    assert sources.digest("barellm.cpu.kernels.weight_gradient") != before
 
 
 def test_every_way_to_import_is_seen():

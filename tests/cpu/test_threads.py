@@ -16,7 +16,7 @@ from barellm.cpu.kernel import Spec
 from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
 from barellm.cpu.threads import Pool, thread_count
 from barellm.errors import UserError
-from barellm.runtime import scalars
+from barellm.program import scalars
 
 
 def relay(k, cells, turn) -> None:

@@ -12,9 +12,9 @@ from barellm.cuda.kernel import Sizes, Target
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.program.builder import Program
 from barellm.program.ops.base import Op
+from barellm.program.scalars import NBYTES, SCALARS
 from barellm.runtime.arena import ArenaSession
 from barellm.runtime.lowering import Region
-from barellm.runtime.scalars import NBYTES
 from tests.check import EPS, ROUNDING, Case, Given, check_case, persistent, stored, tokens
 from tests.simulators import interpreter
 from tests.simulators.interpreter import Execute
@@ -44,11 +44,11 @@ class InterpretedSession(ArenaSession):
         self.execute = execute
 
     def _interpret(self, program: str) -> None:
-        ints = self._block.ints
+        sizes = Sizes.of({name: int(self._block.ints[SCALARS[name].index]) for name in self._limits[program]})
         for launch in self.lowered[program].launches:
             interpreter.run(
                 launch,
-                Sizes(int(ints[0]), int(ints[1])),
+                sizes,
                 self._address,
                 (self._block.address, self._block.address + NBYTES),
                 self.execute,

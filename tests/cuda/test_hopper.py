@@ -13,9 +13,9 @@ from barellm.cuda.kernels.hopper import hopper_gemm
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.elementwise import Gelu, GeluBackward
+from barellm.program.scalars import MOST, SCALARS
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
-from barellm.runtime.scalars import SCALARS
 from tests.cuda.check import EPS, InterpretedSession, check_op, persistent, stored, tokens
 from tests.simulators.gluon_machine import explore, run
 from tests.simulators.gluon_stub import Fault, Map, Pointer, materialised, trace
@@ -51,8 +51,8 @@ def launch(
     out = other.copy() if epilogue in ("add", "start") else np.full((parts * M, N), np.nan, dtype)
     pre = np.full((M, N), np.nan, dtype)
     vector = draw(N).astype(np.float32) if bias else None
-    scalars = np.zeros(len(SCALARS), np.int64)
-    scalars[list(SCALARS).index("accumulate")] = accumulate
+    scalars = np.zeros(MOST, np.int64)
+    scalars[SCALARS["accumulate"].index] = accumulate
     maps = {
         "out_map": Map(out, box),
         "pre_map": Map(pre, box) if epilogue == "gelu" else None,

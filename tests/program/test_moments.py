@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.program.ops import moments, random
-from barellm.program.ops.moments import FORMATS, decode, encode
+from barellm.program.moments import FORMATS, decode, encode
+from barellm.program import moments
+from barellm.program.ops import random
 
 CODES = np.arange(1 << 16)
 each_dtype = pytest.mark.parametrize("dtype", FORMATS)

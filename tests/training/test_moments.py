@@ -12,7 +12,7 @@ from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.config import MOMENTS
 from barellm.cpu.step import CpuSession
-from barellm.program.ops.moments import FORMATS, decode, encode
+from barellm.program.moments import FORMATS, decode, encode
 from tests.cpu.test_models import MODEL, train
 from tests.cpu.test_moments import opened
 

@@ -9,8 +9,9 @@ from barellm.cpu.kernels import cross_entropy, gemm, weight_gradient
 from barellm.cpu.kernels.cross_entropy import ALL_ROWS
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.tuning import choose
+from barellm.program.dtypes import itemsize
 from barellm.program.ops.base import Op
-from barellm.program.tensor import ITEMSIZE, Tensor
+from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, rows_of, weight_operand
 
 CLASSIFIER_CHUNK = 1024  # tokens whose logits exist at one time
@@ -113,9 +114,8 @@ def _logits_and_losses(c: Lowering, *, gradients: bool) -> None:
     """For each chunk: logits, losses, and with `gradients` the logit gradients in their place and the two products from them."""
     op, x = c.op, c.op.x
     V, width = (int(n) for n in op.weight.shape)
-    itemsize = ITEMSIZE[x.dtype]
     rows = x.size // width
-    logits = (part(c.scratch("logits", min(rows, CLASSIFIER_CHUNK) * V * itemsize)), x.dtype)
+    logits = (part(c.scratch("logits", min(rows, CLASSIFIER_CHUNK) * V * itemsize(x.dtype))), x.dtype)
     losses = c.scratch("losses", 4 * rows)
     constants = {"V": V, "valid": op.valid_vocab, **shape_of(x)}
     for i, chunk in enumerate(_chunks(x)):

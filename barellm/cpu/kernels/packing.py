@@ -15,7 +15,7 @@ from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose_groups
-from barellm.program.tensor import ITEMSIZE
+from barellm.program.dtypes import itemsize
 
 LINE = 64  # bytes of a cache line
 NEAR, FAR = 4, 64  # so many chunks earlier their lines are fetched into the first cache and into the second
@@ -223,7 +223,7 @@ class LeftBlock:
         self.k, self.at, self.rows, self.stride, self.block = k, at.as_dtype("i32"), rows, stride, block
         self.pair = paired(k.isa, dtype)
         self.slot = (most + 1) >> 1 if self.pair else most
-        self.tiles, self.inside = max(1, LINE // (rows * ITEMSIZE[dtype])), inside
+        self.tiles, self.inside = max(1, LINE // (rows * itemsize(dtype))), inside
         self.have, self.group, self.unit = k.var(-1), k.var(0), k.var(0)  # `group`s are packed, `unit`s of the next
 
     def take(self, number: Value, calls: Value) -> None:

@@ -1,5 +1,5 @@
 """What kernels see as fp32 though memory may not: weights in one array or in the two 16-bit planes of a split parameter,
-bits = (hi << 16) + lo; moments in one array or in the 16-bit codes of `program.ops.moments`."""
+bits = (hi << 16) + lo; moments in one array or in the 16-bit codes of `program.moments`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.lang import Pointer, Value
-from barellm.program.ops.moments import FORMATS, REBIAS
+from barellm.program.dtypes import format_of
+from barellm.program.moments import FORMATS, REBIAS
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, plane
 
 
 def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
     """Operands `name` and `name_lo` of a call: the hi and lo planes, or the fp32 tensor and None."""
-    if t.dtype == "split":
-        return {name: (plane(t, "hi"), "bf16"), f"{name}_lo": (plane(t, "lo"), "i16")}
+    if format_of(t.dtype).planes:
+        return {name: plane(t, 0), f"{name}_lo": plane(t, 1)}
     return {name: t, f"{name}_lo": None}
 
 

@@ -10,17 +10,13 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
+from barellm.program.dtypes import FORMATS
+
 if TYPE_CHECKING:
     from barellm.cpu.lang.emit import Builder
 
-ITEM = {
-    "fp64": ("double", 8),
-    "fp32": ("float", 4),
-    "i32": ("i32", 4),
-    "i64": ("i64", 8),
-    "bf16": ("i16", 2),
-    "i16": ("i16", 2),
-}
+LLVM = {"fp64": "double", "fp32": "float"}  # 16-bit floats are integers to LLVM, for most processors know no others
+ITEM = {name: (LLVM.get(name, f"i{f.bits}"), f.bits // 8) for name, f in FORMATS.items() if not f.planes}
 INT_COMPARE = {"<": "slt", "<=": "sle", ">": "sgt", ">=": "sge", "==": "eq", "!=": "ne"}
 FLOAT_COMPARE = {"<": "olt", "<=": "ole", ">": "ogt", ">=": "oge", "==": "oeq", "!=": "une"}
 

@@ -19,9 +19,9 @@ from barellm.cpu.kernels import gemm, weight_gradient
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.threads import Pool
 from barellm.cpu.tuner.work import Candidate, Operand, Work
+from barellm.program import scalars
+from barellm.program.dtypes import numpy_dtype
 from barellm.program.ops.elementwise import Gelu, GeluBackward
-from barellm.runtime import scalars
-from barellm.runtime.storage import dtype_of
 from barellm.runtime.tuner.child import Wrong
 
 GUARD = 4096  # bytes before and after each operand
@@ -49,7 +49,7 @@ class Bed:
 
     def __init__(self, work: Work, isa: ISA, threads: int, footprint: int) -> None:
         self.work, self.isa, self.threads = work, isa, threads
-        self.scalars = np.zeros(scalars.NBYTES // 8, np.int64)
+        self.scalars = np.zeros(scalars.MOST, np.int64)
         self.pool = Pool(threads, isa)
         self.data = _Data(work, footprint)
         self.runs = self._runs()
@@ -180,9 +180,9 @@ class Bed:
     # --- timing ---
 
     def _bind(self, loaded: Loaded, tokens: int, accumulate: int) -> None:
-        values = scalars.DEFAULTS | {"batch": 1, "seq": tokens, "accumulate": accumulate}
+        values = scalars.defaults() | {"batch": 1, "seq": tokens, "accumulate": accumulate}
         for name, value in values.items():
-            self.scalars[scalars.OFFSET[name] // 8] = value
+            self.scalars[scalars.SCALARS[name].index] = value
         private = (loaded.private.ctypes.data + 63) & ~63
         self.pool.bind(self.scalars.ctypes.data, private, loaded.private_bytes)
 
@@ -251,7 +251,7 @@ class _Data:
             values = np.resize(np.roll(noise, 7919 * n), o.shape)
             if name == "weight":
                 values = values * np.float32(work.depth**-0.5)
-            self._initial[name] = values.astype(dtype_of(o.dtype))
+            self._initial[name] = values.astype(numpy_dtype(o.dtype))
             copies = 1 if name in FRESH else self.sets
             self._buffers[name] = [np.empty(o.nbytes + 2 * GUARD + 64, np.uint8) for _ in range(copies)]
         self.written = {o.name for row in work.operands for o in row if o is not None and o.written}

@@ -14,7 +14,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernels import weight_gradient
 from barellm.cpu.kernels.packing import paired
 from barellm.cpu.tuner.work import Work
-from barellm.program.tensor import ITEMSIZE
+from barellm.program.dtypes import itemsize
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 HEIGHTS = (24, 48, 96, 192, 384)  # rows of a weight gradient's claim: its packed left block has them
@@ -59,7 +59,7 @@ def _up(n: int, multiple: int) -> int:
 
 def cost(work: Work, choice: Choice, isa: ISA, threads: int) -> float:
     """Cycles of one core, by the model."""
-    tile, span, size = choice.tile, choice.tile.span(isa), ITEMSIZE[work.dtype]
+    tile, span, size = choice.tile, choice.tile.span(isa), itemsize(work.dtype)
     pair = 2 if paired(isa, work.dtype) else 1
     units = work.depth / pair  # vectors of a panel's column of vectors
     panels = ceil(work.cols / span)

@@ -12,7 +12,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Call, Emit, Spec, positional
 from barellm.cpu.kernels import gemm, weight_gradient
 from barellm.cpu.kernels.linear import ROLES, tokens_of
-from barellm.program.tensor import ITEMSIZE
+from barellm.program.dtypes import itemsize
 from barellm.runtime.lowering import Region
 
 
@@ -27,7 +27,7 @@ class Operand:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * ITEMSIZE[self.dtype]
+        return prod(self.shape) * itemsize(self.dtype)
 
 
 @dataclass(frozen=True)

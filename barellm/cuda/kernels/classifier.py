@@ -13,7 +13,7 @@ from typing import Any
 from barellm.cuda.kernel import MODES, Launch, Lowering, Size, Sizes, lowering, mode
 from barellm.cuda.kernels.cross_entropy import launch_rows, launch_total, row_losses
 from barellm.cuda.kernels.matmul import product
-from barellm.program.tensor import ITEMSIZE
+from barellm.program.dtypes import itemsize
 from barellm.runtime.lowering import part, rows_of, weight_operand
 
 LOGITS_BYTES = 1 << 30  # of one chunk, at most
@@ -52,7 +52,7 @@ def lower(c: Lowering, *, gradients: bool) -> None:
     x, rows = op.x, c.rows(op.x)
     V, C = (int(n) for n in op.weight.shape)
     most = x.size // C
-    count = min(chunk_tokens(V, ITEMSIZE[x.dtype]), most)
+    count = min(chunk_tokens(V, itemsize(x.dtype)), most)
     logits = part(c.scratch("logits", (count, V), x.dtype)), x.dtype
     losses = c.scratch("losses", (most,))
     weight = weight_operand(op.weight)

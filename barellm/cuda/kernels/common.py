@@ -7,8 +7,8 @@ from typing import Any
 
 from barellm.cuda.kernel import MODES, Lowering, Rows, cdiv
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
+from barellm.program.scalars import SCALARS
 from barellm.program.tensor import Tensor
-from barellm.runtime.scalars import SCALARS
 
 _AT = {name: i for i, name in enumerate(SCALARS)}
 POS, ACCUMULATE, STEP, SEED, SAMPLE, LR, INV_TARGETS, MOMENTUM = (

@@ -14,7 +14,8 @@ from barellm.cuda.kernel import MODES, LibraryProduct, Lowering, ProductSpec, Si
 from barellm.cuda.kernels.common import BLOCK
 from barellm.cuda.kernels.elementwise import cast
 from barellm.cuda.kernels.hopper import matrix
-from barellm.program.tensor import ITEMSIZE, Tensor
+from barellm.program.dtypes import itemsize
+from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 
 WORKSPACE_BYTES = (32 << 20) + WORKSPACE_ALIGN  # what NVIDIA recommends for Hopper, and room to align it
@@ -33,7 +34,7 @@ def fits(
     operands = [matrix(v) for v in (out, a, b, residual, pre) if v is not None]
     if left != right or kind not in ("fp32", left):
         return False
-    if any(region.start % ROW for region, _ in operands) or N * ITEMSIZE[left] % ROW or K * ITEMSIZE[left] % ROW:
+    if any(region.start % ROW for region, _ in operands) or N * itemsize(left) % ROW or K * itemsize(left) % ROW:
         return False
     if any(dtype != kind for _, dtype in operands[3:]) or (pre is not None and kind == "fp32"):
         return False
@@ -69,4 +70,4 @@ def _workspace(c: Lowering) -> Tensor:
     for t in c.scratch_tensors:
         if t.name == name:
             return t
-    return c.scratch("workspace", (WORKSPACE_BYTES // ITEMSIZE["fp32"],))
+    return c.scratch("workspace", (WORKSPACE_BYTES // itemsize("fp32"),))

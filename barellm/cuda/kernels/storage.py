@@ -1,5 +1,5 @@
 """What kernels see as fp32 though memory may not: weights in one array or in the two 16-bit planes of a split parameter,
-bits = (hi << 16) + lo; moments in one array or in the 16-bit codes of `program.ops.moments`."""
+bits = (hi << 16) + lo; moments in one array or in the 16-bit codes of `program.moments`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from barellm.cuda.kernels.tables import column, pointer
 from barellm.cuda.lang import constant, device, tl
-from barellm.program.ops.moments import FORMATS
-from barellm.program.ops.moments import REBIAS as REBIAS_BITS
+from barellm.program.dtypes import format_of
+from barellm.program.moments import FORMATS
+from barellm.program.moments import REBIAS as REBIAS_BITS
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, plane
 
@@ -17,8 +18,8 @@ REBIAS = constant(REBIAS_BITS)
 
 def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
     """Operands `name` and `name_lo` of a launch: the hi and lo planes, or the fp32 tensor and None."""
-    if t.dtype == "split":
-        return {name: (plane(t, "hi"), "i16"), f"{name}_lo": (plane(t, "lo"), "i16")}
+    if format_of(t.dtype).planes:
+        return {name: (plane(t, 0)[0], "i16"), f"{name}_lo": (plane(t, 1)[0], "i16")}
     return {name: t, f"{name}_lo": None}
 
 

@@ -19,7 +19,7 @@ from barellm.cuda.step import CudaSession, LoweredPrograms, lower_and_plan
 from barellm.cuda.tuner.cases import Case, case_of
 from barellm.cuda.tuner.work import AnyWork, Candidate
 from barellm.program.builder import Program
-from barellm.runtime.storage import dtype_of
+from barellm.program.dtypes import numpy_dtype
 from barellm.runtime.tuner.child import Wrong
 
 TURN_SECONDS = 2e-3
@@ -122,14 +122,14 @@ class Bed:
 
         def read(name: str, rows: np.ndarray) -> np.ndarray:
             t, columns = results[name], case.outputs[name]
-            dtype = dtype_of(t.dtype)
+            dtype = numpy_dtype(t.dtype)
             nbytes, start = columns * dtype.itemsize, session.plan.offsets[t]
             return np.stack([session._get(start + r * nbytes, start + (r + 1) * nbytes).view(dtype) for r in rows])
 
         case.hold(read, sizes)
         written = []
         for name, t in results.items():
-            nbytes = case.rows(name, sizes) * case.outputs[name] * dtype_of(t.dtype).itemsize
+            nbytes = case.rows(name, sizes) * case.outputs[name] * numpy_dtype(t.dtype).itemsize
             written.append((session.plan.offsets[t], nbytes))
         written += [(session.plan.offsets[t], t.nbytes) for op in low.ops for t in low.of[op].scratch_tensors]
         at = 0

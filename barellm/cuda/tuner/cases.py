@@ -15,10 +15,10 @@ from barellm.cuda.kernel import Sizes
 from barellm.cuda.tuner.work import AnyWork, AttentionWork, Work
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import numpy_dtype
 from barellm.program.ops.elementwise import Gelu, GeluBackward
 from barellm.program.ops.random import keep
 from barellm.program.tensor import Dim
-from barellm.runtime.storage import dtype_of
 from barellm.runtime.tuner.child import Wrong
 
 EPS = 2.0**-24
@@ -34,7 +34,7 @@ Read = Callable[[str, np.ndarray], np.ndarray]  # (output, numbers of rows) -> t
 
 def drawn(shape: tuple[int, ...], dtype: str = "fp32", seed: int = 1) -> np.ndarray:
     """Normals, the same numbers again after PERIOD of them."""
-    base = np.random.default_rng(seed).standard_normal(min(PERIOD, prod(shape)), np.float32).astype(dtype_of(dtype))
+    base = np.random.default_rng(seed).standard_normal(min(PERIOD, prod(shape)), np.float32).astype(numpy_dtype(dtype))
     return np.resize(base, shape)
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from barellm.program.dtypes import FORMATS
 from barellm.program.tensor import Tensor
 
 if TYPE_CHECKING:
     import numpy as np
 
 Spec = tuple[tuple[int, ...], str]  # shape, dtype
+
+
+def operand_bytes(t: Tensor) -> int:
+    """Bytes that a product reads of a tensor."""
+    return FORMATS[FORMATS[t.dtype].operand].nbytes(t.size)
 
 
 class Gradients(Protocol):
@@ -93,11 +99,9 @@ class Op:
         return mode == "add" or (mode == "start" and bool(scalars["accumulate"]))
 
     def bytes(self) -> int:
-        """Fewest bytes that must move: every input read once (of a split matrix that goes into a product the bf16 plane),
+        """Fewest bytes that must move: every input read once (of a matrix that goes into a product the plane that it reads),
         every output written once (and read where added to)."""
-        sizes = {
-            t: t.nbytes // 2 if k in self.rounded and t.dtype == "split" else t.nbytes for k, t in self.inputs.items()
-        }
+        sizes = {t: operand_bytes(t) if k in self.rounded else t.nbytes for k, t in self.inputs.items()}
         read = sum(sizes.values())
         write = sum(t.nbytes for t in self.outputs.values())
         again = sum(t.nbytes for k, t in self.outputs.items() if self.modes.get(k) == "add")

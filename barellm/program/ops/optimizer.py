@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from barellm.program.moments import decode, encode
 from barellm.program.ops.base import Op, Spec
-from barellm.program.ops.moments import decode, encode
 from barellm.program.ops.random import shared_words
 from barellm.program.tensor import Tensor, describe
 
@@ -61,7 +61,7 @@ class AdamW(Op):
 
     lr is the scalar of the run times the constant `lr_scale`. `step` counts from 1. Nothing changes if clip[1] is NaN.
 
-    Moments are fp32, or 16 bits each: m "e6m9" and v "ue6m10" (`program.ops.moments`). The weight is updated from the new
+    Moments are fp32, or 16 bits each: m "e6m9" and v "ue6m10" (`program.moments`). The weight is updated from the new
     moments before they are rounded. They are rounded to nearest; or, with a `stream`, stochastically: by the shared word of
     `program.ops.random` for this seed, step, stream, sample 0, row 0 and the element as the column. Of its bits m takes the
     lowest 14 and v the highest 13.

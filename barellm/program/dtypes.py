@@ -1,0 +1,145 @@
+"""How numbers lie in memory: one row a format.
+
+Most formats are an array of one kind of number. A weight that products read in 16 bits has two planes: what products read, one
+after the other, then what makes the fp32 master weight of it. "split" loses nothing in 32 bits: the master weight has the bits
+(hi << 16) + rest, hi being the nearest bf16 and the rest a signed 16-bit number. fp16 has too few exponents for that, so "half"
+keeps the fp32 weight beside its nearest fp16.
+
+"e6m9" and "ue6m10" are the 16-bit floats of optimizer state (`program.moments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+from barellm.program import moments
+
+
+@dataclass(frozen=True)
+class Format:
+    """`planes`: the formats of its planes, one after the other in memory; () for an array of numbers or codes of `bits` each.
+    `half_ulp`: the largest relative error of rounding to it. `travels`: the format in which its values leave the arena, for files
+    and NumPy."""
+
+    name: str
+    bits: int
+    kind: Literal["float", "integer", "code", "planes"]
+    half_ulp: float = 0.0
+    planes: tuple[str, ...] = ()
+    travels: str = ""
+
+    @property
+    def operand(self) -> str:
+        """What a product reads of it: the first plane."""
+        return self.planes[0] if self.planes else self.name
+
+    @property
+    def exchange(self) -> str:
+        return self.travels or self.name
+
+    def nbytes(self, size: int) -> int:
+        """Bytes of `size` elements."""
+        return -(-size * self.bits // 8)
+
+    def start_of(self, plane: int, size: int) -> int:
+        """Where a plane begins in a tensor of `size` elements, in bytes."""
+        return sum(FORMATS[name].nbytes(size) for name in self.planes[:plane])
+
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("fp64", 64, "float", 2.0**-53),
+        Format("fp32", 32, "float", 2.0**-24),
+        Format("fp16", 16, "float", 2.0**-11),
+        Format("bf16", 16, "float", 2.0**-8),
+        Format("i64", 64, "integer"),
+        Format("i32", 32, "integer"),
+        Format("i16", 16, "integer"),
+        Format("e6m9", 16, "code", 2.0**-10, travels="fp32"),
+        Format("ue6m10", 16, "code", 2.0**-11, travels="fp32"),
+        Format("split", 32, "planes", 2.0**-24, ("bf16", "i16"), travels="fp32"),
+        Format("half", 48, "planes", 2.0**-24, ("fp16", "fp32"), travels="fp32"),
+    )
+}
+
+
+def format_of(dtype: str) -> Format:
+    """ValueError for a name that no format has."""
+    if dtype not in FORMATS:
+        raise ValueError(f"unknown dtype {dtype!r}, expected one of {', '.join(FORMATS)}")
+    return FORMATS[dtype]
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    return FORMATS[dtype].bits // 8
+
+
+@cache
+def numpy_dtype(name: str) -> np.dtype:
+    """NumPy's dtype of the elements of an array in memory; of codes that of their bits. Not for formats with planes."""
+    if name == "bf16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    f = FORMATS[name]
+    assert not f.planes, name
+    return np.dtype(f"{ {'float': 'f', 'integer': 'i', 'code': 'u'}[f.kind] }{f.bits // 8}")
+
+
+def encode(values: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
+    """Values rounded to how they lie in memory, an array for each plane."""
+    if dtype == "split":
+        return split_fp32(np.asarray(values, np.float32))
+    if FORMATS[dtype].planes:
+        return tuple(np.asarray(values).astype(numpy_dtype(plane)) for plane in FORMATS[dtype].planes)
+    if FORMATS[dtype].kind == "code":
+        return (moments.encode(values, dtype),)
+    return (np.asarray(values).astype(numpy_dtype(dtype)),)
+
+
+def decode(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
+    """What memory holds as numbers of a NumPy dtype (a copy): weights of two planes, and codes, as fp32."""
+    if dtype == "split":
+        return join_split(*planes)
+    if FORMATS[dtype].planes:
+        return planes[-1].copy()
+    return moments.decode(planes[0], dtype) if FORMATS[dtype].kind == "code" else planes[0].copy()
+
+
+def split_fp32(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """fp32 -> (bf16, signed 16-bit rest) with bits(x) = (bits(hi) << 16) + rest. hi is the nearest bf16, ties upwards in
+    magnitude, so that the rest fits 16 signed bits."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.int32)
+    hi = (bits + 0x8000) >> 16
+    return hi.astype(np.int16).view(numpy_dtype("bf16")), (bits - (hi << 16)).astype(np.int16)
+
+
+def join_split(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
+    """The fp32 weights that `split_fp32` took apart."""
+    return ((hi.view(np.int16).astype(np.int32) << 16) + lo.astype(np.int32)).view(np.float32)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a program computes with. `operands`: of matmuls, and of the activations between them. `weights`: of matrices.
+    `stream`: of the residual stream and its gradient. `scaled`: the loss is multiplied by a scale that follows the gradients
+    (`ops.optimizer.ClipScale`), since those of fp16 would vanish. Statistics, sums and gradients of parameters are fp32 always."""
+
+    operands: str
+    weights: str
+    stream: str = "fp32"
+    scaled: bool = False
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision("fp32", "fp32"),
+    "bf16": Precision("bf16", "split"),
+    "fp16": Precision("fp16", "half", scaled=True),
+}

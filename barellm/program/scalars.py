@@ -1,0 +1,75 @@
+"""Run-time scalars: 8 bytes each, in a block that every kernel can read. Changing one recompiles nothing.
+
+The rows are the layout of the block, which compiled code knows: they are appended to, never moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MOST = 64  # rows that a block has room for
+NBYTES = 8 * MOST
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """`default`: what a run has that is not told otherwise, so that nothing of an earlier run, a decoding's position say, reaches
+    into the next. None: it keeps its value."""
+
+    name: str
+    kind: Literal["i64", "fp64"]
+    says: str
+    default: int | None
+    index: int  # of its 8 bytes in the block
+
+    @property
+    def offset(self) -> int:
+        return 8 * self.index
+
+
+SCALARS: dict[str, Scalar] = {}
+
+
+def declare(name: str, kind: Literal["i64", "fp64"] = "i64", says: str = "a size", default: int | None = None) -> None:
+    """Append a row; one that is there stays. Dims declare their names themselves."""
+    if name not in SCALARS:
+        if len(SCALARS) == MOST:
+            raise ValueError(f"{name} would be run-time scalar number {MOST + 1}, there is room for {MOST}")
+        SCALARS[name] = Scalar(name, kind, says, default, len(SCALARS))
+
+
+declare("batch", says="sequences in this micro-batch")
+declare("seq", says="tokens of each")
+declare("pos", says="position of the first token: 0 but in decoding", default=0)
+declare("accumulate", says="1: gradients are added to what is there", default=0)
+declare("step", says="optimizer steps, from 1")
+declare("seed", says="seed of all random bits", default=0)
+declare("sample", says="global index of the first sample, for counter-based random bits", default=0)
+declare("lr", "fp64", "learning rate of the schedule")
+declare("inv_targets", "fp64", "1 / valid targets of the whole batch")
+declare("momentum", "fp64", "momentum of Muon, which has a schedule")
+
+BUILT_IN = len(SCALARS)
+
+
+def defaults() -> dict[str, int]:
+    return {s.name: s.default for s in SCALARS.values() if s.default is not None}
+
+
+def layout(constants: Any) -> str:
+    """Where the block has those of a kernel's `constants` that name a scalar declared at run time: code that knows them fits only
+    processes that declared them in the same places."""
+    if isinstance(constants, str):
+        row = SCALARS.get(constants)
+        return f" {constants}@{row.index}" if row is not None and row.index >= BUILT_IN else ""
+    return "".join(map(layout, constants)) if isinstance(constants, tuple) else ""
+
+
+def check_names(program: str, programs: Collection[str], values: Mapping[str, Any]) -> None:
+    """ValueError for a program or a scalar that a run names and nobody has."""
+    if program not in programs:
+        raise ValueError(f"no program is named {program!r}, there are {', '.join(programs)}")
+    if not values.keys() <= SCALARS.keys():
+        raise ValueError(f"unknown scalars {sorted(values.keys() - SCALARS.keys())}, expected some of {list(SCALARS)}")
