@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.program.moments import FORMATS, decode, encode
 from barellm.program import moments
+from barellm.program.moments import FORMATS, decode, encode
 from barellm.program.ops import random
 
 CODES = np.arange(1 << 16)
