@@ -1,229 +1,161 @@
-"""Frozen configuration values and the presets that return them. Nothing here imports more than the standard library."""
+"""Configurations: frozen values of which each field carries its help and its bounds. Nothing here imports more than the standard
+library. What a model has is its architecture's own (`models/`); presets live beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from barellm.errors import UserError
-
-
-def one_of(key: str, value: str, known: Sequence[str]) -> None:
-    """UserError for a value that is not among the known ones."""
-    if value not in known:
-        raise UserError(f"{key} is {value!r}, expected {', '.join(known[:-1])} or {known[-1]}")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A GPT-2 shaped transformer. `vocab_size` ids are valid; `padded_vocab` rows are stored and computed (0: the next
-    multiple of 64)."""
-
-    layers: int = 12
-    heads: int = 12
-    channels: int = 768
-    vocab_size: int = 50257
-    padded_vocab: int = 0
-    max_seq: int = 1024
-    bias: bool = True
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.padded_vocab == 0:
-            object.__setattr__(self, "padded_vocab", -(-self.vocab_size // 64) * 64)
-        for name in ("layers", "heads", "channels", "vocab_size", "max_seq"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model.{name} is {getattr(self, name)}, expected at least 1")
-        if self.channels % self.heads:
-            raise UserError(f"model.heads {self.heads} does not divide model.channels {self.channels}")
-        if self.padded_vocab < self.vocab_size:
-            raise UserError(f"model.padded_vocab {self.padded_vocab} is below model.vocab_size {self.vocab_size}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"model.dropout is {self.dropout}, expected 0 <= dropout < 1")
-
-    @property
-    def head_size(self) -> int:
-        return self.channels // self.heads
-
-    @property
-    def parameters(self) -> int:
-        """Stored parameters, the padded vocabulary rows counted."""
-        C = self.channels
-        norm, linear = (2, 1) if self.bias else (1, 0)
-        block = 12 * C * C + linear * 9 * C + 2 * norm * C
-        return (self.padded_vocab + self.max_seq) * C + self.layers * block + norm * C
-
+from barellm.fields import Section, at_least, below_one, between, inside_one, one_of, value
 
 MATMULS = ("own", "cublaslt")
 MOMENTS = ("fp32", "16bit", "16bit-stochastic")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
+ORDERS = ("epoch", "random")
 OPTIMIZERS = ("adamw", "muon")
 ITERATIONS = ("polar-express", "jordan")  # of Muon: how singular values become one, and
 STEP_SCALES = ("jordan", "moonshot")  # how large a matrix's step is
 TURNS = 5  # that an iteration has
 
 
-@dataclass(frozen=True)
-class OptimConfig:
-    """The optimizer, and the way of its learning rate (training/schedule.py). `weight_decay` acts on matrices only; `clip` 0
-    switches clipping off; `moments` are how AdamW's of matrices are kept: fp32, 16bit (rounded to nearest) or 16bit-stochastic.
+class ModelConfig(Section, section="model"):
+    """What every architecture's configuration has besides its own: `vocab_size` ids are valid; `padded_vocab` rows of the embedding
+    are stored and computed (0: the next multiple of 64). A `Config` in models/ is a frozen dataclass of this."""
 
-    With the name muon the matrices of blocks go by Muon (optim/muon.py) at the rate `muon_lr`, which falls as `lr` does, and all
-    other parameters by AdamW. `momentum` is reached from `momentum_start` in `momentum_warmup` steps; `normuon` is the decay rate
-    of NorMuon's mean square, 0 for plain Muon."""
-
-    name: str = "adamw"
-    lr: float = 6e-4
-    min_lr: float = 6e-5
-    warmup: int = 0
-    schedule: str = "cosine"
-    cooldown: float = 0.2  # of wsd: the share of all steps over which the rate falls
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    moments: str = "fp32"
-    muon_lr: float = 0.02
-    momentum: float = 0.95
-    momentum_start: float = 0.85
-    momentum_warmup: int = 0
-    iteration: str = "polar-express"
-    turns: int = 5
-    step_scale: str = "jordan"
-    cautious: bool = False
-    normuon: float = 0.0
+    vocab_size: int
+    padded_vocab: int
+    max_seq: int
+    channels: int
 
     def __post_init__(self) -> None:
-        one_of("optim.name", self.name, OPTIMIZERS)
-        one_of("optim.schedule", self.schedule, SCHEDULES)
-        one_of("optim.iteration", self.iteration, ITERATIONS)
-        one_of("optim.step_scale", self.step_scale, STEP_SCALES)
-        if not 1 <= self.turns <= TURNS:
-            raise UserError(f"optim.turns is {self.turns}, expected 1 to {TURNS}")
-        for name in ("momentum", "momentum_start", "normuon"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"optim.{name} is {getattr(self, name)}, expected 0 <= {name} < 1")
-        for name in ("muon_lr", "momentum_warmup"):
-            if getattr(self, name) < 0:
-                raise UserError(f"optim.{name} is {getattr(self, name)}, expected at least 0")
+        if self.padded_vocab == 0:
+            object.__setattr__(self, "padded_vocab", -(-self.vocab_size // 64) * 64)
+        super().__post_init__()
+        if self.padded_vocab < self.vocab_size:
+            raise UserError(f"model.padded_vocab {self.padded_vocab} is below model.vocab_size {self.vocab_size}")
+
+
+@dataclass(frozen=True)
+class OptimConfig(Section, section="optim"):
+    """The optimizer, and the way of its learning rate (training/schedule.py). With the name muon the matrices of blocks go by Muon
+    (optim/muon.py) at the rate `muon_lr`, which falls as `lr` does, and all other parameters by AdamW."""
+
+    name: str = one_of(OPTIMIZERS, "adamw", "adamw, or muon: Muon for matrices of blocks, AdamW for the rest")
+    lr: float = at_least(0, 6e-4, "highest learning rate, after the warmup; with muon that of AdamW")
+    min_lr: float = at_least(0, 6e-5, "learning rate at the last step, to which all schedules but constant fall")
+    warmup: int = at_least(0, 0, "steps of linear warmup")
+    schedule: str = one_of(
+        SCHEDULES,
+        "cosine",
+        "after the warmup: cosine, linear (to the last step), constant, or wsd (constant, then a line)",
+    )
+    cooldown: float = between(0, 1, 0.2, "of wsd: share of all steps, the last ones, over which the rate falls")
+    beta1: float = below_one(0.9, "decay rate of AdamW's first moment")
+    beta2: float = below_one(0.95, "decay rate of AdamW's second moment")
+    eps: float = at_least(0, 1e-8, "AdamW's epsilon, added to the root of the second moment")
+    weight_decay: float = at_least(0, 0.1, "weight decay of matrices, embeddings included")
+    clip: float = at_least(0, 1.0, "gradients of a larger norm are scaled down to it; 0: no clipping")
+    moments: str = one_of(
+        MOMENTS,
+        "fp32",
+        "how AdamW's moments of matrices are stored: fp32, 16bit (rounded to nearest) or 16bit-stochastic",
+    )
+    muon_lr: float = at_least(0, 0.02, "of muon: highest learning rate of matrices of blocks")
+    momentum: float = below_one(0.95, "of muon: decay rate of the mean gradient")
+    momentum_start: float = below_one(0.85, "of muon: momentum of the first step, where momentum_warmup is not 0")
+    momentum_warmup: int = at_least(0, 0, "of muon: steps in which the momentum rises")
+    iteration: str = one_of(
+        ITERATIONS, "polar-express", "of muon: polar-express or jordan, two ways to make singular values one"
+    )
+    turns: int = between(1, TURNS, TURNS, "of muon: turns of the iteration, at most 5; fewer are faster")
+    step_scale: str = one_of(
+        STEP_SCALES,
+        "jordan",
+        "of muon: jordan (steps of norm sqrt(rows / cols), at least 1) or moonshot (as large as AdamW's)",
+    )
+    cautious: bool = value(False, "of muon: weight decay only where the step makes a weight smaller too")
+    normuon: float = below_one(0.0, "of muon: decay rate of NorMuon's mean square of rows; 0: plain Muon")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.name == "muon" and self.muon_lr and not self.lr:
             raise UserError("optim.lr is 0, expected more: muon_lr falls in proportion to it")
-        if not 0 <= self.cooldown <= 1:
-            raise UserError(f"optim.cooldown is {self.cooldown}, expected a share of the steps, 0 <= cooldown <= 1")
+        # Who lowered the preset's rate may not know of the other.
+        if self.min_lr > self.lr and self.schedule != "constant":
+            raise UserError(f"optim.min_lr {self.min_lr} is above optim.lr {self.lr}: lower it too")
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Where text comes from. `source`: "stdlib", or .txt files, .bin shards or folders of them; `tokenizer`: bytes, chars, bpe,
-    gpt2; `order`: "epoch" visits every window once before any twice, "random" draws them independently, as nanoGPT does."""
+class DataConfig(Section, section="data"):
+    """Where text comes from. The order "epoch" visits every window once before any twice, "random" draws them independently, as
+    nanoGPT does."""
 
-    source: str = "stdlib"
-    tokenizer: str = "bpe"
-    bpe_vocab: int = 2048
-    val_fraction: float = 0.1
-    order: str = "epoch"
+    source: str = value(
+        "stdlib",
+        "a text file, a folder of .txt files, a .bin shard, a folder of shards, or stdlib: Python's own library",
+    )
+    tokenizer: str = value("bpe", "bytes, chars, bpe, gpt2, or a folder with tokenizer.json")
+    bpe_vocab: int = value(2048, "size of the vocabulary where a bpe is trained on the text")
+    val_fraction: float = inside_one(
+        0.1, "share of the text, taken from its end, for validation (shards named train and val have their own)"
+    )
+    order: str = one_of(
+        ORDERS, "epoch", "epoch: every window once before any comes again; random: windows from anywhere"
+    )
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section, section="train"):
     """The loop. A step is `batch` x `accumulate` sequences of `seq` tokens."""
 
-    batch: int = 8
-    seq: int = 256
-    accumulate: int = 1
-    steps: int = 1000  # 0: as many as fit into `minutes`
-    minutes: float = 0.0  # > 0: the schedule ends at this wall time, at the latest after `steps`
-    eval_every: int = 100
-    eval_tokens: int = 65536  # 0: the whole validation part
-    sample_every: int = 0
-    checkpoint_every: int = 0  # 0: only at the end and when stopped
-    keep: int = 2
-    seed: int = 1337
-    init_from: str = ""  # weights to begin with: a checkpoint, a Hugging Face folder, an llm.c file
-    dtype: str = "auto"
-    recompute: bool = False
-    matmul: str = "own"  # who does products on a GPU: barellm's own kernels, or "cublaslt"
-    tf32: bool = False  # on a GPU: fp32 products by tensor cores, which see 10 bits of each fraction
+    batch: int = at_least(1, 8, "sequences in a micro-batch")
+    seq: int = at_least(1, 256, "tokens in a sequence")
+    accumulate: int = at_least(1, 1, "micro-batches in a step (gradient accumulation)")
+    steps: int = at_least(
+        0, 1000, "optimizer steps; 0: as many as fit into train.minutes. For bench and profile: how many are timed"
+    )
+    minutes: float = at_least(
+        0,
+        0.0,
+        "time limit: as many steps as fit, at most train.steps; 0: no limit. For tune: nothing new is tried after it",
+    )
+    eval_every: int = at_least(0, 100, "steps between evaluations; 0: only one at the end")
+    eval_tokens: int = at_least(
+        0, 65536, "tokens in an evaluation, spread evenly over the validation text; 0: all of it"
+    )
+    sample_every: int = at_least(0, 0, "steps between samples; 0: only at the end")
+    checkpoint_every: int = at_least(0, 0, "steps between checkpoints; 0: only at the end, or when stopped")
+    keep: int = at_least(1, 2, "how many checkpoints are kept")
+    seed: int = between(
+        0, (1 << 32) - 1, 1337, "seed of weights, order of the data, dropout and samples"
+    )  # 32-bit words
+    init_from: str = value(
+        "", "start from these weights, with their sizes: a run, a checkpoint, a Hugging Face folder or an llm.c file"
+    )
+    dtype: str = one_of(
+        ("auto", "fp32", "bf16"), "auto", "fp32, bf16, or auto: bf16 where the machine has instructions for it"
+    )
+    recompute: bool = value(False, "recompute activations in the backward pass: less memory, more work")
+    matmul: str = one_of(MATMULS, "own", "who does matrix products on a GPU: own (barellm's kernels) or cublaslt")
+    tf32: bool = value(False, "on a GPU: fp32 products on tensor cores, with 10 bits of mantissa")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps < 1 and self.minutes == 0:
+            raise UserError(f"train.steps is {self.steps}, expected at least 1, or train.minutes above 0")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a run is, saved with each checkpoint."""
+    """Everything that a run is, saved with each checkpoint. The class of `model` says which architecture it is."""
 
-    preset: str = "default"
-    model: ModelConfig = field(default_factory=ModelConfig)
+    preset: str
+    model: ModelConfig
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
-
-def default() -> Config:
-    """What `barellm train` runs with no arguments: a small GPT on the source of Python's standard library, in two minutes.
-
-    The size is what two minutes on two cores feed: of 1.1, 2.2 and 3.7 million parameters the smallest learnt most.
-    """
-    return Config(
-        preset="default",
-        model=ModelConfig(layers=4, heads=4, channels=128, vocab_size=4096, max_seq=256),
-        optim=OptimConfig(lr=4e-3, min_lr=1e-4, warmup=50, beta2=0.99),
-        data=DataConfig(source="stdlib", tokenizer="bpe", bpe_vocab=4096),
-        train=TrainConfig(batch=8, seq=256, steps=2000, minutes=1.75, eval_every=250, sample_every=500),
-    )
-
-
-def shakespeare_char() -> Config:
-    """nanoGPT's CPU example: a character model of 0.8M parameters, 2000 iterations. An evaluation looks at 40 batches, as its
-    does (20 of each part); ours are all of the validation part, spread evenly."""
-    return Config(
-        preset="shakespeare-char",
-        model=ModelConfig(layers=4, heads=4, channels=128, vocab_size=65, padded_vocab=65, max_seq=64, bias=False),
-        optim=OptimConfig(lr=1e-3, min_lr=1e-4, warmup=100, beta2=0.99),
-        data=DataConfig(source="", tokenizer="chars", order="random"),
-        train=TrainConfig(batch=12, seq=64, steps=2000, eval_every=250, eval_tokens=40 * 12 * 64),
-    )
-
-
-def _gpt2(preset: str, layers: int, heads: int, channels: int, lr: float) -> Config:
-    return Config(
-        preset=preset,
-        model=ModelConfig(layers=layers, heads=heads, channels=channels, vocab_size=50257, padded_vocab=50304),
-        optim=OptimConfig(lr=lr, min_lr=lr / 10, warmup=700),
-        data=DataConfig(source="", tokenizer="gpt2"),
-        train=TrainConfig(batch=4, seq=1024, accumulate=128, steps=19560, eval_every=250, checkpoint_every=1000),
-    )
-
-
-def gpt2_124m() -> Config:
-    return _gpt2("gpt2-124m", 12, 12, 768, 6e-4)
-
-
-def gpt2_350m() -> Config:
-    return _gpt2("gpt2-350m", 24, 16, 1024, 3e-4)
-
-
-def gpt2_774m() -> Config:
-    return _gpt2("gpt2-774m", 36, 20, 1280, 2.5e-4)
-
-
-def gpt2_1558m() -> Config:
-    return _gpt2("gpt2-1558m", 48, 25, 1600, 2e-4)
-
-
-PRESETS: dict[str, Callable[[], Config]] = {
-    "default": default,
-    "shakespeare-char": shakespeare_char,
-    "gpt2-124m": gpt2_124m,
-    "gpt2-350m": gpt2_350m,
-    "gpt2-774m": gpt2_774m,
-    "gpt2-1558m": gpt2_1558m,
-}
-
-
-def preset(name: str) -> Config:
-    """The preset of that name; an unknown one is refused with the nearest known name."""
-    if name not in PRESETS:
-        from barellm.overrides import nearest  # which imports this module
-
-        raise UserError(f"unknown preset {name!r}{nearest(name, PRESETS)} (known: {', '.join(PRESETS)})")
-    return PRESETS[name]()
+    def check(self) -> None:
+        """UserError for values that do not go together, before anything slow begins."""
+        if self.train.seq > self.model.max_seq:
+            raise UserError(f"train.seq {self.train.seq} is above model.max_seq {self.model.max_seq}")

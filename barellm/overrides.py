@@ -1,41 +1,41 @@
-"""Configuration values as flat keys: "model.layers" -> 6. Strict: unknown keys and wrong types are refused by name."""
+"""Configurations as flat keys, "model.layers" -> 6, and as files. Strict: unknown keys and wrong types are refused by name.
+
+Which keys [model] has depends on the architecture, which the class of a configuration's `model` says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, replace
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from barellm.config import Config
-from barellm.errors import UserError
+from barellm import models
+from barellm.config import Config, DataConfig, OptimConfig, TrainConfig
+from barellm.errors import UserError, nearest
+from barellm.fields import Entry, Section, entries
 
 EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+SECTIONS = ("model", "optim", "data", "train")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The hint `, did you mean 'x'?` where something known is close, else "". Of `gpt2` it is the first that begins so, of
-    `layers` it is `model.layers`."""
-    from difflib import get_close_matches
-
-    known = list(known)
-    word = name.lstrip("-")
-    found = [k for k in known if word and k.startswith(name)][:1] or get_close_matches(name, known, n=1)
-    found = found or [k for k in known if word and k.rpartition(".")[2] == word][:1]
-    if not found:
-        tails = {k.rpartition(".")[2]: k for k in known}
-        found = [tails[tail] for tail in get_close_matches(word.rpartition(".")[2], tails, n=1)]
-    return f", did you mean {found[0]!r}?" if found else ""
+def every_key() -> dict[str, dict[str, Entry]]:
+    """The keys of all architectures together: key -> {name of the architecture, or "" for other sections: entry}."""
+    found: dict[str, dict[str, Entry]] = {}
+    classes: list[tuple[str, type[Section]]] = [(name, models.module(name).Config) for name in models.names()]
+    for owner, section in (*classes, ("", OptimConfig), ("", DataConfig), ("", TrainConfig)):
+        for name, entry in entries(section).items():
+            found.setdefault(f"{section.section}.{name}", {})[owner] = entry
+    return found
 
 
-@cache
-def known_keys() -> dict[str, type]:
-    """Every configuration key with its type, in the order of the dataclasses."""
-    hints = {name: kind for name, kind in get_type_hints(Config).items() if name != "preset"}
+def known_keys(config: Config) -> dict[str, Entry]:
+    """Every key of this configuration, in the order of its sections."""
     return {
-        f"{section}.{f.name}": get_type_hints(kind)[f.name] for section, kind in hints.items() for f in fields(kind)
+        f"{section}.{name}": entry
+        for section in SECTIONS
+        for name, entry in entries(type(getattr(config, section))).items()
     }
 
 
@@ -59,19 +59,24 @@ def _finite(value: float, problem: UserError) -> float:
     return value
 
 
-def checked(changes: Mapping[str, object]) -> dict[str, Any]:
-    """The same changes with values of the right type; texts are parsed. UserError for an unknown key or type."""
-    known = known_keys()
+def checked(changes: Mapping[str, object], config: Config) -> dict[str, Any]:
+    """The same changes with values of the right type; texts are parsed. UserError for a key that `config` does not have, and for a
+    wrong type."""
+    known = known_keys(config)
     for key in changes:
         if key not in known:
-            raise UserError(f"unknown key {key!r}{nearest(key, known)}")
-    return {key: _convert(key, value, known[key]) for key, value in changes.items()}
+            hint = nearest(key, known)
+            if owners := every_key().get(key):
+                have = models.name_of(config.model)
+                raise UserError(f"{have} has no key {key!r}, which is one of {' and '.join(owners)}{hint}")
+            raise UserError(f"unknown key {key!r}{hint}")
+    return {key: _convert(key, value, known[key].kind) for key, value in changes.items()}
 
 
 def changed(config: Config, changes: Mapping[str, object]) -> Config:
     """`config` with keys replaced. Another vocabulary size brings its own padding unless that is given too; and who says when a
     run ends, by steps or by minutes, does not mean the other limit of the preset."""
-    changes = checked(changes)
+    changes = checked(changes, config)
     if "train.steps" in changes:
         changes.setdefault("train.minutes", 0.0)
     elif changes.get("train.minutes", 0) > 0:
@@ -87,21 +92,49 @@ def changed(config: Config, changes: Mapping[str, object]) -> Config:
 
 def flat(config: Config) -> dict[str, Any]:
     """{key: value} of every key."""
-    return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in known_keys()}
+    return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in known_keys(config)}
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    return asdict(config)
+    return {"preset": config.preset, "architecture": models.name_of(config.model)} | asdict(config)
 
 
 def from_json(tree: Mapping[str, Any]) -> Config:
     """The inverse of `to_json`; a key that this version does not know is refused."""
-    name, changes = _flatten(tree, "the saved configuration")
-    return changed(replace(Config(), preset=name or "default"), changes)
+    return of_file(_parsed(tree, "the saved configuration"))
 
 
-def read_file(path: Path) -> tuple[str | None, dict[str, object]]:
-    """(preset or None, {key: value}) of a TOML file, or of a run's config.json."""
+@dataclass(frozen=True)
+class File:
+    """What a file says: `preset` and `architecture` as texts or None, `keys` with the values as they stand there."""
+
+    origin: str
+    preset: str | None = None
+    architecture: str | None = None
+    keys: Mapping[str, object] = field(default_factory=dict)
+
+    def changes(self, config: Config) -> dict[str, Any]:
+        """Its keys, checked as changes of `config`."""
+        have = models.name_of(config.model)
+        if self.architecture not in (None, have):
+            raise UserError(
+                f"{self.origin}: architecture is {self.architecture!r}, the preset {config.preset!r} is {have}"
+            )
+        try:
+            return checked(self.keys, config)
+        except UserError as error:
+            raise UserError(f"{self.origin}: {error}") from None
+
+
+def of_file(file: File) -> Config:
+    """The configuration that a file alone says, whatever its preset is today: it was saved whole."""
+    model = models.module(file.architecture or models.BEFORE_NAMES).Config()
+    config = Config(preset=file.preset or "default", model=model)
+    return changed(config, file.changes(config))
+
+
+def read_file(path: Path) -> File:
+    """A TOML file, or a run's config.json."""
     import json
     import tomllib
 
@@ -113,25 +146,22 @@ def read_file(path: Path) -> tuple[str | None, dict[str, object]]:
         raise UserError(f"{path} is not valid {kind}: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds {type(tree).__name__}, expected the configuration of a run")
-    return _flatten(tree, str(path))
+    return _parsed(tree, str(path))
 
 
-def _flatten(tree: Mapping[str, Any], origin: str) -> tuple[str | None, dict[str, object]]:
-    name = tree.get("preset")
-    if name is not None and not isinstance(name, str):
-        raise UserError(f"{origin}: preset is {name!r}, expected a text")
-    sections = {key.partition(".")[0] for key in known_keys()}
+def _parsed(tree: Mapping[str, Any], origin: str) -> File:
+    names: dict[str, Any] = {}
     flattened: dict[str, object] = {}
     for section, values in tree.items():
-        if section == "preset":
-            continue
-        if section not in sections:
-            hint = nearest(section, [*sections, "preset", *known_keys()])
+        if section in ("preset", "architecture"):
+            if not isinstance(values, str):
+                raise UserError(f"{origin}: {section} is {values!r}, expected a text")
+            names[section] = values
+        elif section not in SECTIONS:
+            hint = nearest(section, [*SECTIONS, "preset", "architecture", *every_key()])
             raise UserError(f"{origin}: unknown key {section!r}{hint}")
-        if not isinstance(values, Mapping):
+        elif not isinstance(values, Mapping):
             raise UserError(f"{origin}: {section} is {values!r}, expected a table of keys")
-        flattened |= {f"{section}.{key}": value for key, value in values.items()}
-    try:
-        return name, dict(checked(flattened))
-    except UserError as error:
-        raise UserError(f"{origin}: {error}") from None
+        else:
+            flattened |= {f"{section}.{key}": value for key, value in values.items()}
+    return File(origin, **names, keys=flattened)

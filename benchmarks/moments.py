@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 
 from barellm.assembly.programs import build
-from barellm.config import MOMENTS, preset
+from barellm.config import MOMENTS
 from barellm.cpu.backend import Bench, describe, open_session
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import prepare
 from barellm.evaluation.validation import Evaluator
-from barellm.models.gpt2 import declare_parameters
+from barellm.models import preset
+from barellm.models.gpt2 import declare
 from barellm.optim.adamw import adamw
 from barellm.plans.roofline import NAMED
 from barellm.program import ops
@@ -87,7 +88,7 @@ def loss(args: argparse.Namespace) -> dict[str, Any]:
 def updates(config) -> dict[str, Program]:
     """A program a variant, of the updates alone, over one set of parameters and gradients."""
     store = Store()
-    declare_parameters(Program(store, compute="bf16"), config.model)
+    declare(Program(store, compute="bf16"), config.model)
     clip = store.get("clip", (2,), "fp32", "state")
     programs = {}
     for moments in MOMENTS:

@@ -19,10 +19,10 @@ from statistics import mean
 import numpy as np
 
 from barellm.assembly.programs import build
-from barellm.config import preset
 from barellm.cpu.backend import describe, open_session
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import prepare
+from barellm.models import preset
 from barellm.optim.adamw import adamw
 from barellm.training.schedule import learning_rate
 

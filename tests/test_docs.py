@@ -14,10 +14,10 @@ import barellm.cpu.kernels  # noqa: F401  (fills the registry, which a page's ke
 from barellm.assembly.machine import build_programs
 from barellm.cli.main import COMMANDS
 from barellm.cli.options import Parser
-from barellm.config import PRESETS, preset
 from barellm.cpu.isa import X86
 from barellm.cpu.kernel import REGISTRY
 from barellm.cpu.step import lower_and_plan
+from barellm.models import preset, presets
 from barellm.overrides import changed
 
 ROOT = Path(__file__).parents[1]
@@ -91,7 +91,7 @@ TABLE_ROW = re.compile(r"^\| ([\w-]+) \| (\d+) x (\d+) \| ([\d.,]+) \| ([\d.,]+)
 def test_the_table_of_arenas_is_what_is_planned():
     """For the machine that the table names, whatever this one is."""
     rows = TABLE_ROW.findall((ROOT / "docs" / "architecture.md").read_text())
-    assert [row[0] for row in rows] == list(PRESETS)
+    assert [row[0] for row in rows] == list(presets())
     for name, batch, seq, plain, recompute in rows:
         config = changed(preset(name), {"train.dtype": "bf16"})
         assert (config.train.batch, config.train.seq) == (int(batch), int(seq))

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from barellm.config import Config, TrainConfig
-from barellm.errors import UserError
-from barellm.overrides import nearest
+from barellm.errors import UserError, nearest
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
 from barellm.runtime.backend import NAMES, backend
@@ -26,6 +25,11 @@ class Machine:
     session: Any
     programs: dict[str, Program]
     plan: Plan
+
+    @property
+    def parameters(self) -> int:
+        """Stored parameters, the padded rows of the vocabulary counted."""
+        return sum(t.size for t in self.session.tensors.values() if t.role == "parameter")
 
     @property
     def flops_per_step(self) -> int:

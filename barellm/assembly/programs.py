@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from barellm import models
 from barellm.config import ModelConfig
 from barellm.errors import UserError
-from barellm.models.gpt2 import declare_parameters, gpt2, gpt2_decode
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 
 MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, and its plan still takes seconds only
-MOST_LAYERS = 1024  # planning compares lifetimes with each other: 500 layers take 10 s, 2000 take 110
 
 
 def build(
@@ -36,33 +35,34 @@ def build(
     """
     if max(seq, decode_seq) > model.max_seq:
         raise UserError(f"seq is {max(seq, decode_seq)}, the model has {model.max_seq} positions (model.max_seq)")
-    if model.layers > MOST_LAYERS:
-        raise UserError(
-            f"model.layers is {model.layers}, expected at most {MOST_LAYERS}: more would take minutes to plan"
-        )
     if max(1, batch) * seq > MOST_TOKENS:
         tokens, C = batch * seq, model.channels
         raise UserError(
             f"a micro-batch of {batch} x {seq} has {tokens} tokens, expected at most {MOST_TOKENS}: its residual stream "
             f"alone would need {4 * tokens * C / 2**20:.1f} MiB ({tokens} tokens x {C} channels x 4 bytes)"
         )
-    store = Store()
+    architecture, store = models.of(model), Store()
     programs = {"init": Program(store, compute=compute)}
-    declare_parameters(programs["init"], model)
+    architecture.declare(programs["init"], model)
     initialise(programs["init"])
     if optimizer is not None:
         p = programs["micro"] = Program(store, compute=compute)
-        loss = p.output("loss", gpt2(p, model, *_inputs(p, batch, seq), dropout=model.dropout))
+        loss = p.output("loss", architecture.forward(p, model, *_inputs(p, batch, seq), training=True))
         p.backward(loss, recompute=recompute)
         programs["update"] = Program(store, compute=compute)
         optimizer(programs["update"])
     if batch:
         p = programs["eval"] = Program(store, compute=compute)
-        p.output("loss", gpt2(p, model, *_inputs(p, batch, seq)))
+        p.output("loss", architecture.forward(p, model, *_inputs(p, batch, seq), training=False))
     if decode_batch:
         p = programs["decode"] = Program(store, compute=compute)
         tokens = p.input("tokens", (Dim("batch", decode_batch), Dim("seq", decode_seq or model.max_seq)))
-        p.output("logits", gpt2_decode(p, model, tokens, dtype=compute))
+        p.output("logits", architecture.decode(p, model, tokens))
+    for name, p in programs.items():
+        if both := sorted(p.named.keys() & store.tensors.keys()):
+            raise ValueError(
+                f"{both[0]} is an input or output of {name} and a {store.tensors[both[0]].role}: rename one"
+            )
     return store, programs
 
 

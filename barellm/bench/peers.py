@@ -15,11 +15,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from barellm import overrides
+from barellm import models, overrides
 from barellm.bench.turns import Variant, interleave
-from barellm.config import Config, preset
+from barellm.config import Config
 from barellm.cpu.threads import logical_cpus
-from barellm.errors import UserError
+from barellm.errors import UserError, nearest
+from barellm.models import gpt2
 from barellm.plans.devices import device_bytes
 from barellm.runtime.backend import backend
 
@@ -42,7 +43,7 @@ def chosen(asked: str) -> dict[str, str]:
         name, _, path = word.strip().partition("=")
         if name not in ("all", *PEERS):
             raise UserError(
-                f"--peers has {word.strip()!r}{overrides.nearest(name, ('all', *PEERS))} (known: all, torch, llmc=PATH)"
+                f"--peers has {word.strip()!r}{nearest(name, ('all', *PEERS))} (known: all, torch, llmc=PATH)"
             )
         names[name] = path
     everything = "all" in names
@@ -90,16 +91,23 @@ def environments() -> dict[str, dict[str, Any]]:
 
 def ours(config: Config, *, name: str = "barellm", device: str = "cpu", **more: Any) -> Variant:
     """`config`'s step in a process of its own. `more`: further fields of the Variant."""
-    usual = overrides.flat(preset(config.preset))
+    usual = overrides.flat(models.preset(config.preset))
     changes = {key: value for key, value in overrides.flat(config).items() if value != usual[key]}
     command = [sys.executable, "-m", "barellm", "bench", "step", config.preset, "--serve", "--device", device]
     command += [f"--{key}={value}" for key, value in changes.items()]
     return Variant(name, command, **({"environment": {}, "why": "threads pinned, one arena"} | more))
 
 
+def gpt2_of(config: Config) -> gpt2.Config:
+    """The model that peers/torch_gpt2.py and llm.c have too. UserError for another architecture."""
+    if not isinstance(config.model, gpt2.Config):
+        raise UserError(f"the peers have gpt2 only, the preset {config.preset!r} is {models.name_of(config.model)}")
+    return config.model
+
+
 def variants(config: Config, peers: dict[str, str], device: str = "cpu") -> list[Variant]:
     """Ours; PyTorch eager and compiled, on the CPU in each environment; llm.c's program for the CPU."""
-    model, train = config.model, config.train
+    model, train = gpt2_of(config), config.train
     if model.dropout:
         raise UserError(f"the peers' step has no dropout: model.dropout is {model.dropout}, expected 0")
     sizes = {
@@ -248,7 +256,7 @@ def torch_ops(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Adds to every row of `ops.measure` the seconds of PyTorch's own ops for the same work, in the tuned environment: `peer_s`,
     or None where PyTorch has no such op; and `times_peer`, ours over that, both called again and again."""
     script = peer_script("torch_ops.py")
-    model, train = config.model, config.train
+    model, train = gpt2_of(config), config.train
     sizes = {"batch": train.batch, "seq": train.seq, "rows": train.batch * train.seq, "heads": model.heads}
     sizes |= {"channels": model.channels, "vocab": model.padded_vocab, "dtype": train.dtype, "bias": model.bias}
     wanted = [sizes | {"op": row["op"], "shape": [int(n) for n in row["shape"].split("x")]} for row in rows]

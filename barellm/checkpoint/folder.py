@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from types import TracebackType
 
-from barellm.checkpoint import checkpoint, storage
+from barellm.checkpoint import storage
 from barellm.errors import UserError
 
 
@@ -84,9 +84,3 @@ def made_new(path: Path) -> Path:
             chosen.mkdir(parents=True)
             return chosen
     raise AssertionError("count() ends")
-
-
-def newest_run(root: Path, preset: str) -> Path | None:
-    """The last run of a preset below `root` that has a checkpoint."""
-    runs = [path for path in root.glob(f"{preset}-*") if checkpoint.steps(path / "checkpoints")]
-    return max(runs, key=lambda path: path.stat().st_mtime, default=None)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from barellm import overrides
+from barellm import models, overrides
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.config import Config, ModelConfig
 from barellm.data.kinds import load_tokenizer
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
-from barellm.models.gpt2 import declare_parameters
+from barellm.fields import entries
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Tensor
 from barellm.runtime.session import Session
@@ -26,7 +26,7 @@ from barellm.runtime.session import Session
 def parameters(model: ModelConfig) -> dict[str, Tensor]:
     """The parameters of a model by name, fp32."""
     store = Store()
-    declare_parameters(Program(store), model)
+    models.of(model).declare(Program(store), model)
     return store.tensors
 
 
@@ -68,22 +68,27 @@ class Weights:
         return UserError(f"{self.path} has {ids} ids and does not say of which tokenizer: {name}")
 
     def configured(self, config: Config, changes: Mapping[str, Any]) -> Config:
-        """`config` with this model's sizes, with its positions where sequences would be longer, and with its tokenizer. UserError
-        where `changes`, what the user asked for, say otherwise. Dropout is the run's."""
+        """`config` with this model's architecture and sizes, with its positions where sequences would be longer, and with its
+        tokenizer. UserError where `changes`, what the user asked for, say otherwise. What is of training only, as dropout, is the
+        run's."""
+        known = entries(type(self.model))
         for key, value in changes.items():
-            if key.startswith("model.") and key != "model.dropout":
-                found = getattr(self.model, key.removeprefix("model."))
+            section, _, name = key.partition(".")
+            if section == "model" and not (name in known and known[name].of_run):
+                found = getattr(self.model, name, None)
                 if value != found:
                     raise UserError(f"{key} is {found!r} in {self.path}, the command line says {value!r}")
         if self.tokenizer is None:
             raise self.without_tokenizer("--data.tokenizer")
-        sizes = {f.name: getattr(self.model, f.name) for f in fields(ModelConfig) if f.name != "dropout"}
+        model: Any = self.model
+        if type(config.model) is type(model):
+            model = replace(model, **{name: getattr(config.model, name) for name, e in known.items() if e.of_run})
         train, data = config.train, config.data
         if "train.seq" not in changes:
             train = replace(train, seq=min(train.seq, self.model.max_seq))
         if "data.tokenizer" not in changes:
             data = replace(data, tokenizer=self.tokenizer.name)
-        return replace(config, model=replace(config.model, **sizes), data=data, train=train)
+        return replace(config, model=model, data=data, train=train)
 
 
 def of_checkpoint(path: Path) -> Weights:

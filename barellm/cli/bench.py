@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from barellm import models
 from barellm.cli.options import add_configuration, add_device, configuration
-from barellm.config import Config, preset
+from barellm.config import Config
 from barellm.errors import UserError
 
 KINDS = ("step", "ops", "gemm", "attention", "scaling")
@@ -67,11 +68,10 @@ def run(args: argparse.Namespace) -> int:
     from barellm.assembly.machine import resolved
     from barellm.checkpoint import storage
     from barellm.plans import devices
-    from barellm.training.run import check
 
     devices.check(args.device)
     config = configuration(args)
-    check(config)
+    config.check()
     config = resolved(config, args.device)
     if args.what == "step" and args.serve:
         from barellm.profiling import step
@@ -199,7 +199,7 @@ def _check_publish(args: argparse.Namespace, config: Config) -> None:
         raise UserError("--publish is for step --peers, attention --peers and scaling")
     if not FOLDER.is_dir():
         raise UserError(f"{FOLDER} is missing: --publish needs a checkout of the project, not an installed package")
-    if args.what != "attention" and config.model != preset(config.preset).model:
+    if args.what != "attention" and config.model != models.preset(config.preset).model:
         raise UserError(f"--publish is for the models of presets: this one is not {config.preset}'s")
 
 
@@ -221,7 +221,7 @@ def _name(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> list[s
     if r["kind"] == "attention":
         return ["attention", *on_gpu, r["dtype"]]
     train, moments = config.train, config.optim.moments
-    changed = ["changed"] * (config.model != preset(config.preset).model)
+    changed = ["changed"] * (config.model != models.preset(config.preset).model)
     parts = ["scaling"] * (r["kind"] == "scaling") + [
         config.preset,
         *changed,

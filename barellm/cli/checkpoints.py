@@ -15,7 +15,6 @@ from barellm.checkpoint import checkpoint
 from barellm.config import Config
 from barellm.data.kinds import load_tokenizer
 from barellm.data.tokenizers import Tokenizer
-from barellm.training.run import check
 
 
 @contextmanager
@@ -31,7 +30,7 @@ def opened(
     config = overrides.from_json(checkpoint.read_meta(path)["config"])
     tokenizer = load_tokenizer(path)
     config = replace(config, train=replace(config.train, batch=batch, dtype=dtype or config.train.dtype))
-    check(config)
+    config.check()
     with open_machine(config, device=device, training=False) as machine:
         checkpoint.load(path, machine.session, optimizer=False)
         yield path, machine.config, tokenizer, machine.session

@@ -23,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from barellm import models
     from barellm.data.gpt2 import Gpt2
     from barellm.errors import UserError
     from barellm.interop import imported
@@ -34,8 +35,9 @@ def run(args: argparse.Namespace) -> int:
     saved = imported.save(weights, Path(args.out))
     model, tokenizer = weights.model, weights.tokenizer
     assert tokenizer is not None
+    count = sum(t.size for t in weights.tensors.values())
     print(
-        f"{saved}: {model.layers} layers, {model.channels} channels, {model.max_seq} positions, tokenizer {tokenizer.name}"
+        f"{saved}: {models.name_of(model)}, {count:,} parameters, {model.max_seq} positions, tokenizer {tokenizer.name}"
     )
     if isinstance(tokenizer, Gpt2) and not tokenizer.found:
         print("GPT-2's vocabulary is not on this machine: there is no text in or out before it is")

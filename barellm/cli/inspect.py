@@ -36,16 +36,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
 
-    from barellm import overrides
+    from barellm import models, overrides
     from barellm.assembly.machine import resolved
-    from barellm.config import preset
     from barellm.inspect import kernels
     from barellm.plans import devices
 
     devices.check(args.device)
     _check_options(args)
     changes = {"train.dtype": args.dtype, "train.recompute": args.recompute}
-    config = resolved(overrides.changed(preset(args.preset), changes), args.device)
+    config = resolved(overrides.changed(models.preset(args.preset), changes), args.device)
     on_cpu = args.device == "cpu"
     machine: Any = kernels.isa_named(args.isa, args.target) if on_cpu else kernels.arch_named(args.arch)
     used = kernels.used_by(config, machine)

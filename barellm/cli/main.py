@@ -41,14 +41,12 @@ def help_text() -> str:
 
 def run_command(argv: Sequence[str]) -> int:
     """Import the command's module, parse its options, run it. UserError for whatever the user can mend."""
-    from barellm.errors import UserError
+    from barellm.errors import UserError, nearest
 
     if sys.platform == "win32":
         raise UserError("Windows is not supported: use Linux, macOS, or Linux inside WSL 2")
     name = argv[0]
     if name not in COMMANDS:
-        from barellm.overrides import nearest
-
         raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)} (known: {', '.join(COMMANDS)})")
     from importlib import import_module
 

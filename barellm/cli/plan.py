@@ -23,11 +23,10 @@ def run(args: argparse.Namespace) -> int:
 
     from barellm.assembly.machine import resolved
     from barellm.plans import devices, plan
-    from barellm.training.run import check
 
     devices.check(args.device)
     config = configuration(args)
-    check(config)
+    config.check()
     ceiling = None
     if args.measure:
         from barellm.plans.roofline import measured_ceiling

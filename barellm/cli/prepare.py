@@ -28,14 +28,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the shards; nothing appears in --out until all of them are complete."""
+    from barellm.config import DataConfig
     from barellm.data.cache import new_folder
     from barellm.data.kinds import check_kind
-    from barellm.data.sources import check_fraction, corpus_tokenizer, find_shards, find_text, write_split
+    from barellm.data.sources import corpus_tokenizer, find_shards, find_text, write_split
     from barellm.errors import UserError
     from barellm.training.console import Console
 
     check_kind(args.tokenizer)
-    check_fraction(args.val_fraction)
+    DataConfig(val_fraction=args.val_fraction)  # refuses what is no share
     if not 1 <= args.shard_tokens < 1 << 31:
         raise UserError(f"--shard-tokens is {args.shard_tokens}, expected 1 to {2**31 - 1}")
     for source in args.source:

@@ -27,12 +27,11 @@ def run(args: argparse.Namespace) -> int:
     from barellm.cli.bench import warm_steps
     from barellm.plans import devices
     from barellm.profiling import profile
-    from barellm.training.run import check
 
     devices.check(args.device)
     steps = warm_steps(args)
     config = configuration(args)
-    check(config)
+    config.check()
     config = resolved(config, args.device)
     train = config.train
     gpu = "-cuda" * (args.device == "cuda")

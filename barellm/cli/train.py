@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from barellm.cli.options import add_configuration, add_device, explicit_changes, with_weights
+from barellm.cli.options import Asked, add_configuration, add_device, with_weights
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,27 +26,31 @@ def run(args: argparse.Namespace) -> int:
     from barellm import overrides
     from barellm.assembly.machine import check_device
     from barellm.checkpoint import folder
-    from barellm.config import preset
     from barellm.errors import UserError
     from barellm.training import run
     from barellm.training.console import Console
 
     console = Console(json_lines=args.json)
     check_device(args.device)
-    name, changes = explicit_changes(args)
+    asked = Asked.of(args)
+    name = asked.preset
     start = weights = None
     root = Path("runs")
     if args.resume:
-        out = Path(args.out) if args.out is not None else folder.newest_run(root, name or "default")
+        out = Path(args.out) if args.out is not None else run.newest_run(root, name or "default")
         if out is None:
-            raise UserError(f"nothing to resume in {root}/{name or 'default'}-*: name the run's folder with --out")
-        config, start = run.resume_from(out, preset=name, changes=changes, console=console)
+            raise UserError(
+                f"nothing to resume: no run of {name or 'default'} in {root}/ has a checkpoint (or name it with --out)"
+            )
+        config, changes, start = run.resume_from(out, preset=name, asked=asked.changes, console=console)
         if start is None:
             config, weights = with_weights(config, overrides.flat(config))
     else:
-        config, weights = with_weights(overrides.changed(preset(name or "default"), changes), changes)
+        base = asked.base()
+        changes = asked.changes(base)
+        config, weights = with_weights(overrides.changed(base, changes), changes)
         out = Path(args.out) if args.out is not None else root / f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run.check(config)
+    config.check()
     with folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume) as opened:
         job = run.Run(
             config,

@@ -47,11 +47,10 @@ def run(args: argparse.Namespace) -> int:
     if args.self_test:
         return _self_test(args)
     from barellm.assembly.machine import resolved
-    from barellm.training.run import check
 
     minutes = _minutes(args)
     config = configuration(args)
-    check(config)
+    config.check()
     config = resolved(config, args.device)
     train = config.train
     works, machine, database, tune = (_on_gpu if args.device == "cuda" else _on_cpu)(config)

@@ -14,8 +14,7 @@ from barellm.data.cache import cache_folder, new_folder, sweep
 from barellm.data.gpt2 import Gpt2
 from barellm.data.huggingface import HuggingFace
 from barellm.data.tokenizers import FILE, FORMAT, Bytes, Chars, Tokenizer
-from barellm.errors import UserError
-from barellm.overrides import nearest
+from barellm.errors import UserError, nearest
 
 KINDS = ("bytes", "chars", "bpe", "gpt2")
 

@@ -11,10 +11,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from barellm.config import ORDERS
 from barellm.data.shards import TokenStream
 from barellm.errors import UserError
 
-ORDERS = ("epoch", "random")
 ROUNDS = 6
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

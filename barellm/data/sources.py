@@ -68,7 +68,6 @@ def prepare(
     gets a line for each thing that takes seconds, `progress` (bytes done, bytes in all) while text is tokenized. UserError for
     whatever is wrong with the source.
     """
-    check_fraction(data.val_fraction)
     if tokenizer is None:
         check_kind(data.tokenizer)
     report = report or (lambda line: None)
@@ -92,12 +91,6 @@ def _uncut(source: str) -> Corpus:
 def _whole(data: Dataset) -> Dataset:
     stream = TokenStream([*data.train.parts, *data.val.parts], name=data.name)
     return replace(data, train=TokenStream([], name=data.name), val=stream)
-
-
-def check_fraction(val_fraction: float) -> None:
-    """UserError unless both parts of the split get something."""
-    if not 0.0 < val_fraction < 1.0:
-        raise UserError(f"data.val_fraction is {val_fraction}, expected between 0 and 1")
 
 
 def find_text(sources: list[str], val_fraction: float) -> Corpus:

@@ -15,9 +15,8 @@ from barellm.cpu.kernel import Spec
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import LibraryProduct, Target
 from barellm.cuda.kernel import Spec as DeviceSpec
-from barellm.errors import UserError
+from barellm.errors import UserError, nearest
 from barellm.inspect import device_code, machine_code
-from barellm.overrides import nearest
 from barellm.plans.devices import lower, target_here
 
 ARCHS = (80, 86, 87, 89, 90, 100, 103, 120)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from barellm.errors import UserError
+from barellm import models
+from barellm.errors import UserError, nearest
 from barellm.interop import huggingface, llmc, vocabulary
 from barellm.interop.sources import open_weights
-from barellm.overrides import nearest
 
 FORMATS, DTYPES = ("huggingface", "llmc"), ("fp32", "bf16")
 
@@ -19,8 +19,11 @@ def export(source: Path, out: Path, *, kind: str, dtype: str) -> list[str]:
         if name not in known:
             raise UserError(f"{option} is {name!r}{nearest(name, known)} (known: {', '.join(known)})")
     weights = open_weights(source)
-    if not weights.model.bias:
-        raise UserError(f"model.bias is false in {weights.path}: GPT-2 has biases in either format, expected true")
+    module = models.of(weights.model)
+    if not hasattr(module, {"huggingface": "HUGGING_FACE", "llmc": "llmc_order"}[kind]):
+        raise UserError(f"{weights.path} is {models.name_of(weights.model)}, which --format {kind} does not have")
+    if why := module.HUGGING_FACE.refused(weights.model):
+        raise UserError(f"{weights.path}: {why}")
     if out.exists():
         raise UserError(f"--out {out} exists, expected a new {'folder' if kind == 'huggingface' else 'file'}")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,44 +1,29 @@
-"""Hugging Face's GPT-2: a folder with config.json and model.safetensors, whole or in shards.
-
-Its names are ours with "transformer." before them, which older files lack, and ".weight" after the two embeddings. Its four
-matrices of a block are of the class Conv1D, (in, out). The classifier is wte and need not be there.
-"""
+"""Hugging Face's folders: config.json and model.safetensors, whole or in shards. Its module says what an
+architecture is called there (`models.foreign.HuggingFace`)."""
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from barellm import models
 from barellm.checkpoint import storage, tensorfile
 from barellm.checkpoint.checkpoint import read_json
 from barellm.checkpoint.weights import Weights, parameters
 from barellm.config import ModelConfig
 from barellm.errors import UserError
 from barellm.interop import vocabulary
+from barellm.models.foreign import HuggingFace
 from barellm.program.tensor import Tensor
 
 CONFIG, FILE, INDEX, PICKLE = "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-PREFIX = "transformer."
-HEAD = "lm_head.weight"
-CONV1D = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
-MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)$")  # buffers of older versions: where attention looks
-# Key -> what transformers takes where config.json does not say.
-SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_positions": 1024}
-# Key -> what this model can be; the first is transformers' default.
-KINDS: dict[str, tuple[Any, ...]] = {
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of the same formula
-    "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-}
 
 
 def is_folder(path: Path) -> bool:
@@ -48,33 +33,31 @@ def is_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG)
 
 
-def their_name(name: str) -> str:
-    """Hugging Face's name of a parameter, without PREFIX."""
-    return f"{name}.weight" if name in ("wte", "wpe") else name
-
-
 # --- reading ---
 
 
 def read(folder: Path) -> Weights:
-    """Without its tokenizer. UserError for whatever is not GPT-2 as barellm has it, or not whole."""
+    """Without its tokenizer. UserError for a model that no architecture here is, or that is not whole."""
     model = _model(folder / CONFIG)
-    tensors, origin = _tensors(folder)
+    known: HuggingFace = models.of(model).HUGGING_FACE
+    tensors, origin = _tensors(folder, known)
     expected = parameters(model)
-    tensorfile.check_names(folder, tensors.keys() - {HEAD}, map(their_name, expected))
+    tensorfile.check_names(folder, tensors.keys() - {known.head}, map(known.name, expected))
     arrays = {}
     for name, t in expected.items():
-        theirs = their_name(name)
+        theirs, transposed = known.name(name), known.transposed(name)
         array = tensors[theirs]
         if array.dtype not in (np.float32, np.float16, ml_dtypes.bfloat16):
             raise UserError(f"{origin[theirs]}: {theirs} is {array.dtype}, expected float32, bfloat16 or float16")
-        shape = (model.vocab_size, model.channels) if name == "wte" else t.shape
-        shape = shape[::-1] if CONV1D.search(name) else shape
+        shape = (t.valid_rows, *t.shape[1:])
+        shape = shape[::-1] if transposed else shape
         if array.shape != shape:
             raise UserError(f"{origin[theirs]}: {theirs} is {array.shape}, expected {shape} by {CONFIG}")
-        arrays[name] = array.T if CONV1D.search(name) else array
-    if HEAD in tensors and not _equal(tensors[HEAD], arrays["wte"]):
-        raise UserError(f"{origin[HEAD]}: {HEAD} is not wte, expected a classifier that is tied to it")
+        arrays[name] = array.T if transposed else array
+    if known.head in tensors and not _equal(tensors[known.head], arrays[known.tied]):
+        raise UserError(
+            f"{origin[known.head]}: {known.head} is not {known.tied}, expected a classifier that is tied to it"
+        )
     return Weights(folder, model, arrays, tokenizer=None)
 
 
@@ -82,30 +65,41 @@ def _model(path: Path) -> ModelConfig:
     if not path.is_file():
         raise UserError(f"{path} is missing, expected the sizes of the model in it")
     config = read_json(path)
-    for key, known in KINDS.items():
-        if (found := config.get(key, known[0])) not in known:
-            raise UserError(f"{path}: {key} is {found!r}, expected {' or '.join(map(repr, known))}")
-    sizes = {key: config.get(key, default) for key, default in SIZES.items()}
-    for key, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise UserError(f"{path}: {key} is {value!r}, expected an integer")
-    C = sizes["n_embd"]
-    if config.get("n_inner") not in (None, 4 * C):
-        raise UserError(f"{path}: n_inner is {config['n_inner']!r}, expected {4 * C}, four times n_embd")
+    known, module = _known(path, config)
+    for key, values in known.kinds.items():
+        if (found := config.get(key, values[0])) not in values:
+            raise UserError(f"{path}: {key} is {found!r}, expected {' or '.join(map(repr, values))}")
+    sizes = {}
+    for key, (name, default) in known.sizes.items():
+        found = config.get(key, default)
+        if not isinstance(found, int) or isinstance(found, bool):
+            raise UserError(f"{path}: {key} is {found!r}, expected an integer")
+        sizes[name] = found
     try:
-        return ModelConfig(
-            layers=sizes["n_layer"],
-            heads=sizes["n_head"],
-            channels=C,
-            vocab_size=sizes["vocab_size"],
-            max_seq=sizes["n_positions"],
-        )
+        model = module.Config(**sizes)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    for key, value in known.derived.items():
+        if config.get(key) not in (None, value(model)):
+            raise UserError(f"{path}: {key} is {config[key]!r}, expected {value(model)!r} by the other keys")
+    return model
 
 
-def _tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Path]]:
-    """Arrays, and the file of each, by Hugging Face's names without PREFIX; masks left out."""
+def _known(path: Path, config: Mapping[str, Any]) -> tuple[HuggingFace, ModuleType]:
+    """The architecture whose name config.json has; where it has none, the first."""
+    found = {}
+    for module in map(models.module, models.names()):
+        known: HuggingFace | None = getattr(module, "HUGGING_FACE", None)
+        if known is not None:
+            found[known.model_type] = known, module
+    name = config.get("model_type", models.BEFORE_NAMES)
+    if not isinstance(name, str) or name not in found:
+        raise UserError(f"{path}: model_type is {name!r}, expected {' or '.join(map(repr, found))}")
+    return found[name]
+
+
+def _tensors(folder: Path, known: HuggingFace) -> tuple[dict[str, np.ndarray], dict[str, Path]]:
+    """Arrays, and the file of each, by Hugging Face's names without their prefix; what is no parameter left out."""
     tensors: dict[str, np.ndarray] = {}
     origin: dict[str, Path] = {}
     for path, listed in _files(folder).items():
@@ -113,8 +107,8 @@ def _tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Path]]:
         if missing := sorted(listed - arrays.keys()):
             raise UserError(f"{path} lacks the tensor {missing[0]!r}, which {INDEX} lists")
         for full, array in arrays.items():
-            name = full.removeprefix(PREFIX)
-            if MASKS.match(name):
+            name = full.removeprefix(known.prefix)
+            if known.ignored(name):
                 continue
             if name in tensors:
                 raise UserError(f"{path} has the tensor {full!r}, and {origin[name]} has it too")
@@ -150,23 +144,23 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 class _Transposed:
-    """The rows of what is written, by Hugging Face's names: Conv1D's matrices are (in, out)."""
+    """The rows of what is written, by Hugging Face's names: some matrices are (in, out) there."""
 
     def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-        self.ours = {PREFIX + their_name(name): name for name in weights.tensors}
+        self.weights, self.known = weights, models.of(weights.model).HUGGING_FACE
+        self.ours = {self.known.prefix + self.known.name(name): name for name in weights.tensors}
 
     def tensors(self, dtype: str) -> dict[str, Tensor]:
         found = {}
         for theirs, name in self.ours.items():
             t = self.weights.tensors[name]
-            shape = t.shape[::-1] if CONV1D.search(name) else (t.valid_rows, *t.shape[1:])
+            shape = t.shape[::-1] if self.known.transposed(name) else (t.valid_rows, *t.shape[1:])
             found[theirs] = replace(t, name=theirs, shape=shape, dtype=dtype)
         return found
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         ours = self.ours[name]
-        if CONV1D.search(ours):
+        if self.known.transposed(ours):
             return self.weights.arrays[ours].T[lo:hi].astype(np.float32)
         return self.weights.read_rows(ours, lo, hi)
 
@@ -186,17 +180,15 @@ def write(weights: Weights, out: Path, *, dtype: str) -> list[str]:
 
 def _config(weights: Weights, dtype: str) -> dict[str, Any]:
     model, tokenizer = weights.model, weights.tokenizer
+    known: HuggingFace = models.of(model).HUGGING_FACE
     eot = tokenizer.eot if tokenizer else None
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        **{key: known[0] for key, known in KINDS.items()},
-        "n_layer": model.layers,
-        "n_head": model.heads,
-        "n_embd": model.channels,
-        "n_inner": None,
-        "vocab_size": model.vocab_size,
-        "n_positions": model.max_seq,
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model.dropout),
+        "architectures": [known.class_name],
+        "model_type": known.model_type,
+        **{key: values[0] for key, values in known.kinds.items()},
+        **{key: getattr(model, name) for key, (name, _) in known.sizes.items()},
+        **dict.fromkeys(known.derived),
+        **dict.fromkeys(known.rates, getattr(model, "dropout", 0.0)),
         "bos_token_id": eot,
         "eos_token_id": eot,
         "tie_word_embeddings": True,

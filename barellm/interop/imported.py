@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from barellm import __version__, overrides
+from barellm import __version__, models, overrides
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.folder import RunFolder
 from barellm.checkpoint.weights import Weights
-from barellm.config import PRESETS, Config, preset
+from barellm.config import Config, ModelConfig
 from barellm.data.kinds import tokenizer_files
+from barellm.fields import entries
 
 
 def like(weights: Weights) -> Config:
-    """The preset of these sizes, else GPT-2's smallest with them; it has no text."""
-    sizes = ("layers", "heads", "channels")
-    presets = map(preset, PRESETS)
-    same = [p for p in presets if all(getattr(p.model, s) == getattr(weights.model, s) for s in sizes) and p.model.bias]
-    config = weights.configured(same[0] if same else preset("gpt2-124m"), {})
+    """The preset of this model's sizes, whatever its vocabulary; else the one that its module names, with them. It has no text."""
+    module = models.of(weights.model)
+    known = [make() for make in module.PRESETS.values()]
+    same = [p for p in known if _sizes(p.model) == _sizes(weights.model)]
+    config = weights.configured(same[0] if same else models.preset(module.HUGGING_FACE.preset), {})
     return replace(config, data=replace(config.data, source=""))
+
+
+def _sizes(model: ModelConfig) -> dict[str, Any]:
+    """What of a configuration is the model's own, and no run's, tokenizer's or text's."""
+    known = {name for name, entry in entries(type(model)).items() if not entry.of_run}
+    return {name: getattr(model, name) for name in known - {"vocab_size", "padded_vocab", "max_seq"}}
 
 
 def save(weights: Weights, out: Path) -> Path:

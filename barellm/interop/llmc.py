@@ -5,7 +5,6 @@ Version 3 is fp32, 5 is bf16. The vocabulary is padded with rows of zeros, to a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
@@ -14,28 +13,15 @@ import numpy as np
 
 from barellm.checkpoint import storage, tensorfile
 from barellm.checkpoint.weights import Weights, parameters
-from barellm.config import ModelConfig
 from barellm.data.gpt2 import VOCAB, Gpt2
 from barellm.errors import UserError
+from barellm.models import gpt2
 
 MAGIC = 20240326
 VERSIONS = {"fp32": 3, "bf16": 5}
 DTYPES = {3: np.dtype("<f4"), 5: np.dtype(ml_dtypes.bfloat16)}
 HEADER = 1024  # bytes
 PADDING = 128
-BLOCK = (
-    *("ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias"),
-    *("ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"),
-)
-
-
-def order(layers: int) -> Iterator[str]:
-    """barellm's names in the order of the file."""
-    yield from ("wte", "wpe")
-    for name in BLOCK:
-        for layer in range(layers):
-            yield f"h.{layer}.{name}"
-    yield from ("ln_f.weight", "ln_f.bias")
 
 
 def read(path: Path) -> Weights:
@@ -49,7 +35,7 @@ def read(path: Path) -> Weights:
     if version not in DTYPES:
         raise UserError(f"{path} has version {version}, expected 3 (fp32) or 5 (bf16)")
     try:
-        model = ModelConfig(layers=layers, heads=heads, channels=channels, vocab_size=vocab, max_seq=positions)
+        model = gpt2.Config(layers=layers, heads=heads, channels=channels, vocab_size=vocab, max_seq=positions)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     if padded < vocab:
@@ -61,7 +47,7 @@ def read(path: Path) -> Weights:
         raise UserError(f"{path} has {size} bytes, expected {expected} by its header")
     data = np.memmap(path, dtype, "r", offset=HEADER)
     arrays, at = {}, 0
-    for name in order(layers):
+    for name in gpt2.llmc_order(model):
         end = at + prod(shapes[name])
         arrays[name] = data[at:end].reshape(shapes[name])
         at = end
@@ -71,13 +57,14 @@ def read(path: Path) -> Weights:
 def write(weights: Weights, out: Path, *, dtype: str) -> None:
     """The file `out`, which appears when it is whole. OSError: nothing is there."""
     model, version = weights.model, VERSIONS[dtype]
+    assert isinstance(model, gpt2.Config)  # `exported` refuses
     padded = -(-model.vocab_size // PADDING) * PADDING
     words = [MAGIC, version, model.max_seq, model.vocab_size, model.layers, model.heads, model.channels, padded]
     pad_rows = padded - model.vocab_size
     values = sum(t.valid_rows * prod(t.shape[1:]) for t in weights.tensors.values()) + pad_rows * model.channels
     with storage.new_file(out, size=HEADER + values * DTYPES[version].itemsize) as file:
         file.write(np.array(words + [0] * (HEADER // 4 - len(words)), "<i4"))
-        for name in order(model.layers):
+        for name in gpt2.llmc_order(model):
             t = weights.tensors[name]
             for lo, hi in tensorfile.pieces((t.valid_rows, *t.shape[1:]), itemsize=4):
                 file.write(weights.read_rows(name, lo, hi).astype(DTYPES[version]).view(np.uint8))

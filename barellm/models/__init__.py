@@ -1,1 +1,61 @@
-"""Models as flat forwards over a Program, and the programs that a model needs."""
+"""Architectures by name. Each is one module of this folder, which is imported when it is asked for and has
+
+    Config                 a frozen dataclass of `barellm.config.ModelConfig`, whose fields carry help and bounds
+    PRESETS                preset's name -> a function that returns its `barellm.config.Config`
+    declare(p, cfg)        the parameters, declared on a Program; returns them as the two below want them
+    forward(p, cfg, tokens, targets, training=)   tokens and targets (B, T) i32 -> the loss (1,)
+    decode(p, cfg, tokens)                        the same with KV caches -> fp32 logits (B, 1, Vp) of the last position
+
+and, where other programs have it, HUGGING_FACE (`models/foreign.py` says what that is) and `llmc_order(cfg)`. Nothing else in
+barellm knows an architecture by name, so a new one is a new file here. Loading one
+loads no NumPy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any
+
+from barellm.config import Config, ModelConfig
+from barellm.errors import UserError, nearest
+
+HELPERS = {"foreign"}  # files of this folder that are no architecture
+BEFORE_NAMES = "gpt2"  # what a configuration is that does not name its architecture: there was one
+
+
+def names() -> list[str]:
+    """Of all architectures."""
+    return [m.name for m in iter_modules(__path__) if m.name not in HELPERS]
+
+
+def module(name: str) -> ModuleType:
+    """The module of an architecture. UserError for a name that is none."""
+    known = names()
+    if name not in known:
+        raise UserError(f"unknown architecture {name!r}{nearest(name, known)} (known: {', '.join(known)})")
+    return import_module(f"{__name__}.{name}")
+
+
+def name_of(model: ModelConfig) -> str:
+    """The architecture of a configuration."""
+    return type(model).__module__.rpartition(".")[2]
+
+
+def of(model: ModelConfig) -> Any:
+    """The module that a configuration belongs to: anywhere, so that a program's own model needs no file here."""
+    return import_module(type(model).__module__)
+
+
+def presets() -> dict[str, Any]:
+    """Name -> function, of all architectures."""
+    return {name: make for architecture in names() for name, make in module(architecture).PRESETS.items()}
+
+
+def preset(name: str) -> Config:
+    """The preset of that name; an unknown one is refused with the nearest known name."""
+    known = presets()
+    if name not in known:
+        raise UserError(f"unknown preset {name!r}{nearest(name, known)} (known: {', '.join(known)})")
+    return known[name]()

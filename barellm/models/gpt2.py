@@ -5,15 +5,40 @@ Weights are stored (out, in). Names are llm.c's and Hugging Face's: "wte", "h.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import sqrt
+from typing import TYPE_CHECKING
 
-from barellm.config import ModelConfig
-from barellm.program.builder import Program
-from barellm.program.tensor import Tensor
+from barellm.config import Config as Run
+from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
+from barellm.fields import at_least, below_one, between, divides, value
+from barellm.models.foreign import HuggingFace
 
-Affine = tuple[Tensor, Tensor | None]  # weight, bias
+if TYPE_CHECKING:
+    from barellm.program.builder import Program
+    from barellm.program.tensor import Tensor
+
+    Affine = tuple[Tensor, Tensor | None]  # weight, bias
+
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
+    layers: int = between(
+        1, 1024, 12, "transformer blocks"
+    )  # planning compares lifetimes: 500 layers take 10 s, 2000 take 110
+    heads: int = divides("channels", 12, "attention heads in a block; must divide the channels")
+    channels: int = at_least(1, 768, "width of the residual stream")
+    vocab_size: int = at_least(1, 50257, "token ids; a run takes the number from its tokenizer")
+    padded_vocab: int = at_least(0, 0, "rows of the embedding in memory; 0: vocab_size rounded up to a multiple of 64")
+    max_seq: int = at_least(1, 1024, "positions: the longest sequence that the model can see")
+    bias: bool = value(True, "biases in products and norms")
+    dropout: float = below_one(0.0, "dropout rate in training", of_run=True)
+
+    @property
+    def head_size(self) -> int:
+        return self.channels // self.heads
 
 
 @dataclass(frozen=True)
@@ -35,7 +60,7 @@ class Weights:
     ln_f: Affine
 
 
-def declare_parameters(p: Program, cfg: ModelConfig) -> Weights:
+def declare(p: Program, cfg: Config) -> Weights:
     """Initialisation of GPT-2: std 0.02, residual projections times 1 / sqrt(2 L), biases 0, norms 1, padded ids 0."""
     C = cfg.channels
     residual_std = 0.02 / sqrt(2 * cfg.layers)
@@ -65,9 +90,10 @@ def declare_parameters(p: Program, cfg: ModelConfig) -> Weights:
     return Weights(wte, wpe, blocks, norm("ln_f"))
 
 
-def gpt2(p: Program, cfg: ModelConfig, tokens_BT: Tensor, targets_BT: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """The loss (1,): the sum over valid targets times the scalar inv_targets."""
-    w = declare_parameters(p, cfg)
+def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool) -> Tensor:
+    """The loss (1,): the sum over valid targets times the scalar inv_targets. Dropout in training only."""
+    w = declare(p, cfg)
+    dropout = cfg.dropout if training else 0.0
 
     def attend(_: Block, qkv_BT3C: Tensor) -> Tensor:
         return p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads, dropout=dropout)
@@ -76,13 +102,13 @@ def gpt2(p: Program, cfg: ModelConfig, tokens_BT: Tensor, targets_BT: Tensor, *,
     return p.classifier(h_BTC, w.wte, targets_BT, valid_vocab=cfg.vocab_size)
 
 
-def gpt2_decode(p: Program, cfg: ModelConfig, tokens_BT: Tensor, *, dtype: str) -> Tensor:
+def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
     """fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, the caches hold those before."""
-    w = declare_parameters(p, cfg)
+    w = declare(p, cfg)
     shape = (int(tokens_BT.shape[0]), int(tokens_BT.shape[1]), cfg.channels)
 
     def attend(block: Block, qkv_BT3C: Tensor) -> Tensor:
-        caches = [p.cache(f"{block.name}.{kind}_cache", shape, dtype) for kind in "kv"]
+        caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
         return p.attention_cached(*p.split(qkv_BT3C, 3), *caches, heads=cfg.heads)
 
     return p.last_logits(_trunk(p, w, tokens_BT, attend, 0.0), w.wte)
@@ -101,3 +127,94 @@ def _trunk(
             h_BTF = p.gelu(p.linear(h_BTC, *b.fc))
             x_BTC = p.add(x_BTC, p.dropout(p.linear(h_BTF, *b.fcproj), dropout))
     return p.layernorm(x_BTC, *w.ln_f)
+
+
+# --- presets ---
+
+
+def default() -> Run:
+    """What `barellm train` runs with no arguments: a small GPT on the source of Python's standard library, in two minutes.
+
+    The size is what two minutes on two cores feed: of 1.1, 2.2 and 3.7 million parameters the smallest learnt most.
+    """
+    return Run(
+        preset="default",
+        model=Config(layers=4, heads=4, channels=128, vocab_size=4096, max_seq=256),
+        optim=OptimConfig(lr=4e-3, min_lr=1e-4, warmup=50, beta2=0.99),
+        data=DataConfig(source="stdlib", tokenizer="bpe", bpe_vocab=4096),
+        train=TrainConfig(batch=8, seq=256, steps=2000, minutes=1.75, eval_every=250, sample_every=500),
+    )
+
+
+def shakespeare_char() -> Run:
+    """nanoGPT's CPU example: a character model of 0.8M parameters, 2000 iterations. An evaluation looks at 40 batches, as its
+    does (20 of each part); ours are all of the validation part, spread evenly."""
+    return Run(
+        preset="shakespeare-char",
+        model=Config(layers=4, heads=4, channels=128, vocab_size=65, padded_vocab=65, max_seq=64, bias=False),
+        optim=OptimConfig(lr=1e-3, min_lr=1e-4, warmup=100, beta2=0.99),
+        data=DataConfig(source="", tokenizer="chars", order="random"),
+        train=TrainConfig(batch=12, seq=64, steps=2000, eval_every=250, eval_tokens=40 * 12 * 64),
+    )
+
+
+def _gpt2(preset: str, layers: int, heads: int, channels: int, lr: float) -> Run:
+    return Run(
+        preset=preset,
+        model=Config(layers=layers, heads=heads, channels=channels, vocab_size=50257, padded_vocab=50304),
+        optim=OptimConfig(lr=lr, min_lr=lr / 10, warmup=700),
+        data=DataConfig(source="", tokenizer="gpt2"),
+        train=TrainConfig(batch=4, seq=1024, accumulate=128, steps=19560, eval_every=250, checkpoint_every=1000),
+    )
+
+
+PRESETS: dict[str, Callable[[], Run]] = {
+    "default": default,
+    "shakespeare-char": shakespeare_char,
+    "gpt2-124m": lambda: _gpt2("gpt2-124m", 12, 12, 768, 6e-4),
+    "gpt2-350m": lambda: _gpt2("gpt2-350m", 24, 16, 1024, 3e-4),
+    "gpt2-774m": lambda: _gpt2("gpt2-774m", 36, 20, 1280, 2.5e-4),
+    "gpt2-1558m": lambda: _gpt2("gpt2-1558m", 48, 25, 1600, 2e-4),
+}
+
+
+# --- other programs' files ---
+
+HUGGING_FACE = HuggingFace(
+    preset="gpt2-124m",
+    model_type="gpt2",
+    class_name="GPT2LMHeadModel",
+    sizes={
+        "n_layer": ("layers", 12),
+        "n_head": ("heads", 12),
+        "n_embd": ("channels", 768),
+        "vocab_size": ("vocab_size", 50257),
+        "n_positions": ("max_seq", 1024),
+    },
+    kinds={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of the same formula
+        "layer_norm_epsilon": (1e-5,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    derived={"n_inner": lambda cfg: 4 * cfg.channels},
+    rates=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+    prefix="transformer.",
+    head="lm_head.weight",
+    tied="wte",
+    name=lambda ours: f"{ours}.weight" if ours in ("wte", "wpe") else ours,
+    transposed=lambda ours: re.search(r"(c_attn|c_proj|c_fc)\.weight$", ours) is not None,  # transformers' class Conv1D
+    # Buffers of older versions: where attention looks.
+    ignored=lambda theirs: re.match(r"h\.\d+\.attn\.(bias|masked_bias)$", theirs) is not None,
+    refused=lambda cfg: None if cfg.bias else "model.bias is false, GPT-2 has biases there, expected true",
+)
+
+
+def llmc_order(cfg: Config) -> Iterator[str]:
+    """The parameters in the order of llm.c's files: each kind of all layers together."""
+    yield from ("wte", "wpe")
+    for kind in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
+        for part in ("weight", "bias"):
+            yield from (f"h.{layer}.{kind}.{part}" for layer in range(cfg.layers))
+    yield from ("ln_f.weight", "ln_f.bias")

@@ -10,8 +10,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from barellm.errors import UserError
-from barellm.overrides import nearest
+from barellm.errors import UserError, nearest
 from barellm.program.builder import Program
 from barellm.runtime.backend import backend
 

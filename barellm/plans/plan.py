@@ -37,7 +37,7 @@ def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu
     op gets the seconds that this machine needs at the least."""
     programs = build_programs(config)
     built = lower(programs, device, **products(config.train, device))
-    plan, train, model = built.plan, config.train, config.model
+    plan, train = built.plan, config.train
     largest = max(plan.peaks, key=lambda name: plan.peaks[name][0])
     micro, update = programs["micro"], programs["update"]
     limit, limit_source = device_memory(device)
@@ -51,7 +51,7 @@ def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu
         "moments": config.optim.moments,
         "device": device,
         **built.machine,
-        "parameters": model.parameters,
+        "parameters": sum(t.size for t in update.store.of_role("parameter")),
         "memory": memory(built),
         "arena_bytes": plan.arena_bytes,
         "live_peak_bytes": plan.live_peak_bytes,

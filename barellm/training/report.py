@@ -7,7 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from barellm import __version__
+from barellm import __version__, models
 from barellm.assembly.machine import Machine
 from barellm.config import Config
 from barellm.data.sources import Dataset
@@ -24,10 +24,10 @@ def header(machine: Machine, data: Dataset, folder: Path) -> list[str]:
     model, train = config.model, config.train
     units = f"{found['threads']} threads" if "threads" in found else found["processor"]
     memory = f"{machine.plan.arena_bytes / MIB:,.1f} MiB of memory"
-    sizes = f"{model.layers} layers of {model.channels} channels, {model.vocab_size:,} token ids"
+    sizes = f"{models.name_of(model)}, {model.channels} channels, {model.vocab_size:,} token ids"
     lines = [
         f"barellm {__version__}, preset {config.preset}",
-        f"model    {short(model.parameters)} parameters: {sizes}, up to {model.max_seq:,} positions",
+        f"model    {short(machine.parameters)} parameters: {sizes}, up to {model.max_seq:,} positions",
         f"text     {data.name}",
         f"         {short(len(data.train))} tokens to learn from and {short(len(data.val))} held back for validation "
         f"(tokenizer {data.tokenizer.name})",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -17,9 +17,9 @@ from barellm.assembly.machine import Machine, open_machine
 from barellm.checkpoint import checkpoint, storage
 from barellm.checkpoint.folder import RunFolder
 from barellm.checkpoint.weights import Weights
-from barellm.config import MATMULS, MOMENTS, Config, one_of
+from barellm.config import Config
 from barellm.data.kinds import load_tokenizer, tokenizer_files
-from barellm.data.loader import ORDERS, Batches, Validation
+from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
@@ -52,11 +52,11 @@ class Start:
 
 
 def resume_from(
-    out: Path, *, preset: str | None, changes: Mapping[str, Any], console: Console
-) -> tuple[Config, Start | None]:
-    """The configuration of the run in `out`, and its newest checkpoint that verifies: None where it ended before its first one.
-    UserError where the command line asks for another run than that one: only FREE_KEYS may change (`train.steps` and
-    `optim.cooldown` change the rest of the schedule)."""
+    out: Path, *, preset: str | None, asked: Callable[[Config], Mapping[str, Any]], console: Console
+) -> tuple[Config, Mapping[str, Any], Start | None]:
+    """The configuration of the run in `out`, what of it the command line changes, and its newest checkpoint that verifies: None
+    where it ended before its first one. `asked`: what the command line asks for. UserError where that is another run:
+    only FREE_KEYS may change (`train.steps` and `optim.cooldown` change the rest of the schedule)."""
     path, meta = out / "config.json", None
     if path.is_file() and not checkpoint.steps(out / "checkpoints"):
         console.line(f"{out} has no checkpoint yet: starting again from step 0")
@@ -71,7 +71,7 @@ def resume_from(
             raise UserError(f"{path} holds weights alone: begin a run with them, with --init-from {out}")
     if preset is not None and preset != config.preset:
         raise UserError(f"{out} holds a run of preset {config.preset!r}, the command line says {preset!r}")
-    saved = overrides.flat(config)
+    saved, changes = overrides.flat(config), asked(config)
     for key, value in changes.items():
         differs = value != saved[key] and (key, value) not in {("train.dtype", "auto")}
         if differs and key not in FREE_KEYS:
@@ -81,33 +81,14 @@ def resume_from(
     free = {key: value for key, value in changes.items() if key in FREE_KEYS}
     if meta and "train.steps" in free and free["train.steps"] != saved["train.steps"]:
         meta["total_steps"] = max(free["train.steps"], meta["step"])
-    return overrides.changed(config, free), Start(path, meta) if meta else None
+    return overrides.changed(config, free), changes, Start(path, meta) if meta else None
 
 
-def check(config: Config) -> None:
-    """UserError for values that no run can have, before anything slow begins."""
-    t, o = config.train, config.optim
-    at_least = {"batch": 1, "seq": 1, "accumulate": 1, "steps": int(t.minutes <= 0), "keep": 1, "seed": 0, "minutes": 0}
-    at_least |= {"eval_every": 0, "eval_tokens": 0, "sample_every": 0, "checkpoint_every": 0}
-    for name, least in at_least.items():
-        if getattr(t, name) < least:
-            raise UserError(f"train.{name} is {getattr(t, name)}, expected at least {least}")
-    if t.seed >= 1 << 32:  # random words are 32 bits
-        raise UserError(f"train.seed is {t.seed}, expected below {1 << 32}")
-    for name in ("lr", "min_lr", "warmup", "eps", "weight_decay", "clip"):
-        if getattr(o, name) < 0:
-            raise UserError(f"optim.{name} is {getattr(o, name)}, expected at least 0")
-    if o.min_lr > o.lr and o.schedule != "constant":  # who lowered the preset's rate may not know of the other
-        raise UserError(f"optim.min_lr {o.min_lr} is above optim.lr {o.lr}: lower it too")
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(o, name) < 1:
-            raise UserError(f"optim.{name} is {getattr(o, name)}, expected 0 <= {name} < 1")
-    one_of("optim.moments", o.moments, MOMENTS)
-    one_of("train.dtype", t.dtype, ("auto", "fp32", "bf16"))
-    one_of("train.matmul", t.matmul, MATMULS)
-    one_of("data.order", config.data.order, ORDERS)
-    if t.seq > config.model.max_seq:
-        raise UserError(f"train.seq {t.seq} is above model.max_seq {config.model.max_seq}")
+def newest_run(root: Path, preset: str) -> Path | None:
+    """The last run of a preset below `root` that has a checkpoint, whatever its folder is called."""
+    runs = [path.parent for path in root.glob("*/config.json") if checkpoint.steps(path.parent / "checkpoints")]
+    own = [path for path in runs if checkpoint.read_json(path / "config.json").get("preset") == preset]
+    return max(own, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
@@ -134,7 +115,7 @@ class Run:
         started: float,
         asked: bool = True,
     ) -> None:
-        check(config)
+        config.check()
         self.start, self.weights, self.device, self.console, self.started = start, weights, device, console, started
         tokenizer = load_tokenizer(start.path) if start else weights.tokenizer if weights else None
         self.data: Dataset = prepare(
@@ -286,7 +267,7 @@ class Run:
         found = curve.Curve(self.config.preset, *curve.series(loop.metrics.rows))
         say(curve.terminal(found, ascii_only=not self.console.can_show(curve.GLYPHS)))
         image = folder.path / "loss.png"
-        title = f"{self.config.preset}, {short(self.config.model.parameters)} parameters"
+        title = f"{self.config.preset}, {short(machine.parameters)} parameters"
         try:
             curve.image(image, [found], title=title)
         except OSError as error:  # the weights are safe; a picture is not worth the report
@@ -320,7 +301,7 @@ class Run:
             "seconds_all_sessions": round(loop.progress.seconds, 2),
             "steps": loop.progress.step,
             "tokens_per_s": sorted(speeds)[len(speeds) // 2],
-            "parameters": self.config.model.parameters,
+            "parameters": machine.parameters,
             **machine.meta(),
             "checkpoint": str(loop.saved),
             "curve": str(loop.folder.parent / "loss.png"),

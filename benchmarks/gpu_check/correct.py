@@ -19,7 +19,8 @@ import numpy as np
 from barellm import overrides
 from barellm.assembly.machine import open_machine
 from barellm.bench import peers
-from barellm.config import Config, preset
+from barellm.config import Config
+from barellm.models import preset
 from barellm.profiling.step import SEED, StepBench
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.bars import bar, holds

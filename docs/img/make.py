@@ -105,7 +105,9 @@ def imports() -> set[tuple[str, str]]:
     for path in PACKAGE.rglob("*.py"):
         folder = path.relative_to(PACKAGE).parts[0]
         for node in ast.walk(ast.parse(path.read_text())):
-            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules = (
+                [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            )
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names = {m.split(".")[1] for m in modules if m.startswith("barellm.")}
             found |= {(folder, name) for name in names if name != folder}

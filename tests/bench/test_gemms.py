@@ -6,7 +6,7 @@ import pytest
 
 from barellm.bench import gemms
 from barellm.cli import main
-from barellm.config import preset
+from barellm.models import preset
 from tests.profiling.conftest import small
 
 

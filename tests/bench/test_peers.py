@@ -11,8 +11,8 @@ from barellm.bench import peers, turns
 from barellm.bench.turns import Variant
 from barellm.cli import bench, main
 from barellm.cli.options import Parser, configuration
-from barellm.config import preset
 from barellm.errors import UserError
+from barellm.models import preset
 from barellm.overrides import changed
 from tests.profiling.conftest import made_up
 

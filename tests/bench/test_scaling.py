@@ -11,8 +11,8 @@ from barellm.assembly.machine import resolved
 from barellm.bench import scaling, turns
 from barellm.bench.turns import Variant
 from barellm.cli import bench, main
-from barellm.config import preset
 from barellm.errors import UserError
+from barellm.models import preset
 from barellm.overrides import changed
 from tests.profiling.conftest import made_up
 

@@ -38,7 +38,7 @@ def test_a_run_leaves_its_checkpoint_metrics_configuration_and_curve(trained):
     assert set(meta["versions"]) == {"barellm", "python", "numpy", "llvmlite"}
     assert meta["machine"]["isa"] == "numpy" and len(meta["tokenizer"]["hash"]) == 64
     assert meta["config"] == json.loads((trained / "config.json").read_text())
-    assert set(meta["config"]) == set(Config.__dataclass_fields__)
+    assert set(meta["config"]) == {*Config.__dataclass_fields__, "architecture"}
 
 
 def test_a_run_ends_in_plain_lines_and_its_metrics_in_the_result(tiny, capsys, tmp_path):

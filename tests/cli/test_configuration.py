@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from barellm import overrides
-from barellm.cli.options import MEANINGS, Parser, add_configuration, configuration
-from barellm.config import PRESETS, Config, preset
+from barellm.cli.options import Parser, add_configuration, configuration
+from barellm.config import Config
 from barellm.errors import UserError
+from barellm.models import preset, presets
 
 
 def resolved(*words: str) -> Config:
@@ -17,7 +18,9 @@ def resolved(*words: str) -> Config:
 
 
 def test_every_key_is_explained():
-    assert list(MEANINGS) == list(overrides.known_keys())
+    known = overrides.every_key()
+    assert set(known) == set(overrides.known_keys(preset("default")))
+    assert all(entry.says for owners in known.values() for entry in owners.values())
 
 
 def test_no_words_give_the_default():
@@ -76,7 +79,7 @@ def test_the_configuration_of_a_run_is_that_of_another(tmp_path):
             resolved("--config", str(path))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_a_saved_configuration_comes_back(name):
     import json
 
@@ -110,6 +113,8 @@ def test_a_bare_boolean_is_true():
     "words, message",
     [
         (["--model.layerz", "3"], "unknown option --model.layerz, did you mean '--model.layers'?"),
+        (["--model.lr", "3"], "unknown option --model.lr, did you mean '--optim.lr'?"),
+        (["--optim.name", "adam"], "optim.name is 'adam', expected adamw or muon"),
         (["--layers", "3"], "unknown option --layers, did you mean '--model.layers'?"),
         (["--model.layers", "six"], "model.layers is 'six', expected an integer"),
         (["--model.layers", "1.5"], "model.layers is '1.5', expected an integer"),

@@ -121,13 +121,13 @@ def test_heads_that_do_not_divide_channels(refused, out, text):
     [
         (["--batch", "0"], "train.batch is 0, expected at least 1"),
         (["--seq", "17"], "train.seq 17 is above model.max_seq 16"),
-        (["--steps", "-3"], "train.steps is -3, expected at least 1"),
+        (["--steps", "-3"], "train.steps is -3, expected at least 0"),
         (["--minutes", "-1"], "train.minutes is -1.0, expected at least 0"),
         (["--lr", "-1"], "optim.lr is -1.0, expected at least 0"),
         (["--lr", "1e-5"], "optim.min_lr 0.0001 is above optim.lr 1e-05: lower it too"),
         (["--schedule", "cosin"], "optim.schedule is 'cosin', expected cosine, linear, constant or wsd"),
-        (["--schedule", "wsd", "--optim.cooldown", "1.5"], "optim.cooldown is 1.5, expected a share of the steps"),
-        (["--schedule", "wsd", "--optim.cooldown", "-0.1"], "optim.cooldown is -0.1, expected a share of the steps"),
+        (["--schedule", "wsd", "--optim.cooldown", "1.5"], "optim.cooldown is 1.5, expected at most 1"),
+        (["--schedule", "wsd", "--optim.cooldown", "-0.1"], "optim.cooldown is -0.1, expected at least 0"),
         (["--schedule", "wsd", "--lr", "1e-5"], "optim.min_lr 0.0001 is above optim.lr 1e-05: lower it too"),
         (["--schedule", "linear", "--optim.cooldown", "nan"], "optim.cooldown is 'nan', expected a number"),
         (["--optim.beta1", "1"], "optim.beta1 is 1.0, expected 0 <= beta1 < 1"),
@@ -139,7 +139,7 @@ def test_heads_that_do_not_divide_channels(refused, out, text):
         (["--data.val_fraction", "1"], "data.val_fraction is 1.0"),
         (["--data.tokenizer", "byte"], "unknown tokenizer 'byte', did you mean 'bytes'?"),
         (["--data.order", "sorted"], "data.order is 'sorted', expected epoch or random"),
-        (["--seed", str(10**20)], f"train.seed is {10**20}, expected below {2**32}"),
+        (["--seed", str(10**20)], f"train.seed is {10**20}, expected at most {2**32 - 1}"),
     ],
 )
 def test_values_that_no_run_can_have(refused, out, tiny, words, message):
@@ -188,7 +188,7 @@ def test_nothing_to_resume(refused, tiny, tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     assert "has no checkpoint" in refused(*tiny("--resume"))
     monkeypatch.chdir(tmp_path)
-    assert "nothing to resume in runs/default-*" in refused("train", "--resume")
+    assert "nothing to resume: no run of default in runs/ has a checkpoint" in refused("train", "--resume")
 
 
 def test_a_python_without_the_packages(refused, monkeypatch):

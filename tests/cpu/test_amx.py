@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from barellm.config import preset
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
 from barellm.inspect import kernels, machine_code
+from barellm.models import preset
 from barellm.overrides import changed
 from tests.simulators import amx_emulator
 

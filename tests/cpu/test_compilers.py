@@ -162,7 +162,7 @@ def test_a_session_opens_from_a_script_on_standard_input(tmp_path):
     """The helper has no script to import again."""
     script = """
 from dataclasses import replace
-from barellm.config import preset
+from barellm.models import preset
 from barellm.runtime import compilers
 from barellm.assembly.machine import build_programs, resolved
 from barellm.cpu.step import CpuSession

@@ -2,11 +2,12 @@
 
 import pytest
 
-from barellm.config import MOMENTS, preset
+from barellm.config import MOMENTS
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
 from barellm.cpu.lang import sync
 from barellm.inspect import kernels
+from barellm.models import preset
 from barellm.overrides import changed
 
 TRIPLES = ("aarch64-unknown-linux-gnu", "aarch64-apple-darwin")

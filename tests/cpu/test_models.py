@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from barellm.assembly.programs import build
-from barellm.config import ModelConfig, OptimConfig
+from barellm.config import OptimConfig
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Spec
 from barellm.cpu.step import CpuSession
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
 from tests.cpu.check import ISAS, isa_named

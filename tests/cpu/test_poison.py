@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
-from barellm.config import ModelConfig
 from barellm.cpu import step
 from barellm.cpu.step import CpuSession
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import planner
 from tests.cpu.test_models import OPTIM, adamw, batch_of, partial
 

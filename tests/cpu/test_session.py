@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
-from barellm.config import ModelConfig, OptimConfig
+from barellm.config import OptimConfig
 from barellm.cpu.kernels import linear, weight_gradient
 from barellm.cpu.step import CpuSession
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
 from tests.cpu.check import changed
@@ -128,7 +129,7 @@ def test_a_session_that_is_dropped_without_close_leaves_no_threads():
 
 INTERRUPTED = """
 import os, signal, threading, time
-from barellm.config import ModelConfig
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.cpu.step import CpuSession
 from barellm.assembly.programs import build
 import numpy as np

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from barellm.config import preset
 from barellm.cpu import isa as isas
 from barellm.cpu import sources, tuning
 from barellm.cpu.kernels import attention_forward, elementwise, gemm, reductions, weight_gradient
 from barellm.cpu.spec import Spec
 from barellm.inspect import kernels
+from barellm.models import preset
 from barellm.overrides import changed
 from barellm.runtime import artefacts
 

@@ -12,7 +12,7 @@ import pytest
 
 from barellm.assembly.programs import build
 from barellm.cli import main
-from barellm.config import ModelConfig, OptimConfig
+from barellm.config import OptimConfig
 from barellm.cpu import tuning
 from barellm.cpu.choices import Choice, Tile
 from barellm.cpu.isa import host
@@ -21,6 +21,7 @@ from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.tuner import candidates, selftest, tuner
 from barellm.cpu.tuner.bed import Bed
 from barellm.cpu.tuner.work import Candidate, works_of
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.program import ops
 from barellm.program.builder import Program, Store

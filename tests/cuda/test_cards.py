@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from barellm.assembly.machine import build_programs
-from barellm.config import preset
 from barellm.cuda.choices import tiles
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Spec, Target
 from barellm.cuda.step import lower_and_plan
 from barellm.inspect import device_code
+from barellm.models import preset
 from barellm.overrides import changed
 
 # Shared memory for a block, as CUDA's programming guide has it: of an RTX 3090, Orin, B300, Thor, RTX 5090, GB10.

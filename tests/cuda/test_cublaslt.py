@@ -9,12 +9,13 @@ import pytest
 
 from barellm.bench import gemms
 from barellm.cli import main
-from barellm.config import ModelConfig, preset
 from barellm.cuda import cublaslt, kernels
 from barellm.cuda.cublaslt import WORKSPACE_ALIGN
 from barellm.cuda.kernel import LibraryProduct, Target
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.errors import UserError
+from barellm.models import preset
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
-from barellm.config import ModelConfig, preset
 from barellm.cuda import choices
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Launch, Sizes, Target
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.inspect import device_code
+from barellm.models import preset
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
-from barellm.config import ModelConfig
 from barellm.cuda.fuse import FUSIONS
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.fusion import fuse

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from barellm.assembly.programs import build
-from barellm.config import ModelConfig, OptimConfig
+from barellm.config import OptimConfig
 from barellm.cuda import choices, step, tuning
 from barellm.cuda import compile as cuda_compile
 from barellm.cuda.compile import compiled
@@ -24,6 +24,7 @@ from barellm.cuda.kernel import MODES, Lowering, Spec, Target
 from barellm.cuda.kernels.hopper import fits, launch_product
 from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner.work import KERNEL
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.optim.recipes import optimize
 from barellm.program.ops.base import Op

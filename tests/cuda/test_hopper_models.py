@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 
-from barellm.config import ModelConfig
 from barellm.cuda import choices, launch
 from barellm.cuda.kernel import Launch
 from barellm.cuda.kernels import hopper, parts
 from barellm.cuda.step import CudaSession
+from barellm.models.gpt2 import Config as ModelConfig
 from tests.cpu.test_models import open_session
 from tests.cuda.test_models import evaluate_and_decode_beside_the_references, train_beside_the_references
 from tests.simulators.mock import Gpu

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build, initialise
-from barellm.config import ModelConfig
 from barellm.cuda import step
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.runtime.reference import ReferenceSession

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.config import ModelConfig
 from barellm.cpu.step import CpuSession
 from barellm.cuda.step import CudaSession
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.runtime.reference import ReferenceSession
 from tests.cpu.test_models import OPTIM, batch_of, open_session, train
 from tests.simulators.mock import Gpu

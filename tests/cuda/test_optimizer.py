@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
-from barellm.config import ModelConfig, OptimConfig
+from barellm.config import OptimConfig
 from barellm.cuda import step
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import AdamW
 from barellm.optim.adamw import adamw as adamw_of_all
 from barellm.optim.rules import Rule, update

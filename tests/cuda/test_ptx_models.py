@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from barellm.config import ModelConfig
 from barellm.cuda.step import CudaSession
+from barellm.models.gpt2 import Config as ModelConfig
 from tests.cpu.test_models import open_session, train
 from tests.cuda.test_models import (
     MODEL,

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from barellm.cli import main
-from barellm.config import preset
 from barellm.cpu import choices, jit
 from barellm.cpu import isa as isas
 from barellm.cpu.kernels import attention_blocks
 from barellm.cpu.step import Lowered
 from barellm.inspect import kernels, machine_code
+from barellm.models import preset
 from barellm.overrides import changed
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim

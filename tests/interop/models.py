@@ -11,9 +11,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from barellm.checkpoint.weights import Weights, parameters
-from barellm.config import ModelConfig
 from barellm.data.tokenizers import Bytes, Tokenizer
 from barellm.interop import imported
+from barellm.models.gpt2 import Config as ModelConfig
 
 TINY = ModelConfig(layers=2, heads=2, channels=12, vocab_size=256, max_seq=20)
 ODD = ModelConfig(layers=3, heads=5, channels=35, vocab_size=97, max_seq=31)

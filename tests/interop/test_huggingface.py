@@ -139,7 +139,7 @@ WRONG_CONFIGS = {
     "activation_function": ("relu", "activation_function is 'relu', expected 'gelu_new' or 'gelu_pytorch_tanh'"),
     "layer_norm_epsilon": (1e-6, "layer_norm_epsilon is 1e-06, expected 1e-05"),
     "scale_attn_by_inverse_layer_idx": (True, "scale_attn_by_inverse_layer_idx is True, expected False"),
-    "n_inner": (100, "n_inner is 100, expected 48, four times n_embd"),
+    "n_inner": (100, "n_inner is 100, expected 48 by the other keys"),
     "n_layer": ("2", "n_layer is '2', expected an integer"),
     "n_head": (5, "model.heads 5 does not divide model.channels 12"),
     "n_positions": (21, "wpe.weight is (20, 12), expected (21, 12) by config.json"),

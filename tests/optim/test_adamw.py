@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
-from barellm.config import ModelConfig, OptimConfig
+from barellm.config import OptimConfig
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.runtime.reference import ReferenceSession
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
-from barellm.config import ModelConfig, OptimConfig, preset
+from barellm.config import OptimConfig
 from barellm.cpu.isa import available
 from barellm.cpu.step import CpuSession
+from barellm.models import preset
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 
 torch = pytest.importorskip("torch")

@@ -9,10 +9,10 @@ import pytest
 
 from barellm.assembly.programs import build
 from barellm.cli.main import main
-from barellm.config import ModelConfig
 from barellm.cpu.step import CpuSession
 from barellm.data.bpe import trained_bpe
 from barellm.interop.sources import open_weights
+from barellm.models.gpt2 import Config as ModelConfig
 from tests.interop.models import checkpoint_of, random_arrays
 
 torch = pytest.importorskip("torch")

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from barellm.config import ModelConfig, OptimConfig
+from barellm.config import OptimConfig
+from barellm.models.gpt2 import Config as ModelConfig
 
 
 class TorchGPT2:

@@ -9,7 +9,7 @@ import pytest
 from barellm import overrides
 from barellm.assembly.machine import build_programs, open_machine
 from barellm.cli import main
-from barellm.config import PRESETS, preset
+from barellm.models import preset, presets
 from barellm.plans import plan
 from tests.profiling.conftest import ADAMW, made_up
 
@@ -28,7 +28,7 @@ def small(dtype, recompute):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_arena_is_within_three_percent_of_what_is_alive(name, recompute):
     train = preset(name).train
     numbers, _ = plan.report(config_of(name, batch=train.batch, seq=train.seq, recompute=recompute))
@@ -80,16 +80,14 @@ def test_recompute_saves_memory_and_leaves_the_models_operations():
 def test_moments_of_16_bits_take_half_the_memory_and_the_updates_bytes_fall(moments):
     wide, _ = plan.report(config_of())
     packed, _ = plan.report(overrides.changed(config_of(), {"optim.moments": moments}))
-    model = config_of().model
+    model, parameters = config_of().model, wide["parameters"]
     vectors = model.layers * 13 * model.channels + 2 * model.channels
-    assert packed["memory"]["optimizer_state"] - 4 * (model.parameters - vectors) == pytest.approx(
-        8 * vectors, abs=1 << 14
-    )
+    assert packed["memory"]["optimizer_state"] - 4 * (parameters - vectors) == pytest.approx(8 * vectors, abs=1 << 14)
     saved = wide["memory"]["optimizer_state"] - packed["memory"]["optimizer_state"]
     assert packed["arena_bytes"] == pytest.approx(wide["arena_bytes"] - saved, abs=1 << 14)
     moved = [next(row["bytes"] for row in n["ops"] if row["op"] == "adamw") for n in (wide, packed)]
-    assert moved[0] / model.parameters == pytest.approx(28, abs=0.01)
-    assert moved[1] / model.parameters == pytest.approx(20, abs=0.02)
+    assert moved[0] / parameters == pytest.approx(28, abs=0.01)
+    assert moved[1] / parameters == pytest.approx(20, abs=0.02)
 
 
 def test_fusions_and_ops_are_counted():

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from barellm.assembly.machine import resolved
-from barellm.config import Config, preset
+from barellm.config import Config
+from barellm.models import preset
 from barellm.overrides import changed
 from barellm.plans.roofline import Ceiling, Mix
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
-from barellm.config import ModelConfig, OptimConfig, preset
+from barellm.config import OptimConfig
+from barellm.models import preset
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.program import ops
 from barellm.program.builder import Program, Store

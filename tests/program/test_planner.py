@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
-from barellm.config import PRESETS, ModelConfig, OptimConfig, preset
+from barellm.config import OptimConfig
 from barellm.errors import UserError
+from barellm.models import preset, presets
+from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.program import planner
 from barellm.program.tensor import Tensor
@@ -33,7 +35,7 @@ def plan_of(store, programs) -> planner.Plan:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_every_preset_fits_into_its_live_peak(name, recompute):
     config = preset(name)
     for batch, seq in ((config.train.batch, config.train.seq), (1, 7), (3, 61)):

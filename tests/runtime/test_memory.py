@@ -6,8 +6,8 @@ import pytest
 
 from barellm import overrides
 from barellm.assembly.machine import open_machine, resolved
-from barellm.config import preset
 from barellm.errors import UserError
+from barellm.models import preset
 from barellm.runtime import cgroup, memory
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from barellm.checkpoint import checkpoint, storage
 from barellm.cli.main import main
-from barellm.config import preset
+from barellm.models import preset
 from barellm.training import loop, metrics
 from barellm.training.schedule import learning_rate
 

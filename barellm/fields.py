@@ -1,0 +1,114 @@
+"""Fields of configurations, each with its help and its bounds: what a value may be stands once, here where the field is.
+
+    @dataclass(frozen=True)
+    class TrainConfig(Section, section="train"):
+        batch: int = at_least(1, 8, "sequences in a micro-batch")
+
+A configuration that is made with a value beyond the bounds is refused with one line: `train.batch is 0, expected at least 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar, get_type_hints
+
+from barellm.errors import UserError
+
+Check = Callable[[str, Any, Any], str | None]  # key, value, the configuration -> what is wrong, as a line
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known about a field. `of_run`: training may choose it, whatever weights it begins with."""
+
+    kind: type
+    says: str
+    of_run: bool
+    check: Check
+
+
+def value(default: Any, says: str, *, check: Check = lambda key, found, config: None, of_run: bool = False) -> Any:
+    """A field of any value of its type."""
+    return field(default=default, metadata={"says": says, "check": check, "of_run": of_run})
+
+
+def between(least: float, most: float | None, default: Any, says: str, **more: Any) -> Any:
+    """A number from `least` to `most`, both included; None: no upper bound."""
+
+    def check(key: str, found: Any, config: Any) -> str | None:
+        if found < least:
+            return f"{key} is {found}, expected at least {least}"
+        return f"{key} is {found}, expected at most {most}" if most is not None and found > most else None
+
+    return value(default, says, check=check, **more)
+
+
+def at_least(least: float, default: Any, says: str, **more: Any) -> Any:
+    return between(least, None, default, says, **more)
+
+
+def below_one(default: float, says: str, **more: Any) -> Any:
+    """A number from 0 to 1, but not 1: a rate."""
+
+    def check(key: str, found: Any, config: Any) -> str | None:
+        name = key.rpartition(".")[2]
+        return None if 0 <= found < 1 else f"{key} is {found}, expected 0 <= {name} < 1"
+
+    return value(default, says, check=check, **more)
+
+
+def inside_one(default: float, says: str, **more: Any) -> Any:
+    """A number between 0 and 1, neither of them: a share that leaves something on both sides."""
+
+    def check(key: str, found: Any, config: Any) -> str | None:
+        return None if 0 < found < 1 else f"{key} is {found}, expected between 0 and 1"
+
+    return value(default, says, check=check, **more)
+
+
+def one_of(known: Sequence[str], default: str, says: str, **more: Any) -> Any:
+    def check(key: str, found: Any, config: Any) -> str | None:
+        if found in known:
+            return None
+        return f"{key} is {found!r}, expected {', '.join(known[:-1])}{' or ' if known[1:] else ''}{known[-1]}"
+
+    return value(default, says, check=check, **more)
+
+
+def divides(other: str, default: int, says: str, **more: Any) -> Any:
+    """A number from 1 on that divides another field."""
+
+    def check(key: str, found: Any, config: Any) -> str | None:
+        whole = getattr(config, other)
+        if found < 1:
+            return f"{key} is {found}, expected at least 1"
+        section = key.rpartition(".")[0]
+        return f"{key} {found} does not divide {section}.{other} {whole}" if whole % found else None
+
+    return value(default, says, check=check, **more)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the configuration: a frozen dataclass of the fields above."""
+
+    section: ClassVar[str]
+
+    def __init_subclass__(cls, *, section: str = "", **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if section:
+            cls.section = section
+
+    def __post_init__(self) -> None:
+        for name, entry in entries(type(self)).items():
+            if problem := entry.check(f"{self.section}.{name}", getattr(self, name), self):
+                raise UserError(problem)
+
+
+@cache
+def entries(section: type[Section]) -> dict[str, Entry]:
+    """Each field of a section by name, in order."""
+    hints = get_type_hints(section)
+    return {f.name: Entry(hints[f.name], **f.metadata) for f in fields(section)}  # pyright: ignore[reportArgumentType]
