@@ -13,6 +13,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--measure", action="store_true", help="measure this machine's peaks and give the expected time"
     )
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
+    parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_device(parser, "cpu, or cuda, for which no GPU need be there")
     add_configuration(parser)
@@ -34,9 +35,14 @@ def run(args: argparse.Namespace) -> int:
         ceiling = measured_ceiling(device=args.device)
     numbers, built = plan.report(resolved(config, args.device), ceiling=ceiling, device=args.device)
     if args.json:
-        print(json.dumps(numbers | ({"map": plan.memory_map(built)} if args.map else {})))
+        more = ({"map": plan.memory_map(built)} if args.map else {}) | (
+            {"optimizers": plan.optimizers(built, config)} if args.optim else {}
+        )
+        print(json.dumps(numbers | more))
         return 0
     print("\n".join(_tables(numbers)))
+    if args.optim:
+        print("\n" + "\n".join(_optimizers(plan.optimizers(built, config))))
     if args.map:
         print("\n" + "\n".join(_map(plan.memory_map(built))))
     return 0
@@ -92,6 +98,15 @@ def _fits(n: dict[str, Any]) -> str:
     if n["fits"] is None:
         return f"whether it fits is not known: {n['limit_source']}"
     return f"{'fits' if n['fits'] else 'DOES NOT FIT'}: {n['limit_source']} is {n['limit_bytes']:,} bytes"
+
+
+def _optimizers(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{'parameters':<28}{'shape':<16}{'count':>6}  optimizer, its highest rate, what else it is told"]
+    for r in rows:
+        told = ", ".join(f"{name} {value}" for name, value in r["options"].items())
+        shape = " x ".join(str(n) for n in r["shape"])
+        lines.append(f"{r['names']:<28}{shape:<16}{r['count']:>6}  {r['optimizer']}, {r['rate']:.3g}, {told}")
+    return lines
 
 
 def _map(rows: list[dict[str, Any]]) -> list[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from barellm.assembly.machine import build_programs, products
 from barellm.config import Config
+from barellm.optim.recipes import rules
+from barellm.optim.rules import assigned
 from barellm.plans.devices import device_bytes, lower
 from barellm.plans.roofline import Ceiling, primitives
 from barellm.program.ops.base import Op
@@ -122,6 +125,20 @@ def _ops(built: Built, accumulate: int, ceiling: Ceiling | None) -> list[dict[st
             row["bytes"] += times * op.bytes()
             if ceiling is not None:
                 row["expected_s"] = row.get("expected_s", 0.0) + times * ceiling.seconds(op)
+    return list(rows.values())
+
+
+def optimizers(built: Built, config: Config) -> list[dict[str, Any]]:
+    """Which parameter gets which optimizer: a row for parameters of one shape whose names differ in numbers alone."""
+    parameters = [t for t in built.plan.persistent if t.role == "parameter"]
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for param, rule in assigned(rules(config.optim), parameters):
+        names = re.sub(r"\b\d+\b", "*", param.name)
+        shape, optimizer = [int(n) for n in param.shape], rule.optimizer
+        row = rows.setdefault((names, *shape, optimizer), {"names": names, "shape": shape, "count": 0})
+        row["count"] += 1
+        options = {k: v for k, v in vars(optimizer).items() if k != "lr_scale"}
+        row |= {"optimizer": type(optimizer).__name__, "rate": config.optim.lr * optimizer.lr_scale, "options": options}
     return list(rows.values())
 
 

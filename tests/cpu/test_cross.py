@@ -35,6 +35,20 @@ def test_every_kernel_compiles_for_aarch64(name, dtype, instruction):
     assert products >= 10
 
 
+@pytest.mark.parametrize("name, dtype, instruction", [("neon", "fp32", "fmla"), ("neon_bf16", "bf16", "bfdot")])
+def test_muon_compiles_for_aarch64(name, dtype, instruction):
+    isa = isas.cross(name, TRIPLES[0])
+    more = {"optim.name": "muon", "optim.normuon": 0.9, "optim.cautious": True, "model.layers": 1}
+    found = [(op, u) for u in kernels.used_by(changed(config(dtype), more), isa) for op in u.ops]
+    used = [(op, u) for op, u in found if op.startswith(("muon_", "normuon_", "gram"))]
+    for op, u in used:
+        module = jit.module(u.spec.ir(isa), isa)
+        assert not jit.undefined_symbols(jit.target_machine(isa).emit_object(module)) - jit.ALLOWED, u
+        if op.startswith("gram"):
+            assert f"\t{instruction}\t" in jit.target_machine(isa).emit_assembly(module), u
+    assert len({op for op, _ in used}) == 7
+
+
 @pytest.mark.parametrize("futex, triple", [(True, TRIPLES[0]), (False, TRIPLES[0]), (False, TRIPLES[1])])
 def test_the_native_side_of_threads_compiles_for_aarch64(futex, triple):
     isa = isas.cross("neon", triple)

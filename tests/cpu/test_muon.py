@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from barellm.cpu.kernel import Spec
 from barellm.program import ops
 from tests.cpu.check import ISAS, check_op, isa_named
 from tests.muon_cases import (
@@ -17,12 +18,22 @@ from tests.muon_cases import (
     scales_case,
     update_case,
 )
+from tests.simulators import amx_emulator
+from tests.simulators.amx_emulator import EMULATED
 
 
 def on_each_isa(values: list, few: list):
     """All values on the best ISA of this machine, a few on the others, whose cuts are the same."""
-    pairs = [(isa_named(name), value) for name in ISAS for value in (values if name == ISAS[0] else few)]
-    return pytest.mark.parametrize("isa, size", pairs, ids=[f"{isa.name}-{size}" for isa, size in pairs])
+    isas = {name: isa_named(name) for name in ISAS} | {"amx emulated": isa for isa in EMULATED}
+    pairs = [(name, value) for name in isas for value in (values if name == ISAS[0] else few)]
+    ids = [f"{name}-{value}" for name, value in pairs]
+    return pytest.mark.parametrize("isa, size", [(isas[name], value) for name, value in pairs], ids=ids)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    """Kernels of the emulated ISA get functions for their tile instructions."""
+    monkeypatch.setattr(Spec, "ir", amx_emulator.ir)
 
 
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)

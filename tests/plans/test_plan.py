@@ -131,6 +131,33 @@ def test_command_prints_json_and_tables(capsys):
     assert f"{numbers['arena_bytes']:,}" in table and "linear_residual" in table
 
 
+def test_which_parameter_gets_which_optimizer(capsys):
+    command = [
+        "plan",
+        "shakespeare-char",
+        "--optim.name",
+        "muon",
+        "--lr",
+        "0.002",
+        "--optim.muon_lr",
+        "0.03",
+        "--optim",
+    ]
+    assert main.main([*command, "--json"]) == 0
+    rows = {row["names"]: row for row in json.loads(capsys.readouterr().out)["optimizers"]}
+    assert (rows["wte"]["optimizer"], rows["wte"]["rate"]) == ("AdamW", 0.002)
+    assert rows["h.*.ln_1.weight"]["count"] == 4 and rows["h.*.ln_1.weight"]["options"]["weight_decay"] == 0
+    qkv = rows["h.*.attn.c_attn.weight"]
+    assert (qkv["optimizer"], qkv["shape"], qkv["count"]) == ("Muon", [384, 128], 4)
+    assert qkv["rate"] == pytest.approx(0.03) and qkv["options"]["iteration"] == "polar-express"
+    assert sum(row["count"] for row in rows.values()) == 2 + 4 * 6 + 1
+    assert main.main(command) == 0
+    table = capsys.readouterr().out
+    assert "h.*.attn.c_attn.weight      384 x 128            4  Muon, 0.03, nesterov True" in table
+    assert main.main(["plan", "shakespeare-char"]) == 0
+    assert "optimizer, its highest rate" not in capsys.readouterr().out
+
+
 def test_a_plan_beyond_memory_is_shown_and_says_so(capsys, monkeypatch):
     monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1G")
     assert main.main(["plan", "gpt2-124m", "--batch", "4", "--seq", "64"]) == 0

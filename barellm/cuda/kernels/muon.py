@@ -207,7 +207,7 @@ def muon_update(
             store_weight(param, lo, i, mask, p - kept - update)
 
 
-@lowering("muon_update")
+@lowering("muon_update", also={"param": "split"})
 def lower_update(op: Any, c: Lowering) -> None:
     each: list[Any] = members(op)
     params = [o.outputs["param"] for o in each]
