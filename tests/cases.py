@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import sqrt
 
 import numpy as np
@@ -175,14 +177,18 @@ def backward_case(shape, dtype, rate=0.0, groups=0, packed=True) -> dict:
     return {"given": given, "views": views, "bounds": bounds, "scalars": SCALARS, **attrs}
 
 
-def attention_both(p: Program, dims: tuple[Dim, Dim], *, heads: int, D: int, rate: float = 0.0, dtype: str = "bf16"):
+def attention_both(
+    p: Program, dims: tuple[Dim, Dim], *, heads: int, D: int, kv_heads: int = 0, rate: float = 0.0, dtype: str = "bf16"
+):
     """Appends an attention of packed operands, and its backward pass into a packed gradient; gives (saved, dqkv)."""
-    qkv, dout = p.input("qkv", (*dims, 3 * heads * D), dtype), p.input("dout", (*dims, heads * D), dtype)
-    q, k, v = p.split(qkv, 3)
-    attrs = {"heads": heads, "kv_heads": heads, "rate": rate, "stream": 3}
+    kv_heads = kv_heads or heads
+    widths = heads * D, kv_heads * D, kv_heads * D
+    qkv, dout = p.input("qkv", (*dims, sum(widths)), dtype), p.input("dout", (*dims, heads * D), dtype)
+    q, k, v = p.split(qkv, widths)
+    attrs = {"heads": heads, "kv_heads": kv_heads, "rate": rate, "stream": 3}
     saved = p.apply(ops.Attention, q=q, k=k, v=v, **attrs)
     dqkv = p.activation("dqkv", qkv.shape, dtype)
-    into = {name: (view, "store") for name, view in zip(("dq", "dk", "dv"), p.split(dqkv, 3), strict=True)}
+    into = {name: (view, "store") for name, view in zip(("dq", "dk", "dv"), p.split(dqkv, widths), strict=True)}
     back = {"q": q, "k": k, "v": v, "out": saved.out, "dout": dout, "lse": saved.lse}
     p.apply(ops.AttentionBackward, into=into, **back, **attrs)
     return saved, dqkv
@@ -246,14 +252,23 @@ def loss_gradient_case(shape, dtype, mode, roundings=1) -> dict:
 
 
 def check_network(open_session, *, compute: str, limit: float, bias: bool, sizes: tuple[int, int, int]) -> set[str]:
-    """Losses and gradients of `network` at several run-time sizes, twice in a row with accumulation, against the primitive ops'
-    references; gives the names of the ops that ran."""
+    """`check_model` of `network`."""
     C, F, V = sizes
+    return check_model(
+        open_session, partial(network, bias=bias, C=C, F=F, V=V), compute=compute, limit=limit, ids=V - 2
+    )
+
+
+def check_model(
+    open_session, declare: Callable[[Program], None], *, compute: str, limit: float, ids: int, recompute: bool = False
+) -> set[str]:
+    """Losses and gradients of what `declare` appends (inputs "tokens" and "targets" of 3 x 11 ids, an output "loss") at several
+    run-time sizes, twice in a row with accumulation, against the primitive ops' references; gives the names of the ops that ran."""
     store = Store()
     programs = {"train": Program(store, compute=compute), "eval": Program(store, compute=compute)}
     for p in programs.values():
-        network(p, bias=bias, C=C, F=F, V=V)
-    programs["train"].backward(programs["train"].named["loss"])
+        declare(p)
+    programs["train"].backward(programs["train"].named["loss"], recompute=recompute)
     session = open_session(programs)
     oracle = ReferenceSession(programs)
     r = np.random.default_rng(5)
@@ -263,12 +278,12 @@ def check_network(open_session, *, compute: str, limit: float, bias: bool, sizes
             oracle.write(name, session.read(name))
     try:
         for batch, seq in ((3, 11), (2, 5), (1, 1)):
-            ids = r.integers(0, V - 2, (2, batch, seq)).astype(np.int32)
-            ids[1, 0, seq // 2 :: 7] = -1
+            data = r.integers(0, ids, (2, batch, seq)).astype(np.int32)
+            data[1, 0, seq // 2 :: 7] = -1
             for accumulate in (0, 1):
                 for s in (session, oracle):
-                    s.write("tokens", ids[0])
-                    s.write("targets", ids[1])
+                    s.write("tokens", data[0])
+                    s.write("targets", data[1])
                     s.run("train", batch=batch, seq=seq, accumulate=accumulate, inv_targets=0.1, pos=0)
             for name, t in store.tensors.items():
                 if t.role == "gradient":

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from barellm.program.fusion import Fusion
-from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, PRODUCTS
+from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, PRODUCTS, RMSNORMS_BACKWARD
 
-FUSIONS: list[Fusion] = [*CLASSIFIER, *PRODUCTS, *NORMS_BACKWARD]
+FUSIONS: list[Fusion] = [*CLASSIFIER, *PRODUCTS, *NORMS_BACKWARD, *RMSNORMS_BACKWARD]

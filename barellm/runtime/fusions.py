@@ -74,6 +74,16 @@ def layernorm_backward(*then: tuple[str, dict[str, str]], **outputs: str) -> Fus
     )
 
 
+def rmsnorm_backward(*then: tuple[str, dict[str, str]], **outputs: str) -> Fusion:
+    """The same of an RMSNorm with a weight."""
+    return Fusion(
+        "rmsnorm_backward",
+        [("rmsnorm_dx", {}), ("rmsnorm_dweight", {k: f"0.{k}" for k in ("dy", "x", "rstd")}), *then],
+        inputs={k: f"0.{k}" for k in ("dy", "x", "weight", "rstd")},
+        outputs={"dx": "0.dx", "dweight": "1.dweight", **outputs},
+    )
+
+
 _DX_SUM, _ROUNDED = ("bias_grad", {"dy": "0.dx"}), ("cast", {"x": "0.dx"})
 
 NORMS_BACKWARD: list[Fusion] = [
@@ -82,4 +92,16 @@ NORMS_BACKWARD: list[Fusion] = [
     layernorm_backward(_ROUNDED, rounded="2.y"),
     layernorm_backward(_DX_SUM, dx_sum="2.dbias"),
     layernorm_backward(),
+]
+
+RMSNORMS_BACKWARD: list[Fusion] = [
+    rmsnorm_backward(_ROUNDED, rounded="2.y"),
+    rmsnorm_backward(),
+    # Without a weight there is nothing but dx to round.
+    Fusion(
+        "rmsnorm_backward",
+        [("rmsnorm_dx", {}), ("cast", {"x": "0.dx"})],
+        inputs={k: f"0.{k}" for k in ("dy", "x", "rstd")},
+        outputs={"dx": "0.dx", "rounded": "1.y"},
+    ),
 ]

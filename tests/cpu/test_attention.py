@@ -89,12 +89,13 @@ def test_schedules_give_the_same_bits(heads):
 @pytest.mark.skipif("avx512_bf16" not in ISAS, reason="short sequences have kernels of their own with AVX512-BF16")
 @pytest.mark.parametrize("D", [32, 64])
 @pytest.mark.parametrize("T", [1, 2, 8, 15, 17, 31, 33, 48, 63, 64])
-def test_short_sequences_have_the_bits_of_blocks(T, D, monkeypatch):
-    qkv, dout = normal(3, T, 3 * 2 * D), normal(3, T, 2 * D, seed=2)
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_short_sequences_have_the_bits_of_blocks(T, D, kv_heads, monkeypatch):
+    qkv, dout = normal(3, T, (2 + 2 * kv_heads) * D), normal(3, T, 2 * D, seed=2)
 
     def results():
         p = Program(Store())
-        saved, dqkv = attention_both(p, (Dim("batch", 3), Dim("seq", T)), heads=2, D=D)
+        saved, dqkv = attention_both(p, (Dim("batch", 3), Dim("seq", T)), heads=2, kv_heads=kv_heads, D=D)
         for name, t in (("out", saved.out), ("lse", saved.lse), ("dqkv", dqkv)):
             p.output(name, t)
         session = CpuSession({"both": p}, isa=isa_named("avx512_bf16"))
@@ -113,6 +114,85 @@ def test_short_sequences_have_the_bits_of_blocks(T, D, monkeypatch):
     assert {"attention", "attention_backward_keys"} < names
     for name, values in ours.items():
         np.testing.assert_array_equal(values, theirs[name], err_msg=name)
+
+
+# (batch, length, heads, head size), heads of keys, and whether q, k and v are columns of one tensor
+GROUPED = [
+    ((2, 37, 6, 5), 3, True),
+    ((1, 131, 4, 24), 2, False),
+    ((2, 150, 3, 16), 1, True),
+    ((1, 40, 2, 80), 2, False),
+]
+GROUPED += [((3, 64, 4, 32), 2, True), ((2, 41, 3, 64), 1, False), ((1, 1, 2, 32), 1, False)]  # short ones
+each_group = pytest.mark.parametrize("shape, groups, packed", GROUPED, ids=str)
+
+
+@each_isa
+@each_group
+@each_dtype
+def test_grouped_heads(isa, shape, groups, packed, dtype):
+    check_op(ops.Attention, isa, **forward_case(shape, dtype, groups=groups, packed=packed))
+    check_op(ops.AttentionBackward, isa, **backward_case(shape, dtype, groups=groups, packed=packed))
+
+
+@each_isa
+@each_dtype
+def test_grouped_heads_with_dropout(isa, dtype):
+    more = {"groups": 2, "packed": False}
+    check_op(ops.Attention, isa, **forward_case((2, 37, 6, 8), dtype, 0.3, **more))
+    check_op(ops.AttentionBackward, isa, **backward_case((2, 37, 6, 8), dtype, 0.3, **more))
+
+
+@each_isa
+@pytest.mark.parametrize("added", [("dk",), ("dq", "dv")], ids=str)
+def test_gradients_of_separate_operands_have_modes_of_their_own(isa, added):
+    case = backward_case((2, 35, 4, 32), "bf16", groups=2, packed=False)
+    check_op(ops.AttentionBackward, isa, **case, modes=dict.fromkeys(added, "add"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("T", [64, 150, 300])
+def test_a_shared_head_has_the_bits_of_one_for_each(T, dtype):
+    """Queries that share keys see what they would see of keys of their own, and the gradients are sums of as many terms."""
+    B, H, G, D = 2, 4, 2, 32
+    r = np.random.default_rng(1)
+    q, dout = (r.standard_normal((B, T, H * D)) for _ in range(2))
+    k, v = (r.standard_normal((B, T, G * D)) for _ in range(2))
+
+    def results(groups, k, v):
+        p = Program(Store())
+        dims = Dim("batch", B), Dim("seq", T)
+        given = {"q": q, "k": k, "v": v, "dout": dout}
+        operands = {name: p.input(name, (*dims, x.shape[-1]), dtype) for name, x in given.items()}
+        into = operands.pop("dout")
+        attrs = {"heads": H, "kv_heads": groups, "rate": 0.0, "stream": 0}
+        saved = p.apply(ops.Attention, **operands, **attrs)
+        back = p.apply(ops.AttentionBackward, **operands, out=saved.out, dout=into, lse=saved.lse, **attrs)
+        for name, t in (saved.outputs | back.outputs).items():
+            p.output(name, t)
+        session = CpuSession({"both": p})
+        for name, x in given.items():
+            session.write(name, x)
+        session.run("both", batch=B, seq=T)
+        found = {name: session.read(name) for name in (*saved.outputs, *back.outputs)}
+        session.close()
+        return found
+
+    shared = results(G, k, v)
+    spread = [np.repeat(x.reshape(B, T, G, D), H // G, 2).reshape(B, T, H * D) for x in (k, v)]
+    own = results(H, *spread)
+    for name in ("out", "lse", "dq"):
+        np.testing.assert_array_equal(shared[name], own[name], err_msg=name)
+    for name in ("dk", "dv"):
+        total = own[name].astype(np.float64).reshape(B, T, G, H // G, D).sum(3).reshape(B, T, G * D)
+        np.testing.assert_allclose(shared[name], total, atol=1e-5 if dtype == "fp32" else 0.1, err_msg=name)
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("pos, T, packed", [(37, 1, True), (30, 3, False), (0, 35, True), (70, 40, False)])
+def test_cached_with_grouped_heads(isa, dtype, pos, T, packed):
+    check_cached(isa, dtype, pos=pos, T=T, heads=6, groups=2, D=5, length=113, packed=packed)
 
 
 def check_cached(isa, dtype, **sizes):

@@ -37,6 +37,15 @@ def test_embedding(isa, shape, dtype, pos):
 
 @each_isa
 @each_shape
+@pytest.mark.parametrize("dtype", ["fp32", "split"])
+def test_embedding_without_positions(isa, shape, dtype):
+    B, T, C = shape
+    given = {"tokens": tokens(ids(B, T), "i32"), "wte": persistent(normal(VOCABULARY, C), dtype)}
+    check_op(ops.Embedding, isa, given, plan=(B + 1, T + 2))
+
+
+@each_isa
+@each_shape
 @each_mode
 def test_embedding_dwte(isa, shape, mode):
     B, T, _ = shape

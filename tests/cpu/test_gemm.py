@@ -181,7 +181,7 @@ def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, mo
     found = check_network(
         lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, bias=bias, sizes=sizes
     )
-    assert found >= {f.name for f in FUSIONS} - (set() if bias else {"linear"})
+    assert found >= {f.name for f in FUSIONS} - {"rmsnorm_backward"} - (set() if bias else {"linear"})
 
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])

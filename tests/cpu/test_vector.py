@@ -14,13 +14,19 @@ from barellm.cpu.kernel import Spec
 from barellm.cpu.kernels.loops import sweep
 from barellm.cpu.lang import vector
 from barellm.program.ops.elementwise import GELU_CUBIC, GELU_SCALE
+from barellm.program.ops.swiglu import sigmoid
 from tests.cpu.check import EPS, ISAS, isa_named
 
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 
 
+def silu_slope(k, x, dtype="fp32"):
+    return vector.silu_and_slope(k, x, dtype)[1]
+
+
 def apply(k, y, x, n, *, function, more):
-    sweep(k, 0, n, lambda i, mask, j: y.store(getattr(vector, function)(k, x.load(i, mask), *more), i, mask))
+    of = silu_slope if function == "silu_slope" else getattr(vector, function)
+    sweep(k, 0, n, lambda i, mask, j: y.store(of(k, x.load(i, mask), *more), i, mask))
 
 
 def sincos(k, sine, cosine, turn, n):
@@ -113,8 +119,29 @@ def test_gelu(isa):
 
 
 @each_isa
-@pytest.mark.parametrize("function, smallest", [("gelu", 1e-5), ("gelu_slope", 0.25)])
-def test_gelu_for_bf16_errs_by_far_less_than_rounding_does(isa, function, smallest):
+def test_silu(isa):
+    x = np.concatenate([every_exponent(), np.linspace(-20, 20, 400001)]).astype(np.float32)
+    x = x[np.isfinite(x)]
+    wide = x.astype(np.float64)
+    with np.errstate(over="ignore"):
+        want = wide / (1 + np.exp(-wide))
+    assert relative_error(evaluate(isa, "silu", x), want, 1e-5) < 8
+
+
+@each_isa
+def test_silu_slope(isa):
+    x = np.concatenate([every_exponent(), np.linspace(-20, 20, 400001)]).astype(np.float32)
+    x = x[np.abs(x) < 1e9]
+    wide = x.astype(np.float64)
+    s = sigmoid(wide)
+    assert np.abs(evaluate(isa, "silu_slope", x) - s * (1 + wide * (1 - s))).max() < 6 * EPS  # absolute
+
+
+@each_isa
+@pytest.mark.parametrize(
+    "function, smallest", [("gelu", 1e-5), ("gelu_slope", 0.25), ("silu", 1e-5), ("silu_slope", 0.25)]
+)
+def test_values_for_bf16_err_by_far_less_than_rounding_does(isa, function, smallest):
     x = np.concatenate([every_exponent(), np.linspace(-12, 12, 400001)]).astype(np.float32)
     x = x[np.abs(x) < 1e9]
     rough, fine = (evaluate(isa, function, x, dtype) for dtype in ("bf16", "fp32"))
@@ -132,7 +159,7 @@ def test_gelu_slope(isa):
 
 
 @each_isa
-@pytest.mark.parametrize("function", ["exp", "exp2", "ln", "gelu", "gelu_slope"])
+@pytest.mark.parametrize("function", ["exp", "exp2", "ln", "gelu", "gelu_slope", "silu"])
 def test_nan_stays_nan(isa, function):
     patterns = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC001FF, 0x7FD55555], np.uint32)
     assert np.isnan(evaluate(isa, function, patterns.view(np.float32))).all()

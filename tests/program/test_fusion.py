@@ -19,6 +19,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.fusion import FusedOp, Fusion, fuse
 from barellm.program.tensor import PERSISTENT
 from barellm.runtime.reference import ReferenceSession
+from tests.llama import llama
 from tests.program.graphs import Leaf, random_graph, run_graph
 
 LINEAR_GELU = Fusion(
@@ -127,6 +128,11 @@ def test_every_row_of_the_backends_tables_is_used():
     for bias, dropout, compute in product((True, False), (0.0, 0.2), ("bf16", "fp32")):
         session, _ = run_model(FUSIONS, bias=bias, dropout=dropout, compute=compute)
         used |= {op.fusion for ops_ in session.ops.values() for op in ops_ if isinstance(op, FusedOp)}
+    for compute in ("bf16", "fp32"):
+        p = Program(Store(), compute=compute)
+        llama(p)
+        p.backward(p.named["loss"])
+        used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
     assert len(used) == len(FUSIONS), [row.name for row in FUSIONS if row not in used]
 
 

@@ -64,8 +64,8 @@ def test_a_view_that_a_kernel_would_read_as_dense_is_refused(backend):
     assert str(refused.value) == f"the {backend} backend's kernel for gelu takes no view for x, found {found}"
 
 
-@each_backend
-def test_outputs_of_one_mode_cannot_have_two(backend):
+def test_outputs_of_one_mode_cannot_have_two():
+    """Attention's gradients on CUDA; on the CPU each has a mode of its own."""
     p = Program(Store())
     wide = p.input("qkv", (*SHAPE[:2], 72), "fp32")
     q, k, v = (View(wide, i * 24, 24) for i in range(3))
@@ -75,7 +75,8 @@ def test_outputs_of_one_mode_cannot_have_two(backend):
     given = {"q": q, "k": k, "v": v, "out": saved.out, "dout": saved.out, "lse": saved.lse}
     p.apply(ops.AttentionBackward, into=into, **given, heads=2, kv_heads=2, rate=0.0, stream=0)
     with pytest.raises(ValueError, match=r"writes all its outputs in one mode, found dq \(fp32\) in mode 'store', dk"):
-        BACKENDS[backend](p)
+        BACKENDS["cuda"](p)
+    BACKENDS["cpu"](p)
 
 
 @each_backend
@@ -105,8 +106,7 @@ EXCUSED = {
     ("dropout_add_layernorm", "cpu"): "as without dropout",
 }
 UNWRITTEN = {
-    "cpu": "rmsnorm rmsnorm_dx rmsnorm_dweight rope swiglu swiglu_backward",
-    "cuda": "rmsnorm rmsnorm_dx rmsnorm_dweight rope swiglu swiglu_backward",
+    "cuda": "rmsnorm rmsnorm_dx rmsnorm_dweight rmsnorm_backward rope swiglu swiglu_backward",
 }
 EXCUSED |= {(op, backend): "not written yet" for backend, ops in UNWRITTEN.items() for op in ops.split()}
 

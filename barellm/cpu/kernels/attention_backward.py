@@ -1,19 +1,25 @@
 """Attention backward: probabilities are computed again from lse, block by block.
 
-Shapes: qkv, dqkv (B, T, 3C), out, dout (B, T, C), lse, delta (B, heads, T) fp32; C = heads * D. With P = exp(s - lse), M the
-dropout multipliers and delta = sum(dout * out):   dv = (P M)^T dout,   ds = P (M (dout v^T) - delta),   dq = ds k,   dk = ds^T q.
+Shapes: q, dq, out, dout (B, T, heads * D), keys, values and their gradients (B, T, kv_heads * D), lse, delta (B, heads, T) fp32.
+Rows of q, keys, values and of their gradients may lie any `strides` apart. With P = exp(s - lse), M the dropout multipliers and
+delta = sum(dout * out):   dv = (P M)^T dout,   ds = P (M (dout v^T) - delta),   dq = ds k,   dk = ds^T q.
 
 Two schedules give the same bits, for every sum runs over the same blocks in the same order:
 
-    one pass     a claim is a head: five products a block; dq of the whole head waits in the thread's scratch
+    one pass     a claim is a head of keys: five products a block; dq of a whole head waits in the thread's scratch
     two passes   a claim is a block of keys (dk, dv), then a block of queries (dq): seven products, but many claims
 
 The run-time shape and the number of threads decide, so that a single long sequence keeps every thread busy.
+
+A head of keys that serves several heads of queries takes them in turn, and its dk and dv are the sums over all of them: in one
+pass those of all its blocks wait in scratch until the last one has been added.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import e, log2, sqrt
+from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.attention_blocks import (
@@ -32,6 +38,7 @@ from barellm.cpu.kernels.attention_blocks import (
     put_along,
     round_up,
     scores,
+    serving,
     sizes,
     stage,
     straighten,
@@ -43,13 +50,14 @@ from barellm.cpu.kernels.attention_blocks import (
 from barellm.cpu.kernels.attention_short import attention_backward_short, backward_units, short
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
-from barellm.runtime.lowering import packed, part
+from barellm.runtime.lowering import part
 
 ONE_PASS, TWO_PASSES = 5, 7  # products a block
 
 
-def scratch_units(g: Geometry, rate: float, blocks: int) -> dict[str, int]:
-    """`blocks`: of queries whose dq waits."""
+def scratch_units(g: Geometry, rate: float, length: int, shared: bool) -> dict[str, int]:
+    """`length`: queries whose dq may wait, and where the keys are `shared` by heads, keys whose dk and dv may."""
+    waiting = round_up_to(length, KEYS) if shared else KEYS
     return {
         "rows": g.rows_units(g.queries),
         "q_turned": g.turned_units,
@@ -64,11 +72,15 @@ def scratch_units(g: Geometry, rate: float, blocks: int) -> dict[str, int]:
         "ds": KEYS * g.queries // g.pair,
         "ds_woven": KEYS * g.queries // g.pair,  # in units along the keys
         "keep": KEYS * g.queries if rate else 0,
-        "dk": KEYS * g.wide,
-        "dv": KEYS * g.wide,
+        "dk": waiting * g.wide,
+        "dv": waiting * g.wide,
         "out": g.queries * g.wide,
-        "dq": g.transposed_units(blocks),
+        "dq": g.transposed_units(-(-length // g.queries)),
     }
+
+
+def round_up_to(n: int, step: int) -> int:
+    return -(-n // step) * step
 
 
 def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D) -> None:
@@ -84,21 +96,27 @@ def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D)
             target.put(k.sum(total), head * T)
 
 
+Operands = tuple[Any, ...]  # q, keys, values, their gradients, dout, lse, delta: pointers; stream
+
+
 class Head:
     """One head of one sequence: its rows in memory, and the blocks in scratch that both passes fill alike."""
 
-    def __init__(self, k, dqkv, qkv, dout, lse, delta, index: Value, *, seq, heads, D, rate, stream, length) -> None:
-        self.k, self.g = k, Geometry.of(k.isa, qkv.dtype, D)
+    def __init__(
+        self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value,
+        *, seq, heads, kv_heads, D, strides, rate, length,
+    ) -> None:  # fmt: skip
+        q, keys, values, dq, dkeys, dvalues, dout, lse, delta, stream = operands
+        self.k, self.g = k, Geometry.of(k.isa, q.dtype, D)
         self.rate = rate
-        self.s = blocks_of(k, scratch_units(self.g, rate, -(-length // self.g.queries)))
-        C, self.T = heads * D, extent(k, seq)
-        sequence, self.head = index // heads, index % heads
-        token = sequence * self.T
-        row, d_row = (p.at(token * (3 * C) + self.head * D) for p in (qkv, dqkv))
-        self.q, self.keys, self.values = (Rows(row.at(n * C), 3 * C) for n in range(3))
-        self.dq, self.dk, self.dv = (Rows(d_row.at(n * C), 3 * C) for n in range(3))
-        self.dout = Rows(dout.at(token * C + self.head * D), C)
-        self.lse, self.delta = lse.at(index * self.T), delta.at(index * self.T)
+        self.s = blocks_of(k, scratch_units(self.g, rate, length, heads > kv_heads))
+        self.T, self.head = extent(k, seq), head
+        token, kv_head = sequence * self.T, serving(head, heads, kv_heads)
+        tensors = zip((q, keys, values, dq, dkeys, dvalues), 2 * (head, kv_head, kv_head), strides, strict=True)
+        rows = [Rows.of(p, token, h, D=D, stride=stride) for p, h, stride in tensors]
+        self.q, self.keys, self.values, self.dq, self.dk, self.dv = rows
+        self.dout = Rows.of(dout, token, head, D=D, stride=heads * D)
+        self.lse, self.delta = (p.at((sequence * heads + head) * self.T) for p in (lse, delta))
         self.dropout = Dropout(rate, stream, heads)
         self.key = self.dropout.key(k, sequence) if rate else None
 
@@ -194,86 +212,108 @@ def one_pass(k: KernelBuilder, claims: Value) -> Value:
 
 
 def attention_backward_keys(
-    k: KernelBuilder, dqkv, qkv, dout, lse, delta, stream, *, batch, seq, heads, D, rate, length, mode_dqkv
-) -> None:
-    """dk and dv; in one pass also dq."""
-    T, count = extent(k, seq), extent(k, batch) * heads
+    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, stream,
+    *, batch, modes, heads, kv_heads, D, **shape,
+) -> None:  # fmt: skip
+    """dk and dv; in one pass also dq. `modes` and the six strides: of q, k and v in that order."""
+    operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, stream)
+    T, count = extent(k, shape["seq"]), extent(k, batch) * kv_heads
     together = one_pass(k, count)
     blocks = k.ceil_div(T, KEYS)
-    keep = k.keep(mode_dqkv)
+    keep = [k.keep(mode) for mode in modes]
     per_head = k.select(together, k.int(1), blocks)
+    group = heads // kv_heads
     with k.claim_each(count * per_head) as claim:
-        h = Head(k, dqkv, qkv, dout, lse, delta, claim // per_head, seq=seq, heads=heads, D=D, rate=rate, stream=stream,
-                 length=length)  # fmt: skip
-        g, s = h.g, h.s
-        start = claim % per_head
-        with k.when(together):
-            clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.D * g.queries))
-        with k.loop(start, k.select(together, blocks, start + 1)) as block:
-            j0 = block * KEYS
-            keys = h.stage_keys(j0)
+        index, start = claim // per_head, claim % per_head
+        stop = k.select(together, blocks, start + 1)
+        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
+            h = Head(
+                k,
+                operands,
+                index // kv_heads,
+                index % kv_heads * group + member,
+                heads=heads,
+                kv_heads=kv_heads,
+                D=D,
+                **shape,
+            )
+            g, s = h.g, h.s
+            first, last = (None, None) if group == 1 else (member.equals(0), member.equals(group - 1))
             with k.when(together):
-                weave(k, g, s["k_rows"], round_up(k, keys, g.pair), s["k"])
-            for name in ("dk", "dv"):
-                clear(k, s[name], round_up(k, keys, g.rows) * g.wide)
-            with k.loop(j0 // g.queries * g.queries, T, g.queries) as t:
-                shift, deltas = h.stage_queries(t, woven=True)
-                seen = k.min(keys, t + g.queries - j0)
-                h.probabilities(j0, t, seen, shift, deltas, straight=True)
-                add_straight(k, g, s["dv"], s["p"], s["do"], seen)
-                add_straight(k, g, s["dk"], s["ds"], s["q"], seen)
+                clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.D * g.queries))
+            with k.loop(start, stop) as block:
+                j0 = block * KEYS
+                sums = [
+                    s[name] if group == 1 else s[name].at((block - start) * (KEYS * g.wide)) for name in ("dk", "dv")
+                ]
+                seen_keys = h.stage_keys(j0)
                 with k.when(together):
-                    h.add_dq(t, seen, s["dq"].at(t * g.D))
-            unstage(k, g, s["dv"], keys, h.dv.start(j0), 1.0, keep)
-            unstage(k, g, s["dk"], keys, h.dk.start(j0), 1 / sqrt(D), keep)
-        with k.when(together), k.loop(0, T, g.queries) as t:
-            h.store_dq(t, s["dq"].at(t * g.D), keep)
+                    weave(k, g, s["k_rows"], round_up(k, seen_keys, g.pair), s["k"])
+                with nullcontext() if first is None else k.when(first):
+                    for acc in sums:
+                        clear(k, acc, round_up(k, seen_keys, g.rows) * g.wide)
+                with k.loop(j0 // g.queries * g.queries, T, g.queries) as t:
+                    shift, deltas = h.stage_queries(t, woven=True)
+                    seen = k.min(seen_keys, t + g.queries - j0)
+                    h.probabilities(j0, t, seen, shift, deltas, straight=True)
+                    add_straight(k, g, sums[1], s["p"], s["do"], seen)
+                    add_straight(k, g, sums[0], s["ds"], s["q"], seen)
+                    with k.when(together):
+                        h.add_dq(t, seen, s["dq"].at(t * g.D))
+                with nullcontext() if last is None else k.when(last):
+                    unstage(k, g, sums[1], seen_keys, h.dv.start(j0), 1.0, keep[2])
+                    unstage(k, g, sums[0], seen_keys, h.dk.start(j0), 1 / sqrt(D), keep[1])
+            with k.when(together), k.loop(0, T, g.queries) as t:
+                h.store_dq(t, s["dq"].at(t * g.D), keep[0])
 
 
 def attention_backward_queries(
-    k: KernelBuilder, dqkv, qkv, dout, lse, delta, stream, *, batch, seq, heads, D, rate, length, mode_dqkv
-) -> None:
+    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, stream,
+    *, batch, modes, heads, kv_heads, D, **shape,
+) -> None:  # fmt: skip
     """dq, where it was not computed with dk and dv."""
-    T, count = extent(k, seq), extent(k, batch) * heads
-    queries = Geometry.of(k.isa, qkv.dtype, D).queries
+    operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, stream)
+    T, sequences = extent(k, shape["seq"]), extent(k, batch)
+    queries = Geometry.of(k.isa, q.dtype, D).queries
     blocks = k.ceil_div(T, queries)
-    keep = k.keep(mode_dqkv)
-    with k.claim_each(k.select(one_pass(k, count), k.int(0), count * blocks)) as claim:
-        h = Head(k, dqkv, qkv, dout, lse, delta, claim // blocks, seq=seq, heads=heads, D=D, rate=rate, stream=stream,
-                 length=length)  # fmt: skip
+    keep = k.keep(modes[0])
+    with k.claim_each(k.select(one_pass(k, sequences * kv_heads), k.int(0), sequences * heads * blocks)) as claim:
+        index = claim // blocks
+        h = Head(k, operands, index // heads, index % heads, heads=heads, kv_heads=kv_heads, D=D, **shape)
         g, s = h.g, h.s
         t = (blocks - 1 - claim % blocks) * queries
         shift, deltas = h.stage_queries(t, woven=False)
         clear(k, s["dq"], g.D * queries)
         with k.loop(0, k.min(t + queries, T), KEYS) as j0:
-            keys = h.stage_keys(j0)
-            weave(k, g, s["k_rows"], round_up(k, keys, g.pair), s["k"])
-            seen = k.min(keys, t + queries - j0)
+            seen_keys = h.stage_keys(j0)
+            weave(k, g, s["k_rows"], round_up(k, seen_keys, g.pair), s["k"])
+            seen = k.min(seen_keys, t + queries - j0)
             h.probabilities(j0, t, seen, shift, deltas, straight=False)
             h.add_dq(t, seen, s["dq"])
         h.store_dq(t, s["dq"], keep)
 
 
-@lowering("attention_backward", starts="dq dk dv", alike="dq dk dv", views="q k v dq dk dv")
+@lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv")
 def lower_attention_backward(op: Op, c: Lowering) -> None:
-    shape = sizes(op.out, op.heads)
-    length, qkv, mode = int(op.out.shape[1]), packed(op.q, op.k, op.v), op.modes["dq"]
-    g = Geometry.of(c.isa, qkv.dtype, shape["D"])
+    shape, length = sizes(op), int(op.out.shape[1])
+    shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
+    modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))
+    g = Geometry.of(c.isa, op.q.dtype, shape["D"])
+    shared = op.heads > op.kv_heads
     delta = c.scratch("delta", op.lse.nbytes)
-    c.call(attention_delta, {"delta": (part(delta), "fp32"), "out": op.out, "dout": op.dout}, shape, writes="delta")
+    of_rows = {name: shape[name] for name in ("batch", "seq", "heads", "D")}
+    c.call(attention_delta, {"delta": (part(delta), "fp32"), "out": op.out, "dout": op.dout}, of_rows, writes="delta")
     operands = {
-        "dqkv": packed(op.dq, op.dk, op.dv),
-        "qkv": qkv,
-        "dout": op.dout,
-        "lse": op.lse,
-        "delta": (part(delta), "fp32"),
+        **{"dq": op.dq, "dkeys": op.dk, "dvalues": op.dv, "q": op.q, "keys": op.k, "values": op.v},
+        **{"dout": op.dout, "lse": op.lse, "delta": (part(delta), "fp32")},
     }
-    if short(c.isa, qkv.dtype, g.D, length, op.rate) and mode == "store":
-        c.private(offsets(backward_units(g))[1])
-        c.call(attention_backward_short, operands, shape, writes="dqkv")
+    written = "dq dkeys dvalues"
+    if short(c.isa, op.q.dtype, g.D, length, op.rate) and set(modes) == {"store"}:
+        c.private(offsets(backward_units(g, shared))[1])
+        c.call(attention_backward_short, operands, shape, writes=written)
         return
-    c.private(offsets(scratch_units(g, op.rate, -(-length // g.queries)))[1])
+    c.private(offsets(scratch_units(g, op.rate, length, shared))[1])
     operands["stream"] = op.stream
-    constants = {**shape, "rate": op.rate, "length": length, "mode_dqkv": mode}
+    constants = {**shape, "rate": op.rate, "length": length, "modes": modes}
     for emit in (attention_backward_keys, attention_backward_queries):
-        c.call(emit, operands, constants, writes="dqkv")
+        c.call(emit, operands, constants, writes=written)

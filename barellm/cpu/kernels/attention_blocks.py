@@ -24,8 +24,9 @@ from barellm.cpu.kernels.packing import paired
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.random import keep, sample_key, threefry
 from barellm.cpu.lang.vector import EXP2, MAGIC, polynomial, transpose
+from barellm.program.ops.base import Op
 from barellm.program.ops.random import HALF
-from barellm.program.tensor import Dim, Tensor
+from barellm.program.tensor import Dim
 
 # 2^f on [-0.5, 0.5], relative error 2.8e-6: a hundredth of what rounding a probability to bf16 costs.
 EXP2_SHORT = (1.0, 0.6931241933586842, 0.24024098616755934, 0.05590642492460038, 0.00958285286558115)
@@ -106,10 +107,12 @@ def extent(k: KernelBuilder, n: str | int) -> Value:
     return k.scalar(n) if isinstance(n, str) else k.int(n)
 
 
-def sizes(out: Tensor, heads: int) -> dict[str, Any]:
-    """Constants of every attention kernel, from a tensor (B, T, C)."""
-    B, T, C = out.shape
-    return {"batch": size(B), "seq": size(T), "heads": heads, "D": int(C) // heads}
+def sizes(op: Op) -> dict[str, Any]:
+    """Constants of every attention kernel. `strides`: elements from one row of q, k and v to the next."""
+    B, T, C = op.out.shape
+    strides = (op.q.row_stride, op.k.row_stride, op.v.row_stride)
+    heads = {"heads": op.heads, "kv_heads": op.kv_heads, "D": int(C) // op.heads}
+    return {"batch": size(B), "seq": size(T), **heads, "strides": strides}
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,16 @@ class Rows:
 
     def start(self, t: Any) -> Rows:
         return Rows(self[t], self.stride)
+
+    @classmethod
+    def of(cls, tensor: Pointer, token: Value, head: Value, *, D: int, stride: int) -> Rows:
+        """Those of a head, from `token` on."""
+        return cls(tensor.at(token * stride + head * D), stride)
+
+
+def serving(head: Value, heads: int, kv_heads: int) -> Value:
+    """The head of k and v that serves a head of q: each serves heads / kv_heads of them, one after the other."""
+    return head if heads == kv_heads else head // (heads // kv_heads)
 
 
 # --- between memory and scratch ---

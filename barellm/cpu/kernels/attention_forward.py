@@ -1,8 +1,9 @@
 """Attention forward, for training and with a KV cache: tiles of keys x queries, softmax as it goes.
 
-Shapes: qkv (B, T, 3C), out (B, T, C), lse (B, heads, T); caches (B, maxT, C). C = heads * D. A claim is one block of queries of one
-head; it walks the keys that its queries may see, KEYS at a time, and keeps the maximum and the sum of each query in lanes
-(Milakov and Gimelshein 2018, Dao et al. 2022). Keys later than the last query of a block are never touched.
+Shapes: q, out (B, T, heads * D), keys and values (B, T, kv_heads * D), lse (B, heads, T); caches (B, maxT, kv_heads * D). Rows
+of q, keys and values may lie any `strides` apart. A claim is one block of queries of one head; it walks the keys that its queries
+may see, KEYS at a time, and keeps the maximum and the sum of each query in lanes (Milakov and Gimelshein 2018, Dao et al. 2022).
+Keys later than the last query of a block are never touched.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from barellm.cpu.kernels.attention_blocks import (
     pack_units,
     round_up,
     scores,
+    serving,
     sizes,
     stage,
     straighten,
@@ -37,7 +39,6 @@ from barellm.cpu.kernels.attention_short import attention_short, forward_units, 
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln
 from barellm.program.ops.base import Op
-from barellm.runtime.lowering import packed
 
 BLOCK = 128  # queries that share the staging of keys and values, where that leaves enough claims
 
@@ -180,69 +181,73 @@ def probabilities(
 # --- training and evaluation ---
 
 
-def attention(k: KernelBuilder, out, lse, qkv, stream, *, batch, seq, heads, D, rate) -> None:
-    g = Geometry.of(k.isa, qkv.dtype, D)
-    C, T = heads * D, extent(k, seq)
+def attention(
+    k: KernelBuilder, out, lse, q, keys, values, stream, *, batch, seq, heads, kv_heads, D, strides, rate
+) -> None:
+    g, T = Geometry.of(k.isa, q.dtype, D), extent(k, seq)
     block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
     dropout = Dropout(rate, stream, heads) if rate else None
     with k.claim_each(extent(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
         first = (blocks - 1 - claim % blocks) * block  # the last is the longest: early, so that threads end together
-        token = sequence * T
-        row = Rows(qkv.at(token * (3 * C) + head * D), 3 * C)
-        keys, values = Rows(row.pointer.at(C), 3 * C), Rows(row.pointer.at(2 * C), 3 * C)
+        token, kv_head = sequence * T, serving(head, heads, kv_heads)
+        of = [
+            Rows.of(p, token, h, D=D, stride=stride)
+            for p, h, stride in zip((q, keys, values), (head, kv_head, kv_head), strides, strict=True)
+        ]
         attend(
-            k, g, row, keys, values, Rows(out.at(token * C + head * D), C), lse.at((sequence * heads + head) * T),
+            k, g, *of, Rows.of(out, token, head, D=D, stride=heads * D), lse.at((sequence * heads + head) * T),
             first, k.min(first + block, T), k.int(0), dropout, head, dropout.key(k, sequence) if dropout else None,
         )  # fmt: skip
 
 
 @lowering("attention", views="q k v")
 def lower_attention(op: Op, c: Lowering) -> None:
-    shape, qkv = sizes(op.out, op.heads), packed(op.q, op.k, op.v)
-    g = Geometry.of(c.isa, qkv.dtype, shape["D"])
-    if short(c.isa, qkv.dtype, g.D, int(op.out.shape[1]), op.rate):
+    constants = sizes(op)
+    g = Geometry.of(c.isa, op.q.dtype, constants["D"])
+    operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v}
+    if short(c.isa, op.q.dtype, g.D, int(op.out.shape[1]), op.rate):
         c.private(offsets(forward_units(g))[1])
-        c.call(attention_short, {"out": op.out, "lse": op.lse, "qkv": qkv}, shape, writes="out lse")
+        c.call(attention_short, operands, constants, writes="out lse")
         return
-    constants = {**shape, "rate": op.rate}
     c.private(offsets(scratch_units(g, op.rate))[1])
-    c.call(attention, {"out": op.out, "lse": op.lse, "qkv": qkv, "stream": op.stream}, constants, writes="out lse")
+    c.call(attention, {**operands, "stream": op.stream}, {**constants, "rate": op.rate}, writes="out lse")
 
 
 # --- decoding ---
 
 
-def append_to_caches(k: KernelBuilder, k_cache, v_cache, qkv, *, batch, seq, heads, D, length) -> None:
-    """Rows pos .. pos + T of the caches = k and v of qkv."""
-    C, T, pos = heads * D, extent(k, seq), k.scalar("pos")
+def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, *, batch, seq, C, length, strides) -> None:
+    """Rows pos .. pos + T of the caches = keys and values, all of C columns."""
+    T, pos = extent(k, seq), k.scalar("pos")
     with k.claim_each(extent(k, batch) * T) as token:
-        source = qkv.at(token * (3 * C))
         row = (token // T * length + pos + token % T) * C
-        for cache, start in ((k_cache, C), (v_cache, 2 * C)):
-            whole = C - C % k.lanes
+        for cache, new, stride in zip((k_cache, v_cache), (keys, values), strides, strict=True):
+            source, whole = new.at(token * stride), C - C % k.lanes
             with k.loop(0, whole, k.lanes) as c:
-                cache.store(source.load(c + start), row + c)
+                cache.store(source.load(c), row + c)
             if C % k.lanes:
                 mask = k.mask_first(C % k.lanes)
-                cache.store(source.load(whole + start, mask), row + whole, mask)
+                cache.store(source.load(whole, mask), row + whole, mask)
 
 
-def attention_cached(k: KernelBuilder, out, qkv, k_cache, v_cache, *, batch, seq, heads, D, length) -> None:
-    g = Geometry.of(k.isa, qkv.dtype, D)
-    C, T, pos = heads * D, extent(k, seq), k.scalar("pos")
+def attention_cached(
+    k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, heads, kv_heads, D, stride, length
+) -> None:
+    """`stride`: of q's rows."""
+    g = Geometry.of(k.isa, q.dtype, D)
+    C, T, pos = kv_heads * D, extent(k, seq), k.scalar("pos")
     block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
     with k.claim_each(extent(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
-        first = claim % blocks * block
-        q = Rows(qkv.at(sequence * T * (3 * C) + head * D), 3 * C)
-        keys, values = (Rows(cache.at(sequence * (length * C) + head * D), C) for cache in (k_cache, v_cache))
-        to = Rows(out.at(sequence * T * C + head * D), C)
+        first, kv_head = claim % blocks * block, serving(head, heads, kv_heads)
+        queries, to = (Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
+        cached = [Rows.of(cache, sequence * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         one = T.equals(1)
         with k.when(one):
-            attend_one(k, D, q.pointer, keys, values, to.pointer, pos + 1)
+            attend_one(k, D, queries.pointer, *cached, to.pointer, pos + 1)
         with k.otherwise(one):
-            attend(k, g, q, keys, values, to, None, first, k.min(first + block, T), pos, None, None, None)
+            attend(k, g, queries, *cached, to, None, first, k.min(first + block, T), pos, None, None, None)
 
 
 def attend_one(k: KernelBuilder, D: int, q: Pointer, keys: Rows, values: Rows, out: Pointer, count: Value) -> None:
@@ -292,10 +297,14 @@ def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
 
 @lowering("attention_cached", views="q k v")
 def lower_attention_cached(op: Op, c: Lowering) -> None:
-    constants = {**sizes(op.out, op.heads), "length": int(op.k_cache.shape[1])}
-    qkv = packed(op.q, op.k, op.v)
-    g = Geometry.of(c.isa, qkv.dtype, constants["D"])
-    c.private(max(offsets(scratch_units(g))[1], 4 * (constants["length"] + c.isa.lanes)))
+    shape, length = sizes(op), int(op.k_cache.shape[1])
+    q_stride, *strides = shape.pop("strides")
+    g = Geometry.of(c.isa, op.q.dtype, shape["D"])
+    c.private(max(offsets(scratch_units(g))[1], 4 * (length + c.isa.lanes)))
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache}
-    c.call(append_to_caches, {**caches, "qkv": qkv}, constants, writes="k_cache v_cache")
-    c.call(attention_cached, {"out": op.out, "qkv": qkv, **caches}, constants, writes="out")
+    rows = {"batch": shape["batch"], "seq": shape["seq"], "C": op.kv_heads * g.D, "strides": tuple(strides)}
+    c.call(
+        append_to_caches, {**caches, "keys": op.k, "values": op.v}, {**rows, "length": length}, writes="k_cache v_cache"
+    )
+    constants = {**shape, "stride": q_stride, "length": length}
+    c.call(attention_cached, {"out": op.out, "q": op.q, **caches}, constants, writes="out")

@@ -10,6 +10,7 @@ Each element is the same chain of the same operations, and only zeros are left o
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import e, log2, sqrt
 from typing import Any
 
@@ -21,12 +22,15 @@ from barellm.cpu.kernels.attention_blocks import (
     Right,
     Rows,
     blocks_of,
+    clear,
     exp2_nonpositive,
     extent,
     pack_units,
     product,
     put_along,
     round_up,
+    serving,
+    unstage,
 )
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln, transpose
@@ -51,13 +55,15 @@ def forward_units(g: Geometry) -> dict[str, int]:
     }
 
 
-def backward_units(g: Geometry) -> dict[str, int]:
+def backward_units(g: Geometry, shared: bool) -> dict[str, int]:
+    """`shared`: dk and dv are sums over several heads, which wait as fp32 rows."""
     woven = {name: g.woven_units(SHORT) for name in ("q", "k", "do")}
     turned = {name: g.units * SHORT for name in ("q_turned", "do_turned")}
     # [key][SHORT / 2]; the last of them [key / 2][SHORT].
     straight = {name: SHORT * SHORT // 2 for name in ("p", "ds", "ds_woven")}
     rows = {"k_rows": SHORT * g.row, "v_rows": SHORT * g.row}
-    return {**rows, **turned, **woven, **straight, "p_tile": g.rows * g.queries, "shift": SHORT, "delta": SHORT}
+    sums = {name: SHORT * g.wide if shared else 0 for name in ("dk", "dv")}
+    return {**rows, **turned, **woven, **straight, **sums, "p_tile": g.rows * g.queries, "shift": SHORT, "delta": SHORT}
 
 
 def load_rows(
@@ -115,11 +121,15 @@ def store_rows(
 
 def straight_product(
     k: KernelBuilder, g: Geometry, left: Left, woven: Pointer, steps: Value, to: Rows, first: Value, count: Value,
-    factors: list[Any],
+    factors: list[Any], *, add: bool = False,
 ) -> None:  # fmt: skip
-    """g.rows rows of L X from row `first` of `to` on; X woven, `left` and `woven` at the first of `steps` pairs of tokens."""
+    """g.rows rows of L X from row `first` of `to` on, or with `add` these added to it; X woven, `left` and `woven` at the first of
+    `steps` pairs of tokens."""
     with k.loop(0, g.wide, g.vectors * g.lanes) as c:
-        tile = product(k, g, left, Right(woven.at(c), g.wide), steps)
+        start = (
+            [[to[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
+        )
+        tile = product(k, g, left, Right(woven.at(c), g.wide), steps, start)
         store_rows(k, g, tile, to, first, c, count, factors)
 
 
@@ -138,19 +148,17 @@ def earlier(k: KernelBuilder, g: Geometry, x: Value, key: Value, query: Value, o
     return k.select(k.iota() < k.splat(key - query), otherwise, x)
 
 
-def attention_short(k: KernelBuilder, out, lse, qkv, *, batch, seq, heads, D) -> None:
-    g = Geometry.of(k.isa, qkv.dtype, D)
+def attention_short(k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides) -> None:
+    g, T = Geometry.of(k.isa, q.dtype, D), extent(k, seq)
     s = blocks_of(k, forward_units(g))
-    C, T = heads * D, extent(k, seq)
     unit = log2(e) / sqrt(D)
     with k.claim_each(extent(k, batch) * heads) as claim:
         sequence, head = claim // heads, claim % heads
-        row = qkv.at(sequence * T * (3 * C) + head * D)
-        q, keys, values = (Rows(row.at(n * C), 3 * C) for n in range(3))
-        to = Rows(out.at(sequence * T * C + head * D), C)
-        load_rows(k, g, q, T, turned=s["q_turned"])
-        load_rows(k, g, keys, T, rows=s["k_rows"])
-        load_rows(k, g, values, T, woven=s["v"])
+        token, kv_head = sequence * T, serving(head, heads, kv_heads)
+        to = Rows.of(out, token, head, D=D, stride=heads * D)
+        load_rows(k, g, Rows.of(q, token, head, D=D, stride=strides[0]), T, turned=s["q_turned"])
+        load_rows(k, g, Rows.of(keys, token, kv_head, D=D, stride=strides[1]), T, rows=s["k_rows"])
+        load_rows(k, g, Rows.of(values, token, kv_head, D=D, stride=strides[2]), T, woven=s["v"])
         with k.loop(0, T, g.queries) as t:
             highest = short_scores(k, g, s, t)
             totals = short_probabilities(k, g, s, t, [x * -unit for x in highest], unit)
@@ -209,37 +217,52 @@ def short_probabilities(
     return [x.value for x in sums]
 
 
-def attention_backward_short(k: KernelBuilder, dqkv, qkv, dout, lse, delta, *, batch, seq, heads, D) -> None:
-    g = Geometry.of(k.isa, qkv.dtype, D)
-    s = blocks_of(k, backward_units(g))
-    C, T = heads * D, extent(k, seq)
-    scale = [1 / sqrt(D)] * g.rows
+def attention_backward_short(
+    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta,
+    *, batch, seq, heads, kv_heads, D, strides,
+) -> None:  # fmt: skip
+    """A claim is a head of keys with the heads of queries that it serves."""
+    g, T = Geometry.of(k.isa, q.dtype, D), extent(k, seq)
+    group = heads // kv_heads
+    s = blocks_of(k, backward_units(g, group > 1))
+    scale, ones = [1 / sqrt(D)] * g.rows, [1.0] * g.rows
     half = SHORT // 2
-    with k.claim_each(extent(k, batch) * heads) as claim:
-        sequence, head = claim // heads, claim % heads
+    with k.claim_each(extent(k, batch) * kv_heads) as claim:
+        sequence, kv_head = claim // kv_heads, claim % kv_heads
         token = sequence * T
-        row, d_row = (p.at(token * (3 * C) + head * D) for p in (qkv, dqkv))
-        q, keys, values = (Rows(row.at(n * C), 3 * C) for n in range(3))
-        dq, dk, dv = (Rows(d_row.at(n * C), 3 * C) for n in range(3))
-        load_rows(k, g, q, T, turned=s["q_turned"], woven=s["q"])
-        load_rows(k, g, Rows(dout.at(token * C + head * D), C), T, turned=s["do_turned"], woven=s["do"])
-        load_rows(k, g, keys, T, rows=s["k_rows"], woven=s["k"])
-        load_rows(k, g, values, T, rows=s["v_rows"])
-        with k.loop(0, round_up(k, T, g.queries), g.lanes) as t:
-            mask = k.mask_first(T - t)
-            s["shift"].store(lse.at(claim * T).load(t, mask) * -log2(e), t)
-            s["delta"].store(delta.at(claim * T).load(t, mask), t)
-        with k.loop(0, T, g.queries) as t:
-            short_gradients(k, g, s, t)
-        pairs = k.ceil_div(T, 2)
-        with k.loop(0, T, g.rows) as j:
-            u = j >> 1
-            for name, woven, to, factors in (("p", "do", dv, [1.0] * g.rows), ("ds", "q", dk, scale)):
-                left = Left(s[name].at(j * half + u), half, 1)
-                straight_product(k, g, left, s[woven].at(u * g.wide), pairs - u, to, j, T, factors)
-        with k.loop(0, T, g.rows) as i:
-            seen = k.ceil_div(k.min(i + g.rows, T), 2)
-            straight_product(k, g, Left(s["ds_woven"].at(i), 1, SHORT), s["k"], seen, dq, i, T, scale)
+        tensors = zip((keys, values, dkeys, dvalues), (*strides[1:3], *strides[4:]), strict=True)
+        key_rows, value_rows, dk, dv = (Rows.of(p, token, kv_head, D=D, stride=stride) for p, stride in tensors)
+        load_rows(k, g, key_rows, T, rows=s["k_rows"], woven=s["k"])
+        load_rows(k, g, value_rows, T, rows=s["v_rows"])
+        sums = [(dv, ones), (dk, scale)]
+        if group > 1:
+            sums = [(Rows(s[name], g.wide), ones) for name in ("dv", "dk")]
+            for to, _ in sums:
+                clear(k, to.pointer, SHORT * g.wide)
+        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
+            head = kv_head * group + member
+            load_rows(k, g, Rows.of(q, token, head, D=D, stride=strides[0]), T, turned=s["q_turned"], woven=s["q"])
+            load_rows(k, g, Rows.of(dout, token, head, D=D, stride=heads * D), T, turned=s["do_turned"], woven=s["do"])
+            of_head = (sequence * heads + head) * T
+            with k.loop(0, round_up(k, T, g.queries), g.lanes) as t:
+                mask = k.mask_first(T - t)
+                s["shift"].store(lse.at(of_head).load(t, mask) * -log2(e), t)
+                s["delta"].store(delta.at(of_head).load(t, mask), t)
+            with k.loop(0, T, g.queries) as t:
+                short_gradients(k, g, s, t)
+            pairs = k.ceil_div(T, 2)
+            with k.loop(0, T, g.rows) as j:
+                u = j >> 1
+                for name, woven, (to, factors) in zip(("p", "ds"), ("do", "q"), sums, strict=True):
+                    left, right = Left(s[name].at(j * half + u), half, 1), s[woven].at(u * g.wide)
+                    straight_product(k, g, left, right, pairs - u, to, j, T, factors, add=group > 1)
+            to_dq = Rows.of(dq, token, head, D=D, stride=strides[3])
+            with k.loop(0, T, g.rows) as i:
+                seen = k.ceil_div(k.min(i + g.rows, T), 2)
+                straight_product(k, g, Left(s["ds_woven"].at(i), 1, SHORT), s["k"], seen, to_dq, i, T, scale)
+        if group > 1:
+            unstage(k, g, s["dv"], T, dv, 1.0)
+            unstage(k, g, s["dk"], T, dk, 1 / sqrt(D))
 
 
 def short_gradients(k: KernelBuilder, g: Geometry, s: dict[str, Pointer], t: Value) -> None:

@@ -1,4 +1,4 @@
-"""Token and position embedding. Shapes: tokens (batch, seq) i32, wte (V, C), wpe (maxT, C), y and dy (batch, seq, C)."""
+"""Token and position embedding. Shapes: tokens (batch, seq) i32, wte (V, C), wpe (maxT, C) or none, y and dy (batch, seq, C)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ AHEAD = 4  # rows of the token table that are on their way into the second cache
 
 
 def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> None:
-    seq, pos = k.scalar("seq"), k.scalar("pos")
+    seq, pos = k.scalar("seq"), None if wpe is None else k.scalar("pos")
     token_rows, position_rows = Weight(k, wte, wte_lo), Weight(k, wpe, wpe_lo)
     rows = k.scalar("batch") * seq
     past = past_caches(k, rows, C, y)
     with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        of, at = tokens.get(row) * C, (pos + row % seq) * C
+        of, at = tokens.get(row) * C, None if pos is None else (pos + row % seq) * C
 
         def vector(c, mask, of=of, at=at):
-            return token_rows.load(of + c, mask) + position_rows.load(at + c, mask)
+            token = token_rows.load(of + c, mask)
+            return token if at is None else token + position_rows.load(at + c, mask)
 
         following = tokens.get(k.min(row + AHEAD, rows - 1)) * C
         for table in (wte,) if wte_lo is None else (wte, wte_lo):
@@ -34,7 +35,8 @@ def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> No
 
 @lowering("embedding", also={"tokens": "i32", "wte": "split", "wpe": "split"})
 def lower_embedding(op: Op, c: Lowering) -> None:
-    operands = {"y": op.y, "tokens": op.tokens, **weight_operands("wte", op.wte), **weight_operands("wpe", op.wpe)}
+    operands = {"y": op.y, "tokens": op.tokens, **weight_operands("wte", op.wte)}
+    operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else weight_operands("wpe", op.wpe)
     c.call(embedding, operands, {"C": int(op.y.shape[-1])}, writes="y")
 
 

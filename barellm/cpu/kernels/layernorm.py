@@ -1,4 +1,6 @@
-"""LayerNorm. Shapes: x, y, dy, dx (rows, C); weight, bias, dweight, dbias (C); mean, rstd (rows) fp32."""
+"""LayerNorm, and the gradients of both norms. Shapes: x, y, dy, dx (rows, C); weight, bias, dweight, dbias (C); mean, rstd (rows)
+fp32. RMSNorm's gradients are those of a LayerNorm without means: where `mean` is None nothing is centred.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,18 @@ CHAINS = 4
 Factors = Callable[[Any, Value | None, int], tuple[Value, Value]]
 
 
-def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = False) -> tuple[Value, Value]:
-    """Two sums over a row: of u and of u * v, where factors(c, mask, j) gives u and v; u is zero off the mask."""
-    sums, products = zeros(k, CHAINS), zeros(k, CHAINS)
+def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = False, of_u: bool = True) -> list[Value]:
+    """Two sums over a row: of u * v and, if wanted, of u, where factors(c, mask, j) gives u and v; u is zero off the mask."""
+    products, sums = zeros(k, CHAINS), zeros(k, CHAINS) if of_u else []
 
     def body(c, mask, j):
         u, v = factors(c, mask, j)
-        sums[j].value = sums[j].value + u
+        if of_u:
+            sums[j].value = sums[j].value + u
         products[j].value = k.fma(u, v, products[j].value)
 
     across(k, C, body, unroll=CHAINS, unrolled=unrolled)
-    return k.sum(fold(sums, add)), k.sum(fold(products, add))
+    return [k.sum(fold(chains, add)) for chains in (products, sums) if chains]
 
 
 def row_constants(op: Op) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
                 held[c] = v
             return v, v
 
-        total, square = row_sums(k, C, twice, unrolled=in_registers)
+        square, total = row_sums(k, C, twice, unrolled=in_registers)
         offset = total * (1.0 / C)
         variance = k.max(0.0, square * (1.0 / C) - offset * offset)
         inverse = 1.0 / k.sqrt(variance + eps)
@@ -87,22 +90,36 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
         write_row(k, to, C, finish, past=past, unrolled=in_registers)
 
 
+class Normalised:
+    """A row as the norm gave it, but for the weight."""
+
+    def __init__(self, k: KernelBuilder, row: Value, of: Pointer, mean: Pointer | None, rstd: Pointer) -> None:
+        self.of, self.scale = of, k.splat(rstd.get(row))
+        self.centre = None if mean is None else k.splat(mean.get(row))
+
+    def load(self, c: Any, mask: Value | None) -> Value:
+        x = self.of.load(c, mask)
+        return (x if self.centre is None else x - self.centre) * self.scale
+
+
 class GradientOfRow:
-    """dx = rstd (dn - mean(dn) - n mean(dn n)) of a row, with dn = dy weight and n the normalised row. The means take a first pass;
-    the second finds the row in the first cache."""
+    """dx = rstd (dn - mean(dn) - n mean(dn n)) of a row, dn = dy weight, n the normalised row; without mean(dn) where `mean` is
+    None. The means take a first pass; the second finds the row in the first cache."""
 
     def __init__(self, k: KernelBuilder, row: Value, dy, x, weight, mean, rstd, *, C: int) -> None:
         self.k, self.C = k, C
         self.dy, self.x, self.weight = dy.at(row * C), x.at(row * C), weight
-        self.centre, self.scale = k.splat(mean.get(row)), k.splat(rstd.get(row))
+        self.normalised = Normalised(k, row, self.x, mean, rstd)
+        self.centred, self.scale = mean is not None, self.normalised.scale
 
     def factors(self, c: Any, mask: Value | None) -> tuple[Value, Value, Value]:
         """Vectors of dy, of dn and of n."""
         g = self.dy.load(c, mask)
-        return g, g * self.weight.load(c, mask), (self.x.load(c, mask) - self.centre) * self.scale
+        dn = g if self.weight is None else g * self.weight.load(c, mask)
+        return g, dn, self.normalised.load(c, mask)
 
-    def means(self, also: Callable[..., None] | None = None) -> tuple[Value, Value]:
-        """The first pass: both means, and also(c, mask, j, dy, n) for each vector."""
+    def means(self, also: Callable[..., None] | None = None) -> list[Value]:
+        """The first pass: means of dn n and, where the row is centred, of dn; and also(c, mask, j, dy, n) for each vector."""
 
         def factors(c, mask, j):
             g, dn, n = self.factors(c, mask)
@@ -110,13 +127,12 @@ class GradientOfRow:
                 also(c, mask, j, g, n)
             return dn, n
 
-        sums = row_sums(self.k, self.C, factors)
-        a, b = (self.k.splat(total * (1.0 / self.C)) for total in sums)
-        return a, b
+        sums = row_sums(self.k, self.C, factors, of_u=self.centred)
+        return [self.k.splat(total * (1.0 / self.C)) for total in sums]
 
-    def dx(self, dn: Value, n: Value, means: tuple[Value, Value]) -> Value:
+    def dx(self, dn: Value, n: Value, means: list[Value]) -> Value:
         # The difference first: where dn is its own mean, the result is zero and not the rounding of two products.
-        return self.k.fma(-n, means[1], dn - means[0]) * self.scale
+        return self.k.fma(-n, means[0], dn - means[1] if self.centred else dn) * self.scale
 
     def fetch(self, row: Pointer, c: Any, j: int) -> None:
         """What the other pass reads in this place of a row, into the second cache. Each pass by itself would leave memory idle
@@ -125,8 +141,9 @@ class GradientOfRow:
             self.k.prefetch(row.at(c), near=False)
 
 
+@kernel("rmsnorm_dx", constants=row_constants)
 @kernel("layernorm_dx", constants=row_constants)
-def layernorm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
+def norm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
     rows = k.extent(dims) * inner
     past = past_caches(k, rows, C, dx) if mode_dx == "store" else None
     with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
@@ -143,27 +160,27 @@ def layernorm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, in
 
 def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count, dims, inner) -> None:
     def terms(row):
-        of, d = x.at(row * C), dy.at(row * C)
-        centre, scale = k.splat(mean.get(row)), k.splat(rstd.get(row))
+        of, d = Normalised(k, row, x.at(row * C), mean, rstd), dy.at(row * C)
 
         def vectors(c, mask):
             g = d.load(c, mask)
-            return [g * ((of.load(c, mask) - centre) * scale), g][:count]
+            return [g * of.load(c, mask), g][:count]
 
         return vectors
 
     column_sums(k, partials, k.extent(dims) * inner, C, count, terms)
 
 
+@lowering("rmsnorm_dweight", starts="dweight")
 @lowering("layernorm_dparams", starts="dweight dbias")
-def layernorm_dparams(op: Op, c: Lowering) -> None:
-    operands = {name: op.inputs[name] for name in ("dy", "x", "mean", "rstd")}
+def norm_dparams(op: Op, c: Lowering) -> None:
+    operands = {name: op.inputs.get(name) for name in ("dy", "x", "mean", "rstd")}
     # A LayerNorm without bias has a dbias that nobody reads.
     outputs = {name: t for name, t in op.outputs.items() if t.role != "activation"}
     lower_column_sums(c, dparams_partials, operands, op.x, outputs, op.modes)
 
 
-def layernorm_backward(
+def norm_backward(
     k: KernelBuilder, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, count, sums, dims, inner, mode_dx
 ) -> None:
     """dx, in bf16 too where `rounded` is given, and the partial sums that `sums` names: all that reads dx and dy at once.
@@ -210,10 +227,11 @@ def layernorm_backward(
         across(k, C, body)
 
 
+@lowering("rmsnorm_backward", starts="dx dweight")
 @lowering("layernorm_backward", starts="dx dweight dbias dx_sum")
-def lower_layernorm_backward(op: Op, c: Lowering) -> None:
-    operands = {name: op.inputs[name] for name in ("dy", "x", "weight", "mean", "rstd")}
+def lower_norm_backward(op: Op, c: Lowering) -> None:
+    operands = {name: op.inputs.get(name) for name in ("dy", "x", "weight", "mean", "rstd")}
     operands |= {"dx": op.dx, "rounded": op.outputs.get("rounded")}
-    sums = {name: t for name, t in op.outputs.items() if t.shape == op.weight.shape and t.role != "activation"}
+    sums = {name: t for name, t in op.outputs.items() if t.shape == op.x.shape[-1:] and t.role != "activation"}
     constants = {"sums": tuple(sums), "mode_dx": op.modes["dx"]}
-    lower_column_sums(c, layernorm_backward, operands, op.x, sums, op.modes, writes="dx rounded", **constants)
+    lower_column_sums(c, norm_backward, operands, op.x, sums, op.modes, writes="dx rounded", **constants)

@@ -31,13 +31,14 @@ Terms = Callable[[Value], Callable[[Any, Value | None], list[Value]]]
 
 @contextmanager
 def chunks_of_rows(
-    k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int
-) -> Iterator[tuple[Pointer, Value, Value]]:
-    """Claims chunks: where its partial sums are (count, C), cleared, and its rows [begin, end)."""
+    k: KernelBuilder, partials: Pointer | None, rows: Value, C: int, count: int
+) -> Iterator[tuple[Pointer | None, Value, Value]]:
+    """Claims chunks: where its partial sums are (count, C), cleared, or None; and its rows [begin, end)."""
     per = rows_per_chunk(k, rows)
     with k.claim_each((rows + per - 1) // per) as chunk:
-        to = partials.at(chunk * (count * C))
-        across(k, count * C, lambda c, mask, j: to.store(0.0, c, mask))
+        to = None if partials is None else partials.at(chunk * (count * C))
+        if to is not None:
+            across(k, count * C, lambda c, mask, j: to.store(0.0, c, mask))
         begin = chunk * per
         yield to, begin, k.min(begin + per, rows)
 
@@ -83,20 +84,21 @@ def lower_column_sums(
     writes: str = "",
     **constants: Any,
 ) -> None:
-    """Two calls and more: `emit` fills the operand `partials` and what else it `writes`, then each output (C) is combined from its
-    part of them."""
+    """One call and more: `emit` fills the operand `partials`, None without outputs, and what else it `writes`; then each output (C)
+    is combined from its part of them."""
     C = int(like.shape[-1])
     stride = len(outputs) * C
     chunks = min(CHUNKS, -(-(like.size // C) // CHUNK_ROWS))
-    partials = c.scratch("partials", chunks * stride * 4)
+    partials = c.scratch("partials", chunks * stride * 4) if outputs else None
     shape = shape_of(like)
     c.call(
         emit,
-        {"partials": (part(partials), "fp32"), **operands},
+        {"partials": partials and (part(partials), "fp32"), **operands},
         {"C": C, "count": len(outputs), **shape, **constants},
         writes=f"partials {writes}",
     )
     for i, (name, out) in enumerate(outputs.items()):
+        assert partials is not None
         from_here = (part(partials, i * C * 4), "fp32")
         mode = {"C": C, "stride": stride, "mode": modes[name], **shape}
         c.call(combine_sums, {"out": out, "partials": from_here}, mode, writes="out")

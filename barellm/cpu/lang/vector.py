@@ -99,6 +99,23 @@ def gelu_slope(k: Builder, x: Value, dtype: str = "fp32") -> Value:
     return k.fma(x * s * (s * e), du, s)
 
 
+def _exp_of_minus(k: Builder, x: Value, dtype: str) -> Value:
+    return exp2(k, x * -LOG2E, EXP2_BF16) if dtype == "bf16" else exp(k, -x)
+
+
+def silu(k: Builder, x: Value, dtype: str = "fp32") -> Value:
+    """x / (1 + exp(-x)). `dtype` as in `gelu`."""
+    return x / (1.0 + _exp_of_minus(k, x, dtype))
+
+
+def silu_and_slope(k: Builder, x: Value, dtype: str = "fp32") -> tuple[Value, Value]:
+    """silu(x) = x s and s + x s (1 - s), with s the sigmoid. 1 - s as s exp(-x) keeps the digits that cancel in the difference."""
+    e = k.min(1e37, _exp_of_minus(k, x, dtype))
+    s = 1.0 / (1.0 + e)
+    y = x * s
+    return y, k.fma(y, s * e, s)
+
+
 SLOPE_STEPS = 3.2  # pieces a unit: 16 of them reach to 4.8, where the slope is 1 but for 3e-5
 
 

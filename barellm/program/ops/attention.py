@@ -40,6 +40,8 @@ def check_heads(name: str, heads: int, kv_heads: int, q: Tensor, k: Tensor, v: T
     if not fits or k.shape != v.shape or k.shape != (*q.shape[:2], q.shape[2] // heads * kv_heads):
         found = describe(q=q, k=k, v=v)
         raise ValueError(f"{name} expects q (B, T, {heads} heads * D), k and v (B, T, {kv_heads} heads * D): {found}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"{name} expects q, k and v of one dtype: {describe(q=q, k=k, v=v)}")
 
 
 def join_heads(x: np.ndarray) -> np.ndarray:
@@ -156,7 +158,7 @@ class AttentionCached(Op):
         check_heads(self.name, self.heads, self.kv_heads, q, k, v)
         B, T, _ = q.shape
         fits = int(k_cache.shape[0]) >= int(B) and int(k_cache.shape[1]) >= int(T) and k_cache.shape[2] == k.shape[2]
-        if not fits or k_cache.shape != v_cache.shape:
+        if not fits or k_cache.shape != v_cache.shape or not k.dtype == k_cache.dtype == v_cache.dtype:
             found = describe(k=k, k_cache=k_cache, v_cache=v_cache)
             raise ValueError(f"attention_cached expects k (B, T, C) and caches (B, maxT, C): {found}")
         cache = (k_cache.shape, k_cache.dtype)
