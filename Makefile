@@ -3,17 +3,23 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+QUICK := cpu program runtime models optim cuda/test_elementwise.py test_house.py
 
-.PHONY: train test lint oracle gpu-check clean
+.PHONY: train test quick lint oracle gpu-check clean
 
 # Into a dated folder under runs/, or into OUT.
 train: $(VENV)/.installed
 	$(BIN)/barellm train $(if $(OUT),--out $(OUT))
 
-# One process per core; then, one after the other, the tests that measure time.
+# One process per core; then, one after the other, the tests that measure time. Outside CI, proofs of what did not change are left out:
+# `make test CI=true` does all.
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -m "not oracle and not alone" -n auto --dist worksteal $(PYTEST)
 	$(BIN)/python -m pytest -m "not oracle and alone" $(PYTEST) || [ $$? = 5 ]  # 5: PYTEST chose none of them
+
+# What an edit needs first, in less than a minute: this machine's instruction set, one case of each kernel's tests.
+quick: $(VENV)/.tested
+	$(BIN)/python -m pytest --quick -n auto --dist worksteal $(addprefix tests/,$(QUICK)) $(PYTEST)
 
 # The comparisons with PyTorch and transformers: this exact pin installs the CPU build.
 oracle: $(VENV)/.oracle

@@ -9,8 +9,17 @@ import pytest
 from barellm.cli.main import main
 from barellm.cpu.threads import thread_count
 from barellm.runtime.memory import memory_limit
+from tests import selection
 
 WORKER_BYTES = 2 << 30  # of memory, that a process of tests may need
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    selection.add_options(parser)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selection.select(config, items)
 
 
 def pytest_configure() -> None:

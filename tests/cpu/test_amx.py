@@ -99,6 +99,7 @@ def test_what_would_fault_gives_nan(shapes):
     assert np.isnan(c[:4, :4]).all() and (c[4:] == 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
 def test_products_become_tile_instructions(cpu):
     from dataclasses import replace

@@ -158,6 +158,7 @@ queue.take()
     pytest.fail("the helper is still there")
 
 
+@pytest.mark.slow
 def test_a_session_opens_from_a_script_on_standard_input(tmp_path):
     """The helper has no script to import again."""
     script = """

@@ -17,6 +17,7 @@ def config(dtype):
     return changed(preset("gpt2-124m"), {"train.batch": 4, "train.seq": 64, "train.dtype": dtype, "model.dropout": 0.1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, dtype, instruction", [
     ("neon", "fp32", "fmla"),
     ("neon", "bf16", "fmla"),

@@ -85,6 +85,7 @@ def models(draw):
     return model, (draw(st.integers(1, 3)), draw(st.integers(1, model.max_seq)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute, limit", [("fp32", 5e-5), ("bf16", 0.15)])
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(drawn=models(), isa=st.sampled_from(ISAS), recompute=st.booleans())

@@ -31,6 +31,8 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from tests.cuda.sass import Row, label, row_of, rows, wrong
 
+pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program/ops", "tests/cuda")
+
 GOLDEN = Path(__file__).with_name("golden.json")
 # One block has every shape that twelve have.
 GPT2 = ModelConfig(layers=1)

@@ -16,6 +16,8 @@ from tests.cuda.check import EPS, check_op, persistent, tokens
 from tests.muon_cases import gram_case, update_case
 from tests.simulators.ptx import launch
 
+pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program/ops", "tests/simulators")
+
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):

@@ -171,6 +171,7 @@ HOPPERS = [
 
 
 @pytest.mark.slow
+@pytest.mark.proof("barellm/cuda", "tests/simulators")
 @pytest.mark.parametrize("role, epilogue", HOPPERS)
 def test_every_form_of_hopper_s_products_is_proved_and_the_fastest_by_the_clock_is_kept(role, epilogue, monkeypatch):
     """On the model of the machine that Gluon kernels have; the clock likes tiles of another width than the default's."""

@@ -11,6 +11,7 @@ from barellm.assembly.programs import build
 from barellm.config import OptimConfig
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
+from barellm.program.ops.random import STATE_STREAMS
 from barellm.runtime.reference import ReferenceSession
 
 MODEL = ModelConfig(layers=1, heads=2, channels=8, vocab_size=11, padded_vocab=13, max_seq=6)
@@ -58,3 +59,14 @@ def test_the_norm_is_that_of_all_gradients_together(clip):
     wte = session.read("wte.grad") * scale
     np.testing.assert_allclose(session.read("wte.m"), 0.1 * wte, rtol=1e-12)
     np.testing.assert_allclose(session.read("wte.v"), 0.05 * wte**2, rtol=1e-9)
+
+
+def test_each_matrix_is_rounded_by_a_stream_of_its_own():
+    """By its place among the parameters, counted up from STATE_STREAMS: dropout has the streams below, and a run that is resumed
+    must draw the bits that it would have drawn."""
+    _, programs = build(MODEL, batch=1, seq=6, optimizer=partial(adamw, config=OptimConfig(moments="16bit-stochastic")))
+    program = programs["update"]
+    parameters = program.store.of_role("parameter")
+    streams = {op.param: op.stream for op in program.ops if op.name == "adamw"}
+    for i, param in enumerate(parameters):
+        assert streams[param] == (STATE_STREAMS + i if len(param.shape) == 2 else None), param

@@ -10,6 +10,8 @@ from barellm.cuda.compile import Descriptor
 from tests.simulators.ptx import fragments
 from tests.simulators.ptx.asynchronous import slots
 
+pytestmark = pytest.mark.proof("barellm/cuda", "tests/simulators")
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 

@@ -19,6 +19,8 @@ from tests.simulators.interpreter import Box, Parameter, Pointer
 from tests.simulators.ptx import launch
 from tests.simulators.ptx.machine import Run
 
+pytestmark = pytest.mark.proof("barellm/cuda", "tests/simulators")
+
 DTYPES = {"bfloat16": "bf16", "float32": "fp32", "int64": "i64"}
 
 # Rows and columns that are no multiples of a tile, more tiles than blocks, a depth that is no multiple of a turn.

@@ -16,6 +16,8 @@ from tests.check import Case, check_case
 from tests.cuda.check import InterpretedSession
 from tests.simulators.ptx.launch import RUNS, execute
 
+pytestmark = pytest.mark.proof("barellm/cuda", "tests/simulators")
+
 T, HEAD = 130, 64  # more than any block has
 
 

@@ -23,6 +23,8 @@ from tests.cuda.sass import overwritten
 from tests.simulators.ptx import launch
 from tests.simulators.ptx.test_hopper_products import nth
 
+pytestmark = pytest.mark.proof("barellm/cuda", "tests/simulators")
+
 
 @pytest.fixture(autouse=True)
 def compiled_code(monkeypatch):

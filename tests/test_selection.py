@@ -1,0 +1,94 @@
+"""Which tests are left out outside CI, and with --quick."""
+
+from __future__ import annotations
+
+import subprocess
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+
+from barellm.cpu import isa as isas
+from barellm.inspect import kernels
+from barellm.models import preset
+from barellm.overrides import changed
+from tests import selection
+
+
+def item(nodeid: str, *proof: str, **params):
+    """A test as pytest gives it to the selection."""
+    marks = [SimpleNamespace(args=proof, name="proof")] if proof else []
+    return SimpleNamespace(
+        nodeid=nodeid,
+        callspec=SimpleNamespace(params=params),
+        iter_markers=lambda name: [m for m in marks if m.name == name],
+        get_closest_marker=lambda name: next((m for m in marks if m.name == name), None),
+    )
+
+
+@pytest.mark.parametrize("changed, left_out", [
+    ([], True), (["README.md", "barellm/cpu/kernels/gemm.py"], True), (["barellm/cuda/step.py"], False),
+    (["tests/cuda/test_golden.py"], False),
+])  # fmt: skip
+def test_a_proof_is_left_out_where_nothing_that_it_is_of_changed(changed, left_out):
+    proof = item("tests/cuda/test_golden.py::test_x[1]", "barellm/cuda", "tests/simulators")
+    assert selection.unchanged_proof(proof, changed) == left_out
+    assert not selection.unchanged_proof(item("tests/test_x.py::test_y"), changed)
+
+
+def test_what_changed_is_what_git_says(tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=x", "-c", "user.email=x@y")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr(selection, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert selection.changed_paths() is None  # no repository
+    git("init", "-b", "main")
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+        git("add", name)
+        git("commit", "-m", name)
+    assert selection.changed_paths() == ["b"]  # on the main branch: its last commit
+    git("checkout", "-b", "branch")
+    (tmp_path / "c").write_text("c")
+    git("add", "c")
+    git("commit", "-m", "c")
+    (tmp_path / "a").write_text("edited")
+    (tmp_path / "d").write_text("new")
+    assert selection.changed_paths() == ["a", "c", "d"]
+
+
+def test_fp32_kernels_are_tested_on_one_of_those_with_equal_code():
+    def left_out(isa: str, names: set[str], **params) -> bool:
+        return selection.same_code(item("x", isa=isa, **params), names)
+
+    every = {"avx512_bf16", "avx512", "avx2"}
+    assert left_out("avx512", every, dtype="fp32") and left_out("amx_bf16_emulated_1", every, compute="fp32")
+    assert not left_out("avx512", {"avx512", "avx2"}, dtype="fp32")  # a processor without bf16
+    assert not left_out("avx512", every, dtype="bf16") and not left_out("avx512", every)
+    assert not left_out("avx2", every, dtype="fp32") and not left_out("avx512_bf16", every, dtype="fp32")
+
+
+@pytest.mark.parametrize("other", ["avx512", "amx_bf16"])
+def test_the_code_of_fp32_kernels_is_equal_there(other):
+    """Name by name, of a model with everything: what `same_code` leaves out would show nothing new."""
+    config = changed(preset("shakespeare-char"), {"train.dtype": "fp32", "model.dropout": 0.1})
+    first, second = (isas.cross(name, kernels.X86_TRIPLE) for name in ("avx512_bf16", other))
+    ours, theirs = ({u.spec.key: u.spec.ir(isa) for u in kernels.used_by(config, isa)} for isa in (first, second))
+    assert ours == theirs and len(ours) > 20
+
+
+def test_quick_keeps_one_case_of_each_dtype_for_the_best_instruction_set():
+    each = product(("best", "other"), ("fp32", "bf16"), (1, 2))
+    cases = [
+        item(f"tests/cpu/test_x.py::test_y[{n}]", isa=isa, dtype=dtype, shape=shape)
+        for n, (isa, dtype, shape) in enumerate(each)
+    ]
+    cases += [item("tests/cuda/test_z.py::test_proof", "barellm/cuda"), item("tests/test_plain.py::test_plain")]
+    kept = [c.nodeid for c in selection.quick(cases, "best")]  # pyright: ignore
+    assert kept == [
+        "tests/cpu/test_x.py::test_y[0]",
+        "tests/cpu/test_x.py::test_y[2]",
+        "tests/test_plain.py::test_plain",
+    ]
