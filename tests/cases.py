@@ -20,6 +20,7 @@ from barellm.program.ops.attention import (
     shared,
     split_heads,
 )
+from barellm.program.ops.elementwise import SLOPES
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.reference import ReferenceSession
 from tests.check import EPS, persistent, stored, tokens
@@ -74,8 +75,11 @@ def as_operand(weight, dtype) -> np.ndarray:
     return stored(weight.values, dtype)
 
 
-def network(p: Program, *, bias: bool, C: int, F: int, V: int) -> None:
-    """A model in which every row of the table finds its match."""
+each_activation = pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+
+
+def network(p: Program, *, bias: bool, C: int, F: int, V: int, activation: str = "gelu") -> None:
+    """A model in which every row of the tables finds its match, but for those of other activations."""
     shape = (Dim("batch", 3), Dim("seq", 11))
     token, target = p.input("tokens", shape), p.input("targets", shape)
     wte, wpe = p.parameter("wte", (V, C), std=0.5), p.parameter("wpe", (11, C), std=0.5)
@@ -87,9 +91,15 @@ def network(p: Program, *, bias: bool, C: int, F: int, V: int) -> None:
 
     x = p.embedding(token, wte, wpe)
     h = p.linear(p.layernorm(x, p.parameter("n1", (C,), value=1.0)), *affine("in", C, C))
-    x = p.add(x, p.linear(p.gelu(p.linear(h, *affine("fc", F, C))), *affine("proj", C, F)))
+    x = p.add(x, p.linear(p.activate(p.linear(h, *affine("fc", F, C)), activation), *affine("proj", C, F)))
     loss = p.classifier(p.layernorm(x, p.parameter("n2", (C,), value=1.0)), wte, target, valid_vocab=V - 2)
     p.output("loss", loss)
+
+
+def expected_rows(table, activation: str) -> set[str]:
+    """The rows of a backend's table that a `network` with this activation uses."""
+    others = [name for name in ops.ACTIVATIONS if name != activation]
+    return {row.name for row in table if not any(other in row.name for other in (*others, "rmsnorm"))}
 
 
 class Exact:
@@ -251,11 +261,17 @@ def loss_gradient_case(shape, dtype, mode, roundings=1) -> dict:
     return {"given": given, "bounds": bounds, "modes": {"dlogits": mode}, **more}
 
 
-def check_network(open_session, *, compute: str, limit: float, bias: bool, sizes: tuple[int, int, int]) -> set[str]:
+def check_network(
+    open_session, *, compute: str, limit: float, bias: bool, sizes: tuple[int, int, int], activation: str = "gelu"
+) -> set[str]:
     """`check_model` of `network`."""
     C, F, V = sizes
     return check_model(
-        open_session, partial(network, bias=bias, C=C, F=F, V=V), compute=compute, limit=limit, ids=V - 2
+        open_session,
+        partial(network, bias=bias, C=C, F=F, V=V, activation=activation),
+        compute=compute,
+        limit=limit,
+        ids=V - 2,
     )
 
 
@@ -326,6 +342,44 @@ def check_classifier_of_inner_axes(open_session, *, compute: str, limit: float) 
         session.close()
 
 
+def check_products_that_add(open_session, *, compute: str, limit: float) -> None:
+    """Fused products whose result is added to what is there, each at the place of its own."""
+    C, F, shape = 19, 35, (Dim("batch", 3), Dim("seq", 11))
+    p = Program(Store(), compute=compute)
+    x, w, b = p.input("x", (*shape, C), compute), p.parameter("w", (F, C)), p.parameter("b", (F,))
+    for name in ("linear", "residual", *ops.ACTIVATIONS):
+        into = {"y": (p.input(name, (*shape, F), "fp32" if name == "residual" else compute), "add")}
+        y = p.apply(ops.Matmul, x=x, weight=w).y
+        if name == "linear":
+            p.apply(ops.Bias, into=into, x=y, bias=b)
+            continue
+        y = p.apply(ops.Bias, x=y, bias=b).y
+        if name == "residual":
+            p.apply(ops.Add, into=into, a=p.input("stream", (*shape, F), "fp32"), b=y)
+        else:
+            p.apply(ops.ACTIVATIONS[name].forward, into=into, x=y)
+    dy = p.input("dy", (*shape, F), compute)
+    for name, slope in SLOPES.items():
+        dx = p.apply(ops.MatmulDx, dy=dy, weight=w).dx
+        p.apply(slope.backward, into={"dx": (p.input(name, (*shape, C), compute), "add")}, dy=dx, x=x)
+    session, oracle = open_session({"op": p}), ReferenceSession({"op": p})
+    names = ["linear", "linear_residual", *(f"linear_{name}" for name in ops.ACTIVATIONS)]
+    try:
+        assert [op.name for op in session.lowered["op"].ops] == names + [
+            f"matmul_dx_{name}" for name in ops.ACTIVATIONS
+        ]
+        for s in (session, oracle):
+            for i, (name, t) in enumerate({**p.named, **p.store.tensors}.items()):
+                sizes = tuple({"batch": 2, "seq": 7}[n.name] if isinstance(n, Dim) else n for n in t.shape)
+                s.write(name, stored(normal(*sizes, seed=i), t.dtype))
+            s.run("op", batch=2, seq=7)
+        for name in ("linear", "residual", *ops.ACTIVATIONS, *SLOPES):
+            got, want = session.read(name).astype(np.float64), oracle.read(name)
+            assert np.abs(got - want).max() <= limit * np.abs(want).max(), name
+    finally:
+        session.close()
+
+
 MOMENTS = {
     "fp32": ("fp32", "fp32", None),
     "16bit": ("e6m9", "ue6m10", None),
@@ -377,11 +431,12 @@ def elementwise_cases(dtype: str) -> dict[str, tuple]:
     x, other, bias = normal(3, 5, 65), normal(3, 5, 65, seed=2), persistent(normal(65, seed=3))
     a, b = tokens(x, dtype), tokens(other, dtype)
     random = {"rate": 0.3, "stream": 2}
+    slope_bound = {"dx": 24 * EPS * (1 + abs(other)) * (4 + abs(x))}
     return {
         "add": (ops.Add, {"a": a, "b": b}, {}, {"y": 2 * EPS * (abs(x) + abs(other) + 4)}),
         "cast": (ops.Cast, {"x": a}, {"dtype": "bf16"}, {"y": 2 * EPS * (abs(x) + 4)}),
-        "gelu": (ops.Gelu, {"x": a}, {}, {"y": 8 * EPS * (abs(x) + 4)}),
-        "gelu_backward": (ops.GeluBackward, {"dy": b, "x": a}, {}, {"dx": 24 * EPS * (1 + abs(other)) * (4 + abs(x))}),
+        **{name: (f.forward, {"x": a}, {}, {"y": 8 * EPS * (abs(x) + 4)}) for name, f in ops.ACTIVATIONS.items()},
+        **{name: (f.backward, {"dy": b, "x": a}, {}, slope_bound) for name, f in SLOPES.items()},
         "bias": (ops.Bias, {"x": a, "bias": bias}, {}, {"y": 2 * EPS * (abs(x) + 8)}),
         "last_row": (ops.LastRow, {"x": a}, {}, {"y": 2 * EPS * (abs(x[:, -1:]) + 4)}),
         "dropout": (ops.Dropout, {"x": a}, random, {"y": 4 * EPS * (abs(x) + 4)}),

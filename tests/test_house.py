@@ -105,7 +105,6 @@ def circles(graph: dict[Path, set[Path]]) -> list[set[str]]:
 WAIVED = [
     {"cpu/lang/emit.py", "cpu/lang/values.py"},  # values and their builder: `a + b` emits an instruction
     # To go:
-    {"cuda/kernels/__init__.py", "cuda/kernels/classifier.py", "cuda/kernels/matmul.py"},
 ]
 
 

@@ -84,7 +84,9 @@ def append(p: Program, product: Product, copy: int) -> None:
         p.apply(ops.MatmulDx, into={"dx": (activation("dx", K), mode)}, dy=activation("dy", N), weight=weight)
     elif product.op == "matmul_dx_gelu":
         dx = p.apply(ops.MatmulDx, dy=activation("dy", N), weight=weight).dx
-        p.apply(ops.GeluBackward, into={"dx": (activation("dx", K), mode)}, dy=dx, x=activation("pre", K))
+        p.apply(
+            ops.ACTIVATIONS["gelu"].backward, into={"dx": (activation("dx", K), mode)}, dy=dx, x=activation("pre", K)
+        )
     elif product.op == "matmul":
         p.apply(ops.Matmul, into={"y": (activation("y", N), mode)}, x=activation("x", K), weight=weight)
     else:
@@ -94,7 +96,7 @@ def append(p: Program, product: Product, copy: int) -> None:
             p.apply(ops.Bias, into={"y": (activation("y", N), mode)}, x=y, bias=bias)
         elif product.op == "linear_gelu":
             pre = p.apply(ops.Bias, into={"y": (activation("pre", N), mode)}, x=y, bias=bias).y
-            p.apply(ops.Gelu, into={"y": (activation("y", N), mode)}, x=pre)
+            p.apply(ops.ACTIVATIONS["gelu"].forward, into={"y": (activation("y", N), mode)}, x=pre)
         else:
             y = p.apply(ops.Bias, x=y, bias=bias).y
             stream = activation("y", N, "fp32")

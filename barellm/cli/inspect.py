@@ -77,7 +77,10 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _constants(row: dict[str, Any]) -> str:
-    return ", ".join(f"{k}={'x'.join(v) if isinstance(v, tuple) else v}" for k, v in row["constants"].items())
+    def text(name: str, value: Any) -> str:
+        return ("x" if name == "dims" else "+").join(value) if isinstance(value, tuple) else f"{value}"
+
+    return ", ".join(f"{k}={text(k, v)}" for k, v in row["constants"].items())
 
 
 def _line(row: dict[str, Any]) -> str:

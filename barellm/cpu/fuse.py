@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from barellm.cpu.kernels.activations import EMITTERS
 from barellm.program.fusion import Fusion
-from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, PRODUCTS, RMSNORMS_BACKWARD
+from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, RMSNORMS_BACKWARD, products
 
-FUSIONS: list[Fusion] = [*CLASSIFIER, *PRODUCTS, *NORMS_BACKWARD, *RMSNORMS_BACKWARD]
+FUSIONS: list[Fusion] = [*CLASSIFIER, *products(EMITTERS), *NORMS_BACKWARD, *RMSNORMS_BACKWARD]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from barellm.cuda.kernels.activations import ACTIVATIONS
 from barellm.cuda.kernels.common import unit_of
 from barellm.program.fusion import Fusion
 from barellm.program.grouping import Alike
-from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, PRODUCTS, layernorm_backward
+from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, layernorm_backward, products
 
 LONGEST = 4096  # columns of a row whose whole backward pass fits in registers
 
@@ -46,7 +47,7 @@ BACKWARD: list[Fusion] = [
     )
 ]
 
-FUSIONS: list[Fusion] = [*NORMS, *BACKWARD, *CLASSIFIER, *PRODUCTS]
+FUSIONS: list[Fusion] = [*NORMS, *BACKWARD, *CLASSIFIER, *products(ACTIVATIONS)]
 
 # Initial values and the update of all parameters: a launch takes a microsecond or two, and most parameters no time at all. What is
 # code is in the key: formats in memory, and how wide the accesses are.

@@ -16,16 +16,17 @@ from typing import Any
 from barellm.cuda import choices
 from barellm.cuda.choices import AttentionTile, Form, Tile
 from barellm.cuda.kernel import Target
+from barellm.program.ops.elementwise import SLOPES
 from barellm.runtime import artefacts
 from barellm.runtime.tuning import Database, Entry, requested
 
 SHIPPED = Path(__file__).with_name("tuned.json")  # what was measured on cards that people have: nothing yet
-KERNELS = ("matmul", "hopper", "hopper_roles", "epilogue", "parts", "attention", "random", "common")
+KERNELS = ("matmul", "hopper", "hopper_roles", "epilogue", "activations", "parts", "attention", "random", "common")
 SOURCES = ("choices.py", "tuning.py", *(f"kernels/{name}.py" for name in KERNELS))
 
 Choice = Tile | Form | AttentionTile
 NAMES: dict[type, str] = {Tile: "tile", Form: "form", AttentionTile: "blocks"}  # in an entry
-FETCHED = ("residual", "gelu_backward", "add", "start")  # epilogues that read a matrix
+FETCHED = ("residual", *SLOPES, "add", "start")  # epilogues that read a matrix
 
 
 @dataclass(frozen=True)

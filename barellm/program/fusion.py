@@ -5,8 +5,8 @@ A match follows the dataflow, so the ops need not be neighbours. The fused op st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,12 @@ from barellm.program.tensor import PERSISTENT, Tensor
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """One row of a backend's table.
+    """One row of a backend's table. The fused op is called `name`, and the backend's kernel for it `kernel`, where rows share one.
 
     `sequence`: (op name, {input: "j.tensor"}) per op i; a link: this input is that output, or input, of op j < i.
     `inputs`, `outputs`: the fused op's names -> "i.tensor" of the sequence. Operands that no link names must be listed.
-    `optional`: fused inputs that may be absent. `when`: a further condition on the matched ops.
+    `optional`: fused inputs that may be absent. `when`: a further condition on the matched ops. `attrs`: attributes of the fused op
+    beside those of the sequence.
     """
 
     name: str
@@ -30,6 +31,8 @@ class Fusion:
     outputs: dict[str, str]
     optional: tuple[str, ...] = ()
     when: Callable[[list[Op]], bool] | None = None
+    kernel: str = ""
+    attrs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for i, (name, links) in enumerate(self.sequence):
@@ -71,6 +74,11 @@ class FusedOp(Op):
             values = [op.attrs[key] for op in sequence if key in op.attrs]
             if all(v == values[0] for v in values):
                 self.attrs[key] = values[0]
+        self.attrs |= fusion.attrs
+
+    @property
+    def kernel(self) -> str:
+        return self.fusion.kernel or self.name
 
     def reference(self, **arrays: Any) -> dict[str, np.ndarray]:
         """What the outputs get where there was nothing to add to."""

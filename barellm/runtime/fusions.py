@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from barellm.program.fusion import Fusion
 
 _LINEAR = {"x": "0.x", "weight": "0.weight", "bias": "1.bias"}
@@ -29,39 +31,50 @@ CLASSIFIER: list[Fusion] = [
     ),
 ]
 
-PRODUCTS: list[Fusion] = [
-    Fusion(
-        "linear_gelu",
-        [("matmul", {}), _BIAS, ("gelu", {"x": "1.y"})],
-        inputs=_LINEAR,
-        outputs={"pre": "1.y", "y": "2.y"},
-    ),
-    Fusion(
-        "linear_gelu",
-        [("matmul", {}), ("gelu", {"x": "0.y"})],
-        inputs={"x": "0.x", "weight": "0.weight"},
-        outputs={"pre": "0.y", "y": "1.y"},
-    ),
-    Fusion(
-        "linear_residual",
-        [("matmul", {}), _BIAS, ("add", {"b": "1.y"})],
-        inputs=_LINEAR | {"residual": "2.a"},
-        outputs={"y": "2.y"},
-    ),
-    Fusion(
-        "linear_residual",
-        [("matmul", {}), ("add", {"b": "0.y"})],
-        inputs={"x": "0.x", "weight": "0.weight", "residual": "1.a"},
-        outputs={"y": "1.y"},
-    ),
-    Fusion("linear", [("matmul", {}), _BIAS], inputs=_LINEAR, outputs={"y": "1.y"}),
-    Fusion(
-        "matmul_dx_gelu",
-        [("matmul_dx", {}), ("gelu_backward", {"dy": "0.dx"})],
-        inputs={"dy": "0.dy", "weight": "0.weight", "pre": "1.x"},
-        outputs={"dx": "1.dx"},
-    ),
-]
+
+def products(activations: Iterable[str]) -> list[Fusion]:
+    """What a product takes along on its way to memory, for the `activations` that a backend has emitters of. All rows are done by
+    one kernel, "product", which reads in `epilogues` what follows the product: "bias", then an activation, the slope of one, or
+    "residual"."""
+    names = list(activations)
+    return [
+        *(_forward(f"linear_{name}", biased, (name, "x"), name) for name in names for biased in (True, False)),
+        *(_forward("linear_residual", biased, ("add", "b"), "residual") for biased in (True, False)),
+        Fusion(
+            "linear", [("matmul", {}), _BIAS], _LINEAR, {"y": "1.y"}, kernel="product", attrs={"epilogues": ("bias",)}
+        ),
+        *map(_input_gradient, names),
+    ]
+
+
+def _forward(name: str, biased: bool, then: tuple[str, str], epilogue: str) -> Fusion:
+    """A product, its bias where it is `biased`, and `then` an op, with the name of its input, as `epilogue`."""
+    op, slot = then
+    last = 1 + biased
+    before = f"{last - 1}.y"
+    inputs = {k: v for k, v in _LINEAR.items() if biased or k != "bias"}
+    residual = epilogue == "residual"
+    return Fusion(
+        name,
+        [("matmul", {}), *([_BIAS] if biased else []), (op, {slot: before})],
+        inputs | ({"residual": f"{last}.a"} if residual else {}),
+        ({} if residual else {"pre": before}) | {"y": f"{last}.y"},
+        kernel="product",
+        attrs={"epilogues": (*(("bias",) if biased else ()), epilogue)},
+    )
+
+
+def _input_gradient(activation: str) -> Fusion:
+    """A product's input gradient times the slope of the activation before it."""
+    slope = f"{activation}_backward"
+    return Fusion(
+        f"matmul_dx_{activation}",
+        [("matmul_dx", {}), (slope, {"dy": "0.dx"})],
+        {"dy": "0.dy", "weight": "0.weight", "pre": "1.x"},
+        {"dx": "1.dx"},
+        kernel="product",
+        attrs={"epilogues": (slope,)},
+    )
 
 
 def layernorm_backward(*then: tuple[str, dict[str, str]], **outputs: str) -> Fusion:

@@ -72,15 +72,15 @@ class Registry(Generic[L]):
         refusal = self.refusal(op)
         if refusal:
             raise ValueError(refusal)
-        self.entries[op.name].lower(into)
+        self.entries[op.kernel].lower(into)
 
     def fuses(self, op: Op) -> bool:
         """Whether a sequence may become this op: where its kernel does not take the operands, those of the sequence may."""
-        return op.name not in self.entries or self.refusal(op) is None
+        return op.kernel not in self.entries or self.refusal(op) is None
 
     def refusal(self, op: Op) -> str | None:
         """Why an op cannot be lowered."""
-        entry = self.entries.get(op.name)
+        entry = self.entries.get(op.kernel)
         if entry is None:
             dtypes = ", ".join(dict.fromkeys(t.dtype for t in op.outputs.values()))
             return f"the {self.backend} backend has no kernel for {op.name} ({dtypes})"
@@ -90,7 +90,7 @@ class Registry(Generic[L]):
                 mode, modes = one.modes.get(name, "store"), entry.modes.get(name, MODES[:1])
                 if mode not in modes:
                     return f"{who} cannot write {name} ({t.dtype}) in mode {mode!r}, only {_either(modes)}"
-                if t.dtype not in (dtypes := self.takes(op.name, name)):
+                if t.dtype not in (dtypes := self.takes(op.kernel, name)):
                     written = f" in mode {mode!r}" if name in one.outputs else ""
                     return f"{who} takes no {t.dtype} for {name}{written}, only {_either(dtypes)}"
                 if is_view(t) and name not in entry.views:

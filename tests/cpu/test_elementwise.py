@@ -5,7 +5,8 @@ import pytest
 
 from barellm.cpu.kernels import loops
 from barellm.program import ops
-from tests.cases import MODES, elementwise_cases
+from barellm.program.ops.elementwise import ACTIVATIONS
+from tests.cases import MODES, each_activation, elementwise_cases
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent, tokens
 
 SHAPES = [(1, 1, 1), (2, 3, 7), (3, 5, 65), (1, 131, 97), (2, 64, 768)]
@@ -42,19 +43,35 @@ def test_cast_keeps_infinities_and_rounds_to_even(isa):
 @each_isa
 @each_shape
 @each_dtype
-def test_gelu(isa, shape, dtype):
+@each_activation
+def test_activation(isa, shape, dtype, activation):
     x = 4 * normal(*shape)
-    check_op(ops.Gelu, isa, {"x": tokens(x, dtype)}, bounds={"y": 8 * EPS * np.abs(x)})
+    check_op(ACTIVATIONS[activation].forward, isa, {"x": tokens(x, dtype)}, bounds={"y": 8 * EPS * np.abs(x)})
 
 
 @each_isa
 @each_shape
 @each_dtype
+@each_activation
 @pytest.mark.parametrize("mode", ["store", "add"])
-def test_gelu_backward(isa, shape, dtype, mode):
+def test_activation_backward(isa, shape, dtype, activation, mode):
     x, dy = 4 * normal(*shape), normal(*shape, seed=2)
     bounds = {"dx": 24 * EPS * (1 + np.abs(dy)) * (1 + np.abs(x))}
-    check_op(ops.GeluBackward, isa, {"dy": tokens(dy, dtype), "x": tokens(x, dtype)}, modes={"dx": mode}, bounds=bounds)
+    given = {"dy": tokens(dy, dtype), "x": tokens(x, dtype)}
+    check_op(ACTIVATIONS[activation].backward, isa, given, modes={"dx": mode}, bounds=bounds)
+
+
+ENDS = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-30, -1e30, 3.0]).reshape(1, 1, -1)
+
+
+@each_isa
+@each_dtype
+def test_squared_relu_of_what_is_not_finite(isa, dtype):
+    with np.errstate(invalid="ignore"):
+        check_op(ACTIVATIONS["relu2"].forward, isa, {"x": tokens(ENDS, dtype)})
+        check_op(
+            ACTIVATIONS["relu2"].backward, isa, {"dy": tokens(np.ones_like(ENDS), dtype), "x": tokens(ENDS, dtype)}
+        )
 
 
 @each_isa
@@ -115,7 +132,7 @@ def test_dropout_backward(isa, dtype, mode):
 def test_smaller_sizes_than_planned(isa):
     given = {"a": tokens(normal(2, 3, 7)), "b": tokens(normal(2, 3, 7, seed=2), "bf16")}
     check_op(ops.Add, isa, given, plan=(4, 64))
-    check_op(ops.Gelu, isa, {"x": tokens(normal(2, 3, 7))}, plan=(4, 64), bounds={"y": 1e-6})
+    check_op(ACTIVATIONS["gelu"].forward, isa, {"x": tokens(normal(2, 3, 7))}, plan=(4, 64), bounds={"y": 1e-6})
 
 
 @each_isa
@@ -126,8 +143,8 @@ def test_results_written_past_the_caches(isa, dtype, monkeypatch):
     x, y = tokens(normal(3, 131, 97), dtype), tokens(normal(3, 131, 97, seed=2), dtype)
     check_op(ops.Add, isa, {"a": x, "b": y})
     check_op(ops.Cast, isa, {"x": x}, dtype="bf16" if dtype == "fp32" else "fp32")
-    check_op(ops.Gelu, isa, {"x": x}, bounds={"y": 1e-6})
-    check_op(ops.GeluBackward, isa, {"dy": y, "x": x}, bounds={"dx": 4e-6})
+    check_op(ACTIVATIONS["gelu"].forward, isa, {"x": x}, bounds={"y": 1e-6})
+    check_op(ACTIVATIONS["gelu"].backward, isa, {"dy": y, "x": x}, bounds={"dx": 4e-6})
     for C in (64, 97, 384):  # aligned rows in registers, rows that are not aligned, aligned ones in a loop
         rows, weight = tokens(normal(2, 3, C)), persistent(normal(C, seed=2))
         bounds = {"y": 1e-5, "mean": 16 * EPS, "rstd": 1e-5}

@@ -21,7 +21,9 @@ from tests.cases import (
     chain_bound,
     check_classifier_of_inner_axes,
     check_network,
+    check_products_that_add,
     each_leading,
+    expected_rows,
     leading_case,
     operands,
 )
@@ -175,13 +177,22 @@ def test_fewer_tokens_than_planned(isa, dtype, actual):
 @each_isa
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("sizes", [(24, 40, 53), (7, 5, 131)], ids=str)
-def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, monkeypatch):
+@pytest.mark.parametrize(
+    "sizes, activation", [((24, 40, 53), "gelu"), ((7, 5, 131), "gelu"), ((24, 41, 53), "relu2")], ids=str
+)
+def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, activation, monkeypatch):
     monkeypatch.setattr(linear, "CLASSIFIER_CHUNK", 8)  # 33 tokens: several chunks, the last not full
     found = check_network(
-        lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, bias=bias, sizes=sizes
-    )
-    assert found >= {f.name for f in FUSIONS} - {"rmsnorm_backward"} - (set() if bias else {"linear"})
+        lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, bias=bias, sizes=sizes,
+        activation=activation,
+    )  # fmt: skip
+    assert found >= expected_rows(FUSIONS, activation) - (set() if bias else {"linear"})
+
+
+@each_isa
+@pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
+def test_fused_products_that_add(isa, compute, limit):
+    check_products_that_add(lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit)
 
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])

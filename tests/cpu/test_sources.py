@@ -25,7 +25,7 @@ KERNELS = (
     gemm.product,
     weight_gradient.weight_gradient,
     reductions.sum_squares,
-    elementwise.gelu_forward,
+    elementwise.activation,
     attention_forward.attention,
 )
 EDITS = {
@@ -33,7 +33,7 @@ EDITS = {
     "program/ops/elementwise.py": {
         "product",
         "weight_gradient",
-        "gelu_forward",
+        "activation",
         "attention",
         "tuning",
     },  # by lang/vector.py
@@ -46,10 +46,11 @@ EDITS = {
     "cpu/kernels/packing.py": {"product", "weight_gradient", "attention", "tuning"},
     "cpu/kernels/amx.py": {"product", "weight_gradient", "attention", "tuning"},
     "cpu/choices.py": {"product", "weight_gradient", "tuning"},
-    "cpu/kernels/elementwise.py": {"gelu_forward"},
-    "cpu/spec.py": {"product", "weight_gradient", "sum_squares", "gelu_forward", "attention", "tuning"},
-    "cpu/lang/emit.py": {"product", "weight_gradient", "sum_squares", "gelu_forward", "attention", "tuning"},
-    "program/scalars.py": {"product", "weight_gradient", "sum_squares", "gelu_forward", "attention", "tuning"},
+    "cpu/kernels/activations.py": {"product", "activation", "tuning"},
+    "cpu/kernels/elementwise.py": {"activation"},
+    "cpu/spec.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
+    "cpu/lang/emit.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
+    "program/scalars.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
 }
 
 

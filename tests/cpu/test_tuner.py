@@ -141,7 +141,12 @@ def test_works_are_what_lowering_asks_for():
     """Else nothing would ever find its entry. A chunk that is not full asks as a full one."""
     found = works()
     assert len({w.key(host(), 2) for w in found}) == len(found)
-    assert {w.role for w in found} >= {"forward_gelu", "forward_residual", "input_gradient_gelu", "weight_gradient"}
+    assert {w.role for w in found} >= {
+        "forward_gelu",
+        "forward_residual",
+        "input_gradient_gelu_backward",
+        "weight_gradient",
+    }
     for work in found:
         for spec, operands in zip(work.specs, work.operands, strict=True):
             assert len(spec.operands) == len(operands)

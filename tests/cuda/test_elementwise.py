@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from barellm.program import ops
-from tests.cases import MODES, elementwise_cases
+from barellm.program.ops.elementwise import ACTIVATIONS
+from tests.cases import MODES, each_activation, elementwise_cases
 from tests.cuda.check import EPS, check_op, persistent, tokens
 
 SHAPES = [(1, 1, 1), (2, 3, 7), (3, 5, 65), (1, 13, 97), (2, 2, 768)]
@@ -35,24 +36,35 @@ def test_cast_keeps_infinities_and_rounds_to_even():
 
 @each_shape
 @each_dtype
-def test_gelu(shape, dtype):
+@each_activation
+def test_activation(shape, dtype, activation):
     x = 4 * normal(*shape)
-    check_op(ops.Gelu, {"x": tokens(x, dtype)}, bounds={"y": 8 * EPS * np.abs(x)})
+    check_op(ACTIVATIONS[activation].forward, {"x": tokens(x, dtype)}, bounds={"y": 8 * EPS * np.abs(x)})
 
 
 @each_shape
 @each_dtype
+@each_activation
 @pytest.mark.parametrize("mode", ["store", "add"])
-def test_gelu_backward(shape, dtype, mode):
+def test_activation_backward(shape, dtype, activation, mode):
     x, dy = 4 * normal(*shape), normal(*shape, seed=2)
     bounds = {"dx": 24 * EPS * (1 + np.abs(dy)) * (1 + np.abs(x))}
-    check_op(ops.GeluBackward, {"dy": tokens(dy, dtype), "x": tokens(x, dtype)}, modes={"dx": mode}, bounds=bounds)
+    given = {"dy": tokens(dy, dtype), "x": tokens(x, dtype)}
+    check_op(ACTIVATIONS[activation].backward, given, modes={"dx": mode}, bounds=bounds)
+
+
+@each_dtype
+def test_squared_relu_of_what_is_not_finite(dtype):
+    x = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-30, -1e30, 3.0]).reshape(1, 1, -1)
+    with np.errstate(invalid="ignore"):
+        check_op(ACTIVATIONS["relu2"].forward, {"x": tokens(x, dtype)})
+        check_op(ACTIVATIONS["relu2"].backward, {"dy": tokens(np.ones_like(x), dtype), "x": tokens(x, dtype)})
 
 
 def test_gelu_far_from_zero():
     x = np.array([-1e6, -100.0, -20.0, 20.0, 100.0, 1e6]).reshape(1, 1, -1)
-    check_op(ops.Gelu, {"x": tokens(x)}, bounds={"y": 1e-30})
-    check_op(ops.GeluBackward, {"dy": tokens(np.ones_like(x)), "x": tokens(x)}, bounds={"dx": 1e-30})
+    check_op(ACTIVATIONS["gelu"].forward, {"x": tokens(x)}, bounds={"y": 1e-30})
+    check_op(ACTIVATIONS["gelu"].backward, {"dy": tokens(np.ones_like(x)), "x": tokens(x)}, bounds={"dx": 1e-30})
 
 
 @each_shape
@@ -94,4 +106,4 @@ def test_dropout_backward(dtype, mode):
 def test_smaller_sizes_than_planned():
     given = {"a": tokens(normal(2, 3, 7)), "b": tokens(normal(2, 3, 7, seed=2), "bf16")}
     check_op(ops.Add, given, plan=(4, 64))
-    check_op(ops.Gelu, {"x": tokens(normal(2, 3, 7))}, plan=(4, 64), bounds={"y": 1e-6})
+    check_op(ACTIVATIONS["gelu"].forward, {"x": tokens(normal(2, 3, 7))}, plan=(4, 64), bounds={"y": 1e-6})

@@ -20,7 +20,7 @@ from barellm.runtime.reference import ReferenceSession
 from tests.cases import as_operand, chain_bound, normal, operands
 from tests.cpu.test_models import batch_of, open_session
 from tests.cuda.check import InterpretedSession, check_op, stored
-from tests.cuda.test_matmul import each_dtype, linear, linear_gelu, linear_residual
+from tests.cuda.test_matmul import FORWARD, each_dtype, linear
 from tests.cuda.test_models import same_weights
 from tests.simulators.mock import Gpu
 
@@ -37,7 +37,7 @@ def test_matmul(dtype, shape):
     check_op(ops.Matmul, {"x": x, "weight": weight}, bounds=bounds, plan=(shape[0], shape[1]))
 
 
-@pytest.mark.parametrize("build_", [linear, linear_gelu, linear_residual], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("build_", FORWARD, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 4e-3)])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_what_is_fused_means_its_sequence(build_, compute, limit, bias):

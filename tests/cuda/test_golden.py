@@ -28,6 +28,7 @@ from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.optim.recipes import optimize
 from barellm.program.ops.base import Op
+from barellm.program.ops.elementwise import ACTIVATIONS
 from barellm.program.tensor import Tensor
 from tests.cuda.sass import Row, label, row_of, rows, wrong
 
@@ -86,11 +87,12 @@ def hopper_products() -> dict[Spec, str]:
         launch_product(c, role, **given)
 
     bias = Tensor("bias", (N,), "fp32", "parameter")
-    product("nt", matrix(tokens, N), bias=bias, pre=matrix(tokens, N))
-    product("nt", matrix(tokens, N), pre=matrix(tokens, N))
-    product("nt", matrix(tokens, N, "fp32"), bias=bias, residual=matrix(tokens, N, "fp32"))
+    for name in ACTIVATIONS:
+        product("nt", matrix(tokens, N), bias=bias, pre=matrix(tokens, N), epilogue=name)
+        product("nt", matrix(tokens, N), pre=matrix(tokens, N), epilogue=name)
+        product("nn", matrix(tokens, K), pre=matrix(tokens, K), epilogue=f"{name}_backward")
+    product("nt", matrix(tokens, N, "fp32"), bias=bias, residual=matrix(tokens, N, "fp32"), epilogue="residual")
     product("nt", matrix(tokens, N, "fp32"))
-    product("nn", matrix(tokens, K), pre=matrix(tokens, K))
     product("nn", matrix(tokens, K, "fp32"), mode=MODES["add"])
     for mode in MODES.values():
         product("tn", matrix(50304, K, "fp32"), N=50304, mode=mode)

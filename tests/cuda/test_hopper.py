@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from barellm.cuda.kernel import Target
 from barellm.cuda.kernels.hopper import hopper_gemm
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.elementwise import Gelu, GeluBackward
+from barellm.program.ops.elementwise import ACTIVATIONS, SLOPES
 from barellm.program.scalars import MOST, SCALARS
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
@@ -21,7 +23,7 @@ from tests.simulators.gluon_machine import explore, run
 from tests.simulators.gluon_stub import Fault, Map, Pointer, materialised, trace
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-FETCHED = {"gelu_backward", "residual", "add", "start"}
+FETCHED = {*SLOPES, "residual", "add", "start"}
 
 
 def launch(
@@ -55,7 +57,7 @@ def launch(
     scalars[SCALARS["accumulate"].index] = accumulate
     maps = {
         "out_map": Map(out, box),
-        "pre_map": Map(pre, box) if epilogue == "gelu" else None,
+        "pre_map": Map(pre, box) if epilogue in ACTIVATIONS else None,
         "a_map": Map(np.ascontiguousarray(a.T) if role == "tn" else a, [64, 64]),
         "b_map": Map(np.ascontiguousarray(b.T), [cols, 64]) if role == "nt" else Map(b, [64, cols]),
         "other_map": Map(out if epilogue in ("add", "start") else other, box) if epilogue in FETCHED else None,
@@ -70,11 +72,11 @@ def launch(
     result = np.concatenate([x[:, k : k + (chunk or K)] @ y[k : k + (chunk or K)] for k in range(0, K, chunk or K)])
     if bias:
         result = result + vector
-    wanted = [(maps["pre_map"], result)] if epilogue == "gelu" else []
-    if epilogue == "gelu":
-        result = Gelu.reference(None, result)["y"]
-    elif epilogue == "gelu_backward":
-        result = GeluBackward.reference(None, result, before)["dx"]
+    wanted = [(maps["pre_map"], result)] if epilogue in ACTIVATIONS else []
+    if epilogue in ACTIVATIONS:
+        result = ACTIVATIONS[epilogue].value(result)
+    elif epilogue in SLOPES:
+        result = result * SLOPES[epilogue].slope(before)
     elif epilogue in ("residual", "add") or accumulate:
         result = result + before
     return args, [*wanted, (maps["out_map"], result)]
@@ -95,6 +97,8 @@ SMALL = {
     "tn in two parts": dict(role="tn", M=64, N=64, K=200, cols=64, stages=2, slots=2, chunk=128, wide=True),
     "gelu": dict(role="nt", M=256, N=64, K=128, cols=64, stages=2, slots=2, bias=True, epilogue="gelu"),
     "gelu_backward": dict(role="nn", M=128, N=64, K=64, cols=64, stages=2, slots=2, epilogue="gelu_backward"),
+    "relu2": dict(role="nt", M=128, N=64, K=64, cols=64, stages=2, slots=2, epilogue="relu2"),
+    "relu2_backward": dict(role="nn", M=128, N=64, K=64, cols=64, stages=2, slots=2, epilogue="relu2_backward"),
     "residual": dict(role="nt", M=64, N=256, K=64, cols=128, stages=2, slots=2, epilogue="residual"),
     "start": dict(role="tn", M=256, N=64, K=64, cols=64, stages=2, slots=2, epilogue="start", wide=True),
     "start, adding": dict(role="tn", M=128, N=64, K=64, cols=64, stages=2, slots=2, epilogue="start", wide=True, accumulate=1),
@@ -139,7 +143,7 @@ MUTANTS = {
         "else:\n            hopper.tma.store_wait(SLOTS - 1)", "else:\n            hopper.tma.store_wait(SLOTS)",
     ),
     "gelu reuses a slot too early": (
-        "gelu", "finish", '"gelu":\n            hopper.tma.store_wait(SLOTS - 1)', '"gelu":\n            pass'
+        "gelu", "finish", 'None:\n            hopper.tma.store_wait(SLOTS - 1)', 'None:\n            pass'
     ),
     "the end waits for no copy out": ("nt", "multiply", "\n    hopper.tma.store_wait(0)", "\n    pass"),
     "no wait for what is fetched": (
@@ -241,10 +245,14 @@ def linear(p: Program, x, w, b):
     p.output("y", p.linear(x, w, b))
 
 
-def linear_gelu(p: Program, x, w, b):
-    y = p.linear(x, w, b)
-    p.output("y", p.gelu(y))
-    p.output("pre", y)
+def activated(name: str) -> Callable[..., None]:
+    def build(p: Program, x, w, b):
+        y = p.linear(x, w, b)
+        p.output("y", p.activate(y, name))
+        p.output("pre", y)
+
+    build.__name__ = f"linear_{name}"
+    return build
 
 
 def linear_residual(p: Program, x, w, b):
@@ -252,12 +260,19 @@ def linear_residual(p: Program, x, w, b):
     p.output("y", p.add(residual, p.linear(x, w, b)))
 
 
-def matmul_dx_gelu(p: Program, x, w, b):
-    dx = p.apply(ops.MatmulDx, dy=p.input("dy", (*x.shape[:-1], w.shape[0]), "bf16"), weight=w).dx
-    p.output("dx", p.apply(ops.GeluBackward, dy=dx, x=x).dx)
+def sloped(name: str) -> Callable[..., None]:
+    def build(p: Program, x, w, b):
+        dx = p.apply(ops.MatmulDx, dy=p.input("dy", (*x.shape[:-1], w.shape[0]), "bf16"), weight=w).dx
+        p.output("dx", p.apply(ACTIVATIONS[name].backward, dy=dx, x=x).dx)
+
+    build.__name__ = f"matmul_dx_{name}"
+    return build
 
 
-@pytest.mark.parametrize("build", [linear, linear_gelu, linear_residual, matmul_dx_gelu], ids=lambda f: f.__name__)
+FUSED = [linear, linear_residual, *map(activated, ACTIVATIONS), *map(sloped, ACTIVATIONS)]
+
+
+@pytest.mark.parametrize("build", FUSED, ids=lambda f: f.__name__)
 def test_what_is_fused_means_its_sequence(small_waves, build):
     C, F = 136, 264
     p = Program(Store(), compute="bf16")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,15 @@ from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
-from tests.cases import as_operand, assert_like_the_reference, chain_bound, each_leading, leading_case, operands
+from tests.cases import (
+    as_operand,
+    assert_like_the_reference,
+    chain_bound,
+    check_products_that_add,
+    each_leading,
+    leading_case,
+    operands,
+)
 from tests.cuda.check import EPS, InterpretedSession, check_op
 
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -92,10 +102,14 @@ def linear(p: Program, x, bias, C, F):
     p.output("y", forward(p, x, bias, C, F))
 
 
-def linear_gelu(p: Program, x, bias, C, F):
-    y = forward(p, x, bias, C, F)
-    p.output("y", p.gelu(y))
-    p.output("pre", y)
+def activated(name: str) -> Callable[..., None]:
+    def build(p: Program, x, bias, C, F):
+        y = forward(p, x, bias, C, F)
+        p.output("y", p.activate(y, name))
+        p.output("pre", y)
+
+    build.__name__ = f"linear_{name}"
+    return build
 
 
 def linear_residual(p: Program, x, bias, C, F):
@@ -103,13 +117,21 @@ def linear_residual(p: Program, x, bias, C, F):
     p.output("y", p.add(residual, forward(p, x, bias, C, F)))
 
 
-def matmul_dx_gelu(p: Program, x, bias, C, F):
-    dy = p.input("dy", (*x.shape[:-1], F), x.dtype)
-    dx = p.apply(ops.MatmulDx, dy=dy, weight=p.parameter("w", (F, C), std=0.3)).dx
-    p.output("dx", p.apply(ops.GeluBackward, dy=dx, x=x).dx)
+def sloped(name: str) -> Callable[..., None]:
+    def build(p: Program, x, bias, C, F):
+        dy = p.input("dy", (*x.shape[:-1], F), x.dtype)
+        dx = p.apply(ops.MatmulDx, dy=dy, weight=p.parameter("w", (F, C), std=0.3)).dx
+        p.output("dx", p.apply(ops.ACTIVATIONS[name].backward, dy=dx, x=x).dx)
+
+    build.__name__ = f"matmul_dx_{name}"
+    return build
 
 
-@pytest.mark.parametrize("build", [linear, linear_gelu, linear_residual, matmul_dx_gelu], ids=lambda f: f.__name__)
+FORWARD = [linear, linear_residual, *map(activated, ops.ACTIVATIONS)]
+FUSED = [*FORWARD, *map(sloped, ops.ACTIVATIONS)]
+
+
+@pytest.mark.parametrize("build", FUSED, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 4e-3)])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("tile", [Tile(32, 64, 16, 4, 2), Tile(16, 256, 16, 4, 2)], ids=["one part", "four parts"])
@@ -123,6 +145,11 @@ def test_what_is_fused_means_its_sequence(build, compute, limit, bias, tile, mon
     assert names == [build.__name__] or (build is linear and names == ["matmul"])
     for (batch, seq), seed in (((3, 11), 3), ((1, 1), 4)):
         assert_like_the_reference(p, session, oracle, batch=batch, seq=seq, seed=seed, limit=limit)
+
+
+@pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
+def test_fused_products_that_add(compute, limit):
+    check_products_that_add(InterpretedSession, compute=compute, limit=limit)
 
 
 def test_splits_grow_with_tokens_and_their_scratch_is_enough():

@@ -34,7 +34,9 @@ def programs() -> dict[str, Program]:
     x = p.input("x", (*dims, C), "fp32")
     rounded = p.apply(ops.Cast, x=x, dtype="bf16")
     into = {"dx": (store.get("total", (C,), "fp32", "state"), "add")}
-    p.apply(ops.GeluBackward, into=into, dy=p.input("row", (C,), "fp32"), x=p.input("far", (C,), "fp32"))  # slope 1
+    p.apply(
+        ops.ACTIVATIONS["gelu"].backward, into=into, dy=p.input("row", (C,), "fp32"), x=p.input("far", (C,), "fp32")
+    )  # slope 1
     p.output("y", p.apply(ops.Cast, x=rounded.y, dtype="fp32").y)
     q = Program(store)
     q.output("z", q.apply(ops.Cast, x=q.input("x", (*dims, 3), "fp32"), dtype="bf16").y)

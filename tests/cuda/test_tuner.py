@@ -111,7 +111,7 @@ def test_what_won_is_taken_by_the_next_lowering_and_nonsense_is_not(monkeypatch,
 def subject_of(at: str) -> tuning.Subject:
     """What a key names."""
     words = at.split(": ")[1]
-    name = r"(?:(hopper)(?: (gelu_backward|gelu|residual|add|start))? )?(nt|nn|tn) (\w+), (\d+) x (\d+) from (\d+)"
+    name = r"(?:(hopper)(?: (\w+))? )?(nt|nn|tn) (\w+), (\d+) x (\d+) from (\d+)"
     if found := re.fullmatch(name, words):
         kernel, epilogue, role, dtype, *sizes = found.groups()
         return tuning.Product(role, dtype, *map(int, sizes), kernel or "triton", epilogue or "")
@@ -165,6 +165,8 @@ HOPPERS = [
     ("nt", "residual"),
     ("nn", ""),
     ("nn", "gelu_backward"),
+    ("nt", "relu2"),
+    ("nn", "relu2_backward"),
     ("tn", ""),
     ("tn", "start"),
 ]

@@ -19,6 +19,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.fusion import FusedOp, Fusion, fuse
 from barellm.program.tensor import PERSISTENT
 from barellm.runtime.reference import ReferenceSession
+from tests.cases import network
 from tests.llama import llama
 from tests.program.graphs import Leaf, random_graph, run_graph
 
@@ -128,6 +129,11 @@ def test_every_row_of_the_backends_tables_is_used():
     for bias, dropout, compute in product((True, False), (0.0, 0.2), ("bf16", "fp32")):
         session, _ = run_model(FUSIONS, bias=bias, dropout=dropout, compute=compute)
         used |= {op.fusion for ops_ in session.ops.values() for op in ops_ if isinstance(op, FusedOp)}
+    for activation, bias in product(ops.ACTIVATIONS, (True, False)):
+        p = Program(Store())
+        network(p, bias=bias, C=4, F=8, V=7, activation=activation)
+        p.backward(p.named["loss"])
+        used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
     for compute in ("bf16", "fp32"):
         p = Program(Store(), compute=compute)
         llama(p)
@@ -157,7 +163,9 @@ def test_a_fused_reference_is_its_sequence():
     x, w, b = rng.normal(size=(2, 5, 8)), rng.normal(size=(32, 8)), rng.normal(size=32)
     found = op.reference(x=x, weight=w, bias=b)
     np.testing.assert_array_equal(found["pre"], x @ w.T + b)
-    np.testing.assert_array_equal(found["y"], ops.Gelu.reference(op.sequence[2], x=x @ w.T + b)["y"])
+    np.testing.assert_array_equal(
+        found["y"], ops.ACTIVATIONS["gelu"].forward.reference(op.sequence[2], x=x @ w.T + b)["y"]
+    )
 
 
 def graph_with_gelu() -> tuple[Program, dict]:

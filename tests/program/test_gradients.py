@@ -23,7 +23,7 @@ CASES = {
     "bias": (ops.Bias, {"x": (B, T, C), "bias": (C,)}, {}),
     "add": (ops.Add, {"a": (B, T, C), "b": (B, T, C)}, {}),
     "cast": (ops.Cast, {"x": (B, T, C)}, {"dtype": "fp64"}),
-    "gelu": (ops.Gelu, {"x": (B, T, C)}, {}),
+    **{name: (a.forward, {"x": (B, T, C)}, {}) for name, a in ops.ACTIVATIONS.items()},
     "layernorm": (ops.LayerNorm, {"x": (B, T, C), "weight": (C,), "bias": (C,)}, {"eps": 1e-5, "dtype": "fp32"}),
     "layernorm without bias": (ops.LayerNorm, {"x": (B, T, C), "weight": (C,)}, {"eps": 1e-5, "dtype": "fp32"}),
     "attention": (
@@ -57,7 +57,11 @@ CASES = {
 
 
 def test_every_gradient_rule_has_a_case():
-    with_rule = {c for c in (getattr(ops, n) for n in ops.__all__) if c.gradient is not Op.gradient}
+    found = [
+        *(getattr(ops, n) for n in ops.__all__ if n != "ACTIVATIONS"),
+        *(a.forward for a in ops.ACTIVATIONS.values()),
+    ]
+    with_rule = {c for c in found if c.gradient is not Op.gradient}
     assert with_rule == {op for op, _, _ in CASES.values()}
 
 

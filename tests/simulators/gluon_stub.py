@@ -67,7 +67,7 @@ def _operator(function: Callable[..., Any], swapped: bool = False) -> Callable[[
     return lambda self, other: Lazy(function, other, self) if swapped else Lazy(function, self, other)
 
 
-for _name in ("add", "sub", "mul", "truediv"):
+for _name in ("add", "sub", "mul", "truediv", "lt"):
     setattr(Lazy, f"__{_name}__", _operator(getattr(operator, _name)))
     setattr(Lazy, f"__r{_name}__", _operator(getattr(operator, _name), swapped=True))
 
@@ -290,7 +290,9 @@ hopper = types.SimpleNamespace(
     warpgroup_mma=_mma,
     warpgroup_mma_wait=_mma_wait,
 )
-tl = types.SimpleNamespace(exp2=lambda x: Lazy(np.exp2, x), constexpr=None)
+tl = types.SimpleNamespace(
+    exp2=lambda x: Lazy(np.exp2, x), where=lambda c, x, y: Lazy(np.where, c, x, y), constexpr=None
+)
 STUBS = {"triton.language": tl, "triton.experimental.gluon.language": gl}
 STUBS["triton.experimental.gluon.language.nvidia.hopper"] = hopper
 

@@ -13,6 +13,7 @@ from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.epilogue import Epilogue
 from barellm.cpu.kernels.packing import Packing, Panels, interleaved, panel_bytes
 from barellm.cpu.kernels.packing import transposed as transposed_panel
+from barellm.cpu.kernels.register_tile import block_of
 from barellm.cpu.lang import Pointer, Value
 
 
@@ -97,13 +98,6 @@ class Claims(ABC):
         ragged = self.cols if self.cols % self.span else None
         w = self.weight.at(p * (part * self.cols))
         return interleaved(k, into, w, col, length, stride=self.cols, width=self.span, cols=ragged)
-
-
-def block_of(unit: Value, choice: Choice, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
-    """(row block, column block) of a claimed unit."""
-    if choice.order == "rows":
-        return unit // column_blocks, unit % column_blocks
-    return unit % row_blocks, unit // row_blocks
 
 
 def panel_groups(k: KernelBuilder, panels: int, most: int, blocks: Value) -> Value:

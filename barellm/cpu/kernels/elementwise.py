@@ -1,4 +1,4 @@
-"""Add, cast, bias, GELU and its gradient, dropout, last row. Shapes: any, row-major; C is the last axis.
+"""Add, cast, bias, activations and their gradients, dropout, last row. Shapes: any, row-major; C is the last axis.
 
 Flat kernels see elements, the others rows. A result that leaves the caches is written past them.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernels.activations import EMITTERS
 from barellm.cpu.kernels.loops import across, added, flat, row_grain, shape_of, sweep_result
 from barellm.cpu.lang import random
-from barellm.cpu.lang.vector import gelu, gelu_slope
+from barellm.program.ops.elementwise import ACTIVATIONS
 from barellm.program.ops.random import HALF
 
 
@@ -24,17 +25,29 @@ def cast(k: KernelBuilder, y, x, *, dims, width, mode_y) -> None:
     sweep_result(k, k.extent(dims) * width, y, x.load, unroll=4, mode=mode_y)
 
 
-@kernel("gelu", constants=lambda op: flat(op.y))
-def gelu_forward(k: KernelBuilder, y, x, *, dims, width, mode_y) -> None:
-    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: gelu(k, x.load(i, mask)), mode=mode_y)
-
-
-@kernel("gelu_backward", constants=lambda op: flat(op.dx))
-def gelu_backward(k: KernelBuilder, dx, dy, x, *, dims, width, mode_dx) -> None:
+def activation(k: KernelBuilder, y, x, *, name, dims, width, mode_y) -> None:
     def vector(i, mask):
-        return dy.load(i, mask) * gelu_slope(k, x.load(i, mask))
+        return EMITTERS[name].value(k, x.load(i, mask), "fp32")
+
+    sweep_result(k, k.extent(dims) * width, y, vector, mode=mode_y)
+
+
+def activation_backward(k: KernelBuilder, dx, dy, x, *, name, dims, width, mode_dx) -> None:
+    def vector(i, mask):
+        return dy.load(i, mask) * EMITTERS[name].slope(k, x.load(i, mask), "fp32")
 
     sweep_result(k, k.extent(dims) * width, dx, vector, mode=mode_dx)
+
+
+def _register(name: str) -> None:
+    """The kernels of an activation's two ops."""
+    a = ACTIVATIONS[name]
+    kernel(a.forward.name, constants=lambda op: {"name": name, **flat(op.y)})(activation)
+    kernel(a.backward.name, constants=lambda op: {"name": name, **flat(op.dx)})(activation_backward)
+
+
+for _name in EMITTERS:
+    _register(_name)
 
 
 @kernel("bias", constants=lambda op: {"C": int(op.bias.shape[0]), **shape_of(op.y)})

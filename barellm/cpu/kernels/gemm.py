@@ -17,11 +17,13 @@ from barellm.cpu.choices import Choice, Tile, part_of
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
+from barellm.cpu.kernels.activations import emitter_of
 from barellm.cpu.kernels.claims import Claims
 from barellm.cpu.kernels.epilogue import Epilogue
 from barellm.cpu.kernels.packing import LINE, beside, paired, panel_bytes
 from barellm.cpu.kernels.register_tile import left_rows, tile_product
 from barellm.cpu.lang import Pointer, Value
+from barellm.program.ops.elementwise import SLOPES
 
 LATER = 512  # depth of a tile that is long enough to finish another one beside it
 
@@ -176,27 +178,28 @@ class AmxProduct(Claims):
 
 def product(
     k: KernelBuilder, out, second, a, weight, bias, other, row_begin, row_limit,
-    *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], inner: int, epilogue: str, mode: str, choice: Choice,
-    scale: Value | None = None,
+    *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
+    choice: Choice, scale: Value | None = None,
 ) -> None:  # fmt: skip
-    """out (rows, cols) = epilogue(a (rows, depth) @ weight + bias). Rows are [row_begin, row_begin + row_limit) of the run's
-    `k.extent(dims, inner)`; pointers are to the first of them. `scale`: of the epilogue "scaled"."""
+    """out (rows, cols) = a (rows, depth) @ weight, and then the `epilogues` (epilogue.py), of which "scaled" wants `scale`. Rows
+    are [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; pointers are to the first of them."""
     assert a.dtype == weight.dtype, "both operands of a product have the program's compute dtype"
     rows = k.min(k.extent(dims, inner) - row_begin, row_limit)
     part = depth_part(k.isa, a.dtype, depth)
-    through_memory = epilogue in ("gelu", "gelu_backward")
+    long = [name for name in epilogues if (emitter := emitter_of(name)) and emitter.long]
+    through_memory = bool(long)
     tiles = amx.uses_tiles(k.isa, a.dtype)
 
     def finish(col: Value) -> Epilogue:
         early = not tiles and not through_memory and part == depth
-        how: dict[str, Any] = {"cols": cols, "kind": epilogue, "mode": mode, "early": early, "scale": scale}
+        how: dict[str, Any] = {"cols": cols, "epilogues": epilogues, "mode": mode, "early": early, "scale": scale}
         return Epilogue(k, col, choice.tile, out, second, bias, other, **how)
 
     sizes: dict[str, Any] = {"cols": cols, "depth": depth, "part": part, "transposed": transposed, "choice": choice}
     if tiles:
         AmxProduct(k, a, weight, rows, finish, **sizes).run()
     else:
-        slope = epilogue == "gelu_backward"
+        slope = any(name in SLOPES for name in long)
         RegisterProduct(k, a, weight, rows, finish, through_memory=through_memory, slope=slope, **sizes).run()
 
 

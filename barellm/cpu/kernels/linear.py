@@ -15,7 +15,11 @@ from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, rows_of, weight_operand
 
 CLASSIFIER_CHUNK = 1024  # tokens whose logits exist at one time
-ROLES = {"gelu": "forward_gelu", "residual": "forward_residual", "gelu_backward": "input_gradient_gelu"}
+
+
+def role_of(transposed: bool, epilogues: tuple[str, ...]) -> str:
+    """What a product is called where its choice is kept; its bias makes no difference to it."""
+    return "_".join(["forward" if transposed else "input_gradient", *(name for name in epilogues if name != "bias")])
 
 
 def tokens_of(like: Tensor, rows: tuple[int, int]) -> int:
@@ -24,14 +28,14 @@ def tokens_of(like: Tensor, rows: tuple[int, int]) -> int:
 
 
 def _product(
-    c: Lowering, *, out: Any, a: Any, weight: Tensor, like: Tensor, transposed: bool, epilogue: str = "store", second: Any = None,
-    bias: Any = None, other: Any = None, mode: str = "store", rows: tuple[int, int] = (0, ALL_ROWS),
+    c: Lowering, *, out: Any, a: Any, weight: Tensor, like: Tensor, transposed: bool, epilogues: tuple[str, ...] = (),
+    second: Any = None, bias: Any = None, other: Any = None, mode: str = "store", rows: tuple[int, int] = (0, ALL_ROWS),
 ) -> None:  # fmt: skip
     """`like` is the activation whose run-time sizes count the rows; `rows` the (first, count) that this call does."""
     N, K = (int(n) for n in weight.shape)
     cols, depth = (N, K) if transposed else (K, N)
     a_dtype = a[1] if isinstance(a, tuple) else a.dtype
-    role = ROLES.get(epilogue) or ("forward" if transposed else "input_gradient")
+    role = role_of(transposed, epilogues)
     choice = choose(c.isa, role, a_dtype, cols, depth, tokens_of(like, rows), c.threads)
     c.private(gemm.product_private(c.isa, a_dtype, depth, choice))
     operands = {"out": out, "second": second, "a": a, "weight": weight_operand(weight), "bias": bias, "other": other,
@@ -40,7 +44,7 @@ def _product(
         "cols": cols,
         "depth": depth,
         "transposed": transposed,
-        "epilogue": epilogue,
+        "epilogues": epilogues,
         "mode": mode,
         "choice": choice,
         **shape_of(like),
@@ -60,43 +64,22 @@ def _weight_gradient(
     c.call(weight_gradient.weight_gradient, operands, constants, writes="dweight")
 
 
-def _forward(op: Op, c: Lowering, **more: Any) -> None:
-    bias = op.inputs.get("bias")
-    _product(c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, bias=bias, **more)
-
-
-def _input_gradient(op: Op, c: Lowering, **more: Any) -> None:
-    _product(c, out=op.dx, a=op.dy, weight=op.weight, like=op.dy, transposed=False, mode=op.modes["dx"], **more)
-
-
-@lowering("matmul", adds="y", also={"weight": "split"})
-def matmul(op: Op, c: Lowering) -> None:
-    _forward(op, c, mode=op.modes["y"])
-
-
-@lowering("linear", also={"weight": "split"})
-def linear(op: Op, c: Lowering) -> None:
-    _forward(op, c)
-
-
-@lowering("linear_gelu", also={"weight": "split"})
-def linear_gelu(op: Op, c: Lowering) -> None:
-    _forward(op, c, second=op.pre, epilogue="gelu")
-
-
-@lowering("linear_residual", also={"weight": "split"})
-def linear_residual(op: Op, c: Lowering) -> None:
-    _forward(op, c, other=op.residual, epilogue="residual")
-
-
+@lowering("product", adds="y dx", also={"weight": "split"})
 @lowering("matmul_dx", adds="dx", also={"weight": "split"})
-def matmul_dx(op: Op, c: Lowering) -> None:
-    _input_gradient(op, c)
-
-
-@lowering("matmul_dx_gelu", adds="dx", also={"weight": "split"})
-def matmul_dx_gelu(op: Op, c: Lowering) -> None:
-    _input_gradient(op, c, other=op.pre, epilogue="gelu_backward")
+@lowering("matmul", adds="y", also={"weight": "split"})
+def product(op: Op, c: Lowering) -> None:
+    """A product with a weight or the gradient of its input, with what follows it."""
+    epilogues = op.attrs.get("epilogues", ())
+    if "dy" in op.inputs:
+        _product(
+            c, out=op.dx, a=op.dy, weight=op.weight, like=op.dy, transposed=False, mode=op.modes["dx"],
+            other=op.inputs.get("pre"), epilogues=epilogues,
+        )  # fmt: skip
+    else:
+        _product(
+            c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, mode=op.modes["y"], bias=op.inputs.get("bias"),
+            second=op.outputs.get("pre"), other=op.inputs.get("residual"), epilogues=epilogues,
+        )  # fmt: skip
 
 
 @lowering("matmul_dw", starts="dweight")

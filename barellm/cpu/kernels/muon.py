@@ -69,7 +69,7 @@ def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, choice
     """y (rows, cols) = scale x + a (rows, depth) @ b (depth, cols). `scale` is no constant of the code: turns differ in it."""
     factor = k.splat(number(k, scale))
     product(k, y, None, a, b, None, x, 0, rows, cols=cols, depth=depth, transposed=False, dims=(), inner=rows,
-            epilogue="scaled", mode="store", choice=choice, scale=factor)  # fmt: skip
+            epilogues=("scaled",), mode="store", choice=choice, scale=factor)  # fmt: skip
 
 
 @lowering("gram_apply")

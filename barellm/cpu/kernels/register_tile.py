@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.choices import Tile
+from barellm.cpu.choices import Choice, Tile
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.packing import LINE
 from barellm.cpu.lang import Pointer, Value, Var
@@ -88,6 +88,13 @@ def left_rows(k: KernelBuilder, a: Pointer, rows: list[Any], depth: int, pair: b
         return k.splat(k.op("i32", f"zext i16 {k.op('i16', f'load i16, ptr {p.ref}, align 2').ref} to i32"))
 
     return whole, half if depth % 2 else None
+
+
+def block_of(unit: Value, choice: Choice, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
+    """(row block, column block) of a claimed unit."""
+    if choice.order == "rows":
+        return unit // column_blocks, unit % column_blocks
+    return unit % row_blocks, unit // row_blocks
 
 
 def prefetch_row(k: KernelBuilder, p: Pointer, count: int, *, write: bool) -> None:

@@ -13,9 +13,8 @@ from barellm.cpu.choices import CHUNK, Choice, Tile
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.claims import block_of
 from barellm.cpu.kernels.packing import LeftBlock, Packing, Panels, beside, interleaved, paired, panel_bytes
-from barellm.cpu.kernels.register_tile import bursts, prefetch_row, tile_product
+from barellm.cpu.kernels.register_tile import block_of, bursts, prefetch_row, tile_product
 from barellm.cpu.lang import Pointer, Value
 
 NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the cache anyway

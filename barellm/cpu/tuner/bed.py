@@ -21,7 +21,7 @@ from barellm.cpu.threads import Pool
 from barellm.cpu.tuner.work import Candidate, Operand, Work
 from barellm.program import scalars
 from barellm.program.dtypes import numpy_dtype
-from barellm.program.ops.elementwise import Gelu, GeluBackward
+from barellm.program.ops.elementwise import ACTIVATIONS, SLOPES
 from barellm.runtime.tuner.child import Wrong
 
 GUARD = 4096  # bytes before and after each operand
@@ -142,7 +142,6 @@ class Bed:
         """name -> (rows, columns, float64 values, bound): a sample of the result that has its first and last row and column."""
         d, work = self.data, self.work
         constants = dict(work.specs[i].constants)
-        names = [o.name for o in work.operands[i] if o is not None]
         adds = constants["mode"] == "add" or (constants["mode"] == "start" and accumulate)
         gradient = work.role == "weight_gradient"
         rows, cols = _sample(work.rows if gradient else tokens, SAMPLE[0]), _sample(work.cols, SAMPLE[1])
@@ -160,15 +159,15 @@ class Bed:
             whole = d.initial(name)
             return (whole[cols] if whole.ndim == 1 else whole[np.ix_(rows, cols)]).astype(np.float64)
 
-        if "bias" in names:
-            x = x + at("bias")
-        result: dict[str, np.ndarray] = {"dweight" if gradient else "out": x}
-        if constants.get("epilogue") == "gelu":
-            result = {"second": x, "out": Gelu({}, {}).reference(x)["y"]}
-        elif constants.get("epilogue") == "residual":
-            result["out"] = at("other") + x
-        elif constants.get("epilogue") == "gelu_backward":
-            result["out"] = GeluBackward({}, {}).reference(x, at("other"))["dx"]
+        result: dict[str, np.ndarray] = {}
+        for name in constants.get("epilogues", ()):
+            if name in ("bias", "residual"):
+                x = x + at("other" if name == "residual" else name)
+            elif name in SLOPES:
+                x = x * SLOPES[name].slope(at("other"))
+            else:
+                result["second"], x = x, ACTIVATIONS[name].value(x)
+        result["dweight" if gradient else "out"] = x
         found = {}
         dtypes = {o.name: o.dtype for o in work.operands[i] if o is not None}
         for name, want in result.items():

@@ -11,7 +11,7 @@ from barellm.cpu.choices import Choice, default
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Call, Emit, Spec, positional
 from barellm.cpu.kernels import gemm, weight_gradient
-from barellm.cpu.kernels.linear import ROLES, tokens_of
+from barellm.cpu.kernels.linear import role_of, tokens_of
 from barellm.program.dtypes import itemsize
 from barellm.runtime.lowering import Region
 
@@ -116,8 +116,7 @@ def _described(call: Call) -> tuple[tuple[str, str, int, int, int], tuple[Operan
         shapes = {"dweight": (N, K), "dy": (tokens, N), "x": (tokens, K)}
     else:
         cols, depth, transposed = constants["cols"], constants["depth"], constants["transposed"]
-        role = ROLES.get(constants["epilogue"]) or ("forward" if transposed else "input_gradient")
-        product = (role, dtypes["a"], cols, depth, tokens)
+        product = (role_of(transposed, constants["epilogues"]), dtypes["a"], cols, depth, tokens)
         shapes = dict.fromkeys(("out", "second", "other"), (tokens, cols))
         shapes |= {"a": (tokens, depth), "bias": (cols,), "weight": (cols, depth) if transposed else (depth, cols)}
     operands = [

@@ -1,37 +1,7 @@
-"""Kernels, one file per family. Importing the package fills the registry."""
+"""Kernels, one file per family; importing this package fills the registry of `cuda.kernel`."""
 
-from barellm.cuda.kernels import (
-    attention,
-    attention_cached,
-    classifier,
-    columns,
-    cross_entropy,
-    dropout,
-    elementwise,
-    embedding,
-    init,
-    layernorm,
-    layernorm_backward,
-    matmul,
-    muon,
-    optimizer,
-    symmetric,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "attention",
-    "attention_cached",
-    "classifier",
-    "columns",
-    "cross_entropy",
-    "dropout",
-    "elementwise",
-    "embedding",
-    "init",
-    "layernorm",
-    "layernorm_backward",
-    "matmul",
-    "muon",
-    "optimizer",
-    "symmetric",
-]
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

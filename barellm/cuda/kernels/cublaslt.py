@@ -1,15 +1,16 @@
 """Products by NVIDIA's cuBLASLt, where the target asks for them and it has them in the form that ours have.
 
-It takes what `matmul.product` takes where rows are multiples of 16 bytes. Its GELU is the tanh form, as ours; how exact it is in
-fp32 is not said anywhere, so fp32 products with GELU stay ours. A bias has the dtype of the result there: in bf16 it is rounded
-first. What NVIDIA's library computes for bf16 has the same rounding as ours otherwise, in another order of the sums.
+It takes what `matmul.product` takes where rows are multiples of 16 bytes. The only activation that it has is GELU, in the tanh form
+as ours; how exact it is in fp32 is not said anywhere, so fp32 products with GELU stay ours. A bias has the dtype of the result
+there: in bf16 it is rounded first. What NVIDIA's library computes for bf16 has the same rounding as ours otherwise, in another
+order of the sums.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.cublaslt import WORKSPACE_ALIGN
+from barellm.cuda.cublaslt import EPILOGUES, WORKSPACE_ALIGN
 from barellm.cuda.kernel import MODES, LibraryProduct, Lowering, ProductSpec, Size, cdiv
 from barellm.cuda.kernels.common import BLOCK
 from barellm.cuda.kernels.elementwise import cast
@@ -24,11 +25,11 @@ MODE_NAMES = {number: name for name, number in MODES.items()}
 
 
 def fits(
-    c: Lowering, *, out: Any, a: Any, b: Any, N: int, K: int, residual: Any = None, pre: Any = None,
-    mode: int = MODES["store"], **_: Any,
+    c: Lowering, *, out: Any, a: Any, b: Any, N: int, K: int, bias: Any = None, residual: Any = None, pre: Any = None,
+    epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> bool:  # fmt: skip
     """Whether `append` takes this product, with the arguments of `matmul.product`."""
-    if c.target.matmul != "cublaslt":
+    if c.target.matmul != "cublaslt" or (_activation(epilogue), bias is not None) not in EPILOGUES:
         return False
     (_, kind), (_, left), (_, right) = (matrix(v) for v in (out, a, b))
     operands = [matrix(v) for v in (out, a, b, residual, pre) if v is not None]
@@ -43,14 +44,20 @@ def fits(
 
 def append(
     c: Lowering, role: str, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None,
-    residual: Any = None, pre: Any = None, mode: int = MODES["store"], **_: Any,
+    residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
     """As `matmul.product`."""
     (to, kind), (left, dtype), (right, _) = (matrix(v) for v in (out, a, b))
-    epilogue = "" if pre is None else "gelu" if role == "nt" else "gelu_backward"
-    spec = ProductSpec(role, N, K, dtype, kind, epilogue, MODE_NAMES[mode], dtype == "fp32" and c.target.tf32)
+    spec = ProductSpec(
+        role, N, K, dtype, kind, _activation(epilogue), MODE_NAMES[mode], dtype == "fp32" and c.target.tf32
+    )
     extra = [None if v is None else matrix(v)[0] for v in (_bias(c, bias, kind, N), pre, residual)]
     c.launches.append(LibraryProduct(spec, to, left, right, *extra, part(_workspace(c)), rows, c.op))
+
+
+def _activation(epilogue: str) -> str:
+    """The epilogue as cuBLASLt knows it: it adds a residual as what was there before."""
+    return "" if epilogue == "residual" else epilogue
 
 
 def _bias(c: Lowering, bias: Any, kind: str, N: int) -> Any:

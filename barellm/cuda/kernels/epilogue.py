@@ -1,19 +1,17 @@
-"""What the table of fusions adds to a product, done on its accumulators: bias, GELU and its slope, the residual.
+"""What follows a product, done on its accumulators: bias, an activation or its slope, the residual.
 
 Shapes: out, pre, other (M, N); bias (N). The result is stored in its mode.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
+from barellm.cuda.kernels.activations import slope_of, value_of
 from barellm.cuda.kernels.common import keep
-from barellm.cuda.kernels.elementwise import gelu_slope, gelu_value
 from barellm.cuda.lang import device, tl
 
 
 @device
-def finish(
+def finish_tile(
     out, pre, bias, other, scalars, acc, m0, n0, at, M, N,
     EPILOGUE: tl.constexpr, MODE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -22,8 +20,8 @@ def finish(
     if PARTS > 1:
         left, right = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
         half = acc.shape[1] // 2
-        finish(out, pre, bias, other, scalars, left, m0, n0, at, M, N, EPILOGUE, MODE, PARTS // 2)
-        finish(out, pre, bias, other, scalars, right, m0, n0 + half, at + half, M, N, EPILOGUE, MODE, PARTS // 2)
+        finish_tile(out, pre, bias, other, scalars, left, m0, n0, at, M, N, EPILOGUE, MODE, PARTS // 2)
+        finish_tile(out, pre, bias, other, scalars, right, m0, n0 + half, at + half, M, N, EPILOGUE, MODE, PARTS // 2)
     else:
         finish_part(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE)
 
@@ -36,18 +34,13 @@ def finish_part(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE:
     at += m[:, None] * N + n[None, :]
     if bias is not None:
         acc += tl.load(bias + n0 + n, mask=n_in, other=0.0).to(tl.float32)[None, :]
-    if EPILOGUE == "gelu":
+    if pre is not None:
         tl.store(pre + at, acc, mask=mask)
-        acc = gelu_value(acc)
-    elif EPILOGUE == "gelu_backward":
-        acc *= gelu_slope(tl.load(other + at, mask=mask, other=0.0).to(tl.float32))
-    elif EPILOGUE == "residual":
-        acc += tl.load(other + at, mask=mask, other=0.0).to(tl.float32)
+        acc = value_of(acc, EPILOGUE)
+    elif other is not None:
+        read = tl.load(other + at, mask=mask, other=0.0).to(tl.float32)
+        if EPILOGUE == "residual":
+            acc += read
+        else:
+            acc *= slope_of(read, EPILOGUE)
     keep(out + at, mask, acc, scalars, MODE)
-
-
-def name_of(role: str, *, residual: Any, pre: Any) -> str:
-    """EPILOGUE of a product with these operands (`matmul.product`)."""
-    if residual is not None:
-        return "residual"
-    return "" if pre is None else "gelu" if role == "nt" else "gelu_backward"

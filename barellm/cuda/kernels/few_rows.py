@@ -14,7 +14,7 @@ from typing import Any
 from barellm.cuda import choices
 from barellm.cuda.kernel import MODES, Lowering, Size, Sizes, cdiv
 from barellm.cuda.kernels.common import LEAST_SUMMED, pow2
-from barellm.cuda.kernels.epilogue import finish_part, name_of
+from barellm.cuda.kernels.epilogue import finish_part
 from barellm.cuda.lang import device, tl
 
 
@@ -67,13 +67,12 @@ def fits(c: Lowering, *, most: int, K: int) -> bool:
 
 def launch_product(
     c: Lowering, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None, residual: Any = None,
-    pre: Any = None, mode: int = MODES["store"], **_: Any,
+    pre: Any = None, epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
     """As `matmul.product` in its role "nt"; nothing in runs of more rows."""
     few, BK = Few(rows), max(pow2(K), LEAST_SUMMED)
     BN, warps = choices.few_rows_tile(BK)
     operands = {"out": out, "pre": pre, "x": a, "weight": b, "bias": bias, "other": residual, "rows": few}
-    constants = {"N": N, "K": K, "BN": BN, "BK": BK, "MODE": mode}
-    constants |= {"EPILOGUE": name_of("nt", residual=residual, pre=pre)}
+    constants = {"N": N, "K": K, "BN": BN, "BK": BK, "MODE": mode, "EPILOGUE": epilogue}
     grid = lambda s: (cdiv(N, BN) if few(s) else 0,)  # noqa: E731
     c.launch(few_rows, operands, constants, grid=grid, writes="out pre", warps=warps)

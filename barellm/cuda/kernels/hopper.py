@@ -112,19 +112,15 @@ def fits(
 
 def launch_product(
     c: Lowering, role: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
-    bias: Any = None, residual: Any = None, pre: Any = None, mode: int = MODES["store"],
+    bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
 ) -> None:  # fmt: skip
     """Append one product that `fits`; its arguments are those of `matmul.product`."""
     height, width, depth = _sizes(role, most, N, K)
     usual = choices.columns(role, height, width, depth)
     tiles = cdiv(height, ROWS.value) * cdiv(width, usual)  # by the default's columns: bits do not depend on tuning
     parts = choices.most_splits(tiles, depth) if role == "tn" else 1
-    other, epilogue = None, ""
-    if residual is not None:
-        other, epilogue = residual, "residual"
-    elif pre is not None:
-        other, epilogue = (None, "gelu") if role == "nt" else (pre, "gelu_backward")
-    elif mode != MODES["store"] and parts == 1:
+    written, other = (pre, residual) if role == "nt" else (None, pre)
+    if not epilogue and mode != MODES["store"] and parts == 1:
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
     f = tuning.choose(c.target, tuning.Product(role, "bf16", height, width, depth, "hopper", epilogue))
     M: Size | int = height if role == "tn" else rows
@@ -137,7 +133,7 @@ def launch_product(
         hopper_gemm,
         {
             "out_map": _map(target, out_rows, width, _block(target)),
-            "pre_map": _map(pre, out_rows, width, _block(pre)) if epilogue == "gelu" else None,
+            "pre_map": _map(written, out_rows, width, _block(written)) if written is not None else None,
             "a_map": _map(a, rows, N if role == "tn" else depth, (HALF.value, DEPTH.value)),
             "b_map": _map(b, rows, width, (DEPTH.value, f.cols)) if role == "tn" else _map(
                 b, N, K, (f.cols, DEPTH.value) if role == "nt" else (DEPTH.value, f.cols)

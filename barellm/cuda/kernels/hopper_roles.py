@@ -12,8 +12,8 @@ A barrier's phase is the parity of how often its ring has gone round. Waiting fo
 from __future__ import annotations
 
 from barellm.cuda import choices
+from barellm.cuda.kernels.activations import slope_of, value_of
 from barellm.cuda.kernels.common import ACCUMULATE
-from barellm.cuda.kernels.elementwise import gelu_slope, gelu_value
 from barellm.cuda.lang import constant, gl, gluon, hopper
 
 HALF = constant(64)  # rows that one warpgroup multiplies
@@ -146,7 +146,8 @@ def finish(
     SLOTS: gl.constexpr = slots.shape[0] // 2
     WIDTH: gl.constexpr = slots.shape[2]
     COUNT: gl.constexpr = total.shape[1] // WIDTH
-    FETCHED: gl.constexpr = EPILOGUE != "" and EPILOGUE != "gelu"
+    FETCHED: gl.constexpr = EPILOGUE != "" and pre_map is None
+    ADDED: gl.constexpr = EPILOGUE == "residual" or EPILOGUE == "add" or EPILOGUE == "start"
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     blocks = pieces(total, COUNT)
     for c in gl.static_range(COUNT):
@@ -155,17 +156,17 @@ def finish(
             at = column + c * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
             inside = gl.max_constancy(at < N, [2])  # N is even: two go in one load
             value += gl.expand_dims(gl.load(bias + at, mask=inside, other=0.0).to(gl.float32), 0)
-        if EPILOGUE == "gelu":
+        if pre_map is not None:
             hopper.tma.store_wait(SLOTS - 1)
             send(pre_map, slots.index(H * SLOTS + sent % SLOTS), value, row, column + c * WIDTH)
             sent += 1
-            value = gelu_value(value)
+            value = value_of(value, EPILOGUE)
         slot = slots.index(H * SLOTS + sent % SLOTS)
         if FETCHED:
             if adding:
                 hopper.mbarrier.wait(arrived.index(H * SLOTS + sent % SLOTS), sent // SLOTS & 1)
                 other = slot.load(LAYOUT).to(gl.float32)
-                value = value * gelu_slope(other) if EPILOGUE == "gelu_backward" else value + other
+                value = value + other if ADDED else value * slope_of(other, EPILOGUE)
         else:
             hopper.tma.store_wait(SLOTS - 1)
         send(out_map, slot, value, row, column + c * WIDTH)

@@ -18,7 +18,7 @@ from typing import Any
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, cdiv, lowering, mode
 from barellm.cuda.kernels import cublaslt, few_rows, hopper
-from barellm.cuda.kernels.epilogue import finish, name_of
+from barellm.cuda.kernels.epilogue import finish_tile
 from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import device, tl
 from barellm.program.tensor import Tensor
@@ -73,22 +73,23 @@ def gemm(
         a_at += BK * M if A_TRANSPOSED else BK
         b_at += BK if B_TRANSPOSED else BK * N
 
-    finish(out, pre, bias, other, scalars, acc, m0, n0, out_at, M, N, EPILOGUE, MODE, PARTS)
+    finish_tile(out, pre, bias, other, scalars, acc, m0, n0, out_at, M, N, EPILOGUE, MODE, PARTS)
 
 
 def product(
     c: Lowering, role: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
-    bias: Any = None, residual: Any = None, pre: Any = None, mode: int = MODES["store"],
+    bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
 ) -> None:  # fmt: skip
     """Append one product. The weight is (N, K); `rows`: tokens of the run, `most`: their planned maximum. An operand is a Tensor
     or (Region, dtype).
 
-    "nt"  out (rows, N); with `pre`, that gets the product and out its GELU; with `residual`, out is their sum
-    "nn"  out (rows, K); with `pre`, times the GELU's slope there
+    "nt"  out (rows, N); with an activation as `epilogue`, `pre` gets the product and out the activation of it; with "residual",
+          out is the sum of `residual` and the product
+    "nn"  out (rows, K); with an activation's slope as `epilogue`, times that slope at `pre`
     "tn"  out (N, K) fp32, the sum over rows
     """
     given = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
-    given |= {"bias": bias, "residual": residual, "pre": pre, "mode": mode}
+    given |= {"bias": bias, "residual": residual, "pre": pre, "epilogue": epilogue, "mode": mode}
     if role == "nt" and few_rows.fits(c, most=most, K=K):
         few_rows.launch_product(c, **given)
         if most <= choices.FEW:
@@ -106,10 +107,8 @@ def product(
         return
     cols, depth = (N, K) if role == "nt" else (K, N)
     t = tuning.choose(c.target, tuning.Product(role, _kind(c, dtype), most, cols, depth))
-    epilogue = name_of(role, residual=residual, pre=pre)
-    operands = {"out": out, "pre": None, "a": a, "b": b, "bias": bias, "other": residual, "M": rows, "chunk": None}
-    if pre is not None:
-        operands["pre" if role == "nt" else "other"] = pre
+    written, other = (pre, residual) if role == "nt" else (None, pre)
+    operands = {"out": out, "pre": written, "a": a, "b": b, "bias": bias, "other": other, "M": rows, "chunk": None}
     constants = {"N": cols, "K": depth, "A_TRANSPOSED": False, "B_TRANSPOSED": role == "nt", "MODE": mode}
     constants |= _constants(c, t) | {"EVEN_K": depth % t.depth == 0, "EPILOGUE": epilogue}
     constants |= {"PARTS": cdiv(t.cols, PART) if epilogue else 1}
@@ -156,21 +155,20 @@ def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
     return {"rows": c.rows(activation), "most": activation.size // int(activation.shape[-1]), "N": N, "K": K}
 
 
-@lowering("linear", "linear_gelu", "linear_residual", also={"weight": "split"})
+@lowering("product", starts="y dx", also={"weight": "split"})
+@lowering("matmul_dx", starts="dx", also={"weight": "split"})
 @lowering("matmul", starts="y", also={"weight": "split"})
-def lower_forward(op: Any, c: Lowering) -> None:
-    product(
-        c, "nt", out=op.y, a=op.x, b=weight_operand(op.weight), bias=op.inputs.get("bias"), mode=mode(op, "y"),
-        residual=op.inputs.get("residual"), pre=op.outputs.get("pre"), **shape_of(c, op.x, op.weight),
-    )  # fmt: skip
-
-
-@lowering("matmul_dx", "matmul_dx_gelu", starts="dx", also={"weight": "split"})
-def lower_input_gradient(op: Any, c: Lowering) -> None:
-    product(
-        c, "nn", out=op.dx, a=op.dy, b=weight_operand(op.weight), pre=op.inputs.get("pre"), mode=mode(op, "dx"),
-        **shape_of(c, op.dy, op.weight),
-    )  # fmt: skip
+def lower_product(op: Any, c: Lowering) -> None:
+    """A product with a weight or the gradient of its input, with what follows it."""
+    follows = [name for name in op.attrs.get("epilogues", ()) if name != "bias"]
+    assert len(follows) <= 1, follows
+    weight, more = weight_operand(op.weight), {"epilogue": "".join(follows)}
+    if "dy" in op.inputs:
+        more |= {"pre": op.inputs.get("pre"), "mode": mode(op, "dx"), **shape_of(c, op.dy, op.weight)}
+        product(c, "nn", out=op.dx, a=op.dy, b=weight, **more)
+    else:
+        more |= {"bias": op.inputs.get("bias"), "residual": op.inputs.get("residual"), "pre": op.outputs.get("pre")}
+        product(c, "nt", out=op.y, a=op.x, b=weight, mode=mode(op, "y"), **more, **shape_of(c, op.x, op.weight))
 
 
 @lowering("matmul_dw", starts="dweight")

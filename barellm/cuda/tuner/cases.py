@@ -16,7 +16,7 @@ from barellm.cuda.tuner.work import AnyWork, AttentionWork, Work
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import numpy_dtype
-from barellm.program.ops.elementwise import Gelu, GeluBackward
+from barellm.program.ops.elementwise import ACTIVATIONS, SLOPES
 from barellm.program.ops.random import keep
 from barellm.program.tensor import Dim
 from barellm.runtime.tuner.child import Wrong
@@ -76,30 +76,32 @@ class Case(ABC):
 
 
 class ProductCase(Case):
+    """A product with the weight (N, K), as its `role` says."""
+
     def __init__(self, work: Work) -> None:
         super().__init__("bf16" if work.dtype == "bf16" else "fp32")
-        self.work, tokens, kind = work, work.tokens, self.compute
-        N, K = (work.rows, work.cols) if work.role == "tn" else (work.cols, work.depth)
-        self.N, self.K = (K, N) if work.role == "nn" else (N, K)
-        N, K, seq = self.N, self.K, (Dim("batch", 1), Dim("seq", tokens))
+        self.work, kind, seq = work, self.compute, (Dim("batch", 1), Dim("seq", work.tokens))
+        # The result is (tokens, N), (tokens, K) or (N, K), and the depth is what is left of the three.
+        N, K = {"nt": (work.cols, work.depth), "nn": (work.depth, work.cols), "tn": (work.rows, work.cols)}[work.role]
         if work.role != "nt":
             self.give("dy", (*seq, N), kind)
         if work.role != "nn":
             self.give("x", (*seq, K), kind)
         if work.role != "tn":
             self.give("weight", (N, K), kind)
-        if work.epilogue in ("gelu", "residual"):
+        if work.epilogue in (*ACTIVATIONS, "residual"):
             self.give("bias", (N,), "fp32")
         if work.epilogue == "residual":
             self.give("residual", (*seq, N), "fp32")
-        if work.epilogue == "gelu_backward":
+        if work.epilogue in SLOPES:
             self.give("pre", (*seq, K), kind)
         if work.role == "tn":
             self.give("out", (N, K), "fp32")
         self.added = work.epilogue in ("add", "start")
         self.scalars = {"accumulate": int(self.added)}
-        self.outputs = {"pre": N} if work.epilogue == "gelu" else {}
+        self.outputs = {"pre": N} if work.epilogue in ACTIVATIONS else {}
         self.outputs |= {"out": work.cols}
+        tokens = work.tokens
         self.runs = [Sizes(1, count) for count in sorted({1, min(37, tokens), max(1, tokens - 1), tokens})]
 
     def program(self) -> Program:
@@ -110,19 +112,19 @@ class ProductCase(Case):
             return p
         if work.role == "nn":
             out = p.apply(ops.MatmulDx, dy=t["dy"], weight=t["weight"]).dx
-            out = p.apply(ops.GeluBackward, dy=out, x=t["pre"]).dx if "pre" in t else out
+            out = p.apply(SLOPES[work.epilogue].backward, dy=out, x=t["pre"]).dx if "pre" in t else out
         else:
             out = p.apply(ops.Matmul, x=t["x"], weight=t["weight"]).y
             out = p.apply(ops.Bias, x=out, bias=t["bias"]).y if "bias" in t else out
-            if work.epilogue == "gelu":
+            if work.epilogue in ACTIVATIONS:
                 p.output("pre", out)
-                out = p.apply(ops.Gelu, x=out).y
+                out = p.activate(out, work.epilogue)
             out = p.apply(ops.Add, a=t["residual"], b=out).y if "residual" in t else out
         p.output("out", out)
         return p
 
     def rows(self, output: str, sizes: Sizes) -> int:
-        return self.N if self.work.role == "tn" else sizes.tokens
+        return self.work.rows if self.work.role == "tn" else sizes.tokens
 
     def hold(self, read: Read, sizes: Sizes) -> None:
         rows, cols = some(self.rows("out", sizes)), some(self.work.cols)
@@ -148,13 +150,13 @@ class ProductCase(Case):
 
         if "bias" in self.store.tensors:
             want = want + of("bias")[cols]
-        if self.work.epilogue == "gelu":
+        if self.work.epilogue in ACTIVATIONS:
             compare("pre")
-            want = Gelu.reference(None, want)["y"]  # pyright: ignore[reportArgumentType]
-        elif self.work.epilogue == "gelu_backward":
+            want = ACTIVATIONS[self.work.epilogue].value(want)
+        elif self.work.epilogue in SLOPES:
             pre = of("pre")[np.ix_(rows, cols)].astype(np.float64)
             bound = bound + 1e-5 * np.abs(want)  # where the slope is near 0
-            want = GeluBackward.reference(None, want, pre)["dx"]  # pyright: ignore[reportArgumentType]
+            want = want * SLOPES[self.work.epilogue].slope(pre)
         elif self.work.epilogue == "residual":
             want = want + of("residual")[np.ix_(rows, cols)]
         elif self.added:

@@ -8,13 +8,14 @@ from typing import Any
 from barellm.cuda import choices, tuning
 from barellm.cuda.choices import AttentionTile
 from barellm.cuda.kernel import Call, Launch, Target
+from barellm.cuda.kernels.activations import ACTIVATIONS, SLOPES
 from barellm.cuda.lang import DeviceFunction
 from barellm.cuda.step import lower_and_plan
 from barellm.program.builder import Program
 
 MADE = {
-    "nt": ("", "gelu", "residual"),
-    "nn": ("", "gelu_backward"),
+    "nt": ("", *ACTIVATIONS, "residual"),
+    "nn": ("", *SLOPES),
     "tn": ("", "add", "start"),
 }  # epilogues that a bed has
 KERNEL = {"forward": "attention_forward", "keys": "attention_dkv", "queries": "attention_dq"}

@@ -2,7 +2,7 @@
 
 from barellm.program.ops.attention import Attention, AttentionBackward, AttentionCached
 from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward
-from barellm.program.ops.elementwise import Add, Cast, Gelu, GeluBackward
+from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast
 from barellm.program.ops.embedding import Embedding, EmbeddingDwpe, EmbeddingDwte, LastRow
 from barellm.program.ops.layernorm import LayerNorm, LayerNormDparams, LayerNormDx
 from barellm.program.ops.matmul import Bias, BiasGrad, Matmul, MatmulDw, MatmulDx
@@ -22,6 +22,7 @@ from barellm.program.ops.rope import Rope
 from barellm.program.ops.swiglu import SwiGLU, SwiGLUBackward
 
 __all__ = [
+    "ACTIVATIONS",
     "AdamW",
     "Add",
     "Attention",
@@ -39,8 +40,6 @@ __all__ = [
     "Embedding",
     "EmbeddingDwpe",
     "EmbeddingDwte",
-    "Gelu",
-    "GeluBackward",
     "Gram",
     "GramApply",
     "GramPolynomial",

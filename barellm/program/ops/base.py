@@ -72,6 +72,11 @@ class Op:
             return None
         raise AttributeError(f"{type(self).__name__} has no input, output or attribute {name!r}")
 
+    @property
+    def kernel(self) -> str:
+        """The name under which backends register how this op is done."""
+        return self.name
+
     def infer(self, **inputs: Any) -> dict[str, Spec]:
         raise NotImplementedError(self.name)
 

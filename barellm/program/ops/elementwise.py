@@ -1,8 +1,10 @@
-"""Add, cast and GELU (tanh form). Shapes: any, equal on all operands."""
+"""Add, cast, and activations by their formulas. Shapes: any, equal on all operands."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import pi, sqrt
+from typing import Any, ClassVar
 
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
@@ -48,45 +50,86 @@ class Cast(Op):
         g.alias(self.x, g.cast(y, self.x.dtype))
 
 
-class Gelu(Op):
-    """y = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016, the form that GPT-2 uses)."""
+class Activation(Op):
+    """y = value(x), as its definition says."""
 
-    name = "gelu"
+    definition: ClassVar[Elementwise]
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         return {"y": (x.shape, x.dtype)}
 
     def reference(self, x):
-        import numpy as np
-
-        return {"y": 0.5 * x * (1 + np.tanh(GELU_SCALE * (x + GELU_CUBIC * x**3)))}
+        return {"y": self.definition.value(x)}
 
     def gradient(self, g, y):
-        g.write(GeluBackward, {"dx": self.x}, dy=y, x=self.x)
+        g.write(self.definition.backward, {"dx": self.x}, dy=y, x=self.x)
 
     def flops(self) -> int:
-        return 12 * self.x.size
+        return self.definition.operations[0] * self.x.size
 
 
-class GeluBackward(Op):
-    """dx = dy * gelu'(x)."""
+class ActivationBackward(Op):
+    """dx = dy * slope(x)."""
 
-    name = "gelu_backward"
+    definition: ClassVar[Elementwise]
 
     def infer(self, dy: Tensor, x: Tensor) -> dict[str, Spec]:
         if dy.shape != x.shape:
-            raise ValueError(f"gelu_backward expects equal shapes: {describe(dy=dy, x=x)}")
+            raise ValueError(f"{self.name} expects equal shapes: {describe(dy=dy, x=x)}")
         return {"dx": (x.shape, x.dtype)}
 
     def reference(self, dy, x):
-        import numpy as np
-
-        t = np.tanh(GELU_SCALE * (x + GELU_CUBIC * x**3))
-        slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * GELU_SCALE * (1 + 3 * GELU_CUBIC * x * x)
-        return {"dx": dy * slope}
+        return {"dx": dy * self.definition.slope(x)}
 
     def flops(self) -> int:
-        return 20 * self.x.size
+        return self.definition.operations[1] * self.x.size
+
+
+class Elementwise:
+    """An activation by its formula. It has two ops, `forward` called `name` and `backward` called `name`_backward.
+
+    A backend needs an emitter of both (its kernels/activations.py). From them come the kernels of the two ops and the epilogues of
+    products: y = activation(x weight^T + bias), and dx = (dy weight) * slope.
+    """
+
+    def __init__(
+        self, name: str, *, value: Callable[[Any], Any], slope: Callable[[Any], Any], operations: tuple[int, int]
+    ) -> None:
+        """`value` and `slope` are functions of NumPy's float64 arrays; `operations` are those of an element in the two ops."""
+        self.name, self.value, self.slope, self.operations = name, value, slope, operations
+        members = {"definition": self}
+        self.forward: type[Op] = type(name.title(), (Activation,), members | {"name": name})
+        backward = {"name": f"{name}_backward", "__doc__": ActivationBackward.__doc__}
+        self.backward: type[Op] = type(f"{name.title()}Backward", (ActivationBackward,), members | backward)
+
+
+def _tanh(x: Any) -> Any:
+    import numpy as np
+
+    return np.tanh(GELU_SCALE * (x + GELU_CUBIC * x**3))
+
+
+def _gelu_slope(x: Any) -> Any:
+    t = _tanh(x)
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * GELU_SCALE * (1 + 3 * GELU_CUBIC * x * x)
+
+
+def _relu(x: Any) -> Any:
+    import numpy as np
+
+    return np.maximum(x, 0.0)
+
+
+ACTIVATIONS: dict[str, Elementwise] = {
+    a.name: a
+    for a in (
+        # x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016, the form that GPT-2 uses).
+        Elementwise("gelu", value=lambda x: 0.5 * x * (1 + _tanh(x)), slope=_gelu_slope, operations=(12, 20)),
+        # max(x, 0)^2 (So et al. 2021).
+        Elementwise("relu2", value=lambda x: _relu(x) ** 2, slope=lambda x: 2 * _relu(x), operations=(2, 3)),
+    )
+}
+SLOPES: dict[str, Elementwise] = {a.backward.name: a for a in ACTIVATIONS.values()}
 
 
 def operand(p: Graph, x: Tensor) -> Tensor:
@@ -99,7 +142,13 @@ class Calls(Graph):
 
     def gelu(self, x: Tensor) -> Tensor:
         """GELU in its tanh form, as GPT-2 has it (Hendrycks and Gimpel 2016). Any shape."""
-        return self.apply(Gelu, x=x).y
+        return self.activate(x, "gelu")
+
+    def activate(self, x: Tensor, name: str) -> Tensor:
+        """An activation by its name, element by element. Any shape."""
+        if name not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {name!r} (known: {', '.join(ACTIVATIONS)})")
+        return self.apply(ACTIVATIONS[name].forward, x=x).y
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """a + b of equal shapes: the residual stream, fp32, and what a block adds to it."""

@@ -32,6 +32,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "tn in parts": dict(role="tn", M=192, N=264, K=500, cols=256, chunk=192, wide=True),
     "gelu": dict(role="nt", M=200, N=392, K=72, cols=256, epilogue="gelu", bias=True),
     "gelu_backward": dict(role="nn", M=129, N=392, K=72, cols=256, epilogue="gelu_backward"),
+    "relu2": dict(role="nt", M=136, N=264, K=72, cols=256, epilogue="relu2", bias=True),
+    "relu2_backward": dict(role="nn", M=129, N=264, K=72, cols=256, epilogue="relu2_backward"),
     "residual": dict(role="nt", M=200, N=264, K=136, cols=256, epilogue="residual", bias=True, wide=True),
     "add": dict(role="nn", M=200, N=264, K=136, cols=128, epilogue="add"),
     "start": dict(role="tn", M=192, N=264, K=130, cols=256, epilogue="start", wide=True),
