@@ -19,6 +19,8 @@ from barellm.cpu.kernel import REGISTRY
 from barellm.cpu.step import lower_and_plan
 from barellm.models import preset, presets
 from barellm.overrides import changed
+from barellm.training.console import in_words
+from barellm.training.report import closing
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -83,6 +85,35 @@ def test_the_lines_about_the_default_run_are_those_of_its_file(monkeypatch):
     file, text = ROOT / run.RUN, (ROOT / "README.md").read_text()
     between = text.partition(run.BEGIN)[2].partition(run.END)[0].strip()
     assert between == (run.lines(run.rows_of(file)[-1]) if file.exists() else "")
+
+
+def test_the_end_of_a_run_is_as_the_page_for_newcomers_shows_it(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "img")
+    run = import_module("run")
+    row = run.rows_of(ROOT / run.RUN)[-1] | {"checkpoint": "runs/default/checkpoints/step-001557"}
+    lines = closing(row, Path("runs/default"), preset("default"))
+    text = (ROOT / "docs" / "first_run.md").read_text()
+    shown = text.partition("<!-- closing -->")[2].partition("<!-- /closing -->")[0]
+    assert [line.removeprefix("    ") for line in shown.strip("\n").splitlines()] == lines[1:]
+
+
+PRESET_ROW = re.compile(r"^\| ([\w-]+) \| ([\d.]+) (million|billion) \| (?:[^|]+) \| (\d+ \w+) \|", re.MULTILINE)
+
+
+def test_the_bounds_of_the_presets_follow_from_their_operations():
+    """For the peak that the page names."""
+    text = (ROOT / "docs" / "first_run.md").read_text()
+    (peak,) = re.findall(r"which reach (\d+) GFLOP/s in bf16", text)
+    rows = PRESET_ROW.findall(text)
+    assert len(rows) >= 5
+    for name, size, unit, time in rows:
+        config = changed(preset(name), {"train.dtype": "bf16"})
+        count = float(size) * {"million": 1e6, "billion": 1e9}[unit]
+        programs = build_programs(config)
+        stored = sum(t.size for t in programs["init"].store.of_role("parameter"))
+        assert count == pytest.approx(stored, rel=0.04), name
+        step = programs["micro"].flops * config.train.accumulate + programs["update"].flops
+        assert in_words(config.train.steps * step / (float(peak) * 1e9)) == time, name
 
 
 TABLE_ROW = re.compile(r"^\| ([\w-]+) \| (\d+) x (\d+) \| ([\d.,]+) \| ([\d.,]+) \|", re.MULTILINE)

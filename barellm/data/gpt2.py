@@ -52,7 +52,7 @@ class Gpt2(BytePairs):
         return "tokens" in vars(self)
 
     def save(self, folder: Path) -> None:
-        """As every tokenizer; on a machine without the vocabulary only name and hash, enough to find it elsewhere."""
+        """Writes what every tokenizer does; on a machine without the vocabulary only name and hash, enough to find it elsewhere."""
         try:
             super().save(folder)
         except UserError:

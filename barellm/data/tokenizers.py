@@ -62,7 +62,7 @@ class Tokenizer:
 
     @property
     def hash(self) -> str:
-        """Of the whole vocabulary: equal hashes, equal ids for every text."""
+        """A hash of the whole vocabulary: equal hashes mean equal ids for every text."""
         return self._hash
 
     @cached_property

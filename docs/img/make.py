@@ -349,7 +349,8 @@ def kind_of(name: str) -> tuple[str, str]:
 def memory() -> Any:
     """gpt2-124m at 4 x 64: the whole arena to scale, and the workspace of "micro" over its ops."""
     p = plan()
-    figure, axes = canvas(840, 470)
+    high = 500
+    figure, axes = canvas(840, high)
     top, floor, left, width, chart_left = 44, 420, 20, 150, 273
     text(axes, left, 14, f"the arena: {p['arena_bytes']:,} bytes", size=10, weight="bold")
     y, small = floor, []
@@ -370,7 +371,7 @@ def memory() -> Any:
         axes.plot([left + width, chart_left], [start, end], color=LINE, linewidth=0.8, linestyle=":")
     shape = f"{p['batch']} x {p['seq']} tokens, {p['dtype']}, {p['isa']}"
     text(axes, chart_left, 14, f"the workspace while micro runs ({shape})", size=10, weight="bold")
-    _workspace(figure.add_axes((chart_left / 840, (470 - floor) / 470, 550 / 840, (floor - top) / 470)), p)
+    _workspace(figure.add_axes((chart_left / 840, (high - floor) / high, 550 / 840, (floor - top) / high)), p)
     return figure
 
 
@@ -394,7 +395,7 @@ def _workspace(chart: Any, p: dict[str, Any]) -> None:
     chart.text(at - 3, 12, words, fontsize=8.5, color=SOFT, ha="right", va="center")
     handles = [Rectangle((0, 0), 1, 1, facecolor=colour) for _, colour, _ in KINDS]
     labels = [label for label, _, _ in KINDS]
-    place = {"loc": "upper left", "bbox_to_anchor": (0.3, 0.215), "ncols": 2}
+    place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.09), "ncols": 3}  # below the axis: nothing lies there
     chart.legend(handles, labels, fontsize=8.5, frameon=False, **place)
 
 

@@ -1,6 +1,7 @@
 """The README's picture and lines about the default run, from what it printed:
 
-barellm train --json > benchmarks/results/train-default.jsonl
+barellm train --json --out runs/default > benchmarks/results/train-default.jsonl
+barellm sample runs/default --prompt "def main(" --samples 5 --json > benchmarks/results/sample-default.jsonl
 python docs/img/run.py --write README.md        # between <!-- train --> and <!-- /train -->
 """
 
@@ -14,7 +15,8 @@ from typing import Any
 import make
 import matplotlib.pyplot as plt
 
-RUN = "benchmarks/results/train-default.jsonl"
+RUN, SAMPLE = "benchmarks/results/train-default.jsonl", "benchmarks/results/sample-default.jsonl"
+SHOWN_LINES, SHOWN_COLUMNS = 20, 74
 BEGIN, END = "<!-- train -->", "<!-- /train -->"
 ORANGE, GREEN = "#c2410c", "#2f855a"
 
@@ -24,18 +26,19 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def picture(rows: list[dict[str, Any]]) -> Any:
-    """The loss beside what `gzip -9` makes of the same text, and the first sample after the last step."""
+def picture(rows: list[dict[str, Any]], sample: dict[str, Any]) -> Any:
+    """The loss beside what `gzip -9` makes of the same text, and what the model makes of a prompt."""
     result = rows[-1]
     figure, axes = make.canvas(840, 330)
     curve(figure.add_axes((0.055, 0.14, 0.36, 0.74)), rows)
     make.box(axes, 378, 16, 446, 298, "#1c2128", edge="#1c2128")
-    heading = f"a sample after step {result['steps']:,}, as it came"
+    heading = f'after step {result["steps"]:,}: barellm sample runs/default --prompt "{sample["prompt"]}" --seed {sample["seed"]}'
     make.text(axes, 392, 26, heading, size=8.5, colour="#8b98a5")
-    sample = next(r["text"] for r in rows if r["kind"] == "sample" and r["step"] == result["steps"])
-    lines = "\n".join(line.expandtabs(4)[:74] for line in sample.strip("\n").splitlines()[:20])
-    style = {"size": 7.6, "family": "monospace", "colour": "#d5dde6", "linespacing": 1.42, "parse_math": False}
-    make.text(axes, 392, 46, lines, **style)
+    text = (sample["prompt"] + sample["text"]).strip("\n")
+    lines = [line.expandtabs(4)[:SHOWN_COLUMNS] for line in text.splitlines()[:SHOWN_LINES]]
+    style = {"size": 7.6, "family": "monospace", "linespacing": 1.42, "parse_math": False}
+    make.text(axes, 392, 46, "\n".join(lines), colour="#d5dde6", **style)
+    make.text(axes, 392, 46, sample["prompt"], colour="#f6d4a8", **style)  # what was given
     return figure
 
 
@@ -80,7 +83,9 @@ def main() -> None:
     root = make.HERE.parents[1]
     rows = rows_of(root / RUN)
     plt.rcParams |= make.STYLE
-    picture(rows).savefig(make.HERE / "train.svg", facecolor="white", metadata={"Date": None})
+    picture(rows, rows_of(root / SAMPLE)[0]).savefig(
+        make.HERE / "train.svg", facecolor="white", metadata={"Date": None}
+    )
     if args.write is None:
         print(lines(rows[-1]))
         return
