@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "barellm"
-VALUES = {"config", "errors", "fields", "caches", "__version__"}  # plain values at the top of the package: for all
+VALUES = {
+    "config",
+    "environment",
+    "errors",
+    "fields",
+    "caches",
+    "__version__",
+}  # plain values at the top of the package: for all
 STEP = {"runtime", "program"}
 BUILT = STEP | {"models", "optim", "assembly", "overrides"}  # overrides: configurations as keys and files
 # Folder -> the folders that it may import, itself always.

@@ -50,6 +50,9 @@ def run_command(argv: Sequence[str]) -> int:
         raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)} (known: {', '.join(COMMANDS)})")
     from importlib import import_module
 
+    from barellm.environment import warn_of_unknown
+
+    warn_of_unknown()
     from barellm.cli.options import Parser
 
     module = import_module(f"barellm.cli.{name}")

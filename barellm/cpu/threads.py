@@ -54,8 +54,9 @@ def thread_count() -> int:
     """`BARELLM_THREADS`, else min(affinity, control group's quota, physical cores)."""
     asked = os.environ.get("BARELLM_THREADS")
     if asked:
-        if not asked.isdigit() or not 1 <= int(asked) <= 1024:
-            raise UserError(f"BARELLM_THREADS is {asked!r}, expected a number from 1 to 1024")
+        most = max(16, 4 * len(allowed_cpus()))  # more only wait for each other: a step of 1000 takes minutes
+        if not asked.isdigit() or not 1 <= int(asked) <= most:
+            raise UserError(f"BARELLM_THREADS is {asked!r}, expected a number from 1 to {most} on this machine")
         return int(asked)
     quota = cgroup.cpu_limit()
     cores = len(allowed_cpus())

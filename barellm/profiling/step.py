@@ -18,6 +18,7 @@ from barellm.config import Config
 from barellm.profiling.process import CallCounter, Usage, resident_bytes, seconds_since_start
 
 SEED, LR = 1337, 3e-4
+MOMENTUM = 0.95  # of Muon, if it is the optimizer
 
 
 @dataclass
@@ -72,7 +73,7 @@ class StepBench:
             "micro", batch=train.batch, seq=train.seq, accumulate=0, inv_targets=self.inv_targets,
             seed=SEED, step=at + 1, sample=at * train.batch,
         )  # fmt: skip
-        update = run("update", step=at + 1, lr=LR, seed=SEED)
+        update = run("update", step=at + 1, lr=LR, seed=SEED, momentum=MOMENTUM)
         session.synchronize()
         return {"micro": micro, "update": update}
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from barellm.environment import warn_of_unknown
 from barellm.program import scalars
 from barellm.program.builder import Program
 from barellm.program.dtypes import FORMATS, decode, encode, numpy_dtype
 from barellm.program.planner import Plan
 from barellm.program.tensor import Dim, Tensor
+from barellm.runtime.indices import check_indices, index_limits
 from barellm.runtime.poison import Guards
 
 
@@ -30,7 +32,10 @@ class ArenaSession(ABC):
         self.tensors: dict[str, Tensor] = dict(next(iter(programs.values())).store.tensors)
         self.guards: Guards | None = None  # in debug mode
         self._block = ScalarBlock()
+        warn_of_unknown()
         self._defaults = scalars.defaults()
+        self._needed = {name: needed_scalars(p) for name, p in programs.items()}
+        self._indices = index_limits(programs.values())
         self._limits = {name: limits_of(p) for name, p in programs.items()}
         self._staged: dict[str, np.ndarray] = {}
         self._starts: dict[str, Callable[[], None]] = {}
@@ -71,11 +76,15 @@ class ArenaSession(ABC):
         }
 
     def run(self, program: str, **values: Any) -> None:
-        """One pass over a program with these run-time scalars. Of the others pos, accumulate, seed and sample are 0, the rest keep
-        their values. Inputs are those written last. ValueError for a name that nobody has, for sizes beyond the plan's or not those
-        of the inputs, and for an input that was never written."""
+        """One pass over a program with these run-time scalars. Of the others pos, accumulate, seed and sample are 0, sizes
+        keep their values, and what else the program reads must be named. Inputs are those written last. ValueError for a name that
+        nobody has or that is missing, for sizes beyond the plan's or not those of the inputs, and for an input that was never
+        written."""
         block = self._block
         scalars.check_names(program, self.programs, values)
+        if not self._needed[program] <= values.keys():
+            lacks = ", ".join(sorted(self._needed[program] - values.keys()))
+            raise ValueError(f"run of {program!r} lacks the scalars {lacks}")
         for name, value in (self._defaults | values).items():
             row = scalars.SCALARS[name]
             (block.ints if row.kind == "i64" else block.floats)[row.index] = value
@@ -146,6 +155,8 @@ class ArenaSession(ABC):
         if name not in self._input_form:
             raise KeyError(f"no input is named {name!r}")
         dtype, size = self._input_form[name]
+        if name in self._indices:
+            check_indices(name, np.asarray(array), self._indices[name])  # before a large id wraps around
         array = np.array(array, dtype)  # a copy: the caller may go on to fill the same buffer
         if array.size > size:
             raise ValueError(f"{name} holds {size} elements, got shape {array.shape}")
@@ -195,6 +206,12 @@ class ScalarBlock:
         self.ints = np.zeros(scalars.MOST, np.int64)
         self.floats = self.ints.view(np.float64)
         self.address = self.ints.ctypes.data
+
+
+def needed_scalars(program: Program) -> frozenset[str]:
+    """Scalars that each run must name. Of an earlier run's learning rate nothing should be left; sizes are those of its inputs."""
+    sizes = limits_of(program)
+    return frozenset(s for s in program.scalars if s not in sizes and scalars.SCALARS[s].default is None)
 
 
 def limits_of(program: Program) -> dict[str, int]:

@@ -20,6 +20,7 @@ from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
 from barellm.program.scalars import check_names, defaults
 from barellm.program.tensor import PERSISTENT, Dim, Tensor
+from barellm.runtime.indices import check_indices, index_limits
 
 POISON = 0xFF  # as a byte pattern NaN in every float dtype, -1 in integers
 
@@ -118,6 +119,7 @@ class ReferenceSession:
             self.memory.write(t, t.value)  # pyright: ignore[reportArgumentType]
         self.poison = poison
         self._inputs: dict[str, np.ndarray] = {}
+        self._indices = index_limits(programs.values())
         self._last: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
 
     def run(self, program: str, **scalars: Any) -> None:
@@ -170,6 +172,8 @@ class ReferenceSession:
             self._check(self.tensors[name], values)
             self.memory.write(self.tensors[name], values)
         elif any(name in p.named and p.named[name].role == "input" for p in self.programs.values()):
+            if name in self._indices:
+                check_indices(name, np.asarray(values), self._indices[name])
             self._inputs[name] = np.array(values)
         else:
             raise KeyError(f"no program has an input or persistent tensor {name!r}")

@@ -36,6 +36,7 @@ def test_every_kernel_compiles_for_aarch64(name, dtype, instruction):
     assert products >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, dtype, instruction", [("neon", "fp32", "fmla"), ("neon_bf16", "bf16", "bfdot")])
 def test_muon_compiles_for_aarch64(name, dtype, instruction):
     isa = isas.cross(name, TRIPLES[0])

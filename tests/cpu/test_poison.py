@@ -34,6 +34,7 @@ def loss_and_gradients() -> list[np.ndarray]:
         session.close()
 
 
+@pytest.mark.slow
 def test_every_lifetime_that_ends_one_op_early_changes_the_result(monkeypatch):
     truth = loss_and_gradients()
     assert all(np.isfinite(x).all() for x in truth)

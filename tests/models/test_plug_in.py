@@ -41,6 +41,7 @@ def train(tmp_path):
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["reference", "cpu"])
 def test_it_trains_is_saved_resumed_sampled_and_evaluated(train, tmp_path, capsys, device):
     """A run that was stopped and resumed ends with the same bits as one that was not."""

@@ -95,6 +95,10 @@ class Op:
             results[name] = before + results[name].reshape(before.shape)
         return results
 
+    def index_limits(self) -> dict[str, tuple[int, int]]:
+        """Least and most of what each integer input may hold, by its name."""
+        return {}
+
     def flops(self) -> int:
         return 0
 

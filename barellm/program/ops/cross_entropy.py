@@ -28,6 +28,9 @@ class CrossEntropy(Op):
             raise ValueError(f"cross_entropy expects logits (B, T, V >= {self.valid_vocab}), targets (B, T): {found}")
         return {"loss": ((1,), "fp32"), "lse": (targets.shape, "fp32")}
 
+    def index_limits(self) -> dict[str, tuple[int, int]]:
+        return {"targets": (-1, self.valid_vocab - 1)}
+
     def reference(self, logits, targets, inv_targets):
         logits = logits[..., : self.valid_vocab]
         lse = log_sum_exp(logits)

@@ -13,8 +13,8 @@ from barellm.program.tensor import Tensor, describe
 
 
 class Embedding(Op):
-    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t]; `pos` is 0 in training. Without wpe only the first. Ids must be valid: callers
-    check."""
+    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t]; `pos` is 0 in training. Without wpe only the first. Ids are checked where
+    they are written."""
 
     name = "embedding"
     optional = ("wpe",)
@@ -30,6 +30,9 @@ class Embedding(Op):
         if wpe is not None and tokens.shape[1] > wpe.shape[0]:
             raise ValueError(f"embedding of {int(tokens.shape[1])} tokens, wpe has {int(wpe.shape[0])} positions")
         return {"y": ((*tokens.shape, wte.shape[1]), "fp32")}
+
+    def index_limits(self) -> dict[str, tuple[int, int]]:
+        return {"tokens": (0, int(self.wte.shape[0]) - 1)}
 
     def reference(self, tokens, wte, wpe=None, pos=0):
         y = wte[tokens]
