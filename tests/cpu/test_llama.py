@@ -7,7 +7,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from barellm.cpu.step import CpuSession
+from barellm.cpu import jit
+from barellm.cpu.isa import cross
+from barellm.cpu.step import CpuSession, Lowered
 from barellm.program.builder import Program, Store
 from tests.cases import check_model
 from tests.cpu.check import ISAS, isa_named
@@ -31,6 +33,21 @@ def test_losses_and_gradients(isa, compute, limit, sizes, recompute):
     )  # fmt: skip
     assert {"rope", "swiglu", "swiglu_backward", "rmsnorm_backward"} <= found
     assert not {"rmsnorm_dweight", "layernorm"} & found
+
+
+@pytest.mark.parametrize("name, compute", [("neon", "fp32"), ("neon_bf16", "bf16")])
+def test_every_kernel_compiles_for_aarch64(name, compute):
+    isa = cross(name, "aarch64-unknown-linux-gnu")
+    p = Program(Store(), compute=compute)
+    llama(p)
+    p.backward(p.named["loss"])
+    lowered = Lowered(p, isa, 2)
+    for spec in {call.spec for call in lowered.calls}:
+        module = jit.module(spec.ir(isa), isa)
+        assert not jit.undefined_symbols(jit.target_machine(isa).emit_object(module)) - jit.ALLOWED, spec.name
+    assert {"rope", "swiglu", "swiglu_backward", "rmsnorm", "norm_backward"} <= {
+        call.spec.name for call in lowered.calls
+    }
 
 
 @each_isa

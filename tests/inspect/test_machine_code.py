@@ -71,10 +71,10 @@ def test_a_tile_with_too_many_accumulators_is_seen_to_spill(name, monkeypatch):
     assert kernels.summary(spec, isa).inner.stack_references > 0
 
 
-def attention(isa, dtype, D, seq=256):
+def attention(isa, dtype, D, seq=256, kv_heads=2):
     """Code of the kernels of attention forward and backward, two heads of D; by the kernel's name."""
     p = Program(Store())
-    attention_both(p, (Dim("batch", 2), Dim("seq", seq)), heads=2, D=D, dtype=dtype)
+    attention_both(p, (Dim("batch", 2), Dim("seq", seq)), heads=2, kv_heads=kv_heads, D=D, dtype=dtype)
     lowered = Lowered(p, isa, 2)
     return {call.spec.name: kernels.summary(call.spec, isa) for call in lowered.calls}
 
@@ -99,11 +99,30 @@ def test_attention_inner_loops_have_no_spills(name, dtype, D):
             assert all(loop.stores == 0 for loop in tiles), kernel
 
 
+def test_heads_that_share_keys_have_the_same_inner_loops():
+    """Of each kernel: multiply-adds and accumulators of every loop that adds up."""
+    isa = target("avx512_bf16")
+
+    def loops(kv_heads):
+        found = attention(isa, "bf16", 64, kv_heads=kv_heads)
+        return {
+            name: [(x.multiply_adds, x.accumulators) for x in code.loops if x.accumulators]
+            for name, code in found.items()
+        }
+
+    assert loops(1) == loops(2)
+    shared = attention(isa, "bf16", 64, kv_heads=1).values()
+    assert not any(
+        loop.vector_spills or (loop.accumulators and loop.stack_references) for x in shared for loop in x.loops
+    )
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
 @pytest.mark.parametrize("D", [32, 64])
-def test_inner_loops_of_short_attention_have_no_spills(D):
+def test_inner_loops_of_short_attention_have_no_spills(D, kv_heads):
     isa = target("avx512_bf16")
     products = {"attention_short": 4, "attention_backward_short": 9}
-    found = attention(isa, "bf16", D, seq=64)
+    found = attention(isa, "bf16", D, seq=64, kv_heads=kv_heads)
     assert set(found) == {*products, "attention_delta"}
     for kernel, code in found.items():
         assert not any(loop.stack_references for loop in code.loops if loop.accumulators), kernel
