@@ -308,7 +308,7 @@ def check_model(
                     assert error <= limit, (name, batch, seq, error)
             loss = session.read("loss")[0]
             assert loss == pytest.approx(oracle.read("loss")[0], rel=limit, abs=limit)
-            session.run("eval")
+            session.run("eval", batch=batch, seq=seq, inv_targets=0.1, pos=0)
             assert session.read("loss")[0] == pytest.approx(loss, rel=1e-5, abs=1e-7)
     finally:
         session.close()

@@ -72,6 +72,21 @@ def test_rmsnorm_dweight(isa, shape, dtype, mode):
     check_op(ops.RMSNormDweight, isa, given, **more, bounds=bounds, plan=(shape[0] + 1, shape[1] + 2))
 
 
+@each_isa
+@each_weight
+def test_inner_axes_are_rows(isa, weighted):
+    """As a norm over each head's columns has them."""
+    shape = (2, 3, 5, 24)
+    x, dy = tokens(normal(*shape)), tokens(normal(*shape, seed=2))
+    weight = weight_of(24, weighted)
+    rstd = tokens(scale_of(x.values))
+    check_op(ops.RMSNorm, isa, {"x": x, **weight}, eps=1e-5, dtype="fp32", bounds={"y": 1e-5, "rstd": 1e-5})
+    check_op(ops.RMSNormDx, isa, {"dy": dy, "x": x, "rstd": rstd, **weight}, bounds={"dx": 1e-5}, plan=(3, 4))
+    check_op(
+        ops.RMSNormDweight, isa, {"dy": dy, "x": x, "rstd": rstd}, modes={"dweight": "store"}, bounds={"dweight": 1e-5}
+    )
+
+
 def whole_backward(shape: tuple[int, ...], compute: str, *, weighted: bool) -> Program:
     """What reads an RMSNorm's dy, and what reads the residual stream's gradient next."""
     batch, seq, C = shape

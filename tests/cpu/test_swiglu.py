@@ -9,7 +9,7 @@ from barellm.program.ops.swiglu import sigmoid
 from tests.cases import normal
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, stored, tokens
 
-SHAPES = [(1, 1, 1), (2, 3, 7), (3, 5, 65), (1, 37, 192)]
+SHAPES = [(1, 1, 1), (2, 3, 7), (3, 5, 65), (1, 37, 192), (2, 3, 3, 7)]
 ROUGH = {"fp32": 0.0, "bf16": 2.0**-13}  # of the exponential
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
