@@ -87,6 +87,16 @@ def test_the_lines_about_the_default_run_are_those_of_its_file(monkeypatch):
     assert between == (run.lines(run.rows_of(file)[-1]) if file.exists() else "")
 
 
+def test_the_picture_of_the_default_run_shows_what_a_prompt_gives(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "img")
+    run = import_module("run")
+    sample = run.rows_of(ROOT / run.SAMPLE)[0]
+    assert (
+        sample["prompt"] == "def main("
+        and f"step-{run.rows_of(ROOT / run.RUN)[-1]['steps']:06d}" in sample["checkpoint"]
+    )
+
+
 def test_the_end_of_a_run_is_as_the_page_for_newcomers_shows_it(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs" / "img")
     run = import_module("run")

@@ -16,7 +16,7 @@ import make
 import matplotlib.pyplot as plt
 
 RUN, SAMPLE = "benchmarks/results/train-default.jsonl", "benchmarks/results/sample-default.jsonl"
-SHOWN_LINES, SHOWN_COLUMNS = 20, 74
+SHOWN_LINES, SHOWN_COLUMNS = 24, 88
 BEGIN, END = "<!-- train -->", "<!-- /train -->"
 ORANGE, GREEN = "#c2410c", "#2f855a"
 
