@@ -1,4 +1,4 @@
-"""Measure: a training step, single kernels against the bound, the step on more threads; and beside other programs."""
+"""Measure a training step, single kernels against their bounds, or the step on more threads, also beside other programs."""
 
 from __future__ import annotations
 

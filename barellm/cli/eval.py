@@ -1,4 +1,4 @@
-"""Validation loss of a checkpoint, in nats per token and bits per byte, on the text it was trained on or on another."""
+"""Measure a checkpoint's loss, in nats per token and bits per byte, on the validation part of its text or on another text."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from barellm.cli.options import add_device, add_dtype
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step folder, or a run's folder")
     parser.add_argument(
-        "--data", metavar="SOURCE", help="text or shards; their validation part is used (default: the run's)"
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's, whose newest whole one is taken"
     )
-    parser.add_argument("--whole", action="store_true", help="use all of the text, not its validation part")
+    parser.add_argument(
+        "--data",
+        metavar="SOURCE",
+        help="another text, or shards, of which the validation part is used (default: the run's own)",
+    )
+    parser.add_argument("--whole", action="store_true", help="use all of the text, not only its validation part")
     parser.add_argument(
         "--tokens", type=int, default=0, metavar="N", help="look at about N tokens, evenly spread (default: all)"
     )
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once (default: 8)")
+    parser.add_argument(
+        "--batch", type=int, default=8, metavar="N", help="how many sequences are computed at once (default: 8)"
+    )
     add_device(parser, "cpu, cuda or reference")
     add_dtype(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Make a checkpoint of another program's GPT-2: sample, eval and export take it, train begins with it by --init-from."""
+"""Turn another program's model into a checkpoint. `sample`, `eval` and `export` read it, and `train --init-from` begins with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         default="",
         metavar="NAME",
-        help="bytes, gpt2, or a folder with tokenizer.json (default: the source's own; GPT-2's for 50257 ids)",
+        help="bytes, gpt2, or a folder with tokenizer.json (default: the one that lies with the model; GPT-2's for 50257 ids)",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a kernel became: its IR, its assembly and what that consists of. Without KERNEL: the kernels that the preset uses."""
+"""Show what a kernel became: its IR, its assembly, and what that consists of. Without KERNEL the kernels of a preset are listed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,18 @@ STAGES = {"cpu": ("summary", "ir", "asm"), "cuda": ("summary", "ir", "ptx", "sas
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="a kernel, an op, or a symbol of the list")
-    parser.add_argument("--preset", default="gpt2-124m", metavar="PRESET", help="whose programs (default: gpt2-124m)")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "fp32", "bf16"), help="of the programs")
+    parser.add_argument(
+        "--preset",
+        default="gpt2-124m",
+        metavar="PRESET",
+        help="the preset whose kernels are meant (default: gpt2-124m)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "fp32", "bf16"),
+        help="the dtype of the preset's products (default: auto)",
+    )
     add_device(parser, "cpu, or cuda, for which no GPU need be there")
     parser.add_argument(
         "--isa",
@@ -29,8 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=dict.fromkeys(stage for stages in STAGES.values() for stage in stages),
         help="what to print (default: summary); asm: cpu only; ptx, sass: cuda only",
     )
-    parser.add_argument("--recompute", action="store_true", help="the programs with recomputed blocks")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--recompute", action="store_true", help="take the programs that recompute activations")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What a training run needs and does, to the byte and to the operation. Nothing is allocated."""
+"""Show what a training run needs and does, to the byte and to the operation, without running or allocating anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from barellm.cli.options import add_configuration, add_device, configuration
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--measure", action="store_true", help="measure this machine's peaks and give the expected time"
+        "--measure",
+        action="store_true",
+        help="measure this machine's peaks and show the bound of a step: the time that no step can beat",
     )
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
     parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")

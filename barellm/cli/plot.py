@@ -1,7 +1,7 @@
-"""The loss of runs that are finished, were stopped, or still train: a chart in the terminal, or a picture with all of them.
+"""Draw the loss of runs that are finished, were stopped, or still train: charts in the terminal, or one picture with all of them.
 
-The training loss is smoothed: the mean of each hundredth of the axis. A run of another tokenizer has other tokens, and
-its nats per token are not comparable.
+The training loss is smoothed: each hundredth of the axis shows its mean. Runs with different tokenizers have different
+tokens, so their nats per token cannot be compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run's folder, its metrics.jsonl, or what train --json said"
     )
-    parser.add_argument("--out", metavar="FILE", help="a picture, .png, .svg or .pdf (default: charts in the terminal)")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="draw a picture into this file, .png, .svg or .pdf (default: charts in the terminal)",
+    )
     parser.add_argument("--x", choices=AXES, default="steps", help="what the loss is drawn over (default: steps)")
 
 

@@ -1,4 +1,4 @@
-"""Where a training step's time goes: a table by op, a timeline for ui.perfetto.dev and a picture."""
+"""Show where a training step's time goes: a table by op, a timeline for ui.perfetto.dev and a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for profile.json, timeline.json, profile.svg (default: runs/profile-PRESET-BATCHxSEQ-DTYPE)",
     )
-    parser.add_argument("--json", action="store_true", help="print what profile.json holds")
+    parser.add_argument("--json", action="store_true", help="print the content of profile.json instead of the table")
     add_device(parser)
     add_configuration(parser)
 

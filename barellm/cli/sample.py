@@ -1,4 +1,4 @@
-"""Generate text from a checkpoint, as it comes. CHECKPOINT is a step folder, or a run's folder (its newest whole one).
+"""Write text from a checkpoint, token by token. CHECKPOINT is a checkpoint's folder, or a run's, whose newest whole one is taken.
 
 Sample i uses the seed --seed + i - 1, so you can draw any one of them again by passing its own seed.
 """
@@ -22,19 +22,33 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with (default: nothing)")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to draw (default: 1)")
-    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="tokens of each (default: 256)")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="how many texts to write (default: 1)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (default: 0.8)"
+        "--tokens", type=int, default=256, metavar="N", help="how many tokens each text has at most (default: 256)"
     )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K most likely (default: all)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw among the fewest that reach P (default: 1)"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="how bold the choice of tokens is; 0 always takes the most likely one (default: 0.8)",
     )
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="same seed, same text (default: 1337)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="choose among the K most likely tokens only (default: all)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="choose among the fewest tokens whose probabilities reach P together (default: 1)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (default: 1337)"
+    )
     add_device(parser, "cpu, cuda or reference")
     add_dtype(parser)
-    parser.add_argument("--json", action="store_true", help="a line with a JSON object for each, instead of the stream")
+    parser.add_argument("--json", action="store_true", help="print one line with a JSON object for each text")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
-"""Train a model. With no arguments: a small GPT on the source of Python's own standard library.
+"""Train a model. Without arguments this is a small GPT on the source of Python's own library, in about two minutes.
 
-Ctrl-C (or SIGTERM) ends the run after the step and saves a checkpoint, status 130 (143); a second one ends it at once.
+Ctrl-C (or SIGTERM) ends the run after the current step and saves a checkpoint; the exit status is then 130 (143). A second
+Ctrl-C ends the run at once. docs/first_run.md explains what you see on the screen.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from barellm.cli.options import Asked, add_configuration, add_device, with_weigh
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/PRESET-DATE-TIME)")
+    parser.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/PRESET-DATE-TIME)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of --out")
     add_device(parser, "cpu, cuda, or reference (NumPy, small models only)")
-    parser.add_argument("--json", action="store_true", help="JSON lines instead of text")
+    parser.add_argument(
+        "--json", action="store_true", help="print the rows of metrics.jsonl as they come, and nothing else"
+    )
     add_configuration(parser)
 
 

@@ -205,3 +205,13 @@ def test_a_tokenizer_must_be_known_and_fit(tmp_path, refused, bpe):
     bpe.save(tmp_path)
     assert f"tokenizer {tmp_path} has 300 ids, " in refused(*command, "--tokenizer", tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+def test_one_of_two_files_is_not_enough(tmp_path, bpe):
+    """Where vocab.json or merges.txt lies alone, tokenizer.json is what counts."""
+    files = vocabulary.files(bpe, 20)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(one_file(bpe)))
+    for alone in ("vocab.json", "merges.txt"):
+        (tmp_path / alone).write_bytes(files[alone])
+        assert vocabulary.read(tmp_path, 300).hash == bpe.hash
+        (tmp_path / alone).unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -164,3 +165,70 @@ def test_a_long_sample_is_shown_in_part(fake, command, tmp_path, capsys, monkeyp
 )
 def test_times_in_words(seconds, words):
     assert in_words(seconds) == words
+
+
+def test_the_limits_between_units_of_time():
+    assert (in_words(89.9), in_words(90)) == ("90 seconds", "2 minutes")
+    assert (in_words(90 * 60 - 1), in_words(90 * 60)) == ("90 minutes", "1.5 hours")
+    assert (in_words(48 * 3600 - 1), in_words(48 * 3600)) == ("48.0 hours", "2 days")
+    assert (in_words(60 * 86400 - 1), in_words(60 * 86400)) == ("60 days", "2 months")
+
+
+RESULT = {
+    "steps": 12,
+    "seconds": 65.2,
+    "seconds_all_sessions": 65.2,
+    "tokens_per_s": 1234.5,
+    "val_nats": 2.0,
+    "val_bits_per_byte": 1.5,
+    "val_bytes": 4096,
+    "gzip_bits_per_byte": 2.25,
+    "checkpoint": "my runs/a/checkpoints/step-000012",
+}
+
+
+def ending(source="text.txt", **more):
+    return report.closing(RESULT | more, Path("my runs/a"), config(data__source=source))
+
+
+def test_the_end_of_a_run():
+    found = ending()
+    assert found[:5] == [
+        "",
+        "done     12 steps in 1:05, 1,234 tokens/s",
+        "loss     2.0000 nats per token, 1.500 bits per byte, on 4,096 bytes that it was not trained on",
+        "         gzip -9 needs 2.250 bits per byte for the same text",
+        "saved    my runs/a/checkpoints/step-000012",
+    ]
+    assert found[6:] == [
+        "next     barellm sample 'my runs/a' --prompt \"...\"",
+        "         barellm eval 'my runs/a' --data FILE --whole",
+        "         barellm train --out 'my runs/a' --resume --steps 24",
+    ]
+
+
+def test_the_end_of_a_run_without_a_vocabulary_on_python_and_in_sessions():
+    assert ending(val_bits_per_byte=None)[2] == "loss     2.0000 nats per token of text that it was not trained on"
+    python = {"tokenize_share": 0.5, "tokenize_lines": 8, "tokenize_share_of_validation": 0.75}
+    lines = ending("stdlib", **python)
+    words = "50% of 8 sampled lines are Python, each by itself; of the library's own 75%"
+    assert lines[4] == f"python   {words}" and lines[7].endswith('--prompt "def main("')
+    assert ending(seconds_all_sessions=66.2)[1].endswith("tokens/s")
+    assert ending(seconds_all_sessions=130.0)[1].endswith("tokens/s; 2:10 with the sessions before")
+
+
+def test_the_header_says_the_memory_in_mib_and_the_bound_of_a_step():
+    found = {"device": "cpu", "isa": "avx2", "dtype": "fp32", "threads": 3}
+    machine = SimpleNamespace(
+        config=config(), meta=lambda: found, parameters=804_096, plan=SimpleNamespace(arena_bytes=3 << 19),
+        flops_per_step=4_000_000_000, peak=lambda: 2e11,
+    )  # fmt: skip
+    data = SimpleNamespace(
+        name="a text", train=range(9000), val=range(1000), tokenizer=SimpleNamespace(name="chars"), byte_lengths=None
+    )
+    lines = report.header(machine, data, Path("runs/a"))
+    assert "machine  cpu, avx2, fp32, 3 threads; 1.5 MiB of memory" in lines
+    assert "a step   12 x 1 sequences of 64 tokens, 4.00 GFLOP; the bound is 20.0 ms at 200 GFLOP/s (measured)" in lines
+    assert "GPT-2's vocabulary is not on this machine" in lines[-1]
+    machine.peak = lambda: 0.0
+    assert "a step   12 x 1 sequences of 64 tokens, 4.00 GFLOP" in report.header(machine, data, Path("runs/a"))
