@@ -97,6 +97,6 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     if changed is not None:
         kept = [item for item in kept if not unchanged_proof(item, changed)]
     if len(kept) < len(items):
-        here = set(kept)
-        config.hook.pytest_deselected(items=[item for item in items if item not in here])
+        here = {id(item) for item in kept}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in here])
         items[:] = kept

@@ -65,6 +65,7 @@ def test_fp32_kernels_are_tested_on_one_of_those_with_equal_code():
 
     every = {"avx512_bf16", "avx512", "avx2"}
     assert left_out("avx512", every, dtype="fp32") and left_out("amx_bf16_emulated_1", every, compute="fp32")
+    assert not left_out("amx_bf16", {"amx_bf16", "avx512"}, dtype="fp32")
     assert not left_out("avx512", {"avx512", "avx2"}, dtype="fp32")  # a processor without bf16
     assert not left_out("avx512", every, dtype="bf16") and not left_out("avx512", every)
     assert not left_out("avx2", every, dtype="fp32") and not left_out("avx512_bf16", every, dtype="fp32")
@@ -92,3 +93,28 @@ def test_quick_keeps_one_case_of_each_dtype_for_the_best_instruction_set():
         "tests/cpu/test_x.py::test_y[2]",
         "tests/test_plain.py::test_plain",
     ]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_what_is_selected_of_a_run(quick, monkeypatch):
+    assert (selection.ROOT / "pyproject.toml").is_file()
+    monkeypatch.setattr("tests.cpu.check.ISAS", ["avx512_bf16", "avx512", "avx2"])
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(selection, "changed_paths", lambda: ["README.md"])
+    names = ("avx512_bf16", "avx512", "avx2")
+    cases = [item(f"tests/cpu/test_x.py::test_y[{isa}]", isa=isa, dtype="fp32") for isa in names]
+    cases.append(item("tests/cuda/test_z.py::test_proof", "barellm/cuda"))
+    gone: list = []
+    config = SimpleNamespace(
+        args_source=pytest.Config.ArgsSource.TESTPATHS,
+        getoption=lambda name: quick,
+        hook=SimpleNamespace(pytest_deselected=lambda items: gone.extend(items)),
+    )
+    items = list(cases)
+    selection.select(config, items)  # pyright: ignore
+    assert items == (cases[:1] if quick else [cases[0], cases[2]])
+    assert {c.nodeid for c in gone} == {c.nodeid for c in cases} - {c.nodeid for c in items}
+    monkeypatch.setenv("CI", "true")
+    items = list(cases)
+    selection.select(config, items)  # pyright: ignore
+    assert quick or items == [cases[0], cases[2], cases[3]]

@@ -72,12 +72,16 @@ def test_outputs_of_one_mode_cannot_have_two():
     q, k, v = (View(wide, i * 24, 24) for i in range(3))
     saved = p.apply(ops.Attention, q=q, k=k, v=v, heads=2, kv_heads=2, rate=0.0, stream=0)
     grads = p.input("dqkv", wide.shape, "fp32")
-    into = {f"d{name}": (View(grads, i * 24, 24), "add" if i else "store") for i, name in enumerate("qkv")}
+    modes = ("store", "add", "add")
+    into = {f"d{name}": (View(grads, i * 24, 24), modes[i]) for i, name in enumerate("qkv")}
     given = {"q": q, "k": k, "v": v, "out": saved.out, "dout": saved.out, "lse": saved.lse}
     p.apply(ops.AttentionBackward, into=into, **given, heads=2, kv_heads=2, rate=0.0, stream=0)
     with pytest.raises(ValueError, match=r"writes all its outputs in one mode, found dq \(fp32\) in mode 'store', dk"):
         BACKENDS["cuda"](p)
     BACKENDS["cpu"](p)
+    for name in p.ops[-1].modes:
+        p.ops[-1].modes[name] = "add"
+    BACKENDS["cuda"](p)
 
 
 @each_backend
@@ -185,10 +189,12 @@ def test_a_sequence_whose_fused_kernel_has_not_its_mode_stays_a_sequence(mode, e
 
 
 def test_a_kernel_that_is_defined_again_takes_the_place_of_the_first():
-    registry: Registry[list] = Registry("cpu", floats=("fp32",))
+    forgotten: list[str] = []
+    registry: Registry[list] = Registry("cpu", floats=("fp32",), replaced=lambda: forgotten.append("add"))
+    registry.add("gelu", lambda into: None)
     for number in (1, 2):
         registry.add("add", lambda into, number=number: into.append(number))
     found: list[int] = []
     _, op = program(ops.Add, {}, a="fp32", b="fp32")
     registry.lower(op, found)
-    assert found == [2]
+    assert found == [2] and forgotten == ["add"]
