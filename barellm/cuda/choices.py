@@ -184,6 +184,8 @@ _ATTENTION = {
         ("forward", 128): AttentionTile(128, 64, 8, 2),
         ("forward", 256): AttentionTile(64, 32, 8, 1),
         ("keys", 128): AttentionTile(64, 128, 8, 2),
+        ("shared keys", 64): AttentionTile(64, 128, 8, 2),
+        ("shared keys", 128): AttentionTile(64, 64, 8, 2),
         ("queries", 128): AttentionTile(128, 64, 8, 2),
         ("few", 128): AttentionTile(16, 64, 4, 2),
         ("many", 128): AttentionTile(64, 64, 4, 2),
@@ -218,10 +220,11 @@ def _operands(dtype: str, arch: int) -> str:
 
 
 def attention_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile:
-    """`role`: "forward"; "keys" (dk, dv) and "queries" (dq) of the backward pass; "few" or "many" new tokens over a cache.
-    `head`: padded columns of a head. Blocks of keys are 16 or multiples of 32, for the random bits; in the forward pass and for dq
-    they divide the block of queries."""
+    """`role`: "forward"; "keys" (dk, dv), "shared keys" of heads that serve several, and "queries" (dq) of the backward pass; "few"
+    or "many" new tokens over a cache. `head`: padded columns of a head. Blocks of keys are 16 or multiples of 32, for the random
+    bits; in the forward pass and for dq they divide the block of queries."""
     table = _ATTENTION[_operands(dtype, arch)]
+    role = "keys" if role == "shared keys" and (role, 64) not in table else role
     fits = [(most, t) for (r, most), t in table.items() if r == role and head <= most]
     return min(fits, key=lambda row: row[0])[1] if fits else _ANY_HEAD[dtype]
 
@@ -236,6 +239,8 @@ _TRIED: dict[str, _Blocks] = {
         ("forward", 128): ((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
         ("keys", 64): ((64, 64, 4, 2), (64, 128, 8, 3), (64, 64, 4, 3), (32, 128, 8, 3), (64, 128, 8, 1)),
         ("keys", 128): ((32, 128, 8, 2), (64, 64, 8, 2), (32, 128, 8, 3)),
+        ("shared keys", 64): ((64, 64, 4, 2), (64, 128, 8, 3), (64, 64, 4, 3), (64, 128, 8, 1)),
+        ("shared keys", 128): ((64, 64, 8, 3), (32, 64, 8, 2)),
         ("queries", 64): ((128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3)),
         ("queries", 128): ((64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 1)),
     },
@@ -243,6 +248,7 @@ _TRIED: dict[str, _Blocks] = {
         ("forward", 64): ((64, 64, 4, 3), (128, 128, 8, 3)),
         ("forward", 128): ((64, 64, 4, 2),),
         ("keys", 64): ((64, 128, 8, 3), (32, 128, 8, 3)),
+        ("shared keys", 64): ((64, 128, 8, 3), (32, 128, 8, 3)),
         ("queries", 64): ((64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3)),
         ("queries", 128): ((128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 1)),
     },

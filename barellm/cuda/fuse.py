@@ -8,7 +8,7 @@ from barellm.cuda.kernels.activations import ACTIVATIONS
 from barellm.cuda.kernels.common import unit_of
 from barellm.program.fusion import Fusion
 from barellm.program.grouping import Alike
-from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, layernorm_backward, products
+from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, RMSNORMS_BACKWARD, layernorm_backward, products
 
 LONGEST = 4096  # columns of a row whose whole backward pass fits in registers
 
@@ -34,6 +34,13 @@ NORMS: list[Fusion] = [
         outputs=_SUM,
         optional=("bias",),
     ),
+    Fusion(
+        "add_rmsnorm",
+        [("add", {}), ("rmsnorm", {"x": "0.y"})],
+        inputs={"a": "0.a", "b": "0.b", "weight": "1.weight"},
+        outputs={"total": "0.y", "y": "1.y", "rstd": "1.rstd"},
+        optional=("weight",),
+    ),
 ]
 
 
@@ -44,6 +51,7 @@ BACKWARD: list[Fusion] = [
         layernorm_backward(_DROPPED, ("bias_grad", {"dy": "2.dx"}), dropped="2.dx", dx_sum="3.dbias"),
         layernorm_backward(_DROPPED, dropped="2.dx"),
         *NORMS_BACKWARD,
+        *RMSNORMS_BACKWARD,
     )
 ]
 

@@ -21,7 +21,9 @@ from barellm.runtime import artefacts
 from barellm.runtime.tuning import Database, Entry, requested
 
 SHIPPED = Path(__file__).with_name("tuned.json")  # what was measured on cards that people have: nothing yet
-KERNELS = ("matmul", "hopper", "hopper_roles", "epilogue", "activations", "parts", "attention", "random", "common")
+KERNELS = (
+    "matmul", "hopper", "hopper_roles", "epilogue", "activations", "parts", "attention", "attention_rows", "random", "common",
+)  # fmt: skip
 SOURCES = ("choices.py", "tuning.py", *(f"kernels/{name}.py" for name in KERNELS))
 
 Choice = Tile | Form | AttentionTile
@@ -67,7 +69,7 @@ class Product:
 @dataclass(frozen=True)
 class Attention:
     """A kernel of attention over `batch` sequences of `seq` tokens, with `heads` heads of `head` columns. Role: "forward"; of the
-    backward pass "keys", for dk and dv, and "queries", for dq."""
+    backward pass "keys", for dk and dv, and "queries", for dq. `kv_heads`: of keys and values where they are fewer, else 0."""
 
     role: str
     dtype: str
@@ -76,6 +78,7 @@ class Attention:
     heads: int
     head: int
     dropout: bool = False
+    kv_heads: int = 0
 
     @property
     def kind(self) -> type:
@@ -85,10 +88,16 @@ class Attention:
     def name(self) -> str:
         """In a key."""
         rest = ", dropout" if self.dropout else ""
-        return f"attention {self.role} {self.dtype}, {self.batch} x {self.heads} heads of {self.head}, {self.seq} tokens{rest}"
+        heads = f"{self.heads} heads over {self.kv_heads}" if self.kv_heads else f"{self.heads} heads"
+        return f"attention {self.role} {self.dtype}, {self.batch} x {heads} of {self.head}, {self.seq} tokens{rest}"
+
+    @property
+    def tiles(self) -> str:
+        """The role under which `choices` has its tiles: a sum over several heads needs more registers."""
+        return "shared keys" if self.role == "keys" and self.kv_heads else self.role
 
     def default(self, arch: int) -> AttentionTile:
-        return choices.attention_tile(self.role, choices.padded(self.head), self.dtype, arch)
+        return choices.attention_tile(self.tiles, choices.padded(self.head), self.dtype, arch)
 
     def choices(self, arch: int) -> tuple[Choice, ...]:
         """Every tile with the default's bits."""
@@ -101,7 +110,7 @@ class Attention:
         return tuple(t for t in self.all_tiles(arch) if not choices.equal_bits(self.role, t, usual))
 
     def all_tiles(self, arch: int) -> tuple[AttentionTile, ...]:
-        return choices.attention_tiles(self.role, choices.padded(self.head), self.dtype, arch)
+        return choices.attention_tiles(self.tiles, choices.padded(self.head), self.dtype, arch)
 
 
 Subject = Product | Attention

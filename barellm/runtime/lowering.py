@@ -12,7 +12,7 @@ from barellm.program.fusion import Fusion, fuse
 from barellm.program.grouping import Alike, group
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan, plan
-from barellm.program.tensor import Tensor, describe
+from barellm.program.tensor import Tensor
 from barellm.runtime.registry import Registry
 
 
@@ -47,17 +47,6 @@ def rows_of(tensor: Tensor, first: int, count: int, width: int) -> tuple[Region,
     """Rows [first, first + count), of `width` elements each, of an activation; clipped to its planned maximum."""
     row = width * itemsize(tensor.dtype)
     return part(tensor, min(first * row, tensor.nbytes), min((first + count) * row, tensor.nbytes)), tensor.dtype
-
-
-def packed(*views: Tensor) -> Tensor:
-    """The tensor whose columns are these views, all of them, equally wide and side by side. ValueError for others."""
-    base, width = views[0].base, int(views[0].shape[-1])
-    firsts = [(t.base, t.first_column, int(t.shape[-1])) for t in views]
-    if firsts != [(base, i * width, width) for i in range(len(views))] or base.shape[-1] != len(views) * width:
-        raise ValueError(
-            f"the backend's kernel takes them packed side by side: {describe(**{t.name: t for t in views})}"
-        )
-    return base
 
 
 class OpLowering(Protocol):

@@ -21,15 +21,13 @@ L = TypeVar("L")
 @dataclass(frozen=True)
 class Entry(Generic[L]):
     """How one op is lowered, and what for. `modes`: of outputs that can do more than store. `floats`: the dtypes that every operand
-    may have; `also`: what some take beyond them. `views`: operands whose rows may lie further apart than they are
-    long. `alike`: outputs that are written in one mode."""
+    may have; `also`: what some take beyond them. `views`: operands whose rows may lie further apart than they are long."""
 
     lower: Callable[[L], None]
     modes: Mapping[str, tuple[str, ...]]
     floats: tuple[str, ...]
     also: Mapping[str, tuple[str, ...]]
     views: frozenset[str]
-    alike: tuple[str, ...]
 
 
 class Registry(Generic[L]):
@@ -50,17 +48,16 @@ class Registry(Generic[L]):
         floats: str = "",
         also: Mapping[str, str] | None = None,
         views: str = "",
-        alike: str = "",
     ) -> None:
         """Register how `op_name` is lowered; who registers it again replaces what was there. Names of operands: `adds` are outputs
-        that can be added to, `starts` those that can be started too, `alike` outputs whose mode is one constant, `views` operands
-        that may be views. `also` has the dtypes that an operand takes beyond `floats`, which are the backend's unless given."""
+        that can be added to, `starts` those that can be started too, `views` operands that may be views. `also` has the dtypes that
+        an operand takes beyond `floats`, which are the backend's unless given."""
         modes = dict.fromkeys(adds.split(), MODES[:2]) | dict.fromkeys(starts.split(), MODES)
         if op_name in self.entries:
             self.replaced()
         more = {name: tuple(words.split()) for name, words in (also or {}).items()}
         numbers = tuple(floats.split()) or self.floats
-        self.entries[op_name] = Entry(lower, modes, numbers, more, frozenset(views.split()), tuple(alike.split()))
+        self.entries[op_name] = Entry(lower, modes, numbers, more, frozenset(views.split()))
 
     def takes(self, op_name: str, operand: str) -> tuple[str, ...]:
         """The dtypes that an operand may have."""
@@ -95,12 +92,6 @@ class Registry(Generic[L]):
                     return f"{who} takes no {t.dtype} for {name}{written}, only {_either(dtypes)}"
                 if is_view(t) and name not in entry.views:
                     return f"{who} takes no view for {name}, found {describe(**{name: t})}"
-            modes = {name: one.modes[name] for name in entry.alike if name in one.outputs}
-            if len(set(modes.values())) > 1:
-                found = ", ".join(
-                    f"{name} ({one.outputs[name].dtype}) in mode {mode!r}" for name, mode in modes.items()
-                )
-                return f"{who} writes all its outputs in one mode, found {found}"
         return None
 
 

@@ -18,6 +18,7 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 TILES = {
     "forward": AttentionTile(64, 32, 4, 1),
     "keys": AttentionTile(32, 64, 4, 1),
+    "shared keys": AttentionTile(32, 64, 4, 1),
     "queries": AttentionTile(64, 32, 4, 1),
 }
 
@@ -42,10 +43,40 @@ def test_backward(shape, dtype):
     check_op(ops.AttentionBackward, **backward_case(shape, dtype))
 
 
+# (batch, length, heads, head size), heads of keys and values: one for all, one for two, sizes that are no power of two
+GROUPED = [((2, 7, 3, 5), 1), ((1, 67, 4, 32), 2)]
+each_group = pytest.mark.parametrize("shape, groups", GROUPED, ids=str)
+each_packing = pytest.mark.parametrize("packed", [True, False], ids=["packed", "apart"])
+
+
+@each_group
+@each_dtype
+@each_packing
+def test_grouped_queries(shape, groups, dtype, packed):
+    case = forward_case(shape, dtype, rate=0.3, groups=groups, packed=packed)
+    check_op(ops.Attention, **case, plan=(shape[0] + 1, shape[1] + 40))
+
+
+@each_group
+@each_dtype
+@each_packing
+def test_grouped_queries_backward(shape, groups, dtype, packed):
+    case = backward_case(shape, dtype, rate=0.3, groups=groups, packed=packed)
+    check_op(ops.AttentionBackward, **case, modes=ADDED if packed else {"dk": "add"})
+
+
+def test_gradients_of_tensors_of_their_own_have_modes_of_their_own():
+    for name in ADDED:
+        case = backward_case((2, 19, 4, 8), "bf16", groups=2, packed=False)
+        check_op(ops.AttentionBackward, **case, modes={name: "add"})
+
+
 def test_keys_in_smaller_blocks_than_queries(monkeypatch):
     """Then the first queries of a block of keys are before it."""
-    monkeypatch.setitem(TILES, "keys", AttentionTile(64, 32, 4, 1))
+    for role in ("keys", "shared keys"):
+        monkeypatch.setitem(TILES, role, AttentionTile(64, 32, 4, 1))
     check_op(ops.AttentionBackward, **backward_case((1, 131, 1, 16), "fp32"))
+    check_op(ops.AttentionBackward, **backward_case((1, 67, 2, 16), "fp32", groups=1))
 
 
 @each_dtype
@@ -58,6 +89,11 @@ def test_dk_and_dv_of_wide_heads_in_pieces(D, rate, dtype, monkeypatch):
         **backward_case((2, 37, 2, D), dtype, rate=rate),
         modes=ADDED,
     )
+
+
+def test_dk_and_dv_of_wide_heads_that_serve_several(monkeypatch):
+    monkeypatch.setitem(choices.WHOLE_HEAD, "bf16", 128)
+    check_op(ops.AttentionBackward, **backward_case((1, 37, 4, 150), "bf16", groups=2, packed=False))
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 3, 5), (1, 67, 1, 16)], ids=str)
@@ -89,6 +125,17 @@ def test_gradient_is_added_to_what_is_there(dtype):
 @pytest.mark.parametrize("pos, T", [(0, 1), (37, 1), (0, 35), (30, 3), (70, 40), (46, 16), (112, 1)])
 def test_cached(dtype, pos, T):
     check_op(ops.AttentionCached, **cached_case(dtype, pos=pos, T=T, heads=3, D=5, length=113))
+
+
+@each_dtype
+@each_packing
+@pytest.mark.parametrize(
+    "heads, groups, pos, T", [(6, 2, 0, 1), (3, 1, 37, 7), (6, 2, 46, 16), (20, 1, 60, 1), (6, 2, 70, 40)]
+)
+def test_cached_with_grouped_heads(dtype, packed, heads, groups, pos, T):
+    """The heads of a group are rows of one block: of several tokens, of a part of one."""
+    case = cached_case(dtype, pos=pos, T=T, heads=heads, groups=groups, D=5, length=113, packed=packed)
+    check_op(ops.AttentionCached, **case)
 
 
 @each_dtype

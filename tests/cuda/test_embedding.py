@@ -34,6 +34,14 @@ def test_embedding(shape, dtype, pos):
     check_op(ops.Embedding, given, scalars={"pos": pos}, plan=(B + 1, T + 2))
 
 
+@each_shape
+@pytest.mark.parametrize("dtype", ["fp32", "split"])
+def test_embedding_without_positions(shape, dtype):
+    B, T, C = shape
+    given = {"tokens": tokens(ids(B, T), "i32"), "wte": persistent(normal(VOCABULARY, C), dtype)}
+    check_op(ops.Embedding, given, plan=(B + 1, T + 2))
+
+
 def check_dwte(which: np.ndarray, C: int, mode: str, rows: int = VOCABULARY, dtype: str = "fp32") -> None:
     B, T = which.shape
     most = np.unique(which, return_counts=True)[1].max()

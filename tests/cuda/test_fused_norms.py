@@ -1,4 +1,5 @@
-"""What a LayerNorm is fused with, forward and backward: each row of the table means its sequence, and moves fewer bytes."""
+"""What a LayerNorm or RMSNorm is fused with, forward and backward: each row of the table means its sequence, and moves fewer
+bytes."""
 
 from __future__ import annotations
 
@@ -39,6 +40,12 @@ def dropout_add_layernorm(p: Program, C: int, bias: bool) -> None:
     p.output("total", total)
 
 
+def add_rmsnorm(p: Program, C: int, weighed: bool) -> None:
+    total = p.add(p.input("a", (*SHAPE, C), "fp32"), p.input("b", (*SHAPE, C), p.compute))
+    p.output("y", p.rmsnorm(total, p.parameter("weight", (C,), std=0.5) if weighed else None))
+    p.output("total", total)
+
+
 def backward(p: Program, C: int, bias: bool, mode: str, then: str) -> None:
     """Both gradients of a norm whose dx is stored or added, then the ops named in `then` that read it."""
     x, dy = p.input("x", (*SHAPE, C), "fp32"), p.input("dy", (*SHAPE, C), p.compute)
@@ -64,6 +71,22 @@ def backward(p: Program, C: int, bias: bool, mode: str, then: str) -> None:
             p.apply(ops.BiasGrad, into=dnext, dy=dx)
         if "cast" in then:
             p.output("narrow", p.apply(ops.Cast, x=dx, dtype="bf16").y)
+    if mode == "store":
+        p.output("dx", dx)
+
+
+def rmsnorm_backward(p: Program, C: int, weighed: bool, mode: str, cast: bool) -> None:
+    """The gradients of an RMSNorm whose dx is stored or added, and an operand of products made of it."""
+    x, dy = p.input("x", (*SHAPE, C), "fp32"), p.input("dy", (*SHAPE, C), p.compute)
+    weight = p.parameter("w", (C,), std=0.5) if weighed else None
+    y = p.apply(ops.RMSNorm, x=x, weight=weight, eps=1e-5, dtype=p.compute)
+    into = {"dx": (p.input("dx", (*SHAPE, C), "fp32"), "add")} if mode == "add" else {}
+    dx = p.apply(ops.RMSNormDx, into=into, dy=dy, x=x, weight=weight, rstd=y.rstd).dx
+    if weighed:
+        gradient = p.store.get("dweight", (C,), "fp32", "gradient"), "start"
+        p.apply(ops.RMSNormDweight, into={"dweight": gradient}, dy=dy, x=x, rstd=y.rstd)
+    if cast:
+        p.output("narrow", p.apply(ops.Cast, x=dx, dtype="bf16").y)
     if mode == "store":
         p.output("dx", dx)
 
@@ -112,6 +135,27 @@ def test_the_backward_pass_of_a_norm(then, mode, bias, compute):
     backward(p, 35, bias, mode, then)
     assert [op.name for op in fuse(p.ops, FUSIONS)] == ["layernorm", "layernorm_backward"]
     check(p, "layernorm_backward", 2.0**-8)
+
+
+@each_compute
+@pytest.mark.parametrize("weighed", [True, False], ids=["weight", "no weight"])
+@pytest.mark.parametrize("C", [1, 35, 128])
+def test_a_sum_and_its_rmsnorm(C, weighed, compute):
+    p = Program(Store(), compute=compute)
+    add_rmsnorm(p, C, weighed)
+    assert [op.name for op in fuse(p.ops, FUSIONS)] == ["add_rmsnorm"]
+    check(p, "add_rmsnorm", 2.0**-8)
+
+
+@each_compute
+@pytest.mark.parametrize("mode", ["store", "add"])
+@pytest.mark.parametrize("C", [7, 35, 1030])
+@pytest.mark.parametrize("weighed, cast", [(True, False), (True, True), (False, True)])
+def test_the_backward_pass_of_an_rmsnorm(C, weighed, cast, mode, compute):
+    p = Program(Store(), compute=compute)
+    rmsnorm_backward(p, C, weighed, mode, cast)
+    assert [op.name for op in fuse(p.ops, FUSIONS)] == ["rmsnorm", "rmsnorm_backward"]
+    check(p, "rmsnorm_backward", 2.0**-8)
 
 
 @pytest.mark.parametrize("C", [1, 200, 1030])

@@ -17,8 +17,8 @@ import pytest
 
 from barellm.assembly.programs import build
 from barellm.config import OptimConfig
-from barellm.cuda import choices, step, tuning
 from barellm.cuda import compile as cuda_compile
+from barellm.cuda import step, tuning
 from barellm.cuda.compile import compiled
 from barellm.cuda.kernel import MODES, Lowering, Spec, Target
 from barellm.cuda.kernels.hopper import fits, launch_product
@@ -27,9 +27,12 @@ from barellm.cuda.tuner.work import KERNEL
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.optim.recipes import optimize
+from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import ACTIVATIONS
-from barellm.program.tensor import Tensor
+from barellm.program.tensor import Dim, Tensor
+from tests.cases import attention_both
+from tests.cuda.llama import Llama, programs
 from tests.cuda.sass import Row, label, row_of, rows, wrong
 
 pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program/ops", "tests/cuda")
@@ -107,6 +110,16 @@ def muon_specs(compute: str) -> dict[Spec, str]:
     return one_of_each({spec: op for spec, op in found.items() if "muon" in op or "gram" in op})
 
 
+LLAMA_S = ("rmsnorm", "layernorm_backward", "rope", "swiglu", "swiglu_backward", "embedding", "append_to_caches", "attend_part",
+           "join_parts", *(f"attention_{name}" for name in ("forward", "dkv", "dq")))  # fmt: skip
+
+
+def llama_specs(model: Llama, batch: int, compute: str) -> dict[Spec, str]:
+    """Of what a Llama launches that which GPT-2 does not."""
+    found = lower_and_plan(programs(model, (batch, model.max_seq), compute), Target(90)).specs
+    return one_of_each({spec: op for spec, op in found.items() if spec.name in LLAMA_S})
+
+
 TABLES: dict[str, Callable[[], dict[Spec, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
@@ -114,6 +127,8 @@ TABLES: dict[str, Callable[[], dict[Spec, str]]] = {
         {s: op for s, op in specs(GPT2, 64, "fp32", 90, tf32=True).items() if s.name == "gemm"}
     ),
     "products on Hopper": hopper_products,
+    "llama-124m bf16": lambda: llama_specs(Llama(), 64, "bf16"),
+    "odd Llama fp32": lambda: llama_specs(Llama(1, 6, 2, 10, 51, 101, 37), 3, "fp32"),
     "muon bf16": lambda: muon_specs("bf16"),
     "muon fp32": lambda: muon_specs("fp32"),
 }
@@ -173,10 +188,14 @@ def test_fp32_products_of_a_small_vocabulary_do_not_spill():
     assert not problems, "\n".join(problems)
 
 
-def attention_specs(head: int, compute: str, arch: int) -> dict[Spec, str]:
-    """Training's kernels of attention with one head."""
-    model = ModelConfig(layers=1, heads=1, channels=head, vocab_size=64, padded_vocab=64, max_seq=64)
-    return {s: op for s, op in specs(model, 2, compute, arch).items() if s.name.startswith("attention_")}
+def attention_specs(head: int, compute: str, arch: int, heads: int = 1) -> dict[Spec, str]:
+    """Training's kernels of attention of `heads` heads that share one of keys."""
+    p = Program(Store(), compute=compute)
+    saved, dqkv = attention_both(p, (Dim("batch", 2), Dim("seq", 64)), heads=heads, kv_heads=1, D=head, dtype=compute)
+    p.output("out", saved.out)
+    p.output("dqkv", dqkv)
+    found = lower_and_plan({"op": p}, Target(arch)).specs
+    return {s: op for s, op in found.items() if s.name.startswith("attention_")}
 
 
 @pytest.mark.slow
@@ -191,11 +210,12 @@ def test_attention_of_wide_heads_does_not_spill(head, compute):
 @pytest.mark.parametrize("arch, head", [(90, 64), (90, 128), (80, 128), (100, 64), (100, 128)])
 def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
     found: dict[Spec, str] = {}
-    for role in KERNEL:
-        subject = tuning.Attention(role, "bf16", 2, 64, 1, head)
-        for t in choices.attention_tiles(role, head, "bf16", arch):
+    for role, heads in (*((role, 1) for role in KERNEL), ("keys", 4)):
+        subject = tuning.Attention(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
+        for t in subject.all_tiles(arch):
             with tuning.forced(subject, t):
-                found |= attention_specs(head, "bf16", arch)
+                specs = attention_specs(head, "bf16", arch, heads)
+                found |= {s: op for s, op in specs.items() if heads == 1 or s.name == KERNEL[role]}
     problems = [text for name, row in rows(found, arch).items() for text in wrong(name, row)]
     assert len(found) >= 8 and not problems, "\n".join(problems)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -30,11 +32,18 @@ def same_weights(session, oracle) -> None:
 
 
 def train_beside_the_references(
-    model: ModelConfig, compute: str, limit: float, *, shape: tuple[int, int] = SHAPE, steps: int = 2, **options
+    model: Any,
+    compute: str,
+    limit: float,
+    *,
+    shape: tuple[int, int] = SHAPE,
+    steps: int = 2,
+    opened=open_session,
+    **options,
 ) -> CudaSession:
-    """Steps of two micro-batches, the second of other sizes. The session, still open."""
-    oracle = open_session(ReferenceSession, model, shape, compute)
-    session = open_session(CudaSession, model, shape, compute, **options)
+    """Steps of two micro-batches, the second of other sizes. The session, still open. `opened` makes a session of the model."""
+    oracle = opened(ReferenceSession, model, shape, compute)
+    session = opened(CudaSession, model, shape, compute, **options)
     session.run("init", seed=3)
     same_weights(session, oracle)
     found, want = (train(s, model, shape, steps=steps) for s in (session, oracle))
@@ -58,10 +67,10 @@ def test_a_model_trains_like_the_references(gpu, monkeypatch, compute, limit):
 
 
 def evaluate_and_decode_beside_the_references(
-    model: ModelConfig, compute: str, limit: float, shape: tuple[int, int] = SHAPE
+    model: Any, compute: str, limit: float, shape: tuple[int, int] = SHAPE, opened=open_session
 ) -> None:
-    oracle = open_session(ReferenceSession, model, shape, compute)
-    session = open_session(CudaSession, model, shape, compute)
+    oracle = opened(ReferenceSession, model, shape, compute)
+    session = opened(CudaSession, model, shape, compute)
     session.run("init", seed=3)
     same_weights(session, oracle)
     tokens, targets = batch_of(model, 2, 7, seed=1)

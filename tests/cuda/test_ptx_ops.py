@@ -70,6 +70,29 @@ def test_attention_backward():
     check_op(ops.AttentionBackward, **backward_case((1, 67, 1, 16), "bf16"))
 
 
+def test_gradients_of_shared_keys():
+    check_op(ops.AttentionBackward, **backward_case((1, 67, 2, 16), "bf16", groups=1))
+
+
+def test_rope():
+    angle = np.random.default_rng(3).uniform(0, 6, (17, 16))
+    given = {
+        "x": tokens(normal(2, 13, 160), "bf16"),
+        "cos": persistent(np.cos(angle)),
+        "sin": persistent(np.sin(angle)),
+    }
+    bounds = {"y": 4 * EPS * (1 + np.abs(given["x"].values).max())}
+    check_op(
+        ops.Rope, given, bounds=bounds, scalars={"pos": 2}, heads=3, inverse=True, modes={"y": "add"}, plan=(3, 15)
+    )
+
+
+def test_rmsnorm_of_few_columns():
+    """As LayerNorm below."""
+    given = {"x": tokens(normal(2, 9, 21)), "weight": persistent(normal(21, seed=2))}
+    check_op(ops.RMSNorm, given, eps=1e-5, dtype="fp32", bounds={"y": 1e-5, "rstd": 1e-5})
+
+
 def test_weight_gradient():
     x, dy = tokens(normal(2, 35, 40), "bf16"), tokens(normal(2, 35, 72, seed=2), "bf16")
     check_op(ops.MatmulDw, {"dy": dy, "x": x}, modes={"dweight": "add"}, bounds={"dweight": 1e-4})

@@ -77,11 +77,11 @@ def _off_by_a_bit(bed: Bed, name: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["forward", "keys", "queries"])
-@pytest.mark.parametrize("dropout", [False, True])
-def test_attention_s_tiles_have_one_result(role, dropout, monkeypatch):
+@pytest.mark.parametrize("dropout, heads, kv_heads", [(False, 1, 0), (True, 1, 0), (True, 2, 1)])
+def test_attention_s_tiles_have_one_result(role, dropout, heads, kv_heads, monkeypatch):
     """The default's bits; those that have others are right too, and are not among them."""
     Gpu().install(monkeypatch)
-    work = AttentionWork(role, "bf16", 1, 131, 1, 64, dropout)
+    work = AttentionWork(role, "bf16", 1, 67 if kv_heads else 131, heads, 64, dropout, kv_heads)
     bed = Bed(work, calls=1)
     default, *others = candidates(work, MOCK)
     assert others and all(c.choice.keys == default.choice.keys for c in others if role == "forward")
@@ -115,10 +115,18 @@ def subject_of(at: str) -> tuning.Subject:
     if found := re.fullmatch(name, words):
         kernel, epilogue, role, dtype, *sizes = found.groups()
         return tuning.Product(role, dtype, *map(int, sizes), kernel or "triton", epilogue or "")
-    found = re.fullmatch(r"attention (\w+) (\w+), (\d+) x (\d+) heads of (\d+), (\d+) tokens(, dropout)?", words)
+    name = r"attention (\w+) (\w+), (\d+) x (\d+) heads(?: over (\d+))? of (\d+), (\d+) tokens(, dropout)?"
+    found = re.fullmatch(name, words)
     assert found, at
-    role, dtype, batch, heads, head, seq, dropout = found.groups()
-    return tuning.Attention(role, dtype, int(batch), int(seq), int(heads), int(head), bool(dropout))
+    role, dtype, batch, heads, kv_heads, head, seq, dropout = found.groups()
+    return tuning.Attention(role, dtype, int(batch), int(seq), int(heads), int(head), bool(dropout), int(kv_heads or 0))
+
+
+def test_a_key_names_the_heads_of_keys_only_where_they_are_fewer():
+    plain = tuning.Attention("keys", "bf16", 4, 1024, 12, 64)
+    assert plain.name == "attention keys bf16, 4 x 12 heads of 64, 1024 tokens"
+    for subject in (plain, replace(plain, kv_heads=4), replace(plain, kv_heads=4, dropout=True)):
+        assert subject_of(tuning.key(HOPPER, subject)) == subject
 
 
 def test_what_is_shipped_names_tiles_that_exist():

@@ -65,25 +65,6 @@ def test_a_view_that_a_kernel_would_read_as_dense_is_refused(backend):
     assert str(refused.value) == f"the {backend} backend's kernel for gelu takes no view for x, found {found}"
 
 
-def test_outputs_of_one_mode_cannot_have_two():
-    """Attention's gradients on CUDA; on the CPU each has a mode of its own."""
-    p = Program(Store())
-    wide = p.input("qkv", (*SHAPE[:2], 72), "fp32")
-    q, k, v = (View(wide, i * 24, 24) for i in range(3))
-    saved = p.apply(ops.Attention, q=q, k=k, v=v, heads=2, kv_heads=2, rate=0.0, stream=0)
-    grads = p.input("dqkv", wide.shape, "fp32")
-    modes = ("store", "add", "add")
-    into = {f"d{name}": (View(grads, i * 24, 24), modes[i]) for i, name in enumerate("qkv")}
-    given = {"q": q, "k": k, "v": v, "out": saved.out, "dout": saved.out, "lse": saved.lse}
-    p.apply(ops.AttentionBackward, into=into, **given, heads=2, kv_heads=2, rate=0.0, stream=0)
-    with pytest.raises(ValueError, match=r"writes all its outputs in one mode, found dq \(fp32\) in mode 'store', dk"):
-        BACKENDS["cuda"](p)
-    BACKENDS["cpu"](p)
-    for name in p.ops[-1].modes:
-        p.ops[-1].modes[name] = "add"
-    BACKENDS["cuda"](p)
-
-
 @each_backend
 def test_an_op_without_a_kernel_is_refused(backend):
     class Cube(GELU):
@@ -109,11 +90,8 @@ EXCUSED = {
     ("clip_scale", "bf16"): SCHEDULED,
     ("add_layernorm", "cpu"): "a sum and its norm stay in the second cache between the two",
     ("dropout_add_layernorm", "cpu"): "as without dropout",
+    ("add_rmsnorm", "cpu"): "a sum and its norm stay in the second cache between the two",
 }
-UNWRITTEN = {
-    "cuda": "rmsnorm rmsnorm_dx rmsnorm_dweight rmsnorm_backward rope swiglu swiglu_backward",
-}
-EXCUSED |= {(op, backend): "not written yet" for backend, ops in UNWRITTEN.items() for op in ops.split()}
 
 
 def subclasses(kind: type) -> set[type]:

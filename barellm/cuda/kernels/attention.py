@@ -1,11 +1,13 @@
 """Causal attention, forward and backward (Dao et al. 2022, Dao 2023): no T x T in memory, no block above the diagonal visited.
 
-Shapes: qkv, dqkv (B, T, 3C), out, dout (B, T, C), lse (B, H, T) fp32; C = H * D, a head's D columns padded to DP, a power of
-two. They are read and written where they lie. Scores are kept in units of ln 2, so that each probability is one fma and one exp2.
+Shapes: q, out, dq, dout (B, T, H * D), k, v, dk, dv (B, T, G * D), lse (B, H, T) fp32; a head's D columns are padded to DP, a
+power of two. Each of the G heads of keys and values serves SHARE = H / G heads of queries that follow one another. Rows of a tensor
+lie as many elements apart as its constant (Q_ROW and so on) says: they are read and written where they are, packed side by side or
+not. Scores are kept in units of ln 2, so that each probability is one fma and one exp2.
 
 Over the P = T (T + 1) / 2 pairs of a head the forward pass does 4 P D operations; the backward pass 14 P D, of which 4 P D compute
 scores again and 2 P D the products dout v^T a second time: keys and queries each have a kernel of their own, so that no sum meets
-another program's. Moved are qkv, out and lse once, and keys and values from the second cache T / 128 times.
+another program's. Moved are q, k, v, out and lse once, and keys and values from the second cache T / 128 times.
 """
 
 from __future__ import annotations
@@ -16,57 +18,15 @@ from typing import Any
 from barellm.cuda import tuning
 from barellm.cuda.choices import PIECE, WHOLE_HEAD, AttentionTile, padded
 from barellm.cuda.kernel import Lowering, cdiv, lowering, mode
-from barellm.cuda.kernels.common import SAMPLE, keep
+from barellm.cuda.kernels.attention_rows import beside, columns_of, keep_rows, over_columns, rows_of
+from barellm.cuda.kernels.common import SAMPLE, row_strides
 from barellm.cuda.kernels.random import calls, sample_key, words
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.ops.random import keep_scale, threshold
-from barellm.runtime.lowering import packed
+from barellm.program.tensor import Tensor
 
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
 STATS = constant(4)  # numbers a query in the backward pass's scratch, of which two are used
-
-
-@device
-def rows_of(base, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """(ROWS, DP) of a matrix from row `first` on, zeros beyond `count` rows and D columns."""
-    row, d = tl.arange(0, ROWS), tl.arange(0, DP)
-    at = base + tl.cast(first, tl.int64) * STRIDE + row[:, None] * STRIDE + d[None, :]
-    mask = (row < count - first)[:, None]
-    if D < DP:
-        mask = mask & (d < D)[None, :]
-    return tl.load(at, mask=mask, other=0.0)
-
-
-@device
-def columns_of(base, first, count, left, STRIDE: tl.constexpr, ROWS: tl.constexpr, DC: tl.constexpr):
-    """As `rows_of`, of DC columns, of which a run-time number is `left`."""
-    row, d = tl.arange(0, ROWS), tl.arange(0, DC)
-    at = base + tl.cast(first, tl.int64) * STRIDE + row[:, None] * STRIDE + d[None, :]
-    return tl.load(at, mask=(row < count - first)[:, None] & (d < left)[None, :], other=0.0)
-
-
-@device
-def over_columns(
-    a, b, n0, m0, count, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DC: tl.constexpr,
-):  # fmt: skip
-    """(BN, BM): rows of a from n0 on times rows of b from m0 on, DC of their D columns at a time."""
-    total = tl.zeros((BN, BM), tl.float32)
-    for d0 in range(0, D, DC):
-        left = columns_of(a + d0, n0, count, D - d0, A_STRIDE, BN, DC)
-        right = columns_of(b + d0, m0, count, D - d0, B_STRIDE, BM, DC)
-        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
-    return total
-
-
-@device
-def keep_rows(
-    base, first, count, value, left, scalars, MODE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr
-):  # fmt: skip
-    """Write (ROWS, DP) where `rows_of` reads, of `left` columns."""
-    row, d = tl.arange(0, ROWS), tl.arange(0, DP)
-    at = base + tl.cast(first, tl.int64) * STRIDE + row[:, None] * STRIDE + d[None, :]
-    keep(at, (row < count - first)[:, None] & (d < left)[None, :], value, scalars, MODE)
 
 
 @device
@@ -85,14 +45,13 @@ def kept(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 
 @device
 def visit(
-    acc, total, top, q, base, m0, begin, end, count, key, head,
+    acc, total, top, q, k_rows, v_rows, m0, begin, end, count, key, head,
     CAUSAL: tl.constexpr, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Softmax as it goes over the keys [begin, end): acc (BM, DP), total and top (BM)."""
-    C: tl.constexpr = H * D
     for n0 in range(begin, end, BN):
-        k = rows_of(base + C, n0, count, 3 * C, BN, D, DP)
+        k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if CAUSAL:
             s = tl.where(m0 + tl.arange(0, BM)[:, None] >= n0 + tl.arange(0, BN)[None, :], s, float("-inf"))
@@ -102,7 +61,7 @@ def visit(
         total = total * shrink + tl.sum(p, 1)
         if THRESHOLD > 0:
             p = tl.where(kept(key, head, m0, n0, H, BM, BN, THRESHOLD), p * SCALE, 0.0)
-        v = rows_of(base + 2 * C, n0, count, 3 * C, BN, D, DP)
+        v = rows_of(v_rows, n0, count, V_ROW, BN, D, DP)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = higher
     return acc, total, top
@@ -110,8 +69,9 @@ def visit(
 
 @device
 def attention_forward(
-    out, lse, qkv, scalars, seq, stream,
-    UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    out, lse, q, k, v, scalars, seq, stream,
+    UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program is a block of queries of one head; the last block has the most keys and starts first. Only keys from the block's
@@ -119,19 +79,22 @@ def attention_forward(
     C: tl.constexpr = H * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token = sequence.to(tl.int64) * seq
-    base = qkv + token * (3 * C) + head * D
+    token, shared = sequence.to(tl.int64) * seq, head // SHARE * D
+    k = beside(q, k, K_AT) + token * K_ROW + shared
+    v = beside(q, v, V_AT) + token * V_ROW + shared
     key = (0, 0)
     if THRESHOLD > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
-    q = rows_of(base, m0, seq, 3 * C, BM, D, DP)
+    queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
     acc, total = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     top = tl.full((BM,), float("-inf"), tl.float32)
     acc, total, top = visit(
-        acc, total, top, q, base, m0, 0, m0, seq, key, head, False, UNIT, THRESHOLD, SCALE, H, D, DP, BM, BN
-    )
+        acc, total, top, queries, k, v, m0, 0, m0, seq, key, head,
+        False, UNIT, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, BM, BN,
+    )  # fmt: skip
     acc, total, top = visit(
-        acc, total, top, q, base, m0, m0, min(m0 + BM, seq), seq, key, head, True, UNIT, THRESHOLD, SCALE, H, D, DP, BM, BN
+        acc, total, top, queries, k, v, m0, m0, min(m0 + BM, seq), seq, key, head,
+        True, UNIT, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, BM, BN,
     )  # fmt: skip
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (top + tl.math.log2(total)) * LN_2, mask=m < seq)
@@ -164,90 +127,110 @@ def stats_of(stats, m0, count, BM: tl.constexpr):
 
 @device
 def add_queries(
-    dk, dv, k, v, base, dout, stats, n0, begin, end, count, first, key, head,
+    dk, dv, k, v, q_rows, k_rows, v_rows, dout, stats, m0, n0, count, first, key, head,
     CAUSAL: tl.constexpr, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
+    DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What the queries [begin, end) give to the DC columns of dk and dv (BN, DC) from `first` on. Scores are transposed, (BN, BM):
-    no product's operand is then one that must change its layout. Queries beyond `count` are zeros, and so is what they give."""
+    """What the queries from m0 on give to the DC columns of dk and dv (BN, DC) from `first` on. Scores are transposed, (BN, BM): no
+    product's operand is then one that must change its layout. Queries beyond `count` are zeros, and so is what they give."""
     C: tl.constexpr = H * D
-    for m0 in range(begin, end, BM):
-        m = m0 + tl.arange(0, BM)
-        if DC == DP:
-            q = rows_of(base, m0, count, 3 * C, BM, D, DP)
-            s = tl.dot(k, tl.trans(q), input_precision="ieee")
-        else:
-            q = columns_of(base + first, m0, count, D - first, 3 * C, BM, DC)
-            s = over_columns(base + C, base, n0, m0, count, 3 * C, 3 * C, BN, BM, D, DC)
-        top, delta = stats_of(stats, m0, count, BM)
-        p = tl.math.exp2(s * UNIT - top[None, :])
-        if CAUSAL:
-            p = tl.where(m[None, :] >= n0 + tl.arange(0, BN)[:, None], p, 0.0)
-        if DC == DP:
-            do = rows_of(dout, m0, count, C, BM, D, DP)
-            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-        else:
-            do = columns_of(dout + first, m0, count, D - first, C, BM, DC)
-            dp = over_columns(base + 2 * C, dout, n0, m0, count, 3 * C, C, BN, BM, D, DC)
-        weighed = p
-        if THRESHOLD > 0:
-            keeps = tl.trans(kept(key, head, m0, n0, H, BM, BN, THRESHOLD))
-            weighed, dp = tl.where(keeps, p * SCALE, 0.0), tl.where(keeps, dp * SCALE, 0.0)
-        dv = tl.dot(weighed.to(do.dtype), do, dv, input_precision="ieee")
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    m = m0 + tl.arange(0, BM)
+    if DC == DP:
+        q = rows_of(q_rows, m0, count, Q_ROW, BM, D, DP)
+        s = tl.dot(k, tl.trans(q), input_precision="ieee")
+    else:
+        q = columns_of(q_rows + first, m0, count, D - first, Q_ROW, BM, DC)
+        s = over_columns(k_rows, q_rows, n0, m0, count, K_ROW, Q_ROW, BN, BM, D, DC)
+    top, delta = stats_of(stats, m0, count, BM)
+    p = tl.math.exp2(s * UNIT - top[None, :])
+    if CAUSAL:
+        p = tl.where(m[None, :] >= n0 + tl.arange(0, BN)[:, None], p, 0.0)
+    if DC == DP:
+        do = rows_of(dout, m0, count, C, BM, D, DP)
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+    else:
+        do = columns_of(dout + first, m0, count, D - first, C, BM, DC)
+        dp = over_columns(v_rows, dout, n0, m0, count, V_ROW, C, BN, BM, D, DC)
+    weighed = p
+    if THRESHOLD > 0:
+        keeps = tl.trans(kept(key, head, m0, n0, H, BM, BN, THRESHOLD))
+        weighed, dp = tl.where(keeps, p * SCALE, 0.0), tl.where(keeps, dp * SCALE, 0.0)
+    dv = tl.dot(weighed.to(do.dtype), do, dv, input_precision="ieee")
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
 @device
 def attention_dkv(
-    dqkv, qkv, dout, stats, scalars, seq, stream, UNIT: tl.constexpr,
-    THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ROOT: tl.constexpr, MODE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dk, dv, q, k, v, dout, stats, scalars, seq, stream, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    ROOT: tl.constexpr, DK_MODE: tl.constexpr, DV_MODE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+    DK_ROW: tl.constexpr, DV_ROW: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program is a block of BN keys of one head; it visits the queries from the block's first key on, with the mask those beside
-    its keys. Of wide heads it does DC columns, axis 2 of the grid, and finds the scores anew: nothing DP wide is in registers."""
+    its keys. Of wide heads it does DC columns, axis 2 of the grid, and finds the scores anew: nothing DP wide is in registers.
+
+    Of several heads that it serves the sum is one chain, in their order, in one loop with the mask everywhere: a loop in a loop
+    would keep the addresses of both of its parts in registers, which heads of 128 columns do not have."""
     C: tl.constexpr = H * D
+    G: tl.constexpr = H // SHARE
     n0 = tl.program_id(0) * BN
-    sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token, row = sequence.to(tl.int64) * seq, tl.program_id(1).to(tl.int64) * seq
+    sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
+    token = sequence.to(tl.int64) * seq
     first = 0
     if DC < DP:
         first = tl.program_id(2) * DC
-    base, to = qkv + token * (3 * C) + head * D, dqkv + token * (3 * C) + head * D + first
-    dout += token * C + head * D
-    stats += STATS * row
+    k = beside(q, k, K_AT) + token * K_ROW + group * D
+    v = beside(q, v, V_AT) + token * V_ROW + group * D
+    q += token * Q_ROW + group * (SHARE * D)
+    dout += token * C + group * (SHARE * D)
+    stats += STATS * (tl.program_id(1).to(tl.int64) * SHARE * seq)
     key = (0, 0)
     if THRESHOLD > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
-    k, v = None, None
+    keys, values = None, None
     if DC == DP:
-        k, v = rows_of(base + C, n0, seq, 3 * C, BN, D, DP), rows_of(base + 2 * C, n0, seq, 3 * C, BN, D, DP)
-    dk, dv = tl.zeros((BN, DC), tl.float32), tl.zeros((BN, DC), tl.float32)
-    clear = min(tl.cdiv(n0 + BN, BM) * BM, seq)
-    dk, dv = add_queries(
-        dk, dv, k, v, base, dout, stats, n0, n0 // BM * BM, clear, seq, first, key, head,
-        True, UNIT, THRESHOLD, SCALE, H, D, DP, DC, BM, BN,
-    )  # fmt: skip
-    dk, dv = add_queries(
-        dk, dv, k, v, base, dout, stats, n0, clear, seq, seq, first, key, head,
-        False, UNIT, THRESHOLD, SCALE, H, D, DP, DC, BM, BN,
-    )  # fmt: skip
-    keep_rows(to + C, n0, seq, dk * ROOT, D - first, scalars, MODE, 3 * C, BN, DC)
-    keep_rows(to + 2 * C, n0, seq, dv, D - first, scalars, MODE, 3 * C, BN, DC)
+        keys, values = rows_of(k, n0, seq, K_ROW, BN, D, DP), rows_of(v, n0, seq, V_ROW, BN, D, DP)
+    k_sum, v_sum = tl.zeros((BN, DC), tl.float32), tl.zeros((BN, DC), tl.float32)
+    begin = n0 // BM * BM
+    if SHARE == 1:
+        clear = min(tl.cdiv(n0 + BN, BM) * BM, seq)
+        for m0 in range(begin, clear, BM):
+            k_sum, v_sum = add_queries(
+                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, key, group,
+                True, UNIT, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, DC, BM, BN,
+            )  # fmt: skip
+        for m0 in range(clear, seq, BM):
+            k_sum, v_sum = add_queries(
+                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, key, group,
+                False, UNIT, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, DC, BM, BN,
+            )  # fmt: skip
+    else:
+        count = tl.cdiv(seq - begin, BM)
+        for i in range(0, SHARE * count):
+            served, m0 = i // count, begin + i % count * BM
+            k_sum, v_sum = add_queries(
+                k_sum, v_sum, keys, values, q + served * D, k, v, dout + served * D, stats + STATS * (served * seq),
+                m0, n0, seq, first, key, group * SHARE + served,
+                True, UNIT, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, DC, BM, BN,
+            )  # fmt: skip
+    at = group * D + first
+    keep_rows(dk + token * DK_ROW + at, n0, seq, k_sum * ROOT, D - first, scalars, DK_MODE, DK_ROW, BN, DC)
+    keep_rows(dv + token * DV_ROW + at, n0, seq, v_sum, D - first, scalars, DV_MODE, DV_ROW, BN, DC)
 
 
 @device
 def add_keys(
-    dq, q, do, base, top, delta, m0, begin, end, count, key, head,
+    dq, q, do, k_rows, v_rows, top, delta, m0, begin, end, count, key, head,
     CAUSAL: tl.constexpr, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """What the keys [begin, end) give to dq (BM, DP)."""
-    C: tl.constexpr = H * D
     for n0 in range(begin, end, BN):
-        k = rows_of(base + C, n0, count, 3 * C, BN, D, DP)
-        v = rows_of(base + 2 * C, n0, count, 3 * C, BN, D, DP)
+        k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP)
+        v = rows_of(v_rows, n0, count, V_ROW, BN, D, DP)
         p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * UNIT - top[:, None])
         if CAUSAL:
             p = tl.where(m0 + tl.arange(0, BM)[:, None] >= n0 + tl.arange(0, BN)[None, :], p, 0.0)
@@ -260,29 +243,35 @@ def add_keys(
 
 @device
 def attention_dq(
-    dqkv, qkv, dout, stats, scalars, seq, stream, UNIT: tl.constexpr,
-    THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ROOT: tl.constexpr, MODE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dq, q, k, v, dout, stats, scalars, seq, stream, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    ROOT: tl.constexpr, DQ_MODE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, DQ_ROW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program is a block of BM queries of one head, as in the forward pass."""
     C: tl.constexpr = H * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
     token, row = sequence.to(tl.int64) * seq, tl.program_id(1).to(tl.int64) * seq
-    base = qkv + token * (3 * C) + head * D
+    shared = head // SHARE * D
+    k = beside(q, k, K_AT) + token * K_ROW + shared
+    v = beside(q, v, V_AT) + token * V_ROW + shared
     key = (0, 0)
     if THRESHOLD > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
-    q, do = rows_of(base, m0, seq, 3 * C, BM, D, DP), rows_of(dout + token * C + head * D, m0, seq, C, BM, D, DP)
+    queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
+    do = rows_of(dout + token * C + head * D, m0, seq, C, BM, D, DP)
     top, delta = stats_of(stats + STATS * row, m0, seq, BM)
-    dq = tl.zeros((BM, DP), tl.float32)
-    dq = add_keys(
-        dq, q, do, base, top, delta, m0, 0, m0, seq, key, head, False, UNIT, THRESHOLD, SCALE, H, D, DP, BM, BN
-    )
-    dq = add_keys(
-        dq, q, do, base, top, delta, m0, m0, min(m0 + BM, seq), seq, key, head, True, UNIT, THRESHOLD, SCALE, H, D, DP, BM, BN
+    total = tl.zeros((BM, DP), tl.float32)
+    total = add_keys(
+        total, queries, do, k, v, top, delta, m0, 0, m0, seq, key, head,
+        False, UNIT, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, BM, BN,
     )  # fmt: skip
-    keep_rows(dqkv + token * (3 * C) + head * D, m0, seq, dq * ROOT, D, scalars, MODE, 3 * C, BM, DP)
+    total = add_keys(
+        total, queries, do, k, v, top, delta, m0, m0, min(m0 + BM, seq), seq, key, head,
+        True, UNIT, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, BM, BN,
+    )  # fmt: skip
+    keep_rows(dq + token * DQ_ROW + head * D, m0, seq, total * ROOT, D, scalars, DQ_MODE, DQ_ROW, BM, DP)
 
 
 def head_constants(op: Any) -> dict[str, Any]:
@@ -293,12 +282,25 @@ def head_constants(op: Any) -> dict[str, Any]:
 def constants_of(op: Any) -> dict[str, Any]:
     head = head_constants(op)
     rate = {"THRESHOLD": threshold(op.rate), "SCALE": keep_scale(op.rate)}
-    return head | rate | {"UNIT": log2(e) / sqrt(head["D"])}
+    share = {"SHARE": op.heads // op.kv_heads, "UNIT": log2(e) / sqrt(head["D"])}
+    places = {f"{name.upper()}_AT": behind(op.q, op.inputs[name]) for name in ("k", "v")}
+    return head | rate | share | row_strides(q=op.q, k=op.k, v=op.v) | places
 
 
-def blocks(op: Any, size: int, pieces: int = 1) -> Any:
+def behind(q: Tensor, x: Tensor) -> int | None:
+    """How many elements behind q's columns those of k or v begin, if they are of one tensor. Then one pointer serves all three, and
+    their addresses share registers, of which wide heads have none to spare."""
+    return x.first_column - q.first_column if x.base is q.base and x.first_column >= q.first_column else None
+
+
+def operands_of(op: Any) -> dict[str, Any]:
+    """q, k and v; those that lie behind q are absent."""
+    return {"q": op.q} | {name: t if behind(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
+
+
+def blocks(heads: int, size: int, pieces: int = 1) -> Any:
     """The grid: blocks of a sequence, heads of all sequences, pieces of a head."""
-    return lambda s: (cdiv(s.seq, size), s.batch * op.heads, pieces)
+    return lambda s: (cdiv(s.seq, size), s.batch * heads, pieces)
 
 
 def seq(s: Any) -> int:
@@ -309,7 +311,8 @@ def tile_of(op: Any, c: Lowering, role: str) -> AttentionTile:
     """How a kernel is cut: as it was tuned for these sizes, else by default."""
     batch, length, C = (int(n) for n in op.out.shape)
     dropout = threshold(op.rate) > 0
-    subject = tuning.Attention(role, op.q.dtype, batch, length, op.heads, C // op.heads, dropout)
+    kv_heads = op.kv_heads if op.kv_heads != op.heads else 0
+    subject = tuning.Attention(role, op.q.dtype, batch, length, op.heads, C // op.heads, dropout, kv_heads)
     return tuning.choose(c.target, subject)
 
 
@@ -323,13 +326,13 @@ def lower_attention(op: Any, c: Lowering) -> None:
     t = tile_of(op, c, "forward")
     c.launch(
         attention_forward,
-        {"out": op.out, "lse": op.lse, "qkv": packed(op.q, op.k, op.v), "seq": seq, "stream": int(op.stream)},
+        operands_of(op) | {"out": op.out, "lse": op.lse, "seq": seq, "stream": int(op.stream)},
         constants | {"BM": t.queries, "BN": t.keys},
-        grid=blocks(op, t.queries), writes="out lse", **options(t),
+        grid=blocks(op.heads, t.queries), writes="out lse", **options(t),
     )  # fmt: skip
 
 
-@lowering("attention_backward", starts="dq dk dv", alike="dq dk dv", views="q k v dq dk dv")
+@lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv")
 def lower_attention_backward(op: Any, c: Lowering) -> None:
     constants = constants_of(op)
     head = head_constants(op)
@@ -337,19 +340,25 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     operands = {"stats": stats, "dout": op.dout, "seq": seq}
     c.launch(
         attention_stats, operands | {"out": op.out, "lse": op.lse}, head | {"BM": 64},
-        grid=blocks(op, 64), writes="stats",
+        grid=blocks(op.heads, 64), writes="stats",
     )  # fmt: skip
-    constants |= {"ROOT": 1 / sqrt(head["D"]), "MODE": mode(op, "dq")}
-    operands |= {"dqkv": packed(op.dq, op.dk, op.dv), "qkv": packed(op.q, op.k, op.v), "stream": int(op.stream)}
+    constants |= {"ROOT": 1 / sqrt(head["D"])}
+    operands |= operands_of(op) | {"stream": int(op.stream)}
     t = tile_of(op, c, "keys")
     DP = constants["DP"]
     DC = DP if WHOLE_HEAD[op.q.dtype] >= DP else PIECE
+    written = {"DK_MODE": mode(op, "dk"), "DV_MODE": mode(op, "dv"), **row_strides(dk=op.dk, dv=op.dv)}
     c.launch(
-        attention_dkv, operands, constants | {"BM": t.queries, "BN": t.keys, "DC": DC},
-        grid=blocks(op, t.keys, cdiv(constants["D"], DC)), writes="dqkv", **options(t),
+        attention_dkv,
+        operands | {"dk": op.dk, "dv": op.dv},
+        constants | written | {"BM": t.queries, "BN": t.keys, "DC": DC},
+        grid=blocks(op.kv_heads, t.keys, cdiv(constants["D"], DC)), writes="dk dv", **options(t),
     )  # fmt: skip
     t = tile_of(op, c, "queries")
+    written = {"DQ_MODE": mode(op, "dq"), **row_strides(dq=op.dq)}
     c.launch(
-        attention_dq, operands, constants | {"BM": t.queries, "BN": t.keys},
-        grid=blocks(op, t.queries), writes="dqkv", **options(t),
+        attention_dq,
+        operands | {"dq": op.dq},
+        constants | written | {"BM": t.queries, "BN": t.keys},
+        grid=blocks(op.heads, t.queries), writes="dq", **options(t),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sums over the rows of each column: gradients of biases and of LayerNorm's parameters.
+"""Sums over the rows of each column: gradients of biases and of the parameters of LayerNorm and RMSNorm.
 
 Two stages: rows go by chunks whose number depends on the row count alone, each summed by one program (per block of columns) into
 its row of partials; then the partials are added in order. So the bits do not depend on the machine.
@@ -58,7 +58,7 @@ def bias_grad_partials(partials, dy, rows, per, C: tl.constexpr, BR: tl.constexp
 def dparams_partials(
     partials, dy, x, mean, rstd, rows, per, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Sums of dy * n, and of dy where COUNT is 2."""
+    """Sums of dy * n, and of dy where COUNT is 2. Without `mean`, of an RMSNorm, n is x * rstd."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -69,10 +69,12 @@ def dparams_partials(
         live = row < end
         mask = live[:, None] & inside[None, :]
         i = row.to(tl.int64)[:, None] * C + column[None, :]
-        centre, inverse = tl.load(mean + row, mask=live, other=0.0), tl.load(rstd + row, mask=live, other=0.0)
+        inverse = tl.load(rstd + row, mask=live, other=0.0)
         g = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
         v = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
-        weights += g * (v - centre[:, None]) * inverse[:, None]
+        if mean is not None:
+            v = v - tl.load(mean + row, mask=live, other=0.0)[:, None]
+        weights += g * v * inverse[:, None]
         biases += g
     to = partials + tl.program_id(0) * (COUNT * C) + column
     tl.store(to, tl.sum(weights, 0), mask=inside)
@@ -155,8 +157,9 @@ def lower_bias_grad(op: Any, c: Lowering) -> None:
     lower_sums(c, bias_grad_partials, op.dy, {"dy": op.dy}, ["dbias"])
 
 
+@lowering("rmsnorm_dweight", starts="dweight")
 @lowering("layernorm_dparams", starts="dweight dbias")
-def lower_layernorm_dparams(op: Any, c: Lowering) -> None:
+def lower_norm_dparams(op: Any, c: Lowering) -> None:
     names = wanted(op, "dweight", "dbias")
-    operands = {name: op.inputs[name] for name in ("dy", "x", "mean", "rstd")}
+    operands = {name: op.inputs.get(name) for name in ("dy", "x", "mean", "rstd")}
     lower_sums(c, dparams_partials, op.x, operands, names, COUNT=len(names))

@@ -68,6 +68,11 @@ def pow2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def row_strides(**tensors: Tensor) -> dict[str, int]:
+    """Constants NAME_ROW: how many elements apart the rows of a tensor or view lie."""
+    return {f"{name.upper()}_ROW": t.row_stride for name, t in tensors.items()}
+
+
 def sweep(
     c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str, **constants: Any
 ) -> None:

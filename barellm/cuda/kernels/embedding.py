@@ -1,4 +1,4 @@
-"""Token and position embedding. Shapes: tokens (batch, seq) i32, wte (V, C), wpe (maxT, C), y and dy (batch, seq, C).
+"""Token and position embedding. Shapes: tokens (batch, seq) i32, wte (V, C), wpe (maxT, C) or none, y and dy (batch, seq, C).
 
 The gradient of the token embedding needs every token's row in the order of the tokens, without atomics on floats. So the device
 sorts (id, position) pairs, all different, as int64 keys = id * 2^32 + position: blocks by a sorting network, then runs by
@@ -28,16 +28,18 @@ def embedding(
 ):
     row, column, mask = tile(rows, C, BR, BC)
     token = tl.load(tokens + row, mask=row < rows, other=0).to(tl.int64)
-    position = tl.load(scalars + POS) + row % seq
-    of, at = token[:, None] * C + column[None, :], position[:, None] * C + column[None, :]
-    value = load_weight(wte, wte_lo, of, mask) + load_weight(wpe, wpe_lo, at, mask)
+    value = load_weight(wte, wte_lo, token[:, None] * C + column[None, :], mask)
+    if wpe is not None:
+        position = tl.load(scalars + POS) + row % seq
+        value += load_weight(wpe, wpe_lo, position[:, None] * C + column[None, :], mask)
     tl.store(y + row[:, None] * C + column[None, :], value, mask=mask)
 
 
 @lowering("embedding", also={"tokens": "i32", "wte": "split", "wpe": "split"})
 def lower_embedding(op: Any, c: Lowering) -> None:
     operands = {"y": op.y, "tokens": op.tokens, "seq": lambda s: s.seq}
-    operands |= {**weight_operands("wte", op.wte), **weight_operands("wpe", op.wpe)}
+    operands |= weight_operands("wte", op.wte)
+    operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else weight_operands("wpe", op.wpe)
     sweep_rows(c, embedding, op.y, operands, writes="y")
 
 

@@ -1,4 +1,7 @@
-"""LayerNorm. Shapes: x, y, b, total, dy, dx, narrow (rows, C); weight, bias, dweight, dbias (C); mean, rstd (rows) fp32."""
+"""LayerNorm, and the gradient of RMSNorm, which is LayerNorm's without the mean (`mean` None) and maybe without a weight.
+
+Shapes: x, y, b, total, dy, dx, narrow (rows, C); weight, bias, dweight, dbias (C); mean, rstd (rows) fp32.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from barellm.program.tensor import Tensor
 
 IN_REGISTERS = 8192  # columns; longer rows are walked in blocks and read again, from the caches
 LONG_BLOCK = 4096
-THREAD = 16  # elements of a row that a thread holds
+THREAD = 16
 
 
 @device
@@ -104,12 +107,32 @@ def layernorm_long(
 
 
 @device
+def statistics(mean, rstd, row, live):
+    """Of rows: their means, which are zeros where there is no `mean`, and the inverses of their deviations."""
+    centre = tl.zeros(row.shape, tl.float32)
+    if mean is not None:
+        centre = tl.load(mean + row, mask=live, other=0.0)
+    return centre, tl.load(rstd + row, mask=live, other=0.0)
+
+
+@device
 def factors(dy, x, weight, i, column, mask, inside, centre, inverse):
     """dy (BR, BC) fp32, dn = dy * weight, and n the normalised row; zero off the mask."""
     g = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(weight + column, mask=inside, other=0.0)
+    dn = g
+    if weight is not None:
+        dn = g * tl.load(weight + column, mask=inside, other=0.0)[None, :]
     v = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
-    return g, g * w[None, :], tl.where(mask, (v - centre[:, None]) * inverse[:, None], 0.0)
+    return g, dn, tl.where(mask, (v - centre[:, None]) * inverse[:, None], 0.0)
+
+
+@device
+def offset_of(mean, dn, C: tl.constexpr):
+    """mean(dn) of each row, zeros where no mean was taken off."""
+    offset = tl.zeros((dn.shape[0],), tl.float32)
+    if mean is not None:
+        offset = tl.sum(dn, 1) / C
+    return offset
 
 
 @device
@@ -123,9 +146,9 @@ def layernorm_dx(
     live, inside = row < rows, column < C
     mask = live[:, None] & inside[None, :]
     i = row[:, None] * C + column[None, :]
-    centre, inverse = tl.load(mean + row, mask=live, other=0.0), tl.load(rstd + row, mask=live, other=0.0)
+    centre, inverse = statistics(mean, rstd, row, live)
     _, dn, n = factors(dy, x, weight, i, column, mask, inside, centre, inverse)
-    a, p = tl.sum(dn, 1) / C, tl.sum(dn * n, 1) / C
+    a, p = offset_of(mean, dn, C), tl.sum(dn * n, 1) / C
     keep(dx + i, mask, inverse[:, None] * (dn - a[:, None] - n * p[:, None]), scalars, MODE)
 
 
@@ -136,7 +159,7 @@ def layernorm_dx_long(
     """The same for a row that does not fit in registers: one program walks it twice."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
-    centre, inverse = tl.load(mean + row), tl.load(rstd + row)
+    centre, inverse = statistics(mean, rstd, row, row < rows)
     sums, products = tl.zeros((1, BC), tl.float32), tl.zeros((1, BC), tl.float32)
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
@@ -144,7 +167,7 @@ def layernorm_dx_long(
         _, dn, n = factors(dy, x, weight, base + column[None, :], column, inside[None, :], inside, centre, inverse)
         sums += dn
         products += dn * n
-    a, p = tl.sum(sums, 1) / C, tl.sum(products, 1) / C
+    a, p = offset_of(mean, sums, C), tl.sum(products, 1) / C
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
         inside = column < C
@@ -154,9 +177,18 @@ def layernorm_dx_long(
 
 
 def launch_rows(
-    c: Lowering, like: Tensor, short: Any, long: Any, operands: dict[str, Any], *, writes: str, **constants: Any
+    c: Lowering,
+    like: Tensor,
+    short: Any,
+    long: Any,
+    operands: dict[str, Any],
+    *,
+    writes: str,
+    thread: int = THREAD,
+    **constants: Any,
 ) -> None:
-    """Launch `short` over blocks of whole rows, or `long`, a program a row, where they are too long for registers."""
+    """Launch `short` over blocks of whole rows, or `long`, a program a row, where they are too long for registers. `thread`:
+    elements of a row that a thread holds."""
     C, rows = int(like.shape[-1]), c.rows(like)
     if C > IN_REGISTERS:
         for name in ("THRESHOLD", "SCALE"):
@@ -165,8 +197,8 @@ def launch_rows(
         c.launch(long, {**operands, "rows": rows}, shape, grid=lambda s: (rows(s),), writes=writes, warps=8)
         return
     BC = max(LEAST_SUMMED, pow2(C))
-    BR = max(1, 2048 // BC)
-    warps = max(4, BC // (32 * THREAD))
+    BR = max(1, 128 * thread // BC)
+    warps = max(4, BC // (32 * thread))
     shape = {"C": C, "BR": BR, "BC": BC, **constants}
     c.launch(short, {**operands, "rows": rows}, shape, grid=lambda s: (cdiv(rows(s), BR),), writes=writes, warps=warps)
 
@@ -184,7 +216,7 @@ def lower_layernorm(op: Any, c: Lowering) -> None:
     launch_rows(c, op.y, layernorm, layernorm_long, operands, writes="y mean rstd total", EPS=float(op.eps), **dropout)
 
 
-@lowering("layernorm_dx", starts="dx")
+@lowering("layernorm_dx", "rmsnorm_dx", starts="dx")
 def lower_layernorm_dx(op: Any, c: Lowering) -> None:
-    operands = {name: op.inputs[name] for name in ("dy", "x", "weight", "mean", "rstd")} | {"dx": op.dx}
+    operands = {name: op.inputs.get(name) for name in ("dy", "x", "weight", "mean", "rstd")} | {"dx": op.dx}
     launch_rows(c, op.dx, layernorm_dx, layernorm_dx_long, operands, writes="dx", MODE=mode(op, "dx"))

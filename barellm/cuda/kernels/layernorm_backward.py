@@ -1,4 +1,4 @@
-"""The whole backward pass of a LayerNorm, and what reads its result next, in one walk over the rows.
+"""The whole backward pass of a LayerNorm or RMSNorm, and what reads its result next, in one walk over the rows.
 
 Alone, layernorm_dx and layernorm_dparams read dy and x twice, and the product's bias gradient and operand (cast, or dropout)
 read dx twice more: 30 bytes an element of a bf16 program that adds to the residual stream's gradient. Here it is 16: dy 2, x 4,
@@ -14,7 +14,7 @@ from barellm.cuda.kernels.columns import Chunks, lower_combine, partials_of, wan
 from barellm.cuda.kernels.common import ADD, LEAST_SUMMED, pow2
 from barellm.cuda.kernels.dropout import constants_of as dropout_constants
 from barellm.cuda.kernels.dropout import kept
-from barellm.cuda.kernels.layernorm import factors
+from barellm.cuda.kernels.layernorm import factors, offset_of, statistics
 from barellm.cuda.lang import device, tl
 
 CHUNKS, LEAST = 512, 8  # four programs for each of 128 processors
@@ -27,7 +27,8 @@ def layernorm_backward(
     DBIAS: tl.constexpr, DX_SUM: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program walks one chunk of rows, BR at a time, the next ones on their way into shared memory meanwhile. It sums its part of
-    dweight, of dbias, and of what the next op's bias gets: the sum of `narrow`, which is dx rounded or dropped out."""
+    dweight, of dbias, and of what the next op's bias gets: the sum of `narrow`, which is dx rounded or dropped out. An RMSNorm has
+    no `mean`, and maybe no `weight`, then there are no `partials`."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     column = tl.arange(0, BC)
@@ -38,10 +39,11 @@ def layernorm_backward(
         live = row < end
         mask = live[:, None] & inside[None, :]
         i = row[:, None] * C + column[None, :]
-        centre, inverse = tl.load(mean + row, mask=live, other=0.0), tl.load(rstd + row, mask=live, other=0.0)
+        centre, inverse = statistics(mean, rstd, row, live)
         g, dn, n = factors(dy, x, weight, i, column, mask, inside, centre, inverse)
-        a, p = tl.sum(dn, 1) / C, tl.sum(dn * n, 1) / C
-        weights += tl.sum(g * n, 0)
+        a, p = offset_of(mean, dn, C), tl.sum(dn * n, 1) / C
+        if partials is not None:
+            weights += tl.sum(g * n, 0)
         if DBIAS:
             biases += tl.sum(g, 0)
         d = inverse[:, None] * (dn - a[:, None] - n * p[:, None])
@@ -54,23 +56,25 @@ def layernorm_backward(
             tl.store(narrow + i, d, mask=mask)
         if DX_SUM:
             sums += tl.sum(d, 0)
-    COUNT: tl.constexpr = 1 + DBIAS + DX_SUM
-    to = partials + tl.program_id(0) * (COUNT * C) + column
-    tl.store(to, weights, mask=inside)
-    if DBIAS:
-        tl.store(to + C, biases, mask=inside)
-    if DX_SUM:
-        tl.store(to + (COUNT - 1) * C, sums, mask=inside)
+    if partials is not None:
+        COUNT: tl.constexpr = 1 + DBIAS + DX_SUM
+        to = partials + tl.program_id(0) * (COUNT * C) + column
+        tl.store(to, weights, mask=inside)
+        if DBIAS:
+            tl.store(to + C, biases, mask=inside)
+        if DX_SUM:
+            tl.store(to + (COUNT - 1) * C, sums, mask=inside)
 
 
+@lowering("rmsnorm_backward", adds="dx", starts="dweight")
 @lowering("layernorm_backward", adds="dx", starts="dweight dbias dx_sum")
 def lower_layernorm_backward(op: Any, c: Lowering) -> None:
     C, rows = int(op.x.shape[-1]), c.rows(op.x)
     names = wanted(op, "dweight", "dbias", "dx_sum")
     chunks = Chunks(rows, CHUNKS, LEAST)
-    partials = partials_of(c, op.x, len(names), chunks)
+    partials = partials_of(c, op.x, len(names), chunks) if names else None
     dropped = "dropped" in op.outputs
-    operands = {name: op.inputs[name] for name in ("dy", "x", "weight", "mean", "rstd")} | {
+    operands = {name: op.inputs.get(name) for name in ("dy", "x", "weight", "mean", "rstd")} | {
         "dx": op.dx, "narrow": op.outputs.get("dropped") or op.outputs.get("rounded"), "partials": partials,
         "rows": rows, "per": chunks.per,
         "seq": (lambda s: s.seq) if dropped else None, "stream": int(op.stream) if dropped else None,
@@ -90,4 +94,5 @@ def lower_layernorm_backward(op: Any, c: Lowering) -> None:
         writes="dx narrow partials",
         warps=max(4, BC // 256),
     )
-    lower_combine(c, partials, names, chunks)
+    if partials is not None:
+        lower_combine(c, partials, names, chunks)

@@ -171,13 +171,15 @@ class AttentionCase(Case):
         super().__init__(work.dtype)
         self.work, B, T = work, Dim("batch", work.batch), Dim("seq", work.seq)
         self.C, H, kind = work.heads * work.head, work.heads, work.dtype
-        self.give("qkv", (B, T, 3 * self.C), kind)
+        self.kv_heads = work.kv_heads or H
+        self.widths = self.C, self.kv_heads * work.head, self.kv_heads * work.head  # of q, k, v, side by side
+        self.give("qkv", (B, T, sum(self.widths)), kind)
         if work.role != "forward":
             self.give("out", (B, T, self.C), kind)
             self.give("dout", (B, T, self.C), kind)
             self.give("lse", (B, H, T), "fp32")
         self.scalars = SCALARS if work.dropout else {}
-        self.outputs = {"out": self.C, "lse": 1} if work.role == "forward" else {"dqkv": 3 * self.C}
+        self.outputs = {"out": self.C, "lse": 1} if work.role == "forward" else {"dqkv": sum(self.widths)}
         sizes = {(1, 1), (1, min(37, work.seq)), (work.batch, max(1, work.seq - 1)), (work.batch, work.seq)}
         self.runs = [Sizes(*pair) for pair in sorted(sizes)]
 
@@ -190,19 +192,19 @@ class AttentionCase(Case):
 
     def program(self) -> Program:
         t = self.store.tensors
-        heads = self.work.heads
-        attrs: dict[str, Any] = {"heads": heads, "kv_heads": heads, "rate": RATE if self.work.dropout else 0.0}
+        attrs: dict[str, Any] = {"heads": self.work.heads, "kv_heads": self.kv_heads}
+        attrs |= {"rate": RATE if self.work.dropout else 0.0, "stream": STREAM}
         p = Program(self.store, compute=self.compute)
-        operands = dict(zip("qkv", p.split(t["qkv"], 3), strict=True))
+        operands = dict(zip("qkv", p.split(t["qkv"], self.widths), strict=True))
         if self.work.role == "forward":
-            op = p.apply(ops.Attention, **operands, **attrs, stream=STREAM)
+            op = p.apply(ops.Attention, **operands, **attrs)
             for name, out in op.outputs.items():
                 p.output(name, out)
             return p
         dqkv = p.output("dqkv", p.activation("dqkv", t["qkv"].shape, self.compute))
-        into = {f"d{n}": (view, "store") for n, view in zip("qkv", p.split(dqkv, 3), strict=True)}
+        into = {f"d{n}": (view, "store") for n, view in zip("qkv", p.split(dqkv, self.widths), strict=True)}
         operands |= {name: t[name] for name in ("out", "dout", "lse")}
-        p.apply(ops.AttentionBackward, into=into, **operands, **attrs, stream=STREAM)
+        p.apply(ops.AttentionBackward, into=into, **operands, **attrs)
         return p
 
     def rows(self, output: str, sizes: Sizes) -> int:
@@ -215,16 +217,17 @@ class AttentionCase(Case):
 
     def _hold_head(self, read: Read, sizes: Sizes, sequence: int, head: int) -> None:
         T, D, C, H = sizes.seq, self.work.head, self.C, self.work.heads
+        share = H // self.kv_heads
         picked = some(T)
-        own = np.arange(D) + head * D
+        own, group = np.arange(D) + head * D, np.arange(D) + head // share * D
 
         def of(name: str, columns: int) -> np.ndarray:
             """(T, columns) of this sequence, as a run of these sizes finds it."""
             flat = self.given[name].reshape(-1)
             return flat[sequence * T * columns : (sequence + 1) * T * columns].reshape(T, columns).astype(np.float64)
 
-        qkv = of("qkv", 3 * C)
-        q, k, v = (qkv[:, own + at] for at in (0, C, 2 * C))
+        qkv = of("qkv", sum(self.widths))
+        q, k, v = qkv[:, :C], qkv[:, C + group], qkv[:, C + self.widths[1] + group]
         relative = ATTENTION[self.work.dtype]
 
         def compare(name: str, values: np.ndarray, want: np.ndarray, size: np.ndarray) -> None:
@@ -234,11 +237,15 @@ class AttentionCase(Case):
             queries, keys = np.arange(T), picked
         else:
             queries, keys = picked, np.arange(T)
-        s = q[queries] @ k[keys].T / sqrt(D)
-        s = np.where(keys[None, :] <= queries[:, None], s, -np.inf)
-        dropped = self._kept(queries, keys, sequence, head)
         tokens = sequence * T + picked
+
+        def scores(head: int) -> tuple[np.ndarray, np.ndarray | float]:
+            """Those of a head that shares these keys, and which of their probabilities dropout keeps."""
+            s = q[:, head * D : (head + 1) * D][queries] @ k[keys].T / sqrt(D)
+            return np.where(keys[None, :] <= queries[:, None], s, -np.inf), self._kept(queries, keys, sequence, head)
+
         if self.work.role == "forward":
+            s, dropped = scores(head)
             top = s.max(1, keepdims=True)
             lse = top + np.log(np.exp(s - top).sum(1, keepdims=True))
             p = np.exp(s - lse) * dropped
@@ -246,18 +253,30 @@ class AttentionCase(Case):
             found = read("lse", (sequence * H + head) * T + picked)
             _compare("lse", found, lse, 2.0**-16 * (1 + np.abs(lse)), (picked, own), sizes)
             return
-        lse = self.given["lse"].reshape(-1)[(sequence * H + head) * T :][:T].astype(np.float64)
-        p = np.exp(s - lse[queries][:, None])
-        do, out = (of(name, C)[:, own] for name in ("dout", "out"))
-        dp, delta = dropped * (do[queries] @ v[keys].T), (do * out).sum(1)[queries][:, None]
-        ds, size = p * (dp - delta), p * (np.abs(dp) + np.abs(do * out).sum(1)[queries][:, None])
+
+        def slopes(head: int) -> tuple[np.ndarray, ...]:
+            """Of a head: q, dout, probabilities after dropout, the gradient of its scores, and the size of what that is made of."""
+            s, dropped = scores(head)
+            columns = np.arange(D) + head * D
+            lse = self.given["lse"].reshape(-1)[(sequence * H + head) * T :][:T].astype(np.float64)
+            p = np.exp(s - lse[queries][:, None])
+            do, out = (of(name, C)[:, columns] for name in ("dout", "out"))
+            dp, delta = dropped * (do[queries] @ v[keys].T), (do * out).sum(1)[queries][:, None]
+            size = p * (np.abs(dp) + np.abs(do * out).sum(1)[queries][:, None])
+            return q[:, columns], do, p * dropped, p * (dp - delta), size
+
         rows = read("dqkv", tokens)
         if self.work.role == "queries":
+            *_, ds, size = slopes(head)
             compare("dq", rows[:, own], ds @ k / sqrt(D), size @ np.abs(k) / sqrt(D))
-        else:
-            compare("dk", rows[:, own + C], ds.T @ q / sqrt(D), size.T @ np.abs(q) / sqrt(D))
-            p = p * dropped
-            compare("dv", rows[:, own + 2 * C], p.T @ do, p.T @ np.abs(do))
+            return
+        served = [slopes(group[0] // D * share + i) for i in range(share)]
+        dk, dk_size, dv, dv_size = (np.zeros((len(picked), D)) for _ in range(4))
+        for q_head, do, p, ds, size in served:
+            dk, dk_size = dk + ds.T @ q_head / sqrt(D), dk_size + size.T @ np.abs(q_head) / sqrt(D)
+            dv, dv_size = dv + p.T @ do, dv_size + p.T @ np.abs(do)
+        compare("dk", rows[:, C + group], dk, dk_size)
+        compare("dv", rows[:, C + self.widths[1] + group], dv, dv_size)
 
     def _kept(self, queries: np.ndarray, keys: np.ndarray, sequence: int, head: int) -> np.ndarray | float:
         if not self.work.dropout:

@@ -70,7 +70,7 @@ class AttentionWork(tuning.Attention):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("batch", "seq", "heads", "head", "dropout")}
+        return {name: getattr(self, name) for name in ("batch", "seq", "heads", "kv_heads", "head", "dropout")}
 
     def target(self, target: Target) -> Target:
         return target
@@ -80,7 +80,8 @@ class AttentionWork(tuning.Attention):
 
     def __str__(self) -> str:
         dropout = " dropout" if self.dropout else ""
-        return f"attention {self.role} {self.batch}x{self.heads}x{self.seq}x{self.head} {self.dtype}{dropout}"
+        heads = f"{self.heads}/{self.kv_heads}" if self.kv_heads else f"{self.heads}"
+        return f"attention {self.role} {self.batch}x{heads}x{self.seq}x{self.head} {self.dtype}{dropout}"
 
 
 AnyWork = Work | AttentionWork

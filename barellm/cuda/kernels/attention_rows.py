@@ -1,0 +1,59 @@
+"""Blocks of a head's rows, as attention loads and stores them: D columns of a matrix whose rows lie STRIDE apart, padded to DP, a
+power of two, or DC of them."""
+
+from __future__ import annotations
+
+from barellm.cuda.kernels.common import keep
+from barellm.cuda.lang import device, tl
+
+
+@device
+def beside(q, x, AT: tl.constexpr):
+    """Where k or v begins: AT elements behind q where it is None."""
+    if x is None:
+        return q + AT
+    else:
+        return x
+
+
+@device
+def rows_of(base, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """(ROWS, DP) of a matrix from row `first` on, zeros beyond `count` rows and D columns."""
+    row, d = tl.arange(0, ROWS), tl.arange(0, DP)
+    at = base + tl.cast(first, tl.int64) * STRIDE + row[:, None] * STRIDE + d[None, :]
+    mask = (row < count - first)[:, None]
+    if D < DP:
+        mask = mask & (d < D)[None, :]
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@device
+def columns_of(base, first, count, left, STRIDE: tl.constexpr, ROWS: tl.constexpr, DC: tl.constexpr):
+    """As `rows_of`, of DC columns, of which a run-time number is `left`."""
+    row, d = tl.arange(0, ROWS), tl.arange(0, DC)
+    at = base + tl.cast(first, tl.int64) * STRIDE + row[:, None] * STRIDE + d[None, :]
+    return tl.load(at, mask=(row < count - first)[:, None] & (d < left)[None, :], other=0.0)
+
+
+@device
+def over_columns(
+    a, b, n0, m0, count, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DC: tl.constexpr,
+):  # fmt: skip
+    """(BN, BM): rows of a from n0 on times rows of b from m0 on, DC of their D columns at a time."""
+    total = tl.zeros((BN, BM), tl.float32)
+    for d0 in range(0, D, DC):
+        left = columns_of(a + d0, n0, count, D - d0, A_STRIDE, BN, DC)
+        right = columns_of(b + d0, m0, count, D - d0, B_STRIDE, BM, DC)
+        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+    return total
+
+
+@device
+def keep_rows(
+    base, first, count, value, left, scalars, MODE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr
+):  # fmt: skip
+    """Write (ROWS, DP) where `rows_of` reads, of `left` columns."""
+    row, d = tl.arange(0, ROWS), tl.arange(0, DP)
+    at = base + tl.cast(first, tl.int64) * STRIDE + row[:, None] * STRIDE + d[None, :]
+    keep(at, (row < count - first)[:, None] & (d < left)[None, :], value, scalars, MODE)

@@ -1,0 +1,61 @@
+"""Rotary positions over packed heads. Shapes: x, y (batch, seq, W); cos, sin (maxT, HALF) fp32; HALF is half a head's columns.
+
+A plane is a pair of columns, HALF apart in one head. Moved are x and y once; the tables' rows come from the caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.kernel import Lowering, cdiv, lowering, mode
+from barellm.cuda.kernels.common import BLOCK, POS, keep, pow2
+from barellm.cuda.lang import device, tl
+
+WIDE = 256  # planes, or columns that pass through, of one program
+
+
+@device
+def rope(
+    y, x, cos, sin, scalars, rows, seq,
+    W: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """The first TURNED columns turn, by position pos + t; those behind pass through. Axis 1 of the grid: blocks of planes, then
+    blocks of the columns behind."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    live = (row < rows)[:, None]
+    PLANES: tl.constexpr = TURNED // 2
+    TURNING: tl.constexpr = (PLANES + BC - 1) // BC
+    if tl.program_id(1) < TURNING:
+        plane = tl.program_id(1) * BC + tl.arange(0, BC)
+        mask = live & (plane < PLANES)[None, :]
+        at = (tl.load(scalars + POS) + row % seq)[:, None] * HALF + (plane % HALF)[None, :]
+        c, s = tl.load(cos + at, mask=mask, other=0.0), tl.load(sin + at, mask=mask, other=0.0)
+        if INVERSE:
+            s = -s
+        i = row[:, None] * W + (plane // HALF * (2 * HALF) + plane % HALF)[None, :]
+        a = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(x + i + HALF, mask=mask, other=0.0).to(tl.float32)
+        keep(y + i, mask, a * c - b * s, scalars, MODE)
+        keep(y + i + HALF, mask, b * c + a * s, scalars, MODE)
+    else:
+        column = TURNED + (tl.program_id(1) - TURNING) * BC + tl.arange(0, BC)
+        mask = live & (column < W)[None, :]
+        i = row[:, None] * W + column[None, :]
+        keep(y + i, mask, tl.load(x + i, mask=mask, other=0.0).to(tl.float32), scalars, MODE)
+
+
+@lowering("rope", starts="y")
+def lower_rope(op: Any, c: Lowering) -> None:
+    W, HALF, rows = int(op.x.shape[-1]), int(op.cos.shape[-1]), c.rows(op.x)
+    turned = op.heads * 2 * HALF
+    BC = min(WIDE, pow2(max(turned // 2, W - turned)))
+    BR = BLOCK // BC
+    constants = {"W": W, "TURNED": turned, "HALF": HALF, "INVERSE": bool(op.inverse), "BR": BR, "BC": BC}
+    c.launch(
+        rope,
+        {"y": op.y, "x": op.x, "cos": op.cos, "sin": op.sin, "rows": rows, "seq": lambda s: s.seq},
+        constants | {"MODE": mode(op, "y")},
+        grid=lambda s: (cdiv(rows(s), BR), cdiv(turned // 2, BC) + cdiv(W - turned, BC)),
+        writes="y",
+    )

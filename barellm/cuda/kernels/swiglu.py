@@ -1,0 +1,64 @@
+"""SwiGLU forward and backward. Shapes: y, dy, gate, up, dgate, dup (..., F); gate, up and their gradients may be columns of wider
+rows, which lie as many elements apart as their constants (GATE_ROW and so on) say."""
+
+from __future__ import annotations
+
+from math import e, log2
+from typing import Any
+
+from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernels.common import keep, row_strides, sweep_rows, tile
+from barellm.cuda.lang import constant, device, tl
+
+EXPONENT = constant(-log2(e))
+
+
+@device
+def sigmoid(x):
+    """Of fp32 values."""
+    return 1.0 / (1.0 + tl.exp2(EXPONENT * x))
+
+
+@device
+def swiglu(
+    y, gate, up, scalars, rows,
+    C: tl.constexpr, GATE_ROW: tl.constexpr, UP_ROW: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """y = silu(gate) * up."""
+    row, column, mask = tile(rows, C, BR, BC)
+    row, column = row[:, None], column[None, :]
+    g = tl.load(gate + row * GATE_ROW + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * UP_ROW + column, mask=mask, other=0.0).to(tl.float32)
+    keep(y + row * C + column, mask, g * sigmoid(g) * u, scalars, MODE)
+
+
+@device
+def swiglu_backward(
+    dgate, dup, dy, gate, up, scalars, rows,
+    C: tl.constexpr, GATE_ROW: tl.constexpr, UP_ROW: tl.constexpr, DGATE_ROW: tl.constexpr, DUP_ROW: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, DGATE_MODE: tl.constexpr, DUP_MODE: tl.constexpr,
+):  # fmt: skip
+    """dgate = dy up s (1 + gate (1 - s)) with s = sigmoid(gate), dup = dy gate s."""
+    row, column, mask = tile(rows, C, BR, BC)
+    row, column = row[:, None], column[None, :]
+    d = tl.load(dy + row * C + column, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * GATE_ROW + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * UP_ROW + column, mask=mask, other=0.0).to(tl.float32)
+    s = sigmoid(g)
+    keep(dgate + row * DGATE_ROW + column, mask, d * u * (s * (1.0 + g * (1.0 - s))), scalars, DGATE_MODE)
+    keep(dup + row * DUP_ROW + column, mask, d * (g * s), scalars, DUP_MODE)
+
+
+@lowering("swiglu", starts="y", views="gate up")
+def lower_swiglu(op: Any, c: Lowering) -> None:
+    operands = {"y": op.y, "gate": op.gate, "up": op.up}
+    strides = row_strides(gate=op.gate, up=op.up)
+    sweep_rows(c, swiglu, op.y, operands, writes="y", MODE=mode(op, "y"), **strides)
+
+
+@lowering("swiglu_backward", starts="dgate dup", views="gate up dgate dup")
+def lower_swiglu_backward(op: Any, c: Lowering) -> None:
+    operands = {"dgate": op.dgate, "dup": op.dup, "dy": op.dy, "gate": op.gate, "up": op.up}
+    strides = row_strides(gate=op.gate, up=op.up, dgate=op.dgate, dup=op.dup)
+    modes = {"DGATE_MODE": mode(op, "dgate"), "DUP_MODE": mode(op, "dup")}
+    sweep_rows(c, swiglu_backward, op.dy, operands, writes="dgate dup", **strides, **modes)
