@@ -18,11 +18,12 @@ from statistics import mean
 from typing import Any
 
 from barellm.assembly.programs import build
-from barellm.config import Config, preset
+from barellm.config import Config
 from barellm.cpu.backend import default_dtype, describe, open_session
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.evaluation.validation import Evaluator
+from barellm.models import preset
 from barellm.optim.recipes import optimize
 from barellm.training.run import with_vocabulary
 from barellm.training.schedule import learning_rate, momentum
@@ -36,8 +37,8 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 # What is searched: the key, and its values.
 RATES: dict[str, dict[str, tuple[str, tuple[float, ...]]]] = {
-    "shakespeare-char": {"adamw": ("lr", (0.002, 0.004, 0.008)), "muon": ("muon_lr", (0.02, 0.03, 0.045))},
-    "default": {"adamw": ("lr", (0.004, 0.006, 0.008)), "muon": ("muon_lr", (0.02, 0.03, 0.045))},
+    "shakespeare-char": {"adamw": ("lr", (0.002, 0.004, 0.008, 0.012)), "muon": ("muon_lr", (0.02, 0.03, 0.045, 0.06))},
+    "default": {"adamw": ("lr", (0.004, 0.006, 0.009)), "muon": ("muon_lr", (0.02, 0.03, 0.045))},
 }
 REST = {"shakespeare-char": 0.015, "default": 0.008}  # AdamW's rate of what Muon leaves to it
 

@@ -188,6 +188,40 @@ def gemm_table(files: dict[str, dict]) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
+def optimizers_table(files: dict[str, dict]) -> list[str]:
+    """benchmarks/optimizers.py: of each recipe and number of steps the rate that most seeds were run with, the best of them."""
+    lines = ["| validation loss, nats | steps | AdamW | Muon | samples |", "|---|---|---|---|---|"]
+    for file, r in files.items():
+        if r.get("kind") != "optimizers":
+            continue
+        for steps in sorted({run["steps"] for run in r["runs"]}):
+            cells = [
+                best_of([x for x in r["runs"] if (x["steps"], x["recipe"]) == (steps, name)])
+                for name in ("adamw", "muon")
+            ]
+            lines.append(f"| {r['preset']}, {r['dtype']} | {steps} | {cells[0]} | {cells[1]} | {file} |")
+    return lines if len(lines) > 2 else []
+
+
+def best_of(runs: list[dict]) -> str:
+    """The mean loss of the best options among those with the most seeds."""
+    if not runs:
+        return ""
+    groups: dict[str, list[dict]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(run["options"], sort_keys=True), []).append(run)
+    most = max(map(len, groups.values()))
+    best = min((g for g in groups.values() if len(g) == most), key=lambda g: sum(run["loss"] for run in g))
+    options = best[0]["options"]
+    rate = (
+        f"muon_lr {options['muon_lr']}"
+        if options.get("name") == "muon"
+        else f"lr {options.get('lr', 'as the preset has it')}"
+    )
+    seeds, tried = _many(most, "seed"), _many(len(groups), "rate")
+    return f"{sum(run['loss'] for run in best) / most:.4f} ({rate}, the best of {tried}, {seeds})"
+
+
 def _range(values: list[float]) -> str:
     low, high = f"{min(values):.0f}", f"{max(values):.0f}"
     return low if low == high else f"{low} to {high}"
@@ -231,7 +265,7 @@ def parts() -> dict[Path, str]:
     picture = ["![Steps of every variant relative to ours, and the bound](docs/img/bench.svg)"]
     front = (picture, peers_table(results), start_table(results))
     steps, others = ([f"- {line}" for line in some] for some in (machine_line(results), facts(files)))
-    details = [part for part in (steps, others, gemm_table(files)) if part]
+    details = [part for part in (steps, others, gemm_table(files), optimizers_table(files)) if part]
     return {path: "\n\n".join("\n".join(x) for x in some) for path, some in ((README, front), (DETAILS, details))}
 
 

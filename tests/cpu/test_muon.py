@@ -24,7 +24,7 @@ from tests.simulators.amx_emulator import EMULATED
 
 def on_each_isa(values: list, few: list):
     """All values on the best ISA of this machine, a few on the others, whose cuts are the same."""
-    isas = {name: isa_named(name) for name in ISAS} | {"amx emulated": isa for isa in EMULATED}
+    isas = dict([*((name, isa_named(name)) for name in ISAS), *(("amx emulated", isa) for isa in EMULATED)])
     pairs = [(name, value) for name in isas for value in (values if name == ISAS[0] else few)]
     ids = [f"{name}-{value}" for name, value in pairs]
     return pytest.mark.parametrize("isa, size", [(isas[name], value) for name, value in pairs], ids=ids)

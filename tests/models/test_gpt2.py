@@ -19,6 +19,7 @@ SMALL = ModelConfig(layers=3, heads=2, channels=64, vocab_size=90, padded_vocab=
 PARAMETERS = {  # stored ones, the padded rows of the vocabulary counted
     "default": 1_350_400,
     "shakespeare-char": 804_096,
+    "shakespeare-muon": 804_096,
     "gpt2-124m": 124_475_904,
     "gpt2-350m": 354_871_296,
     "gpt2-774m": 774_090_240,
