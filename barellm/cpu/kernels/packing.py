@@ -16,6 +16,7 @@ from barellm.cpu.kernels import amx
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose_groups
 from barellm.program.dtypes import itemsize
+from barellm.program.integers import ceil_div, round_up
 
 LINE = 64  # bytes of a cache line
 NEAR, FAR = 4, 64  # so many chunks earlier their lines are fetched into the first cache and into the second
@@ -31,8 +32,8 @@ def panel_bytes(isa: ISA, dtype: str, depth: int, width: int) -> int:
     """Bytes of a packed block of `width` columns, a multiple of 64."""
     if amx.uses_tiles(isa, dtype):
         depth = amx.padded(depth)
-    nbytes = -(-depth // 2) * width * 4 if paired(isa, dtype) else depth * width * 4
-    return -(-nbytes // 64) * 64
+    nbytes = ceil_div(depth, 2) * width * 4 if paired(isa, dtype) else depth * width * 4
+    return round_up(nbytes, 64)
 
 
 class Packing:
