@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from math import isfinite
 from typing import Any, ClassVar, get_type_hints
 
 from barellm.errors import UserError
 
+EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 Check = Callable[[str, Any, Any], str | None]  # key, value, the configuration -> what is wrong, as a line
 
 
@@ -49,6 +51,18 @@ def at_least(least: float, default: Any, says: str, **more: Any) -> Any:
     return between(least, None, default, says, **more)
 
 
+def above(least: float | str, default: Any, says: str, **more: Any) -> Any:
+    """A number above `least`, which may be another field's name."""
+
+    def check(key: str, found: Any, config: Any) -> str | None:
+        bound, name = least, ""
+        if isinstance(least, str):
+            bound, name = getattr(config, least), f" {key.rpartition('.')[0]}.{least}"
+        return None if found > bound else f"{key} is {found}, expected above{name} {bound}"
+
+    return value(default, says, check=check, **more)
+
+
 def below_one(default: float, says: str, **more: Any) -> Any:
     """A number from 0 to 1, but not 1: a rate."""
 
@@ -77,15 +91,21 @@ def one_of(known: Sequence[str], default: str, says: str, **more: Any) -> Any:
     return value(default, says, check=check, **more)
 
 
-def divides(other: str, default: int, says: str, **more: Any) -> Any:
-    """A number from 1 on that divides another field."""
+def divides(other: str, default: int, says: str, *, even: bool = False, **more: Any) -> Any:
+    """A number from 1 on that divides another field; with `even` into parts of an even size."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
         whole = getattr(config, other)
         if found < 1:
             return f"{key} is {found}, expected at least 1"
         section = key.rpartition(".")[0]
-        return f"{key} {found} does not divide {section}.{other} {whole}" if whole % found else None
+        if whole % found:
+            return f"{key} {found} does not divide {section}.{other} {whole}"
+        if even and whole // found % 2:
+            return (
+                f"{key} {found} divides {section}.{other} {whole} into parts of {whole // found}, expected an even size"
+            )
+        return None
 
     return value(default, says, check=check, **more)
 
@@ -112,3 +132,17 @@ def entries(section: type[Section]) -> dict[str, Entry]:
     """Each field of a section by name, in order."""
     hints = get_type_hints(section)
     return {f.name: Entry(hints[f.name], **f.metadata) for f in fields(section)}  # pyright: ignore[reportArgumentType]
+
+
+def converted(key: str, found: Any, kind: type) -> Any:
+    """`found` as a value of a field of that kind: an integer may be a number. UserError for another kind, and for numbers that are
+    not finite."""
+    if kind is float and type(found) is int:
+        return float(found)
+    if type(found) is not kind or (kind is float and not isfinite(found)):
+        raise not_of(key, found, kind)
+    return found
+
+
+def not_of(key: str, found: Any, kind: type) -> UserError:
+    return UserError(f"{key} is {found!r}, expected {EXPECTED[kind]}")

@@ -13,9 +13,8 @@ from typing import Any
 from barellm import models
 from barellm.config import Config, DataConfig, OptimConfig, TrainConfig
 from barellm.errors import UserError, nearest
-from barellm.fields import Entry, Section, entries
+from barellm.fields import Entry, Section, converted, entries, not_of
 
-EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 SECTIONS = ("model", "optim", "data", "train")
 
@@ -40,23 +39,13 @@ def known_keys(config: Config) -> dict[str, Entry]:
 
 
 def _convert(key: str, value: Any, kind: type) -> Any:
-    problem = UserError(f"{key} is {value!r}, expected {EXPECTED[kind]}")
-    if isinstance(value, str) and kind is not str:
-        try:
-            return BOOLS[value.lower()] if kind is bool else _finite(kind(value), problem)
-        except (ValueError, KeyError):
-            raise problem from None
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise problem
-    return _finite(value, problem) if isinstance(value, float) else value
-
-
-def _finite(value: float, problem: UserError) -> float:
-    if value != value or value in (float("inf"), float("-inf")):
-        raise problem
-    return value
+    """A value of that kind: a text is parsed unless a text is expected."""
+    if not isinstance(value, str) or kind is str:
+        return converted(key, value, kind)
+    try:
+        return converted(key, BOOLS[value.lower()] if kind is bool else kind(value), kind)
+    except (ValueError, KeyError):
+        raise not_of(key, value, kind) from None
 
 
 def checked(changes: Mapping[str, object], config: Config) -> dict[str, Any]:

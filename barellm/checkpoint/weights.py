@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -30,17 +30,32 @@ def parameters(model: ModelConfig) -> dict[str, Tensor]:
     return store.tensors
 
 
+class Stack:
+    """Arrays one below the other, as one: only the rows that are asked for are copied."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self.arrays = arrays
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """fp32, from row `rows.start` to `rows.stop`."""
+        found, first = [], 0
+        for array in self.arrays:
+            found.append(array[max(0, rows.start - first) : max(0, rows.stop - first)].astype(np.float32))
+            first += len(array)
+        return np.concatenate(found)
+
+
 @dataclass(frozen=True)
 class Weights:
-    """`arrays`: by barellm's names, matrices (out, in), in fp32, bf16 or fp16; "wte" has at least vocab_size rows. They are views
-    of mapped files, read when they are used. `tokenizer` None: nothing says which.
+    """`arrays`: by barellm's names, matrices (out, in), in fp32, bf16 or fp16; those with a row for each id have at least
+    vocab_size rows. They are views of mapped files, read when they are used. `tokenizer` None: nothing says which.
 
     As a source of rows it is what a session is, so that `checkpoint` and `tensorfile` write either.
     """
 
     path: Path
     model: ModelConfig
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[str, np.ndarray | Stack]
     tokenizer: Tokenizer | None
 
     @property

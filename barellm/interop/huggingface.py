@@ -4,8 +4,8 @@ architecture is called there (`models.foreign.HuggingFace`)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +16,10 @@ import numpy as np
 from barellm import models
 from barellm.checkpoint import storage, tensorfile
 from barellm.checkpoint.checkpoint import read_json
-from barellm.checkpoint.weights import Weights, parameters
+from barellm.checkpoint.weights import Stack, Weights, parameters
 from barellm.config import ModelConfig
 from barellm.errors import UserError
+from barellm.fields import converted, entries
 from barellm.interop import vocabulary
 from barellm.models.foreign import HuggingFace
 from barellm.program.tensor import Tensor
@@ -42,23 +43,43 @@ def read(folder: Path) -> Weights:
     known: HuggingFace = models.of(model).HUGGING_FACE
     tensors, origin = _tensors(folder, known)
     expected = parameters(model)
-    tensorfile.check_names(folder, tensors.keys() - {known.head}, map(known.name, expected))
-    arrays = {}
-    for name, t in expected.items():
-        theirs, transposed = known.name(name), known.transposed(name)
-        array = tensors[theirs]
+    places = {part.name: part for part in parts(known, model, expected)}
+    tied = known.tied(model)
+    tensorfile.check_names(folder, tensors.keys() - ({known.head} if tied else set()), places)
+    found: dict[str, list[np.ndarray]] = {}
+    for theirs, part in places.items():
+        array, shape = tensors[theirs], part.shape
         if array.dtype not in (np.float32, np.float16, ml_dtypes.bfloat16):
             raise UserError(f"{origin[theirs]}: {theirs} is {array.dtype}, expected float32, bfloat16 or float16")
-        shape = (t.valid_rows, *t.shape[1:])
-        shape = shape[::-1] if transposed else shape
         if array.shape != shape:
             raise UserError(f"{origin[theirs]}: {theirs} is {array.shape}, expected {shape} by {CONFIG}")
-        arrays[name] = array.T if transposed else array
-    if known.head in tensors and not _equal(tensors[known.head], arrays[known.tied]):
-        raise UserError(
-            f"{origin[known.head]}: {known.head} is not {known.tied}, expected a classifier that is tied to it"
-        )
+        found.setdefault(part.ours, []).append(array.T if part.transposed else array)
+    if tied and known.head in tensors and not _equal(tensors[known.head], found[tied][0]):
+        raise UserError(f"{origin[known.head]}: {known.head} is not {tied}, expected a classifier that is tied to it")
+    arrays = {name: one[0] if len(one) == 1 else Stack(one) for name, one in found.items()}
     return Weights(folder, model, arrays, tokenizer=None)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of theirs, by its name without the prefix: rows `first` and on of the parameter `ours`."""
+
+    name: str
+    ours: str
+    first: int
+    shape: tuple[int, ...]  # as it lies there
+    transposed: bool
+
+
+def parts(known: HuggingFace, model: ModelConfig, expected: Mapping[str, Tensor]) -> Iterator[Part]:
+    """All tensors that a model is there, in the order of our parameters."""
+    for ours, t in expected.items():
+        first, transposed = 0, known.transposed(ours)
+        for theirs, rows in known.parts(model, ours).items():
+            shape = (rows or t.valid_rows, *t.shape[1:])
+            yield Part(theirs, ours, first, shape[::-1] if transposed else shape, transposed)
+            first += shape[0]
+        assert first == t.valid_rows, ours
 
 
 def _model(path: Path) -> ModelConfig:
@@ -69,14 +90,11 @@ def _model(path: Path) -> ModelConfig:
     for key, values in known.kinds.items():
         if (found := config.get(key, values[0])) not in values:
             raise UserError(f"{path}: {key} is {found!r}, expected {' or '.join(map(repr, values))}")
-    sizes = {}
-    for key, (name, default) in known.sizes.items():
-        found = config.get(key, default)
-        if not isinstance(found, int) or isinstance(found, bool):
-            raise UserError(f"{path}: {key} is {found!r}, expected an integer")
-        sizes[name] = found
     try:
-        model = module.Config(**sizes)
+        found = {name: (key, config.get(key, default)) for key, (name, default) in known.sizes.items()}
+        found |= known.read(config)
+        kinds = {name: entry.kind for name, entry in entries(module.Config).items()}
+        model = module.Config(**{name: converted(key, value, kinds[name]) for name, (key, value) in found.items()})
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     for key, value in known.derived.items():
@@ -143,31 +161,33 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 # --- writing ---
 
 
-class _Transposed:
-    """The rows of what is written, by Hugging Face's names: some matrices are (in, out) there."""
+class _Theirs:
+    """The rows of what is written, by Hugging Face's names: some matrices are (in, out) there, some are several."""
 
     def __init__(self, weights: Weights) -> None:
-        self.weights, self.known = weights, models.of(weights.model).HUGGING_FACE
-        self.ours = {self.known.prefix + self.known.name(name): name for name in weights.tensors}
+        known: HuggingFace = models.of(weights.model).HUGGING_FACE
+        self.weights = weights
+        self.parts = {
+            part.name if part.name == known.head else known.prefix + part.name: part
+            for part in parts(known, weights.model, weights.tensors)
+        }
 
     def tensors(self, dtype: str) -> dict[str, Tensor]:
-        found = {}
-        for theirs, name in self.ours.items():
-            t = self.weights.tensors[name]
-            shape = t.shape[::-1] if self.known.transposed(name) else (t.valid_rows, *t.shape[1:])
-            found[theirs] = replace(t, name=theirs, shape=shape, dtype=dtype)
-        return found
+        return {
+            name: replace(self.weights.tensors[part.ours], name=name, shape=part.shape, dtype=dtype)
+            for name, part in self.parts.items()
+        }
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
-        ours = self.ours[name]
-        if self.known.transposed(ours):
-            return self.weights.arrays[ours].T[lo:hi].astype(np.float32)
-        return self.weights.read_rows(ours, lo, hi)
+        part = self.parts[name]
+        if part.transposed:
+            return self.weights.arrays[part.ours].T[lo:hi].astype(np.float32)
+        return self.weights.read_rows(part.ours, part.first + lo, part.first + hi)
 
 
 def write(weights: Weights, out: Path, *, dtype: str) -> list[str]:
     """The folder `out`, which appears when it is whole. Returns the names of its files. OSError: nothing is there."""
-    source = _Transposed(weights)
+    source = _Theirs(weights)
     files = {CONFIG: (json.dumps(_config(weights, dtype), indent=2) + "\n").encode()}
     if weights.tokenizer is not None:
         files |= vocabulary.files(weights.tokenizer, weights.model.max_seq)
@@ -181,7 +201,7 @@ def write(weights: Weights, out: Path, *, dtype: str) -> list[str]:
 def _config(weights: Weights, dtype: str) -> dict[str, Any]:
     model, tokenizer = weights.model, weights.tokenizer
     known: HuggingFace = models.of(model).HUGGING_FACE
-    eot = tokenizer.eot if tokenizer else None
+    begin, end = vocabulary.begin_and_end(tokenizer) if tokenizer else (None, None)
     return {
         "architectures": [known.class_name],
         "model_type": known.model_type,
@@ -189,8 +209,8 @@ def _config(weights: Weights, dtype: str) -> dict[str, Any]:
         **{key: getattr(model, name) for key, (name, _) in known.sizes.items()},
         **dict.fromkeys(known.derived),
         **dict.fromkeys(known.rates, getattr(model, "dropout", 0.0)),
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-        "tie_word_embeddings": True,
+        **known.written(model),
+        "bos_token_id": begin,
+        "eos_token_id": end,
         "torch_dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
     }

@@ -81,9 +81,9 @@ def files(tokenizer: Tokenizer, max_seq: int) -> dict[str, bytes]:
     if isinstance(tokenizer, HuggingFace):
         name_of = {i: name for name, i in tokenizer.special.items()}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq}
-        if tokenizer.eot is not None:
-            last = next((name for name in AFTER_TEXT if name in tokenizer.special), name_of[tokenizer.eot])
-            settings |= {"bos_token": name_of[tokenizer.eot], "eos_token": last}
+        begin, end = begin_and_end(tokenizer)
+        if begin is not None and end is not None:
+            settings |= {"bos_token": name_of[begin], "eos_token": name_of[end]}
         return {WHOLE: tokenizer.content, SETTINGS: json.dumps(settings).encode()}
     if not isinstance(tokenizer, BytePairs):
         return {}
@@ -98,6 +98,14 @@ def files(tokenizer: Tokenizer, max_seq: int) -> dict[str, bytes]:
         MERGES: "\n".join(["#version: 0.2", *_lines(tokens), ""]).encode(),
         SETTINGS: json.dumps(settings | {"tokenizer_class": "GPT2Tokenizer", "model_max_length": max_seq}).encode(),
     }
+
+
+def begin_and_end(tokenizer: Tokenizer) -> tuple[int | None, int | None]:
+    """The ids that stand before and after a text: one for both, unless the tokenizer knows another that ends texts."""
+    begin = tokenizer.eot
+    if begin is None or not isinstance(tokenizer, HuggingFace):
+        return begin, begin
+    return begin, next((tokenizer.special[name] for name in AFTER_TEXT if name in tokenizer.special), begin)
 
 
 def _printed(token: bytes) -> str:

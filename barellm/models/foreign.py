@@ -6,6 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from barellm.errors import UserError
+
+
+class UnknownConfig(UserError):
+    """What a config.json says that no model of ours is: a line without the file's name."""
+
+
+def nothing(_: Any) -> dict[str, Any]:
+    return {}
+
 
 @dataclass(frozen=True)
 class HuggingFace:
@@ -14,14 +24,21 @@ class HuggingFace:
     preset: str  # what a model is trained like whose sizes no preset has
     model_type: str
     class_name: str
-    sizes: Mapping[str, tuple[str, int]]  # key -> our field, and what transformers takes where the key is missing
+    sizes: Mapping[str, tuple[str, Any]]  # key -> our field, and what transformers takes where the key is missing
     kinds: Mapping[str, tuple[Any, ...]]  # key -> the values that our model can be; the first is transformers' default
     derived: Mapping[str, Callable[[Any], Any]]  # key -> what our configuration makes of it; a folder may leave it out
     rates: tuple[str, ...]  # keys that are written as `dropout`, and not read
-    prefix: str  # before every name, which older files lack
-    head: str  # the classifier, which need not be there
-    tied: str  # our parameter that it is equal to
-    name: Callable[[str], str]  # our name of a parameter -> theirs, without the prefix
+    prefix: str  # before every name but the head's; older files lack it
+    head: str  # their classifier
+    tied: Callable[
+        [Any], str | None
+    ]  # configuration -> our parameter that their head is equal to, and then need not be there
+    # Configuration, our name of a parameter -> their names, without the prefix, of what lies one below the other in it, with the
+    # rows of each; 0: all.
+    parts: Callable[[Any, str], Mapping[str, int]]
     transposed: Callable[[str], bool]  # our name -> whether they store it (in, out)
     ignored: Callable[[str], bool]  # their name -> whether it is no parameter
     refused: Callable[[Any], str | None]  # why transformers cannot hold a configuration of ours
+    # What the tables above cannot say: config.json -> our field: (the key it was found at, its value), and the way back.
+    read: Callable[[Mapping[str, Any]], Mapping[str, tuple[str, Any]]] = nothing
+    written: Callable[[Any], Mapping[str, Any]] = nothing

@@ -208,13 +208,14 @@ HUGGING_FACE = HuggingFace(
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
+        "tie_word_embeddings": (True, False),  # which it is, the tensors say
     },
     derived={"n_inner": lambda cfg: 4 * cfg.channels},
     rates=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
     prefix="transformer.",
     head="lm_head.weight",
-    tied="wte",
-    name=lambda ours: f"{ours}.weight" if ours in ("wte", "wpe") else ours,
+    tied=lambda cfg: "wte",
+    parts=lambda cfg, ours: {f"{ours}.weight" if ours in ("wte", "wpe") else ours: 0},
     transposed=lambda ours: re.search(r"(c_attn|c_proj|c_fc)\.weight$", ours) is not None,  # transformers' class Conv1D
     # Buffers of older versions: where attention looks.
     ignored=lambda theirs: re.match(r"h\.\d+\.attn\.(bias|masked_bias)$", theirs) is not None,

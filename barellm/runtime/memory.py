@@ -10,7 +10,8 @@ from barellm.program.planner import Plan
 from barellm.runtime import cgroup
 
 PLURAL = {"parameter": "parameters", "gradient": "gradients", "state": "optimizer state", "cache": "caches",
-          "input": "inputs", "activation": "activations", "output": "outputs", "scratch": "scratch"}  # fmt: skip
+          "constant": "constants", "input": "inputs", "activation": "activations", "output": "outputs",
+          "scratch": "scratch"}  # fmt: skip
 
 
 def memory_limit() -> tuple[int, str]:

@@ -11,6 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from barellm.checkpoint.weights import Weights, parameters
+from barellm.config import ModelConfig as AnyModel
 from barellm.data.tokenizers import Bytes, Tokenizer
 from barellm.interop import imported
 from barellm.models.gpt2 import Config as ModelConfig
@@ -20,7 +21,7 @@ ODD = ModelConfig(layers=3, heads=5, channels=35, vocab_size=97, max_seq=31)
 Arrays = dict[str, np.ndarray]
 
 
-def random_arrays(model: ModelConfig, seed: int = 1) -> Arrays:
+def random_arrays(model: AnyModel, seed: int = 1) -> Arrays:
     """By barellm's names, wte without padding; every element a different normal."""
     rng = np.random.default_rng(seed)
     return {
@@ -29,11 +30,11 @@ def random_arrays(model: ModelConfig, seed: int = 1) -> Arrays:
     }
 
 
-def weights_of(model: ModelConfig, arrays: Arrays, tokenizer: Tokenizer | None = None) -> Weights:
+def weights_of(model: AnyModel, arrays: Arrays, tokenizer: Tokenizer | None = None) -> Weights:
     return Weights(Path("made"), model, arrays, tokenizer or Bytes())
 
 
-def checkpoint_of(folder: Path, model: ModelConfig, arrays: Arrays, tokenizer: Tokenizer | None = None) -> Path:
+def checkpoint_of(folder: Path, model: AnyModel, arrays: Arrays, tokenizer: Tokenizer | None = None) -> Path:
     """A barellm checkpoint with these weights."""
     return imported.save(weights_of(model, arrays, tokenizer), folder)
 
@@ -62,8 +63,12 @@ def their_config(model: ModelConfig) -> dict[str, object]:
 
 
 def hugging_face(folder: Path, model: ModelConfig, tensors: Arrays, *, shards: int = 0, **config: object) -> Path:
+    return in_folder(folder, their_config(model) | config, tensors, shards=shards)
+
+
+def in_folder(folder: Path, config: Mapping[str, object], tensors: Arrays, *, shards: int = 0) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(their_config(model) | config))
+    (folder / "config.json").write_text(json.dumps(config))
     if not shards:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
+from barellm.config import ModelConfig as AnyModel
 from barellm.config import OptimConfig
 from barellm.models import preset
 from barellm.models.gpt2 import Config as ModelConfig
@@ -38,7 +39,7 @@ def session_of(model: ModelConfig, batch: int, seq: int, *, optim=None, compute=
     return ReferenceSession(programs, **options)
 
 
-def tokens_and_targets(model: ModelConfig, batch: int, seq: int, seed: int = 0):
+def tokens_and_targets(model: AnyModel, batch: int, seq: int, seed: int = 0):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, model.vocab_size, (batch, seq), dtype=np.int32)
     targets = rng.integers(0, model.vocab_size, (batch, seq), dtype=np.int32)

@@ -20,7 +20,6 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
-from barellm.program.integers import round_up
 
 SIDE = 16  # rows of a tile, and its columns of 4 bytes
 ROWS = SPAN = 2 * SIDE  # of the results that four accumulators hold
@@ -34,7 +33,7 @@ def uses_tiles(isa: ISA, dtype: str) -> bool:
 
 def padded(depth: int) -> int:
     """The depth in whole steps."""
-    return round_up(depth, DEPTH)
+    return -(-depth // DEPTH) * DEPTH
 
 
 def left_bytes(depth: int) -> int:

@@ -19,10 +19,7 @@ def operand_bytes(t: Tensor) -> int:
 
 
 class Gradients(Protocol):
-    """What a gradient rule writes through: the reverse walk (`program.backward`). `loss_scale`: the state that multiplies the
-    gradient of the loss, if any."""
-
-    loss_scale: Tensor | None
+    """What a gradient rule writes through: the reverse walk (`program.backward`)."""
 
     def cast(self, grad: Tensor, dtype: str) -> Tensor:
         """`grad` as a matmul operand of `dtype`."""
