@@ -133,7 +133,9 @@ class TrainConfig(Section, section="train"):
         "", "start from these weights, with their sizes: a run, a checkpoint, a Hugging Face folder or an llm.c file"
     )
     dtype: str = one_of(
-        ("auto", "fp32", "bf16"), "auto", "fp32, bf16, or auto: bf16 where the machine has instructions for it"
+        ("auto", "fp32", "bf16", "fp16"),
+        "auto",
+        "fp32, bf16, fp16 (with a dynamic loss scale), or auto: bf16 where the machine has instructions for it",
     )
     recompute: bool = value(False, "recompute activations in the backward pass: less memory, more work")
     matmul: str = one_of(MATMULS, "own", "who does matrix products on a GPU: own (barellm's kernels) or cublaslt")

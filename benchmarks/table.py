@@ -144,14 +144,16 @@ def attention(r: dict) -> str:
         ratios = [case["ratio"] for case in r["cases"] if case["what"] == what]
         words.append(f"{name} {min(ratios):.2f} to {max(ratios):.2f} times as fast")
     lengths, sizes = ({case[key] for case in r["cases"]} for key in ("seq", "D"))
+    shared = [case for case in r["cases"] if "kv_heads" in case]
+    each = f" ({shared[0]['heads'] // shared[0]['kv_heads']} of queries to one of keys)" if shared else ""
     longest = [case for case in r["cases"] if case["seq"] == max(lengths)]
     share = f"{min(c['percent_of_peak'] for c in longest):.0f} % of the peak or more"
     square = (
         f"{max(c['of_square'] for c in longest):.2f} of the time that the whole square would take at the peak, or less"
     )
     return (
-        f"causal attention {r['dtype']}, T {min(lengths)} to {max(lengths)}, heads of {' and '.join(map(str, sorted(sizes)))}, "
-        f"against scaled_dot_product_attention of {r['peer']}, tuned environment: {', '.join(words)}; at T {max(lengths)} {share}, "
+        f"causal attention {r['dtype']}, T {min(lengths)} to {max(lengths)}, heads of {' and '.join(map(str, sorted(sizes)))}"
+        f"{each}, against scaled_dot_product_attention of {r['peer']}, tuned environment: {', '.join(words)}; at T {max(lengths)} {share}, "
         f"{square}"
     )
 

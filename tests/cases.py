@@ -11,6 +11,7 @@ import pytest
 
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import PRECISIONS
 from barellm.program.ops.attention import (
     gathered,
     join_heads,
@@ -27,8 +28,8 @@ from tests.check import EPS, persistent, stored, tokens
 
 SCALARS = {"seed": 5, "step": 2, "sample": 9}  # of attention with dropout
 # Relative error of rounding a probability to the operands of the next product.
-HALF_ULP = {"fp32": 0.0, "bf16": 2.0**-8}
-POLYNOMIAL = {"fp32": 0.0, "bf16": 3e-6}
+HALF_ULP = {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}
+POLYNOMIAL = {"fp32": 0.0, "bf16": 3e-6, "fp16": 3e-6}
 
 
 def normal(*shape: int, seed: int = 1) -> np.ndarray:
@@ -43,7 +44,7 @@ def chain_bound(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def operands(shape, dtype):
     batch, seq, N, K = shape
-    weight_dtype = "split" if dtype == "bf16" else "fp32"
+    weight_dtype = PRECISIONS[dtype].weights
     x, dy = tokens(normal(batch, seq, K), dtype), tokens(normal(batch, seq, N, seed=2), dtype)
     return x, dy, persistent(normal(N, K, seed=3), weight_dtype)
 

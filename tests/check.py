@@ -197,7 +197,7 @@ def _compare(name: str, got: np.ndarray, want: np.ndarray, dtype: str, bound: An
         return
     with np.errstate(invalid="ignore"):
         error = np.where((got == want) | (np.isnan(got) & np.isnan(want)), 0.0, np.abs(got - want))
-        allowed = ROUNDING[dtype] * 1.001 * np.abs(want) + bound + 1e-40
+        allowed = ROUNDING[dtype] * 1.001 * np.abs(want) + bound + FORMATS[dtype].half_least + 1e-40
         bad = (error != 0) & ~(error <= allowed)
     if bad.any():
         at = (

@@ -15,6 +15,7 @@ import numpy as np
 
 from barellm.bench import peer_process
 from barellm.bench.peers import FOLDER, environments, machine, peer_script
+from barellm.errors import UserError
 from barellm.plans import devices
 from barellm.plans.roofline import open_bench
 from barellm.program import ops
@@ -29,13 +30,20 @@ LONG = 0.1  # seconds of a call that needs no call before it to warm the caches
 PAUSE = 0.05  # seconds before a turn: the other's threads stop spinning
 WHATS = ("forward", "both")
 
-Case = dict[str, Any]  # batch, seq, heads, D, dtype
+Case = dict[str, Any]  # batch, seq, heads, D, dtype; kv_heads where they are fewer than heads
+SIZES = (64, 128)  # columns of a head
 
 
-def cases(dtype: str, lengths: tuple[int, ...] = LENGTHS, device: str = "cpu") -> list[Case]:
-    sizes = [(D, T) for D in (64, 128) for T in lengths]
+def cases(dtype: str, lengths: tuple[int, ...] = LENGTHS, device: str = "cpu", share: int = 1) -> list[Case]:
+    """`share` heads of queries have one head of keys and values. UserError where that does not divide the heads."""
+    if share < 1 or any(WIDTH // D % share for D in SIZES):
+        counts = " and ".join(str(WIDTH // D) for D in SIZES)
+        raise UserError(f"--share is {share}, expected what divides {counts} heads")
     return [
-        {"batch": max(1, TOKENS[device] // T), "seq": T, "heads": WIDTH // D, "D": D, "dtype": dtype} for D, T in sizes
+        {"batch": max(1, TOKENS[device] // T), "seq": T, "heads": WIDTH // D, "D": D, "dtype": dtype}
+        | ({"kv_heads": WIDTH // D // share} if share > 1 else {})
+        for D in SIZES
+        for T in lengths
     ]
 
 
@@ -50,25 +58,26 @@ class Attention:
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
         dims = Dim("batch", case["batch"]), Dim("seq", case["seq"])
-        C, dtype = case["heads"] * case["D"], case["dtype"]
+        C, dtype, kv_heads = case["heads"] * case["D"], case["dtype"], case.get("kv_heads", case["heads"])
+        widths = C, kv_heads * case["D"], kv_heads * case["D"]
         store = Store()
         programs = {what: Program(store) for what in WHATS}
-        attrs = {"heads": case["heads"], "kv_heads": case["heads"], "rate": 0.0, "stream": 0}
+        attrs = {"heads": case["heads"], "kv_heads": kv_heads, "rate": 0.0, "stream": 0}
         for what, p in programs.items():
-            qkv = p.input("qkv", (*dims, 3 * C), dtype)
-            operands = dict(zip("qkv", p.split(qkv, 3), strict=True))
+            qkv = p.input("qkv", (*dims, sum(widths)), dtype)
+            operands = dict(zip("qkv", p.split(qkv, widths), strict=True))
             saved = p.apply(ops.Attention, **operands, **attrs)
             p.output("out", saved.out)
             if what == "both":
                 dout = p.input("dout", (*dims, C), dtype)
                 dqkv = p.output("dqkv", p.activation("dqkv", qkv.shape, dtype))
-                into = {f"d{n}": (view, "store") for n, view in zip("qkv", p.split(dqkv, 3), strict=True)}
+                into = {f"d{n}": (view, "store") for n, view in zip("qkv", p.split(dqkv, widths), strict=True)}
                 back = {**operands, "out": saved.out, "dout": dout, "lse": saved.lse}
                 p.apply(ops.AttentionBackward, into=into, **back, **attrs)
         self.session = devices.open_session(programs, device)
         self.sizes = {"batch": case["batch"], "seq": case["seq"]}
         random = np.random.default_rng(0)
-        for name, width in (("qkv", 3 * C), ("dout", C)):
+        for name, width in (("qkv", sum(widths)), ("dout", C)):
             shape = (case["batch"], case["seq"], width)
             self.session.write(name, random.standard_normal(shape, np.float32))
         for what in WHATS:
@@ -90,9 +99,10 @@ def measure(
     report: Callable[[str], None],
     lengths: tuple[int, ...] = LENGTHS,
     device: str = "cpu",
+    share: int = 1,
 ) -> dict[str, Any]:
     """One JSON object with a row per case, forward and "both". With `torch` each round has a turn of ours and one of PyTorch's."""
-    all_cases, load = cases(dtype, lengths, device), os.getloadavg()
+    all_cases, load = cases(dtype, lengths, device, share), os.getloadavg()
     rows: list[dict[str, Any]] = []
     script = peer_script("torch_attention.py") if torch else None
     environment = environments()["tuned"]["set"] if torch and device == "cpu" else {}
@@ -154,7 +164,8 @@ def row(case: Case, what: str, turns: dict[str, list[list[float]]], peak: float)
 
 
 def line(r: dict[str, Any]) -> str:
-    sizes = f"{r['batch']} x {r['seq']}, {r['heads']} heads of {r['D']}"
+    heads = f"{r['heads']} over {r['kv_heads']}" if "kv_heads" in r else f"{r['heads']}"
+    sizes = f"{r['batch']} x {r['seq']}, {heads} heads of {r['D']}"
     rate = f"{r['ours_s'] * 1e3:>10.2f} ms{r['flops'] / r['ours_s'] / 1e9:>8.0f} GFLOP/s{r['percent_of_peak']:>5.0f} % of peak"
     ratio = f"{r['ratio']:>8.2f}x PyTorch's" if "ratio" in r else ""
     return f"{sizes:<28}{r['what']:<9}{rate}{r['of_square']:>7.2f} of the square's time{ratio}"

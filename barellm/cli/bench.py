@@ -54,6 +54,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokens", metavar="LIST", help="gemm: numbers of tokens (default: batch x seq), as in 256,1024"
     )
     parser.add_argument(
+        "--share",
+        type=int,
+        metavar="N",
+        help="attention: heads of queries that share one of keys and values (default: 1)",
+    )
+    parser.add_argument(
         "--digest", action="store_true", help="step: add a hash of all weights and states after the steps"
     )
     parser.add_argument(
@@ -132,8 +138,8 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
         from barellm.bench import attentions
 
         # Its lines are the report, written as they come.
-        torch, dtype = bool(chosen), config.train.dtype
-        return attentions.measure(dtype, torch=torch, rounds=rounds, report=report, device=args.device), []
+        given = {"torch": bool(chosen), "rounds": rounds, "report": report, "device": args.device}
+        return attentions.measure(config.train.dtype, share=1 if args.share is None else args.share, **given), []
     if args.what == "ops":
         from barellm.bench import ops, peers
 
@@ -160,6 +166,8 @@ def _rounds(args: argparse.Namespace) -> int:
         raise UserError("--interleave is for step --peers, gemm, attention and scaling")
     if args.tokens is not None and what != "gemm":
         raise UserError("--tokens is for gemm")
+    if args.share is not None and what != "attention":
+        raise UserError("--share is for attention")
     rounds = 7 if args.interleave is None else args.interleave
     if rounds < 1:
         raise UserError(f"--interleave is {rounds}, expected at least 1")
@@ -219,7 +227,7 @@ def _name(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> list[s
     """The parts of the name of a result's file: whatever changes the numbers."""
     on_gpu = ["cuda"] * (args.device == "cuda")
     if r["kind"] == "attention":
-        return ["attention", *on_gpu, r["dtype"]]
+        return ["attention", *on_gpu, r["dtype"], *([f"share-{args.share}"] if (args.share or 1) > 1 else [])]
     train, moments = config.train, config.optim.moments
     changed = ["changed"] * (config.model != models.preset(config.preset).model)
     parts = ["scaling"] * (r["kind"] == "scaling") + [

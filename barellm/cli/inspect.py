@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         default="auto",
-        choices=("auto", "fp32", "bf16"),
+        choices=("auto", "fp32", "bf16", "fp16"),
         help="the dtype of the preset's products (default: auto)",
     )
     add_device(parser, "cpu, or cuda, for which no GPU need be there")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from barellm.cpu.isa import ISA
+from barellm.program.integers import ceil_div, round_up
 
 ROLES = (
     "forward",
@@ -85,12 +86,12 @@ def part_of(depth: int, itemsize: int) -> int:
     if itemsize == 2 and depth * itemsize <= WHOLE_BYTES:
         return depth
     parts = max(1, (depth * itemsize + PART_BYTES // 2) // PART_BYTES)
-    return min(-(-depth // (32 * parts)) * 32, depth)
+    return min(ceil_div(depth, 32 * parts) * 32, depth)
 
 
 def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:
     """The panel width that pads `cols` least; the wider one where equal, for it loads less."""
-    return min(tiles(isa, dtype), key=lambda tile: -(-cols // tile.span(isa)) * tile.span(isa))
+    return min(tiles(isa, dtype), key=lambda tile: round_up(cols, tile.span(isa)))
 
 
 def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -> Choice:
@@ -109,9 +110,9 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
     most = max(LEFT_BYTES // (min(depth, CHUNK) * itemsize), tile.rows)
     claims = CLAIMS if depth <= CHUNK and rows * cols * depth >= SMALL else CLAIMS // 2
     kept = 2 if depth < CHUNK // 2 else 1  # a short block of dy stays in the second cache for the claims beside it
-    row_blocks, column_blocks = -(-rows // most), 1
+    row_blocks, column_blocks = ceil_div(rows, most), 1
     while row_blocks * column_blocks < claims or row_blocks * column_blocks % 2:
-        height, columns = -(-rows // row_blocks), -(-cols // column_blocks)
+        height, columns = ceil_div(rows, row_blocks), ceil_div(cols, column_blocks)
         if columns > span and kept * columns >= height:
             column_blocks *= 2
         elif height > tile.rows:
@@ -128,7 +129,7 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
 
 def _even(size: int, blocks: int, multiple: int) -> int:
     """Of each of `blocks` blocks of `size`, as even as multiples can be."""
-    return -(-size // (blocks * multiple)) * multiple
+    return ceil_div(size, blocks * multiple) * multiple
 
 
 def _filled(size: int, blocks: int, multiple: int, step: int) -> int:

@@ -28,21 +28,24 @@ class ISA:
     fma: bool
     dot: str = ""
     bf16_round: bool = False
+    half: bool = False  # converts between fp16 and fp32 in one instruction
     masked: bool = False  # masked loads and stores of 16- and 32-bit elements are instructions
     tiles: bool = False  # products of bf16 in AMX tile registers
 
 
 X86 = {
-    "amx_bf16": ISA("amx_bf16", "", "sapphirerapids", "+amx-tile,+amx-bf16", 16, 32, True, "x86", True, True, True),
-    "avx512_bf16": ISA("avx512_bf16", "", "x86-64-v4", "+avx512bf16", 16, 32, True, "x86", True, True),
-    "avx512": ISA("avx512", "", "x86-64-v4", "", 16, 32, True, masked=True),
-    "avx2": ISA("avx2", "", "x86-64-v3", "", 8, 16, True),
+    "amx_bf16": ISA(
+        "amx_bf16", "", "sapphirerapids", "+amx-tile,+amx-bf16", 16, 32, True, "x86", True, True, True, True
+    ),
+    "avx512_bf16": ISA("avx512_bf16", "", "x86-64-v4", "+avx512bf16", 16, 32, True, "x86", True, True, True),
+    "avx512": ISA("avx512", "", "x86-64-v4", "", 16, 32, True, half=True, masked=True),
+    "avx2": ISA("avx2", "", "x86-64-v3", "", 8, 16, True, half=True),
     "generic": ISA("generic", "", "x86-64", "", 4, 16, False),
 }
 ARM = {
-    "neon_bf16": ISA("neon_bf16", "", "generic", "+v8.2a,+neon,+bf16", 4, 32, True, "neon", True),
-    "neon": ISA("neon", "", "generic", "+neon", 4, 32, True),
-    "generic": ISA("generic", "", "generic", "+neon", 4, 32, True),
+    "neon_bf16": ISA("neon_bf16", "", "generic", "+v8.2a,+neon,+bf16", 4, 32, True, "neon", True, True),
+    "neon": ISA("neon", "", "generic", "+neon", 4, 32, True, half=True),
+    "generic": ISA("generic", "", "generic", "+neon", 4, 32, True, half=True),
 }
 NEEDS = {
     "amx_bf16": ("amx-tile", "amx-bf16", "avx512bf16", "avx512bw", "avx512vl", "avx512dq", "fma"),

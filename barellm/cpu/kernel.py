@@ -101,7 +101,7 @@ def positional(emit: Emit) -> list[str]:
     return [p.name for p in list(inspect.signature(emit).parameters.values())[1:] if p.kind in kinds]
 
 
-REGISTRY: Registry[Lowering] = Registry("cpu", floats=("fp32", "bf16"), replaced=sources.forget)
+REGISTRY: Registry[Lowering] = Registry("cpu", floats=("fp32", "bf16", "fp16"), replaced=sources.forget)
 
 
 def lowering(op_name: str, **takes: Any) -> Callable[[Callable[[Op, Lowering], None]], Callable[[Op, Lowering], None]]:

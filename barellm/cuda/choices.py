@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from barellm.program.integers import ceil_div
+
 WAVE = 132
 LEAST_ROWS = 256  # of one part of a split sum
 MOST_SPLITS = 64
@@ -47,10 +49,6 @@ _FP32 = (Tile(128, 64, 16, 8, 2), Tile(64, 64, 16, 4, 3), Tile(32, 64, 16, 4, 3)
 _TF32 = (Tile(128, 128, 32, 8, 3), Tile(128, 64, 32, 4, 3), Tile(64, 64, 32, 4, 3), Tile(32, 64, 32, 4, 3))
 
 
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def alike(arch: int) -> int:
     """The compute capability, of those with tiles of their own, whose tiles `arch` takes."""
     return arch if arch in _BF16 else _ALIKE.get(arch, 89)
@@ -67,13 +65,13 @@ def tile(role: str, rows: int, cols: int, depth: int, dtype: str, arch: int) -> 
     until they fill the card."""
     best, least = None, 0.0
     for step, t in enumerate(tiles(dtype, arch)):
-        count = cdiv(rows, t.rows) * cdiv(cols, t.cols)
+        count = ceil_div(rows, t.rows) * ceil_div(cols, t.cols)
         if role == "tn":
             count *= splits(count, depth)
-            work = cdiv(rows, t.rows) * cdiv(cols, t.cols) / count
+            work = ceil_div(rows, t.rows) * ceil_div(cols, t.cols) / count
         else:
             work = 1.0
-        time = cdiv(count, WAVE) * work * t.rows * t.cols * (1 + 0.1 * step)
+        time = ceil_div(count, WAVE) * work * t.rows * t.cols * (1 + 0.1 * step)
         if best is None or time < least:
             best, least = t, time
     assert best is not None
@@ -86,7 +84,7 @@ def splits(tiles: int, rows: int) -> int:
     rows = 1 << (max(rows, 1).bit_length() - 1)
 
     def time(s: int) -> int:
-        return cdiv(tiles * s, WAVE) * cdiv(rows, s) + (SPLIT_ROWS * tiles * s if s > 1 else 0)
+        return ceil_div(tiles * s, WAVE) * ceil_div(rows, s) + (SPLIT_ROWS * tiles * s if s > 1 else 0)
 
     return min(range(1, min(MOST_SPLITS, max(rows // LEAST_ROWS, 1)) + 1), key=time)
 
@@ -149,9 +147,9 @@ def columns(role: str, rows: int, cols: int, depth: int) -> int:
     """Columns of a tile for a result of (rows, cols): the fewest columns times waves. 128 load 4/3 as much for each product."""
 
     def time(width: int) -> float:
-        tiles = cdiv(rows, ROWS) * cdiv(cols, width)
+        tiles = ceil_div(rows, ROWS) * ceil_div(cols, width)
         parts = splits(tiles, depth) if role == "tn" else 1
-        return cdiv(tiles * parts, WAVE) / parts * width * (1.0 if width == 256 else 1.15)
+        return ceil_div(tiles * parts, WAVE) / parts * width * (1.0 if width == 256 else 1.15)
 
     return min((256, 128), key=time)
 

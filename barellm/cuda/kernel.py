@@ -75,10 +75,6 @@ class Sizes:
 Size = Callable[[Sizes], int]
 
 
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 @dataclass(frozen=True)
 class Rows:
     """A `Size`: how many rows (or elements) a tensor has at run time: `inner` times its run-time axes."""

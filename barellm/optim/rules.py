@@ -64,11 +64,13 @@ def update(p: Program, rules: Sequence[Rule], *, clip: float) -> None:
     The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
     """
     from barellm.program import ops
+    from barellm.program.ops.cross_entropy import loss_scale_of
 
     params = p.store.of_role("parameter")
     squares = {f"p{i}": p.apply(ops.SumSquares, x=p.gradient_of(t)).partials for i, t in enumerate(params)}
     skipped = p.state("skipped", (1,), "i32")
-    scale = p.output("clip", p.apply(ops.ClipScale, skipped=skipped, **squares, clip=clip).clip)
+    operands = {"skipped": skipped, "loss_scale": loss_scale_of(p), **squares}
+    scale = p.output("clip", p.apply(ops.ClipScale, **operands, clip=clip).clip)
     first = len(p.ops)
     groups: dict[Optimizer, list[Tensor]] = {rule.optimizer: [] for rule in rules}
     for param, rule in assigned(rules, params):

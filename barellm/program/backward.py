@@ -15,6 +15,7 @@ from typing import Any
 
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op
+from barellm.program.ops.cross_entropy import loss_scale_of
 from barellm.program.ops.elementwise import Add, Cast
 from barellm.program.tensor import Tensor, View, describe
 
@@ -56,6 +57,7 @@ class Gradients:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self.loss_scale = loss_scale_of(graph)
         self.of: dict[Tensor, Tensor] = {}
         self.parts: dict[Tensor, Parts] = {}  # gradients so far written through views only
         self.holders: Counter[Tensor] = Counter()  # forward tensors whose pending gradient is this tensor

@@ -22,14 +22,18 @@ from barellm.program import moments
 
 @dataclass(frozen=True)
 class Format:
-    """`planes`: the formats of its planes, one after the other in memory; () for an array of numbers or codes of `bits` each.
-    `half_ulp`: the largest relative error of rounding to it. `travels`: the format in which its values leave the arena, for files
-    and NumPy."""
+    """One way to keep a number.
+
+    `half_ulp`: the largest relative error of rounding to it; `half_least`: the largest error at all, where denormals begin soon.
+    `planes`: the formats of its planes, one after the other in memory; () for an array of numbers or codes of `bits` each.
+    `travels`: the format in which its values leave the arena, for files and NumPy.
+    """
 
     name: str
     bits: int
     kind: Literal["float", "integer", "code", "planes"]
     half_ulp: float = 0.0
+    half_least: float = 0.0
     planes: tuple[str, ...] = ()
     travels: str = ""
 
@@ -56,15 +60,15 @@ FORMATS: dict[str, Format] = {
     for f in (
         Format("fp64", 64, "float", 2.0**-53),
         Format("fp32", 32, "float", 2.0**-24),
-        Format("fp16", 16, "float", 2.0**-11),
+        Format("fp16", 16, "float", 2.0**-11, 2.0**-25),
         Format("bf16", 16, "float", 2.0**-8),
         Format("i64", 64, "integer"),
         Format("i32", 32, "integer"),
         Format("i16", 16, "integer"),
         Format("e6m9", 16, "code", 2.0**-10, travels="fp32"),
         Format("ue6m10", 16, "code", 2.0**-11, travels="fp32"),
-        Format("split", 32, "planes", 2.0**-24, ("bf16", "i16"), travels="fp32"),
-        Format("half", 48, "planes", 2.0**-24, ("fp16", "fp32"), travels="fp32"),
+        Format("split", 32, "planes", 2.0**-24, planes=("bf16", "i16"), travels="fp32"),
+        Format("half", 48, "planes", 2.0**-24, planes=("fp16", "fp32"), travels="fp32"),
     )
 }
 

@@ -20,8 +20,9 @@ CLASSIFIER: list[Fusion] = [
             ("matmul_dx", {"dy": "2.dlogits", "weight": "0.weight"}),
             ("matmul_dw", {"dy": "2.dlogits", "x": "0.x"}),
         ],
-        inputs={"x": "0.x", "weight": "0.weight", "targets": "1.targets"},
+        inputs={"x": "0.x", "weight": "0.weight", "targets": "1.targets", "loss_scale": "2.loss_scale"},
         outputs={"loss": "1.loss", "dx": "3.dx", "dweight": "4.dweight"},
+        optional=("loss_scale",),
     ),
     Fusion(
         "classifier_loss",

@@ -39,6 +39,18 @@ def test_cases_hold_as_many_tokens_as_they_can():
     ]
 
 
+def test_heads_that_share_keys(monkeypatch):
+    """Half as many heads of keys are measured, said and written down; operations are those of the heads of queries."""
+    monkeypatch.setattr(attentions, "WIDTH", 256)
+    lines = []
+    r = attentions.measure("fp32", torch=False, rounds=1, report=lines.append, lengths=(24,))
+    shared = attentions.measure("fp32", torch=False, rounds=1, report=lines.append, lengths=(24,), share=2)
+    assert not any("kv_heads" in case for case in r["cases"])
+    assert [(c["heads"], c["kv_heads"]) for c in shared["cases"]] == [(4, 2), (4, 2), (2, 1), (2, 1)]
+    assert "4 over 2 heads of 64" in lines[4] and "2 over 1 heads of 128" in lines[7]
+    assert [c["flops"] for c in shared["cases"]] == [c["flops"] for c in r["cases"]]
+
+
 def test_a_row_is_of_medians_by_turn():
     case = {"batch": 2, "seq": 99, "heads": 3, "D": 64, "dtype": "bf16"}
     work = 2 * 2 * 64 * 6 * (99 * 100 // 2)
@@ -85,6 +97,8 @@ def test_a_peer_that_ends_is_told(monkeypatch, tmp_path):
 @pytest.mark.parametrize("argv, words", [
     (["--interleave", "0"], ["--interleave is 0"]),
     (["--peers", f"llmc={sys.executable}"], ["bench attention", "--peers torch"]),
+    (["--share", "2"], ["--share is 2", "2 and 1 heads"]),
+    (["--share", "0"], ["--share is 0", "2 and 1 heads"]),
 ])  # fmt: skip
 def test_mistakes_are_one_line(argv, words, capsys):
     assert main.main(["bench", "attention", *argv]) == 2

@@ -6,9 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from barellm.cuda.kernel import REGISTRY, Lowering, Sizes, Spec, TensorMap, cdiv
+from barellm.cuda.kernel import REGISTRY, Lowering, Sizes, Spec, TensorMap
 from barellm.cuda.lang import constant, device, tl
 from barellm.program import ops
+from barellm.program.integers import ceil_div
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
@@ -227,7 +228,7 @@ def test_a_right_kernel_passes(monkeypatch):
     def lower(c: Lowering) -> None:
         n = c.elements(c.op.y)
         operands = {"y": c.op.y, "a": c.op.a, "b": c.op.b, "n": n}
-        c.launch(added, operands, {"BLOCK": 64}, grid=lambda s: (cdiv(n(s), 64),), writes="y")
+        c.launch(added, operands, {"BLOCK": 64}, grid=lambda s: (ceil_div(n(s), 64),), writes="y")
 
     monkeypatch.setattr(REGISTRY, "entries", dict(REGISTRY.entries))
     REGISTRY.add("add", lower)

@@ -20,6 +20,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
+from barellm.program.integers import round_up
 
 SIDE = 16  # rows of a tile, and its columns of 4 bytes
 ROWS = SPAN = 2 * SIDE  # of the results that four accumulators hold
@@ -33,7 +34,7 @@ def uses_tiles(isa: ISA, dtype: str) -> bool:
 
 def padded(depth: int) -> int:
     """The depth in whole steps."""
-    return -(-depth // DEPTH) * DEPTH
+    return round_up(depth, DEPTH)
 
 
 def left_bytes(depth: int) -> int:

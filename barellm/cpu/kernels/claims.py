@@ -15,6 +15,7 @@ from barellm.cpu.kernels.packing import Packing, Panels, interleaved, panel_byte
 from barellm.cpu.kernels.packing import transposed as transposed_panel
 from barellm.cpu.kernels.register_tile import block_of
 from barellm.cpu.lang import Pointer, Value
+from barellm.program.integers import ceil_div
 
 
 class Claims(ABC):
@@ -33,7 +34,7 @@ class Claims(ABC):
         self.k, self.a, self.weight, self.make_finish = k, a, weight, finish
         self.cols, self.depth, self.part, self.transposed, self.choice = cols, depth, part, transposed, choice
         self.tile, self.span = choice.tile, choice.tile.span(k.isa)
-        self.panels, self.parts = -(-cols // self.span), -(-depth // part)
+        self.panels, self.parts = ceil_div(cols, self.span), ceil_div(depth, part)
         long_blocks = k.ceil_div(rows, choice.long_rows)
         few = long_blocks * self.panels < k.threads * BUSY
         self.rows = rows
@@ -105,7 +106,7 @@ def panel_groups(k: KernelBuilder, panels: int, most: int, blocks: Value) -> Val
     as many for each thread."""
     if most == 1:
         return k.int(panels)
-    wanted = k.max(k.ceil_div(k.threads * (BUSY // 2), k.max(blocks, 1)), -(-panels // most))
+    wanted = k.max(k.ceil_div(k.threads * (BUSY // 2), k.max(blocks, 1)), ceil_div(panels, most))
     return k.min(k.ceil_div(wanted, k.threads) * k.threads, panels)
 
 

@@ -15,6 +15,7 @@ from barellm.cpu.kernels.loops import across, fold, row_grain, shape_of, sweep, 
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp, ln
 from barellm.program.ops.base import Op
+from barellm.program.ops.cross_entropy import FIRST_SCALE
 from barellm.runtime.lowering import part
 
 ALL_ROWS = 1 << 62
@@ -46,12 +47,22 @@ def log_sum_exp(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
     return top + k.lane(ln(k, k.splat(k.sum(fold(sums, add)))), 0)
 
 
+def scale_of(k: KernelBuilder, loss_scale: Pointer | None) -> Value | None:
+    """The number that a loss scale's state stands for (`program.ops.cross_entropy`): a power of two, made of its bits."""
+    if loss_scale is None:
+        return None
+    bits = k.op("i32", f"trunc {(loss_scale.get(0) + (127 + FIRST_SCALE)).typed} to i32") << 23
+    return k.op("float", f"bitcast i32 {bits.ref} to float")
+
+
 def write_gradient(
-    k: KernelBuilder, dlogits: Pointer, logits: Pointer, target: Value, lse: Value, *, V: int, valid: int, mode: str
-) -> None:
-    """One row: (softmax - onehot) * inv_targets; zero where the target is ignored, and in the padding."""
+    k: KernelBuilder, dlogits: Pointer, logits: Pointer, target: Value, lse: Value, by: Value | None,
+    *, V: int, valid: int, mode: str,
+) -> None:  # fmt: skip
+    """One row: (softmax - onehot) * inv_targets, times `by`; zero where the target is ignored, and in the padding."""
     counted = target >= 0
-    scale = k.select(counted, k.to(k.scalar("inv_targets"), "float"), 0.0)
+    scale = k.to(k.scalar("inv_targets"), "float")
+    scale = k.select(counted, scale if by is None else scale * by, 0.0)
     factor, shift = k.splat(scale), k.splat(lse)
     at = k.max(target, 0)
     # Read before the row is overwritten.
@@ -89,27 +100,30 @@ def write_loss(k: KernelBuilder, lse, losses, logits: Pointer, target: Value, ro
 
 
 def row_losses_and_gradients(
-    k: KernelBuilder, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner
+    k: KernelBuilder, losses, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner
 ) -> None:
     """losses, and the gradient over the logits: the row is in the cache when it is overwritten."""
+    by = scale_of(k, loss_scale)
     with (
         k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         of, target = logits.at(row * V), targets.get(row)
         lse = write_loss(k, None, losses, of, target, row, valid)
-        write_gradient(k, of, of, target, lse, V=V, valid=valid, mode="store")
+        write_gradient(k, of, of, target, lse, by, V=V, valid=valid, mode="store")
 
 
 def row_gradients(
-    k: KernelBuilder, dlogits, logits, targets, lse, row_begin, row_limit, *, V, valid, dims, inner, mode
+    k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, mode
 ) -> None:
+    by = scale_of(k, loss_scale)
     with (
         k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
+        at = row * V
         write_gradient(
-            k, dlogits.at(row * V), logits.at(row * V), targets.get(row), lse.get(row), V=V, valid=valid, mode=mode
+            k, dlogits.at(at), logits.at(at), targets.get(row), lse.get(row), by, V=V, valid=valid, mode=mode
         )
 
 
@@ -144,13 +158,14 @@ def cross_entropy(op: Op, c: Lowering) -> None:
     c.call(total_loss, {"loss": op.loss, "losses": losses}, shape_of(op.logits), writes="loss")
 
 
-@lowering("cross_entropy_backward", adds="dlogits", also={"targets": "i32"})
+@lowering("cross_entropy_backward", adds="dlogits", also={"targets": "i32", "loss_scale": "i32"})
 def cross_entropy_backward(op: Op, c: Lowering) -> None:
     operands = {
         "dlogits": op.dlogits,
         "logits": op.logits,
         "targets": op.targets,
         "lse": op.lse,
+        "loss_scale": op.loss_scale,
         "row_begin": 0,
         "row_limit": ALL_ROWS,
     }

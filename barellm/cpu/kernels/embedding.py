@@ -33,7 +33,7 @@ def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> No
         write_row(k, y.at(row * C), C, vector, past=past)
 
 
-@lowering("embedding", also={"tokens": "i32", "wte": "split", "wpe": "split"})
+@lowering("embedding", also={"tokens": "i32", "wte": "split half", "wpe": "split half"})
 def lower_embedding(op: Op, c: Lowering) -> None:
     operands = {"y": op.y, "tokens": op.tokens, **weight_operands("wte", op.wte)}
     operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else weight_operands("wpe", op.wpe)

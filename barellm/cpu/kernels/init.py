@@ -40,7 +40,7 @@ def normal_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream,
                 weights.store(k.select(live, z * std, 0.0), at, inside)
 
 
-@lowering("normal_init", floats="fp32", also={"param": "split"})
+@lowering("normal_init", floats="fp32", also={"param": "split half"})
 def lower_normal_init(op: Op, c: Lowering) -> None:
     t = op.outputs["param"]
     columns = int(t.shape[-1])
@@ -59,7 +59,7 @@ def constant_init(k: KernelBuilder, param, param_lo, n, valid, *, value) -> None
         sweep(k, begin, end, body)
 
 
-@lowering("constant_init", floats="fp32", also={"param": "split"})
+@lowering("constant_init", floats="fp32", also={"param": "split half"})
 def lower_constant_init(op: Op, c: Lowering) -> None:
     t = op.outputs["param"]
     operands = {**weight_operands("param", t), "n": t.size, "valid": _valid(op)}

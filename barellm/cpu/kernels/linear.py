@@ -64,9 +64,9 @@ def _weight_gradient(
     c.call(weight_gradient.weight_gradient, operands, constants, writes="dweight")
 
 
-@lowering("product", adds="y dx", also={"weight": "split"})
-@lowering("matmul_dx", adds="dx", also={"weight": "split"})
-@lowering("matmul", adds="y", also={"weight": "split"})
+@lowering("product", adds="y dx", also={"weight": "split half"})
+@lowering("matmul_dx", adds="dx", also={"weight": "split half"})
+@lowering("matmul", adds="y", also={"weight": "split half"})
 def product(op: Op, c: Lowering) -> None:
     """A product with a weight or the gradient of its input, with what follows it."""
     epilogues = op.attrs.get("epilogues", ())
@@ -110,6 +110,7 @@ def _logits_and_losses(c: Lowering, *, gradients: bool) -> None:
             "losses": (part(losses, 4 * first, min(4 * (first + count), 4 * rows)), "fp32"),
             "logits": logits,
             "targets": rows_of(op.targets, first, count, 1),
+            "loss_scale": op.loss_scale if gradients else None,
             "row_begin": first,
             "row_limit": count,
         }
@@ -134,11 +135,13 @@ def _logits_and_losses(c: Lowering, *, gradients: bool) -> None:
     c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
 
 
-@lowering("classifier", adds="dx", starts="dweight", also={"weight": "split", "targets": "i32"})
+@lowering(
+    "classifier", adds="dx", starts="dweight", also={"weight": "split half", "targets": "i32", "loss_scale": "i32"}
+)
 def classifier(op: Op, c: Lowering) -> None:
     _logits_and_losses(c, gradients=True)
 
 
-@lowering("classifier_loss", also={"weight": "split", "targets": "i32"})
+@lowering("classifier_loss", also={"weight": "split half", "targets": "i32"})
 def classifier_loss(op: Op, c: Lowering) -> None:
     _logits_and_losses(c, gradients=False)

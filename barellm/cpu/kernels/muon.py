@@ -185,7 +185,7 @@ def muon_update(
                 step(first, first + C, lambda at, mask: of_row)
 
 
-@lowering("muon_update", also={"param": "split"})
+@lowering("muon_update", also={"param": "split half"})
 def lower_update(op: Op, c: Lowering) -> None:
     rows, C = (int(n) for n in op.x.shape)
     operands = {

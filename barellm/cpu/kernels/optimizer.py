@@ -104,7 +104,7 @@ def sweep_dithered(
         block(first, masked=True)
 
 
-@lowering("adamw", floats="fp32", also={"param": "split", "m": "e6m9", "v": "ue6m10"})
+@lowering("adamw", floats="fp32", also={"param": "split half", "m": "e6m9", "v": "ue6m10"})
 def lower_adamw(op: Op, c: Lowering) -> None:
     operands = {**weight_operands("param", op.outputs["param"]), "m": moment_operand(op.outputs["m"]),
                 "v": moment_operand(op.outputs["v"]), "grad": op.grad, "clip": op.clip, "n": op.grad.size,

@@ -1,7 +1,7 @@
 """Packing: operands of a product as the register tile reads them in order, made in this thread's scratch.
 
 A panel of NV vectors of columns is [depth][NV][lanes]; with a bf16 dot instruction the depth goes in pairs,
-[depth / 2][NV][lanes][2], and an odd depth gets a zero. Without one, bf16 becomes fp32 while packing.
+[depth / 2][NV][lanes][2], and an odd depth gets a zero. Without one, bf16 becomes fp32 while packing; fp16 always does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from barellm.cpu.kernels import amx
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose_groups
 from barellm.program.dtypes import itemsize
+from barellm.program.integers import ceil_div, round_up
 
 LINE = 64  # bytes of a cache line
 NEAR, FAR = 4, 64  # so many chunks earlier their lines are fetched into the first cache and into the second
@@ -31,8 +32,8 @@ def panel_bytes(isa: ISA, dtype: str, depth: int, width: int) -> int:
     """Bytes of a packed block of `width` columns, a multiple of 64."""
     if amx.uses_tiles(isa, dtype):
         depth = amx.padded(depth)
-    nbytes = -(-depth // 2) * width * 4 if paired(isa, dtype) else depth * width * 4
-    return -(-nbytes // 64) * 64
+    nbytes = ceil_div(depth, 2) * width * 4 if paired(isa, dtype) else depth * width * 4
+    return round_up(nbytes, 64)
 
 
 class Packing:
@@ -160,7 +161,7 @@ def _units(k: KernelBuilder, p: Pointer, pair: bool) -> Value:
     if pair or p.dtype == "fp32":
         return k.op("<4 x i32>", f"load <4 x i32>, ptr {p.ref}, align {p.itemsize}")
     half = k.op("<4 x i16>", f"load <4 x i16>, ptr {p.ref}, align 2")
-    return k.op("<4 x i32>", f"zext {half.typed} to <4 x i32>") << 16
+    return k.bitcast(k.widen16(half, p.dtype), "<4 x i32>")
 
 
 def interleaved(
@@ -289,7 +290,7 @@ class LeftBlock:
     def _put(self, col: Value, u: Value, *, masked: bool, half: bool = False) -> None:
         """Unit u of the tile at `col`; `masked`: it may hang over; `half`: of a pair of depth rows only the first is there."""
         k, b, rows = self.k, self.b, self.rows
-        item = "i16" if b.dtype == "bf16" else "float"
+        item = "i16" if b.itemsize == 2 else "float"
         tile = self.at.at((col - self.first) * self.slot + u * rows)
 
         for v in range(0, rows, k.lanes):
@@ -302,8 +303,8 @@ class LeftBlock:
                 return k.shuffle(p.load_raw(0, k.mask_first(self.stride - (col + v))), None, list(range(n)))
 
             x = load(u << 1 if self.pair else u)
-            if b.dtype == "bf16" and not self.pair:
-                x = k.op(f"<{n} x i32>", f"zext {x.typed} to <{n} x i32>") << 16
+            if b.itemsize == 2 and not self.pair:
+                x = k.widen16(x, b.dtype)
             if self.pair:
                 other = k.const(0, f"<{n} x i16>") if half else load((u << 1) + 1)
                 x = k.bitcast(k.shuffle(x, other, [j for i in range(n) for j in (i, n + i)]), f"<{n} x i32>")

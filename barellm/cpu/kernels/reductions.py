@@ -12,9 +12,11 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.cross_entropy import scale_of
 from barellm.cpu.kernels.loops import across, added, fold, shape_of, sweep, zeros
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
+from barellm.program.ops.cross_entropy import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
 from barellm.program.ops.optimizer import CHUNK
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
@@ -149,24 +151,33 @@ def add_partials(k: KernelBuilder, total, partials, n) -> None:
         total.put(acc.value)
 
 
-def clip_scale(k: KernelBuilder, clip, skipped, totals, n, *, limit) -> None:
-    """clip (2) = [norm, min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped."""
+def clip_scale(k: KernelBuilder, clip, skipped, loss_scale, totals, n, *, limit) -> None:
+    """clip (2) = [norm, min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped. Both are divided by the
+    loss scale, which then moves on."""
     with k.claim_each(1):
         acc = k.var(k.const(0.0, "double"))
         with k.loop(0, n) as i:
             acc.value = acc.value + totals.get(i)
-        norm = k.to(k.sqrt(acc.value), "float")
+        norm, by = k.sqrt(acc.value), scale_of(k, loss_scale)
+        norm = k.to(norm if by is None else norm / k.to(by, "double"), "float")
         finite = norm < float("inf")  # false for NaN as well
         scale = k.select(norm > limit, limit / norm, 1.0) if limit > 0 else k.float(1.0)
+        scale = scale if by is None else scale / by
         clip.put(norm, 0)
         clip.put(k.select(finite, scale, float("nan")), 1)
         with k.otherwise(finite):
             skipped.put(skipped.get(0) + 1, 0)
+        if loss_scale is not None:
+            power, good = loss_scale.get(0), loss_scale.get(1) + 1
+            grows = finite & (good >= GROWTH_STEPS)
+            up, down = k.min(power + 1, MOST_SCALE - FIRST_SCALE), k.max(power - 1, LEAST_SCALE - FIRST_SCALE)
+            loss_scale.put(k.select(finite, k.select(grows, up, power), down), 0)
+            loss_scale.put(k.select(finite, k.select(grows, 0, good), 0), 1)
 
 
-@lowering("clip_scale", floats="fp32", also={"skipped": "i32"})
+@lowering("clip_scale", floats="fp32", also={"skipped": "i32", "loss_scale": "i32"})
 def lower_clip_scale(op: Op, c: Lowering) -> None:
-    partials = [t for name, t in op.inputs.items() if name != "skipped"]
+    partials = [t for name, t in op.inputs.items() if name not in op.inplace]
     totals = c.scratch("totals", 8 * len(partials))
     for i, t in enumerate(partials):
         c.call(
@@ -177,7 +188,8 @@ def lower_clip_scale(op: Op, c: Lowering) -> None:
     operands = {
         "clip": op.outputs["clip"],
         "skipped": op.outputs["skipped"],
+        "loss_scale": op.outputs.get("loss_scale"),
         "totals": (part(totals), "fp64"),
         "n": len(partials),
     }
-    c.call(clip_scale, operands, {"limit": float(op.attrs["clip"])}, writes="clip skipped")
+    c.call(clip_scale, operands, {"limit": float(op.attrs["clip"])}, writes="clip skipped loss_scale")

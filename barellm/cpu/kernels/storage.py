@@ -1,5 +1,8 @@
-"""What kernels see as fp32 though memory may not: weights in one array or in the two 16-bit planes of a split parameter,
-bits = (hi << 16) + lo; moments in one array or in the 16-bit codes of `program.moments`."""
+"""What kernels see as fp32 though memory may not be: weights and moments.
+
+A weight is one array, or two planes (`program.dtypes`): the bits (hi << 16) + lo of "split half", or the nearest fp16 and the fp32
+weight of "half". A moment is one array, or the 16-bit codes of `program.moments`.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,8 @@ class Weight:
     def load(self, index: Any = 0, mask: Value | None = None) -> Value:
         if self.lo is None:
             return self.p.load(index, mask)
+        if self.lo.dtype == "fp32":
+            return self.lo.load(index, mask)
         k = self.k
         high = k.op(k.ivec, f"zext {self.p.load_raw(index, mask).typed} to {k.ivec}") << 16
         return k.bitcast(high + k.to(self.lo.load_raw(index, mask), k.ivec), k.vec)
@@ -56,9 +61,11 @@ class Weight:
 
     def store_all(self, values: list[Value], index: Any, mask: Value | None) -> None:
         """Adjacent vectors; a mask only with one."""
-        if self.lo is None:
-            for j, value in enumerate(values):
-                self.p.store(value, self.k.lanes * j + index, mask)
+        if self.lo is None or self.lo.dtype == "fp32":
+            for plane in (self.p, self.lo):
+                for j, value in enumerate(values):
+                    if plane is not None:
+                        plane.store(value, self.k.lanes * j + index, mask)
             return
         bits = [self.k.bitcast(value, self.k.ivec) for value in values]
         store_halves(self.k, self.p, [b + 0x8000 for b in bits], index, mask, high=True)

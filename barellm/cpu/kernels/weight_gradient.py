@@ -16,6 +16,7 @@ from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.packing import LeftBlock, Packing, Panels, beside, interleaved, paired, panel_bytes
 from barellm.cpu.kernels.register_tile import block_of, bursts, prefetch_row, tile_product
 from barellm.cpu.lang import Pointer, Value
+from barellm.program.integers import ceil_div, round_up
 
 NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the cache anyway
 
@@ -33,7 +34,7 @@ def weight_gradient(
     scratch, nbytes = k.private("i32"), panel_bytes(k.isa, dy.dtype, CHUNK, span)
     left_at = scratch.bytes(2 * nbytes)
     keep = k.keep(mode)
-    row_blocks, column_blocks = -(-N // height), -(-K // columns)
+    row_blocks, column_blocks = ceil_div(N, height), ceil_div(K, columns)
     heights = [min(height, N - n) for n in range(0, N, height)]
     nontemporal = N * K * 4 >= NONTEMPORAL and K % span == 0 and mode != "add"
     buffer, held = None, k.var(-1)
@@ -55,7 +56,7 @@ def weight_gradient(
         return dy.at(t * N), first, k.min(first + height, N), k.min(tokens - t, CHUNK)
 
     two, spare = Panels(k, scratch, nbytes, pack), beside(k.isa, dy.dtype)
-    inside = all(i * height + _up(n, tile.rows) <= N for i, n in enumerate(heights))
+    inside = all(i * height + round_up(n, tile.rows) <= N for i, n in enumerate(heights))
     left_block = LeftBlock(
         k, left_at, dtype=dy.dtype, rows=tile.rows, stride=N, most=k.min(tokens, CHUNK), inside=inside, block=block
     )
@@ -154,11 +155,7 @@ def weight_gradient(
 
 def _packed(isa: ISA, choice: Choice) -> int:
     """Columns of dy in the left block."""
-    return _up(_up(choice.rows, choice.tile.rows), isa.lanes)
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+    return round_up(round_up(choice.rows, choice.tile.rows), isa.lanes)
 
 
 def gradient_private(isa: ISA, dtype: str, tokens: int, choice: Choice) -> int:

@@ -141,6 +141,42 @@ class Builder:
         nan = self.op(f"<{self.lanes} x i1>", f"fcmp uno {v.typed}, {v.ref}")
         return self.op(bits16, f"trunc {self.select(nan, (u >> 16) | 0x40, rounded).typed} to {bits16}")
 
+    def round_fp16(self, v: Value) -> Value:
+        """fp32 lanes to fp16 bit patterns (i16 lanes), to nearest even; beyond the largest to infinity, NaN kept."""
+        bits16 = f"<{self.lanes} x i16>"
+        if self.isa.half:
+            h = self.op(f"<{self.lanes} x half>", f"fptrunc {v.typed} to <{self.lanes} x half>")
+            return self.op(bits16, f"bitcast {h.typed} to {bits16}")
+        u = self.bitcast(v, self.ivec)
+        size, sign = u & 0x7FFFFFFF, (u >> 16) & 0x8000
+        normal = (size + 0xFFF + ((size >> 13) & 1) - (112 << 23)) >> 13
+        normal = self.select(normal < 0x7C00, normal, 0x7C00)
+        # One half has the same unit in the last place as fp16's denormals: adding it rounds.
+        small = self.bitcast(self.bitcast(size, self.vec) + 0.5, self.ivec) - 0x3F000000
+        rounded = self.select(size < (113 << 23), small, normal)
+        rounded = self.select(size > 0x7F800000, 0x7E00, rounded)
+        return self.op(bits16, f"trunc {(rounded | sign).typed} to {bits16}")
+
+    def round16(self, v: Value, dtype: str) -> Value:
+        """fp32 lanes to the bit patterns of a 16-bit dtype (i16 lanes)."""
+        return self.round_bf16(v) if dtype == "bf16" else self.round_fp16(v)
+
+    def widen16(self, bits: Value, dtype: str) -> Value:
+        """i16 lanes, as many as there are, to the fp32 lanes that they are in a 16-bit dtype. Exact."""
+        n = bits.type[1:].split(" x ")[0]
+        vec, ivec = f"<{n} x float>", f"<{n} x i32>"
+        if dtype == "fp16" and self.isa.half:
+            h = self.op(f"<{n} x half>", f"bitcast {bits.typed} to <{n} x half>")
+            return self.op(vec, f"fpext {h.typed} to {vec}")
+        wide = self.op(ivec, f"zext {bits.typed} to {ivec}")
+        if dtype == "bf16":
+            return self.op(vec, f"bitcast {(wide << 16).typed} to {vec}")
+        size = wide & 0x7FFF
+        scaled = self.op(vec, f"bitcast {(size << 13).typed} to {vec}") * 2.0**112  # denormals become normal
+        out = self.op(ivec, f"bitcast {scaled.typed} to {ivec}")
+        out = self.select(size < 0x7C00, out, (size << 13) | 0x7F800000) | ((wide & 0x8000) << 16)
+        return self.op(vec, f"bitcast {out.typed} to {vec}")
+
     def prefetch(self, p: Pointer, *, write: bool = False, near: bool = True) -> None:
         """Start fetching the cache line at `p`, to be written or read, into the first or (not `near`) the second cache. Any
         address will do: one that is not mapped is ignored."""

@@ -2,7 +2,7 @@
 
 Scalars are i64, float or double; vectors have `isa.lanes` lanes of float or i32. A variable that changes in a loop is a
 `Var` (a stack slot that one cheap pass turns into registers). Memory is read and written through typed Pointers, which
-convert bf16 to fp32 lanes on the way and always state an alignment: a vector access without one crashes on unaligned data.
+convert bf16 and fp16 to fp32 lanes on the way and always state an alignment: a vector access without one crashes on unaligned data.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LLVM = {"fp64": "double", "fp32": "float"}  # 16-bit floats are integers to LLVM, for most processors know no others
 ITEM = {name: (LLVM.get(name, f"i{f.bits}"), f.bits // 8) for name, f in FORMATS.items() if not f.planes}
+SHORT = ("bf16", "fp16")  # floats that are computed with as fp32
 INT_COMPARE = {"<": "slt", "<=": "sle", ">": "sgt", ">=": "sge", "==": "eq", "!=": "ne"}
 FLOAT_COMPARE = {"<": "olt", "<=": "ole", ">": "ogt", ">=": "oge", "==": "oeq", "!=": "une"}
 
@@ -185,20 +186,23 @@ class Pointer:
     # --- scalars ---
 
     def get(self, index: Any = 0) -> Value:
-        """One element: fp32 for bf16, i64 for i32."""
+        """One element: fp32 for bf16 and fp16, i64 for i32."""
         k, p = self.k, self.at(index)
         type_, size = ITEM[self.dtype]
         v = k.op(type_, f"load {type_}, ptr {p.ref}, align {size}")
         if self.dtype == "bf16":
             wide = k.op("i32", f"zext i16 {v.ref} to i32") << 16
             return k.op("float", f"bitcast i32 {wide.ref} to float")
+        if self.dtype == "fp16":
+            one = k.op("<1 x i16>", f"insertelement <1 x i16> undef, i16 {v.ref}, i64 0")
+            return k.lane(k.widen16(k.shuffle(one, None, [0] * k.lanes), "fp16"), 0)
         return k.op("i64", f"sext i32 {v.ref} to i64") if self.dtype == "i32" else v
 
     def put(self, value: Any, index: Any = 0) -> None:
         k, p = self.k, self.at(index)
         type_, size = ITEM[self.dtype]
-        if self.dtype == "bf16":
-            value = k.lane(k.round_bf16(k.splat(value)), 0)
+        if self.dtype in SHORT:
+            value = k.lane(k.round16(k.splat(value), self.dtype), 0)
         elif self.dtype == "i32" and isinstance(value, Value) and value.type == "i64":
             value = k.op("i32", f"trunc {value.typed} to i32")
         k.line(f"store {k.to(value, type_).typed}, ptr {p.ref}, align {size}")
@@ -209,10 +213,7 @@ class Pointer:
         """`isa.lanes` elements as fp32 (or i32) lanes; lanes off the mask are zero and their memory is not touched."""
         k = self.k
         raw = self.load_raw(index, mask)
-        if self.dtype == "bf16":
-            wide = k.op(k.ivec, f"zext {raw.typed} to {k.ivec}") << 16
-            return k.op(k.vec, f"bitcast {wide.typed} to {k.vec}")
-        return raw
+        return k.widen16(raw, self.dtype) if self.dtype in SHORT else raw
 
     def load_raw(self, index: Any = 0, mask: Value | None = None) -> Value:
         """Vector of the storage type."""
@@ -228,8 +229,8 @@ class Pointer:
     def store(self, value: Any, index: Any = 0, mask: Value | None = None, *, nontemporal: bool = False) -> None:
         """Lanes to memory, rounded to the dtype. `nontemporal` needs an address aligned to the vector."""
         k = self.k
-        if self.dtype == "bf16":
-            value = k.round_bf16(k.to(value, k.vec))
+        if self.dtype in SHORT:
+            value = k.round16(k.to(value, k.vec), self.dtype)
         self.store_raw(value, index, mask, nontemporal=nontemporal)
 
     def store_raw(self, value: Any, index: Any = 0, mask: Value | None = None, *, nontemporal: bool = False) -> None:

@@ -15,6 +15,7 @@ from barellm.cpu.kernels import weight_gradient
 from barellm.cpu.kernels.packing import paired
 from barellm.cpu.tuner.work import Work
 from barellm.program.dtypes import itemsize
+from barellm.program.integers import round_up
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 HEIGHTS = (24, 48, 96, 192, 384)  # rows of a weight gradient's claim: its packed left block has them
@@ -40,10 +41,10 @@ def possible(work: Work, isa: ISA) -> list[Choice]:
         span = tile.span(isa)
         whole = -(-work.cols // span) * span
         if work.role == "weight_gradient":
-            heights = {_up(min(h, work.rows), tile.rows) for h in HEIGHTS}
-            widths = {_up(ceil(whole / n), span) for n in SPLITS}
+            heights = {round_up(min(h, work.rows), tile.rows) for h in HEIGHTS}
+            widths = {round_up(ceil(whole / n), span) for n in SPLITS}
         else:
-            heights = {_up(ceil(work.rows / n), tile.rows) for n in SPLITS}
+            heights = {round_up(ceil(work.rows / n), tile.rows) for n in SPLITS}
             widths = {span}
         for rows in sorted(heights):
             for columns in sorted(widths):
@@ -51,10 +52,6 @@ def possible(work: Work, isa: ISA) -> list[Choice]:
                 for order in ORDERS[:1] if one else ORDERS:
                     found[Choice(tile, rows, rows, columns, order)] = None
     return list(found)
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def cost(work: Work, choice: Choice, isa: ISA, threads: int) -> float:
@@ -66,7 +63,7 @@ def cost(work: Work, choice: Choice, isa: ISA, threads: int) -> float:
     few = ceil(work.rows / choice.long_rows) * panels < BUSY * threads
     block = choice.rows if few or work.role == "weight_gradient" else choice.long_rows
     row_blocks = ceil(work.rows / block)
-    rows = row_blocks * _up(min(block, work.rows), tile.rows)
+    rows = row_blocks * round_up(min(block, work.rows), tile.rows)
     # A multiply-add a cycle; two loads a cycle are enough for tiles that are wide and high.
     loads = (tile.rows + tile.vectors) / (2 * tile.rows * tile.vectors)
     products = rows * panels * tile.vectors * units * max(1.0, loads)
@@ -77,7 +74,7 @@ def cost(work: Work, choice: Choice, isa: ISA, threads: int) -> float:
         packing = row_blocks * panels * tile.vectors * units * PACK_INTERLEAVED
         packing += column_blocks * rows / isa.lanes * units * PACK_INTERLEAVED
         beyond = row_blocks * work.depth * work.cols * size + column_blocks * work.depth * work.rows * size
-        if (_up(choice.rows, isa.lanes) + span) * chunk * size > level2:
+        if (round_up(choice.rows, isa.lanes) + span) * chunk * size > level2:
             beyond += panels * work.rows * work.depth * size
         claims = row_blocks * column_blocks
     else:

@@ -17,11 +17,12 @@ from typing import Any
 
 from barellm.cuda import tuning
 from barellm.cuda.choices import PIECE, WHOLE_HEAD, AttentionTile, padded
-from barellm.cuda.kernel import Lowering, cdiv, lowering, mode
+from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.attention_rows import beside, columns_of, keep_rows, over_columns, rows_of
 from barellm.cuda.kernels.common import SAMPLE, row_strides
 from barellm.cuda.kernels.random import calls, sample_key, words
 from barellm.cuda.lang import constant, device, tl
+from barellm.program.integers import ceil_div
 from barellm.program.ops.random import keep_scale, threshold
 from barellm.program.tensor import Tensor
 
@@ -300,7 +301,7 @@ def operands_of(op: Any) -> dict[str, Any]:
 
 def blocks(heads: int, size: int, pieces: int = 1) -> Any:
     """The grid: blocks of a sequence, heads of all sequences, pieces of a head."""
-    return lambda s: (cdiv(s.seq, size), s.batch * heads, pieces)
+    return lambda s: (ceil_div(s.seq, size), s.batch * heads, pieces)
 
 
 def seq(s: Any) -> int:
@@ -352,7 +353,7 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
         attention_dkv,
         operands | {"dk": op.dk, "dv": op.dv},
         constants | written | {"BM": t.queries, "BN": t.keys, "DC": DC},
-        grid=blocks(op.kv_heads, t.keys, cdiv(constants["D"], DC)), writes="dk dv", **options(t),
+        grid=blocks(op.kv_heads, t.keys, ceil_div(constants["D"], DC)), writes="dk dv", **options(t),
     )  # fmt: skip
     t = tile_of(op, c, "queries")
     written = {"DQ_MODE": mode(op, "dq"), **row_strides(dq=op.dq)}

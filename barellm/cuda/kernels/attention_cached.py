@@ -15,11 +15,12 @@ from math import e, log2, sqrt
 from typing import Any
 
 from barellm.cuda.choices import attention_tile
-from barellm.cuda.kernel import Lowering, Sizes, cdiv, lowering
+from barellm.cuda.kernel import Lowering, Sizes, lowering
 from barellm.cuda.kernels.attention import head_constants, seq
 from barellm.cuda.kernels.attention_rows import rows_of
 from barellm.cuda.kernels.common import POS, row_strides
 from barellm.cuda.lang import device, tl
+from barellm.program.integers import ceil_div
 
 FEW = 16  # new tokens up to which the keys are split
 PART = 128  # keys of a program where there are so few tokens
@@ -133,7 +134,7 @@ class Part:
         return min(PART, self.L) if sizes.seq <= FEW else self.L
 
     def count(self, sizes: Sizes) -> int:
-        return cdiv(self.L, self(sizes))
+        return ceil_div(self.L, self(sizes))
 
 
 @lowering("attention_cached", views="q k v")
@@ -145,7 +146,7 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
     c.launch(
         append_to_caches, caches | {"k": op.k, "v": op.v},
         {"C": width, "L": L, "BLOCK": COPY, **row_strides(k=op.k, v=op.v)},
-        grid=lambda s: (s.tokens, cdiv(width, COPY)), writes="k_cache v_cache",
+        grid=lambda s: (s.tokens, ceil_div(width, COPY)), writes="k_cache v_cache",
     )  # fmt: skip
     part = Part(L)
     most = max(part.count(Sizes(B, T)) * T, part.count(Sizes(B, 1)) * min(T, FEW)) * B
@@ -157,7 +158,7 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
 
         def grid(s: Sizes, few: bool = few, BM: int = t.queries) -> tuple[int, ...]:
             rows = s.seq * share if (s.seq <= FEW) == few else 0
-            return (cdiv(rows, BM), s.batch * op.kv_heads, part.count(s))
+            return (ceil_div(rows, BM), s.batch * op.kv_heads, part.count(s))
 
         c.launch(
             attend_part, caches | found | {"q": op.q, "part": part}, constants | {"BM": t.queries, "BN": t.keys},

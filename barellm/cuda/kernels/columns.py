@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, Size, Sizes, cdiv, lowering, mode
+from barellm.cuda.kernel import Lowering, Size, Sizes, lowering, mode
 from barellm.cuda.kernels.common import keep, pow2
 from barellm.cuda.lang import DeviceFunction, device, tl
+from barellm.program.integers import ceil_div
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
@@ -30,14 +31,14 @@ class Chunks:
     least: int = LEAST
 
     def per(self, sizes: Sizes) -> int:
-        return max(cdiv(self.rows(sizes), self.most), self.least)
+        return max(ceil_div(self.rows(sizes), self.most), self.least)
 
     def count(self, sizes: Sizes) -> int:
-        return cdiv(self.rows(sizes), self.per(sizes))
+        return ceil_div(self.rows(sizes), self.per(sizes))
 
     def planned(self, rows: int) -> int:
         """No run of up to `rows` rows has more chunks."""
-        return min(self.most, cdiv(rows, self.least))
+        return min(self.most, ceil_div(rows, self.least))
 
 
 @device
@@ -131,7 +132,7 @@ def lower_combine(c: Lowering, partials: Tensor, names: list[str], chunks: Chunk
         out = names[i] if i < len(names) else None
         operands[place] = (part(op.outputs[out]), "fp32") if out else None
         constants[f"MODE_{place.upper()}"] = mode(op, out) if out else None
-    c.launch(combine, operands, constants, grid=lambda s: (cdiv(C, 32), len(names)), writes="first second third")
+    c.launch(combine, operands, constants, grid=lambda s: (ceil_div(C, 32), len(names)), writes="first second third")
 
 
 def lower_sums(
@@ -146,7 +147,7 @@ def lower_sums(
         function,
         {**operands, "partials": partials, "rows": rows, "per": chunks.per},
         {"C": C, "BR": min(LEAST, TILE // BC), "BC": BC, **constants},
-        grid=lambda s: (chunks.count(s), cdiv(C, BC)),
+        grid=lambda s: (chunks.count(s), ceil_div(C, BC)),
         writes="partials",
     )
     lower_combine(c, partials, names, chunks)

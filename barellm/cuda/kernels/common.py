@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import gcd
 from typing import Any
 
-from barellm.cuda.kernel import MODES, Lowering, Rows, cdiv
+from barellm.cuda.kernel import MODES, Lowering, Rows
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
+from barellm.program.integers import ceil_div
 from barellm.program.scalars import SCALARS
 from barellm.program.tensor import Tensor
 
@@ -83,7 +84,7 @@ def sweep(
         function,
         {**operands, "units": units},
         {"UNIT": unit, "BLOCK": BLOCK, **constants},
-        grid=lambda s: (cdiv(units(s) * unit, BLOCK),),
+        grid=lambda s: (ceil_div(units(s) * unit, BLOCK),),
         writes=writes,
     )
 
@@ -108,6 +109,6 @@ def sweep_rows(
         function,
         {**operands, "rows": rows},
         {"C": C, "BR": BR, "BC": BC, **constants},
-        grid=lambda s: (cdiv(rows(s), BR), cdiv(C, BC)),
+        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(C, BC)),
         writes=writes,
     )

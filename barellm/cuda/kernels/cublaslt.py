@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.cublaslt import EPILOGUES, WORKSPACE_ALIGN
-from barellm.cuda.kernel import MODES, LibraryProduct, Lowering, ProductSpec, Size, cdiv
+from barellm.cuda.kernel import MODES, LibraryProduct, Lowering, ProductSpec, Size
 from barellm.cuda.kernels.common import BLOCK
 from barellm.cuda.kernels.elementwise import cast
 from barellm.cuda.kernels.hopper import matrix
 from barellm.program.dtypes import itemsize
+from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 
@@ -66,7 +67,7 @@ def _bias(c: Lowering, bias: Any, kind: str, N: int) -> Any:
         return bias
     rounded = c.scratch("bias", (N,), kind)
     c.launch(
-        cast, {"y": rounded, "x": bias, "units": N}, {"UNIT": 1, "BLOCK": BLOCK}, grid=lambda s: (cdiv(N, BLOCK),), writes="y"
+        cast, {"y": rounded, "x": bias, "units": N}, {"UNIT": 1, "BLOCK": BLOCK}, grid=lambda s: (ceil_div(N, BLOCK),), writes="y"
     )  # fmt: skip
     return rounded
 

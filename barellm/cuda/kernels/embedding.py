@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, cdiv, lowering, mode
+from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.common import POS, keep, pow2, sweep_rows, tile
 from barellm.cuda.kernels.storage import load_weight, weight_operands
 from barellm.cuda.lang import device, tl
+from barellm.program.integers import ceil_div
 from barellm.runtime.lowering import part
 
 SORTED = 1024  # keys that one program sorts
@@ -183,7 +184,7 @@ def lower_embedding_dwte(op: Any, c: Lowering) -> None:
         sort_blocks,
         {"keys": i64(keys), "tokens": tokens, "n": n},
         {"BLOCK": block},
-        grid=lambda s: (cdiv(n(s), block),),
+        grid=lambda s: (ceil_div(n(s), block),),
         writes="keys",
         warps=4 if block >= 512 else 1,
     )
@@ -193,12 +194,12 @@ def lower_embedding_dwte(op: Any, c: Lowering) -> None:
             merge_runs,
             {"merged": i64(merged), "keys": i64(keys), "n": n, "run": run, "steps": run.bit_length() + 1},
             {"BLOCK": 256},
-            grid=lambda s: (cdiv(n(s), 256),),
+            grid=lambda s: (ceil_div(n(s), 256),),
             writes="merged",
         )
         keys, merged, run = merged, keys, 2 * run
     BC = min(COLUMNS, pow2(C))
-    partials = c.scratch("partials", (cdiv(most, STEPS), 2, C))
+    partials = c.scratch("partials", (ceil_div(most, STEPS), 2, C))
     operands: dict[str, Any] = {"dweight": op.dweight, "keys": i64(keys), "n": n}
     constants: dict[str, Any] = {"C": C, "MODE": written}
     if op.modes["dweight"] != "add":
@@ -209,7 +210,7 @@ def lower_embedding_dwte(op: Any, c: Lowering) -> None:
         add_token_rows,
         operands | {"partials": partials, "dy": op.dy},
         sums,
-        grid=lambda s: (cdiv(n(s), STEPS), cdiv(C, BC)),
+        grid=lambda s: (ceil_div(n(s), STEPS), ceil_div(C, BC)),
         writes="dweight partials",
         warps=2,
     )
@@ -217,6 +218,6 @@ def lower_embedding_dwte(op: Any, c: Lowering) -> None:
         join_token_rows,
         operands | {"partials": partials, "steps": steps},
         sums | {"BR": 8},
-        grid=lambda s: (cdiv(n(s), STEPS), cdiv(C, BC)),
+        grid=lambda s: (ceil_div(n(s), STEPS), ceil_div(C, BC)),
         writes="dweight",
     )

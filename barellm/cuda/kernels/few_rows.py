@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from barellm.cuda import choices
-from barellm.cuda.kernel import MODES, Lowering, Size, Sizes, cdiv
+from barellm.cuda.kernel import MODES, Lowering, Size, Sizes
 from barellm.cuda.kernels.common import LEAST_SUMMED, pow2
 from barellm.cuda.kernels.epilogue import finish_part
 from barellm.cuda.lang import device, tl
+from barellm.program.integers import ceil_div
 
 
 @device
@@ -74,5 +75,5 @@ def launch_product(
     BN, warps = choices.few_rows_tile(BK)
     operands = {"out": out, "pre": pre, "x": a, "weight": b, "bias": bias, "other": residual, "rows": few}
     constants = {"N": N, "K": K, "BN": BN, "BK": BK, "MODE": mode, "EPILOGUE": epilogue}
-    grid = lambda s: (cdiv(N, BN) if few(s) else 0,)  # noqa: E731
+    grid = lambda s: (ceil_div(N, BN) if few(s) else 0,)  # noqa: E731
     c.launch(few_rows, operands, constants, grid=grid, writes="out pre", warps=warps)

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from barellm.cuda import choices, tuning
-from barellm.cuda.kernel import MODES, Lowering, Size, TensorMap, cdiv
+from barellm.cuda.kernel import MODES, Lowering, Size, TensorMap
 from barellm.cuda.kernels.hopper_roles import DEPTH, HALF, ROWS, fetch, load, multiply
 from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import gl, gluon, hopper
+from barellm.program.integers import ceil_div
 from barellm.runtime.lowering import Region, part
 
 
@@ -103,7 +104,7 @@ def fits(
     if operands[0][1] not in ITEMSIZE or sum([mode != MODES["store"], residual is not None, pre is not None]) > 1:
         return False
     rows, cols, depth = _sizes(role, most, N, K)
-    tiles = cdiv(rows, ROWS.value) * cdiv(cols, 128)
+    tiles = ceil_div(rows, ROWS.value) * ceil_div(cols, 128)
     if role == "tn":
         tiles *= choices.most_splits(tiles, depth)
         return operands[0][1] == "fp32" and N % HALF.value == 0 and 2 * tiles >= choices.WAVE
@@ -117,7 +118,9 @@ def launch_product(
     """Append one product that `fits`; its arguments are those of `matmul.product`."""
     height, width, depth = _sizes(role, most, N, K)
     usual = choices.columns(role, height, width, depth)
-    tiles = cdiv(height, ROWS.value) * cdiv(width, usual)  # by the default's columns: bits do not depend on tuning
+    tiles = ceil_div(height, ROWS.value) * ceil_div(
+        width, usual
+    )  # by the default's columns: bits do not depend on tuning
     parts = choices.most_splits(tiles, depth) if role == "tn" else 1
     written, other = (pre, residual) if role == "nt" else (None, pre)
     if not epilogue and mode != MODES["store"] and parts == 1:
@@ -146,7 +149,7 @@ def launch_product(
             "A_TRANSPOSED": role == "tn", "B_TRANSPOSED": role == "nt", "EPILOGUE": epilogue,
             "COLS": f.cols, "STAGES": f.stages, "SLOTS": f.slots,
         },
-        grid=_Grid(c.target.sms, M, cdiv(width, f.cols), split.count if split else None),
+        grid=_Grid(c.target.sms, M, ceil_div(width, f.cols), split.count if split else None),
         writes="out_map pre_map",
     )  # fmt: skip
     if split is not None:
@@ -190,4 +193,4 @@ class _Grid:
 
     def __call__(self, sizes: Any) -> tuple[int, ...]:
         rows = self.rows if isinstance(self.rows, int) else self.rows(sizes)
-        return (min(self.sms, cdiv(rows, ROWS.value) * self.n_tiles * (self.parts(sizes) if self.parts else 1)),)
+        return (min(self.sms, ceil_div(rows, ROWS.value) * self.n_tiles * (self.parts(sizes) if self.parts else 1)),)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from math import pi, prod
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, Table, cdiv, lowering
+from barellm.cuda.kernel import Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, SEED, pow2, unit_of
 from barellm.cuda.kernels.random import calls, threefry, to_columns
 from barellm.cuda.kernels.storage import lo_pointer, store_weight, weight_columns, weight_pointer
 from barellm.cuda.kernels.tables import entry_of, extent, first_programs, integer, number
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
 from barellm.program.grouping import members
+from barellm.program.integers import ceil_div
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 
@@ -79,7 +80,7 @@ def lower_normal_init(op: Any, c: Lowering) -> None:
         "std": ("fp64", [float(i.attrs["std"]) for i in inits]),
         "stream": ("i64", [int(i.attrs["stream"]) for i in inits]),
     }
-    launch_all(c, normal_init, NORMAL_FIELDS, [cdiv(n, BR) for n in rows], more, cdiv(C, BC), C=C, BR=BR, BC=BC)
+    launch_all(c, normal_init, NORMAL_FIELDS, [ceil_div(n, BR) for n in rows], more, ceil_div(C, BC), C=C, BR=BR, BC=BC)
 
 
 @device
@@ -104,7 +105,7 @@ def lower_constant_init(op: Any, c: Lowering) -> None:
         "units": ("i64", [n // unit for n in sizes]),
         "value": ("fp64", [float(i.attrs["value"]) for i in members(op)]),
     }
-    launch_all(c, constant_init, CONSTANT_FIELDS, [cdiv(n, BLOCK) for n in sizes], more, BLOCK=BLOCK)
+    launch_all(c, constant_init, CONSTANT_FIELDS, [ceil_div(n, BLOCK) for n in sizes], more, BLOCK=BLOCK)
 
 
 def launch_all(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, cdiv, lowering, mode
+from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.common import LEAST_SUMMED, keep, pow2
 from barellm.cuda.kernels.dropout import constants_of as dropout_constants
 from barellm.cuda.kernels.dropout import kept
 from barellm.cuda.lang import device, tl
+from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 
 IN_REGISTERS = 8192  # columns; longer rows are walked in blocks and read again, from the caches
@@ -200,7 +201,9 @@ def launch_rows(
     BR = max(1, 128 * thread // BC)
     warps = max(4, BC // (32 * thread))
     shape = {"C": C, "BR": BR, "BC": BC, **constants}
-    c.launch(short, {**operands, "rows": rows}, shape, grid=lambda s: (cdiv(rows(s), BR),), writes=writes, warps=warps)
+    c.launch(
+        short, {**operands, "rows": rows}, shape, grid=lambda s: (ceil_div(rows(s), BR),), writes=writes, warps=warps
+    )
 
 
 @lowering("layernorm", "add_layernorm", "dropout_add_layernorm")

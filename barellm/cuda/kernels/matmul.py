@@ -16,11 +16,12 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda import choices, tuning
-from barellm.cuda.kernel import MODES, Lowering, Size, cdiv, lowering, mode
+from barellm.cuda.kernel import MODES, Lowering, Size, lowering, mode
 from barellm.cuda.kernels import cublaslt, few_rows, hopper
 from barellm.cuda.kernels.epilogue import finish_tile
 from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import device, tl
+from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import weight_operand
 
@@ -111,10 +112,10 @@ def product(
     operands = {"out": out, "pre": written, "a": a, "b": b, "bias": bias, "other": other, "M": rows, "chunk": None}
     constants = {"N": cols, "K": depth, "A_TRANSPOSED": False, "B_TRANSPOSED": role == "nt", "MODE": mode}
     constants |= _constants(c, t) | {"EVEN_K": depth % t.depth == 0, "EPILOGUE": epilogue}
-    constants |= {"PARTS": cdiv(t.cols, PART) if epilogue else 1}
-    n_tiles = cdiv(cols, t.cols)
+    constants |= {"PARTS": ceil_div(t.cols, PART) if epilogue else 1}
+    n_tiles = ceil_div(cols, t.cols)
     c.launch(
-        gemm, operands, constants, grid=lambda s: (cdiv(rows(s), t.rows) * n_tiles,), writes="out pre",
+        gemm, operands, constants, grid=lambda s: (ceil_div(rows(s), t.rows) * n_tiles,), writes="out pre",
         warps=t.warps, stages=t.stages,
     )  # fmt: skip
 
@@ -123,7 +124,7 @@ def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     """Where the result has too few tiles, parts of the tokens are summed apart in fp32, then added in order."""
     product = tuning.Product("tn", _kind(c, dtype), N, K, most)
     t, usual = tuning.choose(c.target, product), product.default(c.target.arch)
-    tiles, counted = cdiv(N, t.rows) * cdiv(K, t.cols), cdiv(N, usual.rows) * cdiv(K, usual.cols)
+    tiles, counted = ceil_div(N, t.rows) * ceil_div(K, t.cols), ceil_div(N, usual.rows) * ceil_div(K, usual.cols)
     constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}
     constants |= _constants(c, t) | {"EVEN_K": False, "EPILOGUE": "", "PARTS": 1}
     operands = {"pre": None, "a": dy, "b": x, "bias": None, "other": None, "K": rows}

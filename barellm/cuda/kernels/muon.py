@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, Table, cdiv, lowering
+from barellm.cuda.kernel import Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, LR, MOMENTUM, double, unit_of
 from barellm.cuda.kernels.optimizer import SPAN
 from barellm.cuda.kernels.storage import lo_pointer, load_weight, store_weight, weight_columns, weight_pointer
 from barellm.cuda.kernels.tables import column, entry_of, extent, first_programs, integer, number, pointer
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.grouping import members
+from barellm.program.integers import ceil_div
 from barellm.program.ops.muon import LEAST, lines
 from barellm.program.ops.optimizer import CHUNK
 
@@ -57,7 +58,7 @@ def muon_momentum(
 def lower_momentum(op: Any, c: Lowering) -> None:
     each: list[Any] = members(op)
     unit = unit_of(each[0].grad)
-    firsts, programs = first_programs(cdiv(o.grad.size, CHUNK) for o in each)
+    firsts, programs = first_programs(ceil_div(o.grad.size, CHUNK) for o in each)
     fields = {"first": ("i64", firsts), "units": ("i64", [o.grad.size // unit for o in each])}
     fields |= {name: column(getattr(o, name) for o in each) for name in MOMENTUM_FIELDS[2:]}
     table = Table(fields, writes=("m", "u", "partials"))
@@ -93,7 +94,7 @@ def muon_normalize(
 def lower_normalize(op: Any, c: Lowering) -> None:
     each: list[Any] = members(op)
     unit = unit_of(each[0].u)
-    firsts, programs = first_programs(cdiv(o.u.size, SPAN) for o in each)
+    firsts, programs = first_programs(ceil_div(o.u.size, SPAN) for o in each)
     fields = {"first": ("i64", firsts), "units": ("i64", [o.u.size // unit for o in each])}
     fields |= {name: column(getattr(o, name) for o in each) for name in ("x", "u", "partials")}
     fields |= {"count": ("i64", [o.partials.size for o in each])}
@@ -163,7 +164,7 @@ def lower_scales(op: Any, c: Lowering) -> None:
     means = c.scratch("means", (n,))
     operands, wide = {"means": means, "x": op.x, "rows": rows}, rows < C
     BR, BC = (32, 32) if wide else (8, 128)
-    programs = cdiv(C, BC) if wide else cdiv(rows, BR)
+    programs = ceil_div(C, BC) if wide else ceil_div(rows, BR)
     constants = {"C": C, "BR": BR, "BC": BC}
     c.launch(column_means if wide else row_means, operands, constants, grid=lambda s: (programs,), writes="means")
     operands = {**op.outputs, "means": means, "clip": op.clip, "n": n}
@@ -212,7 +213,7 @@ def lower_update(op: Any, c: Lowering) -> None:
     each: list[Any] = members(op)
     params = [o.outputs["param"] for o in each]
     unit = unit_of(params[0])
-    firsts, programs = first_programs(cdiv(p.size, SPAN) for p in params)
+    firsts, programs = first_programs(ceil_div(p.size, SPAN) for p in params)
     scaled = each[0].scales is not None
     rows, cols = (int(n) for n in params[0].shape)
     columns = {

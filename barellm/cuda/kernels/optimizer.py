@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import log2
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, Table, cdiv, lowering
+from barellm.cuda.kernel import Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, LR, STEP, double, pow2, unit_of
 from barellm.cuda.kernels.random import sample_key, shared_words
 from barellm.cuda.kernels.storage import (
@@ -23,6 +23,7 @@ from barellm.cuda.kernels.storage import (
 from barellm.cuda.kernels.tables import column, entry_of, extent, first_programs, integer, number, pointer
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.grouping import members
+from barellm.program.integers import ceil_div
 from barellm.program.ops.optimizer import CHUNK
 from barellm.runtime.lowering import part
 
@@ -55,7 +56,7 @@ def sum_squares(
 def lower_sum_squares(op: Any, c: Lowering) -> None:
     sums: list[Any] = members(op)
     unit = unit_of(sums[0].x)
-    firsts, programs = first_programs(cdiv(s.x.size, CHUNK) for s in sums)
+    firsts, programs = first_programs(ceil_div(s.x.size, CHUNK) for s in sums)
     columns = {
         "first": ("i64", firsts),
         "units": ("i64", [s.x.size // unit for s in sums]),
@@ -175,7 +176,7 @@ def lower_adamw(op: Any, c: Lowering) -> None:
     updates: list[Any] = members(op)
     params, ms, vs = ([u.outputs[name] for u in updates] for name in ("param", "m", "v"))
     unit, split = unit_of(params[0]), params[0].dtype == "split"
-    firsts, programs = first_programs(cdiv(p.size, SPAN) for p in params)
+    firsts, programs = first_programs(ceil_div(p.size, SPAN) for p in params)
     columns = {
         "first": ("i64", firsts),
         "units": ("i64", [p.size // unit for p in params]),

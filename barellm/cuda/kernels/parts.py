@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from barellm.cuda import choices
-from barellm.cuda.kernel import Lowering, Size, Sizes, cdiv
+from barellm.cuda.kernel import Lowering, Size, Sizes
 from barellm.cuda.kernels.common import keep
 from barellm.cuda.lang import device, tl
+from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 
 BLOCK = 1024
@@ -35,10 +36,10 @@ class Split:
 
     def __call__(self, sizes: Sizes) -> int:
         rows = self.rows(sizes)
-        return cdiv(cdiv(rows, choices.splits(self.tiles, rows)), 64) * 64
+        return ceil_div(ceil_div(rows, choices.splits(self.tiles, rows)), 64) * 64
 
     def count(self, sizes: Sizes) -> int:
-        return cdiv(self.rows(sizes), self(sizes))
+        return ceil_div(self.rows(sizes), self(sizes))
 
 
 def add_up(c: Lowering, out: Any, partials: Tensor, count: Size, n: int, mode: int) -> None:
@@ -47,6 +48,6 @@ def add_up(c: Lowering, out: Any, partials: Tensor, count: Size, n: int, mode: i
         add_parts,
         {"out": out, "partials": partials, "count": count},
         {"n": n, "MODE": mode, "BLOCK": BLOCK},
-        grid=lambda s: (cdiv(n, BLOCK),),
+        grid=lambda s: (ceil_div(n, BLOCK),),
         writes="out",
     )

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, cdiv, lowering, mode
+from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.common import BLOCK, POS, keep, pow2
 from barellm.cuda.lang import device, tl
+from barellm.program.integers import ceil_div
 
 WIDE = 256  # planes, or columns that pass through, of one program
 
@@ -56,6 +57,6 @@ def lower_rope(op: Any, c: Lowering) -> None:
         rope,
         {"y": op.y, "x": op.x, "cos": op.cos, "sin": op.sin, "rows": rows, "seq": lambda s: s.seq},
         constants | {"MODE": mode(op, "y")},
-        grid=lambda s: (cdiv(rows(s), BR), cdiv(turned // 2, BC) + cdiv(W - turned, BC)),
+        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(turned // 2, BC) + ceil_div(W - turned, BC)),
         writes="y",
     )

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, Table, cdiv, lowering
+from barellm.cuda.kernel import Lowering, Table, lowering
 from barellm.cuda.kernels.tables import column, number, pointer
 from barellm.cuda.lang import device, tl
 from barellm.program.grouping import members
+from barellm.program.integers import ceil_div
 from barellm.program.ops.muon import is_tall
 
 
@@ -118,7 +119,7 @@ def _symmetric(
         "B": side,
     }
     table = Table({"out": column(outs), "x": column(xs), **factors}, writes=("out",))
-    tiles = cdiv(n, side) ** 2
+    tiles = ceil_div(n, side) ** 2
     c.launch(symmetric_product, {"table": table}, constants, grid=lambda s: (tiles, len(outs)), writes="", **options)
 
 
@@ -149,6 +150,6 @@ def lower_apply(op: Any, c: Lowering) -> None:
     constants |= {"ENTRIES": len(each), "M": rows, "N": cols, "K": min(rows, cols), "BM": side, "BN": side}
     fields = {"y": column(o.y for o in each), "a": column(xs if tall else bs), "b": column(bs if tall else xs)}
     fields |= {"x": column(xs), "scale": ("fp64", [float(o.scale) for o in each])}
-    tiles = cdiv(rows, side) * cdiv(cols, side)
+    tiles = ceil_div(rows, side) * ceil_div(cols, side)
     table = Table(fields, writes=("y",))
     c.launch(gram_apply, {"table": table}, constants, grid=lambda s: (tiles, len(each)), writes="", **options)

@@ -19,7 +19,10 @@ def operand_bytes(t: Tensor) -> int:
 
 
 class Gradients(Protocol):
-    """What a gradient rule writes through: the reverse walk (`program.backward`)."""
+    """What a gradient rule writes through: the reverse walk (`program.backward`). `loss_scale`: the state that multiplies the
+    gradient of the loss, if any."""
+
+    loss_scale: Tensor | None
 
     def cast(self, grad: Tensor, dtype: str) -> Tensor:
         """`grad` as a matmul operand of `dtype`."""

@@ -15,6 +15,20 @@ from barellm.program.ops.elementwise import operand
 from barellm.program.ops.matmul import Matmul
 from barellm.program.tensor import Tensor, describe
 
+FIRST_SCALE, LEAST_SCALE, MOST_SCALE = 16, 0, 30  # powers of two of the loss scale
+GROWTH_STEPS = 2000  # good updates after which the scale doubles
+
+
+def loss_scale_of(p: Graph) -> Tensor | None:
+    """The state (2,) i32 of a dynamic loss scale, where the program's precision has one: [its power of two less FIRST_SCALE, good
+    updates since it last changed]. Zeros, as every state begins, are a scale of 65536."""
+    return p.state("loss_scale", (2,), "i32") if p.precision.scaled else None
+
+
+def scale_of(loss_scale: np.ndarray) -> float:
+    """The number that the loss is multiplied by."""
+    return 2.0 ** (FIRST_SCALE + int(loss_scale[0]))
+
 
 class CrossEntropy(Op):
     """loss = inv_targets * sum of (lse - logits[target]) over the micro-batch's valid targets, in nats."""
@@ -42,7 +56,7 @@ class CrossEntropy(Op):
         assert lse is None, "lse is a saved value, not a differentiable output"
         if loss is not None:
             raise ValueError("cross_entropy must be the loss itself: its gradient rule is the seed of the reverse walk")
-        operands = {"logits": self.logits, "targets": self.targets, "lse": self.lse}
+        operands = {"logits": self.logits, "targets": self.targets, "lse": self.lse, "loss_scale": g.loss_scale}
         g.write(CrossEntropyBackward, {"dlogits": self.logits}, **operands, valid_vocab=self.valid_vocab)
 
     def flops(self) -> int:
@@ -50,16 +64,20 @@ class CrossEntropy(Op):
 
 
 class CrossEntropyBackward(Op):
-    """dlogits = (softmax - onehot) * inv_targets; zero in rows with target -1 and in padded columns."""
+    """dlogits = (softmax - onehot) * inv_targets; zero in rows with target -1 and in padded columns. With a `loss_scale`
+    (`loss_scale_of`) they are multiplied by it, and so is every gradient that follows."""
 
     name = "cross_entropy_backward"
+    optional = ("loss_scale",)
     scalars = ("inv_targets",)
 
-    def infer(self, logits: Tensor, targets: Tensor, lse: Tensor) -> dict[str, Spec]:
+    def infer(self, logits: Tensor, targets: Tensor, lse: Tensor, loss_scale: Tensor | None = None) -> dict[str, Spec]:
         return {"dlogits": (logits.shape, logits.dtype)}
 
-    def reference(self, logits, targets, lse, inv_targets):
+    def reference(self, logits, targets, lse, inv_targets, loss_scale=None):
         V = self.valid_vocab
+        if loss_scale is not None:
+            inv_targets = inv_targets * scale_of(loss_scale)
         dlogits = np.zeros_like(logits)
         dlogits[..., :V] = np.exp(logits[..., :V] - lse[..., None])
         at_target = np.maximum(targets, 0)[..., None]

@@ -8,6 +8,7 @@ import numpy as np
 
 from barellm.program.moments import decode, encode
 from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.cross_entropy import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE, scale_of
 from barellm.program.ops.random import shared_words
 from barellm.program.tensor import Tensor, describe
 
@@ -35,22 +36,38 @@ class ClipScale(Op):
 
     `clip` 0 means no clipping. A norm that is not finite gives scale NaN, which AdamW obeys by changing nothing, and
     counts one more in `skipped` (1,) i32.
+
+    With a `loss_scale` (`ops.cross_entropy.loss_scale_of`) the gradients are too large by it: the norm is divided by it, and so is
+    the clipping scale. It doubles after GROWTH_STEPS updates with a finite norm, and halves after one without.
     """
 
     name = "clip_scale"
-    inplace: ClassVar[dict[str, str]] = {"skipped": "skipped"}
+    optional = ("loss_scale",)
+    inplace: ClassVar[dict[str, str]] = {"skipped": "skipped", "loss_scale": "loss_scale"}
 
-    def infer(self, skipped: Tensor, **partials: Tensor) -> dict[str, Spec]:
-        return {"clip": ((2,), "fp32"), "skipped": (skipped.shape, skipped.dtype)}
+    def infer(self, skipped: Tensor, loss_scale: Tensor | None = None, **partials: Tensor) -> dict[str, Spec]:
+        state = {} if loss_scale is None else {"loss_scale": (loss_scale.shape, loss_scale.dtype)}
+        return {"clip": ((2,), "fp32"), "skipped": (skipped.shape, skipped.dtype), **state}
 
-    def reference(self, skipped, **partials):
-        total = sum(p.sum() for p in partials.values())
-        norm = np.sqrt(total)
-        if not np.isfinite(norm):
-            return {"clip": np.array([norm, np.nan]), "skipped": skipped + 1}
+    def reference(self, skipped, loss_scale=None, **partials):
+        by = 1.0 if loss_scale is None else scale_of(loss_scale)
+        norm = np.sqrt(sum(p.sum() for p in partials.values())) / by
+        finite = np.isfinite(norm)
+        state = {} if loss_scale is None else {"loss_scale": self._next(loss_scale, bool(finite))}
+        if not finite:
+            return {"clip": np.array([norm, np.nan]), "skipped": skipped + 1, **state}
         limit = self.attrs["clip"]
         scale = min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0
-        return {"clip": np.array([norm, scale]), "skipped": skipped}
+        return {"clip": np.array([norm, scale / by]), "skipped": skipped, **state}
+
+    @staticmethod
+    def _next(loss_scale: np.ndarray, finite: bool) -> np.ndarray:
+        power, good = (int(n) for n in loss_scale)
+        if not finite:
+            return np.array([max(power - 1, LEAST_SCALE - FIRST_SCALE), 0], np.int32)
+        if good + 1 < GROWTH_STEPS:
+            return np.array([power, good + 1], np.int32)
+        return np.array([min(power + 1, MOST_SCALE - FIRST_SCALE), 0], np.int32)
 
 
 class AdamW(Op):
