@@ -128,7 +128,7 @@ def test_the_timeline_has_every_call_on_every_thread(traced):
         row = trace.account(step)[track - 1]
         assert sum(e["dur"] for e in work) * 1e-6 == pytest.approx(row["work_s"], rel=0.01)
     labels = {e["name"] for e in events}
-    assert {"linear_gelu h.0.mlp.c_fc.weight 128x32", "attention h.1 2x16x96", "adamw wte 65x32", "barrier"} <= labels
+    assert {"linear_gelu h.0.mlp.c_fc.weight 128x32", "attention h.1 2x16x32", "adamw wte 65x32", "barrier"} <= labels
     assert any(name.startswith("classifier wte 65x32 product") for name in labels)
 
 
