@@ -48,7 +48,7 @@ def cases(dtype: str, lengths: tuple[int, ...] = LENGTHS, device: str = "cpu", s
 
 
 def flops(case: Case, what: str) -> int:
-    """Of the causal half: two products forward; five backward, with the scores that are computed again."""
+    """Operations of the causal half: two products forward; five backward, with the scores that are computed again."""
     B, T, H, D = case["batch"], case["seq"], case["heads"], case["D"]
     return (2 if what == "forward" else 7) * 2 * D * B * H * (T * (T + 1) // 2)
 

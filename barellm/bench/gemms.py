@@ -146,10 +146,10 @@ class Timed:
 
 
 class TimedOnGpu:
-    """As `Timed`. Two programs: the product on each of the copies in turn, and on the first of them as often."""
+    """The same as `Timed`, on a GPU. Two programs: the product on each of the copies in turn, and on the first of them as often."""
 
     def __init__(self, product: Product, dtype: str, **products: Any) -> None:
-        """`products`: who does it, as `training.machine.products` says."""
+        """`products`: who does it, as `assembly.machine.products` says."""
         store = Store()
         append(Program(store, compute=dtype), product, 0)
         self.nbytes = sum(t.nbytes for t in store.tensors.values())

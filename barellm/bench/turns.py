@@ -257,7 +257,7 @@ def _rival(cpu: int | None) -> Iterator[dict[str, float]]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process, to 0.01 s."""
+    """Processor time of all threads of a process, to 0.01 s."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -105,7 +105,7 @@ def _on_cpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any
 
 
 def _on_gpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any]]:
-    """As above. UserError where there is no GPU."""
+    """The same for a GPU. UserError where there is no GPU."""
     from barellm.assembly.machine import build_programs
     from barellm.cuda import driver, tuning
     from barellm.cuda.kernel import Target

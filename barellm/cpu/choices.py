@@ -128,7 +128,7 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
 
 
 def _even(size: int, blocks: int, multiple: int) -> int:
-    """Of each of `blocks` blocks of `size`, as even as multiples can be."""
+    """The multiple of `multiple` that cuts `size` into `blocks` blocks as evenly as possible."""
     return ceil_div(size, blocks * multiple) * multiple
 
 

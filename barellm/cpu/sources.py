@@ -88,7 +88,7 @@ def _values(paths: Iterable[Path]) -> list[tuple[str, str, str]]:
 
 @cache
 def digest(*modules: str) -> str:
-    """Of all that decides what the kernels of these modules become."""
+    """A digest of all that decides what the kernels of these modules become."""
     paths = files(EMITTED_WITH, *modules)
     h = hashlib.sha256(repr(_values(paths)).encode())
     for path in paths:

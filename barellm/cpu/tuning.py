@@ -29,7 +29,7 @@ def folder() -> Path:
 
 
 def database() -> Database:
-    """That of this version of the products, read once a process."""
+    """The database of this version of the products, read once a process."""
     return _opened(folder(), version())
 
 

@@ -23,7 +23,7 @@ REPEATS, TRIALS = 10, 5
 
 
 def graph_seconds(context: driver.Context, enqueue: Callable[[], None], repeats: int) -> float:
-    """Of one of `repeats` replays in a row of what `enqueue` puts on the stream, after one that does not count."""
+    """Seconds of one of `repeats` replays in a row of what `enqueue` puts on the stream, after one that does not count."""
     graph = driver.Graph(context.stream, enqueue)
     try:
         return replay_seconds(context, lambda: graph.launch(context.stream), repeats)
@@ -32,7 +32,7 @@ def graph_seconds(context: driver.Context, enqueue: Callable[[], None], repeats:
 
 
 def replay_seconds(context: driver.Context, start: Callable[[], None], repeats: int) -> float:
-    """As the GPU's own clock has it, from before the first to after the last."""
+    """Seconds by the GPU's own clock, from before the first to after the last."""
     begin, end = driver.Event(timed=True), driver.Event(timed=True)
     start()
     begin.record(context.stream)

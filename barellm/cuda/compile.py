@@ -65,7 +65,7 @@ class Code:
 
     @property
     def offsets(self) -> list[int]:
-        """Of each parameter in the block of parameters."""
+        """The offset of each parameter in the block of parameters."""
         found, at = [], 0
         for nbytes, align in self.params:
             at = -(-at // align) * align
@@ -143,7 +143,7 @@ def _path(spec: Spec, arch: int) -> Path:
 
 @cache
 def _digest(module: str) -> bytes:
-    """Of a module's source, and of the constants that its device functions may take, wherever they come from."""
+    """A digest of a module's source, and of the constants that its device functions may take, wherever they come from."""
     h = hashlib.sha256()
     found = sys.modules[module]
     assert found.__file__, module
@@ -208,16 +208,16 @@ def _mended(backend: Any, stages: dict[str, Any], *_: Any) -> None:
 
 
 def fenced(ptx: str) -> str:
-    """With the fences that Triton leaves out before 3.7 (triton-lang/triton#9610): cp.async writes shared memory as threads do,
-    wgmma reads it through the async proxy, and between the two stands nothing that orders them."""
+    """The PTX with the fences that Triton leaves out before 3.7 (triton-lang/triton#9610): cp.async writes shared memory
+    as threads do, wgmma reads it through the async proxy, and between the two stands nothing that orders them."""
     if "wgmma.mma_async" not in ptx:
         return ptx
     return re.sub(r"(cp\.async\.wait_group[ \t]+\d+;)", r"\1\n\tfence.proxy.async.shared::cta;", ptx)
 
 
 def drained(ptx: str) -> str:
-    """With a wait at the end of each loop whose turns leave two groups of products under way to the next: ptxas 12.8 otherwise lets
-    no product of the kernel overlap anything ("wgmma.mma_async instructions are serialized", C7515)."""
+    """The PTX with a wait at the end of each loop whose turns leave two groups of products under way to the next: ptxas 12.8
+    otherwise lets no product of the kernel overlap anything ("wgmma.mma_async instructions are serialized", C7515)."""
     lines, labels = ptx.split("\n"), {}
     for i, line in enumerate(lines):
         if label := re.match(r"(\$\w+):", line):

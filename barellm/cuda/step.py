@@ -250,7 +250,7 @@ class CudaSession(ArenaSession):
     # --- running ---
 
     def run(self, program: str, **values: Any) -> None:
-        """As `ArenaSession.run`. Returns when the GPU has the work; `read` and `synchronize` wait for it."""
+        """The same as `ArenaSession.run`. It returns when the GPU has the work; `read` and `synchronize` wait for it."""
         if os.getpid() != self._pid:  # a context does not survive a fork
             raise RuntimeError("this process was forked from one with a running backend: open a new session in it")
         self._turns.reverse()
@@ -326,7 +326,7 @@ class CudaSession(ArenaSession):
         return [(launch.op, ms) for launch, ms in zip(bound, times, strict=True)]
 
     def run_unrolled(self, program: str, **values: Any) -> None:
-        """As `run`, but launch by launch instead of by a graph."""
+        """The same as `run`, but launch by launch instead of by a graph."""
 
         self._run_by(lambda: self._launch_each(self._run(program)), program, values)
 
@@ -349,7 +349,7 @@ class CudaSession(ArenaSession):
         self._graph(replace(self._run(program), sizes=Sizes.of(sizes))).launch(self.stream)
 
     def captured(self, program: str, wanted: Callable[[Call], bool], **sizes: int) -> driver.Graph:
-        """Of a run of these sizes the calls that are `wanted`, with the run-time scalars of the last."""
+        """The `wanted` calls of a run of these sizes, with the run-time scalars of the last run."""
         run = replace(self._run(program), sizes=Sizes.of(sizes))
         bound = [self._bind(call, run) for call in self.calls[program] if wanted(call)]
 
@@ -389,6 +389,6 @@ class CudaSession(ArenaSession):
 
 
 def processes() -> int:
-    """That may compile: one for each core of this process's share."""
+    """How many processes may compile at once: one for each core that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, int(cpu_limit() or cores)))

@@ -136,7 +136,7 @@ def folder() -> Path:
 
 
 def database() -> Database:
-    """That of this version of the kernels, read once a process."""
+    """The database of this version of the kernels, read once a process."""
     return _opened(folder(), version())
 
 

@@ -43,7 +43,7 @@ class Used:
         }
 
     def matches(self, wanted: str) -> bool:
-        """By the kernel's name, its symbol, or an op."""
+        """Whether `wanted` means this one: it may be the kernel's name, its symbol, or an op."""
         return wanted in (self.spec.name, self.spec.symbol(), *self.ops)
 
 

@@ -26,7 +26,7 @@ BEFORE_NAMES = "gpt2"  # what a configuration is that does not name its architec
 
 
 def names() -> list[str]:
-    """Of all architectures."""
+    """The names of all architectures."""
     return [m.name for m in iter_modules(__path__) if m.name not in HELPERS]
 
 

@@ -51,7 +51,7 @@ def open_session(programs: dict[str, Program], device: str, **products: Any) -> 
 
 
 def replay_seconds(session: Any, program: str, calls: int, **sizes: int) -> list[float]:
-    """Of each of so many runs in a row of a program whose inputs lie in the arena: on a GPU the mean, by its own clock."""
+    """Seconds of each of so many runs in a row, with the inputs in the arena already: on a GPU their mean, by its own clock."""
     if hasattr(session, "replay"):
         from barellm.cuda.bench import replay_seconds
 

@@ -34,7 +34,7 @@ def bars(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """As an SVG, or what else the name of the file says."""
+    """Write the picture, as an SVG or what else the file's name says."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -29,7 +29,7 @@ class DeviceStep:
 
     @property
     def calls_s(self) -> dict[str, np.ndarray]:
-        """As tables want it: nobody waits behind a launch."""
+        """The launches' times in the form that tables want: nobody waits behind a launch."""
         return {name: np.stack([times, np.zeros_like(times)], axis=-1) for name, times in self.launches_s.items()}
 
 
@@ -46,7 +46,7 @@ class DeviceTraces:
         return sorted(self.timed, key=lambda step: step.seconds)[len(self.timed) // 2]
 
     def median_calls_s(self) -> dict[str, np.ndarray]:
-        """As `DeviceStep.calls_s`, each launch its median."""
+        """The same as `DeviceStep.calls_s`, with the median of each launch."""
         return {name: np.median([step.calls_s[name] for step in self.timed], axis=0) for name in STEP}
 
 

@@ -68,7 +68,7 @@ def _on_cpu(bench: StepBench, steps: int | None) -> tuple[dict[str, Any], dict[s
 
 
 def _on_gpu(bench: StepBench, steps: int | None) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
-    """As above. What a usual step takes longer than its launches is idling: the GPU waits for the host."""
+    """The same for a GPU. What a usual step takes longer than its launches is idling: the GPU waits for the host."""
     traces, session = device_trace.record(bench, steps), bench.machine.session
     step, usual = traces.middle(), median(traces.usual_s)
     facts = {

@@ -211,7 +211,7 @@ class Loop:
             self.console.line(f"warning: metrics wait in memory: {self.metrics.problem}")
 
     def _choose_total(self) -> None:
-        """With `minutes`: choose the number of steps once, from the speed seen so far; checkpoints keep it."""
+        """Choose the number of steps of a run with `minutes`, once, from the speed seen so far; checkpoints keep it."""
         train, progress = self.config.train, self.progress
         budget = 60 * train.minutes * (1 - FINAL_SHARE)
         wait = min(CALIBRATION_S, CALIBRATION_SHARE * budget)

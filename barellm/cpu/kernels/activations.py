@@ -34,5 +34,5 @@ EMITTERS: dict[str, Emitter] = {
 
 
 def emitter_of(epilogue: str) -> Emitter | None:
-    """Of an activation, or of the activation that this is the slope of."""
+    """The emitter of an activation, or of the activation that this is the slope of."""
     return EMITTERS.get(SLOPES[epilogue].name if epilogue in SLOPES else epilogue)

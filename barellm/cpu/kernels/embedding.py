@@ -171,7 +171,7 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
 
 
 def _positions(C: int, positions: int) -> int:
-    """Of a group: there are to be enough groups for all threads."""
+    """How large a group is: there are to be enough groups for all threads."""
     return max(1, min(GROUP // (4 * C), positions // 16))
 
 

@@ -107,7 +107,7 @@ class Moment:
         store_halves(self.k, self.p, codes, index, mask, high=True)
 
     def _code(self, value: Value, dither: Value | None) -> Value:
-        """As `moments.encode`, with the code in the high half of each lane: a sign is there already."""
+        """Encodes as `moments.encode` does, with the code in the high half of each lane: a sign is there already."""
         k, f = self.k, FORMATS[self.dtype]
         magnitude = k.min_magnitude(value, f.most)
         inside = magnitude >= f.least

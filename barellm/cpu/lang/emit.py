@@ -263,7 +263,7 @@ class Builder:
         return self.select(a < b, a, b)
 
     def max(self, a: Any, b: Any) -> Value:
-        """Of a NaN and a number: b."""
+        """The larger one; of a NaN and a number it is b."""
         a, b = self.match(a, b)
         return self.select(a > b, a, b)
 

@@ -57,14 +57,14 @@ def words(k: Builder, key: tuple[Value, Value], row: Any, block: Any, part: int 
 
 
 def shared_words(k: Builder, key: tuple[Value, Value], block: Any) -> Iterator[list[Value]]:
-    """Of the calls for row 0's block of SHARED_WIDTH columns the first words, then the second, as `rounds` gives them."""
+    """The words for row 0's block of SHARED_WIDTH columns: all first words, then all second ones, as `rounds` gives them."""
     parts = [rounds(k, *_call(k, key, 0, block, part)) for part in range(HALF // k.lanes)]
     for of_parts in zip(*parts, strict=True):
         yield [x for x, _ in of_parts] + [y for _, y in of_parts]
 
 
 def shared_word(k: Builder, words: list[Value], column: int) -> Value:
-    """Of these words that of `column` of the block and the next lanes: one of them, rotated."""
+    """The word for `column` of the block and the next lanes: one of these words, rotated."""
     word = words[column // (SHARED * HALF) * (HALF // k.lanes) + column % HALF // k.lanes]
     turn = 8 * (column // HALF % SHARED)
     return (word >> turn) | (word << (32 - turn)) if turn else word

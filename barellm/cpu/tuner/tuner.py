@@ -22,7 +22,7 @@ def open_worker(*, threads: int, footprint: int, limit: float) -> Worker:
 def tune(
     works: Iterable[Work], isa: ISA, *, threads: int, footprint: int, seconds: float, each: Callable[[Verdict], None]
 ) -> list[Verdict]:
-    """As `decision.tune`."""
+    """Tunes as `decision.tune` does."""
     return decision.tune(
         works,
         open_worker(threads=threads, footprint=footprint, limit=LIMIT),

@@ -104,7 +104,7 @@ def attention_forward(
 
 @device
 def attention_stats(stats, out, dout, lse, seq, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):
-    """Of each query lse in units of ln 2, and delta, the sum of dout * out over a head's columns."""
+    """For each query, lse in units of ln 2, and delta, the sum of dout * out over a head's columns."""
     C: tl.constexpr = H * D
     m0 = tl.program_id(0) * BM
     row = tl.program_id(1).to(tl.int64) * seq

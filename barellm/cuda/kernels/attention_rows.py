@@ -29,7 +29,7 @@ def rows_of(base, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, D: tl.
 
 @device
 def columns_of(base, first, count, left, STRIDE: tl.constexpr, ROWS: tl.constexpr, DC: tl.constexpr):
-    """As `rows_of`, of DC columns, of which a run-time number is `left`."""
+    """The same as `rows_of`, for DC columns, of which a run-time number is `left`."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DC)
     at = base + tl.cast(first, tl.int64) * STRIDE + row[:, None] * STRIDE + d[None, :]
     return tl.load(at, mask=(row < count - first)[:, None] & (d < left)[None, :], other=0.0)

@@ -47,7 +47,7 @@ def append(
     c: Lowering, role: str, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None,
     residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
-    """As `matmul.product`."""
+    """Appends what `matmul.product` would, as a call of the library."""
     (to, kind), (left, dtype), (right, _) = (matrix(v) for v in (out, a, b))
     spec = ProductSpec(
         role, N, K, dtype, kind, _activation(epilogue), MODE_NAMES[mode], dtype == "fp32" and c.target.tf32

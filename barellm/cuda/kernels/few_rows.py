@@ -70,7 +70,7 @@ def launch_product(
     c: Lowering, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None, residual: Any = None,
     pre: Any = None, epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
-    """As `matmul.product` in its role "nt"; nothing in runs of more rows."""
+    """Does what `matmul.product` does in its role "nt"; nothing in runs of more rows."""
     few, BK = Few(rows), max(pow2(K), LEAST_SUMMED)
     BN, warps = choices.few_rows_tile(BK)
     operands = {"out": out, "pre": pre, "x": a, "weight": b, "bias": bias, "other": residual, "rows": few}

@@ -109,7 +109,7 @@ def layernorm_long(
 
 @device
 def statistics(mean, rstd, row, live):
-    """Of rows: their means, which are zeros where there is no `mean`, and the inverses of their deviations."""
+    """Two statistics of rows: their means, which are zeros where there is no `mean`, and the inverses of their deviations."""
     centre = tl.zeros(row.shape, tl.float32)
     if mean is not None:
         centre = tl.load(mean + row, mask=live, other=0.0)

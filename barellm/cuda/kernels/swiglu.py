@@ -15,7 +15,7 @@ EXPONENT = constant(-log2(e))
 
 @device
 def sigmoid(x):
-    """Of fp32 values."""
+    """The logistic function of fp32 values."""
     return 1.0 / (1.0 + tl.exp2(EXPONENT * x))
 
 

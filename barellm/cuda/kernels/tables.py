@@ -41,7 +41,7 @@ def pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.c
 
 
 def first_programs(counts: Iterable[int]) -> tuple[list[int], int]:
-    """Of each entry, by how many programs work for it; and the programs of all."""
+    """The first program of each entry, given how many programs work for each; and the number of all programs."""
     *firsts, programs = accumulate(counts, initial=0)
     return firsts, programs
 

@@ -65,7 +65,7 @@ class Bed:
         return CudaSession({"op": p}, device=self.device, built=made)
 
     def _copy(self, session: CudaSession) -> driver.DeviceMemory:
-        """Of its arena as it is now."""
+        """A copy of its arena as it is now."""
         memory = driver.DeviceMemory(session.plan.arena_bytes)
         memory.copy(0, session.base, memory.nbytes, session.stream)
         session.synchronize()

@@ -68,7 +68,7 @@ class Case(ABC):
 
     @abstractmethod
     def rows(self, output: str, sizes: Sizes) -> int:
-        """Of an output, in a run of these sizes."""
+        """How many rows an output has in a run of these sizes."""
 
     @abstractmethod
     def hold(self, read: Read, sizes: Sizes) -> None:
@@ -255,7 +255,7 @@ class AttentionCase(Case):
             return
 
         def slopes(head: int) -> tuple[np.ndarray, ...]:
-            """Of a head: q, dout, probabilities after dropout, the gradient of its scores, and the size of what that is made of."""
+            """One head's q, dout, probabilities after dropout, the gradient of its scores, and the size of what that is made of."""
             s, dropped = scores(head)
             columns = np.arange(D) + head * D
             lse = self.given["lse"].reshape(-1)[(sequence * H + head) * T :][:T].astype(np.float64)

@@ -21,7 +21,7 @@ SMALL = Work("nt", "fp32", 61, 83, 75)
 
 
 def tune(works: Iterable[AnyWork], target: Target, *, seconds: float, each: Callable[[Verdict], None]) -> list[Verdict]:
-    """As `decision.tune`. What could not be compiled ahead a session compiles, so one request may take as long as that."""
+    """Tunes as `decision.tune` does. A session compiles what could not be compiled ahead, so a request may take that long."""
     works = list(works)
     ahead = Ahead(works, target)
 
@@ -75,7 +75,7 @@ def keep(verdict: Verdict, target: Target) -> None:
 
 
 def entry_of(verdict: Verdict) -> dict[str, Any] | None:
-    """Of the winner, None where the default is as good."""
+    """The entry of the winner; None where the default is as good."""
     if verdict.best == verdict.default:
         return None
     return tuning.to_entry(verdict.best) | {"ratio": round(verdict.ratio, 4)}

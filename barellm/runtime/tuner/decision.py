@@ -45,7 +45,7 @@ class Verdict:
 
     @property
     def gflops(self) -> float:
-        """Of the best; 0 where nothing was timed."""
+        """Gigaflops a second of the best candidate; 0 where nothing was timed."""
         return self.work.flops / self.default_s / self.ratio / 1e9 if self.default_s else 0.0
 
 
