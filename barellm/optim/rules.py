@@ -64,7 +64,7 @@ def update(p: Program, rules: Sequence[Rule], *, clip: float) -> None:
     The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
     """
     from barellm.program import ops
-    from barellm.program.ops.cross_entropy import loss_scale_of
+    from barellm.program.loss_scale import loss_scale_of
 
     params = p.store.of_role("parameter")
     squares = {f"p{i}": p.apply(ops.SumSquares, x=p.gradient_of(t)).partials for i, t in enumerate(params)}

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from barellm.program.graph import Graph
+from barellm.program.loss_scale import loss_scale_of
 from barellm.program.ops.base import Op
-from barellm.program.ops.cross_entropy import loss_scale_of
 from barellm.program.ops.elementwise import Add, Cast
 from barellm.program.tensor import Tensor, View, describe
 

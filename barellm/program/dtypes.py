@@ -134,7 +134,7 @@ def join_split(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
 class Precision:
     """What a program computes with. `operands`: of matmuls, and of the activations between them. `weights`: of matrices.
     `stream`: of the residual stream and its gradient. `scaled`: the loss is multiplied by a scale that follows the gradients
-    (`ops.optimizer.ClipScale`), since those of fp16 would vanish. Statistics, sums and gradients of parameters are fp32 always."""
+    (`program.loss_scale`), since those of fp16 would vanish. Statistics, sums and gradients of parameters are fp32 always."""
 
     operands: str
     weights: str

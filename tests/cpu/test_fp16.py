@@ -10,7 +10,7 @@ from barellm.optim.adamw import AdamW
 from barellm.optim.rules import Rule, update
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.cross_entropy import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
+from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
 from barellm.program.ops.elementwise import ACTIVATIONS
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession

@@ -12,10 +12,10 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.loops import across, fold, row_grain, shape_of, sweep, zeros
+from barellm.cpu.kernels.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp, ln
 from barellm.program.ops.base import Op
-from barellm.program.ops.cross_entropy import FIRST_SCALE
 from barellm.runtime.lowering import part
 
 ALL_ROWS = 1 << 62
@@ -45,14 +45,6 @@ def log_sum_exp(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
 
     across(k, valid, exponentials, unroll=CHAINS)
     return top + k.lane(ln(k, k.splat(k.sum(fold(sums, add)))), 0)
-
-
-def scale_of(k: KernelBuilder, loss_scale: Pointer | None) -> Value | None:
-    """The number that a loss scale's state stands for (`program.ops.cross_entropy`): a power of two, made of its bits."""
-    if loss_scale is None:
-        return None
-    bits = k.op("i32", f"trunc {(loss_scale.get(0) + (127 + FIRST_SCALE)).typed} to i32") << 23
-    return k.op("float", f"bitcast i32 {bits.ref} to float")
 
 
 def write_gradient(

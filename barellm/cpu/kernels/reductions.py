@@ -12,11 +12,11 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.cross_entropy import scale_of
 from barellm.cpu.kernels.loops import across, added, fold, shape_of, sweep, zeros
+from barellm.cpu.kernels.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
+from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
 from barellm.program.ops.base import Op
-from barellm.program.ops.cross_entropy import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
 from barellm.program.ops.optimizer import CHUNK
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part

@@ -89,7 +89,7 @@ def load_moment(p, i, mask, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
 
 @device
 def store_moment(p, i, mask, value, dither, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
-    """Encodes as `moments.encode` does, or keeps fp32. `dither`: int32 below 2^(23 - MANTISSA) for stochastic rounding, else None."""
+    """Encodes as `moments.encode` does, or keeps fp32. `dither`: int32 below 2^(23 - MANTISSA) to round at random."""
     if MANTISSA is None:
         tl.store(p + i, value, mask=mask)
     else:

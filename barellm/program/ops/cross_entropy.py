@@ -9,25 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from barellm.program.graph import Graph
+from barellm.program.loss_scale import scale_of
 from barellm.program.ops.attention import log_sum_exp
 from barellm.program.ops.base import Op, Spec
 from barellm.program.ops.elementwise import operand
 from barellm.program.ops.matmul import Matmul
 from barellm.program.tensor import Tensor, describe
-
-FIRST_SCALE, LEAST_SCALE, MOST_SCALE = 16, 0, 30  # powers of two of the loss scale
-GROWTH_STEPS = 2000  # good updates after which the scale doubles
-
-
-def loss_scale_of(p: Graph) -> Tensor | None:
-    """The state (2,) i32 of a dynamic loss scale, where the program's precision has one: [its power of two less FIRST_SCALE, good
-    updates since it last changed]. Zeros, as every state begins, are a scale of 65536."""
-    return p.state("loss_scale", (2,), "i32") if p.precision.scaled else None
-
-
-def scale_of(loss_scale: np.ndarray) -> float:
-    """The number that the loss is multiplied by."""
-    return 2.0 ** (FIRST_SCALE + int(loss_scale[0]))
 
 
 class CrossEntropy(Op):
@@ -65,7 +52,7 @@ class CrossEntropy(Op):
 
 class CrossEntropyBackward(Op):
     """dlogits = (softmax - onehot) * inv_targets; zero in rows with target -1 and in padded columns. With a `loss_scale`
-    (`loss_scale_of`) they are multiplied by it, and so is every gradient that follows."""
+    (`program.loss_scale`) they are multiplied by it, and so is every gradient that follows."""
 
     name = "cross_entropy_backward"
     optional = ("loss_scale",)

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE, scale_of
 from barellm.program.moments import decode, encode
 from barellm.program.ops.base import Op, Spec
-from barellm.program.ops.cross_entropy import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE, scale_of
 from barellm.program.ops.random import shared_words
 from barellm.program.tensor import Tensor, describe
 
@@ -37,7 +37,7 @@ class ClipScale(Op):
     `clip` 0 means no clipping. A norm that is not finite gives scale NaN, which AdamW obeys by changing nothing, and
     counts one more in `skipped` (1,) i32.
 
-    With a `loss_scale` (`ops.cross_entropy.loss_scale_of`) the gradients are too large by it: the norm is divided by it, and so is
+    With a `loss_scale` (`program.loss_scale`) the gradients are too large by it: the norm is divided by it, and so is
     the clipping scale. It doubles after GROWTH_STEPS updates with a finite norm, and halves after one without.
     """
 

@@ -1,0 +1,15 @@
+"""The loss scale as kernels read it (`program.loss_scale`)."""
+
+from __future__ import annotations
+
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.loss_scale import FIRST_SCALE
+
+
+def scale_of(k: KernelBuilder, loss_scale: Pointer | None) -> Value | None:
+    """The number that the state stands for: a power of two, made of its bits."""
+    if loss_scale is None:
+        return None
+    bits = k.op("i32", f"trunc {(loss_scale.get(0) + (127 + FIRST_SCALE)).typed} to i32") << 23
+    return k.op("float", f"bitcast i32 {bits.ref} to float")
