@@ -39,7 +39,7 @@ def is_folder(path: Path) -> bool:
 
 def read(folder: Path) -> Weights:
     """Without its tokenizer. UserError for a model that no architecture here is, or that is not whole."""
-    model = _model(folder / CONFIG)
+    model = model_of(folder / CONFIG)
     known: HuggingFace = models.of(model).HUGGING_FACE
     tensors, origin = _tensors(folder, known)
     expected = parameters(model)
@@ -82,7 +82,8 @@ def parts(known: HuggingFace, model: ModelConfig, expected: Mapping[str, Tensor]
         assert first == t.valid_rows, ours
 
 
-def _model(path: Path) -> ModelConfig:
+def model_of(path: Path) -> ModelConfig:
+    """The configuration that a config.json says."""
     if not path.is_file():
         raise UserError(f"{path} is missing, expected the sizes of the model in it")
     config = read_json(path)

@@ -162,7 +162,7 @@ def test_eval_and_sample_take_a_dtype(trained, capsys):
         assert main(["sample", str(trained), "--dtype", dtype, "--tokens", "3"]) == 0
     for command in ("eval", "sample"):
         assert main([command, str(trained), "--dtype", "fp8"]) == 2
-        assert "train.dtype is 'fp8', expected auto, fp32 or bf16" in capsys.readouterr().err
+        assert "train.dtype is 'fp8', expected auto, fp32, bf16 or fp16" in capsys.readouterr().err
 
 
 def test_shards_train_with_the_tokenizer_beside_them(tiny, text, tmp_path, capsys):
