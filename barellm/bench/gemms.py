@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from barellm.assembly.machine import products as by_whom
+from barellm.assembly.programs import build
 from barellm.bench import peer_process
 from barellm.bench.peers import description, peer_script
 from barellm.config import Config, ModelConfig
@@ -24,7 +26,7 @@ from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES
 from barellm.cpu.step import CpuSession
 from barellm.cuda.kernels.classifier import chunk_tokens
 from barellm.plans import devices
-from barellm.plans.roofline import Bench, Ceiling, open_bench
+from barellm.plans.roofline import Bench, Ceiling, open_bench, primitives
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import numpy_dtype
@@ -34,12 +36,13 @@ COLD_BYTES = {"cpu": 96 << 20, "cuda": 192 << 20}  # three last-level caches, of
 MOST_COPIES = 200
 CLASSIFIER_TOKENS = 1024  # the classifier does its products in chunks of so many, on the CPU
 TABLE_SECONDS = 0.015  # of one timed walk, so that starting it does not count
-ROLES = {"matmul_dx": "input_gradient", "matmul_dx_gelu": "input_gradient", "matmul_dw": "weight_gradient"}
+ROLES = {"matmul_dx": "input_gradient", "matmul_dw": "weight_gradient"}  # of ops whose names begin so
 
 
 @dataclass(frozen=True)
 class Product:
-    """One product with the weight (N, K) of a layer. `op`: what it is after fusion; `mode`: how its result is written."""
+    """One product with the weight (N, K) of a layer. `op`: what it is after fusion; `mode`: how its result is written; `bias`:
+    whether one is added."""
 
     layer: str
     op: str
@@ -47,25 +50,43 @@ class Product:
     K: int
     tokens: int
     mode: str = "store"
+    bias: bool = False
 
 
-def products(model: ModelConfig, tokens: int, device: str = "cpu") -> list[Product]:
-    """Forward, input gradient, weight gradient (first and further micro-batches) of each of the five shapes of a block."""
-    C = model.channels
+def products(
+    model: ModelConfig, tokens: int, device: str = "cpu", *, compute: str = "bf16", **options: Any
+) -> list[Product]:
+    """Forward, input gradient, weight gradient (first and further micro-batches) of each kind of weight that the model's training
+    program multiplies by, as the device fuses them. Blocks that are alike count once. `options` are those of `devices.lower`."""
+    _, programs = build(model, batch=1, seq=min(tokens, model.max_seq), compute=compute, optimizer=lambda p: None)
+    lowered = devices.lower({"micro": programs["micro"]}, device, **options).lowered["micro"]
     chunk = chunk_tokens(model.padded_vocab, 2) if device == "cuda" else CLASSIFIER_TOKENS
-    layers = {
-        "qkv": (3 * C, C, "linear", "matmul_dx"),
-        "proj": (C, C, "linear_residual", "matmul_dx"),
-        "fc": (4 * C, C, "linear_gelu", "matmul_dx"),
-        "fcproj": (C, 4 * C, "linear_residual", "matmul_dx_gelu"),
-        "head": (model.padded_vocab, C, "matmul", "matmul_dx"),
-    }
-    found = []
-    for layer, (N, K, forward, dx) in layers.items():
-        count = min(tokens, chunk) if layer == "head" else tokens
-        found += [Product(layer, op, N, K, count) for op in (forward, dx, "matmul_dw")]
-        found.append(Product(layer, "matmul_dw", N, K, count, "add"))
-    return found
+    found: dict[str, dict[Product, None]] = {}
+    for op in lowered.ops:
+        weight = op.outputs.get("dweight") if op.name == "matmul_dw" else op.inputs.get("weight")
+        if weight is None or not any(one.product for one in primitives(op)):
+            continue
+        N, K = (int(n) for n in weight.shape)
+        if op.name == "classifier":
+            layer, count, kinds = "head", min(tokens, chunk), ["matmul", "matmul_dx", "matmul_dw"]
+        else:
+            layer, count, kinds = layer_of(weight.name), tokens, [op.name]
+        for kind in kinds:
+            one = Product(layer, kind, N, K, count, bias=op.inputs.get("bias") is not None)
+            known = found.setdefault(layer, {})
+            known |= dict.fromkeys([one, replace(one, mode="add")] if kind == "matmul_dw" else [one])
+    order = ("forward", "input_gradient", "weight_gradient")
+    return [p for layer in found.values() for p in sorted(layer, key=lambda p: order.index(role_of(p.op)))]
+
+
+def layer_of(weight: str) -> str:
+    """The name of a weight, or of its gradient, without that of its block: "attn.c_attn" of "h.3.attn.c_attn.weight"."""
+    return re.sub(r"^(.*\.)?\d+\.", "", weight).removesuffix(".grad").removesuffix(".weight")
+
+
+def role_of(op: str) -> str:
+    """What a product is after fusion, without what is fused to it."""
+    return next((role for name, role in ROLES.items() if op.startswith(name)), "forward")
 
 
 def append(p: Program, product: Product, copy: int) -> None:
@@ -77,30 +98,33 @@ def append(p: Program, product: Product, copy: int) -> None:
         return p.store.get(f"{name}.{copy}", (*sizes, width), dtype, "state")
 
     weight = p.parameter(f"weight.{copy}", (N, K))
+    after = product.op.partition("_")[2]  # residual, or an activation
     if product.op == "matmul_dw":
         into = {"dweight": (p.gradient_of(weight), mode)}
         p.apply(ops.MatmulDw, into=into, dy=activation("dy", N), x=activation("x", K))
     elif product.op == "matmul_dx":
         p.apply(ops.MatmulDx, into={"dx": (activation("dx", K), mode)}, dy=activation("dy", N), weight=weight)
-    elif product.op == "matmul_dx_gelu":
+    elif product.op.startswith("matmul_dx_"):
         dx = p.apply(ops.MatmulDx, dy=activation("dy", N), weight=weight).dx
-        p.apply(
-            ops.ACTIVATIONS["gelu"].backward, into={"dx": (activation("dx", K), mode)}, dy=dx, x=activation("pre", K)
-        )
-    elif product.op == "matmul":
-        p.apply(ops.Matmul, into={"y": (activation("y", N), mode)}, x=activation("x", K), weight=weight)
+        slope = ops.ACTIVATIONS[product.op.removeprefix("matmul_dx_")].backward
+        p.apply(slope, into={"dx": (activation("dx", K), mode)}, dy=dx, x=activation("pre", K))
     else:
-        y = p.apply(ops.Matmul, x=activation("x", K), weight=weight).y
-        bias = p.parameter(f"bias.{copy}", (N,))
-        if product.op == "linear":
-            p.apply(ops.Bias, into={"y": (activation("y", N), mode)}, x=y, bias=bias)
-        elif product.op == "linear_gelu":
-            pre = p.apply(ops.Bias, into={"y": (activation("pre", N), mode)}, x=y, bias=bias).y
-            p.apply(ops.ACTIVATIONS["gelu"].forward, into={"y": (activation("y", N), mode)}, x=pre)
-        else:
-            y = p.apply(ops.Bias, x=y, bias=bias).y
-            stream = activation("y", N, "fp32")
-            p.apply(ops.Add, into={"y": (stream, mode)}, a=activation("residual", N, "fp32"), b=y)
+        steps: list[tuple[Any, dict[str, Any]]] = [(ops.Matmul, {"x": activation("x", K), "weight": weight})]
+        if product.bias:
+            steps.append((ops.Bias, {"bias": p.parameter(f"bias.{copy}", (N,))}))
+        last = activation("y", N, "fp32" if after == "residual" else p.compute)
+        if after == "residual":
+            steps.append((ops.Add, {"a": activation("residual", N, "fp32")}))
+        elif after:
+            steps.append((ops.ACTIVATIONS[after].forward, {}))
+        y: Tensor | None = None
+        for i, (kind, given) in enumerate(steps):
+            if y is not None:
+                given |= {"b" if kind is ops.Add else "x": y}
+            target = last if i == len(steps) - 1 else None
+            if target is None and i == len(steps) - 2 and after not in ("", "residual"):
+                target = activation("pre", N)  # what an activation's slope is of
+            y = p.apply(kind, into={"y": (target, mode)} if target is not None else None, **given).y
 
 
 class Timed:
@@ -209,7 +233,7 @@ def measure(
     resolved, and says who does ours."""
     bench, rows, dtype = open_bench(device), [], config.train.dtype
     options = by_whom(config.train, device)
-    all_products = [p for count in tokens for p in products(config.model, count, device)]
+    all_products = [p for n in tokens for p in products(config.model, n, device, compute=dtype, **options)]
     samples: list[list[tuple[float, ...]]] = [[] for _ in all_products]
     sweeps = rounds if device == "cpu" else 1
     script = peer_script("torch_gemm.py") if peer == "torch" else None
@@ -243,8 +267,8 @@ def measure(
 
 def alone(product: Product) -> Product:
     """The same without what is fused to it, its result stored."""
-    forward = "matmul" if product.op not in ROLES else product.op.removesuffix("_gelu")
-    return replace(product, op=forward, mode="store")
+    bare = {role: name for name, role in ROLES.items()}.get(role_of(product.op), "matmul")
+    return replace(product, op=bare, mode="store", bias=False)
 
 
 def case(product: Product, dtype: str, device: str) -> dict[str, Any]:
@@ -252,7 +276,7 @@ def case(product: Product, dtype: str, device: str) -> dict[str, Any]:
     N, K, tokens = product.N, product.K, product.tokens
     nbytes = (tokens * N + tokens * K + N * K) * numpy_dtype(dtype).itemsize
     sizes = {"N": N, "K": K, "tokens": tokens, "dtype": dtype, "copies": copies_of(nbytes, device)}
-    return {"op": ROLES.get(product.op, "forward"), **sizes}
+    return {"op": role_of(product.op), **sizes}
 
 
 class Turns:

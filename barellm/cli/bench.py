@@ -261,7 +261,7 @@ def _tokens(args: argparse.Namespace, config: Config) -> list[int]:
 
 def _gemm_line(r: dict[str, Any]) -> str:
     shape = f"{r['tokens']} x {r['N']} x {r['K']}"
-    name = f"{r['layer']:<8}{r['op']:<17}{r['mode']:<7}{shape:<20}"
+    name = f"{r['layer']:<13}{r['op']:<17}{r['mode']:<7}{shape:<20}"
     peer = f"{r['times_peer_cold']:>7.2f}x the peer's cold" if "times_peer_cold" in r else ""
     return f"{name}{r['warm_s'] * 1e3:>9.3f} ms{r['warm_percent']:>7.1f} % of peak warm{r['cold_percent']:>7.1f} % cold{peer}"
 

@@ -182,7 +182,9 @@ class _Theirs:
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         part = self.parts[name]
         if part.transposed:
-            return self.weights.arrays[part.ours].T[lo:hi].astype(np.float32)
+            array = self.weights.arrays[part.ours]
+            assert isinstance(array, np.ndarray)  # what is packed is never transposed
+            return array.T[lo:hi].astype(np.float32)
         return self.weights.read_rows(part.ours, part.first + lo, part.first + hi)
 
 

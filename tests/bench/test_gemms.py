@@ -14,9 +14,16 @@ def test_products_are_those_of_the_training_program():
     """Three of each layer's weight, and the weight gradients a second time, where they accumulate."""
     model = preset("gpt2-124m").model
     found = gemms.products(model, 4096)
-    shapes = {"qkv": (2304, 768), "proj": (768, 768), "fc": (3072, 768), "fcproj": (768, 3072), "head": (50304, 768)}
-    assert {p.layer: (p.N, p.K) for p in found} == shapes
-    assert [p.op for p in found if p.layer == "fcproj"] == [
+    block = {"attn.c_attn": (2304, 768), "attn.c_proj": (768, 768), "mlp.c_fc": (3072, 768), "mlp.c_proj": (768, 3072)}
+    assert {p.layer: (p.N, p.K) for p in found} == block | {"head": (50304, 768)}
+    assert len(found) == 20 and {p.layer for p in found if p.bias} == set(block)
+    assert [(p.op, p.mode) for p in found if p.layer == "head"] == [
+        ("matmul", "store"),
+        ("matmul_dx", "store"),
+        ("matmul_dw", "store"),
+        ("matmul_dw", "add"),
+    ]
+    assert [p.op for p in found if p.layer == "mlp.c_proj"] == [
         "linear_residual",
         "matmul_dx_gelu",
         "matmul_dw",
@@ -25,7 +32,24 @@ def test_products_are_those_of_the_training_program():
     assert {p.tokens for p in found if p.layer == "head"} == {1024}
 
 
-@pytest.mark.parametrize("product", gemms.products(small().model, 48), ids=lambda p: f"{p.layer} {p.op} {p.mode}")
+def test_products_of_another_architecture_are_its_own():
+    model = preset("llama-15m").model
+    found = gemms.products(model, 300)  # more tokens than the model has positions
+    shapes = {"attn.qkv": (768, 384), "attn.proj": (384, 384), "mlp.gate_up": (2048, 384), "mlp.down": (384, 1024)}
+    assert {p.layer: (p.N, p.K) for p in found} == shapes | {"head": (4096, 384)}
+    assert [p.op for p in found if p.layer in ("attn.qkv", "mlp.down") and p.mode == "store"] == [
+        *("matmul", "matmul_dx", "matmul_dw"),
+        *("linear_residual", "matmul_dx", "matmul_dw"),
+    ]
+    assert not any(p.bias for p in found) and {p.tokens for p in found} == {300}
+
+
+WITHOUT_BIAS = gemms.Product("mlp.down", "linear_residual", 24, 40, 9)
+
+
+@pytest.mark.parametrize(
+    "product", [*gemms.products(small().model, 48), WITHOUT_BIAS], ids=lambda p: f"{p.layer} {p.op} {p.mode}"
+)
 def test_copies_are_apart_and_outlast_the_caches(product):
     timed = gemms.Timed(product, "bf16")
     try:

@@ -155,7 +155,7 @@ def test_graphs_are_captured_after_the_first_run_one_for_each_accumulate(gpu, li
 def test_a_product_that_it_cannot_do_is_one_line(gpu, monkeypatch):
     MockCublas(gpu, unsupported=("gelu bias",)).install(monkeypatch)
     program = Program(Store(), compute="bf16")
-    gemms.append(program, gemms.Product("", "linear_gelu", 16, 8, 9), 0)
+    gemms.append(program, gemms.Product("", "linear_gelu", 16, 8, 9, bias=True), 0)
     session = CudaSession({"p": program}, matmul="cublaslt")
     with pytest.raises(UserError, match="no way to do cublaslt_nt_16x8_bf16_bf16_gelu_store of 9 tokens on this GPU"):
         session.run("p", batch=1, seq=9)
