@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from barellm.program import ops
+from barellm.program.dtypes import PRECISIONS
 from barellm.program.ops.optimizer import CHUNK
 from tests.cases import chain_bound, normal
 from tests.check import EPS, persistent, stored
@@ -92,7 +93,7 @@ def scales_case(shape, dtype, scale, size=0.1) -> dict:
 
 
 def update_case(shape, dtype, weight_decay, cautious, scaled, scale=1.0) -> dict:
-    storage = "split" if dtype == "bf16" else "fp32"
+    storage = PRECISIONS[dtype].weights
     p, x = stored(normal(*shape), storage), stored(0.1 * normal(*shape, seed=2), dtype)
     given = {"param": persistent(p, storage), "x": persistent(x, dtype, "state"), "clip": clip(scale)}
     if scaled:

@@ -55,7 +55,7 @@ def alike(arch: int) -> int:
 
 
 def tiles(dtype: str, arch: int) -> tuple[Tile, ...]:
-    """All that a product can be cut into."""
+    """All that a product can be cut into; of fp16 what bf16 is cut into."""
     return {"fp32": _FP32, "tf32": _TF32}.get(dtype) or _BF16[alike(arch)]
 
 
@@ -203,9 +203,14 @@ _ATTENTION = {
 WHOLE_HEAD = {
     "fp32": 128,
     "bf16": 256,
+    "fp16": 256,
 }  # columns up to which dk and dv of a block of keys are in one program's registers
 PIECE = 64  # columns of a program beyond that
-_ANY_HEAD = {"fp32": AttentionTile(16, 16, 8, 1), "bf16": AttentionTile(32, 32, 8, 1)}
+_ANY_HEAD = {
+    "fp32": AttentionTile(16, 16, 8, 1),
+    "bf16": AttentionTile(32, 32, 8, 1),
+    "fp16": AttentionTile(32, 32, 8, 1),
+}
 
 
 def padded(columns: int) -> int:
@@ -214,7 +219,10 @@ def padded(columns: int) -> int:
 
 
 def _operands(dtype: str, arch: int) -> str:
-    return "bf16 in registers" if dtype == "bf16" and alike(arch) < 90 else dtype
+    """The row of the tables: fp16 takes the registers, bytes and cycles that bf16 takes."""
+    if dtype == "fp32":
+        return dtype
+    return "bf16 in registers" if alike(arch) < 90 else "bf16"
 
 
 def attention_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile:

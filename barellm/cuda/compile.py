@@ -243,7 +243,8 @@ def _type(name: str, spec: Spec) -> str:
 
     element, box = inner.rstrip("]").split("[")
     shape = [int(n) for n in box.split(",")]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, {"bf16": gl.bfloat16, "fp32": gl.float32}[element])
+    types = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+    layout = gl.NVMMASharedLayout.get_default_for(shape, types[element])
     return f"tensordesc<{inner},{layout!r}>"
 
 

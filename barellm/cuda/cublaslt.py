@@ -24,7 +24,7 @@ from barellm.runtime.lowering import Region
 INSTALL = "pip install nvidia-cublas"
 WORKSPACE_ALIGN = 256  # bytes
 ALIGN = 16  # bytes, of every operand: what the heuristic may count on, whatever the arena's plan is
-DTYPE = {"fp32": 0, "bf16": 14}  # CUDA_R_32F, CUDA_R_16BF
+DTYPE = {"fp32": 0, "fp16": 2, "bf16": 14}  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
 COMPUTE_FP32, COMPUTE_TF32 = 68, 77  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32
 TRANSA, TRANSB, EPILOGUE, BIAS, AUX, AUX_LD = 3, 4, 7, 8, 11, 12  # attributes of a product
 EPILOGUES = {  # (what, with a bias): how cuBLASLt calls it

@@ -324,7 +324,7 @@ class Lowering:
         self.launches.append(Launch(spec, args, grid, reads, out, self.op))
 
 
-REGISTRY: Registry[Lowering] = Registry("cuda", floats=("fp32", "bf16"))
+REGISTRY: Registry[Lowering] = Registry("cuda", floats=("fp32", "bf16", "fp16"))
 
 
 def lowering(

@@ -48,11 +48,16 @@ class Format:
 
     def nbytes(self, size: int) -> int:
         """Bytes of `size` elements."""
+        if self.planes:
+            return self.start_of(len(self.planes) - 1, size) + FORMATS[self.planes[-1]].nbytes(size)
         return -(-size * self.bits // 8)
 
     def start_of(self, plane: int, size: int) -> int:
-        """Where a plane begins in a tensor of `size` elements, in bytes."""
-        return sum(FORMATS[name].nbytes(size) for name in self.planes[:plane])
+        """Where a plane begins in a tensor of `size` elements, in bytes: at a multiple of what one of its elements has."""
+        at = 0
+        for before, here in zip(self.planes[:plane], self.planes[1:], strict=False):
+            at = -(-(at + FORMATS[before].nbytes(size)) // itemsize(here)) * itemsize(here)
+        return at
 
 
 FORMATS: dict[str, Format] = {

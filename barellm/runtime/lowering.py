@@ -35,7 +35,8 @@ def part(tensor: Tensor, start: int = 0, stop: int | None = None) -> Region:
 def plane(tensor: Tensor, number: int) -> tuple[Region, str]:
     """Bytes and dtype of one plane of a tensor whose format has several."""
     f = FORMATS[tensor.dtype]
-    return Region(tensor, f.start_of(number, tensor.size), f.start_of(number + 1, tensor.size)), f.planes[number]
+    start, dtype = f.start_of(number, tensor.size), f.planes[number]
+    return Region(tensor, start, start + FORMATS[dtype].nbytes(tensor.size)), dtype
 
 
 def weight_operand(weight: Tensor) -> Tensor | tuple[Region, str]:

@@ -6,20 +6,17 @@ import numpy as np
 import pytest
 
 from barellm.cpu.step import CpuSession
-from barellm.optim.adamw import AdamW
-from barellm.optim.rules import Rule, update
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
-from barellm.program.ops.elementwise import ACTIVATIONS
+from barellm.program.loss_scale import FIRST_SCALE
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
-from tests.cases import backward_case, cached_case, forward_case, loss_case, normal
-from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent, tokens
+from tests.cases import backward_case, cached_case, forward_case
+from tests.cpu.check import ISAS, check_op, isa_named
 from tests.cpu.test_models import MODEL, open_session, train
+from tests.half_cases import PRODUCTS, check_loss_scale, check_products, check_rows, scaled_update
 
 each_isa = pytest.mark.parametrize("isa", ISAS)
-HALF = 2.0**-11
 
 
 def cast(values: np.ndarray, source: str, target: str, isa: str) -> np.ndarray:
@@ -61,32 +58,19 @@ def test_fp32_is_rounded_to_the_nearest_fp16(isa):
     assert np.isnan(got[~numbers]).all()
 
 
+def check_of(isa: str):
+    return lambda op_type, given, **more: check_op(op_type, isa_named(isa), given, **more)
+
+
 @each_isa
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 7, 37, 53), (1, 33, 70, 129)])
+@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
 def test_products(isa, shape):
-    B, T, N, K = shape
-    x, w, dy = normal(B, T, K), normal(N, K, seed=2), normal(B, T, N, seed=3)
-    host = isa_named(isa)
-    weight = persistent(w, "half")
-    bound = 8 * EPS * K**0.5 * (np.abs(x) @ np.abs(w).T + 1) * 1.01
-    check_op(ops.Matmul, host, {"x": tokens(x, "fp16"), "weight": weight}, bounds={"y": bound})
-    bound = 8 * EPS * N**0.5 * (np.abs(dy) @ np.abs(w) + 1) * 1.01
-    check_op(ops.MatmulDx, host, {"dy": tokens(dy, "fp16"), "weight": weight}, bounds={"dx": bound})
-    size = np.abs(dy).reshape(-1, N).T @ np.abs(x).reshape(-1, K)
-    operands = {"dy": tokens(dy, "fp16"), "x": tokens(x, "fp16")}
-    check_op(ops.MatmulDw, host, operands, bounds={"dweight": 8 * EPS * (B * T) ** 0.5 * (size + 1) * 1.01})
+    check_products(check_of(isa), shape)
 
 
 @each_isa
 def test_rows(isa):
-    host, x = isa_named(isa), normal(2, 5, 67)
-    affine = {"weight": persistent(normal(67, seed=2)), "bias": persistent(normal(67, seed=3))}
-    bounds = {"y": 64 * EPS * 67**0.5, "mean": 16 * EPS, "rstd": 64 * EPS}
-    check_op(ops.LayerNorm, host, {"x": tokens(x), **affine}, bounds=bounds, eps=1e-5, dtype="fp16")
-    check_op(ACTIVATIONS["gelu"].forward, host, {"x": tokens(x, "fp16")}, bounds={"y": 16 * EPS * 4})
-    given = {"dy": tokens(normal(2, 5, 67, seed=4), "fp16"), "x": tokens(x, "fp16")}
-    check_op(ACTIVATIONS["gelu"].backward, host, given, bounds={"dx": 32 * EPS * 8}, modes={"dx": "add"})
-    check_op(ops.CrossEntropy, host, **loss_case((2, 5, 67, 61), "fp16"))
+    check_rows(check_of(isa))
 
 
 @each_isa
@@ -101,40 +85,9 @@ def test_decoding(isa):
     check_op(ops.AttentionCached, isa_named(isa), **cached_case("fp16", pos=3, T=4, heads=2, D=24, length=19))
 
 
-def scaled_update(compute: str = "fp16") -> tuple[Program, Store]:
-    store = Store()
-    p = Program(store, compute=compute)
-    p.parameter("w", (7, 5), std=1.0)
-    p.gradient_of(store.tensors["w"])
-    update(p, [Rule("*", optimizer=AdamW())], clip=1.0)
-    return p, store
-
-
 @pytest.mark.parametrize("open_session", [ReferenceSession, lambda programs: CpuSession(programs, threads=2)])
 def test_the_loss_scale_follows_the_gradients(open_session):
-    p, _ = scaled_update()
-    session = open_session({"update": p})
-    session.write("w", normal(7, 5))
-
-    def step(gradient: float, state: tuple[int, int]) -> tuple[list[int], np.ndarray]:
-        session.write("loss_scale", np.array(state, np.int32))
-        session.write("w.grad", np.full((7, 5), gradient, np.float32))
-        session.run("update", lr=0.1, step=1, seed=0)
-        return session.read("loss_scale").tolist(), session.read("clip")
-
-    state, clip = step(2.0**FIRST_SCALE * 0.01, (0, 0))
-    assert state == [0, 1]
-    assert clip == pytest.approx([0.01 * 35**0.5, 2.0**-FIRST_SCALE], rel=1e-6)
-    assert step(1.0, (2, GROWTH_STEPS - 1))[0] == [3, 0]
-    assert step(1.0, (2, GROWTH_STEPS - 2))[0] == [2, GROWTH_STEPS - 1]
-    assert step(1.0, (MOST_SCALE - FIRST_SCALE, GROWTH_STEPS - 1))[0] == [MOST_SCALE - FIRST_SCALE, 0]
-    before = session.read("w")
-    for bad in (np.inf, np.nan):
-        state, clip = step(bad, (2, 70))
-        assert state == [1, 0] and np.isnan(clip[1])
-    assert step(np.inf, (LEAST_SCALE - FIRST_SCALE, 5))[0] == [LEAST_SCALE - FIRST_SCALE, 0]
-    np.testing.assert_array_equal(session.read("w"), before)
-    assert session.read("skipped")[0] == 3
+    check_loss_scale(open_session)
 
 
 def test_other_precisions_have_no_loss_scale():

@@ -22,6 +22,7 @@ PARAMETERS_AT = {
 ROLES_THREADS = 384  # of a kernel whose warps have roles: twelve warps
 ELEMENTS = {  # of tensor maps: the driver's number, and the one that Triton's metadata has
     "bf16": (int(real.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16), 10, 2),
+    "fp16": (int(real.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16), 6, 2),
     "fp32": (int(real.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32), 7, 4),
 }
 

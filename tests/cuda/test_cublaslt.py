@@ -66,7 +66,7 @@ def check_op(op_type, given, bounds, modes=None, scalars=None):
     return check_case(case, {"the first run": LibrarySession, "the second": LibrarySession})
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("shape", [(1, 9, 8, 8), (2, 17, 24, 40), (3, 5, 64, 8)], ids=str)
 def test_all_three_roles(library, dtype, shape):
     x, dy, weight = operands(shape, dtype)
@@ -84,7 +84,7 @@ def test_all_three_roles(library, dtype, shape):
 
 
 @pytest.mark.parametrize("build", FUSED, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
+@pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3), ("fp16", 1e-3)])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_what_is_fused_means_its_sequence(library, build, compute, limit, bias):
     """GELU in fp32 is not the library's, and it has no other activation."""

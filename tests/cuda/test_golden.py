@@ -123,6 +123,7 @@ def llama_specs(model: Llama, batch: int, compute: str) -> dict[Spec, str]:
 TABLES: dict[str, Callable[[], dict[Spec, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
+    "gpt2-124m fp16": lambda: one_of_each(specs(GPT2, 64, "fp16", 90)),
     "products in TF32": lambda: one_of_each(
         {s: op for s, op in specs(GPT2, 64, "fp32", 90, tf32=True).items() if s.name == "gemm"}
     ),
@@ -130,6 +131,7 @@ TABLES: dict[str, Callable[[], dict[Spec, str]]] = {
     "llama-124m bf16": lambda: llama_specs(Llama(), 64, "bf16"),
     "odd Llama fp32": lambda: llama_specs(Llama(1, 6, 2, 10, 51, 101, 37), 3, "fp32"),
     "muon bf16": lambda: muon_specs("bf16"),
+    "muon fp16": lambda: muon_specs("fp16"),
     "muon fp32": lambda: muon_specs("fp32"),
 }
 

@@ -14,6 +14,7 @@ from barellm.cuda.kernel import Target
 from barellm.cuda.kernels.hopper import hopper_gemm
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import PRECISIONS
 from barellm.program.ops.elementwise import ACTIVATIONS, SLOPES
 from barellm.program.scalars import MOST, SCALARS
 from barellm.program.tensor import Dim
@@ -202,9 +203,10 @@ def operand(*shape: int, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("batch, seq, N, K", [(1, 1, 8, 8), (2, 67, 72, 136), (1, 257, 264, 40)])
 @pytest.mark.parametrize("accumulate", [0, 1])
-def test_ops_take_the_kernel(small_waves, batch, seq, N, K, accumulate):
-    x, dy = tokens(operand(batch, seq, K, seed=1), "bf16"), tokens(operand(batch, seq, N, seed=2), "bf16")
-    weight = persistent(operand(N, K, seed=3), "split")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_ops_take_the_kernel(small_waves, batch, seq, N, K, accumulate, dtype):
+    x, dy = tokens(operand(batch, seq, K, seed=1), dtype), tokens(operand(batch, seq, N, seed=2), dtype)
+    weight = persistent(operand(N, K, seed=3), PRECISIONS[dtype].weights)
     bound = 8 * EPS * max(N, K, batch * seq)
     options = {"target": small_waves, "plan": (batch, seq + 30), "scalars": {"accumulate": accumulate}}
     check_op(ops.Matmul, {"x": x, "weight": weight}, bounds={"y": bound}, **options)
@@ -214,9 +216,10 @@ def test_ops_take_the_kernel(small_waves, batch, seq, N, K, accumulate):
 
 @pytest.mark.parametrize("mode, accumulate", [("store", 0), ("start", 0), ("start", 1), ("add", 0)])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_weight_gradients_in_parts(small_waves, mode, accumulate, parts, monkeypatch):
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_weight_gradients_in_parts(small_waves, mode, accumulate, parts, dtype, monkeypatch):
     monkeypatch.setattr(choices, "splits", lambda tiles, rows: parts)
-    x, dy = tokens(operand(1, 300, 72, seed=1), "bf16"), tokens(operand(1, 300, 192, seed=2), "bf16")
+    x, dy = tokens(operand(1, 300, 72, seed=1), dtype), tokens(operand(1, 300, 192, seed=2), dtype)
     check_op(
         ops.MatmulDw, {"dy": dy, "x": x}, modes={"dweight": mode}, scalars={"accumulate": accumulate},
         bounds={"dweight": 8 * EPS * 300}, plan=(1, 400), target=small_waves,

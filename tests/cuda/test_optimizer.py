@@ -63,7 +63,7 @@ def adamw(shape, dtype, *, step=1, **more):
 
 
 @each_shape
-@pytest.mark.parametrize("dtype", ["fp32", "split"])
+@pytest.mark.parametrize("dtype", ["fp32", "split", "half"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @each_moments
 def test_adamw(shape, dtype, weight_decay, moments):

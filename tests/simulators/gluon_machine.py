@@ -22,7 +22,12 @@ import numpy as np
 from barellm.cuda.kernel import Spec
 from tests.simulators.gluon_stub import Fault, Map, Pointer, Shared, Step, Trace, materialised, trace
 
-DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp32": np.dtype(np.float32), "i64": np.dtype(np.int64)}
+DTYPES = {
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp16": np.dtype(np.float16),
+    "fp32": np.dtype(np.float32),
+    "i64": np.dtype(np.int64),
+}
 
 Buffer = tuple[int, int]
 # Steps done by each role; (phase's parity, arrivals missing, bytes missing) of each barrier; copies under way as (role, step);

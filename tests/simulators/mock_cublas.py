@@ -20,7 +20,7 @@ from tests.simulators.interpreter import tf32
 from tests.simulators.mock import LAUNCH_MS, Gpu
 
 INVALID_VALUE, NOT_SUPPORTED = 7, 15
-DTYPES = {0: np.dtype(np.float32), 14: np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {0: np.dtype(np.float32), 2: np.dtype(np.float16), 14: np.dtype(ml_dtypes.bfloat16)}
 OPERATION = {  # attribute -> (bytes, name)
     3: (4, "transa"), 4: (4, "transb"), 7: (4, "epilogue"), 8: (8, "bias"), 11: (8, "aux"), 12: (8, "aux_ld"),
 }  # fmt: skip
@@ -129,7 +129,7 @@ class MockCublas:
         epilogue = EPILOGUES[o["epilogue"]]
         assert ("bias" in epilogue) == ("bias" in o) and ("gelu" in epilogue) == ("aux" in o)
         if "aux" in o:
-            assert o["aux_ld"] % 8 == 0 and o["aux_ld"] >= m and o["aux"] % 16 == 0 and a_type == d_type == DTYPES[14]
+            assert o["aux_ld"] % 8 == 0 and o["aux_ld"] >= m and o["aux"] % 16 == 0 and a_type == d_type != DTYPES[0]
         assert o["compute"] == "fp32" or a_type == DTYPES[0]
         return o["compute"], o["transa"], o["transb"], epilogue, a_type, *a_shape, d_type, n, ld
 

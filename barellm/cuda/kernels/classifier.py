@@ -64,6 +64,7 @@ def lower(c: Lowering, *, gradients: bool) -> None:
         here = part(losses, 4 * first, min(4 * (first + count), losses.nbytes)), "fp32"
         operands = {"losses": here, "lse": None, "dlogits": logits if gradients else None}
         operands |= {"logits": logits, "targets": rows_of(op.targets, first, count, 1)}
+        operands |= {"loss_scale": op.loss_scale if gradients else None}
         launch_rows(c, row_losses, operands, chunk, V, "losses dlogits")
         if gradients:
             product(c, "nn", out=rows_of(op.dx, first, count, C), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
@@ -75,11 +76,15 @@ def lower(c: Lowering, *, gradients: bool) -> None:
     launch_total(c, losses, rows)
 
 
-@lowering("classifier", starts="dx dweight", also={"weight": "split", "targets": "i32"})
+@lowering(
+    "classifier",
+    starts="dx dweight",
+    also={"weight": "split half", "targets": "i32", "loss_scale": "i32"},
+)
 def lower_classifier(op: Any, c: Lowering) -> None:
     lower(c, gradients=True)
 
 
-@lowering("classifier_loss", also={"weight": "split", "targets": "i32"})
+@lowering("classifier_loss", also={"weight": "split half", "targets": "i32"})
 def lower_classifier_loss(op: Any, c: Lowering) -> None:
     lower(c, gradients=False)

@@ -13,7 +13,9 @@ from typing import Any
 from barellm.cuda.kernel import Lowering, Size, lowering, mode
 from barellm.cuda.kernels.common import INV_TARGETS, double, keep, pow2
 from barellm.cuda.lang import constant, device, tl
+from barellm.program.loss_scale import FIRST_SCALE
 
+SCALE_BIAS = constant(127 + FIRST_SCALE)  # of an fp32 exponent, with the power that a new loss scale has
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
 BLOCK = 8192  # columns at a time: 2 x 16 bytes of bf16 for each of 512 threads
 LOSSES = 4096  # at a time where they are summed
@@ -39,11 +41,21 @@ def log_sum_exp(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexp
 
 
 @device
+def scale_of(loss_scale):
+    """The number that a loss scale's state stands for (`program.loss_scale`): a power of two, made of its bits."""
+    return ((tl.load(loss_scale) + SCALE_BIAS) << 23).to(tl.float32, bitcast=True)
+
+
+@device
 def write_gradient(
-    dlogits, logits, target, lse, scalars, V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row: (softmax - onehot) * inv_targets; zero where the target is ignored, and in the padding."""
+    dlogits, logits, target, lse, loss_scale, scalars,
+    V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: (softmax - onehot) * inv_targets, times the loss scale where there is one; zero where the target is ignored, and in
+    the padding."""
     scale = tl.where(target >= 0, double(scalars, INV_TARGETS).to(tl.float32), 0.0)
+    if loss_scale is not None:
+        scale *= scale_of(loss_scale)
     for c in range(0, V, BLOCK):
         x, i = columns_of(logits, c, V, VALID, BLOCK)
         p = tl.math.exp2((x - lse) * LOG2_E)
@@ -52,8 +64,9 @@ def write_gradient(
 
 @device
 def row_losses(
-    losses, lse, dlogits, logits, targets, scalars, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr
-):
+    losses, lse, dlogits, logits, targets, loss_scale, scalars,
+    V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """losses = lse - logits[target], zero where the target is ignored; dlogits, which may be logits, where it is given. The logit
     at the target is read before the row's sum, so before any thread writes."""
     row = tl.program_id(0).to(tl.int64)
@@ -65,16 +78,17 @@ def row_losses(
     if lse is not None:
         tl.store(lse + row, value)
     if dlogits is not None:
-        write_gradient(dlogits + row * V, logits, target, value, scalars, V, VALID, 0, BLOCK)
+        write_gradient(dlogits + row * V, logits, target, value, loss_scale, scalars, V, VALID, 0, BLOCK)
 
 
 @device
 def row_gradients(
-    dlogits, logits, targets, lse, scalars, V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr
+    dlogits, logits, targets, lse, loss_scale, scalars,
+    V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target, value = tl.load(targets + row), tl.load(lse + row)
-    write_gradient(dlogits + row * V, logits + row * V, target, value, scalars, V, VALID, MODE, BLOCK)
+    write_gradient(dlogits + row * V, logits + row * V, target, value, loss_scale, scalars, V, VALID, MODE, BLOCK)
 
 
 @device
@@ -105,12 +119,14 @@ def lower_cross_entropy(op: Any, c: Lowering) -> None:
     rows = c.rows(op.logits)
     losses = c.scratch("losses", (op.targets.size,))
     operands = {"losses": losses, "lse": op.lse, "dlogits": None, "logits": op.logits, "targets": op.targets}
+    operands |= {"loss_scale": None}
     launch_rows(c, row_losses, operands, rows, int(op.logits.shape[-1]), "losses lse")
     launch_total(c, losses, rows)
 
 
-@lowering("cross_entropy_backward", starts="dlogits", also={"targets": "i32"})
+@lowering("cross_entropy_backward", starts="dlogits", also={"targets": "i32", "loss_scale": "i32"})
 def lower_cross_entropy_backward(op: Any, c: Lowering) -> None:
     operands = {"dlogits": op.dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
+    operands |= {"loss_scale": op.loss_scale}
     V = int(op.logits.shape[-1])
     launch_rows(c, row_gradients, operands, c.rows(op.logits), V, "dlogits", MODE=mode(op, "dlogits"))

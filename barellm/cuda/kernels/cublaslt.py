@@ -2,7 +2,7 @@
 
 It takes what `matmul.product` takes where rows are multiples of 16 bytes. The only activation that it has is GELU, in the tanh form
 as ours; how exact it is in fp32 is not said anywhere, so fp32 products with GELU stay ours. A bias has the dtype of the result
-there: in bf16 it is rounded first. What NVIDIA's library computes for bf16 has the same rounding as ours otherwise, in another
+there: in 16 bits it is rounded first. What NVIDIA's library computes for those has the same rounding as ours otherwise, in another
 order of the sums.
 """
 
@@ -66,9 +66,9 @@ def _bias(c: Lowering, bias: Any, kind: str, N: int) -> Any:
     if bias is None or bias.dtype == kind:
         return bias
     rounded = c.scratch("bias", (N,), kind)
-    c.launch(
-        cast, {"y": rounded, "x": bias, "units": N}, {"UNIT": 1, "BLOCK": BLOCK}, grid=lambda s: (ceil_div(N, BLOCK),), writes="y"
-    )  # fmt: skip
+    constants = {"UNIT": 1, "BLOCK": BLOCK, "MODE": MODES["store"]}
+    operands = {"y": rounded, "x": bias, "units": N}
+    c.launch(cast, operands, constants, grid=lambda s: (ceil_div(N, BLOCK),), writes="y")
     return rounded
 
 

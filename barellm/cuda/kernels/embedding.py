@@ -36,7 +36,7 @@ def embedding(
     tl.store(y + row[:, None] * C + column[None, :], value, mask=mask)
 
 
-@lowering("embedding", also={"tokens": "i32", "wte": "split", "wpe": "split"})
+@lowering("embedding", also={"tokens": "i32", "wte": "split half", "wpe": "split half"})
 def lower_embedding(op: Any, c: Lowering) -> None:
     operands = {"y": op.y, "tokens": op.tokens, "seq": lambda s: s.seq}
     operands |= weight_operands("wte", op.wte)

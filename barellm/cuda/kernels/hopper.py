@@ -1,4 +1,4 @@
-"""Matrix products on Hopper: bf16 operands, fp32 accumulators, every byte moved by the tensor memory accelerator.
+"""Matrix products on Hopper: operands of bf16 or fp16, fp32 accumulators, every byte moved by the tensor memory accelerator.
 
 Shapes: out (M, N) = a b over depth K, row-major, in three roles:
 
@@ -77,7 +77,8 @@ def hopper_gemm(
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
 
 
-ITEMSIZE = {"bf16": 2, "fp32": 4}
+HALVES = ("bf16", "fp16")  # dtypes of operands
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def matrix(value: Any) -> tuple[Region, str]:
@@ -89,10 +90,10 @@ def fits(
     c: Lowering, role: str, *, out: Any, a: Any, b: Any, most: int, N: int, K: int,
     residual: Any = None, pre: Any = None, mode: int = MODES["store"], **_: Any,
 ) -> bool:  # fmt: skip
-    """Whether `launch_product` takes this product, with the arguments of `matmul.product`: bf16 operands, rows of a multiple of 16
-    bytes, one thing at most that the epilogue reads, and at least half a wave of small tiles."""
+    """Whether `launch_product` takes this product, with the arguments of `matmul.product`: operands of bf16 or of fp16, rows of a
+    multiple of 16 bytes, one thing at most that the epilogue reads, and at least half a wave of small tiles."""
     operands = [matrix(v) for v in (out, a, b, residual, pre) if v is not None]
-    if not c.target.hopper or operands[1][1] != "bf16" or operands[2][1] != "bf16":
+    if not c.target.hopper or operands[1][1] not in HALVES or operands[2][1] != operands[1][1]:
         return False
     if (
         any(region.start % 16 for region, _ in operands)
@@ -101,7 +102,10 @@ def fits(
         or any(d != operands[0][1] for _, d in operands[3:])
     ):
         return False
-    if operands[0][1] not in ITEMSIZE or sum([mode != MODES["store"], residual is not None, pre is not None]) > 1:
+    if (
+        operands[0][1] not in ("fp32", operands[1][1])
+        or sum([mode != MODES["store"], residual is not None, pre is not None]) > 1
+    ):
         return False
     rows, cols, depth = _sizes(role, most, N, K)
     tiles = ceil_div(rows, ROWS.value) * ceil_div(cols, 128)
@@ -125,7 +129,7 @@ def launch_product(
     written, other = (pre, residual) if role == "nt" else (None, pre)
     if not epilogue and mode != MODES["store"] and parts == 1:
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
-    f = tuning.choose(c.target, tuning.Product(role, "bf16", height, width, depth, "hopper", epilogue))
+    f = tuning.choose(c.target, tuning.Product(role, matrix(a)[1], height, width, depth, "hopper", epilogue))
     M: Size | int = height if role == "tn" else rows
     target, out_rows, chunk = out, M, depth if role != "tn" else rows
     split = None

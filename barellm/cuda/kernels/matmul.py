@@ -6,8 +6,8 @@ Shapes: x (tokens, K), weight (N, K), y (tokens, N), row-major. Three roles, one
     nn  dx = dy weight       a (M, K)             b stored (K, N)
     tn  dweight = dy^T x     a stored (K, M)      b stored (K, N)    K: tokens
 
-bf16 operands are multiplied by tensor cores and added in fp32; fp32 ones in fp32 all through or, where the target says tf32, by
-tensor cores that leave out the last 13 of 23 bits of each operand. A product moves
+bf16 and fp16 operands are multiplied by tensor cores and added in fp32; fp32 ones in fp32 all through or, where the target says
+tf32, by tensor cores that leave out the last 13 of 23 bits of each operand. A product moves
 (M K + K N + M N) elements at least and does 2 M N K operations; what is fused adds its own operand and no other pass over y.
 """
 
@@ -142,7 +142,7 @@ def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
 
 
 def _kind(c: Lowering, dtype: str) -> str:
-    """How operands of a dtype are multiplied: "bf16", "fp32" or "tf32"."""
+    """How operands of a dtype are multiplied: "bf16", "fp16", "fp32" or "tf32"."""
     return "tf32" if dtype == "fp32" and c.target.tf32 else dtype
 
 
@@ -156,9 +156,9 @@ def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
     return {"rows": c.rows(activation), "most": activation.size // int(activation.shape[-1]), "N": N, "K": K}
 
 
-@lowering("product", starts="y dx", also={"weight": "split"})
-@lowering("matmul_dx", starts="dx", also={"weight": "split"})
-@lowering("matmul", starts="y", also={"weight": "split"})
+@lowering("product", starts="y dx", also={"weight": "split half"})
+@lowering("matmul_dx", starts="dx", also={"weight": "split half"})
+@lowering("matmul", starts="y", also={"weight": "split half"})
 def lower_product(op: Any, c: Lowering) -> None:
     """A product with a weight or the gradient of its input, with what follows it."""
     follows = [name for name in op.attrs.get("epilogues", ()) if name != "bias"]

@@ -8,8 +8,25 @@ from typing import Any
 from barellm.cuda.kernel import Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, LR, MOMENTUM, double, unit_of
 from barellm.cuda.kernels.optimizer import SPAN
-from barellm.cuda.kernels.storage import lo_pointer, load_weight, store_weight, weight_columns, weight_pointer
-from barellm.cuda.kernels.tables import column, entry_of, extent, first_programs, integer, number, pointer
+from barellm.cuda.kernels.storage import (
+    lo_pointer,
+    load_weight,
+    store_weight,
+    weight_columns,
+    weight_constants,
+    weight_pointer,
+)
+from barellm.cuda.kernels.tables import (
+    column,
+    entry_of,
+    extent,
+    first_programs,
+    integer,
+    matrix_constants,
+    matrix_pointer,
+    number,
+    pointer,
+)
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.grouping import members
 from barellm.program.integers import ceil_div
@@ -30,13 +47,13 @@ TINY = constant(LEAST)
 def muon_momentum(
     table, clip, scalars,
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    NESTEROV: tl.constexpr, HALF: tl.constexpr,
+    NESTEROV: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
     """A program does what one partial sum is of."""
     entry, chunk = entry_of(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     m, grad = pointer(table, entry, M, ENTRIES, tl.float32, 16), pointer(table, entry, GRAD, ENTRIES, tl.float32, 16)
-    u = pointer(table, entry, U, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16)
+    u = matrix_pointer(table, entry, U, ENTRIES, HALF, FP16)
     scale, momentum = tl.load(clip + 1), double(scalars, MOMENTUM)
     finite = scale == scale  # NaN says that the gradient's norm is not finite
     kept, fresh = momentum.to(tl.float32), ((1.0 - momentum) * scale.to(tl.float64)).to(tl.float32)
@@ -63,7 +80,7 @@ def lower_momentum(op: Any, c: Lowering) -> None:
     fields |= {name: column(getattr(o, name) for o in each) for name in MOMENTUM_FIELDS[2:]}
     table = Table(fields, writes=("m", "u", "partials"))
     constants = {**extent(len(each)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8 * BLOCK}
-    constants |= {"NESTEROV": bool(op.nesterov), "HALF": each[0].u.dtype == "bf16"}
+    constants |= {"NESTEROV": bool(op.nesterov), **matrix_constants(each[0].u.dtype)}
     operands = {"table": table, "clip": each[0].clip}
     c.launch(muon_momentum, operands, constants, grid=lambda s: (programs,), writes="", warps=16)
 
@@ -71,7 +88,7 @@ def lower_momentum(op: Any, c: Lowering) -> None:
 @device
 def muon_normalize(
     table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-    HALF: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    HALF: tl.constexpr, FP16: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program adds up the few partial sums, in the same order."""
     entry, turn = entry_of(table, ENTRIES, WIDE)
@@ -82,8 +99,8 @@ def muon_normalize(
         total += tl.load(sums + begin + j, mask=begin + j < count, other=0.0).to(tl.float64)
     norm = tl.sqrt(tl.sum(total, 0))
     factor = 1.0 / (norm * number(table, entry, MARGIN, ENTRIES) + number(table, entry, EPSILON, ENTRIES))
-    u = pointer(table, entry, FROM, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16)
-    x = pointer(table, entry, TO, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16)
+    u = matrix_pointer(table, entry, FROM, ENTRIES, HALF, FP16)
+    x = matrix_pointer(table, entry, TO, ENTRIES, HALF, FP16)
     for begin in range(turn * SPAN, tl.minimum((turn + 1) * SPAN, n), BLOCK):
         i = begin + tl.arange(0, BLOCK)
         value = tl.load(u + i, mask=i < n, other=0.0).to(tl.float32) * factor.to(tl.float32)
@@ -100,7 +117,7 @@ def lower_normalize(op: Any, c: Lowering) -> None:
     fields |= {"count": ("i64", [o.partials.size for o in each])}
     fields |= {name: ("fp64", [float(o.attrs[name]) for o in each]) for name in ("margin", "eps")}
     constants = {**extent(len(each)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK}
-    constants |= {"HALF": each[0].u.dtype == "bf16", "SUM_BLOCK": 64}
+    constants |= {**matrix_constants(each[0].u.dtype), "SUM_BLOCK": 64}
     table = Table(fields, writes=("x",))
     c.launch(muon_normalize, {"table": table}, constants, grid=lambda s: (programs,), writes="")
 
@@ -179,17 +196,18 @@ def lower_scales(op: Any, c: Lowering) -> None:
 def muon_update(
     table, clip, scalars,
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr, HALF: tl.constexpr, SCALED: tl.constexpr, CAUTIOUS: tl.constexpr,
+    SPLIT: tl.constexpr, MASTER: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
+    SCALED: tl.constexpr, CAUTIOUS: tl.constexpr,
 ):  # fmt: skip
     """param = param - decay - scale x: everything read and written once. SCALED: "rows" or "columns" of x have a factor each."""
     ok = tl.load(clip + 1)
     if ok == ok:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, turn = entry_of(table, ENTRIES, WIDE)
         n, cols = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COLS, ENTRIES)
-        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, SPLIT), None
+        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, SPLIT, MASTER), None
         if SPLIT:
-            lo = lo_pointer(table, entry, LO, ENTRIES, UNIT)
-        x = pointer(table, entry, X, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16)
+            lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, MASTER)
+        x = matrix_pointer(table, entry, X, ENTRIES, HALF, FP16)
         rate = double(scalars, LR) * number(table, entry, LR_SCALE, ENTRIES)
         size = (rate * number(table, entry, SCALE, ENTRIES)).to(tl.float32)
         decay = (rate * number(table, entry, DECAY, ENTRIES)).to(tl.float32)
@@ -208,7 +226,7 @@ def muon_update(
             store_weight(param, lo, i, mask, p - kept - update)
 
 
-@lowering("muon_update", also={"param": "split"})
+@lowering("muon_update", also={"param": "split half"})
 def lower_update(op: Any, c: Lowering) -> None:
     each: list[Any] = members(op)
     params = [o.outputs["param"] for o in each]
@@ -227,8 +245,8 @@ def lower_update(op: Any, c: Lowering) -> None:
         "cols": ("i64", [int(p.shape[1]) for p in params]),
     }
     constants = {
-        **extent(len(each)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, "SPLIT": params[0].dtype == "split",
-        "HALF": each[0].x.dtype == "bf16", "CAUTIOUS": bool(each[0].cautious),
+        **extent(len(each)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **weight_constants(params[0]),
+        **matrix_constants(each[0].x.dtype), "CAUTIOUS": bool(each[0].cautious),
         "SCALED": ("columns" if rows < cols else "rows") if scaled else "",
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo"))

@@ -8,6 +8,7 @@ from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, LR, STEP, double, pow2, unit_of
+from barellm.cuda.kernels.cross_entropy import scale_of
 from barellm.cuda.kernels.random import sample_key, shared_words
 from barellm.cuda.kernels.storage import (
     lo_pointer,
@@ -18,12 +19,14 @@ from barellm.cuda.kernels.storage import (
     store_moment,
     store_weight,
     weight_columns,
+    weight_constants,
     weight_pointer,
 )
 from barellm.cuda.kernels.tables import column, entry_of, extent, first_programs, integer, number, pointer
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.grouping import members
 from barellm.program.integers import ceil_div
+from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
 from barellm.program.ops.optimizer import CHUNK
 from barellm.runtime.lowering import part
 
@@ -32,6 +35,8 @@ SPAN = (
 )  # elements of one parameter that a program updates: what it looks up and the step's factors count little then
 SUM_FIELDS = ("first", "units", "x", "partials")
 UPDATE_FIELDS = ("first", "units", "param", "lo", "m", "v", "grad", "decay", "stream")
+GROWTH = constant(GROWTH_STEPS)
+LEAST_POWER, MOST_POWER = constant(LEAST_SCALE - FIRST_SCALE), constant(MOST_SCALE - FIRST_SCALE)
 UNITS, X, PARTIALS = (constant(SUM_FIELDS.index(name)) for name in ("units", "x", "partials"))
 PARAM, LO, M, V, GRAD, WEIGHT_DECAY, STREAM = (constant(UPDATE_FIELDS.index(name)) for name in UPDATE_FIELDS[2:])
 
@@ -91,20 +96,31 @@ def add_partials(totals, table, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @device
-def clip_scale(clip, skipped, totals, LIMIT: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """clip (2) = [norm, min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped."""
+def clip_scale(clip, skipped, loss_scale, totals, LIMIT: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """clip (2) = [norm, min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped. Both are divided by the
+    loss scale, which then moves on."""
     i = tl.arange(0, BLOCK)
     norm = tl.sqrt(tl.sum(tl.load(totals + i, mask=i < N, other=0.0), 0))
+    if loss_scale is not None:
+        by = scale_of(loss_scale).to(tl.float64)
+        norm /= by
     scale = tl.where(norm > LIMIT, LIMIT / norm, 1.0) if LIMIT > 0 else tl.full((), 1.0, tl.float64)
     finite = norm.to(tl.float32) < float("inf")  # false for NaN as well
+    if loss_scale is not None:
+        scale /= by
+        power, good = tl.load(loss_scale), tl.load(loss_scale + 1) + 1
+        grows = good >= GROWTH
+        kept = tl.where(grows, tl.minimum(power + 1, MOST_POWER), power)
+        tl.store(loss_scale, tl.where(finite, kept, tl.maximum(power - 1, LEAST_POWER)))
+        tl.store(loss_scale + 1, tl.where(finite & (grows == 0), good, 0))
     tl.store(clip, norm.to(tl.float32))
     tl.store(clip + 1, tl.where(finite, scale, float("nan")).to(tl.float32))
     tl.store(skipped, tl.load(skipped) + tl.where(finite, 0, 1))
 
 
-@lowering("clip_scale", floats="fp32", also={"skipped": "i32"})
+@lowering("clip_scale", floats="fp32", also={"skipped": "i32", "loss_scale": "i32"})
 def lower_clip_scale(op: Any, c: Lowering) -> None:
-    partials = [t for name, t in op.inputs.items() if name != "skipped"]
+    partials = [t for name, t in op.inputs.items() if name not in op.inplace]
     count = len(partials)
     totals = c.scratch("totals", (count,), "fp64")
     fields = {"partials": ("*fp32", [part(t) for t in partials]), "count": ("i64", [t.size for t in partials])}
@@ -115,12 +131,13 @@ def lower_clip_scale(op: Any, c: Lowering) -> None:
         grid=lambda s: (count,),
         writes="totals",
     )
+    operands = {name: op.outputs.get(name) for name in ("clip", "skipped", "loss_scale")}
     c.launch(
         clip_scale,
-        {"clip": op.outputs["clip"], "skipped": op.outputs["skipped"], "totals": totals},
+        {**operands, "totals": totals},
         {"LIMIT": float(op.attrs["clip"]), "N": count, "BLOCK": pow2(count)},
         grid=lambda s: (1,),
-        writes="clip skipped",
+        writes="clip skipped loss_scale",
     )
 
 
@@ -129,7 +146,7 @@ def adamw(
     table, clip, scalars,
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     BETA1: tl.constexpr, BETA2: tl.constexpr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, EPSILON: tl.constexpr,
-    LR_SCALE: tl.constexpr, SPLIT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    LR_SCALE: tl.constexpr, SPLIT: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     M_MANTISSA: tl.constexpr, M_SIGNED: tl.constexpr, V_MANTISSA: tl.constexpr, V_SIGNED: tl.constexpr,
 ):  # fmt: skip
     """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps): everything read and written once. The step's factors are computed in double.
@@ -138,9 +155,9 @@ def adamw(
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, turn = entry_of(table, ENTRIES, WIDE)
         n = integer(table, entry, UNITS, ENTRIES) * UNIT
-        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, SPLIT), None
+        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, SPLIT, MASTER), None
         if SPLIT:
-            lo = lo_pointer(table, entry, LO, ENTRIES, UNIT)
+            lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, MASTER)
         m = pointer(table, entry, M, ENTRIES, tl.float32 if M_MANTISSA is None else tl.int16, 16)
         v = pointer(table, entry, V, ENTRIES, tl.float32 if V_MANTISSA is None else tl.int16, 16)
         grad = pointer(table, entry, GRAD, ENTRIES, tl.float32, 16)
@@ -171,11 +188,11 @@ def adamw(
             store_moment(v, i, mask, square, dither_v, V_MANTISSA, V_SIGNED)
 
 
-@lowering("adamw", floats="fp32", also={"param": "split", "m": "e6m9", "v": "ue6m10"})
+@lowering("adamw", floats="fp32", also={"param": "split half", "m": "e6m9", "v": "ue6m10"})
 def lower_adamw(op: Any, c: Lowering) -> None:
     updates: list[Any] = members(op)
     params, ms, vs = ([u.outputs[name] for u in updates] for name in ("param", "m", "v"))
-    unit, split = unit_of(params[0]), params[0].dtype == "split"
+    unit = unit_of(params[0])
     firsts, programs = first_programs(ceil_div(p.size, SPAN) for p in params)
     columns = {
         "first": ("i64", firsts),
@@ -191,7 +208,7 @@ def lower_adamw(op: Any, c: Lowering) -> None:
     constants = {
         **extent(len(updates)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK,
         "BETA1": beta1, "BETA2": beta2, "LOG_BETA1": log2(beta1), "LOG_BETA2": log2(beta2), "EPSILON": float(op.eps),
-        "LR_SCALE": float(updates[0].lr_scale), "SPLIT": split, "STOCHASTIC": updates[0].stream is not None,
+        "LR_SCALE": float(updates[0].lr_scale), **weight_constants(params[0]), "STOCHASTIC": updates[0].stream is not None,
         **moment_constants("M", ms[0]), **moment_constants("V", vs[0]),
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo", "m", "v"))

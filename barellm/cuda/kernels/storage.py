@@ -1,5 +1,8 @@
-"""What kernels see as fp32 though memory may not: weights in one array or in the two 16-bit planes of a split parameter,
-bits = (hi << 16) + lo; moments in one array or in the 16-bit codes of `program.moments`."""
+"""What kernels see as fp32 though memory may not be: weights and moments.
+
+A weight is one array, or two planes (`program.dtypes`): the bits (hi << 16) + lo of "split", or the nearest fp16 and the fp32
+weight of "half". A moment is one array, or the 16-bit codes of `program.moments`.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +20,39 @@ REBIAS = constant(REBIAS_BITS)
 
 
 def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
-    """Operands `name` and `name_lo` of a launch: the hi and lo planes, or the fp32 tensor and None."""
-    if format_of(t.dtype).planes:
+    """Operands `name` and `name_lo` of a launch: both planes, or the fp32 tensor and None."""
+    if t.dtype == "split":
         return {name: (plane(t, 0)[0], "i16"), f"{name}_lo": (plane(t, 1)[0], "i16")}
+    if format_of(t.dtype).planes:
+        return {name: plane(t, 0), f"{name}_lo": plane(t, 1)}
     return {name: t, f"{name}_lo": None}
 
 
 def weight_columns(params: list[Tensor]) -> dict[str, Any]:
     """The same of many weights of one dtype, fields `param` and `lo` of a table."""
     planes = [weight_operands("param", p) for p in params]
-    split = params[0].dtype == "split"
-    lo = column(p["param_lo"] for p in planes) if split else ("i64", [0] * len(params))
+    two = bool(format_of(params[0].dtype).planes)
+    lo = column(p["param_lo"] for p in planes) if two else ("i64", [0] * len(params))
     return {"param": column(p["param"] for p in planes), "lo": lo}
 
 
-@device
-def weight_pointer(table, entry, PARAM: tl.constexpr, ENTRIES: tl.constexpr, SPLIT: tl.constexpr):
-    """To the hi plane, or the fp32 weights."""
-    return pointer(table, entry, PARAM, ENTRIES, tl.int16 if SPLIT else tl.float32, 16)
+def weight_constants(t: Tensor) -> dict[str, Any]:
+    """Constants of a kernel that finds weights like `t` in a table. SPLIT: they have two planes. MASTER: the second is the fp32
+    weight, as in "half"; None where it is not."""
+    return {"SPLIT": bool(format_of(t.dtype).planes), "MASTER": t.dtype == "half" or None}
 
 
 @device
-def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr):
-    """To the lo plane of a weight whose count of elements is a multiple of UNIT."""
-    return pointer(table, entry, LO, ENTRIES, tl.int16, 16 if UNIT % 8 == 0 else 2)
+def weight_pointer(table, entry, PARAM: tl.constexpr, ENTRIES: tl.constexpr, SPLIT: tl.constexpr, MASTER: tl.constexpr):
+    """To the first plane, or the fp32 weights."""
+    return pointer(table, entry, PARAM, ENTRIES, tl.float16 if MASTER else tl.int16 if SPLIT else tl.float32, 16)
+
+
+@device
+def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, MASTER: tl.constexpr):
+    """To the second plane of a weight whose count of elements is a multiple of UNIT."""
+    ALIGN: tl.constexpr = 16 if UNIT % 8 == 0 else 4 if MASTER else 2
+    return pointer(table, entry, LO, ENTRIES, tl.float32 if MASTER else tl.int16, ALIGN)
 
 
 @device
@@ -48,6 +60,8 @@ def load_weight(p, lo, i, mask):
     """fp32 values; zero off the mask."""
     if lo is None:
         return tl.load(p + i, mask=mask, other=0.0)
+    elif lo.dtype.element_ty == tl.float32:
+        return tl.load(lo + i, mask=mask, other=0.0)
     else:
         bits = tl.load(p + i, mask=mask, other=0).to(tl.int32) << 16
         return (bits + tl.load(lo + i, mask=mask, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
@@ -57,6 +71,9 @@ def load_weight(p, lo, i, mask):
 def store_weight(p, lo, i, mask, value):
     if lo is None:
         tl.store(p + i, value, mask=mask)
+    elif lo.dtype.element_ty == tl.float32:
+        tl.store(p + i, value, mask=mask)
+        tl.store(lo + i, value, mask=mask)
     else:
         bits = value.to(tl.int32, bitcast=True)
         tl.store(p + i, ((bits + 0x8000) >> 16).to(tl.int16), mask=mask)

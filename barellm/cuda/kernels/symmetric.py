@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering
-from barellm.cuda.kernels.tables import column, number, pointer
+from barellm.cuda.kernels.tables import column, matrix_constants, matrix_pointer, number
 from barellm.cuda.lang import device, tl
 from barellm.program.grouping import members
 from barellm.program.integers import ceil_div
@@ -20,14 +20,14 @@ from barellm.program.ops.muon import is_tall
 @device
 def symmetric_product(
     table, ENTRIES: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, POLYNOMIAL: tl.constexpr,
-    HALF: tl.constexpr, TF32: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+    HALF: tl.constexpr, FP16: tl.constexpr, TF32: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out (N, N) = x x^T of x (N, DEPTH), x^T x of x (DEPTH, N) where COLUMNS; or linear x + square x x of a symmetric x."""
     TILES: tl.constexpr = (N + B - 1) // B
     m0, n0, entry = tl.program_id(0) // TILES * B, tl.program_id(0) % TILES * B, tl.program_id(1)
     if n0 <= m0:
-        out = pointer(table, entry, 0, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16)
-        x = pointer(table, entry, 1, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16)
+        out = matrix_pointer(table, entry, 0, ENTRIES, HALF, FP16)
+        x = matrix_pointer(table, entry, 1, ENTRIES, HALF, FP16)
         m, n, k = m0 + tl.arange(0, B), n0 + tl.arange(0, B), tl.arange(0, BK)
         m_in, n_in = m < N, n < N
         if COLUMNS:
@@ -61,17 +61,17 @@ def symmetric_product(
 
 @device
 def gram_apply(
-    table, ENTRIES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, TF32: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    table, ENTRIES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    HALF: tl.constexpr, FP16: tl.constexpr, TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """y (M, N) = scale x + a (M, K) b (K, N)."""
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     m0, n0, entry = tl.program_id(0) // n_tiles * BM, tl.program_id(0) % n_tiles * BN, tl.program_id(1)
     y, a, b, x = (
-        pointer(table, entry, 0, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16),
-        pointer(table, entry, 1, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16),
-        pointer(table, entry, 2, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16),
-        pointer(table, entry, 3, ENTRIES, tl.bfloat16 if HALF else tl.float32, 16),
+        matrix_pointer(table, entry, 0, ENTRIES, HALF, FP16),
+        matrix_pointer(table, entry, 1, ENTRIES, HALF, FP16),
+        matrix_pointer(table, entry, 2, ENTRIES, HALF, FP16),
+        matrix_pointer(table, entry, 3, ENTRIES, HALF, FP16),
     )
     m, n, k = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), tl.arange(0, BK)
     m_in, n_in = m < M, n < N
@@ -93,14 +93,14 @@ def gram_apply(
 
 def side_of(n: int, dtype: str) -> int:
     """Rows and columns of a tile: few large ones leave a GPU idle."""
-    return 128 if dtype == "bf16" and n >= 512 else 64 if n > 32 else 32
+    return 128 if dtype != "fp32" and n >= 512 else 64 if n > 32 else 32
 
 
 def tile_constants(c: Lowering, n: int, dtype: str) -> tuple[dict[str, Any], dict[str, int]]:
     """(constants, compiler's options) of a product on tiles with sides as `side_of` says."""
     side = side_of(n, dtype)
     tf32 = c.target.tf32 if dtype == "fp32" else None
-    constants = {"HALF": dtype == "bf16", "TF32": tf32 or None, "BK": 64 if dtype == "bf16" else 32}
+    constants = {**matrix_constants(dtype), "TF32": tf32 or None, "BK": 32 if dtype == "fp32" else 64}
     return constants, {"warps": 8 if side == 128 else 4, "stages": 3}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import Any
 
 from barellm.cuda.kernel import POINTER
 from barellm.cuda.kernels.common import pow2
@@ -38,6 +39,17 @@ def number(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr):
 def pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr):
     """To elements of TYPE, a multiple of ALIGN bytes: the compiler cannot see that in a table."""
     return tl.multiple_of(integer(table, entry, FIELD, ENTRIES).to(tl.pointer_type(TYPE)), ALIGN)
+
+
+@device
+def matrix_pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr):
+    """To a matrix as `matrix_constants` describes it."""
+    return pointer(table, entry, FIELD, ENTRIES, tl.float16 if FP16 else tl.bfloat16 if HALF else tl.float32, 16)
+
+
+def matrix_constants(dtype: str) -> dict[str, Any]:
+    """HALF: elements have 16 bits. FP16: they are fp16; None where they are not."""
+    return {"HALF": dtype != "fp32", "FP16": dtype == "fp16" or None}
 
 
 def first_programs(counts: Iterable[int]) -> tuple[list[int], int]:

@@ -15,15 +15,15 @@ from barellm.cuda.kernel import Sizes
 from barellm.cuda.tuner.work import AnyWork, AttentionWork, Work
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.dtypes import numpy_dtype
+from barellm.program.dtypes import FORMATS, numpy_dtype
 from barellm.program.ops.elementwise import ACTIVATIONS, SLOPES
 from barellm.program.ops.random import keep
 from barellm.program.tensor import Dim
 from barellm.runtime.tuner.child import Wrong
 
 EPS = 2.0**-24
-ROUNDING = {"fp32": EPS, "bf16": 2.0**-8}
-ATTENTION = {"fp32": 2.0**-16, "bf16": 2.0**-7}  # of its sums of magnitudes: bf16 rounds probabilities, then results
+# Of the sums of magnitudes of attention: operands of 16 bits round probabilities, then results.
+ATTENTION = {"fp32": 2.0**-16, "bf16": 2.0**-7, "fp16": 2.0**-10}
 SAMPLE = 256  # rows and columns that are held against float64; bits are compared everywhere
 PERIOD = 1_000_003  # numbers that are drawn; a prime, so that rows and tiles differ
 SCALARS = {"seed": 5, "step": 2, "sample": 9}  # of attention with dropout
@@ -79,7 +79,7 @@ class ProductCase(Case):
     """A product with the weight (N, K), as its `role` says."""
 
     def __init__(self, work: Work) -> None:
-        super().__init__("bf16" if work.dtype == "bf16" else "fp32")
+        super().__init__("fp32" if work.dtype == "tf32" else work.dtype)
         self.work, kind, seq = work, self.compute, (Dim("batch", 1), Dim("seq", work.tokens))
         # The result is (tokens, N), (tokens, K) or (N, K), and the depth is what is left of the three.
         N, K = {"nt": (work.cols, work.depth), "nn": (work.depth, work.cols), "tn": (work.rows, work.cols)}[work.role]
@@ -294,7 +294,8 @@ def case_of(work: AnyWork) -> Case:
 
 def _compare(name: str, found: np.ndarray, want: np.ndarray, bound: np.ndarray, at: Any, sizes: Sizes) -> None:
     values = found.astype(np.float64)
-    bound = bound + 1.1 * ROUNDING["fp32" if found.dtype == np.float32 else "bf16"] * (np.abs(want) + bound)
+    (half_ulp,) = (f.half_ulp for f in FORMATS.values() if f.kind == "float" and numpy_dtype(f.name) == found.dtype)
+    bound = bound + 1.1 * half_ulp * (np.abs(want) + bound)
     bad = ~(np.abs(values - want) <= bound)
     if bad.any():
         r, c = (int(i) for i in np.argwhere(bad)[0])

@@ -354,8 +354,10 @@ def cvt(m: Machine, i: Instruction, threads: Array) -> None:
         found = [_flushed(v) for v in found]
     if "relu" in i.modifiers or "rz" in i.modifiers or "rp" in i.modifiers or "rm" in i.modifiers:
         raise Fault(f"no machine knows {i.opcode}")
-    if to == "bf16x2":  # the first operand is the upper half
-        high, low = (np.broadcast_to(v, threads.shape).astype(BF16).view(np.uint16) for v in found)
+    if to in ("bf16x2", "f16x2"):  # the first operand is the upper half
+        half = BF16 if to == "bf16x2" else np.dtype(np.float16)
+        with np.errstate(over="ignore"):
+            high, low = (np.broadcast_to(v, threads.shape).astype(half).view(np.uint16) for v in found)
         m.write(i.operands[0], threads, high.astype(np.uint32) << np.uint32(16) | low)
         return
     m.write(i.operands[0], threads, converted(np.asarray(found[0]), to, i.modifiers))

@@ -1,7 +1,7 @@
 """Where the elements of a matrix lie: in the registers of a warp, and in shared memory as a descriptor of wgmma has it. By the PTX
 ISA's sections on mma, ldmatrix and wgmma; pure functions of arrays.
 
-A register holds 32 bits: two elements of bf16, the lower half first, or one of tf32 or fp32. A lane's number is 4 g + t.
+A register holds 32 bits: two elements of bf16 or f16, the lower half first, or one of tf32 or fp32. A lane's number is 4 g + t.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ LANES = 32
 _G, _T = np.divmod(np.arange(LANES), 4)
 
 
-def a_fragment(registers: np.ndarray, width: int) -> np.ndarray:
-    """A (..., 16, k) from registers (n, ..., 32), of `width` elements each. Register r: rows g + 8 (r mod 2), and columns from
-    width t on, 4 width further for each two registers."""
+def a_fragment(registers: np.ndarray, kind: str) -> np.ndarray:
+    """A (..., 16, k) from registers (n, ..., 32), of `width` elements of a kind each. Register r: rows g + 8 (r mod 2), and
+    columns from width t on, 4 width further for each two registers."""
     n = len(registers)
-    parts = elements(registers, width)  # (n, ..., 32, width)
+    parts = elements(registers, kind)  # (n, ..., 32, width)
+    width = parts.shape[-1]
     split = parts.reshape(n // 2, 2, *parts.shape[1:-2], 8, 4, width)
     half, eight, *batch, g, t, e = range(split.ndim)
     return split.transpose(*batch, eight, g, half, t, e).reshape(*parts.shape[1:-2], 16, n // 2 * 4 * width)
 
 
-def b_fragment(registers: np.ndarray, width: int) -> np.ndarray:
+def b_fragment(registers: np.ndarray, kind: str) -> np.ndarray:
     """B (..., k, 8). Register r: column g, rows from width (t + 4 r) on."""
     n = len(registers)
-    parts = elements(registers, width)
+    parts = elements(registers, kind)
+    width = parts.shape[-1]
     split = parts.reshape(n, *parts.shape[1:-2], 8, 4, width)
     r, *batch, g, t, e = range(split.ndim)
     return split.transpose(*batch, r, t, e, g).reshape(*parts.shape[1:-2], n * 4 * width, 8)
@@ -51,10 +53,13 @@ def c_registers(sums: np.ndarray) -> np.ndarray:
     return split.transpose(j, h, e, *range(first), g, t).reshape(cols // 2, *batch, LANES).view(np.uint32)
 
 
-def elements(registers: np.ndarray, width: int) -> np.ndarray:
-    """fp32 of each element, on a new last axis of `width`: 2 for bf16, 1 for tf32, of which tensor cores see 19 bits."""
-    if width == 1:
+def elements(registers: np.ndarray, kind: str) -> np.ndarray:
+    """fp32 of each element, on a new last axis: 2 of bf16 or f16, 1 of tf32, of which tensor cores see 19 bits."""
+    if kind == "tf32":
         return (registers & np.uint32(0xFFFFE000)).view(np.float32)[..., None]
+    if kind == "f16":
+        halves = np.stack([registers & np.uint32(0xFFFF), registers >> np.uint32(16)], -1)
+        return halves.astype(np.uint16).view(np.float16).astype(np.float32)
     return np.stack([registers << np.uint32(16), registers & np.uint32(0xFFFF0000)], -1).view(np.float32)
 
 

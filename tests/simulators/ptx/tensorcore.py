@@ -20,7 +20,7 @@ from tests.simulators.ptx.order import Fault, Held
 from tests.simulators.ptx.parse import Instruction, Number, Operand, Vector
 
 UNDER_WAY = np.uint32(0xFFFFBAD1)
-WIDTH = {"bf16": 2, "tf32": 1}  # elements in a register
+WIDTH = {"bf16": 2, "f16": 2, "tf32": 1}  # elements in a register
 WARPS = 4  # of a warpgroup
 SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
 
@@ -91,9 +91,8 @@ def mma(m: Machine, i: Instruction, threads: np.ndarray) -> None:
     assert (rows, cols) == (16, 8) and i.modifiers[1:5:3] == ("aligned", "col"), i.text
     dtypes = i.modifiers[-4:]
     assert dtypes[0] == dtypes[3] == "f32" and dtypes[1] == dtypes[2], i.text
-    width = WIDTH[dtypes[1]]
-    a = fragments.a_fragment(registers(m, i.operands[1], threads), width)
-    b = fragments.b_fragment(registers(m, i.operands[2], threads), width)
+    a = fragments.a_fragment(registers(m, i.operands[1], threads), dtypes[1])
+    b = fragments.b_fragment(registers(m, i.operands[2], threads), dtypes[1])
     assert a.shape[-1] == b.shape[-2] == depth, i.text
     with np.errstate(all="ignore"):
         sums = fragments.c_fragment(registers(m, i.operands[3], threads)) + a @ b
@@ -136,16 +135,17 @@ def _groups(m: Machine, threads: np.ndarray) -> tuple[list[tuple[Group, np.ndarr
     return found, blocked if blocked.size else None
 
 
-def _operand(
-    m: Machine, group: Group, described: Operand, rows: int, depth: int, itemsize: int, transposed: bool
-) -> Any:
+def _operand(m: Machine, group: Group, described: Operand, rows: int, depth: int, kind: str, transposed: bool) -> Any:
     """An operand in shared memory (rows, depth) in fp32, and its addresses."""
     values = np.unique(m.read(described, group.threads, "u64"))
     if len(values) != 1:
         raise Fault("the threads of a warpgroup have different descriptors")
+    itemsize = 4 // WIDTH[kind]
     window = int(m.window(group.threads)[0])
     at = window + fragments.operand_addresses(int(values[0]), rows, depth, itemsize, transposed=transposed)
     m.check_shared(at.reshape(-1).astype(np.uint64), group.threads[:1], itemsize)
+    if kind == "f16":
+        return m.shared.view(np.float16)[at >> 1].astype(np.float32), at
     if itemsize == 2:
         return (m.shared.view(np.uint16)[at >> 1].astype(np.uint32) << np.uint32(16)).view(np.float32), at
     return (m.shared.view(np.uint32)[at >> 2] & np.uint32(0xFFFFE000)).view(np.float32), at
@@ -155,14 +155,14 @@ def _operand(
 def wgmma(m: Machine, i: Instruction, threads: np.ndarray) -> np.ndarray | None:
     rows, cols, depth = shape_of(i)
     assert rows == 64 and i.modifiers[-3] == "f32" and i.modifiers[-1] == i.modifiers[-2], i.text
-    width = WIDTH[i.modifiers[-1]]
-    itemsize = 4 // width
+    kind = i.modifiers[-1]
+    itemsize = 4 // WIDTH[kind]
     assert depth * itemsize == 32, i.text
     sums, a, b, scale, *immediates = i.operands
     assert isinstance(sums, Vector) and 2 * len(sums.items) == cols, i.text
     flags = [n.bits for n in immediates if isinstance(n, Number)]
     assert flags[:2] == [1, 1], "a negated operand"
-    transposed = [False, *map(bool, flags[2:])][-2:]  # of bf16 only
+    transposed = [False, *map(bool, flags[2:])][-2:]  # of 16 bits only
     check_fenced(m, i)
     groups, blocked = _groups(m, threads)
     for group, own in groups:
@@ -170,11 +170,11 @@ def wgmma(m: Machine, i: Instruction, threads: np.ndarray) -> np.ndarray | None:
         if isinstance(a, Vector):
             fragment = registers(m, a, own)
             held = a, fragment
-            x = fragments.a_fragment(fragment, width).reshape(rows, depth)
+            x = fragments.a_fragment(fragment, kind).reshape(rows, depth)
         else:
-            x, at = _operand(m, group, a, rows, depth, itemsize, transposed[0])
+            x, at = _operand(m, group, a, rows, depth, kind, transposed[0])
             reads.append(at)
-        y, at = _operand(m, group, b, cols, depth, itemsize, transposed[1])
+        y, at = _operand(m, group, b, cols, depth, kind, transposed[1])
         reads.append(at)
         adds = m.read(scale, own, "pred") if not isinstance(scale, Number) else np.array([scale.bits != 0])
         assert np.all(adds == adds.flat[0]), "threads of a warpgroup disagree"

@@ -39,11 +39,18 @@ def test_operands_of_bf16(depth):
         group, thread = lane >> 2, lane % 4
         return thread * 2 + (i & 1) + (8 if i >= 2 else 0), group
 
-    a = fragments.a_fragment(bf16_registers(a_place, depth // 4, number)[:, None], 2)
-    b = fragments.b_fragment(bf16_registers(b_place, depth // 8, number)[:, None], 2)
+    a = fragments.a_fragment(bf16_registers(a_place, depth // 4, number)[:, None], "bf16")
+    b = fragments.b_fragment(bf16_registers(b_place, depth // 8, number)[:, None], "bf16")
     for found, shape in ((a, (1, 16, depth)), (b, (1, depth, 8))):
         assert found.shape == shape
         assert (found[0] == np.array([[number(r, c) for c in range(shape[2])] for r in range(shape[1])])).all()
+
+
+def test_operands_of_f16_lie_as_those_of_bf16():
+    codes = np.random.default_rng(1).integers(0, 1 << 32, (4, 1, 32), dtype=np.uint32)
+    found, places = (fragments.a_fragment(codes, kind) for kind in ("f16", "bf16"))
+    bits = (np.ascontiguousarray(places).view(np.uint32) >> 16).astype(np.uint16)
+    np.testing.assert_array_equal(found, bits.view(np.float16).astype(np.float32))
 
 
 def test_operands_of_tf32():
@@ -56,9 +63,9 @@ def test_operands_of_tf32():
             a[i, 0, lane] = number(row, col) + 99 + 2.0**-12
         for i in range(2):
             b[i, 0, lane] = number(thread + 4 * i, group)
-    found = fragments.a_fragment(a.view(np.uint32), 1)
+    found = fragments.a_fragment(a.view(np.uint32), "tf32")
     assert (found[0] == np.array([[number(r, c) + 99 for c in range(8)] for r in range(16)])).all()
-    found = fragments.b_fragment(b.view(np.uint32), 1)
+    found = fragments.b_fragment(b.view(np.uint32), "tf32")
     assert (found[0] == np.array([[number(r, c) for c in range(8)] for r in range(8)])).all()
 
 
