@@ -55,7 +55,7 @@ def chosen(asked: str) -> dict[str, str]:
             "--peers all finds none here: pip install torch, or name llm.c's program with --peers llmc=PATH"
         )
     if "torch" in names:
-        peer_script("torch_gpt2.py")
+        peer_script("torch_step.py")
     if "llmc" in names:
         names["llmc"] = _program(names["llmc"])
     return names
@@ -99,47 +99,47 @@ def ours(config: Config, *, name: str = "barellm", device: str = "cpu", **more: 
 
 
 def gpt2_of(config: Config) -> gpt2.Config:
-    """The model that peers/torch_gpt2.py and llm.c have too. UserError for another architecture."""
+    """The model whose single ops peers/torch_ops.py has, and whose step llm.c has. UserError for another architecture."""
     if not isinstance(config.model, gpt2.Config):
-        raise UserError(f"the peers have gpt2 only, the preset {config.preset!r} is {models.name_of(config.model)}")
+        architecture = models.name_of(config.model)
+        raise UserError(f"this peer has gpt2 only, the preset {config.preset!r} is {architecture}")
     return config.model
+
+
+def torch_twin(config: Config) -> list[str]:
+    """The command of the model's twin in PyTorch, with the model's sizes. UserError for an architecture that has none."""
+    found = getattr(models.of(config.model), "TORCH_TWIN", None)
+    if found is None:
+        architecture = models.name_of(config.model)
+        raise UserError(
+            f"no peer in PyTorch: the preset {config.preset!r} is {architecture}, which names no TORCH_TWIN"
+        )
+    script, fields = found
+    values = {name: getattr(config.model, name) for name in fields}
+    words = [f"--{name}={int(n) if isinstance(n, bool) else n}" for name, n in values.items()]
+    return [sys.executable, str(peer_script(script)), *words]
 
 
 def variants(config: Config, peers: dict[str, str], device: str = "cpu") -> list[Variant]:
     """Ours; PyTorch eager and compiled, on the CPU in each environment; llm.c's program for the CPU."""
-    model, train = gpt2_of(config), config.train
-    if model.dropout:
-        raise UserError(f"the peers' step has no dropout: model.dropout is {model.dropout}, expected 0")
-    sizes = {
-        "layers": model.layers,
-        "heads": model.heads,
-        "channels": model.channels,
-        "vocab": model.padded_vocab,
-        "batch": train.batch,
-        "seq": train.seq,
-    }
-    words = [word for name, n in sizes.items() for word in (f"--{name}", str(n))]
+    train = config.train
+    if dropout := getattr(config.model, "dropout", 0):
+        raise UserError(f"the peers' step has no dropout: model.dropout is {dropout}, expected 0")
+    sizes = {"vocab": config.model.padded_vocab, "batch": train.batch, "seq": train.seq}
+    words = [f"--{name}={n}" for name, n in sizes.items()]
     made = [ours(config, device=device)]
     if "torch" in peers:
-        script = [
-            sys.executable,
-            str(peer_script("torch_gpt2.py")),
-            "--dtype",
-            train.dtype,
-            "--bias",
-            str(int(model.bias)),
-            "--device",
-            device,
-        ]
+        script = [*torch_twin(config), *words, f"--dtype={train.dtype}", f"--device={device}"]
         made += [
-            Variant(name, [*script, *words, "--mode", mode], set_, why)
-            for mode, name, set_, why in _torch_variants(device)
+            Variant(name, [*script, f"--mode={mode}"], set_, why) for mode, name, set_, why in _torch_variants(device)
         ]
     if "llmc" in peers:
         if device != "cpu":
             raise UserError("--peers llmc runs llm.c's train_gpt2.c, which is for --device cpu")
+        model = gpt2_of(config)
         if not model.bias:
             raise UserError("llm.c's model has biases: model.bias is false, expected true")
+        words += [f"--layers={model.layers}", f"--heads={model.heads}", f"--channels={model.channels}"]
         script = [sys.executable, str(peer_script("llmc.py")), "--program", peers["llmc"]]
         made += [
             Variant(f"llm.c, fp32, {name}", [*script, *words], set_, f"{why}; {LLMC}")

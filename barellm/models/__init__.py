@@ -6,9 +6,9 @@
     forward(p, cfg, tokens, targets, training=)   tokens and targets (B, T) i32 -> the loss (1,)
     decode(p, cfg, tokens)                        the same with KV caches -> fp32 logits (B, 1, Vp) of the last position
 
-and, where other programs have it, HUGGING_FACE (`models/foreign.py` says what that is) and `llmc_order(cfg)`. Nothing else in
-barellm knows an architecture by name, so a new one is a new file here. Loading one
-loads no NumPy.
+and, where other programs have it, HUGGING_FACE (`models/foreign.py` says what that is), `llmc_order(cfg)` and TORCH_TWIN: the
+script in benchmarks/peers/ that takes the same training step in PyTorch, and the fields of Config that are its options. Nothing
+else in barellm knows an architecture by name, so a new one is a new file here. Loading one loads no NumPy.
 """
 
 from __future__ import annotations

@@ -189,7 +189,9 @@ PRESETS: dict[str, Callable[[], Run]] = {
 }
 
 
-# --- other programs' files ---
+# --- other programs ---
+
+TORCH_TWIN = ("torch_gpt2.py", ("layers", "heads", "channels", "bias"))
 
 HUGGING_FACE = HuggingFace(
     preset="gpt2-124m",

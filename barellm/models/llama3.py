@@ -205,7 +205,10 @@ PRESETS: dict[str, Callable[[], Run]] = {
 }
 
 
-# --- other programs' files ---
+# --- other programs ---
+
+ROPE = ("rope_theta", "rope_factor", "rope_low", "rope_high", "rope_old_seq")
+TORCH_TWIN = ("torch_llama.py", ("layers", "heads", "kv_heads", "channels", "hidden", "tied", "norm_eps", *ROPE))
 
 BLOCK = {  # our name in a block -> theirs, from the first row to the last
     "attn_norm": ("input_layernorm",),

@@ -1,19 +1,25 @@
 """bench --peers: who is measured and how, mistakes told; the README's tables come from the files."""
 
+import importlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from barellm.assembly.machine import resolved
+from barellm.assembly.programs import build
 from barellm.bench import peers, turns
 from barellm.bench.turns import Variant
 from barellm.cli import bench, main
 from barellm.cli.options import Parser, configuration
 from barellm.errors import UserError
 from barellm.models import preset
+from barellm.optim.adamw import adamw
 from barellm.overrides import changed
+from barellm.runtime.reference import ReferenceSession
 from tests.profiling.conftest import made_up
 
 FAKE = """
@@ -94,6 +100,39 @@ def test_both_environments_of_the_peer_are_measured(monkeypatch):
     assert made["torch eager, tuned"].environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert "{" not in made["torch eager, tuned"].environment["GOMP_CPU_AFFINITY"]
     assert made["torch eager, installed"].environment == {"OMP_PROC_BIND": "true"}
+
+
+def options_of(variant):
+    """The options of a peer's command: name -> value."""
+    return dict(word.removeprefix("--").split("=") for word in variant.command[2:])
+
+
+def test_the_peer_is_the_twin_of_the_presets_architecture(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    gpt2 = peers.variants(config(model__bias=False), {"torch": ""})[1]
+    assert Path(gpt2.command[1]).name == "torch_gpt2.py"
+    assert options_of(gpt2) == {
+        "layers": "4", "heads": "4", "channels": "128", "bias": "0", "vocab": "65", "batch": "12", "seq": "64",
+        "dtype": config().train.dtype, "device": "cpu", "mode": "eager",
+    }  # fmt: skip
+    keys = {"train__batch": 4, "train__seq": 256, "train__dtype": "bf16", "model__tied": False, "model__rope_factor": 8}
+    llama = peers.variants(config("llama-124m", **keys), {"torch": ""}, "cuda")[2]
+    assert Path(llama.command[1]).name == "torch_llama.py"
+    assert options_of(llama) == {
+        "layers": "12", "heads": "12", "kv_heads": "4", "channels": "768", "hidden": "2048", "tied": "0",
+        "norm_eps": "1e-05", "rope_theta": "500000.0", "rope_factor": "8.0", "rope_low": "1.0", "rope_high": "4.0",
+        "rope_old_seq": "8192", "vocab": "50304", "batch": "4", "seq": "256", "dtype": "bf16", "device": "cuda",
+        "mode": "compile",
+    }  # fmt: skip
+
+
+def test_an_architecture_without_a_twin_is_told(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delattr("barellm.models.llama3.TORCH_TWIN")
+    with pytest.raises(UserError, match="no peer in PyTorch: the preset 'llama-15m' is llama3"):
+        peers.variants(config("llama-15m"), {"torch": ""})
+    with pytest.raises(UserError, match="gpt2 only, the preset 'llama-15m' is llama3"):
+        peers.variants(config("llama-15m"), {"llmc": "train_gpt2"})
 
 
 def test_our_side_has_every_key_that_was_chosen():
@@ -220,13 +259,61 @@ def test_our_side_serves_turns(tmp_path):
     assert ours.facts["first_step_s"] > 0 and ours.peak_rss_bytes > ours.facts["arena_bytes"]
 
 
+TWINS = {
+    "gpt2": ("shakespeare-char", {"layers": 2, "heads": 2, "channels": 32, "bias": True, "max_seq": 11}),
+    "llama, tied": ("llama-15m", {"layers": 2, "heads": 4, "kv_heads": 2, "channels": 32, "hidden": 24, "max_seq": 11}),
+    "llama, own head": ("llama-15m", {"layers": 1, "heads": 3, "kv_heads": 1, "channels": 12, "hidden": 20, "max_seq": 11,
+                                      "tied": False, "norm_eps": 0.1, "rope_theta": 100.0, "rope_factor": 8.0,
+                                      "rope_low": 2.0, "rope_high": 5.0, "rope_old_seq": 64}),
+}  # fmt: skip
+
+
 @pytest.mark.oracle
-def test_pytorch_serves_turns_and_has_most_ops(tmp_path):
-    made = {v.name: v for v in peers.variants(config(), {"torch": ""})}["torch eager, tuned"]
+@pytest.mark.parametrize("name", TWINS)
+def test_twins_have_our_parameters_and_our_loss(name, monkeypatch):
+    """The peer's own arguments, as bench gives them; its parameters come in the order of ours. fp32, weights away from 0 and 1."""
+    torch = pytest.importorskip("torch")
+    base, keys = TWINS[name]
+    sizes = {f"model__{key}": value for key, value in (keys | {"vocab_size": 64, "padded_vocab": 64}).items()}
+    chosen = config(base, train__batch=2, train__seq=11, train__dtype="fp32", **sizes)
+    command = peers.variants(chosen, {"torch": ""})[1].command
+    monkeypatch.syspath_prepend(Path(command[1]).parent)
+    twin = importlib.import_module(Path(command[1]).stem)
+    model = twin.build(importlib.import_module("torch_step").arguments(twin.OWN, command[2:]))
+    _, programs = build(chosen.model, batch=2, seq=11, optimizer=partial(adamw, config=chosen.optim))
+    session = ReferenceSession(programs, dtype="float64")
+    ours = [(name, t) for name, t in session.tensors.items() if t.role == "parameter"]
+    theirs = list(model.parameters())
+    rng = np.random.default_rng(1)
+    assert [tuple(map(int, t.shape)) for _, t in ours] == [tuple(p.shape) for p in theirs]
+    for (name, t), p in zip(ours, theirs, strict=True):
+        w = (0.3 * rng.normal(size=p.shape) + (t.name.endswith("norm.weight"))).astype(np.float32)
+        session.write(name, w)
+        p.data = torch.tensor(w)
+    tokens, targets = rng.integers(0, 64, (2, 2, 11), dtype=np.int32)
+    session.write("tokens", tokens)
+    session.write("targets", targets)
+    session.run("micro", batch=2, seq=11, accumulate=0, inv_targets=1 / targets.size, step=1)
+    loss = model(torch.tensor(tokens).long(), torch.tensor(targets).long()).item()
+    assert loss == pytest.approx(float(session.read("loss")[0]), rel=1e-5)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["shakespeare-char", "llama-15m"])
+def test_pytorch_serves_turns(name, tmp_path):
+    small = {"train__batch": 2, "train__seq": 16, "model__layers": 2}
+    made = {v.name: v for v in peers.variants(config(name, **small), {"torch": ""})}["torch eager, tuned"]
     made.start(tmp_path)
     made.turn(2)
     made.end()
-    assert len(made.turns[0]["step_s"]) == 2 and made.peak_rss_bytes > 1e8
+    (turn,) = made.turns
+    assert len(turn["step_s"]) == 2 and made.peak_rss_bytes > 1e8
+    losses = [made.facts["loss"], *turn["losses"]]
+    assert losses == sorted(losses, reverse=True)  # the same tokens at each step: they are learnt
+
+
+@pytest.mark.oracle
+def test_pytorch_has_most_ops():
     names = ["linear", "matmul_dw", "attention_backward", "layernorm_backward", "adamw", "clip_scale"]
     rows = [{"program": "micro", "op": n, "shape": "128x128", "count": 2, "s": 1e-3, "alone_s": 1e-3} for n in names]
     assert "PyTorch" in peers.torch_ops(config(), rows)["peer"]

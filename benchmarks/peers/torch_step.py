@@ -1,0 +1,120 @@
+"""What every PyTorch twin of a model does as a peer: training steps (forward, backward, clip, fused AdamW) on random tokens, on the
+CPU or a GPU, in a process that waits for its turns.
+
+After the first step it prints a JSON line, then reads lines "N" from standard input, runs N steps for each and prints their seconds
+and its peak memory so far. On a GPU nobody waits for it between the steps of a turn: each of them gets the mean, and the losses and
+the memory are read at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+
+COMMON = {"layers": 12, "heads": 12, "channels": 768, "vocab": 50304, "batch": 4, "seq": 64}
+
+
+def since_start() -> float:
+    """Seconds since this process began."""
+    with open("/proc/self/stat") as f:
+        ticks = int(f.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def peak_rss_bytes() -> int:
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
+
+
+def initialise(model: nn.Module, *, layers: int, residual: tuple[str, ...]) -> None:
+    """GPT-2's initialisation: std 0.02, of the matrices whose names have a word of `residual` less with the depth."""
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            nn.init.normal_(p, std=0.02 / ((2 * layers) ** 0.5 if any(word in name for word in residual) else 1))
+
+
+def arguments(own: dict[str, int | float], words: list[str] | None = None) -> argparse.Namespace:
+    """The options that all twins have, and `own` of this one: name -> default. Flags are 0 or 1."""
+    p = argparse.ArgumentParser()
+    for name, default in (COMMON | own).items():
+        p.add_argument(f"--{name}", type=type(default), default=default)
+    p.add_argument("--mode", choices=("eager", "compile"), default="eager")
+    p.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    p.add_argument("--threads", type=int, default=0)
+    return p.parse_args(words)
+
+
+def serve(build: Callable[[argparse.Namespace], nn.Module], own: dict[str, int | float]) -> None:
+    """`build(a)`: the model, which is called with tokens and targets (B, T) and returns the loss."""
+    imported = since_start()
+    a = arguments(own)
+    if a.threads:
+        torch.set_num_threads(a.threads)
+    torch.manual_seed(0)
+    model = build(a).to(a.device)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+    run = torch.compile(model) if a.mode == "compile" else model
+    tokens, targets = torch.randint(0, a.vocab, (2, a.batch, a.seq), device=a.device)
+
+    def step():
+        with torch.autocast(a.device, dtype=torch.bfloat16, enabled=a.dtype == "bf16"):
+            loss = run(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def steps(count: int) -> tuple[list[float], list[float]]:
+        """Losses and seconds of so many steps."""
+        if a.device == "cuda":
+            start = time.perf_counter()
+            losses = [step() for _ in range(count)]
+            torch.cuda.synchronize()
+            seconds = [(time.perf_counter() - start) / count] * count
+            return [x.item() for x in losses], seconds
+        losses, seconds = [], []
+        for _ in range(count):
+            start = time.perf_counter()
+            losses.append(step().item())
+            seconds.append(time.perf_counter() - start)
+        return losses, seconds
+
+    def memory() -> dict[str, int]:
+        if a.device == "cpu":
+            return {}
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "device_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_device_bytes": torch.cuda.max_memory_reserved(),
+            "device_used_bytes": total - free,  # of all processes
+        }
+
+    (loss,), (seconds,) = steps(1)
+    machine = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if a.device == "cuda" else {}
+    print(json.dumps({"first_step_s": since_start(), "import_s": imported, "step_s": seconds, "loss": loss, **machine,
+                      "version": torch.__version__, "threads": torch.get_num_threads()}), flush=True)  # fmt: skip
+    for line in sys.stdin:
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        losses, seconds = steps(int(line))
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        print(json.dumps({
+            "step_s": seconds,
+            "losses": losses,
+            "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+            "minor_faults": after.ru_minflt - before.ru_minflt,
+            "peak_rss_bytes": peak_rss_bytes(),
+            **memory(),
+        }), flush=True)  # fmt: skip
