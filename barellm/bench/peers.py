@@ -129,6 +129,8 @@ def variants(config: Config, peers: dict[str, str], device: str = "cpu") -> list
     words = [f"--{name}={n}" for name, n in sizes.items()]
     made = [ours(config, device=device)]
     if "torch" in peers:
+        if train.dtype == "fp16":
+            raise UserError("the peers in PyTorch have no loss scale: train.dtype is fp16, expected fp32 or bf16")
         script = [*torch_twin(config), *words, f"--dtype={train.dtype}", f"--device={device}"]
         made += [
             Variant(name, [*script, f"--mode={mode}"], set_, why) for mode, name, set_, why in _torch_variants(device)

@@ -41,6 +41,14 @@ def initialise(model: nn.Module, *, layers: int, residual: tuple[str, ...]) -> N
             nn.init.normal_(p, std=0.02 / ((2 * layers) ** 0.5 if any(word in name for word in residual) else 1))
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """It decays the matrices."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+
+
 def arguments(own: dict[str, int | float], words: list[str] | None = None) -> argparse.Namespace:
     """The options that all twins have, and `own` of this one: name -> default. Flags are 0 or 1."""
     p = argparse.ArgumentParser()
@@ -61,10 +69,7 @@ def serve(build: Callable[[argparse.Namespace], nn.Module], own: dict[str, int |
         torch.set_num_threads(a.threads)
     torch.manual_seed(0)
     model = build(a).to(a.device)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+    optimizer = adamw(model)
     run = torch.compile(model) if a.mode == "compile" else model
     tokens, targets = torch.randint(0, a.vocab, (2, a.batch, a.seq), device=a.device)
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -126,11 +127,13 @@ def test_the_peer_is_the_twin_of_the_presets_architecture(monkeypatch):
     }  # fmt: skip
 
 
-def test_an_architecture_without_a_twin_is_told(monkeypatch):
+def test_what_no_twin_has_is_told(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
     monkeypatch.delattr("barellm.models.llama3.TORCH_TWIN")
     with pytest.raises(UserError, match="no peer in PyTorch: the preset 'llama-15m' is llama3"):
         peers.variants(config("llama-15m"), {"torch": ""})
+    with pytest.raises(UserError, match="is fp16, expected fp32 or bf16"):
+        peers.variants(config(train__dtype="fp16"), {"torch": ""})
     with pytest.raises(UserError, match="gpt2 only, the preset 'llama-15m' is llama3"):
         peers.variants(config("llama-15m"), {"llmc": "train_gpt2"})
 
@@ -279,14 +282,23 @@ def test_twins_have_our_parameters_and_our_loss(name, monkeypatch):
     command = peers.variants(chosen, {"torch": ""})[1].command
     monkeypatch.syspath_prepend(Path(command[1]).parent)
     twin = importlib.import_module(Path(command[1]).stem)
-    model = twin.build(importlib.import_module("torch_step").arguments(twin.OWN, command[2:]))
+    step = importlib.import_module("torch_step")
+    assert {key: getattr(type(chosen.model)(), key) for key in twin.OWN} == twin.OWN  # the defaults
+    model = twin.build(step.arguments(twin.OWN, command[2:]))
     _, programs = build(chosen.model, batch=2, seq=11, optimizer=partial(adamw, config=chosen.optim))
     session = ReferenceSession(programs, dtype="float64")
     ours = [(name, t) for name, t in session.tensors.items() if t.role == "parameter"]
     theirs = list(model.parameters())
     rng = np.random.default_rng(1)
     assert [tuple(map(int, t.shape)) for _, t in ours] == [tuple(p.shape) for p in theirs]
+    decayed, kept = step.adamw(model).param_groups
+    assert decayed["weight_decay"] > kept["weight_decay"] == 0 and {p.dim() for p in kept["params"]} == {1}
+    assert len(decayed["params"]) == sum(p.dim() == 2 for p in theirs)
     for (name, t), p in zip(ours, theirs, strict=True):
+        residual = name.endswith(("proj.weight", "down.weight"))
+        std = 0.02 / (2 * chosen.model.layers) ** 0.5 if residual else 0.02
+        assert p.dim() == 1 or p.std().item() == pytest.approx(std, rel=0.25)
+        assert p.dim() == 2 or name.endswith("bias") or bool((p == 1).all())
         w = (0.3 * rng.normal(size=p.shape) + (t.name.endswith("norm.weight"))).astype(np.float32)
         session.write(name, w)
         p.data = torch.tensor(w)
@@ -303,7 +315,9 @@ def test_twins_have_our_parameters_and_our_loss(name, monkeypatch):
 def test_pytorch_serves_turns(name, tmp_path):
     small = {"train__batch": 2, "train__seq": 16, "model__layers": 2}
     made = {v.name: v for v in peers.variants(config(name, **small), {"torch": ""})}["torch eager, tuned"]
+    began = time.perf_counter()
     made.start(tmp_path)
+    assert 0 < made.facts["import_s"] < made.facts["first_step_s"] < time.perf_counter() - began + 0.1
     made.turn(2)
     made.end()
     (turn,) = made.turns
