@@ -153,8 +153,8 @@ def attention(r: dict) -> str:
     )
     return (
         f"causal attention {r['dtype']}, T {min(lengths)} to {max(lengths)}, heads of {' and '.join(map(str, sorted(sizes)))}"
-        f"{each}, against scaled_dot_product_attention of {r['peer']}, tuned environment: {', '.join(words)}; at T {max(lengths)} {share}, "
-        f"{square}"
+        f"{each}, against scaled_dot_product_attention of {r['peer']}, tuned environment: {', '.join(words)}; "
+        f"at T {max(lengths)} {share}, {square}"
     )
 
 
