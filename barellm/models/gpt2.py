@@ -135,12 +135,14 @@ def _trunk(
 def default() -> Run:
     """What `barellm train` runs with no arguments: a small GPT on the source of Python's standard library, in two minutes.
 
-    The size is what two minutes on two cores feed: of 1.1, 2.2 and 3.7 million parameters the smallest learnt most.
+    The size is what two minutes on two cores feed: of 1.1, 2.2 and 3.7 million parameters the smallest learnt most. Muon takes the
+    matrices of blocks: after 600 steps its loss is where AdamW's is after 1500.
     """
+    muon = {"muon_lr": 0.03, "momentum": 0.85, "turns": 3, "normuon": 0.95}
     return Run(
         preset="default",
         model=Config(layers=4, heads=4, channels=128, vocab_size=4096, max_seq=256),
-        optim=OptimConfig(lr=4e-3, min_lr=1e-4, warmup=50, beta2=0.99),
+        optim=OptimConfig(name="muon", lr=8e-3, min_lr=0.0, schedule="linear", beta2=0.99, **muon),
         data=DataConfig(source="stdlib", tokenizer="bpe", bpe_vocab=4096),
         train=TrainConfig(batch=8, seq=256, steps=2000, minutes=1.75, eval_every=250, sample_every=500),
     )
