@@ -133,7 +133,7 @@ def test_heads_that_do_not_divide_channels(refused, out, text):
         (["--optim.beta1", "1"], "optim.beta1 is 1.0, expected 0 <= beta1 < 1"),
         (["--optim.moments", "bf16"], "optim.moments is 'bf16', expected fp32, 16bit or 16bit-stochastic"),
         (["--model.layers", "100000"], "model.layers is 100000, expected at most 1024"),
-        (["--dtype", "fp8"], "train.dtype is 'fp8', expected auto, fp32 or bf16"),
+        (["--dtype", "fp8"], "train.dtype is 'fp8', expected auto, fp32, bf16 or fp16"),
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--model.dropout", "1"], "model.dropout is 1.0"),
         (["--data.val_fraction", "1"], "data.val_fraction is 1.0"),
