@@ -100,7 +100,7 @@ def test_the_picture_of_the_default_run_shows_what_a_prompt_gives(monkeypatch):
 def test_the_end_of_a_run_is_as_the_page_for_newcomers_shows_it(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs" / "img")
     run = import_module("run")
-    row = run.rows_of(ROOT / run.RUN)[-1] | {"checkpoint": "runs/default/checkpoints/step-001557"}
+    row = run.rows_of(ROOT / run.RUN)[-1] | {"checkpoint": "runs/default/checkpoints/step-001465"}
     lines = closing(row, Path("runs/default"), preset("default"))
     text = (ROOT / "docs" / "first_run.md").read_text()
     shown = text.partition("<!-- closing -->")[2].partition("<!-- /closing -->")[0]

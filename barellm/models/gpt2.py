@@ -136,7 +136,7 @@ def default() -> Run:
     """What `barellm train` runs with no arguments: a small GPT on the source of Python's standard library, in two minutes.
 
     The size is what two minutes on two cores feed: of 1.1, 2.2 and 3.7 million parameters the smallest learnt most. Muon takes the
-    matrices of blocks: after 600 steps its loss is where AdamW's is after 1500.
+    matrices of blocks: in the same time it reaches 3.40 nats where AdamW reached 4.02.
     """
     muon = {"muon_lr": 0.03, "momentum": 0.85, "turns": 3, "normuon": 0.95}
     return Run(
