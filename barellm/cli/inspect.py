@@ -88,7 +88,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _constants(row: dict[str, Any]) -> str:
     def text(name: str, value: Any) -> str:
-        return ("x" if name == "dims" else "+").join(value) if isinstance(value, tuple) else f"{value}"
+        return ("x" if name == "dims" else "+").join(map(str, value)) if isinstance(value, tuple) else f"{value}"
 
     return ", ".join(f"{k}={text(k, v)}" for k, v in row["constants"].items())
 
