@@ -79,6 +79,9 @@ def test_output_that_nobody_reads_any_more_stops_the_run_with_a_checkpoint(text,
 @pytest.mark.alone
 def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path):
     process = started("device cpu", *LONG_STEP)
+    end = time.monotonic() + 20
+    while "folder " not in (tmp_path / "log").read_text() and time.monotonic() < end:
+        time.sleep(0.05)
     time.sleep(1.0)  # past the initialisation, inside the first step
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
