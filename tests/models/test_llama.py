@@ -21,7 +21,7 @@ from barellm.training import metrics
 SMALL = Config(
     layers=3, heads=4, kv_heads=2, channels=64, hidden=72, vocab_size=90, padded_vocab=128, max_seq=40, tied=False
 )
-PARAMETERS = {  # those of the last two are what their model cards say
+PARAMETERS = {  # those of the last two are the totals known for the released models, not checked against their cards
     "llama-15m": 14_555_520,
     "llama-124m": 114_150_144,
     "llama3-1b": 1_235_814_400,
