@@ -30,6 +30,16 @@ def test_what_nobody_wrote_differs_between_the_runs():
     assert np.isnan(first).all() and (second > 3e38).all()
 
 
+def test_a_packed_compare_sets_one_predicate_for_each_half():
+    low, high = (int(np.float32(v).view("u4") >> 16) for v in (-2.0, 3.0))  # as bf16
+    for word, wanted in ((high << 16 | low, 1), (low << 16 | high, 2), (low << 16 | low, 3), (high << 16 | high, 0)):
+        body = (
+            f"mov.b32 %r1, {word}; mov.b32 %r2, 0; setp.lt.bf16x2 %p1|%p2, %r1, %r2;"
+            "selp.b32 %r3, 1, 0, %p1; selp.b32 %r4, 2, 0, %p2; add.s32 %r3, %r3, %r4; st.global.b32 [%rd4], %r3;"
+        )
+        assert run(body, np.zeros(1, "u4"), "u4").tolist() == [wanted] * 32
+
+
 # Every thread leaves a word for the thread at the other end of the block.
 EXCHANGE = """
     mov.b32 %r1, global_smem;

@@ -324,7 +324,14 @@ def compared(name: str, a: Array, b: Array) -> Array:
 @op("setp")
 def setp(m: Machine, i: Instruction, threads: Array) -> None:
     type_ = i.modifiers[-1]
-    a, b = (np.asarray(m.read(o, threads, type_)) for o in i.operands[1:3])
+    packed = type_ in ("bf16x2", "f16x2")  # one predicate for each half
+    a, b = (np.asarray(m.read(o, threads, "b32" if packed else type_)) for o in i.operands[1:3])
+    if packed:
+        half = BF16 if type_ == "bf16x2" else np.dtype(np.float16)
+        a, b = (
+            np.broadcast_to(v, threads.shape).astype(np.uint32).view(half).astype(np.float32).reshape(-1, 2).T
+            for v in (a, b)
+        )
     if "ftz" in i.modifiers:
         a, b = _flushed(a), _flushed(b)
     if type_ == "bf16":
@@ -337,8 +344,9 @@ def setp(m: Machine, i: Instruction, threads: Array) -> None:
         with_other = lambda v: joined(v, other)  # noqa: E731
     to = i.operands[0]
     if isinstance(to, Pair):
-        m.write(to.first, threads, with_other(found))
-        m.write(to.second, threads, with_other(~found))
+        low, high = found if packed else (found, ~found)
+        m.write(to.first, threads, with_other(low))
+        m.write(to.second, threads, with_other(high))
     else:
         m.write(to, threads, with_other(found))
 

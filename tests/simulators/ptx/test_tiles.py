@@ -44,12 +44,12 @@ ATTENTION = {
 def test_attention_s_tiles_have_one_result(role):
     op, case = (ops.Attention, forward_case) if role == "forward" else (ops.AttentionBackward, backward_case)
     attrs = case((1, T, 1, HEAD), "bf16")
-    given, bounds, scalars = (attrs.pop(name) for name in ("given", "bounds", "scalars"))
+    given, views, bounds, scalars = (attrs.pop(name) for name in ("given", "views", "bounds", "scalars"))
     subject, found = tuning.Attention(role, "bf16", 1, T, 1, HEAD), []
     for t in ATTENTION[role]:
         assert AttentionTile(*t) in choices.attention_tiles(role, HEAD, "bf16", 90)
         with tuning.forced(subject, AttentionTile(*t)):
-            found.append(outputs(Case(op, given, attrs, bounds, {}, scalars, None), Target(90)))
+            found.append(outputs(Case(op, given, attrs, bounds, {}, scalars, None, views), Target(90)))
     assert_equal(found)
 
 
