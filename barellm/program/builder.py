@@ -14,6 +14,7 @@ from barellm.program.ops import (
     random,
     rmsnorm,
     rope,
+    softcap,
     swiglu,
 )
 from barellm.program.tensor import Tensor
@@ -31,6 +32,7 @@ class Program(
     random.Calls,
     rmsnorm.Calls,
     rope.Calls,
+    softcap.Calls,
     swiglu.Calls,
 ):
     """A list of primitive ops over named tensors (`program.graph.Graph`). Each family of ops brings the calls that append it."""

@@ -50,6 +50,9 @@ declare("sample", says="global index of the first sample, for counter-based rand
 declare("lr", "fp64", "learning rate of the schedule")
 declare("inv_targets", "fp64", "1 / valid targets of the whole batch")
 declare("momentum", "fp64", "momentum of Muon, which has a schedule")
+declare("mtp_0", "fp64", "weight of the loss of the next token", default=1)
+declare("mtp_1", "fp64", "weight of the loss of the token after it", default=0)
+declare("mtp_2", "fp64", "weight of the loss of the third token", default=0)
 
 BUILT_IN = len(SCALARS)
 

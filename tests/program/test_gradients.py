@@ -20,6 +20,7 @@ B, T, C = 2, 5, 6
 # op -> its differentiable operands' shapes, its other operands, its attributes
 CASES = {
     "matmul": (ops.Matmul, {"x": (B, T, C), "weight": (7, C)}, {}),
+    "matmul_dx": (ops.MatmulDx, {"dy": (B, T, C), "weight": (C, 7)}, {}),
     "bias": (ops.Bias, {"x": (B, T, C), "bias": (C,)}, {}),
     "add": (ops.Add, {"a": (B, T, C), "b": (B, T, C)}, {}),
     "cast": (ops.Cast, {"x": (B, T, C)}, {"dtype": "fp64"}),
@@ -53,6 +54,16 @@ CASES = {
     "dropout": (ops.Dropout, {"x": (B, T, C)}, {"rate": 0.4, "stream": 2}),
     "embedding": (ops.Embedding, {"wte": (9, C), "wpe": (T + 2, C)}, {}),
     "cross entropy": (ops.CrossEntropy, {"logits": (B, T, 9)}, {"valid_vocab": 7}),
+    "softcapped cross entropy": (
+        ops.SoftcapCrossEntropy,
+        {"logits": (B, T, 9)},
+        {"valid_vocab": 7, "cap": (3.0, 0.5, 0.7), "predict": 3},
+    ),
+    "cross entropy of two tokens": (
+        ops.SoftcapCrossEntropy,
+        {"logits": (B, T, 9)},
+        {"valid_vocab": 7, "cap": None, "predict": 2},
+    ),
 }
 
 
@@ -73,12 +84,13 @@ def program_of(op_type, shapes, attrs) -> Program:
     for name, shape in shapes.items():
         t = p.parameter(name, shape)
         operands[name] = p.apply(Leaf, x=t).y if len(shape) == 3 else t
-    for name in {ops.Embedding: ["tokens"], ops.CrossEntropy: ["targets"]}.get(op_type, []):
+    losses = (ops.CrossEntropy, ops.SoftcapCrossEntropy)
+    for name in {ops.Embedding: ["tokens"]}.get(op_type, ["targets"] if op_type in losses else []):
         operands[name] = p.input(name, rows)
     if op_type is ops.Rope:
         operands |= dict(zip(("cos", "sin"), p.rope_tables(T + 1, 4, theta=10.0), strict=True))
     op = p.apply(op_type, **operands, **attrs)
-    if op_type is ops.CrossEntropy:
+    if op_type in losses:
         loss = op.loss
     else:
         loss = p.apply(Weigh, x=next(iter(op.outputs.values())), seed=1).loss
@@ -109,7 +121,7 @@ def test_gradient_equals_finite_difference(case):
     for name, low, high in (("tokens", 0, 9), ("targets", -1, 7)):
         if name in p.named:
             session.write(name, rng.integers(low, high, (B, T)))
-    scalars = {"seed": 3, "step": 2, "sample": 5, "inv_targets": 0.3}
+    scalars = {"seed": 3, "step": 2, "sample": 5, "inv_targets": 0.3, "mtp_0": 1.0, "mtp_1": 0.5, "mtp_2": 0.3}
     session.run("micro", **scalars)
     gradients = {name: session.read(f"{name}.grad") for name in shapes}
     for name, value in values.items():

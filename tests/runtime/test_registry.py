@@ -91,6 +91,11 @@ EXCUSED = {
     **{(op, dtype): SCHEDULED for op in ("sum_squares", "clip_scale") for dtype in ("bf16", "fp16")},
     ("add_layernorm", "cpu"): "a sum and its norm stay in the second cache between the two",
     ("dropout_add_layernorm", "cpu"): "as without dropout",
+    **{
+        (f"softcap_cross_entropy{end}", b): "its kernel comes next"
+        for end in ("", "_backward")
+        for b in ("cpu", "cuda")
+    },
     ("add_rmsnorm", "cpu"): "a sum and its norm stay in the second cache between the two",
 }
 

@@ -19,6 +19,7 @@ from barellm.program.ops.optimizer import AdamW, ClipScale, SumSquares
 from barellm.program.ops.random import ConstantInit, Dropout, DropoutBackward, NormalInit
 from barellm.program.ops.rmsnorm import RMSNorm, RMSNormDweight, RMSNormDx
 from barellm.program.ops.rope import Rope
+from barellm.program.ops.softcap import SoftcapCrossEntropy, SoftcapCrossEntropyBackward
 from barellm.program.ops.swiglu import SwiGLU, SwiGLUBackward
 
 __all__ = [
@@ -59,6 +60,8 @@ __all__ = [
     "RMSNormDweight",
     "RMSNormDx",
     "Rope",
+    "SoftcapCrossEntropy",
+    "SoftcapCrossEntropyBackward",
     "SumSquares",
     "SwiGLU",
     "SwiGLUBackward",

@@ -40,7 +40,7 @@ class Matmul(Op):
 
 
 class MatmulDx(Op):
-    """dx = dy @ weight."""
+    """dx = dy @ weight: the gradient of a product's input, or the product with a weight that is stored the other way round."""
 
     name = "matmul_dx"
     rounded = ("weight",)
@@ -53,6 +53,11 @@ class MatmulDx(Op):
 
     def reference(self, dy, weight):
         return {"dx": dy @ weight}
+
+    def gradient(self, g, dx):
+        d = g.cast(dx, self.dy.dtype)
+        g.write(Matmul, {"y": self.dy}, x=d, weight=self.weight)
+        g.write(MatmulDw, {"dweight": self.weight}, dy=self.dy, x=d)
 
     def flops(self) -> int:
         return 2 * tokens(self.dy) * self.weight.size
@@ -119,3 +124,9 @@ class Calls(Graph):
         """x (..., K), weight (N, K), bias (N) -> (..., N)."""
         y = self.apply(Matmul, x=operand(self, x), weight=weight).y
         return y if bias is None else self.apply(Bias, x=y, bias=bias).y
+
+    def linear_nn(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (..., K), weight (K, N) -> x @ weight (..., N): `linear` with a weight that is stored transposed."""
+        if len(weight.shape) != 2 or x.shape[-1] != weight.shape[0]:
+            raise ValueError(f"linear_nn expects x (..., K) and weight (K, N): {describe(x=x, weight=weight)}")
+        return self.apply(MatmulDx, dy=operand(self, x), weight=weight).dx

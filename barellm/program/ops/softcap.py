@@ -1,0 +1,146 @@
+"""The loss of softcapped logits, over several next tokens at once. Shapes: logits (B, T, Vp), targets (B, T) i32, lse (B, T) fp32,
+loss (1,) fp32.
+
+A logit x counts as z = scale * sigmoid((x + shift) / width), which lies between 0 and `scale`; `cap` is (scale, shift, width), or
+None for z = x. Position t answers for targets t, t + 1 and so on, `predict` of them, as far as its row has them: target t + k has
+the run-time weight `mtp_k`. Target -1 is ignored, and columns from `valid_vocab` on are padding, as in `cross_entropy`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from barellm.program.graph import Graph
+from barellm.program.loss_scale import scale_of
+from barellm.program.ops.attention import log_sum_exp
+from barellm.program.ops.base import Op, Spec
+from barellm.program.ops.elementwise import operand
+from barellm.program.ops.matmul import MatmulDx
+from barellm.program.tensor import Tensor, describe
+
+Cap = tuple[float, float, float]  # scale, shift, width
+
+MTP = ("mtp_0", "mtp_1", "mtp_2")  # weights of the losses, by how far ahead a target is
+GREATEST = 80.0  # scale: exp(-GREATEST) is still a normal fp32 number
+
+
+def sigmoid(x: np.ndarray, cap: Cap) -> np.ndarray:
+    _, shift, width = cap
+    return (1 + np.tanh((x + shift) / (2 * width))) / 2
+
+
+def capped(x: np.ndarray, cap: Cap | None) -> np.ndarray:
+    return x if cap is None else cap[0] * sigmoid(x, cap)
+
+
+def slope(x: np.ndarray, cap: Cap | None) -> np.ndarray | float:
+    """dz / dx."""
+    if cap is None:
+        return 1.0
+    s = sigmoid(x, cap)
+    return cap[0] / cap[2] * s * (1 - s)
+
+
+def cap_of(op: Op) -> Cap | None:
+    """The op's, or its sequence's: an attribute that is None is absent."""
+    return op.attrs.get("cap")
+
+
+def ahead(targets: np.ndarray, k: int) -> np.ndarray:
+    """(B, T) whose element t is target t + k of the row, -1 where the row ends before."""
+    return np.concatenate([targets[..., k:], np.full_like(targets[..., :k], -1)], -1)
+
+
+def _check(op: Op, logits: Tensor, targets: Tensor) -> None:
+    name = "softcap_cross_entropy"
+    if logits.shape[:-1] != targets.shape or not 0 < op.valid_vocab <= logits.shape[-1]:
+        found = describe(logits=logits, targets=targets)
+        raise ValueError(f"{name} expects logits (B, T, V >= {op.valid_vocab}), targets (B, T): {found}")
+    if not 1 <= op.predict <= len(MTP):
+        raise ValueError(f"{name} expects predict from 1 to {len(MTP)}, found {op.predict}")
+    cap = cap_of(op)
+    if cap is not None and not (len(cap) == 3 and 0 < cap[0] <= GREATEST and cap[2] > 0):
+        expected = f"(scale, shift, width) with a scale up to {GREATEST:g} and a width above 0"
+        raise ValueError(f"{name} expects cap None or {expected}, found {cap}")
+
+
+class SoftcapCrossEntropy(Op):
+    """loss = inv_targets * sum over t and k < predict of mtp_k * (lse[t] - z[t, targets[t + k]]), in nats; lse of z over the
+    vocabulary."""
+
+    name = "softcap_cross_entropy"
+    scalars = ("inv_targets", *MTP)
+
+    def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
+        _check(self, logits, targets)
+        return {"loss": ((1,), "fp32"), "lse": (targets.shape, "fp32")}
+
+    def index_limits(self) -> dict[str, tuple[int, int]]:
+        return {"targets": (-1, self.valid_vocab - 1)}
+
+    def reference(self, logits, targets, inv_targets, **mtp):
+        z = capped(logits[..., : self.valid_vocab], cap_of(self))
+        lse = log_sum_exp(z)
+        total = 0.0
+        for k in range(self.predict):
+            target = ahead(targets, k)
+            at_target = np.take_along_axis(z, np.maximum(target, 0)[..., None], -1)[..., 0]
+            total += mtp[MTP[k]] * np.where(target >= 0, lse - at_target, 0).sum()
+        return {"loss": np.reshape(total * inv_targets, 1), "lse": lse}
+
+    def gradient(self, g, loss, lse):
+        assert lse is None, "lse is a saved value, not a differentiable output"
+        if loss is not None:
+            raise ValueError("softcap_cross_entropy must be the loss itself: its gradient rule is the seed of the walk")
+        operands = {"logits": self.logits, "targets": self.targets, "lse": self.lse, "loss_scale": g.loss_scale}
+        g.write(SoftcapCrossEntropyBackward, {"dlogits": self.logits}, **operands, **self.attrs)
+
+    def flops(self) -> int:
+        return 10 * self.logits.size
+
+
+class SoftcapCrossEntropyBackward(Op):
+    """dlogits = inv_targets * (sum of mtp_k over the targets * softmax(z) - mtp_k at each of them) * dz/dlogits, zero in padded
+    columns; times the number that `loss_scale` stands for, where it is given (`program.loss_scale`)."""
+
+    name = "softcap_cross_entropy_backward"
+    optional = ("loss_scale",)
+    scalars = SoftcapCrossEntropy.scalars
+
+    def infer(self, logits: Tensor, targets: Tensor, lse: Tensor, loss_scale: Tensor | None = None) -> dict[str, Spec]:
+        _check(self, logits, targets)
+        return {"dlogits": (logits.shape, logits.dtype)}
+
+    def reference(self, logits, targets, lse, inv_targets, loss_scale=None, **mtp):
+        x = logits[..., : self.valid_vocab]
+        p = np.exp(capped(x, cap_of(self)) - lse[..., None])
+        dz = np.zeros_like(x)
+        for k in range(self.predict):
+            target = ahead(targets, k)[..., None]
+            onehot = np.arange(self.valid_vocab) == target
+            dz += mtp[MTP[k]] * np.where(target >= 0, p - onehot, 0)
+        if loss_scale is not None:
+            inv_targets = inv_targets * scale_of(loss_scale)
+        dlogits = np.zeros_like(logits)
+        dlogits[..., : self.valid_vocab] = dz * slope(x, cap_of(self)) * inv_targets
+        return {"dlogits": dlogits}
+
+    def flops(self) -> int:
+        return 12 * self.logits.size
+
+
+class Calls(Graph):
+    """What a model calls."""
+
+    def softcapped_classifier(
+        self, x: Tensor, head: Tensor, targets: Tensor, *, valid_vocab: int, cap: Cap | None = (23.0, 5.0, 7.5),
+        predict: int = 3,
+    ) -> Tensor:  # fmt: skip
+        """x (B, T, C), head (C, Vp), targets (B, T) i32, -1 ignored -> loss (1,), times the scalar inv_targets: the sum of the
+        losses of the next `predict` targets, each times its scalar mtp_0, mtp_1 or mtp_2, of logits capped by `cap` (scale,
+        shift, width), or not capped where it is None."""
+        if len(head.shape) != 2 or x.shape[-1] != head.shape[0]:
+            raise ValueError(f"softcapped_classifier expects x (B, T, C), head (C, V): {describe(x=x, head=head)}")
+        logits = self.apply(MatmulDx, dy=operand(self, x), weight=head).dx
+        given = {"logits": logits, "targets": targets, "valid_vocab": valid_vocab, "cap": cap, "predict": predict}
+        return self.apply(SoftcapCrossEntropy, **given).loss
