@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
+from barellm.program.scalars import declare
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
 from tests.program.graphs import Leaf, Weigh, random_graph, run_graph
@@ -46,6 +47,16 @@ CASES = {
         ops.Attention,
         {"q": (B, T, 2 * C), "k": (B, T, C), "v": (B, T, C)},
         {"heads": 4, "kv_heads": 2, "rate": 0.2, "stream": 1},
+    ),
+    "attention in windows of documents": (
+        ops.Attention,
+        dict.fromkeys("qkv", (B, T, C)),
+        {"heads": 2, "kv_heads": 2, "rate": 0.0, "stream": 0, "window": "reach", "scale": "heat"},
+    ),
+    "attention of paired heads": (
+        ops.Attention,
+        {"q": (B, T, 2 * C), "k": (B, T, C), "v": (B, T, C)},
+        {"heads": 4, "kv_heads": 2, "rate": 0.2, "stream": 0, "window": "reach", "paired": True},
     ),
     "rmsnorm": (ops.RMSNorm, {"x": (B, T, C), "weight": (C,)}, {"eps": 1e-3, "dtype": "fp32"}),
     "rmsnorm without weight": (ops.RMSNorm, {"x": (B, T, C)}, {"eps": 1e-3, "dtype": "fp32"}),
@@ -89,6 +100,10 @@ def program_of(op_type, shapes, attrs) -> Program:
         operands[name] = p.input(name, rows)
     if op_type is ops.Rope:
         operands |= dict(zip(("cos", "sin"), p.rope_tables(T + 1, 4, theta=10.0), strict=True))
+    if attrs.get("window"):
+        operands["starts"] = p.input("starts", rows)
+        declare("reach")
+        declare("heat", "fp64")
     op = p.apply(op_type, **operands, **attrs)
     if op_type in losses:
         loss = op.loss
@@ -121,7 +136,10 @@ def test_gradient_equals_finite_difference(case):
     for name, low, high in (("tokens", 0, 9), ("targets", -1, 7)):
         if name in p.named:
             session.write(name, rng.integers(low, high, (B, T)))
+    if "starts" in p.named:
+        session.write("starts", [[0, 0, 0, 3, 3], [0, 1, 1, 1, 1]])
     scalars = {"seed": 3, "step": 2, "sample": 5, "inv_targets": 0.3, "mtp_0": 1.0, "mtp_1": 0.5, "mtp_2": 0.3}
+    scalars |= {"reach": 2, "heat": 0.7} if attrs.get("window") else {}
     session.run("micro", **scalars)
     gradients = {name: session.read(f"{name}.grad") for name in shapes}
     for name, value in values.items():

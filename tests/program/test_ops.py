@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,18 @@ BAD = [
         {"q": t(2, 3, 24), "k": t(2, 3, 12), "v": t(2, 3, 12)},
         {"heads": 4, "kv_heads": 3, "rate": 0.0, "stream": 0},
         r"4 heads \* D.*3 heads \* D",
+    ),
+    (
+        ops.Attention,
+        {name: t(2, 3, 24) for name in "qkv"} | {"starts": t(2, 4, dtype="i32")},
+        {"heads": 4, "kv_heads": 4, "rate": 0.0, "stream": 0},
+        r"starts \(B, T\) i32.*starts \(2, 4\) i32",
+    ),
+    (
+        ops.Attention,
+        {name: t(2, 3, 24) for name in "qkv"},
+        {"heads": 3, "kv_heads": 3, "rate": 0.0, "stream": 0, "paired": True},
+        "even numbers of heads: 3, 3 of keys",
     ),
     (ops.RMSNorm, {"x": t(2, 8), "weight": t(7)}, {"eps": 1e-5, "dtype": "fp32"}, r"rmsnorm.*\(7,\)"),
     (ops.SwiGLU, {"gate": t(2, 8), "up": t(2, 7)}, {}, r"swiglu.*\(2, 7\)"),
@@ -123,6 +136,60 @@ def test_the_cache_gives_what_whole_attention_gives():
         result = op.reference(*np.split(qkv[:, lo:hi], 3, -1), k, v, pos=lo)
         k, v = result["k_cache"], result["v_cache"]
         np.testing.assert_allclose(result["out"], whole[:, lo:hi], rtol=1e-12)
+
+
+ATTENTION: dict[str, Any] = {"heads": 4, "kv_heads": 4, "rate": 0.0, "stream": 0}
+
+
+def attend(q, k, v, **more):
+    """The reference's out of an attention of 4 heads; `more` are attributes, starts and scalars."""
+    attrs = {name: more.pop(name) for name in ("heads", "kv_heads", "window", "scale", "paired") if name in more}
+    return ops.Attention({}, ATTENTION | attrs).reference(q, k, v, **more)["out"]
+
+
+def test_documents_and_windows_see_what_they_would_see_alone():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 1, 9, 8))
+    starts = np.array([[0, 0, 0, 3, 4, 4, 4, 4, 4]])
+    documents = attend(q, k, v, starts=starts)
+    for lo, hi in ((0, 3), (3, 4), (4, 9)):
+        alone = attend(*(x[:, lo:hi] for x in (q, k, v)))
+        np.testing.assert_allclose(documents[:, lo:hi], alone, rtol=1e-12)
+    both = attend(q, k, v, starts=starts, window="w", scale="s", w=2, s=0.3)
+    for i in range(9):
+        lo = max(i - 2, starts[0, i])
+        alone = attend(*(x[:, lo : i + 1] for x in (0.3 * np.sqrt(2) * q, k, v)))[:, -1]
+        np.testing.assert_allclose(both[:, i], alone, rtol=1e-12)
+    np.testing.assert_allclose(attend(q, k, v, window="w", w=0), v, rtol=1e-12)
+
+
+def test_paired_heads_are_a_sequence_of_twice_the_length():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 1, 5, 8))
+    starts, twice = np.array([[0, 0, 2, 2, 2]]), np.array([[0, 0, 0, 0, 4, 4, 4, 4, 4, 4]])
+    paired = attend(q, k, v, paired=True, starts=starts, window="w", w=3)
+    folded = [x.reshape(1, 10, 4) for x in (q, k, v)]
+    apart = attend(*folded, heads=2, kv_heads=2, starts=twice, window="w", w=3)
+    np.testing.assert_array_equal(paired, apart.reshape(1, 5, 8))
+
+
+def test_attention_counts_the_pairs_of_the_widest_window():
+    x = {name: t(2, 7, 8) for name in "qkv"}
+    p = Program(Store())
+    for more, pairs in (
+        ({}, 28),
+        ({"window": "w"}, 28),
+        ({"window": "w", "most_window": 2}, 1 + 2 + 5 * 3),
+        ({"window": "w", "most_window": 50}, 28),
+        ({"window": "w", "most_window": 2, "paired": True}, (1 + 2 + 12 * 3) / 2),
+    ):
+        op = p.apply(ops.Attention, **x, **ATTENTION, **more)
+        assert op.flops() == 2 * 2 * 2 * pairs * 8
+
+
+def test_a_scalar_of_another_kind_is_no_window():
+    with pytest.raises(ValueError, match="attention expects a scalar of kind i64, lr is fp64"):
+        Program(Store()).attention(*(t(2, 3, 8) for _ in "qkv"), heads=2, window="lr")
 
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "shakespeare-char"])

@@ -295,6 +295,8 @@ def attention_backward_queries(
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv")
 def lower_attention_backward(op: Op, c: Lowering) -> None:
+    if not op.plain:
+        raise ValueError(f"the cpu backend's {op.name} knows no windows, documents or paired heads")
     shape, length = sizes(op), int(op.out.shape[1])
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))

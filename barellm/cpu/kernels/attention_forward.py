@@ -203,6 +203,8 @@ def attention(
 
 @lowering("attention", views="q k v")
 def lower_attention(op: Op, c: Lowering) -> None:
+    if not op.plain:
+        raise ValueError(f"the cpu backend's {op.name} knows no windows, documents or paired heads")
     constants = sizes(op)
     g = Geometry.of(c.isa, op.q.dtype, constants["D"])
     operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v}

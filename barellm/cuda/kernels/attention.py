@@ -323,6 +323,8 @@ def options(t: AttentionTile) -> dict[str, Any]:
 
 @lowering("attention", views="q k v")
 def lower_attention(op: Any, c: Lowering) -> None:
+    if not op.plain:
+        raise ValueError(f"the cuda backend's {op.name} knows no windows, documents or paired heads")
     constants = constants_of(op)
     t = tile_of(op, c, "forward")
     c.launch(
@@ -335,6 +337,8 @@ def lower_attention(op: Any, c: Lowering) -> None:
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv")
 def lower_attention_backward(op: Any, c: Lowering) -> None:
+    if not op.plain:
+        raise ValueError(f"the cuda backend's {op.name} knows no windows, documents or paired heads")
     constants = constants_of(op)
     head = head_constants(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
