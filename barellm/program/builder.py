@@ -7,15 +7,18 @@ from barellm.program.graph import Store
 from barellm.program.ops import (
     attention,
     cross_entropy,
+    documents,
     elementwise,
     embedding,
     layernorm,
     matmul,
+    qk_rotary,
     random,
     rmsnorm,
     rope,
     softcap,
     swiglu,
+    transpose,
 )
 from barellm.program.tensor import Tensor
 
@@ -25,15 +28,18 @@ __all__ = ["Program", "Store"]
 class Program(
     attention.Calls,
     cross_entropy.Calls,
+    documents.Calls,
     elementwise.Calls,
     embedding.Calls,
     layernorm.Calls,
     matmul.Calls,
+    qk_rotary.Calls,
     random.Calls,
     rmsnorm.Calls,
     rope.Calls,
     softcap.Calls,
     swiglu.Calls,
+    transpose.Calls,
 ):
     """A list of primitive ops over named tensors (`program.graph.Graph`). Each family of ops brings the calls that append it."""
 

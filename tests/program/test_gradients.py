@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
+from barellm.program.ops.qk_rotary import Yarn
 from barellm.program.scalars import declare
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
@@ -17,6 +18,8 @@ from tests.program.graphs import Leaf, Weigh, random_graph, run_graph
 
 EPS = 1e-6
 B, T, C = 2, 5, 6
+
+QK_ROTARY = {"paired": False, "shift": False, "eps": 1e-3}
 
 # op -> its differentiable operands' shapes, its other operands, its attributes
 CASES = {
@@ -61,6 +64,13 @@ CASES = {
     "rmsnorm": (ops.RMSNorm, {"x": (B, T, C), "weight": (C,)}, {"eps": 1e-3, "dtype": "fp32"}),
     "rmsnorm without weight": (ops.RMSNorm, {"x": (B, T, C)}, {"eps": 1e-3, "dtype": "fp32"}),
     "rope": (ops.Rope, {"x": (B, T, 3 * 4 + 2)}, {"heads": 3, "inverse": False}),
+    "qk_rotary": (ops.QKRotary, {"x": (B, T, 3 * 8)}, QK_ROTARY | {"heads": 2, "kv_heads": 1}),
+    "qk_rotary of pairs": (ops.QKRotary, {"x": (B, T, 6 * 4)}, QK_ROTARY | {"heads": 4, "kv_heads": 2, "paired": True}),
+    "qk_rotary with shifted keys": (
+        ops.QKRotary,
+        {"x": (B, T, 3 * 8)},
+        QK_ROTARY | {"heads": 1, "kv_heads": 2, "shift": True},
+    ),
     "swiglu": (ops.SwiGLU, {"gate": (B, T, C), "up": (B, T, C)}, {}),
     "dropout": (ops.Dropout, {"x": (B, T, C)}, {"rate": 0.4, "stream": 2}),
     "embedding": (ops.Embedding, {"wte": (9, C), "wpe": (T + 2, C)}, {}),
@@ -104,6 +114,9 @@ def program_of(op_type, shapes, attrs) -> Program:
         operands["starts"] = p.input("starts", rows)
         declare("reach")
         declare("heat", "fp64")
+    if op_type is ops.QKRotary:
+        width = int(operands["x"].shape[-1]) // (attrs["heads"] + attrs["kv_heads"])
+        operands |= dict(zip(("cos", "sin"), p.yarn_tables(Yarn.of_head(width), 2 * T + 1), strict=True))
     op = p.apply(op_type, **operands, **attrs)
     if op_type in losses:
         loss = op.loss

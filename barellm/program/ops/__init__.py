@@ -2,6 +2,7 @@
 
 from barellm.program.ops.attention import Attention, AttentionBackward, AttentionCached
 from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward
+from barellm.program.ops.documents import BigramIds, DocumentStarts
 from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast
 from barellm.program.ops.embedding import Embedding, EmbeddingDwpe, EmbeddingDwte, LastRow
 from barellm.program.ops.layernorm import LayerNorm, LayerNormDparams, LayerNormDx
@@ -16,11 +17,13 @@ from barellm.program.ops.muon import (
     NorMuonScales,
 )
 from barellm.program.ops.optimizer import AdamW, ClipScale, SumSquares
+from barellm.program.ops.qk_rotary import QKRotary, QKRotaryBackward
 from barellm.program.ops.random import ConstantInit, Dropout, DropoutBackward, NormalInit
 from barellm.program.ops.rmsnorm import RMSNorm, RMSNormDweight, RMSNormDx
 from barellm.program.ops.rope import Rope
 from barellm.program.ops.softcap import SoftcapCrossEntropy, SoftcapCrossEntropyBackward
 from barellm.program.ops.swiglu import SwiGLU, SwiGLUBackward
+from barellm.program.ops.transpose import Transpose
 
 __all__ = [
     "ACTIVATIONS",
@@ -31,11 +34,13 @@ __all__ = [
     "AttentionCached",
     "Bias",
     "BiasGrad",
+    "BigramIds",
     "Cast",
     "ClipScale",
     "ConstantInit",
     "CrossEntropy",
     "CrossEntropyBackward",
+    "DocumentStarts",
     "Dropout",
     "DropoutBackward",
     "Embedding",
@@ -56,6 +61,8 @@ __all__ = [
     "MuonUpdate",
     "NorMuonScales",
     "NormalInit",
+    "QKRotary",
+    "QKRotaryBackward",
     "RMSNorm",
     "RMSNormDweight",
     "RMSNormDx",
@@ -65,4 +72,5 @@ __all__ = [
     "SumSquares",
     "SwiGLU",
     "SwiGLUBackward",
+    "Transpose",
 ]

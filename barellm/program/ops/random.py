@@ -191,3 +191,7 @@ class Calls(Graph):
     def dropout(self, x: Tensor, rate: float) -> Tensor:
         """x (B, T, C). Rate 0 adds no op."""
         return x if rate == 0 else self.apply(Dropout, x=x, rate=rate, stream=self.random_stream(rate)).y
+
+    def fill(self, t: Tensor, value: float) -> None:
+        """Every element of a tensor that the program keeps becomes `value`."""
+        self.apply(ConstantInit, param=t, value=value, valid_rows=int(t.shape[0]))

@@ -1,0 +1,74 @@
+"""What follows from the tokens of a packed row and from where its documents begin. Shapes: tokens (B, T), cu_seqlens (B, S) i32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from barellm.program.graph import Graph
+from barellm.program.ops.base import Op, Spec
+from barellm.program.tensor import Tensor, describe
+
+HASH = 36313, 27191  # what a token and the one before are multiplied with
+
+
+class BigramIds(Op):
+    """ids[t] = (36313 tokens[t] xor 27191 tokens[t - 1]) mod (buckets - 1) for a table of `buckets` rows. Position 0 has the last
+    row, which no pair has. The integers have 32 bits and wrap around; the remainder is not negative. Pairs may span documents."""
+
+    name = "bigram_ids"
+
+    def infer(self, tokens: Tensor) -> dict[str, Spec]:
+        if len(tokens.shape) != 2 or tokens.dtype != "i32":
+            raise ValueError(f"bigram_ids expects tokens (B, T) i32: {describe(tokens=tokens)}")
+        if self.buckets < 2:
+            raise ValueError(f"bigram_ids expects at least 2 buckets, found {self.buckets}")
+        return {"ids": (tokens.shape, "i32")}
+
+    def reference(self, tokens):
+        own, before = (tokens.astype(np.int32) * np.int32(factor) for factor in HASH)
+        ids = np.full_like(own, self.buckets - 1)
+        ids[:, 1:] = (own[:, 1:] ^ before[:, :-1]) % np.int32(self.buckets - 1)
+        return {"ids": ids}
+
+    def flops(self) -> int:
+        return 4 * self.tokens.size
+
+
+class DocumentStarts(Op):
+    """starts[t] = the position at which the document of token t begins. cu_seqlens has these positions in order, the first is 0;
+    entries that are not needed are T. Documents may be empty. `tokens` tells the shape and is not read."""
+
+    name = "document_starts"
+
+    def infer(self, cu_seqlens: Tensor, tokens: Tensor) -> dict[str, Spec]:
+        fits = len(cu_seqlens.shape) == 2 and len(tokens.shape) >= 2 and cu_seqlens.shape[0] == tokens.shape[0]
+        if not fits or cu_seqlens.dtype != "i32":
+            found = describe(cu_seqlens=cu_seqlens, tokens=tokens)
+            raise ValueError(f"document_starts expects cu_seqlens (B, S) i32 and tokens (B, T): {found}")
+        return {"starts": (tokens.shape[:2], "i32")}
+
+    def index_limits(self) -> dict[str, tuple[int, int]]:
+        return {"cu_seqlens": (0, int(self.tokens.shape[1]))}
+
+    def reference(self, cu_seqlens, tokens):
+        begun = cu_seqlens[:, None, :] <= np.arange(tokens.shape[1])[None, :, None]
+        return {"starts": np.where(begun, cu_seqlens[:, None, :], 0).max(-1).astype(np.int32)}
+
+    def flops(self) -> int:
+        return self.starts.size
+
+    def bytes(self) -> int:
+        return self.cu_seqlens.nbytes + self.starts.nbytes
+
+
+class Calls(Graph):
+    """What a model calls."""
+
+    def bigram_ids(self, tokens: Tensor, *, buckets: int) -> Tensor:
+        """tokens (B, T) i32 -> rows (B, T) i32 of a table with `buckets` rows, one for each pair of neighbours."""
+        return self.apply(BigramIds, tokens=tokens, buckets=buckets).ids
+
+    def document_starts(self, cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
+        """(B, T) i32: where the document of each token begins. cu_seqlens (B, S) i32 is in ascending order, begins with 0 and is
+        padded with T."""
+        return self.apply(DocumentStarts, cu_seqlens=cu_seqlens, tokens=tokens).starts

@@ -1,0 +1,98 @@
+"""Ops of the speedrun against PyTorch written from train_gpt.py of modded-nanogpt's PR #233 (commit 20dd1582, lines named)."""
+
+from __future__ import annotations
+
+from math import log, pi
+from typing import Any
+
+import numpy as np
+import pytest
+
+from barellm.program import ops
+from barellm.program.ops.qk_rotary import Yarn
+from tests.cases import normal
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.oracle
+
+BLOCK = 128  # positions of a block of the window
+
+
+def torch_frequencies(head_size: int) -> Any:
+    """Line 999."""
+    return (1 / 1024) ** torch.linspace(0, 1, steps=head_size // 4, dtype=torch.float32)
+
+
+def torch_factors(frequencies: Any, positions: Any) -> tuple[Any, Any]:
+    """Lines 1000 to 1025: bf16 factors of x and of x with its neighbours exchanged; half of the columns turn by nothing."""
+    each = torch.cat([frequencies.repeat_interleave(2), torch.zeros(2 * len(frequencies))])
+    theta = torch.outer(positions.float(), each)
+    same, other = theta.cos().bfloat16(), theta.sin().bfloat16()
+    other[:, 1::2] *= -1
+    return same, other
+
+
+def torch_widened(frequencies: Any, old: int, new: int) -> Any:
+    """Lines 1031 to 1034."""
+    left = torch.clamp((old * frequencies / (2 * pi) - 1) / (32 - 1), 0, 1)
+    return frequencies * (old / new + left * (1 - old / new))
+
+
+def torch_rotary(x: Any, factors: tuple[Any, Any]) -> Any:
+    """Lines 989 to 996, of x (B, T, H, D)."""
+    same, other = (f[None, :, None, :].to(x.dtype) for f in factors)
+    return same * x + other * x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+@pytest.mark.parametrize("paired, shift", [(False, False), (False, True), (True, False)])
+def test_queries_and_keys_turn_as_in_torch(paired, shift):
+    """Lines 1091 to 1117, as if `k` at line 1098 were read before it is written."""
+    B, T, H, D = 2, 11, 4, 24
+    yarn, frequencies = Yarn.of_head(D).widened(3, 7), torch_widened(torch_frequencies(D), 3, 7)
+    x = normal(B, T, 2 * H * D)
+    q, k = (torch.nn.functional.rms_norm(torch.tensor(part), (D,), eps=1e-6).view(B, T, H, D)
+            for part in np.split(x.reshape(B, T, 2, H, D), 2, 2))  # fmt: skip
+    t = torch.arange(T)
+    if paired:
+        factors = [torch_factors(frequencies, at) for at in (2 * t, 2 * t + 1)]
+        same, other = (torch.cat(pair, -1) for pair in zip(*factors, strict=True))
+        q, k = (torch_rotary(z.reshape(B, T, H // 2, 2 * D), (same, other)).reshape(B, T, H, D) for z in (q, k))
+    else:
+        q, k = (torch_rotary(z, torch_factors(frequencies, t)) for z in (q, k))
+    if shift:
+        k = torch.cat([k[..., : D // 2], torch.cat([k[:, :1, :, D // 2 :], k[:, :-1, :, D // 2 :]], 1)], -1)
+    attrs = {"heads": H, "kv_heads": H, "paired": paired, "shift": shift, "eps": 1e-6}
+    y = ops.QKRotary({}, attrs).reference(x, *yarn.tables(2 * T))["y"]
+    expected = torch.cat([q, k], 2).reshape(B, T, -1).numpy()
+    np.testing.assert_allclose(y, expected, rtol=2e-2, atol=2e-2)  # a table's number may round to the next bf16
+    assert (np.abs(y - expected) < 1e-6).mean() > 0.99
+
+
+def test_tables_are_those_of_torch_through_all_stages():
+    D, length = 128, 2 * 4096
+    yarn, frequencies, scale = Yarn.of_head(D), torch_frequencies(D), 0.1
+    for old, new in ((3, 3), (3, 7), (7, 11), (11, 13)):
+        yarn, frequencies = yarn.widened(old * BLOCK, new * BLOCK), torch_widened(frequencies, old * BLOCK, new * BLOCK)
+        scale *= 0.2 * log(new / old) + 1  # line 1048
+        cos, sin = yarn.tables(length)
+        same, other = (f[:, : D // 2 : 2].float().numpy() for f in torch_factors(frequencies, torch.arange(length)))
+        for ours, theirs in ((cos, same), (sin, other)):
+            assert (ours == theirs).mean() > 0.98 and np.abs(ours - theirs).max() < 2.0**-7
+        assert yarn.scale == pytest.approx(scale, rel=1e-12)
+    assert yarn.scale == pytest.approx(0.1318, abs=5e-5)
+
+
+def test_bigrams_are_those_of_torch():
+    """Lines 1485 to 1500, beyond its vocabulary too, where 32 bits overflow."""
+    for most, buckets in ((50304, 5 * 50304), (2**31 - 1, 97), (7, 2)):
+        x = torch.randint(0, most, (1, 501), generator=torch.Generator().manual_seed(most), dtype=torch.int32)
+        ids = ops.BigramIds({}, {"buckets": buckets}).reference(x.numpy())["ids"]
+        expected = torch.bitwise_xor(36313 * x[0, 1:], 27191 * x[0, :-1]) % (buckets - 1)
+        assert ids[0, 0] == buckets - 1 and (ids[0, 1:] == expected.numpy()).all() and ids.min() >= 0
+
+
+def test_documents_start_where_they_do():
+    cu_seqlens = np.array([[0, 3, 3, 4, 9, 9, 9], [0, 9, 9, 9, 9, 9, 9], [0, 0, 1, 2, 8, 9, 9]], np.int32)
+    starts = ops.DocumentStarts({}, {}).reference(cu_seqlens, np.zeros((3, 9), np.int32))["starts"]
+    expected = [[0, 0, 0, 3, 4, 4, 4, 4, 4], [0] * 9, [0, 1, 2, 2, 2, 2, 2, 2, 8]]
+    assert starts.dtype == np.int32 and (starts == expected).all()
