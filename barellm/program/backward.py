@@ -2,8 +2,8 @@
 
 Each gradient has an ordered list of writers fixed by this walk. An activation's gradient is stored by its first writer
 and added to by the others; a parameter's first writer is "start": it stores on the first micro-batch, then adds.
-Nothing is zeroed first, and no add is emitted where a gradient merely passes through (`alias`). The gradient of a view is the
-same columns of its base's gradient.
+No add is emitted where a gradient merely passes through (`alias`). The gradient of a view is the same columns of its base's
+gradient. Nothing is zeroed first, but for columns that no view has: they become zero when somebody wants the whole.
 """
 
 from __future__ import annotations
@@ -16,39 +16,40 @@ from typing import Any
 from barellm.program.graph import Graph
 from barellm.program.loss_scale import loss_scale_of
 from barellm.program.ops.base import Op
-from barellm.program.ops.elementwise import Add, Cast
+from barellm.program.ops.elementwise import Add, Cast, Zeros
 from barellm.program.tensor import Tensor, View, describe
 
 
 @dataclass
 class Parts:
-    """A gradient that is written by columns: the tensor, and the (first, width) that have been stored."""
+    """A gradient that may be written by columns: the tensor, the mode of those who write some first, and the (first, width) that
+    have been written, which do not overlap."""
 
+    graph: Graph
     grad: Tensor
-    stored: list[tuple[int, int]] = field(default_factory=list)
+    first_mode: str
+    written: list[tuple[int, int]] = field(default_factory=list)
 
-    def mode(self, view: View) -> str:
-        """How the view's columns are written next. ValueError where they overlap others in part."""
-        first, width = view.first_column, int(view.shape[-1])
-        if (first, width) in self.stored:
-            return "add"
-        for a, n in self.stored:
-            if a < first + width and first < a + n:
-                raise ValueError(f"{view.name} overlaps columns {a} to {a + n}, which have a gradient of their own")
-        self.stored.append((first, width))
-        return "store"
+    def mode(self, forward: Tensor) -> str:
+        """How the columns of a view, or of the whole tensor, are written next."""
+        begin, width = forward.first_column, int(forward.shape[-1])
+        if all(begin + width <= first or first + n <= begin for first, n in self.written):
+            self.written.append((begin, width))
+            return self.first_mode
+        self.complete(begin, width)
+        return "add"
 
-    def whole(self) -> Tensor:
-        """The gradient of all columns. ValueError for those that nobody stored."""
-        at = 0
-        for first, width in sorted(self.stored):
-            if first > at:
-                break
-            at = first + width
-        if at < self.grad.shape[-1]:
-            raise ValueError(
-                f"no gradient reaches columns from {at} on of {self.grad.name}: no view that leads on has them"
-            )
+    def complete(self, begin: int = 0, width: int | None = None) -> Tensor:
+        """The gradient, once nobody's columns in [begin, begin + width) are zero."""
+        end = int(self.grad.shape[-1]) if width is None else begin + width
+        for first, n in [*sorted(self.written), (end, 0)]:
+            gap = min(first, end) - begin
+            if gap > 0:
+                columns = View(self.grad, begin, gap)
+                into = {"y": (columns, self.first_mode)}
+                self.graph.apply(Zeros, into=into, shape=columns.shape, dtype=columns.dtype)
+                self.written.append((begin, gap))
+            begin = max(begin, first + n)
         return self.grad
 
 
@@ -62,7 +63,7 @@ class Gradients:
         self.parts: dict[Tensor, Parts] = {}  # gradients so far written through views only
         self.holders: Counter[Tensor] = Counter()  # forward tensors whose pending gradient is this tensor
         self.origin: dict[Tensor, Tensor] = {}
-        self.written: set[Tensor] = set()  # parameter gradients with a first writer
+        self.parameters: dict[Tensor, Parts] = {}  # their gradients, from the first writer on
         self.needs: set[Tensor] = set()  # forward tensors that a parameter leads to
 
     def key(self, forward: Tensor) -> Tensor:
@@ -107,14 +108,11 @@ class Gradients:
         if not wanted:
             return
         into: dict[str, tuple[Tensor, str]] = {}
-        places = Counter(_place(t) for t in wanted.values())
         for out, forward in wanted.items():
-            if places[_place(forward)] > 1:
+            if sum(_overlap(forward, other) for other in wanted.values()) > 1:
                 continue  # an op of the same value twice: its outputs cannot both go to one place
             if forward.role == "parameter":
-                grad = self.graph.gradient_of(forward)
-                into[out] = (grad, "add" if forward in self.written else "start")
-                self.written.add(forward)
+                into[out] = self._of_parameter(forward)
             elif isinstance(forward, View):
                 into[out] = self._columns(forward, forward.dtype)
             else:
@@ -125,8 +123,25 @@ class Gradients:
                     into[out] = (have, "add")
         op = self.graph.apply(op_type, into=into, **operands)
         for out, forward in wanted.items():
-            if forward.role != "parameter" and out not in into:
+            if out in into:
+                continue
+            if forward.role == "parameter":
+                self.graph.apply(Cast, into={"y": self._of_parameter(forward)}, x=op.outputs[out], dtype="fp32")
+            else:
                 self.alias(forward, op.outputs[out])
+
+    def finish(self) -> None:
+        """Columns of a parameter's gradient that no view has become zero."""
+        for parts in self.parameters.values():
+            parts.complete()
+
+    def _of_parameter(self, forward: Tensor) -> tuple[Tensor, str]:
+        """Where a writer of a parameter's gradient, or of some of its columns, writes, and how."""
+        base = forward.base
+        if base not in self.parameters:
+            self.parameters[base] = Parts(self.graph, self.graph.gradient_of(base), "start")
+        parts = self.parameters[base]
+        return (forward.on(parts.grad) if isinstance(forward, View) else parts.grad), parts.mode(forward)
 
     def _columns(self, view: View, dtype: str) -> tuple[Tensor, str]:
         """Where a writer of the view's gradient writes, and how."""
@@ -139,7 +154,7 @@ class Gradients:
         if have is not None:
             return view.on(have), "add"
         if base not in self.parts:
-            self.parts[base] = Parts(self.graph.activation(f"{base.name}.grad", base.shape, dtype))
+            self.parts[base] = Parts(self.graph, self.graph.activation(f"{base.name}.grad", base.shape, dtype), "store")
         parts = self.parts[base]
         if parts.grad.dtype != dtype:
             raise ValueError(f"{view.name} has a gradient in {dtype}, other columns have theirs in {parts.grad.dtype}")
@@ -148,16 +163,21 @@ class Gradients:
     def _join(self, forward: Tensor) -> None:
         """From now on a gradient that was written by columns is one of the whole tensor."""
         if forward in self.parts:
-            self._hold(forward, self.parts.pop(forward).whole())
+            self._hold(forward, self.parts.pop(forward).complete())
 
     def _hold(self, forward: Tensor, grad: Tensor) -> None:
         self.of[forward] = grad
         self.holders[grad] += 1
 
 
-def _place(t: Tensor) -> tuple[Tensor, int, int]:
-    """What tells a tensor or a view of it from others."""
-    return t.base, t.first_column, int(t.shape[-1])
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, or views of them, have columns in common."""
+    apart = (
+        a.first_column + a.shape[-1] <= b.first_column or b.first_column + b.shape[-1] <= a.first_column
+        if a.shape and b.shape
+        else False
+    )
+    return a.base is b.base and not apart
 
 
 def reachable(ops: list[Op]) -> set[Tensor]:
@@ -201,6 +221,7 @@ def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> None:
         with graph.segment(op.segment):
             copies.get(op, op).gradient(g, **douts)
         g.release(douts.values())
+    g.finish()
     graph.eliminate_dead()
 
 

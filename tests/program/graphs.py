@@ -71,7 +71,7 @@ def random_graph(seed: int, *, length: int, batch: int = 2, seq: int = 3, width:
 
     def one() -> Tensor:
         x, y = (values[i] for i in rng.integers(max(0, len(values) - 4), len(values), 2))
-        kind = rng.integers(0, 11)
+        kind = rng.integers(0, 14)
         if kind == 0:
             return p.linear(x, parameter(width, width), parameter(width))
         if kind == 1:
@@ -97,6 +97,16 @@ def random_graph(seed: int, *, length: int, batch: int = 2, seq: int = 3, width:
         if kind == 8:
             left, right = p.split(x, 2)
             return p.linear(p.add(right, left), parameter(width, width // 2))
+        if kind == 9:  # elements of one vector: some several times, some never
+            k = parameter(5)
+            element = lambda: p.element(k, int(rng.integers(4)))  # noqa: E731
+            return p.mix((x, element()), (y, float(rng.integers(2))), (x, element()))
+        if kind == 10:  # the first columns of values that others read as a whole
+            z = p.gate_logits(x, parameter(2, 2), extra=y)
+            return p.gated(y, z, base=x, factor=p.element(parameter(2), 1), shift=int(rng.integers(2)))
+        if kind == 11:
+            z = p.gate_logits(y, parameter(1, 3))
+            return p.gated(x, z, base=p.gated(y, p.gate_logits(x, parameter(2, 4))), factor=parameter(1), squash=True)
         return p.add(x, y)
 
     for i in range(length):

@@ -73,6 +73,24 @@ CASES = {
     ),
     "swiglu": (ops.SwiGLU, {"gate": (B, T, C), "up": (B, T, C)}, {}),
     "dropout": (ops.Dropout, {"x": (B, T, C)}, {"rate": 0.4, "stream": 2}),
+    "mix": (
+        ops.Mix,
+        {"x0": (B, T, C), "x1": (B, T, C), "x2": (B, T, C), "k1": (1,)},
+        {"numbers": (1.0, None, 0.5), "dtype": "fp32"},
+    ),
+    "gate logits": (ops.GateLogits, {"x": (B, T, 3), "weight": (2, 3)}, {}),
+    "gate logits of two": (ops.GateLogits, {"x": (B, T, 3), "weight": (2, 7), "extra": (B, T, 4)}, {}),
+    "gated": (ops.Gated, {"x": (B, T, C), "z": (B, T, 3)}, {"scale": 2.0, "squash": False, "shift": 0}),
+    "gated with a base": (
+        ops.Gated,
+        {"x": (B, T, C), "z": (B, T, 1), "base": (B, T, C), "factor": (1,)},
+        {"scale": 2.0, "squash": True, "shift": 0},
+    ),
+    "gated by what was before": (
+        ops.Gated,
+        {"x": (B, T, C), "z": (B, T, 2), "base": (B, T, C), "factor": (1,)},
+        {"scale": 0.7, "squash": False, "shift": 2},
+    ),
     "embedding": (ops.Embedding, {"wte": (9, C), "wpe": (T + 2, C)}, {}),
     "cross entropy": (ops.CrossEntropy, {"logits": (B, T, 9)}, {"valid_vocab": 7}),
     "softcapped cross entropy": (

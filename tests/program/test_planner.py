@@ -129,7 +129,7 @@ def test_two_hundred_shortened_lifetimes_are_all_reported():
             poisoned = run_graph(p, poison=True, plan=wrong)
         same = all(np.array_equal(poisoned[name], value) for name, value in good.items())
         assert not same, f"trial {trial}: {victim.name} died early and nothing changed"
-    assert overlapping > 50
+    assert overlapping > 40
 
 
 def test_poison_changes_nothing_in_a_right_plan():

@@ -12,6 +12,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.dtypes import FORMATS, PRECISIONS, Precision, decode, encode, format_of, numpy_dtype
 from barellm.program.tensor import Dim, Tensor, View
 from barellm.runtime.reference import ReferenceSession
+from tests.program.graphs import Weigh
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -69,26 +70,75 @@ def test_views_are_columns_of_their_base():
         p.output("a", a)
 
 
-def test_columns_that_no_gradient_reaches_are_named():
-    p = Program(Store())
-    w = p.parameter("w", (12, 4), std=1.0)
-    gate, up, _ = p.split(p.linear(p.input("x", (Dim("batch", 2), Dim("seq", 3), 4), "fp32"), w), 3)
-    loss = p.classifier(
-        p.swiglu(gate, up), p.parameter("head", (5, 4), std=1.0), p.input("targets", (Dim("batch", 2), Dim("seq", 3))),
-        valid_vocab=5,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="no gradient reaches columns from 8 on"):
-        p.backward(loss)
-
-
-def test_views_that_overlap_in_part_have_no_gradient():
+def gradients_of(read) -> tuple[np.ndarray, np.ndarray]:
+    """The gradient of w (12, 4), and differences of the loss, where read(p, y) makes a tensor (2, 3, 4) of y = x w^T."""
     p = Program(Store())
     dims = Dim("batch", 2), Dim("seq", 3)
     y = p.linear(p.input("x", (*dims, 4), "fp32"), p.parameter("w", (12, 4), std=1.0))
-    z = p.swiglu(p.swiglu(View(y, 0, 6), View(y, 6, 6)), p.swiglu(View(y, 0, 6), View(y, 3, 6)))
-    loss = p.classifier(z, p.parameter("head", (5, 6), std=1.0), p.input("targets", dims), valid_vocab=5)
-    with pytest.raises(ValueError, match=r"overlaps columns \d+ to \d+"):
-        p.backward(loss)
+    p.output("loss", p.classifier(read(p, y), p.parameter("head", (5, 4)), p.input("targets", dims), valid_vocab=5))
+    p.backward(p.named["loss"])
+    session, r = ReferenceSession({"p": p}), np.random.default_rng(0)
+    values = {"x": r.normal(size=(2, 3, 4)), "head": r.normal(size=(5, 4)), "targets": r.integers(0, 5, (2, 3))}
+    w, numeric = r.normal(size=(12, 4)), np.zeros((12, 4))
+    for name, value in values.items():
+        session.write(name, value)
+
+    def loss(value: np.ndarray) -> float:
+        session.write("w", value)
+        session.run("p", inv_targets=1.0)
+        return session.read("loss")[0]
+
+    for at in np.ndindex(12, 4):
+        step = np.zeros((12, 4))
+        step[at] = 1e-6
+        numeric[at] = (loss(w + step) - loss(w - step)) / 2e-6
+    loss(w)
+    return session.read("w.grad"), numeric
+
+
+def test_columns_that_no_gradient_reaches_are_zero():
+    found, numeric = gradients_of(lambda p, y: p.swiglu(View(y, 5, 4), View(y, 1, 4)))
+    np.testing.assert_allclose(found, numeric, atol=1e-8)
+    assert not found[[0, 9, 10, 11]].any() and found[1:9].any()
+
+
+@pytest.mark.parametrize("first", [0, 2, 3])
+def test_views_may_overlap(first):
+    def read(p, y):
+        inner = p.swiglu(View(y, first, 6), View(y, 5, 6))
+        return p.swiglu(View(inner, 0, 4), View(y, first, 4))
+
+    np.testing.assert_allclose(*gradients_of(read), atol=1e-8)
+
+
+def test_an_element_of_a_vector_has_its_own_gradient():
+    """Elements that no op uses have none; a second micro-batch is added."""
+    p = Program(Store())
+    x, k = p.input("x", (Dim("batch", 2), Dim("seq", 3), 4), "fp32"), p.parameter("k", (5,))
+    y = p.mix((x, p.element(k, 3)), (x, p.element(k, 1)), (x, p.element(k, 3)))
+    p.output("loss", p.apply(Weigh, x=p.mix((y, p.element(k, 1))), seed=2).loss)
+    p.backward(p.named["loss"])
+    session, r = ReferenceSession({"p": p}), np.random.default_rng(0)
+    x, k = r.normal(size=(2, 3, 4)), r.normal(size=5)
+    session.write("x", x)
+    session.write("k", k)
+    for accumulate in (0, 1):
+        session.run("p", accumulate=accumulate)
+    dot = (x * np.random.default_rng(2).normal(size=x.shape)).sum()
+    expected = 2 * dot * np.array([0, 2 * k[3] + 2 * k[1], 0, 2 * k[1], 0])
+    np.testing.assert_allclose(session.read("k.grad"), expected)
+
+
+def test_words_about_elements_and_mixes():
+    p = Program(Store())
+    x, k = p.input("x", (Dim("batch", 2), 4), "fp32"), p.parameter("k", (5,))
+    for i in (-1, 5):
+        with pytest.raises(ValueError, match=rf"element expects a vector \(L,\) and 0 <= i < L: i {i}, vector \(5,\)"):
+            p.element(k, i)
+    with pytest.raises(ValueError, match="mix expects 1 to 4 terms, found 5"):
+        p.mix(*[(x, 1.0)] * 5)
+    with pytest.raises(ValueError, match=r"terms of one shape and coefficients \(1,\): .*k0 \(5,\)"):
+        p.mix((x, k))
 
 
 def test_a_constant_holds_its_value_on_every_backend():

@@ -3,10 +3,12 @@
 from barellm.program.ops.attention import Attention, AttentionBackward, AttentionCached
 from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward
 from barellm.program.ops.documents import BigramIds, DocumentStarts
-from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast
+from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast, Zeros
 from barellm.program.ops.embedding import Embedding, EmbeddingDwpe, EmbeddingDwte, LastRow
+from barellm.program.ops.gates import Gated, GatedBackward, GateLogits, GateLogitsBackward
 from barellm.program.ops.layernorm import LayerNorm, LayerNormDparams, LayerNormDx
 from barellm.program.ops.matmul import Bias, BiasGrad, Matmul, MatmulDw, MatmulDx
+from barellm.program.ops.mix import Mix, MixBackward
 from barellm.program.ops.muon import (
     Gram,
     GramApply,
@@ -46,6 +48,10 @@ __all__ = [
     "Embedding",
     "EmbeddingDwpe",
     "EmbeddingDwte",
+    "GateLogits",
+    "GateLogitsBackward",
+    "Gated",
+    "GatedBackward",
     "Gram",
     "GramApply",
     "GramPolynomial",
@@ -56,6 +62,8 @@ __all__ = [
     "Matmul",
     "MatmulDw",
     "MatmulDx",
+    "Mix",
+    "MixBackward",
     "MuonMomentum",
     "MuonNormalize",
     "MuonUpdate",
@@ -73,4 +81,5 @@ __all__ = [
     "SwiGLU",
     "SwiGLUBackward",
     "Transpose",
+    "Zeros",
 ]

@@ -1,4 +1,4 @@
-"""Add, cast, and activations by their formulas. Shapes: any, equal on all operands."""
+"""Add, cast, zeros, and activations by their formulas. Shapes: any, equal on all operands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
-from barellm.program.tensor import Tensor, describe
+from barellm.program.tensor import Dim, Tensor, describe
 
 GELU_SCALE = sqrt(2.0 / pi)
 GELU_CUBIC = 0.044715
@@ -48,6 +48,24 @@ class Cast(Op):
 
     def gradient(self, g, y):
         g.alias(self.x, g.cast(y, self.x.dtype))
+
+
+class Zeros(Op):
+    """y = 0: columns of a gradient that nobody else writes. `shape` may hold Dims."""
+
+    name = "zeros"
+
+    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
+        super().__init__(inputs, attrs)
+        self.scalars = tuple(n.name for n in attrs["shape"] if isinstance(n, Dim))
+
+    def infer(self) -> dict[str, Spec]:
+        return {"y": (self.shape, self.dtype)}
+
+    def reference(self, **sizes):
+        import numpy as np
+
+        return {"y": np.zeros([sizes[n.name] if isinstance(n, Dim) else n for n in self.shape])}
 
 
 class Activation(Op):

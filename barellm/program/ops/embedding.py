@@ -1,4 +1,5 @@
-"""Token and position embedding. Shapes: tokens (B, T) i32, wte (V, C), wpe (maxT, C) or none, y (B, T, C) fp32."""
+"""Token and position embedding. Shapes: tokens (B, T) i32, wte (V, C), wpe (maxT, C) or none, y (B, T, C), fp32
+unless the attribute `dtype` says otherwise."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Embedding(Op):
             raise ValueError(f"embedding expects tokens (B, T), wte (V, C) and wpe (maxT, C): {found}")
         if wpe is not None and tokens.shape[1] > wpe.shape[0]:
             raise ValueError(f"embedding of {int(tokens.shape[1])} tokens, wpe has {int(wpe.shape[0])} positions")
-        return {"y": ((*tokens.shape, wte.shape[1]), "fp32")}
+        return {"y": ((*tokens.shape, wte.shape[1]), self.attrs.get("dtype", "fp32"))}
 
     def index_limits(self) -> dict[str, tuple[int, int]]:
         return {"tokens": (0, int(self.wte.shape[0]) - 1)}
@@ -112,9 +113,11 @@ class LastRow(Op):
 class Calls(Graph):
     """What a model calls."""
 
-    def embedding(self, tokens: Tensor, wte: Tensor, wpe: Tensor | None = None) -> Tensor:
-        """tokens (B, T) i32 -> (B, T, C) fp32, the residual stream; with learned positions where there is a wpe (maxT, C)."""
-        return self.apply(Embedding, tokens=tokens, wte=wte, wpe=wpe).y
+    def embedding(self, tokens: Tensor, wte: Tensor, wpe: Tensor | None = None, *, dtype: str | None = None) -> Tensor:
+        """tokens (B, T) i32 -> (B, T, C) fp32, the residual stream, or in `dtype`; with learned positions where there is a wpe
+        (maxT, C)."""
+        more: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+        return self.apply(Embedding, tokens=tokens, wte=wte, wpe=wpe, **more).y
 
     def last_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """fp32 logits (B, 1, Vp) of the last position of x (B, T, C)."""

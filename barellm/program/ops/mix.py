@@ -1,0 +1,116 @@
+"""Sums of tensors, each times a number that may be learned. Shapes: terms and y (..., C), all equal; a coefficient that is a tensor
+is (1,): a parameter, or one element of a parameter vector (`Calls.element`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.program.graph import Graph
+from barellm.program.ops.base import Op, Spec
+from barellm.program.tensor import Tensor, View, describe
+
+MOST = 4
+TERMS = tuple(f"x{i}" for i in range(MOST))
+COEFFICIENTS = tuple(f"k{i}" for i in range(MOST))
+
+
+class Mix(Op):
+    """y = sum of k_i x_i. `numbers` holds k_i where it is a number, and None where it is the tensor."""
+
+    name = "mix"
+    optional = (*TERMS[1:], *COEFFICIENTS)
+
+    def infer(self, x0: Tensor, **others: Tensor) -> dict[str, Spec]:
+        for name, t in others.items():
+            expected = x0.shape if name in TERMS else (1,)
+            if tuple(t.shape) != tuple(expected):
+                raise ValueError(
+                    f"mix expects terms of one shape and coefficients (1,): {describe(x0=x0, **{name: t})}"
+                )
+        return {"y": (x0.shape, self.attrs["dtype"])}
+
+    def reference(self, x0, **others):
+        terms = {"x0": x0, **others}
+        return {"y": sum(self.coefficient(i, others) * terms[TERMS[i]] for i in range(len(self.numbers)))}
+
+    def coefficient(self, i: int, arrays: dict[str, Any]) -> Any:
+        return arrays[COEFFICIENTS[i]] if self.numbers[i] is None else self.numbers[i]
+
+    def gradient(self, g, y):
+        targets: dict[str, Tensor] = {}
+        operands: dict[str, Tensor] = {}
+        for i, number in enumerate(self.numbers):
+            x, k = TERMS[i], COEFFICIENTS[i]
+            if number == 1.0:
+                continue
+            targets[f"d{x}"] = self.inputs[x]
+            if number is None:
+                targets[f"d{k}"] = self.inputs[k]
+                operands |= {x: self.inputs[x], k: self.inputs[k]}
+        if targets:
+            dtypes = tuple(self.inputs[TERMS[i]].dtype for i in range(len(self.numbers)))
+            g.write(MixBackward, targets, dy=y, **operands, numbers=self.numbers, dtypes=dtypes)
+        for x, number in zip(TERMS, self.numbers, strict=False):
+            if number == 1.0:
+                g.alias(self.inputs[x], y)
+
+    def flops(self) -> int:
+        return (2 * len(self.numbers) - 1) * self.y.size
+
+
+class MixBackward(Op):
+    """dx_i = k_i dy in the dtype of x_i, for each term but those times 1, whose gradient is dy itself; dk_i = sum of dy x_i over
+    all elements, for each coefficient that is a tensor."""
+
+    name = "mix_backward"
+    optional = (*TERMS, *COEFFICIENTS, *(f"d{x}" for x in TERMS), *(f"d{k}" for k in COEFFICIENTS))
+
+    def infer(self, dy: Tensor, **others: Tensor) -> dict[str, Spec]:
+        for name, t in others.items():
+            if tuple(t.shape) != tuple(dy.shape if name in TERMS else (1,)):
+                raise ValueError(f"mix_backward expects terms of dy's shape: {describe(dy=dy, **{name: t})}")
+        outputs: dict[str, Spec] = {}
+        for i, number in enumerate(self.numbers):
+            if number != 1.0:
+                outputs[f"dx{i}"] = (dy.shape, self.dtypes[i])
+            if number is None:
+                outputs[f"dk{i}"] = ((1,), "fp32")
+        return outputs
+
+    def reference(self, dy, **others):
+        results = {}
+        for i, number in enumerate(self.numbers):
+            if number is None:
+                results[f"dx{i}"] = others[COEFFICIENTS[i]] * dy
+                results[f"dk{i}"] = (dy * others[TERMS[i]]).sum().reshape(1)
+            elif number != 1.0:
+                results[f"dx{i}"] = number * dy
+        return results
+
+    def flops(self) -> int:
+        return sum((3 if number is None else 1) * self.dy.size for number in self.numbers if number != 1.0)
+
+
+class Calls(Graph):
+    """What a model calls."""
+
+    def mix(self, *terms: tuple[Tensor, float | Tensor]) -> Tensor:
+        """The sum of up to four tensors (..., C), each times its coefficient, in the dtype of the residual stream. A coefficient is
+        a number or a (1,) tensor; the gradient of a term times 1.0 is the one that arrives, so it costs nothing."""
+        if not 1 <= len(terms) <= MOST:
+            raise ValueError(f"mix expects 1 to {MOST} terms, found {len(terms)}")
+        operands: dict[str, Any] = {}
+        numbers: list[float | None] = []
+        for i, (x, k) in enumerate(terms):
+            operands[TERMS[i]] = x
+            if isinstance(k, Tensor):
+                operands[COEFFICIENTS[i]] = k
+            numbers.append(None if isinstance(k, Tensor) else float(k))
+        return self.apply(Mix, **operands, numbers=tuple(numbers), dtype=self.precision.stream).y
+
+    def element(self, vector: Tensor, i: int) -> View:
+        """Element i of a parameter vector (L,), as a (1,) tensor. Its gradient is that element of the vector's gradient; elements
+        that no op uses have the gradient 0."""
+        if len(vector.shape) != 1 or not 0 <= i < vector.shape[0]:
+            raise ValueError(f"element expects a vector (L,) and 0 <= i < L: i {i}, {describe(vector=vector)}")
+        return View(vector, i, 1)
