@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,8 @@ class BytePairs(Tokenizer):
         return np.array(self.encoding.encode_ordinary(text), np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        from concurrent.futures import ThreadPoolExecutor
+
         _ = self.encoding  # made, perhaps downloaded, once and not by each thread
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # tiktoken releases the interpreter lock
             return list(pool.map(self.encode, texts))

@@ -105,8 +105,11 @@ def fuse(
 ) -> list[Op]:
     """The list with every match of the table replaced by its FusedOp, where the backend `takes` that; earlier rows go first."""
     ops = list(ops)
+    index, names = None, {op.name for op in ops}  # of `ops` as they are now
     for fusion in table:
-        index = _Index(ops)
+        if not names.issuperset(name for name, _ in fusion.sequence):
+            continue
+        index = index or _Index(ops)
         taken: set[Op] = set()
         placed: dict[Op, FusedOp] = {}  # by the match's last op
         for op in ops:
@@ -120,7 +123,9 @@ def fuse(
                     taken.update(match)
                     placed[max(match, key=index.position.__getitem__)] = fused
                     break
-        ops = [placed.get(op, op) for op in ops if op in placed or op not in taken]
+        if placed:
+            ops = [placed.get(op, op) for op in ops if op in placed or op not in taken]
+            index, names = None, {op.name for op in ops}
     return ops
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,7 @@ class Run:
             "data": {"name": self.data.name, "hash": self.data.hash},
             "tokenizer": {"kind": tokenizer.name, "hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size},
             "machine": machine.meta(),
-            "versions": versions | {name: version(name) for name in names},
+            "versions": versions | {name: import_module(name).__version__ for name in names},
         }
 
     def _samples(self, decoder: Decoder, stop: Stopping, *, count: int, tokens: int, seed: int) -> list[str]:
