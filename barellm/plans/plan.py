@@ -145,7 +145,7 @@ def optimizers(built: Built, config: Config) -> list[dict[str, Any]]:
 def memory_map(built: Built) -> list[dict[str, Any]]:
     """Every region of the arena, by address; `first` and `last` are ops of the program that owns it."""
     rows = []
-    for r in built.plan.regions():
+    for r in built.plan.placements():
         row: dict[str, Any] = {"offset": r.offset, "bytes": r.nbytes, "name": r.name, "role": r.role}
         if r.role not in PERSISTENT:
             row |= {"program": r.program, "first": r.first, "last": r.last}

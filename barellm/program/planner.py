@@ -22,8 +22,9 @@ Lifetimes = dict[Tensor, tuple[int, int]]  # first and last op, both included
 
 
 @dataclass(frozen=True)
-class Region:
-    """One line of the memory map. `first`, `last`: ops of `program` between which it is alive; None: always."""
+class Placement:
+    """Where a tensor lies in the arena, as one line of the memory map. It is alive from op `first` to op `last` of `program`; if these are
+    None, it is alive always."""
 
     offset: int
     nbytes: int
@@ -68,11 +69,11 @@ class Plan:
             roles[t.role] = roles.get(t.role, 0) + t.nbytes
         return roles
 
-    def regions(self) -> list[Region]:
+    def placements(self) -> list[Placement]:
         """The memory map, by address."""
-        rows = [Region(self.offsets[t], t.nbytes, t.name, t.role) for t in self.persistent]
+        rows = [Placement(self.offsets[t], t.nbytes, t.name, t.role) for t in self.persistent]
         for program, lives in self.lifetimes.items():
-            rows += [Region(self.offsets[t], t.nbytes, t.name, t.role, program, *span) for t, span in lives.items()]
+            rows += [Placement(self.offsets[t], t.nbytes, t.name, t.role, program, *span) for t, span in lives.items()]
         return sorted(rows, key=lambda r: (r.offset, r.program or "", r.first or 0))
 
 

@@ -72,7 +72,7 @@ def test_two_programs_share_one_workspace():
 def test_the_map_and_the_sums_agree():
     store, programs = programs_of(preset("shakespeare-char"), 4, 16, recompute=False)
     plan = plan_of(store, programs)
-    rows = plan.regions()
+    rows = plan.placements()
     assert [r.offset for r in rows] == sorted(r.offset for r in rows)
     assert max(r.offset + r.nbytes for r in rows) <= plan.arena_bytes
     roles = plan.by_role()
