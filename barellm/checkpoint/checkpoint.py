@@ -43,7 +43,7 @@ def steps(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-class Source(tensorfile.Rows, Protocol):
+class Source(tensorfile.RowReader, Protocol):
     """What a checkpoint is made of: a session, or `training.weights.Weights`, which have no optimizer's state."""
 
     @property

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from barellm.runtime.session import Session
 
 
-class Rows(Protocol):
-    """Where tensors come from: a session, or files of weights."""
+class RowReader(Protocol):
+    """Something that tensors are read from, in rows: a session, or files of weights."""
 
     def read_rows(self, name: str, lo: int, hi: int, /) -> np.ndarray: ...
 
@@ -83,7 +83,7 @@ def file_bytes(tensors: Mapping[str, Any], *, framework: str = "barellm") -> int
     return len(header) + data
 
 
-def write(path: Path, session: Rows, tensors: Mapping[str, Any], *, framework: str = "barellm") -> dict[str, Any]:
+def write(path: Path, session: RowReader, tensors: Mapping[str, Any], *, framework: str = "barellm") -> dict[str, Any]:
     """Stream `tensors` (name -> Tensor) of a session to a new file; returns its entry in the manifest. `framework` is what the
     file says of its origin."""
     import numpy as np

@@ -76,8 +76,8 @@ Size = Callable[[Sizes], int]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A `Size`: how many rows (or elements) a tensor has at run time: `inner` times its run-time axes."""
+class Count:
+    """A `Size` that counts the rows or elements that a tensor has at run time: `inner` times the product of its run-time axes."""
 
     dims: tuple[str, ...]
     inner: int
@@ -254,13 +254,13 @@ class Lowering:
         self.scratch_tensors.append(t)
         return t
 
-    def rows(self, t: Tensor) -> Rows:
-        """Rows of an activation (..., C): all axes but the last."""
+    def rows(self, t: Tensor) -> Count:
+        """The number of rows of an activation (..., C), which is the product of all axes but the last."""
         axes = t.shape[:-1]
-        return Rows(tuple(n.name for n in axes if isinstance(n, Dim)), prod(n for n in axes if not isinstance(n, Dim)))
+        return Count(tuple(n.name for n in axes if isinstance(n, Dim)), prod(n for n in axes if not isinstance(n, Dim)))
 
-    def elements(self, t: Tensor) -> Rows:
-        return Rows(tuple(d.name for d in t.dims), t.width)
+    def elements(self, t: Tensor) -> Count:
+        return Count(tuple(d.name for d in t.dims), t.width)
 
     def launch(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 from typing import Any
 
-from barellm.cuda.kernel import MODES, Lowering, Rows
+from barellm.cuda.kernel import MODES, Lowering, Count
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.scalars import SCALARS
@@ -79,7 +79,7 @@ def sweep(
 ) -> None:
     """Launch a kernel with parameters `units`, UNIT and BLOCK over the elements of `like`."""
     unit = unit_of(like)
-    units = Rows(tuple(d.name for d in like.dims), like.width // unit)
+    units = Count(tuple(d.name for d in like.dims), like.width // unit)
     c.launch(
         function,
         {**operands, "units": units},
