@@ -30,11 +30,11 @@ LONG = 0.1  # seconds of a call that needs no call before it to warm the caches
 PAUSE = 0.05  # seconds before a turn: the other's threads stop spinning
 WHATS = ("forward", "both")
 
-Case = dict[str, Any]  # batch, seq, heads, D, dtype; kv_heads where they are fewer than heads
+AttentionSizes = dict[str, Any]  # batch, seq, heads, D, dtype; kv_heads where they are fewer than heads
 SIZES = (64, 128)  # columns of a head
 
 
-def cases(dtype: str, lengths: tuple[int, ...] = LENGTHS, device: str = "cpu", share: int = 1) -> list[Case]:
+def cases(dtype: str, lengths: tuple[int, ...] = LENGTHS, device: str = "cpu", share: int = 1) -> list[AttentionSizes]:
     """`share` heads of queries have one head of keys and values. UserError where that does not divide the heads."""
     if share < 1 or any(WIDTH // D % share for D in SIZES):
         counts = " and ".join(str(WIDTH // D) for D in SIZES)
@@ -47,7 +47,7 @@ def cases(dtype: str, lengths: tuple[int, ...] = LENGTHS, device: str = "cpu", s
     ]
 
 
-def flops(case: Case, what: str) -> int:
+def flops(case: AttentionSizes, what: str) -> int:
     """Operations of the causal half: two products forward; five backward, with the scores that are computed again."""
     B, T, H, D = case["batch"], case["seq"], case["heads"], case["D"]
     return (2 if what == "forward" else 7) * 2 * D * B * H * (T * (T + 1) // 2)
@@ -56,7 +56,7 @@ def flops(case: Case, what: str) -> int:
 class Attention:
     """Our kernels on normal data. `run("forward")`, or "both": forward, and backward of all three operands."""
 
-    def __init__(self, case: Case, device: str = "cpu") -> None:
+    def __init__(self, case: AttentionSizes, device: str = "cpu") -> None:
         dims = Dim("batch", case["batch"]), Dim("seq", case["seq"])
         C, dtype, kv_heads = case["heads"] * case["D"], case["dtype"], case.get("kv_heads", case["heads"])
         widths = C, kv_heads * case["D"], kv_heads * case["D"]
@@ -143,7 +143,7 @@ def _pause() -> None:
     time.sleep(PAUSE)
 
 
-def row(case: Case, what: str, turns: dict[str, list[list[float]]], peak: float) -> dict[str, Any]:
+def row(case: AttentionSizes, what: str, turns: dict[str, list[list[float]]], peak: float) -> dict[str, Any]:
     """`of_square`: our seconds over what the whole square of scores would take at the peak; below 1, the masked half cannot have
     been computed. `ratio`: the median over rounds of PyTorch's median over ours."""
     by_turn = {name: [median(samples) for samples in found] for name, found in turns.items()}

@@ -18,8 +18,8 @@ from barellm.plans.roofline import measured_ceiling, step_bound
 
 
 @dataclass(frozen=True)
-class Case:
-    """`threads` of a step on `cores` processors, with another process computing on the last of them or not."""
+class Setup:
+    """A way to run a step: on `threads` threads and `cores` processors. With a `rival`, another process computes on the last of them."""
 
     name: str
     threads: int
@@ -27,32 +27,32 @@ class Case:
     rival: bool = False
 
 
-def cases(threads: int) -> list[Case]:
+def setups(threads: int) -> list[Setup]:
     counts = sorted({1 << i for i in range(threads.bit_length()) if 1 << i <= threads} | {threads})
-    made = [Case(f"{n} thread{'s' * (n > 1)}", n, n) for n in counts]
+    made = [Setup(f"{n} thread{'s' * (n > 1)}", n, n) for n in counts]
     if threads > 1:
-        made.append(Case(f"{threads} threads, a rival on one core", threads, threads, rival=True))
-        made.append(Case("2 threads on one core", 2, 1))
+        made.append(Setup(f"{threads} threads, a rival on one core", threads, threads, rival=True))
+        made.append(Setup("2 threads on one core", 2, 1))
     return made
 
 
 def measure(config: Config, *, rounds: int, report: Callable[[str], None]) -> dict[str, Any]:
-    """All cases interleaved, every sample kept."""
+    """Measure all setups in turns, and keep every sample."""
     if not hasattr(os, "sched_setaffinity"):
         raise UserError("bench scaling needs a system on which processes can be bound to processors")
     threads, cpus = thread_count(), allowed_cpus()
     if threads > len(cpus):
         raise UserError(f"BARELLM_THREADS is {threads}, expected at most {len(cpus)}: bench scaling gives each a core")
-    chosen = cases(threads)
+    chosen = setups(threads)
     variants = [
         ours(
             config,
-            name=case.name,
-            environment={"BARELLM_THREADS": str(case.threads)},
-            cpus=tuple(cpus[: case.cores]),
-            rival=cpus[case.cores - 1] if case.rival else None,
+            name=setup.name,
+            environment={"BARELLM_THREADS": str(setup.threads)},
+            cpus=tuple(cpus[: setup.cores]),
+            rival=cpus[setup.cores - 1] if setup.rival else None,
         )
-        for case in chosen
+        for setup in chosen
     ]
     load = os.getloadavg()
     steps = interleave(variants, rounds=rounds, report=report)
@@ -63,22 +63,22 @@ def measure(config: Config, *, rounds: int, report: Callable[[str], None]) -> di
         "load_before": load,
         "load_after": os.getloadavg(),
         "cases": [
-            compared(case, variant, variants[0], variants[-3], config) | variant.to_json(FOLDER.parent)
-            for case, variant in zip(chosen, variants, strict=True)
+            compared(setup, variant, variants[0], variants[-3], config) | variant.to_json(FOLDER.parent)
+            for setup, variant in zip(chosen, variants, strict=True)
         ],
     }
 
 
-def compared(case: Case, variant: Variant, one: Variant, full: Variant, config: Config) -> dict[str, Any]:
+def compared(setup: Setup, variant: Variant, one: Variant, full: Variant, config: Config) -> dict[str, Any]:
     """`one`: on one thread; `full`: on all cores, each thread with one of its own."""
     seconds = median(variant.samples)
-    if case.rival:
+    if setup.rival:
         share = median(turn["rival_share"] for turn in variant.turns)
-        fair = case.cores / (case.cores - share)
+        fair = setup.cores / (setup.cores - share)
         return {"rival_share": share, "slower": seconds / median(full.samples), "slower_by_what_was_taken": fair}
-    if case.cores < case.threads:
+    if setup.cores < setup.threads:
         return {"slower_than_one_thread": seconds / median(one.samples)}
-    ceiling = measured_ceiling(threads=case.threads)
+    ceiling = measured_ceiling(threads=setup.threads)
     bound = step_bound(build_programs(config), config.train.dtype, ceiling)
     return {
         "times_one_thread": median(one.samples) / seconds,

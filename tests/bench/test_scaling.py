@@ -1,4 +1,4 @@
-"""bench scaling: which cases there are, what stands beside each, and one run of all with real threads."""
+"""bench scaling: which setups there are, what stands beside each, and one run of all with real threads."""
 
 import importlib
 import os
@@ -39,8 +39,8 @@ def config():
     return resolved(changed(preset("shakespeare-char"), SMALL), "cpu")
 
 
-def test_cases():
-    assert [c.name for c in scaling.cases(1)] == ["1 thread"]
+def test_setups():
+    assert [c.name for c in scaling.setups(1)] == ["1 thread"]
     names = [
         "1 thread",
         "2 threads",
@@ -49,8 +49,8 @@ def test_cases():
         "6 threads, a rival on one core",
         "2 threads on one core",
     ]
-    assert [c.name for c in scaling.cases(6)] == names
-    assert [(c.threads, c.cores, c.rival) for c in scaling.cases(2)] == [
+    assert [c.name for c in scaling.setups(6)] == names
+    assert [(c.threads, c.cores, c.rival) for c in scaling.setups(2)] == [
         (1, 1, False),
         (2, 2, False),
         (2, 2, True),
