@@ -53,8 +53,9 @@ def flops(case: AttentionSizes, what: str) -> int:
     return (2 if what == "forward" else 7) * 2 * D * B * H * (T * (T + 1) // 2)
 
 
-class Attention:
-    """Our kernels on normal data. `run("forward")`, or "both": forward, and backward of all three operands."""
+class OurAttention:
+    """Our kernels on normally distributed data. `run("forward")` does the forward pass. `run("both")` also does the backward pass
+    for all three operands."""
 
     def __init__(self, case: AttentionSizes, device: str = "cpu") -> None:
         dims = Dim("batch", case["batch"]), Dim("seq", case["seq"])
@@ -111,7 +112,7 @@ def measure(
         contextlib.closing(open_bench(device)) as bench,
     ):
         for i, case in enumerate(all_cases):
-            ours = Attention(case, device)
+            ours = OurAttention(case, device)
             turns = partial(
                 peer_process.samples, ours.run, peer, i, rounds=rounds, turn_s=TURN, long_s=LONG, pause=_pause
             )

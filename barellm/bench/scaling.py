@@ -19,7 +19,8 @@ from barellm.plans.roofline import measured_ceiling, step_bound
 
 @dataclass(frozen=True)
 class Setup:
-    """A way to run a step: on `threads` threads and `cores` processors. With a `rival`, another process computes on the last of them."""
+    """A way to run a step: on `threads` threads and `cores` processors. With a `rival`, another process computes on the last of
+    these."""
 
     name: str
     threads: int

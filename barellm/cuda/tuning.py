@@ -32,7 +32,7 @@ FETCHED = ("residual", *SLOPES, "add", "start")  # epilogues that read a matrix
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductSubject:
     """`rows` x `cols` of a result from a contraction of `depth`. Role "nt": y = x weight^T, "nn": dx = dy weight; "tn": gradient
     of the weight. Of "tn" the depth is the tokens, of the others the rows are. `kernel`: "triton" or "hopper", whose forms depend
     on the `epilogue` too."""
@@ -67,7 +67,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSubject:
     """A kernel of attention over `batch` sequences of `seq` tokens, with `heads` heads of `head` columns. Role: "forward"; of the
     backward pass "keys", for dk and dv, and "queries", for dq. `kv_heads`: of keys and values where they are fewer, else 0."""
 
@@ -113,7 +113,7 @@ class Attention:
         return choices.attention_tiles(self.tiles, choices.padded(self.head), self.dtype, arch)
 
 
-Subject = Product | Attention
+Subject = ProductSubject | AttentionSubject
 
 _forced: dict[Subject, Choice] = {}
 _asked: list[Counter[Subject]] = []

@@ -213,7 +213,7 @@ def test_attention_of_wide_heads_does_not_spill(head, compute):
 def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
     found: dict[Spec, str] = {}
     for role, heads in (*((role, 1) for role in KERNEL), ("keys", 4)):
-        subject = tuning.Attention(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
+        subject = tuning.AttentionSubject(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
         for t in subject.all_tiles(arch):
             with tuning.forced(subject, t):
                 specs = attention_specs(head, "bf16", arch, heads)

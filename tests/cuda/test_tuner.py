@@ -114,16 +114,18 @@ def subject_of(at: str) -> tuning.Subject:
     name = r"(?:(hopper)(?: (\w+))? )?(nt|nn|tn) (\w+), (\d+) x (\d+) from (\d+)"
     if found := re.fullmatch(name, words):
         kernel, epilogue, role, dtype, *sizes = found.groups()
-        return tuning.Product(role, dtype, *map(int, sizes), kernel or "triton", epilogue or "")
+        return tuning.ProductSubject(role, dtype, *map(int, sizes), kernel or "triton", epilogue or "")
     name = r"attention (\w+) (\w+), (\d+) x (\d+) heads(?: over (\d+))? of (\d+), (\d+) tokens(, dropout)?"
     found = re.fullmatch(name, words)
     assert found, at
     role, dtype, batch, heads, kv_heads, head, seq, dropout = found.groups()
-    return tuning.Attention(role, dtype, int(batch), int(seq), int(heads), int(head), bool(dropout), int(kv_heads or 0))
+    return tuning.AttentionSubject(
+        role, dtype, int(batch), int(seq), int(heads), int(head), bool(dropout), int(kv_heads or 0)
+    )
 
 
 def test_a_key_names_the_heads_of_keys_only_where_they_are_fewer():
-    plain = tuning.Attention("keys", "bf16", 4, 1024, 12, 64)
+    plain = tuning.AttentionSubject("keys", "bf16", 4, 1024, 12, 64)
     assert plain.name == "attention keys bf16, 4 x 12 heads of 64, 1024 tokens"
     for subject in (plain, replace(plain, kv_heads=4), replace(plain, kv_heads=4, dropout=True)):
         assert subject_of(tuning.key(HOPPER, subject)) == subject

@@ -313,7 +313,7 @@ def tile_of(op: Any, c: Lowering, role: str) -> AttentionTile:
     batch, length, C = (int(n) for n in op.out.shape)
     dropout = threshold(op.rate) > 0
     kv_heads = op.kv_heads if op.kv_heads != op.heads else 0
-    subject = tuning.Attention(role, op.q.dtype, batch, length, op.heads, C // op.heads, dropout, kv_heads)
+    subject = tuning.AttentionSubject(role, op.q.dtype, batch, length, op.heads, C // op.heads, dropout, kv_heads)
     return tuning.choose(c.target, subject)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 from typing import Any
 
-from barellm.cuda.kernel import MODES, Lowering, Count
+from barellm.cuda.kernel import MODES, Count, Lowering
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.scalars import SCALARS

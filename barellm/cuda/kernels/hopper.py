@@ -129,7 +129,7 @@ def launch_product(
     written, other = (pre, residual) if role == "nt" else (None, pre)
     if not epilogue and mode != MODES["store"] and parts == 1:
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
-    f = tuning.choose(c.target, tuning.Product(role, matrix(a)[1], height, width, depth, "hopper", epilogue))
+    f = tuning.choose(c.target, tuning.ProductSubject(role, matrix(a)[1], height, width, depth, "hopper", epilogue))
     M: Size | int = height if role == "tn" else rows
     target, out_rows, chunk = out, M, depth if role != "tn" else rows
     split = None

@@ -107,7 +107,7 @@ def product(
         _weight_gradient(c, out, a, b, rows, most, N, K, dtype, mode)
         return
     cols, depth = (N, K) if role == "nt" else (K, N)
-    t = tuning.choose(c.target, tuning.Product(role, _kind(c, dtype), most, cols, depth))
+    t = tuning.choose(c.target, tuning.ProductSubject(role, _kind(c, dtype), most, cols, depth))
     written, other = (pre, residual) if role == "nt" else (None, pre)
     operands = {"out": out, "pre": written, "a": a, "b": b, "bias": bias, "other": other, "M": rows, "chunk": None}
     constants = {"N": cols, "K": depth, "A_TRANSPOSED": False, "B_TRANSPOSED": role == "nt", "MODE": mode}
@@ -122,7 +122,7 @@ def product(
 
 def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     """Where the result has too few tiles, parts of the tokens are summed apart in fp32, then added in order."""
-    product = tuning.Product("tn", _kind(c, dtype), N, K, most)
+    product = tuning.ProductSubject("tn", _kind(c, dtype), N, K, most)
     t, usual = tuning.choose(c.target, product), product.default(c.target.arch)
     tiles, counted = ceil_div(N, t.rows) * ceil_div(K, t.cols), ceil_div(N, usual.rows) * ceil_div(K, usual.cols)
     constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}

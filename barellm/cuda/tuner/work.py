@@ -23,12 +23,12 @@ OF_PEAK = 0.4  # of a product's rate that attention reaches, to tell what takes 
 
 
 @dataclass(frozen=True)
-class Work(tuning.Product):
+class Work(tuning.ProductSubject):
     """A product with the sizes of a run."""
 
     @property
-    def subject(self) -> tuning.Product:
-        return tuning.Product(**vars(self))
+    def subject(self) -> tuning.ProductSubject:
+        return tuning.ProductSubject(**vars(self))
 
     @property
     def tokens(self) -> int:
@@ -55,12 +55,12 @@ class Work(tuning.Product):
 
 
 @dataclass(frozen=True)
-class AttentionWork(tuning.Attention):
+class AttentionWork(tuning.AttentionSubject):
     """A kernel of attention with the sizes of a run."""
 
     @property
-    def subject(self) -> tuning.Attention:
-        return tuning.Attention(**vars(self))
+    def subject(self) -> tuning.AttentionSubject:
+        return tuning.AttentionSubject(**vars(self))
 
     @property
     def flops(self) -> int:
@@ -115,7 +115,7 @@ def works_of(programs: dict[str, Program], target: Target) -> list[AnyWork]:
 
     works: list[AnyWork] = []
     for subject in found:
-        if isinstance(subject, tuning.Attention):
+        if isinstance(subject, tuning.AttentionSubject):
             works.append(AttentionWork(**vars(subject)))
         elif subject.epilogue in MADE[subject.role]:
             works.append(Work(**vars(subject)))
