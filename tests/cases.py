@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import sqrt
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,9 @@ from barellm.program.ops.attention import (
     split_heads,
 )
 from barellm.program.ops.elementwise import SLOPES
-from barellm.program.tensor import Dim, Tensor
+from barellm.program.tensor import Dim, Tensor, View
 from barellm.runtime.reference import ReferenceSession
-from tests.check import EPS, persistent, stored, tokens
+from tests.check import EPS, Given, persistent, stored, tokens
 
 SCALARS = {"seed": 5, "step": 2, "sample": 9}  # of attention with dropout
 # Relative error of rounding a probability to the operands of the next product.
@@ -69,6 +70,32 @@ def leading_case(op_type, leading, dtype, N=33, K=19) -> dict:
         ops.MatmulDw: ({"dy": dy, "x": x}, {"dweight": chain_bound(flat[0].T, flat[1])}),
     }[op_type]
     return {"given": given, "bounds": bounds, "plan": plan}
+
+
+# (axes before the last, whether they are static, N, K), for operands with rows further apart than they are long: widths beyond and
+# below vectors and panels, of which some are whole ones, a depth of whole tiles; axes of every kind.
+VIEWED = [((2, 5, 3), False, 33, 19), ((1, 45), False, 96, 64), ((7,), True, 20, 5)]
+
+
+def viewed_case(op_type, viewed, dtype, mode: str = "store", *, unit: int = 1) -> dict:
+    """What `check_op` wants for a product whose activations, and its result if that is one, are columns of wider tensors. There are
+    other columns before and behind them, a multiple of `unit` in number."""
+    *leading, N, K = viewed
+    case = leading_case(op_type, leading, dtype, N, K)
+    given, views = dict(case["given"]), {}
+    for i, name in enumerate(n for n in ("x", "dy") if n in given):
+        x = given.pop(name)
+        first, width = (3 + i) * unit, x.values.shape[-1]
+        wide = np.full((*x.values.shape[:-1], width + 8 * unit), np.nan)
+        wide[..., first : first + width] = x.values
+        given[f"{name}_base"] = Given(wide, x.dtype, x.kind)
+        views[name] = (f"{name}_base", first, width)
+    for name, width in {"y": N, "dx": K}.items():
+        if name in case["bounds"]:
+            views[name] = ("result", 5 * unit, width, width + 11 * unit)
+            case["bounds"][name] = case["bounds"][name] + 2 * EPS
+            case["modes"] = {name: mode}
+    return case | {"given": given, "views": views}
 
 
 def as_operand(weight, dtype) -> np.ndarray:
@@ -379,6 +406,73 @@ def check_products_that_add(open_session, *, compute: str, limit: float) -> None
             assert np.abs(got - want).max() <= limit * np.abs(want).max(), name
     finally:
         session.close()
+
+
+def check_products_of_views(
+    open_session, *, compute: str, limit: float, C: int, F: int, mode: str = "add", plan: tuple[int, int] = (3, 11)
+) -> list[Any]:
+    """Fused products whose activations are all columns of wider tensors: each reads and writes its own columns and no others. Those
+    that have something to read in their epilogue are written in `mode`. Gives what the ops were lowered to."""
+    shape, run = (Dim("batch", plan[0]), Dim("seq", plan[1])), (plan[0] - 1, plan[1] - 1)
+    p = Program(Store(), compute=compute)
+    w, b = p.parameter("w", (F, C)), p.parameter("b", (F,))
+
+    def columns(name: str, width: int, dtype: str = compute) -> View:
+        """What an op reads or writes, 8 columns before and 16 behind it."""
+        return View(p.input(name, (*shape, width + 24), dtype), 8, width)
+
+    x, dy = columns("x", C), columns("dy", F)
+    for name in ("linear", "residual", *ops.ACTIVATIONS):
+        residual = name == "residual"
+        into = {"y": (columns(f"{name}.y", F, "fp32" if residual else compute), mode if residual else "store")}
+        y = p.apply(ops.Matmul, x=x, weight=w).y
+        if name == "linear":
+            p.apply(ops.Bias, into=into, x=y, bias=b)
+        elif residual:
+            p.apply(ops.Add, into=into, a=columns("stream", F, "fp32"), b=p.apply(ops.Bias, x=y, bias=b).y)
+        else:
+            y = p.apply(ops.Bias, into={"y": (columns(f"{name}.pre", F), "store")}, x=y, bias=b).y
+            p.apply(ops.ACTIVATIONS[name].forward, into=into, x=y)
+    for name, slope in SLOPES.items():
+        dx = p.apply(ops.MatmulDx, dy=dy, weight=w).dx
+        p.apply(slope.backward, into={"dx": (columns(name, C), mode)}, dy=dx, x=x)
+    session, oracle = open_session({"op": p}), ReferenceSession({"op": p})
+    try:
+        found = [op.kernel for op in session.lowered["op"].ops]
+        assert found == ["product"] * (2 + 2 * len(ops.ACTIVATIONS))
+        for s in (session, oracle):
+            for i, (name, t) in enumerate({**p.named, **p.store.tensors}.items()):
+                sizes = (*run, *t.shape[2:]) if t.dims else t.shape
+                s.write(name, stored(normal(*sizes, seed=i), t.dtype))
+            s.run("op", batch=run[0], seq=run[1])
+        for name in p.named:
+            got, want = session.read(name).astype(np.float64), oracle.read(name)
+            assert np.abs(got - want).max() <= limit * np.abs(want).max(), name
+            own = slice(8, -16)
+            got[..., own] = want[..., own] = 0
+            assert np.array_equal(got, want), f"other columns of {name} changed"
+    finally:
+        session.close()
+    return [session.lowered["op"].of[op] for op in session.lowered["op"].ops]
+
+
+def network_of_views(p: Program, *, C: int, V: int) -> None:
+    """Products of columns, some of which are read twice, so that their gradients are added to."""
+    shape = (Dim("batch", 3), Dim("seq", 11))
+    token, target = p.input("tokens", shape), p.input("targets", shape)
+    wte, wpe = p.parameter("wte", (V, C), std=0.5), p.parameter("wpe", (11, C), std=0.5)
+
+    def linear(name: str, x: Tensor, N: int) -> Tensor:
+        return p.linear(x, p.parameter(name, (N, int(x.shape[-1])), std=0.3), p.parameter(f"{name}.b", (N,), value=0.5))
+
+    x = p.embedding(token, wte, wpe)
+    h = linear("in", p.layernorm(x, p.parameter("n1", (C,), value=1.0)), 4 * C)
+    left, middle, right = p.split(h, (C - 8, 2 * C, C + 8))
+    x = p.add(p.add(x, linear("left", left, C)), linear("right", right, C))
+    x = p.add(x, linear("proj", p.gelu(linear("middle", middle, 2 * C)), C))
+    x = p.add(x, linear("again", left, C))
+    loss = p.classifier(p.layernorm(x, p.parameter("n2", (C,), value=1.0)), wte, target, valid_vocab=V - 2)
+    p.output("loss", loss)
 
 
 MOMENTS = {

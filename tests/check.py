@@ -55,7 +55,7 @@ def persistent(values: np.ndarray, dtype: str = "fp32", role: str = "parameter")
 class Case:
     """`bounds`: absolute error allowed for an output besides its dtype's rounding, a number or an array; None: any. `views`:
     operands and outputs that are columns of a shared tensor, as (its name, first column, width); that of operands is among
-    `given`."""
+    `given`, that of outputs ends with the last view or has as many columns as a fourth number says."""
 
     op_type: type[Op]
     given: dict[str, Given]
@@ -64,13 +64,13 @@ class Case:
     modes: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     plan: tuple[int, int] | None = None
-    views: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    views: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def values(self, name: str) -> np.ndarray:
         """What an operand holds."""
         if name not in self.views:
             return self.given[name].values
-        base, first, width = self.views[name]
+        base, first, width, *_ = self.views[name]
         return self.given[base].values[..., first : first + width]
 
 
@@ -104,7 +104,8 @@ def _run(case: Case, open_session: Callable[[dict[str, Program]], Any]) -> dict[
     current = {name: stored(r.standard_normal(actual(op.outputs[name])), op.outputs[name].dtype) for name in case.modes}
     for name, g in case.given.items():
         session.write(name, g.values)
-    for base in {t.base: None for n, t in op.outputs.items() if case.modes.get(n, "store") != "store"}:
+    added = {t.base: None for n, t in op.outputs.items() if case.modes.get(n, "store") != "store"}
+    for base in added:
         parts = {n: t for n, t in op.outputs.items() if t.base is base}
         assert set(parts) <= set(case.modes), "columns of one tensor are all written in the same mode"
         before = np.zeros(actual(base))
@@ -117,6 +118,8 @@ def _run(case: Case, open_session: Callable[[dict[str, Program]], Any]) -> dict[
         for name, t in op.outputs.items():
             whole = _read(session, t.base, actual(t.base))
             got[name] = whole if t.base is t else whole[..., t.first_column : t.first_column + t.shape[-1]]
+        for base in {t.base: None for t in op.outputs.values() if t.base is not t}:
+            _check_other_columns(op, base, _read(session, base, actual(base)), 0 if base in added else 0xFF)
         _check_bytes(case, op, session, actual)
     finally:
         session.close()
@@ -140,16 +143,16 @@ def _program(case: Case, dims: tuple[Dim, Dim]) -> tuple[Op, Program]:
             inputs[name] = p.input(name, (*dims, *g.values.shape[2:]), g.dtype)
         else:
             inputs[name] = store.get(name, g.values.shape, g.dtype, g.kind, valid_rows=case.attrs.get("valid_rows", 0))  # pyright: ignore
-    inputs |= {n: View(inputs[base], *columns) for n, (base, *columns) in case.views.items() if base in inputs}
+    inputs |= {n: View(inputs[v[0]], v[1], v[2]) for n, v in case.views.items() if v[0] in inputs}
     inputs = {n: t for n, t in inputs.items() if n not in {base for base, *_ in case.views.values()}}
     probe = case.op_type(inputs, case.attrs)
     into: dict[str, tuple[Tensor, str]] = {}
     shared: dict[str, Tensor] = {}
     for name, (shape, dtype) in probe.infer(**inputs).items():
         if name in case.views:
-            base, first, width = case.views[name]
+            base, first, width, *_ = case.views[name]
             if base not in shared:
-                whole = max(f + w for b, f, w in case.views.values() if b == base)
+                whole = max([f + w, *more][-1] for b, f, w, *more in case.views.values() if b == base)
                 full, mode = (*shape[:-1], whole), case.modes.get(name, "store")
                 new = p.activation(base, full, dtype) if mode == "store" else p.input(f"{base}.out", full, dtype)
                 shared[base] = new if mode != "store" else p.output(f"{base}.out", new)
@@ -188,6 +191,16 @@ def _check_bytes(case: Case, op: Op, session: Any, actual: Any) -> None:
         free[start : start + nbytes] = False
     touched = np.flatnonzero(free & (session.arena != 0xFF))
     assert not touched.size, _failed(f"the kernel wrote outside its tensors, first at byte {touched[:1]} of the arena")
+
+
+def _check_other_columns(op: Op, base: Tensor, values: np.ndarray, byte: int) -> None:
+    """The bytes of columns that no output has are as they were."""
+    other = np.ones(base.shape[-1], bool)
+    for t in op.outputs.values():
+        if t.base is base:
+            other[t.first_column : t.first_column + t.shape[-1]] = False
+    touched = np.flatnonzero(_bits(values[..., other]) != byte)
+    assert not touched.size, _failed(f"the kernel wrote outside its columns of {base.name}")
 
 
 def _compare(name: str, got: np.ndarray, want: np.ndarray, dtype: str, bound: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import FORMATS, itemsize
@@ -42,6 +42,12 @@ def plane(tensor: Tensor, number: int) -> tuple[Region, str]:
 def weight_operand(weight: Tensor) -> Tensor | tuple[Region, str]:
     """The matrix as a product reads it: the first plane where its format has several."""
     return plane(weight, 0) if FORMATS[weight.dtype].planes else weight
+
+
+def view_stride(operand: Any) -> int | None:
+    """Elements from a row of an operand to the next where rows do not lie side by side, as those of a view; else None."""
+    wide = isinstance(operand, Tensor) and operand.row_stride != operand.shape[-1]
+    return operand.row_stride if wide else None
 
 
 def rows_of(tensor: Tensor, first: int, count: int, width: int) -> tuple[Region, str]:

@@ -43,7 +43,7 @@ def check_op(
     modes: dict[str, str] | None = None,
     scalars: dict[str, Any] | None = None,
     plan: tuple[int, int] | None = None,
-    views: dict[str, tuple[str, int, int]] | None = None,
+    views: dict[str, tuple[Any, ...]] | None = None,
     threads: tuple[int, ...] = THREADS,
     **attrs: Any,
 ) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,15 +18,20 @@ from barellm.cpu.kernels import gemm, linear, weight_gradient
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from tests.cases import (
+    VIEWED,
     as_operand,
     chain_bound,
     check_classifier_of_inner_axes,
+    check_model,
     check_network,
+    check_products_of_views,
     check_products_that_add,
     each_leading,
     expected_rows,
     leading_case,
+    network_of_views,
     operands,
+    viewed_case,
 )
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named
 from tests.simulators import amx_emulator
@@ -72,6 +78,14 @@ def test_matmul_dx(isa, dtype, shape, mode):
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
 def test_axes_of_any_kind(isa, dtype, leading, op_type):
     check_op(op_type, isa, **leading_case(op_type, leading, dtype))
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
+def test_columns_of_wider_tensors(isa, dtype, op_type):
+    for viewed in VIEWED:
+        check_op(op_type, isa, **viewed_case(op_type, viewed, dtype, "add" if viewed[1] else "store"))
 
 
 def in_parts(monkeypatch) -> None:
@@ -193,6 +207,24 @@ def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, ac
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
 def test_fused_products_that_add(isa, compute, limit):
     check_products_that_add(lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit)
+
+
+@each_isa
+@pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
+@pytest.mark.parametrize("sizes, parts", [((19, 35), False), ((70, 64), True)], ids=str)
+def test_fused_products_of_columns(isa, compute, limit, sizes, parts, monkeypatch):
+    changed(monkeypatch, gemm, LATER=1)
+    if parts:
+        in_parts(monkeypatch)
+    C, F = sizes
+    check_products_of_views(
+        lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, C=C, F=F
+    )
+
+
+def test_a_network_of_columns():
+    network = partial(network_of_views, C=24, V=53)
+    check_model(lambda programs: CpuSession(programs, threads=2), network, compute="bf16", limit=2e-2, ids=51)
 
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])

@@ -103,7 +103,7 @@ def check_op(
     modes: dict[str, str] | None = None,
     scalars: dict[str, Any] | None = None,
     plan: tuple[int, int] | None = None,
-    views: dict[str, tuple[str, int, int]] | None = None,
+    views: dict[str, tuple[Any, ...]] | None = None,
     target: Target = PLAIN,
     **attrs: Any,
 ) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from barellm.models import preset
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.tensor import Dim
+from barellm.program.tensor import Dim, View
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import as_operand, assert_like_the_reference, chain_bound, normal, operands
 from tests.check import EPS, Case, check_case
@@ -112,6 +112,14 @@ def test_what_it_does_not_have_stays_ours():
         gemms.append(program, gemms.Product("", "matmul", N, K, 9), 0)
         (call,) = lower_and_plan({"p": program}, Target(80, matmul="cublaslt")).calls["p"]
         assert isinstance(call, LibraryProduct) == library, (N, K, dtype)
+
+
+@pytest.mark.parametrize("first, width", [(0, 16), (8, 16), (0, 24)])
+def test_columns_of_a_wider_tensor_stay_ours(first, width):
+    program = Program(Store(), compute="bf16")
+    program.linear(View(program.input("x", (24, 24), "bf16"), first, width), program.parameter("w", (24, width)))
+    (call,) = lower_and_plan({"p": program}, Target(80, matmul="cublaslt")).calls["p"]
+    assert isinstance(call, LibraryProduct) == (width == 24)
 
 
 @pytest.mark.slow

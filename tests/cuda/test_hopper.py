@@ -19,6 +19,8 @@ from barellm.program.ops.elementwise import ACTIVATIONS, SLOPES
 from barellm.program.scalars import MOST, SCALARS
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
+from tests.cases import VIEWED, check_products_of_views, viewed_case
+from tests.check import Case, check_case
 from tests.cuda.check import EPS, InterpretedSession, check_op, persistent, stored, tokens
 from tests.simulators.gluon_machine import explore, run
 from tests.simulators.gluon_stub import Fault, Map, Pointer, materialised, trace
@@ -224,6 +226,32 @@ def test_weight_gradients_in_parts(small_waves, mode, accumulate, parts, dtype, 
         ops.MatmulDw, {"dy": dy, "x": x}, modes={"dweight": mode}, scalars={"accumulate": accumulate},
         bounds={"dweight": 8 * EPS * 300}, plan=(1, 400), target=small_waves,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_columns_of_wider_tensors(small_waves, op_type, dtype, monkeypatch):
+    """TMA maps have the stride of a view; where its rows are no multiples of 16 bytes the product is Triton's."""
+    launched: list[str] = []
+
+    class Session(InterpretedSession):
+        def __init__(self, programs):
+            super().__init__(programs, target=small_waves)
+            launched.append(self.lowered["op"].launches[0].spec.name)
+
+    case, other = viewed_case(op_type, ((2, 67), False, 128, 72), dtype, unit=8), viewed_case(op_type, VIEWED[1], dtype)
+    for given in (case, other):
+        check_case(Case(op_type, attrs={}, modes=given.pop("modes", {}), **given), {"": Session})
+    assert launched == ["hopper_gemm", "gemm"]
+
+
+@pytest.mark.parametrize("F, kernel", [(264, "hopper_gemm"), (257, "gemm")])
+def test_fused_products_of_columns(small_waves, F, kernel):
+    made = check_products_of_views(
+        lambda programs: InterpretedSession(programs, target=small_waves), compute="bf16", limit=8e-3, C=136, F=F,
+        mode="store",
+    )  # fmt: skip
+    assert {c.launches[0].spec.name for c in made} == {kernel}
 
 
 def test_bits_do_not_depend_on_the_card_or_the_tile(small_waves, monkeypatch):

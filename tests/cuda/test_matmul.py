@@ -15,13 +15,16 @@ from barellm.program.integers import ceil_div
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import (
+    VIEWED,
     as_operand,
     assert_like_the_reference,
     chain_bound,
+    check_products_of_views,
     check_products_that_add,
     each_leading,
     leading_case,
     operands,
+    viewed_case,
 )
 from tests.cuda.check import EPS, InterpretedSession, check_op
 
@@ -72,6 +75,14 @@ def test_matmul_dw(dtype, shape, mode, accumulate, parts, monkeypatch):
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
 def test_axes_of_any_kind(dtype, leading, op_type):
     check_op(op_type, **leading_case(op_type, leading, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
+def test_columns_of_wider_tensors(dtype, op_type, monkeypatch):
+    monkeypatch.setattr(choices, "splits", lambda tiles, rows: 2)
+    for viewed in VIEWED:
+        check_op(op_type, **viewed_case(op_type, viewed, dtype, "add" if viewed[1] else "store"))
 
 
 @each_dtype
@@ -151,6 +162,14 @@ def test_what_is_fused_means_its_sequence(build, compute, limit, bias, tile, mon
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
 def test_fused_products_that_add(compute, limit):
     check_products_that_add(InterpretedSession, compute=compute, limit=limit)
+
+
+@pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
+@pytest.mark.parametrize("plan, forward", [((3, 11), "gemm"), ((2, 4), "few_rows")], ids=["gemm", "few rows"])
+def test_fused_products_of_columns(compute, limit, plan, forward, monkeypatch):
+    monkeypatch.setattr(choices, "tile", lambda *shape: Tile(16, 128, 16, 4, 2))  # in two parts
+    made = check_products_of_views(InterpretedSession, compute=compute, limit=limit, C=19, F=35, plan=plan)
+    assert [c.launches[0].spec.name for c in made] == [forward] * 4 + ["gemm"] * 2
 
 
 def test_splits_grow_with_tokens_and_their_scratch_is_enough():

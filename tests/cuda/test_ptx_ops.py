@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from barellm.program import ops
-from tests.cases import adamw_case, backward_case, forward_case, normal
+from tests.cases import adamw_case, backward_case, forward_case, normal, viewed_case
 from tests.cuda import check
 from tests.cuda.check import EPS, check_op, persistent, tokens
 from tests.muon_cases import gram_case, update_case
@@ -96,6 +96,11 @@ def test_rmsnorm_of_few_columns():
 def test_weight_gradient():
     x, dy = tokens(normal(2, 35, 40), "bf16"), tokens(normal(2, 35, 72, seed=2), "bf16")
     check_op(ops.MatmulDw, {"dy": dy, "x": x}, modes={"dweight": "add"}, bounds={"dweight": 1e-4})
+
+
+@pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
+def test_product_of_columns(op_type):
+    check_op(op_type, **viewed_case(op_type, ((2, 13), False, 37, 24), "bf16", "add"))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -107,6 +107,10 @@ def random_graph(seed: int, *, length: int, batch: int = 2, seq: int = 3, width:
         if kind == 11:
             z = p.gate_logits(y, parameter(1, 3))
             return p.gated(x, z, base=p.gated(y, p.gate_logits(x, parameter(2, 4))), factor=parameter(1), squash=True)
+        if kind == 12:  # products of columns, of which some are read twice
+            left, right = p.split(x, 2)
+            z = p.add(p.linear(left, parameter(width, width // 2)), p.linear(right, parameter(width, width // 2)))
+            return p.add(z, p.linear(left, parameter(width, width // 2)))
         return p.add(x, y)
 
     for i in range(length):

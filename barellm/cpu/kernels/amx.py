@@ -110,23 +110,27 @@ REPEATED = 4 * SIDE * SIDE * DEPTH * 2  # floating-point operations of one turn 
 
 
 def multiply_rows(
-    k: KernelBuilder, out: Pointer, a: Pointer, count: Value | None, panel: Pointer, block: Pointer, *, depth: int
-) -> None:
-    """out = rows [0, count) of a (rows, depth) @ panel; None: ROWS rows. `block`: `left_bytes(depth)` of scratch."""
+    k: KernelBuilder, out: Pointer, a: Pointer, count: Value | None, panel: Pointer, block: Pointer, *, depth: int, stride: int
+) -> None:  # fmt: skip
+    """out = rows [0, count) of a (rows, depth) @ panel; None: ROWS rows. Rows of a lie `stride` elements apart. `block`:
+    `left_bytes(depth)` of scratch."""
     whole = depth // DEPTH if count is None else 0
-    parts: list[tuple[Left, Any]] = [(row_major(a, 2 * depth), whole)] if whole else []
+    parts: list[tuple[Left, Any]] = [(row_major(a, 2 * stride), whole)] if whole else []
     rest = padded(depth) - whole * DEPTH
     if rest:
-        _copy_rows(k, block, a, ROWS if count is None else count, first=whole * DEPTH, depth=depth, width=rest)
+        rows = ROWS if count is None else count
+        _copy_rows(k, block, a, rows, first=whole * DEPTH, depth=depth, stride=stride, width=rest)
         parts.append((row_major(block, 2 * rest), rest // DEPTH))
     multiply(k, out, panel, parts)
 
 
-def _copy_rows(k: KernelBuilder, to: Pointer, a: Pointer, count: Any, *, first: int, depth: int, width: int) -> None:
-    """Columns [first, depth) of `count` rows, with zeros up to `width` columns."""
+def _copy_rows(
+    k: KernelBuilder, to: Pointer, a: Pointer, count: Any, *, first: int, depth: int, stride: int, width: int
+) -> None:
+    """Columns [first, depth) of `count` rows, `stride` elements apart, with zeros up to `width` columns."""
     end = first + (depth - first) // k.lanes * k.lanes
     with k.loop(0, count) as r:
-        source, target = a.at(r * depth), to.as_dtype("bf16").at(r * width)
+        source, target = a.at(r * stride), to.as_dtype("bf16").at(r * width)
         if end > first:
             with k.loop(first, end, k.lanes) as c:
                 target.store_raw(source.load_raw(c), c - first)

@@ -28,11 +28,13 @@ class Claims(ABC):
 
     def __init__(
         self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, finish: Callable[[Value], Epilogue],
-        *, cols: int, depth: int, part: int, transposed: bool, choice: Choice,
+        *, cols: int, depth: int, stride: int, part: int, transposed: bool, choice: Choice,
     ) -> None:  # fmt: skip
-        """`part` is the depth that is multiplied at a time; `finish(col)` makes the epilogue of a panel's columns."""
+        """`stride`: elements from a row of a to the next. `part` is the depth that is multiplied at a time; `finish(col)` makes the
+        epilogue of a panel's columns."""
         self.k, self.a, self.weight, self.make_finish = k, a, weight, finish
-        self.cols, self.depth, self.part, self.transposed, self.choice = cols, depth, part, transposed, choice
+        self.cols, self.depth, self.stride, self.part = cols, depth, stride, part
+        self.transposed, self.choice = transposed, choice
         self.tile, self.span = choice.tile, choice.tile.span(k.isa)
         self.panels, self.parts = ceil_div(cols, self.span), ceil_div(depth, part)
         long_blocks = k.ceil_div(rows, choice.long_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from barellm.cpu.choices import Tile
@@ -21,12 +22,16 @@ class Epilogue:
 
     def __init__(
         self, k: KernelBuilder, col: Value, tile: Tile, out: Pointer, second: Pointer | None, bias: Pointer | None,
-        other: Pointer | None, *, cols: int, epilogues: tuple[str, ...], mode: str, early: bool, scale: Value | None = None,
+        other: Pointer | None, *, cols: int, strides: Mapping[str, int], epilogues: tuple[str, ...], mode: str, early: bool,
+        scale: Value | None = None,
     ) -> None:  # fmt: skip
-        """`early`: bias and masks are made now and stay in registers."""
+        """`strides`: elements from a row to the next, where those are not `cols`. `early`: bias and masks are made now and stay in
+        registers."""
         self.k, self.col, self.cols, self.epilogues, self.mode = k, col, cols, epilogues, mode
         self.out, self.second, self.bias, self.other, self.scale = out, second, bias, other, scale
         self.span = tile.span(k.isa)
+        there = {"out": out, "second": second, "other": other}
+        self.stride = {name: strides.get(name, cols) for name, p in there.items() if p is not None}
         self.early = [self._bias_and_mask(v) for v in range(tile.vectors)] if early else []
 
     def _bias_and_mask(self, v: Any) -> tuple[Value | None, Value | None]:
@@ -36,31 +41,39 @@ class Epilogue:
 
     def put(self, row: Value, v: Any, x: Value) -> None:
         """Vector v of a row's finished sums, to memory; v is a number of Python's where `early`."""
-        at = row * self.cols + self.col + v * self.k.lanes
+        at = self._at(row, v)
         bias, mask = self.early[v] if self.early else self._bias_and_mask(v)
         for name in self.epilogues:
             x = self._follow(name, x, at, bias, mask)
         if self.mode == "add":
-            x = x + self.out.load(at, mask)
-        self.out.store(x, at, mask)
+            x = x + self.out.load(at["out"], mask)
+        self.out.store(x, at["out"], mask)
 
-    def _follow(self, name: str, x: Value, at: Value, bias: Value | None, mask: Value | None) -> Value:
+    def _at(self, row: Value, v: Any = None) -> dict[str, Value]:
+        """Where the panel's vector v of a row, or its first column, lies in each operand."""
+        at = {stride: row * stride + self.col for stride in dict.fromkeys(self.stride.values())}
+        if v is not None:
+            skipped = v * self.k.lanes
+            at = {stride: first + skipped for stride, first in at.items()}
+        return {name: at[stride] for name, stride in self.stride.items()}
+
+    def _follow(self, name: str, x: Value, at: dict[str, Value], bias: Value | None, mask: Value | None) -> Value:
         if name == "bias":
             return x + bias
         if name == "residual":
-            return self.other.load(at, mask) + x
+            return self.other.load(at["other"], mask) + x
         if name == "scaled":
-            return self.k.fma(self.other.load(at, mask), self.scale, x)
+            return self.k.fma(self.other.load(at["other"], mask), self.scale, x)
         emitter = emitter_of(name)
         assert emitter is not None, name
         if name in SLOPES:
-            return x * emitter.slope(self.k, self.other.load(at, mask), self.out.dtype)
-        self.second.store(x, at, mask)
+            return x * emitter.slope(self.k, self.other.load(at["other"], mask), self.out.dtype)
+        self.second.store(x, at["second"], mask)
         return emitter.value(self.k, x, self.out.dtype)
 
     def fetch(self, row: Value) -> None:
         """The lines of a row that `put` will write or read."""
-        at = row * self.cols + self.col
-        for p, write in ((self.out, True), (self.second, True), (self.other, False)):
+        at = self._at(row)
+        for name, p, write in (("out", self.out, True), ("second", self.second, True), ("other", self.other, False)):
             if p is not None:
-                prefetch_row(self.k, p.at(at), self.span, write=write)
+                prefetch_row(self.k, p.at(at[name]), self.span, write=write)

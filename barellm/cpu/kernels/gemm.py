@@ -83,7 +83,9 @@ class RegisterProduct(Claims):
     def _sums(self, row: Value, tile: Tile, count: Value | None) -> list[list[Value]]:
         k = self.k
         rows = [i if count is None else k.min(k.int(i), count - 1) for i in range(tile.rows)]
-        left, tail = left_rows(k, self.left.at(row * self.depth), rows, self.depth, self.pair)
+        left, tail = left_rows(
+            k, self.left.at(row * self.stride), rows, self.pair, depth=self.depth, stride=self.stride
+        )
         units = self.length // 2 if self.pair else self.length
         begun = (self.p > 0, self._held_row(row, 0)) if self.parts > 1 else None
         ahead = partial(self._ahead, row) if count is None else None
@@ -102,7 +104,7 @@ class RegisterProduct(Claims):
         if self.parts > 1:
             # The next tile's rows; each is a stream of its own, too short for the processor to see it.
             for line in range(0, self.part * self.a.itemsize, LINE):
-                k.prefetch(self.left.at((row + self.tile.rows + r) * self.depth).bytes(line), near=False)
+                k.prefetch(self.left.at((row + self.tile.rows + r) * self.stride).bytes(line), near=False)
         if self.spare:
             self.two.some()
 
@@ -170,7 +172,8 @@ class AmxProduct(Claims):
     def _rows(self, panel: Pointer, row: Value, count: Value | None) -> None:
         """A tile of rows, or the first `count` of one."""
         k, copied = self.k, self.scratch.bytes(2 * self.nbytes)
-        amx.multiply_rows(k, self.held, self.a.at(row * self.depth), count, panel, copied, depth=self.depth)
+        a = self.a.at(row * self.stride)
+        amx.multiply_rows(k, self.held, a, count, panel, copied, depth=self.depth, stride=self.stride)
         with k.loop(0, self.tile.rows if count is None else count) as r:
             for v in range(self.tile.vectors):
                 self.finish.put(row + r, v, self.held.at(r * self.span).load(v * k.lanes))
@@ -179,23 +182,27 @@ class AmxProduct(Claims):
 def product(
     k: KernelBuilder, out, second, a, weight, bias, other, row_begin, row_limit,
     *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
-    choice: Choice, scale: Value | None = None,
+    choice: Choice, strides: tuple[tuple[str, int], ...] = (), scale: Value | None = None,
 ) -> None:  # fmt: skip
     """out (rows, cols) = a (rows, depth) @ weight, and then the `epilogues` (epilogue.py), of which "scaled" wants `scale`. Rows
-    are [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; pointers are to the first of them."""
+    are [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; pointers are to the first of them.
+    `strides`: elements from a row to the next, of operands that are views."""
     assert a.dtype == weight.dtype, "both operands of a product have the program's compute dtype"
     rows = k.min(k.extent(dims, inner) - row_begin, row_limit)
     part = depth_part(k.isa, a.dtype, depth)
     long = [name for name in epilogues if (emitter := emitter_of(name)) and emitter.long]
     through_memory = bool(long)
     tiles = amx.uses_tiles(k.isa, a.dtype)
+    apart = dict(strides)
 
     def finish(col: Value) -> Epilogue:
         early = not tiles and not through_memory and part == depth
         how: dict[str, Any] = {"cols": cols, "epilogues": epilogues, "mode": mode, "early": early, "scale": scale}
+        how["strides"] = apart
         return Epilogue(k, col, choice.tile, out, second, bias, other, **how)
 
     sizes: dict[str, Any] = {"cols": cols, "depth": depth, "part": part, "transposed": transposed, "choice": choice}
+    sizes["stride"] = apart.get("a", depth)
     if tiles:
         AmxProduct(k, a, weight, rows, finish, **sizes).run()
     else:

@@ -12,7 +12,7 @@ from barellm.cpu.tuning import choose
 from barellm.program.dtypes import itemsize
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
-from barellm.runtime.lowering import part, rows_of, weight_operand
+from barellm.runtime.lowering import part, rows_of, view_stride, weight_operand
 
 CLASSIFIER_CHUNK = 1024  # tokens whose logits exist at one time
 
@@ -25,6 +25,12 @@ def role_of(transposed: bool, epilogues: tuple[str, ...]) -> str:
 def tokens_of(like: Tensor, rows: tuple[int, int]) -> int:
     """Rows of the activation `like` that a call does where a run is as large as planned; of chunks, a whole one."""
     return min(like.size // int(like.shape[-1]), rows[1])
+
+
+def views_of(**operands: Any) -> dict[str, Any]:
+    """The constant `strides` of a product with operands that are columns of wider tensors; without any there is none."""
+    strides = tuple((name, stride) for name, t in operands.items() if (stride := view_stride(t)))
+    return {"strides": strides} if strides else {}
 
 
 def _product(
@@ -48,6 +54,7 @@ def _product(
         "mode": mode,
         "choice": choice,
         **shape_of(like),
+        **views_of(out=out, second=second, a=a, other=other),
     }
     c.call(gemm.product, operands, constants, writes="out second")
 
@@ -60,13 +67,13 @@ def _weight_gradient(
     choice = choose(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N, c.threads)
     c.private(weight_gradient.gradient_private(c.isa, dtype, tokens_of(like, rows), choice))
     operands = {"dweight": dweight, "dy": dy, "x": x, "row_begin": rows[0], "row_limit": rows[1]}
-    constants = {"N": N, "K": K, "mode": mode, "choice": choice, **shape_of(like)}
+    constants = {"N": N, "K": K, "mode": mode, "choice": choice, **shape_of(like), **views_of(dy=dy, x=x)}
     c.call(weight_gradient.weight_gradient, operands, constants, writes="dweight")
 
 
-@lowering("product", adds="y dx", also={"weight": "split half"})
-@lowering("matmul_dx", adds="dx", also={"weight": "split half"})
-@lowering("matmul", adds="y", also={"weight": "split half"})
+@lowering("product", adds="y dx", also={"weight": "split half"}, views="x y pre residual dy dx")
+@lowering("matmul_dx", adds="dx", also={"weight": "split half"}, views="dy dx")
+@lowering("matmul", adds="y", also={"weight": "split half"}, views="x y")
 def product(op: Op, c: Lowering) -> None:
     """A product with a weight or the gradient of its input, with what follows it."""
     epilogues = op.attrs.get("epilogues", ())
@@ -82,7 +89,7 @@ def product(op: Op, c: Lowering) -> None:
         )  # fmt: skip
 
 
-@lowering("matmul_dw", starts="dweight")
+@lowering("matmul_dw", starts="dweight", views="dy x")
 def matmul_dw(op: Op, c: Lowering) -> None:
     _weight_gradient(c, op.dweight, op.dy, op.x, op.x, op.modes["dweight"])
 

@@ -211,17 +211,18 @@ def interleaved(
 
 
 class LeftBlock:
-    """Columns of b (depth, stride) as left operands of register tiles, in a thread's scratch: [columns / rows][units][rows], where
+    """Columns of b (depth, cols) as left operands of register tiles, in a thread's scratch: [columns / rows][units][rows], where
     a unit is a pair of depth rows, or one. A tile reads its part from the beginning to the end. As many tiles as share cache lines
     of b are packed together, a group; while one is multiplied the first time the next is packed, as panels are."""
 
     def __init__(
-        self, k: KernelBuilder, at: Pointer, *, dtype: str, rows: int, stride: int, most: Value, inside: bool,
+        self, k: KernelBuilder, at: Pointer, *, dtype: str, rows: int, cols: int, stride: int, most: Value, inside: bool,
         block: Callable[[Value], tuple[Pointer, Value, Value, Value]],
     ) -> None:  # fmt: skip
         """`rows` of a tile; `most`: the greatest depth of a block. `block(number)`: (b, first column, last, depth) of what the
-        number stands for. `inside`: no tile hangs over the last of the `stride` columns; else what does becomes zero."""
-        self.k, self.at, self.rows, self.stride, self.block = k, at.as_dtype("i32"), rows, stride, block
+        number stands for. `inside`: no tile hangs over the last of the `cols` columns; else what does becomes zero."""
+        self.k, self.at, self.rows, self.block = k, at.as_dtype("i32"), rows, block
+        self.cols, self.stride = cols, stride
         self.pair = paired(k.isa, dtype)
         self.slot = (most + 1) >> 1 if self.pair else most
         self.tiles, self.inside = max(1, LINE // (rows * itemsize(dtype))), inside
@@ -253,7 +254,7 @@ class LeftBlock:
         """The next group's units before `end`."""
         k, group = self.k, self.group.value
         columns = self._columns(group)
-        hangs = columns[-1] + self.rows > self.stride
+        hangs = columns[-1] + self.rows > self.cols
         if not self.inside:
             with k.when(hangs), k.loop(self.unit.value, end) as u:
                 self._pack(columns, u, masked=True)
@@ -300,7 +301,7 @@ class LeftBlock:
                 p = b.at(row * self.stride + col + v)
                 if not masked:
                     return k.op(f"<{n} x {item}>", f"load <{n} x {item}>, ptr {p.ref}, align {b.itemsize}")
-                return k.shuffle(p.load_raw(0, k.mask_first(self.stride - (col + v))), None, list(range(n)))
+                return k.shuffle(p.load_raw(0, k.mask_first(self.cols - (col + v))), None, list(range(n)))
 
             x = load(u << 1 if self.pair else u)
             if b.itemsize == 2 and not self.pair:

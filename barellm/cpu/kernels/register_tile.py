@@ -73,9 +73,12 @@ def bursts(k: KernelBuilder, tile: Tile, units: Value) -> Value:
     return k.ceil_div(k.ceil_div(units, tile.rows), BURST) * tile.rows
 
 
-def left_rows(k: KernelBuilder, a: Pointer, rows: list[Any], depth: int, pair: bool) -> tuple[Left, Left | None]:
-    """The left operand read from row-major memory: (operand of whole units, operand of a last odd one)."""
-    bases = [a.at(row * depth) for row in rows]
+def left_rows(
+    k: KernelBuilder, a: Pointer, rows: list[Any], pair: bool, *, depth: int, stride: int
+) -> tuple[Left, Left | None]:
+    """The left operand read from row-major memory, `stride` elements from a row to the next: (operand of whole units, operand of a
+    last odd one)."""
+    bases = [a.at(row * stride) for row in rows]
     if not pair:
         return (lambda r, u: k.splat(bases[r].get(u))), None
 

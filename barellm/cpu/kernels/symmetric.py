@@ -68,7 +68,7 @@ def symmetric_product(
         tail, ends = None, None
         if lefts is None:
             rows = [k.min(row + r, n - 1) for r in range(tile.rows)]
-            left, tail = left_rows(k, x.at(p * part), rows, depth, pair)
+            left, tail = left_rows(k, x.at(p * part), rows, pair, depth=depth, stride=depth)
             ends = (p + 1).equals(parts) if parts > 1 else None
         else:
             at = lefts.at(row - base)

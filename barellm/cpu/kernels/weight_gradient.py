@@ -23,10 +23,12 @@ NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the 
 
 def weight_gradient(
     k: KernelBuilder, dweight, dy, x, row_begin, row_limit,
-    *, N: int, K: int, dims: tuple[str, ...], inner: int, mode: str, choice: Choice,
+    *, N: int, K: int, dims: tuple[str, ...], inner: int, mode: str, choice: Choice, strides: tuple[tuple[str, int], ...] = (),
 ) -> None:  # fmt: skip
     """dweight (N, K) = dy (tokens, N).T @ x (tokens, K). Both operands are packed with tokens woven into pairs. Tokens are
-    [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; dy and x point to the first of them."""
+    [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; dy and x point to the first of them.
+    `strides`: elements from a row to the next, of operands that are views."""
+    dy_row, x_row = (dict(strides).get(name, width) for name, width in (("dy", N), ("x", K)))
     tile, height, columns = choice.tile, choice.rows, choice.columns
     pair = paired(k.isa, dy.dtype)
     span = tile.span(k.isa)
@@ -48,18 +50,20 @@ def weight_gradient(
         """Columns number % K of the chunk of tokens that starts at number // K."""
         t, col = number // K, number % K
         ragged = K if K % span else None
-        return interleaved(k, into, x.at(t * K), col, k.min(tokens - t, CHUNK), stride=K, width=span, cols=ragged)
+        return interleaved(
+            k, into, x.at(t * x_row), col, k.min(tokens - t, CHUNK), stride=x_row, width=span, cols=ragged
+        )
 
     def block(number: Value) -> tuple[Pointer, Value, Value, Value]:
         """Rows number % row_blocks of the result, of the chunk of tokens that starts at number // row_blocks."""
         t, first = number // row_blocks, number % row_blocks * height
-        return dy.at(t * N), first, k.min(first + height, N), k.min(tokens - t, CHUNK)
+        return dy.at(t * dy_row), first, k.min(first + height, N), k.min(tokens - t, CHUNK)
 
     two, spare = Panels(k, scratch, nbytes, pack), beside(k.isa, dy.dtype)
     inside = all(i * height + round_up(n, tile.rows) <= N for i, n in enumerate(heights))
     left_block = LeftBlock(
-        k, left_at, dtype=dy.dtype, rows=tile.rows, stride=N, most=k.min(tokens, CHUNK), inside=inside, block=block
-    )
+        k, left_at, dtype=dy.dtype, rows=tile.rows, cols=N, stride=dy_row, most=k.min(tokens, CHUNK), inside=inside, block=block
+    )  # fmt: skip
 
     with k.when(tokens > 0), k.claim_each(row_blocks * column_blocks) as unit:
         row_block, column_block = block_of(unit, choice, row_blocks, column_blocks)
@@ -77,7 +81,7 @@ def weight_gradient(
                 with k.when(held.value.differs(rows_number)):
                     held.value, packed = rows_number, _packed(k.isa, choice)
                     hangs = N if N % height or packed != height else None
-                    amx.pack_left(k, left_at, dy.at(t * N), n0, depth, stride=N, width=packed, cols=hangs)
+                    amx.pack_left(k, left_at, dy.at(t * dy_row), n0, depth, stride=dy_row, width=packed, cols=hangs)
             again = t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
             with k.loop(k0, k1, span) as col:
                 number = t * K + col

@@ -88,8 +88,10 @@ def works_of(calls: Iterable[Call]) -> list[Work]:
             continue
         product, operands = _described(call)
         specs = found.setdefault(product, {})
-        # The bed says how many rows a run has by its scalars; how a program counts them makes no difference to the tuning.
+        # The bed says by its scalars how many rows a run has, and lays them side by side. How a program counts them and how far
+        # apart the rows of its views lie make no difference to the tuning.
         constants = dict(call.spec.constants) | {"dims": ("batch", "seq"), "inner": 1}
+        constants.pop("strides", None)
         spec = replace(call.spec, constants=tuple(sorted(constants.items())))
         count, _ = specs.get(spec, (0, operands))
         specs[spec] = count + 1, operands

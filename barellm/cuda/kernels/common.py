@@ -10,6 +10,7 @@ from barellm.cuda.lang import DeviceFunction, constant, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.scalars import SCALARS
 from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import view_stride
 
 _AT = {name: i for i, name in enumerate(SCALARS)}
 POS, ACCUMULATE, STEP, SEED, SAMPLE, LR, INV_TARGETS, MOMENTUM = (
@@ -72,6 +73,11 @@ def pow2(n: int) -> int:
 def row_strides(**tensors: Tensor) -> dict[str, int]:
     """Constants NAME_ROW: how many elements apart the rows of a tensor or view lie."""
     return {f"{name.upper()}_ROW": t.row_stride for name, t in tensors.items()}
+
+
+def view_strides(**operands: Any) -> dict[str, int | None]:
+    """Constants NAME_ROW as `row_strides` has them, for operands of any kind; None where rows lie side by side."""
+    return {f"{name.upper()}_ROW": view_stride(operand) for name, operand in operands.items()}
 
 
 def sweep(

@@ -1,9 +1,9 @@
 """Products by NVIDIA's cuBLASLt, where the target asks for them and it has them in the form that ours have.
 
-It takes what `matmul.product` takes where rows are multiples of 16 bytes. The only activation that it has is GELU, in the tanh form
-as ours; how exact it is in fp32 is not said anywhere, so fp32 products with GELU stay ours. A bias has the dtype of the result
-there: in 16 bits it is rounded first. What NVIDIA's library computes for those has the same rounding as ours otherwise, in another
-order of the sums.
+It takes what `matmul.product` takes where rows are multiples of 16 bytes and lie side by side. The only activation that it has is
+GELU, in the tanh form as ours; how exact it is in fp32 is not said anywhere, so fp32 products with GELU stay ours. A bias has the
+dtype of the result there: in 16 bits it is rounded first. What NVIDIA's library computes for those has the same rounding as ours
+otherwise, in another order of the sums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from barellm.cuda.kernels.hopper import matrix
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
-from barellm.runtime.lowering import part
+from barellm.runtime.lowering import part, view_stride
 
 WORKSPACE_BYTES = (32 << 20) + WORKSPACE_ALIGN  # what NVIDIA recommends for Hopper, and room to align it
 ROW = 16  # bytes, of which rows are multiples
@@ -31,6 +31,8 @@ def fits(
 ) -> bool:  # fmt: skip
     """Whether `append` takes this product, with the arguments of `matmul.product`."""
     if c.target.matmul != "cublaslt" or (_activation(epilogue), bias is not None) not in EPILOGUES:
+        return False
+    if any(view_stride(v) for v in (out, a, b, residual, pre)):
         return False
     (_, kind), (_, left), (_, right) = (matrix(v) for v in (out, a, b))
     operands = [matrix(v) for v in (out, a, b, residual, pre) if v is not None]

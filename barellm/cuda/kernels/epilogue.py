@@ -1,6 +1,7 @@
 """What follows a product, done on its accumulators: bias, an activation or its slope, the residual.
 
-Shapes: out, pre, other (M, N); bias (N). The result is stored in its mode.
+Shapes: out, pre, other (M, N); bias (N). The result is stored in its mode. OUT_ROW, PRE_ROW and OTHER_ROW: elements from a row of
+a view to the next, None where rows lie side by side.
 """
 
 from __future__ import annotations
@@ -11,23 +12,40 @@ from barellm.cuda.lang import device, tl
 
 
 @device
-def finish_tile(
-    out, pre, bias, other, scalars, acc, m0, n0, at, M, N,
-    EPILOGUE: tl.constexpr, MODE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Store the accumulators of the tile at (m0, n0), the element `at` of out, with what the table of fusions adds to a product: in
-    PARTS, one after the other, so that what is added finds registers."""
-    if PARTS > 1:
-        left, right = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
-        half = acc.shape[1] // 2
-        finish_tile(out, pre, bias, other, scalars, left, m0, n0, at, M, N, EPILOGUE, MODE, PARTS // 2)
-        finish_tile(out, pre, bias, other, scalars, right, m0, n0 + half, at + half, M, N, EPILOGUE, MODE, PARTS // 2)
-    else:
-        finish_part(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE)
+def apart(at, row, N, ROW: tl.constexpr):
+    """Where elements `at` of a matrix (M, N), in rows `row`, are in one whose rows lie ROW elements apart; None: N of them."""
+    if ROW is not None:
+        at += row.to(tl.int64)[:, None] * (ROW - N)
+    return at
 
 
 @device
-def finish_part(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr):
+def finish_tile(
+    out, pre, bias, other, scalars, acc, m0, n0, at, M, N,
+    EPILOGUE: tl.constexpr, MODE: tl.constexpr, PARTS: tl.constexpr,
+    OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
+):  # fmt: skip
+    """Store the accumulators of the tile at (m0, n0), the element `at` of a matrix (M, N), with what the table of fusions adds to a
+    product: in PARTS, one after the other, so that what is added finds registers."""
+    if PARTS > 1:
+        left, right = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
+        half = acc.shape[1] // 2
+        finish_tile(
+            out, pre, bias, other, scalars, left, m0, n0, at, M, N, EPILOGUE, MODE, PARTS // 2, OUT_ROW, PRE_ROW, OTHER_ROW
+        )  # fmt: skip
+        finish_tile(
+            out, pre, bias, other, scalars, right, m0, n0 + half, at + half, M, N, EPILOGUE, MODE, PARTS // 2,
+            OUT_ROW, PRE_ROW, OTHER_ROW,
+        )  # fmt: skip
+    else:
+        finish_part(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE, OUT_ROW, PRE_ROW, OTHER_ROW)
+
+
+@device
+def finish_part(
+    out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
+    OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
+):  # fmt: skip
     m, n = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     n_in = n < N - n0
     mask = (m < M - m0)[:, None] & n_in[None, :]
@@ -35,12 +53,12 @@ def finish_part(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE:
     if bias is not None:
         acc += tl.load(bias + n0 + n, mask=n_in, other=0.0).to(tl.float32)[None, :]
     if pre is not None:
-        tl.store(pre + at, acc, mask=mask)
+        tl.store(pre + apart(at, m0 + m, N, PRE_ROW), acc, mask=mask)
         acc = value_of(acc, EPILOGUE)
     elif other is not None:
-        read = tl.load(other + at, mask=mask, other=0.0).to(tl.float32)
+        read = tl.load(other + apart(at, m0 + m, N, OTHER_ROW), mask=mask, other=0.0).to(tl.float32)
         if EPILOGUE == "residual":
             acc += read
         else:
             acc *= slope_of(read, EPILOGUE)
-    keep(out + at, mask, acc, scalars, MODE)
+    keep(out + apart(at, m0 + m, N, OUT_ROW), mask, acc, scalars, MODE)

@@ -13,7 +13,7 @@ from typing import Any
 
 from barellm.cuda import choices
 from barellm.cuda.kernel import MODES, Lowering, Size, Sizes
-from barellm.cuda.kernels.common import LEAST_SUMMED, pow2
+from barellm.cuda.kernels.common import LEAST_SUMMED, pow2, view_strides
 from barellm.cuda.kernels.epilogue import finish_part
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
@@ -23,18 +23,21 @@ from barellm.program.integers import ceil_div
 def few_rows(
     out, pre, x, weight, bias, other, scalars, rows,
     N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
+    X_ROW: tl.constexpr, OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of out, all rows."""
+    """BN columns of out, all rows. NAME_ROW: elements from a row of a view to the next, None where rows lie side by side."""
+    x_row: tl.constexpr = X_ROW if X_ROW is not None else K
     n0 = tl.program_id(0) * BN
     n, k = tl.arange(0, BN), tl.arange(0, BK)
     k_in = k < K
     at = weight + tl.cast(n0, tl.int64) * K + n[:, None] * K + k[None, :]
     w = tl.load(at, mask=(n < N - n0)[:, None] & k_in[None, :], other=0.0)
     for row in range(rows):
-        v = tl.load(x + row * K + k, mask=k_in, other=0.0)
+        v = tl.load(x + row * x_row + k, mask=k_in, other=0.0)
         total = tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], 1)
         finish_part(
-            out, pre, bias, other, scalars, total[None, :], row, n0, row * N + n0, rows, N, EPILOGUE, MODE
+            out, pre, bias, other, scalars, total[None, :], row, n0, row * N + n0, rows, N, EPILOGUE, MODE,
+            OUT_ROW, PRE_ROW, OTHER_ROW,
         )  # fmt: skip
 
 
@@ -75,5 +78,6 @@ def launch_product(
     BN, warps = choices.few_rows_tile(BK)
     operands = {"out": out, "pre": pre, "x": a, "weight": b, "bias": bias, "other": residual, "rows": few}
     constants = {"N": N, "K": K, "BN": BN, "BK": BK, "MODE": mode, "EPILOGUE": epilogue}
+    constants |= view_strides(x=a, out=out, pre=pre, other=residual)
     grid = lambda s: (ceil_div(N, BN) if few(s) else 0,)  # noqa: E731
     c.launch(few_rows, operands, constants, grid=grid, writes="out pre", warps=warps)

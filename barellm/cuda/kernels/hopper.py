@@ -24,7 +24,7 @@ from barellm.cuda.kernels.hopper_roles import DEPTH, HALF, ROWS, fetch, load, mu
 from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import gl, gluon, hopper
 from barellm.program.integers import ceil_div
-from barellm.runtime.lowering import Region, part
+from barellm.runtime.lowering import Region, part, view_stride
 
 
 @gluon
@@ -97,6 +97,7 @@ def fits(
         return False
     if (
         any(region.start % 16 for region, _ in operands)
+        or any((view_stride(v) or 0) * ITEMSIZE[matrix(v)[1]] % 16 for v in (out, a, b, residual, pre) if v is not None)
         or N % 8
         or K % 8
         or any(d != operands[0][1] for _, d in operands[3:])
@@ -167,7 +168,7 @@ def _sizes(role: str, most: int, N: int, K: int) -> tuple[int, int, int]:
 
 def _map(value: Any, rows: Size | int, columns: int, box: tuple[int, int]) -> TensorMap:
     region, dtype = matrix(value)
-    return TensorMap(region, dtype, rows, columns, box, columns)
+    return TensorMap(region, dtype, rows, columns, box, view_stride(value) or columns)
 
 
 def _block(value: Any) -> tuple[int, int]:

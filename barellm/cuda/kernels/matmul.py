@@ -18,6 +18,7 @@ from typing import Any
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, lowering, mode
 from barellm.cuda.kernels import cublaslt, few_rows, hopper
+from barellm.cuda.kernels.common import view_strides
 from barellm.cuda.kernels.epilogue import finish_tile
 from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import device, tl
@@ -33,9 +34,11 @@ def gemm(
     out, pre, a, b, bias, other, scalars, M, N, K, chunk,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TF32: tl.constexpr,
+    A_ROW: tl.constexpr, B_ROW: tl.constexpr, OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
 ):  # fmt: skip
     """One tile of out. With `chunk`, axis 1 of the grid counts parts of K of that many, and part s writes the s-th (M, N) of out.
-    A tile starts at a 64-bit address; within it offsets are 32-bit."""
+    A tile starts at a 64-bit address; within it offsets are 32-bit. NAME_ROW: elements from a row of a view to the next, None where
+    rows lie side by side."""
     pid = tl.program_id(0)
     m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
     first = pid // (GROUP * n_tiles) * GROUP
@@ -45,22 +48,24 @@ def gemm(
     m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     m_in, n_in = m < M - m0, n < N - n0
 
+    a_row: tl.constexpr = A_ROW if A_ROW is not None else M if A_TRANSPOSED else K
+    b_row: tl.constexpr = B_ROW if B_ROW is not None else K if B_TRANSPOSED else N
     depth = K
     a_at, b_at, out_at = a, b, tl.cast(m0, tl.int64) * N + n0
     if chunk is not None:
         start = tl.cast(tl.program_id(1) * chunk, tl.int64)
         depth = min(K - tl.program_id(1) * chunk, chunk)
-        a_at += start * (M if A_TRANSPOSED else 1)
-        b_at += start * (1 if B_TRANSPOSED else N)
+        a_at += start * (a_row if A_TRANSPOSED else 1)
+        b_at += start * (1 if B_TRANSPOSED else b_row)
         out_at += tl.cast(tl.program_id(1), tl.int64) * M * N
     if A_TRANSPOSED:
-        a_at += m0 + m[:, None] + k[None, :] * M
+        a_at += m0 + m[:, None] + k[None, :] * a_row
     else:
-        a_at += tl.cast(m0, tl.int64) * K + m[:, None] * K + k[None, :]
+        a_at += tl.cast(m0, tl.int64) * a_row + m[:, None] * a_row + k[None, :]
     if B_TRANSPOSED:
-        b_at += tl.cast(n0, tl.int64) * K + n[None, :] * K + k[:, None]
+        b_at += tl.cast(n0, tl.int64) * b_row + n[None, :] * b_row + k[:, None]
     else:
-        b_at += n0 + n[None, :] + k[:, None] * N
+        b_at += n0 + n[None, :] + k[:, None] * b_row
 
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, depth, BK):
@@ -71,10 +76,12 @@ def gemm(
             x = tl.load(a_at, mask=m_in[:, None] & k_in[None, :], other=0.0)
             y = tl.load(b_at, mask=n_in[None, :] & k_in[:, None], other=0.0)
         acc = tl.dot(x, y, acc, input_precision="tf32" if TF32 else "ieee")
-        a_at += BK * M if A_TRANSPOSED else BK
-        b_at += BK if B_TRANSPOSED else BK * N
+        a_at += BK * a_row if A_TRANSPOSED else BK
+        b_at += BK if B_TRANSPOSED else BK * b_row
 
-    finish_tile(out, pre, bias, other, scalars, acc, m0, n0, out_at, M, N, EPILOGUE, MODE, PARTS)
+    finish_tile(
+        out, pre, bias, other, scalars, acc, m0, n0, out_at, M, N, EPILOGUE, MODE, PARTS, OUT_ROW, PRE_ROW, OTHER_ROW
+    )  # fmt: skip
 
 
 def product(
@@ -112,7 +119,9 @@ def product(
     operands = {"out": out, "pre": written, "a": a, "b": b, "bias": bias, "other": other, "M": rows, "chunk": None}
     constants = {"N": cols, "K": depth, "A_TRANSPOSED": False, "B_TRANSPOSED": role == "nt", "MODE": mode}
     constants |= _constants(c, t) | {"EVEN_K": depth % t.depth == 0, "EPILOGUE": epilogue}
-    constants |= {"PARTS": ceil_div(t.cols, PART) if epilogue else 1}
+    constants |= {"PARTS": ceil_div(t.cols, PART) if epilogue else 1} | view_strides(
+        a=a, b=b, out=out, pre=written, other=other
+    )
     n_tiles = ceil_div(cols, t.cols)
     c.launch(
         gemm, operands, constants, grid=lambda s: (ceil_div(rows(s), t.rows) * n_tiles,), writes="out pre",
@@ -127,6 +136,7 @@ def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     tiles, counted = ceil_div(N, t.rows) * ceil_div(K, t.cols), ceil_div(N, usual.rows) * ceil_div(K, usual.cols)
     constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}
     constants |= _constants(c, t) | {"EVEN_K": False, "EPILOGUE": "", "PARTS": 1}
+    constants |= view_strides(a=dy, b=x, out=None, pre=None, other=None)
     operands = {"pre": None, "a": dy, "b": x, "bias": None, "other": None, "K": rows}
     options = {"writes": "out", "warps": t.warps, "stages": t.stages}
     parts = choices.most_splits(counted, most)  # by the default's tiles: bits do not depend on tuning
@@ -156,9 +166,9 @@ def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
     return {"rows": c.rows(activation), "most": activation.size // int(activation.shape[-1]), "N": N, "K": K}
 
 
-@lowering("product", starts="y dx", also={"weight": "split half"})
-@lowering("matmul_dx", starts="dx", also={"weight": "split half"})
-@lowering("matmul", starts="y", also={"weight": "split half"})
+@lowering("product", starts="y dx", also={"weight": "split half"}, views="x y pre residual dy dx")
+@lowering("matmul_dx", starts="dx", also={"weight": "split half"}, views="dy dx")
+@lowering("matmul", starts="y", also={"weight": "split half"}, views="x y")
 def lower_product(op: Any, c: Lowering) -> None:
     """A product with a weight or the gradient of its input, with what follows it."""
     follows = [name for name in op.attrs.get("epilogues", ()) if name != "bias"]
@@ -172,6 +182,6 @@ def lower_product(op: Any, c: Lowering) -> None:
         product(c, "nt", out=op.y, a=op.x, b=weight, mode=mode(op, "y"), **more, **shape_of(c, op.x, op.weight))
 
 
-@lowering("matmul_dw", starts="dweight")
+@lowering("matmul_dw", starts="dweight", views="dy x")
 def lower_weight_gradient(op: Any, c: Lowering) -> None:
     product(c, "tn", out=op.dweight, a=op.dy, b=op.x, mode=mode(op, "dweight"), **shape_of(c, op.x, op.dweight))
