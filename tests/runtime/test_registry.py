@@ -99,7 +99,7 @@ EXCUSED = {
         for end in ("", "_backward")
         for b in ("cpu", "cuda")
     },
-    **{(op, backend): "not written yet" for op in PENDING for backend in ("cpu", "cuda")},
+    **{(op, backend): "not written yet" for op in PENDING for backend in ("cuda",)},
     ("add_rmsnorm", "cpu"): "a sum and its norm stay in the second cache between the two",
 }
 

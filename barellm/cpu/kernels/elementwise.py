@@ -1,4 +1,4 @@
-"""Add, cast, bias, activations and their gradients, dropout, last row. Shapes: any, row-major; C is the last axis.
+"""Add, cast, zeros, bias, activations and their gradients, dropout, last row. Shapes: any, row-major; C is the last axis.
 
 Flat kernels see elements, the others rows. A result that leaves the caches is written past them.
 """
@@ -9,8 +9,19 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
 from barellm.cpu.kernels.activations import EMITTERS
-from barellm.cpu.kernels.loops import across, added, flat, row_grain, shape_of, sweep_result
-from barellm.cpu.lang import random
+from barellm.cpu.kernels.loops import (
+    Vectors,
+    across,
+    added,
+    flat,
+    row_grain,
+    shape_of,
+    sweep_result,
+    sweep_rows,
+    whole_lines,
+)
+from barellm.cpu.lang import Value, random
+from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import ACTIVATIONS
 from barellm.program.ops.random import HALF
 
@@ -20,9 +31,36 @@ def add(k: KernelBuilder, y, a, b, *, dims, width, mode_y) -> None:
     sweep_result(k, k.extent(dims) * width, y, lambda i, mask: a.load(i, mask) + b.load(i, mask), unroll=4, mode=mode_y)
 
 
-@kernel("cast", constants=lambda op: flat(op.y))
-def cast(k: KernelBuilder, y, x, *, dims, width, mode_y) -> None:
-    sweep_result(k, k.extent(dims) * width, y, x.load, unroll=4, mode=mode_y)
+def columns_or_flat(op: Op) -> dict[str, Any]:
+    """Constants of a kernel whose result may be a view: then `columns` is how many it has, the elements from one row of the result
+    to the next, and whether its rows are whole cache lines; else None."""
+    y = op.y
+    columns = None if y.base is y else (int(y.shape[-1]), y.row_stride, whole_lines(op))
+    return {"columns": columns, **shape_of(y), **flat(y)}
+
+
+@kernel("cast", constants=columns_or_flat, views="y")
+def cast(k: KernelBuilder, y, x, *, columns, inner, dims, width, mode_y) -> None:
+    if columns is None:
+        sweep_result(k, k.extent(dims) * width, y, x.load, unroll=4, mode=mode_y)
+        return
+    C, stride, lines = columns
+
+    def vectors(row: Value) -> Vectors:
+        of = x.at(row * C)
+        return lambda c, mask: [of.load(c, mask)]
+
+    sweep_rows(k, k.extent(dims) * inner, C, [(y, stride, mode_y)], vectors, lines=lines)
+
+
+@kernel("zeros", constants=columns_or_flat, views="y")
+def zeros(k: KernelBuilder, y, *, columns, inner, dims, width, mode_y) -> None:
+    zero = k.to(0.0, k.vec)
+    if columns is None:
+        sweep_result(k, k.extent(dims) * width, y, lambda i, mask: zero, mode=mode_y)
+        return
+    C, stride, lines = columns
+    sweep_rows(k, k.extent(dims) * inner, C, [(y, stride, mode_y)], lambda row: lambda c, mask: [zero], lines=lines)
 
 
 def activation(k: KernelBuilder, y, x, *, name, dims, width, mode_y) -> None:

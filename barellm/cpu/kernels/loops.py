@@ -7,6 +7,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, dims_of
 from barellm.cpu.lang import Pointer, Value, Var
+from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 
 GRAIN = 8192  # flat elements a claim: some 5 to 10 us
@@ -14,6 +15,7 @@ STREAM_BYTES = 24 << 20  # a result larger than this leaves the caches: it is wr
 
 LINE = 64  # bytes of a cache line
 ROW_UNROLL = 4  # vectors of a row that are stored together
+ROW_TOGETHER = 2  # and of each of several rows
 
 # (index of the first lane, mask or None, number of the vector in the unrolled turn)
 Body = Callable[[Any, Value | None, int], None]
@@ -155,3 +157,43 @@ def write_row(
 def row_grain(C: int) -> int:
     """Rows a claim: about GRAIN elements."""
     return max(1, GRAIN // C)
+
+
+def whole_lines(op: Op) -> bool:
+    """Whether the rows of all results of an op, which may be views, are whole cache lines."""
+    return all(n % 64 == 0 for t in op.outputs.values() for n in (t.first_column, t.row_stride, t.shape[-1]))
+
+
+# (column, mask or None) -> what belongs there of each result
+Vectors = Callable[[Any, Value | None], list[Value]]
+
+
+def sweep_rows(
+    k: KernelBuilder,
+    rows: Value,
+    F: int,
+    outs: list[tuple[Pointer, int, str]],
+    vectors: Callable[[Value], Vectors],
+    *,
+    lines: bool,
+) -> None:
+    """Threads claim rows; vectors(row) gives those of the results `outs`, each with its stride and mode. Results that leave the
+    caches go past them if all are stored."""
+    stored = all(mode == "store" for *_, mode in outs)
+    past = rows * sum(F * p.itemsize for p, *_ in outs) > STREAM_BYTES if stored and lines else None
+    step = ROW_TOGETHER * k.lanes
+    whole = F - F % step
+    with k.claim(rows, row_grain(F)) as (begin, end), k.loop(begin, end) as row:
+        to, of = [p.at(row * stride) for p, stride, _ in outs], vectors(row)
+
+        def written(c: Any, mask: Value | None) -> list[Value]:
+            found = zip(to, of(c, mask), outs, strict=True)
+            return [added(k, p, c, mask, value, mode) for p, value, (_, _, mode) in found]
+
+        with k.loop(0, whole, step) as c:
+            groups = [written(c + j * k.lanes, None) for j in range(ROW_TOGETHER)]
+            for p, values in zip(to, zip(*groups, strict=True), strict=True):
+                store_all(k, p, list(values), c, past)
+        for c, mask in k.columns(F - whole):
+            for p, value in zip(to, written(whole + c, mask), strict=True):
+                p.store(value, whole + c, mask)

@@ -19,7 +19,7 @@ from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, M
 from barellm.program.ops.base import Op
 from barellm.program.ops.optimizer import CHUNK
 from barellm.program.tensor import Tensor
-from barellm.runtime.lowering import part
+from barellm.runtime.lowering import Region, part
 
 CHUNKS, CHUNK_ROWS = 64, 32  # at most so many chunks, of at least so many rows
 
@@ -104,6 +104,36 @@ def lower_column_sums(
         from_here = (part(partials, i * C * 4), "fp32")
         mode = {"C": C, "stride": stride, "mode": modes[name], **shape}
         c.call(combine_sums, {"out": out, "partials": from_here}, mode, writes="out")
+
+
+def lower_partials(c: Lowering, like: Tensor, count: int) -> tuple[Region, str] | None:
+    """Scratch for `count` numbers of each chunk of the rows of `like`; None where `count` is 0."""
+    chunks = min(CHUNKS, -(-(like.size // int(like.shape[-1])) // CHUNK_ROWS))
+    return (part(c.scratch("partials", chunks * count * 4)), "fp32") if count else None
+
+
+def combine_scalars(k: KernelBuilder, out0, out1, out2, out3, partials, *, modes, dims, inner) -> None:
+    """Each out (1) = the sum of its column of partials (chunks, outs), in the chunks' order."""
+    rows, count = k.extent(dims) * inner, len(modes)
+    with k.claim_each(1):
+        total, mask = k.var_vec(0.0), k.mask_first(count)
+        with k.loop(0, k.ceil_div(rows, rows_per_chunk(k, rows))) as chunk:
+            total.value = total.value + partials.load(chunk * count, mask)
+        for i, (out, mode) in enumerate(zip((out0, out1, out2, out3), modes, strict=False)):
+            keep, found = k.keep(mode), k.lane(total.value, i)
+            out.put(found if keep is None else found + k.select(keep, out.get(0), 0.0))
+
+
+def lower_scalars(
+    c: Lowering, partials: tuple[Region, str] | None, like: Tensor, outputs: dict[str, Tensor], modes: dict[str, str]
+) -> None:
+    """The sums of at most four columns of partials, if there are any."""
+    if partials is None:
+        return
+    outs: dict[str, Any] = dict.fromkeys(f"out{i}" for i in range(4))
+    outs |= {f"out{i}": t for i, t in enumerate(outputs.values())}
+    constants = {"modes": tuple(modes[name] for name in outputs), **shape_of(like)}
+    c.call(combine_scalars, {"partials": partials, **outs}, constants, writes=" ".join(outs))
 
 
 def bias_grad_partials(k: KernelBuilder, partials, dy, *, C, count, dims, inner) -> None:
