@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -16,18 +16,19 @@ from barellm.program.dtypes import PRECISIONS
 from barellm.program.ops.attention import (
     gathered,
     join_heads,
-    keep_probabilities,
     log_sum_exp,
     scores,
     shared,
     split_heads,
 )
 from barellm.program.ops.elementwise import SLOPES
+from barellm.program.scalars import declare
 from barellm.program.tensor import Dim, Tensor, View
 from barellm.runtime.reference import ReferenceSession
 from tests.check import EPS, Given, persistent, stored, tokens
 
 SCALARS = {"seed": 5, "step": 2, "sample": 9}  # of attention with dropout
+BOUNDS: dict[str, Any] = {}  # window and scale of the attention that `bounded` describes
 # Relative error of rounding a probability to the operands of the next product.
 HALF_ULP = {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}
 POLYNOMIAL = {"fp32": 0.0, "bf16": 3e-6, "fp16": 3e-6}
@@ -133,32 +134,42 @@ def expected_rows(table, activation: str) -> set[str]:
 class Exact:
     """The reference's intermediate values in float64, and bounds of the error that fp32 sums in any order may have."""
 
-    def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, heads: int, groups: int, rate: float) -> None:
-        self.groups, self.q = groups, split_heads(q, heads)
-        self.k, self.v = (shared(split_heads(x, groups), heads) for x in (k, v))
+    def __init__(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, attrs: dict, starts: np.ndarray | None = None
+    ) -> None:
+        self.op = op = ops.Attention({}, attrs)
+        self.groups = op.kv_heads // op.fold
+        self.q, self.k, self.v = op.operands(q, k, v)
         self.D = self.q.shape[-1]
-        self.s = scores(self.q, self.k)
+        self.scale = BOUNDS[op.scale] if op.scale else 1 / sqrt(self.D)
+        self.s = op.scores(self.q, self.k, starts, BOUNDS)
         self.lse = log_sum_exp(self.s)
         self.p = np.exp(self.s - self.lse[..., None])
-        op = ops.Attention({}, {"heads": heads, "rate": rate, "stream": 3})
-        self.m = keep_probabilities(self.q, op, **SCALARS)
+        self.m = op.keep(self.q, SCALARS)
         # |error of s| <= eps sqrt(D) |q| |k| / sqrt(D), with a factor 4 for what the square root leaves to chance.
-        size = np.abs(self.q) @ np.abs(self.k).transpose(0, 1, 3, 2) / sqrt(self.D)
+        size = np.abs(self.q) @ np.abs(self.k).transpose(0, 1, 3, 2) * self.scale
         self.score_error = 4 * EPS * (sqrt(self.D) * size + np.abs(np.where(np.isinf(self.s), 0, self.s)))
         self.p_error = self.score_error.max(-1, keepdims=True) + 4 * EPS * (2 + np.abs(self.lse[..., None]))
+
+    @property
+    def saved(self) -> np.ndarray:
+        """lse as the op has it."""
+        B, H, T = self.lse.shape
+        return self.lse.reshape(B, H, T // self.op.fold, *[2] * self.op.paired)
 
     def out_bound(self, dtype: str) -> np.ndarray:
         T = self.p.shape[2]
         relative = 2 * self.p_error + 4 * EPS * sqrt(T) + HALF_ULP[dtype] + POLYNOMIAL[dtype]
-        return join_heads((relative * self.p * self.m) @ np.abs(self.v))
+        return self.op.join((relative * self.p * self.m) @ np.abs(self.v))
 
     def lse_bound(self, dtype: str) -> np.ndarray:
         T = self.p.shape[2]
-        return self.p_error[..., 0] + 4 * EPS * sqrt(T) + 2 * EPS * np.abs(self.lse) + POLYNOMIAL[dtype]
+        bound = self.p_error[..., 0] + 4 * EPS * sqrt(T) + 2 * EPS * np.abs(self.lse) + POLYNOMIAL[dtype]
+        return bound.reshape(self.saved.shape)
 
     def gradient_bounds(self, dtype: str, dout: np.ndarray, out: np.ndarray) -> dict[str, np.ndarray]:
-        T, heads = self.p.shape[2], self.p.shape[1]
-        do, o = split_heads(dout, heads), split_heads(out, heads)
+        T, op = self.p.shape[2], self.op
+        do, o = op.split(dout, op.heads), op.split(out, op.heads)
         relative = self.p_error + POLYNOMIAL[dtype]
         dp, delta = do @ self.v.transpose(0, 1, 3, 2), (do * o).sum(-1, keepdims=True)
         ds = self.p * (self.m * dp - delta)
@@ -166,10 +177,12 @@ class Exact:
         ds_error = relative * np.abs(ds) + 4 * EPS * sqrt(self.D) * self.p * dp_size
         ds_error = ds_error + (HALF_ULP[dtype] + 4 * EPS * sqrt(T)) * np.abs(ds)
         pm_error = (relative + HALF_ULP[dtype] + 4 * EPS * sqrt(T)) * self.p * self.m
-        scale = 1 / sqrt(self.D)
-        dq, dk = ds_error @ np.abs(self.k) * scale, ds_error.transpose(0, 1, 3, 2) @ np.abs(self.q) * scale
-        dv = pm_error.transpose(0, 1, 3, 2) @ np.abs(do)
-        return {"dq": join_heads(dq)} | {n: join_heads(gathered(x, self.groups)) for n, x in (("dk", dk), ("dv", dv))}
+        dq = ds_error @ np.abs(self.k) * self.scale
+        dk, dv = (
+            ds_error.transpose(0, 1, 3, 2) @ np.abs(self.q) * self.scale,
+            pm_error.transpose(0, 1, 3, 2) @ np.abs(do),
+        )
+        return {"dq": op.join(dq)} | {n: op.join(gathered(x, self.groups)) for n, x in (("dk", dk), ("dv", dv))}
 
 
 def packed_views(H: int, G: int, D: int, tensor: str = "qkv", prefix: str = "") -> dict[str, tuple[str, int, int]]:
@@ -179,9 +192,9 @@ def packed_views(H: int, G: int, D: int, tensor: str = "qkv", prefix: str = "") 
     return {prefix + name: (tensor, firsts[name], widths[name]) for name in widths}
 
 
-def attention_operands(B: int, T: int, H: int, G: int, D: int, dtype: str, *, packed: bool, scale: float = 1.0):
+def attention_operands(B: int, T: int, H: int, G: int, D: int, dtype: str, *, packed: bool, size: float = 1.0):
     """(q, k, v), `check_op`'s operands and views of them."""
-    qkv = stored(scale * normal(B, T, (H + 2 * G) * D), dtype)
+    qkv = stored(size * normal(B, T, (H + 2 * G) * D), dtype)
     views = packed_views(H, G, D)
     three = {name: qkv[..., first : first + width] for name, (_, first, width) in views.items()}
     if packed:
@@ -189,30 +202,60 @@ def attention_operands(B: int, T: int, H: int, G: int, D: int, dtype: str, *, pa
     return tuple(three.values()), {name: tokens(x.copy(), dtype) for name, x in three.items()}, {}
 
 
-def forward_case(shape, dtype, rate=0.0, scale=1.0, groups=0, packed=True) -> dict:
-    """What `check_op` wants for an attention of (batch, length, heads, head size)."""
+def bounded(
+    window: int | None = None, *, scale: float | None = None, starts: Sequence[int] = (), paired: bool = False
+) -> dict:
+    """Attributes of an attention with a window and a scale, which are run-time scalars; `starts` are those of its documents."""
+    for name, kind, value in (("reach", "i64", window), ("heat", "fp64", scale)):
+        declare(name, kind)
+        BOUNDS[name] = value
+    names = {"window": "reach" if window is not None else None, "scale": "heat" if scale is not None else None}
+    return {**names, "paired": paired, "documents": tuple(starts)}
+
+
+def first_positions(documents: Sequence[int], B: int, T: int) -> np.ndarray:
+    """(B, T): where each token's document starts. The second row of a batch has a document more, which starts at 1."""
+    at = [np.array([0, *documents, *[1] * (b % 2)]) for b in range(B)]
+    return np.stack([[max(s for s in row if s <= t) for t in range(T)] for row in at])
+
+
+def forward_case(shape, dtype, rate=0.0, size=1.0, groups=0, packed=True, **more) -> dict:
+    """What `check_op` wants for an attention of (batch, length, heads, head size); `more`: as `bounded` gives it."""
     B, T, H, D = shape
     groups = groups or H
-    three, given, views = attention_operands(B, T, H, groups, D, dtype, packed=packed, scale=scale)
-    exact = Exact(*three, heads=H, groups=groups, rate=rate)
+    three, given, views = attention_operands(B, T, H, groups, D, dtype, packed=packed, size=size)
+    attrs, starts = attention_attrs(H, groups, rate, shape, given, more)
+    exact = Exact(*three, attrs, starts)
     bounds = {"out": exact.out_bound(dtype), "lse": exact.lse_bound(dtype)}
-    attrs = {"heads": H, "kv_heads": groups, "rate": rate, "stream": 3}
-    return {"given": given, "views": views, "bounds": bounds, "scalars": SCALARS, **attrs}
+    return {"given": given, "views": views, "bounds": bounds, "scalars": SCALARS | used(attrs), **attrs}
 
 
-def backward_case(shape, dtype, rate=0.0, groups=0, packed=True) -> dict:
+def attention_attrs(H: int, groups: int, rate: float, shape, given: dict, more: dict) -> tuple[dict, np.ndarray | None]:
+    """The op's attributes, and the starts of its documents, which are put beside the operands `given`."""
+    documents = more.pop("documents", ())
+    starts = first_positions(documents, *shape[:2]) if documents else None
+    if starts is not None:
+        given["starts"] = tokens(starts, "i32")
+    return {"heads": H, "kv_heads": groups, "rate": rate, "stream": 3, **more}, starts
+
+
+def used(attrs: dict) -> dict:
+    return {name: BOUNDS[name] for name in (attrs.get("window"), attrs.get("scale")) if name}
+
+
+def backward_case(shape, dtype, rate=0.0, groups=0, packed=True, **more) -> dict:
     B, T, H, D = shape
     groups = groups or H
     three, given, views = attention_operands(B, T, H, groups, D, dtype, packed=packed)
     dout = stored(normal(B, T, H * D, seed=2), dtype)
-    exact = Exact(*three, heads=H, groups=groups, rate=rate)
-    out = stored(join_heads((exact.p * exact.m) @ exact.v), dtype)
-    given |= {"out": tokens(out, dtype), "dout": tokens(dout, dtype), "lse": persistent(exact.lse, "fp32", "state")}
+    attrs, starts = attention_attrs(H, groups, rate, shape, given, more)
+    exact = Exact(*three, attrs, starts)
+    out = stored(exact.op.join((exact.p * exact.m) @ exact.v), dtype)
+    given |= {"out": tokens(out, dtype), "dout": tokens(dout, dtype), "lse": persistent(exact.saved, "fp32", "state")}
     if packed:
         views = views | packed_views(H, groups, D, "dqkv", "d")
     bounds = exact.gradient_bounds(dtype, dout, out)
-    attrs = {"heads": H, "kv_heads": groups, "rate": rate, "stream": 3}
-    return {"given": given, "views": views, "bounds": bounds, "scalars": SCALARS, **attrs}
+    return {"given": given, "views": views, "bounds": bounds, "scalars": SCALARS | used(attrs), **attrs}
 
 
 def attention_both(

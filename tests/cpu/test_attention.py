@@ -11,7 +11,7 @@ from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
-from tests.cases import attention_both, backward_case, cached_case, forward_case, normal
+from tests.cases import attention_both, backward_case, bounded, cached_case, forward_case, normal
 from tests.cpu.check import ISAS, check_op, isa_named
 
 # (batch, length, heads, head size): length 1, primes, head sizes beside and beyond the vectors' multiples
@@ -23,8 +23,8 @@ each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
-def check_forward(isa, shape, dtype, rate=0.0, scale=1.0, **more):
-    check_op(ops.Attention, isa, **forward_case(shape, dtype, rate, scale), **more)
+def check_forward(isa, shape, dtype, rate=0.0, size=1.0, **more):
+    check_op(ops.Attention, isa, **forward_case(shape, dtype, rate, size), **more)
 
 
 def check_backward(isa, shape, dtype, rate=0.0, **more):
@@ -63,7 +63,7 @@ def test_dropout_has_the_bits_of_the_reference(isa, shape, dtype):
 @each_isa
 @each_dtype
 def test_large_scores_neither_overflow_nor_lose_the_normalisation(isa, dtype):
-    check_forward(isa, (1, 70, 1, 16), dtype, scale=30.0)
+    check_forward(isa, (1, 70, 1, 16), dtype, size=30.0)
 
 
 @each_isa
@@ -193,6 +193,39 @@ def test_a_shared_head_has_the_bits_of_one_for_each(T, dtype):
 @pytest.mark.parametrize("pos, T, packed", [(37, 1, True), (30, 3, False), (0, 35, True), (70, 40, False)])
 def test_cached_with_grouped_heads(isa, dtype, pos, T, packed):
     check_cached(isa, dtype, pos=pos, T=T, heads=6, groups=2, D=5, length=113, packed=packed)
+
+
+# (batch, length, heads, head size), heads of keys, bounds: windows of no key, beside a block's edge and beyond the sequence;
+# documents of 1 token, at and beside blocks' edges; paired heads, packed and apart, with and without bounds; several heads over one
+BOUNDED = [
+    ((1, 67, 2, 32), 2, {"window": 0}),
+    ((2, 131, 2, 20), 2, {"window": 5, "scale": 0.4}),
+    ((1, 300, 1, 64), 1, {"window": 127, "starts": [129, 256, 257]}),
+    ((2, 150, 4, 16), 2, {"window": 1000, "starts": [7, 40, 128]}),
+    ((2, 97, 3, 5), 1, {"starts": [64, 65]}),
+    ((2, 101, 4, 24), 2, {"window": 33, "starts": [10, 60], "paired": True, "scale": 0.1}),
+    ((1, 64, 2, 32), 2, {"paired": True}),
+    ((1, 45, 2, 128), 2, {"window": 70, "paired": True}),
+]
+each_bound = pytest.mark.parametrize("shape, groups, bounds", BOUNDED, ids=str)
+
+
+@each_isa
+@each_bound
+@each_dtype
+def test_bounded(isa, shape, groups, bounds, dtype):
+    """Operands that are columns of one tensor, and of tensors of their own where the length is odd."""
+    more = {"groups": groups, "packed": shape[1] % 2 == 0, **bounded(**bounds)}
+    check_op(ops.Attention, isa, **forward_case(shape, dtype, **more), plan=(shape[0] + 1, shape[1] + 20))
+    added = {"dk": "add"} if shape[1] % 2 else dict.fromkeys(("dq", "dk", "dv"), "add")
+    check_op(ops.AttentionBackward, isa, **backward_case(shape, dtype, **more), modes=added)
+
+
+@each_isa
+def test_bounded_with_dropout(isa):
+    more = bounded(33, starts=[50], paired=True)
+    check_op(ops.Attention, isa, **forward_case((1, 80, 4, 16), "bf16", 0.3, **more))
+    check_op(ops.AttentionBackward, isa, **backward_case((1, 80, 4, 16), "bf16", 0.3, **more))
 
 
 def check_cached(isa, dtype, **sizes):

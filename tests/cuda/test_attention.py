@@ -113,7 +113,7 @@ def test_dropout_in_blocks_of_16_keys(monkeypatch):
 
 @each_dtype
 def test_large_scores_neither_overflow_nor_lose_the_normalisation(dtype):
-    check_op(ops.Attention, **forward_case((1, 70, 1, 16), dtype, scale=30.0))
+    check_op(ops.Attention, **forward_case((1, 70, 1, 16), dtype, size=30.0))
 
 
 @each_dtype

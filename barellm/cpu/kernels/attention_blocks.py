@@ -117,16 +117,20 @@ def sizes(op: Op) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one head in memory: element (t, d) lies at pointer[t * stride + d]."""
+    """Rows of one head in memory: element (t, d) lies at pointer[t * stride + d]. Of paired heads two rows, `apart` from each
+    other, share a stride; such rows start at an even t."""
 
     pointer: Pointer
     stride: int
+    apart: int = 0
 
     def __getitem__(self, t: Any) -> Pointer:
+        if self.apart:
+            return self.pointer.at((t >> 1) * self.stride + (t & 1) * self.apart)
         return self.pointer.at(t * self.stride)
 
     def start(self, t: Any) -> Rows:
-        return Rows(self[t], self.stride)
+        return Rows(self[t], self.stride, self.apart)
 
     @classmethod
     def of(cls, tensor: Pointer, token: Value, head: Value, *, D: int, stride: int) -> Rows:
@@ -263,10 +267,16 @@ def add_transposed(
     acc: Pointer,
     woven: Pointer,
     right: Pointer,
-    tokens: Value,
+    begin: Any,
+    end: Value,
     factor: list[Value] | None = None,
 ) -> None:
-    """acc (D, queries) = acc * factor + X^T R over `tokens`, X woven and R (tokens, queries) in units along the tokens."""
+    """acc (D, queries) = acc * factor + X^T R over the tokens [begin, end), X woven and R (tokens, queries) in units along the
+    tokens."""
+    tokens = end
+    if isinstance(begin, Value):  # else 0
+        woven, right = woven.at(begin // g.pair * g.wide), right.at(begin // g.pair * g.queries)
+        tokens = end - begin
 
     def tile(d: Any, rows: int) -> None:
         block = acc.at(d * g.queries)
@@ -286,8 +296,11 @@ def add_transposed(
         tile(whole, g.D % g.rows)
 
 
-def add_straight(k: KernelBuilder, g: Geometry, acc: Pointer, left: Pointer, woven: Pointer, tokens: Value) -> None:
-    """acc (tokens, g.wide) += L X over g.queries, L [token][g.queries / g.pair] in units along the queries and X woven."""
+def add_straight(
+    k: KernelBuilder, g: Geometry, acc: Pointer, left: Pointer, woven: Pointer, begin: Any, end: Value
+) -> None:
+    """acc (tokens, g.wide) += L X over g.queries for the tokens [begin, end), L [token][g.queries / g.pair] in units along the
+    queries and X woven."""
     per_row = g.queries // g.pair
 
     def tile(t: Value, c: Any, vectors: int) -> None:
@@ -300,7 +313,7 @@ def add_straight(k: KernelBuilder, g: Geometry, acc: Pointer, left: Pointer, wov
 
     step = g.vectors * g.lanes
     whole = g.wide - g.wide % step
-    with k.loop(0, tokens, g.rows) as t:
+    with k.loop(begin, end, g.rows) as t:
         if whole:
             with k.loop(0, whole, step) as c:
                 tile(t, c, g.vectors)
@@ -341,10 +354,35 @@ def put_along(k: KernelBuilder, g: Geometry, to: Pointer, row: list[Value]) -> N
             to.store(x, v * g.lanes)
 
 
-def visible(k: KernelBuilder, g: Geometry, key: Value, position: Value) -> Callable[[int, int], Value]:
+@dataclass(frozen=True)
+class Lower:
+    """The first keys that a group of queries sees: that of its first query, that of its last, and in `least` each query's, i32."""
+
+    first: Value
+    last: Value
+    least: Pointer
+
+    def begin(self, k: KernelBuilder, g: Geometry, j0: Value) -> Value:
+        """The first row of a block of keys that any of the queries sees, down to a whole tile."""
+        return k.max(self.first - j0, 0) & -g.rows
+
+
+def crosses(g: Geometry, key: Value, position: Value, lower: Lower | None) -> Value:
+    """Whether some query of the group from `position` on may not see some key of the tile from `key` on."""
+    late = (key + (g.rows - 1)) > position
+    return late if lower is None else late | (key < lower.last)
+
+
+def visible(
+    k: KernelBuilder, g: Geometry, key: Value, position: Value, lower: Lower | None
+) -> Callable[[int, int], Value]:
     """(row of a tile, vector) -> lanes of queries from `position` that may see the row's key, `key` + row."""
     gap = k.splat(key - position)
-    return lambda r, v: (gap + (r - v * g.lanes)) <= k.iota()
+    if lower is None:
+        return lambda r, v: (gap + (r - v * g.lanes)) <= k.iota()
+    at = k.splat(key)
+    least = [lower.least.load(v * g.lanes) for v in range(g.vectors)]
+    return lambda r, v: ((gap + (r - v * g.lanes)) <= k.iota()) & (least[v] <= (at + r))
 
 
 @dataclass(frozen=True)

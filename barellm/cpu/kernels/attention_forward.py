@@ -3,7 +3,7 @@
 Shapes: q, out (B, T, heads * D), keys and values (B, T, kv_heads * D), lse (B, heads, T); caches (B, maxT, kv_heads * D). Rows
 of q, keys and values may lie any `strides` apart. A claim is one block of queries of one head; it walks the keys that its queries
 may see, KEYS at a time, and keeps the maximum and the sum of each query in lanes (Milakov and Gimelshein 2018, Dao et al. 2022).
-Keys later than the last query of a block are never touched.
+Keys later than the last query of a block are never touched, nor are those that its window or its document excludes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from barellm.cpu.kernels.attention_blocks import (
     KEYS,
     Dropout,
     Geometry,
+    Lower,
     Rows,
     add_transposed,
     blocks_of,
     clear,
+    crosses,
     exp2_nonpositive,
     extent,
     offsets,
@@ -35,11 +37,13 @@ from barellm.cpu.kernels.attention_blocks import (
     visible,
     weave,
 )
+from barellm.cpu.kernels.attention_bounds import PLAIN, Bounds, Reach, causal_sizes
 from barellm.cpu.kernels.attention_short import attention_short, forward_units, short
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln
 from barellm.program.ops.base import Op
 
+LOWEST = -1e30  # where a maximum begins if the first keys of a block may be none of a query's
 BLOCK = 128  # queries that share the staging of keys and values, where that leaves enough claims
 
 
@@ -56,7 +60,7 @@ def claim_block(k: KernelBuilder, g: Geometry, count: Value, T: Value) -> tuple[
     return block, (T + block - 1) // block
 
 
-def scratch_units(g: Geometry, rate: float = 0.0) -> dict[str, int]:
+def scratch_units(g: Geometry, rate: float = 0.0, bounded: bool = False) -> dict[str, int]:
     n = groups(g)
     return {
         "q_rows": g.rows_units(g.queries),
@@ -70,17 +74,20 @@ def scratch_units(g: Geometry, rate: float = 0.0) -> dict[str, int]:
         "stats": n * 2 * g.queries,  # of each query the maximum and the sum
         "alpha": g.queries,
         "out": g.queries * g.wide,
+        "least": n * g.queries if bounded else 0,
     }
 
 
 def attend(
     k: KernelBuilder, g: Geometry, q: Rows, keys: Rows, values: Rows, out: Rows, lse: Pointer | None, first: Value,
-    last: Value, pos: Value, dropout: Dropout | None, head: Value | None, sample_key: Any,
+    last: Value, pos: Value, dropout: Dropout | None = None, head: Value | None = None, sample_key: Any = None,
+    bounds: Bounds = PLAIN, reach: Reach | None = None,
 ) -> None:  # fmt: skip
     """Queries [first, last) of one head, the query t at position pos + t; rows 0 of q, keys, values, out and lse are token 0."""
-    s = blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0))
-    unit = log2(e) / sqrt(g.D)
+    s = blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, reach is not None))
+    root, unit = bounds.root(k, g.D), bounds.unit(k, g.D)
     lanes = range(g.vectors)
+    least = s["least"].as_dtype("i32")
 
     with k.loop(first, last, g.queries) as t:
         at = (t - first) // g.queries
@@ -88,31 +95,35 @@ def attend(
         turn(k, g, s["q_rows"], s["q"].at(at * g.turned_units))
         clear(k, s["acc"].at(at * g.transposed_units()), g.D * g.queries)
         for v in lanes:
-            s["stats"].store(float("-inf"), at * (2 * g.queries) + v * g.lanes)
+            s["stats"].store(LOWEST if reach else float("-inf"), at * (2 * g.queries) + v * g.lanes)
             s["stats"].store(0.0, at * (2 * g.queries) + g.queries + v * g.lanes)
+        if reach:
+            reach.fill(k, g, t, least.at(at * g.queries))
 
     end = pos + last
-    with k.loop(0, end, KEYS) as j0:
+    with k.loop(reach.first(k, first) & -KEYS if reach else 0, end, KEYS) as j0:
         count = k.min(end - j0, KEYS)
         stage(k, g, keys.start(j0), count, round_up(k, count, g.rows), s["k"])
         stage(k, g, values.start(j0), count, round_up(k, count, g.rows), s["v_rows"])
         v_block = weave(k, g, s["v_rows"], round_up(k, count, g.pair), s["v"])
         with k.loop(first, last, g.queries) as t:
             seen = k.min(pos + k.min(t + g.queries, last) - j0, KEYS)  # keys of this block that the group's queries see
-            with k.when(seen > 0):
-                at = (t - first) // g.queries
+            at = (t - first) // g.queries
+            lower = reach.lower(k, g, t, least.at(at * g.queries)) if reach else None
+            begin = lower.begin(k, g, j0) if lower else 0
+            with k.when(seen > begin):
                 stats = s["stats"].at(at * (2 * g.queries))
                 turned, acc = s["q"].at(at * g.turned_units), s["acc"].at(at * g.transposed_units())
-                for v, top in enumerate(score_block(k, g, s, turned, j0, pos + t, seen)):
+                for v, top in enumerate(score_block(k, g, s, turned, j0, pos + t, begin, seen, lower)):
                     before = stats.load(v * g.lanes)
                     highest = k.max(top, before)
                     s["alpha"].store(exp2_nonpositive(k, g, (before - highest) * unit), v * g.lanes)
                     stats.store(highest, v * g.lanes)
                 if dropout:
                     dropout.fill(k, g, s["keep"], sample_key, head, t, j0, seen)
-                probabilities(k, g, s, stats, unit, seen, dropout is not None)
+                probabilities(k, g, s, stats, unit, begin, seen, dropout is not None)
                 alpha = [s["alpha"].load(v * g.lanes) for v in lanes]
-                add_transposed(k, g, acc, v_block, s["p"], seen, alpha)
+                add_transposed(k, g, acc, v_block, s["p"], begin, seen, alpha)
 
     with k.loop(first, last, g.queries) as t:
         at = (t - first) // g.queries
@@ -123,16 +134,18 @@ def attend(
         unstage(k, g, s["out"], count, out.start(t), 1.0)
         if lse is not None:
             for v in lanes:
-                value = k.fma(stats.load(v * g.lanes), 1 / sqrt(g.D), ln(k, total[v]))
+                value = k.fma(stats.load(v * g.lanes), root, ln(k, total[v]))
                 lse.at(t).store(value, v * g.lanes, k.mask_first(count - v * g.lanes))
 
 
 def score_block(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], turned: Pointer, j0: Value, position: Value, seen: Value
-) -> list[Value]:
-    """K Q^T of a block into s["p"], -infinity where the key is later than the query; the largest score of each query."""
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], turned: Pointer, j0: Value, position: Value, begin: Any,
+    seen: Value, lower: Lower | None,
+) -> list[Value]:  # fmt: skip
+    """K Q^T of the keys [begin, seen) of a block into s["p"], -infinity where a query does not see a key; the largest score of each
+    query."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
-    with k.loop(0, seen, g.rows) as j:
+    with k.loop(begin, seen, g.rows) as j:
         tile = scores(k, g, s["k"], j, turned)
         target = s["p"].at(j * g.queries)
 
@@ -144,17 +157,24 @@ def score_block(
                     best = k.max(row[v], best)
                 top[v].value = best
 
-        crosses = (j0 + j + (g.rows - 1)) > position
-        with k.when(crosses):
-            sees = visible(k, g, j0 + j, position)
+        edge = crosses(g, j0 + j, position, lower)
+        with k.when(edge):
+            sees = visible(k, g, j0 + j, position, lower)
             put([[k.select(sees(r, v), x, float("-inf")) for v, x in enumerate(row)] for r, row in enumerate(tile)])
-        with k.otherwise(crosses):
+        with k.otherwise(edge):
             put(tile)
     return [t.value for t in top]
 
 
 def probabilities(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], stats: Pointer, unit: float, seen: Value, dropout: bool
+    k: KernelBuilder,
+    g: Geometry,
+    s: dict[str, Pointer],
+    stats: Pointer,
+    unit: Any,
+    begin: Any,
+    seen: Value,
+    dropout: bool,
 ) -> None:
     """exp2((scores - maximum) * unit) in place, as units along the keys; `stats` gets their sum, before dropout, added."""
     # The constants of exp2 fill most of 16 registers: there one vector of queries at a time, with nothing else alive.
@@ -163,7 +183,7 @@ def probabilities(
         lanes = range(first, first + together)
         shift = {v: stats.load(v * g.lanes) * -unit for v in lanes}
         sums = {v: k.var_vec(0.0) for v in lanes}
-        with k.loop(0, seen, g.pair) as j:
+        with k.loop(begin, seen, g.pair) as j:
             rows = [s["p"].at((j + i) * g.queries) for i in range(g.pair)]
             target = s["p"].at(j // g.pair * g.queries)
             for v in lanes:
@@ -182,38 +202,40 @@ def probabilities(
 
 
 def attention(
-    k: KernelBuilder, out, lse, q, keys, values, stream, *, batch, seq, heads, kv_heads, D, strides, rate
-) -> None:
-    g, T = Geometry.of(k.isa, q.dtype, D), extent(k, seq)
+    k: KernelBuilder, out, lse, q, keys, values, starts, stream,
+    *, batch, seq, heads, kv_heads, D, strides, rate, bounds,
+) -> None:  # fmt: skip
+    g, T = Geometry.of(k.isa, q.dtype, D), bounds.length(k, seq)
     block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
     dropout = Dropout(rate, stream, heads) if rate else None
     with k.claim_each(extent(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
         first = (blocks - 1 - claim % blocks) * block  # the last is the longest: early, so that threads end together
-        token, kv_head = sequence * T, serving(head, heads, kv_heads)
+        token, counts = sequence * T, (heads, kv_heads, kv_heads)
         of = [
-            Rows.of(p, token, h, D=D, stride=stride)
-            for p, h, stride in zip((q, keys, values), (head, kv_head, kv_head), strides, strict=True)
+            bounds.rows(p, token, serving(head, heads, n), D=D, heads=n, stride=stride)
+            for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
         ]
+        to = bounds.rows(out, token, head, D=D, heads=heads, stride=bounds.fold * heads * D)
         attend(
-            k, g, *of, Rows.of(out, token, head, D=D, stride=heads * D), lse.at((sequence * heads + head) * T),
-            first, k.min(first + block, T), k.int(0), dropout, head, dropout.key(k, sequence) if dropout else None,
+            k, g, *of, to, lse.at((sequence * heads + head) * T), first, k.min(first + block, T), k.int(0), dropout, head,
+            dropout.key(k, sequence) if dropout else None, bounds, Reach.of(k, bounds, T, starts, sequence),
         )  # fmt: skip
 
 
-@lowering("attention", views="q k v")
+@lowering("attention", views="q k v", also={"starts": "i32"})
 def lower_attention(op: Op, c: Lowering) -> None:
-    if not op.plain:
-        raise ValueError(f"the cpu backend's {op.name} knows no windows, documents or paired heads")
-    constants = sizes(op)
+    constants = causal_sizes(op)
     g = Geometry.of(c.isa, op.q.dtype, constants["D"])
     operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v}
-    if short(c.isa, op.q.dtype, g.D, int(op.out.shape[1]), op.rate):
+    if op.plain and short(c.isa, op.q.dtype, g.D, int(op.out.shape[1]), op.rate):
         c.private(offsets(forward_units(g))[1])
-        c.call(attention_short, operands, constants, writes="out lse")
+        c.call(attention_short, operands, sizes(op), writes="out lse")
         return
-    c.private(offsets(scratch_units(g, op.rate))[1])
-    c.call(attention, {**operands, "stream": op.stream}, {**constants, "rate": op.rate}, writes="out lse")
+    bounded = op.window is not None or op.starts is not None
+    c.private(offsets(scratch_units(g, op.rate, bounded))[1])
+    operands |= {"starts": op.starts, "stream": op.stream}
+    c.call(attention, operands, constants | {"rate": op.rate}, writes="out lse")
 
 
 # --- decoding ---
@@ -249,7 +271,7 @@ def attention_cached(
         with k.when(one):
             attend_one(k, D, queries.pointer, *cached, to.pointer, pos + 1)
         with k.otherwise(one):
-            attend(k, g, queries, *cached, to, None, first, k.min(first + block, T), pos, None, None, None)
+            attend(k, g, queries, *cached, to, None, first, k.min(first + block, T), pos)
 
 
 def attend_one(k: KernelBuilder, D: int, q: Pointer, keys: Rows, values: Rows, out: Pointer, count: Value) -> None:
