@@ -10,7 +10,7 @@ import numpy as np
 
 from barellm.cpu import jit
 from barellm.cpu.isa import ISA, host
-from barellm.cpu.kernel import Spec
+from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import machine
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.step import CpuSession
@@ -41,7 +41,7 @@ class Bench:
         self.threads = threads or thread_count()
         self.pool = Pool(self.threads, self.isa)
 
-    def timed(self, spec: Spec, args: list[int], *, repeats: int) -> list[float]:
+    def timed(self, spec: Specialisation, args: list[int], *, repeats: int) -> list[float]:
         """Seconds of each of `repeats` runs of one specialisation."""
         library = jit.Library([jit.cached_object(spec.key, self.isa, lambda: spec.ir(self.isa))], self.isa)
         packed = np.array([*args, 0], np.int64)
@@ -61,7 +61,7 @@ class Bench:
         pair = dtype == "bf16" and bool(self.isa.dot)
         out = np.zeros(self.threads * 16, np.float32)
         turns = 200_000
-        spec = Spec(machine.peak, ("fp32", "int"), (("pair", pair),))
+        spec = Specialisation(machine.peak, ("fp32", "int"), (("pair", pair),))
         best = min(self.timed(spec, [out.ctypes.data, turns], repeats=5)[1:])
         return turns * machine.peak_operations(self.isa, pair=pair) * self.threads / best
 
@@ -77,7 +77,9 @@ class Bench:
         best = min(
             min(self.timed(spec, [out.ctypes.data, *addresses, turns], repeats=5))
             for spec in (
-                Spec(machine.move, ("fp32", "fp32", "fp32", "fp32", "int"), (("mix", mix), ("nontemporal", past)))
+                Specialisation(
+                    machine.move, ("fp32", "fp32", "fp32", "fp32", "int"), (("mix", mix), ("nontemporal", past))
+                )
                 for past in ((False, True) if write else (False,))
             )
         )

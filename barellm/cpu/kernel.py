@@ -17,7 +17,7 @@ from typing import Any
 
 from barellm.cpu import sources
 from barellm.cpu.isa import ISA
-from barellm.cpu.spec import Emit, KernelBuilder, Spec
+from barellm.cpu.specialisation import Emit, KernelBuilder, Specialisation
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part
@@ -29,7 +29,7 @@ __all__ = [
     "Emit",
     "KernelBuilder",
     "Lowering",
-    "Spec",
+    "Specialisation",
     "dims_of",
     "kernel",
     "lowering",
@@ -41,7 +41,7 @@ __all__ = [
 class Call:
     """One entry of the step's table: a specialisation and its arguments, before addresses are known."""
 
-    spec: Spec
+    spec: Specialisation
     args: list[Region | int]
     reads: list[Region]
     writes: list[Region]
@@ -91,7 +91,7 @@ class Lowering:
             kinds.append(dtype)
             args.append(region)
             (out if name in written else reads).append(region)
-        spec = Spec(emit, tuple(kinds), tuple(sorted((constants or {}).items())))
+        spec = Specialisation(emit, tuple(kinds), tuple(sorted((constants or {}).items())))
         self.calls.append(Call(spec, args, reads, out, self.op))
 
 

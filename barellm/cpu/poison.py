@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from barellm.cpu.kernel import Call, Spec
+from barellm.cpu.kernel import Call, Specialisation
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
 from barellm.runtime.lowering import Region, part
@@ -34,4 +34,4 @@ def with_poison(ops: Sequence[Op], calls: Mapping[Op, list[Call]], plan: Plan, p
 
 def _fill_call(region: Region, op: Op) -> Call:
     words = (region.stop - region.start) // 4
-    return Call(Spec(fill, ("i32", "int"), ()), [region, words], [], [region], op)
+    return Call(Specialisation(fill, ("i32", "int"), ()), [region, words], [], [region], op)

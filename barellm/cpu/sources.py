@@ -19,7 +19,7 @@ from typing import Any
 from barellm.runtime import artefacts
 
 ROOT = Path(__file__).parents[2]
-EMITTED_WITH = "barellm.cpu.spec"
+EMITTED_WITH = "barellm.cpu.specialisation"
 # What runs before code is emitted. Its results reach the code as operands and constants, which are part of the key themselves;
 # of what a kernel's module imports from here, plain values count.
 BEFORE = frozenset({

@@ -18,7 +18,7 @@ import numpy as np
 from barellm.cpu import compilers, jit
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA, host
-from barellm.cpu.kernel import REGISTRY, Call, Lowering, Spec
+from barellm.cpu.kernel import REGISTRY, Call, Lowering, Specialisation
 from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
 from barellm.cpu.poison import with_poison
 from barellm.cpu.threads import Pool, allowed_cpus, thread_count
@@ -88,9 +88,9 @@ class LoweredPrograms:
         return {"isa": self.isa.name, "threads": self.threads}
 
     @property
-    def specs(self) -> dict[Spec, str]:
+    def specs(self) -> dict[Specialisation, str]:
         """Every specialisation that must be compiled, with the op that needs it first."""
-        found: dict[Spec, str] = {}
+        found: dict[Specialisation, str] = {}
         for calls in self.calls.values():
             for call in calls:
                 found.setdefault(call.spec, call.op.name)

@@ -20,7 +20,7 @@ from barellm.cpu.isa import ISA, arm
 from barellm.cpu.jit import Library, cached_object
 from barellm.cpu.lang import sync
 from barellm.cpu.processor import sysctl_number
-from barellm.cpu.spec import RT_GROUP, RT_GROUPS, RT_NBYTES, RT_PRIVATE, RT_SCALARS, RT_THREAD, RT_THREADS
+from barellm.cpu.specialisation import RT_GROUP, RT_GROUPS, RT_NBYTES, RT_PRIVATE, RT_SCALARS, RT_THREAD, RT_THREADS
 from barellm.errors import UserError
 from barellm.runtime import cgroup
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from barellm.cuda import driver
 from barellm.cuda.compile import compiled
-from barellm.cuda.kernel import Launch, Sizes, Spec
+from barellm.cuda.kernel import Launch, Sizes, Specialisation
 from barellm.cuda.kernels import machine
 from barellm.cuda.lang import DeviceFunction
 from barellm.cuda.launch import BoundLaunch, Kernel
@@ -118,7 +118,7 @@ class Single:
         aligned: tuple[str, ...] = (),
     ) -> None:
         options = (("num_stages", 1), ("num_warps", warps))
-        self.spec = Spec(function, tuple(kinds.items()), tuple(sorted(constants.items())), options, aligned)
+        self.spec = Specialisation(function, tuple(kinds.items()), tuple(sorted(constants.items())), options, aligned)
         self.kernel = Kernel(compiled([self.spec], device.arch, processes=1)[self.spec], device)
 
     def bound(self, arguments: dict[str, int], blocks: int) -> BoundLaunch:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm.cuda.driver import INSTALL
-from barellm.cuda.kernel import Spec
+from barellm.cuda.kernel import Specialisation
 from barellm.cuda.lang import TRITON, constant, modules_of
 from barellm.errors import UserError
 from barellm.runtime import artefacts
@@ -97,10 +97,10 @@ def cache_folder() -> Path:
     return artefacts.cache_folder("cubins")
 
 
-def compiled(specs: Iterable[Spec], arch: int, *, processes: int) -> dict[Spec, Code]:
+def compiled(specs: Iterable[Specialisation], arch: int, *, processes: int) -> dict[Specialisation, Code]:
     """The code of each specialisation, from the cache, else compiled by up to `processes` processes and kept."""
-    found: dict[Spec, Code] = {}
-    missing: dict[str, Spec] = {}
+    found: dict[Specialisation, Code] = {}
+    missing: dict[str, Specialisation] = {}
     paths = {spec: _path(spec, arch) for spec in specs}
     for spec, path in paths.items():
         data = artefacts.load(path)
@@ -132,7 +132,7 @@ def check_compiler() -> None:
         raise UserError(f"triton {found} is installed, kernels are written for {TRITON}: pip install triton=={TRITON}")
 
 
-def _path(spec: Spec, arch: int) -> Path:
+def _path(spec: Specialisation, arch: int) -> Path:
     h = hashlib.sha256(
         f"{FORMAT}|{TRITON}|{FLAGS}|{os.environ.get('TRITON_PTXAS_PATH', '')}|{arch}|{spec.key}".encode()
     )
@@ -152,7 +152,7 @@ def _digest(module: str) -> bytes:
     return h.digest()
 
 
-def _job(spec: Spec, arch: int) -> str:
+def _job(spec: Specialisation, arch: int) -> str:
     """A specialisation as text, for another process."""
     function = spec.function
     return json.dumps(
@@ -167,7 +167,7 @@ def compiler(argument: None) -> Compile:
     def compile_job(job: str) -> bytes:
         module, name, signature, constants, options, aligned, arch = json.loads(job)
         frozen = [tuple((k, _frozen(v)) for k, v in pairs) for pairs in (signature, constants, options)]
-        spec = Spec(getattr(import_module(module), name), frozen[0], frozen[1], frozen[2], tuple(aligned))
+        spec = Specialisation(getattr(import_module(module), name), frozen[0], frozen[1], frozen[2], tuple(aligned))
         return code_of(spec, triton_compile(spec, arch), arch).packed()
 
     return compile_job
@@ -177,7 +177,7 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def triton_compile(spec: Spec, arch: int) -> Any:
+def triton_compile(spec: Specialisation, arch: int) -> Any:
     """Triton's result: `.asm` with "ttgir", "ptx", "cubin" and "sass", `.metadata`."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -230,7 +230,7 @@ def drained(ptx: str) -> str:
     return "\n".join(lines)
 
 
-def _type(name: str, spec: Spec) -> str:
+def _type(name: str, spec: Specialisation) -> str:
     """Triton's name of a parameter's type."""
     if name.startswith("table<"):
         return "*i64"
@@ -253,7 +253,7 @@ def argument_of(type_: str) -> str:
     return "*" if type_.startswith(("*", "table<")) else "map" if type_.startswith("tensormap<") else type_
 
 
-def code_of(spec: Spec, kernel: Any, arch: int) -> Code:
+def code_of(spec: Specialisation, kernel: Any, arch: int) -> Code:
     """What a launch must know, from Triton's metadata and, for the layout of the parameters, from the PTX."""
     meta, ptx = kernel.metadata, kernel.asm["ptx"]
     assert not meta.global_scratch_size and not meta.profile_scratch_size, f"{spec.name} asks for scratch in memory"

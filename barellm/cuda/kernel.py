@@ -143,7 +143,7 @@ Argument = Region | TensorMap | Table | int | Size
 
 
 @dataclass(frozen=True)
-class Spec:
+class Specialisation:
     """One specialisation: what is compiled. `signature` holds the types of the parameters that are not constants; a tensor
     map's is "tensormap<bf16[128,64]>", a table's "table<12:i64,*fp32>", with its entries and fields. `options` go to the
     compiler (num_warps, num_stages, maxnreg)."""
@@ -175,7 +175,7 @@ class Spec:
 class Launch:
     """One launch: a specialisation, its arguments in the signature's order, the grid by sizes."""
 
-    spec: Spec
+    spec: Specialisation
     args: list[Argument | None]  # None: the address of the run-time scalars
     grid: Callable[[Sizes], tuple[int, ...]]
     reads: list[Region]
@@ -318,7 +318,7 @@ class Lowering:
         unknown = (set(operands) | set(fixed)) - set(function.parameters)
         assert not unknown, f"{function} has no parameters {sorted(unknown)}"
         options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
-        spec = Spec(
+        spec = Specialisation(
             function, tuple(signature), tuple(sorted(fixed.items())), tuple(sorted(options.items())), tuple(aligned)
         )
         self.launches.append(Launch(spec, args, grid, reads, out, self.op))

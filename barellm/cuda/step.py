@@ -21,7 +21,7 @@ from barellm.cuda import driver
 from barellm.cuda.compile import compiled
 from barellm.cuda.cublaslt import BoundProduct, Cublas
 from barellm.cuda.fuse import FUSIONS, GROUPS
-from barellm.cuda.kernel import REGISTRY, Call, Launch, LibraryProduct, Lowering, Sizes, Spec, Table, Target
+from barellm.cuda.kernel import REGISTRY, Call, Launch, LibraryProduct, Lowering, Sizes, Specialisation, Table, Target
 from barellm.cuda.launch import BoundLaunch, Kernel
 from barellm.errors import UserError
 from barellm.program import scalars
@@ -87,9 +87,9 @@ class LoweredPrograms:
         return [argument for launch in launches for argument in launch.args if isinstance(argument, Table)]
 
     @property
-    def specs(self) -> dict[Spec, str]:
+    def specs(self) -> dict[Specialisation, str]:
         """Every specialisation that must be compiled, with the op that needs it first."""
-        found: dict[Spec, str] = {}
+        found: dict[Specialisation, str] = {}
         for low in self.lowered.values():
             for launch in low.launches:
                 if isinstance(launch, Launch):

@@ -11,10 +11,10 @@ from barellm.cpu import isa as isas
 from barellm.cpu import jit
 from barellm.cpu.choices import Choice
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import Spec
+from barellm.cpu.kernel import Specialisation
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import LibraryProduct, Target
-from barellm.cuda.kernel import Spec as DeviceSpec
+from barellm.cuda.kernel import Specialisation as DeviceSpec
 from barellm.errors import UserError, nearest
 from barellm.inspect import device_code, machine_code
 from barellm.plans.devices import lower, target_here
@@ -27,7 +27,7 @@ ARM_TRIPLE, X86_TRIPLE = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
 class Used:
     """One specialisation: the ops that need it, and how many calls of it the programs make."""
 
-    spec: Spec | DeviceSpec
+    spec: Specialisation | DeviceSpec
     ops: list[str] = field(default_factory=list)
     calls: int = 0
 
@@ -83,7 +83,7 @@ def used_by(config: Config, machine: ISA | Target) -> list[Used]:
     """Every specialisation of a training run's programs, in the order in which they first run."""
     options = products(config.train, "cuda" if isinstance(machine, Target) else "cpu")
     built = lower(build_programs(config), machine, **options)
-    found: dict[Spec | DeviceSpec, Used] = {}
+    found: dict[Specialisation | DeviceSpec, Used] = {}
     for calls in built.calls.values():
         for call in calls:
             if isinstance(call, LibraryProduct):

@@ -13,7 +13,7 @@ from barellm.cpu import isa as isas
 from barellm.cpu.choices import Choice
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import Spec
+from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import gemm, linear, weight_gradient
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
@@ -49,7 +49,7 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     """Kernels of the emulated ISA get functions for their tile instructions."""
-    monkeypatch.setattr(Spec, "ir", amx_emulator.ir)
+    monkeypatch.setattr(Specialisation, "ir", amx_emulator.ir)
 
 
 @each_isa

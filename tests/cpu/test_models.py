@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from barellm.assembly.programs import build
 from barellm.config import OptimConfig
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import Spec
+from barellm.cpu.kernel import Specialisation
 from barellm.cpu.step import CpuSession
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
@@ -142,7 +142,7 @@ GOLDEN_CASES += [(isa, "bf16") for isa in EMULATED]  # its fp32 is that of AVX51
 def test_bits_do_not_depend_on_threads_and_losses_are_golden(isa: ISA, compute, monkeypatch):
     """The same digest at 1, 2 and 5 threads, with and without recompute. The losses are near those of the simplest instruction
     set, and those of the file to the last digit where it has some for this one. BARELLM_GOLDEN=write adds or replaces them."""
-    monkeypatch.setattr(Spec, "ir", amx_emulator.ir)
+    monkeypatch.setattr(Specialisation, "ir", amx_emulator.ir)
     outcomes = {outcome(isa, compute, threads=n) for n in THREADS} | {outcome(isa, compute, threads=2, recompute=True)}
     assert len(outcomes) == 1
     losses = list(outcomes.pop()[1])

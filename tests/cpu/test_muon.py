@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.cpu.kernel import Spec
+from barellm.cpu.kernel import Specialisation
 from barellm.program import ops
 from tests.cpu.check import ISAS, check_op, isa_named
 from tests.muon_cases import (
@@ -33,7 +33,7 @@ def on_each_isa(values: list, few: list):
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     """Kernels of the emulated ISA get functions for their tile instructions."""
-    monkeypatch.setattr(Spec, "ir", amx_emulator.ir)
+    monkeypatch.setattr(Specialisation, "ir", amx_emulator.ir)
 
 
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)

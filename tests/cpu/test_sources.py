@@ -14,7 +14,7 @@ import pytest
 from barellm.cpu import isa as isas
 from barellm.cpu import sources, tuning
 from barellm.cpu.kernels import attention_forward, elementwise, gemm, reductions, weight_gradient
-from barellm.cpu.spec import Spec
+from barellm.cpu.specialisation import Specialisation
 from barellm.inspect import kernels
 from barellm.models import preset
 from barellm.overrides import changed
@@ -48,7 +48,7 @@ EDITS = {
     "cpu/choices.py": {"product", "weight_gradient", "tuning"},
     "cpu/kernels/activations.py": {"product", "activation", "tuning"},
     "cpu/kernels/elementwise.py": {"activation"},
-    "cpu/spec.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
+    "cpu/specialisation.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
     "cpu/lang/emit.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
     "program/scalars.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
 }
@@ -62,7 +62,7 @@ def read_again():
 
 def keys() -> dict[str, str]:
     sources.forget()
-    return {f.__name__: Spec(f, (), ()).key for f in KERNELS} | {"tuning": tuning.version()}
+    return {f.__name__: Specialisation(f, (), ()).key for f in KERNELS} | {"tuning": tuning.version()}
 
 
 def test_an_edit_changes_the_keys_of_what_it_may_have_changed(tmp_path, monkeypatch):
@@ -160,7 +160,7 @@ def loaded(path: Path, text: str):
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return Spec(module.scale, ("fp32",), ())
+    return Specialisation(module.scale, ("fp32",), ())
 
 
 def test_a_kernel_outside_the_package_that_was_edited_is_another_kernel(tmp_path):
@@ -177,6 +177,6 @@ def test_a_kernel_of_a_cell_that_runs_again_is_another_kernel():
         exec(
             f"from barellm.cpu.kernels.loops import across\ndef scale(k, y):\n    y.store(y.load() * {factor})\n", cell
         )
-        return Spec(cell["scale"], ("fp32",), ()).key
+        return Specialisation(cell["scale"], ("fp32",), ()).key
 
     assert of_cell(2.0) == of_cell(2.0) != of_cell(3.0)

@@ -12,7 +12,7 @@ import pytest
 
 from barellm.cpu import jit
 from barellm.cpu.isa import host
-from barellm.cpu.kernel import Spec
+from barellm.cpu.kernel import Specialisation
 from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
 from barellm.cpu.threads import Pool, thread_count
 from barellm.errors import UserError
@@ -29,7 +29,7 @@ def relay(k, cells, turn) -> None:
 
 class Table:
     def __init__(self, turns: int) -> None:
-        spec = Spec(relay, ("i64", "int"), ())
+        spec = Specialisation(relay, ("i64", "int"), ())
         self.code = jit.Library([jit.compile_object(spec.ir(host()), host())], host())
         self.cells = np.zeros((turns + 1) * 64, np.int64)
         self.args = np.array([[self.cells.ctypes.data, t] for t in range(turns)], np.int64)
@@ -145,7 +145,7 @@ def test_two_threads_on_one_core_lose_little_to_their_barriers():
 
 def shared_table(turns: int) -> Table:
     table = Table(turns)
-    spec = Spec(share, ("int",), ())
+    spec = Specialisation(share, ("int",), ())
     table.code = jit.Library([jit.compile_object(spec.ir(host()), host())], host())
     table.args[:, 0] = 8
     for t in range(turns):
@@ -234,7 +234,7 @@ def spin(k, turns) -> None:
 
 def spin_table() -> Table:
     table = Table(1)
-    spec = Spec(spin, ("int",), ())
+    spec = Specialisation(spin, ("int",), ())
     table.code = jit.Library([jit.compile_object(spec.ir(host()), host())], host())
     table.args[0, 0] = 20_000_000_000
     record = (ctypes.c_int64 * 4).from_address(table.address)

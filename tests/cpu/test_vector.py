@@ -10,7 +10,7 @@ import pytest
 
 from barellm.cpu import jit
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import Spec
+from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels.loops import sweep
 from barellm.cpu.lang import vector
 from barellm.program.ops.elementwise import GELU_CUBIC, GELU_SCALE
@@ -39,12 +39,12 @@ def sincos(k, sine, cosine, turn, n):
 
 
 @cache
-def compiled(isa: ISA, spec: Spec):
+def compiled(isa: ISA, spec: Specialisation):
     library = jit.Library([jit.compile_object(spec.ir(isa), isa)], isa)
     return library, ctypes.CFUNCTYPE(None, *3 * [ctypes.c_void_p])(library.address(spec.symbol()))
 
 
-def run(isa: ISA, spec: Spec, *arrays: np.ndarray) -> None:
+def run(isa: ISA, spec: Specialisation, *arrays: np.ndarray) -> None:
     args = np.array([*(a.ctypes.data for a in arrays), arrays[-1].size], np.int64)
     compiled(isa, spec)[1](None, args.ctypes.data, None)
 
@@ -52,7 +52,7 @@ def run(isa: ISA, spec: Spec, *arrays: np.ndarray) -> None:
 def evaluate(isa: ISA, function: str, x: np.ndarray, *more: str) -> np.ndarray:
     """function(x, *more) as float64, x fp32 of odd size, so that the tail is masked."""
     y = np.full_like(x, np.nan)
-    run(isa, Spec(apply, ("fp32", "fp32", "int"), (("function", function), ("more", more))), y, x)
+    run(isa, Specialisation(apply, ("fp32", "fp32", "int"), (("function", function), ("more", more))), y, x)
     with np.errstate(invalid="ignore"):  # a NaN that signals
         return y.astype(np.float64)
 
@@ -169,7 +169,7 @@ def test_nan_stays_nan(isa, function):
 def test_sincos_turn(isa):
     turn = np.concatenate([np.arange(0, 1 << 24, 61), (np.arange(17) << 20)[:-1], [(1 << 24) - 1]]).astype(np.int32)
     sine, cosine = np.full(turn.size, np.nan, np.float32), np.full(turn.size, np.nan, np.float32)
-    run(isa, Spec(sincos, ("fp32", "fp32", "i32", "int"), ()), sine, cosine, turn)
+    run(isa, Specialisation(sincos, ("fp32", "fp32", "i32", "int"), ()), sine, cosine, turn)
     angle = 2 * np.pi / 2**24 * turn
     assert np.abs(sine - np.sin(angle)).max() < 2 * EPS
     assert np.abs(cosine - np.cos(angle)).max() < 2 * EPS

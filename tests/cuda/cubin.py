@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from barellm.cuda.compile import Code
-from barellm.cuda.kernel import Spec
+from barellm.cuda.kernel import Specialisation
 from tests.cuda import standin
 
 SECTIONS = struct.Struct("<IIQQQQIIQQ")  # an ELF section's head: name, type, flags, address, offset, size, ...
@@ -50,7 +50,7 @@ def parameters(code: Code) -> tuple[list[tuple[int, int]], int, int]:
     return [found[i] for i in range(len(found))], start, total
 
 
-def hold(spec: Spec, code: Code) -> None:
+def hold(spec: Specialisation, code: Code) -> None:
     """The cubin's parameters, what a launch will pack, and what the driver in Python takes for them are one."""
     known, start, total = parameters(code)
     assert start == standin.PARAMETERS_AT[code.arch], f"{code.name}: parameters from {start:#x} of constant memory on"

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from barellm.cuda import step
 from barellm.cuda.compile import Code, compiled
-from barellm.cuda.kernel import Spec
+from barellm.cuda.kernel import Specialisation
 from barellm.inspect import device_code
 from tests.cuda import cubin
 
@@ -20,7 +20,7 @@ RAW = {80: "SM80", 89: "SM89", 90: "SM90a", 100: "SM100a"}  # what nvdisasm call
 Row = dict[str, int]
 
 
-def rows(specs: Mapping[Spec, str], arch: int) -> dict[str, Row]:
+def rows(specs: Mapping[Specialisation, str], arch: int) -> dict[str, Row]:
     """A row of numbers for each specialisation, by its label. AssertionError where a cubin has other parameters than a launch."""
     codes = compiled(specs, arch, processes=step.processes())
     for spec, code in codes.items():
@@ -33,7 +33,7 @@ def rows(specs: Mapping[Spec, str], arch: int) -> dict[str, Row]:
     return dict(zip(labels, found, strict=True))
 
 
-def label(spec: Spec) -> str:
+def label(spec: Specialisation) -> str:
     """A specialisation in one line: its constants, its operands' types, options that are not the usual ones."""
     constants = " ".join(f"{name}={value}" for name, value in spec.constants if value is not None)
     operands = " ".join(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from barellm.cuda.kernel import Spec
+from barellm.cuda.kernel import Specialisation
 from barellm.cuda.lang import device, tl
 
 
@@ -13,7 +13,7 @@ def scaled(y, x, n, scalars, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y + i, tl.load(x + i, mask=i < n) * FACTOR + tl.load(scalars).to(tl.float32), mask=i < n)
 
 
-SCALED = Spec(
+SCALED = Specialisation(
     scaled,
     (("y", "*bf16"), ("x", "*fp32"), ("n", "i32"), ("scalars", "*i64")),
     (("BLOCK", 256), ("FACTOR", 2)),

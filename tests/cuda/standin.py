@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from cuda.bindings import driver as real
 
 from barellm.cuda.compile import Code, Descriptor
-from barellm.cuda.kernel import Spec
+from barellm.cuda.kernel import Specialisation
 
 ROW = 128  # bytes of a row of shared memory as the tensor memory accelerator fills it: the widest swizzle
 SHARED = 64 << 10
@@ -63,7 +63,7 @@ def descriptor(type_: str) -> Descriptor:
     return Descriptor((box[0], width), min(3, (width * nbytes).bit_length() - 5), nbytes, number)
 
 
-def code(spec: Spec, arch: int, cubin: bytes) -> Code:
+def code(spec: Specialisation, arch: int, cubin: bytes) -> Code:
     maps = tuple(descriptor(type_) for _, type_ in spec.signature if type_.startswith("tensormap<"))
     threads = ROLES_THREADS if spec.function.dialect == "gluon" else 32 * dict(spec.options)["num_warps"]
     return Code(spec.name, arch, threads, 1, SHARED, tuple(kinds(spec.signature)), layout(spec.signature), maps, cubin)

@@ -5,7 +5,7 @@ import pytest
 
 from barellm.cuda import bench, driver
 from barellm.cuda.bench import BLOCK, Bench
-from barellm.cuda.kernel import Launch, Sizes, Spec
+from barellm.cuda.kernel import Launch, Sizes, Specialisation
 from barellm.cuda.kernels import machine
 from barellm.cuda.launch import BoundLaunch, Kernel
 from tests.simulators.mock import LAUNCH_MS, Gpu
@@ -27,7 +27,7 @@ def run(gpu, function, kinds, arguments, constants, blocks):
     for name, m in memory.items():
         m.write(0, arguments[name].reshape(-1).view(np.uint8), context.stream)
     options = (("num_stages", 1), ("num_warps", 4))
-    spec = Spec(function, tuple(kinds.items()), tuple(constants.items()), options, tuple(memory))
+    spec = Specialisation(function, tuple(kinds.items()), tuple(constants.items()), options, tuple(memory))
     code = gpu.compiled([spec], gpu.arch, processes=1)[spec]
     values = [memory[name].address if name in memory else arguments[name] for name in kinds]
     launch = Launch(spec, values, lambda sizes: (blocks,), [], [], None)

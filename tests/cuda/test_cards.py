@@ -7,7 +7,7 @@ import pytest
 from barellm.assembly.machine import build_programs
 from barellm.cuda.choices import tiles
 from barellm.cuda.compile import triton_compile
-from barellm.cuda.kernel import Spec, Target
+from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import lower_and_plan
 from barellm.inspect import device_code
 from barellm.models import preset
@@ -18,10 +18,10 @@ SHARED = {86: 99 << 10, 87: 163 << 10, 103: 227 << 10, 110: 227 << 10, 120: 99 <
 KERNELS = ("gemm", "attention_forward", "attention_dkv", "attention_dq")
 
 
-def specs(arch: int) -> dict[str, Spec]:
+def specs(arch: int) -> dict[str, Specialisation]:
     """By the kernel's name, of gpt2-124m's widths the first."""
     config = changed(preset("gpt2-124m"), {"train.dtype": "bf16", "model.layers": 1, "train.seq": 256})
-    found: dict[str, Spec] = {}
+    found: dict[str, Specialisation] = {}
     for spec in lower_and_plan(build_programs(config), Target(arch)).specs:
         found.setdefault(spec.name, spec)
     return found

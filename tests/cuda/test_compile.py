@@ -18,7 +18,7 @@ import pytest
 from barellm.cuda import compile as cuda_compile
 from barellm.cuda import driver
 from barellm.cuda.compile import Code, compiled
-from barellm.cuda.kernel import Lowering, Sizes, Spec, Target, TensorMap
+from barellm.cuda.kernel import Lowering, Sizes, Specialisation, Target, TensorMap
 from barellm.cuda.lang import device, tl
 from barellm.cuda.launch import BoundLaunch, Kernel
 from barellm.errors import UserError
@@ -167,11 +167,13 @@ def test_a_torn_file_is_compiled_again_to_the_same_bytes(cache):
 
 def test_the_key_has_everything_that_decides_the_code(monkeypatch):
     def keys() -> list[Path]:
-        warps = Spec(
+        warps = Specialisation(
             SCALED.function, SCALED.signature, SCALED.constants, (("num_stages", 3), ("num_warps", 8)), SCALED.aligned
         )
-        loose = Spec(SCALED.function, SCALED.signature, SCALED.constants, SCALED.options, ())
-        block = Spec(SCALED.function, SCALED.signature, (("BLOCK", 512), ("FACTOR", 2)), SCALED.options, SCALED.aligned)
+        loose = Specialisation(SCALED.function, SCALED.signature, SCALED.constants, SCALED.options, ())
+        block = Specialisation(
+            SCALED.function, SCALED.signature, (("BLOCK", 512), ("FACTOR", 2)), SCALED.options, SCALED.aligned
+        )
         return [cuda_compile._path(SCALED, 80), *(cuda_compile._path(s, 90) for s in (SCALED, warps, loose, block))]
 
     before = keys()
@@ -217,7 +219,7 @@ def test_processes_may_compile_the_same_at_once_and_loading_needs_no_compiler(ca
 
 def test_helpers_compile_the_same_bytes(cache):
     blocks = [
-        Spec(SCALED.function, SCALED.signature, (("BLOCK", n), ("FACTOR", 2)), SCALED.options, SCALED.aligned)
+        Specialisation(SCALED.function, SCALED.signature, (("BLOCK", n), ("FACTOR", 2)), SCALED.options, SCALED.aligned)
         for n in (64, 128, 256, 512)
     ]
     apart = compiled(blocks, 90, processes=3)

@@ -20,7 +20,7 @@ from barellm.config import OptimConfig
 from barellm.cuda import compile as cuda_compile
 from barellm.cuda import step, tuning
 from barellm.cuda.compile import compiled
-from barellm.cuda.kernel import MODES, Lowering, Spec, Target
+from barellm.cuda.kernel import MODES, Lowering, Specialisation, Target
 from barellm.cuda.kernels.hopper import fits, launch_product
 from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner.work import KERNEL
@@ -46,7 +46,7 @@ SMALL = ModelConfig(layers=1, heads=2, channels=64, vocab_size=320, padded_vocab
 
 def specs(
     model: ModelConfig, batch: int, compute: str, arch: int, *, moments: str = "fp32", tf32: bool = False
-) -> dict[Spec, str]:
+) -> dict[Specialisation, str]:
     """Everything that training, evaluation and decoding of a model launch, with the op that needs it."""
     _, programs = build(
         model,
@@ -59,16 +59,16 @@ def specs(
     return lower_and_plan(programs, Target(arch, tf32=tf32)).specs
 
 
-def one_of_each(found: dict[Spec, str]) -> dict[Spec, str]:
+def one_of_each(found: dict[Specialisation, str]) -> dict[Specialisation, str]:
     """The first of those that differ in numbers only."""
-    forms: dict[tuple, Spec] = {}
+    forms: dict[tuple, Specialisation] = {}
     for spec in found:
         words = tuple((k, v) for k, v in spec.constants if v is None or isinstance(v, str | bool))
         forms.setdefault((spec.name, words, tuple(kind for _, kind in spec.signature)), spec)
     return {spec: found[spec] for spec in forms.values()}
 
 
-def hopper_products() -> dict[Spec, str]:
+def hopper_products() -> dict[Specialisation, str]:
     """What a product may take along, at GPT-2's widths: also what its programs do not ask for."""
     tokens, N, K = 65536, 3072, 768
     c = Lowering(Op({}, {}), Target(90))
@@ -102,7 +102,7 @@ def hopper_products() -> dict[Spec, str]:
     return {launch.spec: "product" for launch in c.launches}
 
 
-def muon_specs(compute: str) -> dict[Spec, str]:
+def muon_specs(compute: str) -> dict[Specialisation, str]:
     """What updates GPT-2's matrices by Muon, with everything that it may do."""
     config = OptimConfig(name="muon", normuon=0.95, cautious=True)
     _, programs = build(GPT2, batch=1, seq=8, compute=compute, optimizer=partial(optimize, config=config))
@@ -114,13 +114,13 @@ LLAMA_S = ("rmsnorm", "layernorm_backward", "rope", "swiglu", "swiglu_backward",
            "join_parts", *(f"attention_{name}" for name in ("forward", "dkv", "dq")))  # fmt: skip
 
 
-def llama_specs(model: Llama, batch: int, compute: str) -> dict[Spec, str]:
+def llama_specs(model: Llama, batch: int, compute: str) -> dict[Specialisation, str]:
     """Of what a Llama launches that which GPT-2 does not."""
     found = lower_and_plan(programs(model, (batch, model.max_seq), compute), Target(90)).specs
     return one_of_each({spec: op for spec, op in found.items() if spec.name in LLAMA_S})
 
 
-TABLES: dict[str, Callable[[], dict[Spec, str]]] = {
+TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
     "gpt2-124m fp16": lambda: one_of_each(specs(GPT2, 64, "fp16", 90)),
@@ -190,7 +190,7 @@ def test_fp32_products_of_a_small_vocabulary_do_not_spill():
     assert not problems, "\n".join(problems)
 
 
-def attention_specs(head: int, compute: str, arch: int, heads: int = 1) -> dict[Spec, str]:
+def attention_specs(head: int, compute: str, arch: int, heads: int = 1) -> dict[Specialisation, str]:
     """Training's kernels of attention of `heads` heads that share one of keys."""
     p = Program(Store(), compute=compute)
     saved, dqkv = attention_both(p, (Dim("batch", 2), Dim("seq", 64)), heads=heads, kv_heads=1, D=head, dtype=compute)
@@ -211,7 +211,7 @@ def test_attention_of_wide_heads_does_not_spill(head, compute):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch, head", [(90, 64), (90, 128), (80, 128), (100, 64), (100, 128)])
 def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
-    found: dict[Spec, str] = {}
+    found: dict[Specialisation, str] = {}
     for role, heads in (*((role, 1) for role in KERNEL), ("keys", 4)):
         subject = tuning.AttentionSubject(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
         for t in subject.all_tiles(arch):

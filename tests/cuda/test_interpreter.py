@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from barellm.cuda.kernel import REGISTRY, Lowering, Sizes, Spec, TensorMap
+from barellm.cuda.kernel import REGISTRY, Lowering, Sizes, Specialisation, TensorMap
 from barellm.cuda.lang import constant, device, tl
 from barellm.program import ops
 from barellm.program.integers import ceil_div
@@ -25,7 +25,7 @@ def call(function, arrays, *, grid=(1,), **constants):
     """Run a kernel on NumPy arrays (bf16 ones as ml_dtypes'), in the parameters' order; integers stay."""
     names = [n for n in function.parameters if n not in constants]
     types = [f"*{'bf16' if a.dtype == BF16 else tl_name(a)}" if isinstance(a, np.ndarray) else "i32" for a in arrays]
-    spec = Spec(function, tuple(zip(names, types, strict=True)), tuple(constants.items()), (), ())
+    spec = Specialisation(function, tuple(zip(names, types, strict=True)), tuple(constants.items()), (), ())
     values = [pointer(a) if isinstance(a, np.ndarray) else a for a in arrays]
     interpreter.execute(spec, values, grid)
 

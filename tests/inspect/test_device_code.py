@@ -3,7 +3,7 @@
 import pytest
 
 from barellm.cuda.compile import triton_compile
-from barellm.cuda.kernel import Spec, Target
+from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.kernels import machine
 from barellm.inspect import device_code, kernels
 
@@ -21,11 +21,13 @@ SASS = """
 """
 
 
-def peak(**options: int) -> Spec:
+def peak(**options: int) -> Specialisation:
     signature = (("out", "*fp32"), ("a", "*bf16"), ("b", "*bf16"), ("turns", "i32"))
     constants = (("COLS", 128), ("DEPTH", 64), ("ROWS", 128))
     usual = {"num_stages": 1, "num_warps": 4}
-    return Spec(machine.peak, signature, constants, tuple(sorted((usual | options).items())), ("out", "a", "b"))
+    return Specialisation(
+        machine.peak, signature, constants, tuple(sorted((usual | options).items())), ("out", "a", "b")
+    )
 
 
 def test_instructions_are_counted_by_what_they_are():

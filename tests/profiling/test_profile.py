@@ -11,7 +11,7 @@ import pytest
 from barellm.cli import main
 from barellm.cpu import jit
 from barellm.cpu.isa import host
-from barellm.cpu.kernel import Spec
+from barellm.cpu.kernel import Specialisation
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES, STAMPS
 from barellm.cpu.threads import Pool
 from barellm.errors import UserError
@@ -150,7 +150,7 @@ def nothing(k) -> None:
 
 def test_tracing_costs_less_than_two_percent():
     """The cost of a traced record, from tables of empty calls, against the step that it is part of."""
-    spec, calls = Spec(nothing, (), ()), 4000
+    spec, calls = Specialisation(nothing, (), ()), 4000
     library = jit.Library([jit.compile_object(spec.ir(host()), host())], host())
     block = np.zeros((calls + 1) * RECORD_NBYTES // 8, np.int64)
     skip = -block.ctypes.data % RECORD_NBYTES // 8

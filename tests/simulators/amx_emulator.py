@@ -19,7 +19,7 @@ from typing import Any
 
 from barellm.cpu import isa as isas
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import Spec
+from barellm.cpu.kernel import Specialisation
 from barellm.cpu.lang import Builder, Pointer, Value
 
 NAME = f"amx_bf16_emulated_{sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"  # a key of the object cache
@@ -28,11 +28,11 @@ EMULATED = [ISA_EMULATED] if "avx512_bf16" in isas.available() else []
 TILES, ROW, TILE = 8, 64, 1024  # bytes
 CONFIG = TILES * TILE  # the configuration follows the tiles
 NAN = -1
-REAL = Spec.ir
+REAL = Specialisation.ir
 
 
-def ir(spec: Spec, isa: ISA) -> str:
-    """Takes the place of Spec.ir."""
+def ir(spec: Specialisation, isa: ISA) -> str:
+    """Takes the place of Specialisation.ir."""
     text = REAL(spec, isa)
     return emulate(text) if isa.name == NAME else text
 

@@ -19,7 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from barellm.cuda.kernel import Spec
+from barellm.cuda.kernel import Specialisation
 from tests.simulators.gluon_stub import Fault, Map, Pointer, Shared, Step, Trace, materialised, trace
 
 DTYPES = {
@@ -183,7 +183,7 @@ def run(trace: Trace, seed: int) -> None:
             held[step.writes.key] = step.value.value(known[move.role]).copy()
 
 
-def execute(spec: Spec, values: Sequence[Any], grid: tuple[int, ...], backward: bool) -> None:
+def execute(spec: Specialisation, values: Sequence[Any], grid: tuple[int, ...], backward: bool) -> None:
     """All blocks of a launch, each in an order of its own, as interpreter.execute has it."""
     args = {name: _argument(t, value) for (name, t), value in zip(spec.signature, values, strict=True)}
     kernel = materialised(spec.function)

@@ -31,7 +31,7 @@ import triton.language as tl
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
 
-from barellm.cuda.kernel import Launch, Sizes, Spec, Table, TensorMap
+from barellm.cuda.kernel import Launch, Sizes, Specialisation, Table, TensorMap
 from barellm.runtime.lowering import Region
 from tests.simulators import gluon_machine, interpreter_types
 
@@ -86,7 +86,9 @@ class Words:
 
 
 Parameter = Pointer | Box | Words | int
-Execute = Callable[[Spec, Sequence[Parameter], tuple[int, ...]], None]  # parameters in the signature's order, the grid
+Execute = Callable[
+    [Specialisation, Sequence[Parameter], tuple[int, ...]], None
+]  # parameters in the signature's order, the grid
 
 
 def run(
@@ -127,7 +129,7 @@ def run(
     execute(launch.spec, values, grid)
 
 
-def execute(spec: Spec, values: Sequence[Parameter], grid: tuple[int, ...], backward: bool = False) -> None:
+def execute(spec: Specialisation, values: Sequence[Parameter], grid: tuple[int, ...], backward: bool = False) -> None:
     """All blocks of a grid, the last first if `backward`. `values`: the parameters in the signature's order."""
     if spec.function.dialect == "gluon":
         with interpreting():

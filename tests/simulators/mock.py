@@ -20,7 +20,7 @@ from cuda.bindings import driver as real
 
 from barellm.cuda import bench, driver, step
 from barellm.cuda.compile import Code
-from barellm.cuda.kernel import Spec
+from barellm.cuda.kernel import Specialisation
 from tests.cuda import standin
 from tests.cuda.standin import ELEMENTS, boxed
 from tests.simulators import interpreter
@@ -59,12 +59,12 @@ class Gpu:
         self.allocated: dict[int, Any] = {}  # address -> bytes of the device
         self.pinned: dict[int, Any] = {}
         self.streams: list[Stream] = []
-        self.known: dict[bytes, tuple[Spec, Code]] = {}  # by cubin
+        self.known: dict[bytes, tuple[Specialisation, Code]] = {}  # by cubin
         self.functions: list[SimpleNamespace] = []
         self.graphs: list[list[Callable[[], None]] | None] = []
         self.events: list[float | None] = []
         self.clock = 0.0
-        self.cost: Callable[[Spec], float] = lambda spec: 1.0  # of LAUNCH_MS
+        self.cost: Callable[[Specialisation], float] = lambda spec: 1.0  # of LAUNCH_MS
         self.launched: list[tuple[str, tuple[int, ...]]] = []
         self.calls: list[str] = []
         self.errors: dict[str, int] = {}  # function -> the status that it returns instead
@@ -89,7 +89,7 @@ class Gpu:
         for module in (step, bench):
             monkeypatch.setattr(module, "compiled", self.compiled)
 
-    def compiled(self, specs: Iterable[Spec], arch: int, *, processes: int) -> dict[Spec, Code]:
+    def compiled(self, specs: Iterable[Specialisation], arch: int, *, processes: int) -> dict[Specialisation, Code]:
         assert arch == self.arch and processes >= 1
         made = {}
         for i, spec in enumerate(specs):
@@ -97,7 +97,7 @@ class Gpu:
             self.know(spec, code)
         return made
 
-    def know(self, spec: Spec, code: Code) -> None:
+    def know(self, spec: Specialisation, code: Code) -> None:
         """A cubin that may be loaded."""
         self.known[code.cubin] = spec, code
 
@@ -364,7 +364,7 @@ class Gpu:
         self._put(config.hStream, partial(self._execute, found.spec, values, grid))
         return (OK,)
 
-    def _decoded(self, spec: Spec, code: Code, params: list[bytes]) -> list[interpreter.Parameter]:
+    def _decoded(self, spec: Specialisation, code: Code, params: list[bytes]) -> list[interpreter.Parameter]:
         rest = iter(params)
         values: list[interpreter.Parameter] = []
         described = iter(code.descriptors)
@@ -391,7 +391,7 @@ class Gpu:
         assert [int.from_bytes(scratch) for scratch in rest] == [0, 0]
         return values
 
-    def _execute(self, spec: Spec, values: list[interpreter.Parameter], grid: tuple[int, ...]) -> None:
+    def _execute(self, spec: Specialisation, values: list[interpreter.Parameter], grid: tuple[int, ...]) -> None:
         self.clock += LAUNCH_MS * self.cost(spec)
         self.launched.append((spec.name, grid))
         for i, (_, type_) in enumerate(spec.signature):

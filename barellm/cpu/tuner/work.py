@@ -9,7 +9,7 @@ from math import prod
 from barellm.cpu import tuning
 from barellm.cpu.choices import Choice, default
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import Call, Emit, Spec, positional
+from barellm.cpu.kernel import Call, Emit, Specialisation, positional
 from barellm.cpu.kernels import gemm, weight_gradient
 from barellm.cpu.kernels.linear import role_of, tokens_of
 from barellm.program.dtypes import itemsize
@@ -40,7 +40,7 @@ class Work:
     cols: int
     depth: int
     rows: int
-    specs: tuple[Spec, ...]
+    specs: tuple[Specialisation, ...]
     operands: tuple[tuple[Operand | None, ...], ...]  # of each specialisation, by position; None: absent, or an integer
 
     @property
@@ -72,7 +72,7 @@ class Candidate:
     choice: Choice
     emit: Emit | None = None
 
-    def spec(self, of: Spec) -> Spec:
+    def spec(self, of: Specialisation) -> Specialisation:
         constants = dict(of.constants) | {"choice": self.choice}
         return replace(of, emit=self.emit or of.emit, constants=tuple(sorted(constants.items())))
 
@@ -82,7 +82,7 @@ class Candidate:
 
 def works_of(calls: Iterable[Call]) -> list[Work]:
     """The products among `calls`, each once, those with most operations first."""
-    found: dict[tuple[str, str, int, int, int], dict[Spec, tuple[int, tuple[Operand | None, ...]]]] = {}
+    found: dict[tuple[str, str, int, int, int], dict[Specialisation, tuple[int, tuple[Operand | None, ...]]]] = {}
     for call in calls:
         if call.spec.emit not in (gemm.product, weight_gradient.weight_gradient):
             continue

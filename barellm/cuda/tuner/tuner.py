@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from barellm.cuda import step, tuning
-from barellm.cuda.kernel import Spec, Target
+from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.tuner.bed import built
 from barellm.cuda.tuner.cases import case_of
 from barellm.cuda.tuner.faults import FAULTS
@@ -51,7 +51,7 @@ class Ahead:
     def reach(self, work: AnyWork) -> None:
         if work in self.compiled:
             return
-        specs: dict[Spec, str] = {}
+        specs: dict[Specialisation, str] = {}
         processes = step.processes()
         while self.left and (len(specs) < 2 * processes or work not in self.compiled):
             following = self.left.pop(0)
@@ -61,8 +61,8 @@ class Ahead:
         with suppress(Exception):
             step.compiled(specs, self.target.arch, processes=processes)
 
-    def _specs(self, work: AnyWork) -> dict[Spec, str]:
-        found: dict[Spec, str] = {}
+    def _specs(self, work: AnyWork) -> dict[Specialisation, str]:
+        found: dict[Specialisation, str] = {}
         target, case = work.target(self.target), case_of(work)
         for candidate in (*candidates(work, target), *rivals(work, target)):
             found |= built(case, work, candidate, target)[1].specs

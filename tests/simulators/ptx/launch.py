@@ -12,7 +12,7 @@ import triton.language as tl
 
 from barellm.cuda import compile as compiler
 from barellm.cuda.compile import Code, Descriptor
-from barellm.cuda.kernel import Spec
+from barellm.cuda.kernel import Specialisation
 from barellm.runtime import artefacts
 from tests.simulators.interpreter import Box, Memory, Parameter, Pointer, Words
 from tests.simulators.ptx import arithmetic, asynchronous, flow, lanes, memory, tensorcore  # noqa: F401  (fill the registry)
@@ -27,7 +27,7 @@ TOGETHER = 4096  # threads of the blocks that run at once
 
 
 @cache
-def code_of(spec: Spec, arch: int) -> Code:
+def code_of(spec: Specialisation, arch: int) -> Code:
     """As `compiled`, with PTX in the cubin's place. From the cache on disk, else compiled and kept."""
     path = compiler._path(spec, arch).with_suffix(".ptx")
     data = artefacts.load(path)
@@ -39,7 +39,7 @@ def code_of(spec: Spec, arch: int) -> Code:
 
 
 def execute(
-    spec: Spec,
+    spec: Specialisation,
     values: Sequence[Parameter],
     grid: tuple[int, ...],
     *,
@@ -71,7 +71,7 @@ def execute(
 
 
 def pack(
-    spec: Spec, code: Code, values: Sequence[Parameter], operands: Memory
+    spec: Specialisation, code: Code, values: Sequence[Parameter], operands: Memory
 ) -> tuple[bytes, dict[int, tuple[Box, Descriptor]]]:
     """The parameters' bytes, and of each tensor map, by its address, what it describes and how it is encoded."""
     packed = bytearray(code.param_bytes)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from barellm.cuda.choices import form
-from barellm.cuda.kernel import POINTER, Spec
+from barellm.cuda.kernel import POINTER, Specialisation
 from barellm.cuda.kernels.hopper import hopper_gemm
 from tests.cuda import test_hopper
 from tests.simulators.gluon_stub import Map
@@ -59,13 +59,13 @@ def pointer(array: np.ndarray, *, writable: bool) -> Pointer:
     return Pointer(start, start, start + array.nbytes, writable)
 
 
-def specialised(args: dict[str, Any]) -> tuple[Spec, list[Parameter]]:
+def specialised(args: dict[str, Any]) -> tuple[Specialisation, list[Parameter]]:
     found = {name: argument(name, args[name]) for name in hopper_gemm.parameters}
     signature = {name: given for name, given in found.items() if given is not None}
     constants = tuple(sorted((name, args[name]) for name, given in found.items() if given is None))
     options = (("num_stages", 3), ("num_warps", 4))
     aligned = tuple(name for name, (type_, _) in signature.items() if type_.startswith("*"))
-    spec = Spec(hopper_gemm, tuple((n, t) for n, (t, _) in signature.items()), constants, options, aligned)
+    spec = Specialisation(hopper_gemm, tuple((n, t) for n, (t, _) in signature.items()), constants, options, aligned)
     return spec, [value for _, value in signature.values()]
 
 

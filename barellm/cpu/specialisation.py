@@ -21,7 +21,7 @@ Emit = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Spec:
+class Specialisation:
     """One specialisation: the function, what each positional parameter is ("fp32", "int", None, ...), the constants."""
 
     emit: Emit
