@@ -526,7 +526,10 @@ MOMENTS = {
 each_moments = pytest.mark.parametrize("moments", MOMENTS)
 
 
-def adamw_case(shape, dtype, *, moments="fp32", scale=0.5, step=1, weight_decay=0.1, beta2=0.95, lr_scale=1.0):
+def adamw_case(
+    shape, dtype, *, moments="fp32", scale=0.5, step=1, weight_decay=0.1, beta2=0.95, lr_scale=1.0, eps=1e-8,
+    op_type=ops.AdamW,
+):  # fmt: skip
     """(operands, bounds, attributes). Moments rounded stochastically may be a whole unit off, those to nearest half of one."""
     dtype_m, dtype_v, stream = MOMENTS[moments]
     given = {
@@ -536,12 +539,13 @@ def adamw_case(shape, dtype, *, moments="fp32", scale=0.5, step=1, weight_decay=
         "v": persistent(0.01 * normal(*shape, seed=4) ** 2, dtype_v, "state"),
         "clip": persistent(np.array([2.0, scale]), role="state"),
     }
-    attrs = {"beta1": 0.9, "beta2": beta2, "eps": 1e-8, "weight_decay": weight_decay, "stream": stream}
+    attrs = {"beta1": 0.9, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "stream": stream}
     attrs["lr_scale"] = lr_scale
     # The update without the cancellation between m and the gradient.
     sizes = {name: np.abs(g.values) for name, g in given.items()} | {"param": np.zeros(shape)}
     fp32 = {name: Tensor(name, shape, "fp32", "state") for name in ("m", "v")}
-    large = ops.AdamW(dict(fp32), attrs).reference(**sizes, lr=3e-3, step=step)
+    reference: Callable[..., dict[str, np.ndarray]] = op_type(dict(fp32), attrs).reference
+    large = reference(**sizes, lr=3e-3, step=step)
     bounds = {"param": 4 * EPS * np.abs(given["param"].values) + 12 * EPS * -large["param"], "m": 2 * EPS, "v": 2 * EPS}
     if moments != "fp32":  # where fp32 and float64 lie on two sides of a boundary, the roundings are a unit apart
         bounds |= {"m": 2.0**-9 * large["m"], "v": 2.0**-10 * large["v"]}

@@ -42,6 +42,11 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
     return decode(encode(values, dtype), dtype).astype(np.float64)
 
 
+def operand_of(values: np.ndarray, dtype: str) -> np.ndarray:
+    """What a product reads of values in a storage dtype: the first plane, as float64."""
+    return decode(encode(values, dtype)[:1], FORMATS[dtype].operand).astype(np.float64)
+
+
 def tokens(values: np.ndarray, dtype: str = "fp32") -> Given:
     """An activation (batch, seq, ...)."""
     return Given(values, dtype, "tokens")
@@ -124,9 +129,9 @@ def _run(case: Case, open_session: Callable[[dict[str, Program]], Any]) -> dict[
     finally:
         session.close()
     # Products read the first plane of a parameter.
-    rounded = {name: FORMATS[case.given[name].dtype].operand for name in op.rounded if name in case.given}
+    read = {name: case.given[name].dtype for name in op.rounded if name in case.given}
     values = {name: case.values(name) for name in op.inputs}
-    arrays = {name: stored(v, rounded[name]) if name in rounded else v for name, v in values.items()}
+    arrays = {name: operand_of(v, read[name]) if name in read else v for name, v in values.items()}
     want = op.run(arrays, scalars, {name: values for name, values in current.items() if op.adds(name, scalars)})
     for name, values in got.items():
         if case.bounds.get(name, 0.0) is not None:

@@ -89,7 +89,11 @@ SCHEDULED = "gradients and their sums are fp32 in every program"
 NEW = ("qk_rotary", "qk_rotary_backward", "bigram_ids", "document_starts", "transpose")
 PENDING = ("gate_logits", "gate_logits_backward", "gated", "gated_backward", "mix", "mix_backward", "zeros")
 EXCUSED = {
-    **{(op, dtype): OPTIMIZER for op in ("adamw", "normal_init", "constant_init") for dtype in ("bf16", "fp16")},
+    **{
+        (op, dtype): OPTIMIZER
+        for op in ("adamw", "cautious_adam", "normal_init", "constant_init")
+        for dtype in ("bf16", "fp16")
+    },
     **{(op, dtype): SCHEDULED for op in ("sum_squares", "clip_scale") for dtype in ("bf16", "fp16")},
     **{(op, backend): "not written yet" for op in NEW for backend in ("cpu", "cuda")},
     ("add_layernorm", "cpu"): "a sum and its norm stay in the second cache between the two",

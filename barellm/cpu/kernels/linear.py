@@ -9,7 +9,7 @@ from barellm.cpu.kernels import cross_entropy, gemm, weight_gradient
 from barellm.cpu.kernels.cross_entropy import ALL_ROWS
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.tuning import choose
-from barellm.program.dtypes import itemsize
+from barellm.program.dtypes import PLANES, itemsize
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, rows_of, view_stride, weight_operand
@@ -71,9 +71,9 @@ def _weight_gradient(
     c.call(weight_gradient.weight_gradient, operands, constants, writes="dweight")
 
 
-@lowering("product", adds="y dx", also={"weight": "split half"}, views="x y pre residual dy dx")
-@lowering("matmul_dx", adds="dx", also={"weight": "split half"}, views="dy dx")
-@lowering("matmul", adds="y", also={"weight": "split half"}, views="x y")
+@lowering("product", adds="y dx", also={"weight": PLANES}, views="x y pre residual dy dx")
+@lowering("matmul_dx", adds="dx", also={"weight": PLANES}, views="dy dx")
+@lowering("matmul", adds="y", also={"weight": PLANES}, views="x y")
 def product(op: Op, c: Lowering) -> None:
     """A product with a weight or the gradient of its input, with what follows it."""
     epilogues = op.attrs.get("epilogues", ())
@@ -142,13 +142,11 @@ def _logits_and_losses(c: Lowering, *, gradients: bool) -> None:
     c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
 
 
-@lowering(
-    "classifier", adds="dx", starts="dweight", also={"weight": "split half", "targets": "i32", "loss_scale": "i32"}
-)
+@lowering("classifier", adds="dx", starts="dweight", also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"})
 def classifier(op: Op, c: Lowering) -> None:
     _logits_and_losses(c, gradients=True)
 
 
-@lowering("classifier_loss", also={"weight": "split half", "targets": "i32"})
+@lowering("classifier_loss", also={"weight": PLANES, "targets": "i32"})
 def classifier_loss(op: Op, c: Lowering) -> None:
     _logits_and_losses(c, gradients=False)

@@ -22,6 +22,7 @@ from barellm.cuda.kernels.common import view_strides
 from barellm.cuda.kernels.epilogue import finish_tile
 from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import device, tl
+from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import weight_operand
@@ -166,9 +167,9 @@ def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
     return {"rows": c.rows(activation), "most": activation.size // int(activation.shape[-1]), "N": N, "K": K}
 
 
-@lowering("product", starts="y dx", also={"weight": "split half"}, views="x y pre residual dy dx")
-@lowering("matmul_dx", starts="dx", also={"weight": "split half"}, views="dy dx")
-@lowering("matmul", starts="y", also={"weight": "split half"}, views="x y")
+@lowering("product", starts="y dx", also={"weight": PLANES}, views="x y pre residual dy dx")
+@lowering("matmul_dx", starts="dx", also={"weight": PLANES}, views="dy dx")
+@lowering("matmul", starts="y", also={"weight": PLANES}, views="x y")
 def lower_product(op: Any, c: Lowering) -> None:
     """A product with a weight or the gradient of its input, with what follows it."""
     follows = [name for name in op.attrs.get("epilogues", ()) if name != "bias"]
