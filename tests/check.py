@@ -21,11 +21,13 @@ from barellm.program.tensor import Dim, Tensor, View
 EPS = 2.0**-24
 ROUNDING = {name: f.half_ulp for name, f in FORMATS.items()}
 SCALARS = {"pos": 0, "accumulate": 0, "step": 1, "seed": 0, "sample": 0, "lr": 1e-3, "inv_targets": 1.0}
+RUN_TIME_AXES = {"tokens": 2, "sequences": 1}  # by the kind of an operand
 
 
 @dataclass
 class Given:
-    """An operand: values as float64 that its dtype holds exactly. Kind "tokens": the first two axes are batch and seq."""
+    """An operand: values as float64 that its dtype holds exactly. Kind "tokens": the first two axes are batch and seq. Kind
+    "sequences": the first is batch. Other kinds are roles of persistent tensors."""
 
     values: np.ndarray
     dtype: str
@@ -144,8 +146,9 @@ def _program(case: Case, dims: tuple[Dim, Dim]) -> tuple[Op, Program]:
     p = Program(store)
     inputs: dict[str, Tensor] = {}
     for name, g in case.given.items():
-        if g.kind == "tokens":
-            inputs[name] = p.input(name, (*dims, *g.values.shape[2:]), g.dtype)
+        if g.kind in RUN_TIME_AXES:
+            axes = RUN_TIME_AXES[g.kind]
+            inputs[name] = p.input(name, (*dims[:axes], *g.values.shape[axes:]), g.dtype)
         else:
             inputs[name] = store.get(name, g.values.shape, g.dtype, g.kind, valid_rows=case.attrs.get("valid_rows", 0))  # pyright: ignore
     inputs |= {n: View(inputs[v[0]], v[1], v[2]) for n, v in case.views.items() if v[0] in inputs}
