@@ -12,7 +12,7 @@ train: $(VENV)/.installed
 	$(BIN)/barellm train $(if $(OUT),--out $(OUT))
 
 # One process per core; then, one after the other, the tests that measure time. Outside CI, proofs of what did not change are left out:
-# `make test CI=true` does all.
+# `make test CI=true` runs them. Of a test's cases those run in which each two values of its parameters meet: PYTEST="--cases all" runs all.
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -m "not oracle and not alone" -n auto --dist worksteal $(PYTEST)
 	$(BIN)/python -m pytest -m "not oracle and alone" $(PYTEST) || [ $$? = 5 ]  # 5: PYTEST chose none of them

@@ -2,20 +2,34 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from barellm.cli.main import main
 from barellm.cpu.threads import thread_count
+from barellm.runtime.artefacts import cache_folder
 from barellm.runtime.memory import memory_limit
 from tests import selection
 
 WORKER_BYTES = 2 << 30  # of memory, that a process of tests may need
 
+if (
+    sys.dont_write_bytecode
+):  # some hundred processes of the tests would compile each module again: elsewhere than in the tree
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(cache_folder("bytecode"))
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     selection.add_options(parser)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without the mark that is asked for are not read."""
+    return True if selection.lacks_mark(collection_path, config.option.markexpr) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,9 @@
-"""Which tests run: all of them in CI; elsewhere not the proofs of what did not change; a few of each kind with `--quick`.
+"""Which tests run: every function, with the cases in which each two of its parameters meet; outside CI not the proofs of what
+did not change; a few of each kind with `--quick`.
+
+A test of four parameters has hundreds of cases, and a fault shows where one value is, or where two come together. `pairs` keeps
+as few cases as have every two values together that some case has. All cases of a test run where it, its file or its folder is
+named on the command line, and with `--cases all`.
 
 A test marked `proof("barellm/cuda", ...)` is slow, and its outcome depends on the named paths and its own file alone. Outside CI
 (the variable CI is not set) it is left out where none of them differs from the main branch, and on the main branch from the commit
@@ -10,7 +15,9 @@ Where an instruction set makes the same code of an fp32 kernel as another one, t
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +30,9 @@ WIDE = ("avx512_bf16", "avx512")  # of which fp32 kernels have equal code, as th
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="this machine's instruction set, one case of each kernel's tests"
+    )
+    parser.addoption(
+        "--cases", choices=("pairs", "all"), help="of a test's parameters (default: all where tests are named)"
     )
 
 
@@ -50,6 +60,15 @@ def unchanged_proof(item: pytest.Item, changed: list[str]) -> bool:
     return bool(marks) and not any(name.startswith(path) for name in changed for path in paths)
 
 
+def lacks_mark(path: Path, expression: str) -> bool:
+    """Whether no test of a file can be meant by `-m "not this and that"`, as the file does not name one of the marks that it
+    wants. Other kinds of expressions say nothing about files."""
+    if path.suffix != ".py" or not re.fullmatch(r"(not )?\w+( and (not )?\w+)*", expression):
+        return False
+    wanted = [term for term in expression.split(" and ") if not term.startswith("not ")]
+    return bool(wanted) and not all(f"mark.{mark}" in path.read_text() for mark in wanted)
+
+
 def parameters(item: pytest.Item) -> dict[str, Any]:
     return item.callspec.params if hasattr(item, "callspec") else {}  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -67,6 +86,34 @@ def same_code(item: pytest.Item, names: set[str]) -> bool:
         return False
     isa = isa_of(item)
     return (isa in WIDE[1:] and WIDE[0] in names) or (isa.startswith("amx_bf16") and WIDE[0] in names)
+
+
+def pairs(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Cases of each test, so that every two values of its parameters that come together still do; the earlier one where two
+    serve as well. A test with one parameter, or with two that meet once each, keeps all."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    kept: set[int] = set()
+    for cases in tests.values():
+        bits: dict[Any, int] = {}  # two values -> a bit of their own
+        met = [sum(1 << bits.setdefault(two, len(bits)) for two in _meetings(item)) for item in cases]
+        missing = (1 << len(bits)) - 1
+        while missing:
+            best = max(range(len(cases)), key=lambda i: (met[i] & missing).bit_count())
+            kept.add(id(cases[best]))
+            missing &= ~met[best]
+    return [item for item in items if id(item) in kept]
+
+
+def _meetings(item: pytest.Item) -> list[tuple[Any, ...]]:
+    """Which values of two parameters come together in a case. Names that are listed together are one parameter."""
+    given = parameters(item)
+    lists = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    groups = [names.replace(",", " ").split() if isinstance(names, str) else list(names) for names in lists]
+    groups += [[name] for name in given.keys() - {name for group in groups for name in group}]
+    values = [(*names, *(id(given[name]) for name in names)) for names in sorted(groups)]
+    return list(combinations(values, 2)) or [tuple(values)]
 
 
 def quick(items: list[pytest.Item], best: str) -> list[pytest.Item]:
@@ -94,6 +141,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         kept = quick(items, ISAS[0])
     else:
         kept = [item for item in items if not same_code(item, set(ISAS))]
+    if (config.getoption("--cases") or ("all" if named else "pairs")) == "pairs":
+        kept = pairs(kept)
     if changed is not None:
         kept = [item for item in kept if not unchanged_proof(item, changed)]
     if len(kept) < len(items):

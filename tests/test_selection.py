@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from itertools import product
+from itertools import combinations, product
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +15,13 @@ from barellm.overrides import changed
 from tests import selection
 
 
-def item(nodeid: str, *proof: str, **params):
-    """A test as pytest gives it to the selection."""
+def item(nodeid: str, *proof: str, listed: list | None = None, **params):
+    """A test as pytest gives it to the selection. `listed`: its marks of parametrize."""
     marks = [SimpleNamespace(args=proof, name="proof")] if proof else []
     return SimpleNamespace(
         nodeid=nodeid,
         callspec=SimpleNamespace(params=params),
-        iter_markers=lambda name: [m for m in marks if m.name == name],
+        iter_markers=lambda name: [m for m in [*marks, *(listed or [])] if m.name == name],
         get_closest_marker=lambda name: next((m for m in marks if m.name == name), None),
     )
 
@@ -80,6 +80,57 @@ def test_the_code_of_fp32_kernels_is_equal_there(other):
     assert ours == theirs and len(ours) > 20
 
 
+def test_of_a_product_those_cases_stay_in_which_each_two_values_meet():
+    values = {
+        "isa": "abcd",
+        "shape": [(1, 1), (2, 3), (1, 37), (5, 5), (7, 1)],
+        "dtype": ["fp32", "bf16"],
+        "mode": ["s", "a"],
+    }
+    cases = [
+        item(f"tests/cpu/test_x.py::test_y[{n}]", **dict(zip(values, case, strict=True)))
+        for n, case in enumerate(product(*values.values()))
+    ]
+    kept = [c.callspec.params for c in selection.pairs(cases)]  # pyright: ignore
+    assert 20 <= len(kept) <= 24 < len(cases)
+    for one, other in combinations(values, 2):
+        assert {(c[one], c[other]) for c in kept} == set(product(values[one], values[other]))
+
+
+def test_values_that_are_listed_together_are_one_parameter():
+    """Four shapes by hand, of which any two sizes come together in another one too, stay four; so do tests without parameters."""
+    listed = [
+        SimpleNamespace(name="parametrize", args=("rows, cols, depth",)),
+        SimpleNamespace(name="parametrize", args=(["isa"],)),
+    ]
+    shapes = [(1, 2, 1), (1, 1, 2), (2, 2, 2), (1, 2, 2)]
+    cases = [
+        item(f"tests/test_x.py::test_y[{n}]", listed=listed, isa=isa, rows=shape[0], cols=shape[1], depth=shape[2])
+        for n, (isa, shape) in enumerate(product("ab", shapes))
+    ]
+    alone = [
+        item("tests/test_x.py::test_a"),
+        item("tests/test_x.py::test_b"),
+        *(item(f"tests/test_x.py::test_c[{n}]", n=n) for n in range(3)),
+    ]
+    assert selection.pairs([*cases, *alone]) == [*cases, *alone]  # pyright: ignore
+    assert len(selection.pairs([case for case in cases if case.callspec.params["isa"] == "a"])) == 4  # pyright: ignore
+
+
+@pytest.mark.parametrize("expression, read", [
+    ("alone", ["alone", "both"]), ("not oracle and alone", ["alone", "both"]), ("alone and oracle", ["both"]),
+    ("not oracle and not alone", ["alone", "both", "none"]), ("", ["alone", "both", "none"]),
+    ("alone or oracle", ["alone", "both", "none"]),
+])  # fmt: skip
+def test_files_without_the_mark_that_is_asked_for_are_not_read(tmp_path, expression, read):
+    mark = "@pytest.mark."
+    texts = {"alone": f"{mark}alone", "both": f"{mark}alone\n{mark}oracle", "none": ""}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert [name for name in texts if not selection.lacks_mark(tmp_path / f"{name}.py", expression)] == read
+    assert not selection.lacks_mark(tmp_path, expression)
+
+
 def test_quick_keeps_one_case_of_each_dtype_for_the_best_instruction_set():
     each = product(("best", "other"), ("fp32", "bf16"), (1, 2))
     cases = [
@@ -107,7 +158,7 @@ def test_what_is_selected_of_a_run(quick, monkeypatch):
     gone: list = []
     config = SimpleNamespace(
         args_source=pytest.Config.ArgsSource.TESTPATHS,
-        getoption=lambda name: quick,
+        getoption=lambda name: quick if name == "--quick" else None,
         hook=SimpleNamespace(pytest_deselected=lambda items: gone.extend(items)),
     )
     items = list(cases)

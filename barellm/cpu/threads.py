@@ -13,6 +13,7 @@ import queue
 import signal
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 
 from barellm.cpu import sources
@@ -64,7 +65,12 @@ def thread_count() -> int:
 
 
 def _native(isa: ISA) -> Library:
-    futex = sys.platform == "linux" and os.environ.get("BARELLM_WAIT") != "condition"
+    return _loaded(isa, sys.platform == "linux" and os.environ.get("BARELLM_WAIT") != "condition")
+
+
+@cache
+def _loaded(isa: ISA, futex: bool) -> Library:
+    """One for all pools of a process: to load it costs more than to start two threads."""
     code = cached_object(
         f"sync|{sources.digest(sync.__name__)}|{arm()}|{futex}", isa, lambda: sync.ir(arm=arm(), futex=futex)
     )
