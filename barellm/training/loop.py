@@ -35,6 +35,7 @@ ESTIMATE_STEPS, ESTIMATE_S = (
     60.0,
 )  # steps after which the whole time is said, where it is longer than so many seconds
 NOT_FINITE_LIMIT = 10  # skipped updates in a row that end the run
+ALL = 1 << 31  # checkpoints to keep
 SHOWN_LINES = 16  # of a sample; metrics.jsonl has all of it
 FULL_DISK_S, FULL_DISK_PAUSE_S = 3600.0, 10.0  # the last save waits for room so long, and tries so often
 
@@ -73,7 +74,8 @@ class Loop:
     _evaluated_per_s: float = float("inf")
     _stepping_s: float = 0.0
     _stepped: int = 0
-    _not_finite: int = 0
+    _not_finite: int = 0  # steps in a row
+    _save_due: bool = False
     _changed: int = (
         0  # the last step that changed the weights: an update is skipped where the gradient's norm is not finite
     )
@@ -93,7 +95,9 @@ class Loop:
                 break
             self._choose_total()
             last = self.progress.step == self.progress.total
-            if not last and train.checkpoint_every and self.progress.step % train.checkpoint_every == 0:
+            self._save_due |= bool(train.checkpoint_every) and self.progress.step % train.checkpoint_every == 0
+            # While the loss or the norm is not finite no checkpoint is made: it could push out a good one.
+            if self._save_due and not last and not self._not_finite:
                 self._save_or_warn()
             if self._stepped == 1:
                 gc.collect()
@@ -185,12 +189,16 @@ class Loop:
 
     def _diverged(self, loss: float, norm: float) -> NoReturn:
         """Ends the run with one line. The weights are saved first, as the last update that was not skipped left them, unless that
-        update was what broke them."""
+        update was what broke them. They may be bad already, so all earlier checkpoints stay, and the line names the newest."""
         step, self.progress.step = self.progress.step, self._changed
         if self._changed and self._weights_are_finite():
             self._save_or_warn()
         target = checkpoint.step_folder(self.folder, self._changed)
         held = f"; {target} holds the last weights that were finite" if target.is_dir() else ""
+        if earlier := [path for path in checkpoint.steps(self.folder) if path != target]:
+            held += (
+                f"; the checkpoint before that is {earlier[0]}" if held else f"; {earlier[0]} is the last checkpoint"
+            )
         raise UserError(
             f"loss or gradient norm was not finite for {NOT_FINITE_LIMIT} steps up to step {step} (loss {loss}, "
             f"norm {norm}): try an optim.lr below {self.config.optim.lr} or a longer optim.warmup{held}"
@@ -248,7 +256,7 @@ class Loop:
             self._pause_s = seconds / train.eval_every
             self._evaluated_per_s = result.targets / seconds
             self.record_evaluation(step, result)
-        if train.sample_every and step and step % train.sample_every == 0:
+        if train.sample_every and step and step % train.sample_every == 0 and not self._not_finite:
             for text in self.samples(step):
                 self.record_sample(step, text)
 
@@ -269,7 +277,9 @@ class Loop:
     # --- checkpoints ---
 
     def save(self) -> None:
+        """Save this step. The newest `train.keep` checkpoints stay, or all of them while the loss or the norm is not finite."""
         train, progress = self.config.train, self.progress
+        keep = ALL if self._not_finite else train.keep
         meta = {
             **self.meta,
             "total_steps": progress.total,
@@ -277,8 +287,9 @@ class Loop:
             "seconds": round(progress.seconds, 3),
         }
         self.saved = checkpoint.save(
-            self.folder, self.session, step=progress.step, meta=meta, tokenizer=self.tokenizer, keep=train.keep
+            self.folder, self.session, step=progress.step, meta=meta, tokenizer=self.tokenizer, keep=keep
         )
+        self._save_due = False
         self.console.line(f"saved {self.saved}")
 
     def _save_or_warn(self) -> None:

@@ -111,6 +111,29 @@ def test_a_run_that_diverges_leaves_its_last_finite_weights(diverging, fake, com
     assert steps == list(range(1, 21))
 
 
+@pytest.mark.parametrize("broken", [False, True], ids=["finite", "broken weights"])
+def test_a_run_that_diverges_keeps_its_checkpoints_from_before(diverging, fake, command, tmp_path, capsys, broken):
+    """The last finite weights may be bad already, so they push out no checkpoint, and nothing is saved on the way to the end."""
+    diverging(12, broken=broken)
+    assert main(command("run", "--steps", "40", "--train.checkpoint_every", "4", "--train.keep", "1")) == 2
+    folder = tmp_path / "run/checkpoints"
+    held = [checkpoint.step_of(path) for path in checkpoint.steps(folder)]
+    end = capsys.readouterr().err.rstrip("\n").split("; ")[1:]
+    if broken:
+        assert held == [8] and end == [f"{folder}/step-000008 is the last checkpoint"]
+    else:
+        before = f"the checkpoint before that is {folder}/step-000008"
+        assert held == [11, 8] and end == [f"{folder}/step-000011 holds the last weights that were finite", before]
+
+
+def test_a_checkpoint_that_is_due_in_a_bad_moment_comes_after_it(fake, command, tmp_path):
+    """fp16 skips an update now and then, and goes on."""
+    not_finite(fake, {4, 5})
+    assert main(command("run", "--train.checkpoint_every", "4", "--train.keep", "9")) == 0
+    steps = [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path / "run/checkpoints")]
+    assert steps == [12, 8, 6]
+
+
 @pytest.mark.parametrize("first, broken", [(1, False), (7, True)], ids=["at once", "broken weights"])
 def test_weights_that_are_worth_nothing_are_not_saved(diverging, command, tmp_path, capsys, first, broken):
     diverging(first, broken=broken)
