@@ -21,11 +21,13 @@ from barellm.program.tensor import Dim, Tensor, View
 EPS = 2.0**-24
 ROUNDING = {name: f.half_ulp for name, f in FORMATS.items()}
 SCALARS = {"pos": 0, "accumulate": 0, "step": 1, "seed": 0, "sample": 0, "lr": 1e-3, "inv_targets": 1.0}
+RUN_TIME_AXES = {"tokens": 2, "sequences": 1}  # by the kind of an operand
 
 
 @dataclass
 class Given:
-    """An operand: values as float64 that its dtype holds exactly. Kind "tokens": the first two axes are batch and seq."""
+    """An operand: values as float64 that its dtype holds exactly. Kind "tokens": the first two axes are batch and seq. Kind
+    "sequences": the first is batch. Other kinds are roles of persistent tensors."""
 
     values: np.ndarray
     dtype: str
@@ -40,6 +42,11 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "i32":
         return np.asarray(values, np.int32)
     return decode(encode(values, dtype), dtype).astype(np.float64)
+
+
+def operand_of(values: np.ndarray, dtype: str) -> np.ndarray:
+    """What a product reads of values in a storage dtype: the first plane, as float64."""
+    return decode(encode(values, dtype)[:1], FORMATS[dtype].operand).astype(np.float64)
 
 
 def tokens(values: np.ndarray, dtype: str = "fp32") -> Given:
@@ -124,9 +131,9 @@ def _run(case: Case, open_session: Callable[[dict[str, Program]], Any]) -> dict[
     finally:
         session.close()
     # Products read the first plane of a parameter.
-    rounded = {name: FORMATS[case.given[name].dtype].operand for name in op.rounded if name in case.given}
+    read = {name: case.given[name].dtype for name in op.rounded if name in case.given}
     values = {name: case.values(name) for name in op.inputs}
-    arrays = {name: stored(v, rounded[name]) if name in rounded else v for name, v in values.items()}
+    arrays = {name: operand_of(v, read[name]) if name in read else v for name, v in values.items()}
     want = op.run(arrays, scalars, {name: values for name, values in current.items() if op.adds(name, scalars)})
     for name, values in got.items():
         if case.bounds.get(name, 0.0) is not None:
@@ -139,8 +146,9 @@ def _program(case: Case, dims: tuple[Dim, Dim]) -> tuple[Op, Program]:
     p = Program(store)
     inputs: dict[str, Tensor] = {}
     for name, g in case.given.items():
-        if g.kind == "tokens":
-            inputs[name] = p.input(name, (*dims, *g.values.shape[2:]), g.dtype)
+        if g.kind in RUN_TIME_AXES:
+            axes = RUN_TIME_AXES[g.kind]
+            inputs[name] = p.input(name, (*dims[:axes], *g.values.shape[axes:]), g.dtype)
         else:
             inputs[name] = store.get(name, g.values.shape, g.dtype, g.kind, valid_rows=case.attrs.get("valid_rows", 0))  # pyright: ignore
     inputs |= {n: View(inputs[v[0]], v[1], v[2]) for n, v in case.views.items() if v[0] in inputs}
@@ -177,13 +185,18 @@ def _read(session: Any, t: Tensor, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _check_bytes(case: Case, op: Op, session: Any, actual: Any) -> None:
-    """Inputs hold what was written; every byte that belongs to nobody at these sizes is still 0xFF."""
-    free = np.ones(session.arena.size, bool)
+    """Inputs hold what was written, and nothing else was written."""
     for t in {t.base: None for t in op.inputs.values()}:
         if t not in op.outputs.values():
             values = _read(session, t, actual(t)).astype(np.float64)
             same = np.array_equal(values, case.given[t.name].values, equal_nan=True)
             assert same, _failed(f"the kernel changed its input {t.name}")
+    check_gaps(session, actual)
+
+
+def check_gaps(session: Any, actual: Callable[[Tensor], tuple[int, ...]]) -> None:
+    """Every byte that belongs to no tensor of the `actual` shape is still 0xFF."""
+    free = np.ones(session.arena.size, bool)
     for t in session.plan.offsets:
         start, nbytes = session.plan.offsets[t], t.nbytes
         if t.dims:

@@ -74,8 +74,9 @@ def products(train: TrainConfig, device: str) -> dict[str, Any]:
     return {"matmul": train.matmul, "tf32": train.tf32} if device == "cuda" else {}
 
 
-def build_programs(config: Config, *, training: bool = True) -> dict[str, Program]:
-    """The programs of a training run, or without the optimizer. `config` has its dtype resolved."""
+def build_programs(config: Config, *, training: bool = True, positions: int | None = None) -> dict[str, Program]:
+    """The programs of a training run, or without the optimizer. `config` has its dtype resolved. The KV cache of "decode" has so
+    many `positions`: all that the model has unless given; with 0 there is no "decode"."""
     from barellm.assembly.programs import build
     from barellm.optim.recipes import optimize
 
@@ -87,18 +88,22 @@ def build_programs(config: Config, *, training: bool = True) -> dict[str, Progra
         compute=train.dtype,
         optimizer=(lambda p: optimize(p, config.optim)) if training else None,
         recompute=train.recompute,
-        decode_batch=1,
+        decode_batch=0 if positions == 0 else 1,
+        decode_seq=positions or 0,
     )
     return programs
 
 
 @contextmanager
-def open_machine(config: Config, *, device: str, training: bool = True) -> Iterator[Machine]:
-    """Programs built, planned, compiled and mapped. `training` False: "decode" and "eval" only."""
+def open_machine(
+    config: Config, *, device: str, training: bool = True, positions: int | None = None
+) -> Iterator[Machine]:
+    """Programs built, planned, compiled and mapped. With `training` False they are "decode" and "eval" only. `positions` is as in
+    `build_programs`."""
     check_device(device)
     config = resolved(config, device)
     train = config.train
-    programs = build_programs(config, training=training)
+    programs = build_programs(config, training=training, positions=positions)
     if device in NAMES:
         session = backend(device).open_session(programs, **(products(train, device) if training else {}))
         try:

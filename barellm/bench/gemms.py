@@ -306,7 +306,7 @@ def _sample(sides: list[Any], dtype: str, bench: Bench) -> tuple[float, ...]:
 def _row(product: Product, timed: Timed | TimedOnGpu, samples: list[tuple[float, ...]], dtype: str) -> dict[str, Any]:
     fp32, peak, warm, cold, *theirs = (median(column) for column in zip(*samples, strict=True))
     op = timed.ops[0]
-    bound = Ceiling({"fp32": fp32, "bf16": peak}, {}).operations(op)
+    bound = Ceiling({"fp32": fp32, dtype: peak}, {}).operations(op)
     row = {
         **product.__dict__,
         "dtype": dtype,

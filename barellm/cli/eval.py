@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from barellm.cli.checkpoints import opened
+    from barellm.cli.checkpoints import found
     from barellm.data.loader import Validation
     from barellm.data.sources import prepare
     from barellm.errors import UserError
@@ -43,25 +43,24 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("tokens", 0), ("batch", 1)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
-    with opened(args.checkpoint, device=args.device, dtype=args.dtype, batch=args.batch) as (
-        path,
-        config,
-        tokenizer,
-        session,
-    ):
-        source = config.data if args.data is None else replace(config.data, source=args.data)
-        data = prepare(source, tokenizer=tokenizer, whole=args.whole)
-        windows = Validation(data.val, seq=config.train.seq, max_tokens=args.tokens)
+    checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, batch=args.batch)
+    config = checkpoint.config
+    source = config.data if args.data is None else replace(config.data, source=args.data)
+    data = prepare(source, tokenizer=checkpoint.tokenizer, whole=args.whole)
+    windows = Validation(data.val, seq=config.train.seq, max_tokens=args.tokens)
+    with checkpoint.opened(positions=0) as machine:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
         evaluator = Evaluator(windows, batch=args.batch, byte_lengths=data.byte_lengths)
-        result = evaluator.run(session, report=console.evaluating(windows.windows))
+        result = evaluator.run(machine.session, report=console.evaluating(windows.windows))
         console.clear()
     assert result is not None
     bits = result.bits_per_byte
     if args.json:
-        found = {"checkpoint": str(path), "data": data.name, "nats": result.nats, "bits_per_byte": bits}
-        print(json.dumps(found | {"targets": result.targets, "bytes": result.bytes}))
+        row = {"checkpoint": str(checkpoint.path), "data": data.name, "nats": result.nats, "bits_per_byte": bits}
+        print(json.dumps(row | {"targets": result.targets, "bytes": result.bytes}))
     else:
         per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
-        print(f"{path}: {result.nats:.4f} nats per token{per_byte} ({result.targets:,} tokens of {data.name})")
+        print(
+            f"{checkpoint.path}: {result.nats:.4f} nats per token{per_byte} ({result.targets:,} tokens of {data.name})"
+        )
     return 0

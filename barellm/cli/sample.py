@@ -55,18 +55,21 @@ def run(args: argparse.Namespace) -> int:
     import time
     from dataclasses import replace
 
-    from barellm.cli.checkpoints import opened
+    from barellm.cli.checkpoints import found
     from barellm.errors import UserError
-    from barellm.generation.decode import Decoder
+    from barellm.generation.decode import Decoder, cache_positions
     from barellm.generation.samplers import Sampling
 
     for name in ("tokens", "samples"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least 1")
     first = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    with opened(args.checkpoint, device=args.device, dtype=args.dtype) as (path, config, tokenizer, session):
-        fed = _fed(tokenizer, args.prompt, config.model.max_seq)
-        decoder = Decoder(session, max_seq=config.model.max_seq, vocab_size=config.model.vocab_size)
+    checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype)
+    model, tokenizer = checkpoint.config.model, checkpoint.tokenizer
+    fed = _fed(tokenizer, args.prompt, model.max_seq)
+    positions = cache_positions(len(fed) + args.tokens, model.max_seq)
+    with checkpoint.opened(positions=positions) as machine:
+        decoder = Decoder(machine.session, max_seq=positions, vocab_size=model.vocab_size)
         for i in range(args.samples):
             how = replace(first, seed=args.seed + i)
             if args.samples > 1 and not args.json:
@@ -77,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
             text, ids = _sample(decoder, tokenizer, how, fed=fed, count=args.tokens, say=say)
             seconds = time.perf_counter() - begin
             if args.json:
-                found = {"checkpoint": str(path), "prompt": args.prompt, "seed": how.seed, "text": text, "tokens": ids}
-                print(json.dumps(found | {"tokens_per_s": round(len(ids) / seconds, 1)}))
+                row = {"checkpoint": str(checkpoint.path), "prompt": args.prompt, "seed": how.seed}
+                print(json.dumps(row | {"text": text, "tokens": ids, "tokens_per_s": round(len(ids) / seconds, 1)}))
     return 0
 
 

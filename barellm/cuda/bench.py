@@ -18,7 +18,8 @@ from barellm.program.dtypes import numpy_dtype
 NBYTES = 1 << 29  # that a measurement of bandwidth touches: ten times the second cache
 BLOCK = 1024
 TURNS = 4096
-TILES = {"bf16": (128, 256, 64, 8), "fp32": (64, 64, 16, 4)}  # rows, columns, depth of a product, warps
+HALF = (128, 256, 64, 8)
+TILES = {"bf16": HALF, "fp16": HALF, "fp32": (64, 64, 16, 4)}  # rows, columns, depth of a product, warps
 REPEATS, TRIALS = 10, 5
 
 

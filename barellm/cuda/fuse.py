@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from barellm.cuda.kernels.activations import ACTIVATIONS
-from barellm.cuda.kernels.common import unit_of
+from barellm.cuda.kernels.common import matrix_unit, unit_of
 from barellm.program.fusion import Fusion
 from barellm.program.grouping import Alike
 from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, RMSNORMS_BACKWARD, layernorm_backward, products
@@ -57,23 +58,28 @@ BACKWARD: list[Fusion] = [
 
 FUSIONS: list[Fusion] = [*NORMS, *BACKWARD, *CLASSIFIER, *products(ACTIVATIONS)]
 
+
+def alike_adam(op: Any) -> tuple[Any, ...]:
+    """What updates of one launch share."""
+    dtypes = (t.dtype for t in op.outputs.values())
+    return (op.clip, *dtypes, op.beta1, op.beta2, op.eps, op.lr_scale, op.stream is None, unit_of(op.param))
+
+
 # Initial values and the update of all parameters: a launch takes a microsecond or two, and most parameters no time at all. What is
 # code is in the key: formats in memory, and how wide the accesses are.
 GROUPS: dict[str, Alike] = {
     "normal_init": lambda op: (op.param.dtype, op.param.shape[-1], unit_of(op.param)),
     "constant_init": lambda op: (op.param.dtype, unit_of(op.param)),
     "sum_squares": lambda op: unit_of(op.x),
-    "adamw": lambda op: (
-        op.clip, *(t.dtype for t in op.outputs.values()), op.beta1, op.beta2, op.eps, op.lr_scale,
-        op.stream is None, unit_of(op.param),
-    ),
-    "muon_momentum": lambda op: (op.clip, op.u.dtype, unit_of(op.grad), op.nesterov),
-    "muon_normalize": lambda op: (op.u.dtype, unit_of(op.u)),
-    "gram": lambda op: (op.x.shape, op.x.dtype),
-    "gram_polynomial": lambda op: (op.a.shape, op.a.dtype),
-    "gram_apply": lambda op: (op.x.shape, op.x.dtype),
+    "adamw": alike_adam,
+    "cautious_adam": alike_adam,
+    "muon_momentum": lambda op: (op.clip, op.u.dtype, matrix_unit(op, op.grad), op.nesterov),
+    "muon_normalize": lambda op: (op.u.dtype, matrix_unit(op, op.u)),
+    "gram": lambda op: (op.one(op.x), op.x.dtype),
+    "gram_polynomial": lambda op: (op.one(op.a), op.a.dtype),
+    "gram_apply": lambda op: (op.one(op.x), op.x.dtype),
     "muon_update": lambda op: (
-        op.clip, op.param.dtype, op.x.dtype, unit_of(op.param), op.cautious, op.scales is None,
-        op.scales is not None and op.param.shape[0] < op.param.shape[1],
+        op.clip, op.param.dtype, op.x.dtype, matrix_unit(op, op.param), op.cautious, op.squared, op.scales is None,
+        op.scales is not None and op.one(op.x)[0] < op.one(op.x)[1],
     ),
 }  # fmt: skip

@@ -9,16 +9,24 @@ import numpy as np
 from barellm.generation.samplers import Sampling, draw
 from barellm.runtime.session import Session
 
+LEAST_POSITIONS = 256
+
+
+def cache_positions(tokens: int, most: int) -> int:
+    """Positions of a KV cache for a text of so many tokens in a model that has at most `most`. It is a power of two, since each
+    other number is another constant of the kernels, which are then compiled again."""
+    return min(most, max(LEAST_POSITIONS, 1 << (tokens - 1).bit_length()))
+
 
 def kept(text: Sequence[int], positions: int) -> Sequence[int]:
-    """What a model with so many positions sees of a text: all that fits, else as much as fills half of them, so that there is
-    room for what follows."""
+    """The part of a text that a model with so many positions sees: all of it if it fits, else as much of its end as fills half of
+    the positions, so that there is room for what follows."""
     return text if len(text) <= positions else text[-max(1, positions // 2) :]
 
 
 class Decoder:
-    """Feeds a prompt at once, then each drawn token. When all `max_seq` positions are used, the newer half of the text is
-    fed again from position 0: positions are absolute, so a cache cannot be moved. Ids from `vocab_size` on are padding."""
+    """Feeds a prompt at once, then each drawn token. When all `max_seq` positions of the cache are used, the newer half of the text
+    is fed again from position 0: positions are absolute, so a cache cannot be moved. Ids from `vocab_size` on are padding."""
 
     def __init__(self, session: Session, *, max_seq: int, vocab_size: int) -> None:
         self.session, self.max_seq, self.vocab_size = session, max_seq, vocab_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from barellm.config import OptimConfig
 from barellm.optim import adamw
@@ -20,8 +20,9 @@ TOGETHER = 1 << 20  # elements of matrices that take each turn together: of smal
 @dataclass(frozen=True)
 class Muon:
     """Rate: the schedule's `lr` times `lr_scale`. The momentum is the scalar `momentum` of a run. `turns` of the iteration, at most
-    as many as it has; `scale`: the rule for the size of a step; `weight_decay`: `cautious` leaves alone what the step makes larger;
-    `beta2`: NorMuon's mean of the squares of rows, 0 for no such."""
+    as many as it has; `scale`: the rule for the size of a step, and `lr_mul` a factor of it; `weight_decay`: `cautious` leaves
+    alone what the step makes larger, `squared` multiplies it with the step's size; `beta2`: NorMuon's mean of the squares of rows,
+    0 for no such; `matrices`: as many equal ones lie in each parameter, one below the other."""
 
     lr_scale: float = 1.0
     nesterov: bool = True
@@ -31,6 +32,9 @@ class Muon:
     weight_decay: float = 0.0
     cautious: bool = False
     beta2: float = 0.0
+    lr_mul: float = 1.0
+    squared: bool = False
+    matrices: int = 1
 
     def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
         """Append the ops that change matrices by their gradients times clip[1]; nothing changes where that is NaN."""
@@ -39,13 +43,14 @@ class Muon:
 
     def _update(self, p: Program, params: list[Tensor], clip: Tensor) -> None:
         """Turn by turn for all of them: between two matrices no thread waits for another."""
-        how = ITERATIONS[self.iteration]
+        how, bank = ITERATIONS[self.iteration], cast("dict[str, Any]", {"matrices": self.matrices})
         xs = [self._begin(p, param, clip) for param in params]
-        xs = [p.apply(ops.MuonNormalize, u=x.u, partials=x.partials, margin=how.margin, eps=how.eps).x for x in xs]
+        bounded = {"margin": how.margin, "eps": how.eps, **bank}
+        xs = [p.apply(ops.MuonNormalize, u=x.u, partials=x.partials, **bounded).x for x in xs]
         for scale, linear, square in how.turns[: self.turns]:
-            grams = [p.apply(ops.Gram, x=x).a for x in xs]
-            found = [p.apply(ops.GramPolynomial, a=a, linear=linear, square=square).b for a in grams]
-            xs = [p.apply(ops.GramApply, x=x, b=b, scale=scale).y for x, b in zip(xs, found, strict=True)]
+            grams = [p.apply(ops.Gram, x=x, **bank).a for x in xs]
+            found = [p.apply(ops.GramPolynomial, a=a, linear=linear, square=square, **bank).b for a in grams]
+            xs = [p.apply(ops.GramApply, x=x, b=b, scale=scale, **bank).y for x, b in zip(xs, found, strict=True)]
         scales: list[Tensor | None] = [None] * len(xs)
         if self.beta2:
             scales = [self._scales(p, param, x, clip) for param, x in zip(params, xs, strict=True)]
@@ -55,16 +60,19 @@ class Muon:
     def _begin(self, p: Program, param: Tensor, clip: Tensor):
         m = p.state(f"{param.name}.m", param.shape)
         grad = p.gradient_of(param)
-        return p.apply(ops.MuonMomentum, grad=grad, m=m, clip=clip, nesterov=self.nesterov, dtype=p.compute)
+        attrs: dict[str, Any] = {"nesterov": self.nesterov, "dtype": p.compute, "matrices": self.matrices}
+        return p.apply(ops.MuonMomentum, grad=grad, m=m, clip=clip, **attrs)
 
     def _scales(self, p: Program, param: Tensor, x: Tensor, clip: Tensor) -> Tensor:
-        second = p.state(f"{param.name}.v", (lines(param),))
-        return p.apply(ops.NorMuonScales, x=x, second=second, clip=clip, beta2=self.beta2).scales
+        second = p.state(f"{param.name}.v", (lines(param, self.matrices),))
+        attrs: dict[str, Any] = {"beta2": self.beta2, "matrices": self.matrices}
+        return p.apply(ops.NorMuonScales, x=x, second=second, clip=clip, **attrs).scales
 
     def _step(self, p: Program, param: Tensor, x: Tensor, clip: Tensor, scales: Tensor | None) -> None:
-        size = STEP_SCALES[self.scale](*(int(n) for n in param.shape))
-        attrs: dict[str, Any] = {"lr_scale": self.lr_scale, "scale": size}
-        attrs |= {"weight_decay": self.weight_decay, "cautious": self.cautious}
+        rows, cols = (int(n) for n in param.shape)
+        size = self.lr_mul * STEP_SCALES[self.scale](rows // self.matrices, cols)
+        attrs: dict[str, Any] = {"lr_scale": self.lr_scale, "scale": size, "matrices": self.matrices}
+        attrs |= {"weight_decay": self.weight_decay, "cautious": self.cautious, "squared": self.squared}
         given: dict[str, Any] = {"param": param, "x": x, "clip": clip, "scales": scales}
         p.apply(ops.MuonUpdate, **given, **attrs)
 

@@ -57,16 +57,16 @@ def assigned(rules: Sequence[Rule], params: Sequence[Tensor]) -> Iterator[tuple[
         yield param, rule
 
 
-def update(p: Program, rules: Sequence[Rule], *, clip: float) -> None:
-    """Append the update of all parameters of the store: the norm of all gradients together, one scale for all of them that takes
-    it down to `clip` (0: no clipping), then each parameter's own optimizer.
+def update(p: Program, rules: Sequence[Rule], *, clip: float, params: Sequence[Tensor] | None = None) -> None:
+    """Append the update of `params`, or of all parameters of the store: the norm of all their gradients together, one scale for all
+    of them that takes it down to `clip` (0: no clipping), then each parameter's own optimizer.
 
     The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
     """
     from barellm.program import ops
     from barellm.program.loss_scale import loss_scale_of
 
-    params = p.store.of_role("parameter")
+    params = p.store.of_role("parameter") if params is None else params
     squares = {f"p{i}": p.apply(ops.SumSquares, x=p.gradient_of(t)).partials for i, t in enumerate(params)}
     skipped = p.state("skipped", (1,), "i32")
     operands = {"skipped": skipped, "loss_scale": loss_scale_of(p), **squares}

@@ -12,6 +12,7 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 
 Mix = tuple[int, int, int]  # of eight vectors that an op moves: how many it reads, writes, updates in place
+HALVES = ("bf16", "fp16")  # dtypes that machines may multiply faster than fp32
 NAMED: dict[str, Mix] = {"copy": (4, 4, 0), "update": (0, 0, 8), "read": (8, 0, 0)}
 
 
@@ -35,8 +36,9 @@ def open_bench(device: str, threads: int | None = None) -> Bench:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """`flops`: FLOP/s by dtype, operands in registers. `bandwidth`: bytes/s read plus written (an update counts twice) by mix;
-    a mix that is asked for and not there yet is measured, on the CPU in 0.2 s."""
+    """The measured rates of a machine. `flops` has the FLOP/s of products by the dtype of their operands, with the operands in
+    registers. `bandwidth` has the bytes/s that are read and written (an update counts twice) by mix. A rate that is asked for and
+    not there yet is measured, on the CPU in 0.1 s (dtype) or 0.2 s (mix)."""
 
     flops: dict[str, float]
     bandwidth: dict[Mix, float]
@@ -44,7 +46,13 @@ class Ceiling:
 
     def operations(self, op: Op) -> float:
         """Seconds of the op's arithmetic. Products and attention run at the peak of their operands' dtype."""
-        return sum(o.flops() / self.flops[dtype_of_products(o)] for o in primitives(op))
+        return sum(o.flops() / self.peak(dtype_of_products(o)) for o in primitives(op))
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of products of `dtype`."""
+        if dtype not in self.flops:
+            self._measured(lambda bench: self.flops.update({dtype: bench.peak(dtype)}))
+        return self.flops[dtype]
 
     def traffic(self, op: Op) -> float:
         """Seconds to move the bytes that must move, at the bandwidth of this mix of reads and writes."""
@@ -54,23 +62,30 @@ class Ceiling:
         return op.bytes() / self.bandwidth[mix]
 
     def measure(self, mixes: Iterable[Mix]) -> None:
-        """Now; of a rate that is there already the better one stays: a machine has slow minutes."""
-        bench = self.opened()
-        try:
+        """Measure the bandwidth of `mixes` now. Of two measurements the better one stays, because a machine has slow minutes."""
+
+        def each(bench: Bench) -> None:
             for mix in list(mixes):
                 self.bandwidth[mix] = max(self.bandwidth.get(mix, 0.0), bench.bandwidth(mix))
-        finally:
-            bench.close()
+
+        self._measured(each)
 
     def again(self) -> None:
-        """Measure all that is there once more, the peaks too."""
-        bench = self.opened()
-        try:
+        """Measure all rates that are there once more, and keep the better ones."""
+
+        def each(bench: Bench) -> None:
             for dtype, rate in self.flops.items():
                 self.flops[dtype] = max(rate, bench.peak(dtype))
+
+        self._measured(each)
+        self.measure(self.bandwidth)
+
+    def _measured(self, work: Callable[[Bench], None]) -> None:
+        bench = self.opened()
+        try:
+            work(bench)
         finally:
             bench.close()
-        self.measure(self.bandwidth)
 
     def seconds(self, op: Op) -> float:
         """The bound: max(operations / peak, bytes / bandwidth)."""
@@ -108,15 +123,15 @@ def primitives(op: Op) -> list[Op]:
 
 
 def dtype_of_products(op: Op) -> str:
-    """ "bf16" where the op multiplies bf16 operands, else "fp32": everything outside products is computed in fp32."""
+    """The 16-bit dtype whose operands the op multiplies, else "fp32": everything outside products is computed in fp32."""
     operands: list[Tensor] = list(op.inputs.values())
-    return "bf16" if op.product and any(t.dtype == "bf16" for t in operands) else "fp32"
+    return next((t.dtype for t in operands if t.dtype in HALVES), "fp32") if op.product else "fp32"
 
 
 def step_bound(programs: Mapping[str, Program], dtype: str, ceiling: Ceiling) -> float:
     """Seconds that no step can beat: model FLOPs at the peak of `dtype`, and what the optimizers do with each parameter."""
     update = sum(ceiling.seconds(op) for op in programs["update"].ops if op.update)
-    return programs["micro"].flops / ceiling.flops[dtype] + update
+    return programs["micro"].flops / ceiling.peak(dtype) + update
 
 
 @cache

@@ -2,8 +2,9 @@
 
 Most formats are an array of one kind of number. A weight that products read in 16 bits has two planes: what products read, one
 after the other, then what makes the fp32 master weight of it. "split" loses nothing in 32 bits: the master weight has the bits
-(hi << 16) + rest, hi being the nearest bf16 and the rest a signed 16-bit number. fp16 has too few exponents for that, so "half"
-keeps the fp32 weight beside its nearest fp16.
+(hi << 16) + rest, hi being the nearest bf16 and the rest a signed 16-bit number. "truncated" keeps the upper 16 bits as they are
+and the lower ones unsigned, as modded-nanogpt does: hi is the next bf16 towards zero. fp16 has too few exponents for that, so
+"half" keeps the fp32 weight beside its nearest fp16.
 
 "e6m9" and "ue6m10" are the 16-bit floats of optimizer state (`program.moments`).
 """
@@ -70,12 +71,16 @@ FORMATS: dict[str, Format] = {
         Format("i64", 64, "integer"),
         Format("i32", 32, "integer"),
         Format("i16", 16, "integer"),
+        Format("u16", 16, "integer"),
         Format("e6m9", 16, "code", 2.0**-10, travels="fp32"),
         Format("ue6m10", 16, "code", 2.0**-11, travels="fp32"),
         Format("split", 32, "planes", 2.0**-24, planes=("bf16", "i16"), travels="fp32"),
         Format("half", 48, "planes", 2.0**-24, planes=("fp16", "fp32"), travels="fp32"),
+        Format("truncated", 32, "planes", 2.0**-24, planes=("bf16", "u16"), travels="fp32"),
     )
 }
+
+PLANES = " ".join(name for name, f in FORMATS.items() if f.planes)  # what kernels of weights take beside numbers
 
 
 def format_of(dtype: str) -> Format:
@@ -99,13 +104,16 @@ def numpy_dtype(name: str) -> np.dtype:
         return np.dtype(ml_dtypes.bfloat16)
     f = FORMATS[name]
     assert not f.planes, name
-    return np.dtype(f"{ {'float': 'f', 'integer': 'i', 'code': 'u'}[f.kind] }{f.bits // 8}")
+    kind = {"float": "f", "integer": name[0], "code": "u"}[f.kind]
+    return np.dtype(f"{kind}{f.bits // 8}")
 
 
 def encode(values: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
     """Values rounded to how they lie in memory, an array for each plane."""
     if dtype == "split":
         return split_fp32(np.asarray(values, np.float32))
+    if dtype == "truncated":
+        return truncate_fp32(np.asarray(values, np.float32))
     if FORMATS[dtype].planes:
         return tuple(np.asarray(values).astype(numpy_dtype(plane)) for plane in FORMATS[dtype].planes)
     if FORMATS[dtype].kind == "code":
@@ -117,6 +125,8 @@ def decode(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
     """What memory holds as numbers of a NumPy dtype (a copy): weights of two planes, and codes, as fp32."""
     if dtype == "split":
         return join_split(*planes)
+    if dtype == "truncated":
+        return join_truncated(*planes)
     if FORMATS[dtype].planes:
         return planes[-1].copy()
     return moments.decode(planes[0], dtype) if FORMATS[dtype].kind == "code" else planes[0].copy()
@@ -133,6 +143,17 @@ def split_fp32(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def join_split(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
     """The fp32 weights that `split_fp32` took apart."""
     return ((hi.view(np.int16).astype(np.int32) << 16) + lo.astype(np.int32)).view(np.float32)
+
+
+def truncate_fp32(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """fp32 -> (upper 16 bits, which are a bf16, lower 16 bits)."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return (bits >> 16).astype(np.uint16).view(numpy_dtype("bf16")), bits.astype(np.uint16)
+
+
+def join_truncated(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
+    """The fp32 weights that `truncate_fp32` took apart."""
+    return ((hi.view(np.uint16).astype(np.uint32) << 16) | lo).view(np.float32)
 
 
 @dataclass(frozen=True)

@@ -72,10 +72,18 @@ class Graph:
         return t
 
     def parameter(
-        self, name: str, shape: tuple[int, ...], *, std: float | None = None, value: float = 0.0, valid_rows: int = 0
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        std: float | None = None,
+        value: float = 0.0,
+        valid_rows: int = 0,
+        dtype: str | None = None,
     ) -> Tensor:
-        """Initialised with normals of deviation `std`, or with `value`. Matrices are stored as the program's precision says."""
-        dtype = self.precision.weights if len(shape) == 2 else "fp32"
+        """Initialised with normals of deviation `std`, or with `value`. Matrices are stored as the program's precision says and all
+        else in fp32, unless `dtype` names a format (`program.dtypes`)."""
+        dtype = dtype or (self.precision.weights if len(shape) == 2 else "fp32")
         init = ("normal", std) if std is not None else ("constant", value)
         return self.store.get(name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]))
 

@@ -30,6 +30,26 @@ CLASSIFIER: list[Fusion] = [
         inputs={"x": "0.x", "weight": "0.weight", "targets": "1.targets"},
         outputs={"loss": "1.loss"},
     ),
+    # The same of softcapped logits, whose head is stored (C, V).
+    Fusion(
+        "softcapped_classifier",
+        [
+            ("matmul_dx", {}),
+            ("softcap_cross_entropy", {"logits": "0.dx"}),
+            ("softcap_cross_entropy_backward", {"logits": "0.dx", "targets": "1.targets", "lse": "1.lse"}),
+            ("matmul", {"x": "2.dlogits", "weight": "0.weight"}),
+            ("matmul_dw", {"dy": "0.dy", "x": "2.dlogits"}),
+        ],
+        inputs={"x": "0.dy", "weight": "0.weight", "targets": "1.targets", "loss_scale": "2.loss_scale"},
+        outputs={"loss": "1.loss", "dx": "3.y", "dweight": "4.dweight"},
+        optional=("loss_scale",),
+    ),
+    Fusion(
+        "softcapped_classifier_loss",
+        [("matmul_dx", {}), ("softcap_cross_entropy", {"logits": "0.dx"})],
+        inputs={"x": "0.dy", "weight": "0.weight", "targets": "1.targets"},
+        outputs={"loss": "1.loss"},
+    ),
 ]
 
 
@@ -45,6 +65,7 @@ def products(activations: Iterable[str]) -> list[Fusion]:
             "linear", [("matmul", {}), _BIAS], _LINEAR, {"y": "1.y"}, kernel="product", attrs={"epilogues": ("bias",)}
         ),
         *map(_input_gradient, names),
+        *map(_transposed_gradient, names),
     ]
 
 
@@ -73,6 +94,19 @@ def _input_gradient(activation: str) -> Fusion:
         [("matmul_dx", {}), (slope, {"dy": "0.dx"})],
         {"dy": "0.dy", "weight": "0.weight", "pre": "1.x"},
         {"dx": "1.dx"},
+        kernel="product",
+        attrs={"epilogues": (slope,)},
+    )
+
+
+def _transposed_gradient(activation: str) -> Fusion:
+    """The same of a product whose weight is stored the other way round (`linear_nn`)."""
+    slope = f"{activation}_backward"
+    return Fusion(
+        f"matmul_{slope}",
+        [("matmul", {}), (slope, {"dy": "0.y"})],
+        {"x": "0.x", "weight": "0.weight", "pre": "1.x"},
+        {"y": "1.dx"},
         kernel="product",
         attrs={"epilogues": (slope,)},
     )

@@ -39,6 +39,14 @@ def plane(tensor: Tensor, number: int) -> tuple[Region, str]:
     return Region(tensor, start, start + FORMATS[dtype].nbytes(tensor.size)), dtype
 
 
+def share(operand: Tensor | tuple[Region, str], number: int, count: int) -> tuple[Region, str]:
+    """Number `number` of the `count` equal parts of a tensor's elements, one after the other: a matrix of a bank."""
+    region, dtype = operand if isinstance(operand, tuple) else (part(operand), operand.dtype)
+    size = (region.stop - region.start) // count
+    first = region.start + number * size
+    return Region(region.tensor, first, first + size), dtype
+
+
 def weight_operand(weight: Tensor) -> Tensor | tuple[Region, str]:
     """The matrix as a product reads it: the first plane where its format has several."""
     return plane(weight, 0) if FORMATS[weight.dtype].planes else weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,14 @@ from barellm.cpu import isa as isa_module
 from barellm.cpu import jit
 from barellm.cpu.isa import ISA
 from barellm.cpu.step import CpuSession
+from barellm.program.builder import Program
 from barellm.program.ops.base import Op
-from tests.check import EPS, ROUNDING, Case, Given, check_case, persistent, stored, tokens
+from barellm.program.tensor import Dim, Tensor
+from tests.check import EPS, ROUNDING, Case, Given, check_case, check_gaps, persistent, stored, tokens
 
-__all__ = ["EPS", "ISAS", "ROUNDING", "Given", "changed", "check_op", "isa_named", "persistent", "stored", "tokens"]
+__all__ = [
+    "EPS", "ISAS", "ROUNDING", "Given", "changed", "check_op", "isa_named", "persistent", "run_fused", "stored", "tokens",
+]  # fmt: skip
 
 ISAS = isa_module.available()
 THREADS = (1, 2, 5)
@@ -63,3 +68,35 @@ class Session(CpuSession):
             super()._compile()
             Session._last = wanted, self.code
         self.code = Session._last[1]
+
+
+def run_fused(
+    program: Callable[[], Program], isa: ISA, arrays: Mapping[str, np.ndarray], scalars: dict[str, int], *, name: str
+) -> tuple[Op, dict[str, np.ndarray]]:
+    """The fused op `name` that the ops of `program` become on this backend, and its outputs. `arrays` are given to the tensors of
+    these names before the run; those that the op does not write must hold them afterwards, and no byte beside its tensors may
+    change. Bits must not depend on threads."""
+    runs: list[dict[str, np.ndarray]] = []
+    for threads in THREADS:
+        session = Session({"op": program()}, isa=isa, threads=threads)
+        (op,) = session.lowered["op"].ops
+        assert op.name == name
+        session.arena[:] = 0xFF  # NaN in every dtype
+        for given, values in arrays.items():
+            session.write(given, values)
+
+        def actual(t: Tensor) -> tuple[int, ...]:
+            return tuple(scalars[n.name] if isinstance(n, Dim) else n for n in t.shape)
+
+        try:
+            session.run("op", **scalars)
+            for t in set(op.inputs.values()) - set(op.outputs.values()):
+                held = session.stored(t, actual(t)) if t.role == "input" else session.read(t.name)
+                assert np.array_equal(held, arrays[t.name]), f"the kernel changed its input {t.name}"
+            check_gaps(session, actual)
+            runs.append({n: session.stored(t, actual(t)).astype(np.float64) for n, t in op.outputs.items()})
+        finally:
+            session.close()
+        for output, values in runs[-1].items():
+            assert np.array_equal(values, runs[0][output]), f"{output} has other bits with {threads} threads"
+    return op, runs[0]

@@ -14,7 +14,7 @@ from barellm.cpu.choices import Choice
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels import gemm, linear, weight_gradient
+from barellm.cpu.kernels import classifier, gemm, linear, weight_gradient
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from tests.cases import (
@@ -195,7 +195,7 @@ def test_fewer_tokens_than_planned(isa, dtype, actual):
     "sizes, activation", [((24, 40, 53), "gelu"), ((7, 5, 131), "gelu"), ((24, 41, 53), "relu2")], ids=str
 )
 def test_fused_ops_mean_their_sequence(isa: ISA, compute, limit, bias, sizes, activation, monkeypatch):
-    monkeypatch.setattr(linear, "CLASSIFIER_CHUNK", 8)  # 33 tokens: several chunks, the last not full
+    monkeypatch.setattr(classifier, "CHUNK", 8)  # 33 tokens: several chunks, the last not full
     found = check_network(
         lambda programs: CpuSession(programs, isa=isa, threads=2), compute=compute, limit=limit, bias=bias, sizes=sizes,
         activation=activation,
@@ -229,7 +229,7 @@ def test_a_network_of_columns():
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
 def test_a_classifier_of_inner_axes(compute, limit, monkeypatch):
-    monkeypatch.setattr(linear, "CLASSIFIER_CHUNK", 8)
+    monkeypatch.setattr(classifier, "CHUNK", 8)
     check_classifier_of_inner_axes(lambda programs: CpuSession(programs, threads=2), compute=compute, limit=limit)
 
 

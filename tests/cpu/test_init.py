@@ -9,7 +9,7 @@ from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent
 SHAPES = [(1,), (7,), (65,), (1, 1), (3, 131), (5, 16), (259, 257)]
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-each_dtype = pytest.mark.parametrize("dtype", ["fp32", "split"])
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "split", "truncated"])
 
 
 @each_isa

@@ -8,9 +8,11 @@ from barellm.program import ops
 from tests.cpu.check import ISAS, check_op, isa_named
 from tests.muon_cases import (
     APPLIED,
+    BANKS,
     MATRICES,
     SQUARES,
     apply_case,
+    bank_cases,
     gram_case,
     momentum_case,
     normalize_case,
@@ -114,3 +116,22 @@ def test_muon_update_changes_nothing_where_the_norm_is_not_finite(isa, dtype):
     case = update_case((3, 131), dtype, 0.3, True, True, scale=np.nan)
     got = check_op(ops.MuonUpdate, isa, **case)
     assert np.array_equal(got["param"], case["given"]["param"].values)
+
+
+@each_dtype
+@on_each_isa(BANKS, [(5, 9), (131, 33)])
+def test_each_matrix_of_a_bank_goes_its_own_way(isa, dtype, size):
+    for op_type, case in bank_cases(size, dtype):
+        check_op(op_type, isa, **case)
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("cautious", [True, False])
+def test_a_decay_may_fall_with_the_square_of_the_rate(isa, dtype, cautious):
+    check_op(ops.MuonUpdate, isa, **update_case((3, 131), dtype, 20.0, cautious, True, squared=True))
+
+
+@each_isa
+def test_muon_updates_truncated_weights(isa):
+    check_op(ops.MuonUpdate, isa, **update_case((7, 131), "bf16", 0.3, True, True, storage="truncated"))

@@ -59,6 +59,25 @@ def test_adamw(isa, shape, dtype, weight_decay, moments):
 
 
 @each_isa
+@pytest.mark.parametrize("dtype", ["fp32", "split", "truncated"])
+@pytest.mark.parametrize("shape", [(7,), (3, 131), (259, 257)], ids=str)
+@pytest.mark.parametrize("step, eps", [(1, 0.1), (9, 1e-10)])
+def test_cautious_adam(isa, shape, dtype, step, eps):
+    """At a rate of 6e-3 the decay takes some percent; where eps is large, it shows that it comes before the bias."""
+    more = {"weight_decay": 1e3, "lr_scale": 2.0, "eps": eps, "op_type": ops.CautiousAdam}
+    given, bounds, attrs = adamw_case(shape, dtype, step=step, **more)
+    check_op(ops.CautiousAdam, isa, given, scalars={"step": step, "lr": 3e-3}, bounds=bounds, **attrs)
+
+
+@each_isa
+def test_cautious_adam_changes_nothing_where_the_norm_is_not_finite(isa):
+    given, bounds, attrs = adamw_case((3, 131), "truncated", scale=np.nan, op_type=ops.CautiousAdam)
+    got = check_op(ops.CautiousAdam, isa, given, scalars={"lr": 3e-3}, bounds=bounds, **attrs)
+    for name in ("param", "m", "v"):
+        assert np.array_equal(got[name], given[name].values)
+
+
+@each_isa
 @pytest.mark.parametrize("step", [1, 2, 1000, 10**6])
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
 def test_adamw_at_any_step(isa, step, beta2):

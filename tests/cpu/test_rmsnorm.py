@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from barellm.cpu.kernels import loops
-from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 from tests.cases import normal
-from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent, stored, tokens
+from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent, run_fused, stored, tokens
 
 SHAPES = [(1, 1, 1), (2, 3, 7), (1, 37, 65), (3, 43, 384), (1, 3, 1600)]
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
@@ -120,21 +121,13 @@ def test_the_whole_backward_pass_at_once(isa, shape, compute, weighted, past, mo
     if weighted:
         arrays["weight"] = stored(normal(C, seed=3), "fp32")
         before["dweight"] = stored(normal(C, seed=4), "fp32")
-    runs = []
-    for threads in (1, 2, 5):
-        session = CpuSession({"op": whole_backward(shape, compute, weighted=weighted)}, isa=isa, threads=threads)
-        (op,) = session.lowered["op"].ops
-        assert op.name == "rmsnorm_backward"
-        for name, values in (arrays | {"stream": before["dx"]} | before).items():
-            if name != "dx":
-                session.write(name, values)
-        session.run("op", batch=batch, seq=seq, accumulate=1)
-        runs.append({name: session.read(t.name if t.role != "output" else name) for name, t in op.outputs.items()})
-        session.close()
+    given = arrays | {"stream": before["dx"]} | {name: v for name, v in before.items() if name != "dx"}
+    sizes = {"batch": batch, "seq": seq, "accumulate": 1}
+    made = partial(whole_backward, shape, compute, weighted=weighted)
+    op, outputs = run_fused(made, isa, given, sizes, name="rmsnorm_backward")
     want = op.run(arrays, {"accumulate": 1}, before)
     size = np.abs(before["dx"]) + gradient_size(arrays["dy"], arrays["x"], arrays["rstd"], arrays.get("weight", 1))
-    for name, got in runs[0].items():
-        assert all(np.array_equal(got, run[name]) for run in runs), name
+    for name, got in outputs.items():
         bound = 8 * EPS * size + 4 * EPS if got.ndim == 3 else 16 * EPS * (4 + batch * seq) * (1 + size.max())
         rounding = 2.0**-8 * np.abs(want[name]) if name == "rounded" else 0.0
         assert got.shape == want[name].shape and np.all(np.abs(got - want[name]) <= bound + rounding), name

@@ -63,13 +63,15 @@ def test_every_stream_of_a_mix_is_moved(gpu, mix):
 def test_rates_are_work_over_the_time_of_events(gpu, monkeypatch):
     monkeypatch.setattr(bench, "TRIALS", 2)
     monkeypatch.setattr(bench, "REPEATS", 2)
-    monkeypatch.setattr(bench, "TILES", {"fp32": (32, 16, 16, 4)})
+    assert bench.TILES["fp16"] == bench.TILES["bf16"]  # tensor cores multiply both at one rate
+    monkeypatch.setattr(bench, "TILES", {"fp32": (32, 16, 16, 4), "fp16": (16, 16, 16, 4)})
     monkeypatch.setattr(bench, "NBYTES", 8 * 4 * BLOCK)
     monkeypatch.setattr(bench, "TURNS", 3)
     small = Bench()
     assert small.bandwidth((4, 4, 0)) == pytest.approx(8 * 4 * BLOCK / (LAUNCH_MS / 1e3))
     assert small.bandwidth((0, 0, 8)) == pytest.approx(2 * 8 * 4 * BLOCK / (LAUNCH_MS / 1e3))
     assert small.peak("fp32") == pytest.approx(2 * 32 * 16 * 16 * 3 * 2 * gpu.sms / (LAUNCH_MS / 1e3))
+    assert small.peak("fp16") == pytest.approx(2 * 16 * 16 * 16 * 3 * 2 * gpu.sms / (LAUNCH_MS / 1e3))
     small.close()
     assert not gpu.allocated
 

@@ -22,7 +22,7 @@ def ids(*shape: int) -> np.ndarray:
 
 
 @each_shape
-@pytest.mark.parametrize("dtype", ["fp32", "split", "half"])
+@pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
 @pytest.mark.parametrize("pos", [0, 3])
 def test_embedding(shape, dtype, pos):
     B, T, C = shape
@@ -35,7 +35,7 @@ def test_embedding(shape, dtype, pos):
 
 
 @each_shape
-@pytest.mark.parametrize("dtype", ["fp32", "split", "half"])
+@pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
 def test_embedding_without_positions(shape, dtype):
     B, T, C = shape
     given = {"tokens": tokens(ids(B, T), "i32"), "wte": persistent(normal(VOCABULARY, C), dtype)}

@@ -14,7 +14,7 @@ from tests.cuda.check import EPS, PLAIN, InterpretedSession, check_op, persisten
 SHAPES = [(1,), (7,), (65,), (1, 1), (3, 131), (5, 16), (37, 257)]
 
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-each_dtype = pytest.mark.parametrize("dtype", ["fp32", "split", "half"])
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
 
 
 @each_shape

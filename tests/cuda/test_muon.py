@@ -13,8 +13,10 @@ from tests.cases import normal
 from tests.cuda.check import InterpretedSession, check_op
 from tests.muon_cases import (
     APPLIED,
+    BANKS,
     MATRICES,
     apply_case,
+    bank_cases,
     gram_case,
     momentum_case,
     normalize_case,
@@ -97,6 +99,23 @@ def test_muon_update_changes_nothing_where_the_norm_is_not_finite(dtype):
     case = update_case((3, 131), dtype, 0.3, True, True, scale=np.nan)
     got = check_op(ops.MuonUpdate, **case)
     assert np.array_equal(got["param"], case["given"]["param"].values)
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", BANKS, ids=str)
+def test_each_matrix_of_a_bank_goes_its_own_way(dtype, shape):
+    for op_type, case in bank_cases(shape, dtype):
+        check_op(op_type, **case)
+
+
+@each_dtype
+@pytest.mark.parametrize("cautious", [True, False])
+def test_a_decay_may_fall_with_the_square_of_the_rate(dtype, cautious):
+    check_op(ops.MuonUpdate, **update_case((3, 131), dtype, 20.0, cautious, True, squared=True))
+
+
+def test_muon_updates_truncated_weights():
+    check_op(ops.MuonUpdate, **update_case((7, 131), "bf16", 0.3, True, True, storage="truncated"))
 
 
 # --- many matrices in a launch ---

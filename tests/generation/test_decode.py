@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.generation.decode import Decoder, kept
+from barellm.assembly.machine import build_programs, open_machine
+from barellm.config import Config as Run
+from barellm.config import TrainConfig
+from barellm.generation.decode import Decoder, cache_positions, kept
 from barellm.generation.samplers import Sampling
+from barellm.models.llama3 import Config
 
 VOCAB = 97
 
@@ -84,3 +88,35 @@ def test_a_prompt_longer_than_the_model_is_cut_from_the_left():
     (token,) = Decoder(session, max_seq=8, vocab_size=VOCAB).tokens(text, count=1, how=GREEDY)
     assert session.cache == text[-4:]
     assert token == expected(text[-4:])
+
+
+@pytest.mark.parametrize("tokens, most, positions", [
+    (1, 1024, 256), (256, 1024, 256), (257, 1024, 512), (513, 1024, 1024), (900, 1000, 1000), (5000, 1000, 1000), (3, 16, 16),
+])  # fmt: skip
+def test_the_cache_holds_the_prompt_and_what_follows(tokens, most, positions):
+    assert cache_positions(tokens, most) == positions
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_shorter_cache_gives_the_same_text_in_less_memory(dtype):
+    model = Config(layers=2, heads=4, kv_heads=2, channels=64, hidden=96, vocab_size=VOCAB, max_seq=4096)
+    config = Run(preset="", model=model, train=TrainConfig(batch=1, seq=8, dtype=dtype))
+    texts, arenas = [], []
+    for positions in (cache_positions(40 + 230, model.max_seq), None):
+        with open_machine(config, device="cpu", training=False, positions=positions) as machine:
+            session = machine.session
+            for name, t in session.tensors.items():
+                if t.role == "parameter":
+                    session.write(name, np.random.default_rng(len(name)).normal(size=t.shape))
+            decoder = Decoder(session, max_seq=positions or model.max_seq, vocab_size=VOCAB)
+            texts.append(list(decoder.tokens(list(range(40)), count=230, how=Sampling(temperature=1.0, seed=3))))
+            arenas.append(session.plan.arena_bytes)
+    assert texts[0] == texts[1] and len(set(texts[0])) > 10
+    caches = 2 * 2 * 32 * {"fp32": 4, "bf16": 2}[dtype]  # bytes of a position: keys and values of both blocks
+    assert arenas[1] - arenas[0] >= (4096 - 512) * caches
+
+
+def test_eval_plans_no_cache():
+    model = Config(layers=1, heads=2, kv_heads=2, channels=8, hidden=8, vocab_size=VOCAB, max_seq=64)
+    config = Run(preset="", model=model, train=TrainConfig(batch=1, seq=8, dtype="fp32"))
+    assert set(build_programs(config, training=False, positions=0)) == {"init", "eval"}

@@ -52,6 +52,23 @@ def test_a_mix_that_is_missing_is_measured_once(monkeypatch):
     assert ceiling.to_json()["mixes"] == [{"read": 5, "write": 3, "update": 0, "rate": 1e9}]
 
 
+@pytest.mark.parametrize("dtype, asked", [("fp32", []), ("bf16", []), ("fp16", ["fp16"])])
+def test_products_run_at_the_peak_of_their_operands(monkeypatch, dtype, asked):
+    """The rest of the program, a sum here, at fp32's. A peak that is not there yet is measured once."""
+    found = []
+    monkeypatch.setattr(Bench, "peak", lambda self, name: found.append(name) or 4e9)
+    rates = {"fp32": 1e9, "bf16": 2e9, "fp16": 4e9}
+    p, ceiling = Program(Store(), compute=dtype), Ceiling({"fp32": 1e9, "bf16": 2e9}, {})
+    x = p.input("x", (64, 64), dtype)
+    y = p.linear(x, p.parameter("w", (64, 64), std=1.0))
+    p.apply(Add, a=x, b=y)
+    product, plus = p.ops
+    for _ in range(2):
+        assert ceiling.operations(product) == product.flops() / rates[dtype]
+        assert ceiling.operations(plus) == plus.flops() / 1e9
+    assert found == asked
+
+
 def test_measured_again_the_better_rates_stay(monkeypatch):
     monkeypatch.setattr(Bench, "bandwidth", lambda self, mix: 2e9)
     monkeypatch.setattr(Bench, "peak", lambda self, dtype: {"fp32": 5e9, "bf16": 6e9}[dtype])

@@ -22,6 +22,7 @@ from barellm.runtime.reference import ReferenceSession
 from tests.cases import network
 from tests.llama import llama
 from tests.program.graphs import Leaf, random_graph, run_graph
+from tests.softcap_cases import transposed_network
 
 LINEAR_GELU = Fusion(
     "linear_gelu",
@@ -133,6 +134,12 @@ def test_every_row_of_the_backends_tables_is_used():
         p = Program(Store())
         network(p, bias=bias, C=4, F=8, V=7, activation=activation)
         p.backward(p.named["loss"])
+        used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
+    for activation, train in product(ops.ACTIVATIONS, (True, False)):
+        p = Program(Store())
+        transposed_network(p, C=4, F=8, V=7, activation=activation)
+        if train:
+            p.backward(p.named["loss"])
         used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
     for compute in ("bf16", "fp32"):
         p = Program(Store(), compute=compute)

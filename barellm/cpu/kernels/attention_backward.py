@@ -39,6 +39,7 @@ from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part
 
 ONE_PASS, TWO_PASSES = 5, 7  # products a block
+FEW_KEYS = 64  # of a claim of two passes, where claims of KEYS are too few to be dealt evenly
 
 
 def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D, bounds) -> None:
@@ -69,12 +70,16 @@ def attention_backward_keys(
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, count = shape["bounds"].length(k, shape["seq"]), extent(k, batch) * kv_heads
     together = one_pass(k, count)
-    blocks = k.ceil_div(T, KEYS)
+    enough = count * k.ceil_div(T, KEYS) >= k.threads * 4
+    step = k.select(together | enough, k.int(KEYS), FEW_KEYS)
+    blocks = k.ceil_div(T, step)
     keep = [k.keep(mode) for mode in modes]
     per_head = k.select(together, k.int(1), blocks)
     group = heads // kv_heads
     with k.claim_each(count * per_head) as claim:
-        index, start = claim // per_head, claim % per_head
+        index, place = claim // per_head, claim % per_head
+        # The first block is the longest: a long and a short one in turn, for neighbouring claims are one thread's.
+        start = k.select((place & 1).equals(0), place >> 1, per_head - 1 - (place >> 1))
         stop = k.select(together, blocks, start + 1)
         with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
             h = Head(
@@ -92,11 +97,11 @@ def attention_backward_keys(
             with k.when(together):
                 clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.D * g.queries))
             with k.loop(start, stop) as block:
-                j0 = block * KEYS
+                j0 = block * step
                 sums = [
                     s[name] if group == 1 else s[name].at((block - start) * (KEYS * g.wide)) for name in ("dk", "dv")
                 ]
-                seen_keys = h.stage_keys(j0)
+                seen_keys = h.stage_keys(j0, step)
                 with k.when(together):
                     weave(k, g, s["k_rows"], round_up(k, seen_keys, g.pair), s["k"])
                 with nullcontext() if first is None else k.when(first):

@@ -92,10 +92,10 @@ class Head:
         self.dropout = Dropout(rate, stream, heads)
         self.key = self.dropout.key(k, sequence) if rate else None
 
-    def stage_keys(self, j0: Value) -> Value:
-        """K and V from j0 on as rows; returns how many there are."""
+    def stage_keys(self, j0: Value, most: Any = KEYS) -> Value:
+        """K and V from j0 on as rows; returns how many there are, KEYS at most."""
         k, g, s = self.k, self.g, self.s
-        count = k.min(self.T - j0, KEYS)
+        count = k.min(self.T - j0, most)
         stage(k, g, self.keys.start(j0), count, round_up(k, count, g.rows), s["k_rows"])
         stage(k, g, self.values.start(j0), count, round_up(k, count, g.rows), s["v_rows"])
         return count

@@ -11,11 +11,12 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import across, fold, row_grain, shape_of, sweep, zeros
+from barellm.cpu.kernels.loops import Vector, across, fold, row_grain, shape_of, sweep, zeros
 from barellm.cpu.kernels.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp, ln
 from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 
 ALL_ROWS = 1 << 62
@@ -26,25 +27,39 @@ def rows_here(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value)
     return k.max(k.min(k.extent(dims) * inner - row_begin, row_limit), 0)
 
 
-def log_sum_exp(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
-    """ln(sum(exp(row))) as a float: the maximum first, then the sum, the row being in the cache."""
+def highest(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
+    """The maximum of a row as a float."""
     tops = [k.var(k.to(float("-inf"), k.vec)) for _ in range(CHAINS)]
 
-    def highest(c, mask, j):
+    def higher(c, mask, j):
         x = logits.load(c, mask)
         tops[j].value = k.max(x if mask is None else k.select(mask, x, float("-inf")), tops[j].value)
 
-    across(k, valid, highest, unroll=CHAINS)
-    top = k.maximum(fold(tops, k.max))
-    shift = k.splat(top)
+    across(k, valid, higher, unroll=CHAINS)
+    return k.maximum(fold(tops, k.max))
+
+
+def sum_of(k: KernelBuilder, valid: int, term: Vector) -> Value:
+    """The sum of term(column, mask) over the vectors of a row, as a float."""
     sums = zeros(k, CHAINS)
 
-    def exponentials(c, mask, j):
-        e = exp(k, logits.load(c, mask) - shift)
+    def body(c, mask, j):
+        e = term(c, mask)
         sums[j].value = sums[j].value + (e if mask is None else k.select(mask, e, 0.0))
 
-    across(k, valid, exponentials, unroll=CHAINS)
-    return top + k.lane(ln(k, k.splat(k.sum(fold(sums, add)))), 0)
+    across(k, valid, body, unroll=CHAINS)
+    return k.sum(fold(sums, add))
+
+
+def logarithm(k: KernelBuilder, x: Value) -> Value:
+    return k.lane(ln(k, k.splat(x)), 0)
+
+
+def log_sum_exp(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
+    """ln(sum(exp(row))) as a float: the maximum first, then the sum, the row being in the cache."""
+    top = highest(k, logits, valid)
+    shift = k.splat(top)
+    return top + logarithm(k, sum_of(k, valid, lambda c, mask: exp(k, logits.load(c, mask) - shift)))
 
 
 def write_gradient(
@@ -131,8 +146,9 @@ def total_loss(k: KernelBuilder, loss, losses, *, dims, inner) -> None:
         loss.put(k.sum(fold(sums, add)) * k.to(k.scalar("inv_targets"), "float"))
 
 
-def row_constants(op: Op) -> dict[str, Any]:
-    return {"V": int(op.logits.shape[-1]), "valid": op.valid_vocab, **shape_of(op.logits)}
+def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
+    """`logits` columns, and the activation `like` whose sizes count the rows."""
+    return {"V": logits, "valid": op.valid_vocab, **shape_of(like)}
 
 
 @lowering("cross_entropy", also={"targets": "i32"})
@@ -146,7 +162,7 @@ def cross_entropy(op: Op, c: Lowering) -> None:
         "row_begin": 0,
         "row_limit": ALL_ROWS,
     }
-    c.call(row_losses, operands, row_constants(op), writes="lse losses")
+    c.call(row_losses, operands, constants_of(op, int(op.logits.shape[-1]), op.logits), writes="lse losses")
     c.call(total_loss, {"loss": op.loss, "losses": losses}, shape_of(op.logits), writes="loss")
 
 
@@ -161,4 +177,5 @@ def cross_entropy_backward(op: Op, c: Lowering) -> None:
         "row_begin": 0,
         "row_limit": ALL_ROWS,
     }
-    c.call(row_gradients, operands, {**row_constants(op), "mode": op.modes["dlogits"]}, writes="dlogits")
+    constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": op.modes["dlogits"]}
+    c.call(row_gradients, operands, constants, writes="dlogits")

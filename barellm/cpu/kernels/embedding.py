@@ -6,6 +6,7 @@ from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.loops import LINE, across, added, past_caches, row_grain, sweep, sweep_result, write_row
 from barellm.cpu.kernels.storage import Weight, weight_operands
 from barellm.cpu.lang import Pointer, Value
+from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
 
 CLAIMS = 64  # of ids, each of which looks through all tokens
@@ -33,7 +34,7 @@ def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> No
         write_row(k, y.at(row * C), C, vector, past=past)
 
 
-@lowering("embedding", also={"tokens": "i32", "wte": "split half", "wpe": "split half"})
+@lowering("embedding", also={"tokens": "i32", "wte": PLANES, "wpe": PLANES})
 def lower_embedding(op: Op, c: Lowering) -> None:
     operands = {"y": op.y, "tokens": op.tokens, **weight_operands("wte", op.wte)}
     operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else weight_operands("wpe", op.wpe)

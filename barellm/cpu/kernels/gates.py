@@ -24,6 +24,7 @@ from barellm.cpu.kernels.loops import (
 from barellm.cpu.kernels.reductions import chunks_of_rows, combine_sums, lower_partials, lower_scalars
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp
+from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
 from barellm.runtime.lowering import weight_operand
 
@@ -55,7 +56,7 @@ def gate_logits(k: KernelBuilder, z, x, extra, weight, *, N, widths, strides, di
             z.put(k.sum(fold(sums, add)), row * N + n)
 
 
-@lowering("gate_logits", also={"weight": "split half"}, views="x extra")
+@lowering("gate_logits", also={"weight": PLANES}, views="x extra")
 def lower_gate_logits(op: Op, c: Lowering) -> None:
     operands = {"z": op.z, "x": op.x, "extra": op.extra, "weight": weight_operand(op.weight)}
     c.call(gate_logits, operands, logits_constants(op), writes="z")
@@ -99,7 +100,7 @@ def gate_logits_backward(
             to.store(sums.value, n * K + starts[i] + c, mask)
 
 
-@lowering("gate_logits_backward", starts="dx dextra dweight", also={"weight": "split half"}, views="x extra dx dextra")
+@lowering("gate_logits_backward", starts="dx dextra dweight", also={"weight": PLANES}, views="x extra dx dextra")
 def lower_gate_logits_backward(op: Op, c: Lowering) -> None:
     results = [t for t in (op.dx, op.dextra) if t is not None]
     partials = lower_partials(c, op.x, op.weight.size)

@@ -10,6 +10,7 @@ from barellm.cpu.kernels.loops import GRAIN, sweep
 from barellm.cpu.kernels.storage import Weight, weight_operands
 from barellm.cpu.lang import Value, random
 from barellm.cpu.lang.vector import ln, sincos_turn
+from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
 from barellm.program.ops.random import HALF
 
@@ -40,7 +41,7 @@ def normal_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream,
                 weights.store(k.select(live, z * std, 0.0), at, inside)
 
 
-@lowering("normal_init", floats="fp32", also={"param": "split half"})
+@lowering("normal_init", floats="fp32", also={"param": PLANES})
 def lower_normal_init(op: Op, c: Lowering) -> None:
     t = op.outputs["param"]
     columns = int(t.shape[-1])
@@ -59,7 +60,7 @@ def constant_init(k: KernelBuilder, param, param_lo, n, valid, *, value) -> None
         sweep(k, begin, end, body)
 
 
-@lowering("constant_init", floats="fp32", also={"param": "split half"})
+@lowering("constant_init", floats="fp32", also={"param": PLANES})
 def lower_constant_init(op: Op, c: Lowering) -> None:
     t = op.outputs["param"]
     operands = {**weight_operands("param", t), "n": t.size, "valid": _valid(op)}

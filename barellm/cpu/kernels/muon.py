@@ -1,9 +1,14 @@
 """Muon but for its symmetric products (symmetric.py): momentum, the division by the norm, the iteration's last product, NorMuon's
-factors, and the weight's own step. Shapes: param, grad, m, u, x, y (rows, cols), flat where nothing else is said."""
+factors, and the weight's own step. Shapes: param, grad, m, u, x, y (rows, cols), flat where nothing else is said.
+
+Of a bank each matrix has calls of its own, which touch no bytes of each other: so no thread waits between them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import add
+from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.gemm import product, product_private
@@ -14,12 +19,19 @@ from barellm.cpu.kernels.optimizer import sweep_pairs
 from barellm.cpu.kernels.storage import Weight, weight_operands
 from barellm.cpu.lang import Value
 from barellm.cpu.tuning import choose
+from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
-from barellm.program.ops.muon import LEAST, is_tall, lines
+from barellm.program.ops.muon import LEAST
 from barellm.program.ops.optimizer import CHUNK
-from barellm.runtime.lowering import part
+from barellm.runtime.lowering import part, share
 
 CHAINS = 4  # sums of squares side by side
+
+
+def each_matrix(op: Op, **operands: Any) -> Iterator[dict[str, Any]]:
+    """The operands of each matrix of the op's bank."""
+    for i in range(op.matrices):
+        yield {name: t if t is None else share(t, i, op.matrices) for name, t in operands.items()}
 
 
 def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) -> None:
@@ -45,8 +57,9 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
 
 @lowering("muon_momentum")
 def lower_momentum(op: Op, c: Lowering) -> None:
-    operands = {**op.outputs, "grad": op.grad, "clip": op.clip, "n": op.grad.size}
-    c.call(muon_momentum, operands, {"nesterov": bool(op.nesterov)}, writes="m u partials")
+    for one in each_matrix(op, **op.outputs, grad=op.grad):
+        operands = {**one, "clip": op.clip, "n": op.grad.size // op.matrices}
+        c.call(muon_momentum, operands, {"nesterov": bool(op.nesterov)}, writes="m u partials")
 
 
 def muon_normalize(k: KernelBuilder, x, u, partials, n, count, *, margin, eps) -> None:
@@ -61,8 +74,9 @@ def muon_normalize(k: KernelBuilder, x, u, partials, n, count, *, margin, eps) -
 
 @lowering("muon_normalize")
 def lower_normalize(op: Op, c: Lowering) -> None:
-    operands = {"x": op.x, "u": op.u, "partials": op.partials, "n": op.u.size, "count": op.partials.size}
-    c.call(muon_normalize, operands, {"margin": float(op.margin), "eps": float(op.eps)}, writes="x")
+    sizes = {"n": op.u.size // op.matrices, "count": op.partials.size // op.matrices}
+    for one in each_matrix(op, x=op.x, u=op.u, partials=op.partials):
+        c.call(muon_normalize, {**one, **sizes}, {"margin": float(op.margin), "eps": float(op.eps)}, writes="x")
 
 
 def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, choice) -> None:
@@ -74,13 +88,13 @@ def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, choice
 
 @lowering("gram_apply")
 def lower_apply(op: Op, c: Lowering) -> None:
-    rows, cols = (int(n) for n in op.x.shape)
-    a, b, depth = (op.x, op.b, cols) if is_tall(op.x) else (op.b, op.x, rows)
+    rows, cols = op.one(op.x)
+    a, b, depth = (op.x, op.b, cols) if op.is_tall(op.x) else (op.b, op.x, rows)
     choice = choose(c.isa, "input_gradient", op.x.dtype, cols, depth, rows, c.threads)
     c.private(product_private(c.isa, op.x.dtype, depth, choice))
-    operands = {"y": op.y, "a": a, "b": b, "x": op.x, "scale": bits(op.scale)}
     constants = {"rows": rows, "cols": cols, "depth": depth, "choice": choice}
-    c.call(gram_apply, operands, constants, writes="y")
+    for one in each_matrix(op, y=op.y, a=a, b=b, x=op.x):
+        c.call(gram_apply, {**one, "scale": bits(op.scale)}, constants, writes="y")
 
 
 # --- NorMuon ---
@@ -134,24 +148,27 @@ def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, 
 
 @lowering("normuon_scales")
 def lower_scales(op: Op, c: Lowering) -> None:
-    rows, C = (int(n) for n in op.x.shape)
-    means = (part(c.scratch("means", 4 * lines(op.x))), "fp32")
-    c.call(
-        row_means if rows >= C else column_means, {"means": means, "x": op.x, "rows": rows}, {"C": C}, writes="means"
-    )
-    operands = {**op.outputs, "means": means, "clip": op.clip, "n": lines(op.x)}
-    c.call(scales_of_means, operands, {"beta2": float(op.beta2), "each": min(rows, C)}, writes="second scales")
+    rows, C = op.one(op.x)
+    means = (part(c.scratch("means", 4 * op.second.size)), "fp32")
+    for one in each_matrix(op, means=means, x=op.x):
+        c.call(row_means if rows >= C else column_means, {**one, "rows": rows}, {"C": C}, writes="means")
+    constants = {"beta2": float(op.beta2), "each": min(rows, C)}
+    for one in each_matrix(op, **op.outputs, means=means):
+        operands = {**one, "clip": op.clip, "n": op.second.size // op.matrices}
+        c.call(scales_of_means, operands, constants, writes="second scales")
 
 
 # --- the weight ---
 
 
 def muon_update(
-    k: KernelBuilder, param, param_lo, x, clip, scales, rows, *, C, by_column, lr_scale, scale, weight_decay, cautious
-) -> None:
+    k: KernelBuilder, param, param_lo, x, clip, scales, rows, *, C, by_column, lr_scale, scale, weight_decay, squared,
+    cautious
+) -> None:  # fmt: skip
     """param = param - decay - scale x, in one pass. `scales`: one for each row of x, or `by_column`."""
     rate = k.scalar("lr") * lr_scale
-    shrink, decay, size = k.splat(1.0 - rate * weight_decay), k.splat(rate * weight_decay), k.splat(rate * scale)
+    lost = rate * rate * (weight_decay * scale) if squared else rate * weight_decay
+    shrink, decay, size = k.splat(1.0 - lost), k.splat(lost), k.splat(rate * scale)
     weights, ok = Weight(k, param, param_lo), clip.get(1)
 
     def step(begin: Value, end: Value, factor) -> None:
@@ -185,16 +202,12 @@ def muon_update(
                 step(first, first + C, lambda at, mask: of_row)
 
 
-@lowering("muon_update", also={"param": "split half"})
+@lowering("muon_update", also={"param": PLANES})
 def lower_update(op: Op, c: Lowering) -> None:
-    rows, C = (int(n) for n in op.x.shape)
-    operands = {
-        **weight_operands("param", op.outputs["param"]),
-        "x": op.x,
-        "clip": op.clip,
-        "scales": op.scales,
-        "rows": rows,
-    }
+    rows, C = op.one(op.x)
     constants = {name: float(op.attrs[name]) for name in ("lr_scale", "scale", "weight_decay")}
-    constants |= {"C": C, "by_column": rows < C, "cautious": bool(op.cautious and op.weight_decay)}
-    c.call(muon_update, operands, constants, writes="param param_lo")
+    cautious = bool(op.cautious and op.weight_decay)
+    constants |= {"C": C, "by_column": rows < C, "squared": op.squared, "cautious": cautious}
+    operands = {**weight_operands("param", op.outputs["param"]), "x": op.x, "scales": op.scales}
+    for one in each_matrix(op, **operands):
+        c.call(muon_update, {**one, "clip": op.clip, "rows": rows}, constants, writes="param param_lo")

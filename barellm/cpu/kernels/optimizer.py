@@ -1,4 +1,4 @@
-"""AdamW: one pass over gradient, both moments and the weight. All tensors flat, `n` elements."""
+"""AdamW and its cautious kin: one pass over gradient, both moments and the weight. All tensors flat, `n` elements."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.storage import Moment, Weight, moment_operand, weight_operands
 from barellm.cpu.lang import Value, random
+from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
 
 GRAIN = 65536  # elements a claim: 2 MB of memory, some 40 us
@@ -24,20 +25,30 @@ def power(k: KernelBuilder, base: float, exponent: Value) -> Value:
 
 
 def adamw(
-    k: KernelBuilder, param, param_lo, m, v, grad, clip, n, stream, *, beta1, beta2, eps, weight_decay, lr_scale
-) -> None:
+    k: KernelBuilder, param, param_lo, m, v, grad, clip, n, stream, *, beta1, beta2, eps, weight_decay, lr_scale, cautious
+) -> None:  # fmt: skip
     """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps); the step's factors are computed in double. With a `stream` 16-bit moments are
-    rounded stochastically."""
+    rounded stochastically. `cautious`: u = lr m^ / (sqrt(v) + eps) with the second bias in lr, then p - u - (lr^2 wd p where u
+    makes p smaller)."""
     lr, step = k.scalar("lr"), k.scalar("step")
     lr = lr if lr_scale == 1.0 else lr * lr_scale
-    shrink = k.splat(1.0 - lr * weight_decay)
-    rate = k.splat(lr / (1.0 - power(k, beta1, step)))
-    unbias = k.splat(1.0 / k.sqrt(1.0 - power(k, beta2, step)))
+    step_size, root = lr / (1.0 - power(k, beta1, step)), k.sqrt(1.0 - power(k, beta2, step))
+    if cautious:
+        rate, decay = k.splat(step_size * root), k.splat(lr * lr * weight_decay)
+    else:
+        rate, unbias, shrink = k.splat(step_size), k.splat(1.0 / root), k.splat(1.0 - lr * weight_decay)
     scale = clip.get(1)
     weights, means, squares = Weight(k, param, param_lo), Moment(k, m, "e6m9"), Moment(k, v, "ue6m10")
     # What the gradient is multiplied with: the clipping goes with the betas.
     for_mean, for_square = k.splat(scale * (1.0 - beta1)), k.splat(scale * (1.0 - beta2) ** 0.5)
     key = None if stream is None else random.sample_key(k, k.scalar("seed"), step, 0, stream)
+
+    def stepped(p: Value, numerator: Value, root: Value) -> Value:
+        """The new weight."""
+        if not cautious:
+            return k.fma(p, shrink, -(numerator / k.fma(root, unbias, k.to(eps, k.vec))))
+        update = numerator / (root + eps)
+        return p - update - k.select(update * p > 0.0, p * decay, 0.0)
 
     def body(i, mask, dithers):
         """Adjacent vectors from element i, each with its random bits or None."""
@@ -48,8 +59,7 @@ def adamw(
             root = g * for_square
             first.append(k.fma(means.load(at, mask), beta1, g * for_mean))
             second.append(k.fma(root, root, squares.load(at, mask) * beta2))
-            update = rate * first[j] / k.fma(k.sqrt(second[j]), unbias, k.to(eps, k.vec))
-            updated.append(k.fma(weights.load(at, mask), shrink, -update))
+            updated.append(stepped(weights.load(at, mask), rate * first[j], k.sqrt(second[j])))
         random_bits = None not in dithers
         means.store_all(first, i, mask, dither=[bits & 0x3FFF for bits in dithers] if random_bits else None)
         squares.store_all(second, i, mask, dither=[bits >> 19 for bits in dithers] if random_bits else None)
@@ -104,10 +114,23 @@ def sweep_dithered(
         block(first, masked=True)
 
 
-@lowering("adamw", floats="fp32", also={"param": "split half", "m": "e6m9", "v": "ue6m10"})
-def lower_adamw(op: Op, c: Lowering) -> None:
+def _lower(op: Op, c: Lowering, *, cautious: bool) -> None:
     operands = {**weight_operands("param", op.outputs["param"]), "m": moment_operand(op.outputs["m"]),
                 "v": moment_operand(op.outputs["v"]), "grad": op.grad, "clip": op.clip, "n": op.grad.size,
                 "stream": op.stream}  # fmt: skip
     names = ("beta1", "beta2", "eps", "weight_decay", "lr_scale")
-    c.call(adamw, operands, {name: float(getattr(op, name)) for name in names}, writes="param param_lo m v")
+    constants = {name: float(getattr(op, name)) for name in names} | {"cautious": cautious}
+    c.call(adamw, operands, constants, writes="param param_lo m v")
+
+
+TAKES = {"floats": "fp32", "also": {"param": PLANES, "m": "e6m9", "v": "ue6m10"}}
+
+
+@lowering("adamw", **TAKES)
+def lower_adamw(op: Op, c: Lowering) -> None:
+    _lower(op, c, cautious=False)
+
+
+@lowering("cautious_adam", **TAKES)
+def lower_cautious_adam(op: Op, c: Lowering) -> None:
+    _lower(op, c, cautious=True)

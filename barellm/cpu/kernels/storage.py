@@ -1,7 +1,7 @@
 """What kernels see as fp32 though memory may not be: weights and moments.
 
-A weight is one array, or two planes (`program.dtypes`): the bits (hi << 16) + lo of "split half", or the nearest fp16 and the fp32
-weight of "half". A moment is one array, or the 16-bit codes of `program.moments`.
+A weight is one array, or two planes (`program.dtypes`): the bits (hi << 16) + lo of "split" and "truncated", whose lo
+has no sign, or the nearest fp16 and the fp32 weight of "half". A moment is one array, or the 16-bit codes of `program.moments`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Weight:
             return self.lo.load(index, mask)
         k = self.k
         high = k.op(k.ivec, f"zext {self.p.load_raw(index, mask).typed} to {k.ivec}") << 16
-        return k.bitcast(high + k.to(self.lo.load_raw(index, mask), k.ivec), k.vec)
+        low = self.lo.load_raw(index, mask)
+        low = k.op(k.ivec, f"zext {low.typed} to {k.ivec}") if self.lo.dtype == "u16" else k.to(low, k.ivec)
+        return k.bitcast(high + low, k.vec)
 
     def store(self, value: Value, index: Any = 0, mask: Value | None = None) -> None:
         self.store_all([value], index, mask)
@@ -68,7 +70,8 @@ class Weight:
                         plane.store(value, self.k.lanes * j + index, mask)
             return
         bits = [self.k.bitcast(value, self.k.ivec) for value in values]
-        store_halves(self.k, self.p, [b + 0x8000 for b in bits], index, mask, high=True)
+        rounded = bits if self.lo.dtype == "u16" else [b + 0x8000 for b in bits]
+        store_halves(self.k, self.p, rounded, index, mask, high=True)
         store_halves(self.k, self.lo, bits, index, mask, high=False)
 
 

@@ -17,13 +17,13 @@ from typing import Any
 from barellm.cpu.choices import BLOCK, Tile, default_tile, part_of
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.muon import each_matrix
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.packing import Packing, Panels, beside, interleaved, paired, panel_bytes, transposed
 from barellm.cpu.kernels.register_tile import left_rows, tile_product
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.ops.base import Op
-from barellm.program.ops.muon import is_tall
 
 
 def symmetric_product(
@@ -176,19 +176,21 @@ def private_bytes(isa: ISA, dtype: str, depth: int, tile: Tile, *, columns: bool
     return 2 * panel_bytes(isa, dtype, part, tile.span(isa)) + 2 * left + rows * tile.span(isa) * 4
 
 
-def _lower(c: Lowering, out: Any, x: Any, *, depth: int, columns: bool = False, linear=None, square=None) -> None:
-    n = int(out.shape[0])
+def _lower(op: Op, c: Lowering, out: Any, x: Any, *, depth: int, columns: bool = False, **factors: Any) -> None:
+    n = int(out.shape[1])
     tile = tile_of(c.isa, x.dtype, n)
     c.private(private_bytes(c.isa, x.dtype, depth, tile, columns=columns))
-    operands = {"out": out, "x": x, "linear": linear, "square": square}
-    c.call(symmetric_product, operands, {"n": n, "depth": depth, "columns": columns, "tile": tile}, writes="out")
+    constants = {"n": n, "depth": depth, "columns": columns, "tile": tile}
+    for one in each_matrix(op, out=out, x=x):
+        operands = {**one, "linear": factors.get("linear"), "square": factors.get("square")}
+        c.call(symmetric_product, operands, constants, writes="out")
 
 
 @lowering("gram")
 def gram(op: Op, c: Lowering) -> None:
-    _lower(c, op.a, op.x, depth=max(int(n) for n in op.x.shape), columns=is_tall(op.x))
+    _lower(op, c, op.a, op.x, depth=max(op.one(op.x)), columns=op.is_tall(op.x))
 
 
 @lowering("gram_polynomial")
 def gram_polynomial(op: Op, c: Lowering) -> None:
-    _lower(c, op.b, op.a, depth=int(op.a.shape[0]), linear=bits(op.linear), square=bits(op.square))
+    _lower(op, c, op.b, op.a, depth=int(op.a.shape[1]), linear=bits(op.linear), square=bits(op.square))

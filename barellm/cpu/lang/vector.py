@@ -50,6 +50,14 @@ def exp2(k: Builder, x: Value, coefficients: tuple[float, ...] = EXP2) -> Value:
     return _scale(k, p, shifted, x, low=-126.0, high=128.0)
 
 
+def exp2_within(k: Builder, x: Value) -> Value:
+    """2**x of numbers that are known to lie from -126 to 127: a third fewer instructions. NaN stays."""
+    shifted = x + MAGIC
+    n = shifted - MAGIC
+    power = k.bitcast((k.bitcast(shifted, k.ivec) << 23) + 0x3F800000, k.vec)
+    return polynomial(k, x - n, EXP2) * power
+
+
 def exp(k: Builder, x: Value) -> Value:
     """e**x. The product with log2(e) is exact to two floats, so that the error stays at an ulp or two for large |x|."""
     clipped = k.max(-105.0, k.min(89.0, x))

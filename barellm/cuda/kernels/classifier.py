@@ -13,7 +13,7 @@ from typing import Any
 from barellm.cuda.kernel import MODES, Launch, Lowering, Size, Sizes, lowering, mode
 from barellm.cuda.kernels.cross_entropy import launch_rows, launch_total, row_losses
 from barellm.cuda.kernels.matmul import product
-from barellm.program.dtypes import itemsize
+from barellm.program.dtypes import PLANES, itemsize
 from barellm.runtime.lowering import part, rows_of, weight_operand
 
 LOGITS_BYTES = 1 << 30  # of one chunk, at most
@@ -79,12 +79,12 @@ def lower(c: Lowering, *, gradients: bool) -> None:
 @lowering(
     "classifier",
     starts="dx dweight",
-    also={"weight": "split half", "targets": "i32", "loss_scale": "i32"},
+    also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"},
 )
 def lower_classifier(op: Any, c: Lowering) -> None:
     lower(c, gradients=True)
 
 
-@lowering("classifier_loss", also={"weight": "split half", "targets": "i32"})
+@lowering("classifier_loss", also={"weight": PLANES, "targets": "i32"})
 def lower_classifier_loss(op: Any, c: Lowering) -> None:
     lower(c, gradients=False)

@@ -65,6 +65,11 @@ def unit_of(t: Tensor) -> int:
     return gcd(t.width, VECTOR)
 
 
+def matrix_unit(op: Any, t: Tensor) -> int:
+    """The same of one matrix of a bank."""
+    return gcd(t.size // op.matrices, VECTOR)
+
+
 def pow2(n: int) -> int:
     """The least power of two that is not below n."""
     return 1 << (n - 1).bit_length()

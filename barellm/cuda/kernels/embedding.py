@@ -15,6 +15,7 @@ from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.common import POS, keep, pow2, sweep_rows, tile
 from barellm.cuda.kernels.storage import load_weight, weight_operands
 from barellm.cuda.lang import device, tl
+from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
 from barellm.runtime.lowering import part
 
@@ -36,7 +37,7 @@ def embedding(
     tl.store(y + row[:, None] * C + column[None, :], value, mask=mask)
 
 
-@lowering("embedding", also={"tokens": "i32", "wte": "split half", "wpe": "split half"})
+@lowering("embedding", also={"tokens": "i32", "wte": PLANES, "wpe": PLANES})
 def lower_embedding(op: Any, c: Lowering) -> None:
     operands = {"y": op.y, "tokens": op.tokens, "seq": lambda s: s.seq}
     operands |= weight_operands("wte", op.wte)

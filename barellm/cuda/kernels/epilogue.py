@@ -6,7 +6,9 @@ a view to the next, None where rows lie side by side.
 
 from __future__ import annotations
 
-from barellm.cuda.kernels.activations import slope_of, value_of
+from typing import Any
+
+from barellm.cuda.kernels.activations import SLOPES, slope_of, value_of
 from barellm.cuda.kernels.common import keep
 from barellm.cuda.lang import device, tl
 
@@ -62,3 +64,8 @@ def finish_part(
         else:
             acc *= slope_of(read, EPILOGUE)
     keep(out + apart(at, m0 + m, N, OUT_ROW), mask, acc, scalars, MODE)
+
+
+def beside(pre: Any, residual: Any, epilogue: str) -> tuple[Any, Any]:
+    """What an epilogue writes beside the result, and what it reads: an activation leaves its input, which its slope reads."""
+    return (None, pre) if epilogue in SLOPES else (pre, residual)

@@ -14,7 +14,7 @@ from typing import Any
 from barellm.cuda import choices
 from barellm.cuda.kernel import MODES, Lowering, Size, Sizes
 from barellm.cuda.kernels.common import LEAST_SUMMED, pow2, view_strides
-from barellm.cuda.kernels.epilogue import finish_part
+from barellm.cuda.kernels.epilogue import beside, finish_part
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
@@ -76,8 +76,9 @@ def launch_product(
     """Does what `matmul.product` does in its role "nt"; nothing in runs of more rows."""
     few, BK = Few(rows), max(pow2(K), LEAST_SUMMED)
     BN, warps = choices.few_rows_tile(BK)
-    operands = {"out": out, "pre": pre, "x": a, "weight": b, "bias": bias, "other": residual, "rows": few}
+    written, other = beside(pre, residual, epilogue)
+    operands = {"out": out, "pre": written, "x": a, "weight": b, "bias": bias, "other": other, "rows": few}
     constants = {"N": N, "K": K, "BN": BN, "BK": BK, "MODE": mode, "EPILOGUE": epilogue}
-    constants |= view_strides(x=a, out=out, pre=pre, other=residual)
+    constants |= view_strides(x=a, out=out, pre=written, other=other)
     grid = lambda s: (ceil_div(N, BN) if few(s) else 0,)  # noqa: E731
     c.launch(few_rows, operands, constants, grid=grid, writes="out pre", warps=warps)

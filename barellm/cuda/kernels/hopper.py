@@ -20,6 +20,7 @@ from typing import Any
 
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, TensorMap
+from barellm.cuda.kernels.epilogue import beside
 from barellm.cuda.kernels.hopper_roles import DEPTH, HALF, ROWS, fetch, load, multiply
 from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import gl, gluon, hopper
@@ -127,7 +128,7 @@ def launch_product(
         width, usual
     )  # by the default's columns: bits do not depend on tuning
     parts = choices.most_splits(tiles, depth) if role == "tn" else 1
-    written, other = (pre, residual) if role == "nt" else (None, pre)
+    written, other = beside(pre, residual, epilogue)
     if not epilogue and mode != MODES["store"] and parts == 1:
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
     f = tuning.choose(c.target, tuning.ProductSubject(role, matrix(a)[1], height, width, depth, "hopper", epilogue))

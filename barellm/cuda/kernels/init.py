@@ -11,6 +11,7 @@ from barellm.cuda.kernels.random import calls, threefry, to_columns
 from barellm.cuda.kernels.storage import lo_pointer, store_weight, weight_columns, weight_constants, weight_pointer
 from barellm.cuda.kernels.tables import entry_of, extent, first_programs, integer, number
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
+from barellm.program.dtypes import PLANES
 from barellm.program.grouping import members
 from barellm.program.integers import ceil_div
 from barellm.program.ops.base import Op
@@ -46,7 +47,7 @@ def normals(first, second):
 @device
 def normal_init(
     table, scalars,
-    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, MASTER: tl.constexpr,
+    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """std * normals."""
@@ -62,13 +63,13 @@ def normal_init(
     i = row[:, None] * C + column[None, :]
     live = i < integer(table, entry, VALID, ENTRIES)
     std = number(table, entry, STD, ENTRIES).to(tl.float32)
-    param, lo = weight_pointer(table, entry, PARAM, ENTRIES, SPLIT, MASTER), None
-    if SPLIT:
-        lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, MASTER)
+    param, lo = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT), None
+    if FORMAT is not None:
+        lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
     store_weight(param, lo, i, mask, tl.where(live, to_columns(x, y, BR, BC) * std, 0.0))
 
 
-@lowering("normal_init", floats="fp32", also={"param": "split half"})
+@lowering("normal_init", floats="fp32", also={"param": PLANES})
 def lower_normal_init(op: Any, c: Lowering) -> None:
     inits, params = members(op), parameters(op)
     C = int(params[0].shape[-1])
@@ -86,20 +87,20 @@ def lower_normal_init(op: Any, c: Lowering) -> None:
 @device
 def constant_init(
     table,
-    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, MASTER: tl.constexpr,
+    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     entry, turn = entry_of(table, ENTRIES, WIDE)
     i = turn * BLOCK + tl.arange(0, BLOCK)
     mask = i < integer(table, entry, UNITS, ENTRIES) * UNIT
     live = i < integer(table, entry, VALID, ENTRIES)
-    param, lo = weight_pointer(table, entry, PARAM, ENTRIES, SPLIT, MASTER), None
-    if SPLIT:
-        lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, MASTER)
+    param, lo = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT), None
+    if FORMAT is not None:
+        lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
     store_weight(param, lo, i, mask, tl.where(live, number(table, entry, VALUE, ENTRIES).to(tl.float32), 0.0))
 
 
-@lowering("constant_init", floats="fp32", also={"param": "split half"})
+@lowering("constant_init", floats="fp32", also={"param": PLANES})
 def lower_constant_init(op: Any, c: Lowering) -> None:
     sizes = [t.size for t in parameters(op)]
     unit = unit_of(parameters(op)[0])

@@ -19,9 +19,10 @@ from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, lowering, mode
 from barellm.cuda.kernels import cublaslt, few_rows, hopper
 from barellm.cuda.kernels.common import view_strides
-from barellm.cuda.kernels.epilogue import finish_tile
+from barellm.cuda.kernels.epilogue import beside, finish_tile
 from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import device, tl
+from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import weight_operand
@@ -93,8 +94,10 @@ def product(
 
     "nt"  out (rows, N); with an activation as `epilogue`, `pre` gets the product and out the activation of it; with "residual",
           out is the sum of `residual` and the product
-    "nn"  out (rows, K); with an activation's slope as `epilogue`, times that slope at `pre`
+    "nn"  out (rows, K)
     "tn"  out (N, K) fp32, the sum over rows
+
+    With an activation's slope as `epilogue` of "nt" or "nn", out is the product times that slope at `pre`.
     """
     given = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
     given |= {"bias": bias, "residual": residual, "pre": pre, "epilogue": epilogue, "mode": mode}
@@ -115,7 +118,7 @@ def product(
         return
     cols, depth = (N, K) if role == "nt" else (K, N)
     t = tuning.choose(c.target, tuning.ProductSubject(role, _kind(c, dtype), most, cols, depth))
-    written, other = (pre, residual) if role == "nt" else (None, pre)
+    written, other = beside(pre, residual, epilogue)
     operands = {"out": out, "pre": written, "a": a, "b": b, "bias": bias, "other": other, "M": rows, "chunk": None}
     constants = {"N": cols, "K": depth, "A_TRANSPOSED": False, "B_TRANSPOSED": role == "nt", "MODE": mode}
     constants |= _constants(c, t) | {"EVEN_K": depth % t.depth == 0, "EPILOGUE": epilogue}
@@ -166,9 +169,9 @@ def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
     return {"rows": c.rows(activation), "most": activation.size // int(activation.shape[-1]), "N": N, "K": K}
 
 
-@lowering("product", starts="y dx", also={"weight": "split half"}, views="x y pre residual dy dx")
-@lowering("matmul_dx", starts="dx", also={"weight": "split half"}, views="dy dx")
-@lowering("matmul", starts="y", also={"weight": "split half"}, views="x y")
+@lowering("product", starts="y dx", also={"weight": PLANES}, views="x y pre residual dy dx")
+@lowering("matmul_dx", starts="dx", also={"weight": PLANES}, views="dy dx")
+@lowering("matmul", starts="y", also={"weight": PLANES}, views="x y")
 def lower_product(op: Any, c: Lowering) -> None:
     """A product with a weight or the gradient of its input, with what follows it."""
     follows = [name for name in op.attrs.get("epilogues", ()) if name != "bias"]
@@ -178,7 +181,8 @@ def lower_product(op: Any, c: Lowering) -> None:
         more |= {"pre": op.inputs.get("pre"), "mode": mode(op, "dx"), **shape_of(c, op.dy, op.weight)}
         product(c, "nn", out=op.dx, a=op.dy, b=weight, **more)
     else:
-        more |= {"bias": op.inputs.get("bias"), "residual": op.inputs.get("residual"), "pre": op.outputs.get("pre")}
+        pre = op.outputs.get("pre", op.inputs.get("pre"))  # an input of slopes
+        more |= {"bias": op.inputs.get("bias"), "residual": op.inputs.get("residual"), "pre": pre}
         product(c, "nt", out=op.y, a=op.x, b=weight, mode=mode(op, "y"), **more, **shape_of(c, op.x, op.weight))
 
 

@@ -24,6 +24,7 @@ from barellm.cuda.kernels.storage import (
 )
 from barellm.cuda.kernels.tables import column, entry_of, extent, first_programs, integer, number, pointer
 from barellm.cuda.lang import constant, device, tl
+from barellm.program.dtypes import PLANES
 from barellm.program.grouping import members
 from barellm.program.integers import ceil_div
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
@@ -146,27 +147,31 @@ def adamw(
     table, clip, scalars,
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     BETA1: tl.constexpr, BETA2: tl.constexpr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, EPSILON: tl.constexpr,
-    LR_SCALE: tl.constexpr, SPLIT: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    LR_SCALE: tl.constexpr, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, CAUTIOUS: tl.constexpr,
     M_MANTISSA: tl.constexpr, M_SIGNED: tl.constexpr, V_MANTISSA: tl.constexpr, V_SIGNED: tl.constexpr,
 ):  # fmt: skip
     """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps): everything read and written once. The step's factors are computed in double.
-    STOCHASTIC: 16-bit moments are rounded so, by the shared words of the parameter's stream."""
+    STOCHASTIC: 16-bit moments are rounded so, by the shared words of the parameter's stream. CAUTIOUS: modded-nanogpt's Adam, whose
+    eps comes before the second bias, and which takes lr^2 wd p off where that goes the update's way."""
     scale = tl.load(clip + 1)
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, turn = entry_of(table, ENTRIES, WIDE)
         n = integer(table, entry, UNITS, ENTRIES) * UNIT
-        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, SPLIT, MASTER), None
-        if SPLIT:
-            lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, MASTER)
+        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT), None
+        if FORMAT is not None:
+            lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
         m = pointer(table, entry, M, ENTRIES, tl.float32 if M_MANTISSA is None else tl.int16, 16)
         v = pointer(table, entry, V, ENTRIES, tl.float32 if V_MANTISSA is None else tl.int16, 16)
         grad = pointer(table, entry, GRAD, ENTRIES, tl.float32, 16)
         lr, step = double(scalars, LR), tl.load(scalars + STEP).to(tl.float64)
         if LR_SCALE != 1.0:
             lr = lr * LR_SCALE
-        shrink = (1.0 - lr * number(table, entry, WEIGHT_DECAY, ENTRIES)).to(tl.float32)
-        rate = (lr / (1.0 - tl.exp2(step * LOG_BETA1))).to(tl.float32)
-        unbias = (1.0 / tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))).to(tl.float32)
+        decay = lr * number(table, entry, WEIGHT_DECAY, ENTRIES)
+        step_size, root = lr / (1.0 - tl.exp2(step * LOG_BETA1)), tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))
+        if CAUTIOUS:
+            rate, lost = (step_size * root).to(tl.float32), (lr * decay).to(tl.float32)
+        else:
+            rate, unbias, shrink = step_size.to(tl.float32), (1.0 / root).to(tl.float32), (1.0 - decay).to(tl.float32)
         begin = turn * SPAN
         for first in range(begin, tl.minimum(begin + SPAN, n), BLOCK):
             # Four elements at a time: with eight of a 16-bit plane, loads of fp32 would touch each sector twice, and stores go
@@ -182,14 +187,18 @@ def adamw(
             g = tl.load(grad + i, mask=mask, other=0.0) * scale
             mean = BETA1 * load_moment(m, i, mask, M_MANTISSA, M_SIGNED) + (1.0 - BETA1) * g
             square = BETA2 * load_moment(v, i, mask, V_MANTISSA, V_SIGNED) + (1.0 - BETA2) * g * g
-            update = rate * mean / (tl.sqrt(square) * unbias + EPSILON)
-            store_weight(param, lo, i, mask, load_weight(param, lo, i, mask) * shrink - update)
+            p = load_weight(param, lo, i, mask)
+            if CAUTIOUS:
+                update = rate * mean / (tl.sqrt(square) + EPSILON)
+                p = p - update - tl.where(update * p > 0, p * lost, 0.0)
+            else:
+                p = p * shrink - rate * mean / (tl.sqrt(square) * unbias + EPSILON)
+            store_weight(param, lo, i, mask, p)
             store_moment(m, i, mask, mean, dither_m, M_MANTISSA, M_SIGNED)
             store_moment(v, i, mask, square, dither_v, V_MANTISSA, V_SIGNED)
 
 
-@lowering("adamw", floats="fp32", also={"param": "split half", "m": "e6m9", "v": "ue6m10"})
-def lower_adamw(op: Any, c: Lowering) -> None:
+def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
     updates: list[Any] = members(op)
     params, ms, vs = ([u.outputs[name] for u in updates] for name in ("param", "m", "v"))
     unit = unit_of(params[0])
@@ -208,8 +217,22 @@ def lower_adamw(op: Any, c: Lowering) -> None:
     constants = {
         **extent(len(updates)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK,
         "BETA1": beta1, "BETA2": beta2, "LOG_BETA1": log2(beta1), "LOG_BETA2": log2(beta2), "EPSILON": float(op.eps),
-        "LR_SCALE": float(updates[0].lr_scale), **weight_constants(params[0]), "STOCHASTIC": updates[0].stream is not None,
+        "LR_SCALE": float(updates[0].lr_scale), **weight_constants(params[0]),
+        "STOCHASTIC": updates[0].stream is not None, "CAUTIOUS": cautious or None,
         **moment_constants("M", ms[0]), **moment_constants("V", vs[0]),
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo", "m", "v"))
     c.launch(adamw, {"table": table, "clip": updates[0].clip}, constants, grid=lambda s: (programs,), writes="")
+
+
+TAKES = {"floats": "fp32", "also": {"param": PLANES, "m": "e6m9", "v": "ue6m10"}}
+
+
+@lowering("adamw", **TAKES)
+def lower_adamw(op: Any, c: Lowering) -> None:
+    _lower(op, c, cautious=False)
+
+
+@lowering("cautious_adam", **TAKES)
+def lower_cautious_adam(op: Any, c: Lowering) -> None:
+    _lower(op, c, cautious=True)

@@ -1,14 +1,14 @@
 """What kernels see as fp32 though memory may not be: weights and moments.
 
-A weight is one array, or two planes (`program.dtypes`): the bits (hi << 16) + lo of "split", or the nearest fp16 and the fp32
-weight of "half". A moment is one array, or the 16-bit codes of `program.moments`.
+A weight is one array, or two planes (`program.dtypes`): the bits (hi << 16) + lo of "split" and "truncated", whose lo
+has no sign, or the nearest fp16 and the fp32 weight of "half". A moment is one array, or the 16-bit codes of `program.moments`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernels.tables import column, pointer
+from barellm.cuda.kernels.tables import aligned_pointer, column
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import format_of
 from barellm.program.moments import FORMATS
@@ -21,8 +21,8 @@ REBIAS = constant(REBIAS_BITS)
 
 def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
     """Operands `name` and `name_lo` of a launch: both planes, or the fp32 tensor and None."""
-    if t.dtype == "split":
-        return {name: (plane(t, 0)[0], "i16"), f"{name}_lo": (plane(t, 1)[0], "i16")}
+    if t.dtype in ("split", "truncated"):
+        return {name: (plane(t, 0)[0], "i16"), f"{name}_lo": plane(t, 1)}
     if format_of(t.dtype).planes:
         return {name: plane(t, 0), f"{name}_lo": plane(t, 1)}
     return {name: t, f"{name}_lo": None}
@@ -37,22 +37,22 @@ def weight_columns(params: list[Tensor]) -> dict[str, Any]:
 
 
 def weight_constants(t: Tensor) -> dict[str, Any]:
-    """Constants of a kernel that finds weights like `t` in a table. SPLIT: they have two planes. MASTER: the second is the fp32
-    weight, as in "half"; None where it is not."""
-    return {"SPLIT": bool(format_of(t.dtype).planes), "MASTER": t.dtype == "half" or None}
+    """The constant of a kernel that finds weights like `t` in a table: their format, None where they have one plane."""
+    return {"FORMAT": t.dtype if format_of(t.dtype).planes else None}
 
 
 @device
-def weight_pointer(table, entry, PARAM: tl.constexpr, ENTRIES: tl.constexpr, SPLIT: tl.constexpr, MASTER: tl.constexpr):
-    """To the first plane, or the fp32 weights."""
-    return pointer(table, entry, PARAM, ENTRIES, tl.float16 if MASTER else tl.int16 if SPLIT else tl.float32, 16)
+def weight_pointer(table, entry, PARAM: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr):
+    """To the first plane, or the fp32 weights, of a matrix or tensor whose count of elements is a multiple of UNIT."""
+    ONE: tl.constexpr = tl.float32 if FORMAT is None else tl.float16 if FORMAT == "half" else tl.int16
+    return aligned_pointer(table, entry, PARAM, ENTRIES, ONE, UNIT)
 
 
 @device
-def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, MASTER: tl.constexpr):
-    """To the second plane of a weight whose count of elements is a multiple of UNIT."""
-    ALIGN: tl.constexpr = 16 if UNIT % 8 == 0 else 4 if MASTER else 2
-    return pointer(table, entry, LO, ENTRIES, tl.float32 if MASTER else tl.int16, ALIGN)
+def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr):
+    """To the second plane of the same."""
+    TWO: tl.constexpr = tl.float32 if FORMAT == "half" else tl.uint16 if FORMAT == "truncated" else tl.int16
+    return aligned_pointer(table, entry, LO, ENTRIES, TWO, UNIT)
 
 
 @device
@@ -63,7 +63,7 @@ def load_weight(p, lo, i, mask):
     elif lo.dtype.element_ty == tl.float32:
         return tl.load(lo + i, mask=mask, other=0.0)
     else:
-        bits = tl.load(p + i, mask=mask, other=0).to(tl.int32) << 16
+        bits = tl.load(p + i, mask=mask, other=0).to(tl.int32) << 16  # adding fits both: lo widens by its own sign
         return (bits + tl.load(lo + i, mask=mask, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
 
 
@@ -76,8 +76,9 @@ def store_weight(p, lo, i, mask, value):
         tl.store(lo + i, value, mask=mask)
     else:
         bits = value.to(tl.int32, bitcast=True)
-        tl.store(p + i, ((bits + 0x8000) >> 16).to(tl.int16), mask=mask)
-        tl.store(lo + i, bits.to(tl.int16), mask=mask)
+        up = 0 if lo.dtype.element_ty == tl.uint16 else 0x8000
+        tl.store(p + i, ((bits + up) >> 16).to(tl.int16), mask=mask)
+        tl.store(lo + i, bits.to(lo.dtype.element_ty), mask=mask)
 
 
 def moment_constants(name: str, t: Tensor) -> dict[str, Any]:

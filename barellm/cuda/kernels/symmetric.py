@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering
-from barellm.cuda.kernels.tables import column, matrix_constants, matrix_pointer, number
+from barellm.cuda.kernels.tables import matrix_constants, matrix_pointer, number, of_matrices, repeated
 from barellm.cuda.lang import device, tl
 from barellm.program.grouping import members
 from barellm.program.integers import ceil_div
-from barellm.program.ops.muon import is_tall
 
 
 @device
@@ -26,8 +25,8 @@ def symmetric_product(
     TILES: tl.constexpr = (N + B - 1) // B
     m0, n0, entry = tl.program_id(0) // TILES * B, tl.program_id(0) % TILES * B, tl.program_id(1)
     if n0 <= m0:
-        out = matrix_pointer(table, entry, 0, ENTRIES, HALF, FP16)
-        x = matrix_pointer(table, entry, 1, ENTRIES, HALF, FP16)
+        out = matrix_pointer(table, entry, 0, ENTRIES, N, HALF, FP16)
+        x = matrix_pointer(table, entry, 1, ENTRIES, N if COLUMNS else DEPTH, HALF, FP16)
         m, n, k = m0 + tl.arange(0, B), n0 + tl.arange(0, B), tl.arange(0, BK)
         m_in, n_in = m < N, n < N
         if COLUMNS:
@@ -68,10 +67,10 @@ def gram_apply(
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     m0, n0, entry = tl.program_id(0) // n_tiles * BM, tl.program_id(0) % n_tiles * BN, tl.program_id(1)
     y, a, b, x = (
-        matrix_pointer(table, entry, 0, ENTRIES, HALF, FP16),
-        matrix_pointer(table, entry, 1, ENTRIES, HALF, FP16),
-        matrix_pointer(table, entry, 2, ENTRIES, HALF, FP16),
-        matrix_pointer(table, entry, 3, ENTRIES, HALF, FP16),
+        matrix_pointer(table, entry, 0, ENTRIES, N, HALF, FP16),
+        matrix_pointer(table, entry, 1, ENTRIES, K, HALF, FP16),
+        matrix_pointer(table, entry, 2, ENTRIES, N, HALF, FP16),
+        matrix_pointer(table, entry, 3, ENTRIES, N, HALF, FP16),
     )
     m, n, k = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), tl.arange(0, BK)
     m_in, n_in = m < M, n < N
@@ -105,51 +104,52 @@ def tile_constants(c: Lowering, n: int, dtype: str) -> tuple[dict[str, Any], dic
 
 
 def _symmetric(
-    c: Lowering, outs: list[Any], xs: list[Any], *, depth: int, columns: bool, factors: dict[str, Any]
+    c: Lowering, each: list[Any], outs: list[Any], xs: list[Any], *, depth: int, columns: bool, factors: dict[str, Any]
 ) -> None:
-    n, dtype = int(outs[0].shape[0]), xs[0].dtype
+    n, dtype = int(outs[0].shape[1]), xs[0].dtype
     constants, options = tile_constants(c, n, dtype)
-    side = side_of(n, dtype)
+    side, entries = side_of(n, dtype), sum(o.matrices for o in each)
     constants |= {
-        "ENTRIES": len(outs),
+        "ENTRIES": entries,
         "N": n,
         "DEPTH": depth,
         "COLUMNS": columns,
         "POLYNOMIAL": bool(factors),
         "B": side,
     }
-    table = Table({"out": column(outs), "x": column(xs), **factors}, writes=("out",))
+    table = Table({"out": of_matrices(each, outs), "x": of_matrices(each, xs), **factors}, writes=("out",))
     tiles = ceil_div(n, side) ** 2
-    c.launch(symmetric_product, {"table": table}, constants, grid=lambda s: (tiles, len(outs)), writes="", **options)
+    c.launch(symmetric_product, {"table": table}, constants, grid=lambda s: (tiles, entries), writes="", **options)
 
 
 @lowering("gram")
 def lower_gram(op: Any, c: Lowering) -> None:
     each: list[Any] = members(op)
-    x = each[0].x
-    depth = max(int(n) for n in x.shape)
-    _symmetric(c, [o.a for o in each], [o.x for o in each], depth=depth, columns=is_tall(x), factors={})
+    depth, tall = max(each[0].one(each[0].x)), each[0].is_tall(each[0].x)
+    _symmetric(c, each, [o.a for o in each], [o.x for o in each], depth=depth, columns=tall, factors={})
 
 
 @lowering("gram_polynomial")
 def lower_polynomial(op: Any, c: Lowering) -> None:
     each: list[Any] = members(op)
-    factors = {name: ("fp64", [float(o.attrs[name]) for o in each]) for name in ("linear", "square")}
-    n = int(each[0].a.shape[0])
-    _symmetric(c, [o.b for o in each], [o.a for o in each], depth=n, columns=False, factors=factors)
+    factors = {"linear": ("fp64", repeated(each, lambda o: float(o.linear)))}
+    factors |= {"square": ("fp64", repeated(each, lambda o: float(o.square)))}
+    n = int(each[0].a.shape[1])
+    _symmetric(c, each, [o.b for o in each], [o.a for o in each], depth=n, columns=False, factors=factors)
 
 
 @lowering("gram_apply")
 def lower_apply(op: Any, c: Lowering) -> None:
     each: list[Any] = members(op)
-    x = each[0].x
-    (rows, cols), tall = (int(n) for n in x.shape), is_tall(x)
+    x, entries = each[0].x, sum(o.matrices for o in each)
+    (rows, cols), tall = each[0].one(x), each[0].is_tall(x)
     xs, bs = [o.x for o in each], [o.b for o in each]
     side = side_of(min(rows, cols), x.dtype)
     constants, options = tile_constants(c, min(rows, cols), x.dtype)
-    constants |= {"ENTRIES": len(each), "M": rows, "N": cols, "K": min(rows, cols), "BM": side, "BN": side}
-    fields = {"y": column(o.y for o in each), "a": column(xs if tall else bs), "b": column(bs if tall else xs)}
-    fields |= {"x": column(xs), "scale": ("fp64", [float(o.scale) for o in each])}
+    constants |= {"ENTRIES": entries, "M": rows, "N": cols, "K": min(rows, cols), "BM": side, "BN": side}
+    operands = {"y": [o.y for o in each], "a": xs if tall else bs, "b": bs if tall else xs, "x": xs}
+    fields: dict[str, Any] = {name: of_matrices(each, tensors) for name, tensors in operands.items()}
+    fields["scale"] = ("fp64", repeated(each, lambda o: float(o.scale)))
     tiles = ceil_div(rows, side) * ceil_div(cols, side)
     table = Table(fields, writes=("y",))
-    c.launch(gram_apply, {"table": table}, constants, grid=lambda s: (tiles, len(each)), writes="", **options)
+    c.launch(gram_apply, {"table": table}, constants, grid=lambda s: (tiles, entries), writes="", **options)

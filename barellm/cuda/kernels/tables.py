@@ -3,7 +3,7 @@ an entry's first program, so a program finds its entry by counting those that be
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +11,7 @@ from barellm.cuda.kernel import POINTER
 from barellm.cuda.kernels.common import pow2
 from barellm.cuda.lang import device, tl
 from barellm.program.tensor import Tensor
-from barellm.runtime.lowering import Region, part
+from barellm.runtime.lowering import Region, part, share
 
 
 @device
@@ -42,9 +42,20 @@ def pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.c
 
 
 @device
-def matrix_pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr):
-    """To a matrix as `matrix_constants` describes it."""
-    return pointer(table, entry, FIELD, ENTRIES, tl.float16 if FP16 else tl.bfloat16 if HALF else tl.float32, 16)
+def aligned_pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.constexpr, UNIT: tl.constexpr):
+    """To elements of TYPE, a multiple of UNIT of them, as the matrices of a bank are that have so many elements."""
+    BYTES: tl.constexpr = UNIT * TYPE.primitive_bitwidth // 8
+    ALIGN: tl.constexpr = 16 if BYTES % 16 == 0 else 8 if BYTES % 8 == 0 else 4 if BYTES % 4 == 0 else 2
+    return pointer(table, entry, FIELD, ENTRIES, TYPE, ALIGN)
+
+
+@device
+def matrix_pointer(
+    table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr
+):
+    """To a matrix as `matrix_constants` describes it, a multiple of UNIT elements."""
+    TYPE: tl.constexpr = tl.float16 if FP16 else tl.bfloat16 if HALF else tl.float32
+    return aligned_pointer(table, entry, FIELD, ENTRIES, TYPE, UNIT)
 
 
 def matrix_constants(dtype: str) -> dict[str, Any]:
@@ -61,6 +72,17 @@ def first_programs(counts: Iterable[int]) -> tuple[list[int], int]:
 def extent(entries: int) -> dict[str, int]:
     """The constants of `entry_of`."""
     return {"ENTRIES": entries, "WIDE": pow2(entries)}
+
+
+def of_matrices(each: Sequence[Any], operands: Iterable[Any]) -> tuple[str, list[Region]]:
+    """A field of addresses: of ops' operands, an entry for each matrix of each bank."""
+    pairs = zip(each, operands, strict=True)
+    return column(share(operand, i, op.matrices) for op, operand in pairs for i in range(op.matrices))
+
+
+def repeated(each: Sequence[Any], value: Callable[[Any], Any]) -> list[Any]:
+    """The value of an op for each matrix of its bank."""
+    return [value(op) for op in each for _ in range(op.matrices)]
 
 
 def column(operands: Iterable[Tensor | tuple[Region, str]]) -> tuple[str, list[Region]]:

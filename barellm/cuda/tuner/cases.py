@@ -94,7 +94,7 @@ class ProductCase(Case):
         if work.epilogue == "residual":
             self.give("residual", (*seq, N), "fp32")
         if work.epilogue in SLOPES:
-            self.give("pre", (*seq, K), kind)
+            self.give("pre", (*seq, work.cols), kind)
         if work.role == "tn":
             self.give("out", (N, K), "fp32")
         self.added = work.epilogue in ("add", "start")
@@ -112,7 +112,6 @@ class ProductCase(Case):
             return p
         if work.role == "nn":
             out = p.apply(ops.MatmulDx, dy=t["dy"], weight=t["weight"]).dx
-            out = p.apply(SLOPES[work.epilogue].backward, dy=out, x=t["pre"]).dx if "pre" in t else out
         else:
             out = p.apply(ops.Matmul, x=t["x"], weight=t["weight"]).y
             out = p.apply(ops.Bias, x=out, bias=t["bias"]).y if "bias" in t else out
@@ -120,6 +119,7 @@ class ProductCase(Case):
                 p.output("pre", out)
                 out = p.activate(out, work.epilogue)
             out = p.apply(ops.Add, a=t["residual"], b=out).y if "residual" in t else out
+        out = p.apply(SLOPES[work.epilogue].backward, dy=out, x=t["pre"]).dx if work.epilogue in SLOPES else out
         p.output("out", out)
         return p
 

@@ -14,7 +14,7 @@ from barellm.cuda.step import lower_and_plan
 from barellm.program.builder import Program
 
 MADE = {
-    "nt": ("", *ACTIVATIONS, "residual"),
+    "nt": ("", *ACTIVATIONS, "residual", *SLOPES),
     "nn": ("", *SLOPES),
     "tn": ("", "add", "start"),
 }  # epilogues that a bed has

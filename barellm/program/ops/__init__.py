@@ -18,7 +18,7 @@ from barellm.program.ops.muon import (
     MuonUpdate,
     NorMuonScales,
 )
-from barellm.program.ops.optimizer import AdamW, ClipScale, SumSquares
+from barellm.program.ops.optimizer import AdamW, CautiousAdam, ClipScale, SumSquares
 from barellm.program.ops.qk_rotary import QKRotary, QKRotaryBackward
 from barellm.program.ops.random import ConstantInit, Dropout, DropoutBackward, NormalInit
 from barellm.program.ops.rmsnorm import RMSNorm, RMSNormDweight, RMSNormDx
@@ -38,6 +38,7 @@ __all__ = [
     "BiasGrad",
     "BigramIds",
     "Cast",
+    "CautiousAdam",
     "ClipScale",
     "ConstantInit",
     "CrossEntropy",

@@ -95,9 +95,11 @@ class AdamW(Op):
 
     def infer(self, param: Tensor, grad: Tensor, m: Tensor, v: Tensor, clip: Tensor) -> dict[str, Spec]:
         if not param.shape == grad.shape == m.shape == v.shape or clip.shape != (2,):
-            raise ValueError(f"adamw expects equal shapes and clip (2): {describe(param=param, grad=grad, m=m, v=v)}")
+            raise ValueError(
+                f"{self.name} expects equal shapes and clip (2): {describe(param=param, grad=grad, m=m, v=v)}"
+            )
         if (m.dtype, v.dtype) not in STATE_DTYPES:
-            raise ValueError(f"adamw expects fp32 moments, or e6m9 and ue6m10: {describe(m=m, v=v)}")
+            raise ValueError(f"{self.name} expects fp32 moments, or e6m9 and ue6m10: {describe(m=m, v=v)}")
         return {"param": (param.shape, param.dtype), "m": (m.shape, m.dtype), "v": (v.shape, v.dtype)}
 
     def reference(self, param, grad, m, v, clip, lr, step, seed=0):
@@ -125,3 +127,30 @@ class AdamW(Op):
 
     def flops(self) -> int:
         return 14 * self.param.size
+
+
+class CautiousAdam(AdamW):
+    """Adam as modded-nanogpt has it, with decay only where the step makes a weight smaller too; g = grad * clip[1]:
+
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
+    u = lr sqrt(1 - beta2^step) / (1 - beta1^step) * m / (sqrt(v) + eps);  p = p - u - (lr^2 wd p where u p > 0).
+
+    Two things differ from AdamW besides that: eps is added to the root of v before the bias is corrected, and the decay falls with
+    the square of the rate. lr, `step`, the moments and a clip[1] of NaN are as there.
+    """
+
+    name = "cautious_adam"
+
+    def reference(self, param, grad, m, v, clip, lr, step, seed=0):
+        if np.isnan(clip[1]):
+            return {"param": param, "m": m, "v": v}
+        g, lr = grad * clip[1], lr * self.lr_scale
+        m = self.beta1 * m + (1 - self.beta1) * g
+        v = self.beta2 * v + (1 - self.beta2) * g * g
+        rate = lr * np.sqrt(1 - self.beta2**step) / (1 - self.beta1**step)
+        update = rate * m / (np.sqrt(v) + self.eps)
+        decay = np.where(update * param > 0, lr * lr * self.weight_decay * param, 0.0)
+        return {"param": param - update - decay, **self._stored(m, v, step, seed)}
+
+    def flops(self) -> int:
+        return 16 * self.param.size

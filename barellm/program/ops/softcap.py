@@ -21,7 +21,7 @@ from barellm.program.tensor import Tensor, describe
 Cap = tuple[float, float, float]  # scale, shift, width
 
 MTP = ("mtp_0", "mtp_1", "mtp_2")  # weights of the losses, by how far ahead a target is
-GREATEST = 80.0  # scale: exp(-GREATEST) is still a normal fp32 number
+GREATEST = 70.0  # scale: exp(-GREATEST) over any vocabulary is still a normal fp32 number
 
 
 def sigmoid(x: np.ndarray, cap: Cap) -> np.ndarray:

@@ -1,0 +1,102 @@
+"""The classifier in chunks of tokens: logits, losses, logit gradients in their place, and the two products from them. Logits of
+all tokens never exist.
+
+Shapes: x, dx (tokens, C); weight (V, C), or (C, V) where it is `transposed`, dweight as it; targets (tokens) i32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.kernel import Emit, Lowering, lowering
+from barellm.cpu.kernels import cross_entropy, softcap
+from barellm.cpu.kernels.linear import append_product, append_weight_gradient
+from barellm.cpu.kernels.loops import shape_of
+from barellm.program.dtypes import PLANES, itemsize
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
+from barellm.runtime.lowering import part, rows_of
+
+CHUNK = 1024  # tokens whose logits exist at one time
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss over rows of logits, and the head that goes with it. `constants` are those of its kernels, by the op, the columns
+    and the tensor whose sizes count the rows; `scratch` bytes of each thread are wanted by `gradients`, by the columns."""
+
+    transposed: bool
+    losses: Emit
+    gradients: Emit  # and losses
+    constants: Callable[[Op, int, Tensor], dict[str, Any]]
+    scratch: Callable[[int], int] = lambda V: 0
+
+
+PLAIN = Loss(
+    False, cross_entropy.row_losses, cross_entropy.row_losses_and_gradients, cross_entropy.constants_of
+)  # fmt: skip
+SOFTCAPPED = Loss(
+    True, softcap.row_losses, softcap.row_losses_and_gradients, softcap.constants_of, scratch=lambda V: 4 * V
+)
+
+
+def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
+    x, weight = op.x, op.weight
+    width, V = int(x.shape[-1]), int(weight.shape[1 if loss.transposed else 0])
+    rows = x.size // width
+    logits = (part(c.scratch("logits", min(rows, CHUNK) * V * itemsize(x.dtype))), x.dtype)
+    losses = c.scratch("losses", 4 * rows)
+    if gradients:
+        c.private(loss.scratch(V))
+    for first in range(0, rows, CHUNK):  # those beyond a run's rows do nothing
+        chunk = (first, CHUNK)
+        x_rows = rows_of(x, *chunk, width)
+        append_product(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not loss.transposed, rows=chunk)
+        operands = {
+            "lse": None,
+            "losses": (part(losses, 4 * first, min(4 * (first + CHUNK), 4 * rows)), "fp32"),
+            "logits": logits,
+            "targets": rows_of(op.targets, first, rows, 1),
+            "loss_scale": op.loss_scale if gradients else None,
+            "row_begin": first,
+            "row_limit": CHUNK,
+        }
+        emit = loss.gradients if gradients else loss.losses
+        c.call(emit, operands, loss.constants(op, V, x), writes="losses logits" if gradients else "losses")
+        if gradients:
+            append_product(
+                c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=loss.transposed,
+                mode=op.modes["dx"], rows=chunk,
+            )  # fmt: skip
+            dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
+            mode = op.modes["dweight"] if first == 0 else "add"
+            append_weight_gradient(c, op.dweight, dy, by, x, mode, rows=chunk)
+    operands = {"loss": op.loss, "losses": (part(losses), "fp32")}
+    c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
+
+
+@lowering("classifier", adds="dx", starts="dweight", also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"})
+def classifier(op: Op, c: Lowering) -> None:
+    lower(op, c, PLAIN, gradients=True)
+
+
+@lowering("classifier_loss", also={"weight": PLANES, "targets": "i32"})
+def classifier_loss(op: Op, c: Lowering) -> None:
+    lower(op, c, PLAIN, gradients=False)
+
+
+@lowering(
+    "softcapped_classifier",
+    adds="dx",
+    starts="dweight",
+    also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"},
+)
+def softcapped_classifier(op: Op, c: Lowering) -> None:
+    lower(op, c, SOFTCAPPED, gradients=True)
+
+
+@lowering("softcapped_classifier_loss", also={"weight": PLANES, "targets": "i32"})
+def softcapped_classifier_loss(op: Op, c: Lowering) -> None:
+    lower(op, c, SOFTCAPPED, gradients=False)

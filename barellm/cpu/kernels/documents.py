@@ -1,0 +1,54 @@
+"""Bigram ids and starts of documents. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch, slots), all i32."""
+
+from __future__ import annotations
+
+from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernels.loops import GRAIN, sweep
+from barellm.program.ops.documents import HASH
+
+INTEGERS = dict.fromkeys(("tokens", "ids", "cu_seqlens", "starts"), "i32")
+
+
+@kernel("bigram_ids", constants=lambda op: {"buckets": op.buckets}, also=INTEGERS)
+def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets) -> None:
+    """A thread's elements may span rows; each row's first is set behind the others."""
+    seq, modulus = k.scalar("seq"), buckets - 1
+
+    def body(i, mask, j):
+        pair = [tokens.load(i - back, mask) * k.const(factor, k.ivec) for back, factor in enumerate(HASH)]
+        left = (pair[0] ^ pair[1]) % modulus
+        ids.store(k.select(left < 0, left + modulus, left), i, mask)
+
+    with k.claim(k.scalar("batch") * seq, GRAIN) as (begin, end):
+        # The very first token has none before it in memory.
+        sweep(k, k.max(begin, 1), end, body)
+        first = (begin + seq - 1) // seq * seq
+        with k.loop(first, end, seq) as i:
+            ids.put(k.int(modulus), i)
+
+
+@kernel("document_starts", constants=lambda op: {"slots": int(op.cu_seqlens.shape[1])}, also=INTEGERS)
+def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
+    """Each claim is a part of one row: it looks for the document that its first position is in, then fills one after the other."""
+    seq = k.scalar("seq")
+    parts = k.ceil_div(seq, GRAIN)
+    with k.claim_each(k.scalar("batch") * parts) as unit:
+        row, begin = unit // parts, unit % parts * GRAIN
+        end = k.min(begin + GRAIN, seq)
+        of, to = cu_seqlens.at(row * slots), starts.at(row * seq)
+        slot, beyond = k.var(0), k.var(slots)
+        with k.while_(lambda: beyond.value - slot.value > 1):
+            middle = (slot.value + beyond.value) // 2
+            begun = of.get(middle) <= begin
+            slot.value = k.select(begun, middle, slot.value)
+            beyond.value = k.select(begun, beyond.value, middle)
+        at = k.var(begin)
+        with k.while_(lambda: at.value < end):
+            following = slot.value + 1
+            stop = k.var(end)
+            with k.when(following < slots):
+                stop.value = k.min(end, of.get(following))
+            start = k.splat(of.get(slot.value))
+            sweep(k, at.value, stop.value, lambda i, mask, j, start=start: to.store(start, i, mask))
+            at.value = k.max(at.value, stop.value)
+            slot.value = following

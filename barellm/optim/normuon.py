@@ -1,0 +1,121 @@
+"""The optimizers of modded-nanogpt's record 74 (its pull request 233, commit 20dd1582): NorMuon for the matrices of layers,
+in every step, and an Adam of its own for all else, in every second one.
+
+The classifier's weight `head` (C, V) and the embedding (V, C) are one matrix for the first part of a run, kept twice: Adam updates
+`head` by the gradients of both, and the embedding gets a copy. When they part, the embedding takes a copy of Adam's state along.
+So the end of a step is one of three programs, and one more runs where they part:
+
+    update_muon     the matrices of layers; their gradients become zero, and the others go on growing in the next step
+    update_tied     all but the embedding, which becomes the transpose of the new head
+    update_untied   all
+    untie           the embedding's state becomes the transpose of the head's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from barellm.optim.muon import Muon
+from barellm.optim.rules import Rule, assigned, update
+
+if TYPE_CHECKING:
+    from barellm.config import OptimConfig
+    from barellm.program.builder import Program
+    from barellm.program.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class NorMuon(Muon):
+    """Muon with rows of equal size, and a decay that acts with the step only and falls with the square of the rate."""
+
+    weight_decay: float = 1.2
+    cautious: bool = True
+    squared: bool = True
+    beta2: float = 0.95
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam whose weight decay acts with the step only and falls with the square of the rate (`program.ops.optimizer`). The rate is
+    the run's times `lr_scale`, and the decay `weight_decay` times `wd_mul`. The scalar `step` counts its updates, from 1."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    lr_scale: float = 1.0
+    wd_mul: float = 1.0
+    weight_decay: float = 0.005
+    eps: float = 1e-10
+
+    def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
+        from barellm.program import ops
+
+        for param in params:
+            m, v = moments(p, param)
+            p.apply(
+                ops.CautiousAdam,
+                param=param,
+                grad=p.gradient_of(param),
+                clip=clip,
+                m=m,
+                v=v,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                eps=self.eps,
+                weight_decay=self.weight_decay * self.wd_mul,
+                stream=None,
+                lr_scale=self.lr_scale,
+            )
+
+
+def moments(p: Program, param: Tensor) -> tuple[Tensor, Tensor]:
+    """Adam's state of a parameter."""
+    return p.state(f"{param.name}.m", param.shape), p.state(f"{param.name}.v", param.shape)
+
+
+def rules(config: OptimConfig) -> list[Rule]:
+    """Which parameter of models/speedrun.py gets which. A run's `lr` is Adam's, and `muon_lr` falls as it does."""
+    muon = {"lr_scale": config.muon_lr / config.lr if config.lr else 0.0, "turns": config.turns}
+    return [
+        Rule("h.*.attn.qkv", optimizer=NorMuon(matrices=3, **muon)),
+        Rule("h.*.attn.proj|h.*.mlp.up", optimizer=NorMuon(**muon)),
+        Rule("h.*.mlp.down", optimizer=NorMuon(lr_mul=2.0, **muon)),
+        Rule("embed|head", optimizer=Adam(0.5, 0.95, wd_mul=150.0)),
+        Rule("values.*|bigrams", optimizer=Adam(0.75, 0.95, lr_scale=75.0, wd_mul=5.0)),
+        Rule("h.*.gate", optimizer=Adam(0.9, 0.99)),
+        Rule("smear.gate", optimizer=Adam(0.9, 0.99, lr_scale=0.01, wd_mul=0.0)),
+        Rule("skip.gate", optimizer=Adam(0.9, 0.99, lr_scale=0.05, wd_mul=0.0)),
+        Rule("resid.*", optimizer=Adam(0.9, 0.95, lr_scale=5.0, wd_mul=0.0)),
+        Rule("post.*|lanes.*|x0.*|bigrams.scale", optimizer=Adam(0.9, 0.95, wd_mul=0.0)),
+        Rule("*.scale", optimizer=Adam(0.9, 0.99, lr_scale=5.0, wd_mul=0.0)),
+    ]
+
+
+def speedrun_update(
+    p: Program, rules: Sequence[Rule], *, adam: bool, tied: bool = False, embed: str = "embed", head: str = "head"
+) -> None:
+    """Append the end of a step. `adam`: of all parameters, else of NorMuon's alone; `tied`: the embedding follows the head.
+
+    A step without Adam leaves gradients to which the next one adds; one with Adam is followed by a step that begins them anew.
+    Nothing is clipped; a norm that is not finite skips the update of the parameters that this program is about.
+    """
+    params = p.store.of_role("parameter")
+    both = [next(t for t in params if t.name == name) for name in (embed, head)] if adam and tied else []
+    chosen = [t for t, rule in assigned(rules, params) if adam or isinstance(rule.optimizer, Muon)]
+    if both:
+        p.transpose_add(p.gradient_of(both[0]), p.gradient_of(both[1]))
+        chosen.remove(both[0])
+    update(p, rules, clip=0.0, params=chosen)
+    if both:
+        p.transpose_copy(both[1], both[0])
+    if not adam:
+        for t in chosen:
+            p.fill(p.gradient_of(t), 0.0)
+
+
+def untie(p: Program, *, embed: str = "embed", head: str = "head") -> None:
+    """Append the copies of the head's state for the embedding, which is on its own from now on."""
+    params = {t.name: t for t in p.store.of_role("parameter")}
+    for ours, theirs in zip(moments(p, params[embed]), moments(p, params[head]), strict=True):
+        p.transpose_copy(theirs, ours)

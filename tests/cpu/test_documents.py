@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from barellm.cpu.kernels import documents
+from tests.cpu.check import ISAS, changed, check_op, isa_named
+from tests.document_cases import bigram_case, document_case
+
+each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+
+
+@each_isa
+@pytest.mark.parametrize("shape", [(1, 1), (3, 37), (2, 129)], ids=str)
+@pytest.mark.parametrize("buckets", [2, 97, 5 * 50304])
+def test_bigram_ids(isa, shape, buckets):
+    check_op(isa=isa, **bigram_case(shape, buckets))
+
+
+@each_isa
+@pytest.mark.parametrize("grain", [8, 8192])
+def test_documents_start_where_a_claim_does_too(isa, grain, monkeypatch):
+    """Claims that begin within, at the end of and before documents, of one position, of none, and of all."""
+    changed(monkeypatch, documents, GRAIN=grain)
+    check_op(
+        isa=isa, **document_case([[0, 3, 3, 8, 16, 17, 37], [0, 37, 37, 37, 37, 37, 37], [0, 0, 1, 2, 24, 36, 37]], 37)
+    )
+    check_op(isa=isa, **document_case([[0], [0]], 19))

@@ -1,0 +1,71 @@
+"""Softcapped losses over several next tokens, alone and as a classifier in chunks, against the float64 references."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from barellm.cpu.kernels import classifier
+from barellm.cpu.step import CpuSession
+from barellm.program import ops
+from tests.cases import check_model, loss_operands
+from tests.cpu.check import ISAS, check_op, isa_named
+from tests.softcap_cases import (
+    LARGE,
+    SPEEDRUN,
+    WEIGHTS,
+    each_case,
+    softcap_case,
+    softcap_gradient_case,
+    transposed_network,
+    transposed_rows,
+)
+
+each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+
+
+@each_isa
+@each_case
+@each_dtype
+def test_loss(isa, case, dtype):
+    check_op(ops.SoftcapCrossEntropy, isa, **softcap_case(case, dtype))
+
+
+@each_isa
+@each_case
+@each_dtype
+@pytest.mark.parametrize("mode", ["store", "add"])
+def test_gradient(isa, case, dtype, mode):
+    check_op(ops.SoftcapCrossEntropyBackward, isa, **softcap_gradient_case(case, dtype, mode))
+
+
+@each_dtype
+def test_a_whole_vocabulary(dtype):
+    isa = isa_named(ISAS[0])
+    check_op(ops.SoftcapCrossEntropy, isa, **softcap_case(LARGE, dtype))
+    check_op(ops.SoftcapCrossEntropyBackward, isa, **softcap_gradient_case(LARGE, dtype, "store"))
+
+
+@each_isa
+@pytest.mark.parametrize("cap", [None, SPEEDRUN])
+def test_a_logit_that_is_no_number_shows_in_the_loss(isa, cap):
+    given = loss_operands((1, 5, 65, 60), "fp32")
+    given["logits"].values[0, 3, 33] = np.nan
+    attrs = {"valid_vocab": 60, "cap": cap, "predict": 1, "bounds": {"loss": None, "lse": None}}
+    with np.errstate(invalid="ignore"):
+        got = check_op(ops.SoftcapCrossEntropy, isa, given, scalars=WEIGHTS, **attrs)
+    assert np.isnan(got["loss"]).all()
+
+
+@each_isa
+@pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
+@pytest.mark.parametrize("activation, cap", [("relu2", SPEEDRUN), ("gelu", None)], ids=str)
+def test_a_network_of_transposed_weights(isa, compute, limit, activation, cap, monkeypatch):
+    monkeypatch.setattr(classifier, "CHUNK", 8)  # 33 tokens: chunks end inside sequences, the last is not full
+    declare = partial(transposed_network, C=24, F=41, V=53, activation=activation, cap=cap)
+    session = partial(CpuSession, isa=isa, threads=2)
+    found = check_model(session, declare, compute=compute, limit=limit, ids=51, scalars=WEIGHTS)
+    assert found >= transposed_rows(activation)
