@@ -9,6 +9,7 @@ from barellm.config import ModelConfig
 from barellm.errors import UserError
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import Precision
 from barellm.program.tensor import Dim
 
 MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, and its plan still takes seconds only
@@ -19,7 +20,7 @@ def build(
     *,
     batch: int = 0,
     seq: int = 0,
-    compute: str = "fp32",
+    compute: str | Precision = "fp32",
     optimizer: Callable[[Program], None] | None = None,
     recompute: bool = False,
     decode_batch: int = 0,

@@ -5,7 +5,7 @@ The classifier's weight `head` (C, V) and the embedding (V, C) are one matrix fo
 `head` by the gradients of both, and the embedding gets a copy. When they part, the embedding takes a copy of Adam's state along.
 So the end of a step is one of three programs, and one more runs where they part:
 
-    update_muon     the matrices of layers; their gradients become zero, and the others go on growing in the next step
+    update          the matrices of layers; their gradients become zero, and the others go on growing in the next step
     update_tied     all but the embedding, which becomes the transpose of the new head
     update_untied   all
     untie           the embedding's state becomes the transpose of the head's

@@ -8,6 +8,7 @@ from barellm.cuda.kernels import symmetric
 from barellm.optim.muon import Muon
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.ops.muon import lines
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import normal
 from tests.cuda.check import InterpretedSession, check_op
@@ -123,17 +124,17 @@ def test_muon_updates_truncated_weights():
 SHAPES = [(48, 32), (32, 48), (7, 5), (48, 32), (32, 48), (33, 33)]
 
 
-def updated(optimizer: Muon, compute: str, kind, **options):
+def updated(optimizer: Muon, compute: str, kind, *, shapes=SHAPES, **options):
     """(session, launches) after two updates of all."""
     p = Program(Store(), compute=compute)
-    params = [p.parameter(f"p{i}", shape, std=1.0) for i, shape in enumerate(SHAPES)]
+    params = [p.parameter(f"p{i}", shape, std=1.0) for i, shape in enumerate(shapes)]
     optimizer.update(p, params, p.input("clip", (2,), "fp32"))
     session = kind({"update": p}, **options)
     for t in params:
         session.write(t.name, normal(*t.shape, seed=t.size))
         session.write(f"{t.name}.m", np.zeros(t.shape))
         if optimizer.beta2:
-            session.write(f"{t.name}.v", np.zeros(max(t.shape)))
+            session.write(f"{t.name}.v", np.zeros(lines(t, optimizer.matrices)))
     session.write("clip", np.array([2.0, 0.5]))
     for i in range(2):
         for t in params:
@@ -154,9 +155,11 @@ def test_matrices_of_one_shape_in_a_launch_have_the_bits_of_single_ones(compute,
         assert launches.count(name) < many.count(name) == len(SHAPES)
 
 
-def test_an_update_is_the_references():
-    optimizer = Muon(beta2=0.9, weight_decay=0.1, cautious=True)
-    session, _ = updated(optimizer, "fp32", InterpretedSession)
-    oracle, _ = updated(optimizer, "fp32", ReferenceSession)
+@pytest.mark.parametrize("matrices, shapes", [(1, SHAPES), (3, [(48, 24), (75, 9), (48, 24), (9, 40)])])
+def test_an_update_is_the_references(matrices, shapes):
+    optimizer = Muon(beta2=0.9, weight_decay=0.1, cautious=True, squared=matrices > 1, matrices=matrices)
+    session, launches = updated(optimizer, "fp32", InterpretedSession, shapes=shapes)
+    oracle, _ = updated(optimizer, "fp32", ReferenceSession, shapes=shapes)
+    assert launches.count("gram_apply") == 5 * len({(rows // matrices, cols) for rows, cols in shapes})
     for name in oracle.tensors:
         np.testing.assert_allclose(session.read(name), oracle.read(name), rtol=1e-4, atol=1e-5, err_msg=name)
