@@ -13,7 +13,7 @@ from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 # One row, fewer than a square, whole squares, whole tiles and a bit more.
 SHAPES = [(1, 7), (33, 1), (13, 31), (64, 32), (131, 97)]
-FORMATS = ["fp32", "bf16", "fp16", "split", "half", "e6m9", "ue6m10"]
+FORMATS = ["fp32", "bf16", "fp16", "split", "half", "truncated", "e6m9", "ue6m10"]
 
 
 @each_isa
@@ -24,7 +24,7 @@ def test_a_copy_keeps_every_bit(isa, dtype):
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", FORMATS[:5])
+@pytest.mark.parametrize("dtype", FORMATS[:6])
 def test_a_sum_is_added_to_what_is_there(isa, dtype):
     for shape in SHAPES[2:]:
         given = {"x": persistent(normal(*shape), dtype)}

@@ -129,14 +129,21 @@ def run(
     execute(launch.spec, values, grid)
 
 
-def execute(spec: Specialisation, values: Sequence[Parameter], grid: tuple[int, ...], backward: bool = False) -> None:
-    """All blocks of a grid, the last first if `backward`. `values`: the parameters in the signature's order."""
+def execute(
+    spec: Specialisation,
+    values: Sequence[Parameter],
+    grid: tuple[int, ...],
+    backward: bool = False,
+    blocks: list[tuple[int, int, int]] | None = None,
+) -> None:
+    """The blocks of a grid that are named, or all of them, the last first if `backward`. `values`: the parameters, as the signature
+    has them."""
     if spec.function.dialect == "gluon":
         with interpreting():
             gluon_machine.execute(spec, values, grid, backward)
         return
     nx, ny, nz = (*grid, 1, 1)[:3]
-    blocks = [(x, y, z) for z in range(nz) for y in range(ny) for x in range(nx)]
+    blocks = blocks or [(x, y, z) for z in range(nz) for y in range(ny) for x in range(nx)]
     with interpreting():
         builder = stock.interpreter_builder
         builder.memory = memory = Memory()

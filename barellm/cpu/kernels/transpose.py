@@ -115,7 +115,7 @@ def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, rows, columns) -> None:
     turn_tiles(k, rows, columns, tile=TILE_BYTES // y.itemsize, side=k.lanes, inner=inner, edge=edge)
 
 
-@lowering("transpose", adds="y", also=dict.fromkeys("xy", "split half e6m9 ue6m10"))
+@lowering("transpose", adds="y", also=dict.fromkeys("xy", "split half truncated e6m9 ue6m10"))
 def lower_transpose(op: Op, c: Lowering) -> None:
     rows, columns = (int(n) for n in op.x.shape)
     sizes = {"rows": rows, "columns": columns}

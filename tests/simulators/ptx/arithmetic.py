@@ -75,6 +75,11 @@ def _simple(*opcodes: str, floats: Callable[..., Array] | None, integers: Callab
     @op(*opcodes)
     def run(m: Machine, i: Instruction, threads: Array) -> None:
         type_ = i.modifiers[-1]
+        if type_ == "f16x2" and floats is not None:
+            words = [np.broadcast_to(m.read(o, threads, "b32"), threads.shape) for o in i.operands[1:]]
+            halves = floats(*(np.ascontiguousarray(word).view(np.float16) for word in words))
+            m.write(i.operands[0], threads, halves.view(np.uint32))
+            return
         function = floats if TYPES[type_].kind in "fV" else integers
         if function is None:
             raise Fault(f"no machine knows {i.opcode}")
