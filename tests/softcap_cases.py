@@ -59,9 +59,12 @@ def softcap_gradient_case(case, dtype, mode) -> dict:
     return {"given": given, "bounds": {"dlogits": bounds}, **attrs, **more}
 
 
-def transposed_network(p: Program, *, C: int, F: int, V: int, activation: str, cap=SPEEDRUN, predict: int = 3) -> None:
-    """A model whose second weight of the block and head are stored (in, out), with the rows that go with them."""
-    shape = (Dim("batch", 3), Dim("seq", 11))
+def transposed_network(
+    p: Program, *, C: int, F: int, V: int, activation: str, cap=SPEEDRUN, predict: int = 3, sizes=(3, 11)
+) -> None:
+    """A model whose second weight of the block and head are stored (in, out), with the rows that go with them. `sizes`: batch and
+    length, at most."""
+    shape = (Dim("batch", sizes[0]), Dim("seq", sizes[1]))
     token, target = p.input("tokens", shape), p.input("targets", shape)
     x = p.embedding(token, p.parameter("wte", (V, C), std=0.5))
     h = p.activate(p.linear(p.rmsnorm(x), p.parameter("fc", (F, C), std=0.3)), activation)

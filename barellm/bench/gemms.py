@@ -30,6 +30,7 @@ from barellm.plans.roofline import Bench, Ceiling, open_bench, primitives
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import numpy_dtype
+from barellm.program.ops.elementwise import SLOPES
 from barellm.program.tensor import Dim, Tensor
 
 COLD_BYTES = {"cpu": 96 << 20, "cuda": 192 << 20}  # three last-level caches, of 32 MiB, and of 60
@@ -67,7 +68,7 @@ def products(
         if weight is None or not any(one.product for one in primitives(op)):
             continue
         N, K = (int(n) for n in weight.shape)
-        if op.name == "classifier":
+        if op.name in ("classifier", "softcapped_classifier"):
             layer, count, kinds = "head", min(tokens, chunk), ["matmul", "matmul_dx", "matmul_dw"]
         else:
             layer, count, kinds = layer_of(weight.name), tokens, [op.name]
@@ -108,6 +109,9 @@ def append(p: Program, product: Product, copy: int) -> None:
         dx = p.apply(ops.MatmulDx, dy=activation("dy", N), weight=weight).dx
         slope = ops.ACTIVATIONS[product.op.removeprefix("matmul_dx_")].backward
         p.apply(slope, into={"dx": (activation("dx", K), mode)}, dy=dx, x=activation("pre", K))
+    elif after in SLOPES:  # of a product whose weight is stored the other way round
+        y = p.apply(ops.Matmul, x=activation("x", K), weight=weight).y
+        p.apply(SLOPES[after].backward, into={"dx": (activation("y", N), mode)}, dy=y, x=activation("pre", N))
     else:
         steps: list[tuple[Any, dict[str, Any]]] = [(ops.Matmul, {"x": activation("x", K), "weight": weight})]
         if product.bias:

@@ -45,10 +45,13 @@ def test_products_of_another_architecture_are_its_own():
 
 
 WITHOUT_BIAS = gemms.Product("mlp.down", "linear_residual", 24, 40, 9)
+TRANSPOSED = gemms.Product("mlp.down", "matmul_relu2_backward", 24, 40, 9)
 
 
 @pytest.mark.parametrize(
-    "product", [*gemms.products(small().model, 48), WITHOUT_BIAS], ids=lambda p: f"{p.layer} {p.op} {p.mode}"
+    "product",
+    [*gemms.products(small().model, 48), WITHOUT_BIAS, TRANSPOSED],
+    ids=lambda p: f"{p.layer} {p.op} {p.mode}",
 )
 def test_copies_are_apart_and_outlast_the_caches(product):
     timed = gemms.Timed(product, "bf16")

@@ -34,6 +34,7 @@ from barellm.program.tensor import Dim, Tensor
 from tests.cases import attention_both
 from tests.cuda.llama import Llama, programs
 from tests.cuda.sass import Row, label, row_of, rows, wrong
+from tests.softcap_cases import transposed_network
 
 pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program/ops", "tests/cuda")
 
@@ -120,6 +121,15 @@ def llama_specs(model: Llama, batch: int, compute: str) -> dict[Specialisation, 
     return one_of_each({spec: op for spec, op in found.items() if spec.name in LLAMA_S})
 
 
+def transposed_specs(compute: str) -> dict[Specialisation, str]:
+    """The speedrun's head, loss and second MLP weight, stored the other way round than GPT-2's."""
+    p = Program(Store(), compute=compute)
+    transposed_network(p, C=768, F=3072, V=50304, activation="relu2", sizes=(1, 16384))
+    p.backward(p.named["loss"])
+    found = lower_and_plan({"micro": p}, Target(90)).specs
+    return one_of_each({s: op for s, op in found.items() if op.startswith(("softcapped", "matmul"))})
+
+
 TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
@@ -130,6 +140,8 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "products on Hopper": hopper_products,
     "llama-124m bf16": lambda: llama_specs(Llama(), 64, "bf16"),
     "odd Llama fp32": lambda: llama_specs(Llama(1, 6, 2, 10, 51, 101, 37), 3, "fp32"),
+    "speedrun's head bf16": lambda: transposed_specs("bf16"),
+    "speedrun's head fp32": lambda: transposed_specs("fp32"),
     "muon bf16": lambda: muon_specs("bf16"),
     "muon fp16": lambda: muon_specs("fp16"),
     "muon fp32": lambda: muon_specs("fp32"),

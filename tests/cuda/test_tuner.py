@@ -177,6 +177,7 @@ HOPPERS = [
     ("nn", "gelu_backward"),
     ("nt", "relu2"),
     ("nn", "relu2_backward"),
+    ("nt", "relu2_backward"),
     ("tn", ""),
     ("tn", "start"),
 ]

@@ -87,7 +87,6 @@ COMPUTE = tuple(PRECISIONS)  # dtypes that a program may compute in
 OPTIMIZER = "fp32 numbers, or the formats of storage that the last column names"
 SCHEDULED = "gradients and their sums are fp32 in every program"
 PENDING = ("gate_logits", "gate_logits_backward", "gated", "gated_backward", "mix", "mix_backward", "zeros")
-COMES = "its kernel comes next"
 EXCUSED = {
     **{
         (op, dtype): OPTIMIZER
@@ -98,10 +97,6 @@ EXCUSED = {
     ("add_layernorm", "cpu"): "a sum and its norm stay in the second cache between the two",
     ("dropout_add_layernorm", "cpu"): "as without dropout",
     **{(op, backend): "not written yet" for op in PENDING for backend in ("cuda",)},
-    ("softcap_cross_entropy", "cuda"): COMES,
-    ("softcap_cross_entropy_backward", "cuda"): COMES,
-    ("softcapped_classifier", "cuda"): COMES,
-    ("softcapped_classifier_loss", "cuda"): COMES,
     ("add_rmsnorm", "cpu"): "a sum and its norm stay in the second cache between the two",
 }
 

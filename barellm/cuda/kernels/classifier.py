@@ -1,18 +1,22 @@
 """The classifier in chunks of tokens: logits, loss, logit gradients in their place, input gradient, weight gradient.
 
-Shapes: x, dx (tokens, C), weight, dweight (V, C), targets (tokens) i32. Logits exist for one chunk at a time. A chunk of n tokens
-costs 6 n V C operations, and beside the products' operands the logits are written, read twice and written again once (8 n V
-bytes in bf16), and dweight is read and written. Chunks follow one another, so dweight is summed in the order of the tokens.
+Shapes: x, dx (tokens, C), weight, dweight (V, C), or (C, V) where the head is `transposed`, targets (tokens) i32. Logits exist
+for one chunk at a time. A chunk of n tokens costs 6 n V C operations, and beside the products' operands the logits are written,
+read twice and written again once (8 n V bytes in bf16), and dweight is read and written. Chunks follow one another, so dweight is
+summed in the order of the tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from barellm.cuda.kernel import MODES, Launch, Lowering, Size, Sizes, lowering, mode
+from barellm.cuda.kernels import softcap
 from barellm.cuda.kernels.cross_entropy import launch_rows, launch_total, row_losses
 from barellm.cuda.kernels.matmul import product
+from barellm.cuda.lang import DeviceFunction
 from barellm.program.dtypes import PLANES, itemsize
 from barellm.runtime.lowering import part, rows_of, weight_operand
 
@@ -47,29 +51,49 @@ class Unless:
         return self.grid(sizes) if self.chunk(sizes) else (0,)
 
 
-def lower(c: Lowering, *, gradients: bool) -> None:
+@dataclass(frozen=True)
+class Loss:
+    """A loss over rows of logits, and the head that goes with it. `rows` is its kernel; `more` has the operands and the constants
+    that it wants beside those of every loss, for a chunk from a row on."""
+
+    transposed: bool
+    rows: DeviceFunction
+    more: Callable[[Any, int], tuple[dict[str, Any], dict[str, Any]]] = lambda op, first: ({}, {})
+
+
+PLAIN = Loss(False, row_losses)
+SOFTCAPPED = Loss(
+    True, softcap.softcap_row_losses, lambda op, first: (softcap.places_of(op, first), softcap.constants_of(op))
+)
+
+
+def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
     op: Any = c.op
     x, rows = op.x, c.rows(op.x)
-    V, C = (int(n) for n in op.weight.shape)
+    N, K = (int(n) for n in op.weight.shape)
+    C, V = (N, K) if loss.transposed else (K, N)
     most = x.size // C
     count = min(chunk_tokens(V, itemsize(x.dtype)), most)
     logits = part(c.scratch("logits", (count, V), x.dtype)), x.dtype
     losses = c.scratch("losses", (most,))
     weight = weight_operand(op.weight)
+    to_logits, to_dx = ("nn", "nt") if loss.transposed else ("nt", "nn")
     for first in range(0, most, count):
         chunk, before = Chunk(rows, first, count), len(c.launches)
-        sizes = {"rows": chunk, "most": min(count, most - first), "N": V, "K": C}
+        sizes = {"rows": chunk, "most": min(count, most - first), "N": N, "K": K}
         x_rows = rows_of(x, first, count, C)
-        product(c, "nt", out=logits, a=x_rows, b=weight, **sizes)
+        product(c, to_logits, out=logits, a=x_rows, b=weight, **sizes)
         here = part(losses, 4 * first, min(4 * (first + count), losses.nbytes)), "fp32"
         operands = {"losses": here, "lse": None, "dlogits": logits if gradients else None}
-        operands |= {"logits": logits, "targets": rows_of(op.targets, first, count, 1)}
+        operands |= {"logits": logits, "targets": rows_of(op.targets, first, most, 1)}
         operands |= {"loss_scale": op.loss_scale if gradients else None}
-        launch_rows(c, row_losses, operands, chunk, V, "losses dlogits")
+        more, constants = loss.more(op, first)
+        launch_rows(c, loss.rows, operands | more, chunk, V, "losses dlogits", **constants)
         if gradients:
-            product(c, "nn", out=rows_of(op.dx, first, count, C), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
+            product(c, to_dx, out=rows_of(op.dx, first, count, C), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
             into = mode(op, "dweight") if first == 0 else MODES["add"]
-            product(c, "tn", out=op.dweight, a=logits, b=x_rows, mode=into, **sizes)
+            dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
+            product(c, "tn", out=op.dweight, a=dy, b=by, mode=into, **sizes)
         for launch in c.launches[before:]:
             if isinstance(launch, Launch):  # a library's product of no tokens is none
                 launch.grid = Unless(chunk, launch.grid)
@@ -82,9 +106,23 @@ def lower(c: Lowering, *, gradients: bool) -> None:
     also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"},
 )
 def lower_classifier(op: Any, c: Lowering) -> None:
-    lower(c, gradients=True)
+    lower(c, PLAIN, gradients=True)
 
 
 @lowering("classifier_loss", also={"weight": PLANES, "targets": "i32"})
 def lower_classifier_loss(op: Any, c: Lowering) -> None:
-    lower(c, gradients=False)
+    lower(c, PLAIN, gradients=False)
+
+
+@lowering(
+    "softcapped_classifier",
+    starts="dx dweight",
+    also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"},
+)
+def lower_softcapped_classifier(op: Any, c: Lowering) -> None:
+    lower(c, SOFTCAPPED, gradients=True)
+
+
+@lowering("softcapped_classifier_loss", also={"weight": PLANES, "targets": "i32"})
+def lower_softcapped_classifier_loss(op: Any, c: Lowering) -> None:
+    lower(c, SOFTCAPPED, gradients=False)
