@@ -50,9 +50,10 @@ def weight_pointer(table, entry, PARAM: tl.constexpr, ENTRIES: tl.constexpr, UNI
 
 @device
 def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr):
-    """To the second plane of the same."""
+    """To the second plane of the same. fp32 begins behind as many fp16, which are half as long."""
     TWO: tl.constexpr = tl.float32 if FORMAT == "half" else tl.uint16 if FORMAT == "truncated" else tl.int16
-    return aligned_pointer(table, entry, LO, ENTRIES, TWO, UNIT)
+    MULTIPLE: tl.constexpr = UNIT if FORMAT != "half" or UNIT == 1 else UNIT // 2
+    return aligned_pointer(table, entry, LO, ENTRIES, TWO, MULTIPLE)
 
 
 @device
