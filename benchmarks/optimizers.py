@@ -23,7 +23,7 @@ from barellm.cpu.backend import default_dtype, describe, open_session
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.evaluation.validation import Evaluator
-from barellm.models import preset
+from barellm.models import hidden, preset
 from barellm.optim.recipes import optimize
 from barellm.training.run import with_vocabulary
 from barellm.training.schedule import learning_rate, momentum
@@ -46,7 +46,7 @@ REST = {"shakespeare-char": 0.015, "default": 0.008}  # AdamW's rate of what Muo
 def loss_of(config: Config, data: Dataset, seed: int) -> float:
     """Nats per token of the whole validation part after a run."""
     t = config.train
-    optimizer = partial(optimize, config=config.optim)
+    optimizer = partial(optimize, config=config.optim, hidden=hidden(config.model))
     _, programs = build(config.model, batch=t.batch, seq=t.seq, compute=default_dtype(), optimizer=optimizer)
     session = open_session(programs)
     session.run("init", seed=seed)

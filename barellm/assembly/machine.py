@@ -77,6 +77,7 @@ def products(train: TrainConfig, device: str) -> dict[str, Any]:
 def build_programs(config: Config, *, training: bool = True, positions: int | None = None) -> dict[str, Program]:
     """The programs of a training run, or without the optimizer. `config` has its dtype resolved. The KV cache of "decode" has so
     many `positions`: all that the model has unless given; with 0 there is no "decode"."""
+    from barellm import models
     from barellm.assembly.programs import build
     from barellm.optim.recipes import optimize
 
@@ -86,7 +87,7 @@ def build_programs(config: Config, *, training: bool = True, positions: int | No
         batch=train.batch,
         seq=train.seq,
         compute=train.dtype,
-        optimizer=(lambda p: optimize(p, config.optim)) if training else None,
+        optimizer=(lambda p: optimize(p, config.optim, models.hidden(config.model))) if training else None,
         recompute=train.recompute,
         decode_batch=0 if positions == 0 else 1,
         decode_seq=positions or 0,

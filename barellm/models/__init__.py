@@ -6,9 +6,12 @@
     forward(p, cfg, tokens, targets, training=)   tokens and targets (B, T) i32 -> the loss (1,)
     decode(p, cfg, tokens)                        the same with KV caches -> fp32 logits (B, 1, Vp) of the last position
 
-and, where other programs have it, HUGGING_FACE (`models/foreign.py` says what that is), `llmc_order(cfg)` and TORCH_TWIN: the
-script in benchmarks/peers/ that takes the same training step in PyTorch, and the fields of Config that are its options. Nothing
-else in barellm knows an architecture by name, so a new one is a new file here. Loading one loads no NumPy.
+It may have HIDDEN: the names of its hidden matrices, which `optim.name muon` updates by Muon, as patterns in the words of
+`optim.rules.Rule`. Without it they are "h.*": matrices of blocks whose names begin so.
+
+Where other programs have the architecture, it has HUGGING_FACE (`models/foreign.py` says what that is), `llmc_order(cfg)` and
+TORCH_TWIN: the script in benchmarks/peers/ that takes the same training step in PyTorch, and the fields of Config that are its
+options. Nothing else in barellm knows an architecture by name, so a new one is a new file here. Loading one loads no NumPy.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from barellm.config import Config, ModelConfig
 from barellm.errors import UserError, nearest
 
 HELPERS = {"foreign"}  # files of this folder that are no architecture
+HIDDEN = "h.*"  # hidden matrices of a model whose module does not say
 BEFORE_NAMES = "gpt2"  # what a configuration is that does not name its architecture: there was one
 
 
@@ -46,6 +50,11 @@ def name_of(model: ModelConfig) -> str:
 def of(model: ModelConfig) -> Any:
     """The module that a configuration belongs to: anywhere, so that a program's own model needs no file here."""
     return import_module(type(model).__module__)
+
+
+def hidden(model: ModelConfig) -> str:
+    """Patterns of the names of a model's hidden matrices."""
+    return getattr(of(model), "HIDDEN", HIDDEN)
 
 
 def presets() -> dict[str, Any]:

@@ -77,8 +77,8 @@ class Muon:
         p.apply(ops.MuonUpdate, **given, **attrs)
 
 
-def rules(config: OptimConfig) -> list[Rule]:
-    """Muon for matrices of blocks, whose names begin with "h."; the rest as AdamW's rules have it."""
+def rules(config: OptimConfig, hidden: str) -> list[Rule]:
+    """Muon for the matrices that `hidden` names; AdamW's rules for the rest."""
     blocks = Muon(
         lr_scale=config.muon_lr / config.lr if config.lr else 0.0,
         iteration=config.iteration,
@@ -88,7 +88,7 @@ def rules(config: OptimConfig) -> list[Rule]:
         cautious=config.cautious,
         beta2=config.normuon,
     )
-    return [Rule("h.*", ndim=2, optimizer=blocks), *adamw.rules(config)]
+    return [Rule(hidden, ndim=2, optimizer=blocks), *adamw.rules(config)]
 
 
 def batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from barellm.assembly.machine import build_programs, products
 from barellm.config import Config
+from barellm.models import hidden
 from barellm.optim.recipes import rules
 from barellm.optim.rules import assigned
 from barellm.plans.devices import device_bytes, lower
@@ -132,7 +133,7 @@ def optimizers(built: Built, config: Config) -> list[dict[str, Any]]:
     """Which parameter gets which optimizer: a row for parameters of one shape whose names differ in numbers alone."""
     parameters = [t for t in built.plan.persistent if t.role == "parameter"]
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for param, rule in assigned(rules(config.optim), parameters):
+    for param, rule in assigned(rules(config.optim, hidden(config.model)), parameters):
         names = re.sub(r"\b\d+\b", "*", param.name)
         shape, optimizer = [int(n) for n in param.shape], rule.optimizer
         row = rows.setdefault((names, *shape, optimizer), {"names": names, "shape": shape, "count": 0})

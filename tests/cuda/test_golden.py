@@ -24,6 +24,7 @@ from barellm.cuda.kernel import MODES, Lowering, Specialisation, Target
 from barellm.cuda.kernels.hopper import fits, launch_product
 from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner.work import KERNEL
+from barellm.models import HIDDEN
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.optim.recipes import optimize
@@ -106,7 +107,9 @@ def hopper_products() -> dict[Specialisation, str]:
 def muon_specs(compute: str) -> dict[Specialisation, str]:
     """What updates GPT-2's matrices by Muon, with everything that it may do."""
     config = OptimConfig(name="muon", normuon=0.95, cautious=True)
-    _, programs = build(GPT2, batch=1, seq=8, compute=compute, optimizer=partial(optimize, config=config))
+    _, programs = build(
+        GPT2, batch=1, seq=8, compute=compute, optimizer=partial(optimize, config=config, hidden=HIDDEN)
+    )
     found = lower_and_plan({"update": programs["update"]}, Target(90)).specs
     return one_of_each({spec: op for spec, op in found.items() if "muon" in op or "gram" in op})
 

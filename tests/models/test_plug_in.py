@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from barellm import models, overrides
+from barellm.assembly.machine import build_programs
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.errors import UserError
 from barellm.models import preset
+from barellm.plans import plan
 from barellm.training import metrics
 
 
@@ -139,6 +141,7 @@ def test_weights_of_one_architecture_begin_a_run_of_the_other_preset(train, tmp_
     assert main(train("--device", "reference", "--steps", 2)) == 0
     begin = ["train", "default", "--init-from", tmp_path / "run", "--data", tmp_path / "text.txt", "--steps", 2]
     begin += ["--device", "reference", "--out", tmp_path / "next", "--train.eval_tokens", 64]
+    begin += ["--optim.name", "adamw"]
     assert main([str(word) for word in begin]) == 0
     config = overrides.from_json(checkpoint.read_json(tmp_path / "next" / "config.json"))
     assert (config.preset, models.name_of(config.model)) == ("default", "plain")
@@ -181,3 +184,17 @@ def test_the_newest_run_of_a_preset_is_found_whatever_its_folder_is_called(train
     monkeypatch.chdir(tmp_path)
     assert main(["train", "plain-small", "--resume", "--device", "reference", "--steps", "3"]) == 0
     assert checkpoint.find(tmp_path / "runs" / "other")[0].name == "step-000003"
+
+
+def test_its_module_says_which_matrices_are_hidden(plain, monkeypatch):
+    """Muon takes these. Without a word of the module they are named h.*, as this one's are not."""
+    config = overrides.changed(preset("plain-small"), {"optim.name": "muon", "train.dtype": "fp32"})
+    with pytest.raises(UserError, match=r"optim.name is 'muon', and no matrix of the model has a name like 'h\.\*'"):
+        build_programs(config)
+    monkeypatch.setattr(plain, "HIDDEN", "[0-9]*.qkv|[0-9]*.up", raising=False)
+    _, built = plan.report(config)
+    rows = {row["names"]: row["optimizer"] for row in plan.optimizers(built, config)}
+    assert {name for name, optimizer in rows.items() if optimizer == "Muon"} == {"*.qkv", "*.up"}
+    assert {rows[name] for name in ("embed", "head", "*.out", "*.first_norm")} == {"AdamW"}
+    updated = {op.param.name for op in build_programs(config)["update"].ops if op.name == "muon_update"}
+    assert updated == {f"{i}.{name}" for i in (0, 1) for name in ("qkv", "up")}

@@ -13,6 +13,7 @@ from barellm.assembly.programs import build
 from barellm.cli.main import main
 from barellm.config import OptimConfig
 from barellm.cpu.step import CpuSession
+from barellm.models import HIDDEN
 from barellm.optim.recipes import optimize
 from barellm.program.dtypes import Precision
 from barellm.runtime.reference import ReferenceSession
@@ -26,7 +27,7 @@ STEPS = 3
 
 
 def opened(kind, compute: str | Precision, optim: OptimConfig = OPTIM, **options):
-    optimizer = partial(optimize, config=optim)
+    optimizer = partial(optimize, config=optim, hidden=HIDDEN)
     _, programs = build(MODEL, batch=SHAPE[0], seq=SHAPE[1], compute=compute, optimizer=optimizer)
     return kind(programs, **options)
 
@@ -78,7 +79,7 @@ def test_bits_do_not_depend_on_threads(compute):
 
 
 def test_which_parameter_gets_which():
-    _, programs = build(MODEL, batch=1, seq=3, optimizer=partial(optimize, config=OPTIM))
+    _, programs = build(MODEL, batch=1, seq=3, optimizer=partial(optimize, config=OPTIM, hidden=HIDDEN))
     ops = programs["update"].ops
     muon = {op.param.name for op in ops if op.name == "muon_update"}
     adamw = {op.param.name for op in ops if op.name == "adamw"}
