@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import PRECISIONS
@@ -32,6 +33,21 @@ MIXES = [
     ((1, 70, 128), (None, None, None, None)),
     ((2, 5, 33), (0.5, 2.0, 1.0)),
 ]
+
+
+def turns(shapes):
+    """Each shape once in each of fp32 and bf16, the modes in turn; the last in fp16 too."""
+    cases = [(shape, dtype) for shape in shapes for dtype in ("fp32", "bf16")] + [(shapes[-1], "fp16")]
+    modes = [("store", "add", "start")[(i + i // 3) % 3] for i in range(len(cases))]
+    found = [(*case, mode) for case, mode in zip(cases, modes, strict=True)]
+    return pytest.mark.parametrize("shape, dtype, mode", found, ids=str)
+
+
+def by_mode(case: dict) -> dict:
+    """The case as `check_op` takes it; what starts is added to in this run."""
+    modes = {name: mode for name, mode in case.get("modes", {}).items() if mode != "store"}
+    scalars = {"accumulate": 1} if "start" in modes.values() else {}
+    return case | {"modes": modes, "scalars": scalars}
 
 
 def logits_operands(shape, dtype, mode: str = "store"):
@@ -140,11 +156,11 @@ def mix_backward_case(case, dtype, mode="store") -> dict:
     return {"given": given, "bounds": bounds, "modes": modes, "numbers": numbers, "dtypes": dtypes}
 
 
-def small_model(compute: str) -> Program:
+def small_model(compute: str, dims: tuple[int, int] = (2, 7), C: int = 16, heads: int = 2) -> Program:
     """Gates and mixes as a model calls them: a smear, a value embedding, gated heads, a skip lane, learned numbers of one vector,
     and columns of a product and elements of the vector that nobody reads."""
     p = Program(Store(), compute=compute)
-    rows, C = (Dim("batch", 2), Dim("seq", 7)), 16
+    rows = Dim("batch", dims[0]), Dim("seq", dims[1])
     tokens = p.input("tokens", rows)
     r = p.parameter("r", (6,))
     e = p.embedding(tokens, p.parameter("wte", (11, C)))
@@ -152,11 +168,11 @@ def small_model(compute: str) -> Program:
     x0 = p.gated(e, z, base=e, factor=p.element(r, 1), shift=1)
     h = p.rmsnorm(x0)
     ve = p.embedding(tokens, p.parameter("values", (11, C)), dtype=p.compute)
-    z_values = p.gate_logits(h, p.parameter("value_gates", (2, 12)), extra=ve)
+    z_values = p.gate_logits(h, p.parameter("value_gates", (heads, 12)), extra=ve)
     packed = p.linear(h, p.parameter("qkv", (4 * C, C)))
     q, k, v = (View(packed, i * C, C) for i in range(3))
-    a = p.attention(q, k, p.gated(ve, z_values, base=v, scale=2.0), heads=2)
-    a = p.gated(a, p.gate_logits(h, p.parameter("gates", (2, 12))))
+    a = p.attention(q, k, p.gated(ve, z_values, base=v, scale=2.0), heads=heads)
+    a = p.gated(a, p.gate_logits(h, p.parameter("gates", (heads, 12))))
     x = p.mix((x0, p.element(r, 2)), (p.linear(a, p.parameter("out", (C, C))), 1.0), (h, p.element(r, 4)), (e, -0.5))
     x = p.gated(
         e, p.gate_logits(x0, p.parameter("skip", (1, 5))), base=x, scale=2.0, factor=p.element(r, 0), squash=True

@@ -14,6 +14,7 @@ from tests.gates_cases import (
     GATED,
     LOGITS,
     MIXES,
+    by_mode,
     check_small_model,
     gated_backward_case,
     gated_case,
@@ -21,24 +22,15 @@ from tests.gates_cases import (
     logits_case,
     mix_backward_case,
     mix_case,
+    turns,
 )
 
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
-MODES = ["store", "add", "start"]
-DTYPES = ["fp32", "bf16", "fp16"]
-
-
-def turns(shapes):
-    """Each shape once in each of fp32 and bf16, the modes in turn; the last in fp16 too."""
-    cases = [(shape, dtype) for shape in shapes for dtype in DTYPES[:2]] + [(shapes[-1], "fp16")]
-    found = [(shape, dtype, MODES[(i + i // 3) % 3]) for i, (shape, dtype) in enumerate(cases)]
-    return pytest.mark.parametrize("shape, dtype, mode", found, ids=str)
 
 
 def check(op_type, isa, case, **more):
-    scalars = {"accumulate": 1} if "start" in case.get("modes", {}).values() else {}
-    modes = {name: mode for name, mode in case.pop("modes", {}).items() if mode != "store"}
-    return check_op(op_type, isa, case.pop("given"), modes=modes, scalars=scalars, **case, **more)
+    case = by_mode(case)
+    return check_op(op_type, isa, case.pop("given"), **case, **more)
 
 
 @each_isa

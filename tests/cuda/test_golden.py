@@ -35,6 +35,7 @@ from barellm.program.tensor import Dim, Tensor
 from tests.cases import attention_both
 from tests.cuda.llama import Llama, programs
 from tests.cuda.sass import Row, label, row_of, rows, wrong
+from tests.gates_cases import small_model
 from tests.softcap_cases import transposed_network
 
 pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program/ops", "tests/cuda")
@@ -133,6 +134,24 @@ def transposed_specs(compute: str) -> dict[Specialisation, str]:
     return one_of_each({s: op for s, op in found.items() if op.startswith(("softcapped", "matmul"))})
 
 
+GATES = (
+    "mix",
+    "mix_backward",
+    "sum_rows",
+    "gate_logits",
+    "gate_logits_backward",
+    "gated",
+    "gated_backward",
+    "cast_rows",
+)
+
+
+def gates_specs(compute: str) -> dict[Specialisation, str]:
+    """Gates and mixes at GPT-2's width."""
+    found = lower_and_plan({"p": small_model(compute, (64, 1024), 768, 6)}, Target(90)).specs
+    return {spec: op for spec, op in found.items() if spec.name in GATES}
+
+
 TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
@@ -148,6 +167,7 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "muon bf16": lambda: muon_specs("bf16"),
     "muon fp16": lambda: muon_specs("fp16"),
     "muon fp32": lambda: muon_specs("fp32"),
+    "gates bf16": lambda: gates_specs("bf16"),
 }
 
 

@@ -13,6 +13,7 @@ from barellm.program import ops
 from tests.cases import adamw_case, backward_case, forward_case, normal, viewed_case
 from tests.cuda import check
 from tests.cuda.check import EPS, check_op, persistent, tokens
+from tests.gates_cases import by_mode, gated_backward_case, logits_case, mix_backward_case
 from tests.muon_cases import gram_case, update_case
 from tests.simulators.ptx import launch
 
@@ -91,6 +92,12 @@ def test_rmsnorm_of_few_columns():
     """As LayerNorm below."""
     given = {"x": tokens(normal(2, 9, 21)), "weight": persistent(normal(21, seed=2))}
     check_op(ops.RMSNorm, given, eps=1e-5, dtype="fp32", bounds={"y": 1e-5, "rstd": 1e-5})
+
+
+def test_gates_and_mixes():
+    check_op(ops.GatedBackward, **by_mode(gated_backward_case((2, 19, 65, 5, 1, "factor"), "bf16", "add")))
+    check_op(ops.MixBackward, **by_mode(mix_backward_case(((2, 19, 65), (None, 1.0, None)), "bf16", "add")))
+    check_op(ops.GateLogits, **by_mode(logits_case((2, 9, 3, 6, 6), "bf16")))
 
 
 def test_weight_gradient():

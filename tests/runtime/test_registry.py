@@ -86,7 +86,6 @@ REGISTRIES = {"cpu": cpu.REGISTRY, "cuda": cuda.REGISTRY}
 COMPUTE = tuple(PRECISIONS)  # dtypes that a program may compute in
 OPTIMIZER = "fp32 numbers, or the formats of storage that the last column names"
 SCHEDULED = "gradients and their sums are fp32 in every program"
-PENDING = ("gate_logits", "gate_logits_backward", "gated", "gated_backward", "mix", "mix_backward", "zeros")
 EXCUSED = {
     **{
         (op, dtype): OPTIMIZER
@@ -96,7 +95,6 @@ EXCUSED = {
     **{(op, dtype): SCHEDULED for op in ("sum_squares", "clip_scale") for dtype in ("bf16", "fp16")},
     ("add_layernorm", "cpu"): "a sum and its norm stay in the second cache between the two",
     ("dropout_add_layernorm", "cpu"): "as without dropout",
-    **{(op, backend): "not written yet" for op in PENDING for backend in ("cuda",)},
     ("add_rmsnorm", "cpu"): "a sum and its norm stay in the second cache between the two",
 }
 

@@ -1,4 +1,5 @@
-"""Element by element, and with a row's bias. Shapes: x, y, a, b, dx, dy (..., C) dense; bias (C)."""
+"""Element by element, and with a row's bias. Shapes: x, y, a, b, dx, dy (..., C), dense but for the results of casts and zeros;
+bias (C)."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.activations import ACTIVATIONS, SLOPES, slope_of, value_of
-from barellm.cuda.kernels.common import flat, keep, sweep, sweep_rows, tile
+from barellm.cuda.kernels.common import flat, keep, row_strides, sweep, sweep_rows, tile
 from barellm.cuda.lang import device, tl
+from barellm.runtime.lowering import view_stride
 
 
 @device
@@ -21,6 +23,18 @@ def add(y, a, b, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: 
 def cast(y, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     i, mask = flat(units, UNIT, BLOCK)
     keep(y + i, mask, tl.load(x + i, mask=mask), scalars, MODE)
+
+
+@device
+def cast_rows(
+    y, x, scalars, rows, C: tl.constexpr, Y_ROW: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
+):
+    """Into rows that lie Y_ROW elements apart; zeros where there is no x."""
+    row, column, mask = tile(rows, C, BR, BC)
+    value = tl.zeros((BR, BC), tl.float32)
+    if x is not None:
+        value = tl.load(x + row[:, None] * C + column[None, :], mask=mask)
+    keep(y + row[:, None] * Y_ROW + column[None, :], mask, value, scalars, MODE)
 
 
 @device
@@ -60,9 +74,21 @@ def lower_add(op: Any, c: Lowering) -> None:
     sweep(c, add, op.y, {"y": op.y, "a": op.a, "b": op.b}, writes="y", MODE=mode(op, "y"))
 
 
-@lowering("cast", starts="y")
+@lowering("cast", starts="y", views="y")
 def lower_cast(op: Any, c: Lowering) -> None:
-    sweep(c, cast, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"))
+    if view_stride(op.y) is None:
+        sweep(c, cast, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"))
+    else:
+        lower_rows(op, c, op.x)
+
+
+@lowering("zeros", starts="y", views="y")
+def lower_zeros(op: Any, c: Lowering) -> None:
+    lower_rows(op, c, None)
+
+
+def lower_rows(op: Any, c: Lowering, x: Any) -> None:
+    sweep_rows(c, cast_rows, op.y, {"y": op.y, "x": x}, writes="y", MODE=mode(op, "y"), **row_strides(y=op.y))
 
 
 @lowering(*ACTIVATIONS, starts="y")
