@@ -10,6 +10,7 @@ import pytest
 from barellm.cpu.kernels import classifier
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
+from barellm.program.builder import Program, Store
 from tests.cases import check_model, loss_operands
 from tests.cpu.check import ISAS, check_op, isa_named
 from tests.softcap_cases import (
@@ -61,7 +62,7 @@ def test_a_logit_that_is_no_number_shows_in_the_loss(isa, cap):
 
 
 @each_isa
-@pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
+@pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2), ("fp16", 4e-3)])
 @pytest.mark.parametrize("activation, cap", [("relu2", SPEEDRUN), ("gelu", None)], ids=str)
 def test_a_network_of_transposed_weights(isa, compute, limit, activation, cap, monkeypatch):
     monkeypatch.setattr(classifier, "CHUNK", 8)  # 33 tokens: chunks end inside sequences, the last is not full
@@ -69,3 +70,29 @@ def test_a_network_of_transposed_weights(isa, compute, limit, activation, cap, m
     session = partial(CpuSession, isa=isa, threads=2)
     found = check_model(session, declare, compute=compute, limit=limit, ids=51, scalars=WEIGHTS)
     assert found >= transposed_rows(activation)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_bits_do_not_depend_on_threads(compute, monkeypatch):
+    """Loss and gradients of the whole network, whose classifier has five chunks."""
+    monkeypatch.setattr(classifier, "CHUNK", 8)
+    found: list[dict[str, np.ndarray]] = []
+    for threads in (1, 2, 5):
+        p = Program(Store(), compute=compute)
+        transposed_network(p, C=24, F=41, V=53, activation="relu2")
+        p.backward(p.named["loss"])
+        session = CpuSession({"train": p}, threads=threads)
+        r = np.random.default_rng(0)
+        try:
+            for t in p.store.of_role("parameter"):
+                session.write(t.name, 0.3 * r.normal(size=t.shape))
+            for name in ("tokens", "targets"):
+                session.write(name, r.integers(0, 51, (3, 11), dtype=np.int32))
+            session.run("train", batch=3, seq=11, accumulate=0, inv_targets=0.1, **WEIGHTS)
+            found.append(
+                {"loss": session.read("loss")} | {t.name: session.read(t.name) for t in p.store.of_role("gradient")}
+            )
+        finally:
+            session.close()
+    for name, value in found[0].items():
+        assert np.abs(value).max() > 0 and all(np.array_equal(value, other[name]) for other in found[1:]), name

@@ -98,6 +98,27 @@ BAD = [
     (ops.Embedding, {"tokens": t(2, 9), "wte": t(5, 4), "wpe": t(8, 3)}, {}, r"\(5, 4\).*\(8, 3\)"),
     (ops.EmbeddingDwte, {"tokens": t(2, 9), "dy": t(2, 8, 4)}, {"rows": 5}, r"\(2, 9\).*\(2, 8, 4\)"),
     (ops.CrossEntropy, {"logits": t(2, 3, 4), "targets": t(2, 3)}, {"valid_vocab": 5}, r"V >= 5.*\(2, 3, 4\)"),
+    (
+        ops.SoftcapCrossEntropy,
+        {"logits": t(2, 3, 4), "targets": t(2, 2)},
+        {"valid_vocab": 4, "predict": 1},
+        r"V >= 4.*\(2, 3, 4\) fp32, targets \(2, 2\)",
+    ),
+    (
+        ops.SoftcapCrossEntropy,
+        {"logits": t(2, 3, 4), "targets": t(2, 3)},
+        {"valid_vocab": 4, "predict": 4},
+        "predict from 1 to 3, found 4",
+    ),
+    *(
+        (
+            ops.SoftcapCrossEntropy,
+            {"logits": t(2, 3, 4), "targets": t(2, 3)},
+            {"valid_vocab": 4, "predict": 1, "cap": cap},
+            r"scale up to 70 and a width above 0, found \(",
+        )
+        for cap in ((71.0, 5.0, 7.5), (0.0, 5.0, 7.5), (23.0, 5.0, 0.0), (23.0, 5.0))
+    ),
     (ops.LastRow, {"x": t(2, 3)}, {}, r"\(2, 3\)"),
 ]
 
@@ -129,6 +150,45 @@ def test_ignored_targets_and_padded_columns_take_no_part():
     dlogits = backward.reference(logits, targets, found["lse"], inv_targets=0.25)["dlogits"]
     assert (dlogits[..., 5:] == 0).all() and (dlogits[targets < 0] == 0).all()
     np.testing.assert_allclose(dlogits.sum(-1), 0, atol=1e-15)
+
+
+def test_a_position_answers_for_the_next_targets_of_its_row():
+    """Written out element by element: a sum over tokens, whose targets cross documents and end with the row."""
+    rng = np.random.default_rng(0)
+    logits, targets = 3 * rng.normal(size=(2, 4, 6)), np.array([[1, 1, -1, 4], [0, 3, 2, 2]])
+    scalars = {"inv_targets": 0.25, "mtp_0": 1.0, "mtp_1": 0.5, "mtp_2": 0.125}
+    z = 23 / (1 + np.exp(-(logits[..., :5] + 5) / 7.5))
+    p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    expected = 0.0
+    for b, t_, k in np.ndindex(2, 4, 3):
+        if t_ + k < 4 and targets[b, t_ + k] >= 0:
+            expected -= scalars[f"mtp_{k}"] * np.log(p[b, t_, targets[b, t_ + k]])
+    op = ops.SoftcapCrossEntropy({}, {"valid_vocab": 5, "cap": (23.0, 5.0, 7.5), "predict": 3})
+    assert op.reference(logits, targets, **scalars)["loss"] == pytest.approx(0.25 * expected, rel=1e-12)
+
+
+def test_one_target_without_a_cap_is_plain_cross_entropy():
+    rng = np.random.default_rng(0)
+    logits, targets = rng.normal(size=(2, 3, 8)), np.array([[1, -1, 4], [-1, 0, 2]])
+    scalars = {"inv_targets": 0.25, "mtp_0": 1.0, "mtp_1": 7.0, "mtp_2": 7.0}
+    plain, one = {"valid_vocab": 5}, {"valid_vocab": 5, "predict": 1}
+    expected = ops.CrossEntropy({}, plain).reference(logits, targets, 0.25)
+    found = ops.SoftcapCrossEntropy({}, one).reference(logits, targets, **scalars)
+    assert found["loss"] == expected["loss"]
+    backward = ops.CrossEntropyBackward({}, plain).reference(logits, targets, expected["lse"], 0.25)
+    again = ops.SoftcapCrossEntropyBackward({}, one).reference(logits, targets, found["lse"], **scalars)
+    np.testing.assert_allclose(again["dlogits"], backward["dlogits"], rtol=1e-12)
+
+
+def test_products_with_transposed_weights_name_their_shapes():
+    p = Program(Store())
+    with pytest.raises(ValueError, match=r"linear_nn expects x \(\.\.\., K\) and weight \(K, N\): .*weight \(3, 5\)"):
+        p.linear_nn(t(2, 4), t(3, 5))
+    with pytest.raises(
+        ValueError, match=r"softcapped_classifier expects x \(B, T, C\), head \(C, V\): .*head \(9, 5\)"
+    ):
+        p.softcapped_classifier(t(2, 3, 4), t(9, 5), t(2, 3), valid_vocab=5)
+    assert tuple(p.linear_nn(t(2, 4), t(4, 5)).shape) == (2, 5)
 
 
 def test_a_norm_that_is_not_finite_skips_and_counts():
