@@ -100,29 +100,15 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
     launch_total(c, losses, rows)
 
 
-@lowering(
-    "classifier",
-    starts="dx dweight",
-    also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"},
-)
+LOSSES = {"classifier": PLAIN, "softcapped_classifier": SOFTCAPPED}
+OPERANDS = {"weight": PLANES, "targets": "i32"}
+
+
+@lowering(*LOSSES, starts="dx dweight", also=OPERANDS | {"loss_scale": "i32"})
 def lower_classifier(op: Any, c: Lowering) -> None:
-    lower(c, PLAIN, gradients=True)
+    lower(c, LOSSES[op.kernel], gradients=True)
 
 
-@lowering("classifier_loss", also={"weight": PLANES, "targets": "i32"})
+@lowering(*(f"{name}_loss" for name in LOSSES), also=OPERANDS)
 def lower_classifier_loss(op: Any, c: Lowering) -> None:
-    lower(c, PLAIN, gradients=False)
-
-
-@lowering(
-    "softcapped_classifier",
-    starts="dx dweight",
-    also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"},
-)
-def lower_softcapped_classifier(op: Any, c: Lowering) -> None:
-    lower(c, SOFTCAPPED, gradients=True)
-
-
-@lowering("softcapped_classifier_loss", also={"weight": PLANES, "targets": "i32"})
-def lower_softcapped_classifier_loss(op: Any, c: Lowering) -> None:
-    lower(c, SOFTCAPPED, gradients=False)
+    lower(c, LOSSES[op.kernel.removesuffix("_loss")], gradients=False)
