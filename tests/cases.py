@@ -261,14 +261,24 @@ def backward_case(shape, dtype, rate=0.0, groups=0, packed=True, **more) -> dict
 
 
 def attention_both(
-    p: Program, dims: tuple[Dim, Dim], *, heads: int, D: int, kv_heads: int = 0, rate: float = 0.0, dtype: str = "bf16"
+    p: Program,
+    dims: tuple[Dim, Dim],
+    *,
+    heads: int,
+    D: int,
+    kv_heads: int = 0,
+    rate: float = 0.0,
+    dtype: str = "bf16",
+    **more,
 ):
-    """Appends an attention of packed operands, and its backward pass into a packed gradient; gives (saved, dqkv)."""
+    """Appends an attention of packed operands, and its backward pass into a packed gradient; gives (saved, dqkv). `more`: as
+    `bounded` gives it."""
     kv_heads = kv_heads or heads
     widths = heads * D, kv_heads * D, kv_heads * D
     qkv, dout = p.input("qkv", (*dims, sum(widths)), dtype), p.input("dout", (*dims, heads * D), dtype)
     q, k, v = p.split(qkv, widths)
-    attrs = {"heads": heads, "kv_heads": kv_heads, "rate": rate, "stream": 3}
+    starts = p.input("starts", dims) if more.pop("documents", ()) else None
+    attrs: dict = {"heads": heads, "kv_heads": kv_heads, "rate": rate, "stream": 3, "starts": starts, **more}
     saved = p.apply(ops.Attention, q=q, k=k, v=v, **attrs)
     dqkv = p.activation("dqkv", qkv.shape, dtype)
     into = {name: (view, "store") for name, view in zip(("dq", "dk", "dv"), p.split(dqkv, widths), strict=True)}

@@ -235,6 +235,13 @@ def attention_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile
     return min(fits, key=lambda row: row[0])[1] if fits else _ANY_HEAD[dtype]
 
 
+def bounded_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile:
+    """Where windows or documents bound what queries see: every block has masks, which take registers, and blocks that reach far
+    beyond a window compute what nobody sees."""
+    t = attention_tile("shared keys" if role == "keys" else role, head, dtype, arch)
+    return AttentionTile(64, 64, 4, 2) if role == "forward" and t.queries > 64 else t
+
+
 _Blocks = dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]]
 
 # What the tuner tries besides: queries, keys, warps, stages, in bf16; the most promising first. None spills. On sm_90 four warps do

@@ -8,7 +8,7 @@ from barellm.cuda import choices
 from barellm.cuda.choices import AttentionTile
 from barellm.cuda.kernels import attention_cached
 from barellm.program import ops
-from tests.cases import backward_case, cached_case, forward_case
+from tests.cases import backward_case, bounded, cached_case, forward_case
 from tests.cuda.check import check_op
 
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -119,6 +119,39 @@ def test_large_scores_neither_overflow_nor_lose_the_normalisation(dtype):
 @each_dtype
 def test_gradient_is_added_to_what_is_there(dtype):
     check_op(ops.AttentionBackward, **backward_case((1, 35, 2, 24), dtype), modes=ADDED)
+
+
+# (batch, length, heads, head size), heads of keys, bounds: as the CPU's, around blocks of 32 and 64
+BOUNDED = [
+    ((1, 67, 2, 32), 2, {"window": 0}),
+    ((2, 131, 2, 20), 2, {"window": 5, "scale": 0.4}),
+    ((2, 150, 2, 16), 1, {"window": 64, "starts": [7, 64, 129]}),
+    ((1, 97, 3, 5), 3, {"starts": [64, 65]}),
+    ((2, 70, 4, 24), 2, {"window": 33, "starts": [10, 60], "paired": True, "scale": 0.1}),
+    ((1, 37, 2, 32), 2, {"paired": True}),
+]
+each_bound = pytest.mark.parametrize("shape, groups, bounds", BOUNDED, ids=str)
+
+
+@each_bound
+@each_dtype
+def test_bounded(shape, groups, bounds, dtype):
+    more = {"groups": groups, "packed": shape[1] % 2 == 0, **bounded(**bounds)}
+    check_op(ops.Attention, **forward_case(shape, dtype, **more), plan=(shape[0] + 1, shape[1] + 20))
+    check_op(
+        ops.AttentionBackward, **backward_case(shape, dtype, **more), modes=ADDED if more["packed"] else {"dk": "add"}
+    )
+
+
+def test_bounded_with_dropout():
+    more = bounded(33, starts=[50], paired=True)
+    check_op(ops.Attention, **forward_case((1, 80, 4, 16), "bf16", 0.3, **more))
+    check_op(ops.AttentionBackward, **backward_case((1, 80, 4, 16), "bf16", 0.3, **more))
+
+
+def test_dk_and_dv_of_wide_paired_heads_in_pieces(monkeypatch):
+    monkeypatch.setitem(choices.WHOLE_HEAD, "bf16", 128)
+    check_op(ops.AttentionBackward, **backward_case((1, 37, 2, 150), "bf16", **bounded(20, starts=[9], paired=True)))
 
 
 @each_dtype

@@ -32,7 +32,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import ACTIVATIONS
 from barellm.program.tensor import Dim, Tensor
-from tests.cases import attention_both
+from tests.cases import attention_both, bounded
 from tests.cuda.llama import Llama, programs
 from tests.cuda.sass import Row, label, row_of, rows, wrong
 from tests.gates_cases import small_model
@@ -225,10 +225,13 @@ def test_fp32_products_of_a_small_vocabulary_do_not_spill():
     assert not problems, "\n".join(problems)
 
 
-def attention_specs(head: int, compute: str, arch: int, heads: int = 1) -> dict[Specialisation, str]:
-    """Training's kernels of attention of `heads` heads that share one of keys."""
+def attention_specs(
+    head: int, compute: str, arch: int, heads: int = 1, kv_heads: int = 1, **more
+) -> dict[Specialisation, str]:
+    """Training's kernels of attention of `heads` heads that share some of keys; `more`: as `bounded` gives it."""
     p = Program(Store(), compute=compute)
-    saved, dqkv = attention_both(p, (Dim("batch", 2), Dim("seq", 64)), heads=heads, kv_heads=1, D=head, dtype=compute)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "D": head, "dtype": compute}
+    saved, dqkv = attention_both(p, (Dim("batch", 2), Dim("seq", 64)), **sizes, **more)
     p.output("out", saved.out)
     p.output("dqkv", dqkv)
     found = lower_and_plan({"op": p}, Target(arch)).specs
@@ -239,6 +242,16 @@ def attention_specs(head: int, compute: str, arch: int, heads: int = 1) -> dict[
 @pytest.mark.parametrize("head, compute", [(256, "fp32"), (512, "fp32"), (512, "bf16")])
 def test_attention_of_wide_heads_does_not_spill(head, compute):
     found = rows(attention_specs(head, compute, 90), 90)
+    problems = [text for name, row in found.items() for text in wrong(name, row)]
+    assert len(found) == 4 and not problems, "\n".join(problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("paired", [False, True])
+def test_attention_in_windows_of_documents_does_not_spill(arch, paired):
+    bounds = bounded(768, scale=0.1, starts=[400], paired=paired)
+    found = rows(attention_specs(128, "bf16", arch, 2, 2, **bounds), arch)
     problems = [text for name, row in found.items() for text in wrong(name, row)]
     assert len(found) == 4 and not problems, "\n".join(problems)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from barellm.program import ops
-from tests.cases import adamw_case, backward_case, forward_case, normal, viewed_case
+from tests.cases import adamw_case, backward_case, bounded, forward_case, normal, viewed_case
 from tests.cuda import check
 from tests.cuda.check import EPS, check_op, persistent, tokens
 from tests.gates_cases import by_mode, gated_backward_case, logits_case, mix_backward_case
@@ -73,6 +73,13 @@ def test_attention_backward():
 
 def test_gradients_of_shared_keys():
     check_op(ops.AttentionBackward, **backward_case((1, 67, 2, 16), "bf16", groups=1))
+
+
+def test_attention_in_windows_of_documents():
+    more = bounded(33, scale=0.2, starts=[40], paired=True)
+    check_op(ops.Attention, **forward_case((1, 70, 2, 32), "bf16", **more), plan=(2, 90))
+    check_op(ops.AttentionBackward, **backward_case((1, 50, 2, 16), "bf16", **more))
+    check_op(ops.AttentionBackward, **backward_case((1, 50, 2, 16), "bf16", groups=1, **bounded(7)))
 
 
 def test_rope():

@@ -5,6 +5,9 @@ power of two. Each of the G heads of keys and values serves SHARE = H / G heads 
 lie as many elements apart as its constant (Q_ROW and so on) says: they are read and written where they are, packed side by side or
 not. Scores are kept in units of ln 2, so that each probability is one fma and one exp2.
 
+Where windows or documents bound what queries see (attention_bounds.py), blocks that none of a program's queries sees are not
+visited. Paired heads are a sequence of twice the length: H, T and C are then of that one, rows of a tensor come in twos.
+
 Over the P = T (T + 1) / 2 pairs of a head the forward pass does 4 P D operations; the backward pass 14 P D, of which 4 P D compute
 scores again and 2 P D the products dout v^T a second time: keys and queries each have a kernel of their own, so that no sum meets
 another program's. Moved are q, k, v, out and lse once, and keys and values from the second cache T / 128 times.
@@ -15,9 +18,10 @@ from __future__ import annotations
 from math import e, log2, sqrt
 from typing import Any
 
-from barellm.cuda import tuning
+from barellm.cuda import choices, tuning
 from barellm.cuda.choices import PIECE, WHOLE_HEAD, AttentionTile, padded
 from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernels.attention_bounds import LOWEST, bounds_of, first_seen, heat_of, stop_of
 from barellm.cuda.kernels.attention_rows import beside, columns_of, keep_rows, over_columns, rows_of
 from barellm.cuda.kernels.common import SAMPLE, row_strides
 from barellm.cuda.kernels.random import calls, sample_key, words
@@ -27,7 +31,9 @@ from barellm.program.ops.random import keep_scale, threshold
 from barellm.program.tensor import Tensor
 
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
-STATS = constant(4)  # numbers a query in the backward pass's scratch, of which two are used
+STATS = constant(
+    4
+)  # numbers a query in the backward pass's scratch, of which two are used, or three where queries are bounded
 
 
 @device
@@ -46,23 +52,26 @@ def kept(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 
 @device
 def visit(
-    acc, total, top, q, k_rows, v_rows, m0, begin, end, count, key, head,
-    CAUSAL: tl.constexpr, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    acc, total, top, q, k_rows, v_rows, m0, begin, end, count, least, unit, key, head,
+    CAUSAL: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    K_ROW: tl.constexpr, V_ROW: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Softmax as it goes over the keys [begin, end): acc (BM, DP), total and top (BM)."""
+    """Softmax as it goes over the keys [begin, end): acc (BM, DP), total and top (BM). `least` (BM,), where there is one, has the
+    first key of each query."""
     for n0 in range(begin, end, BN):
-        k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP)
+        k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP, APART)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if CAUSAL:
             s = tl.where(m0 + tl.arange(0, BM)[:, None] >= n0 + tl.arange(0, BN)[None, :], s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1) * UNIT)
-        p = tl.math.exp2(s * UNIT - higher[:, None])
+        if least is not None:
+            s = tl.where(least[:, None] <= n0 + tl.arange(0, BN)[None, :], s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1) * unit)
+        p = tl.math.exp2(s * unit - higher[:, None])
         shrink = tl.math.exp2(top - higher)
         total = total * shrink + tl.sum(p, 1)
         if THRESHOLD > 0:
             p = tl.where(kept(key, head, m0, n0, H, BM, BN, THRESHOLD), p * SCALE, 0.0)
-        v = rows_of(v_rows, n0, count, V_ROW, BN, D, DP)
+        v = rows_of(v_rows, n0, count, V_ROW, BN, D, DP, APART)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = higher
     return acc, total, top
@@ -70,41 +79,58 @@ def visit(
 
 @device
 def attention_forward(
-    out, lse, q, k, v, scalars, seq, stream,
+    out, lse, q, k, v, starts, scalars, seq, stream,
     UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    WINDOW: tl.constexpr, HEAT: tl.constexpr, FOLD: tl.constexpr, BOUNDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program is a block of queries of one head; the last block has the most keys and starts first. Only keys from the block's
     first query on need the mask."""
     C: tl.constexpr = H * D
+    APART: tl.constexpr = (FOLD - 1) * (H // SHARE) * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token, shared = sequence.to(tl.int64) * seq, head // SHARE * D
+    token, shared = sequence.to(tl.int64) * (seq // FOLD), head // SHARE * D
     k = beside(q, k, K_AT) + token * K_ROW + shared
     v = beside(q, v, V_AT) + token * V_ROW + shared
     key = (0, 0)
     if THRESHOLD > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
-    queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
+    unit = UNIT
+    if HEAT >= 0:
+        unit = heat_of(scalars, HEAT, LOG2_E)
+    queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP, (FOLD - 1) * C)
     acc, total = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
-    top = tl.full((BM,), float("-inf"), tl.float32)
+    begin, least = 0, None
+    if BOUNDED:
+        if starts is not None:
+            starts += sequence.to(tl.int64) * (seq // FOLD)
+        begin = first_seen(starts, scalars, m0, WINDOW, FOLD) // BN * BN
+        least = first_seen(starts, scalars, tl.minimum(m0 + tl.arange(0, BM), seq - 1), WINDOW, FOLD)
+        top = tl.full((BM,), LOWEST, tl.float32)
+    else:
+        top = tl.full((BM,), float("-inf"), tl.float32)
     acc, total, top = visit(
-        acc, total, top, queries, k, v, m0, 0, m0, seq, key, head,
-        False, UNIT, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, BM, BN,
+        acc, total, top, queries, k, v, m0, begin, m0, seq, least, unit, key, head,
+        False, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
     )  # fmt: skip
     acc, total, top = visit(
-        acc, total, top, queries, k, v, m0, m0, min(m0 + BM, seq), seq, key, head,
-        True, UNIT, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, BM, BN,
+        acc, total, top, queries, k, v, m0, m0, min(m0 + BM, seq), seq, least, unit, key, head,
+        True, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
     )  # fmt: skip
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (top + tl.math.log2(total)) * LN_2, mask=m < seq)
-    keep_rows(out + token * C + head * D, m0, seq, acc / total[:, None], D, scalars, 0, C, BM, DP)
+    to = out + sequence.to(tl.int64) * seq * C + head * D
+    keep_rows(to, m0, seq, acc / total[:, None], D, scalars, 0, C, BM, DP)
 
 
 @device
-def attention_stats(stats, out, dout, lse, seq, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):
-    """For each query, lse in units of ln 2, and delta, the sum of dout * out over a head's columns."""
+def attention_stats(
+    stats, out, dout, lse, starts, scalars, seq, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    WINDOW: tl.constexpr, FOLD: tl.constexpr, BOUNDED: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """For each query, lse in units of ln 2, and delta, the sum of dout * out over a head's columns. Of bounded ones the first key
+    that each sees, too: fp32 holds it exactly up to 2^24."""
     C: tl.constexpr = H * D
     m0 = tl.program_id(0) * BM
     row = tl.program_id(1).to(tl.int64) * seq
@@ -114,45 +140,54 @@ def attention_stats(stats, out, dout, lse, seq, H: tl.constexpr, D: tl.constexpr
     to = stats + STATS * (row + m)
     tl.store(to, tl.load(lse + row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
     tl.store(to + 1, tl.sum(a.to(tl.float32) * b.to(tl.float32), 1), mask=m < seq)
+    if BOUNDED:
+        if starts is not None:
+            starts += (tl.program_id(1) // H).to(tl.int64) * (seq // FOLD)
+        least = first_seen(starts, scalars, tl.minimum(m, seq - 1), WINDOW, FOLD)
+        tl.store(to + 2, least.to(tl.float32), mask=m < seq)
 
 
 @device
-def stats_of(stats, m0, count, BM: tl.constexpr):
-    """(BM,) each, zeros beyond `count`. In one load of as many elements as the program has threads; of fewer, Triton would have
-    each thread load all that its scores need: 16 of a block of 64, and twice."""
+def stats_of(stats, m0, count, BOUNDED: tl.constexpr, BM: tl.constexpr):
+    """(BM,) each, zeros beyond `count`: lse, delta, and the first key as i32, if BOUNDED. In one load of as many elements as the
+    program has threads; of fewer, Triton would have each thread load all that its scores need: 16 of a block of 64, and twice."""
     m, i = m0 + tl.arange(0, BM), tl.arange(0, STATS)
-    both = tl.load(stats + STATS * m[:, None] + i[None, :], mask=(m < count)[:, None] & (i < 2)[None, :], other=0.0)
+    used = (m < count)[:, None] & (i < 2 + BOUNDED)[None, :]
+    both = tl.load(stats + STATS * m[:, None] + i[None, :], mask=used, other=0.0)
     tops, deltas = tl.split(tl.reshape(both, (BM, STATS // 2, 2)))
-    return tl.split(tops)[0], tl.split(deltas)[0]
+    top, least = tl.split(tops)
+    return top, tl.split(deltas)[0], least.to(tl.int32)
 
 
 @device
 def add_queries(
-    dk, dv, k, v, q_rows, k_rows, v_rows, dout, stats, m0, n0, count, first, key, head,
-    CAUSAL: tl.constexpr, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
-    DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dk, dv, k, v, q_rows, k_rows, v_rows, dout, stats, m0, n0, count, first, unit, key, head,
+    CAUSAL: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, Q_APART: tl.constexpr, K_APART: tl.constexpr,
+    BOUNDED: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """What the queries from m0 on give to the DC columns of dk and dv (BN, DC) from `first` on. Scores are transposed, (BN, BM): no
     product's operand is then one that must change its layout. Queries beyond `count` are zeros, and so is what they give."""
     C: tl.constexpr = H * D
     m = m0 + tl.arange(0, BM)
     if DC == DP:
-        q = rows_of(q_rows, m0, count, Q_ROW, BM, D, DP)
+        q = rows_of(q_rows, m0, count, Q_ROW, BM, D, DP, Q_APART)
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
     else:
-        q = columns_of(q_rows + first, m0, count, D - first, Q_ROW, BM, DC)
-        s = over_columns(k_rows, q_rows, n0, m0, count, K_ROW, Q_ROW, BN, BM, D, DC)
-    top, delta = stats_of(stats, m0, count, BM)
-    p = tl.math.exp2(s * UNIT - top[None, :])
+        q = columns_of(q_rows + first, m0, count, D - first, Q_ROW, BM, DC, Q_APART)
+        s = over_columns(k_rows, q_rows, n0, m0, count, K_ROW, Q_ROW, K_APART, Q_APART, BN, BM, D, DC)
+    top, delta, least = stats_of(stats, m0, count, BOUNDED, BM)
+    p = tl.math.exp2(s * unit - top[None, :])
     if CAUSAL:
         p = tl.where(m[None, :] >= n0 + tl.arange(0, BN)[:, None], p, 0.0)
+    if BOUNDED:
+        p = tl.where(least[None, :] <= n0 + tl.arange(0, BN)[:, None], p, 0.0)
     if DC == DP:
         do = rows_of(dout, m0, count, C, BM, D, DP)
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     else:
         do = columns_of(dout + first, m0, count, D - first, C, BM, DC)
-        dp = over_columns(v_rows, dout, n0, m0, count, V_ROW, C, BN, BM, D, DC)
+        dp = over_columns(v_rows, dout, n0, m0, count, V_ROW, C, K_APART, 0, BN, BM, D, DC)
     weighed = p
     if THRESHOLD > 0:
         keeps = tl.trans(kept(key, head, m0, n0, H, BM, BN, THRESHOLD))
@@ -165,76 +200,98 @@ def add_queries(
 
 @device
 def attention_dkv(
-    dk, dv, q, k, v, dout, stats, scalars, seq, stream, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    dk, dv, q, k, v, dout, stats, starts, scalars, seq, stream, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     ROOT: tl.constexpr, DK_MODE: tl.constexpr, DV_MODE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    DK_ROW: tl.constexpr, DV_ROW: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DK_ROW: tl.constexpr, DV_ROW: tl.constexpr, WINDOW: tl.constexpr, HEAT: tl.constexpr, FOLD: tl.constexpr,
+    BOUNDED: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program is a block of BN keys of one head; it visits the queries from the block's first key on, with the mask those beside
     its keys. Of wide heads it does DC columns, axis 2 of the grid, and finds the scores anew: nothing DP wide is in registers.
 
     Of several heads that it serves the sum is one chain, in their order, in one loop with the mask everywhere: a loop in a loop
-    would keep the addresses of both of its parts in registers, which heads of 128 columns do not have."""
+    would keep the addresses of both of its parts in registers, which heads of 128 columns do not have. So is what windows and
+    documents leave: it is short."""
     C: tl.constexpr = H * D
     G: tl.constexpr = H // SHARE
     n0 = tl.program_id(0) * BN
     sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
-    token = sequence.to(tl.int64) * seq
+    Q_APART: tl.constexpr = (FOLD - 1) * C
+    K_APART: tl.constexpr = (FOLD - 1) * G * D
+    token = sequence.to(tl.int64) * (seq // FOLD)
     first = 0
     if DC < DP:
         first = tl.program_id(2) * DC
     k = beside(q, k, K_AT) + token * K_ROW + group * D
     v = beside(q, v, V_AT) + token * V_ROW + group * D
     q += token * Q_ROW + group * (SHARE * D)
-    dout += token * C + group * (SHARE * D)
+    dout += sequence.to(tl.int64) * seq * C + group * (SHARE * D)
     stats += STATS * (tl.program_id(1).to(tl.int64) * SHARE * seq)
     key = (0, 0)
     if THRESHOLD > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
+    unit = UNIT
+    if HEAT >= 0:
+        unit = heat_of(scalars, HEAT, LOG2_E)
     keys, values = None, None
     if DC == DP:
-        keys, values = rows_of(k, n0, seq, K_ROW, BN, D, DP), rows_of(v, n0, seq, V_ROW, BN, D, DP)
+        keys, values = rows_of(k, n0, seq, K_ROW, BN, D, DP, K_APART), rows_of(v, n0, seq, V_ROW, BN, D, DP, K_APART)
     k_sum, v_sum = tl.zeros((BN, DC), tl.float32), tl.zeros((BN, DC), tl.float32)
-    begin = n0 // BM * BM
-    if SHARE == 1:
+    begin, stop = n0 // BM * BM, seq
+    if BOUNDED:
+        if starts is not None:
+            starts += sequence.to(tl.int64) * (seq // FOLD)
+        stop = stop_of(starts, scalars, tl.minimum(n0 + BN, seq) - 1, seq, WINDOW, FOLD)
+    if BOUNDED and SHARE == 1:
+        for m0 in range(begin, stop, BM):
+            k_sum, v_sum = add_queries(
+                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, unit, key, group,
+                True, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
+            )  # fmt: skip
+    elif SHARE == 1:
         clear = min(tl.cdiv(n0 + BN, BM) * BM, seq)
         for m0 in range(begin, clear, BM):
             k_sum, v_sum = add_queries(
-                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, key, group,
-                True, UNIT, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, DC, BM, BN,
+                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, unit, key, group,
+                True, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
             )  # fmt: skip
         for m0 in range(clear, seq, BM):
             k_sum, v_sum = add_queries(
-                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, key, group,
-                False, UNIT, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, DC, BM, BN,
+                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, unit, key, group,
+                False, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
             )  # fmt: skip
     else:
-        count = tl.cdiv(seq - begin, BM)
+        count = tl.cdiv(stop - begin, BM)
         for i in range(0, SHARE * count):
             served, m0 = i // count, begin + i % count * BM
             k_sum, v_sum = add_queries(
                 k_sum, v_sum, keys, values, q + served * D, k, v, dout + served * D, stats + STATS * (served * seq),
-                m0, n0, seq, first, key, group * SHARE + served,
-                True, UNIT, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, DC, BM, BN,
+                m0, n0, seq, first, unit, key, group * SHARE + served,
+                True, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
             )  # fmt: skip
+    root = ROOT
+    if HEAT >= 0:
+        root = heat_of(scalars, HEAT, 1.0)
     at = group * D + first
-    keep_rows(dk + token * DK_ROW + at, n0, seq, k_sum * ROOT, D - first, scalars, DK_MODE, DK_ROW, BN, DC)
-    keep_rows(dv + token * DV_ROW + at, n0, seq, v_sum, D - first, scalars, DV_MODE, DV_ROW, BN, DC)
+    keep_rows(dk + token * DK_ROW + at, n0, seq, k_sum * root, D - first, scalars, DK_MODE, DK_ROW, BN, DC, K_APART)
+    keep_rows(dv + token * DV_ROW + at, n0, seq, v_sum, D - first, scalars, DV_MODE, DV_ROW, BN, DC, K_APART)
 
 
 @device
 def add_keys(
-    dq, q, do, k_rows, v_rows, top, delta, m0, begin, end, count, key, head,
-    CAUSAL: tl.constexpr, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dq, q, do, k_rows, v_rows, top, delta, m0, begin, end, count, least, unit, key, head,
+    CAUSAL: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    K_ROW: tl.constexpr, V_ROW: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """What the keys [begin, end) give to dq (BM, DP)."""
     for n0 in range(begin, end, BN):
-        k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP)
-        v = rows_of(v_rows, n0, count, V_ROW, BN, D, DP)
-        p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * UNIT - top[:, None])
+        k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP, APART)
+        v = rows_of(v_rows, n0, count, V_ROW, BN, D, DP, APART)
+        p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * unit - top[:, None])
         if CAUSAL:
             p = tl.where(m0 + tl.arange(0, BM)[:, None] >= n0 + tl.arange(0, BN)[None, :], p, 0.0)
+        if least is not None:
+            p = tl.where(least[:, None] <= n0 + tl.arange(0, BN)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         if THRESHOLD > 0:
             dp = tl.where(kept(key, head, m0, n0, H, BM, BN, THRESHOLD), dp * SCALE, 0.0)
@@ -244,35 +301,49 @@ def add_keys(
 
 @device
 def attention_dq(
-    dq, q, k, v, dout, stats, scalars, seq, stream, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    dq, q, k, v, dout, stats, starts, scalars, seq, stream, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     ROOT: tl.constexpr, DQ_MODE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, DQ_ROW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    WINDOW: tl.constexpr, HEAT: tl.constexpr, FOLD: tl.constexpr, BOUNDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program is a block of BM queries of one head, as in the forward pass."""
     C: tl.constexpr = H * D
+    Q_APART: tl.constexpr = (FOLD - 1) * C
+    APART: tl.constexpr = (FOLD - 1) * (H // SHARE) * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token, row = sequence.to(tl.int64) * seq, tl.program_id(1).to(tl.int64) * seq
+    token, row = sequence.to(tl.int64) * (seq // FOLD), tl.program_id(1).to(tl.int64) * seq
     shared = head // SHARE * D
     k = beside(q, k, K_AT) + token * K_ROW + shared
     v = beside(q, v, V_AT) + token * V_ROW + shared
     key = (0, 0)
     if THRESHOLD > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
-    queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
-    do = rows_of(dout + token * C + head * D, m0, seq, C, BM, D, DP)
-    top, delta = stats_of(stats + STATS * row, m0, seq, BM)
+    unit = UNIT
+    if HEAT >= 0:
+        unit = heat_of(scalars, HEAT, LOG2_E)
+    queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP, Q_APART)
+    do = rows_of(dout + sequence.to(tl.int64) * seq * C + head * D, m0, seq, C, BM, D, DP)
+    top, delta, first = stats_of(stats + STATS * row, m0, seq, BOUNDED, BM)
     total = tl.zeros((BM, DP), tl.float32)
+    begin, least = 0, None
+    if BOUNDED:
+        least = first
+        if starts is not None:
+            starts += sequence.to(tl.int64) * (seq // FOLD)
+        begin = first_seen(starts, scalars, m0, WINDOW, FOLD) // BN * BN
     total = add_keys(
-        total, queries, do, k, v, top, delta, m0, 0, m0, seq, key, head,
-        False, UNIT, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, BM, BN,
+        total, queries, do, k, v, top, delta, m0, begin, m0, seq, least, unit, key, head,
+        False, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
     )  # fmt: skip
     total = add_keys(
-        total, queries, do, k, v, top, delta, m0, m0, min(m0 + BM, seq), seq, key, head,
-        True, UNIT, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, BM, BN,
+        total, queries, do, k, v, top, delta, m0, m0, min(m0 + BM, seq), seq, least, unit, key, head,
+        True, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
     )  # fmt: skip
-    keep_rows(dq + token * DQ_ROW + head * D, m0, seq, total * ROOT, D, scalars, DQ_MODE, DQ_ROW, BM, DP)
+    root = ROOT
+    if HEAT >= 0:
+        root = heat_of(scalars, HEAT, 1.0)
+    keep_rows(dq + token * DQ_ROW + head * D, m0, seq, total * root, D, scalars, DQ_MODE, DQ_ROW, BM, DP, Q_APART)
 
 
 def head_constants(op: Any) -> dict[str, Any]:
@@ -281,11 +352,17 @@ def head_constants(op: Any) -> dict[str, Any]:
 
 
 def constants_of(op: Any) -> dict[str, Any]:
-    head = head_constants(op)
+    head = folded(op)
     rate = {"THRESHOLD": threshold(op.rate), "SCALE": keep_scale(op.rate)}
     share = {"SHARE": op.heads // op.kv_heads, "UNIT": log2(e) / sqrt(head["D"])}
     places = {f"{name.upper()}_AT": behind(op.q, op.inputs[name]) for name in ("k", "v")}
-    return head | rate | share | row_strides(q=op.q, k=op.k, v=op.v) | places
+    return head | rate | share | row_strides(q=op.q, k=op.k, v=op.v) | places | bounds_of(op)
+
+
+def folded(op: Any) -> dict[str, Any]:
+    """As `head_constants`; paired heads are half as many."""
+    head = head_constants(op)
+    return head | {"H": head["H"] // op.fold}
 
 
 def behind(q: Tensor, x: Tensor) -> int | None:
@@ -295,13 +372,24 @@ def behind(q: Tensor, x: Tensor) -> int | None:
 
 
 def operands_of(op: Any) -> dict[str, Any]:
-    """q, k and v; those that lie behind q are absent."""
-    return {"q": op.q} | {name: t if behind(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
+    """q, k and v, of which those that lie behind q are absent, and the starts of documents."""
+    three = {"q": op.q} | {name: t if behind(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
+    return three | {"starts": op.starts}
 
 
-def blocks(heads: int, size: int, pieces: int = 1) -> Any:
+def blocks(op: Any, heads: int, size: int, pieces: int = 1) -> Any:
     """The grid: blocks of a sequence, heads of all sequences, pieces of a head."""
-    return lambda s: (ceil_div(s.seq, size), s.batch * heads, pieces)
+    fold = op.fold
+    return lambda s: (ceil_div(s.seq * fold, size), s.batch * (heads // fold), pieces)
+
+
+def positions(op: Any) -> Any:
+    """The length of a sequence, as a size."""
+    return twice if op.paired else seq
+
+
+def twice(s: Any) -> int:
+    return 2 * s.seq
 
 
 def seq(s: Any) -> int:
@@ -309,11 +397,13 @@ def seq(s: Any) -> int:
 
 
 def tile_of(op: Any, c: Lowering, role: str) -> AttentionTile:
-    """How a kernel is cut: as it was tuned for these sizes, else by default."""
+    """How a kernel is cut: as it was tuned for these sizes, else by default. Bounded ones are not tuned: their windows change."""
     batch, length, C = (int(n) for n in op.out.shape)
-    dropout = threshold(op.rate) > 0
-    kv_heads = op.kv_heads if op.kv_heads != op.heads else 0
-    subject = tuning.AttentionSubject(role, op.q.dtype, batch, length, op.heads, C // op.heads, dropout, kv_heads)
+    if op.window is not None or op.starts is not None:
+        return choices.bounded_tile(role, padded(C // op.heads), op.q.dtype, c.target.arch)
+    heads, kv_heads = op.heads // op.fold, op.kv_heads // op.fold if op.kv_heads != op.heads else 0
+    sizes = op.fold * length, heads, C // op.heads, threshold(op.rate) > 0, kv_heads
+    subject = tuning.AttentionSubject(role, op.q.dtype, batch, *sizes)
     return tuning.choose(c.target, subject)
 
 
@@ -321,31 +411,29 @@ def options(t: AttentionTile) -> dict[str, Any]:
     return {"warps": t.warps, "stages": t.stages}
 
 
-@lowering("attention", views="q k v")
+@lowering("attention", views="q k v", also={"starts": "i32"})
 def lower_attention(op: Any, c: Lowering) -> None:
-    if not op.plain:
-        raise ValueError(f"the cuda backend's {op.name} knows no windows, documents or paired heads")
     constants = constants_of(op)
     t = tile_of(op, c, "forward")
     c.launch(
         attention_forward,
-        operands_of(op) | {"out": op.out, "lse": op.lse, "seq": seq, "stream": int(op.stream)},
+        operands_of(op) | {"out": op.out, "lse": op.lse, "seq": positions(op), "stream": int(op.stream)},
         constants | {"BM": t.queries, "BN": t.keys},
-        grid=blocks(op.heads, t.queries), writes="out lse", **options(t),
+        grid=blocks(op, op.heads, t.queries), writes="out lse", **options(t),
     )  # fmt: skip
 
 
-@lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv")
+@lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Any, c: Lowering) -> None:
-    if not op.plain:
-        raise ValueError(f"the cuda backend's {op.name} knows no windows, documents or paired heads")
     constants = constants_of(op)
-    head = head_constants(op)
+    head = folded(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
-    operands = {"stats": stats, "dout": op.dout, "seq": seq}
+    operands = {"stats": stats, "dout": op.dout, "seq": positions(op)}
     c.launch(
-        attention_stats, operands | {"out": op.out, "lse": op.lse}, head | {"BM": 64},
-        grid=blocks(op.heads, 64), writes="stats",
+        attention_stats,
+        operands | {"out": op.out, "lse": op.lse, "starts": op.starts},
+        head | {name: constants[name] for name in ("WINDOW", "FOLD", "BOUNDED")} | {"BM": 64},
+        grid=blocks(op, op.heads, 64), writes="stats",
     )  # fmt: skip
     constants |= {"ROOT": 1 / sqrt(head["D"])}
     operands |= operands_of(op) | {"stream": int(op.stream)}
@@ -357,7 +445,7 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
         attention_dkv,
         operands | {"dk": op.dk, "dv": op.dv},
         constants | written | {"BM": t.queries, "BN": t.keys, "DC": DC},
-        grid=blocks(op.kv_heads, t.keys, ceil_div(constants["D"], DC)), writes="dk dv", **options(t),
+        grid=blocks(op, op.kv_heads, t.keys, ceil_div(constants["D"], DC)), writes="dk dv", **options(t),
     )  # fmt: skip
     t = tile_of(op, c, "queries")
     written = {"DQ_MODE": mode(op, "dq"), **row_strides(dq=op.dq)}
@@ -365,5 +453,5 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
         attention_dq,
         operands | {"dq": op.dq},
         constants | written | {"BM": t.queries, "BN": t.keys},
-        grid=blocks(op.heads, t.queries), writes="dq", **options(t),
+        grid=blocks(op, op.heads, t.queries), writes="dq", **options(t),
     )  # fmt: skip

@@ -1,0 +1,58 @@
+"""How far back queries of attention see, at run time: windows of WINDOW keys (a run-time scalar, by its place; -1 for none) and
+documents (`starts`, of the sequence's tokens, or None). FOLD: positions of a token, 2 of paired heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barellm.cuda.kernels.common import double
+from barellm.cuda.lang import constant, device, tl
+from barellm.program.scalars import SCALARS
+
+LOWEST = constant(-1e30)  # where a maximum begins if the first keys of a block may be none of a query's
+WIDEST = constant(1 << 30)
+
+
+@device
+def window_of(scalars, WINDOW: tl.constexpr):
+    return tl.minimum(tl.load(scalars + WINDOW), WIDEST).to(tl.int32)
+
+
+@device
+def first_seen(starts, scalars, t, WINDOW: tl.constexpr, FOLD: tl.constexpr):
+    """The first key that each of the queries t sees; all of them are in the sequence."""
+    first = t * 0
+    if WINDOW >= 0:
+        first = tl.maximum(t - window_of(scalars, WINDOW), 0)
+    if starts is not None:
+        first = tl.maximum(tl.load(starts + t // FOLD) * FOLD, first)
+    return first
+
+
+@device
+def stop_of(starts, scalars, key, seq, WINDOW: tl.constexpr, FOLD: tl.constexpr):
+    """The position behind the last query that sees `key`. Starts never decrease, so it is found by halving."""
+    high = seq
+    if WINDOW >= 0:
+        high = tl.minimum(key + window_of(scalars, WINDOW) + 1, seq)
+    if starts is not None:
+        low = key + 1
+        while low < high:
+            middle = (low + high) // 2
+            beyond = tl.load(starts + middle // FOLD) * FOLD > key
+            high = tl.where(beyond, middle, high)
+            low = tl.where(beyond, low, middle + 1)
+    return high
+
+
+@device
+def heat_of(scalars, HEAT: tl.constexpr, FACTOR: tl.constexpr):
+    """A run-time scale, times FACTOR."""
+    return (double(scalars, HEAT) * FACTOR).to(tl.float32)
+
+
+def bounds_of(op: Any) -> dict[str, int]:
+    """The constants of an attention's bounds. HEAT: the place of its scale, -1 for the usual one."""
+    at = {"WINDOW": op.window, "HEAT": op.scale}
+    places = {name: SCALARS[scalar].index if scalar else -1 for name, scalar in at.items()}
+    return places | {"FOLD": op.fold, "BOUNDED": int(op.window is not None or op.starts is not None)}
