@@ -11,8 +11,8 @@ from barellm.fields import Section, at_least, below_one, between, inside_one, on
 MATMULS = ("own", "cublaslt")
 MOMENTS = ("fp32", "16bit", "16bit-stochastic")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
-ORDERS = ("epoch", "random")
-OPTIMIZERS = ("adamw", "muon")
+ORDERS = ("epoch", "random", "documents")
+OPTIMIZERS = ("adamw", "muon", "speedrun")
 ITERATIONS = ("polar-express", "jordan")  # of Muon: how singular values become one, and
 STEP_SCALES = ("jordan", "moonshot")  # how large a matrix's step is
 TURNS = 5  # that an iteration has
@@ -40,7 +40,11 @@ class OptimConfig(Section, section="optim"):
     """The optimizer, and the way of its learning rate (training/schedule.py). With the name muon the matrices of blocks go by Muon
     (optim/muon.py) at the rate `muon_lr`, which falls as `lr` does, and all other parameters by AdamW."""
 
-    name: str = one_of(OPTIMIZERS, "adamw", "adamw, or muon: Muon for matrices of blocks, AdamW for the rest")
+    name: str = one_of(
+        OPTIMIZERS,
+        "adamw",
+        "adamw; muon: Muon for matrices of blocks, AdamW for the rest; speedrun: NorMuon and Adam as modded-nanogpt has them",
+    )
     lr: float = at_least(0, 6e-4, "highest learning rate, after the warmup; with muon that of AdamW")
     min_lr: float = at_least(0, 6e-5, "learning rate at the last step, to which all schedules but constant fall")
     warmup: int = at_least(0, 0, "steps of linear warmup")
@@ -64,6 +68,7 @@ class OptimConfig(Section, section="optim"):
     momentum: float = below_one(0.95, "of muon: decay rate of the mean gradient")
     momentum_start: float = below_one(0.85, "of muon: momentum of the first step, where momentum_warmup is not 0")
     momentum_warmup: int = at_least(0, 0, "of muon: steps in which the momentum rises")
+    momentum_cooldown: int = at_least(0, 0, "of muon: last steps, in which the momentum falls back to momentum_start")
     iteration: str = one_of(
         ITERATIONS, "polar-express", "of muon: polar-express or jordan, two ways to make singular values one"
     )
@@ -88,7 +93,7 @@ class OptimConfig(Section, section="optim"):
 @dataclass(frozen=True)
 class DataConfig(Section, section="data"):
     """Where text comes from. The order "epoch" visits every window once before any twice, "random" draws them independently, as
-    nanoGPT does."""
+    nanoGPT does; "documents" fills each row with whole documents, in their order, as modded-nanogpt does."""
 
     source: str = value(
         "stdlib",
@@ -100,7 +105,9 @@ class DataConfig(Section, section="data"):
         0.1, "share of the text, taken from its end, for validation (shards named train and val have their own)"
     )
     order: str = one_of(
-        ORDERS, "epoch", "epoch: every window once before any comes again; random: windows from anywhere"
+        ORDERS,
+        "epoch",
+        "epoch: every window once before any comes again; random: windows from anywhere; documents: rows of whole documents",
     )
 
 

@@ -30,7 +30,7 @@ MAY = {
     "cpu": STEP,
     "cuda": STEP,
     "assembly": STEP | {"models", "optim"},
-    "generation": STEP,
+    "generation": STEP | {"models"},
     "evaluation": STEP | {"data"},
     "checkpoint": STEP | {"models", "overrides", "data"},
     "training": BUILT | {"data", "generation", "evaluation", "checkpoint"},

@@ -9,6 +9,7 @@ from typing import Any
 
 from barellm.config import Config, TrainConfig
 from barellm.errors import UserError, nearest
+from barellm.models.course import enter
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
 from barellm.runtime.backend import NAMES, backend
@@ -79,7 +80,7 @@ def build_programs(config: Config, *, training: bool = True, positions: int | No
     many `positions`: all that the model has unless given; with 0 there is no "decode"."""
     from barellm import models
     from barellm.assembly.programs import build
-    from barellm.optim.recipes import optimize
+    from barellm.optim.recipes import updates
 
     train = config.train
     _, programs = build(
@@ -87,7 +88,7 @@ def build_programs(config: Config, *, training: bool = True, positions: int | No
         batch=train.batch,
         seq=train.seq,
         compute=train.dtype,
-        optimizer=(lambda p: optimize(p, config.optim, models.hidden(config.model))) if training else None,
+        optimizer=updates(config.optim, models.hidden(config.model)) if training else None,
         recompute=train.recompute,
         decode_batch=0 if positions == 0 else 1,
         decode_seq=positions or 0,
@@ -99,8 +100,8 @@ def build_programs(config: Config, *, training: bool = True, positions: int | No
 def open_machine(
     config: Config, *, device: str, training: bool = True, positions: int | None = None
 ) -> Iterator[Machine]:
-    """Programs built, planned, compiled and mapped. With `training` False they are "decode" and "eval" only. `positions` is as in
-    `build_programs`."""
+    """Programs built, planned, compiled and mapped, as the first step wants them. With `training` False they are "decode" and
+    "eval" only. `positions` is as in `build_programs`."""
     check_device(device)
     config = resolved(config, device)
     train = config.train
@@ -108,6 +109,7 @@ def open_machine(
     if device in NAMES:
         session = backend(device).open_session(programs, **(products(train, device) if training else {}))
         try:
+            enter(session, config, 0, train.steps)
             yield Machine(config, device, session, programs, session.plan)
         except KeyboardInterrupt:
             raise  # without waiting for the step that is running: its threads end with the process
@@ -123,7 +125,9 @@ def open_machine(
         plan = planner.plan({name: p.ops for name, p in programs.items()}, next(iter(programs.values())).store)
         check_fits(plan, what=f"a step of {train.batch} x {train.seq} tokens")
         # fp32 throughout: what a checkpoint holds is then all that there is.
-        yield Machine(config, device, reference.open(programs, dtype="float32"), programs, plan)
+        session = reference.open(programs, dtype="float32")
+        enter(session, config, 0, train.steps)
+        yield Machine(config, device, session, programs, plan)
 
 
 def _dtype(asked: str, device: str) -> str:

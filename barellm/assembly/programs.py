@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from barellm import models
 from barellm.config import ModelConfig
@@ -21,7 +21,7 @@ def build(
     batch: int = 0,
     seq: int = 0,
     compute: str | Precision = "fp32",
-    optimizer: Callable[[Program], None] | None = None,
+    optimizer: Callable[[Program], None] | Mapping[str, Callable[[Program], None]] | None = None,
     recompute: bool = False,
     decode_batch: int = 0,
     decode_seq: int = 0,
@@ -30,7 +30,7 @@ def build(
 
     init    parameters from the scalar seed
     micro   forward and backward of up to `batch` sequences of up to `seq` tokens; output "loss" (with `optimizer`)
-    update  clip and optimizer, as `optimizer` appends them
+    update  clip and optimizer, as `optimizer` appends them; where it is a mapping, a program for each of its names
     eval    forward of as many, without dropout; output "loss"
     decode  up to `decode_batch` sequences, `decode_seq` positions in the KV cache (0: max_seq); output "logits"
     """
@@ -50,8 +50,9 @@ def build(
         p = programs["micro"] = Program(store, compute=compute)
         loss = p.output("loss", architecture.forward(p, model, *_inputs(p, batch, seq), training=True))
         p.backward(loss, recompute=recompute)
-        programs["update"] = Program(store, compute=compute)
-        optimizer(programs["update"])
+        for name, append in ({"update": optimizer} if callable(optimizer) else optimizer).items():
+            programs[name] = Program(store, compute=compute)
+            append(programs[name])
     if batch:
         p = programs["eval"] = Program(store, compute=compute)
         p.output("loss", architecture.forward(p, model, *_inputs(p, batch, seq), training=False))
@@ -73,10 +74,17 @@ def _inputs(p: Program, batch: int, seq: int):
 
 
 def initialise(p: Program) -> None:
-    """Append what gives each parameter of the store its initial values; normals depend on the scalar seed."""
+    """Append what gives each parameter of the store its initial values; random ones depend on the scalar seed."""
+    copies = []
     for stream, t in enumerate(p.store.of_role("parameter")):
         kind, number = t.init or ("constant", 0.0)
         if kind == "normal":
             p.apply(ops.NormalInit, param=t, std=number, stream=stream, valid_rows=t.valid_rows)
+        elif kind == "uniform":
+            p.apply(ops.UniformInit, param=t, bound=number, stream=stream, valid_rows=t.valid_rows)
+        elif kind == "transposed":
+            copies.append((p.store.tensors[str(number)], t))
         else:
             p.apply(ops.ConstantInit, param=t, value=number, valid_rows=t.valid_rows)
+    for source, target in copies:
+        p.transpose_copy(source, target)

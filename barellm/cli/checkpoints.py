@@ -14,6 +14,7 @@ from barellm.checkpoint import checkpoint
 from barellm.config import Config
 from barellm.data.kinds import load_tokenizer
 from barellm.data.tokenizers import Tokenizer
+from barellm.models.course import enter
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Found:
         """A machine with its weights, and a KV cache of so many `positions` (0: none, and no program "decode")."""
         with open_machine(self.config, device=self.device, training=False, positions=positions) as machine:
             checkpoint.load(self.path, machine.session, optimizer=False)
+            meta = checkpoint.read_meta(self.path)
+            enter(machine.session, self.config, meta["step"], meta["total_steps"])
             yield machine
 
 
@@ -40,7 +43,8 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1) -
     path, wrong = checkpoint.find(Path(name))
     for text in wrong:
         print(f"barellm: warning: skipped {text}", file=sys.stderr)
-    config = overrides.from_json(checkpoint.read_meta(path)["config"])
+    meta = checkpoint.read_meta(path)
+    config = overrides.from_json(meta["config"])
     tokenizer = load_tokenizer(path)
     config = replace(config, train=replace(config.train, batch=batch, dtype=dtype or config.train.dtype))
     config.check()

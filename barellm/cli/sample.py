@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     from barellm.cli.checkpoints import found
     from barellm.errors import UserError
-    from barellm.generation.decode import Decoder, cache_positions
+    from barellm.generation.decode import cache_positions, open_decoder
     from barellm.generation.samplers import Sampling
 
     for name in ("tokens", "samples"):
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     fed = _fed(tokenizer, args.prompt, model.max_seq)
     positions = cache_positions(len(fed) + args.tokens, model.max_seq)
     with checkpoint.opened(positions=positions) as machine:
-        decoder = Decoder(machine.session, max_seq=positions, vocab_size=model.vocab_size)
+        decoder = open_decoder(machine.session, model, positions=positions)
         for i in range(args.samples):
             how = replace(first, seed=args.seed + i)
             if args.samples > 1 and not args.json:

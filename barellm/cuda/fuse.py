@@ -69,6 +69,7 @@ def alike_adam(op: Any) -> tuple[Any, ...]:
 # code is in the key: formats in memory, and how wide the accesses are.
 GROUPS: dict[str, Alike] = {
     "normal_init": lambda op: (op.param.dtype, op.param.shape[-1], unit_of(op.param)),
+    "uniform_init": lambda op: (op.param.dtype, op.param.shape[-1], unit_of(op.param)),
     "constant_init": lambda op: (op.param.dtype, unit_of(op.param)),
     "sum_squares": lambda op: unit_of(op.x),
     "adamw": alike_adam,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
@@ -59,15 +60,25 @@ def permuted(index: int, size: int, key: int) -> int:
             return index
 
 
+class Rows(Protocol):
+    """Where the rows of micro-batches come from."""
+
+    def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
+        """Samples [first_sample, first_sample + count): inputs and targets (count, seq) int32. `document`: the most tokens of one
+        document, where rows are made of documents."""
+        ...
+
+
 class Batches:
     """Training samples: inputs are `seq` tokens, targets the same moved by one.
 
     `order` "epoch": windows side by side, each once an epoch, in an order that changes with the epoch; "random":
-    windows that start anywhere, as nanoGPT draws them. UserError if the stream is too short for one.
+    windows that start anywhere, as nanoGPT draws them. UserError if the stream is too short for one. A stage with another length
+    has windows of its own.
     """
 
     def __init__(self, tokens: TokenStream, *, seq: int, seed: int, order: str = "epoch") -> None:
-        assert order in ORDERS and seq >= 1
+        assert order in ("epoch", "random") and seq >= 1
         if len(tokens) < seq + 1:
             raise UserError(
                 f"{tokens.name} has {len(tokens)} tokens, one sequence of {seq} needs {seq + 1}: "
@@ -76,6 +87,7 @@ class Batches:
         self.tokens, self.seq, self.seed, self.order = tokens, seq, seed, order
         self.windows = (len(tokens) - 1) // seq  # side by side: the samples of an epoch
         self._key = draw(seed & MASK, ORDERS.index(order))
+        self._others: dict[int, Batches] = {}  # by the length of their windows
 
     def start(self, sample: int) -> int:
         """The first token of a sample's window."""
@@ -84,12 +96,12 @@ class Batches:
         epoch, index = divmod(sample, self.windows)
         return permuted(index, self.windows, draw(self._key, epoch)) * self.seq
 
-    def batch(
-        self, first_sample: int, count: int, inputs: np.ndarray | None = None, targets: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Samples [first_sample, first_sample + count): inputs and targets (count, seq), in the given arrays if any."""
-        inputs = np.empty((count, self.seq), np.int32) if inputs is None else inputs[:count]
-        targets = np.empty((count, self.seq), np.int32) if targets is None else targets[:count]
+    def batch(self, first_sample: int, count: int, *, seq: int = 0, document: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """A `Rows`. `seq` 0: its own."""
+        if seq not in (0, self.seq):
+            other = self._others.setdefault(seq, Batches(self.tokens, seq=seq, seed=self.seed, order=self.order))
+            return other.batch(first_sample, count)
+        inputs, targets = np.empty((count, self.seq), np.int32), np.empty((count, self.seq), np.int32)
         window = np.empty(self.seq + 1, np.int32)
         for row in range(count):
             self.tokens.read(self.start(first_sample + row), window)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from barellm import models
+from barellm.config import ModelConfig
 from barellm.generation.samplers import Sampling, draw
 from barellm.runtime.session import Session
 
@@ -26,10 +28,11 @@ def kept(text: Sequence[int], positions: int) -> Sequence[int]:
 
 class Decoder:
     """Feeds a prompt at once, then each drawn token. When all `max_seq` positions of the cache are used, the newer half of the text
-    is fed again from position 0: positions are absolute, so a cache cannot be moved. Ids from `vocab_size` on are padding."""
+    is fed again from position 0: positions are absolute, so a cache cannot be moved. A `whole` model has no cache: for each token
+    it is fed all that it sees. Ids from `vocab_size` on are padding."""
 
-    def __init__(self, session: Session, *, max_seq: int, vocab_size: int) -> None:
-        self.session, self.max_seq, self.vocab_size = session, max_seq, vocab_size
+    def __init__(self, session: Session, *, max_seq: int, vocab_size: int, whole: bool = False) -> None:
+        self.session, self.max_seq, self.vocab_size, self.whole = session, max_seq, vocab_size, whole
 
     def tokens(self, prompt: Sequence[int], *, count: int, how: Sampling) -> Iterator[int]:
         """`count` tokens that follow the prompt (at least one token), each as soon as it is known."""
@@ -43,7 +46,7 @@ class Decoder:
             token = draw(logits, how, index=index)
             yield token
             text.append(token)
-            if used < limit:
+            if used < limit and not self.whole:
                 fresh = [token]
             else:
                 fresh, used = kept(text, limit), 0
@@ -53,3 +56,9 @@ class Decoder:
         self.session.write("tokens", np.array([tokens], np.int32))
         self.session.run("decode", batch=1, seq=len(tokens), pos=pos)
         return self.session.read("logits").reshape(-1)[: self.vocab_size]
+
+
+def open_decoder(session: Session, model: ModelConfig, *, positions: int) -> Decoder:
+    """A model's decoder. `positions`: those that the session's "decode" was planned for."""
+    whole = getattr(models.of(model), "WHOLE", False)
+    return Decoder(session, max_seq=positions, vocab_size=model.vocab_size, whole=whole)

@@ -6,12 +6,16 @@
     forward(p, cfg, tokens, targets, training=)   tokens and targets (B, T) i32 -> the loss (1,)
     decode(p, cfg, tokens)                        the same with KV caches -> fp32 logits (B, 1, Vp) of the last position
 
-It may have HIDDEN: the names of its hidden matrices, which `optim.name muon` updates by Muon, as patterns in the words of
-`optim.rules.Rule`. Without it they are "h.*": matrices of blocks whose names begin so.
+and where it has them
 
-Where other programs have the architecture, it has HUGGING_FACE (`models/foreign.py` says what that is), `llmc_order(cfg)` and
-TORCH_TWIN: the script in benchmarks/peers/ that takes the same training step in PyTorch, and the fields of Config that are its
-options. Nothing else in barellm knows an architecture by name, so a new one is a new file here. Loading one loads no NumPy.
+    HIDDEN                 its hidden matrices, which `optim.name muon` updates by Muon, in the words of `optim.rules.Rule`; "h.*"
+                           unless it says: matrices of blocks whose names begin so
+    course(config)         the steps of a run that has stages, and what programs read in each (`models/course.py`)
+    WHOLE                  True: it has no KV cache, and decode is given the text from its beginning each time
+    HUGGING_FACE, llmc_order(cfg)   its weights in files of other programs (`models/foreign.py`)
+    TORCH_TWIN             the script in benchmarks/peers/ that takes the same step in PyTorch, and the fields of Config it takes
+
+Nothing else in barellm knows an architecture by name, so a new one is a new file here. Loading one loads no NumPy.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from typing import Any
 from barellm.config import Config, ModelConfig
 from barellm.errors import UserError, nearest
 
-HELPERS = {"foreign"}  # files of this folder that are no architecture
+HELPERS = {"course", "foreign", "stages"}  # files of this folder that are no architecture
 HIDDEN = "h.*"  # hidden matrices of a model whose module does not say
 BEFORE_NAMES = "gpt2"  # what a configuration is that does not name its architecture: there was one
 

@@ -13,8 +13,9 @@ So the end of a step is one of three programs, and one more runs where they part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from barellm.optim.muon import Muon
@@ -77,6 +78,7 @@ def moments(p: Program, param: Tensor) -> tuple[Tensor, Tensor]:
 def rules(config: OptimConfig) -> list[Rule]:
     """Which parameter of models/speedrun.py gets which. A run's `lr` is Adam's, and `muon_lr` falls as it does."""
     muon = {"lr_scale": config.muon_lr / config.lr if config.lr else 0.0, "turns": config.turns}
+    muon |= {"beta2": config.normuon, "cautious": config.cautious, "weight_decay": config.weight_decay}
     return [
         Rule("h.*.attn.qkv", optimizer=NorMuon(matrices=3, **muon)),
         Rule("h.*.attn.proj|h.*.mlp.up", optimizer=NorMuon(**muon)),
@@ -90,6 +92,17 @@ def rules(config: OptimConfig) -> list[Rule]:
         Rule("post.*|lanes.*|x0.*|bigrams.scale", optimizer=Adam(0.9, 0.95, wd_mul=0.0)),
         Rule("*.scale", optimizer=Adam(0.9, 0.99, lr_scale=5.0, wd_mul=0.0)),
     ]
+
+
+def updates(config: OptimConfig) -> dict[str, Callable[[Program], None]]:
+    """The four programs by name: what appends each."""
+    table = rules(config)
+    return {
+        "update": partial(speedrun_update, rules=table, adam=False),
+        "update_tied": partial(speedrun_update, rules=table, adam=True, tied=True),
+        "update_untied": partial(speedrun_update, rules=table, adam=True),
+        "untie": untie,
+    }
 
 
 def speedrun_update(

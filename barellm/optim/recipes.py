@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from barellm.config import OptimConfig
@@ -21,6 +22,15 @@ def rules(config: OptimConfig, hidden: str) -> list[Rule]:
     from barellm.optim import adamw
 
     return adamw.rules(config)
+
+
+def updates(config: OptimConfig, hidden: str) -> dict[str, Callable[[Program], None]]:
+    """The programs that end a step, by name: what appends each."""
+    if config.name == "speedrun":
+        from barellm.optim import normuon
+
+        return normuon.updates(config)
+    return {"update": lambda p: optimize(p, config, hidden)}
 
 
 def optimize(p: Program, config: OptimConfig, hidden: str) -> None:

@@ -77,14 +77,23 @@ class Graph:
         shape: tuple[int, ...],
         *,
         std: float | None = None,
+        bound: float | None = None,
+        transposed: str = "",
         value: float = 0.0,
         valid_rows: int = 0,
         dtype: str | None = None,
     ) -> Tensor:
-        """Initialised with normals of deviation `std`, or with `value`. Matrices are stored as the program's precision says and all
-        else in fp32, unless `dtype` names a format (`program.dtypes`)."""
+        """Initialised with normals of deviation `std`, with uniform numbers from -`bound` to `bound`, with what the parameter
+        `transposed` begins with, or with `value`. Matrices are stored as the program's precision says and all else in fp32, unless
+        `dtype` names a format (`program.dtypes`)."""
         dtype = dtype or (self.precision.weights if len(shape) == 2 else "fp32")
-        init = ("normal", std) if std is not None else ("constant", value)
+        init: tuple[str, float | str] = ("constant", value)
+        if std is not None:
+            init = ("normal", std)
+        elif bound is not None:
+            init = ("uniform", bound)
+        elif transposed:
+            init = ("transposed", transposed)
         return self.store.get(name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]))
 
     def gradient_of(self, parameter: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: str
     role: Role
-    init: tuple[str, float] | None = None  # ("normal", std) or ("constant", value), parameters only
+    # Of parameters only: ("normal", std), ("uniform", bound), ("constant", value) or ("transposed", another's name).
+    init: tuple[str, float | str] | None = None
     valid_rows: int = field(default=0)  # rows that are initialised and used; the rest stay zero (padded vocabulary)
     value: np.ndarray | None = None  # what a tensor of role "constant" holds
 

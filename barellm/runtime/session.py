@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 class Session(Protocol):
     """Tensors have names. Inputs and outputs are dense for the sizes of a run, parameters are seen as fp32.
 
-    `tensors`: everything that outlives a run, by name: parameters, gradients, optimizer state, caches.
+    `tensors`: everything that outlives a run, by name: parameters, gradients, optimizer state, caches. `standing`: scalars that
+    every run has unless it is told otherwise.
     """
 
     tensors: dict[str, Tensor]
+    standing: dict[str, Any]
 
     def run(self, program: str, /, **scalars: Any) -> None:
         """One pass over a program; `program.scalars` lists the scalars and what they are when not given."""

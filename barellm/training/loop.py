@@ -15,14 +15,15 @@ import numpy as np
 
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.config import Config
-from barellm.data.loader import Batches
+from barellm.data.loader import Rows
 from barellm.errors import UserError
 from barellm.evaluation.validation import Evaluator, Result
+from barellm.models.course import Course, Step
 from barellm.runtime.session import Session
 from barellm.training import report
 from barellm.training.console import Console, duration, in_words, short
 from barellm.training.metrics import Metrics
-from barellm.training.schedule import learning_rate, momentum, steps_in_time
+from barellm.training.schedule import steps_in_time
 from barellm.training.stopping import Stopping
 
 # With `minutes` the number of steps is chosen after so many steps, and so many seconds of stepping or this share of
@@ -53,7 +54,8 @@ class Progress:
 class Loop:
     config: Config
     session: Session
-    batches: Batches
+    batches: Rows
+    course: Course
     evaluator: Evaluator
     final_targets: int  # of the evaluation after the last step
     metrics: Metrics
@@ -86,6 +88,7 @@ class Loop:
         if self.progress.total is None and train.minutes == 0:
             self.progress.total = train.steps
         self._before, self._changed = self.progress.seconds, self.progress.step
+        self.course.enter(self.session, self.progress.step, self.progress.total)
         while True:
             step = self.progress.step
             self._after_step(step)
@@ -115,30 +118,39 @@ class Loop:
         """One optimizer step; False if stopped between its micro-batches, which are discarded."""
         train, session, step = self.config.train, self.session, self.progress.step
         begin = time.perf_counter()
-        lr = learning_rate(step, total=self.progress.total, optim=self.config.optim)
-        inv_targets = 1.0 / (train.batch * train.accumulate * train.seq)
-        shape = {"batch": train.batch, "seq": train.seq}
+        plan = self.course.step(step, self.progress.total)
+        shape = {"batch": train.batch, "seq": plan.seq}
         loss = 0.0
         for micro in range(train.accumulate):
             if micro and self.stop:
                 return False
             sample = (step * train.accumulate + micro) * train.batch
-            inputs, targets = self.batches.batch(sample, train.batch)
+            inputs, targets = self.batches.batch(sample, train.batch, seq=plan.seq, document=plan.document)
             session.write("tokens", inputs)
             session.write("targets", targets)
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
-            session.run("micro", accumulate=int(micro > 0), inv_targets=inv_targets, **shape, **random)
-            loss += float(session.read("loss")[0])
+            adds = int(micro > 0 or plan.adds)
+            session.run("micro", accumulate=adds, inv_targets=plan.inv_targets, **shape, **random)
+            loss += float(session.read("loss")[0]) * plan.shown
             if micro + 1 < train.accumulate and self.console.due(inside=True):
                 total = "?" if self.progress.total is None else self.progress.total
                 self.console.progress(f"step {step + 1:>5}/{total}  micro-batch {micro + 1} of {train.accumulate}")
-        session.run("update", step=step + 1, lr=lr, seed=train.seed, momentum=momentum(step, optim=self.config.optim))
-        norm = float(session.read("clip")[0])
+        norm = self._update(plan)
         self._count(time.perf_counter() - begin)
         self.progress.step = step + 1
         self.progress.seconds = self._before + time.monotonic() - self.started
-        self._report(loss, norm, lr)
+        self.course.enter(session, step + 1, self.progress.total)
+        self._report(loss, norm, plan)
         return True
+
+    def _update(self, plan: Step) -> float:
+        """Runs the programs that end a step; gives the norm of the gradient."""
+        (first, scalars), *others = plan.updates
+        self.session.run(first, **scalars)
+        norm = float(self.session.read("clip")[0])
+        for program, scalars in others:
+            self.session.run(program, **scalars)
+        return norm
 
     def _count(self, seconds: float) -> None:
         self._stepped += 1
@@ -149,9 +161,9 @@ class Loop:
         else:
             self._step_s = seconds
 
-    def _report(self, loss: float, norm: float, lr: float) -> None:
-        step, total, train = self.progress.step, self.progress.total, self.config.train
-        rate = train.batch * train.accumulate * train.seq / self._step_s
+    def _report(self, loss: float, norm: float, plan: Step) -> None:
+        step, total, train, lr = self.progress.step, self.progress.total, self.config.train, plan.lr
+        rate = train.batch * train.accumulate * plan.seq / self._step_s
         finite = isfinite(loss) and isfinite(norm)
         row = {
             "kind": "train",

@@ -18,17 +18,19 @@ from barellm.checkpoint import checkpoint, storage
 from barellm.checkpoint.folder import RunFolder
 from barellm.checkpoint.weights import Weights
 from barellm.config import Config
+from barellm.data.documents import Documents
 from barellm.data.kinds import load_tokenizer, tokenizer_files
-from barellm.data.loader import Batches, Validation
+from barellm.data.loader import Batches, Rows, Validation
 from barellm.data.sources import Dataset, prepare
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.evaluation.text import gzip_bits_per_byte, python_share
 from barellm.evaluation.validation import Evaluator, Result
-from barellm.generation.decode import Decoder
+from barellm.generation.decode import Decoder, open_decoder
 from barellm.generation.samplers import Sampling
 from barellm.training import curve, metrics, report
 from barellm.training.console import Console, duration, short
+from barellm.training.course import course
 from barellm.training.loop import ANY_STEPS, Loop, Progress
 from barellm.training.stopping import Stopping
 
@@ -127,12 +129,25 @@ class Run:
         if start and start.meta["data"]["hash"] != self.data.hash:
             raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
         train = self.config.train
-        self.batches = Batches(self.data.train, seq=train.seq, seed=train.seed, order=self.config.data.order)
+        self.course = course(self.config)
+        self.batches = self._rows()
         self.evaluator = self._evaluator(train.eval_tokens)
         trained = (train.steps or ANY_STEPS) * train.batch * train.accumulate * train.seq
         usual = train.eval_tokens or FINAL_MOST if train.eval_every else 0
         self.final_evaluator = self._evaluator(min(FINAL_MOST, max(FINAL_LEAST, usual, trained // FINAL_SHARE)))
         self.final_sample_tokens = 64 + trained // FINAL_SAMPLE_SHARE
+
+    def _rows(self) -> Rows:
+        """Where the rows of the micro-batches come from."""
+        train, data = self.config.train, self.config.data
+        if data.order != "documents":
+            return Batches(self.data.train, seq=train.seq, seed=train.seed, order=data.order)
+
+        def shape(sample: int) -> tuple[int, int]:
+            step = self.course.step(sample // (train.batch * train.accumulate), train.steps)
+            return step.seq, step.document
+
+        return Documents(self.data.train, separator=self.data.tokenizer.eot, shape=shape)
 
     def _evaluator(self, tokens: int) -> Evaluator:
         train = self.config.train
@@ -150,12 +165,13 @@ class Run:
 
     def _train(self, folder: RunFolder, machine: Machine, stop: Stopping) -> int:
         progress, rows = self._begin(folder, machine)
-        decoder = Decoder(machine.session, max_seq=self.config.model.max_seq, vocab_size=self.config.model.vocab_size)
+        decoder = open_decoder(machine.session, self.config.model, positions=self.config.model.max_seq)
         with closing(metrics.Metrics(folder.path / "metrics.jsonl", rows=rows)) as log:
             loop = Loop(
                 config=self.config,
                 session=machine.session,
                 batches=self.batches,
+                course=self.course,
                 evaluator=self.evaluator,
                 final_targets=self.final_evaluator.windows.targets,
                 metrics=log,

@@ -1,4 +1,4 @@
-"""Learning rate, momentum and number of steps."""
+"""Learning rate and number of steps."""
 
 from __future__ import annotations
 
@@ -28,13 +28,6 @@ def learning_rate(step: int, *, total: int | None, optim: OptimConfig) -> float:
     if optim.schedule == "cosine":
         return optim.min_lr + 0.5 * (1.0 + cos(pi * progress)) * (optim.lr - optim.min_lr)
     return optim.lr - progress * (optim.lr - optim.min_lr)
-
-
-def momentum(step: int, *, optim: OptimConfig) -> float:
-    """Muon's momentum in the step with this index: a line from `momentum_start` to `momentum` in `momentum_warmup` steps."""
-    if step >= optim.momentum_warmup:
-        return optim.momentum
-    return optim.momentum_start + step / optim.momentum_warmup * (optim.momentum - optim.momentum_start)
 
 
 def steps_in_time(*, done: int, step_s: float, pause_s: float, left_s: float, limit: int) -> int:

@@ -138,7 +138,7 @@ def test_heads_that_do_not_divide_channels(refused, out, text):
         (["--model.dropout", "1"], "model.dropout is 1.0"),
         (["--data.val_fraction", "1"], "data.val_fraction is 1.0"),
         (["--data.tokenizer", "byte"], "unknown tokenizer 'byte', did you mean 'bytes'?"),
-        (["--data.order", "sorted"], "data.order is 'sorted', expected epoch or random"),
+        (["--data.order", "sorted"], "data.order is 'sorted', expected epoch, random or documents"),
         (["--seed", str(10**20)], f"train.seed is {10**20}, expected at most {2**32 - 1}"),
     ],
 )

@@ -25,6 +25,20 @@ def test_normal_init(isa, shape, dtype, missing):
 
 
 @each_isa
+@each_dtype
+@pytest.mark.parametrize("shape", [(7,), (5, 16), (259, 257)], ids=str)
+def test_uniform_init(isa, shape, dtype):
+    given = {"param": persistent(np.zeros(shape), dtype)}
+    attrs = {"bound": 0.03, "stream": 5, "valid_rows": shape[0] - 1}
+    found = check_op(ops.UniformInit, isa, given, scalars={"seed": 77}, bounds={"param": 0.03 * 2 * EPS}, **attrs)[
+        "param"
+    ]
+    assert np.abs(found).max() < 0.03
+    if np.size(found) > 10_000:
+        assert np.abs(found).max() > 0.0299 and abs(found.std() - 0.03 / np.sqrt(3)) < 3e-4
+
+
+@each_isa
 def test_normals_are_normal(isa):
     """Moments of 300000 of them, and the bits equal on every ISA's own lanes within rounding."""
     given = {"param": persistent(np.zeros((300, 1000)))}

@@ -26,6 +26,13 @@ def test_normal_init(shape, dtype, missing):
     check_op(ops.NormalInit, given, scalars={"seed": (1 << 40) + 1234}, bounds={"param": 0.02 * 8 * EPS * 6}, **attrs)
 
 
+@pytest.mark.parametrize("shape, dtype", [((7,), "fp32"), ((5, 16), "half"), ((37, 257), "split")], ids=str)
+def test_uniform_init(shape, dtype):
+    given = {"param": persistent(np.zeros(shape), dtype)}
+    attrs = {"bound": 0.03, "stream": 5, "valid_rows": shape[0] - 1}
+    check_op(ops.UniformInit, given, scalars={"seed": 77}, bounds={"param": 0.03 * 2 * EPS}, **attrs)
+
+
 @each_shape
 @each_dtype
 @pytest.mark.parametrize("missing", [0, 1])
@@ -67,4 +74,4 @@ def test_gpt2_124m_is_initialised_in_three_launches():
     _, programs = build(ModelConfig(layers=12), batch=1, seq=8, compute="bf16")
     launches = step.lower_and_plan({"init": programs["init"]}, PLAIN).calls["init"]
     found = sorted((launch.spec.name, launch.args[0].entries) for launch in launches)
-    assert found == [("constant_init", 98), ("normal_init", 12), ("normal_init", 38)]  # fcproj has other columns
+    assert found == [("constant_init", 98), ("random_init", 12), ("random_init", 38)]  # fcproj has other columns

@@ -20,7 +20,7 @@ from barellm.runtime.reference import ReferenceSession
 from tests.optim.test_muon import normal, orthogonalised
 
 LR, MUON_LR = 0.008, 0.023  # of lines 1747 to 1758
-OPTIM = OptimConfig(name="muon", lr=LR, muon_lr=MUON_LR, min_lr=0.0)
+OPTIM = OptimConfig(weight_decay=1.2, cautious=True, normuon=0.95, name="muon", lr=LR, muon_lr=MUON_LR, min_lr=0.0)
 C, F, V = 8, 32, 11
 SHAPES = {
     "embed": (V, C), "bigrams": (5 * V, C), "values.0": (V, C), "qkv.scale": (2,), "smear.scale": (1,), "resid.attn": (2,),

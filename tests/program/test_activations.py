@@ -18,7 +18,8 @@ from tests.cases import each_activation, network
 
 def test_squared_relu_is_in_three_files():
     package = Path(barellm.__file__).parent
-    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if "relu2" in path.read_text()}
+    files = (path for path in package.rglob("*.py") if "models" not in path.parts)  # a model may ask for it
+    found = {str(path.relative_to(package)) for path in files if "relu2" in path.read_text()}
     assert found == {"program/ops/elementwise.py", "cpu/kernels/activations.py", "cuda/kernels/activations.py"}
 
 

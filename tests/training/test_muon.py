@@ -14,10 +14,10 @@ from barellm.cli.main import main
 from barellm.config import OptimConfig
 from barellm.cpu.step import CpuSession
 from barellm.models import HIDDEN
+from barellm.models.course import momentum
 from barellm.optim.recipes import optimize
 from barellm.program.dtypes import Precision
 from barellm.runtime.reference import ReferenceSession
-from barellm.training.schedule import momentum
 from tests.cpu.test_models import MODEL, batch_of
 
 OPTIM = OptimConfig(name="muon", lr=3e-3, muon_lr=0.02, clip=0.7, normuon=0.9, cautious=True)
@@ -41,7 +41,7 @@ def train(session, optim: OptimConfig = OPTIM) -> list[float]:
         scalars = {"batch": SHAPE[0], "seq": SHAPE[1], "inv_targets": 1 / max(1, (targets >= 0).sum())}
         session.run("micro", **scalars, step=step + 1, seed=5, accumulate=0, pos=0, sample=step)
         losses.append(float(session.read("loss")[0]))
-        session.run("update", step=step + 1, lr=optim.lr, momentum=momentum(step, optim=optim))
+        session.run("update", step=step + 1, lr=optim.lr, momentum=momentum(step, total=None, optim=optim))
     return losses
 
 
@@ -91,8 +91,10 @@ def test_which_parameter_gets_which():
 
 def test_the_momentum_rises_to_its_value():
     optim = OptimConfig(momentum=0.9, momentum_start=0.5, momentum_warmup=4)
-    assert [momentum(i, optim=optim) for i in range(6)] == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9, 0.9])
-    assert momentum(0, optim=OptimConfig(momentum=0.8)) == 0.8
+    assert [momentum(i, total=None, optim=optim) for i in range(6)] == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9, 0.9])
+    assert momentum(0, total=None, optim=OptimConfig(momentum=0.8)) == 0.8
+    optim = OptimConfig(momentum_start=0.5, momentum=0.9, momentum_cooldown=4)
+    assert [momentum(i, total=9, optim=optim) for i in range(4, 9)] == pytest.approx([0.9, 0.9, 0.8, 0.7, 0.6])
 
 
 def test_the_loop_gives_the_momentum_of_each_step(fake, command):

@@ -23,9 +23,14 @@ def normals(k: KernelBuilder, first: Value, second: Value) -> tuple[Value, Value
     return radius * cosine, radius * sine
 
 
-def normal_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream, std_bits) -> None:
-    """std * normals. All that differs between parameters is given at run time, the deviation as its fp32 bits: one code for all."""
-    std = k.splat(k.bitcast(k.to(std_bits, "i32"), "float"))
+def uniforms(k: KernelBuilder, first: Value, second: Value) -> tuple[Value, Value]:
+    """Two numbers between -1 and 1 from two words, uniform (24 bits of each)."""
+    return tuple((k.to(word >> 8, k.vec) + 0.5) * 2.0**-23 - 1.0 for word in (first, second))  # pyright: ignore[reportReturnType]
+
+
+def random_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream, size_bits, *, normal: bool) -> None:
+    """size * random numbers. What differs between parameters is given at run time, the size as its fp32 bits: one code for all."""
+    size = k.splat(k.bitcast(k.to(size_bits, "i32"), "float"))
     key = random.sample_key(k, k.scalar("seed"), 0, 0, stream)
     weights = Weight(k, param, param_lo)
     width = 2 * HALF
@@ -33,21 +38,22 @@ def normal_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream,
     with k.claim(rows * blocks, GRAIN // width) as (begin, end), k.loop(begin, end) as unit:
         row, block = unit // blocks, unit % blocks
         for part, offset in random.column_blocks(k.lanes):
-            both = normals(k, *random.words(k, key, row, block, part))
+            both = (normals if normal else uniforms)(k, *random.words(k, key, row, block, part))
             for half, z in enumerate(both):
                 c = block * width + offset + half * HALF
                 at = row * columns + c
                 inside, live = k.mask_first(columns - c), k.mask_first(valid - at)
-                weights.store(k.select(live, z * std, 0.0), at, inside)
+                weights.store(k.select(live, z * size, 0.0), at, inside)
 
 
-@lowering("normal_init", floats="fp32", also={"param": PLANES})
-def lower_normal_init(op: Op, c: Lowering) -> None:
-    t = op.outputs["param"]
+@lowering("normal_init", "uniform_init", floats="fp32", also={"param": PLANES})
+def lower_random_init(op: Op, c: Lowering) -> None:
+    normal = op.name == "normal_init"
+    t, size = op.outputs["param"], op.std if normal else op.bound
     columns = int(t.shape[-1])
     operands = {**weight_operands("param", t), "rows": t.size // columns, "columns": columns, "valid": _valid(op),
-                "stream": int(op.stream), "std_bits": struct.unpack("<i", struct.pack("<f", op.std))[0]}  # fmt: skip
-    c.call(normal_init, operands, writes="param param_lo")
+                "stream": int(op.stream), "size_bits": struct.unpack("<i", struct.pack("<f", size))[0]}  # fmt: skip
+    c.call(random_init, operands, {"normal": normal}, writes="param param_lo")
 
 
 def constant_init(k: KernelBuilder, param, param_lo, n, valid, *, value) -> None:

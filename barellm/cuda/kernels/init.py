@@ -18,9 +18,9 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 
 TURN = constant(2 * pi / 2**24)
-NORMAL_FIELDS = ("first", "param", "lo", "valid", "rows", "std", "stream")
+RANDOM_FIELDS = ("first", "param", "lo", "valid", "rows", "size", "stream")
 CONSTANT_FIELDS = ("first", "param", "lo", "valid", "units", "value")
-PARAM, LO, VALID, ROWS, STD, STREAM = (constant(NORMAL_FIELDS.index(name)) for name in NORMAL_FIELDS[1:])
+PARAM, LO, VALID, ROWS, SIZE, STREAM = (constant(RANDOM_FIELDS.index(name)) for name in RANDOM_FIELDS[1:])
 UNITS, VALUE = (constant(CONSTANT_FIELDS.index(name)) for name in CONSTANT_FIELDS[4:])
 
 
@@ -45,12 +45,20 @@ def normals(first, second):
 
 
 @device
-def normal_init(
+def uniforms(first, second):
+    """Two numbers between -1 and 1 from two words, uniform (24 bits of each)."""
+    x = ((first >> 8).to(tl.float32) + 0.5) * (1.0 / 8388608.0) - 1.0
+    y = ((second >> 8).to(tl.float32) + 0.5) * (1.0 / 8388608.0) - 1.0
+    return x, y
+
+
+@device
+def random_init(
     table, scalars,
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
-    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NORMAL: tl.constexpr,
 ):  # fmt: skip
-    """std * normals."""
+    """size * random numbers."""
     entry, turn = entry_of(table, ENTRIES, WIDE)
     row = turn * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -59,29 +67,34 @@ def normal_init(
     zero = tl.zeros((BR,), tl.uint32)
     k0, k1 = threefry(seed + zero, zero, zero, integer(table, entry, STREAM, ENTRIES).to(tl.uint32) + zero)
     first, second = calls(k0, k1, row, tl.program_id(1) * (BC // 2), BR, BC // 2)
-    x, y = normals(first, second)
+    if NORMAL:
+        x, y = normals(first, second)
+    else:
+        x, y = uniforms(first, second)
     i = row[:, None] * C + column[None, :]
     live = i < integer(table, entry, VALID, ENTRIES)
-    std = number(table, entry, STD, ENTRIES).to(tl.float32)
+    size = number(table, entry, SIZE, ENTRIES).to(tl.float32)
     param, lo = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT), None
     if FORMAT is not None:
         lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
-    store_weight(param, lo, i, mask, tl.where(live, to_columns(x, y, BR, BC) * std, 0.0))
+    store_weight(param, lo, i, mask, tl.where(live, to_columns(x, y, BR, BC) * size, 0.0))
 
 
-@lowering("normal_init", floats="fp32", also={"param": PLANES})
-def lower_normal_init(op: Any, c: Lowering) -> None:
+@lowering("normal_init", "uniform_init", floats="fp32", also={"param": PLANES})
+def lower_random_init(op: Any, c: Lowering) -> None:
     inits, params = members(op), parameters(op)
+    normal = inits[0].name == "normal_init"
     C = int(params[0].shape[-1])
     rows = [t.size // C for t in params]
     BC = max(32, min(256, pow2(C)))
     BR = BLOCK // BC
     more = {
         "rows": ("i64", rows),
-        "std": ("fp64", [float(i.attrs["std"]) for i in inits]),
+        "size": ("fp64", [float(i.attrs["std" if normal else "bound"]) for i in inits]),
         "stream": ("i64", [int(i.attrs["stream"]) for i in inits]),
     }
-    launch_all(c, normal_init, NORMAL_FIELDS, [ceil_div(n, BR) for n in rows], more, ceil_div(C, BC), C=C, BR=BR, BC=BC)
+    fixed = {"C": C, "BR": BR, "BC": BC, "NORMAL": normal}
+    launch_all(c, random_init, RANDOM_FIELDS, [ceil_div(n, BR) for n in rows], more, ceil_div(C, BC), **fixed)
 
 
 @device

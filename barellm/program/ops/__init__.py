@@ -2,7 +2,7 @@
 
 from barellm.program.ops.attention import Attention, AttentionBackward, AttentionCached
 from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward
-from barellm.program.ops.documents import BigramIds, DocumentStarts
+from barellm.program.ops.documents import BigramIds, CuSeqlens, DocumentStarts
 from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast, Zeros
 from barellm.program.ops.embedding import Embedding, EmbeddingDwpe, EmbeddingDwte, LastRow
 from barellm.program.ops.gates import Gated, GatedBackward, GateLogits, GateLogitsBackward
@@ -20,10 +20,10 @@ from barellm.program.ops.muon import (
 )
 from barellm.program.ops.optimizer import AdamW, CautiousAdam, ClipScale, SumSquares
 from barellm.program.ops.qk_rotary import QKRotary, QKRotaryBackward
-from barellm.program.ops.random import ConstantInit, Dropout, DropoutBackward, NormalInit
+from barellm.program.ops.random import ConstantInit, Dropout, DropoutBackward, NormalInit, UniformInit
 from barellm.program.ops.rmsnorm import RMSNorm, RMSNormDweight, RMSNormDx
 from barellm.program.ops.rope import Rope
-from barellm.program.ops.softcap import SoftcapCrossEntropy, SoftcapCrossEntropyBackward
+from barellm.program.ops.softcap import Softcap, SoftcapCrossEntropy, SoftcapCrossEntropyBackward
 from barellm.program.ops.swiglu import SwiGLU, SwiGLUBackward
 from barellm.program.ops.transpose import Transpose
 
@@ -43,6 +43,7 @@ __all__ = [
     "ConstantInit",
     "CrossEntropy",
     "CrossEntropyBackward",
+    "CuSeqlens",
     "DocumentStarts",
     "Dropout",
     "DropoutBackward",
@@ -76,11 +77,13 @@ __all__ = [
     "RMSNormDweight",
     "RMSNormDx",
     "Rope",
+    "Softcap",
     "SoftcapCrossEntropy",
     "SoftcapCrossEntropyBackward",
     "SumSquares",
     "SwiGLU",
     "SwiGLUBackward",
     "Transpose",
+    "UniformInit",
     "Zeros",
 ]

@@ -16,7 +16,7 @@ window counts positions.
 from __future__ import annotations
 
 from math import sqrt
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -291,10 +291,11 @@ class Calls(Graph):
 
         `window` and `scale` name run-time scalars: how many keys before its own a query sees (`most_window` says for how many to
         plan, 0 for all), and what multiplies the scores. `starts` (B, T) has the first position of each token's document."""
-        for name, kind, says in (
+        kinds: tuple[tuple[str | None, Literal["i64", "fp64"], str], ...] = (
             (window, "i64", "keys before its own that a query sees"),
             (scale, "fp64", "what multiplies attention's scores"),
-        ):
+        )
+        for name, kind, says in kinds:
             if name is not None:
                 scalars.declare(name, kind, says)
                 if scalars.SCALARS[name].kind != kind:

@@ -34,6 +34,29 @@ class BigramIds(Op):
         return 4 * self.tokens.size
 
 
+class CuSeqlens(Op):
+    """cu_seqlens has 0, then the positions of `separator` beyond 0 in their order, then T as often as there is room: documents
+    without a token. A row has `slots` entries, one more than the most tokens, so that every row has room for its documents."""
+
+    name = "cu_seqlens"
+
+    def infer(self, tokens: Tensor) -> dict[str, Spec]:
+        if len(tokens.shape) != 2 or tokens.dtype != "i32":
+            raise ValueError(f"cu_seqlens expects tokens (B, T) i32: {describe(tokens=tokens)}")
+        return {"cu_seqlens": ((tokens.shape[0], int(tokens.shape[1]) + 1), "i32")}
+
+    def reference(self, tokens):
+        B, T = tokens.shape
+        found = np.full((B, int(self.cu_seqlens.shape[1])), T, np.int32)
+        for row, begins in zip(found, tokens == self.separator, strict=True):
+            at = np.flatnonzero(begins[1:]) + 1
+            row[0], row[1 : 1 + len(at)] = 0, at
+        return {"cu_seqlens": found}
+
+    def flops(self) -> int:
+        return self.tokens.size
+
+
 class DocumentStarts(Op):
     """starts[t] = the position at which the document of token t begins. cu_seqlens has these positions in order, the first is 0;
     entries that are not needed are T. Documents may be empty. `tokens` tells the shape and is not read."""
@@ -67,6 +90,10 @@ class Calls(Graph):
     def bigram_ids(self, tokens: Tensor, *, buckets: int) -> Tensor:
         """tokens (B, T) i32 -> rows (B, T) i32 of a table with `buckets` rows, one for each pair of neighbours."""
         return self.apply(BigramIds, tokens=tokens, buckets=buckets).ids
+
+    def cu_seqlens(self, tokens: Tensor, *, separator: int) -> Tensor:
+        """tokens (B, T) i32 -> (B, T + 1) i32: where documents begin, each with the token `separator`, padded with T."""
+        return self.apply(CuSeqlens, tokens=tokens, separator=separator).cu_seqlens
 
     def document_starts(self, cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
         """(B, T) i32: where the document of each token begins. cu_seqlens (B, S) i32 is in ascending order, begins with 0 and is

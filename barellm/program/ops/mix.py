@@ -94,9 +94,9 @@ class MixBackward(Op):
 class Calls(Graph):
     """What a model calls."""
 
-    def mix(self, *terms: tuple[Tensor, float | Tensor]) -> Tensor:
-        """The sum of up to four tensors (..., C), each times its coefficient, in the dtype of the residual stream. A coefficient is
-        a number or a (1,) tensor; the gradient of a term times 1.0 is the one that arrives, so it costs nothing."""
+    def mix(self, *terms: tuple[Tensor, float | Tensor], dtype: str = "") -> Tensor:
+        """The sum of up to four tensors (..., C), each times its coefficient, in the dtype of the residual stream or in `dtype`. A
+        coefficient is a number or a (1,) tensor; the gradient of a term times 1.0 is the one that arrives, so it costs nothing."""
         if not 1 <= len(terms) <= MOST:
             raise ValueError(f"mix expects 1 to {MOST} terms, found {len(terms)}")
         operands: dict[str, Any] = {}
@@ -106,7 +106,7 @@ class Calls(Graph):
             if isinstance(k, Tensor):
                 operands[COEFFICIENTS[i]] = k
             numbers.append(None if isinstance(k, Tensor) else float(k))
-        return self.apply(Mix, **operands, numbers=tuple(numbers), dtype=self.precision.stream).y
+        return self.apply(Mix, **operands, numbers=tuple(numbers), dtype=dtype or self.precision.stream).y
 
     def element(self, vector: Tensor, i: int) -> View:
         """Element i of a parameter vector (L,), as a (1,) tensor. Its gradient is that element of the vector's gradient; elements

@@ -167,6 +167,33 @@ class NormalInit(Op):
         return 60 * self.param.size
 
 
+class UniformInit(Op):
+    """param = bound * (2 u - 1) with u = (word // 256 + 1/2) / 2^24 of an element's word; rows from `valid_rows` on zero. As in
+    `NormalInit` the first word of a call is one column's, the second another's."""
+
+    name = "uniform_init"
+    scalars = ("seed",)
+    inplace: ClassVar[dict[str, str]] = {"param": "param"}
+
+    def infer(self, param: Tensor) -> dict[str, Spec]:
+        return {"param": (param.shape, param.dtype)}
+
+    def reference(self, param, seed):
+        flat = param.reshape(-1, param.shape[-1])
+        words = calls(seed, 0, 0, self.stream, np.arange(flat.shape[0]), flat.shape[1])
+        first, second = (((word >> np.uint32(8)) + 0.5) / 2**23 - 1 for word in words)
+        y = to_columns(first, second, flat.shape[1])
+        y = self.bound * y.reshape(param.shape)
+        y[self.valid_rows :] = 0
+        return {"param": y}
+
+    def bytes(self) -> int:
+        return self.param.nbytes
+
+    def flops(self) -> int:
+        return 30 * self.param.size
+
+
 class ConstantInit(Op):
     """param = value, rows from `valid_rows` on zero."""
 

@@ -14,7 +14,8 @@ from barellm.program.graph import Graph
 from barellm.program.loss_scale import scale_of
 from barellm.program.ops.attention import log_sum_exp
 from barellm.program.ops.base import Op, Spec
-from barellm.program.ops.elementwise import operand
+from barellm.program.ops.elementwise import Cast, operand
+from barellm.program.ops.embedding import LastRow
 from barellm.program.ops.matmul import MatmulDx
 from barellm.program.tensor import Tensor, describe
 
@@ -129,6 +130,21 @@ class SoftcapCrossEntropyBackward(Op):
         return 12 * self.logits.size
 
 
+class Softcap(Op):
+    """y = scale * sigmoid((x + shift) / width), fp32: what a sampler draws from."""
+
+    name = "softcap"
+
+    def infer(self, x: Tensor) -> dict[str, Spec]:
+        return {"y": (x.shape, "fp32")}
+
+    def reference(self, x):
+        return {"y": capped(x, self.cap)}
+
+    def flops(self) -> int:
+        return 5 * self.x.size
+
+
 class Calls(Graph):
     """What a model calls."""
 
@@ -144,3 +160,9 @@ class Calls(Graph):
         logits = self.apply(MatmulDx, dy=operand(self, x), weight=head).dx
         given = {"logits": logits, "targets": targets, "valid_vocab": valid_vocab, "cap": cap, "predict": predict}
         return self.apply(SoftcapCrossEntropy, **given).loss
+
+    def softcapped_logits(self, x: Tensor, head: Tensor, *, cap: Cap | None = (23.0, 5.0, 7.5)) -> Tensor:
+        """fp32 logits (B, 1, Vp) of the last position of x (B, T, C), head (C, Vp), capped by `cap`."""
+        last = self.apply(LastRow, x=x).y
+        logits = self.apply(MatmulDx, dy=operand(self, last), weight=head).dx
+        return self.apply(Cast, x=logits, dtype="fp32").y if cap is None else self.apply(Softcap, x=logits, cap=cap).y

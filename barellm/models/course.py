@@ -1,0 +1,78 @@
+"""What the steps of a run do, where they are not all alike: an architecture with stages says it with `course(config)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from barellm import models
+
+if TYPE_CHECKING:
+    from barellm.config import Config, OptimConfig
+    from barellm.program.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step.
+
+    `seq`: tokens in a sequence; `document`: the most tokens of a document that are kept, where rows are made of documents.
+    `inv_targets`: what the summed loss of a micro-batch is multiplied by. The sum of those, times `shown`, is what a user sees.
+    `adds`: the gradients are added to those that the step before has left. `updates`: the programs that end the step, in their
+    order, each with its scalars; the first has the output "clip". `lr`: what a user sees of them.
+    """
+
+    seq: int
+    lr: float
+    inv_targets: float
+    updates: tuple[tuple[str, Mapping[str, Any]], ...]
+    document: int = 0
+    shown: float = 1.0
+    adds: bool = False
+
+
+class Standing(Protocol):
+    """What `enter` needs of a session: `standing` holds the scalars that every run has unless it is told otherwise."""
+
+    standing: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def write(self, name: str, values: Any, /) -> None: ...
+
+
+class Course(Protocol):
+    """`total`: steps of the run; None while they are not chosen yet."""
+
+    def step(self, index: int, total: int | None) -> Step:
+        """The step with this index, from 0."""
+        ...
+
+    def enter(self, session: Standing, index: int, total: int | None) -> None:
+        """Gives a session what its programs read in this step besides weights and text. Behind the last step: what evaluation and
+        sampling read."""
+        ...
+
+
+def momentum(step: int, *, total: int | None, optim: OptimConfig) -> float:
+    """Muon's momentum in the step with this index: a line from `momentum_start` to `momentum` in the first `momentum_warmup` steps,
+    and one back in the last `momentum_cooldown`."""
+    low, high = optim.momentum_start, optim.momentum
+    if step < optim.momentum_warmup:
+        return low + step / optim.momentum_warmup * (high - low)
+    falling = 0 if total is None else max(0, step - (total - optim.momentum_cooldown))
+    return high - falling / max(1, optim.momentum_cooldown) * (high - low)
+
+
+def own(config: Config) -> Course | None:
+    """The course of an architecture whose runs have stages; None for the others. UserError for a table of stages that does not fit
+    the run."""
+    make = getattr(models.of(config.model), "course", None)
+    return None if make is None else make(config)
+
+
+def enter(session: Standing, config: Config, step: int, total: int | None) -> None:
+    """Gives a session what the programs of its model read at this step of a run."""
+    course = own(config)
+    if course is not None:
+        course.enter(session, step, total)

@@ -1,0 +1,413 @@
+"""The model of modded-nanogpt's record 74 (its pull request 233, commit 20dd1582): what a GPT became when many people made it learn
+as fast as they could. `forward` has the order of theirs; docs/speedrun.md tells what each part is and what it is worth.
+
+Weights, in this order. Matrices are stored (out, in), but for `mlp.down` and `head`, which are stored (in, out) as theirs are:
+
+    embed                   (Vp, C)      follows `head` until the stage that unties them
+    bigrams                 (5 Vp, C)    an embedding of pairs of tokens, by a hash
+    values.0, 1, ...        (Vp, C)      embeddings that are added to attention's values, one for each layer of `values`
+    scalars                 (2 L + 3)    two factors of each layer's attention; of smear, backout and skip
+    resid, post             (2 L, 4 L)   factors of the residual stream, and of what attention and MLP add to each lane
+    x0, bigram              (L), (L)     factors of the embeddings in each layer
+    smear.gate, skip.gate   (1, 12)      gates read the first 12 columns
+    h.0.attn.qkv            (3 C, C)     Muon takes q, k and v for a matrix each
+    h.0.attn.proj           (C, C)
+    h.0.attn.gate           (H, 12)
+    h.0.value.gate          (H, 12)      in the layers of `values`
+    h.0.mlp.up, mlp.down    (F, C)
+    ...                     for each layer h.1, h.2 and so on
+    head                    (C, Vp)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import sqrt
+from typing import TYPE_CHECKING, Any
+
+from barellm.config import Config as Run
+from barellm.config import ModelConfig
+from barellm.errors import UserError
+from barellm.fields import at_least, between, divides, value
+from barellm.models.course import Standing, Step, momentum
+from barellm.models.stages import Schedule, Stage, parse, table
+
+if TYPE_CHECKING:
+    from barellm.program.builder import Program
+    from barellm.program.tensor import Tensor
+
+    Term = tuple[Tensor, float | Tensor]
+
+WHOLE = True
+CAP = (23.0, 5.0, 7.5)  # a logit x counts as 23 sigmoid((x + 5) / 7.5)
+EPS = 2.0**-23  # of RMSNorm: what PyTorch adds where nothing is said
+GATED = 12  # columns that a gate reads
+BUCKETS = 5  # rows of `bigrams` for each of the vocabulary
+FIRST_SCALE = 0.1  # of attention's scores
+
+RECORD = (
+    Stage(16384, (1, 3), Fraction(1, 3), 896, lr=1.0, mtp=(1.0, 0.5, 0.25), mtp_end=(1.0, 0.5, 0.0)),
+    Stage(32768, (3, 7), Fraction(1, 3), 2048, lr=1.52, mtp=(1.0, 0.5), mtp_end=(1.0, 0.0)),
+    Stage(49152, (5, 11), Fraction(1, 3), 2048, lr=1.73),
+    Stage(49152, (6, 13), document=2048),
+)
+
+
+def _layers(text: str, key: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        raise UserError(f"{key} is {text!r}, expected numbers of layers: 1,2,8") from None
+
+
+def some_layers(default: str, says: str) -> Any:
+    """A field that names layers."""
+
+    def check(key: str, found: str, config: Any) -> str | None:
+        wrong = [i for i in _layers(found, key) if not 0 <= i < config.layers]
+        return f"{key} names layer {wrong[0]}, expected 0 to {config.layers - 1}" if wrong else None
+
+    return value(default, says, check=check)
+
+
+def stage_table(default: str, says: str) -> Any:
+    """A field that is a table of stages."""
+
+    def check(key: str, found: str, config: Any) -> str | None:
+        longest = max(parse(found, key=key), key=lambda stage: stage.seq)
+        return (
+            f"{key} has seq={longest.seq}, above model.max_seq {config.max_seq}"
+            if longest.seq > config.max_seq
+            else None
+        )
+
+    return value(default, says, check=check)
+
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
+    layers: int = between(1, 1024, 11, "layers, each of attention and an MLP")
+    heads: int = divides("channels", 6, "heads of attention; an even number where heads are paired", even=True)
+    channels: int = at_least(GATED, 768, "width of the residual stream")
+    hidden: int = at_least(1, 3072, "width between the two products of an MLP")
+    vocab_size: int = at_least(1, 50257, "token ids; a run takes the number from its tokenizer")
+    padded_vocab: int = at_least(
+        0, 0, "columns of the classifier in memory; 0: vocab_size rounded up to a multiple of 64"
+    )
+    max_seq: int = at_least(
+        1, 49152, "tokens of the longest micro-batch: many documents, of which each sees itself only"
+    )
+    separator: int = at_least(-1, -1, "the token that begins a document; -1: all of a row is one")
+    block: int = at_least(1, 128, "tokens of a block, which is the unit of the windows of the stages")
+    stages: str = stage_table(table(RECORD), "what changes while it trains: a row for each stage (models/stages.py)")
+    extension: int = at_least(0, 40, "steps of the last stage, after those that the others share")
+    cooldown: float = between(0, 1, 0.6, "share of the other steps, the last ones, over which the learning rate falls")
+    untie: int = at_least(0, 2, "the stage that begins with an embedding of its own; beyond the last: never")
+    long: str = some_layers(
+        "3,10", "layers with the long window, whose keys also have their offset; the others have the short one"
+    )
+    paired: str = some_layers("0,2,5,9", "layers in which pairs of heads take turns in one sequence of double length")
+    values: str = some_layers("1,2,8,9,10", "layers with a value embedding")
+    skipped: str = some_layers("6", "layers without attention; they get the stream that `skip_from` had")
+    skip_from: int = at_least(0, 3, "the layer whose stream after attention goes to the layers without attention")
+    lanes_from: int = at_least(
+        0, 7, "the first layer with two lanes: attention reads one, the MLP the other, both write both"
+    )
+    backout: int = at_least(0, 7, "the layer whose stream is taken out again before the classifier")
+    final_window: int = at_least(1, 20, "the long window of evaluation and samples after the last step, in blocks")
+    smear: bool = value(True, "each token's embedding gets a share of the one before")
+    bigram: bool = value(True, "an embedding of pairs of tokens is added in each layer")
+    softcap: bool = value(True, "logits go through 23 sigmoid((x + 5) / 7.5)")
+
+    @property
+    def head_size(self) -> int:
+        return self.channels // self.heads
+
+    def names(self, field: str) -> tuple[int, ...]:
+        """The layers that a field names."""
+        return _layers(getattr(self, field), f"model.{field}")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights; None where the layer has no such part. `ve`: an embedding of values."""
+
+    name: str
+    qkv: Tensor | None
+    proj: Tensor | None
+    gate: Tensor | None
+    ve: Tensor | None
+    ve_gate: Tensor | None
+    up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class Weights:
+    embed: Tensor
+    bigrams: Tensor | None
+    factors: dict[str, Tensor]  # vectors of single numbers, by name
+    smear: Tensor | None
+    skip: Tensor | None
+    layers: list[Layer]
+    head: Tensor
+
+
+def declare(p: Program, cfg: Config) -> Weights:
+    """Initialisation as theirs: uniform numbers in q, k, v, O and the MLP's first matrix, zeros in its second and in gates."""
+    L, C, F, Vp = cfg.layers, cfg.channels, cfg.hidden, cfg.padded_vocab
+    bound = sqrt(3) * 0.5 / sqrt(C)
+    values = [i for i in cfg.names("values") if i not in cfg.names("skipped")]
+
+    def gate(name: str, rows: int) -> Tensor:
+        return p.parameter(f"{name}.gate", (rows, GATED))
+
+    def layer(i: int) -> Layer:
+        attends, valued = i not in cfg.names("skipped"), i in values
+        return Layer(
+            name=f"h.{i}",
+            qkv=p.parameter(f"h.{i}.attn.qkv", (3 * C, C), bound=bound) if attends else None,
+            proj=p.parameter(f"h.{i}.attn.proj", (C, C), bound=bound) if attends else None,
+            gate=gate(f"h.{i}.attn", cfg.heads) if attends else None,
+            ve=p.parameter(f"values.{values.index(i)}", (Vp, C), std=0.01) if valued else None,
+            ve_gate=gate(f"h.{i}.value", cfg.heads) if valued else None,
+            up=p.parameter(f"h.{i}.mlp.up", (F, C), bound=bound),
+            down=p.parameter(f"h.{i}.mlp.down", (F, C)),
+        )
+
+    embed = p.parameter("embed", (Vp, C), transposed="head")
+    bigrams = p.parameter("bigrams", (BUCKETS * Vp, C)) if cfg.bigram else None
+    factors = {name: p.parameter(name, (n,), value=first) for name, (n, first) in _factors(cfg).items()}
+    smear = gate("smear", 1) if cfg.smear else None
+    skip = gate("skip", 1) if cfg.names("skipped") else None
+    layers = [layer(i) for i in range(L)]
+    return Weights(embed, bigrams, factors, smear, skip, layers, p.parameter("head", (C, Vp), std=0.005))
+
+
+def _factors(cfg: Config) -> dict[str, tuple[int, float]]:
+    """Name -> how many numbers, and their first value. Theirs are packed in five tensors, which makes no difference: Adam treats
+    each number alone."""
+    L, lanes = cfg.layers, max(0, cfg.layers - cfg.lanes_from)
+    found = {"qkv.scale": (L, 0.5), "proj.scale": (L, 1.0), "resid.attn": (L, sqrt(1.1)), "resid.mlp": (L, sqrt(1.1))}
+    found |= {"post.mlp": (L, 1.0), "x0.scale": (L, 0.0)}
+    if lanes:
+        found |= {"lanes.attn0": (L, 1.0), "lanes.attn1": (L, 1.5), "lanes.mlp1": (L, 1.0)}
+    if cfg.bigram:
+        found["bigrams.scale"] = (L, 0.05)
+    if cfg.smear:
+        found["smear.scale"] = (1, 0.0)
+    if cfg.backout < L:
+        found["backout.scale"] = (1, -0.5)  # theirs is 0.5 and subtracted
+    if cfg.names("skipped"):
+        found["skip.scale"] = (1, -1.5)
+    return found
+
+
+def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool) -> Tensor:
+    """The loss (1,): in training the sum over the next, the second and the third target by the scalars mtp_0, mtp_1 and mtp_2, else
+    of the next alone. Padded columns take part in the softmax, as theirs do."""
+    w = declare(p, cfg)
+    x_BTC = _trunk(p, cfg, w, tokens_BT)
+    cap, predict = CAP if cfg.softcap else None, 3 if training else 1
+    return p.softcapped_classifier(x_BTC, w.head, targets_BT, valid_vocab=cfg.padded_vocab, cap=cap, predict=predict)
+
+
+def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
+    """fp32 logits (B, 1, Vp) of the last position, of a text from its beginning."""
+    w = declare(p, cfg)
+    x_BTC = _trunk(p, cfg, w, tokens_BT)
+    return p.softcapped_logits(x_BTC, w.head, cap=CAP if cfg.softcap else None)
+
+
+def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor) -> Tensor:
+    """What the classifier sees: (B, T, C), normalised."""
+    f = w.factors
+
+    def number(name: str, i: int = 0) -> Tensor:
+        return p.element(f[name], i)
+
+    def norm(x_BTC: Tensor) -> Tensor:
+        return p.rmsnorm(x_BTC, eps=EPS)
+
+    # --- embeddings ---
+    e_BTC = p.embedding(tokens_BT, w.embed)
+    if w.smear is not None:  # each token gets a share of the one before
+        e_BTC = p.gated(e_BTC, p.gate_logits(e_BTC, w.smear), base=e_BTC, factor=number("smear.scale"), shift=1)
+    x0_BTC = norm(e_BTC)
+    lane0_BTC, bigram_BTC = x0_BTC, None
+    if w.bigrams is not None:
+        ids_BT = p.bigram_ids(tokens_BT, buckets=int(w.bigrams.shape[0]))
+        bigram_BTC = p.embedding(ids_BT, w.bigrams, dtype=p.compute)
+        lane0_BTC = p.mix((x0_BTC, 1.0), (bigram_BTC, number("bigrams.scale", 0)))
+    seen = _Seen(cfg, p.yarn_tables(_yarn(cfg, 0), 2 * cfg.max_seq), _starts(p, cfg, tokens_BT))
+    lane1_BTC = saved_BTC = backout_BTC = None
+
+    # --- layers ---
+    for i, layer in enumerate(w.layers):
+        if i == cfg.lanes_from:
+            lane1_BTC = lane0_BTC
+        with p.segment(layer.name):
+            if layer.qkv is None:
+                if saved_BTC is not None and w.skip is not None:
+                    z_BT1 = p.gate_logits(x0_BTC, w.skip)
+                    how = {"scale": 2.0, "factor": number("skip.scale"), "squash": True}
+                    lane0_BTC = p.gated(saved_BTC, z_BT1, base=lane0_BTC, **how)
+                    if lane1_BTC is not None:
+                        lane1_BTC = p.gated(saved_BTC, z_BT1, base=lane1_BTC, **how)
+            else:
+                scales = number("qkv.scale", i), number("proj.scale", i)
+                ve_BTC = None if layer.ve is None else p.embedding(tokens_BT, layer.ve, dtype=p.compute)
+                a_BTC = _attention(p, cfg, layer, norm(lane0_BTC), ve_BTC, scales, seen, i)
+                terms: list[Term] = [(lane0_BTC, number("resid.attn", i))]
+                terms.append((a_BTC, number("lanes.attn0", i) if lane1_BTC is not None else 1.0))
+                terms.append((x0_BTC, number("x0.scale", i)))
+                if bigram_BTC is not None and i > 0:  # before layer 0 it has been added already
+                    terms.append((bigram_BTC, number("bigrams.scale", i)))
+                lane0_BTC = p.mix(*terms)
+                if lane1_BTC is not None:
+                    lane1_BTC = p.mix((lane1_BTC, number("resid.attn", i)), (a_BTC, number("lanes.attn1", i)))
+            if i == cfg.skip_from:
+                saved_BTC = lane0_BTC
+            h_BTC = norm(lane0_BTC if lane1_BTC is None else lane1_BTC)
+            m_BTC = p.linear_nn(p.activate(p.linear(h_BTC, layer.up), "relu2"), layer.down)
+            lane0_BTC = p.mix((lane0_BTC, number("resid.mlp", i)), (m_BTC, number("post.mlp", i)))
+            if lane1_BTC is not None:
+                lane1_BTC = p.mix((lane1_BTC, number("resid.mlp", i)), (m_BTC, number("lanes.mlp1", i)))
+        if i == cfg.backout:
+            backout_BTC = lane0_BTC
+
+    # --- what the classifier sees ---
+    ends: list[Term] = [(lane0_BTC, 1.0)] if lane1_BTC is None else [(lane0_BTC, 0.5), (lane1_BTC, 0.5)]
+    if backout_BTC is not None:  # what served later layers only is taken out again
+        ends.append((backout_BTC, number("backout.scale")))
+    return norm(p.mix(*ends) if len(ends) > 1 else lane0_BTC)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What all layers' attention has in common: the angles of positions, and where each token's document begins, if anywhere."""
+
+    cfg: Config
+    tables: tuple[Tensor, Tensor]
+    starts: Tensor | None
+
+
+def _attention(
+    p: Program, cfg: Config, layer: Layer, x_BTC: Tensor, ve_BTC: Tensor | None, scales, seen: _Seen, i: int
+) -> Tensor:
+    """Attention of one layer; x (B, T, C) is normalised, and its first columns drive the gates."""
+    assert layer.qkv is not None and layer.gate is not None and layer.proj is not None
+    paired, long = i in cfg.names("paired"), i in cfg.names("long")
+    gate_BTH = p.gate_logits(x_BTC, layer.gate)
+    value_BTH = None
+    if (
+        ve_BTC is not None and layer.ve_gate is not None
+    ):  # theirs reads half of each: x[:6] and ve[:6]; with paired heads x[:12]
+        value_BTH = p.gate_logits(x_BTC, layer.ve_gate, None if paired else ve_BTC)
+    qkv_BT3C = p.linear(p.mix((x_BTC, scales[0]), dtype=p.compute), layer.qkv)
+    qk_BT2C, v_BTC = p.split(qkv_BT3C, (2 * cfg.channels, cfg.channels))
+    qk_BT2C = p.qk_rotary(qk_BT2C, seen.tables, heads=cfg.heads, paired=paired, shift=long and not paired, eps=EPS)
+    q_BTC, k_BTC = p.split(qk_BT2C, 2)
+    if ve_BTC is not None and value_BTH is not None:
+        v_BTC = p.gated(ve_BTC, value_BTH, base=v_BTC, scale=2.0)
+    window = "window_long" if long else "window_short"
+    y_BTC = p.attention(
+        q_BTC, k_BTC, v_BTC, heads=cfg.heads, window=window, scale="attention_scale", starts=seen.starts, paired=paired
+    )
+    return p.linear(p.gated(y_BTC, gate_BTH, factor=scales[1]), layer.proj)
+
+
+def _starts(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor | None:
+    if cfg.separator < 0:
+        return None
+    return p.document_starts(p.cu_seqlens(tokens_BT, separator=cfg.separator), tokens_BT)
+
+
+# --- stages ---
+
+
+def _yarn(cfg: Config, index: int):
+    """The angles and the scale of attention in the stage with this number: of its long window, step by step from the first."""
+    from barellm.program.ops.qk_rotary import Yarn
+
+    stages = parse(cfg.stages, key="model.stages")
+    yarn = Yarn.of_head(cfg.head_size)
+    windows = [stage.windows[1] * cfg.block for stage in stages[: index + 1]]
+    for old, new in pairwise(windows):
+        yarn = yarn.widened(old, new) if new != old else yarn
+    return yarn
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The `models.course.Course` of a run. Matrices of layers learn in every step, the rest in every second one, from the sum of
+    two steps' gradients."""
+
+    run: Run
+
+    def schedule(self, total: int | None) -> Schedule:
+        cfg = self._config
+        stages = parse(cfg.stages, key="model.stages")
+        return Schedule(stages, total or self.run.train.steps, cfg.extension, cfg.cooldown, LEAST)
+
+    @property
+    def _config(self) -> Config:
+        assert isinstance(self.run.model, Config)
+        return self.run.model
+
+    def step(self, index: int, total: int | None) -> Step:
+        schedule, optim, train, cfg = self.schedule(total), self.run.optim, self.run.train, self._config
+        stage, rate = schedule.stages[schedule.index(index)], schedule.lr(index)
+        begins = schedule.first(cfg.untie) if cfg.untie < len(schedule.stages) else schedule.total + 1
+        untied = begins | 1  # an odd step: the embedding leaves the classifier at the end of it
+        scalars = {"lr": optim.lr * rate, "step": (index + 1) // 2, "seed": train.seed}
+        scalars["momentum"] = momentum(index, total=schedule.total, optim=optim)
+        if index % 2 == 0:
+            updates = [("update", scalars)]
+        else:
+            updates = [("update_tied" if index <= untied else "update_untied", scalars)]
+            updates += [("untie", {})] * (index == untied)
+        return Step(
+            seq=stage.seq,
+            document=stage.document,
+            lr=optim.lr * rate,
+            inv_targets=1.0 / train.accumulate,
+            shown=1.0 / (train.batch * stage.seq),
+            adds=index % 2 == 1,
+            updates=tuple(updates),
+        )
+
+    def enter(self, session: Standing, index: int, total: int | None) -> None:
+        schedule, cfg = self.schedule(total), self._config
+        number = schedule.index(index)
+        short, long = (blocks * cfg.block for blocks in schedule.stages[number].windows)
+        if index >= schedule.total:
+            long = cfg.final_window * cfg.block
+        yarn = _yarn(cfg, number)
+        weights = schedule.weights(index)
+        session.standing |= {f"mtp_{k}": weight for k, weight in enumerate(weights)}
+        if yarn.scale != session.standing.get("attention_scale"):  # both follow from the long window
+            for name, values in zip(("yarn.cos", "yarn.sin"), yarn.tables(2 * cfg.max_seq), strict=True):
+                session.write(name, values)
+        session.standing |= {"window_short": short, "window_long": long, "attention_scale": yarn.scale}
+
+
+def course(config: Run) -> Stages:
+    """UserError where a stage is longer than the rows that the run has room for, or where their number is not known."""
+    cfg, train = config.model, config.train
+    assert isinstance(cfg, Config)
+    longest = max(stage.seq for stage in parse(cfg.stages, key="model.stages"))
+    if longest > train.seq:
+        raise UserError(f"model.stages has seq={longest}, above train.seq {train.seq}")
+    if train.minutes:
+        raise UserError("train.minutes is set, and model.stages are shares of train.steps: expected train.minutes 0")
+    if cfg.extension >= train.steps:
+        raise UserError(f"model.extension is {cfg.extension}, expected fewer than train.steps {train.steps}")
+    return Stages(config)
+
+
+LEAST = 0.15  # factor of the learning rates after the cooldown
+PRESETS: dict[str, Callable[[], Run]] = {}

@@ -1,0 +1,172 @@
+"""The mathematics of modded-nanogpt's pull request 233 in PyTorch: its model, its optimizer, its schedule, without its kernels.
+
+Written from train_gpt.py at commit 20dd1582; comments give its lines. Sizes are free, the layers are its own: eleven, two of them
+with long windows, four with paired heads, one without attention, two lanes from the seventh on. All arithmetic has the dtype of the
+parameters, where theirs is bf16 (and fp8 in the classifier).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LAYERS, PAIRED, LONG = 11, (0, 2, 5, 9), (3, 10)  # 1222, 1267
+VALUED = {1: 0, 2: 1, 8: 2, 9: 3, 10: 4}  # layer -> its embedding of values: 1306
+EPS = torch.finfo(torch.float32).eps  # of F.rms_norm where none is given, for bf16 too: 945
+
+
+@dataclass
+class Sizes:
+    vocab: int  # padded; all columns take part in the softmax
+    channels: int
+    heads: int
+    hidden: int
+
+    @property
+    def head(self) -> int:
+        return self.channels // self.heads
+
+
+@dataclass
+class Stage:
+    """What a forward pass is given besides weights and text: windows in tokens, the angles of positions, the softmax scale."""
+
+    short: int
+    long: int
+    frequencies: Tensor  # (D / 4,)
+    scale: float
+    mtp: tuple[float, ...]
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), eps=EPS)
+
+
+def first_frequencies(head: int) -> Tensor:  # 999
+    return (1 / 1024) ** torch.linspace(0, 1, head // 4)
+
+
+def yarn(frequencies: Tensor, scale: float, old: int, new: int) -> tuple[Tensor, float]:  # 1030
+    rotations = old * frequencies / (2 * torch.pi)
+    weight = ((rotations - 1) / 31).clamp(0, 1)
+    return frequencies * (old / new + weight * (1 - old / new)), scale * (0.2 * math.log(new / old) + 1)
+
+
+def turned(x: Tensor, position: Tensor, frequencies: Tensor) -> Tensor:
+    """x (T, H, D) with its first half of columns turned, in neighbouring pairs, by position (T, H) or (T, 1): 989, 1016."""
+    angle = position.float()[..., None] * frequencies  # (T, H, D / 4)
+    cos, sin = (v.to(torch.bfloat16).to(x.dtype) for v in (angle.cos(), angle.sin()))  # 1007: tables are bf16
+    half = x.shape[-1] // 2
+    a, b = x[..., :half:2], x[..., 1:half:2]
+    pairs = torch.stack([a * cos + b * sin, b * cos - a * sin], -1).flatten(-2)
+    return torch.cat([pairs, x[..., half:]], -1)
+
+
+def seen(documents: Tensor, window: int) -> Tensor:
+    """(T, T): whether a query sees a key: of its own document, not later, at most `window` before."""
+    t = torch.arange(len(documents))
+    back = t[:, None] - t[None, :]
+    return (back >= 0) & (back <= window) & (documents[:, None] == documents[None, :])
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int, scale: float) -> Tensor:
+    """(T, H, D) each."""
+    s = torch.einsum("thd,shd->hts", q, k) * scale
+    p = s.masked_fill(~seen(documents, window), -math.inf).softmax(-1)
+    return torch.einsum("hts,shd->thd", p, v)
+
+
+def attention(
+    w: dict[str, Tensor], i: int, x: Tensor, ve: Tensor | None, documents: Tensor, sizes: Sizes, stage: Stage
+) -> Tensor:
+    T, H, D, C = len(x), sizes.heads, sizes.head, sizes.channels
+    bank, sa = w["attn_bank"][i - (i > 6)], w["scalars"][2 * i : 2 * i + 2]  # 1349: layer 6 has none
+    gate = w["attn_gate_bank"][i - (i > 6)]
+    q, k, v = F.linear(x, sa[0] * bank[: 3 * C]).view(T, 3 * H, D).chunk(3, dim=1)  # 1087
+    q, k = norm(q), norm(k)
+    t = torch.arange(T)
+    window = stage.long if i in LONG else stage.short
+    g = None if ve is None else w["ve_gate_bank"][VALUED[i]]
+    if i in PAIRED:
+        # 1112 to 1127: the angle goes by the parity of a head, the place in the doubled sequence by its half.
+        position = 2 * t[:, None] + torch.arange(H)[None, :] % 2
+        q, k = (turned(z, position, stage.frequencies).reshape(2 * T, H // 2, D) for z in (q, k))
+        if ve is not None:
+            v = v + 2 * torch.sigmoid(F.linear(x[:, :12], g))[:, :, None] * ve.view(T, H, D)
+        v, documents = v.reshape(2 * T, H // 2, D), documents.repeat_interleave(2)  # 1129: the window is not doubled
+    else:
+        q, k = (turned(z, t[:, None], stage.frequencies) for z in (q, k))
+        if i in LONG:  # 1101: both layers with a long window, and no other
+            k = torch.cat([k[..., : D // 2], torch.cat([k[:1, :, D // 2 :], k[:-1, :, D // 2 :]])], -1)
+        if ve is not None:
+            both = torch.cat([x[:, :6], ve[:, :6]], -1)  # 1105
+            v = v + 2 * torch.sigmoid(F.linear(both, g))[:, :, None] * ve.view(T, H, D)
+    y = softmax_attention(q, k, v, documents, window, stage.scale).reshape(T, H, D)
+    y = y * torch.sigmoid(F.linear(x[:, :12], gate))[:, :, None]  # 1135
+    return F.linear(y.reshape(T, C), sa[1] * bank[3 * C :])
+
+
+def hidden(w: dict[str, Tensor], tokens: Tensor, documents: Tensor, sizes: Sizes, stage: Stage) -> Tensor:
+    """(T, C), what the classifier sees, of tokens (T,) whose documents have the numbers `documents` (T,): 1257 to 1387."""
+    x = w["embed"][tokens]
+    ids = torch.empty_like(tokens)
+    rows = w["bigram_embed"].shape[0]
+    ids[0] = rows - 1
+    ids[1:] = ((36313 * tokens[1:]) ^ (27191 * tokens[:-1])) % (rows - 1)  # 1485
+    bigram = w["bigram_embed"][ids]
+    tables = w["value_embeds"].view(5, sizes.vocab, sizes.channels)
+    smear, backout, skip = w["scalars"][2 * LAYERS : 2 * LAYERS + 3]
+    share = smear * torch.sigmoid(F.linear(x[1:, :12], w["smear_gate"]))
+    x0 = norm(torch.cat([x[:1], x[1:] + share * x[:-1]]))
+    lane0, lane1 = x0 + bigram * w["bigram_lambdas"][0], None
+    saved = out = None
+    for i in range(LAYERS):
+        r_attn, r_mlp = w["resid_lambdas"][i]
+        (p_a0, p_a1), (p_m0, p_m1) = w["post_lambdas"][i]
+        up, down = w["mlp_bank"][i]
+        inject = x0 * w["x0_lambdas"][i] + (bigram * w["bigram_lambdas"][i] if i else 0)  # 1319
+        if i == 7:
+            lane1 = lane0
+        if i == 6:
+            lane0 = lane0 + torch.sigmoid(skip) * 2 * torch.sigmoid(F.linear(x0[:, :12], w["skip_gate"])) * saved
+        else:
+            ve = tables[VALUED[i]][tokens] if i in VALUED else None
+            a = attention(w, i, norm(lane0), ve, documents, sizes, stage)
+            lane0 = (
+                r_attn * lane0 + (a if i < 7 else p_a0 * a) + inject
+            )  # 1366: before layer 7 without a factor of its own
+            lane1 = None if lane1 is None else r_attn * lane1 + p_a1 * a
+        if i == 3:
+            saved = lane0
+        h = norm(lane0 if lane1 is None else lane1)
+        m = F.linear(h, up).relu().square() @ down
+        lane0 = r_mlp * lane0 + p_m0 * m
+        lane1 = None if lane1 is None else r_mlp * lane1 + p_m1 * m
+        if i == 7:
+            out = lane0
+    return norm((lane0 + lane1) * 0.5 - backout * out)
+
+
+def loss(
+    w: dict[str, Tensor],
+    tokens: Tensor,
+    targets: Tensor,
+    documents: Tensor,
+    sizes: Sizes,
+    stage: Stage,
+    *,
+    training: bool,
+) -> Tensor:
+    """In training the sum over tokens and over the next ones with their weights, else the mean of the next one's: 1390."""
+    z = 23 * torch.sigmoid((hidden(w, tokens, documents, sizes, stage) @ w["lm_head"] + 5) / 7.5)
+    if not training:
+        return F.cross_entropy(z, targets)
+    total = z.new_zeros(())
+    for k, weight in enumerate(stage.mtp):
+        kept = len(targets) - k  # a row's last tokens have fewer to come
+        total = total + weight * F.cross_entropy(z[:kept], targets[k:], reduction="sum")
+    return total
