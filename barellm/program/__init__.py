@@ -1,1 +1,2 @@
-"""What a training step is: tensors, primitive ops, the reverse walk, the memory plan. Imports nothing of the rest."""
+"""The description of a training step: tensors, primitive ops, the reverse walk, the memory plan. It imports nothing of the other
+folders."""

@@ -22,8 +22,7 @@ from barellm.program.tensor import Tensor, View, describe
 
 @dataclass
 class Parts:
-    """A gradient that may be written by columns: the tensor, the mode of those who write some first, and the (first, width) that
-    have been written, which do not overlap."""
+    """A gradient that is written by columns: its tensor, and the (first, width) of the columns that have been stored."""
 
     graph: Graph
     grad: Tensor
@@ -54,7 +53,8 @@ class Parts:
 
 
 class Gradients:
-    """The `ops.base.Gradients` of one walk. Keys are forward tensors; recomputed copies count as their originals."""
+    """The gradients of one reverse walk, as `ops.base.Gradients` describes them. Keys are forward tensors. A recomputed copy counts
+    as its original."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -136,7 +136,7 @@ class Gradients:
             parts.complete()
 
     def _of_parameter(self, forward: Tensor) -> tuple[Tensor, str]:
-        """Where a writer of a parameter's gradient, or of some of its columns, writes, and how."""
+        """The tensor and the mode in which the next writer of a parameter's gradient, or of some of its columns, writes."""
         base = forward.base
         if base not in self.parameters:
             self.parameters[base] = Parts(self.graph, self.graph.gradient_of(base), "start")
@@ -144,7 +144,7 @@ class Gradients:
         return (forward.on(parts.grad) if isinstance(forward, View) else parts.grad), parts.mode(forward)
 
     def _columns(self, view: View, dtype: str) -> tuple[Tensor, str]:
-        """Where a writer of the view's gradient writes, and how."""
+        """The columns of the base's gradient into which the next writer of a view's gradient writes, and its mode."""
         base = view.base
         have = self.of.get(base)
         if have is not None and self.holders[have] > 1:  # another forward tensor waits for this very gradient: a copy
@@ -161,7 +161,7 @@ class Gradients:
         return view.on(parts.grad), parts.mode(view)
 
     def _join(self, forward: Tensor) -> None:
-        """From now on a gradient that was written by columns is one of the whole tensor."""
+        """Turn a gradient that was written by columns into one gradient of the whole tensor."""
         if forward in self.parts:
             self._hold(forward, self.parts.pop(forward).complete())
 

@@ -23,11 +23,11 @@ from barellm.program import moments
 
 @dataclass(frozen=True)
 class Format:
-    """One way to keep a number.
+    """One way to keep a number in memory.
 
-    `half_ulp`: the largest relative error of rounding to it; `half_least`: the largest error at all, where denormals begin soon.
-    `planes`: the formats of its planes, one after the other in memory; () for an array of numbers or codes of `bits` each.
-    `travels`: the format in which its values leave the arena, for files and NumPy.
+    `half_ulp` is the largest relative error of rounding to it, and `half_least` the largest absolute error near zero, in formats
+    whose denormals begin soon. `planes` are the formats of its planes, which lie one after the other in memory; it is () for an
+    array of numbers, or of codes of `bits` each. `travels` is the format in which its values leave the arena, for files and NumPy.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Format:
 
     @property
     def operand(self) -> str:
-        """What a product reads of it: the first plane."""
+        """The format that a product reads: that of the first plane."""
         return self.planes[0] if self.planes else self.name
 
     @property
@@ -48,7 +48,7 @@ class Format:
         return self.travels or self.name
 
     def nbytes(self, size: int) -> int:
-        """Bytes of `size` elements."""
+        """The bytes of `size` elements."""
         if self.planes:
             return self.start_of(len(self.planes) - 1, size) + FORMATS[self.planes[-1]].nbytes(size)
         return -(-size * self.bits // 8)
@@ -84,7 +84,7 @@ PLANES = " ".join(name for name, f in FORMATS.items() if f.planes)  # what kerne
 
 
 def format_of(dtype: str) -> Format:
-    """ValueError for a name that no format has."""
+    """The format of that name. A name that no format has is a ValueError."""
     if dtype not in FORMATS:
         raise ValueError(f"unknown dtype {dtype!r}, expected one of {', '.join(FORMATS)}")
     return FORMATS[dtype]
@@ -97,7 +97,7 @@ def itemsize(dtype: str) -> int:
 
 @cache
 def numpy_dtype(name: str) -> np.dtype:
-    """NumPy's dtype of the elements of an array in memory; of codes that of their bits. Not for formats with planes."""
+    """NumPy's dtype of the elements of an array in memory. For codes it is that of their bits. Formats with planes have none."""
     if name == "bf16":
         import ml_dtypes
 
@@ -109,7 +109,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def encode(values: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
-    """Values rounded to how they lie in memory, an array for each plane."""
+    """The values, rounded to a format, as they lie in memory: one array for each plane."""
     if dtype == "split":
         return split_fp32(np.asarray(values, np.float32))
     if dtype == "truncated":
@@ -122,7 +122,7 @@ def encode(values: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
 
 
 def decode(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
-    """What memory holds as numbers of a NumPy dtype (a copy): weights of two planes, and codes, as fp32."""
+    """The numbers that memory holds, as a copy of a NumPy dtype. Weights of two planes, and codes, become fp32."""
     if dtype == "split":
         return join_split(*planes)
     if dtype == "truncated":
@@ -133,8 +133,8 @@ def decode(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
 
 
 def split_fp32(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """fp32 -> (bf16, signed 16-bit rest) with bits(x) = (bits(hi) << 16) + rest. hi is the nearest bf16, ties upwards in
-    magnitude, so that the rest fits 16 signed bits."""
+    """Take fp32 numbers apart into (bf16, signed 16-bit rest), with bits(x) = (bits(hi) << 16) + rest. hi is the nearest bf16. Ties
+    go upwards in magnitude, so that the rest fits into 16 signed bits."""
     bits = np.ascontiguousarray(x, np.float32).view(np.int32)
     hi = (bits + 0x8000) >> 16
     return hi.astype(np.int16).view(numpy_dtype("bf16")), (bits - (hi << 16)).astype(np.int16)
@@ -146,7 +146,7 @@ def join_split(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
 
 
 def truncate_fp32(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """fp32 -> (upper 16 bits, which are a bf16, lower 16 bits)."""
+    """Take fp32 numbers apart into (upper 16 bits, which are a bf16, and lower 16 bits)."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return (bits >> 16).astype(np.uint16).view(numpy_dtype("bf16")), bits.astype(np.uint16)
 
@@ -158,9 +158,10 @@ def join_truncated(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Precision:
-    """What a program computes with. `operands`: of matmuls, and of the activations between them. `weights`: of matrices.
-    `stream`: of the residual stream and its gradient. `scaled`: the loss is multiplied by a scale that follows the gradients
-    (`program.loss_scale`), since those of fp16 would vanish. Statistics, sums and gradients of parameters are fp32 always."""
+    """The dtypes in which a program computes. `operands` is that of the operands of products and of the activations between them,
+    `weights` that of matrices, and `stream` that of the residual stream and its gradient. Where `scaled` is set, the loss is
+    multiplied by a scale that follows the gradients (`program.loss_scale`), because those of fp16 would vanish. Statistics, sums
+    and the gradients of parameters are always fp32."""
 
     operands: str
     weights: str

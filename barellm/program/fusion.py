@@ -17,12 +17,13 @@ from barellm.program.tensor import PERSISTENT, Tensor
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """One row of a backend's table. The fused op is called `name`, and the backend's kernel for it `kernel`, where rows share one.
+    """One row of a backend's table. The fused op is called `name`; the backend's kernel for it is called `kernel`, which several
+    rows may share.
 
-    `sequence`: (op name, {input: "j.tensor"}) per op i; a link: this input is that output, or input, of op j < i.
-    `inputs`, `outputs`: the fused op's names -> "i.tensor" of the sequence. Operands that no link names must be listed.
-    `optional`: fused inputs that may be absent. `when`: a further condition on the matched ops. `attrs`: attributes of the fused op
-    beside those of the sequence.
+    `sequence` has (op name, {input: "j.tensor"}) for each op i. A link says that this input is that output, or input, of op j < i.
+    `inputs` and `outputs` go from the fused op's names to "i.tensor" of the sequence; operands that no link names must be listed
+    there. `optional` are inputs of the fused op that may be absent. `when` is a further condition on the matched ops. `attrs` are
+    attributes that the fused op has beside those of the sequence.
     """
 
     name: str
@@ -81,7 +82,7 @@ class FusedOp(Op):
         return self.fusion.kernel or self.name
 
     def reference(self, **arrays: Any) -> dict[str, np.ndarray]:
-        """What the outputs get where there was nothing to add to."""
+        """The outputs where there is nothing to add to."""
         return self.run(arrays, arrays, {})
 
     def run(self, arrays, scalars, current):
@@ -133,7 +134,8 @@ _Value = tuple[Tensor, int]  # what a tensor holds after so many writes
 
 
 class _Index:
-    """Who reads and writes each tensor that owns bytes, who reads each value of a tensor or view, and where."""
+    """An index of a list of ops: who reads and writes each tensor that owns bytes, and who reads each value of a tensor or a view,
+    and where."""
 
     def __init__(self, ops: list[Op]) -> None:
         self.position = {op: i for i, op in enumerate(ops)}
@@ -154,13 +156,13 @@ class _Index:
                 self.written[op, t] = (t, len(self.writers[t.base]))
 
     def value(self, op: Op, slot: str) -> _Value | None:
-        """What the op's output `slot` holds after it, or its input before it."""
+        """The value that the op's output `slot` holds after it, or its input before it."""
         if slot in op.outputs:
             return self.written[op, op.outputs[slot]]
         return self.read[op, op.inputs[slot]] if slot in op.inputs else None
 
     def movable(self, fusion: Fusion, match: list[Op]) -> bool:
-        """Whether running `match` in the table's order, at the place of its last op, changes nothing for the others."""
+        """Whether the others see no difference if `match` runs in the order of the row, at the place of its last op."""
         inside = set(match)
         last = max(self.position[op] for op in match)
         for op in match:
@@ -176,8 +178,8 @@ class _Index:
         return self._ordered(fusion, match) and self._hidden(fusion, match)
 
     def _ordered(self, fusion: Fusion, match: list[Op]) -> bool:
-        """No tensor is written twice, ops that touch a written one keep their order, and every operand is the value
-        that the row says."""
+        """Whether no tensor is written twice, ops that touch a written one keep their order, and every operand is the value that
+        the row says."""
         for i, op in enumerate(match):
             reads, writes = _bases(op.inputs), _bases(op.outputs)
             for earlier in match[:i]:
@@ -198,7 +200,7 @@ class _Index:
         return True
 
     def _hidden(self, fusion: Fusion, match: list[Op]) -> bool:
-        """Whether nobody else sees what the fused op does not give out."""
+        """Whether no other op sees a value that the fused op does not output."""
         given = {_slot(link) for link in fusion.outputs.values()}
         inside = set(match)
         for i, op in enumerate(match):
@@ -214,7 +216,7 @@ class _Index:
 
 
 def _bases(tensors: dict[str, Tensor]) -> set[Tensor]:
-    """The tensors whose bytes these are."""
+    """The tensors that own the bytes of the given ones."""
     return {t.base for t in tensors.values()}
 
 
@@ -239,7 +241,7 @@ def _matches(fusion: Fusion, chosen: list[Op], index: _Index) -> Iterator[list[O
 
 
 def _complete(fusion: Fusion, match: list[Op]) -> bool:
-    """Whether the row accounts for every operand, and only what it calls optional is missing."""
+    """Whether the row names every operand, and only operands that it calls optional are missing."""
     listed = {_slot(link): name for name, link in fusion.inputs.items()}
     for i, op in enumerate(match):
         if any(name not in fusion.sequence[i][1] and (i, name) not in listed for name in op.inputs):

@@ -36,7 +36,7 @@ class GroupedOp(Op):
         self.attrs = {k: v for k, v in sequence[0].attrs.items() if all(op.attrs.get(k) == v for op in sequence)}
 
     def reference(self, **arrays: Any) -> dict[str, np.ndarray]:
-        """What the outputs get where there was nothing to add to."""
+        """The outputs where there is nothing to add to."""
         return self.run(arrays, arrays, {})
 
     def run(self, arrays, scalars, current):
@@ -52,13 +52,13 @@ class GroupedOp(Op):
 
 
 def members(op: Op) -> list[Op]:
-    """The ops of a group; of any other op itself."""
+    """The ops of a group, or an op that is no group itself."""
     return op.sequence if isinstance(op, GroupedOp) else [op]
 
 
 def group(ops: Sequence[Op], table: Mapping[str, Alike]) -> list[Op]:
-    """The list with neighbours that are in the table, by their names, and do not depend on each other in groups of one name and
-    one key."""
+    """The list of ops, in which neighbours become groups: ops of one name that is in the table and of one key, which do not depend
+    on each other."""
     made: list[Op] = []
     run: list[Op] = []
     touched: set[Tensor] = set()  # by the run's ops

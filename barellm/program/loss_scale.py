@@ -19,7 +19,7 @@ GROWTH_STEPS = 2000  # good updates after which the scale doubles
 
 
 def loss_scale_of(p: Graph) -> Tensor | None:
-    """The state, where the program's precision has one."""
+    """The state of the loss scale, or None where the precision of the program has none."""
     return p.state("loss_scale", (2,), "i32") if p.precision.scaled else None
 
 

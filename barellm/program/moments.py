@@ -26,7 +26,7 @@ class Format:
 
     @property
     def shift(self) -> int:
-        """Bits that an fp32 mantissa has beyond this one's: how many random bits a stochastic rounding takes."""
+        """How many bits more an fp32 mantissa has than this one. A stochastic rounding takes as many random bits."""
         return 23 - self.mantissa
 
     @property
@@ -41,7 +41,7 @@ class Format:
 
     @property
     def per_least(self) -> float:
-        """What takes [0, least] to [0, 2^shift]: dithering below `least` decides between it and zero."""
+        """The factor that takes [0, least] to [0, 2^shift]. By it, dithering decides between zero and the smallest value."""
         return 2.0 ** (self.shift + 60) / (1 + 2.0**-self.mantissa)
 
 
@@ -49,11 +49,12 @@ FORMATS = {"e6m9": Format(signed=True, mantissa=9), "ue6m10": Format(signed=Fals
 
 
 def encode(x, dtype: str, dither=None) -> np.ndarray:
-    """uint16 codes of fp32 values. Beyond the largest value, infinity and NaN too, a value becomes the largest; the sign is
+    """The uint16 codes of fp32 values. A value beyond the largest one, also infinity and NaN, becomes the largest. The sign is
     ignored where the format has none.
 
-    Without `dither` to the nearest, ties away from zero, and to zero what is below the smallest. With it, uniform integers
-    below 2^shift, to one of the two neighbours, zero too, with the probability that leaves the mean unchanged.
+    Without `dither`, values are rounded to the nearest, ties away from zero; those below the smallest become zero. `dither` has
+    uniform integers below 2^shift. With it a value becomes one of its two neighbours, of which one may be zero, with the
+    probability that leaves the mean unchanged.
     """
     f = FORMATS[dtype]
     x = np.asarray(x, dtype=np.float32)

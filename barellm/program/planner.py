@@ -37,9 +37,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan:
-    """Byte offsets in the arena; the workspace starts at `persistent_bytes`.
+    """The byte offsets of all tensors in the arena. The workspace starts at `persistent_bytes`.
 
-    `live_peak_bytes`: persistent bytes + the most bytes alive at one op, of any program; no plan can need less.
+    `live_peak_bytes` is the size of the persistent part plus the most bytes that are alive at one op of any program. No plan can
+    need less.
     """
 
     offsets: dict[Tensor, int]
@@ -58,7 +59,8 @@ class Plan:
         return [t for t in self.offsets if t.role in PERSISTENT]
 
     def by_role(self) -> dict[str, int]:
-        """Bytes by role: all persistent ones, and of the workspace what is alive at the peak of the largest program."""
+        """The bytes of each role: all persistent ones, and those of the workspace that are alive at the peak of the largest
+        program."""
         roles: dict[str, int] = {}
         tensors = self.persistent
         if self.peaks:
@@ -78,8 +80,8 @@ class Plan:
 
 
 def lifetimes(ops: Sequence[Op], scratch: Callable[[Op], list[Tensor]] | None = None) -> Lifetimes:
-    """When each tensor of the workspace is alive. Inputs are alive throughout, so that a run can be repeated; outputs
-    from their first writer to the end."""
+    """The first and last op at which each tensor of the workspace is alive. Inputs are alive throughout, so that a run can be
+    repeated. Outputs are alive from their first writer to the end."""
     lives: Lifetimes = {}
     end = len(ops) - 1
     for i, op in enumerate(ops):
@@ -163,7 +165,8 @@ def _peak(spans: Lifetimes, sizes: list[int]) -> tuple[int, int]:
 
 
 def _pack(spans: Lifetimes, guard: int = 0) -> tuple[dict[Tensor, int], int]:
-    """Offsets from 0 and the size. First fit in several orders; the first that is good enough, or the best."""
+    """The offset of each tensor, counted from 0, and the total size. First fit is tried in several orders; the first result that is
+    good enough is taken, else the best."""
     tensors = list(spans)
     size = np.array([_aligned(t.nbytes) + guard for t in tensors], dtype=np.int64)
     first, last = np.array([spans[t] for t in tensors], dtype=np.int64).reshape(-1, 2).T

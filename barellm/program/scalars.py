@@ -15,8 +15,8 @@ NBYTES = 8 * MOST
 
 @dataclass(frozen=True)
 class Scalar:
-    """`default`: what a run has that is not told otherwise, so that nothing of an earlier run, a decoding's position say, reaches
-    into the next. None: it keeps its value."""
+    """A row of the block. `default` is the value in a run that does not give one, so that nothing of an earlier run, such as the
+    position of a decoding, reaches into the next. If it is None, the scalar keeps its value."""
 
     name: str
     kind: Literal["i64", "fp64"]
@@ -62,8 +62,8 @@ def defaults() -> dict[str, int]:
 
 
 def layout(constants: Any) -> str:
-    """Where the block has those of a kernel's `constants` that name a scalar declared at run time: code that knows them fits only
-    processes that declared them in the same places."""
+    """The places of those scalars in the block that were declared at run time and that a kernel's `constants` name. Compiled code
+    that knows them fits only processes that declared them in the same places."""
     if isinstance(constants, str):
         row = SCALARS.get(constants)
         return f" {constants}@{row.index}" if row is not None and row.index >= BUILT_IN else ""
@@ -71,7 +71,7 @@ def layout(constants: Any) -> str:
 
 
 def check_names(program: str, programs: Collection[str], values: Mapping[str, Any]) -> None:
-    """ValueError for a program or a scalar that a run names and nobody has."""
+    """Raise a ValueError if a run names a program or a scalar that does not exist."""
     if program not in programs:
         raise ValueError(f"no program is named {program!r}, there are {', '.join(programs)}")
     if not values.keys() <= SCALARS.keys():

@@ -14,13 +14,13 @@ Spec = tuple[tuple[int, ...], str]  # shape, dtype
 
 
 def operand_bytes(t: Tensor) -> int:
-    """Bytes that a product reads of a tensor."""
+    """The number of bytes that a product reads of a tensor."""
     return FORMATS[FORMATS[t.dtype].operand].nbytes(t.size)
 
 
 class Gradients(Protocol):
-    """What a gradient rule writes through: the reverse walk (`program.backward`). `loss_scale`: the state that multiplies the
-    gradient of the loss, if any."""
+    """The interface through which a gradient rule writes; the reverse walk (`program.backward`) implements it. `loss_scale` is the
+    state that multiplies the gradient of the loss, if there is one."""
 
     loss_scale: Tensor | None
 

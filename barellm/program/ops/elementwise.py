@@ -151,12 +151,12 @@ SLOPES: dict[str, Elementwise] = {a.backward.name: a for a in ACTIVATIONS.values
 
 
 def operand(p: Graph, x: Tensor) -> Tensor:
-    """x in the dtype that products take."""
+    """Append a cast of x to the dtype that products take."""
     return x if x.dtype == p.compute else p.apply(Cast, x=x, dtype=p.compute).y
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def gelu(self, x: Tensor) -> Tensor:
         """GELU in its tanh form, as GPT-2 has it (Hendrycks and Gimpel 2016). Any shape."""

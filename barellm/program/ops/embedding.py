@@ -94,7 +94,7 @@ class EmbeddingDwpe(Op):
 
 
 class LastRow(Op):
-    """y = x[:, T-1:T]: only the last position goes on to the classifier when decoding. x (B, T, C), y (B, 1, C)."""
+    """y = x[:, T-1:T] for x (B, T, C), y (B, 1, C): in decoding only the last position goes on to the classifier."""
 
     name = "last_row"
 
@@ -111,7 +111,7 @@ class LastRow(Op):
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def embedding(self, tokens: Tensor, wte: Tensor, wpe: Tensor | None = None, *, dtype: str | None = None) -> Tensor:
         """tokens (B, T) i32 -> (B, T, C) fp32, the residual stream, or in `dtype`; with learned positions where there is a wpe

@@ -68,7 +68,7 @@ class GateLogitsBackward(Op):
 
 
 def multiplier(factor: Any, *, scale: float, squash: bool) -> Any:
-    """What the sigmoid of a logit is multiplied with."""
+    """The number that the sigmoid of a logit is multiplied with."""
     if factor is None:
         return scale
     return scale * (sigmoid(factor) if squash else factor)
@@ -146,7 +146,7 @@ class GatedBackward(Op):
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def gate_logits(self, x: Tensor, weight: Tensor, extra: Tensor | None = None) -> Tensor:
         """Logits z (B, T, N) fp32 of gates, from the first K columns of x (B, T, C), weight (N, K). With `extra`, the first K/2

@@ -74,7 +74,7 @@ class LayerNormDparams(Op):
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def layernorm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
         """x (..., C) fp32, weight and bias (C) -> (..., C) in the compute dtype, normalised over the last axis (Ba et al. 2016)."""

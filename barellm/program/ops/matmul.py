@@ -118,7 +118,7 @@ class BiasGrad(Op):
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., K), weight (N, K), bias (N) -> (..., N)."""

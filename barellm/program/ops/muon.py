@@ -28,7 +28,7 @@ LEAST = 1e-10  # of a mean square and of a norm that NorMuon divides by
 
 
 class OfMatrices(Op):
-    """What the ops of a bank share."""
+    """The part that all ops of a bank of matrices share."""
 
     @property
     def matrices(self) -> int:
@@ -48,7 +48,7 @@ class OfMatrices(Op):
         return x.reshape(self.matrices, -1, x.shape[1])
 
     def expect(self, **tensors: Tensor) -> None:
-        """ValueError for what is no bank of that many matrices."""
+        """Raise a ValueError unless the tensor is a bank of that many matrices."""
         for name, x in tensors.items():
             if len(x.shape) != 2 or int(x.shape[0]) % self.matrices:
                 many = f"{self.matrices} matrices, each " if self.matrices > 1 else ""
@@ -282,7 +282,7 @@ POLAR_EXPRESS = (
 
 @dataclass(frozen=True)
 class Iteration:
-    """(scale, linear, square) of each turn, and what the first x is divided by: margin * norm + eps."""
+    """The turns of an iteration, as (scale, linear, square) each. Before the first turn x is divided by margin * norm + eps."""
 
     turns: tuple[tuple[float, float, float], ...]
     margin: float
@@ -293,12 +293,12 @@ ITERATIONS = {"polar-express": Iteration(POLAR_EXPRESS, 1.02, 1e-6), "jordan": I
 
 
 def jordan_scale(rows: int, cols: int) -> float:
-    """What Jordan multiplies the step of a matrix with."""
+    """Jordan's factor for the step of a matrix."""
     return sqrt(max(1.0, rows / cols))
 
 
 def moonshot_scale(rows: int, cols: int) -> float:
-    """What makes a step as large as AdamW's usually are (Liu et al. 2025)."""
+    """A factor that makes a step as large as AdamW's usually are (Liu et al. 2025)."""
     return 0.2 * sqrt(max(rows, cols))
 
 

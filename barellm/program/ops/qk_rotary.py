@@ -37,8 +37,9 @@ class Yarn:
         return cls(np.float32(1 / base) ** powers, scale)
 
     def widened(self, old: int, new: int, *, slow: float = 1.0, fast: float = 32.0) -> Yarn:
-        """Those of a window of `new` positions instead of `old`. A plane that turns at most `slow` times within the old window
-        is slowed down in proportion, one that turns `fast` times or more is left as it is, and in between the change is smooth."""
+        """The frequencies for a window of `new` positions instead of `old`. A plane that turns at most `slow` times within the old
+        window is slowed down in proportion. One that turns `fast` times or more is left as it is. In between the change is
+        smooth."""
         turns = (old / (2 * pi) * self.frequencies).astype(np.float32)
         left = np.clip((turns - slow) / (fast - slow), 0, 1).astype(np.float32)
         slowed = np.float32(old / new)
@@ -52,11 +53,12 @@ class Yarn:
 
 
 class _Heads(Op):
-    """What both directions share. Attributes: heads, kv_heads; `paired`: a head of odd number takes the angle of position
-    2t + 1, one of even number that of 2t; `shift`: the upper half of a key's columns is that of the position before."""
+    """The part that both directions share. Attributes are heads and kv_heads; with `paired`, a head of odd number takes the angle
+    of position 2t + 1 and one of even number that of 2t; with `shift`, the upper half of the columns of a key is that of the
+    position before."""
 
     def head_size(self, x: Tensor, cos: Tensor, sin: Tensor) -> int:
-        """ValueError unless x has the heads, and the tables a row for each position."""
+        """The number of columns of a head. It is a ValueError if x lacks the heads, or the tables lack a row for a position."""
         count = self.heads + self.kv_heads
         fits = len(x.shape) == 3 and self.heads > 0 and self.kv_heads > 0 and int(x.shape[2]) % (4 * count) == 0
         D = int(x.shape[-1]) // count
@@ -150,16 +152,17 @@ class QKRotaryBackward(_Heads):
         return {"dx": (rstd[..., None] * (dn - n * (dn * n).mean(-1, keepdims=True))).reshape(B, T, W)}
 
     def flops(self) -> int:
-        """As RMSNorm's gradient without weight, and the turn of half the numbers."""
+        """The operations of RMSNorm's gradient without a weight, and of the turn of half of the numbers."""
         return 8 * self.x.size + 3 * self.x.size // 2
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def yarn_tables(self, yarn: Yarn, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin (length, D / 4), tensors "yarn.cos" and "yarn.sin" of the store that begin with the angles of `yarn`. They
-        are no state of the optimizer, so a checkpoint leaves them out. Who widens the window during a run writes new ones."""
+        """The tables cos and sin (length, D / 4), as tensors "yarn.cos" and "yarn.sin" of the store, which begin with the angles of
+        `yarn`. They are no state of the optimizer, so a checkpoint leaves them out. Whoever widens the window during a run writes
+        new ones."""
         cos, sin = yarn.tables(length)
         return self.constant("yarn.cos", cos), self.constant("yarn.sin", sin)
 
@@ -174,9 +177,9 @@ class Calls(Graph):
         shift: bool = False,
         eps: float,
     ) -> Tensor:
-        """x (B, T, (heads + kv_heads) * D), queries and keys side by side, with each head normalised and half of its columns
-        turned. `kv_heads` 0 means as many as `heads`. `paired`: heads of odd number are half a position later, so the tables have
-        two rows for each position. `shift`: the upper half of each key's columns comes from the position before."""
+        """Normalise each head of x (B, T, (heads + kv_heads) * D), queries and keys side by side, and turn half of its columns.
+        `kv_heads` 0 means as many as `heads`. With `paired`, heads of odd number are half a position later, so the tables have two
+        rows for each position. With `shift`, the upper half of the columns of each key comes from the position before."""
         cos, sin = tables
         attrs = {"heads": heads, "kv_heads": kv_heads or heads, "paired": paired, "shift": shift, "eps": eps}
         return self.apply(QKRotary, x=x, cos=cos, sin=sin, **attrs).y

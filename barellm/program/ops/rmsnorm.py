@@ -70,7 +70,7 @@ class RMSNormDweight(Op):
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def rmsnorm(self, x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
         """x (..., C) fp32, weight (C) or none -> (..., C) in the compute dtype, normalised over the last axis."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Llama-3.1's stretch of the frequencies for longer texts: wavelengths beyond old_seq / low_factor are `factor` times as
+    """Llama-3.1's stretch of the frequencies for longer texts. Wavelengths beyond old_seq / low_factor become `factor` times as
     long, those below old_seq / high_factor stay, and between the two the change is smooth."""
 
     factor: float = 8.0
@@ -79,12 +79,12 @@ class Rope(Op):
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def rope_tables(
         self, length: int, head_size: int, *, theta: float, scaling: Scaling | None = None
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin (length, head_size / 2) of positions 0 .. length, constants of the store."""
+        """The tables cos and sin (length, head_size / 2) of positions 0 .. length, as constants of the store."""
         import numpy as np
 
         if head_size % 2:
@@ -94,6 +94,6 @@ class Calls(Graph):
         return self.constant("rope.cos", cos), self.constant("rope.sin", sin)
 
     def rope(self, x: Tensor, tables: tuple[Tensor, Tensor], *, heads: int) -> Tensor:
-        """x (B, T, W) with its first `heads` heads turned by their position."""
+        """Turn the first `heads` heads of x (B, T, W) by the angle of their position."""
         cos, sin = tables
         return self.apply(Rope, x=x, cos=cos, sin=sin, heads=heads, inverse=False).y

@@ -54,7 +54,7 @@ class SwiGLUBackward(Op):
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, both (..., F): two tensors, or two views of one (`split`)."""

@@ -26,14 +26,14 @@ class Transpose(Op):
 
 
 class Calls(Graph):
-    """What an optimizer calls, of tensors that a program keeps."""
+    """Methods of Program for optimizers, which transpose tensors that a program keeps."""
 
     def transpose_copy(self, source: Tensor, target: Tensor) -> None:
-        """target = source^T."""
+        """Append target = source^T."""
         self._transpose("transpose_copy", source, target, "store")
 
     def transpose_add(self, source: Tensor, target: Tensor) -> None:
-        """target += source^T."""
+        """Append target += source^T."""
         self._transpose("transpose_add", source, target, "add")
 
     def _transpose(self, name: str, source: Tensor, target: Tensor, mode: str) -> None:
