@@ -10,7 +10,7 @@ from barellm.errors import UserError
 
 
 class UnknownConfig(UserError):
-    """What a config.json says that no model of ours is: a line without the file's name."""
+    """A config.json that describes no model of ours. The message lacks the name of the file."""
 
 
 def nothing(_: Any) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class Weights:
 
 
 def declare(p: Program, cfg: Config) -> Weights:
-    """Initialisation of GPT-2: std 0.02, residual projections times 1 / sqrt(2 L), biases 0, norms 1, padded ids 0."""
+    """Declare the parameters, initialised as GPT-2 does it: std 0.02, residual projections times 1 / sqrt(2 L), biases 0, norms 1,
+    padded ids 0."""
     C = cfg.channels
     residual_std = 0.02 / sqrt(2 * cfg.layers)
 
@@ -103,7 +104,8 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
 
 
 def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
-    """fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, the caches hold those before."""
+    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, and the caches hold those
+    before."""
     w = declare(p, cfg)
     shape = (int(tokens_BT.shape[0]), int(tokens_BT.shape[1]), cfg.channels)
 
@@ -133,10 +135,10 @@ def _trunk(
 
 
 def default() -> Run:
-    """What `barellm train` runs with no arguments: a small GPT on the source of Python's standard library, in two minutes.
+    """The run of `barellm train` without arguments: a small GPT on the source of Python's standard library, in two minutes.
 
-    The size is what two minutes on two cores feed: of 1.1, 2.2 and 3.7 million parameters the smallest learnt most. Muon takes the
-    matrices of blocks: in the same time it reaches 3.40 nats where AdamW reached 4.02.
+    The model has the size that two minutes on two cores can train: of models with 1.1, 2.2 and 3.7 million parameters the smallest
+    learnt most. Muon updates the matrices of the blocks: in the same time it reaches 3.40 nats where AdamW reached 4.02.
     """
     muon = {"muon_lr": 0.03, "momentum": 0.85, "turns": 3, "normuon": 0.95}
     return Run(
@@ -149,8 +151,8 @@ def default() -> Run:
 
 
 def shakespeare_char() -> Run:
-    """nanoGPT's CPU example: a character model of 0.8M parameters, 2000 iterations. An evaluation looks at 40 batches, as its
-    does (20 of each part); ours are all of the validation part, spread evenly."""
+    """nanoGPT's example for a CPU: a character model of 0.8M parameters, trained for 2000 steps. Like nanoGPT's, an evaluation
+    looks at 40 batches. There 20 are from each part of the text; here all are from the validation part, evenly spread."""
     return Run(
         preset="shakespeare-char",
         model=Config(layers=4, heads=4, channels=128, vocab_size=65, padded_vocab=65, max_seq=64, bias=False),
@@ -161,8 +163,8 @@ def shakespeare_char() -> Run:
 
 
 def shakespeare_muon() -> Run:
-    """The model, the text and the batch of shakespeare-char; with Muon and a line to zero a fifth of the steps reach a lower loss.
-    Each evaluation is of the whole validation part."""
+    """The model, the text and the batch of shakespeare-char. With Muon and a learning rate that falls linearly to zero, a fifth of
+    the steps reaches a lower loss. Each evaluation is of the whole validation part."""
     base = shakespeare_char()
     muon = {"muon_lr": 0.045, "momentum": 0.85, "turns": 3, "normuon": 0.95}
     optim = OptimConfig(name="muon", lr=0.015, min_lr=0.0, schedule="linear", beta2=0.99, **muon)

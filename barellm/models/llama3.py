@@ -91,7 +91,7 @@ class Weights:
 
 
 def declare(p: Program, cfg: Config) -> Weights:
-    """Initialisation as GPT-2's: std 0.02, residual projections times 1 / sqrt(2 L), norms 1, padded ids 0."""
+    """Declare the parameters, initialised as GPT-2's: std 0.02, residual projections times 1 / sqrt(2 L), norms 1, padded ids 0."""
     C, F = cfg.channels, cfg.hidden
     residual_std = 0.02 / sqrt(2 * cfg.layers)
 
@@ -131,8 +131,8 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
 
 
 def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
-    """fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, the caches hold those before: of the
-    heads of keys, which are turned, and of values, not of queries."""
+    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T. The caches hold the positions
+    before: the heads of keys, which are turned, and of values, but not those of queries."""
     w = declare(p, cfg)
     shape = (int(tokens_BT.shape[0]), int(tokens_BT.shape[1]), cfg.kv_heads * cfg.head_size)
 
@@ -173,7 +173,7 @@ def llama_15m() -> Run:
 
 
 def llama_124m() -> Run:
-    """As large as GPT-2 124M, with its tokenizer: what Llama's parts are worth beside it."""
+    """A Llama as large as GPT-2 124M, with its tokenizer. It shows what the parts of Llama are worth beside it."""
     return Run(
         preset="llama-124m",
         model=Config(),
@@ -184,8 +184,8 @@ def llama_124m() -> Run:
 
 
 def _released(preset: str, lr: float, **sizes: Any) -> Run:
-    """A model that Meta released. It has 131,072 positions; the preset has 8192, for which KV caches fit into memory, and an import
-    has those of its folder. Its tokenizer is no part of barellm: name the folder of its tokenizer.json."""
+    """A model that Meta released. It has 131,072 positions. The preset has 8192, for which KV caches fit into memory, and an
+    import has as many as its folder says. Its tokenizer is no part of barellm: name the folder of its tokenizer.json."""
     return Run(
         preset=preset,
         model=Config(heads=32, kv_heads=8, vocab_size=128_256, max_seq=8192, **sizes),
@@ -236,7 +236,8 @@ def _parts(cfg: Config, ours: str) -> dict[str, int]:
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """What later versions of transformers keep in `rope_parameters` was in `rope_theta` and `rope_scaling` before."""
+    """The fields that config.json keeps elsewhere. Later versions of transformers have in `rope_parameters` what was in
+    `rope_theta` and `rope_scaling` before."""
     place = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), "rope_scaling")
     rope = config.get(place) or {}
     if not isinstance(rope, dict):

@@ -18,7 +18,8 @@ MOMENTS = {"fp32": ("fp32", "fp32"), "16bit": ("e6m9", "ue6m10"), "16bit-stochas
 
 @dataclass(frozen=True)
 class AdamW:
-    """`moments`: how both are stored. The learning rate is the run's times `lr_scale`."""
+    """AdamW with these constants. `moments` says how both moments are stored. The learning rate is that of the run times
+    `lr_scale`."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -55,8 +56,8 @@ class AdamW:
 
 
 def rules(config: OptimConfig) -> list[Rule]:
-    """Weight decay acts on matrices only, embeddings included; biases and norms have none. Matrices only have 16-bit moments, too:
-    the rest is a thousandth of the parameters."""
+    """The rules for AdamW. Weight decay acts on matrices only, embeddings included; biases and norms have none. Also only matrices
+    have 16-bit moments, since the rest is a thousandth of the parameters."""
     matrices = AdamW(config.beta1, config.beta2, config.eps, config.weight_decay, config.moments)
     return [
         Rule("*", ndim=2, optimizer=matrices),

@@ -19,10 +19,11 @@ TOGETHER = 1 << 20  # elements of matrices that take each turn together: of smal
 
 @dataclass(frozen=True)
 class Muon:
-    """Rate: the schedule's `lr` times `lr_scale`. The momentum is the scalar `momentum` of a run. `turns` of the iteration, at most
-    as many as it has; `scale`: the rule for the size of a step, and `lr_mul` a factor of it; `weight_decay`: `cautious` leaves
-    alone what the step makes larger, `squared` multiplies it with the step's size; `beta2`: NorMuon's mean of the squares of rows,
-    0 for no such; `matrices`: as many equal ones lie in each parameter, one below the other."""
+    """Muon with these constants. The learning rate is that of the run times `lr_scale`, and the momentum is the scalar `momentum`
+    of the run. `turns` of the iteration are done, at most as many as it has. `scale` names the rule for the size of a step, which
+    is multiplied by `lr_mul`. With `cautious`, `weight_decay` leaves alone what the step makes larger; with `squared`, it is
+    multiplied by the size of the step. `beta2` is the decay rate of NorMuon's mean of the squares of rows; 0 means none. In each
+    parameter lie so many `matrices` of equal size, one below the other."""
 
     lr_scale: float = 1.0
     nesterov: bool = True
@@ -42,7 +43,7 @@ class Muon:
             self._update(p, together, clip)
 
     def _update(self, p: Program, params: list[Tensor], clip: Tensor) -> None:
-        """Turn by turn for all of them: between two matrices no thread waits for another."""
+        """Append the turns of all matrices side by side, so that between two matrices no thread waits for another."""
         how, bank = ITERATIONS[self.iteration], cast("dict[str, Any]", {"matrices": self.matrices})
         xs = [self._begin(p, param, clip) for param in params]
         bounded = {"margin": how.margin, "eps": how.eps, **bank}
@@ -92,7 +93,7 @@ def rules(config: OptimConfig, hidden: str) -> list[Rule]:
 
 
 def batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours that take their turns together."""
+    """Groups of neighbours that take their turns together."""
     found: list[Tensor] = []
     for param in params:
         found.append(param)

@@ -35,7 +35,8 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """`names`: shell patterns of parameters' names, with "|" between them. `ndim`: of parameters with so many axes only."""
+    """One row of the table. `names` are shell patterns for names of parameters, with "|" between them. With `ndim`, only
+    parameters with so many axes match."""
 
     names: str = "*"
     ndim: int | None = field(default=None, kw_only=True)

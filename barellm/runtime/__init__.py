@@ -1,1 +1,1 @@
-"""What every backend shares."""
+"""The part of a backend that all backends share."""

@@ -30,7 +30,7 @@ def add_sources(h: hashlib._Hash, paths: Iterable[Path]) -> None:
 
 
 def cache_folder(kind: str) -> Path:
-    """In `BARELLM_CACHE`, else in the user's cache folder, else in the system's temporary place."""
+    """The folder of caches: `BARELLM_CACHE`, else one in the user's cache folder, else one in the system's temporary folder."""
     base = os.environ.get("BARELLM_CACHE") or user_cache() or temporary_cache()
     if base is None:
         raise UserError("there is no folder for compiled kernels: set BARELLM_CACHE to one that can be written")
@@ -38,7 +38,7 @@ def cache_folder(kind: str) -> Path:
 
 
 def load(path: Path) -> bytes | None:
-    """What `keep` put there."""
+    """The bytes that `keep` put there."""
     try:
         code = path.read_bytes()
         if code[-32:] != hashlib.sha256(code[:-32]).digest():  # a torn or edited file is compiled again
@@ -63,8 +63,8 @@ def keep(path: Path, code: bytes) -> None:
 
 
 def prune(folder: Path, limit: int) -> None:
-    """Once in a while, delete the artefacts used longest ago until those left take three quarters of `limit` bytes. Whoever
-    wants one of them compiles it again; who has it open keeps what it reads."""
+    """Once in a while, delete the artefacts that were used longest ago, until the rest takes three quarters of `limit` bytes. A
+    process that wants one of them compiles it again. A process that has one open can still read it."""
     now = time.time()
     stamp = folder / ".pruned"
     try:

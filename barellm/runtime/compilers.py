@@ -1,8 +1,8 @@
-"""What a cache lacks, compiled in one process per core: llvmlite compiles in one thread at a time, and Triton is Python.
+"""Compiles what a cache lacks, in one process per core: llvmlite compiles in one thread at a time, and Triton is Python.
 
-A helper process gets jobs through a pipe, text each, and sends bytes back. It decides nothing, so nothing depends on it: where
-one cannot be started, is killed or hangs, this process compiles what is missing. It ends with its input, so it outlives its parent
-by one job at most, and it is in a process group of its own, so Ctrl-C is not its business.
+A helper process receives jobs, each a text, through a pipe and sends bytes back. It decides nothing, so nothing depends on it: if
+a helper cannot be started, is killed or hangs, this process compiles what is missing. A helper ends when its input ends, so it
+outlives its parent by one job at most. It is in a process group of its own, so Ctrl-C does not reach it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ Compile = Callable[[str], bytes]
 
 @dataclass(frozen=True)
 class Service:
-    """Who compiles: `module.compiler(argument)` gives the function from a job to its bytes. `argument` goes through JSON."""
+    """The compiler that helpers run: `module.compiler(argument)` returns the function from a job to its bytes. `argument` is sent
+    as JSON."""
 
     module: str
     argument: Any
 
     def here(self) -> Compile:
-        """In this process."""
+        """Compile in this process."""
         return import_module(self.module).compiler(self.argument)
 
 
@@ -79,7 +80,7 @@ class Queue:
             self._changed.notify()
 
     def take(self) -> tuple[str, str] | None:
-        """For a helper: the next key and its job, once there is one; None when nothing more will come."""
+        """The next key and its job for a helper, once there is one; None when nothing more will come."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._closed:
@@ -109,7 +110,7 @@ class Queue:
         return self._compiled
 
     def close(self) -> None:
-        """Nothing more to compile: helpers' threads end."""
+        """Say that nothing more is to be compiled, so that the threads of the helpers end."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -188,7 +189,7 @@ def write(stream: IO[bytes], data: bytes) -> None:
 
 
 def read(stream: IO[bytes]) -> bytes | None:
-    """What `write` wrote; None at the end of the stream, also within."""
+    """The data that `write` wrote, or None where the stream ends, also in the middle of them."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

@@ -54,9 +54,9 @@ CLASSIFIER: list[Fusion] = [
 
 
 def products(activations: Iterable[str]) -> list[Fusion]:
-    """What a product takes along on its way to memory, for the `activations` that a backend has emitters of. All rows are done by
-    one kernel, "product", which reads in `epilogues` what follows the product: "bias", then an activation, the slope of one, or
-    "residual"."""
+    """The fusions of a product with what happens to its result before it is stored, for the `activations` that a backend has
+    emitters of. One kernel, "product", does all of them. It reads in `epilogues` what follows the product: "bias", then an
+    activation, or the slope of one, or "residual"."""
     names = list(activations)
     return [
         *(_forward(f"linear_{name}", biased, (name, "x"), name) for name in names for biased in (True, False)),

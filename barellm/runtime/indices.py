@@ -23,7 +23,7 @@ def index_limits(programs: Iterable[Program]) -> dict[str, tuple[int, int]]:
 
 
 def check_indices(name: str, array: np.ndarray, limits: tuple[int, int]) -> None:
-    """ValueError in one line for an id beyond its limits."""
+    """Raise a ValueError, in one line, for an id that is out of range."""
     least, most = limits
     if array.size == 0 or (array.min() >= least and array.max() <= most):
         return

@@ -1,4 +1,5 @@
-"""What lowering and planning share on every backend: bytes of tensors, an op's scratch, programs after fusion."""
+"""The part of lowering and planning that is the same on every backend: bytes of tensors, the scratch of an op, programs after
+fusion."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from barellm.runtime.registry import Registry
 
 @dataclass(frozen=True)
 class Region:
-    """Bytes of a tensor: [start, stop) from its address."""
+    """The bytes [start, stop) of a tensor, counted from its address."""
 
     tensor: Tensor
     start: int
@@ -26,14 +27,15 @@ class Region:
 
 
 def part(tensor: Tensor, start: int = 0, stop: int | None = None) -> Region:
-    """Bytes [start, stop) of a tensor, or all of them; of a view those from its first element to the end of its base."""
+    """Bytes [start, stop) of a tensor, or all of them. For a view these are the bytes from its first element to the end of its
+    base."""
     base, skip = tensor.base, tensor.first_column * itemsize(tensor.dtype)
     assert base is tensor or (start, stop) == (0, None), f"{tensor.name} is a view: its rows are not adjacent"
     return Region(base, start + skip, base.nbytes if stop is None else stop)
 
 
 def plane(tensor: Tensor, number: int) -> tuple[Region, str]:
-    """Bytes and dtype of one plane of a tensor whose format has several."""
+    """The bytes and the dtype of one plane of a tensor whose format has several."""
     f = FORMATS[tensor.dtype]
     start, dtype = f.start_of(number, tensor.size), f.planes[number]
     return Region(tensor, start, start + FORMATS[dtype].nbytes(tensor.size)), dtype
@@ -65,7 +67,7 @@ def rows_of(tensor: Tensor, first: int, count: int, width: int) -> tuple[Region,
 
 
 class OpLowering(Protocol):
-    """What a backend makes of one op. Scratch lives in the workspace as long as the op."""
+    """The calls that a backend makes of one op, and their scratch, which lives in the workspace as long as the op."""
 
     scratch_tensors: list[Tensor]
 

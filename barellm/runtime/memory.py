@@ -15,8 +15,8 @@ PLURAL = {"parameter": "parameters", "gradient": "gradients", "state": "optimize
 
 
 def memory_limit() -> tuple[int, str]:
-    """Bytes and what sets them: BARELLM_MEMORY_LIMIT, else the cgroup's limit where there is one below the machine's
-    memory, or that memory."""
+    """The limit of a run's memory in bytes, and what sets it: BARELLM_MEMORY_LIMIT, else the control group's limit if it is below
+    the machine's memory, else that memory."""
     asked = os.environ.get("BARELLM_MEMORY_LIMIT")
     if asked:
         return _parse(asked), "BARELLM_MEMORY_LIMIT"

@@ -20,7 +20,7 @@ BYTE = 0xFF  # every dtype's pattern of ones is a NaN; as an index it is -1
 
 
 class Arena(Protocol):
-    """What a session does with bytes of its arena."""
+    """The operations of a session on the bytes of its arena that poison mode needs."""
 
     def _get(self, start: int, stop: int) -> np.ndarray: ...
     def _fill(self, start: int, stop: int, byte: int) -> None: ...
@@ -49,7 +49,7 @@ class Guards:
             arena._fill(self.after[t], self.after[t] + GUARD, BYTE)
 
     def prepare(self, program: str) -> None:
-        """Ones over the whole workspace: what the program reads before writing it is NaN."""
+        """Fill the whole workspace with ones, so that the program reads NaN where it has not written."""
         self.arena._fill(self.plan.persistent_bytes, self.plan.arena_bytes, BYTE)
 
     def check(self, program: str) -> None:

@@ -1,7 +1,8 @@
-"""What the kernels of a backend take: by op, how outputs are written, dtypes, views. Anything else is refused before it runs.
+"""A table of what the kernels of a backend can do: for each op, how its outputs may be written, and which dtypes and views it
+takes. Anything else is refused before it runs.
 
-A kernel that does not know a mode would store where it should add, and one that does not know a dtype or the stride of a view would
-read other elements than were meant. So an op is lowered only as its entry says.
+A kernel that does not know a mode would store where it should add. One that does not know a dtype, or the stride of a view, would
+read the wrong elements. So an op is lowered only as its entry says.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ L = TypeVar("L")
 
 @dataclass(frozen=True)
 class Entry(Generic[L]):
-    """How one op is lowered, and what for. `modes`: of outputs that can do more than store. `floats`: the dtypes that every operand
-    may have; `also`: what some take beyond them. `views`: operands whose rows may lie further apart than they are long."""
+    """How one op is lowered, and what its kernel can do. `modes` has the modes of those outputs that it can do more to than store.
+    `floats` are the dtypes that every operand may have, and `also` those that some may have beside them. `views` are the operands
+    whose rows may lie further apart than they are long."""
 
     lower: Callable[[L], None]
     modes: Mapping[str, tuple[str, ...]]
@@ -31,8 +33,8 @@ class Entry(Generic[L]):
 
 
 class Registry(Generic[L]):
-    """The entries of one backend. `floats`: the dtypes in which its kernels load and store numbers. `replaced` is called when an
-    entry takes another's place: a cell of a notebook was run again, or a module loaded again."""
+    """The entries of one backend. `floats` are the dtypes in which its kernels load and store numbers. `replaced` is called when
+    an entry takes the place of another: when a cell of a notebook is run again, or a module is loaded again."""
 
     def __init__(self, backend: str, *, floats: tuple[str, ...], replaced: Callable[[], None] = lambda: None) -> None:
         self.backend, self.floats, self.replaced = backend, floats, replaced
@@ -49,9 +51,9 @@ class Registry(Generic[L]):
         also: Mapping[str, str] | None = None,
         views: str = "",
     ) -> None:
-        """Register how `op_name` is lowered; who registers it again replaces what was there. Names of operands: `adds` are outputs
-        that can be added to, `starts` those that can be started too, `views` operands that may be views. `also` has the dtypes that
-        an operand takes beyond `floats`, which are the backend's unless given."""
+        """Register how `op_name` is lowered; a second entry for an op replaces the first. The words name operands: `adds` are
+        outputs that can be added to, `starts` those that can be started too, and `views` operands that may be views. `also` has
+        dtypes that an operand may have beside `floats`, which are those of the backend unless given."""
         modes = dict.fromkeys(adds.split(), MODES[:2]) | dict.fromkeys(starts.split(), MODES)
         if op_name in self.entries:
             self.replaced()
@@ -65,14 +67,15 @@ class Registry(Generic[L]):
         return (*entry.floats, *entry.also.get(operand, ()))
 
     def lower(self, op: Op, into: L) -> None:
-        """ValueError, in one line, for an op that the backend has no kernel for, or none that takes its operands as they are."""
+        """Lower the op. An op for which the backend has no kernel, or none that takes its operands as they are, is a ValueError in
+        one line."""
         refusal = self.refusal(op)
         if refusal:
             raise ValueError(refusal)
         self.entries[op.kernel].lower(into)
 
     def fuses(self, op: Op) -> bool:
-        """Whether a sequence may become this op: where its kernel does not take the operands, those of the sequence may."""
+        """Whether a sequence may become this op. If its kernel does not take the operands, those of the sequence may."""
         return op.kernel not in self.entries or self.refusal(op) is None
 
     def refusal(self, op: Op) -> str | None:

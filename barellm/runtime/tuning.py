@@ -100,7 +100,7 @@ class Database:
 
 
 def clear(folder: Path) -> int:
-    """Forget the entries of every version. The number of files removed."""
+    """Delete the entries of every version, and return how many files were removed."""
     files = list(folder.glob("*.json"))
     for path in files:
         path.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""What every backend's tuner shares: a child process that proves and times candidates, and the decision."""
+"""The part of tuning that all backends share: a child process that checks and times candidates, and the decision."""

@@ -21,23 +21,26 @@ class Wrong(Exception):
 
 
 class Bed(Protocol):
-    """One piece of work, open. `seconds`: of the default, when it was last timed."""
+    """One piece of work that is open, with its memory and its programs. `seconds` is the time of the default when it was last
+    measured."""
 
     seconds: float
 
     def check(self, candidate: Any) -> Any:
-        """Run it at every size; gives what `time` takes. Wrong where a value, a bit or a byte elsewhere is."""
+        """Run the candidate at every size, and return what `time` takes. Raises Wrong if a value or a bit is wrong, or a byte
+        elsewhere has changed."""
         ...
 
     def time(self, candidates: list[Any], rounds: int) -> list[list[float]]:
-        """For each what `check` gave, its time over the default's, once a round: all take turns, in changing order."""
+        """For each result of `check`, the ratios of its time to that of the default, one for each round. All take turns, in
+        changing order."""
         ...
 
     def close(self) -> None: ...
 
 
 class Child:
-    """`make_bed(work, *how)`: opens a piece of work."""
+    """The loop of a child process. `make_bed(work, *how)` opens a piece of work."""
 
     def __init__(self, make_bed: Callable[..., Bed]) -> None:
         self.make_bed = make_bed

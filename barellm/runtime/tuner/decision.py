@@ -20,7 +20,7 @@ AGREE = 0.8  # less than the default's time in this share of the rounds, in two 
 
 @dataclass
 class Verdict:
-    """What was found for one piece of work. `best` is the default where nothing is clearly faster."""
+    """The result for one piece of work. `best` is the default if nothing is clearly faster."""
 
     work: Any  # `role`, `dtype`, `sizes` by name, `flops`
     default: Any
@@ -147,7 +147,7 @@ def _wins(ratios: list[float], than: float) -> bool:
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate, why it was rejected ("": it was not), and whether that is as it should be."""
+    """The result of one candidate: why it was rejected ("" if it was not), and whether that is as it should be."""
 
     candidate: str
     reason: str
@@ -156,7 +156,7 @@ class Trial:
 
 
 def trials(verdict: Verdict, faults: dict[Any, tuple[str, str]], honest: Any, default: Any) -> list[Trial]:
-    """What became of injected candidates, by what each was made to be rejected for, and of one that is right."""
+    """The results of injected candidates. Each was made so that it must be rejected for a certain reason; one is right."""
     reasons = dict(verdict.rejected)
     found = []
     for candidate, (name, words) in faults.items():

@@ -57,8 +57,8 @@ class Worker:
         return reason
 
     def time(self, candidates: list[Any], rounds: int) -> tuple[list[list[float]], float]:
-        """(ratios to the default by candidate and round, the default's seconds). Only what was checked is timed: by this child,
-        or it is now. Lost where the child did not come back."""
+        """The ratios to the default by candidate and round, and the seconds of the default. Only a candidate that was checked is
+        timed: by this child before, or else now. Raises Lost if the child did not come back."""
         try:
             for candidate in candidates:
                 if candidate not in self._checked and (reason := self.check(candidate)):
