@@ -24,12 +24,12 @@ def open_session(programs: dict[str, Program]) -> CpuSession:
 
 
 def default_dtype() -> str:
-    """bf16 where the processor multiplies it natively."""
+    """bf16 if the processor multiplies it natively, else fp32."""
     return "bf16" if host().dot else "fp32"
 
 
 def describe() -> dict[str, object]:
-    """What a checkpoint or a benchmark records of the machine."""
+    """The facts about the machine that a checkpoint or a benchmark records."""
     return {"device": "cpu", "isa": host().name, "processor": host().cpu or "generic", "threads": thread_count()}
 
 
@@ -66,8 +66,8 @@ class Bench:
         return turns * machine.peak_operations(self.isa, pair=pair) * self.threads / best
 
     def bandwidth(self, mix: tuple[int, int, int], nbytes: int = 1 << 28) -> float:
-        """Bytes/s of a loop over some `nbytes` of memory that of every eight vectors reads, writes and updates in place as many
-        as `mix` says; an update counts twice. With the better kind of store."""
+        """The bytes/s of a loop over some `nbytes` of memory. Of every eight vectors it reads, writes and updates in place as many
+        as `mix` says; an update counts twice. The better kind of store counts."""
         read, write, update = mix
         vector = 4 * self.isa.lanes
         turns = nbytes // (sum(mix) * vector) & -4096

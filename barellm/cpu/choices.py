@@ -70,7 +70,7 @@ class Choice:
 
 
 def tiles(isa: ISA, dtype: str) -> list[Tile]:
-    """Those whose accumulators, panel and broadcast fit into the registers; on AMX the one of its tile registers."""
+    """The tiles whose accumulators, panel and broadcast fit into the registers. On AMX it is the one tile of its tile registers."""
     from barellm.cpu.kernels import amx  # kernels import this module
 
     if amx.uses_tiles(isa, dtype):
@@ -95,8 +95,9 @@ def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:
 
 
 def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -> Choice:
-    """Where nothing was tuned. `cols`, `rows`: of the result. Weight gradients: as many claims as need be, an even number for
-    two threads, as high as LEFT_BYTES allow, then about as wide as high, for each packs its rows and its columns."""
+    """The choice where nothing was tuned. `cols` and `rows` are those of the result. For a weight gradient it makes as many claims
+    as are needed, an even number for two threads. They are as high as LEFT_BYTES allow, then about as wide as high, because each
+    claim packs its rows and its columns."""
     from barellm.cpu.kernels import amx  # kernels import this module
 
     assert role.startswith(ROLES), role

@@ -1,4 +1,4 @@
-"""What this processor can do, and how to force less (`BARELLM_ISA`)."""
+"""The instruction sets of this processor, and how to force a lesser one (`BARELLM_ISA`)."""
 
 from __future__ import annotations
 
@@ -65,14 +65,15 @@ def cross(name: str, triple: str) -> ISA:
 
 
 def arm() -> bool:
-    """This process runs on aarch64."""
+    """Whether this process runs on aarch64."""
     import platform
 
     return platform.machine().lower() in ("arm64", "aarch64")
 
 
 def host_features() -> dict[str, bool]:
-    """What this processor has, by LLVM's names. On aarch64 LLVM 22 looks for no bf16 on Linux and for nothing at all on macOS."""
+    """The features of this processor, by LLVM's names. On aarch64 LLVM 22 does not look for bf16 on Linux, and for nothing at all
+    on macOS."""
     import llvmlite.binding as llvm
 
     found = llvm.get_host_cpu_features()
@@ -100,7 +101,8 @@ def available() -> list[str]:
 
 @cache
 def tiles_permitted() -> bool:
-    """Asks Linux for the use of tile registers, once a process: without permission the first tile instruction ends it."""
+    """Ask Linux for the use of tile registers, once a process. Without permission the first tile instruction would end the
+    process."""
     import ctypes
     import sys
 

@@ -52,7 +52,7 @@ def target_machine(isa: ISA) -> llvm.TargetMachine:
 
 @cache
 def versions() -> str:
-    """This Python's llvmlite and LLVM, which are part of every key."""
+    """The versions of this Python's llvmlite and of LLVM, which are part of every key."""
     import llvmlite
 
     return f"{llvmlite.__version__} {llvm.llvm_version_info}"

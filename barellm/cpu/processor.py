@@ -13,8 +13,8 @@ CPUINFO = ("vendor_id", "cpu family", "model", "stepping", "CPU implementer", "C
 
 
 def sysctl(name: str) -> bytes | None:
-    """What macOS knows by this name, a number in little-endian bytes or a text that ends with a zero; None where it knows none,
-    and on other systems."""
+    """The value of macOS's system variable of this name: a number in little-endian bytes, or a text that ends with a zero. None if
+    there is none, and on other systems."""
     if sys.platform != "darwin":
         return None
     value, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
@@ -29,7 +29,7 @@ def sysctl_number(*names: str) -> int:
 
 @cache
 def caches() -> dict[int, int]:
-    """Bytes of the data caches by level, as one core sees them."""
+    """The sizes of the data caches in bytes, by level, as one core sees them."""
     return known_caches() or dict(TYPICAL)
 
 

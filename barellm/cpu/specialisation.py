@@ -1,4 +1,4 @@
-"""One specialisation of a kernel, and what a kernel sees of the machine while it is emitted."""
+"""One specialisation of a kernel, and the view that a kernel has of the machine while it is emitted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Emit = Callable[..., None]
 
 @dataclass(frozen=True)
 class Specialisation:
-    """One specialisation: the function, what each positional parameter is ("fp32", "int", None, ...), the constants."""
+    """A kernel for certain operands and constants: its function, the kind of each positional parameter ("fp32", "int", None, ...),
+    and the constants."""
 
     emit: Emit
     operands: tuple[str | None, ...]
@@ -60,7 +61,7 @@ class Specialisation:
 
 
 class KernelBuilder(Builder):
-    """What a kernel sees beyond the language: its thread, the run-time scalars, work to claim."""
+    """The language of kernels, with the thread, the run-time scalars, and work to claim."""
 
     def _rt(self, offset: int, type_: str) -> Value:
         p = self.op("ptr", f"getelementptr i8, ptr %rt, i64 {offset}")
@@ -130,7 +131,7 @@ class KernelBuilder(Builder):
         return whole + ([(n - n % self.lanes, self.mask_first(n % self.lanes))] if n % self.lanes else [])
 
     def keep(self, mode: str) -> Value | None:
-        """For an output written in `mode`: None to store; else an i1 that tells whether to add to what is there."""
+        """The condition under which an output in `mode` is added to: None if it is stored always, else an i1."""
         if mode == "store":
             return None
         return self.const(1, "i1") if mode == "add" else self.scalar("accumulate").differs(0)

@@ -51,7 +51,7 @@ class Lowered(LoweredProgram[Lowering]):
 
 
 def barriers(calls: list[Call], address: Any) -> list[bool]:
-    """For each call, whether all threads must meet after it. `address(region) -> (start, stop)` in the arena."""
+    """Whether all threads must meet after each of the calls. `address(region) -> (start, stop)` gives the place in the arena."""
     after = [False] * len(calls)
     reads: list[tuple[int, int]] = []
     writes: list[tuple[int, int]] = []
@@ -84,7 +84,7 @@ class LoweredPrograms:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What the code is for."""
+        """The machine that the code is made for."""
         return {"isa": self.isa.name, "threads": self.threads}
 
     @property
@@ -100,7 +100,7 @@ class LoweredPrograms:
 def lower_and_plan(
     programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None
 ) -> LoweredPrograms:
-    """What a session of `programs` allocates, to the byte, and what it runs."""
+    """The memory that a session of `programs` allocates, to the byte, and the calls that it runs."""
     isa, threads = isa or host(), threads or thread_count()
     lowered = {name: Lowered(p, isa, threads) for name, p in programs.items()}
     store = next(iter(programs.values())).store
@@ -194,7 +194,7 @@ class CpuSession(ArenaSession):
         return made
 
     def trace(self, stamps: dict[str, np.ndarray] | None) -> None:
-        """From now on every run writes its stamps there, over those of the program's run before. None: no more tracing."""
+        """Make every later run write its time stamps there, over those of the run before. None ends the tracing."""
         where = {name: room.ctypes.data for name, room in (stamps or {}).items()}
         self._starts = {
             name: partial(self.pool.run, *table, where.get(name, 0)) for name, table in self._tables.items() if table[1]

@@ -34,8 +34,8 @@ def logical_cpus() -> list[int]:
 
 
 def allowed_cpus() -> list[int]:
-    """One of them for each physical core. On a Mac as many as it has performance cores: threads meet at barriers, and one on an
-    efficiency core is late at each."""
+    """The processors that this process may use, one for each physical core. On a Mac they are as many as it has performance cores:
+    threads meet at barriers, and one on an efficiency core is late at each."""
     cpus = logical_cpus()
     if cores := sysctl_number("hw.perflevel0.physicalcpu", "hw.physicalcpu"):
         return cpus[:cores]
@@ -70,7 +70,7 @@ def _native(isa: ISA) -> Library:
 
 @cache
 def _loaded(isa: ISA, futex: bool) -> Library:
-    """One for all pools of a process: to load it costs more than to start two threads."""
+    """The loaded code, once for all pools of a process: loading it costs more than starting two threads."""
     code = cached_object(
         f"sync|{sources.digest(sync.__name__)}|{arm()}|{futex}", isa, lambda: sync.ir(arm=arm(), futex=futex)
     )
@@ -125,8 +125,8 @@ class Pool:
         return self.shared + sync.SHARED_NBYTES + thread * RT_NBYTES
 
     def bind(self, scalars: int, private: int, private_bytes: int, *, memory: object = None) -> None:
-        """Where kernels find the run-time scalars and each thread's own scratch. `memory`: what owns the code and the bytes
-        of the runs. The threads hold on to it: a run that Ctrl-C left behind may outlive everything else."""
+        """Set the places of the run-time scalars and of each thread's own scratch. `memory` owns the code and the bytes of the
+        runs. The threads keep a reference to it, because a run that Ctrl-C left behind may outlive everything else."""
         self._memory = memory
         for i in range(self.threads):
             self._set(self.rt(i) + RT_SCALARS, scalars)

@@ -61,7 +61,7 @@ def to_entry(choice: Choice) -> dict[str, Any]:
 
 
 def from_entry(entry: Any, isa: ISA, dtype: str) -> Choice:
-    """ValueError for what is no choice for this ISA."""
+    """The choice that an entry stands for. It is a ValueError if it is no choice for this ISA."""
     try:
         tile = Tile(*entry["tile"])
         choice = Choice(tile, *entry["rows"], columns=entry["columns"], order=entry["order"])

@@ -73,7 +73,8 @@ def release(k: KernelBuilder) -> None:
 
 
 def multiply(k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[Left, Any]]) -> None:
-    """out (ROWS, SPAN) fp32 = A @ panel. `parts`: A, and how many steps of it, one after the other along the depth."""
+    """out (ROWS, SPAN) fp32 = A @ panel. `parts` has A in pieces that lie one after the other along the depth, each with its
+    number of steps."""
     for tile in range(4):
         _tile(k, "tilezero", tile)
     row = 4 * SPAN
@@ -112,8 +113,8 @@ REPEATED = 4 * SIDE * SIDE * DEPTH * 2  # floating-point operations of one turn 
 def multiply_rows(
     k: KernelBuilder, out: Pointer, a: Pointer, count: Value | None, panel: Pointer, block: Pointer, *, depth: int, stride: int
 ) -> None:  # fmt: skip
-    """out = rows [0, count) of a (rows, depth) @ panel; None: ROWS rows. Rows of a lie `stride` elements apart. `block`:
-    `left_bytes(depth)` of scratch."""
+    """out = rows [0, count) of a (rows, depth) @ panel; `count` None means ROWS rows. Rows of a lie `stride` elements apart.
+    `block` is scratch of `left_bytes(depth)`."""
     whole = depth // DEPTH if count is None else 0
     parts: list[tuple[Left, Any]] = [(row_major(a, 2 * stride), whole)] if whole else []
     rest = padded(depth) - whole * DEPTH

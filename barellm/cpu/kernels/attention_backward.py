@@ -66,7 +66,7 @@ def attention_backward_keys(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
     *, batch, modes, heads, kv_heads, D, **shape,
 ) -> None:  # fmt: skip
-    """dk and dv; in one pass also dq. `modes` and the six strides: of q, k and v in that order."""
+    """Compute dk and dv, and in one pass also dq. `modes` and the six strides are those of q, k and v in that order."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, count = shape["bounds"].length(k, shape["seq"]), extent(k, batch) * kv_heads
     together = one_pass(k, count)
@@ -124,7 +124,7 @@ def attention_backward_queries(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
     *, batch, modes, heads, kv_heads, D, **shape,
 ) -> None:  # fmt: skip
-    """dq, where it was not computed with dk and dv."""
+    """Compute dq, where it was not computed together with dk and dv."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, sequences = shape["bounds"].length(k, shape["seq"]), extent(k, batch)
     queries = Geometry.of(k.isa, q.dtype, D).queries

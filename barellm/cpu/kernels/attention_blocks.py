@@ -80,7 +80,7 @@ class Geometry:
 
 
 def offsets(units: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Byte offset of each named block, and the total, all multiples of 64."""
+    """The byte offset of each named block, and the total. All are multiples of 64."""
     at, where = 0, {}
     for name, n in units.items():
         where[name] = at
@@ -134,7 +134,7 @@ class Rows:
 
     @classmethod
     def of(cls, tensor: Pointer, token: Value, head: Value, *, D: int, stride: int) -> Rows:
-        """Those of a head, from `token` on."""
+        """The rows of a head, from `token` on."""
         return cls(tensor.at(token * stride + head * D), stride)
 
 
@@ -204,7 +204,7 @@ def straighten(k: KernelBuilder, g: Geometry, transposed: Pointer, to: Pointer, 
 def unstage(
     k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, to: Rows, factor: Any, keep: Value | None = None
 ) -> None:
-    """fp32 rows [token][g.wide], times `factor`, to memory; added to what is there where `keep` says so."""
+    """Write fp32 rows [token][g.wide], times `factor`, to memory. They are added to what is there if `keep` says so."""
     with k.loop(0, count) as t:
         row, target = rows.at(t * g.wide), to[t]
         for c, mask in k.columns(g.D):
@@ -376,7 +376,8 @@ def crosses(g: Geometry, key: Value, position: Value, lower: Lower | None) -> Va
 def visible(
     k: KernelBuilder, g: Geometry, key: Value, position: Value, lower: Lower | None
 ) -> Callable[[int, int], Value]:
-    """(row of a tile, vector) -> lanes of queries from `position` that may see the row's key, `key` + row."""
+    """A function from (row of a tile, vector) to the lanes of queries from `position` on that may see the row's key, `key` +
+    row."""
     gap = k.splat(key - position)
     if lower is None:
         return lambda r, v: (gap + (r - v * g.lanes)) <= k.iota()

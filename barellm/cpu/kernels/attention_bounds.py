@@ -34,15 +34,16 @@ class Bounds(NamedTuple):
         return extent(k, seq) if self.fold == 1 else extent(k, seq) * self.fold
 
     def root(self, k: KernelBuilder, D: int) -> Any:
-        """What multiplies scores."""
+        """The factor that multiplies scores."""
         return k.splat(k.scalar(self.scale)) if self.scale else 1 / sqrt(D)
 
     def unit(self, k: KernelBuilder, D: int) -> Any:
-        """What makes scores exponents of 2."""
+        """The factor that makes scores exponents of 2."""
         return k.splat(k.scalar(self.scale) * log2(E)) if self.scale else log2(E) / sqrt(D)
 
     def rows(self, tensor: Pointer, position: Value, head: Value, *, D: int, heads: int, stride: int) -> Rows:
-        """Those of one of `heads` heads from an even position on. `stride`: elements from one token to the next."""
+        """The rows of one of `heads` heads, from an even position on. `stride` is the number of elements from one token to the
+        next."""
         if self.fold == 2 and stride == 2 * heads * D:  # nothing lies between the rows of two tokens
             stride //= 2
         elif self.fold == 2:
@@ -62,7 +63,7 @@ def causal_sizes(op: Op) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Reach:
-    """Of one sequence of T positions. `starts`: of its tokens."""
+    """The keys that the queries of one sequence of T positions may see. `starts` are those of its tokens."""
 
     T: Value
     fold: int
@@ -71,14 +72,14 @@ class Reach:
 
     @classmethod
     def of(cls, k: KernelBuilder, bounds: Bounds, T: Value, starts: Pointer | None, sequence: Value) -> Reach | None:
-        """None where every query sees all keys before its own."""
+        """The reach of a sequence, or None if every query sees all keys before its own."""
         if bounds.window is None and starts is None:
             return None
         window = None if bounds.window is None else k.scalar(bounds.window)
         return cls(T, bounds.fold, window, None if starts is None else starts.at(sequence * T // bounds.fold))
 
     def _document(self, t: Value) -> Value:
-        """Where the document of a position starts."""
+        """The position at which the document of a position starts."""
         assert self.starts is not None
         return self.starts.get(t) if self.fold == 1 else self.starts.get(t >> 1) * self.fold
 
@@ -111,7 +112,7 @@ class Reach:
         return lower.value
 
     def fill(self, k: KernelBuilder, g: Geometry, t: Value, least: Pointer) -> None:
-        """What each query of the group from t on sees first, as i32."""
+        """Write, as i32, the first key that each query of the group from t on sees."""
         with k.loop(0, g.queries) as i:
             least.put(self.first(k, t + i), i)
 

@@ -53,7 +53,7 @@ def groups(g: Geometry) -> int:
 
 
 def claim_block(k: KernelBuilder, g: Geometry, count: Value, T: Value) -> tuple[Value, Value]:
-    """(queries of a claim, claims of a head) for `count` heads; no bit of the result depends on it."""
+    """The number of (queries of a claim, claims of a head) for `count` heads. No bit of the result depends on it."""
     large = groups(g) * g.queries
     enough = (count * k.ceil_div(T, large)) >= (k.threads * 4)
     block = k.select(enough, k.int(large), k.int(g.queries))
@@ -258,7 +258,7 @@ def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, *, batch,
 def attention_cached(
     k: KernelBuilder, out, q, k_cache, v_cache, *, batch, seq, heads, kv_heads, D, stride, length
 ) -> None:
-    """`stride`: of q's rows."""
+    """Attention over a KV cache. `stride` is that of q's rows."""
     g = Geometry.of(k.isa, q.dtype, D)
     C, T, pos = kv_heads * D, extent(k, seq), k.scalar("pos")
     block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
@@ -275,7 +275,8 @@ def attention_cached(
 
 
 def attend_one(k: KernelBuilder, D: int, q: Pointer, keys: Rows, values: Rows, out: Pointer, count: Value) -> None:
-    """One query: channels are lanes, so that no lane idles. Probabilities of all keys lie in scratch, `count` fp32."""
+    """Attention of one query. Channels are lanes, so that no lane idles. The probabilities of all keys lie in scratch, `count`
+    fp32."""
     scratch = k.private("fp32")
     columns = k.columns(D)
     query = [q.load(c, mask) * (log2(e) / sqrt(D)) for c, mask in columns]

@@ -1,6 +1,8 @@
-"""What the schedules of attention's backward pass are made of: one head of one sequence, with its blocks in a thread's scratch.
+"""The parts that the schedules of attention's backward pass share: one head of one sequence, with its blocks in a thread's
+scratch.
 
-Shapes and formulas as in attention_backward.py, blocks as in attention_blocks.py: KEYS keys beside a group of g.queries queries.
+Shapes and formulas are those of attention_backward.py, and blocks those of attention_blocks.py: KEYS keys beside a group of
+g.queries queries.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from barellm.cpu.lang import Pointer, Value
 
 
 def scratch_units(g: Geometry, rate: float, length: int, *, shared: bool, bounded: bool) -> dict[str, int]:
-    """`length`: queries whose dq may wait, and where the keys are `shared` by heads, keys whose dk and dv may."""
+    """The blocks of scratch, in units. `length` is the number of queries whose dq may wait there. Where heads share keys
+    (`shared`), it is also the number of keys whose dk and dv may wait."""
     waiting = round_up_to(length, KEYS) if shared else KEYS
     return {
         "rows": g.rows_units(g.queries),

@@ -26,7 +26,8 @@ OWN, CROSSING = 5, 1  # products of a pair in a segment, and what each pair acro
 
 
 def pieces_of(k: KernelBuilder, heads: Value, blocks: Value, bounds: Bounds) -> Value:
-    """Into how many segments a sequence of `blocks` is cut: as many as end soonest on these threads, which share `heads`."""
+    """The number of segments that a sequence of `blocks` is cut into: as many as end soonest on these threads, which share
+    `heads`."""
     least = k.ceil_div(blocks, SEGMENT // KEYS)
     window = blocks if bounds.window is None else k.ceil_div(k.scalar(bounds.window), KEYS)
     best, shortest = k.max(least, 1), k.int(1 << 62)
@@ -43,7 +44,7 @@ def attention_backward_segments(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
     *, batch, seq, modes, heads, kv_heads, D, bounds, **shape,
 ) -> None:  # fmt: skip
-    """dq, dk and dv. `modes` and the six strides: of q, k and v in that order."""
+    """Compute dq, dk and dv. `modes` and the six strides are those of q, k and v in that order."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     sizes: dict[str, Any] = {"seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "bounds": bounds, **shape}
     T, count = bounds.length(k, seq), extent(k, batch) * kv_heads
@@ -73,8 +74,8 @@ def add_segment(
     ends: Value | None,
     keep: Any,
 ) -> None:
-    """What one head of queries gives: dq of [first, stop) into scratch; dk and dv of the blocks from `own` on are cleared where the
-    head `begins` a group of several, and stored where it `ends` it."""
+    """Add the part of one head of queries. dq of [first, stop) goes into scratch. dk and dv of the blocks from `own` on are
+    cleared if the head `begins` a group of several, and stored if it `ends` it."""
     g, s = h.g, h.s
     assert h.reach is not None
     clear(k, s["dq"], k.ceil_div(stop - first, g.queries) * (g.D * g.queries))

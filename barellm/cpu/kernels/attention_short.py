@@ -56,7 +56,8 @@ def forward_units(g: Geometry) -> dict[str, int]:
 
 
 def backward_units(g: Geometry, shared: bool) -> dict[str, int]:
-    """`shared`: dk and dv are sums over several heads, which wait as fp32 rows."""
+    """The blocks of scratch of the backward pass, in units. Where keys are `shared`, dk and dv are sums over several heads, which
+    wait as fp32 rows."""
     woven = {name: g.woven_units(SHORT) for name in ("q", "k", "do")}
     turned = {name: g.units * SHORT for name in ("q_turned", "do_turned")}
     # [key][SHORT / 2]; the last of them [key / 2][SHORT].

@@ -66,7 +66,8 @@ def write_gradient(
     k: KernelBuilder, dlogits: Pointer, logits: Pointer, target: Value, lse: Value, by: Value | None,
     *, V: int, valid: int, mode: str,
 ) -> None:  # fmt: skip
-    """One row: (softmax - onehot) * inv_targets, times `by`; zero where the target is ignored, and in the padding."""
+    """Write one row of the gradient: (softmax - onehot) * inv_targets, times `by`; zero where the target is ignored, and in the
+    padding."""
     counted = target >= 0
     scale = k.to(k.scalar("inv_targets"), "float")
     scale = k.select(counted, scale if by is None else scale * by, 0.0)
@@ -109,7 +110,7 @@ def write_loss(k: KernelBuilder, lse, losses, logits: Pointer, target: Value, ro
 def row_losses_and_gradients(
     k: KernelBuilder, losses, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner
 ) -> None:
-    """losses, and the gradient over the logits: the row is in the cache when it is overwritten."""
+    """Compute the losses, and write the gradient over the logits, whose row is in the cache then."""
     by = scale_of(k, loss_scale)
     with (
         k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),

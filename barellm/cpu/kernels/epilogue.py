@@ -1,4 +1,4 @@
-"""What follows a product before its sums are stored."""
+"""The operations that follow a product before its sums are stored."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from barellm.program.ops.elementwise import SLOPES
 
 
 class Epilogue:
-    """What becomes of the sums in a panel's columns, from `col` on, when the bias has been added.
+    """The operations on the sums in the columns of a panel, from `col` on.
 
-    `epilogues` in their order: "bias" adds it; an activation stores its input to `second`; "residual" adds `other`, and "scaled"
-    adds `scale` times `other`; a slope multiplies the sum with an activation's slope at `other`.
+    `epilogues` are done in their order: "bias" adds it; an activation stores its input to `second`; "residual" adds `other`, and
+    "scaled" adds `scale` times `other`; a slope multiplies the sum with an activation's slope at `other`.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from barellm.runtime.lowering import view_stride, weight_operand
 
 
 def role_of(transposed: bool, epilogues: tuple[str, ...]) -> str:
-    """What a product is called where its choice is kept; its bias makes no difference to it."""
+    """The name of a product where its choice is kept. Its bias makes no difference to it."""
     return "_".join(["forward" if transposed else "input_gradient", *(name for name in epilogues if name != "bias")])
 
 

@@ -1,4 +1,4 @@
-"""What this machine can do at best: kernels that only compute, or only move bytes. The bounds that others are held against."""
+"""Kernels that only compute, or only move bytes. They show the best that this machine can do, which is the bound for all others."""
 
 from __future__ import annotations
 

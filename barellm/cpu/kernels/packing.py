@@ -29,7 +29,7 @@ def paired(isa: ISA, dtype: str) -> bool:
 
 
 def panel_bytes(isa: ISA, dtype: str, depth: int, width: int) -> int:
-    """Bytes of a packed block of `width` columns, a multiple of 64."""
+    """The bytes of a packed block of `width` columns, a multiple of 64."""
     if amx.uses_tiles(isa, dtype):
         depth = amx.padded(depth)
     nbytes = ceil_div(depth, 2) * width * 4 if paired(isa, dtype) else depth * width * 4
@@ -50,7 +50,7 @@ class Packing:
         self.rest()
 
     def spread(self, turns: Value, wanted: Value) -> None:
-        """To be done in `turns` calls of `some`, or none at all unless `wanted`."""
+        """Work that is to be done in `turns` calls of `some`, or not at all unless it is `wanted`."""
         self.count = self.k.select(wanted, self.count, 0)
         self.done, self.step = self.k.var(0), (self.count + turns - 1) // self.k.max(turns, 1)
 
@@ -268,7 +268,7 @@ class LeftBlock:
         self.group.value, self.unit.value = k.select(ends, group + 1, group), k.select(ends, 0, end)
 
     def _columns(self, group: Value) -> list[Value]:
-        """Where the tiles of a group start, in b; those beyond the last are packed as the last once more."""
+        """The columns of b at which the tiles of a group start. For tiles beyond the last, the last one is packed once more."""
         start = self.first + group * (self.tiles * self.rows)
         end = self.first + (self.last - self.first - 1) // self.rows * self.rows
         return [self.k.min(start + i * self.rows, end) for i in range(self.tiles)]

@@ -19,7 +19,8 @@ CHAINS = 4
 
 
 def constants_of(op: Op) -> dict[str, Any]:
-    """`strides`: of the rows of x and of the result; `lines`: whether the result's rows are whole cache lines."""
+    """The constants of these kernels. `strides` are those of the rows of x and of the result. `lines` says whether the result's
+    rows are whole cache lines."""
     out = next(iter(op.outputs.values()))
     lines = all(n % 64 == 0 for n in (out.first_column, out.row_stride))
     axes = {"batch": size(op.x.shape[0]), "seq": size(op.x.shape[1]), "half": 2 * int(op.cos.shape[1])}
@@ -35,7 +36,7 @@ class Angles:
         self.held = {c: self._factors(c) for c in range(0, half, k.lanes)} if held else {}
 
     def turn(self, v: Value, c: int) -> Value:
-        """v holds the columns from c on of a head."""
+        """Turn v, which holds the columns of a head from c on."""
         if c >= self.half:
             return v
         same, other = self.held.get(c) or self._factors(c)
@@ -43,8 +44,8 @@ class Angles:
         return self.k.fma(v, same, neighbours * other)
 
     def _factors(self, c: int) -> tuple[Value, Value]:
-        """What each column is multiplied with, and its neighbour in the plane: cosine and sine. The sine is negative for odd
-        columns, and when turning back for even ones. Columns that do not turn have 1 and 0."""
+        """The factors of each column and of its neighbour in the plane: cosine and sine. The sine is negative for odd columns, and
+        for even ones when turning back. Columns that do not turn have 1 and 0."""
         k, left = self.k, self.half - c
         same, other = self._twice(self.cos, c), self._twice(self.sin, c)
         if left < k.lanes:
@@ -134,7 +135,7 @@ class Walk:
         return self.rows * (self.W * out.itemsize) > STREAM_BYTES if aligned else None
 
     def sum(self, a: list[Value], b: list[Value]) -> Value:
-        """Of products over a head's columns."""
+        """The sum of products over a head's columns."""
         sums = zeros(self.k, CHAINS)
         for j, (u, v) in enumerate(zip(a, b, strict=True)):
             chain = sums[j % CHAINS]

@@ -86,8 +86,8 @@ def lower_column_sums(
     writes: str = "",
     **constants: Any,
 ) -> None:
-    """One call and more: `emit` fills the operand `partials`, None without outputs, and what else it `writes`; then each output (C)
-    is combined from its part of them."""
+    """Append one call of `emit` and more. `emit` fills the operand `partials` (None without outputs) and whatever else it
+    `writes`. Then each output (C) is combined from its part of the partial sums."""
     C = int(like.shape[-1])
     stride = len(outputs) * C
     chunks = min(CHUNKS, -(-(like.size // C) // CHUNK_ROWS))

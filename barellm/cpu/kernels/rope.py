@@ -12,7 +12,8 @@ from barellm.program.ops.base import Op
 
 
 def constants_of(op: Op) -> dict[str, Any]:
-    """`strides`: of the rows of x and y; `lines`: whether y's rows are whole cache lines."""
+    """The constants of the kernel. `strides` are those of the rows of x and y. `lines` says whether the rows of y are whole cache
+    lines."""
     lines = all(n % 64 == 0 for n in (op.y.first_column, op.y.row_stride))
     sizes = {"W": int(op.x.shape[2]), "half": int(op.cos.shape[1]), "heads": op.heads}
     axes = {"batch": size(op.x.shape[0]), "seq": size(op.x.shape[1])}
@@ -39,7 +40,7 @@ def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, invers
         held = {c: angle(c, mask) for c, mask in columns} if in_registers else {}
 
         def turn(first: Value, c: int, mask: Value | None) -> tuple[Value, Value]:
-            """What becomes of the columns from c on, and of those half a head further, of the head that begins at `first`."""
+            """The turned columns from c on, and those half a head further, of the head that begins at `first`."""
             co, si = held[c] if in_registers else angle(c, mask)
             low, high = first + c, first + (half + c)
             a, b = of.load(low, mask), of.load(high, mask)

@@ -44,14 +44,14 @@ def exponential(k: KernelBuilder, x: Value, less: Value, cap: Cap | None) -> tup
 
 
 def steepness(cap: Cap | None) -> float:
-    """dz/dx is this times the slope of the sigmoid."""
+    """The factor by which dz/dx is larger than the slope of the sigmoid."""
     return 1.0 if cap is None else cap[0] / cap[2]
 
 
 @dataclass
 class Target:
-    """One of a row's targets: its column; whether there is one; its weight, else 0; the capped logit there, and its slope less
-    the factor `steepness`."""
+    """One target of a row: its column; whether there is one; its weight, which is 0 if there is none; the capped logit there; and
+    its slope without the factor `steepness`."""
 
     column: Value
     counted: Value
@@ -113,7 +113,8 @@ def write_gradient(
     k: KernelBuilder, dlogits: Pointer, found: list[Target], lse: Value, scale: Value, elsewhere: Vector,
     *, V: int, valid: int, mode: str,
 ) -> None:  # fmt: skip
-    """One row: `elsewhere(column, mask)` is what belongs where no target is; zero in the padding. Logits may be overwritten."""
+    """Write one row of the gradient. `elsewhere(column, mask)` is its value where no target is; in the padding it is zero. Logits
+    may be overwritten."""
     at_targets = []  # read before anything is overwritten
     for t in found:
         p = k.lane(exp(k, k.splat(t.z - lse)), 0)
@@ -135,7 +136,7 @@ def write_gradient(
 
 
 def factor_of(k: KernelBuilder, loss_scale: Pointer | None, cap: Cap | None) -> Value:
-    """What every logit gradient is multiplied by."""
+    """The factor that every logit gradient is multiplied by."""
     factor = k.to(k.scalar("inv_targets"), "float") * steepness(cap)
     by = scale_of(k, loss_scale)
     return factor if by is None else factor * by
@@ -159,7 +160,7 @@ def row_losses(
 def row_losses_and_gradients(
     k: KernelBuilder, losses, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, cap, **more
 ) -> None:
-    """losses, and the gradient over the logits."""
+    """Compute the losses, and write the gradient over the logits."""
     factor, kept = factor_of(k, loss_scale, cap), k.private()
     with (
         k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),

@@ -14,7 +14,8 @@ from barellm.program.ops.base import Op
 
 
 def constants_of(op: Op) -> dict[str, Any]:
-    """`strides`: of the rows of each operand; `lines`: whether the rows of all results are whole cache lines."""
+    """The constants of these kernels. `strides` are those of the rows of each operand. `lines` says whether the rows of all
+    results are whole cache lines."""
     tensors = op.outputs | op.inputs
     strides = tuple((name, t.row_stride) for name, t in tensors.items())
     return {"F": int(op.gate.shape[-1]), "strides": strides, "lines": whole_lines(op), **shape_of(op.gate)}

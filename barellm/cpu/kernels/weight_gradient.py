@@ -163,6 +163,6 @@ def _packed(isa: ISA, choice: Choice) -> int:
 
 
 def gradient_private(isa: ISA, dtype: str, tokens: int, choice: Choice) -> int:
-    """`tokens`: the most that a run has."""
+    """The scratch of a thread, in bytes. `tokens` is the largest number of tokens of a run."""
     left = panel_bytes(isa, dtype, min(tokens, CHUNK), _packed(isa, choice))
     return 2 * panel_bytes(isa, dtype, CHUNK, choice.tile.span(isa)) + left

@@ -71,7 +71,7 @@ def shared_word(k: Builder, words: list[Value], column: int) -> Value:
 
 
 def keep(k: Builder, word: Value, rate: float) -> Value:
-    """What an element is multiplied with: 0, or 1 / (1 - rate)."""
+    """The factor that an element is multiplied with: 0, or 1 / (1 - rate)."""
     # Unsigned order is signed order with the top bit flipped.
     kept = (word ^ -SIGN) >= signed(threshold(rate) ^ SIGN)
     return k.select(kept, k.to(keep_scale(rate), k.vec), 0.0)

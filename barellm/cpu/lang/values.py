@@ -186,7 +186,7 @@ class Pointer:
     # --- scalars ---
 
     def get(self, index: Any = 0) -> Value:
-        """One element: fp32 for bf16 and fp16, i64 for i32."""
+        """Load one element: fp32 for bf16 and fp16, i64 for i32."""
         k, p = self.k, self.at(index)
         type_, size = ITEM[self.dtype]
         v = k.op(type_, f"load {type_}, ptr {p.ref}, align {size}")

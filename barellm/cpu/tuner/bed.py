@@ -1,6 +1,6 @@
-"""Where candidates are run: operands with guards, what the result must be, and a table of calls to time.
+"""Runs candidates: operands with guards, what the result must be, and a table of calls to time.
 
-Only ever in the tuner's child process: the code that runs here may crash, hang, or write where it should not.
+This happens only in the child process of the tuner: the code that runs here may crash, hang, or write where it should not.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Loaded:
 
 
 class Bed:
-    """One piece of work on `threads` threads. `footprint`: bytes that a step touches; timing goes round so many of them, so
-    that operands are where a step finds them."""
+    """One piece of work on `threads` threads. `footprint` is the number of bytes that a step touches. Timing goes round so many
+    bytes, so that operands are where a step finds them."""
 
     def __init__(self, work: Work, isa: ISA, threads: int, footprint: int) -> None:
         self.work, self.isa, self.threads = work, isa, threads
@@ -59,7 +59,8 @@ class Bed:
         self.default = default
 
     def _runs(self) -> list[tuple[int, int, int]]:
-        """(specialisation, tokens, accumulate): all tokens, one, a prime, all but one; gradients stored and added to."""
+        """The runs, as (specialisation, tokens, accumulate): all tokens, one, a prime, all but one; gradients stored and added
+        to."""
         most = self.work.tokens
         runs = []
         for i, spec in enumerate(self.work.specs):
@@ -139,7 +140,8 @@ class Bed:
                 raise Wrong(f"wrong values ({where}): {text}; {int(bad.sum())} of {bad.size} looked at")
 
     def _reference(self, i: int, tokens: int, accumulate: int) -> dict[str, tuple]:
-        """name -> (rows, columns, float64 values, bound): a sample of the result that has its first and last row and column."""
+        """A sample of each result, by name, as (rows, columns, float64 values, bound). It has the first and the last row and
+        column."""
         d, work = self.data, self.work
         constants = dict(work.specs[i].constants)
         adds = constants["mode"] == "add" or (constants["mode"] == "start" and accumulate)
@@ -186,7 +188,8 @@ class Bed:
         self.pool.bind(self.scalars.ctypes.data, private, loaded.private_bytes)
 
     def _table(self, loaded: Loaded, i: int, records: int) -> tuple[int, Any]:
-        """(address, what it needs to live) of `records` calls of one specialisation, each on the next set of operands."""
+        """A table of `records` calls of one specialisation, each on the next set of operands: its address, and the objects that
+        must live as long."""
         words = RECORD_NBYTES // 8
         block = np.zeros((records + 1) * words, np.int64)
         skip = -block.ctypes.data % RECORD_NBYTES // 8
@@ -208,7 +211,8 @@ class Bed:
         return np.array([*args, 0], np.int64)
 
     def time(self, candidates: list[Loaded], rounds: int) -> list[list[float]]:
-        """For each candidate its time over the default's, once a round: all take turns, in changing order."""
+        """For each candidate the ratios of its time to that of the default, one for each round. All take turns, in changing
+        order."""
         everybody = [self.default, *candidates]
         once = self._seconds(self.default, self._table(self.default, 0, 1), 1)
         records = max(1, min(4096, int(TURN_SECONDS / once)))
@@ -291,7 +295,7 @@ class _Data:
         return {o.name: self._digest(o.name) for o in written}
 
     def touched(self) -> str:
-        """What was changed and should not have been: guards, and operands that are only read."""
+        """The bytes that were changed and should not have been: guards, and operands that are only read."""
         spans = {name: self._span(name) for name in self._initial}
         around = [name for name, span in spans.items() if (span[:GUARD] != 0xA5).any() or (span[-GUARD:] != 0xA5).any()]
         inputs = [f"the input {name}" for name, before in self._inputs.items() if self._digest(name) != before]

@@ -1,4 +1,4 @@
-"""What a tuner must not trust: faulty kernels go through the same child, checks and decision as real candidates."""
+"""Faulty kernels that a tuner must reject. They go through the same child, checks and decision as real candidates."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from barellm.runtime.tuner.worker import Worker
 
 
 def open_worker(*, threads: int, footprint: int, limit: float) -> Worker:
-    """`footprint`: bytes that a step touches."""
+    """Start a child process that can run candidates. `footprint` is the number of bytes that a step touches."""
     environment = {"BARELLM_THREADS": str(threads)}
     return Worker("barellm.cpu.tuner.child", threads, footprint, limit=limit, environment=environment)
 
@@ -34,7 +34,7 @@ def tune(
 
 
 def keep(verdict: Verdict, isa: ISA, threads: int) -> None:
-    """Into the database: the winner, or nothing where the default is as good."""
+    """Write the winner into the database, or nothing if the default is as good."""
     entry = None
     if verdict.best != verdict.default:
         entry = {"choice": tuning.to_entry(verdict.best), "ratio": round(verdict.ratio, 4)}

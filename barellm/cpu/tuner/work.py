@@ -103,7 +103,7 @@ def works_of(calls: Iterable[Call]) -> list[Work]:
 
 
 def _described(call: Call) -> tuple[tuple[str, str, int, int, int], tuple[Operand | None, ...]]:
-    """(role, dtype, cols, depth, rows), operands."""
+    """The (role, dtype, cols, depth, rows) of a call, and its operands."""
     constants = dict(call.spec.constants)
     names, kinds = positional(call.spec.emit), [str(kind or "") for kind in call.spec.operands]
     args = iter(call.args)
