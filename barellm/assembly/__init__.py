@@ -1,1 +1,1 @@
-"""From a configuration to a session: the programs of a model over one store, opened on a device."""
+"""The way from a configuration to a session: the programs of a model over one store, opened on a device."""

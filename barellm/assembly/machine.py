@@ -55,7 +55,7 @@ class Machine:
 
 
 def check_device(device: str) -> None:
-    """UserError for a device that nobody knows, or a GPU that is not here."""
+    """Raise a UserError for a device that does not exist, or a GPU that is not there."""
     if device == "cuda":
         backend(device).describe()
     if device not in DEVICES:
@@ -71,7 +71,7 @@ def resolved(config: Config, device: str) -> Config:
 
 
 def products(train: TrainConfig, device: str) -> dict[str, Any]:
-    """What the GPU's backend is told about who does matrix products, and how. To others those keys say nothing."""
+    """The options of the GPU's backend that say who does matrix products, and how. Other backends have no such options."""
     return {"matmul": train.matmul, "tf32": train.tf32} if device == "cuda" else {}
 
 

@@ -102,7 +102,8 @@ def measure(
     device: str = "cpu",
     share: int = 1,
 ) -> dict[str, Any]:
-    """One JSON object with a row per case, forward and "both". With `torch` each round has a turn of ours and one of PyTorch's."""
+    """Measure attention and return one JSON object, with a row for each size, for "forward" and "both". With `torch`, each round
+    has a turn of ours and one of PyTorch's."""
     all_cases, load = cases(dtype, lengths, device, share), os.getloadavg()
     rows: list[dict[str, Any]] = []
     script = peer_script("torch_attention.py") if torch else None

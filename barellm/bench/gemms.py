@@ -42,8 +42,8 @@ ROLES = {"matmul_dx": "input_gradient", "matmul_dw": "weight_gradient"}  # of op
 
 @dataclass(frozen=True)
 class Product:
-    """One product with the weight (N, K) of a layer. `op`: what it is after fusion; `mode`: how its result is written; `bias`:
-    whether one is added."""
+    """One product with the weight (N, K) of a layer. `op` is its name after fusion, and `mode` how its result is written. `bias`
+    says whether one is added."""
 
     layer: str
     op: str
@@ -57,8 +57,9 @@ class Product:
 def products(
     model: ModelConfig, tokens: int, device: str = "cpu", *, compute: str = "bf16", **options: Any
 ) -> list[Product]:
-    """Forward, input gradient, weight gradient (first and further micro-batches) of each kind of weight that the model's training
-    program multiplies by, as the device fuses them. Blocks that are alike count once. `options` are those of `devices.lower`."""
+    """The products of each kind of weight that the model's training program multiplies by: forward, input gradient, weight
+    gradient (of the first and of further micro-batches), as the device fuses them. Blocks that are alike count once. `options` are
+    those of `devices.lower`."""
     _, programs = build(model, batch=1, seq=min(tokens, model.max_seq), compute=compute, optimizer=lambda p: None)
     lowered = devices.lower({"micro": programs["micro"]}, device, **options).lowered["micro"]
     chunk = chunk_tokens(model.padded_vocab, 2) if device == "cuda" else CLASSIFIER_TOKENS
@@ -86,7 +87,7 @@ def layer_of(weight: str) -> str:
 
 
 def role_of(op: str) -> str:
-    """What a product is after fusion, without what is fused to it."""
+    """The name of a product after fusion, without what is fused to it."""
     return next((role for name, role in ROLES.items() if op.startswith(name)), "forward")
 
 
@@ -211,7 +212,7 @@ class TimedOnGpu:
 
 
 def copies_of(nbytes: int, device: str) -> int:
-    """So many that the caches hold none of them when its turn comes again."""
+    """The number of copies for which no cache holds any of them when its turn comes again."""
     return min(max(2, -(-COLD_BYTES[device] // nbytes)), MOST_COPIES)
 
 

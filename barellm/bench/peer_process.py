@@ -54,7 +54,7 @@ class Peer:
 def opened(
     script: Path | None, cases: list[dict[str, Any]], *, device: str, environment: dict[str, str]
 ) -> Iterator[Peer | None]:
-    """None for no script."""
+    """The process of a peer, or None if there is no script."""
     if script is None:
         yield None
         return

@@ -73,7 +73,7 @@ def _program(path: str) -> str:
 
 
 def peer_script(name: str) -> Path:
-    """UserError where the peers' folder or, for torch_*, PyTorch is missing."""
+    """The script of a peer. It is a UserError if the folder of peers is missing, or PyTorch for torch_*."""
     script = FOLDER / "peers" / name
     if not script.exists():
         raise UserError(f"{script} is missing: --peers needs a checkout of the project, not an installed package")
@@ -215,7 +215,7 @@ def summary(
 
 
 def description(kind: str, config: Config, device: str = "cpu") -> dict[str, Any]:
-    """What was measured, when and where."""
+    """The facts of a measurement: what was measured, when and where."""
     return {
         "kind": kind,
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -235,7 +235,7 @@ def write_tables() -> None:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What a reader needs to know of the machine that the numbers are from."""
+    """The facts that a reader needs about the machine that the numbers are from."""
     described, info = backend(device).describe(), {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -167,8 +167,8 @@ def interleave(
 
 
 def _begin(v: Variant, others: list[Variant], caches: Path, device_bytes: int | None) -> None:
-    """Its first steps. What it needs of a GPU is not known before: where it ends for lack of that, nobody holds any between turns,
-    and it tries again."""
+    """Take the first steps of a variant. How much of a GPU it needs is not known before. If it ends for lack of that, no process
+    keeps its memory between turns, and it tries again."""
     try:
         v.start(caches)
         v.turn(1, warm_up=0)
@@ -197,7 +197,7 @@ def _hold_what_fits(started: list[Variant], *, of: str, limit: float, more: bool
 
 
 def free_bytes() -> int:
-    """What processes can have now: the limit of this one's group, or less where others have the machine's memory."""
+    """The bytes that processes can have now: the limit of this one's group, or less if others use the machine's memory."""
     limit = memory_limit()[0]
     with contextlib.suppress(OSError):
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

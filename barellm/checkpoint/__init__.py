@@ -1,1 +1,1 @@
-"""What a run leaves on disk, and how weights get there and back."""
+"""The files that a run leaves on disk, and how weights get there and back."""

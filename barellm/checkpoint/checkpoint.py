@@ -44,7 +44,7 @@ def steps(folder: Path) -> list[Path]:
 
 
 class Source(tensorfile.RowReader, Protocol):
-    """What a checkpoint is made of: a session, or `training.weights.Weights`, which have no optimizer's state."""
+    """The source of a checkpoint: a session, or `checkpoint.weights.Weights`, which have no state of an optimizer."""
 
     @property
     def tensors(self) -> Mapping[str, Any]: ...
@@ -96,7 +96,7 @@ def _json(value: Any) -> bytes:
 
 
 def problem(path: Path) -> str | None:
-    """What is wrong with a step folder, in words; None if sizes and checksums hold."""
+    """The reason why a step folder is not whole, in words; None if sizes and checksums are right."""
     from xxhash import xxh3_64
 
     try:
@@ -139,7 +139,7 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def must_exist(path: Path, *, expected: str) -> None:
-    """UserError for a folder that is not there; who forgot the date in a run's name is told the newest."""
+    """Raise a UserError for a folder that is not there. If somebody forgot the date in a run's name, it names the newest."""
     if not path.exists():
         dated = max(path.parent.glob(f"{path.name}-*"), default=None)
         raise UserError(f"{path} does not exist, " + (f"did you mean {dated}?" if dated else f"expected {expected}"))
@@ -163,7 +163,7 @@ def find(path: Path) -> tuple[Path, list[str]]:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """What a step folder's meta.json says. UserError for one that no barellm wrote."""
+    """The content of a step folder's meta.json. It is a UserError if barellm did not write it."""
     meta = read_json(path / META)
     if missing := [key for key in ("step", "config") if key not in meta]:
         raise UserError(f"{path / META} has no {missing[0]!r}, expected what barellm writes there")
@@ -171,7 +171,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """UserError for what is no JSON object."""
+    """The JSON object in a file. Anything else is a UserError."""
     try:
         found = json.loads(path.read_bytes())
     except ValueError:

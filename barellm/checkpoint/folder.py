@@ -69,7 +69,7 @@ class RunFolder:
             os.close(self._lock)
 
     def need_space(self, nbytes: int) -> None:
-        """UserError unless a checkpoint of this size fits on the disk now."""
+        """Raise a UserError unless a checkpoint of this size fits on the disk now."""
         status = os.statvfs(self.path)
         free = status.f_bavail * status.f_frsize
         if free < nbytes:

@@ -137,7 +137,7 @@ def new_file(target: Path, *, size: int) -> Iterator[NewFile]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Whole new content or the old one, also after a power cut."""
+    """Replace the content of a file: it has the whole new content or the old one, also after a power cut."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     if temporary.exists():
         system.unlink(temporary)

@@ -142,7 +142,7 @@ def mapped(path: Path) -> dict[str, np.ndarray]:
 
 
 def check_names(path: Path, found: Iterable[str], expected: Iterable[str]) -> None:
-    """UserError for a tensor that is missing, or one too many."""
+    """Raise a UserError for a tensor that is missing, or one too many."""
     found, expected = set(found), set(expected)
     if missing := sorted(expected - found):
         raise UserError(f"{path} lacks the tensor {missing[0]!r} ({len(missing)} missing in all)")

@@ -77,7 +77,7 @@ class Weights:
                 session.write_rows(name, lo, self.read_rows(name, lo, hi))
 
     def without_tokenizer(self, option: str) -> UserError:
-        """What is wrong where nothing says which tokenizer it is, and the command's option that could."""
+        """The message if nothing says which tokenizer it is. It names the command's option that could."""
         ids = self.model.vocab_size
         name = f"name its kind, or a folder that holds it, with {option}"
         return UserError(f"{self.path} has {ids} ids and does not say of which tokenizer: {name}")

@@ -22,7 +22,7 @@ def default_dtype() -> str:
 
 
 def describe() -> dict[str, object]:
-    """What a checkpoint or a benchmark records of the machine."""
+    """The facts about the machine that a checkpoint or a benchmark records."""
     found = driver.device()
     return {"device": "cuda", "isa": f"sm_{found.arch}", "processor": found.name, "multiprocessors": found.sms}
 

@@ -69,8 +69,8 @@ class Bench:
         return 2.0 * rows * cols * depth * TURNS * blocks / best
 
     def bandwidth(self, mix: tuple[int, int, int]) -> float:
-        """Bytes/s of a kernel that of every eight floats reads, writes and updates in place as many as `mix` says; an update counts
-        twice."""
+        """The bytes/s of a kernel. Of every eight floats it reads, writes and updates in place as many as `mix` says; an update
+        counts twice."""
         read, write, update = mix
         n = NBYTES // (4 * sum(mix)) // BLOCK * BLOCK
         memory = driver.DeviceMemory(4 * n * (sum(mix) + 1))

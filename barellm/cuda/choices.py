@@ -60,9 +60,9 @@ def tiles(dtype: str, arch: int) -> tuple[Tile, ...]:
 
 
 def tile(role: str, rows: int, cols: int, depth: int, dtype: str, arch: int) -> Tile:
-    """For a result of (rows, cols) and a contraction of `depth`: the tile that leaves the least idle and padded work. A smaller
-    tile loads more for each product, which counts as a tenth of its time a step down the list. Weight gradients ("tn") are split
-    until they fill the card."""
+    """The tile for a result of (rows, cols) and a contraction of `depth` that leaves the least idle and padded work. A smaller
+    tile loads more for each product, which counts as a tenth of its time for each step down the list. Weight gradients ("tn") are
+    split until they fill the card."""
     best, least = None, 0.0
     for step, t in enumerate(tiles(dtype, arch)):
         count = ceil_div(rows, t.rows) * ceil_div(cols, t.cols)
@@ -79,8 +79,9 @@ def tile(role: str, rows: int, cols: int, depth: int, dtype: str, arch: int) -> 
 
 
 def splits(tiles: int, rows: int) -> int:
-    """Into how many parts a sum over `rows` tokens is split where the result has `tiles` tiles: as many as fill the card best, the
-    partial results counted. Rows are taken down to a power of two, so that few shapes need be asked for the most."""
+    """The number of parts that a sum over `rows` tokens is split into if the result has `tiles` tiles: as many as fill the card
+    best, the cost of partial results included. Rows are rounded down to a power of two, so that only a few shapes need be looked
+    at to find the most."""
     rows = 1 << (max(rows, 1).bit_length() - 1)
 
     def time(s: int) -> int:
@@ -236,8 +237,8 @@ def attention_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile
 
 
 def bounded_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile:
-    """Where windows or documents bound what queries see: every block has masks, which take registers, and blocks that reach far
-    beyond a window compute what nobody sees."""
+    """The tile for attention whose queries are bounded by windows or documents. There every block has masks, which take registers,
+    and blocks that reach far beyond a window compute scores that nobody sees."""
     t = attention_tile("shared keys" if role == "keys" else role, head, dtype, arch)
     return AttentionTile(64, 64, 4, 2) if role == "forward" and t.queries > 64 else t
 

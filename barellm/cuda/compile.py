@@ -123,7 +123,8 @@ def compiled(specs: Iterable[Specialisation], arch: int, *, processes: int) -> d
 
 
 def check_compiler() -> None:
-    """UserError where Triton is missing or another version: its version decides machine code and the names it is written in."""
+    """Raise a UserError if Triton is missing or has another version: its version decides machine code and the names it is written
+    in."""
     try:
         found = version("triton")
     except PackageNotFoundError:
@@ -254,7 +255,7 @@ def argument_of(type_: str) -> str:
 
 
 def code_of(spec: Specialisation, kernel: Any, arch: int) -> Code:
-    """What a launch must know, from Triton's metadata and, for the layout of the parameters, from the PTX."""
+    """The facts that a launch must know, from Triton's metadata and, for the layout of the parameters, from the PTX."""
     meta, ptx = kernel.metadata, kernel.asm["ptx"]
     assert not meta.global_scratch_size and not meta.profile_scratch_size, f"{spec.name} asks for scratch in memory"
     assert not meta.launch_pdl and not meta.launch_cooperative_grid, f"{spec.name} asks for a launch that nobody makes"

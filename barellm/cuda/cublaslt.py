@@ -96,7 +96,7 @@ def find() -> str:
 
 @cache
 def functions() -> Any:
-    """Its functions."""
+    """The functions of the library."""
     found = ctypes.CDLL(find())
     for name, types in SIGNATURES.items():
         getattr(found, name).argtypes = types

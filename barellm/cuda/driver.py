@@ -38,7 +38,8 @@ def libcuda() -> Any:
 
 
 def call(name: str, *args: Any) -> Any:
-    """What a driver function returns beside its status: one value, a tuple of several, or None. RuntimeError for a bad status."""
+    """The values that a driver function returns beside its status: one value, a tuple of several, or None. A bad status is a
+    RuntimeError."""
     cu = bindings()
     status, *values = getattr(cu, name)(*args)
     if int(status):
@@ -142,7 +143,7 @@ class Context:
 
 
 class DeviceMemory:
-    """Bytes of the GPU."""
+    """A piece of memory of the GPU."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -175,7 +176,7 @@ class DeviceMemory:
 
 
 class PinnedMemory:
-    """Bytes of the host that the GPU reads while the processor goes on. `array`: they, as uint8."""
+    """A piece of memory of the host that the GPU reads while the processor goes on. `array` shows it as uint8."""
 
     def __init__(self, nbytes: int) -> None:
         self.address = int(call("cuMemHostAlloc", nbytes, 0))
@@ -210,8 +211,8 @@ class Event:
 
 
 class Graph:
-    """What `enqueue` puts on the stream, kept to be launched as a whole. The capture is relaxed: Python may collect garbage
-    meanwhile, and in any other mode memory that is given back by this thread would spoil it."""
+    """The work that `enqueue` puts on the stream, kept to be launched as a whole. The capture is relaxed: Python may collect
+    garbage meanwhile, and in any other mode memory that this thread gives back would spoil it."""
 
     def __init__(self, stream: Any, enqueue: Callable[[], None]) -> None:
         call("cuStreamBeginCapture", stream, bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)

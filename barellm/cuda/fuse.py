@@ -60,7 +60,7 @@ FUSIONS: list[Fusion] = [*NORMS, *BACKWARD, *CLASSIFIER, *products(ACTIVATIONS)]
 
 
 def alike_adam(op: Any) -> tuple[Any, ...]:
-    """What updates of one launch share."""
+    """The key that the updates of one launch share."""
     dtypes = (t.dtype for t in op.outputs.values())
     return (op.clip, *dtypes, op.beta1, op.beta2, op.eps, op.lr_scale, op.stream is None, unit_of(op.param))
 

@@ -31,7 +31,8 @@ POINTER = {name: "*i16" if f.kind == "code" else f"*{name}" for name, f in FORMA
 
 @dataclass(frozen=True)
 class Target:
-    """What kernels are compiled for. `sms` sizes persistent grids and never a result; `name`, the card's, tells what was tuned."""
+    """The GPU that kernels are compiled for. `sms` decides the size of persistent grids and never a result. `name`, that of the
+    card, tells what was tuned."""
 
     arch: int = 90  # compute capability: 80, 89, 90, 100
     sms: int = 132
@@ -144,9 +145,9 @@ Argument = Region | TensorMap | Table | int | Size
 
 @dataclass(frozen=True)
 class Specialisation:
-    """One specialisation: what is compiled. `signature` holds the types of the parameters that are not constants; a tensor
-    map's is "tensormap<bf16[128,64]>", a table's "table<12:i64,*fp32>", with its entries and fields. `options` go to the
-    compiler (num_warps, num_stages, maxnreg)."""
+    """One kernel as it is compiled. `signature` holds the types of the parameters that are not constants; a tensor map's is
+    "tensormap<bf16[128,64]>", a table's "table<12:i64,*fp32>", with its entries and fields. `options` go to the compiler
+    (num_warps, num_stages, maxnreg)."""
 
     function: DeviceFunction
     signature: tuple[tuple[str, str], ...]

@@ -41,7 +41,7 @@ class Kernel:
         self.function = driver.call("cuKernelGetFunction", self.kernel)
 
     def unload(self) -> None:
-        """When nothing launches it any more."""
+        """Unload the kernel. Nothing may launch it any more."""
         driver.call("cuLibraryUnload", self.loaded)
 
 

@@ -72,17 +72,17 @@ class LoweredPrograms:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What the code is for."""
+        """The machine that the code is made for."""
         return {"isa": f"sm_{self.target.arch}", "multiprocessors": self.target.sms}
 
     @property
     def calls(self) -> dict[str, list[Call]]:
-        """What each program launches, in order."""
+        """The launches of each program, in order."""
         return {name: low.launches for name, low in self.lowered.items()}
 
     @property
     def tables(self) -> list[Table]:
-        """What the launches read besides tensors."""
+        """The tables that the launches read besides tensors."""
         launches = [call for calls in self.calls.values() for call in calls if isinstance(call, Launch)]
         return [argument for launch in launches for argument in launch.args if isinstance(argument, Table)]
 
@@ -98,7 +98,7 @@ class LoweredPrograms:
 
 
 def lower_and_plan(programs: dict[str, Program], target: Target) -> LoweredPrograms:
-    """What a session of `programs` allocates, to the byte, and what it launches."""
+    """The memory that a session of `programs` allocates, to the byte, and its launches."""
     lowered = {name: Lowered(p, target) for name, p in programs.items()}
     store = next(iter(programs.values())).store
     guard = poison.GUARD if poison.requested() else 0
@@ -107,7 +107,7 @@ def lower_and_plan(programs: dict[str, Program], target: Target) -> LoweredProgr
 
 @dataclass(frozen=True)
 class Run:
-    """What decides a graph: the program, its sizes and, where a library's product asks for it, `accumulate`."""
+    """The key of a graph: the program, its sizes and, where a library's product asks for it, `accumulate`."""
 
     program: str
     sizes: Sizes
@@ -115,7 +115,7 @@ class Run:
 
 
 class Fill:
-    """In debug mode, between launches: the bytes of a tensor that has died."""
+    """A call of debug mode between launches: it fills the bytes of a tensor whose life has ended."""
 
     def __init__(self, op: Op, memory: driver.DeviceMemory, start: int, nbytes: int) -> None:
         self.op, self.memory, self.start, self.nbytes = op, memory, start, nbytes

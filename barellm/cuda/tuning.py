@@ -156,7 +156,8 @@ def key(target: Target, subject: Subject) -> str:
 
 
 def from_entry(entry: Any, subject: Subject, arch: int) -> Choice:
-    """ValueError for what is no choice for this architecture, or gives other bits than the default."""
+    """The choice that an entry stands for. It is a ValueError if it is no choice for this architecture, or gives other bits than
+    the default."""
     kind, name = subject.kind, NAMES[subject.kind]
     try:
         choice = kind(**entry[name])
@@ -201,7 +202,7 @@ def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
 
 @contextmanager
 def forced(subject: Subject, choice: Choice) -> Iterator[None]:
-    """This piece of work is cut so wherever it is lowered meanwhile."""
+    """Within the context, this piece of work is cut like this wherever it is lowered."""
     _forced[subject] = choice
     try:
         yield
@@ -211,7 +212,7 @@ def forced(subject: Subject, choice: Choice) -> Iterator[None]:
 
 @contextmanager
 def watching() -> Iterator[Counter[Subject]]:
-    """What is lowered meanwhile, and how often."""
+    """Count the pieces of work that are lowered within the context."""
     found: Counter[Subject] = Counter()
     _asked.append(found)
     try:

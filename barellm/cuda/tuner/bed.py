@@ -1,7 +1,8 @@
-"""Where candidates are run: a session for each, operands that all share, what the result must be. Only ever in the tuner's child.
+"""Runs candidates: a session for each, operands that all share, and what the result must be. This happens only in the child
+process of the tuner.
 
-Whole arenas are compared on the GPU: a candidate must leave the bytes that the default leaves, everywhere. What the default itself
-leaves is held against float64, and every byte beside its results against what was there before.
+Whole arenas are compared on the GPU: a candidate must leave the same bytes as the default, everywhere. The results of the default
+itself are compared with float64, and every byte beside them with what was there before.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def built(case: Case, work: AnyWork, candidate: Candidate, target: Target) -> tu
 
 
 class Bed:
-    """One piece of work on this machine's GPU. `calls`: of a turn at most."""
+    """One piece of work on this machine's GPU. `calls` is the most calls that a turn has."""
 
     def __init__(self, work: AnyWork, calls: int = MOST_CALLS) -> None:
         self.work, self.device, self.calls, self.seconds = work, driver.device(), calls, 0.0
@@ -72,7 +73,7 @@ class Bed:
         return memory
 
     def _run(self, session: CudaSession, sizes: Sizes) -> None:
-        """Once, from what was given."""
+        """Run the program once, from the given operands."""
         session.memory.copy(
             session.base - session.memory.address, self.before.address, self.before.nbytes, session.stream
         )

@@ -1,5 +1,5 @@
-"""What the tuner's bed runs: a program of one op, its operands, and what its result must be, by float64. Operands and results are
-persistent tensors, so that they are written once."""
+"""The cases that the tuner's bed runs: a program of one op, its operands, and what its result must be, by float64. Operands and
+results are persistent tensors, so that they are written once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Read = Callable[[str, np.ndarray], np.ndarray]  # (output, numbers of rows) -> t
 
 
 def drawn(shape: tuple[int, ...], dtype: str = "fp32", seed: int = 1) -> np.ndarray:
-    """Normals, the same numbers again after PERIOD of them."""
+    """Normally distributed numbers, which repeat after PERIOD of them."""
     base = np.random.default_rng(seed).standard_normal(min(PERIOD, prod(shape)), np.float32).astype(numpy_dtype(dtype))
     return np.resize(base, shape)
 
@@ -59,12 +59,12 @@ class Case(ABC):
 
     @cached_property
     def given(self) -> dict[str, np.ndarray]:
-        """What every persistent tensor holds before a run."""
+        """The values of every persistent tensor before a run."""
         return {name: drawn(t.shape, t.dtype, seed) for seed, (name, t) in enumerate(self.store.tensors.items())}
 
     @abstractmethod
     def program(self) -> Program:
-        """One op. Every call gives another program over the same tensors."""
+        """A program of one op. Every call returns another program over the same tensors."""
 
     @abstractmethod
     def rows(self, output: str, sizes: Sizes) -> int:
@@ -165,7 +165,8 @@ class ProductCase(Case):
 
 
 class AttentionCase(Case):
-    """Forward, or backward from an `out` and an `lse` that are about those of the forward pass: dqkv is a function of both."""
+    """Attention forward, or backward from an `out` and an `lse` that are nearly those of the forward pass, because dqkv is a
+    function of both."""
 
     def __init__(self, work: AttentionWork) -> None:
         super().__init__(work.dtype)
@@ -240,7 +241,7 @@ class AttentionCase(Case):
         tokens = sequence * T + picked
 
         def scores(head: int) -> tuple[np.ndarray, np.ndarray | float]:
-            """Those of a head that shares these keys, and which of their probabilities dropout keeps."""
+            """The scores of a head that shares these keys, and which of their probabilities dropout keeps."""
             s = q[:, head * D : (head + 1) * D][queries] @ k[keys].T / sqrt(D)
             return np.where(keys[None, :] <= queries[:, None], s, -np.inf), self._kept(queries, keys, sequence, head)
 

@@ -70,7 +70,7 @@ class Ahead:
 
 
 def keep(verdict: Verdict, target: Target) -> None:
-    """Into the database: the winner, or nothing where the default is as good."""
+    """Write the winner into the database, or nothing if the default is as good."""
     tuning.database().change({tuning.key(target, verdict.work.subject): entry_of(verdict)})
 
 

@@ -43,7 +43,7 @@ class Work(tuning.ProductSubject):
         return {"rows": self.rows, "cols": self.cols, "depth": self.depth}
 
     def target(self, target: Target) -> Target:
-        """For which this product is lowered."""
+        """The target for which this product is lowered."""
         return replace(target, tf32=self.dtype == "tf32")
 
     def times(self, call: Call) -> bool:
@@ -64,7 +64,7 @@ class AttentionWork(tuning.AttentionSubject):
 
     @property
     def flops(self) -> int:
-        """Over the causal half: two products forward, four for dk and dv, three for dq."""
+        """The operations of the causal half: two products forward, four for dk and dv, three for dq."""
         products = {"forward": 2, "keys": 4, "queries": 3}[self.role]
         return products * self.batch * self.heads * self.seq * (self.seq + 1) * self.head
 
@@ -106,7 +106,7 @@ class Candidate:
 
 
 def works_of(programs: dict[str, Program], target: Target) -> list[AnyWork]:
-    """What these programs do and a bed can make, what takes longest in them first."""
+    """The pieces of work of these programs that a bed can make; those that take longest come first."""
     with tuning.watching() as found:
         lower_and_plan(programs, target)
 
@@ -130,14 +130,14 @@ def candidates(work: AnyWork, target: Target) -> list[Candidate]:
 
 
 def refined(best: Candidate) -> list[Candidate]:
-    """What else to try, when the best tile or form is known: its tiles in another order."""
+    """The candidates to try when the best tile or form is known: its tiles in another order."""
     if isinstance(best.choice, AttentionTile):
         return []
     return [Candidate(t) for t in choices.orders(best.choice)[1:]]
 
 
 def rivals(work: AnyWork, target: Target) -> list[Candidate]:
-    """What would give other bits than the default."""
+    """The candidates that would give other bits than the default."""
     if isinstance(work, Work):
         return []
     return [Candidate(t, other_bits=True) for t in work.rivals(target.arch)]
