@@ -300,7 +300,14 @@ def sloped(name: str) -> Callable[..., None]:
     return build
 
 
-FUSED = [linear, linear_residual, *map(activated, ACTIVATIONS), *map(sloped, ACTIVATIONS)]
+def sloped_transposed(p: Program, x, w, b):
+    y = p.apply(ops.Matmul, x=x, weight=w).y
+    p.output(
+        "y", p.apply(ACTIVATIONS["relu2"].backward, dy=y, x=p.input("pre", (*x.shape[:-1], w.shape[0]), "bf16")).dx
+    )
+
+
+FUSED = [linear, linear_residual, *map(activated, ACTIVATIONS), *map(sloped, ACTIVATIONS), sloped_transposed]
 
 
 @pytest.mark.parametrize("build", FUSED, ids=lambda f: f.__name__)

@@ -139,7 +139,17 @@ def sloped(name: str) -> Callable[..., None]:
     return build
 
 
-FORWARD = [linear, linear_residual, *map(activated, ops.ACTIVATIONS)]
+def sloped_transposed(name: str) -> Callable[..., None]:
+    def build(p: Program, x, bias, C, F):
+        y = p.apply(ops.Matmul, x=x, weight=p.parameter("w", (F, C), std=0.3)).y
+        pre = p.input("pre", (*x.shape[:-1], F), x.dtype)
+        p.output("y", p.apply(ops.ACTIVATIONS[name].backward, dy=y, x=pre).dx)
+
+    build.__name__ = f"matmul_{name}_backward"
+    return build
+
+
+FORWARD = [linear, linear_residual, *map(activated, ops.ACTIVATIONS), *map(sloped_transposed, ops.ACTIVATIONS)]
 FUSED = [*FORWARD, *map(sloped, ops.ACTIVATIONS)]
 
 

@@ -18,6 +18,7 @@ from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim, Tensor
+from barellm.runtime.reference import ReferenceSession
 
 
 def t(*shape: int, dtype: str = "fp32") -> Tensor:
@@ -178,6 +179,22 @@ def test_one_target_without_a_cap_is_plain_cross_entropy():
     backward = ops.CrossEntropyBackward({}, plain).reference(logits, targets, expected["lse"], 0.25)
     again = ops.SoftcapCrossEntropyBackward({}, one).reference(logits, targets, found["lse"], **scalars)
     np.testing.assert_allclose(again["dlogits"], backward["dlogits"], rtol=1e-12)
+
+
+def test_a_run_that_names_no_weights_counts_the_next_token():
+    p = Program(Store())
+    logits, targets = p.input("logits", (2, 3, 5), "fp32"), p.input("targets", (2, 3))
+    for predict in (1, 3):
+        op = p.apply(ops.SoftcapCrossEntropy, logits=logits, targets=targets, valid_vocab=5, predict=predict)
+        p.output(f"loss{predict}", op.loss)
+    session = ReferenceSession({"eval": p})
+    session.write("logits", np.random.default_rng(0).normal(size=(2, 3, 5)))
+    session.write("targets", np.array([[0, 1, 4], [3, 3, -1]]))
+    losses = []
+    for weights in ({"mtp_1": 0.5, "mtp_2": 0.5}, {}):  # nothing of the run before is left
+        session.run("eval", inv_targets=0.2, **weights)
+        losses.append([float(session.read(f"loss{predict}")[0]) for predict in (1, 3)])
+    assert losses[0][0] == losses[1][0] == losses[1][1] != losses[0][1]
 
 
 def test_products_with_transposed_weights_name_their_shapes():
