@@ -1,4 +1,4 @@
-"""Where caches lie when `BARELLM_CACHE` does not say. Nothing here imports more than the standard library."""
+"""The places of caches if `BARELLM_CACHE` does not say. This file imports only the standard library."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def user_cache() -> Path | None:
 
 
 def temporary_cache() -> Path | None:
-    """This user's folder in the system's temporary place, made if need be; None where somebody else has put one there, whose
-    files, code among them, are not to be trusted."""
+    """This user's folder in the system's temporary place, made if it is missing. None if somebody else has put one there: its
+    files, among them code, are not to be trusted."""
     import tempfile
 
     folder = Path(tempfile.gettempdir()) / f"barellm-{os.getuid()}"

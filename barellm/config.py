@@ -19,8 +19,8 @@ TURNS = 5  # that an iteration has
 
 
 class ModelConfig(Section, section="model"):
-    """What every architecture's configuration has besides its own: `vocab_size` ids are valid; `padded_vocab` rows of the embedding
-    are stored and computed (0: the next multiple of 64). A `Config` in models/ is a frozen dataclass of this."""
+    """The part that the configurations of all architectures share. `vocab_size` ids are valid. `padded_vocab` rows of the
+    embedding are stored and computed; 0 means the next multiple of 64. A `Config` in models/ is a frozen dataclass of this."""
 
     vocab_size: int
     padded_vocab: int
@@ -92,8 +92,8 @@ class OptimConfig(Section, section="optim"):
 
 @dataclass(frozen=True)
 class DataConfig(Section, section="data"):
-    """Where text comes from. The order "epoch" visits every window once before any twice, "random" draws them independently, as
-    nanoGPT does; "documents" fills each row with whole documents, in their order, as modded-nanogpt does."""
+    """The source of the text, and its order. The order "epoch" visits every window once before any twice. "random" draws them
+    independently, as nanoGPT does. "documents" fills each row with whole documents, in their order, as modded-nanogpt does."""
 
     source: str = value(
         "stdlib",
@@ -165,6 +165,6 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def check(self) -> None:
-        """UserError for values that do not go together, before anything slow begins."""
+        """Raise a UserError for values that do not go together, before anything slow begins."""
         if self.train.seq > self.model.max_seq:
             raise UserError(f"train.seq {self.train.seq} is above model.max_seq {self.model.max_seq}")

@@ -15,7 +15,7 @@ OTHERS = ("BARELLM_GOLDEN", "BARELLM_SHARED")  # of the tests
 
 @cache
 def warn_of_unknown() -> None:
-    """One line on stderr, once a process, for each variable BARELLM_... that nothing reads."""
+    """Write one line on stderr, once a process, for each variable BARELLM_... that nothing reads."""
     for name in sorted(os.environ):
         if name.startswith("BARELLM_") and name not in NAMES + OTHERS:
             print(f"barellm: warning: nothing reads {name}{nearest(name, NAMES)}", file=sys.stderr)

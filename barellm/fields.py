@@ -23,7 +23,7 @@ Check = Callable[[str, Any, Any], str | None]  # key, value, the configuration -
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known about a field. `of_run`: training may choose it, whatever weights it begins with."""
+    """The facts about a field. With `of_run`, training may choose it, whatever weights it begins with."""
 
     kind: type
     says: str

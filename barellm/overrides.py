@@ -95,7 +95,7 @@ def from_json(tree: Mapping[str, Any]) -> Config:
 
 @dataclass(frozen=True)
 class File:
-    """What a file says: `preset` and `architecture` as texts or None, `keys` with the values as they stand there."""
+    """The content of a file: `preset` and `architecture` as texts or None, and `keys` with their values as they stand there."""
 
     origin: str
     preset: str | None = None
@@ -103,7 +103,7 @@ class File:
     keys: Mapping[str, object] = field(default_factory=dict)
 
     def changes(self, config: Config) -> dict[str, Any]:
-        """Its keys, checked as changes of `config`."""
+        """The keys of the file, checked as changes of `config`."""
         have = models.name_of(config.model)
         if self.architecture not in (None, have):
             raise UserError(

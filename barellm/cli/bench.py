@@ -196,7 +196,7 @@ def _peers(args: argparse.Namespace) -> tuple[dict[str, str] | None, str]:
 
 
 def _check_publish(args: argparse.Namespace, config: Config) -> None:
-    """UserError for --publish where the project has no place for the result: said before anything is measured."""
+    """Raise a UserError for --publish if the project has no place for the result, before anything is measured."""
     if not args.publish:
         return
     from barellm.bench.peers import FOLDER
@@ -212,7 +212,7 @@ def _check_publish(args: argparse.Namespace, config: Config) -> None:
 
 
 def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | None:
-    """Where the result goes: --out; else a file for the kinds that need long, in runs/ or where --publish puts it."""
+    """The file for the result: --out; else, for the kinds that need long, a file in runs/ or where --publish puts it."""
     if args.out:
         return Path(args.out)
     if r["kind"] not in ("peers", "scaling") and not (r["kind"] == "attention" and "peer" in r):

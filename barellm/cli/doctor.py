@@ -1,4 +1,4 @@
-"""What this machine has and what barellm will use: for bug reports, and to see why a run is slower than expected."""
+"""Show what this machine has and what barellm will use, for bug reports and to see why a run is slower than expected."""
 
 from __future__ import annotations
 

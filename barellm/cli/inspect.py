@@ -1,4 +1,4 @@
-"""Show what a kernel became: its IR, its assembly, and what that consists of. Without KERNEL the kernels of a preset are listed."""
+"""Show the code of a kernel: its IR, its assembly, and what that consists of. Without KERNEL the kernels of a preset are listed."""
 
 from __future__ import annotations
 

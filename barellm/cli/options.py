@@ -80,7 +80,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def _help(key: str, owners: Mapping[str, Entry]) -> str:
-    """What the key means; where not all that have such a section mean the same, who means what."""
+    """The meaning of a key. If the key means different things in different sections, it says which means what."""
     everybody = models.names() if key.startswith("model.") else [""]
     said: dict[str, list[str]] = {}
     for owner, entry in owners.items():
@@ -97,7 +97,7 @@ def add_device(parser: argparse.ArgumentParser, what: str = "cpu or cuda") -> No
 
 @dataclass(frozen=True)
 class Asked:
-    """What a command line asks for, by itself and by the file of --config. `preset` None: it names none."""
+    """The request of a command line, by itself and by the file of --config. `preset` is None if it names none."""
 
     preset: str | None
     file: overrides.File | None

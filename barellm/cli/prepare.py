@@ -1,4 +1,4 @@
-"""barellm prepare: text to shards of tokens in llm.c's .bin format."""
+"""Turn text into shards of tokens, in the format of llm.c's .bin files."""
 
 from __future__ import annotations
 

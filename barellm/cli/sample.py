@@ -118,7 +118,7 @@ def _sample(
 
 
 def _nothing(piece: str) -> None:
-    """What a JSON object will say."""
+    """Write nothing: a JSON object will have the text."""
 
 
 def _write(piece: str) -> None:

@@ -1,4 +1,4 @@
-"""Where prepared data is kept, and how files get there whole or not at all."""
+"""The place of prepared data, and how files get there whole or not at all."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes [start, stop) of a text file. `begins`: a document begins here (and not in the other part of the split)."""
+    """The bytes [start, stop) of a text file. `begins` says whether a document begins here (and not in the other part of the
+    split)."""
 
     path: Path
     start: int
@@ -137,7 +138,7 @@ def _begins_character(block: bytes) -> np.ndarray:
 
 
 def _byte_of_character(path: Path, character: int) -> int:
-    """Offset of the first byte of a character, counted from 0."""
+    """The offset of the first byte of a character; both are counted from 0."""
     offset = 0
     for block in _raw_blocks(path, 0, None):
         starts = np.flatnonzero(_begins_character(block))

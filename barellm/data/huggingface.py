@@ -72,7 +72,7 @@ class HuggingFace(Tokenizer):
 
 
 def check(found: dict[str, Any], path: Path) -> None:
-    """UserError unless the tokens of a text, joined, are its bytes."""
+    """Raise a UserError unless the tokens of a text, joined, are its bytes."""
     model, normalizer = found["model"], found.get("normalizer")
     kinds = _parts(found["pre_tokenizer"], "pretokenizers")
     wrong = {

@@ -20,7 +20,7 @@ KINDS = ("bytes", "chars", "bpe", "gpt2")
 
 
 def check_kind(name: str) -> None:
-    """UserError, with the nearest name, unless `name` is a kind of tokenizer or a folder that holds one."""
+    """Raise a UserError, with the nearest name, unless `name` is a kind of tokenizer or a folder that holds one."""
     if name in KINDS or (name and (Path(name) / FILE).is_file()):
         return
     known = f"known: {', '.join(KINDS)}, or a folder with {FILE}"
@@ -76,7 +76,8 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """What `save` wrote, or the library `tokenizers`. UserError when it is missing, damaged or of a later format."""
+    """The tokenizer that `save`, or the library `tokenizers`, wrote. It is a UserError if it is missing, damaged or of a later
+    format."""
     path = Path(folder) / FILE
     try:
         written = path.read_bytes()

@@ -40,11 +40,11 @@ def round_keys(key: int) -> tuple[int, ...]:
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Where a permutation of range(size), chosen by `key`, takes an index below size.
+    """The place to which a permutation of range(size), chosen by `key`, moves an index below size.
 
-    A Feistel network on the smallest power of two that holds `size`, walked until it falls below `size` (Black and
-    Rogaway 2002): under two walks are expected, and no table is stored whatever the size. Plain integers take 3 us a
-    sample; NumPy on the few samples of a batch took five times as long.
+    It is a Feistel network on the smallest power of two that holds `size`, walked until it falls below `size` (Black and Rogaway
+    2002). Under two walks are expected, and no table is stored, whatever the size. Plain integers take 3 us for a sample; NumPy on
+    the few samples of a batch took five times as long.
     """
     bits = (size - 1).bit_length()
     low_bits = (bits + 1) // 2
@@ -61,7 +61,7 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 class Rows(Protocol):
-    """Where the rows of micro-batches come from."""
+    """The source of the rows of micro-batches."""
 
     def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Samples [first_sample, first_sample + count): inputs and targets (count, seq) int32. `document`: the most tokens of one
@@ -148,5 +148,5 @@ class Validation:
             yield self.batch(first, count)
 
     def text_bytes(self, byte_lengths: np.ndarray) -> int:
-        """Bytes of text in all targets: what the summed loss is divided by for bits per byte."""
+        """The bytes of text in all targets. The summed loss is divided by them for bits per byte."""
         return sum(int(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256))

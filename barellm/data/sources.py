@@ -1,4 +1,4 @@
-"""From what the user names (`stdlib`, text, shards) to two streams of tokens and a tokenizer."""
+"""The way from what the user names (`stdlib`, text, shards) to two streams of tokens and a tokenizer."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ Progress = Callable[[int, int], None]
 
 
 def nobody(done: int, total: int) -> None:
-    """Where nobody wants to know how far it is."""
+    """Do nothing: nobody wants to know how far it is."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Tokens to train on and tokens to be judged by. `hash` is of both and the tokenizer: if equal, equal batches."""
+    """The tokens to train on and the tokens to validate on. `hash` is that of both and the tokenizer: equal hashes mean equal
+    batches."""
 
     name: str
     tokenizer: Tokenizer

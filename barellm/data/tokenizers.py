@@ -1,7 +1,7 @@
-"""What a tokenizer is: a table of byte strings and a way to cut text into them. data/kinds.py knows which there are.
+"""A tokenizer is a table of byte strings and a way to cut text into them. data/kinds.py knows all kinds of them.
 
-Every kind is lossless: the bytes of a text's tokens, joined, are the text's UTF-8. So decoding, the bytes that a range
-of tokens stands for (bits per byte) and the streaming decoder are one piece of code for all.
+Every kind is lossless: the bytes of a text's tokens, joined, are the text's UTF-8. So decoding, the bytes that a range of tokens
+stands for (bits per byte) and the streaming decoder are one piece of code for all.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """What can be shown after this id; may be empty."""
+        """The text that can be shown after this id; it may be empty."""
         return self._decoder.decode(self.tokenizer.token_bytes(token))
 
     def finish(self) -> str:
-        """What was held back, as U+FFFD."""
+        """The rest that was held back, as U+FFFD."""
         return self._decoder.decode(b"", final=True)

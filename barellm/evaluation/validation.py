@@ -40,7 +40,8 @@ class Evaluator:
     def run(
         self, session: Session, *, stop: Callable[[], bool] = bool, report: Callable[[int], None] = lambda windows: None
     ) -> Result | None:
-        """None if `stop()` became true on the way. `report` gets the number of windows that are done, after each batch."""
+        """Evaluate all windows; None if `stop()` became true on the way. `report` gets the number of windows that are done, after
+        each batch."""
         total, done = 0.0, 0
         for inputs, targets in self.windows.batches(self.batch):
             valid = int(np.count_nonzero(targets >= 0))

@@ -1,4 +1,4 @@
-"""From logits to a token: temperature, then top-k, then top-p, then one draw with bits of (seed, index)."""
+"""The way from logits to a token: temperature, then top-k, then top-p, then one draw with bits of (seed, index)."""
 
 from __future__ import annotations
 

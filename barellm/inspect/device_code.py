@@ -1,7 +1,8 @@
-"""What a CUDA kernel became: registers, stack, shared memory, and how often the instructions that matter stand in its machine code.
+"""The machine code of a CUDA kernel: registers, stack, shared memory, and how often it has the instructions that matter.
 
-Reads what cuobjdump and nvdisasm say of a cubin; Triton brings them along. (Its own disassembly drops half of a kernel whose warps
-have roles.) Spilled registers live in local memory: every load and store of it (LDL, STL) counts as a spill.
+It is read from what cuobjdump and nvdisasm print about a cubin; Triton brings these tools along. (Its own disassembly drops half
+of a kernel whose warps have roles.) Spilled registers live in local memory, so every load and store of it (LDL, STL) counts as a
+spill.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 def output(tool: str, cubin: bytes, *options: str) -> str:
-    """What a tool that Triton brings along writes about a file with these bytes."""
+    """The output of a tool that Triton brings along, about a file with these bytes."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:

@@ -25,7 +25,7 @@ ARM_TRIPLE, X86_TRIPLE = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
 
 @dataclass
 class Used:
-    """One specialisation: the ops that need it, and how many calls of it the programs make."""
+    """One specialisation that is used: the ops that need it, and how many calls of it the programs make."""
 
     spec: Specialisation | DeviceSpec
     ops: list[str] = field(default_factory=list)
@@ -48,7 +48,8 @@ class Used:
 
 
 def isa_named(name: str | None, triple: str | None = None) -> ISA:
-    """This machine's ISA of that name (None: what it uses), or another machine's, to be compiled for and not run."""
+    """This machine's ISA of that name (None: the one that it uses), or another machine's, for which code is compiled and not
+    run."""
     if name is None and triple is None:
         return isas.host()
     known = {**isas.X86, **isas.ARM}
@@ -96,7 +97,7 @@ def used_by(config: Config, machine: ISA | Target) -> list[Used]:
 
 
 def select(used: list[Used], wanted: str) -> list[Used]:
-    """Those that `wanted` names; UserError with the nearest name where there is none."""
+    """The kernels that `wanted` names. It is a UserError with the nearest name if there is none."""
     chosen = [u for u in used if u.matches(wanted)]
     if not chosen:
         names = list(dict.fromkeys(name for u in used for name in (u.spec.name, *u.ops)))

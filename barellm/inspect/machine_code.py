@@ -1,7 +1,7 @@
-"""What a kernel became: the loops of its assembly, and in them multiply-adds, loads, stores and stack references.
+"""The machine code of a CPU kernel: the loops of its assembly, and in them multiply-adds, loads, stores and stack references.
 
-Reads what LLVM prints for x86-64 (AT&T) and aarch64. A stack reference in an inner loop is a spill: kernels keep everything there
-in registers, and reach buffers on the stack through a register of their own.
+It is read from what LLVM prints for x86-64 (AT&T) and aarch64. A stack reference in an inner loop is a spill: kernels keep
+everything there in registers, and reach buffers on the stack through a register of their own.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read(assembly: str) -> Code:
 
 
 def _parse(assembly: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Instructions, and the index of the instruction that follows each label."""
+    """The instructions, and the index of the instruction that follows each label."""
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in assembly.splitlines():
@@ -94,8 +94,8 @@ def _kind(code: list[Instruction]) -> str:
 
 
 def natural_loops(code: list[Instruction], labels: dict[str, int]) -> dict[int, set[int]]:
-    """First instruction of a loop -> all of its instructions: the header's block, and every block that comes back to it without
-    leaving. Blocks need not stand in order: what lies between two labels may belong to another loop."""
+    """The loops, as first instruction -> all instructions: the block of the header, and every block that comes back to it without
+    leaving. Blocks need not stand in order: between two labels there may be a part of another loop."""
     jumps = {at: target for at, i in enumerate(code) if (target := _jump(i, labels)) is not None}
     starts = sorted(
         {0, *labels.values(), *(at + 1 for at, i in enumerate(code) if at in jumps or _ends(i))} - {len(code)}
@@ -143,7 +143,7 @@ def _dominators(starts: list[int], before: dict[int, list[int]]) -> dict[int, se
 
 
 def _jump(i: Instruction, labels: dict[str, int]) -> int | None:
-    """Where a jump goes, None of anything else."""
+    """The target of a jump; None for any other instruction."""
     if X86_JUMP.match(i.mnemonic) or ARM_JUMP.match(i.mnemonic):
         return labels.get(i.operands.rpartition(",")[2].strip())
     return None

@@ -1,4 +1,4 @@
-"""What may be exported, and where to."""
+"""The formats to which a checkpoint may be exported, and the checks before."""
 
 from __future__ import annotations
 

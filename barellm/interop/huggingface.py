@@ -38,7 +38,8 @@ def is_folder(path: Path) -> bool:
 
 
 def read(folder: Path) -> Weights:
-    """Without its tokenizer. UserError for a model that no architecture here is, or that is not whole."""
+    """The weights of a folder, without its tokenizer. It is a UserError if the model is none of our architectures, or is not
+    whole."""
     model = model_of(folder / CONFIG)
     known: HuggingFace = models.of(model).HUGGING_FACE
     tensors, origin = _tensors(folder, known)

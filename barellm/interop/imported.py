@@ -25,7 +25,7 @@ def like(weights: Weights) -> Config:
 
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:
-    """What of a configuration is the model's own, and no run's, tokenizer's or text's."""
+    """The part of a configuration that is the model's own, and not the run's, the tokenizer's or the text's."""
     known = {name for name, entry in entries(type(model)).items() if not entry.of_run}
     return {name: getattr(model, name) for name in known - {"vocab_size", "padded_vocab", "max_seq"}}
 

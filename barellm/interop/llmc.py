@@ -25,7 +25,7 @@ PADDING = 128
 
 
 def read(path: Path) -> Weights:
-    """UserError for a file that is not llm.c's GPT-2, or not whole."""
+    """The weights of a file. It is a UserError if the file is not llm.c's GPT-2, or not whole."""
     size = path.stat().st_size
     with path.open("rb") as file:
         words = np.frombuffer(file.read(HEADER).ljust(HEADER, b"\0"), "<i4").tolist()

@@ -1,1 +1,1 @@
-"""What a step needs before it runs: memory, operations, bytes, and the time that no step can beat."""
+"""The needs of a step, known before it runs: memory, operations, bytes, and the time that no step can beat."""

@@ -26,7 +26,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def check(device: str) -> None:
-    """UserError for what has no kernels of ours."""
+    """Raise a UserError for a device that has no kernels of ours."""
     if device not in DEVICES:
         raise UserError(f"unknown device {device!r}{nearest(device, DEVICES)} (known: {', '.join(DEVICES)})")
 
@@ -65,7 +65,7 @@ def replay_seconds(session: Any, program: str, calls: int, **sizes: int) -> list
 
 
 def target_here() -> Target:
-    """This machine's GPU, or Hopper's where there is none that can be used."""
+    """This machine's GPU, or a Hopper GPU if there is none that can be used."""
     from barellm.cuda import driver
     from barellm.cuda.kernel import Target
 

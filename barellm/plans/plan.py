@@ -26,7 +26,7 @@ PRIVATE = "threads.private"  # scratch of the threads of a CPU, which outlives a
 
 
 def memory(built: Built) -> dict[str, int]:
-    """Bytes of the arena by what they are for, at the moment when most are alive. They add up to the arena."""
+    """The bytes of the arena by what they are for, at the moment when most are alive. They add up to the arena."""
     parts = dict.fromkeys(ROLES.values(), 0)
     for role, nbytes in built.plan.by_role().items():
         parts[ROLES[role]] += nbytes
@@ -81,7 +81,7 @@ def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu
 
 
 def device_memory(device: str) -> tuple[int | None, str]:
-    """Bytes and what sets them; None where there is no such device here."""
+    """The limit of memory in bytes, and what sets it; None if there is no such device here."""
     if device == "cpu":
         return memory_limit()
     found = device_bytes(device)
@@ -115,7 +115,7 @@ def _families(built: Built) -> dict[str, dict[str, int]]:
 
 
 def _ops(built: Built, accumulate: int, ceiling: Ceiling | None) -> list[dict[str, Any]]:
-    """One row per kind of op of an optimizer step, after fusion; `count` counts the micro-batches."""
+    """A row for each kind of op of an optimizer step, after fusion. `count` counts all micro-batches."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for name in STEP:
         times = accumulate if name == "micro" else 1

@@ -1,4 +1,4 @@
-"""What this machine does at best, measured, and the time that an op cannot beat there."""
+"""The best rates of this machine, measured, and the time that an op cannot beat there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMED: dict[str, Mix] = {"copy": (4, 4, 0), "update": (0, 0, 8), "read": (8, 0, 
 
 
 class Bench(Protocol):
-    """What a backend measures of its machine: FLOP/s of `dtype` products, bytes/s of a mix."""
+    """The measurements that a backend makes of its machine: FLOP/s of `dtype` products, and bytes/s of a mix."""
 
     def peak(self, dtype: str) -> float: ...
     def bandwidth(self, mix: Mix) -> float: ...
@@ -101,7 +101,7 @@ class Ceiling:
 
 
 def mix_of(op: Op) -> Mix:
-    """What an op does to memory, in eighths of the bytes of its tensors."""
+    """The mix of reads, writes and updates of an op, in eighths of the bytes of its tensors."""
     outputs = set(op.outputs.values())
     updated = {t for name, t in op.outputs.items() if t in op.inputs.values() or op.modes.get(name) == "add"}
     # Of an embedding's table only the rows of the tokens are touched, unless it is written as a whole.

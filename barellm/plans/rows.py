@@ -66,7 +66,7 @@ def by_kind(
 
 
 def by_kernel(session: Any, calls_s: dict[str, np.ndarray]) -> dict[Kind, dict[str, dict[str, Any]]]:
-    """For kinds of ops that take more than one kernel: symbol of the kernel -> `calls`, `s`, `wait_s`."""
+    """The kernels of those kinds of ops that take more than one: symbol of the kernel -> `calls`, `s`, `wait_s`."""
     found: dict[Kind, dict[str, dict[str, Any]]] = {}
     for program in STEP:
         seconds, calls = calls_s[program], session.calls[program]
@@ -100,7 +100,7 @@ def shape(op: Op) -> str:
 
 
 def place(op: Op) -> str:
-    """Where in the model an op stands: the parameter that it belongs to, else the layer, else nothing; of a group nothing."""
+    """The place of an op in the model: the parameter that it belongs to, else the layer, else nothing; for a group nothing."""
     if isinstance(op, GroupedOp):
         return ""
     tensors = [*op.inputs.values(), *op.outputs.values()]

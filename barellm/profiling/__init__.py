@@ -1,1 +1,1 @@
-"""What a step costs, before it runs and after: plans, rooflines, counted work of the process, kernels' machine code."""
+"""Measurements of a step while it runs: traces, profiles, and what the process used."""

@@ -15,8 +15,8 @@ SMALLEST = 0.4  # percent of the step; what is below goes into one bar
 
 
 def bars(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is drawn, from the top: families by their time and in them kinds by theirs, the small ones together, idling last.
-    `s` and `wait_s` of all bars add up to the step, less what the stamps miss."""
+    """The bars of the chart, from the top: families by their time and in them kinds by theirs, the small ones together, idling
+    last. `s` and `wait_s` of all bars add up to the step, less what the stamps miss."""
     ops = result["ops"]
     large = [r for r in ops if 100 * r["s"] / result["step_s"] >= SMALLEST]
     small = [r for r in ops if r not in large]

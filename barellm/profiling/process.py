@@ -1,4 +1,5 @@
-"""What the system counts for this process: time since its start, memory, page faults, switches; and Python's own calls."""
+"""The numbers that the system counts for this process: time since its start, memory, page faults, switches; and Python's own
+calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a training step's time goes, op by op, on a CPU thread by thread; as a table, a timeline and a picture."""
+"""Shows where the time of a training step goes, op by op, and on a CPU thread by thread: as a table, a timeline and a picture."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FILES = {"profile": "profile.json", "timeline": "timeline.json", "picture": "pro
 
 
 def measure(config: Config, *, steps: int | None, folder: Path, device: str = "cpu") -> dict[str, Any]:
-    """One JSON object about the traced step of median duration, of `steps` or as many as a few seconds allow; the files of FILES
-    go to `folder`, which exists. `config` has its dtype resolved."""
+    """Profile steps and return one JSON object about the traced step of median duration, of `steps` or of as many as a few seconds
+    allow. The files of FILES go to `folder`, which exists. `config` has its dtype resolved."""
     with opened(config, device=device) as (bench, _):
         session, train = bench.machine.session, bench.train
         ceiling = measured_ceiling(device=device)
@@ -90,7 +90,7 @@ def adds_up(threads: list[dict[str, Any]]) -> bool:
 
 
 def tracing(traces: Traces) -> dict[str, Any]:
-    """What tracing costs: the median of the pairs, in percent, and the quarters that half of them lie between."""
+    """The cost of tracing: the median of the pairs, in percent, and the quarters that half of them lie between."""
     costs = traces.overheads
     return {
         "traced_s": [step.seconds for step in traces.traced],

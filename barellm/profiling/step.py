@@ -23,7 +23,7 @@ MOMENTUM = 0.95  # of Muon, if it is the optimizer
 
 @dataclass
 class Sample:
-    """One step: its seconds, loss, and what the process used meanwhile."""
+    """The measurement of one step: its seconds, its loss, and what the process used meanwhile."""
 
     seconds: float
     loss: float
@@ -86,11 +86,11 @@ class StepBench:
 
 @contextmanager
 def opened(config: Config, *, device: str = "cpu") -> Iterator[tuple[StepBench, dict[str, Any]]]:
-    """After the first step: a bench and what the start took. `config` has its dtype resolved.
+    """A bench after its first step, and what the start took. `config` has its dtype resolved.
 
-    first_step_s runs from the start of the process to the end of the first step. Its split: import (the interpreter and
-    modules), plan (programs, lowering, addresses), compile, map, init (weights), step (the first), rest; on a GPU also load, the
-    driver's loading of the code.
+    first_step_s runs from the start of the process to the end of the first step. Its split: import (the interpreter and modules),
+    plan (programs, lowering, addresses), compile, map, init (weights), step (the first), rest; on a GPU also load, the driver's
+    loading of the code.
     """
     imported = seconds_since_start()
     before, start = resident_bytes()[0], time.perf_counter()
@@ -124,7 +124,7 @@ def opened(config: Config, *, device: str = "cpu") -> Iterator[tuple[StepBench, 
 
 
 def measure(config: Config, *, steps: int, digest: bool = False, device: str = "cpu") -> dict[str, Any]:
-    """One JSON object about `steps` warm steps after the first. `config` has its dtype resolved."""
+    """Measure `steps` warm steps after the first, and return one JSON object. `config` has its dtype resolved."""
     with opened(config, device=device) as (bench, facts):
         counter = facts.pop("counter")
         samples = [bench.step() for _ in range(steps)]
@@ -188,7 +188,7 @@ def where_it_ran(machine: Machine) -> dict[str, Any]:
 
 
 def serve(config: Config, *, device: str = "cpu") -> None:
-    """One side of an interleaved comparison, as barellm.bench.turns wants it."""
+    """Be one side of an interleaved comparison, as barellm.bench.turns wants it."""
     with opened(config, device=device) as (bench, facts):
         start = where_it_ran(bench.machine) | {"dtype": bench.train.dtype}
         start |= {"arena_bytes": bench.machine.plan.arena_bytes}

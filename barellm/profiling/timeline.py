@@ -56,7 +56,7 @@ def device_events(session: Any, step: DeviceStep, *, title: str) -> dict[str, An
 
 
 def _labels(session: Any, program: str) -> list[tuple[str, str, dict[str, Any]]]:
-    """What is said of each call: a label by op, place and shape, the op's name, more."""
+    """The words for each call: a label by op, place and shape, the op's name, and more."""
     made, calls = [], session.calls[program]
     for op, first, stop in spans(session, program):
         several = len({call.spec for call in calls[first:stop]}) > 1
@@ -84,7 +84,7 @@ def _thread(session: CpuSession, step: TracedStep, program: str, thread: int, cl
 
 
 def _slice(track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any]) -> dict[str, Any]:
-    """From nanosecond to nanosecond: what touches there touches in the file."""
+    """A slice of the timeline. Times are in nanoseconds, so that slices that touch also touch in the file."""
     return {
         "ph": "X",
         "name": name,

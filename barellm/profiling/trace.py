@@ -1,8 +1,9 @@
-"""Where a step's time goes on every thread: steps that are traced in turn with steps that are not, and sums of their stamps.
+"""Shows where the time of a step goes on every thread. Steps that are traced take turns with steps that are not, and the time
+stamps are summed.
 
 A thread's step is work (inside kernels), barrier (behind a kernel, until the last thread has come) and idle (before, between and
-after the two programs: Python, and waking up). The three are measured apart, so their sum may miss the step that Python's
-clock has seen; what it misses is reported, not spread.
+after the two programs: Python, and waking up). The three are measured apart, so their sum may miss the step that Python's clock
+has seen. What it misses is reported, not spread.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def pairs_for(bench: StepBench) -> int:
 
 
 def check_order(step: TracedStep) -> None:
-    """UserError where the counters of the cores disagree, so that a thread seems to go back in time."""
+    """Raise a UserError if the counters of the cores disagree, so that a thread seems to go back in time."""
     for thread in range(step.threads):
         line = [step.begin, *(int(x) for name in STEP for x in step.stamps[name][thread].reshape(-1)), step.end]
         if any(after < before for before, after in pairwise(line)):

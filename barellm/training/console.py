@@ -1,4 +1,4 @@
-"""What a run says: plain lines in a log, one live line in a terminal, or JSON lines for machines."""
+"""The output of a run: plain lines in a log, one live line in a terminal, or JSON lines for machines."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ class Console:
             self.line(text)
 
     def evaluating(self, windows: int) -> Callable[[int], None]:
-        """For the `report` of an evaluation of so many windows: says how far it is. One that is over at once stays silent."""
+        """A function for the `report` of an evaluation of so many windows, which shows how far it is. An evaluation that is over
+        at once stays silent."""
         tell = self._patiently()
         return lambda done: tell(lambda: f"evaluating: {done} of {windows} windows")
 
     def tokenizing(self) -> Callable[[int, int], None]:
-        """For the `progress` of a text that becomes tokens: (bytes done, bytes in all)."""
+        """A function for the `progress` of a text that becomes tokens, which gets (bytes done, bytes in all)."""
         tell = self._patiently()
         return lambda done, total: tell(lambda: f"tokenizing: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 

@@ -66,7 +66,7 @@ def _columns(points: Points, *, last: float, width: int) -> dict[int, tuple[floa
 
 
 def summary(curve: Curve, *, axis: str = "steps") -> str:
-    """Where the run is and how good, in words; the training loss is the mean of its last part."""
+    """How far the run is and how good, in words. The training loss is the mean of its last part."""
     last = _last([curve])
     words = [_place(last, axis)]
     if parts := list(_columns(curve.train, last=last, width=SMOOTH).values()):
@@ -114,8 +114,8 @@ def terminal(curve: Curve, *, axis: str = "steps", width: int = 72, height: int 
 
 
 def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps") -> Figure:
-    """One run: each step's loss, the smoothed loss and the validation. Several: a colour each, smoothed as a line, validation
-    as dots."""
+    """The picture of a run has each step's loss, the smoothed loss and the validation. That of several runs has a colour for each,
+    the smoothed loss as a line and validation as dots."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 

@@ -43,7 +43,7 @@ FULL_DISK_S, FULL_DISK_PAUSE_S = 3600.0, 10.0  # the last save waits for room so
 
 @dataclass
 class Progress:
-    """What a checkpoint remembers of the loop. `total` None: the number of steps is not chosen yet."""
+    """The part of the loop that a checkpoint remembers. `total` is None until the number of steps is chosen."""
 
     step: int = 0
     total: int | None = None
@@ -115,7 +115,7 @@ class Loop:
     # --- one step ---
 
     def _step(self) -> bool:
-        """One optimizer step; False if stopped between its micro-batches, which are discarded."""
+        """Do one optimizer step. Returns False if it was stopped between its micro-batches, which are then thrown away."""
         train, session, step = self.config.train, self.session, self.progress.step
         begin = time.perf_counter()
         plan = self.course.step(step, self.progress.total)
@@ -313,7 +313,7 @@ class Loop:
             self.console.line(f"warning: no checkpoint of step {step}: {error.strerror}: {error.filename}")
 
     def _save_last(self) -> None:
-        """Nothing else holds these weights: where the disk is full, wait for room. Ctrl-C gives up."""
+        """Save the last checkpoint. Nothing else holds these weights, so if the disk is full, wait for room. Ctrl-C gives up."""
         begin, stopped = time.monotonic(), bool(self.stop)
         while True:
             try:

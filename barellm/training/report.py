@@ -1,4 +1,4 @@
-"""What a run says in words before its first step and after its last one."""
+"""The words of a run before its first step and after its last one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def header(machine: Machine, data: Dataset, folder: Path) -> list[str]:
-    """What is trained, on what, with what, and where it goes: a few lines. config.json has every setting."""
+    """A few lines that say what is trained, on what, with what, and where it goes. config.json has every setting."""
     config, found = machine.config, machine.meta()
     model, train = config.model, config.train
     units = f"{found['threads']} threads" if "threads" in found else found["processor"]

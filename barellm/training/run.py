@@ -138,7 +138,7 @@ class Run:
         self.final_sample_tokens = 64 + trained // FINAL_SAMPLE_SHARE
 
     def _rows(self) -> Rows:
-        """Where the rows of the micro-batches come from."""
+        """The source of the rows of the micro-batches."""
         train, data = self.config.train, self.config.data
         if data.order != "documents":
             return Batches(self.data.train, seq=train.seq, seed=train.seed, order=data.order)

@@ -31,7 +31,7 @@ def learning_rate(step: int, *, total: int | None, optim: OptimConfig) -> float:
 
 
 def steps_in_time(*, done: int, step_s: float, pause_s: float, left_s: float, limit: int) -> int:
-    """Total steps that end within `left_s` seconds from now, at `step_s` a step and `pause_s` a step on average for
-    evaluations and samples; at least one more than `done`, at most `limit`."""
+    """The total number of steps that end within `left_s` seconds from now. A step takes `step_s`, and evaluations and samples add
+    `pause_s` to it on average. It is at least one more than `done`, and at most `limit`."""
     more = int(left_s / max(1e-9, step_s + pause_s))
     return min(limit, done + max(1, more))
