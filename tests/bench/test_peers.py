@@ -56,7 +56,12 @@ def test_every_sample_is_kept(result):
     for v in result["variants"]:
         assert [len(turn["step_s"]) for turn in v["turns"]] == [result["steps_per_turn"]] * 3
         assert v["peak_rss_bytes"] == 10**6
-    assert {"processor", "cores", "threads", "isa", "system"} <= set(result["machine"])
+    assert result["tokens_per_s"] == 12 * 64 / 0.25
+    assert result["percent_of_bound"] == pytest.approx(100 * result["bound_s"] / 0.25)
+    machine = result["machine"]
+    assert {"processor", "cores", "threads", "isa", "system"} <= set(machine) and "gpu" not in machine
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())["MemTotal"]
+    assert machine["memory_bytes"] == 1024 * int(memory.split()[0])
 
 
 def test_the_tables_and_the_chart_are_made_from_the_files(result, table, tmp_path, monkeypatch):

@@ -83,7 +83,8 @@ def test_axes_of_any_kind(isa, dtype, leading, op_type):
 @each_isa
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
-def test_columns_of_wider_tensors(isa, dtype, op_type):
+def test_columns_of_wider_tensors(isa, dtype, op_type, monkeypatch):
+    changed(monkeypatch, weight_gradient, CHUNK=16)
     for viewed in VIEWED:
         check_op(op_type, isa, **viewed_case(op_type, viewed, dtype, "add" if viewed[1] else "store"))
 
@@ -223,6 +224,7 @@ def test_fused_products_of_columns(isa, compute, limit, sizes, parts, monkeypatc
 
 
 def test_a_network_of_columns():
+    """Its classifier is not fused, for the chunks of one are rows of a whole tensor."""
     network = partial(network_of_views, C=24, V=53)
     check_model(lambda programs: CpuSession(programs, threads=2), network, compute="bf16", limit=2e-2, ids=51)
 

@@ -25,7 +25,7 @@ from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.tensor import Dim
+from barellm.program.tensor import Dim, View
 from barellm.runtime.tuner import decision
 from barellm.runtime.tuner.decision import Verdict
 from barellm.runtime.tuner.worker import Lost
@@ -154,13 +154,18 @@ def test_works_are_what_lowering_asks_for():
         assert all(o is None or min(o.shape) > 0 for row in work.operands for o in row)
 
 
-@pytest.mark.parametrize("axes", [(Dim("batch", 2), Dim("seq", 5), 3), (41,)], ids=["inner axis", "static"])
+@pytest.mark.parametrize(
+    "axes, more",
+    [((Dim("batch", 2), Dim("seq", 5), 3), 0), ((41,), 0), ((41,), 5)],
+    ids=["inner axis", "static", "views"],
+)
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
-def test_products_over_axes_of_any_kind_can_be_tuned(op_type, axes):
-    """A bed runs them at sizes of its own, all right."""
+def test_products_over_axes_of_any_kind_can_be_tuned(op_type, axes, more):
+    """A bed runs them at sizes of its own, all right, and with rows side by side."""
     store = Store()
     p = Program(store)
-    x, dy = (p.input(name, (*axes, width), "fp32") for name, width in (("x", 7), ("dy", 11)))
+    bases = {name: p.input(name, (*axes, width + more), "fp32") for name, width in (("x", 7), ("dy", 11))}
+    x, dy = (View(bases[name], more // 2, width) for name, width in (("x", 7), ("dy", 11)))
     weight = p.parameter("weight", (11, 7))
     given = {"x": x, "dy": dy, "weight": weight}
     wanted = {ops.Matmul: ("x", "weight"), ops.MatmulDx: ("dy", "weight"), ops.MatmulDw: ("dy", "x")}[op_type]

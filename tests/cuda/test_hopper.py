@@ -12,12 +12,13 @@ from barellm.cuda import choices
 from barellm.cuda.choices import columns, form
 from barellm.cuda.kernel import Target
 from barellm.cuda.kernels.hopper import hopper_gemm
+from barellm.cuda.step import lower_and_plan
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import PRECISIONS
 from barellm.program.ops.elementwise import ACTIVATIONS, SLOPES
 from barellm.program.scalars import MOST, SCALARS
-from barellm.program.tensor import Dim
+from barellm.program.tensor import Dim, View
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import VIEWED, check_products_of_views, viewed_case
 from tests.check import Case, check_case
@@ -243,6 +244,15 @@ def test_columns_of_wider_tensors(small_waves, op_type, dtype, monkeypatch):
     for given in (case, other):
         check_case(Case(op_type, attrs={}, modes=given.pop("modes", {}), **given), {"": Session})
     assert launched == ["hopper_gemm", "gemm"]
+
+
+@pytest.mark.parametrize("first, whole, kernel", [(8, 88, "hopper_gemm"), (8, 84, "gemm"), (4, 88, "gemm")])
+def test_views_whose_rows_begin_elsewhere_than_at_16_bytes_are_tritons(small_waves, first, whole, kernel):
+    p = Program(Store(), compute="bf16")
+    p.linear(
+        View(p.input("x", (Dim("batch", 2), Dim("seq", 90), whole), "bf16"), first, 72), p.parameter("w", (128, 72))
+    )
+    assert [call.spec.name for call in lower_and_plan({"op": p}, small_waves).calls["op"]] == [kernel]
 
 
 @pytest.mark.parametrize("F, kernel", [(264, "hopper_gemm"), (257, "gemm")])

@@ -7,7 +7,7 @@ import pytest
 
 from barellm.cpu.isa import host
 from barellm.cpu.step import CpuSession
-from barellm.program import scalars
+from barellm.program import loss_scale, scalars
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import FORMATS, PRECISIONS, Precision, decode, encode, format_of, numpy_dtype
 from barellm.program.tensor import Dim, Tensor, View
@@ -34,6 +34,18 @@ def test_a_format_holds_what_it_says(name):
         assert away.min() >= 0 and 1.9 < away.max() / FORMATS["bf16"].half_ulp < 2
     elif f.planes:  # the nearest number of the first plane's format
         np.testing.assert_array_equal(planes[0], decode(encode(values, f.operand), f.operand))
+
+
+@pytest.mark.parametrize("name", ["split", "truncated"])
+def test_two_planes_of_16_bits_have_every_bit_of_fp32(name):
+    low = np.arange(1 << 16, dtype=np.uint32)
+    for upper in (0x0000, 0x3F80, 0xBF7F, 0x7F7E, 0x8000):
+        values = (low + (upper << 16)).astype(np.uint32).view(np.float32)
+        np.testing.assert_array_equal(decode(encode(values, name), name).view(np.uint32), values.view(np.uint32))
+
+
+def test_the_loss_scale_begins_as_the_docs_say():
+    assert loss_scale.scale_of(np.zeros(2, np.int32)) == 65_536 and loss_scale.GROWTH_STEPS == 2000
 
 
 def test_an_unknown_format_is_named():
@@ -103,6 +115,19 @@ def test_columns_that_no_gradient_reaches_are_zero():
     found, numeric = gradients_of(lambda p, y: p.swiglu(View(y, 5, 4), View(y, 1, 4)))
     np.testing.assert_allclose(found, numeric, atol=1e-8)
     assert not found[[0, 9, 10, 11]].any() and found[1:9].any()
+
+
+def test_columns_side_by_side_are_stored_and_nothing_is_zeroed():
+    p = Program(Store())
+    y = p.linear(p.input("x", (Dim("batch", 2), 4), "fp32"), p.parameter("w", (12, 4)))
+    a, b, c = p.split(y, 3)
+    p.output("loss", p.apply(Weigh, x=p.swiglu(p.swiglu(c, a), b), seed=1).loss)
+    p.backward(p.named["loss"])
+    writers = [
+        (name, op.modes[name]) for op in p.ops for name, t in op.outputs.items() if t.base.name == f"{y.name}.grad"
+    ]
+    assert writers == [("dup", "store"), ("dgate", "store"), ("dup", "store")]
+    assert "zeros" not in [op.name for op in p.ops]
 
 
 @pytest.mark.parametrize("first", [0, 2, 3])
