@@ -1,6 +1,8 @@
-"""Matrices turned over. Shapes: x (rows, columns), y (columns, rows); both sizes are given at run time, one code for all.
+"""Matrices turned over. Shapes: x (rows, columns), y (columns, rows). The sizes are constants of the code, so that the places of a
+square's rows are parts of instructions: to compute them took as long as the memory does.
 
-A tile is as wide and as high, so that both matrices are touched in pieces of some cache lines. Squares of it turn in registers.
+Squares as wide as a vector are turned in registers. A strip of them side by side reads as many rows of x from left to right; strips
+below each other, a tile, write adjacent parts of the rows of y.
 """
 
 from __future__ import annotations
@@ -11,29 +13,70 @@ from typing import Any
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.loops import LINE, STREAM_BYTES
 from barellm.cpu.kernels.storage import Weight, weight_operands
-from barellm.cpu.lang import Value
+from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.dtypes import FORMATS
 from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part, plane
 
-TILE_BYTES = 256  # of a row of a tile
+STRIPS = 16  # of a tile
+WIDTH = 4096  # bytes of a tile's rows: a strip of them waits in the second cache while the one above turns
+AHEAD = 2  # squares of y that are on their way where y is read too
 
-# (index of the first lane, mask or None) -> lanes of x; (lanes, index, mask or None): lanes into y
-Load = Callable[[Any, Value | None], Value]
-Store = Callable[[Value, Any, Value | None], None]
+# (index, further elements, mask or None) -> lanes of x, and (lanes, index, further elements, mask or None): lanes into y
+Load = Callable[[Any, int, Value | None], Value]
+Store = Callable[[Value, Any, int, Value | None], None]
 Square = Callable[[Value, Value], None]
 
 
+class Squares:
+    """How squares of 32-bit lanes turn, the one whose first element is x[r, c]."""
+
+    def __init__(self, k: KernelBuilder, rows: int, columns: int, load: Load, store: Store) -> None:
+        self.k, self.rows, self.columns, self.load, self.store = k, rows, columns, load, store
+
+    def inner(self, r: Value, c: Value) -> None:
+        """One that lies in the matrix wholly."""
+        of, to = r * self.columns + c, c * self.rows + r
+        lines = [self.load(of, i * self.columns, None) for i in range(self.k.lanes)]
+        for i, v in enumerate(transpose(self.k, lines)):
+            self.store(v, to, i * self.rows, None)
+
+    def edge(self, r: Value, c: Value) -> None:
+        """One that reaches beyond it."""
+        k, to = self.k, c * self.rows + r
+        of_x, of_y = k.mask_first(self.columns - c), k.mask_first(self.rows - r)
+        places = [k.min(r + i, self.rows - 1) * self.columns + c for i in range(k.lanes)]
+        for i, v in enumerate(transpose(k, [self.load(of, 0, of_x) for of in places])):
+            with k.when(c + i < self.columns):
+                self.store(v, to, i * self.rows, of_y)
+
+
 def turn_tiles(
-    k: KernelBuilder, rows: Value, columns: Value, *, tile: int, side: int, inner: Square, edge: Square
+    k: KernelBuilder,
+    y: Pointer,
+    x: Pointer,
+    rows: int,
+    columns: int,
+    *,
+    side: int,
+    inner: Square,
+    edge: Square,
+    adds: bool,
 ) -> None:
-    """Threads claim tiles of x and turn their squares of `side` elements: inner(row, column) those that lie in it wholly, edge
-    the others."""
-    across = k.ceil_div(columns, tile)
-    with k.claim(k.ceil_div(rows, tile) * across, 1) as (begin, end), k.loop(begin, end) as unit:
-        row, column = unit // across * tile, unit % across * tile
-        with k.loop(column, k.min(column + tile, columns), side) as c, k.loop(row, k.min(row + tile, rows), side) as r:
+    """Threads claim tiles of x and turn their squares of `side` elements. What the square below reads is fetched meanwhile, for no
+    processor foresees so many rows; where it `adds`, so is what squares to the right will read of y."""
+    height, width = STRIPS * side, WIDTH // x.itemsize
+    across = -(-columns // width)
+    with k.claim(-(-rows // height) * across, 1) as (begin, end), k.loop(begin, end) as tile:
+        top, left = tile // across * height, tile % across * width
+        bottom, right = k.min(top + height, rows), k.min(left + width, columns)
+        with k.loop(top, bottom, side) as r, k.loop(left, right, side) as c:
+            below, beside = x.at((r + side) * columns + c), y.at((c + AHEAD * side) * rows + r)
+            for i in range(side):
+                k.prefetch(below.at(i * columns), near=False)
+                if adds:
+                    k.prefetch(beside.at(i * rows), write=True, near=False)
             whole = (r + side <= rows) & (c + side <= columns)
             with k.when(whole):
                 inner(r, c)
@@ -41,78 +84,55 @@ def turn_tiles(
                 edge(r, c)
 
 
-def squares(k: KernelBuilder, rows: Value, columns: Value, load: Load, store: Store) -> tuple[Square, Square]:
-    """Turns a square of as many 32-bit lanes as a vector has: one that is whole, and one that reaches beyond the matrix."""
+def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
+    """Every bit as it is, of elements of 16 or 32 bits. What leaves the caches goes past them."""
+    halves, side = y.itemsize == 2, k.lanes * 4 // y.itemsize
+    past = rows * y.itemsize % LINE == 0 and rows * columns * y.itemsize > STREAM_BYTES
 
-    def inner(r: Value, c: Value) -> None:
-        turned = transpose(k, [load((r + i) * columns + c, None) for i in range(k.lanes)])
-        for i, v in enumerate(turned):
-            store(v, (c + i) * rows + r, None)
+    def load(of: Any, further: int, mask: Value | None) -> Value:
+        v = x.at(of).load_raw(further, mask)
+        return k.op(k.ivec, f"zext {v.typed} to {k.ivec}") if halves else v
 
-    def edge(r: Value, c: Value) -> None:
-        of_x, of_y = k.mask_first(columns - c), k.mask_first(rows - r)
-        turned = transpose(k, [load(k.min(r + i, rows - 1) * columns + c, of_x) for i in range(k.lanes)])
-        for i, v in enumerate(turned):
-            with k.when(c + i < columns):
-                store(v, (c + i) * rows + r, of_y)
+    def store(v: Value, to: Any, further: int, mask: Value | None) -> None:
+        y.at(to).store_raw(k.to(v, f"<{k.lanes} x i16>") if halves else v, further, mask)
 
-    return inner, edge
-
-
-def transpose_plane(k: KernelBuilder, y, x, rows, columns, *, lines) -> None:
-    """Every bit as it is, of elements of 16 or 32 bits. `lines`: rows of y are whole cache lines."""
-    past = rows * columns * y.itemsize > STREAM_BYTES if lines else k.const(0, "i1")
-    wide = y.itemsize == 2
-
-    def load(i: Any, mask: Value | None) -> Value:
-        v = x.load_raw(i, mask)
-        return k.op(k.ivec, f"zext {v.typed} to {k.ivec}") if wide else v
-
-    def store(v: Value, i: Any, mask: Value | None) -> None:
-        y.store_raw(k.to(v, f"<{k.lanes} x i16>") if wide else v, i, mask)
-
-    def whole(v: Value, i: Value) -> None:
-        """A vector of 32-bit lanes to a whole part of a row."""
-        to, size = y.at(i), 4 * k.lanes
-        with k.when(past):
-            k.line(f"store {v.typed}, ptr {to.ref}, align {size}, !nontemporal !0")
-        with k.otherwise(past):
-            k.line(f"store {v.typed}, ptr {to.ref}, align {y.itemsize}")
-
-    tile = TILE_BYTES // y.itemsize
-    _, edge = squares(k, rows, columns, load, store)
-    if not wide:
-        inner, _ = squares(k, rows, columns, load, lambda v, i, mask: whole(v, i))
-        turn_tiles(k, rows, columns, tile=tile, side=k.lanes, inner=inner, edge=edge)
-        return
-    side = 2 * k.lanes
+    def whole(v: Value, to: Any, further: int, mask: Value | None = None) -> None:
+        """A vector of 32-bit lanes, whatever they hold."""
+        how = f"align {4 * k.lanes}, !nontemporal !0" if past else f"align {y.itemsize}"
+        k.line(f"store {v.typed}, ptr {y.at(to).at(further).ref}, {how}")
 
     def pairs(r: Value, c: Value) -> None:
         """Numbers of two columns are a lane. Those of two rows make lanes of one column each: what a square of lanes turns."""
-        lanes = [k.op(k.ivec, f"load {k.ivec}, ptr {x.at((r + i) * columns + c).ref}, align 2") for i in range(side)]
-        both = list(zip(lanes[::2], lanes[1::2], strict=True))
-        for odd, woven in enumerate(
-            ([(a & 0xFFFF) | (b << 16) for a, b in both], [(a >> 16) | (b & ~0xFFFF) for a, b in both])
-        ):
+        of, to = x.at(r * columns + c), c * rows + r
+        lines = [k.op(k.ivec, f"load {k.ivec}, ptr {of.at(i * columns).ref}, align 2") for i in range(side)]
+        both = list(zip(lines[::2], lines[1::2], strict=True))
+        even, odd = [(a & 0xFFFF) | (b << 16) for a, b in both], [(a >> 16) | (b & ~0xFFFF) for a, b in both]
+        for first, woven in enumerate((even, odd)):
             for i, v in enumerate(transpose(k, woven)):
-                whole(v, (c + (2 * i + odd)) * rows + r)
+                whole(v, to, (2 * i + first) * rows)
+
+    masked = Squares(k, rows, columns, load, store)
 
     def parts(r: Value, c: Value) -> None:
         with k.loop(r, k.min(r + side, rows), k.lanes) as i, k.loop(c, k.min(c + side, columns), k.lanes) as j:
-            edge(i, j)
+            masked.edge(i, j)
 
-    turn_tiles(k, rows, columns, tile=tile, side=side, inner=pairs, edge=parts)
+    inner, edge = (pairs, parts) if halves else (Squares(k, rows, columns, load, whole).inner, masked.edge)
+    turn_tiles(k, y, x, rows, columns, side=side, inner=inner, edge=edge, adds=False)
 
 
-def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, rows, columns) -> None:
+def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, *, rows, columns) -> None:
     """In fp32, whatever the storage."""
     of, to = Weight(k, x, x_lo), Weight(k, y, y_lo)
 
-    def store(v: Value, i: Any, mask: Value | None) -> None:
-        to.store(to.load(i, mask) + v, i, mask)
+    def load(at: Any, further: int, mask: Value | None) -> Value:
+        return of.load(at + further, mask)
 
-    inner, edge = squares(k, rows, columns, of.load, store)
-    turn_tiles(k, rows, columns, tile=TILE_BYTES // y.itemsize, side=k.lanes, inner=inner, edge=edge)
+    def store(v: Value, at: Any, further: int, mask: Value | None) -> None:
+        to.store(to.load(at + further, mask) + v, at + further, mask)
+
+    squares = Squares(k, rows, columns, load, store)
+    turn_tiles(k, y, x, rows, columns, side=k.lanes, inner=squares.inner, edge=squares.edge, adds=True)
 
 
 @lowering("transpose", adds="y", also=dict.fromkeys("xy", "split half truncated e6m9 ue6m10"))
@@ -120,10 +140,10 @@ def lower_transpose(op: Op, c: Lowering) -> None:
     rows, columns = (int(n) for n in op.x.shape)
     sizes = {"rows": rows, "columns": columns}
     if op.modes["y"] == "add":
-        c.call(transpose_add, {**weight_operands("y", op.y), **weight_operands("x", op.x), **sizes}, writes="y y_lo")
+        c.call(transpose_add, {**weight_operands("y", op.y), **weight_operands("x", op.x)}, sizes, writes="y y_lo")
         return
-    for i, name in enumerate(FORMATS[op.x.dtype].planes or (op.x.dtype,)):
-        bits = FORMATS[name].bits
-        planes = FORMATS[op.x.dtype].planes
-        pair = {n: (plane(t, i)[0] if planes else part(t), f"i{bits}") for n, t in (("y", op.y), ("x", op.x))}
-        c.call(transpose_plane, {**pair, **sizes}, {"lines": rows * bits % (8 * LINE) == 0}, writes="y")
+    planes = FORMATS[op.x.dtype].planes
+    for i, name in enumerate(planes or (op.x.dtype,)):
+        kind = f"i{FORMATS[name].bits}"
+        pair = {n: (plane(t, i)[0] if planes else part(t), kind) for n, t in (("y", op.y), ("x", op.x))}
+        c.call(transpose_plane, pair, sizes, writes="y")
