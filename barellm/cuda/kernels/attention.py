@@ -56,8 +56,8 @@ def visit(
     CAUSAL: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     K_ROW: tl.constexpr, V_ROW: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Softmax as it goes over the keys [begin, end): acc (BM, DP), total and top (BM). `least` (BM,), where there is one, has the
-    first key of each query."""
+    """Do the softmax as it goes over the keys [begin, end): acc (BM, DP), total and top (BM). `least` (BM,), where there is one,
+    has the first key of each query."""
     for n0 in range(begin, end, BN):
         k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP, APART)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -129,8 +129,8 @@ def attention_stats(
     stats, out, dout, lse, starts, scalars, seq, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     WINDOW: tl.constexpr, FOLD: tl.constexpr, BOUNDED: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """For each query, lse in units of ln 2, and delta, the sum of dout * out over a head's columns. Of bounded ones the first key
-    that each sees, too: fp32 holds it exactly up to 2^24."""
+    """Compute for each query lse in units of ln 2, and delta, the sum of dout * out over a head's columns. For bounded queries
+    also the first key that each sees: fp32 holds it exactly up to 2^24."""
     C: tl.constexpr = H * D
     m0 = tl.program_id(0) * BM
     row = tl.program_id(1).to(tl.int64) * seq
@@ -166,8 +166,8 @@ def add_queries(
     Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, Q_APART: tl.constexpr, K_APART: tl.constexpr,
     BOUNDED: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What the queries from m0 on give to the DC columns of dk and dv (BN, DC) from `first` on. Scores are transposed, (BN, BM): no
-    product's operand is then one that must change its layout. Queries beyond `count` are zeros, and so is what they give."""
+    """Add the part of the queries from m0 on to the DC columns of dk and dv (BN, DC) from `first` on. Scores are transposed, (BN,
+    BM), so no operand of a product must change its layout. Queries beyond `count` are zeros, and so is their part."""
     C: tl.constexpr = H * D
     m = m0 + tl.arange(0, BM)
     if DC == DP:
@@ -283,7 +283,7 @@ def add_keys(
     CAUSAL: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     K_ROW: tl.constexpr, V_ROW: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What the keys [begin, end) give to dq (BM, DP)."""
+    """Add the part of the keys [begin, end) to dq (BM, DP)."""
     for n0 in range(begin, end, BN):
         k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP, APART)
         v = rows_of(v_rows, n0, count, V_ROW, BN, D, DP, APART)
@@ -360,7 +360,7 @@ def constants_of(op: Any) -> dict[str, Any]:
 
 
 def folded(op: Any) -> dict[str, Any]:
-    """As `head_constants`; paired heads are half as many."""
+    """The constants of `head_constants`, where paired heads are half as many."""
     head = head_constants(op)
     return head | {"H": head["H"] // op.fold}
 

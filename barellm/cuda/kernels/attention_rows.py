@@ -9,7 +9,7 @@ from barellm.cuda.lang import device, tl
 
 @device
 def beside(q, x, AT: tl.constexpr):
-    """Where k or v begins: AT elements behind q where it is None."""
+    """The pointer to k or v: AT elements behind q if it is None."""
     if x is None:
         return q + AT
     else:
@@ -18,7 +18,7 @@ def beside(q, x, AT: tl.constexpr):
 
 @device
 def block_at(base, first, row, d, STRIDE: tl.constexpr, APART: tl.constexpr):
-    """Where columns d of the rows first + row lie."""
+    """The offsets of columns d of the rows first + row."""
     if APART > 0:
         places = row // 2 * STRIDE + row % 2 * APART
         return base + tl.cast(first // 2, tl.int64) * STRIDE + places[:, None] + d[None, :]

@@ -24,7 +24,7 @@ LOGITS_BYTES = 1 << 30  # of one chunk, at most
 
 
 def chunk_tokens(V: int, itemsize: int) -> int:
-    """Tokens of a chunk: part of the result's definition, so a function of the shape alone."""
+    """The number of tokens of a chunk. It is part of the result's definition, so a function of the shape alone."""
     return 1 << max((LOGITS_BYTES // (V * itemsize)).bit_length() - 1, 0)
 
 

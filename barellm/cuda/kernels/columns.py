@@ -37,7 +37,7 @@ class Chunks:
         return ceil_div(self.rows(sizes), self.per(sizes))
 
     def planned(self, rows: int) -> int:
-        """No run of up to `rows` rows has more chunks."""
+        """The most chunks that a run of up to `rows` rows has."""
         return min(self.most, ceil_div(rows, self.least))
 
 
@@ -89,7 +89,7 @@ def combine(
     C: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     MODE_FIRST: tl.constexpr, MODE_SECOND: tl.constexpr, MODE_THIRD: tl.constexpr,
 ):  # fmt: skip
-    """Up to three outputs (C) from the chunks' partial sums; a program's second index tells for which."""
+    """Compute up to three outputs (C) from the chunks' partial sums. The second index of a program tells for which."""
     which = tl.program_id(1)
     column = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = column < C
@@ -114,7 +114,7 @@ def give(out, column, inside, value, scalars, MODE: tl.constexpr):
 
 
 def wanted(op: Op, *names: str) -> list[str]:
-    """Outputs that somebody reads: a LayerNorm without bias has a dbias that nobody does."""
+    """The outputs that somebody reads: a LayerNorm without bias has a dbias that nobody reads."""
     return [name for name in names if name in op.outputs and op.outputs[name].role != "activation"]
 
 

@@ -51,8 +51,8 @@ def write_gradient(
     dlogits, logits, target, lse, loss_scale, scalars,
     V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: (softmax - onehot) * inv_targets, times the loss scale where there is one; zero where the target is ignored, and in
-    the padding."""
+    """Write one row of the gradient: (softmax - onehot) * inv_targets, times the loss scale where there is one; zero where the
+    target is ignored, and in the padding."""
     scale = tl.where(target >= 0, double(scalars, INV_TARGETS).to(tl.float32), 0.0)
     if loss_scale is not None:
         scale *= scale_of(loss_scale)
@@ -103,7 +103,7 @@ def total_loss(loss, losses, scalars, rows, BLOCK: tl.constexpr):
 def launch_rows(
     c: Lowering, function: Any, operands: dict[str, Any], rows: Size, V: int, writes: str, **more: Any
 ) -> None:
-    """One program a row of V columns."""
+    """Launch one program for each row of V columns."""
     block = min(BLOCK, max(pow2(V), 32))
     constants = {"V": V, "VALID": c.op.valid_vocab, "BLOCK": block, **more}
     c.launch(function, operands, constants, grid=lambda s: (rows(s),), writes=writes, warps=max(block // 512, 1))

@@ -75,7 +75,7 @@ def _bias(c: Lowering, bias: Any, kind: str, N: int) -> Any:
 
 
 def _workspace(c: Lowering) -> Tensor:
-    """One for all products of the op, which follow one another."""
+    """The workspace of the op. All its products, which follow one another, share it."""
     name = f"{c.op.name}.workspace"
     for t in c.scratch_tensors:
         if t.name == name:

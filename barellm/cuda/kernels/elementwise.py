@@ -29,7 +29,7 @@ def cast(y, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl
 def cast_rows(
     y, x, scalars, rows, C: tl.constexpr, Y_ROW: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr
 ):
-    """Into rows that lie Y_ROW elements apart; zeros where there is no x."""
+    """Cast into rows that lie Y_ROW elements apart; zeros where there is no x."""
     row, column, mask = tile(rows, C, BR, BC)
     value = tl.zeros((BR, BC), tl.float32)
     if x is not None:

@@ -1,7 +1,7 @@
-"""What follows a product, done on its accumulators: bias, an activation or its slope, the residual.
+"""The operations that follow a product, done on its accumulators: bias, an activation or its slope, the residual.
 
-Shapes: out, pre, other (M, N); bias (N). The result is stored in its mode. OUT_ROW, PRE_ROW and OTHER_ROW: elements from a row of
-a view to the next, None where rows lie side by side.
+Shapes: out, pre, other (M, N); bias (N). The result is stored in its mode. OUT_ROW, PRE_ROW and OTHER_ROW are the elements from a
+row of a view to the next, None where rows lie side by side.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from barellm.cuda.lang import device, tl
 
 @device
 def apart(at, row, N, ROW: tl.constexpr):
-    """Where elements `at` of a matrix (M, N), in rows `row`, are in one whose rows lie ROW elements apart; None: N of them."""
+    """The offsets of elements `at` of a matrix (M, N), in rows `row`, in one whose rows lie ROW elements apart (None: N
+    elements)."""
     if ROW is not None:
         at += row.to(tl.int64)[:, None] * (ROW - N)
     return at
@@ -67,5 +68,6 @@ def finish_part(
 
 
 def beside(pre: Any, residual: Any, epilogue: str) -> tuple[Any, Any]:
-    """What an epilogue writes beside the result, and what it reads: an activation leaves its input, which its slope reads."""
+    """The matrices that an epilogue writes beside the result, and that it reads: an activation leaves its input, which its slope
+    reads."""
     return (None, pre) if epilogue in SLOPES else (pre, residual)

@@ -74,7 +74,7 @@ def columns_backward(
     N: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, X_ROW: tl.constexpr, DX_ROW: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Of WIDTH columns: their gradient in rows [begin, end), and these rows' part of their weights' gradient."""
+    """Compute the gradient of WIDTH columns in rows [begin, end), and these rows' part of the gradient of their weights."""
     column = tl.arange(0, BC)
     inside = column < WIDTH
     for first in range(begin, end, BR):
@@ -141,7 +141,7 @@ def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
 
 @device
 def factor_of(factor, SCALE: tl.constexpr, SQUASH: tl.constexpr):
-    """What a gate is multiplied with, and its derivative by the factor."""
+    """The number that a gate is multiplied with, and its derivative by the factor."""
     times, rise = tl.full((), SCALE, tl.float32), tl.full((), SCALE, tl.float32)
     if factor is not None:
         by = tl.load(factor)
@@ -211,8 +211,8 @@ def gated_backward(
     SCALE: tl.constexpr, SQUASH: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     DX_MODE: tl.constexpr, DZ_MODE: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one gate's columns, BC at a time: what they pass on, and their dot products, which the gate's gradient needs.
-    A program's part of the factor's gradient goes into partials."""
+    """Do some rows of one gate's columns, BC at a time: the gradient that they pass on, and their dot products, which the gate's
+    gradient needs. A program's part of the factor's gradient goes into partials."""
     D: tl.constexpr = C // N
     n = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)

@@ -190,7 +190,7 @@ class _Times:
 
 @dataclass(frozen=True)
 class _Grid:
-    """One block per multiprocessor, or per tile where those are fewer."""
+    """A grid of one block per multiprocessor, or per tile where those are fewer."""
 
     sms: int
     rows: Size | int

@@ -133,7 +133,8 @@ def product(
 
 
 def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
-    """Where the result has too few tiles, parts of the tokens are summed apart in fp32, then added in order."""
+    """Append a weight gradient. If the result has too few tiles, parts of the tokens are summed apart in fp32 and then added in
+    order."""
     product = tuning.ProductSubject("tn", _kind(c, dtype), N, K, most)
     t, usual = tuning.choose(c.target, product), product.default(c.target.arch)
     tiles, counted = ceil_div(N, t.rows) * ceil_div(K, t.cols), ceil_div(N, usual.rows) * ceil_div(K, usual.cols)
@@ -164,7 +165,7 @@ def _constants(c: Lowering, t: choices.Tile) -> dict[str, Any]:
 
 
 def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
-    """What `product` wants to know of the sizes."""
+    """The sizes that `product` wants to know."""
     N, K = (int(n) for n in weight.shape)
     return {"rows": c.rows(activation), "most": activation.size // int(activation.shape[-1]), "N": N, "K": K}
 

@@ -29,7 +29,7 @@ def turned(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr, BR:
 
 @device
 def place(rows, seq, COUNT: tl.constexpr, PAIRED: tl.constexpr, BR: tl.constexpr):
-    """This program's heads: number (BR,), mask, row, head in the row, position in the sequence and in the tables."""
+    """The heads of this program: number (BR,), mask, row, head in the row, position in the sequence and in the tables."""
     unit = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     row, head = unit // COUNT, (unit % COUNT).to(tl.int32)
     t = row % seq

@@ -62,7 +62,7 @@ def to_columns(first, second, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @device
 def words(k0, k1, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One word for each of COLUMNS columns from `column` on, both multiples of 32; keys and rows (ROWS,)."""
+    """One random word for each of COLUMNS columns from `column` on, both multiples of 32; keys and rows (ROWS,)."""
     first, second = calls(k0, k1, row, column // 2, ROWS, COLUMNS // 2)
     return to_columns(first, second, ROWS, COLUMNS)
 

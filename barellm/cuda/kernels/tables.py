@@ -37,13 +37,14 @@ def number(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr):
 
 @device
 def pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """To elements of TYPE, a multiple of ALIGN bytes: the compiler cannot see that in a table."""
+    """A pointer to elements of TYPE, a multiple of ALIGN bytes: the compiler cannot see that in a table."""
     return tl.multiple_of(integer(table, entry, FIELD, ENTRIES).to(tl.pointer_type(TYPE)), ALIGN)
 
 
 @device
 def aligned_pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.constexpr, UNIT: tl.constexpr):
-    """To elements of TYPE, a multiple of UNIT of them, as the matrices of a bank are that have so many elements."""
+    """A pointer to elements of TYPE that is a multiple of UNIT of them, as for the matrices of a bank that have so many
+    elements."""
     BYTES: tl.constexpr = UNIT * TYPE.primitive_bitwidth // 8
     ALIGN: tl.constexpr = 16 if BYTES % 16 == 0 else 8 if BYTES % 8 == 0 else 4 if BYTES % 4 == 0 else 2
     return pointer(table, entry, FIELD, ENTRIES, TYPE, ALIGN)
@@ -53,7 +54,7 @@ def aligned_pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TY
 def matrix_pointer(
     table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr
 ):
-    """To a matrix as `matrix_constants` describes it, a multiple of UNIT elements."""
+    """A pointer to a matrix as `matrix_constants` describes it, a multiple of UNIT elements."""
     TYPE: tl.constexpr = tl.float16 if FP16 else tl.bfloat16 if HALF else tl.float32
     return aligned_pointer(table, entry, FIELD, ENTRIES, TYPE, UNIT)
 

@@ -19,7 +19,7 @@ TILE = 64  # rows and columns
 
 @device
 def tile_of(ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """Of this program's tile: where its elements lie in x and in y, and which of them there are, each (TILE, TILE)."""
+    """The tile of this program: the offsets of its elements in x and in y, and which of them there are, each (TILE, TILE)."""
     ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
     row = (tl.program_id(0) // ACROSS).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = (tl.program_id(0) % ACROSS).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -42,7 +42,7 @@ def transpose_copy(y, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.con
 
 @device
 def transpose_add(y, y_lo, x, x_lo, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """In fp32, whatever the storage."""
+    """Add in fp32, whatever the storage."""
     of, inside, to, within = tile_of(ROWS, COLUMNS, TILE)
     total = load_weight(y, y_lo, to, within).to(tl.float32) + tl.trans(load_weight(x, x_lo, of, inside).to(tl.float32))
     store_weight(y, y_lo, to, within, total)
