@@ -554,6 +554,8 @@ def adamw_case(
         "v": persistent(0.01 * normal(*shape, seed=4) ** 2, dtype_v, "state"),
         "clip": persistent(np.array([2.0, scale]), role="state"),
     }
+    for name in ("grad", "m"):
+        given[name].values.flat[::5] = 0.0  # a step of nothing, with which nothing decays cautiously
     attrs = {"beta1": 0.9, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "stream": stream}
     attrs["lr_scale"] = lr_scale
     # The update without the cancellation between m and the gradient.

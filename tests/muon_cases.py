@@ -101,6 +101,7 @@ def scales_case(shape, dtype, scale, size=0.1, seed=1) -> dict:
 def update_case(shape, dtype, weight_decay, cautious, scaled, scale=1.0, seed=1, storage="", squared=False) -> dict:
     storage = storage or PRECISIONS[dtype].weights
     p, x = stored(normal(*shape, seed=seed), storage), stored(0.1 * normal(*shape, seed=seed + 1), dtype)
+    x.flat[::7] = 0.0  # a step of nothing, which does not oppose a decay
     given = {"param": persistent(p, storage), "x": persistent(x, dtype, "state"), "clip": clip(scale)}
     if scaled:
         given["scales"] = persistent(np.abs(normal(max(shape), seed=seed + 2)), role="state")

@@ -26,7 +26,9 @@ from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner.work import KERNEL
 from barellm.models import HIDDEN
 from barellm.models.gpt2 import Config as ModelConfig
+from barellm.optim import normuon
 from barellm.optim.adamw import adamw
+from barellm.optim.normuon import speedrun_update
 from barellm.optim.recipes import optimize
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
@@ -115,6 +117,20 @@ def muon_specs(compute: str) -> dict[Specialisation, str]:
     return one_of_each({spec: op for spec, op in found.items() if "muon" in op or "gram" in op})
 
 
+def record_specs() -> dict[Specialisation, str]:
+    """What updates the parameters of modded-nanogpt's record 74: a bank of truncated matrices, and its Adam."""
+    store, ends = Store(), {}
+    for adam in (False, True):
+        p = ends[f"adam {adam}"] = Program(store, compute="bf16")
+        p.parameter("h.0.attn.qkv", (2304, 768), dtype="truncated")
+        p.parameter("values.0", (50304, 768), dtype="truncated")
+        for name, shape in (("head", (768, 50304)), ("h.0.attn.gate", (6, 12)), ("resid.attn", (11,))):
+            p.parameter(name, shape)
+        speedrun_update(p, normuon.rules(OptimConfig(name="muon")), adam=adam)
+    return one_of_each({s: op for s, op in lower_and_plan(ends, Target(90)).specs.items() if s.name in RECORD_S})
+
+
+RECORD_S = ("muon_update", "adamw", "scales_of_means")
 LLAMA_S = ("rmsnorm", "layernorm_backward", "rope", "swiglu", "swiglu_backward", "embedding", "append_to_caches", "attend_part",
            "join_parts", *(f"attention_{name}" for name in ("forward", "dkv", "dq")))  # fmt: skip
 
@@ -168,6 +184,7 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "muon fp16": lambda: muon_specs("fp16"),
     "muon fp32": lambda: muon_specs("fp32"),
     "gates bf16": lambda: gates_specs("bf16"),
+    "record 74's updates": record_specs,
 }
 
 

@@ -25,6 +25,7 @@ from tests.muon_cases import (
     scales_case,
     update_case,
 )
+from tests.optim import test_normuon
 
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 each_shape = pytest.mark.parametrize("shape", MATRICES, ids=str)
@@ -117,6 +118,17 @@ def test_a_decay_may_fall_with_the_square_of_the_rate(dtype, cautious):
 
 def test_muon_updates_truncated_weights():
     check_op(ops.MuonUpdate, **update_case((7, 131), "bf16", 0.3, True, True, storage="truncated"))
+
+
+@pytest.mark.proof("barellm/cuda", "barellm/optim", "barellm/program", "tests/optim/test_normuon.py")
+def test_the_ends_of_record_74s_steps_are_theirs():
+    """One of each kind, tied and untied, beside NumPy (tests/optim/test_normuon.py)."""
+    ours = InterpretedSession(test_normuon.programs())
+    theirs = test_normuon.Theirs(test_normuon.begin(ours))
+    for grads, told in test_normuon.drive(ours, steps=4, split=1):
+        theirs.step(grads, **told)
+    for name, want in theirs.all().items():
+        np.testing.assert_allclose(ours.read(name), want, rtol=2e-3, atol=2e-3, err_msg=name)
 
 
 # --- many matrices in a launch ---

@@ -8,7 +8,14 @@ from typing import Any
 from barellm.cuda.kernel import Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, SEED, pow2, unit_of
 from barellm.cuda.kernels.random import calls, threefry, to_columns
-from barellm.cuda.kernels.storage import lo_pointer, store_weight, weight_columns, weight_constants, weight_pointer
+from barellm.cuda.kernels.storage import (
+    WHOLE,
+    lo_pointer,
+    store_weight,
+    weight_columns,
+    weight_constants,
+    weight_pointer,
+)
 from barellm.cuda.kernels.tables import entry_of, extent, first_programs, integer, number
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
 from barellm.program.dtypes import PLANES
@@ -74,7 +81,7 @@ def random_init(
     i = row[:, None] * C + column[None, :]
     live = i < integer(table, entry, VALID, ENTRIES)
     size = number(table, entry, SIZE, ENTRIES).to(tl.float32)
-    param, lo = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT), None
+    param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None
     if FORMAT is not None:
         lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
     store_weight(param, lo, i, mask, tl.where(live, to_columns(x, y, BR, BC) * size, 0.0))
@@ -107,7 +114,7 @@ def constant_init(
     i = turn * BLOCK + tl.arange(0, BLOCK)
     mask = i < integer(table, entry, UNITS, ENTRIES) * UNIT
     live = i < integer(table, entry, VALID, ENTRIES)
-    param, lo = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT), None
+    param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None
     if FORMAT is not None:
         lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
     store_weight(param, lo, i, mask, tl.where(live, number(table, entry, VALUE, ENTRIES).to(tl.float32), 0.0))

@@ -11,6 +11,7 @@ from barellm.cuda.kernels.common import BLOCK, LR, STEP, double, pow2, unit_of
 from barellm.cuda.kernels.cross_entropy import scale_of
 from barellm.cuda.kernels.random import sample_key, shared_words
 from barellm.cuda.kernels.storage import (
+    WHOLE,
     lo_pointer,
     load_moment,
     load_weight,
@@ -157,7 +158,7 @@ def adamw(
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, turn = entry_of(table, ENTRIES, WIDE)
         n = integer(table, entry, UNITS, ENTRIES) * UNIT
-        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT), None
+        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None
         if FORMAT is not None:
             lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
         m = pointer(table, entry, M, ENTRIES, tl.float32 if M_MANTISSA is None else tl.int16, 16)
