@@ -1,4 +1,4 @@
-"""From ops to launches: which function, with which constants, on which grid, over which bytes.
+"""The way from ops to launches: which function, with which constants, on which grid, over which bytes.
 
 A lowering is registered by the op's name and appends launches:
 
@@ -42,7 +42,7 @@ class Target:
 
     @classmethod
     def of(cls, device: Any, matmul: str = "own", tf32: bool = False) -> Target:
-        """For a `driver.Device`."""
+        """The target of a `driver.Device`."""
         return cls(device.arch, device.sms, matmul, device.name, tf32)
 
     @property
@@ -61,7 +61,7 @@ class Sizes:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Sizes:
-        """From a size for each name; batch and seq are 1 where they are not among them."""
+        """The sizes from a number for each name; batch and seq are 1 if they are not among them."""
         known = {name: n for name, n in sizes.items() if name in ("batch", "seq")}
         return cls(**known, others=tuple(sorted((name, n) for name, n in sizes.items() if name not in known)))
 

@@ -1,4 +1,4 @@
-"""From programs to a running session: lower, plan, compile, bind, launch.
+"""The way from programs to a running session: lower, plan, compile, bind, launch.
 
 A program's launches are captured into one CUDA graph for each batch and length that it runs with. What changes from run to run is
 in device memory: the run-time scalars and the inputs, which come from two pinned buffers of the host in turn, so that the next

@@ -52,7 +52,7 @@ class ProductSubject:
 
     @property
     def name(self) -> str:
-        """In a key."""
+        """The name of this subject in a key of the database."""
         what = f"hopper {self.epilogue}".strip() + " " if self.kernel == "hopper" else ""
         return f"{what}{self.role} {self.dtype}, {self.rows} x {self.cols} from {self.depth}"
 
@@ -87,7 +87,7 @@ class AttentionSubject:
 
     @property
     def name(self) -> str:
-        """In a key."""
+        """The name of this subject in a key of the database."""
         rest = ", dropout" if self.dropout else ""
         heads = f"{self.heads} heads over {self.kv_heads}" if self.kv_heads else f"{self.heads} heads"
         return f"attention {self.role} {self.dtype}, {self.batch} x {heads} of {self.head}, {self.seq} tokens{rest}"

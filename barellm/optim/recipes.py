@@ -1,4 +1,4 @@
-"""From a configuration to the table of rules, and to the program of an update."""
+"""The way from a configuration to the table of rules, and to the program of an update."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Format:
         return -(-size * self.bits // 8)
 
     def start_of(self, plane: int, size: int) -> int:
-        """Where a plane begins in a tensor of `size` elements, in bytes: at a multiple of what one of its elements has."""
+        """The byte at which a plane begins in a tensor of `size` elements. It is a multiple of what one of its elements has."""
         at = 0
         for before, here in zip(self.planes[:plane], self.planes[1:], strict=False):
             at = -(-(at + FORMATS[before].nbytes(size)) // itemsize(here)) * itemsize(here)

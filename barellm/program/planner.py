@@ -23,8 +23,8 @@ Lifetimes = dict[Tensor, tuple[int, int]]  # first and last op, both included
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor lies in the arena, as one line of the memory map. It is alive from op `first` to op `last` of `program`; if
-    these are None, it is alive always."""
+    """The place of a tensor in the arena, which is one line of the memory map. It is alive from op `first` to op `last` of
+    `program`; if these are None, it is alive always."""
 
     offset: int
     nbytes: int

@@ -53,7 +53,7 @@ class Tensor:
 
     @property
     def first_column(self) -> int:
-        """Where its rows begin in those of `base`."""
+        """The column of `base` at which its rows begin."""
         return 0
 
     @property

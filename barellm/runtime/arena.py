@@ -66,8 +66,8 @@ class ArenaSession(ABC):
     def _input_rooms(
         self, room: Callable[[Tensor], np.ndarray]
     ) -> dict[str, dict[str, tuple[np.ndarray, int, list[int]]]]:
-        """Where a run puts its inputs, and the sizes that it multiplies to know how many elements; made once, so that a warm
-        step makes few Python calls. `room(t)`: flat, of the planned size."""
+        """The places into which a run puts its inputs, and the sizes that are multiplied to get the number of their elements. They
+        are made once, so that a warm step makes few Python calls. `room(t)` is flat, of the planned size."""
         return {
             program: {
                 name: (room(t), t.width, [scalars.SCALARS[d.name].index for d in t.dims])
@@ -141,7 +141,7 @@ class ArenaSession(ABC):
         return self._get(start, stop).view(dtype).reshape(-1, *t.shape[1:])
 
     def _row(self, t: Tensor, row: int, plane: int) -> tuple[int, np.dtype]:
-        """Where a leading row of a persistent tensor begins, and the dtype of what lies there."""
+        """The place at which a leading row of a persistent tensor begins, and the dtype of what lies there."""
         if not 0 <= row <= t.shape[0]:
             raise IndexError(f"{t.name} has {t.shape[0]} rows, row {row} was asked for")
         f = FORMATS[t.dtype]
@@ -224,7 +224,7 @@ def limits_of(program: Program) -> dict[str, int]:
 
 
 def sizes_of(programs: Mapping[str, Program]) -> str:
-    """What the user chose, for a message: batch and length of the first program that has them (training, if any)."""
+    """The sizes that the user chose, for a message: batch and length of the first program that has them (training, if any)."""
     for p in sorted(programs.values(), key=lambda p: p is not programs.get("micro")):
         for t in p.named.values():
             if t.dims:

@@ -1,4 +1,4 @@
-"""What training, generation and evaluation see of a backend: programs run by name over one set of tensors."""
+"""The view that training, generation and evaluation have of a backend: programs that are run by name over one set of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the attention kernels are made of: blocks of one head in a thread's scratch, and products of register tiles over them.
+"""The parts of which the attention kernels are made: blocks of one head in a thread's scratch, and products of register tiles over
+them.
 
 Scores are kept transposed, S^T = K Q^T: keys are rows, queries are lanes. So the softmax needs no sum or maximum across lanes, a
 causal mask is one comparison, and the probabilities come out of the registers as the right operand of the next product.

@@ -50,7 +50,7 @@ class Epilogue:
         self.out.store(x, at["out"], mask)
 
     def _at(self, row: Value, v: Any = None) -> dict[str, Value]:
-        """Where the panel's vector v of a row, or its first column, lies in each operand."""
+        """The places in each operand of the panel's vector v of a row, or of its first column."""
         at = {stride: row * stride + self.col for stride in dict.fromkeys(self.stride.values())}
         if v is not None:
             skipped = v * self.k.lanes

@@ -94,7 +94,7 @@ class RegisterProduct(Claims):
         )
 
     def _ahead(self, row: Value, r: Value) -> None:
-        """What is done beside row r of the tile at `row`."""
+        """Do the work beside row r of the tile at `row`: fetch ahead, and finish rows of the tile before."""
         k = self.k
         with k.when(self.ends) if self.ends is not None else nullcontext():
             self.finish.fetch(row + r)
@@ -109,7 +109,7 @@ class RegisterProduct(Claims):
             self.two.some()
 
     def _held_row(self, row: Value, r: Any) -> Pointer:
-        """Where the sums of row `row` + r are held."""
+        """The place in which the sums of row `row` + r are held."""
         assert self.held is not None
         if self.parts == 1:
             return self.held.at(self.k.int(r) * self.span)
@@ -121,7 +121,7 @@ class RegisterProduct(Claims):
                 self._held_row(row, 0).store(x, r * self.span + v * self.k.lanes)
 
     def _finish_sums(self, row: Value, sums: list[list[Value]], count: Value | None = None) -> None:
-        """From registers; `count` rows of them, or all."""
+        """Finish sums that are in registers: `count` rows of them, or all."""
         k = self.k
         for r, values in enumerate(sums):
             with k.when(k.int(r) < count) if count is not None else nullcontext():
@@ -129,7 +129,7 @@ class RegisterProduct(Claims):
                     self.finish.put(row + r, v, x)
 
     def _finish_rows(self, row: Value, many: Value) -> None:
-        """From memory, where the last part of the depth has been added."""
+        """Finish sums that are in memory, where the last part of the depth has been added."""
         k = self.k
         with k.loop(0, many if self.ends is None else k.select(self.ends, many, 0)) as r:
             self._finish_row(row, r)

@@ -135,8 +135,8 @@ class GradientOfRow:
         return self.k.fma(-n, means[0], dn - means[1] if self.centred else dn) * self.scale
 
     def fetch(self, row: Pointer, c: Any, j: int) -> None:
-        """What the other pass reads in this place of a row, into the second cache. Each pass by itself would leave memory idle
-        while it computes what the other one waits for."""
+        """Fetch into the second cache what the other pass reads in this place of a row. Each pass by itself would leave memory
+        idle while it computes what the other one waits for."""
         if j * self.k.lanes * row.itemsize % LINE == 0:
             self.k.prefetch(row.at(c), near=False)
 

@@ -204,9 +204,9 @@ def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, 
 
 
 def move_back(walk: Walk, dn: list[Value], row: Pointer, t: Value) -> None:
-    """In `dn`, the gradient of a head at position t, replaces the upper half by what belongs there: that of the next position,
-    nothing at the last one; the first position has its own besides. The rest of the next position's head is fetched with it: memory
-    read in pieces is slow."""
+    """Replace the upper half of `dn`, the gradient of a head at position t, by that of the next position, or by nothing at the
+    last one. The first position keeps its own besides. The rest of the next position's head is fetched with it, because reading
+    memory in pieces is slow."""
     k, upper = walk.k, walk.vectors(walk.half, walk.D)
     moved = zeros(k, len(upper))
     with k.when(t + 1 < walk.T):

@@ -22,7 +22,7 @@ def constants_of(op: Op) -> dict[str, Any]:
 
 @kernel("rope", constants=constants_of, views="x y")
 def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, inverse, strides, lines, mode_y) -> None:
-    """Where there are registers for them, a row's cosines and sines stay there while its heads turn."""
+    """Turn the heads of each row. If there are enough registers, a row's cosines and sines stay there while its heads turn."""
     T, pos = extent(k, seq), k.scalar("pos")
     rows, turned = extent(k, batch) * T, heads * 2 * half
     columns = k.columns(half)

@@ -1,4 +1,4 @@
-"""What kernels compute with: values with Python's operators, variables, and typed pointers.
+"""The values of the kernel language: values with Python's operators, variables, and typed pointers.
 
 Scalars are i64, float or double; vectors have `isa.lanes` lanes of float or i32. A variable that changes in a loop is a
 `Var` (a stack slot that one cheap pass turns into registers). Memory is read and written through typed Pointers, which

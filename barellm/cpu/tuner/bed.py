@@ -211,7 +211,7 @@ class Bed:
         return np.array([*args, 0], np.int64)
 
     def time(self, candidates: list[Loaded], rounds: int) -> list[list[float]]:
-        """For each candidate the ratios of its time to that of the default, one for each round. All take turns, in changing
+        """The ratios of the time of each candidate to that of the default, one for each round. All take turns, in changing
         order."""
         everybody = [self.default, *candidates]
         once = self._seconds(self.default, self._table(self.default, 0, 1), 1)

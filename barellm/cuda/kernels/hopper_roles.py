@@ -1,4 +1,5 @@
-"""What the warps of a Hopper product do. Shapes: out (M, N) = a b over depth K, in tiles of (ROWS, cols); names as in hopper.py.
+"""The roles of the warps of a Hopper product. Shapes: out (M, N) = a b over depth K, in tiles of (ROWS, cols); names as in
+hopper.py.
 
 One block has two warpgroups that multiply (`multiply`), the upper and the lower 64 rows of a tile; one warp that loads operands
 (`load`); where the epilogue reads a matrix, one warp for each half that fetches it (`fetch`). They meet in rings in shared memory:

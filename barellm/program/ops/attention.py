@@ -128,12 +128,12 @@ class Causal(Op):
         return split_heads(x.reshape(B, self.fold * T, C // self.fold), heads // self.fold)
 
     def operands(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
-        """As heads, those of k and v as often as they serve."""
+        """q, k and v as heads, with those of k and v repeated as often as they serve."""
         H, G = self.heads, self.kv_heads
         return [shared(self.split(x, n), H // self.fold) for x, n in ((q, H), (k, G), (v, G))]
 
     def join(self, x: np.ndarray) -> np.ndarray:
-        """What `split` splits."""
+        """The opposite of `split`."""
         joined = join_heads(x)
         B, T, C = joined.shape
         return joined.reshape(B, T // self.fold, C * self.fold)
@@ -258,18 +258,18 @@ class AttentionCached(Op):
         return {"out": join_heads(p @ v), "k_cache": k_cache, "v_cache": v_cache}
 
     def bytes(self) -> int:
-        """At the planned maximum: the caches read once, the new rows read and written."""
+        """The bytes at the planned maximum: the caches are read once, the new rows are read and written."""
         new = self.q.nbytes + 2 * (self.k.nbytes + self.v.nbytes)
         return new + self.out.nbytes + self.k_cache.nbytes + self.v_cache.nbytes
 
     def flops(self) -> int:
-        """At the planned maximum: as many cached positions as the caches hold, one new row each."""
+        """The operations at the planned maximum: as many cached positions as the caches hold, and one new row each."""
         B, T, C = self.out.shape
         return 4 * int(B) * int(T) * int(self.k_cache.shape[1]) * int(C)
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def attention(
         self,

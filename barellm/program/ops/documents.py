@@ -1,4 +1,4 @@
-"""What follows from the tokens of a packed row and from where its documents begin. Shapes: tokens (B, T), cu_seqlens (B, S) i32."""
+"""Ops on the tokens of a packed row, and on the places where its documents begin. Shapes: tokens (B, T), cu_seqlens (B, S) i32."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class DocumentStarts(Op):
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def bigram_ids(self, tokens: Tensor, *, buckets: int) -> Tensor:
         """tokens (B, T) i32 -> rows (B, T) i32 of a table with `buckets` rows, one for each pair of neighbours."""

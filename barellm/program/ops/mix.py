@@ -92,7 +92,7 @@ class MixBackward(Op):
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def mix(self, *terms: tuple[Tensor, float | Tensor], dtype: str = "") -> Tensor:
         """The sum of up to four tensors (..., C), each times its coefficient, in the dtype of the residual stream or in `dtype`. A

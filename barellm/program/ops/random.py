@@ -88,7 +88,7 @@ def keep_scale(rate: float) -> float:
 
 
 def keep(seed: int, step: int, sample: int, stream: int, rows: np.ndarray, columns: int, rate: float) -> np.ndarray:
-    """What elements are multiplied with: 0 where dropped, 1 / (1 - rate) where kept; (R, columns) float64."""
+    """The factors that elements are multiplied with: 0 where dropped, 1 / (1 - rate) where kept; (R, columns) float64."""
     kept = words(seed, step, sample, stream, rows, columns) >= np.uint32(threshold(rate))
     return kept * keep_scale(rate)
 
@@ -213,7 +213,7 @@ class ConstantInit(Op):
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def dropout(self, x: Tensor, rate: float) -> Tensor:
         """x (B, T, C). Rate 0 adds no op."""

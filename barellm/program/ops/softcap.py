@@ -146,7 +146,7 @@ class Softcap(Op):
 
 
 class Calls(Graph):
-    """What a model calls."""
+    """The methods of Program that append these ops."""
 
     def softcapped_classifier(
         self, x: Tensor, head: Tensor, targets: Tensor, *, valid_vocab: int, cap: Cap | None = (23.0, 5.0, 7.5),

@@ -32,8 +32,8 @@ class Bed(Protocol):
         ...
 
     def time(self, candidates: list[Any], rounds: int) -> list[list[float]]:
-        """For each result of `check`, the ratios of its time to that of the default, one for each round. All take turns, in
-        changing order."""
+        """The ratios of the time of each result of `check` to that of the default, one for each round. All take turns, in changing
+        order."""
         ...
 
     def close(self) -> None: ...
