@@ -26,6 +26,7 @@ from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner.work import KERNEL
 from barellm.models import HIDDEN
 from barellm.models.gpt2 import Config as ModelConfig
+from barellm.models.llama3 import Config as Llama
 from barellm.optim import normuon
 from barellm.optim.adamw import adamw
 from barellm.optim.normuon import speedrun_update
@@ -35,7 +36,6 @@ from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import ACTIVATIONS
 from barellm.program.tensor import Dim, Tensor
 from tests.cases import attention_both, bounded
-from tests.cuda.llama import Llama, programs
 from tests.cuda.sass import Row, label, row_of, rows, wrong
 from tests.gates_cases import small_model
 from tests.softcap_cases import transposed_network
@@ -46,11 +46,15 @@ GOLDEN = Path(__file__).with_name("golden.json")
 # One block has every shape that twelve have.
 GPT2 = ModelConfig(layers=1)
 ODD = ModelConfig(layers=1, heads=3, channels=51, vocab_size=101, padded_vocab=101, max_seq=37)
+LLAMA = Llama(layers=1, tied=False)
+ODD_LLAMA = Llama(
+    layers=1, heads=6, kv_heads=2, channels=60, hidden=51, vocab_size=101, padded_vocab=101, max_seq=37, tied=False
+)
 SMALL = ModelConfig(layers=1, heads=2, channels=64, vocab_size=320, padded_vocab=320, max_seq=64)
 
 
 def specs(
-    model: ModelConfig, batch: int, compute: str, arch: int, *, moments: str = "fp32", tf32: bool = False
+    model: ModelConfig | Llama, batch: int, compute: str, arch: int, *, moments: str = "fp32", tf32: bool = False
 ) -> dict[Specialisation, str]:
     """Everything that training, evaluation and decoding of a model launch, with the op that needs it."""
     _, programs = build(
@@ -137,7 +141,7 @@ LLAMA_S = ("rmsnorm", "layernorm_backward", "rope", "swiglu", "swiglu_backward",
 
 def llama_specs(model: Llama, batch: int, compute: str) -> dict[Specialisation, str]:
     """Of what a Llama launches that which GPT-2 does not."""
-    found = lower_and_plan(programs(model, (batch, model.max_seq), compute), Target(90)).specs
+    found = specs(model, batch, compute, 90)
     return one_of_each({spec: op for spec, op in found.items() if spec.name in LLAMA_S})
 
 
@@ -176,8 +180,8 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
         {s: op for s, op in specs(GPT2, 64, "fp32", 90, tf32=True).items() if s.name == "gemm"}
     ),
     "products on Hopper": hopper_products,
-    "llama-124m bf16": lambda: llama_specs(Llama(), 64, "bf16"),
-    "odd Llama fp32": lambda: llama_specs(Llama(1, 6, 2, 10, 51, 101, 37), 3, "fp32"),
+    "llama-124m bf16": lambda: llama_specs(LLAMA, 64, "bf16"),
+    "odd Llama fp32": lambda: llama_specs(ODD_LLAMA, 3, "fp32"),
     "speedrun's head bf16": lambda: transposed_specs("bf16"),
     "speedrun's head fp32": lambda: transposed_specs("fp32"),
     "muon bf16": lambda: muon_specs("bf16"),

@@ -7,15 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from barellm.assembly.programs import build
 from barellm.cpu.step import CpuSession
+from barellm.cuda.fuse import FUSIONS
 from barellm.cuda.step import CudaSession
 from barellm.models.gpt2 import Config as ModelConfig
+from barellm.models.llama3 import Config as Llama
+from barellm.program.fusion import fuse
 from barellm.runtime.reference import ReferenceSession
 from tests.cpu.test_models import OPTIM, batch_of, open_session, train
 from tests.simulators.mock import Gpu
 
 MODEL = ModelConfig(layers=1, heads=3, channels=21, vocab_size=37, padded_vocab=41, max_seq=9, dropout=0.1)
+LLAMA = Llama(
+    layers=2, heads=4, kv_heads=2, channels=24, hidden=37, vocab_size=41, padded_vocab=43, max_seq=9, tied=False
+)
 SHAPE = (2, 9)
+each_model = pytest.mark.parametrize("model", [MODEL, LLAMA], ids=["gpt2", "llama3"])
 
 
 @pytest.fixture
@@ -38,12 +46,11 @@ def train_beside_the_references(
     *,
     shape: tuple[int, int] = SHAPE,
     steps: int = 2,
-    opened=open_session,
     **options,
 ) -> CudaSession:
-    """Steps of two micro-batches, the second of other sizes. The session, still open. `opened` makes a session of the model."""
-    oracle = opened(ReferenceSession, model, shape, compute)
-    session = opened(CudaSession, model, shape, compute, **options)
+    """Steps of two micro-batches, the second of other sizes. The session, still open."""
+    oracle = open_session(ReferenceSession, model, shape, compute)
+    session = open_session(CudaSession, model, shape, compute, **options)
     session.run("init", seed=3)
     same_weights(session, oracle)
     found, want = (train(s, model, shape, steps=steps) for s in (session, oracle))
@@ -59,18 +66,19 @@ def train_beside_the_references(
 
 
 @pytest.mark.slow
+@each_model
 @pytest.mark.parametrize("compute, limit", [("fp32", 5e-5), ("bf16", 0.15)])
-def test_a_model_trains_like_the_references(gpu, monkeypatch, compute, limit):
-    """With dropout, accumulation, clipping and poison."""
+def test_a_model_trains_like_the_references(gpu, monkeypatch, model, compute, limit):
+    """With dropout where it has that, accumulation, clipping and poison."""
     monkeypatch.setenv("BARELLM_POISON", "1")
-    train_beside_the_references(MODEL, compute, limit)
+    train_beside_the_references(model, compute, limit)
 
 
 def evaluate_and_decode_beside_the_references(
-    model: Any, compute: str, limit: float, shape: tuple[int, int] = SHAPE, opened=open_session
+    model: Any, compute: str, limit: float, shape: tuple[int, int] = SHAPE
 ) -> None:
-    oracle = opened(ReferenceSession, model, shape, compute)
-    session = opened(CudaSession, model, shape, compute)
+    oracle = open_session(ReferenceSession, model, shape, compute)
+    session = open_session(CudaSession, model, shape, compute)
     session.run("init", seed=3)
     same_weights(session, oracle)
     tokens, targets = batch_of(model, 2, 7, seed=1)
@@ -89,9 +97,10 @@ def evaluate_and_decode_beside_the_references(
         pos += count
 
 
+@each_model
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-4), ("bf16", 0.1)])
-def test_evaluation_and_decoding_equal_the_references(gpu, compute, limit):
-    evaluate_and_decode_beside_the_references(MODEL, compute, limit)
+def test_evaluation_and_decoding_equal_the_references(gpu, model, compute, limit):
+    evaluate_and_decode_beside_the_references(model, compute, limit)
 
 
 def test_initial_weights_and_dropout_are_the_cpus(gpu):
@@ -106,12 +115,24 @@ def test_initial_weights_and_dropout_are_the_cpus(gpu):
     cpu.close()
 
 
-def test_recompute_changes_no_bit(gpu):
+@each_model
+def test_recompute_changes_no_bit(gpu, model):
     digests = set()
     for recompute in (False, True):
-        session = open_session(CudaSession, MODEL, SHAPE, "bf16", recompute=recompute)
+        session = open_session(CudaSession, model, SHAPE, "bf16", recompute=recompute)
         session.run("init", seed=1)
-        train(session, MODEL, SHAPE, steps=1, micros=1)
+        train(session, model, SHAPE, steps=1, micros=1)
         digests.add(session.digest())
         session.close()
     assert len(digests) == 1
+
+
+def test_every_sum_and_norm_of_a_llama_is_fused():
+    """Nothing else walks the residual stream of a bf16 Llama, but its first norm."""
+    _, programs = build(LLAMA, batch=SHAPE[0], seq=SHAPE[1], compute="bf16", optimizer=lambda p: None)
+    before = programs["micro"].ops
+    after = fuse(before, FUSIONS)
+    names = [op.name for op in after]
+    assert names.count("rmsnorm_backward") == 5 and names.count("add_rmsnorm") == 4
+    assert not {"add", "cast", "rmsnorm_dx", "rmsnorm_dweight"} & set(names)
+    assert sum(op.bytes() for op in after) < sum(op.bytes() for op in before)

@@ -1,38 +1,23 @@
-"""Llama as a program: names, shapes, initialisation, caches; and its presets from the command line."""
+"""Llama as a program: names, shapes, caches; and its presets from the command line."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.errors import UserError
-from barellm.models import gpt2, preset
+from barellm.models import gpt2
 from barellm.models.llama3 import Config
-from barellm.runtime.reference import ReferenceSession
 from barellm.training import metrics
 
 SMALL = Config(
     layers=3, heads=4, kv_heads=2, channels=64, hidden=72, vocab_size=90, padded_vocab=128, max_seq=40, tied=False
 )
-PARAMETERS = {  # those of the last two are the totals known for the released models, not checked against their cards
-    "llama-15m": 14_555_520,
-    "llama-124m": 114_150_144,
-    "llama3-1b": 1_235_814_400,
-    "llama3-8b": 8_030_261_248,
-}
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_presets_have_their_parameters(name):
-    store, _ = build(preset(name).model)
-    assert sum(t.size for t in store.of_role("parameter")) == PARAMETERS[name]
 
 
 def test_names_shapes_and_order():
@@ -53,38 +38,11 @@ def test_names_shapes_and_order():
     assert [t.name for t in tied.of_role("parameter")] == list(expected)[:-1]
 
 
-def test_initial_weights():
-    _, programs = build(SMALL)
-    session = ReferenceSession(programs)
-    session.run("init", seed=5)
-    for name, t in session.tensors.items():
-        w = session.read(name)
-        if "norm" in name:
-            assert (w == 1).all(), name
-        else:
-            std = 0.02 / np.sqrt(2 * SMALL.layers) if name.endswith(("proj.weight", "down.weight")) else 0.02
-            valid = w[: t.valid_rows]
-            assert abs(valid.std() / std - 1) < 5 / np.sqrt(2 * valid.size), name
-    for name in ("wte", "head"):
-        assert (session.read(name)[90:] == 0).all() and (session.read(name)[:90] != 0).all()
-
-
 def test_caches_hold_the_heads_of_keys_alone():
     store, programs = build(SMALL, decode_batch=2, decode_seq=24)
     caches = {t.name: tuple(t.shape) for t in store.of_role("cache")}
     assert caches == {f"h.{i}.{kind}_cache": (2, 24, 2 * 16) for i in range(3) for kind in "kv"}
     assert {op.kv_heads for op in programs["decode"].ops if op.name == "attention_cached"} == {2}
-
-
-def test_recompute_drops_what_the_blocks_computed():
-    plain, again = (
-        build(SMALL, batch=2, seq=8, optimizer=lambda p: None, recompute=recompute)[1]["micro"]
-        for recompute in (False, True)
-    )
-    assert plain.flops == again.flops
-    copies = Counter(op.name for op in again.ops if op.recomputed)
-    # All of a block but its last product and the residual sum behind it, which nobody reads again.
-    assert copies == {"rmsnorm": 6, "matmul": 9, "rope": 3, "attention": 3, "swiglu": 3, "add": 3}
 
 
 def test_model_operations_are_six_per_weight_and_token_and_attention():
