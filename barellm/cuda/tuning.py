@@ -22,8 +22,8 @@ from barellm.runtime.tuning import Database, Entry, requested
 
 SHIPPED = Path(__file__).with_name("tuned.json")  # what was measured on cards that people have: nothing yet
 KERNELS = (
-    "matmul", "hopper", "hopper_roles", "epilogue", "activations", "parts", "attention", "attention_bounds",
-    "attention_rows", "random", "common",
+    "matmul", "hopper", "hopper_roles", "epilogue", "activations", "parts", "attention", "attention_backward",
+    "attention_bounds", "attention_rows", "random", "common",
 )  # fmt: skip
 SOURCES = ("choices.py", "tuning.py", *(f"kernels/{name}.py" for name in KERNELS))
 

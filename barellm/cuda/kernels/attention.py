@@ -1,16 +1,16 @@
-"""Causal attention, forward and backward (Dao et al. 2022, Dao 2023): no T x T in memory, no block above the diagonal visited.
+"""Causal attention, forward (Dao et al. 2022, Dao 2023), and what its backward pass (attention_backward.py) shares with it: no
+T x T in memory, no block above the diagonal visited.
 
-Shapes: q, out, dq, dout (B, T, H * D), k, v, dk, dv (B, T, G * D), lse (B, H, T) fp32; a head's D columns are padded to DP, a
-power of two. Each of the G heads of keys and values serves SHARE = H / G heads of queries that follow one another. Rows of a tensor
-lie as many elements apart as its constant (Q_ROW and so on) says: they are read and written where they are, packed side by side or
-not. Scores are kept in units of ln 2, so that each probability is one fma and one exp2.
+Shapes: q, out (B, T, H * D), k, v (B, T, G * D), lse (B, H, T) fp32; a head's D columns are padded to DP, a power of two. Each of
+the G heads of keys and values serves SHARE = H / G heads of queries that follow one another. Rows of a tensor lie as many elements
+apart as its constant (Q_ROW and so on) says: they are read and written where they are, packed side by side or not. Scores are kept
+in units of ln 2, so that each probability is one fma and one exp2.
 
 Where windows or documents bound what queries see (attention_bounds.py), blocks that none of a program's queries sees are not
 visited. Paired heads are a sequence of twice the length: H, T and C are then of that one, rows of a tensor come in twos.
 
-Over the P = T (T + 1) / 2 pairs of a head the forward pass does 4 P D operations; the backward pass 14 P D, of which 4 P D compute
-scores again and 2 P D the products dout v^T a second time: keys and queries each have a kernel of their own, so that no sum meets
-another program's. Moved are q, k, v, out and lse once, and keys and values from the second cache T / 128 times.
+Over the P = T (T + 1) / 2 pairs of a head the forward pass does 4 P D operations. Moved are q, k, v, out and lse once, and keys and
+values from the second cache T / 128 times.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from math import e, log2, sqrt
 from typing import Any
 
 from barellm.cuda import choices, tuning
-from barellm.cuda.choices import PIECE, WHOLE_HEAD, AttentionTile, padded
-from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.attention_bounds import LOWEST, bounds_of, first_seen, heat_of, stop_of
-from barellm.cuda.kernels.attention_rows import beside, columns_of, keep_rows, over_columns, rows_of
+from barellm.cuda.choices import AttentionTile, padded
+from barellm.cuda.kernel import Lowering, lowering
+from barellm.cuda.kernels.attention_bounds import LOWEST, bounds_of, first_seen, heat_of
+from barellm.cuda.kernels.attention_rows import beside, keep_rows, rows_of
 from barellm.cuda.kernels.common import SAMPLE, row_strides
 from barellm.cuda.kernels.random import calls, sample_key, words
 from barellm.cuda.lang import constant, device, tl
@@ -31,9 +31,6 @@ from barellm.program.ops.random import keep_scale, threshold
 from barellm.program.tensor import Tensor
 
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
-STATS = constant(
-    4
-)  # numbers a query in the backward pass's scratch, of which two are used, or three where queries are bounded
 
 
 @device
@@ -124,228 +121,6 @@ def attention_forward(
     keep_rows(to, m0, seq, acc / total[:, None], D, scalars, 0, C, BM, DP)
 
 
-@device
-def attention_stats(
-    stats, out, dout, lse, starts, scalars, seq, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    WINDOW: tl.constexpr, FOLD: tl.constexpr, BOUNDED: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Compute for each query lse in units of ln 2, and delta, the sum of dout * out over a head's columns. For bounded queries
-    also the first key that each sees: fp32 holds it exactly up to 2^24."""
-    C: tl.constexpr = H * D
-    m0 = tl.program_id(0) * BM
-    row = tl.program_id(1).to(tl.int64) * seq
-    start = (tl.program_id(1) // H).to(tl.int64) * seq * C + tl.program_id(1) % H * D
-    a, b = rows_of(out + start, m0, seq, C, BM, D, DP), rows_of(dout + start, m0, seq, C, BM, D, DP)
-    m = m0 + tl.arange(0, BM)
-    to = stats + STATS * (row + m)
-    tl.store(to, tl.load(lse + row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
-    tl.store(to + 1, tl.sum(a.to(tl.float32) * b.to(tl.float32), 1), mask=m < seq)
-    if BOUNDED:
-        if starts is not None:
-            starts += (tl.program_id(1) // H).to(tl.int64) * (seq // FOLD)
-        least = first_seen(starts, scalars, tl.minimum(m, seq - 1), WINDOW, FOLD)
-        tl.store(to + 2, least.to(tl.float32), mask=m < seq)
-
-
-@device
-def stats_of(stats, m0, count, BOUNDED: tl.constexpr, BM: tl.constexpr):
-    """(BM,) each, zeros beyond `count`: lse, delta, and the first key as i32, if BOUNDED. In one load of as many elements as the
-    program has threads; of fewer, Triton would have each thread load all that its scores need: 16 of a block of 64, and twice."""
-    m, i = m0 + tl.arange(0, BM), tl.arange(0, STATS)
-    used = (m < count)[:, None] & (i < 2 + BOUNDED)[None, :]
-    both = tl.load(stats + STATS * m[:, None] + i[None, :], mask=used, other=0.0)
-    tops, deltas = tl.split(tl.reshape(both, (BM, STATS // 2, 2)))
-    top, least = tl.split(tops)
-    return top, tl.split(deltas)[0], least.to(tl.int32)
-
-
-@device
-def add_queries(
-    dk, dv, k, v, q_rows, k_rows, v_rows, dout, stats, m0, n0, count, first, unit, key, head,
-    CAUSAL: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, Q_APART: tl.constexpr, K_APART: tl.constexpr,
-    BOUNDED: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Add the part of the queries from m0 on to the DC columns of dk and dv (BN, DC) from `first` on. Scores are transposed, (BN,
-    BM), so no operand of a product must change its layout. Queries beyond `count` are zeros, and so is their part."""
-    C: tl.constexpr = H * D
-    m = m0 + tl.arange(0, BM)
-    if DC == DP:
-        q = rows_of(q_rows, m0, count, Q_ROW, BM, D, DP, Q_APART)
-        s = tl.dot(k, tl.trans(q), input_precision="ieee")
-    else:
-        q = columns_of(q_rows + first, m0, count, D - first, Q_ROW, BM, DC, Q_APART)
-        s = over_columns(k_rows, q_rows, n0, m0, count, K_ROW, Q_ROW, K_APART, Q_APART, BN, BM, D, DC)
-    top, delta, least = stats_of(stats, m0, count, BOUNDED, BM)
-    p = tl.math.exp2(s * unit - top[None, :])
-    if CAUSAL:
-        p = tl.where(m[None, :] >= n0 + tl.arange(0, BN)[:, None], p, 0.0)
-    if BOUNDED:
-        p = tl.where(least[None, :] <= n0 + tl.arange(0, BN)[:, None], p, 0.0)
-    if DC == DP:
-        do = rows_of(dout, m0, count, C, BM, D, DP)
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-    else:
-        do = columns_of(dout + first, m0, count, D - first, C, BM, DC)
-        dp = over_columns(v_rows, dout, n0, m0, count, V_ROW, C, K_APART, 0, BN, BM, D, DC)
-    weighed = p
-    if THRESHOLD > 0:
-        keeps = tl.trans(kept(key, head, m0, n0, H, BM, BN, THRESHOLD))
-        weighed, dp = tl.where(keeps, p * SCALE, 0.0), tl.where(keeps, dp * SCALE, 0.0)
-    dv = tl.dot(weighed.to(do.dtype), do, dv, input_precision="ieee")
-    ds = p * (dp - delta[None, :])
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
-
-
-@device
-def attention_dkv(
-    dk, dv, q, k, v, dout, stats, starts, scalars, seq, stream, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
-    ROOT: tl.constexpr, DK_MODE: tl.constexpr, DV_MODE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    DK_ROW: tl.constexpr, DV_ROW: tl.constexpr, WINDOW: tl.constexpr, HEAT: tl.constexpr, FOLD: tl.constexpr,
-    BOUNDED: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """A program is a block of BN keys of one head; it visits the queries from the block's first key on, with the mask those beside
-    its keys. Of wide heads it does DC columns, axis 2 of the grid, and finds the scores anew: nothing DP wide is in registers.
-
-    Of several heads that it serves the sum is one chain, in their order, in one loop with the mask everywhere: a loop in a loop
-    would keep the addresses of both of its parts in registers, which heads of 128 columns do not have. So is what windows and
-    documents leave: it is short."""
-    C: tl.constexpr = H * D
-    G: tl.constexpr = H // SHARE
-    n0 = tl.program_id(0) * BN
-    sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
-    Q_APART: tl.constexpr = (FOLD - 1) * C
-    K_APART: tl.constexpr = (FOLD - 1) * G * D
-    token = sequence.to(tl.int64) * (seq // FOLD)
-    first = 0
-    if DC < DP:
-        first = tl.program_id(2) * DC
-    k = beside(q, k, K_AT) + token * K_ROW + group * D
-    v = beside(q, v, V_AT) + token * V_ROW + group * D
-    q += token * Q_ROW + group * (SHARE * D)
-    dout += sequence.to(tl.int64) * seq * C + group * (SHARE * D)
-    stats += STATS * (tl.program_id(1).to(tl.int64) * SHARE * seq)
-    key = (0, 0)
-    if THRESHOLD > 0:
-        key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
-    unit = UNIT
-    if HEAT >= 0:
-        unit = heat_of(scalars, HEAT, LOG2_E)
-    keys, values = None, None
-    if DC == DP:
-        keys, values = rows_of(k, n0, seq, K_ROW, BN, D, DP, K_APART), rows_of(v, n0, seq, V_ROW, BN, D, DP, K_APART)
-    k_sum, v_sum = tl.zeros((BN, DC), tl.float32), tl.zeros((BN, DC), tl.float32)
-    begin, stop = n0 // BM * BM, seq
-    if BOUNDED:
-        if starts is not None:
-            starts += sequence.to(tl.int64) * (seq // FOLD)
-        stop = stop_of(starts, scalars, tl.minimum(n0 + BN, seq) - 1, seq, WINDOW, FOLD)
-    if BOUNDED and SHARE == 1:
-        for m0 in range(begin, stop, BM):
-            k_sum, v_sum = add_queries(
-                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, unit, key, group,
-                True, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
-            )  # fmt: skip
-    elif SHARE == 1:
-        clear = min(tl.cdiv(n0 + BN, BM) * BM, seq)
-        for m0 in range(begin, clear, BM):
-            k_sum, v_sum = add_queries(
-                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, unit, key, group,
-                True, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
-            )  # fmt: skip
-        for m0 in range(clear, seq, BM):
-            k_sum, v_sum = add_queries(
-                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, unit, key, group,
-                False, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
-            )  # fmt: skip
-    else:
-        count = tl.cdiv(stop - begin, BM)
-        for i in range(0, SHARE * count):
-            served, m0 = i // count, begin + i % count * BM
-            k_sum, v_sum = add_queries(
-                k_sum, v_sum, keys, values, q + served * D, k, v, dout + served * D, stats + STATS * (served * seq),
-                m0, n0, seq, first, unit, key, group * SHARE + served,
-                True, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
-            )  # fmt: skip
-    root = ROOT
-    if HEAT >= 0:
-        root = heat_of(scalars, HEAT, 1.0)
-    at = group * D + first
-    keep_rows(dk + token * DK_ROW + at, n0, seq, k_sum * root, D - first, scalars, DK_MODE, DK_ROW, BN, DC, K_APART)
-    keep_rows(dv + token * DV_ROW + at, n0, seq, v_sum, D - first, scalars, DV_MODE, DV_ROW, BN, DC, K_APART)
-
-
-@device
-def add_keys(
-    dq, q, do, k_rows, v_rows, top, delta, m0, begin, end, count, least, unit, key, head,
-    CAUSAL: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    K_ROW: tl.constexpr, V_ROW: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Add the part of the keys [begin, end) to dq (BM, DP)."""
-    for n0 in range(begin, end, BN):
-        k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP, APART)
-        v = rows_of(v_rows, n0, count, V_ROW, BN, D, DP, APART)
-        p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * unit - top[:, None])
-        if CAUSAL:
-            p = tl.where(m0 + tl.arange(0, BM)[:, None] >= n0 + tl.arange(0, BN)[None, :], p, 0.0)
-        if least is not None:
-            p = tl.where(least[:, None] <= n0 + tl.arange(0, BN)[None, :], p, 0.0)
-        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-        if THRESHOLD > 0:
-            dp = tl.where(kept(key, head, m0, n0, H, BM, BN, THRESHOLD), dp * SCALE, 0.0)
-        dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision="ieee")
-    return dq
-
-
-@device
-def attention_dq(
-    dq, q, k, v, dout, stats, starts, scalars, seq, stream, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
-    ROOT: tl.constexpr, DQ_MODE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, DQ_ROW: tl.constexpr,
-    WINDOW: tl.constexpr, HEAT: tl.constexpr, FOLD: tl.constexpr, BOUNDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """A program is a block of BM queries of one head, as in the forward pass."""
-    C: tl.constexpr = H * D
-    Q_APART: tl.constexpr = (FOLD - 1) * C
-    APART: tl.constexpr = (FOLD - 1) * (H // SHARE) * D
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token, row = sequence.to(tl.int64) * (seq // FOLD), tl.program_id(1).to(tl.int64) * seq
-    shared = head // SHARE * D
-    k = beside(q, k, K_AT) + token * K_ROW + shared
-    v = beside(q, v, V_AT) + token * V_ROW + shared
-    key = (0, 0)
-    if THRESHOLD > 0:
-        key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
-    unit = UNIT
-    if HEAT >= 0:
-        unit = heat_of(scalars, HEAT, LOG2_E)
-    queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP, Q_APART)
-    do = rows_of(dout + sequence.to(tl.int64) * seq * C + head * D, m0, seq, C, BM, D, DP)
-    top, delta, first = stats_of(stats + STATS * row, m0, seq, BOUNDED, BM)
-    total = tl.zeros((BM, DP), tl.float32)
-    begin, least = 0, None
-    if BOUNDED:
-        least = first
-        if starts is not None:
-            starts += sequence.to(tl.int64) * (seq // FOLD)
-        begin = first_seen(starts, scalars, m0, WINDOW, FOLD) // BN * BN
-    total = add_keys(
-        total, queries, do, k, v, top, delta, m0, begin, m0, seq, least, unit, key, head,
-        False, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
-    )  # fmt: skip
-    total = add_keys(
-        total, queries, do, k, v, top, delta, m0, m0, min(m0 + BM, seq), seq, least, unit, key, head,
-        True, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
-    )  # fmt: skip
-    root = ROOT
-    if HEAT >= 0:
-        root = heat_of(scalars, HEAT, 1.0)
-    keep_rows(dq + token * DQ_ROW + head * D, m0, seq, total * root, D, scalars, DQ_MODE, DQ_ROW, BM, DP, Q_APART)
-
-
 def head_constants(op: Any) -> dict[str, Any]:
     D = int(op.out.shape[-1]) // op.heads
     return {"H": op.heads, "D": D, "DP": padded(D)}
@@ -420,38 +195,4 @@ def lower_attention(op: Any, c: Lowering) -> None:
         operands_of(op) | {"out": op.out, "lse": op.lse, "seq": positions(op), "stream": int(op.stream)},
         constants | {"BM": t.queries, "BN": t.keys},
         grid=blocks(op, op.heads, t.queries), writes="out lse", **options(t),
-    )  # fmt: skip
-
-
-@lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
-def lower_attention_backward(op: Any, c: Lowering) -> None:
-    constants = constants_of(op)
-    head = folded(op)
-    stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
-    operands = {"stats": stats, "dout": op.dout, "seq": positions(op)}
-    c.launch(
-        attention_stats,
-        operands | {"out": op.out, "lse": op.lse, "starts": op.starts},
-        head | {name: constants[name] for name in ("WINDOW", "FOLD", "BOUNDED")} | {"BM": 64},
-        grid=blocks(op, op.heads, 64), writes="stats",
-    )  # fmt: skip
-    constants |= {"ROOT": 1 / sqrt(head["D"])}
-    operands |= operands_of(op) | {"stream": int(op.stream)}
-    t = tile_of(op, c, "keys")
-    DP = constants["DP"]
-    DC = DP if WHOLE_HEAD[op.q.dtype] >= DP else PIECE
-    written = {"DK_MODE": mode(op, "dk"), "DV_MODE": mode(op, "dv"), **row_strides(dk=op.dk, dv=op.dv)}
-    c.launch(
-        attention_dkv,
-        operands | {"dk": op.dk, "dv": op.dv},
-        constants | written | {"BM": t.queries, "BN": t.keys, "DC": DC},
-        grid=blocks(op, op.kv_heads, t.keys, ceil_div(constants["D"], DC)), writes="dk dv", **options(t),
-    )  # fmt: skip
-    t = tile_of(op, c, "queries")
-    written = {"DQ_MODE": mode(op, "dq"), **row_strides(dq=op.dq)}
-    c.launch(
-        attention_dq,
-        operands | {"dq": op.dq},
-        constants | written | {"BM": t.queries, "BN": t.keys},
-        grid=blocks(op, op.heads, t.queries), writes="dq", **options(t),
     )  # fmt: skip
