@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 
 import numpy as np
 import pytest
 
+from barellm.cpu.isa import ISA
 from barellm.cpu.kernels import loops
 from barellm.program import ops
 from barellm.program.builder import Program, Store
@@ -120,9 +122,9 @@ def test_sums_over_more_rows_than_chunks_have(isa):
 
 def whole_backward(shape: tuple[int, ...], compute: str, *, bias: bool) -> Program:
     """What reads a LayerNorm's dy, and what reads the residual stream's gradient next."""
-    batch, seq, C = shape
+    batch, seq, *inner, C = shape
     p = Program(Store(), compute=compute)
-    rows = (Dim("batch", batch + 1), Dim("seq", seq + 2))
+    rows = (Dim("batch", batch + 1), Dim("seq", seq + 2), *inner)
     of_rows = {"dy": p.input("dy", (*rows, C), compute), "x": p.input("x", (*rows, C), "fp32")}
     of_rows |= {name: p.input(name, rows, "fp32") for name in ("mean", "rstd")}
     stream = p.input("stream", (*rows, C), "fp32")
@@ -146,7 +148,11 @@ def test_the_whole_backward_pass_at_once(isa, shape, compute, bias, past, monkey
     """dx, added to the stream's gradient, its sum, its rounding, and both parameters' gradients, by one kernel."""
     if past:
         changed(monkeypatch, loops, STREAM_BYTES=0)
-    batch, seq, C = shape
+    check_whole_backward(isa, shape, compute, bias=bias)
+
+
+def check_whole_backward(isa: ISA, shape: tuple[int, ...], compute: str, *, bias: bool) -> None:
+    batch, seq, *inner, C = shape
     arrays = {"dy": stored(normal(*shape), compute), "x": stored(normal(*shape, seed=2) + 0.5, "fp32")}
     arrays |= {name: stored(v, "fp32") for name, v in zip(("mean", "rstd"), statistics(arrays["x"]), strict=True)}
     arrays["weight"] = stored(normal(C, seed=3), "fp32")
@@ -162,8 +168,24 @@ def test_the_whole_backward_pass_at_once(isa, shape, compute, bias, past, monkey
     dn = np.abs(arrays["dy"] * arrays["weight"])
     means = dn.mean(-1, keepdims=True) + n * (dn * n).mean(-1, keepdims=True)
     size = np.abs(before["dx"]) + arrays["rstd"][..., None] * (dn + means)
-    sums = 16 * EPS * (4 + batch * seq) * (1 + size.max())
+    sums = 16 * EPS * (4 + batch * seq * prod(inner)) * (1 + size.max())
     for name, got in outputs.items():
-        bound = 8 * EPS * size + 4 * EPS if got.ndim == 3 else sums
+        bound = 8 * EPS * size + 4 * EPS if got.ndim == len(shape) else sums
         rounding = 2.0**-8 * np.abs(want[name]) if name == "rounded" else 0.0
         assert got.shape == want[name].shape and np.all(np.abs(got - want[name]) <= bound + rounding), name
+
+
+@each_isa
+def test_inner_axes_are_rows(isa):
+    """As a norm over each head's columns has them."""
+    shape = (2, 3, 5, 24)
+    x, dy = tokens(normal(*shape)), tokens(normal(*shape, seed=2))
+    mean, rstd = (tokens(v) for v in statistics(x.values))
+    weight = {"weight": persistent(normal(24, seed=3))}
+    near = {"y": 1e-5, "mean": 1e-6, "rstd": 1e-5}
+    check_op(ops.LayerNorm, isa, {"x": x, **weight}, eps=1e-5, dtype="fp32", bounds=near, plan=(3, 4))
+    of_rows = {"dy": dy, "x": x, "mean": mean, "rstd": rstd}
+    check_op(ops.LayerNormDx, isa, {**of_rows, **weight}, bounds={"dx": 1e-5}, plan=(3, 4))
+    bounds = {"dweight": 1e-4, "dbias": 1e-4}
+    check_op(ops.LayerNormDparams, isa, of_rows, modes=dict.fromkeys(bounds, "store"), bounds=bounds, plan=(3, 4))
+    check_whole_backward(isa, shape, "bf16", bias=True)
