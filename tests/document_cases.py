@@ -15,6 +15,16 @@ def bigram_case(shape: tuple[int, int], buckets: int) -> dict:
     return {"op_type": ops.BigramIds, "given": {"tokens": tokens(x, "i32")}, "buckets": buckets}
 
 
+def boundary_case(shape: tuple[int, int]) -> dict:
+    """Rows with many separators, with one at each end, with none, and with nothing else."""
+    r = np.random.default_rng(shape[1])
+    x = r.integers(0, 4, shape)
+    x[0, [0, -1]] = 2
+    x[1:2] = 1
+    x[2:3] = 2
+    return {"op_type": ops.CuSeqlens, "given": {"tokens": tokens(x, "i32")}, "separator": 2, "plan": (5, shape[1] + 3)}
+
+
 def document_case(seqlens: list[list[int]], T: int) -> dict:
     """`seqlens`: where the documents of each row begin, padded with T."""
     given = {

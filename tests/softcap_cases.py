@@ -9,7 +9,7 @@ from barellm.program import ops
 from barellm.program.builder import Program
 from barellm.program.ops.softcap import MTP, ahead, capped, slope
 from barellm.program.tensor import Dim
-from tests.cases import loss_operands
+from tests.cases import loss_operands, normal, stored
 from tests.check import EPS, tokens
 
 SPEEDRUN = (23.0, 5.0, 7.5)
@@ -77,3 +77,8 @@ def transposed_network(
 def transposed_rows(activation: str) -> set[str]:
     """The rows of tables that such a network uses beside those of any network."""
     return {f"matmul_{activation}_backward", "softcapped_classifier", "softcapped_classifier_loss"}
+
+
+def capped_logits_case(dtype) -> dict:
+    x = stored(normal(2, 3, 37) * 20, dtype)
+    return {"given": {"x": tokens(x, dtype)}, "bounds": {"y": 16 * EPS * SPEEDRUN[0]}, "cap": SPEEDRUN}

@@ -4,7 +4,7 @@ import pytest
 
 from barellm.cpu.kernels import documents
 from tests.cpu.check import ISAS, changed, check_op, isa_named
-from tests.document_cases import bigram_case, document_case
+from tests.document_cases import bigram_case, boundary_case, document_case
 
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 
@@ -25,3 +25,9 @@ def test_documents_start_where_a_claim_does_too(isa, grain, monkeypatch):
         isa=isa, **document_case([[0, 3, 3, 8, 16, 17, 37], [0, 37, 37, 37, 37, 37, 37], [0, 0, 1, 2, 24, 36, 37]], 37)
     )
     check_op(isa=isa, **document_case([[0], [0]], 19))
+
+
+@each_isa
+@pytest.mark.parametrize("shape", [(1, 1), (4, 37), (3, 300)], ids=str)
+def test_cu_seqlens(isa, shape):
+    check_op(isa=isa, **boundary_case(shape))

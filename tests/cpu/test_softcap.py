@@ -17,6 +17,7 @@ from tests.softcap_cases import (
     LARGE,
     SPEEDRUN,
     WEIGHTS,
+    capped_logits_case,
     each_case,
     softcap_case,
     softcap_gradient_case,
@@ -96,3 +97,9 @@ def test_bits_do_not_depend_on_threads(compute, monkeypatch):
             session.close()
     for name, value in found[0].items():
         assert np.abs(value).max() > 0 and all(np.array_equal(value, other[name]) for other in found[1:]), name
+
+
+@each_isa
+@each_dtype
+def test_capped_logits(isa, dtype):
+    check_op(ops.Softcap, isa, **capped_logits_case(dtype))

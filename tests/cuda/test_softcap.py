@@ -17,6 +17,7 @@ from tests.softcap_cases import (
     LARGE,
     SPEEDRUN,
     WEIGHTS,
+    capped_logits_case,
     each_case,
     softcap_case,
     softcap_gradient_case,
@@ -71,3 +72,8 @@ def test_a_network_of_transposed_weights(compute, limit, activation, cap, monkey
     declare = partial(transposed_network, C=24, F=41, V=53, activation=activation, cap=cap)
     found = check_model(InterpretedSession, declare, compute=compute, limit=limit, ids=51, scalars=WEIGHTS)
     assert found >= transposed_rows(activation)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_capped_logits(dtype):
+    check_op(ops.Softcap, **capped_logits_case(dtype))

@@ -64,7 +64,7 @@ def text(seq: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @contextmanager
 def opened(backend: str, **how: Any) -> Iterator[Any]:
-    _, programs = build(MODEL, batch=1, seq=T, optimizer=lambda p: None, **how)
+    _, programs = build(MODEL, batch=1, seq=T, optimizer={}, **how)
     session = BACKENDS[backend](programs)
     try:
         session.run("init", seed=5)

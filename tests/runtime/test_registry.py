@@ -95,7 +95,6 @@ EXCUSED = {
     **{(op, dtype): SCHEDULED for op in ("sum_squares", "clip_scale") for dtype in ("bf16", "fp16")},
     ("add_layernorm", "cpu"): "a sum and its norm stay in the second cache between the two",
     ("dropout_add_layernorm", "cpu"): "as without dropout",
-    **{(op, backend): "its kernel comes next" for op in ("softcap", "cu_seqlens") for backend in ("cpu", "cuda")},
     ("add_rmsnorm", "cpu"): "a sum and its norm stay in the second cache between the two",
 }
 

@@ -1,4 +1,4 @@
-"""Bigram ids and starts of documents. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch, slots), all i32."""
+"""Bigram ids, and where documents begin. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch, slots), all i32."""
 
 from __future__ import annotations
 
@@ -52,3 +52,22 @@ def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
             sweep(k, at.value, stop.value, lambda i, mask, j, start=start: to.store(start, i, mask))
             at.value = k.max(at.value, stop.value)
             slot.value = following
+
+
+@kernel(
+    "cu_seqlens",
+    constants=lambda op: {"separator": op.separator, "slots": int(op.cu_seqlens.shape[1])},
+    also=INTEGERS,
+)
+def cu_seqlens(k: KernelBuilder, cu_seqlens, tokens, *, separator, slots) -> None:
+    """A claim is a row: a document's place in it depends on how many are before."""
+    seq = k.scalar("seq")
+    with k.claim_each(k.scalar("batch")) as row:
+        of, to = tokens.at(row * seq), cu_seqlens.at(row * slots)
+        to.put(k.int(0), 0)
+        slot = k.var(1)
+        with k.loop(1, seq) as t, k.when(of.get(t).equals(separator)):
+            to.put(t, slot.value)
+            slot.value = slot.value + 1
+        length = k.splat(seq)
+        sweep(k, slot.value, k.int(slots), lambda i, mask, j: to.store(length, i, mask))

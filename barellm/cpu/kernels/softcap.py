@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
 from barellm.cpu.kernels.cross_entropy import ALL_ROWS, highest, logarithm, rows_here, sum_of, total_loss
-from barellm.cpu.kernels.loops import Vector, across, row_grain, shape_of
+from barellm.cpu.kernels.loops import Vector, across, flat, row_grain, shape_of, sweep_result
 from barellm.cpu.kernels.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import LOG2E, exp, exp2_within
@@ -220,3 +220,8 @@ def softcap_cross_entropy_backward(op: Op, c: Lowering) -> None:
     operands |= {"loss_scale": op.loss_scale, "row_begin": 0, "row_limit": ALL_ROWS}
     constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": op.modes["dlogits"]}
     c.call(row_gradients, operands, constants, writes="dlogits")
+
+
+@kernel("softcap", constants=lambda op: {"cap": op.cap, **flat(op.y)})
+def softcap(k: KernelBuilder, y, x, *, cap, dims, width, mode_y) -> None:
+    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: bend(k, x.load(i, mask), cap)[0] * cap[0], mode=mode_y)

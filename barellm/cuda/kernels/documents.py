@@ -1,4 +1,4 @@
-"""Bigram ids and starts of documents. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch, SLOTS), all i32."""
+"""Bigram ids, and where documents begin. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch, SLOTS), all i32."""
 
 from __future__ import annotations
 
@@ -28,6 +28,35 @@ def bigram_ids(ids, tokens, units, seq, MODULUS: tl.constexpr, UNIT: tl.constexp
 def lower_bigram_ids(op: Any, c: Lowering) -> None:
     operands = {"ids": op.ids, "tokens": op.tokens, "seq": lambda s: s.seq}
     sweep(c, bigram_ids, op.ids, operands, writes="ids", MODULUS=op.buckets - 1)
+
+
+@device
+def cu_seqlens(cu_seqlens, tokens, seq, SEPARATOR: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """A program for each row: how many documents begin before a block of tokens is known when the block before it is done."""
+    row = tl.program_id(0).to(tl.int64)
+    of, to = tokens + row * seq, cu_seqlens + row * SLOTS
+    found = 1
+    for begin in range(0, seq, BLOCK):
+        t = begin + tl.arange(0, BLOCK)
+        begins = (tl.load(of + t, mask=t < seq, other=0) == SEPARATOR) & (t > 0) & (t < seq)
+        place = found + tl.cumsum(begins.to(tl.int32), 0) - 1
+        tl.store(to + place, t, mask=begins)
+        found += tl.sum(begins.to(tl.int32), 0)
+    for begin in range(0, SLOTS, BLOCK):
+        slot = begin + tl.arange(0, BLOCK)
+        tl.store(to + slot, slot * 0 + seq, mask=(slot >= found) & (slot < SLOTS))
+    tl.store(to, 0)
+
+
+@lowering("cu_seqlens", also=dict.fromkeys(("cu_seqlens", "tokens"), "i32"))
+def lower_cu_seqlens(op: Any, c: Lowering) -> None:
+    c.launch(
+        cu_seqlens,
+        {"cu_seqlens": op.cu_seqlens, "tokens": op.tokens, "seq": lambda s: s.seq},
+        {"SEPARATOR": op.separator, "SLOTS": int(op.cu_seqlens.shape[1]), "BLOCK": BLOCK},
+        grid=lambda s: (s.batch,),
+        writes="cu_seqlens",
+    )
 
 
 @device

@@ -11,7 +11,7 @@ from math import e, log2
 from typing import Any
 
 from barellm.cuda.kernel import Count, Lowering, lowering, mode
-from barellm.cuda.kernels.common import INV_TARGETS, double, keep
+from barellm.cuda.kernels.common import INV_TARGETS, double, flat, keep, sweep
 from barellm.cuda.kernels.cross_entropy import columns_of, launch_rows, launch_total, log_sum_exp, scale_of
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.ops.base import Op
@@ -186,3 +186,19 @@ def lower_softcap_cross_entropy_backward(op: Any, c: Lowering) -> None:
     constants = constants_of(op) | {"MODE": mode(op, "dlogits")}
     V = int(op.logits.shape[-1])
     launch_rows(c, softcap_row_gradients, operands, c.rows(op.logits), V, "dlogits", **constants)
+
+
+@device
+def softcap(
+    y, x, scalars, units,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    i, mask = flat(units, UNIT, BLOCK)
+    z, _ = capped(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), SCALE, SHIFT, WIDTH)
+    keep(y + i, mask, z, scalars, MODE)
+
+
+@lowering("softcap", starts="y")
+def lower_softcap(op: Any, c: Lowering) -> None:
+    constants = {**dict(zip(("SCALE", "SHIFT", "WIDTH"), op.cap, strict=True)), "MODE": mode(op, "y")}
+    sweep(c, softcap, op.y, {"y": op.y, "x": op.x}, writes="y", **constants)
