@@ -170,3 +170,90 @@ def loss(
         kept = len(targets) - k  # a row's last tokens have fewer to come
         total = total + weight * F.cross_entropy(z[:kept], targets[k:], reduction="sum")
     return total
+
+
+# --- the optimizer: 170 to 943, 1714 to 1830 ---
+
+POLAR = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)  # 162
+ADAM = {  # betas, factor of the rate, factor of the decay: 1733
+    "scalars": (0.9, 0.99, 5.0, 0.0),
+    "smear_gate": (0.9, 0.99, 0.01, 0.0),
+    "skip_gate": (0.9, 0.99, 0.05, 0.0),
+    "attn_gate_bank": (0.9, 0.99, 1.0, 1.0),
+    "ve_gate_bank": (0.9, 0.99, 1.0, 1.0),
+    "lm_head": (0.5, 0.95, 1.0, 150.0),
+    "bigram_embed": (0.75, 0.95, 75.0, 5.0),
+    "post_lambdas": (0.9, 0.95, 1.0, 0.0),
+    "x0_lambdas": (0.9, 0.95, 1.0, 0.0),
+    "bigram_lambdas": (0.9, 0.95, 1.0, 0.0),
+    "resid_lambdas": (0.9, 0.95, 5.0, 0.0),
+    "value_embeds": (0.75, 0.95, 75.0, 5.0),
+    "embed": (0.5, 0.95, 1.0, 150.0),
+}
+
+
+class Optimizer:
+    """Both halves. Gradients are summed in `.grad` and dropped by whom they served; `rate` is the schedule's factor."""
+
+    def __init__(self, w: dict[str, Tensor]) -> None:
+        self.w, self.split, self.updates = w, False, 0
+        self.state = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in w.items()}
+        for name, rows in (("attn_bank", 4), ("mlp_bank", 2)):
+            banks = w[name].view(-1, w[name].shape[-2] // (rows if name == "attn_bank" else 1), w[name].shape[-1])
+            self.state[name] = [torch.zeros_like(banks), torch.zeros_like(banks.mean(-1, keepdim=True))]
+
+    @torch.no_grad()
+    def step(self, rate: float, momentum: float, *, adam: bool, untie: bool) -> None:
+        if adam:
+            self.updates += 1
+            if not self.split:  # 755
+                self.w["lm_head"].grad += self.w["embed"].grad.T
+            for name, how in ADAM.items():
+                if name != "embed" or self.split:
+                    self._adam(name, *how, rate=rate)
+                self.w[name].grad = None
+            if not self.split:
+                self.w["embed"].copy_(self.w["lm_head"].T)
+        for name in ("attn_bank", "mlp_bank"):
+            self._normuon(name, rate, momentum)
+            self.w[name].grad = None
+        if untie:  # 650
+            for ours, head in zip(self.state["embed"], self.state["lm_head"], strict=True):
+                ours.copy_(head.T)
+            self.split = True
+
+    def _adam(self, name: str, beta1: float, beta2: float, lr_mul: float, wd_mul: float, *, rate: float) -> None:
+        p, (m, v), t = self.w[name], self.state[name], self.updates  # 821
+        lr = 0.008 * rate * lr_mul
+        m.lerp_(p.grad, 1 - beta1)
+        v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+        update = lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t) * m / (v.sqrt() + 1e-10)
+        update += p * (update * p > 0) * (lr * lr * 0.005 * wd_mul)
+        p -= update
+
+    def _normuon(self, name: str, rate: float, momentum: float) -> None:
+        m, second = self.state[name]  # 862
+        p, g = self.w[name].view(m.shape), self.w[name].grad.reshape(m.shape)
+        m.lerp_(g, 1 - momentum)
+        x = g.lerp(m, momentum)
+        x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+        for a, b, c in POLAR:
+            gram = x.mT @ x
+            x = a * x + x @ (b * gram + c * gram @ gram)
+        v = x.square().mean(-1, keepdim=True)  # 929: no matrix here is wide
+        second.lerp_(v, 0.05)
+        factors = second.clamp_min(1e-10).rsqrt()
+        columns = x.shape[-1]
+        before, after = ((n * columns).sum((-2, -1), keepdim=True).sqrt() for n in (v, v * factors.square()))
+        x = x * factors * (before / after.clamp_min(1e-10))
+        shape = max(1.0, m.shape[-2] / m.shape[-1]) ** 0.5  # 500
+        lr = torch.full((len(m), 1, 1), 0.023 * rate * shape, dtype=p.dtype)
+        if name == "mlp_bank":
+            lr[1::2] *= 2.0  # 510: every second matrix is the MLP's second
+        p -= p * (x * p >= 0) * (1.2 * 0.023 * rate) * lr + x * lr
