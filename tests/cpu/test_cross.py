@@ -10,6 +10,9 @@ from barellm.inspect import kernels
 from barellm.models import preset
 from barellm.overrides import changed
 
+pytestmark = pytest.mark.proof(
+    *(f"barellm/{name}" for name in ("cpu", "inspect", "models", "optim", "program", "runtime"))
+)
 TRIPLES = ("aarch64-unknown-linux-gnu", "aarch64-apple-darwin")
 
 
