@@ -15,47 +15,24 @@ from barellm.optim.adamw import adamw
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.moments import FORMATS, decode, encode
-from barellm.program.ops import random
 from barellm.runtime.reference import ReferenceSession
 from tests.cpu.check import ISAS, isa_named
 from tests.cpu.test_models import MODEL, THREADS, batch_of, train
+from tests.moment_cases import STREAM, Update, check_rounding
 
-STREAM = 1 << 16
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 each_rounding = pytest.mark.parametrize("stream", [None, STREAM], ids=["nearest", "stochastic"])
 
 
-class Update:
-    """One AdamW op of n elements whose moments are given and read as codes."""
-
-    def __init__(self, isa, n: int, *, beta1: float, beta2: float, stream: int | None, threads: int = 2) -> None:
-        store = Store()
-        p = Program(store)
-        tensors = {"param": "fp32", "grad": "fp32", "m": "e6m9", "v": "ue6m10"}
-        inputs = {name: store.get(name, (n,), dtype, "state") for name, dtype in tensors.items()}
-        attrs = {"beta1": beta1, "beta2": beta2, "eps": 1e-8, "weight_decay": 0.0, "stream": stream}
-        p.apply(ops.AdamW, **inputs, clip=store.get("clip", (2,), "fp32", "state"), **attrs)
-        self.session = CpuSession({"op": p}, threads=threads, isa=isa)
-        self.session.write("clip", np.ones(2))
-
-    def codes(self, name: str) -> np.ndarray:
-        return self.session.stored(self.session.tensors[name])
-
-    def run(self, *, m, v, grad, step: int = 1, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        self.codes("m")[:], self.codes("v")[:] = m, v
-        self.session.write("grad", grad)
-        self.session.run("op", lr=0.0, step=step, seed=seed)
-        return self.codes("m").copy(), self.codes("v").copy()
-
-    def close(self) -> None:
-        self.session.close()
+def on(isa):
+    return lambda programs: CpuSession(programs, threads=2, isa=isa)
 
 
 @each_isa
 def test_every_code_goes_through_the_kernel_unchanged(isa):
     """Betas of 1 and no gradient: decoded, multiplied by one, encoded."""
     codes = np.arange(1 << 16, dtype=np.uint16)
-    update = Update(isa, codes.size, beta1=1.0, beta2=1.0, stream=None)
+    update = Update(on(isa), codes.size, beta1=1.0, beta2=1.0, stream=None)
     with np.errstate(all="ignore"):
         m, v = update.run(m=codes, v=codes, grad=np.zeros(codes.size))
     update.close()
@@ -66,40 +43,13 @@ def test_every_code_goes_through_the_kernel_unchanged(isa):
 @each_isa
 @each_rounding
 def test_the_kernel_rounds_every_value_as_the_reference_does(isa, stream):
-    """Betas of 0: m is the gradient and v its square. At every boundary between two codes of m, its neighbours in fp32, the same
-    for roots of v's boundaries, and what is too large or too small; bit for bit."""
-    signed, unsigned = (
-        decode(np.arange(1, 1 << bits), name).astype(np.float64) for name, bits in (("e6m9", 15), ("ue6m10", 16))
-    )
-    edges = [((t[:-1] + t[1:]) / 2).astype(np.float32) for t in (signed, unsigned)]
-    edges[1] = np.sqrt(edges[1], dtype=np.float32)
-    near = [np.nextafter(e, np.float32(to)) for e in edges for to in (0, np.inf)]
-    special = [0, -0.0, 1e-45, 1e-38, 2**-60, signed[0], np.nextafter(np.float32(signed[0]), 0, dtype=np.float32), 2**-30,
-               np.sqrt(unsigned[0]), 1e-10, 3.9, 4, 15.98, 16, 1e20, np.inf, np.nan]  # fmt: skip
-    some = np.exp(np.random.default_rng(0).uniform(np.log(1e-21), np.log(100), 10**5))
-    g = np.concatenate([*edges, *near, np.array(special), some]).astype(np.float32)
-    g = np.concatenate([g, -g, [1.0]]).astype(np.float32)  # an odd number of elements
-    update = Update(isa, g.size, beta1=0.0, beta2=0.0, stream=stream)
-    m, v = update.run(m=0, v=0, grad=g, step=7, seed=5)
-    update.close()
-    bits = None if stream is None else random.shared_words(5, 7, 0, stream, g.size)
-    with np.errstate(over="ignore"):
-        square = g * g
-    for got, x, dtype, dither in (
-        (m, g, "e6m9", None if bits is None else bits & 0x3FFF),
-        (v, square, "ue6m10", None if bits is None else bits >> np.uint32(19)),
-    ):
-        want = encode(x, dtype, dither)
-        wrong = np.flatnonzero(got != want)
-        assert not wrong.size, (
-            f"{dtype} of {x[wrong[0]]!r}: {got[wrong[0]]:#x}, expected {want[wrong[0]]:#x} ({wrong.size} wrong)"
-        )
+    check_rounding(on(isa), stream=stream)
 
 
 @each_isa
 def test_random_bits_of_a_step_keep_the_mean_and_the_next_step_has_others(isa):
     n = 1 << 18
-    update = Update(isa, n, beta1=0.0, beta2=0.0, stream=STREAM)
+    update = Update(on(isa), n, beta1=0.0, beta2=0.0, stream=STREAM)
     g = np.full(n, np.float32(1.1e-3))
     found = [update.run(m=0, v=0, grad=g, step=step, seed=seed) for step, seed in ((1, 1), (2, 1), (1, 2), (1, 1))]
     update.close()
@@ -115,7 +65,7 @@ def test_a_second_moment_sticks_to_nearest_and_decays_stochastically():
     """beta2 = 0.9999 without gradients, 2000 steps of the kernel."""
     mean = {}
     for stream in (None, STREAM):
-        update = Update(isa_named(ISAS[0]), 4096, beta1=0.9, beta2=0.9999, stream=stream)
+        update = Update(on(isa_named(ISAS[0])), 4096, beta1=0.9, beta2=0.9999, stream=stream)
         update.run(m=0, v=encode(np.full(4096, 1e-6, np.float32), "ue6m10"), grad=np.zeros(4096), step=1)
         first = update.session.read("v").mean() if stream is None else 1e-6
         for step in range(2, 2001):
@@ -131,7 +81,7 @@ def test_a_second_moment_sticks_to_nearest_and_decays_stochastically():
 @each_rounding
 def test_a_norm_that_is_not_finite_leaves_every_code(isa, stream):
     codes = np.arange(1 << 16, dtype=np.uint16)
-    update = Update(isa, codes.size, beta1=0.9, beta2=0.95, stream=stream)
+    update = Update(on(isa), codes.size, beta1=0.9, beta2=0.95, stream=stream)
     update.session.write("clip", np.array([np.inf, np.nan]))
     m, v = update.run(m=codes, v=codes, grad=np.full(codes.size, np.nan))
     update.close()

@@ -18,6 +18,7 @@ from barellm.program.grouping import members
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import adamw_case, each_moments, normal
 from tests.cuda.check import EPS, PLAIN, InterpretedSession, check_op, persistent
+from tests.moment_cases import STREAM, check_rounding
 
 SHAPES = [(1,), (7,), (65,), (3, 131), (17, 257)]
 
@@ -85,6 +86,11 @@ def test_cautious_adam_changes_nothing_where_the_norm_is_not_finite():
     got = check_op(ops.CautiousAdam, given, scalars={"lr": 3e-3}, bounds=bounds, **attrs)
     for name in ("param", "m", "v"):
         assert np.array_equal(got[name], given[name].values)
+
+
+@pytest.mark.parametrize("stream", [None, STREAM], ids=["nearest", "stochastic"])
+def test_moments_are_rounded_as_the_reference_rounds(stream):
+    check_rounding(InterpretedSession, stream=stream, every=61)
 
 
 @pytest.mark.parametrize("step", [1, 2, 1000, 10**6])

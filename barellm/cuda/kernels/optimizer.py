@@ -199,6 +199,11 @@ def adamw(
             store_moment(v, i, mask, square, dither_v, V_MANTISSA, V_SIGNED)
 
 
+def _log2(beta: float) -> float:
+    """The logarithm of a decay rate; of 0 a number to which 2 is 0 in fp64."""
+    return log2(beta) if beta else -2048.0
+
+
 def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
     updates: list[Any] = members(op)
     params, ms, vs = ([u.outputs[name] for u in updates] for name in ("param", "m", "v"))
@@ -217,7 +222,7 @@ def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
     beta1, beta2 = float(op.beta1), float(op.beta2)
     constants = {
         **extent(len(updates)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK,
-        "BETA1": beta1, "BETA2": beta2, "LOG_BETA1": log2(beta1), "LOG_BETA2": log2(beta2), "EPSILON": float(op.eps),
+        "BETA1": beta1, "BETA2": beta2, "LOG_BETA1": _log2(beta1), "LOG_BETA2": _log2(beta2), "EPSILON": float(op.eps),
         "LR_SCALE": float(updates[0].lr_scale), **weight_constants(params[0]),
         "STOCHASTIC": updates[0].stream is not None, "CAUTIOUS": cautious or None,
         **moment_constants("M", ms[0]), **moment_constants("V", vs[0]),
