@@ -6,13 +6,13 @@ import pytest
 from barellm.cpu.isa import cross
 from barellm.cpu.jit import assembly
 from barellm.cpu.kernel import REGISTRY, Lowering
-from barellm.cpu.kernels import attention_backward, attention_forward
+from barellm.cpu.kernels import attention_backward, attention_forward, attention_segments
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 from tests.cases import attention_both, backward_case, bounded, cached_case, forward_case, normal
-from tests.cpu.check import ISAS, check_op, isa_named
+from tests.cpu.check import ISAS, changed, check_op, isa_named
 
 # (batch, length, heads, head size): length 1, primes, head sizes beside and beyond the vectors' multiples
 SHAPES = [(1, 1, 1, 1), (2, 7, 3, 5), (1, 67, 2, 32), (2, 131, 2, 64), (1, 40, 2, 80), (1, 97, 1, 128)]
@@ -201,8 +201,7 @@ BOUNDED = [
     ((1, 67, 2, 32), 2, {"window": 0}),
     ((2, 131, 2, 20), 2, {"window": 5, "scale": 0.4}),
     ((1, 300, 1, 64), 1, {"window": 127, "starts": [129, 256, 257]}),
-    ((2, 150, 4, 16), 2, {"window": 1000, "starts": [7, 40, 128]}),
-    ((2, 97, 3, 5), 1, {"starts": [64, 65]}),
+    ((2, 97, 3, 5), 1, {"window": 1000, "starts": [64, 65]}),
     ((2, 102, 4, 24), 2, {"window": 33, "starts": [10, 60], "paired": True, "scale": 0.1}),
     ((1, 64, 2, 32), 2, {"paired": True}),
     ((1, 45, 2, 128), 2, {"window": 70, "paired": True}),
@@ -219,6 +218,15 @@ def test_bounded(isa, shape, groups, bounds, dtype):
     check_op(ops.Attention, isa, **forward_case(shape, dtype, **more), plan=(shape[0] + 1, shape[1] + 20))
     added = {"dk": "add"} if shape[1] % 2 else dict.fromkeys(("dq", "dk", "dv"), "add")
     check_op(ops.AttentionBackward, isa, **backward_case(shape, dtype, **more), modes=added)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_segments_of_a_long_sequence(groups, monkeypatch):
+    """Segments of two blocks: five of them however few threads there are."""
+    changed(monkeypatch, attention_segments, SEGMENT=256)
+    monkeypatch.setattr(attention_backward, "SEGMENT", 256)
+    more = {"groups": groups, **bounded(150, starts=[200, 512, 900])}
+    check_op(ops.AttentionBackward, isa_named(ISAS[0]), **backward_case((1, 1100, 2, 16), "bf16", **more))
 
 
 @each_isa
