@@ -25,6 +25,7 @@ from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.program.ops.mix import COEFFICIENTS, MOST, TERMS
 
+AHEAD = 512  # elements that are on their way into the second cache: four streams are more than the hardware keeps going
 CHAINS = ROW_UNROLL  # so that rows of whole groups of vectors are aligned
 
 DX, DK = (" ".join(f"d{name}" for name in names) for names in (TERMS, COEFFICIENTS))
@@ -37,6 +38,12 @@ def coefficient(k: KernelBuilder, number: float | None, tensor: Pointer | None) 
     return None if number == 1.0 else number
 
 
+def fetch_ahead(k: KernelBuilder, i: Any, streams: list[Pointer]) -> None:
+    """What is read AHEAD elements behind i."""
+    for p in streams:
+        k.prefetch(p.at(i + AHEAD), near=False)
+
+
 @kernel("mix", constants=lambda op: {"numbers": op.numbers, **flat(op.y)}, views=" ".join(COEFFICIENTS))
 def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, width, mode_y) -> None:
     factors = [coefficient(k, number, p) for number, p in zip(numbers, (k0, k1, k2, k3), strict=False)]
@@ -45,6 +52,7 @@ def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, w
     def vector(i: Any, mask: Value | None) -> Value:
         total = first.load(i, mask)
         total = total if by is None else total * by
+        fetch_ahead(k, i, [first, *(x for x, _ in others)])
         for x, factor in others:
             value = x.load(i, mask)
             total = total + value if factor is None else k.fma(value, factor, total)
@@ -92,6 +100,7 @@ def mix_backward(
 
         def part_of(i: Any, mask: Value | None, chain: int) -> tuple[Value, list[Value]]:
             """dy, and what belongs to each result."""
+            fetch_ahead(k, i, [dy, *(xs[t] for t in learned)])
             by = dy.load(i, mask)
             for t, chains in zip(learned, sums, strict=True):
                 chains[chain].value = k.fma(by, xs[t].load(i, mask), chains[chain].value)
