@@ -16,6 +16,7 @@ from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 
 CHAINS = 4
+AHEAD = 4  # rows of dy that are on their way where a head reads halves of two: without, that took half as long again
 
 
 def constants_of(op: Op) -> dict[str, Any]:
@@ -190,6 +191,9 @@ def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, 
             p.at(at.row * stride + column) for p, stride in ((x, strides[0]), (dx, strides[1]), (dy, walk.W))
         )
         dn = walk.load(given)
+        if walk.shift:
+            for c in range(0, walk.D, LINE // dy.itemsize):
+                k.prefetch(given.at(AHEAD * walk.W + c))
         if at.moves:
             move_back(walk, dn, given, at.t)
         dn = [at.angles.turn(one, j * k.lanes) for j, one in enumerate(dn)]
@@ -205,13 +209,10 @@ def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, 
 
 def move_back(walk: Walk, dn: list[Value], row: Pointer, t: Value) -> None:
     """Replace the upper half of `dn`, the gradient of a head at position t, by that of the next position, or by nothing at the
-    last one. The first position keeps its own besides. The rest of the next position's head is fetched with it, because reading
-    memory in pieces is slow."""
+    last one. The first position keeps its own besides."""
     k, upper = walk.k, walk.vectors(walk.half, walk.D)
     moved = zeros(k, len(upper))
     with k.when(t + 1 < walk.T):
-        for c in range(0, walk.half, LINE // row.itemsize):
-            k.prefetch(row.at(walk.W + c))
         for total, (_, c, mask) in zip(moved, upper, strict=True):
             total.value = row.load(walk.W + c, mask)
     with k.when(t.equals(0)):
