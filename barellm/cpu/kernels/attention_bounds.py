@@ -75,7 +75,7 @@ class Reach:
         """The reach of a sequence, or None if every query sees all keys before its own."""
         if bounds.window is None and starts is None:
             return None
-        window = None if bounds.window is None else k.scalar(bounds.window)
+        window = None if bounds.window is None else k.min(k.scalar(bounds.window), T)
         return cls(T, bounds.fold, window, None if starts is None else starts.at(sequence * T // bounds.fold))
 
     def _document(self, t: Value) -> Value:

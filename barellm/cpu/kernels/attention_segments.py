@@ -29,7 +29,7 @@ def pieces_of(k: KernelBuilder, heads: Value, blocks: Value, bounds: Bounds) -> 
     """The number of segments that a sequence of `blocks` is cut into: as many as end soonest on these threads, which share
     `heads`."""
     least = k.ceil_div(blocks, SEGMENT // KEYS)
-    window = blocks if bounds.window is None else k.ceil_div(k.scalar(bounds.window), KEYS)
+    window = blocks if bounds.window is None else k.min(k.scalar(bounds.window) // KEYS + 1, blocks)
     best, shortest = k.max(least, 1), k.int(1 << 62)
     for n in PIECES:
         span = k.ceil_div(blocks, n)
