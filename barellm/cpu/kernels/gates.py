@@ -250,7 +250,8 @@ def gated_backward(
                     write_row(
                         k, last, C, lambda c, mask: added(k, last, c, mask, k.to(0.0, k.vec), modes[0]), past=None
                     )
-        if to is not None and rise is not None:
+        if rise is not None:
+            assert to is not None
             to.put(k.lane(rise, 0) * k.sum(total.value), 0)
 
 
