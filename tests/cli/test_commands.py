@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from barellm.assembly.machine import open_machine
 from barellm.checkpoint import checkpoint
+from barellm.cli import checkpoints
 from barellm.cli.main import main
 from barellm.config import Config
+from barellm.generation import decode
 from barellm.training import metrics
 
 REFERENCE = ["--device", "reference"]
@@ -176,6 +179,22 @@ def test_shards_train_with_the_tokenizer_beside_them(tiny, text, tmp_path, capsy
     assert main(["train", *words]) == 0
     assert main(tiny("--data", str(out), "--data.tokenizer", "chars", out=tmp_path / "other")) == 2
     assert "were made with tokenizer 'bpe', data.tokenizer is 'chars'" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_opened_with_the_cache_that_the_command_needs(trained, monkeypatch):
+    """A prompt of 4 ids and 3 tokens make 8 of the 16 positions; an evaluation needs none."""
+    planned = []
+
+    def recorded(*args, positions, **options):
+        planned.append(positions)
+        return open_machine(*args, positions=positions, **options)
+
+    monkeypatch.setattr(checkpoints, "open_machine", recorded)
+    monkeypatch.setattr(decode, "LEAST_POSITIONS", 1)
+    for tokens in (3, 200):
+        assert main(["sample", str(trained), "--prompt", "7 sq", "--tokens", str(tokens), *REFERENCE]) == 0
+    assert main(["eval", str(trained), "--tokens", "64", *REFERENCE]) == 0
+    assert planned == [8, 16, 0]
 
 
 def test_sample_writes_prompt_and_text(trained, capsys):
