@@ -129,21 +129,21 @@ def mix_operands(case, dtype):
     return terms, learned, dtypes
 
 
-def mix_case(case, dtype, mode="store") -> dict:
+def mix_case(case, dtype, mode="store", stream="fp32") -> dict:
     terms, learned, _ = mix_operands(case, dtype)
     size = sum(np.abs(x.values) for x in terms.values())
     factor = 1 + max([abs(k.values.item()) for k in learned.values()], default=1.0) + 2
     given = terms | learned
     return {
         "given": given, "bounds": {"y": 5 * EPS * factor * (size + 1)}, "modes": {"y": mode},
-        "numbers": case[1], "dtype": "fp32",
+        "numbers": case[1], "dtype": stream,
     }  # fmt: skip
 
 
-def mix_backward_case(case, dtype, mode="store") -> dict:
+def mix_backward_case(case, dtype, mode="store", stream="fp32") -> dict:
     shape, numbers = case
     terms, learned, dtypes = mix_operands(case, dtype)
-    dy = tokens(normal(*shape, seed=20))
+    dy = tokens(normal(*shape, seed=20), stream)
     given, bounds, modes = {"dy": dy} | learned, {}, {}
     for i, number in enumerate(numbers):
         if number != 1.0:
