@@ -94,8 +94,13 @@ def newest_run(root: Path, preset: str) -> Path | None:
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """The model gets the tokenizer's vocabulary; a preset without padding stays without."""
+    """The model gets the tokenizer's vocabulary; a preset without padding stays without. One that tells documents apart gets the
+    token that begins them."""
     size, model = tokenizer.vocab_size, config.model
+    separator = getattr(model, "separator", None)
+    if separator is not None and tokenizer.eot not in (None, separator):
+        model = replace(model, separator=tokenizer.eot)  # pyright: ignore[reportCallIssue]
+        config = replace(config, model=model)
     if size == model.vocab_size:
         return config
     padded = size if model.padded_vocab == model.vocab_size else 0
