@@ -127,6 +127,13 @@ class Config(ModelConfig):
     def head_size(self) -> int:
         return self.channels // self.heads
 
+    @property
+    def most_windows(self) -> tuple[int, int]:
+        """The longest of the short and of the long windows, in tokens: those that a plan counts with."""
+        stages = parse(self.stages, key="model.stages")
+        short, long = (max(stage.windows[i] for stage in stages) for i in (0, 1))
+        return short * self.block, max(long, self.final_window) * self.block
+
     def names(self, field: str) -> tuple[int, ...]:
         """The layers that a field names."""
         return _layers(getattr(self, field), f"model.{field}")
@@ -314,9 +321,17 @@ def _attention(
     q_BTC, k_BTC = p.split(qk_BT2C, 2)
     if ve_BTC is not None and value_BTH is not None:
         v_BTC = p.gated(ve_BTC, value_BTH, base=v_BTC, scale=2.0)
-    window = "window_long" if long else "window_short"
+    window, most = ("window_long", cfg.most_windows[1]) if long else ("window_short", cfg.most_windows[0])
     y_BTC = p.attention(
-        q_BTC, k_BTC, v_BTC, heads=cfg.heads, window=window, scale="attention_scale", starts=seen.starts, paired=paired
+        q_BTC,
+        k_BTC,
+        v_BTC,
+        heads=cfg.heads,
+        window=window,
+        most_window=most,
+        scale="attention_scale",
+        starts=seen.starts,
+        paired=paired,
     )
     return p.linear(p.gated(y_BTC, gate_BTH, factor=scales[1]), layer.proj)
 

@@ -114,7 +114,7 @@ def test_a_bare_boolean_is_true():
     [
         (["--model.layerz", "3"], "unknown option --model.layerz, did you mean '--model.layers'?"),
         (["--model.lr", "3"], "unknown option --model.lr, did you mean '--optim.lr'?"),
-        (["--optim.name", "adam"], "optim.name is 'adam', expected adamw or muon"),
+        (["--optim.name", "adam"], "optim.name is 'adam', expected adamw, muon or speedrun"),
         (["--layers", "3"], "unknown option --layers, did you mean '--model.layers'?"),
         (["--model.layers", "six"], "model.layers is 'six', expected an integer"),
         (["--model.layers", "1.5"], "model.layers is '1.5', expected an integer"),
