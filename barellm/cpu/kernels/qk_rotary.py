@@ -16,6 +16,7 @@ from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 
 CHAINS = 4
+FAR = 32  # rows of a view that are on their way: of rows with gaps between them the processor foresees nothing
 AHEAD = 4  # rows of dy that are on their way where a head reads halves of two: without, that took half as long again
 
 
@@ -115,6 +116,11 @@ class Walk:
     def load(self, row: Pointer) -> list[Value]:
         return [row.load(c, mask) for _, c, mask in self.vectors(0, self.D)]
 
+    def fetch(self, head: Pointer, rows: int, stride: int, *, near: bool) -> None:
+        """Start fetching the same head some rows further."""
+        for c in range(0, self.D, LINE // head.itemsize):
+            self.k.prefetch(head.at(rows * stride + c), near=near)
+
     def store(self, row: Pointer, values: list[Value], past: Value | None) -> None:
         """Vectors of 16 bits go in pairs where all are whole."""
         n = self.k.lanes
@@ -162,6 +168,8 @@ def qk_rotary(k: KernelBuilder, y, rstd, x, cos, sin, *, eps, strides, lines, **
     for at in walk.heads_of_rows():
         of = x.at(at.row * strides[0] + at.head * walk.D)
         v = walk.load(of)
+        if strides[0] != walk.W:
+            walk.fetch(of, FAR, strides[0], near=False)
         own = inverse(v)
         rstd.put(own, at.row * walk.count + at.head)
         n = [at.angles.turn(one * k.splat(own), j * k.lanes) for j, one in enumerate(v)]
@@ -192,8 +200,9 @@ def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, 
         )
         dn = walk.load(given)
         if walk.shift:
-            for c in range(0, walk.D, LINE // dy.itemsize):
-                k.prefetch(given.at(AHEAD * walk.W + c))
+            walk.fetch(given, AHEAD, walk.W, near=True)
+        if strides[0] != walk.W:
+            walk.fetch(of, FAR, strides[0], near=False)
         if at.moves:
             move_back(walk, dn, given, at.t)
         dn = [at.angles.turn(one, j * k.lanes) for j, one in enumerate(dn)]
