@@ -23,6 +23,7 @@ GATED = [
     (1, 70, 256, 2, 0, "base factor squash"),
     (3, 4, 33, 1, 6, "base factor"),
     (2, 3, 384, 6, 2, "factor squash"),
+    (1, 5, 600, 2, 1, "base"),
     (1, 7, 70, 70, 0, "base"),
 ]
 # batch, length, columns, and the coefficients: numbers, or None for tensors
@@ -145,8 +146,9 @@ def mix_backward_case(case, dtype, mode="store", stream="fp32") -> dict:
     terms, learned, dtypes = mix_operands(case, dtype)
     dy = tokens(normal(*shape, seed=20), stream)
     given, bounds, modes = {"dy": dy} | learned, {}, {}
+    dtypes = tuple("" if n == 1.0 and d == stream else d for n, d in zip(numbers, dtypes, strict=True))
     for i, number in enumerate(numbers):
-        if number != 1.0:
+        if dtypes[i]:
             bounds[f"dx{i}"], modes[f"dx{i}"] = 8 * EPS * (np.abs(dy.values) + 1), mode
         if number is None:
             x = given[f"x{i}"] = terms[f"x{i}"]

@@ -104,7 +104,9 @@ def mix_backward(
             by = dy.load(i, mask)
             for t, chains in zip(learned, sums, strict=True):
                 chains[chain].value = k.fma(by, xs[t].load(i, mask), chains[chain].value)
-            return by, [added(k, dx, i, mask, by * factor, mode) for dx, factor, mode in results]
+            return by, [
+                added(k, dx, i, mask, by if factor is None else by * factor, mode) for dx, factor, mode in results
+            ]
 
         begin, end = first * C, last * C
         whole = begin + ((end - begin) & -step)

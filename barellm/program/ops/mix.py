@@ -39,19 +39,20 @@ class Mix(Op):
     def gradient(self, g, y):
         targets: dict[str, Tensor] = {}
         operands: dict[str, Tensor] = {}
+        dtypes = [self.inputs[x].dtype for x, _ in zip(TERMS, self.numbers, strict=False)]
         for i, number in enumerate(self.numbers):
             x, k = TERMS[i], COEFFICIENTS[i]
-            if number == 1.0:
+            if number == 1.0 and dtypes[i] == y.dtype:
+                dtypes[i] = ""
                 continue
             targets[f"d{x}"] = self.inputs[x]
             if number is None:
                 targets[f"d{k}"] = self.inputs[k]
                 operands |= {x: self.inputs[x], k: self.inputs[k]}
         if targets:
-            dtypes = tuple(self.inputs[TERMS[i]].dtype for i in range(len(self.numbers)))
-            g.write(MixBackward, targets, dy=y, **operands, numbers=self.numbers, dtypes=dtypes)
-        for x, number in zip(TERMS, self.numbers, strict=False):
-            if number == 1.0:
+            g.write(MixBackward, targets, dy=y, **operands, numbers=self.numbers, dtypes=tuple(dtypes))
+        for x, dtype in zip(TERMS, dtypes, strict=False):
+            if not dtype:
                 g.alias(self.inputs[x], y)
 
     def flops(self) -> int:
@@ -59,8 +60,8 @@ class Mix(Op):
 
 
 class MixBackward(Op):
-    """dx_i = k_i dy in the dtype of x_i, for each term but those times 1, whose gradient is dy itself; dk_i = sum of dy x_i over
-    all elements, for each coefficient that is a tensor."""
+    """dx_i = k_i dy in the dtype of x_i, which is one of `dtypes`; that is empty where the gradient is dy itself, of a term times 1
+    in dy's dtype. dk_i = sum of dy x_i over all elements, for each coefficient that is a tensor."""
 
     name = "mix_backward"
     optional = (*TERMS, *COEFFICIENTS, *(f"d{x}" for x in TERMS), *(f"d{k}" for k in COEFFICIENTS))
@@ -71,7 +72,7 @@ class MixBackward(Op):
                 raise ValueError(f"mix_backward expects terms of dy's shape: {describe(dy=dy, **{name: t})}")
         outputs: dict[str, Spec] = {}
         for i, number in enumerate(self.numbers):
-            if number != 1.0:
+            if self.dtypes[i]:
                 outputs[f"dx{i}"] = (dy.shape, self.dtypes[i])
             if number is None:
                 outputs[f"dk{i}"] = ((1,), "fp32")
@@ -83,12 +84,13 @@ class MixBackward(Op):
             if number is None:
                 results[f"dx{i}"] = others[COEFFICIENTS[i]] * dy
                 results[f"dk{i}"] = (dy * others[TERMS[i]]).sum().reshape(1)
-            elif number != 1.0:
+            elif self.dtypes[i]:
                 results[f"dx{i}"] = number * dy
         return results
 
     def flops(self) -> int:
-        return sum((3 if number is None else 1) * self.dy.size for number in self.numbers if number != 1.0)
+        terms = zip(self.numbers, self.dtypes, strict=True)
+        return sum((3 if number is None else int(number != 1.0)) * self.dy.size for number, dtype in terms if dtype)
 
 
 class Calls(Graph):
