@@ -240,7 +240,15 @@ def bounded_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile:
     """The tile for attention whose queries are bounded by windows or documents. There every block has masks, which take registers,
     and blocks that reach far beyond a window compute scores that nobody sees."""
     t = attention_tile("shared keys" if role == "keys" else role, head, dtype, arch)
-    return AttentionTile(64, 64, 4, 2) if role == "forward" and t.queries > 64 else t
+    if role == "forward" and t.queries > 64:
+        return AttentionTile(64, 64, 4, 2)
+    if role == "keys" and t.keys > 64:
+        return (
+            AttentionTile(32, 64, 4, 2)
+            if _operands(dtype, arch) == "bf16 in registers"
+            else AttentionTile(64, 64, 8, 2)
+        )
+    return t
 
 
 _Blocks = dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]]
