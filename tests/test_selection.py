@@ -169,3 +169,20 @@ def test_what_is_selected_of_a_run(quick, monkeypatch):
     items = list(cases)
     selection.select(config, items)  # pyright: ignore
     assert quick or items == [cases[0], cases[2], cases[3]]
+
+
+SOURCE = pytest.Config.ArgsSource
+
+
+@pytest.mark.parametrize("source, asked, count", [
+    (SOURCE.TESTPATHS, None, 4), (SOURCE.ARGS, None, 8), (SOURCE.TESTPATHS, "all", 8), (SOURCE.ARGS, "pairs", 4),
+])  # fmt: skip
+def test_all_cases_run_where_tests_are_named_or_all_are_asked_for(source, asked, count):
+    items = [
+        item(f"tests/test_x.py::test_y[{n}]", one=one, two=two, three=three)
+        for n, (one, two, three) in enumerate(product("ab", repeat=3))
+    ]
+    options = {"--quick": False, "--cases": asked}
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    selection.select(SimpleNamespace(args_source=source, getoption=options.get, hook=hook), items)  # pyright: ignore
+    assert len(items) == count

@@ -98,7 +98,7 @@ def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path
     begin = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 130
-    assert time.monotonic() - begin < 2  # the step would take longer
+    assert time.monotonic() - begin < 3  # the step would take longer
     assert "Traceback" not in (tmp_path / "log").read_text()
     assert not checkpoint.steps(tmp_path / "run" / "checkpoints")
 
