@@ -32,7 +32,7 @@ class Found:
         with open_machine(self.config, device=self.device, training=False, positions=positions) as machine:
             checkpoint.load(self.path, machine.session, optimizer=False)
             meta = checkpoint.read_meta(self.path)
-            enter(machine.session, self.config, meta["step"], meta["total_steps"])
+            enter(machine.session, self.config, meta["step"], meta.get("total_steps"))
             yield machine
 
 
