@@ -2,6 +2,7 @@
 
     DIR/checkpoints/step-000500/
         weights.safetensors  optimizer.safetensors    fp32, row-major, canonical
+        gradients.safetensors                         the same, where the next step adds to those of the last
         meta.json            resolved configuration, step, sample position, tokenizer hash, ISA, versions
         tokenizer files
         manifest.json        sizes and xxh3-64 checksums of the others, written last
@@ -25,6 +26,7 @@ from barellm.runtime.session import Session
 
 FORMAT = 1
 WEIGHTS, OPTIMIZER, META, MANIFEST = "weights.safetensors", "optimizer.safetensors", "meta.json", "manifest.json"
+GRADIENTS = "gradients.safetensors"
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -60,9 +62,17 @@ def checkpoint_bytes(session: Source) -> int:
 
 
 def save(
-    folder: Path, session: Source, *, step: int, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes], keep: int
+    folder: Path,
+    session: Source,
+    *,
+    step: int,
+    meta: Mapping[str, Any],
+    tokenizer: Mapping[str, bytes],
+    keep: int,
+    gradients: bool = False,
 ) -> Path:
-    """Write the checkpoint of `step` into `folder`, then remove all but the newest `keep` up to it. OSError: the old stand."""
+    """Write the checkpoint of `step` into `folder`, with the `gradients` too if asked, then remove all but the newest `keep` up to
+    it. OSError: the old stand."""
     target = step_folder(folder, step)
     if not folder.is_dir():
         storage.system.mkdir(folder)
@@ -71,7 +81,8 @@ def save(
     if target.exists() and problem(target):
         storage.remove_folder(target)
     if not target.exists():
-        _write(target, session, meta={"format": FORMAT, "step": step, **meta}, tokenizer=tokenizer)
+        roles = {WEIGHTS: "parameter", OPTIMIZER: "state"} | ({GRADIENTS: "gradient"} if gradients else {})
+        _write(target, session, roles, meta={"format": FORMAT, "step": step, **meta}, tokenizer=tokenizer)
     # A later one, from which the run did not go on because it is damaged, must not count.
     up_to_this = [path for path in steps(folder) if step_of(path) <= step]
     for old in up_to_this[max(1, keep) :]:
@@ -79,10 +90,12 @@ def save(
     return target
 
 
-def _write(target: Path, session: Source, *, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes]) -> None:
+def _write(
+    target: Path, session: Source, roles: Mapping[str, str], *, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes]
+) -> None:
     with storage.new_folder(target) as temporary:
         files = {}
-        for name, role in ((WEIGHTS, "parameter"), (OPTIMIZER, "state")):
+        for name, role in roles.items():
             if tensors := of_role(session, role):
                 files[name] = tensorfile.write(temporary / name, session, tensors)
         files[META] = storage.write_file(temporary / META, _json(meta))
@@ -182,7 +195,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path, session: Session, *, optimizer: bool) -> None:
-    """Stream weights, and the optimizer's state if asked, from a verified step folder into the session."""
+    """Stream weights, and what the optimizer goes on with if asked, from a verified step folder into the session."""
     tensorfile.read(path / WEIGHTS, session, of_role(session, "parameter"))
     if optimizer:
         tensorfile.read(path / OPTIMIZER, session, of_role(session, "state"))
+        if (path / GRADIENTS).exists():
+            tensorfile.read(path / GRADIENTS, session, of_role(session, "gradient"))

@@ -298,8 +298,15 @@ class Loop:
             "samples": progress.step * train.batch * train.accumulate,
             "seconds": round(progress.seconds, 3),
         }
+        going_on = progress.step != progress.total
         self.saved = checkpoint.save(
-            self.folder, self.session, step=progress.step, meta=meta, tokenizer=self.tokenizer, keep=keep
+            self.folder,
+            self.session,
+            step=progress.step,
+            meta=meta,
+            tokenizer=self.tokenizer,
+            keep=keep,
+            gradients=going_on and self.course.step(progress.step, progress.total).adds,
         )
         self._save_due = False
         self.console.line(f"saved {self.saved}")

@@ -121,7 +121,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(tmp_path, text, c
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"name": "lion"}, "optim.name is 'lion', expected adamw or muon"),
+        ({"name": "lion"}, "optim.name is 'lion', expected adamw, muon or speedrun"),
         ({"iteration": "svd"}, "optim.iteration is 'svd', expected polar-express or jordan"),
         ({"step_scale": "none"}, "optim.step_scale is 'none', expected jordan or moonshot"),
         ({"turns": 6}, "optim.turns is 6, expected at most 5"),

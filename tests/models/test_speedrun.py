@@ -1,0 +1,234 @@
+"""The speedrun's stages and runs: the record's schedule, errors of a table, bits for any number of threads and after a resume,
+parts left out. That the model is the record's is shown in tests/oracle/test_speedrun.py."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from barellm.assembly.programs import build
+from barellm.cli.main import main
+from barellm.config import Config as Run
+from barellm.config import OptimConfig, TrainConfig
+from barellm.cpu.step import CpuSession
+from barellm.errors import UserError
+from barellm.models.speedrun import RECORD, Config, course, speedrun
+from barellm.models.stages import Stage, parse, table
+from barellm.optim.recipes import updates
+from barellm.runtime.reference import ReferenceSession
+from tests.training.conftest import TEXT
+
+STAGES = table(
+    [
+        Stage(24, (1, 2), Fraction(1, 2), mtp=(1.0, 0.5, 0.25), mtp_end=(1.0, 0.5, 0.0)),
+        Stage(40, (2, 4), Fraction(1, 2), lr=1.5),
+        Stage(40, (2, 5)),
+    ]
+)
+SMALL = Config(
+    heads=4,
+    channels=64,
+    hidden=96,
+    vocab_size=61,
+    max_seq=40,
+    block=4,
+    stages=STAGES,
+    separator=3,
+    extension=2,
+    untie=1,
+)
+LEFT_OUT = {
+    "lanes": {"lanes_from": 11},
+    "smear": {"smear": False},
+    "bigram": {"bigram": False},
+    "values": {"values": ""},
+    "pairs": {"paired": ""},
+    "softcap": {"softcap": False},
+    "backout": {"backout": 11},
+    "attention in every layer": {"skipped": "", "values": "1,6"},
+    "documents": {"separator": -1},
+}
+
+
+def test_the_record_s_schedule():
+    """Its published steps: stages begin at 483, 967 and 1450; the rate falls from step 580 to 0.15; the embedding leaves at 967."""
+    run = replace(speedrun(), data=replace(speedrun().data, source="x"))
+    steps, schedule = course(run), course(run).schedule(1490)
+    assert schedule.ends == [483, 967, 1450, 1490]
+    assert [steps.step(i, 1490).seq for i in (0, 482, 483, 966, 967, 1489)] == [16384] * 2 + [32768] * 2 + [49152] * 2
+    assert [schedule.lr(i) for i in (0, 482, 483, 579, 1450, 1489)] == [1.0, 1.0, 1.52, 1.52, 0.15, 0.15]
+    assert schedule.lr(1015) == pytest.approx(1.73 / 2 + 0.075)
+    assert schedule.weights(0) == (1.0, 0.5, 0.25) and schedule.weights(967) == (1.0, 0.0, 0.0)
+    assert schedule.weights(725) == pytest.approx((1.0, 0.25, 0.0))
+    names = [[name for name, _ in steps.step(i, 1490).updates] for i in (965, 966, 967, 968, 969)]
+    assert names == [["update_tied"], ["update"], ["update_tied", "untie"], ["update"], ["update_untied"]]
+    assert [steps.step(i, 1490).updates[0][1]["step"] for i in (1, 3, 967)] == [1, 2, 484]
+    assert [steps.step(i, 1490).adds for i in (0, 1, 2)] == [False, True, False]
+    momenta = [steps.step(i, 1490).updates[0][1]["momentum"] for i in (0, 150, 300, 1440, 1465)]
+    assert momenta == pytest.approx([0.85, 0.9, 0.95, 0.95, 0.9])
+
+
+class Told:
+    """A session that keeps what it is told."""
+
+    def __init__(self):
+        self.standing, self.written = {}, {}
+
+    def write(self, name, values):
+        self.written[name] = values
+
+
+def test_what_each_stage_tells_a_session():
+    """Windows in tokens; scales of attention as the anchor of the record has them; angles only when the long window changes."""
+    told, steps = Told(), course(speedrun())
+    for step, short, long, scale, changes in (
+        (0, 128, 384, 0.1, True), (482, 128, 384, 0.1, False), (483, 384, 896, 0.1169, True), (967, 640, 1408, 0.1275, True),
+        (1450, 768, 1664, 0.1318, True), (1490, 768, 2560, 0.1318, False),
+    ):  # fmt: skip
+        told.written = {}
+        steps.enter(told, step, 1490)
+        assert (told.standing["window_short"], told.standing["window_long"]) == (short, long)
+        assert told.standing["attention_scale"] == pytest.approx(scale, abs=6e-5)
+        assert bool(told.written) == changes
+    assert told.standing["mtp_0"] == 1.0 and told.standing["mtp_2"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("seq=8 windows=1,2", "expected some that add up to 1, and a last stage without one"),
+        ("share=1/2 seq=8 windows=1,2; seq=8 windows=1,2", "has shares 1/2, 0"),
+        ("share=1 seq=8; seq=8 windows=1,2", "stage 1 of model.stages has no windows"),
+        (
+            "share=1 seq=8 windows=1,2; seq=8 window=1,2",
+            "stage 2 of model.stages has 'window=1,2', expected one each of",
+        ),
+        ("share=1 seq=8 windows=1; seq=8 windows=1,2", "has 'windows=1', expected for example windows=1,3"),
+        ("share=1/0 seq=8 windows=1,2; seq=8 windows=1,2", "has 'share=1/0', expected for example share=1/3"),
+        ("share=1 seq=0 windows=1,2; seq=8 windows=1,2", "expected sizes of at least 1"),
+        ("share=1 seq=8 windows=1,2 mtp=1,1>1; seq=8 windows=1,2", "expected for example mtp=1,0.5>1,0"),
+        ("share=1 seq=99 windows=1,2; seq=8 windows=1,2", "model.stages has seq=99, above model.max_seq 40"),
+    ],
+)
+def test_a_wrong_table_is_refused_in_a_line(text, message):
+    with pytest.raises(UserError) as error:
+        replace(SMALL, stages=text)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_table_is_read_as_it_was_written():
+    assert parse(table(RECORD), key="") == RECORD
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"seq": 30}, "model.stages has seq=40, above train.seq 30"),
+    ({"minutes": 1.0}, "expected train.minutes 0"),
+    ({"steps": 2}, "model.extension is 2, expected fewer than train.steps 2"),
+])  # fmt: skip
+def test_a_run_that_the_table_does_not_fit_is_refused(wrong, message):
+    with pytest.raises(UserError, match=message):
+        course(Run(preset="", model=SMALL, train=replace(TrainConfig(batch=1, seq=40, steps=9), **wrong)))
+    with pytest.raises(UserError, match=r"model\.long names layer 11, expected 0 to 10"):
+        replace(SMALL, long="3,11")
+
+
+def trained(session, model: Config, steps: int = 4, total: int = 6) -> list[float]:
+    """Losses of some steps on drawn text, through the course of a run."""
+    run = Run(preset="", model=model, optim=OPTIM, train=TrainConfig(batch=1, seq=40, steps=total))
+    ours, rng, losses = course(run), np.random.default_rng(3), []
+    session.run("init", seed=1)
+    for index in range(steps):
+        step = ours.step(index, total)
+        ours.enter(session, index, total)
+        row = rng.integers(0, 61, (1, step.seq + 1)).astype(np.int32)
+        row[0, [5, 6, 17]] = 3  # documents
+        session.write("tokens", row[:, :-1])
+        session.write("targets", row[:, 1:])
+        shape = {"batch": 1, "seq": step.seq, "inv_targets": step.inv_targets}
+        session.run("micro", accumulate=int(step.adds), **shape)
+        losses.append(float(session.read("loss")[0]) * step.shown)
+        for program, scalars in step.updates:
+            session.run(program, **scalars)
+    return losses
+
+
+OPTIM = OptimConfig(name="speedrun", lr=0.008, muon_lr=0.023, weight_decay=1.2, cautious=True, normuon=0.95, clip=0.0)
+
+
+def programs_of(model: Config, compute: str):
+    return build(model, batch=1, seq=40, compute=compute, optimizer=updates(OPTIM, ""), decode_batch=1)[1]
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+def test_each_part_can_be_left_out(left_out):
+    """The CPU's losses are the references' with any part missing."""
+    model = replace(SMALL, **LEFT_OUT[left_out])
+    session = CpuSession(programs_of(model, "fp32"))
+    found, wanted = (
+        trained(session, model, 2),
+        trained(ReferenceSession(programs_of(model, "fp32"), dtype="float64"), model, 2),
+    )
+    session.close()
+    assert found == pytest.approx(wanted, rel=3e-5)
+    whole = trained(ReferenceSession(programs_of(SMALL, "fp32"), dtype="float64"), SMALL, 1)
+    assert abs(whole[0] - wanted[0]) > 1e-6  # it made a difference
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_equal_bits_for_any_number_of_threads(compute):
+    digests = set()
+    for threads in (1, 2, 5):
+        session = CpuSession(programs_of(SMALL, compute), threads=threads)
+        trained(session, SMALL, 6)
+        digests.add(session.digest())
+        session.close()
+    assert len(digests) == 1
+
+
+def test_a_run_stopped_between_two_steps_that_share_an_update_goes_on_to_the_same_bits(tmp_path, monkeypatch, capsys):
+    """A checkpoint after an even number of steps, and one after an odd, which has gradients; then samples and an evaluation."""
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    sizes = {
+        "heads": 4,
+        "channels": 64,
+        "hidden": 64,
+        "max_seq": 40,
+        "block": 4,
+        "extension": 2,
+        "untie": 1,
+        "stages": STAGES,
+    }
+    words = [
+        "train",
+        "speedrun-small",
+        "--data",
+        str(text),
+        "--data.tokenizer",
+        "bytes",
+        "--out",
+        str(tmp_path / "whole"),
+    ]
+    words += [word for key, value in sizes.items() for word in (f"--model.{key}", str(value))]
+    words += ["--train.seq", "40", "--train.steps", "8", "--train.checkpoint_every", "1", "--train.keep", "9"]
+    assert main([*words, "--train.eval_every", "4"]) == 0
+    last = Path("checkpoints/step-000008")
+    for step in (3, 4):
+        here = tmp_path / "whole" / f"checkpoints/step-{step:06d}"
+        assert (here / "gradients.safetensors").exists() == (step == 3)
+        shutil.copytree(tmp_path / "whole", tmp_path / f"from{step}")
+        for later in range(step + 1, 9):
+            shutil.rmtree(tmp_path / f"from{step}" / f"checkpoints/step-{later:06d}")
+        assert main(["train", "--out", str(tmp_path / f"from{step}"), "--resume"]) == 0
+        for name in ("weights.safetensors", "optimizer.safetensors"):
+            whole, parts = (tmp_path / run / last / name for run in ("whole", f"from{step}"))
+            assert whole.read_bytes() == parts.read_bytes(), (step, name)
+    assert "resumed from" in capsys.readouterr().out
+    assert main(["sample", str(tmp_path / "whole"), "--prompt", "a", "--tokens", "50"]) == 0
+    assert main(["eval", str(tmp_path / "whole"), "--json"]) == 0
