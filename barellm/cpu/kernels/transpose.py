@@ -21,6 +21,7 @@ from barellm.runtime.lowering import part, plane
 
 STRIPS = 16  # of a tile
 WIDTH = 4096  # bytes of a tile's rows: a strip of them waits in the second cache while the one above turns
+LINES_AHEAD = 8  # of each row of a strip, where its rows are long
 AHEAD = 2  # squares of y that are on their way where y is read too
 
 # (index, further elements, mask or None) -> lanes of x, and (lanes, index, further elements, mask or None): lanes into y
@@ -64,24 +65,29 @@ def turn_tiles(
     edge: Square,
     adds: bool,
 ) -> None:
-    """Threads claim tiles of x and turn their squares of `side` elements. What the square below reads is fetched meanwhile, for no
-    processor foresees so many rows; where it `adds`, so is what squares to the right will read of y."""
+    """Threads claim tiles of x and turn their squares of `side` elements. What comes next is fetched meanwhile, for no processor
+    foresees so many rows: of long rows what is to their right, else what the square below reads. Where it `adds`, what squares to
+    the right will read of y is fetched too. Long rows go two squares at a time: rows of y are then short, and parts of two lines
+    are written together."""
+    long = columns > rows
+    strip, next_read = (2 * side, LINES_AHEAD * LINE // x.itemsize) if long else (side, side * columns)
     height, width = STRIPS * side, WIDTH // x.itemsize
     across = -(-columns // width)
     with k.claim(-(-rows // height) * across, 1) as (begin, end), k.loop(begin, end) as tile:
         top, left = tile // across * height, tile % across * width
         bottom, right = k.min(top + height, rows), k.min(left + width, columns)
-        with k.loop(top, bottom, side) as r, k.loop(left, right, side) as c:
-            below, beside = x.at((r + side) * columns + c), y.at((c + AHEAD * side) * rows + r)
-            for i in range(side):
-                k.prefetch(below.at(i * columns), near=False)
-                if adds:
-                    k.prefetch(beside.at(i * rows), write=True, near=False)
-            whole = (r + side <= rows) & (c + side <= columns)
-            with k.when(whole):
-                inner(r, c)
-            with k.otherwise(whole):
-                edge(r, c)
+        with k.loop(top, bottom, strip) as first, k.loop(left, right, side) as c:
+            with k.loop(first, k.min(first + strip, bottom), side) as r:
+                ahead, beside = x.at(r * columns + c + next_read), y.at((c + AHEAD * side) * rows + r)
+                for i in range(side):
+                    k.prefetch(ahead.at(i * columns), near=False)
+                    if adds:
+                        k.prefetch(beside.at(i * rows), write=True, near=False)
+                whole = (r + side <= rows) & (c + side <= columns)
+                with k.when(whole):
+                    inner(r, c)
+                with k.otherwise(whole):
+                    edge(r, c)
 
 
 def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
