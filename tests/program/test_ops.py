@@ -341,3 +341,17 @@ def test_dims_are_integers_with_the_name_of_their_scalar():
     assert tokens.shape == (2, 6) and [d.name for d in tokens.dims] == ["batch", "seq"]
     assert isinstance(tokens.shape[0], Dim) and tokens.nbytes == 48
     assert programs["eval"].scalars == ("batch", "inv_targets", "pos", "seq")
+
+
+def test_costs_of_rotary_heads_and_transposes():
+    """Of tables that are longer than the text only its positions are read, two for each where heads are paired."""
+    p = Program(Store())
+    x, cos, sin = t(2, 8, 32), t(40, 2), t(40, 2)
+    for paired, positions in ((False, 8), (True, 16)):
+        op = p.apply(ops.QKRotary, x=x, cos=cos, sin=sin, heads=2, kv_heads=2, paired=paired, shift=False, eps=1e-5)
+        assert op.bytes() == 4 * (2 * 2 * 8 * 32 + 2 * 2 * positions + 2 * 8 * 4)
+        assert op.flops() == 2 * 8 * 32 * 9 // 2
+    a, b = p.state("a", (3, 5)), p.state("b", (5, 3))
+    p.transpose_copy(a, b)
+    p.transpose_add(a, b)
+    assert [(op.flops(), op.bytes()) for op in p.ops[-2:]] == [(0, 4 * 30), (15, 4 * 45)]

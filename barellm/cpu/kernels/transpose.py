@@ -76,18 +76,18 @@ def turn_tiles(
     with k.claim(-(-rows // height) * across, 1) as (begin, end), k.loop(begin, end) as tile:
         top, left = tile // across * height, tile % across * width
         bottom, right = k.min(top + height, rows), k.min(left + width, columns)
-        with k.loop(top, bottom, strip) as first, k.loop(left, right, side) as c:
-            with k.loop(first, k.min(first + strip, bottom), side) as r:
-                ahead, beside = x.at(r * columns + c + next_read), y.at((c + AHEAD * side) * rows + r)
-                for i in range(side):
-                    k.prefetch(ahead.at(i * columns), near=False)
-                    if adds:
-                        k.prefetch(beside.at(i * rows), write=True, near=False)
-                whole = (r + side <= rows) & (c + side <= columns)
-                with k.when(whole):
-                    inner(r, c)
-                with k.otherwise(whole):
-                    edge(r, c)
+        strips, across_tile = k.loop(top, bottom, strip), k.loop(left, right, side)
+        with strips as first, across_tile as c, k.loop(first, k.min(first + strip, bottom), side) as r:
+            ahead, beside = x.at(r * columns + c + next_read), y.at((c + AHEAD * side) * rows + r)
+            for i in range(side):
+                k.prefetch(ahead.at(i * columns), near=False)
+                if adds:
+                    k.prefetch(beside.at(i * rows), write=True, near=False)
+            whole = (r + side <= rows) & (c + side <= columns)
+            with k.when(whole):
+                inner(r, c)
+            with k.otherwise(whole):
+                edge(r, c)
 
 
 def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
