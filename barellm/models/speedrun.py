@@ -448,7 +448,14 @@ def speedrun_small() -> Run:
         Stage(3072, (5, 11), Fraction(1, 3), lr=1.73),
         Stage(3072, (6, 13)),
     )
-    sizes: dict[str, Any] = {"heads": 4, "channels": 128, "hidden": 512, "max_seq": 3072, "block": 32, "vocab_size": 4096}
+    sizes: dict[str, Any] = {
+        "heads": 4,
+        "channels": 128,
+        "hidden": 512,
+        "max_seq": 3072,
+        "block": 32,
+        "vocab_size": 4096,
+    }
     return Run(
         preset="speedrun-small",
         model=Config(**sizes, stages=table(stages), extension=10),
