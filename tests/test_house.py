@@ -37,7 +37,7 @@ MAY = {
     "interop": STEP | {"models", "overrides", "data", "checkpoint"},
     "plans": BUILT | {"cpu", "cuda"},  # what looks at plans, steps and kernels looks inside the backends
     "inspect": BUILT | {"cpu", "cuda", "plans"},
-    "profiling": BUILT | {"cpu", "cuda", "plans"},
+    "profiling": BUILT | {"cpu", "cuda", "plans", "training"},  # a step as a run takes it: its course
     "bench": BUILT | {"cpu", "cuda", "plans", "profiling"},
 }
 MAY["cli"] = set(MAY) | {"overrides"}

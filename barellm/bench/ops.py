@@ -29,12 +29,14 @@ def measure(config: Config, *, steps: int, device: str = "cpu") -> dict[str, Any
     with opened(config, device=device) as (bench, _):
         session, train = bench.machine.session, bench.train
         ceiling = measured_ceiling(device=device)
-        ceiling.measure(mixes(session))
+        ceiling.measure(mixes(session, bench.shares))
         seconds, step_s, alone = (_on_gpu if device == "cuda" else _on_cpu)(bench, steps)
-        ceiling.measure(mixes(session))  # the machine's speed may have changed meanwhile
-        rows = by_kind(session, seconds, ceiling, alone and (lambda program, op: {"alone_s": alone(program, op)}))
+        ceiling.measure(mixes(session, bench.shares))  # the machine's speed may have changed meanwhile
+        rows = by_kind(
+            session, seconds, ceiling, bench.shares, alone and (lambda program, op: {"alone_s": alone(program, op)})
+        )
         for row in rows if alone else ():
-            row["alone_s"] *= row["count"]
+            row["alone_s"] *= row["count"] * bench.shares[row["program"]]
         return {
             "kind": "ops",
             "preset": bench.machine.config.preset,

@@ -22,6 +22,7 @@ from barellm.cpu.threads import logical_cpus
 from barellm.errors import UserError, nearest
 from barellm.models import gpt2
 from barellm.plans.devices import device_bytes
+from barellm.profiling.step import shares
 from barellm.runtime.backend import backend
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -193,7 +194,7 @@ def summary(
     ceiling = measured_ceiling(device=device)
     ceiling.again()
     programs = build_programs(config)
-    bound = step_bound(programs, config.train.dtype, ceiling)
+    bound = step_bound(programs, config.train.dtype, ceiling, shares(config))
     ours = median(all_variants[0].samples)
     peers = {v.name: median(v.samples) for v in all_variants[1:]}
     best = min(peers, key=lambda name: peers[name])

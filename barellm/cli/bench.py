@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import models
-from barellm.cli.options import add_configuration, add_device, configuration
+from barellm.cli.options import add_configuration, add_device, add_stage, configuration
 from barellm.config import Config
 from barellm.errors import UserError
 
@@ -67,18 +67,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     add_device(parser)
+    add_stage(parser)
     add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from barellm.assembly.machine import resolved
     from barellm.checkpoint import storage
+    from barellm.models.course import only_stage
     from barellm.plans import devices
 
     devices.check(args.device)
     config = configuration(args)
     config.check()
-    config = resolved(config, args.device)
+    config = resolved(only_stage(config, args.stage), args.device)
     if args.what == "step" and args.serve:
         from barellm.profiling import step
 

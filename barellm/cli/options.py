@@ -95,6 +95,15 @@ def add_device(parser: argparse.ArgumentParser, what: str = "cpu or cuda") -> No
     parser.add_argument("--device", default="cpu", metavar="NAME", help=f"{what} (default: cpu)")
 
 
+def add_stage(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stage",
+        type=int,
+        metavar="N",
+        help="the stage that is measured, of a model whose runs have stages (default: 1)",
+    )
+
+
 @dataclass(frozen=True)
 class Asked:
     """The request of a command line, by itself and by the file of --config. `preset` is None if it names none."""

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from barellm.cli.options import add_configuration, add_device, configuration
+from barellm.cli.options import add_configuration, add_device, add_stage, configuration
 from barellm.errors import UserError
 
 
@@ -19,12 +19,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the content of profile.json instead of the table")
     add_device(parser)
+    add_stage(parser)
     add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from barellm.assembly.machine import resolved
     from barellm.cli.bench import warm_steps
+    from barellm.models.course import only_stage
     from barellm.plans import devices
     from barellm.profiling import profile
 
@@ -32,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     steps = warm_steps(args)
     config = configuration(args)
     config.check()
-    config = resolved(config, args.device)
+    config = resolved(only_stage(config, args.stage), args.device)
     train = config.train
     gpu = "-cuda" * (args.device == "cuda")
     out = Path(args.out or f"runs/profile-{config.preset}-{train.batch}x{train.seq}-{train.dtype}{gpu}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from barellm import models
+from barellm.errors import UserError
 
 if TYPE_CHECKING:
     from barellm.config import Config, OptimConfig
@@ -42,7 +43,10 @@ class Standing(Protocol):
 
 
 class Course(Protocol):
-    """`total`: steps of the run; None while they are not chosen yet."""
+    """`total`: steps of the run; None while they are not chosen yet. `cycle`: after so many steps the same programs run again."""
+
+    @property
+    def cycle(self) -> int: ...
 
     def step(self, index: int, total: int | None) -> Step:
         """The step with this index, from 0."""
@@ -69,6 +73,18 @@ def own(config: Config) -> Course | None:
     the run."""
     make = getattr(models.of(config.model), "course", None)
     return None if make is None else make(config)
+
+
+def only_stage(config: Config, number: int | None) -> Config:
+    """The run as its stage with this number alone, from 1; without a number the first. A run without stages stays as it is, and
+    UserError where a number is asked of it."""
+    alone = getattr(models.of(config.model), "only_stage", None)
+    if alone is None and number is not None:
+        architecture = models.name_of(config.model)
+        raise UserError(
+            f"--stage is {number}: the preset {config.preset!r} is {architecture}, whose runs have no stages"
+        )
+    return config if alone is None else alone(config, 1 if number is None else number)
 
 
 def enter(session: Standing, config: Config, step: int, total: int | None) -> None:

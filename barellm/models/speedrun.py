@@ -363,6 +363,7 @@ class Stages:
     two steps' gradients."""
 
     run: Run
+    cycle: int = 2
 
     def schedule(self, total: int | None) -> Schedule:
         cfg = self._config
@@ -411,6 +412,22 @@ class Stages:
         session.standing |= {"window_short": short, "window_long": long, "attention_scale": yarn.scale}
 
 
+OWN = (
+    "hidden",
+    "separator",
+    "block",
+    "stages",
+    "long",
+    "paired",
+    "values",
+    "skipped",
+    "skip_from",
+    "lanes_from",
+    "backout",
+)
+TORCH_TWIN = ("torch_speedrun.py", ("layers", "heads", "channels", *OWN, "smear", "bigram", "softcap"))
+
+
 def course(config: Run) -> Stages:
     """UserError where a stage is longer than the rows that the run has room for, or where their number is not known."""
     cfg, train = config.model, config.train
@@ -423,6 +440,20 @@ def course(config: Run) -> Stages:
     if cfg.extension >= train.steps:
         raise UserError(f"model.extension is {cfg.extension}, expected fewer than train.steps {train.steps}")
     return Stages(config)
+
+
+def only_stage(config: Run, number: int) -> Run:
+    """The run as if it had one stage only, of those of its table the one with this number, from 1."""
+    cfg = config.model
+    assert isinstance(cfg, Config)
+    stages = parse(cfg.stages, key="model.stages")
+    if not 1 <= number <= len(stages):
+        raise UserError(f"--stage is {number}, expected 1 to {len(stages)}")
+    stage = stages[number - 1]
+    rows = replace(stage, share=Fraction(1)), replace(stage, share=Fraction(0))
+    untie = 0 if number > cfg.untie else len(rows)
+    model = replace(cfg, stages=table(rows), untie=untie, extension=0)
+    return replace(config, model=model, train=replace(config.train, seq=stage.seq))
 
 
 # --- presets ---

@@ -128,9 +128,13 @@ def dtype_of_products(op: Op) -> str:
     return next((t.dtype for t in operands if t.dtype in HALVES), "fp32") if op.product else "fp32"
 
 
-def step_bound(programs: Mapping[str, Program], dtype: str, ceiling: Ceiling) -> float:
-    """Seconds that no step can beat: model FLOPs at the peak of `dtype`, and what the optimizers do with each parameter."""
-    update = sum(ceiling.seconds(op) for op in programs["update"].ops if op.update)
+def step_bound(
+    programs: Mapping[str, Program], dtype: str, ceiling: Ceiling, shares: Mapping[str, float] | None = None
+) -> float:
+    """Seconds that no step can beat: model FLOPs at the peak of `dtype`, and what the optimizers do with each parameter.
+    `shares`: how often a program runs in a step, where it is not the program "update" once."""
+    ends = {name: share for name, share in (shares or {"update": 1.0}).items() if name != "micro"}
+    update = sum(share * ceiling.seconds(op) for name, share in ends.items() for op in programs[name].ops if op.update)
     return programs["micro"].flops / ceiling.peak(dtype) + update
 
 

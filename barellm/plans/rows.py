@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from barellm.plans.plan import STEP
 from barellm.plans.roofline import Ceiling, Mix, mix_of, primitives
 from barellm.program.grouping import GroupedOp
 from barellm.program.ops.base import Op
@@ -34,17 +33,21 @@ def spans(session: Any, program: str) -> list[tuple[Op, int, int]]:
 def op_seconds(session: Any, calls_s: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """program -> (ops, 2): the sums of each op's calls."""
     found = {}
-    for program in STEP:
-        calls = calls_s[program]
+    for program, calls in calls_s.items():
         found[program] = np.array([calls[first:stop].sum(axis=0) for _, first, stop in spans(session, program)])
     return found
 
 
 def by_kind(
-    session: Any, seconds: dict[str, np.ndarray], ceiling: Ceiling, more: Callable[[str, Op], Any] | None = None
+    session: Any,
+    seconds: dict[str, np.ndarray],
+    ceiling: Ceiling,
+    shares: Mapping[str, float],
+    more: Callable[[str, Op], Any] | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each kind of op (program, name, shape), which holds the sums of its ops: `s`, of which `wait_s` in barriers,
-    operations, bytes, the bound. `more(program, op)`: further keys for the row of which `op` is the first."""
+    operations, bytes, the bound, all of them of an average step, in which a program runs as often as `shares` says.
+    `more(program, op)`: further keys for the row of which `op` is the first."""
     rows: dict[Kind, dict[str, Any]] = {}
     for program, values in seconds.items():
         for op, (work, wait) in zip(session.lowered[program].ops, values, strict=True):
@@ -57,9 +60,9 @@ def by_kind(
             row["count"] += 1
             row["s"] += float(work + wait)
             row["wait_s"] += float(wait)
-            row["bound_s"] += ceiling.seconds(op)
-            row["flops"] += op.flops()
-            row["bytes"] += op.bytes()
+            row["bound_s"] += shares[program] * ceiling.seconds(op)
+            row["flops"] += shares[program] * op.flops()
+            row["bytes"] += shares[program] * op.bytes()
     for row in rows.values():
         row["percent_of_bound"] = 100 * row["bound_s"] / row["s"]
     return list(rows.values())
@@ -68,8 +71,8 @@ def by_kind(
 def by_kernel(session: Any, calls_s: dict[str, np.ndarray]) -> dict[Kind, dict[str, dict[str, Any]]]:
     """The kernels of those kinds of ops that take more than one: symbol of the kernel -> `calls`, `s`, `wait_s`."""
     found: dict[Kind, dict[str, dict[str, Any]]] = {}
-    for program in STEP:
-        seconds, calls = calls_s[program], session.calls[program]
+    for program, seconds in calls_s.items():
+        calls = session.calls[program]
         for op, first, stop in spans(session, program):
             for at in range(first, stop):
                 rows = found.setdefault(kind(program, op), {})
@@ -84,9 +87,9 @@ def kind(program: str, op: Op) -> Kind:
     return program, op.name, shape(op)
 
 
-def mixes(session: Any) -> set[Mix]:
+def mixes(session: Any, programs: Iterable[str]) -> set[Mix]:
     """The mixes of traffic that a step's ops have: what their bounds take a bandwidth of."""
-    return {mix_of(op) for program in STEP for op in session.lowered[program].ops}
+    return {mix_of(op) for program in programs for op in session.lowered[program].ops}
 
 
 def shape(op: Op) -> str:

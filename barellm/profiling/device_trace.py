@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from barellm.plans.plan import STEP
 from barellm.profiling.step import StepBench
 
 LEAST, SECONDS, MOST = 5, 2.0, 50  # of steps that are timed
@@ -19,18 +18,22 @@ LEAST, SECONDS, MOST = 5, 2.0, 50  # of steps that are timed
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """`launches_s`: program -> seconds of each launch in order. `seconds`: their sum."""
+    """A cycle of `steps` steps. `launches_s`: programs in their order, and the seconds of each launch. `seconds`: their sum."""
 
-    launches_s: dict[str, np.ndarray]
+    launches_s: list[tuple[str, np.ndarray]]
+    steps: int = 1
 
     @property
     def seconds(self) -> float:
-        return float(sum(times.sum() for times in self.launches_s.values()))
+        return float(sum(times.sum() for _, times in self.launches_s))
 
     @property
     def calls_s(self) -> dict[str, np.ndarray]:
-        """The launches' times in the form that tables want: nobody waits behind a launch."""
-        return {name: np.stack([times, np.zeros_like(times)], axis=-1) for name, times in self.launches_s.items()}
+        """The launches' times in the form that tables want, of an average step: nobody waits behind a launch."""
+        found: dict[str, np.ndarray] = {}
+        for name, times in self.launches_s:
+            found[name] = found.get(name, 0.0) + np.stack([times, np.zeros_like(times)], axis=-1) / self.steps
+        return found
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class DeviceTraces:
 
     def median_calls_s(self) -> dict[str, np.ndarray]:
         """The same as `DeviceStep.calls_s`, with the median of each launch."""
-        return {name: np.median([step.calls_s[name] for step in self.timed], axis=0) for name in STEP}
+        return {name: np.median([step.calls_s[name] for step in self.timed], axis=0) for name in self.timed[0].calls_s}
 
 
 def record(bench: StepBench, steps: int | None) -> DeviceTraces:
@@ -57,8 +60,8 @@ def record(bench: StepBench, steps: int | None) -> DeviceTraces:
     for i in range(count):
         for traced in (True, False) if i % 2 == 0 else (False, True):
             if traced:
-                found = bench.timed()
-                timed.append(DeviceStep({name: np.array([ms / 1e3 for _, ms in found[name]]) for name in STEP}))
+                launches = [(name, np.array([ms / 1e3 for _, ms in found])) for name, found in bench.timed()]
+                timed.append(DeviceStep(launches, bench.course.cycle))
             else:
                 usual.append(bench.step().seconds)
     return DeviceTraces(timed, usual)

@@ -26,10 +26,13 @@ def measure(config: Config, *, steps: int | None, folder: Path, device: str = "c
     with opened(config, device=device) as (bench, _):
         session, train = bench.machine.session, bench.train
         ceiling = measured_ceiling(device=device)
-        ceiling.measure(mixes(session))
+        ceiling.measure(mixes(session, bench.shares))
         facts, calls_s, made = (_on_gpu if device == "cuda" else _on_cpu)(bench, steps)
-        ceiling.measure(mixes(session))  # the machine's speed may have changed meanwhile
-        rows, kernels = by_kind(session, op_seconds(session, calls_s), ceiling), by_kernel(session, calls_s)
+        ceiling.measure(mixes(session, bench.shares))  # the machine's speed may have changed meanwhile
+        rows, kernels = (
+            by_kind(session, op_seconds(session, calls_s), ceiling, bench.shares),
+            by_kernel(session, calls_s),
+        )
         for row in rows:
             row["percent_of_step"] = 100 * row["s"] / facts["step_s"]
             row["kernels"] = kernels.get((row["program"], row["op"], row["shape"]), {})
@@ -58,7 +61,7 @@ def _on_cpu(bench: StepBench, steps: int | None) -> tuple[dict[str, Any], dict[s
     step = traces.middle()
     threads = account(step)
     facts = {
-        "step_s": step.seconds,
+        "step_s": step.seconds / step.steps,
         **{name: sum(t[name] for t in threads) / len(threads) for name in ("work_s", "barrier_s", "idle_s")},
         "by_thread": threads,
         "adds_up": adds_up(threads),
@@ -72,12 +75,12 @@ def _on_gpu(bench: StepBench, steps: int | None) -> tuple[dict[str, Any], dict[s
     traces, session = device_trace.record(bench, steps), bench.machine.session
     step, usual = traces.middle(), median(traces.usual_s)
     facts = {
-        "step_s": max(usual, step.seconds),
-        "work_s": step.seconds,
+        "step_s": max(usual, step.seconds / step.steps),
+        "work_s": step.seconds / step.steps,
         "barrier_s": 0.0,
-        "idle_s": max(usual - step.seconds, 0.0),
+        "idle_s": max(usual - step.seconds / step.steps, 0.0),
         "usual_s": traces.usual_s,
-        "timed_s": [s.seconds for s in traces.timed],
+        "timed_s": [s.seconds / s.steps for s in traces.timed],
         "by_thread": [],
         "adds_up": True,
     }
@@ -93,7 +96,7 @@ def tracing(traces: Traces) -> dict[str, Any]:
     """The cost of tracing: the median of the pairs, in percent, and the quarters that half of them lie between."""
     costs = traces.overheads
     return {
-        "traced_s": [step.seconds for step in traces.traced],
+        "traced_s": [step.seconds / step.steps for step in traces.traced],
         "untraced_s": traces.untraced_s,
         "tracing_percent": median(costs),
         "tracing_quartiles_percent": quantiles(costs, n=4)[::2] if len(costs) > 1 else costs * 2,

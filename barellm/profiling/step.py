@@ -1,13 +1,15 @@
-"""Measures training steps on random tokens, as a run would do them: one micro-batch and the update."""
+"""Measures training steps on random tokens, as a run would do them: one micro-batch, and the programs with which its course ends
+the step. Where steps differ, as many as a cycle has are measured together, and the mean of theirs counts as one step."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -15,15 +17,16 @@ import numpy as np
 
 from barellm.assembly.machine import Machine, open_machine
 from barellm.config import Config
+from barellm.models.course import Course
 from barellm.profiling.process import CallCounter, Usage, resident_bytes, seconds_since_start
+from barellm.training.course import course
 
-SEED, LR = 1337, 3e-4
-MOMENTUM = 0.95  # of Muon, if it is the optimizer
+SEED = 1337
 
 
 @dataclass
 class Sample:
-    """The measurement of one step: its seconds, its loss, and what the process used meanwhile."""
+    """The measurement of one cycle: the seconds of a step, the loss of the last, and what the process used meanwhile."""
 
     seconds: float
     loss: float
@@ -31,6 +34,19 @@ class Sample:
 
     def to_json(self) -> dict[str, Any]:
         return {"s": self.seconds, "loss": self.loss, **self.usage.__dict__}
+
+
+def course_of(config: Config) -> Course:
+    """The course of steps of one micro-batch."""
+    return course(replace(config, train=replace(config.train, accumulate=1)))
+
+
+def shares(config: Config) -> dict[str, float]:
+    """The programs of a step, and how often each runs in one: half the time where it ends every second step."""
+    steps = course_of(config)
+    plans = [steps.step(i, config.train.steps or None) for i in range(steps.cycle)]
+    counts = Counter(name for plan in plans for name in ("micro", *(update for update, _ in plan.updates)))
+    return {name: count / steps.cycle for name, count in counts.items()}
 
 
 class StepBench:
@@ -41,47 +57,55 @@ class StepBench:
         self.steps = 0
         self.train = machine.config.train
         self.vocabulary = machine.config.model.vocab_size
-        self.inv_targets = 1.0 / (self.train.batch * self.train.seq)
+        self.course, self.total = course_of(machine.config), self.train.steps or None
+        self.shares = shares(machine.config)
+        self.loss = 0.0  # of the last step
 
     def step(self, wrap: Callable[[], Any] | None = None, run: Callable[..., Any] | None = None) -> Sample:
-        """`wrap()` is a context around what is timed; `run`: what runs a program, else the session's."""
+        """A cycle of steps. `wrap()` is a context around what is timed; `run`: what runs a program, else the session's."""
         session = self.machine.session
-        runs = run or session.run
-        tokens, targets = self._inputs()
+        runs, inputs, cycle = run or session.run, self._inputs(), self.course.cycle
         usage, start = Usage.now(), time.perf_counter()
         if wrap is None:
-            self._run(runs, tokens, targets)
+            self._run(runs, inputs)
         else:
             with wrap():
-                self._run(runs, tokens, targets)
-        sample = Sample(time.perf_counter() - start, 0.0, Usage.now().since(usage))
-        sample.loss = float(session.read("loss")[0])
-        self.steps += 1
+                self._run(runs, inputs)
+        sample = Sample((time.perf_counter() - start) / cycle, 0.0, Usage.now().since(usage))
+        sample.loss = self.loss
         return sample
 
-    def _inputs(self) -> np.ndarray:
-        """Tokens and targets of the next step."""
-        rng = np.random.default_rng((SEED, self.steps))
-        return rng.integers(0, self.vocabulary, (2, self.train.batch, self.train.seq), dtype=np.int32)
+    def _inputs(self) -> list[np.ndarray]:
+        """Tokens and targets of the steps of the next cycle."""
+        return [
+            np.random.default_rng((SEED, self.steps + i)).integers(
+                0, self.vocabulary, (2, self.train.batch, self.train.seq), dtype=np.int32
+            )
+            for i in range(self.course.cycle)
+        ]
 
-    def _run(self, run: Callable[..., Any], tokens: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
-        """Both programs by `run`, to their end; what it gave for each."""
-        train, at, session = self.train, self.steps, self.machine.session
-        session.write("tokens", tokens)
-        session.write("targets", targets)
-        micro = run(
-            "micro", batch=train.batch, seq=train.seq, accumulate=0, inv_targets=self.inv_targets,
-            seed=SEED, step=at + 1, sample=at * train.batch,
-        )  # fmt: skip
-        update = run("update", step=at + 1, lr=LR, seed=SEED, momentum=MOMENTUM)
+    def _run(self, run: Callable[..., Any], inputs: list[np.ndarray]) -> list[tuple[str, Any]]:
+        """The programs of a cycle by `run`, to their end: their names in order, and what it gave for each."""
+        train, session, found = self.train, self.machine.session, []
+        for tokens, targets in inputs:
+            at = self.steps
+            plan = self.course.step(at, self.total)
+            self.course.enter(session, at, self.total)
+            session.write("tokens", tokens)
+            session.write("targets", targets)
+            micro = run(
+                "micro", batch=train.batch, seq=train.seq, accumulate=int(plan.adds), inv_targets=plan.inv_targets,
+                seed=SEED, step=at + 1, sample=at * train.batch,
+            )  # fmt: skip
+            self.loss = float(session.read("loss")[0]) * plan.shown  # as a run does: the update may need its place
+            found += [("micro", micro), *((name, run(name, **scalars)) for name, scalars in plan.updates)]
+            self.steps += 1
         session.synchronize()
-        return {"micro": micro, "update": update}
-
-    def timed(self) -> dict[str, Any]:
-        """A step by the session's `timed`: what that gave for each program."""
-        found = self._run(self.machine.session.timed, *self._inputs())
-        self.steps += 1
         return found
+
+    def timed(self) -> list[tuple[str, Any]]:
+        """A cycle by the session's `timed`: the programs in their order, and what that gave for each."""
+        return self._run(self.machine.session.timed, self._inputs())
 
 
 @contextmanager
@@ -140,7 +164,7 @@ def describe(
     machine, train = bench.machine, bench.train
     seconds = [s.seconds for s in samples]
     middle = median(seconds)
-    flops = machine.programs["micro"].flops + machine.programs["update"].flops
+    flops = sum(share * machine.programs[name].flops for name, share in bench.shares.items())
     peak = machine.peak()
     tokens = train.batch * train.seq
     arena = machine.plan.arena_bytes

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from barellm.cpu.lang.sync import BARRIER
 from barellm.cpu.step import CpuSession
-from barellm.plans.plan import STEP
 from barellm.plans.rows import place, shape, spans
 from barellm.profiling.device_trace import DeviceStep
 from barellm.profiling.trace import BEGIN, DONE, LEFT, TracedStep
@@ -23,7 +24,7 @@ Clock = Callable[[int], int]  # ticks to nanoseconds
 
 
 def events(session: CpuSession, step: TracedStep, *, title: str) -> dict[str, Any]:
-    """The whole file. A track for Python's main thread with the step and its two programs, and one for each thread, with a slice
+    """The whole file. A track for Python's main thread with the step and its programs, and one for each thread, with a slice
     for every call, named by op, place and shape, and for every barrier."""
 
     def clock(tick: int) -> int:
@@ -31,23 +32,22 @@ def events(session: CpuSession, step: TracedStep, *, title: str) -> dict[str, An
 
     made = [_name("process_name", PYTHON, title), *_named(PYTHON, "python")]
     made.append(_slice(PYTHON, "step", "python", clock(step.begin), clock(step.end), {}))
-    for program in STEP:
-        stamps = step.stamps[program]
+    for program, stamps in step.runs:
         begin, end = clock(int(stamps[:, 0, BEGIN].min())), clock(int(stamps[:, -1, LEFT].max()))
         made.append(_slice(PYTHON, program, "python", begin, end, {"calls": stamps.shape[1]}))
     for thread in range(step.threads):
         made += _named(thread + 1, f"thread {thread}")
-        for program in STEP:
-            made += _thread(session, step, program, thread, clock)
+        for program, stamps in step.runs:
+            made += _thread(session, stamps[thread], program, thread, clock)
     return {"traceEvents": made, "displayTimeUnit": "ms"}
 
 
 def device_events(session: Any, step: DeviceStep, *, title: str) -> dict[str, Any]:
-    """The whole file for a GPU: a track of the two programs, one behind the other, and one with a slice for every launch."""
+    """The whole file for a GPU: a track of the programs, one behind the other, and one with a slice for every launch."""
     made = [_name("process_name", PYTHON, title), *_named(PYTHON, "programs"), *_named(PYTHON + 1, "GPU")]
     start = 0
-    for program in STEP:
-        edges = [start, *accumulate((round(s * 1e9) for s in step.launches_s[program]), initial=start)][1:]
+    for program, seconds in step.launches_s:
+        edges = [start, *accumulate((round(s * 1e9) for s in seconds), initial=start)][1:]
         made.append(_slice(PYTHON, program, "python", start, edges[-1], {"launches": len(edges) - 1}))
         for at, (label, name, about) in enumerate(_labels(session, program)):
             made.append(_slice(PYTHON + 1, label, name, edges[at], edges[at + 1], about))
@@ -73,10 +73,10 @@ def _labels(session: Any, program: str) -> list[tuple[str, str, dict[str, Any]]]
     return made
 
 
-def _thread(session: CpuSession, step: TracedStep, program: str, thread: int, clock: Clock) -> list[dict[str, Any]]:
+def _thread(session: CpuSession, stamps: np.ndarray, program: str, thread: int, clock: Clock) -> list[dict[str, Any]]:
     made, track = [], thread + 1
     for at, (label, name, about) in enumerate(_labels(session, program)):
-        begin, done, left = (clock(int(step.stamps[program][thread, at, i])) for i in (BEGIN, DONE, LEFT))
+        begin, done, left = (clock(int(stamps[at, i])) for i in (BEGIN, DONE, LEFT))
         made.append(_slice(track, label, name, begin, done, about))
         if session.records[program][at, BARRIER // 8]:
             made.append(_slice(track, "barrier", "barrier", done, left, {"after": label}))

@@ -14,6 +14,7 @@ class Plain:
     """The loss is the mean over the targets of the whole step, and the program "update" ends it."""
 
     config: Config
+    cycle: int = 1
 
     def step(self, index: int, total: int | None) -> Step:
         train, optim = self.config.train, self.config.optim

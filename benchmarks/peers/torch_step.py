@@ -1,5 +1,5 @@
-"""What every PyTorch twin of a model does as a peer: training steps (forward, backward, clip, fused AdamW) on random tokens, on the
-CPU or a GPU, in a process that waits for its turns.
+"""What every PyTorch twin of a model does as a peer: training steps on random tokens (forward, backward, and what ends a step: clip
+and fused AdamW unless a twin says otherwise), on the CPU or a GPU, in a process that waits for its turns.
 
 After the first step it prints a JSON line, then reads lines "N" from standard input, runs N steps for each and prints their seconds
 and its peak memory so far. On a GPU nobody waits for it between the steps of a turn: each of them gets the mean, and the losses and
@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -49,7 +50,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
 
 
-def arguments(own: dict[str, int | float], words: list[str] | None = None) -> argparse.Namespace:
+def arguments(own: dict[str, Any], words: list[str] | None = None) -> argparse.Namespace:
     """The options that all twins have, and `own` of this one: name -> default. Flags are 0 or 1."""
     p = argparse.ArgumentParser()
     for name, default in (COMMON | own).items():
@@ -61,15 +62,34 @@ def arguments(own: dict[str, int | float], words: list[str] | None = None) -> ar
     return p.parse_args(words)
 
 
-def serve(build: Callable[[argparse.Namespace], nn.Module], own: dict[str, int | float]) -> None:
-    """`build(a)`: the model, which is called with tokens and targets (B, T) and returns the loss."""
+def clipped_adamw(model: nn.Module) -> Callable[[], None]:
+    """What ends a step: clip, AdamW, and no gradients for the next."""
+    optimizer = adamw(model)
+
+    def end() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return end
+
+
+def serve(
+    build: Callable[[argparse.Namespace], nn.Module],
+    own: dict[str, Any],
+    *,
+    ending: Callable[[Any], Callable[[], None]] = clipped_adamw,
+    cycle: int = 1,
+) -> None:
+    """`build(a)`: the model, which is called with tokens and targets (B, T) and returns the loss. `ending(model)`: what ends
+    a step. Where steps differ, `cycle` of them are timed together, and the mean of theirs counts as one step."""
     imported = since_start()
     a = arguments(own)
     if a.threads:
         torch.set_num_threads(a.threads)
     torch.manual_seed(0)
     model = build(a).to(a.device)
-    optimizer = adamw(model)
+    end = ending(model)
     run = torch.compile(model) if a.mode == "compile" else model
     tokens, targets = torch.randint(0, a.vocab, (2, a.batch, a.seq), device=a.device)
 
@@ -77,24 +97,25 @@ def serve(build: Callable[[argparse.Namespace], nn.Module], own: dict[str, int |
         with torch.autocast(a.device, dtype=torch.bfloat16, enabled=a.dtype == "bf16"):
             loss = run(tokens, targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        end()
         return loss
+
+    def steps_of_a_cycle():
+        return [step() for _ in range(cycle)][-1]
 
     def steps(count: int) -> tuple[list[float], list[float]]:
         """Losses and seconds of so many steps."""
         if a.device == "cuda":
             start = time.perf_counter()
-            losses = [step() for _ in range(count)]
+            losses = [steps_of_a_cycle() for _ in range(count)]
             torch.cuda.synchronize()
-            seconds = [(time.perf_counter() - start) / count] * count
+            seconds = [(time.perf_counter() - start) / count / cycle] * count
             return [x.item() for x in losses], seconds
         losses, seconds = [], []
         for _ in range(count):
             start = time.perf_counter()
-            losses.append(step().item())
-            seconds.append(time.perf_counter() - start)
+            losses.append(steps_of_a_cycle().item())
+            seconds.append((time.perf_counter() - start) / cycle)
         return losses, seconds
 
     def memory() -> dict[str, int]:

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from barellm.assembly.machine import resolved
+from barellm.assembly.machine import build_programs, resolved
 from barellm.assembly.programs import build
 from barellm.bench import peers, turns
 from barellm.bench.turns import Variant
 from barellm.cli import bench, main
 from barellm.cli.options import Parser, configuration
 from barellm.errors import UserError
-from barellm.models import preset
+from barellm.models import course, preset
 from barellm.optim.adamw import adamw
 from barellm.overrides import changed
 from barellm.runtime.reference import ReferenceSession
@@ -313,6 +313,68 @@ def test_twins_have_our_parameters_and_our_loss(name, monkeypatch):
     session.run("micro", batch=2, seq=11, accumulate=0, inv_targets=1 / targets.size, step=1)
     loss = model(torch.tensor(tokens).long(), torch.tensor(targets).long()).item()
     assert loss == pytest.approx(float(session.read("loss")[0]), rel=1e-5)
+
+
+SPEEDRUN = {"heads": 2, "channels": 32, "hidden": 48, "block": 1, "vocab_size": 64, "max_seq": 24, "separator": 5}
+STAGES = "share=1 seq=24 windows=3,9 mtp=1,0.5,0.25; seq=24 windows=3,9"
+
+
+@pytest.mark.oracle
+def test_the_twin_of_the_speedrun_has_our_parameters_and_our_loss(monkeypatch):
+    """Short windows are done in chunks of 3 and 6 tokens, long ones in chunks of 12 (of pairs) and of all."""
+    torch = pytest.importorskip("torch")
+    sizes = {f"model__{key}": value for key, value in (SPEEDRUN | {"stages": STAGES}).items()}
+    chosen = config("speedrun-small", train__batch=2, train__seq=24, train__dtype="fp32", **sizes)
+    command = peers.variants(chosen, {"torch": ""})[1].command
+    monkeypatch.syspath_prepend(Path(command[1]).parent)
+    twin, step = importlib.import_module(Path(command[1]).stem), importlib.import_module("torch_step")
+    assert [twin.chunk(24, 3), twin.chunk(24, 9), twin.chunk(48, 9), twin.chunk(11, 3)] == [3, 24, 12, 11]
+    a = step.arguments(twin.OWN, command[2:])
+    model = twin.Speedrun(a)
+    programs = build_programs(chosen)
+    session = ReferenceSession(programs, dtype="float64")
+    course.enter(session, chosen, 0, chosen.train.steps)
+    ours = {name: tuple(map(int, t.shape)) for name, t in session.tensors.items() if t.role == "parameter"}
+    assert ours == {name: tuple(model[name].shape) for name in model.names} and list(ours) == model.names
+    rng = np.random.default_rng(1)
+    for name, shape in ours.items():
+        w = (0.3 * rng.normal(size=shape) + name.startswith(("resid", "post", "lanes"))).astype(np.float32)
+        session.write(name, w)
+        model[name].data = torch.tensor(w)
+    tokens, targets = rng.integers(0, 64, (2, 2, 24), dtype=np.int32)
+    tokens[0, 7] = SPEEDRUN["separator"]
+    session.write("tokens", tokens)
+    session.write("targets", targets)
+    session.run("micro", batch=2, seq=24, accumulate=0, inv_targets=1.0, step=1)
+    loss = model(torch.tensor(tokens).long(), torch.tensor(targets).long())
+    assert loss.item() == pytest.approx(float(session.read("loss")[0]), rel=1e-5)
+    loss.backward()
+    end, before = twin.ending(model), {name: model[name].detach().clone() for name in ours}
+    found = {name: model[name].grad for name in ours}
+    assert all(
+        np.linalg.norm(found[name].numpy() - session.read(f"{name}.grad")) < 2e-4 * found[name].norm() for name in ours
+    )
+    steps = course.own(chosen)
+    assert steps
+    (_, scalars), ((adam, more),) = steps.step(0, 400).updates[0], steps.step(1, 400).updates
+    rates = {"lr": twin.RATE, "momentum": twin.MOMENTUM}
+    session.run("update", **{**scalars, **rates})
+    end()
+    changed = {name for name in ours if not torch.equal(model[name], before[name])}
+    assert changed == {name for name in ours if twin.MATRICES.fullmatch(name)}
+    near(session, model)
+    session.run("micro", batch=2, seq=24, accumulate=1, inv_targets=1.0, step=2)
+    model(torch.tensor(tokens).long(), torch.tensor(targets).long()).backward()
+    session.run(adam, **{**more, **rates})
+    end()
+    near(session, model)
+
+
+def near(session, model):
+    """The twin's weights are ours but for the rounding of NorMuon's products and of what stood near 0 in Adam's root."""
+    for name in model.names:
+        ours, theirs = session.read(name), model[name].detach().numpy()
+        assert np.linalg.norm(ours - theirs) < 2e-3 * np.linalg.norm(theirs), name
 
 
 @pytest.mark.oracle

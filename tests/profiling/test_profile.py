@@ -42,8 +42,8 @@ def by_hand(gap=0):
     thread 1 not `gap` between its first calls."""
     micro = [[[100, 300, 350], [350, 480, 500]], [[120, 250, 350], [350 + gap, 500, 500]]]
     update = [[[600, 700, 900]], [[600, 900, 900]]]
-    stamps = {"micro": np.array(micro), "update": np.array(update)}
-    return trace.TracedStep(seconds=1000 * TICK, begin=0, end=990, stamps=stamps, tick_s=TICK)
+    runs = [("micro", np.array(micro)), ("update", np.array(update))]
+    return trace.TracedStep(seconds=1000 * TICK, begin=0, end=990, runs=runs, tick_s=TICK)
 
 
 def test_parts_of_a_step_are_told_apart():
@@ -69,7 +69,7 @@ def test_parts_that_are_more_than_the_step_are_reported():
 def test_a_counter_that_runs_backwards_is_refused(program, thread, call, which):
     step = by_hand()
     trace.check_order(step)
-    step.stamps[program][thread, call, which] = -1  # as if it had not been written
+    dict(step.runs)[program][thread, call, which] = -1  # as if it had not been written
     with pytest.raises(UserError, match=f"thread {thread} runs backwards"):
         trace.check_order(step)
 
@@ -94,8 +94,7 @@ def test_nobody_works_on_bytes_that_another_thread_still_writes(traced):
     """Stamps of different threads agree: where there is a barrier, the next call of every thread begins after it."""
     session, traces = traced
     for step in traces.traced:
-        for program in ("micro", "update"):
-            stamps = step.stamps[program]
+        for program, stamps in step.runs:
             behind = session.records[program][:-1, BARRIER // 8] != 0
             done, begun = stamps[:, :-1, trace.DONE].max(axis=0), stamps[:, 1:, trace.BEGIN].min(axis=0)
             assert behind.any() and (begun >= done)[behind].all()
@@ -168,7 +167,7 @@ def test_tracing_costs_less_than_two_percent():
     with opened(small(model__channels=128, model__layers=4, train__batch=12, train__seq=64)) as (bench, _):
         traces = trace.record(bench, 5)
         step = min(traces.traced, key=lambda s: s.seconds)
-    entries = sum(s.shape[1] for s in step.stamps.values())
+    entries = sum(s.shape[1] for _, s in step.runs)
     assert 0 < (traced - plain) / calls * entries * step.tick_s < 0.02 * step.seconds
 
 
