@@ -46,6 +46,7 @@ CAP = (23.0, 5.0, 7.5)  # a logit x counts as 23 sigmoid((x + 5) / 7.5)
 EPS = 2.0**-23  # of RMSNorm: what PyTorch adds where nothing is said
 GATED = 12  # columns that a gate reads
 LEAST = 0.15  # factor of the learning rates after the cooldown
+ENDLESS = 1 << 30  # steps
 BUCKETS = 5  # rows of `bigrams` for each of the vocabulary
 FIRST_SCALE = 0.1  # of attention's scores
 
@@ -443,7 +444,7 @@ def course(config: Run) -> Stages:
 
 
 def only_stage(config: Run, number: int) -> Run:
-    """The run as if it had one stage only, of those of its table the one with this number, from 1."""
+    """The run as if it had one stage only, which does not end: of those of its table the one with this number, from 1."""
     cfg = config.model
     assert isinstance(cfg, Config)
     stages = parse(cfg.stages, key="model.stages")
@@ -453,7 +454,7 @@ def only_stage(config: Run, number: int) -> Run:
     rows = replace(stage, share=Fraction(1)), replace(stage, share=Fraction(0))
     untie = 0 if number > cfg.untie else len(rows)
     model = replace(cfg, stages=table(rows), untie=untie, extension=0)
-    return replace(config, model=model, train=replace(config.train, seq=stage.seq))
+    return replace(config, model=model, train=replace(config.train, seq=stage.seq, steps=ENDLESS))
 
 
 # --- presets ---

@@ -97,7 +97,7 @@ def record(bench: StepBench, steps: int) -> Traces:
                         stop - start,
                         begin,
                         end,
-                        [(name, room[name].copy()) for name, room in zip(order, rooms, strict=True)],
+                        [(name, room[name].copy()) for name, room in zip(order, rooms, strict=False)],
                     )
                 )
             else:

@@ -13,6 +13,7 @@ from barellm.overrides import changed
 from barellm.plans.roofline import step_bound
 from barellm.profiling import profile
 from barellm.profiling.step import opened, shares
+from barellm.training.course import course
 from tests.profiling.conftest import CEILING, made_up, small
 
 STAGES = "share=1/2 seq=16 windows=1,2 mtp=1,0.5; share=1/2 seq=32 windows=1,3 lr=2; seq=32 windows=1,4"
@@ -38,6 +39,9 @@ def speedrun(number=None):
 def test_one_stage_is_chosen():
     assert [speedrun(n).train.seq for n in (None, 1, 2, 3)] == [16, 16, 32, 32]
     assert speedrun(2).model.stages == "share=1 seq=32 windows=1,3 lr=2 mtp=1; seq=32 windows=1,3 lr=2 mtp=1"
+    assert {update for at in range(2, 500) for update, _ in course(speedrun(1)).step(at, speedrun(1).train.steps).updates} == {
+        "update", "update_tied"
+    }  # fmt: skip
     assert only_stage(speedrun(2), None) == speedrun(2)  # what a process of ours makes of it
     assert shares(speedrun(1)) == SHARES
     assert "untie" in shares(speedrun(2))  # the first steps of the stage in which they part
