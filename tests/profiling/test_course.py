@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
@@ -12,7 +13,7 @@ from barellm.models.course import only_stage
 from barellm.overrides import changed
 from barellm.plans.roofline import step_bound
 from barellm.profiling import profile
-from barellm.profiling.step import opened, shares
+from barellm.profiling.step import measure, opened, shares
 from barellm.training.course import course
 from tests.profiling.conftest import CEILING, made_up, small
 
@@ -88,6 +89,9 @@ def test_a_profile_is_of_an_average_step(tmp_path, monkeypatch):
     assert {row["program"] for row in found["ops"]} == set(SHARES)
     assert sum(row["s"] for row in found["ops"]) == pytest.approx(found["work_s"] + found["barrier_s"])
     assert found["work_s"] + found["barrier_s"] + found["idle_s"] == pytest.approx(found["step_s"], rel=0.1)
+    assert 0.4 < min(found["untraced_s"]) / min(found["traced_s"]) < 2.5  # both are of one step
+    costs = [100 * (a / b - 1) for a, b in zip(found["traced_s"], found["untraced_s"], strict=True)]
+    assert found["tracing_percent"] == pytest.approx(median(costs))
     with opened(config) as (bench, _):
         programs = bench.machine.session.lowered
     for name, share in SHARES.items():
@@ -97,6 +101,15 @@ def test_a_profile_is_of_an_average_step(tmp_path, monkeypatch):
         e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e.get("cat") == "python"
     ]
     assert [e["name"] for e in slices] == ["step", "micro", "update", "micro", "update_tied"]
+
+
+def test_a_measured_step_is_an_average_one():
+    programs = build_programs(speedrun(1))
+    found = measure(speedrun(1), steps=2)
+    assert found["flops"] == sum(share * programs[name].flops for name, share in SHARES.items())
+    assert found["percent_of_peak"] == pytest.approx(100 * found["flops"] / found["median_s"] / found["peak_flops"])
+    assert found["besides_step_s"] == found["first_step_s"] - found["median_s"]
+    assert found["tokens_per_s"] == 16 / found["median_s"]
 
 
 def test_the_bound_has_each_update_as_often_as_it_runs():
