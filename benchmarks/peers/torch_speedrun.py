@@ -6,7 +6,7 @@ A step is timed as the mean of two: Adam and the matrices' NorMuon take turns as
 Adam in every second one. Windows and weights of the losses are those of the first stage of the table.
 
 scaled_dot_product_attention is given chunks where the window is short: a chunk of queries sees its own keys and those of the chunk
-before, so that the work grows with the window and not with the length. (PyTorch's flex_attention has no backward pass on a CPU.)
+before, so that the work grows with the window and not with the length.
 """
 
 from __future__ import annotations
