@@ -92,7 +92,7 @@ def stage_table(default: str, says: str) -> Any:
 @dataclass(frozen=True)
 class Config(ModelConfig):
     layers: int = between(1, 1024, 11, "layers, each of attention and an MLP")
-    heads: int = divides("channels", 6, "heads of attention; an even number where heads are paired", even=True)
+    heads: int = divides("channels", 6, "heads of attention; an even number where heads are paired")
     channels: int = at_least(GATED, 768, "width of the residual stream")
     hidden: int = at_least(1, 3072, "width between the two products of an MLP")
     vocab_size: int = at_least(1, 50257, "token ids; a run takes the number from its tokenizer")
@@ -123,6 +123,15 @@ class Config(ModelConfig):
     smear: bool = value(True, "each token's embedding gets a share of the one before")
     bigram: bool = value(True, "an embedding of pairs of tokens is added in each layer")
     softcap: bool = value(True, "logits go through 23 sigmoid((x + 5) / 7.5)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.names("paired") and self.heads % 2:
+            raise UserError(f"model.heads is {self.heads}, expected an even number, as model.paired names layers")
+        if self.head_size % 4:
+            raise UserError(
+                f"model.heads {self.heads} makes heads of {self.head_size} columns, expected a multiple of 4: half of them turn in pairs"
+            )
 
     @property
     def head_size(self) -> int:
@@ -312,9 +321,8 @@ def _attention(
     paired, long = i in cfg.names("paired"), i in cfg.names("long")
     gate_BTH = p.gate_logits(x_BTC, layer.gate)
     value_BTH = None
-    if (
-        ve_BTC is not None and layer.ve_gate is not None
-    ):  # theirs reads half of each: x[:6] and ve[:6]; with paired heads x[:12]
+    if ve_BTC is not None and layer.ve_gate is not None:
+        # It reads half of each, x[:6] and ve[:6]; with paired heads x[:12].
         value_BTH = p.gate_logits(x_BTC, layer.ve_gate, None if paired else ve_BTC)
     qkv_BT3C = p.linear(p.mix((x_BTC, scales[0]), dtype=p.compute), layer.qkv)
     qk_BT2C, v_BTC = p.split(qkv_BT3C, (2 * cfg.channels, cfg.channels))

@@ -133,8 +133,21 @@ def test_a_table_is_read_as_it_was_written():
 def test_a_run_that_the_table_does_not_fit_is_refused(wrong, message):
     with pytest.raises(UserError, match=message):
         course(Run(preset="", model=SMALL, train=replace(TrainConfig(batch=1, seq=40, steps=9), **wrong)))
-    with pytest.raises(UserError, match=r"model\.long names layer 11, expected 0 to 10"):
-        replace(SMALL, long="3,11")
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"long": "3,11"}, "model.long names layer 11, expected 0 to 10"),
+        ({"values": "1;2"}, "model.values is '1;2', expected numbers of layers: 1,2,8"),
+        ({"heads": 1}, "model.heads is 1, expected an even number, as model.paired names layers"),
+        ({"heads": 32}, "model.heads 32 makes heads of 2 columns, expected a multiple of 4"),
+    ],
+)
+def test_a_wrong_model_is_refused_in_a_line(wrong, message):
+    with pytest.raises(UserError) as error:
+        replace(SMALL, **wrong)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def trained(session, model: Config, steps: int = 4, total: int = 6) -> list[float]:
