@@ -130,7 +130,7 @@ class Config(ModelConfig):
             raise UserError(f"model.heads is {self.heads}, expected an even number, as model.paired names layers")
         if self.head_size % 4:
             raise UserError(
-                f"model.heads {self.heads} makes heads of {self.head_size} columns, expected a multiple of 4: half of them turn in pairs"
+                f"model.heads {self.heads} makes heads of {self.head_size} columns, expected a multiple of 4"
             )
 
     @property
