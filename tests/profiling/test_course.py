@@ -89,7 +89,6 @@ def test_a_profile_is_of_an_average_step(tmp_path, monkeypatch):
     assert {row["program"] for row in found["ops"]} == set(SHARES)
     assert sum(row["s"] for row in found["ops"]) == pytest.approx(found["work_s"] + found["barrier_s"])
     assert found["work_s"] + found["barrier_s"] + found["idle_s"] == pytest.approx(found["step_s"], rel=0.1)
-    assert 0.4 < min(found["untraced_s"]) / min(found["traced_s"]) < 2.5  # both are of one step
     costs = [100 * (a / b - 1) for a, b in zip(found["traced_s"], found["untraced_s"], strict=True)]
     assert found["tracing_percent"] == pytest.approx(median(costs))
     with opened(config) as (bench, _):
