@@ -6,9 +6,11 @@ Weights, in this order. Matrices are stored (out, in), but for `mlp.down` and `h
     embed                   (Vp, C)      follows `head` until the stage that unties them
     bigrams                 (5 Vp, C)    an embedding of pairs of tokens, by a hash
     values.0, 1, ...        (Vp, C)      embeddings that are added to attention's values, one for each layer of `values`
-    scalars                 (2 L + 3)    two factors of each layer's attention; of smear, backout and skip
-    resid, post             (2 L, 4 L)   factors of the residual stream, and of what attention and MLP add to each lane
-    x0, bigram              (L), (L)     factors of the embeddings in each layer
+    qkv.scale, proj.scale   (L)          factors of what goes into each layer's attention, and of what comes out
+    resid.attn, resid.mlp   (L)          factors of the residual stream
+    post.mlp, lanes.*       (L)          factors of what MLP and attention add to each lane
+    x0.scale, bigrams.scale (L)          factors of the embeddings in each layer
+    smear.scale, skip.scale, backout.scale   (1)
     smear.gate, skip.gate   (1, 12)      gates read the first 12 columns
     h.0.attn.qkv            (3 C, C)     Muon takes q, k and v for a matrix each
     h.0.attn.proj           (C, C)
@@ -48,7 +50,6 @@ GATED = 12  # columns that a gate reads
 LEAST = 0.15  # factor of the learning rates after the cooldown
 ENDLESS = 1 << 30  # steps
 BUCKETS = 5  # rows of `bigrams` for each of the vocabulary
-FIRST_SCALE = 0.1  # of attention's scores
 
 RECORD = (
     Stage(16384, (1, 3), Fraction(1, 3), 896, lr=1.0, mtp=(1.0, 0.5, 0.25), mtp_end=(1.0, 0.5, 0.0)),
@@ -260,7 +261,7 @@ def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor) -> Tensor:
         ids_BT = p.bigram_ids(tokens_BT, buckets=int(w.bigrams.shape[0]))
         bigram_BTC = p.embedding(ids_BT, w.bigrams, dtype=p.compute)
         lane0_BTC = p.mix((x0_BTC, 1.0), (bigram_BTC, number("bigrams.scale", 0)))
-    seen = _Seen(cfg, p.yarn_tables(_yarn(cfg, 0), 2 * cfg.max_seq), _starts(p, cfg, tokens_BT))
+    seen = _Seen(p.yarn_tables(_yarn(cfg, 0), 2 * cfg.max_seq), _starts(p, cfg, tokens_BT))
     lane1_BTC = saved_BTC = backout_BTC = None
 
     # --- layers ---
@@ -308,7 +309,6 @@ def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor) -> Tensor:
 class _Seen:
     """What all layers' attention has in common: the angles of positions, and where each token's document begins, if anywhere."""
 
-    cfg: Config
     tables: tuple[Tensor, Tensor]
     starts: Tensor | None
 
@@ -480,7 +480,7 @@ def speedrun() -> Run:
 
 
 def speedrun_small() -> Run:
-    """The same code at a size that two CPU cores train in about a minute, on the source of Python's standard library. Everything
+    """The same code at a size that two CPU cores train in a minute or two, on the source of Python's standard library. Everything
     that counts tokens is a sixteenth of the record's or less; a document is a file, and a row may begin in the middle of one."""
     stages = (
         Stage(1024, (1, 3), Fraction(1, 3), lr=1.0, mtp=(1.0, 0.5, 0.25), mtp_end=(1.0, 0.5, 0.0)),
