@@ -29,6 +29,7 @@ MAY = {
     "runtime": {"program"},
     "cpu": STEP,
     "cuda": STEP,
+    "kernels": STEP | {"cpu"},  # arrays of NumPy lie in the processor's memory
     "assembly": STEP | {"models", "optim"},
     "generation": STEP | {"models"},
     "evaluation": STEP | {"data"},

@@ -180,9 +180,9 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return a.base is b.base and not apart
 
 
-def reachable(ops: list[Op]) -> set[Tensor]:
-    """Tensors that depend on a parameter, the parameters included: only they need gradients."""
-    needs: set[Tensor] = set()
+def reachable(ops: list[Op], roots: Iterable[Tensor] = ()) -> set[Tensor]:
+    """Tensors that depend on a parameter or on one of the `roots`, those included: only they need gradients."""
+    needs: set[Tensor] = set(roots)
     for op in ops:
         inputs = [t.base for t in op.inputs.values()]
         needs |= {t for t in inputs if t.role == "parameter"}
@@ -223,6 +223,32 @@ def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> None:
         g.release(douts.values())
     g.finish()
     graph.eliminate_dead()
+
+
+def pullback(graph: Graph, seeds: dict[Tensor, Tensor], roots: Iterable[Tensor]) -> list[Tensor]:
+    """Append the ops that take gradients of results, `seeds` (result -> its gradient), back to the inputs `roots`. Gives the
+    gradient of each root, in the root's dtype and in a tensor of its own."""
+    roots = list(roots)
+    forward = list(graph.ops)
+    g = Gradients(graph)
+    g.needs = reachable(forward, roots)
+    for y, dy in seeds.items():
+        g._hold(y, dy)
+    for op in reversed(forward):
+        douts = {name: g.take(t) for name, t in op.outputs.items()}
+        if any(d is not None for d in douts.values()):
+            op.gradient(g, **douts)
+            g.release(douts.values())
+    found: list[Tensor] = []
+    for root in roots:
+        grad = g.take(root)
+        if grad is None:
+            raise ValueError(f"no result depends on {root.name} in a way that has a gradient")
+        if grad.dtype != root.dtype or grad in seeds.values() or grad in found:
+            grad.role = "output"  # kernels leave out an activation of a weight's shape: the bias gradient of a norm without bias
+            grad = graph.apply(Cast, x=grad, dtype=root.dtype).y
+        found.append(grad)
+    return found
 
 
 def _again(graph: Graph, g: Gradients, ops: list[Op]) -> dict[Op, Op]:

@@ -87,6 +87,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "evaluation": (SKY, "validation loss,\nbits per byte"),
     "checkpoint": (SKY, "folders, tensor\nfiles, weights"),
     "assembly": (MINT, "configuration to\nsession"),
+    "kernels": (SKY, "functions\non arrays"),
     "cpu": (ROSE, "LLVM kernels,\nthreads"),
     "cuda": (ROSE, "Triton kernels,\ndriver"),
     "runtime": (LILAC, "what a session is,\nbackends by name"),

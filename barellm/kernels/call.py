@@ -1,0 +1,46 @@
+"""How array functions are called. Nothing heavy is imported before the first call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from barellm.kernels.arrays import Array
+    from barellm.kernels.compiled import Pull
+    from barellm.kernels.rule import Rule
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_recording = threading.local()
+_run: Callable[..., list[Array]] | None = None  # `compiled.run`, from the first call on
+
+
+def call(rule: Rule, given: Mapping[str, Any], out: Array | None = None, **options: Any) -> list[Array]:
+    """The results of a rule on arrays; an optional argument that is absent is None. `out` takes the first result."""
+    global _run
+    if _run is None:
+        from barellm.kernels.compiled import run as _run
+    return _run(rule, given, options, out, getattr(_recording, "tape", None))
+
+
+def vjp(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Pull]:
+    """The result of an array function, and its vector-Jacobian product: the function that takes the gradient of the result back to
+    the gradients of the arguments.
+
+        y, pull = kernels.vjp(kernels.layernorm, x, weight, bias)
+        dx, dweight, dbias = pull(dy)
+    """
+    outer = getattr(_recording, "tape", None)
+    tape: list[Pull] = []
+    _recording.tape = tape
+    try:
+        y = function(*args, **kwargs)
+    finally:
+        _recording.tape = outer
+    if len(tape) != 1:
+        name = getattr(function, "__name__", str(function))
+        raise TypeError(f"vjp expects a function of barellm.kernels; {name} made {len(tape)} calls of such functions")
+    return y, tape[0]

@@ -1,0 +1,153 @@
+"""The threads and the scratch memory that all array functions of a process share, and ops that are linked to run there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from barellm.cpu import compilers, jit
+from barellm.cpu.isa import host
+from barellm.cpu.kernel import Call
+from barellm.cpu.lang.sync import RECORD_NBYTES
+from barellm.cpu.step import Lowered, barriers
+from barellm.cpu.threads import Pool, thread_count
+from barellm.environment import warn_of_unknown
+from barellm.kernels.arrays import ALIGN, address
+from barellm.program import scalars
+from barellm.program.builder import Program, Store
+from barellm.program.ops.base import Op
+from barellm.program.planner import lifetimes, place
+from barellm.program.tensor import Tensor
+from barellm.runtime.arena import ScalarBlock
+from barellm.runtime.lowering import Region
+
+# Work below about 60 us of one thread is done by the calling thread: to hand it to the pool takes half of that.
+SHORT_FLOPS, SHORT_BYTES = 2_000_000, 600_000
+
+_machine: Machine | None = None
+_opening = threading.Lock()
+
+
+def machine() -> Machine:
+    """This process's threads, started when first needed. A forked child starts its own."""
+    global _machine
+    found = _machine
+    if found is not None and found.pid == os.getpid():
+        return found
+    with _opening:
+        if _machine is None or _machine.pid != os.getpid():
+            _machine = Machine()
+        return _machine
+
+
+def _forked() -> None:
+    """A lock that another thread held at the fork would stay so in the child."""
+    global _opening
+    _opening = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class Machine:
+    """A pool of threads as a session has it, a thread's worth of the same for short work, and scratch memory that grows."""
+
+    def __init__(self) -> None:
+        warn_of_unknown()
+        self.pid, self.isa, self.threads = os.getpid(), host(), thread_count()
+        self.pool, self.here = Pool(self.threads, self.isa), Pool(1, self.isa)
+        self.lock = threading.Lock()
+        self.block = ScalarBlock()
+        self.workspace = _aligned(0)
+        self._private = 0
+        self.reserve(0, ALIGN)
+
+    def reserve(self, workspace: int, private: int) -> None:
+        """Have at least so many bytes of scratch memory: for all threads, and for each."""
+        if workspace > self.workspace.nbytes:
+            self.workspace = _aligned(workspace)
+        if private > self._private:
+            self._private = -(-private // 4096) * 4096
+            own = _aligned(self.threads * self._private)
+            for pool in (self.pool, self.here):
+                pool.bind(self.block.address, address(own), self._private, memory=(own, self.block))
+
+
+class Linked:
+    """Ops as a table of calls. `bound` are the tensors whose bytes the caller owns; each run says where they lie."""
+
+    def __init__(self, ops: Sequence[Op], bound: Sequence[Tensor]) -> None:
+        m = machine()
+        part = Program(Store())
+        part.ops = list(ops)
+        lowered = Lowered(part, m.isa, m.threads)
+        lives = lifetimes(lowered.ops, lambda op: lowered.of[op].scratch_tensors)
+        plan = place({"": {t: span for t, span in lives.items() if t not in bound}}, Store())
+        self.workspace_bytes, self.private_bytes = plan.workspace_bytes, lowered.private_bytes
+        # Addresses as barriers see them: the bound tensors lie behind the workspace, one after the other.
+        where, end = dict(plan.offsets), plan.workspace_bytes
+        for t in bound:
+            where[t], end = end, end + t.nbytes
+        whose = {t: i + 1 for i, t in enumerate(bound)}  # 0 is the workspace
+        calls = lowered.calls
+        self._compile(calls, m)
+        self._fill_table(calls, lambda r: (where[r.tensor] + r.start, where[r.tensor] + r.stop))
+        slots: list[tuple[int, int, int]] = []  # argument, whose address, bytes behind it
+        at = 0
+        for call in calls:
+            for a in call.args:
+                if isinstance(a, Region):
+                    owner = whose.get(a.tensor, 0)
+                    slots.append((at, owner, a.start + (0 if owner else where[a.tensor])))
+                else:
+                    self.args[at] = a
+                at += 1
+        self._slots, self._owner, self._behind = np.array(slots, np.int64).reshape(-1, 3).T.copy()
+        dims = {d.name: int(d) for op in lowered.ops for t in (op.inputs | op.outputs).values() for d in t.dims}
+        self._sizes = [(scalars.SCALARS[name].index, size) for name, size in dims.items()]
+        self.short = sum(op.flops() for op in ops) < SHORT_FLOPS and sum(op.bytes() for op in ops) < SHORT_BYTES
+
+    def _compile(self, calls: list[Call], m: Machine) -> None:
+        emitters = {call.spec.key: partial(call.spec.ir, m.isa) for call in calls}
+        self.code = jit.Library(compilers.cached_objects(emitters, m.isa, processes=1), m.isa)
+
+    def _fill_table(self, calls: list[Call], place_of: Any) -> None:
+        after = barriers(calls, place_of)
+        self._memory = _aligned(len(calls) * RECORD_NBYTES)
+        records = self._memory.view(np.int64).reshape(len(calls), -1)
+        records[:] = 0
+        self.args = np.zeros(sum(len(c.args) for c in calls) + 1, np.int64)
+        at = address(self.args)
+        for i, call in enumerate(calls):
+            records[i, :3] = (self.code.address(call.spec.symbol()), at, after[i])
+            at += 8 * len(call.args)
+        self._table = (address(self._memory), len(calls))
+
+    def run(self, addresses: list[int]) -> None:
+        """One pass, with the bound tensors at these addresses. Calls of several threads wait for each other."""
+        m = machine()
+        with m.lock:
+            m.reserve(self.workspace_bytes, self.private_bytes)
+            for index, size in self._sizes:
+                m.block.ints[index] = size
+            bases = np.array([address(m.workspace), *addresses])
+            self.args[self._slots] = bases[self._owner] + self._behind
+            if self.short:
+                m.here.run_here(*self._table)
+                return
+            try:
+                m.pool.run(*self._table)
+            except BaseException:  # Ctrl-C: what the threads still read and write must outlive them
+                m.pool.run(self._table[0], 0)
+                raise
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    raw = np.empty(nbytes + ALIGN, np.uint8)
+    skip = -address(raw) % ALIGN
+    return raw[skip : skip + nbytes]

@@ -1,0 +1,55 @@
+"""Normalisation of rows on arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from barellm.kernels.call import call
+from barellm.kernels.rule import Rule
+
+if TYPE_CHECKING:
+    from barellm.kernels.arrays import Array
+    from barellm.program.builder import Program
+    from barellm.program.tensor import Tensor
+
+
+def _layernorm(p: Program, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+    return p.layernorm(x, weight, bias, eps=eps)
+
+
+def _rmsnorm(p: Program, x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
+    return p.rmsnorm(x, weight, eps=eps)
+
+
+_LAYERNORM = Rule("layernorm", {"x": "... C", "weight": "C", "bias": "C"}, ("... C",), _layernorm)
+_RMSNORM = Rule("rmsnorm", {"x": "... C", "weight": "C"}, ("... C",), _rmsnorm)
+
+
+def layernorm(
+    x: Array, weight: Array, bias: Array | None = None, *, eps: float = 1e-5, out: Array | None = None
+) -> Array:
+    """LayerNorm over the last axis (Ba et al. 2016).
+
+    Shapes: x (..., C), weight (C,), bias (C,) or none -> (..., C).
+    Formula: y = (x - mean) / sqrt(variance + eps) weight + bias, with the mean and the variance of the row.
+    Dtypes: float32 or bfloat16 each; the result has that of x. Statistics are fp32.
+    Source: `barellm/cpu/kernels/layernorm.py`.
+
+        y = kernels.layernorm(x, weight, bias)
+        y, pull = kernels.vjp(kernels.layernorm, x, weight, bias)
+        dx, dweight, dbias = pull(dy)
+    """
+    return call(_LAYERNORM, {"x": x, "weight": weight, "bias": bias}, out, eps=float(eps))[0]
+
+
+def rmsnorm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, out: Array | None = None) -> Array:
+    """RMSNorm over the last axis (Zhang and Sennrich 2019).
+
+    Shapes: x (..., C), weight (C,) or none -> (..., C).
+    Formula: y = x / sqrt(mean(x^2) + eps) weight.
+    Dtypes: float32 or bfloat16 each; the result has that of x. Statistics are fp32.
+    Source: `barellm/cpu/kernels/rmsnorm.py`.
+
+        y = kernels.rmsnorm(x, weight)
+    """
+    return call(_RMSNORM, {"x": x, "weight": weight}, out, eps=float(eps))[0]

@@ -1,0 +1,22 @@
+"""What an array function is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """What an array function is made of. `build(p, **arguments, **options)` appends the ops to a Program and returns the result, or
+    a tuple of results. `shapes` has the legend of each argument and `results` that of each result (`arrays`). `formats` are the
+    dtypes that an argument may have, float32 and bfloat16 unless given. An argument in `flips` is taken transposed too: build
+    gets it as it lies, and the option `NAME_flipped`."""
+
+    name: str
+    shapes: Mapping[str, str]
+    results: tuple[str, ...]
+    build: Callable[..., Any]
+    formats: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    flips: tuple[str, ...] = ()

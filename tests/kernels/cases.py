@@ -1,0 +1,72 @@
+"""The array functions: formula in float64, and arguments of awkward sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from barellm import kernels
+
+FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+HALF_ULP = {FLOAT32: 2.0**-24, BFLOAT16: 2.0**-8}
+
+
+@dataclass
+class Case:
+    """`function(*arguments, **options)` is `formula(*arguments, **options)`; `shapes` are those of the arguments, in sets."""
+
+    function: Callable[..., Any]
+    formula: Callable[..., Any]
+    shapes: list[tuple[tuple[int, ...], ...]]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self, dtype: np.dtype, which: int = 0) -> list[np.ndarray]:
+        rng = np.random.default_rng(which)
+        return [rng.normal(size=shape).astype(dtype) for shape in self.shapes[which]]
+
+
+def layernorm(x, weight, bias=0.0, *, eps=1e-5):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
+
+
+def rmsnorm(x, weight=1.0, *, eps=1e-5):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def attention(q, k, v):
+    T, heads, D = q.shape[1:]
+    k, v = (np.repeat(a, heads // a.shape[2], 2) for a in (k, v))
+    s = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D)
+    p = np.exp(np.where(np.tri(T, dtype=bool), s, -np.inf))
+    return np.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), v)
+
+
+CASES = {
+    "matmul": Case(
+        kernels.matmul,
+        lambda a, b: a @ b,
+        [((3, 7, 33), (33, 65)), ((1, 1), (1, 1)), ((13,), (13, 3)), ((131, 257), (257, 67))],
+    ),
+    "layernorm": Case(
+        kernels.layernorm,
+        layernorm,
+        [((3, 5, 33), (33,), (33,)), ((7, 1), (1,)), ((257,), (257,), (257,)), ((2, 4099), (4099,))],
+        {"eps": 1e-3},
+    ),
+    "rmsnorm": Case(
+        kernels.rmsnorm,
+        rmsnorm,
+        [((3, 5, 33), (33,)), ((7, 1), (1,)), ((257,),), ((2, 4099),)],
+        {"eps": 1e-3},
+    ),
+    "attention": Case(
+        kernels.attention,
+        attention,
+        [((2, 7, 4, 5), (2, 7, 2, 5), (2, 7, 2, 5)), ((1, 1, 1, 1),) * 3, ((1, 67, 3, 16),) * 3],
+    ),
+}

@@ -1,0 +1,226 @@
+"""How array functions are called: what is compiled and kept, which arrays are taken, what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from barellm import kernels
+from barellm.cpu import compilers
+from barellm.kernels import arrays, compiled, machine
+from tests.cli.test_start import HEAVY, modules_after
+from tests.kernels.cases import BFLOAT16, CASES, FLOAT32
+
+EVERY = pytest.mark.parametrize("name", CASES)
+ONE = np.ones((3, 5), np.float32)
+
+
+def test_the_names_are_imported_without_anything_heavy():
+    assert not modules_after("from barellm import kernels; kernels.matmul, kernels.vjp") & HEAVY
+
+
+def test_a_second_call_compiles_nothing(monkeypatch):
+    x = np.ones((3, 41), np.float32)
+    kernels.rmsnorm(x)
+    monkeypatch.setattr(compilers, "cached_objects", None)
+    before = compiled.CACHE.misses
+    kernels.rmsnorm(2 * x)
+    kernels.rmsnorm(x, eps=1e-5)
+    assert compiled.CACHE.misses == before
+    with pytest.raises(TypeError):
+        kernels.rmsnorm(x, eps=1e-6)  # another option is another program
+    assert compiled.CACHE.misses == before + 1
+
+
+def test_the_cache_forgets_what_was_used_longest_ago(monkeypatch):
+    monkeypatch.setattr(compiled, "KEPT", 2)
+    cache = compiled.Cache()
+    for key in ("a", "b", "a", "c"):
+        cache.get(key, lambda key=key: key)  # pyright: ignore[reportArgumentType]
+    assert list(cache.entries) == ["a", "c"]
+
+
+@EVERY
+def test_bits_depend_on_no_number_of_threads(name, monkeypatch):
+    case, found = CASES[name], []
+    monkeypatch.setattr(machine, "SHORT_BYTES", 0)  # nothing is short enough for the calling thread
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(machine, "thread_count", lambda threads=threads: threads)
+        monkeypatch.setattr(machine, "_machine", None)
+        monkeypatch.setattr(compiled, "CACHE", compiled.Cache())
+        given = case.arguments(FLOAT32, len(case.shapes) - 1)
+        y, pull = kernels.vjp(case.function, *given, **case.options)
+        found.append([a.tobytes() for a in (y, *pull(y))])
+        assert machine.machine().pool.threads == threads
+        machine.machine().pool.close()
+    assert found[0] == found[1] == found[2]
+
+
+def test_calls_of_many_threads_at_once_do_not_meet():
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=(n, 37)).astype(np.float32) for n in range(1, 60)]
+
+    def both(x: np.ndarray) -> list[np.ndarray]:
+        y, pull = kernels.vjp(kernels.layernorm, x, x[0], x[0])
+        return [y, *pull(x), kernels.matmul(x, x.T)]
+
+    wanted = [both(x) for x in given]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            for found, exact in zip(pool.map(both, given), wanted, strict=True):
+                assert all(np.array_equal(a, b) for a, b in zip(found, exact, strict=True))
+
+
+@EVERY
+@pytest.mark.parametrize("lies", ["reversed", "transposed", "unaligned", "read-only"])
+def test_arguments_may_lie_in_any_way(name, lies):
+    case = CASES[name]
+    given = case.arguments(FLOAT32)
+
+    def laid(a: np.ndarray) -> np.ndarray:
+        if lies == "reversed":
+            return a[..., ::-1].copy()[..., ::-1]
+        if lies == "transposed":
+            return np.asfortranarray(a)
+        if lies == "unaligned":
+            return np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1).reshape(a.shape)
+        a.flags.writeable = False
+        return a
+
+    wanted, pull = kernels.vjp(case.function, *given, **case.options)
+    others = [laid(a.copy()) for a in given]
+    found, other = kernels.vjp(case.function, *others, **case.options)
+    assert np.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    for a, b in zip(other(laid(wanted.copy())), pull(wanted), strict=True):
+        assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_no_byte_before_or_behind_an_argument_is_read(name, dtype):
+    """Each lies between two pages that nobody may read."""
+    case, page = CASES[name], mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    kept = []
+
+    def fenced(a: np.ndarray, *, end: bool) -> np.ndarray:
+        pages = -(-a.nbytes // page)
+        room = mmap.mmap(-1, (pages + 2) * page)
+        raw = np.frombuffer(room, np.uint8)
+        start = page + (pages * page - a.nbytes if end else 0)
+        held = raw[start : start + a.nbytes].view(a.dtype).reshape(a.shape)
+        held[...] = a
+        for at in (0, (pages + 1) * page):
+            assert libc.mprotect(ctypes.c_void_p(arrays.address(raw) + at), ctypes.c_size_t(page), 0) == 0
+        kept.append((room, raw, page, pages))
+        return held
+
+    for which in range(len(case.shapes)):
+        for end in (False, True):
+            given = [fenced(a, end=end) for a in case.arguments(dtype, which)]
+            y, pull = kernels.vjp(case.function, *given, **case.options)
+            pull(fenced(y, end=end))
+    for _, raw, page, pages in kept:
+        for at in (0, (pages + 1) * page):
+            libc.mprotect(ctypes.c_void_p(arrays.address(raw) + at), ctypes.c_size_t(page), 3)
+
+
+def test_an_address_is_where_numpy_says():
+    x = np.ones((7, 5), BFLOAT16)
+    for a in (x, x[2:, 1:], x.T, x[:0], np.array(1.0)):
+        assert arrays.address(a) == a.ctypes.data
+
+
+def test_results_are_aligned_and_go_into_out():
+    x = np.arange(35, dtype=np.float32).reshape(5, 7)
+    y = kernels.rmsnorm(x)
+    assert y.ctypes.data % 64 == 0
+    out = arrays.empty(x.shape, "fp32")
+    assert kernels.rmsnorm(x, out=out) is out and np.array_equal(out, y)
+    apart = np.zeros((5, 14), np.float32)[:, ::2]  # a copy goes there
+    assert kernels.rmsnorm(x, out=apart) is apart and np.array_equal(apart, y)
+    product = kernels.matmul(x, x.T)
+    square = arrays.empty((5, 5), "fp32")
+    square[...] = product
+    assert np.allclose(kernels.matmul(square, square, out=square), product @ product, rtol=1e-5)  # out is read too
+
+
+def test_a_large_result_is_written_past_the_caches_at_any_address():
+    x = np.ones((3300, 2048), np.float32)
+    out = np.empty(x.size + 1, np.float32)[1:].reshape(x.shape)
+    assert (kernels.rmsnorm(x, out=out) == kernels.rmsnorm(x)).all()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_starts_threads_of_its_own(monkeypatch):
+    monkeypatch.setattr(machine, "SHORT_BYTES", 0)
+    x = np.ones((3, 43), np.float32)
+    wanted = kernels.rmsnorm(x)
+    with compiled.CACHE._lock, machine._opening:  # by threads that the child does not have
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if np.array_equal(kernels.rmsnorm(x), wanted) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+REFUSED = [
+    (lambda: kernels.matmul(ONE, ONE), "matmul expects b (K, N), K being 5 as in a (3, 5); it has shape (3, 5)"),
+    (lambda: kernels.matmul(ONE, ONE[0]), "matmul expects b (K, N), it has shape (5,)"),
+    (
+        lambda: kernels.matmul(ONE, ONE.T.astype(np.float64)),
+        "matmul expects b as float32 or bfloat16, it is float64: cast it with b.astype(np.float32)",
+    ),
+    (
+        lambda: kernels.matmul(ONE, ONE.T.astype(BFLOAT16)),
+        "matmul expects a and b of one dtype, a is fp32 and b is bf16",
+    ),
+    (lambda: kernels.rmsnorm([1.0]), "rmsnorm expects NumPy arrays, x is of type list"),  # pyright: ignore
+    (lambda: kernels.rmsnorm(ONE[:0]), "rmsnorm expects x with at least one element, it has shape (0, 5)"),
+    (
+        lambda: kernels.layernorm(ONE, ONE[0, 1:]),
+        "layernorm expects weight (C,), C being 5 as in x (3, 5); it has shape (4,)",
+    ),
+    (
+        lambda: kernels.rmsnorm(ONE, out=ONE.T),
+        "rmsnorm expects out (3, 5) float32, it is (5, 3) float32",
+    ),
+    (
+        lambda: kernels.attention(ONE, ONE, ONE),
+        "attention expects q (B, T, H, D), it has shape (3, 5)",
+    ),
+    (
+        lambda: kernels.attention(*[ONE.reshape(1, 1, 3, 5)] * 3, causal=False),  # pyright: ignore
+        "attention is causal: causal is False, expected True",
+    ),
+    (
+        lambda: kernels.vjp(kernels.rmsnorm, ONE)[1](ONE.T),
+        "pull of rmsnorm expects dy (3, 5), it has shape (5, 3)",
+    ),
+    (
+        lambda: kernels.vjp(kernels.rmsnorm, ONE)[1](ONE, ONE),
+        "pull of rmsnorm expects 1 gradients, it was given 2",
+    ),
+    (
+        lambda: kernels.vjp(np.sum, ONE),
+        "vjp expects a function of barellm.kernels; sum made 0 calls of such functions",
+    ),
+]
+
+
+@pytest.mark.parametrize("mistake, says", REFUSED, ids=[says for _, says in REFUSED])
+def test_a_mistake_is_one_line(mistake, says):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        mistake()
+    assert str(raised.value) == says
+
+
+def test_an_out_that_is_read_only_is_refused():
+    out = np.empty_like(ONE)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="expects an out that can be written"):
+        kernels.rmsnorm(ONE, out=out)

@@ -1,0 +1,62 @@
+"""Each function on arrays beside its formula in float64, and its gradients beside finite differences of the formula."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm import kernels
+from tests.kernels.cases import BFLOAT16, CASES, FLOAT32, HALF_ULP
+
+EVERY = pytest.mark.parametrize("name", CASES)
+SHAPES = [(name, which) for name, case in CASES.items() for which in range(len(case.shapes))]
+
+
+def near(found: np.ndarray, wanted: np.ndarray, dtype: np.dtype) -> None:
+    """Within what rounding to `dtype` costs a sum of numbers near one."""
+    bound = (40 if dtype == FLOAT32 else 3) * HALF_ULP[dtype] * max(1.0, np.abs(wanted).max())
+    assert np.abs(found.astype(np.float64) - wanted).max() <= bound
+
+
+@pytest.mark.parametrize("name, which", SHAPES)
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_a_function_is_its_formula(name, which, dtype):
+    case = CASES[name]
+    given = case.arguments(dtype, which)
+    y = case.function(*given, **case.options)
+    wanted = case.formula(*(a.astype(np.float64) for a in given), **case.options)
+    assert (y.dtype, y.shape) == (dtype, wanted.shape)
+    near(y, wanted, dtype)
+
+
+@pytest.mark.parametrize("name, which", [pair for pair in SHAPES if pair[1] < 3])
+def test_gradients_are_finite_differences_of_the_formula(name, which):
+    case, rng, eps = CASES[name], np.random.default_rng(1), 1e-6
+    given = case.arguments(FLOAT32, which)
+    exact = [a.astype(np.float64) for a in given]
+    y, pull = kernels.vjp(case.function, *given, **case.options)
+    dy = rng.normal(size=y.shape).astype(np.float32)
+    gradients = pull(dy)
+    assert [(g.shape, g.dtype) for g in gradients] == [(a.shape, a.dtype) for a in given]
+    near(y, case.formula(*exact, **case.options), FLOAT32)
+    for i, gradient in enumerate(gradients):
+        for _ in range(3):
+            way = rng.normal(size=given[i].shape)
+            above, below = (
+                case.formula(*(a + sign * eps * way if j == i else a for j, a in enumerate(exact)), **case.options)
+                for sign in (1, -1)
+            )
+            rise = (dy * (above - below)).sum() / (2 * eps)
+            scale = np.linalg.norm(gradient) * np.linalg.norm(way) + 1e-3
+            assert abs((gradient * way).sum() - rise) <= 2e-5 * scale
+
+
+@EVERY
+def test_gradients_of_bf16_arguments_are_those_of_the_formula_rounded(name):
+    case = CASES[name]
+    given = case.arguments(BFLOAT16)
+    _, pull = kernels.vjp(case.function, *(a.astype(np.float32) for a in given), **case.options)
+    y, rounded = kernels.vjp(case.function, *given, **case.options)
+    for exact, found in zip(pull(y.astype(np.float32)), rounded(y), strict=True):
+        assert found.dtype == BFLOAT16
+        near(found, exact.astype(np.float64), BFLOAT16)
