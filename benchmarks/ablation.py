@@ -1,12 +1,12 @@
 """What each part of the speedrun's model is worth: the whole, and each time one part less, from several seeds.
 
-    python benchmarks/ablation.py --out benchmarks/results/ablation-speedrun-small.json
-    python benchmarks/ablation.py --write
+    python benchmarks/ablation.py --time     on a quiet machine: what a step of each model takes, in turns
+    python benchmarks/ablation.py            the losses; a busy machine does not change them
+    python benchmarks/ablation.py --write    docs/img/ablation.svg and the table of docs/speedrun.md
 
 Every model trains for the same number of steps, on the same text in the same order. Where its step takes another time, it trains
-again for as many steps as fit into the seconds of the whole. Seconds are those of all steps but the first, and the schedule is
-stretched with the steps. Losses are of the whole validation part. A run that the file has is not made again, so a long table may
-be stopped and started. `--write` draws docs/img/ablation.svg and the table of docs/speedrun.md from the file.
+again for as many steps as fit into the seconds of the whole, and the schedule is stretched with the steps. Losses are of the whole
+validation part. What the file has is not made again, so a long table may be stopped and started.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import atan, cos, exp, lgamma, pi, sqrt
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
 from barellm.assembly.machine import open_machine
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, PICTURE = ROOT / "docs" / "speedrun.md", ROOT / "docs" / "img" / "ablation.svg"
 FILE = ROOT / "benchmarks" / "results" / "ablation-speedrun-small.json"
 WHOLE = "the whole"
-# Smaller than the preset in tokens, so that the table takes minutes.
+# Smaller than the preset, so that the whole table takes an hour and a half of two slow cores.
 STAGES = (
     Stage(512, (1, 3), Fraction(1, 3), lr=1.0, mtp=(1.0, 0.5, 0.25), mtp_end=(1.0, 0.5, 0.0)),
     Stage(1024, (3, 7), Fraction(1, 3), lr=1.52, mtp=(1.0, 0.5), mtp_end=(1.0, 0.0)),
@@ -65,12 +65,13 @@ PARTS: dict[str, dict[str, Any]] = {
 
 def base() -> Config:
     config = preset("speedrun-small")
-    model = {"model.stages": table(STAGES), "model.max_seq": 1536, "train.seq": 1536, "train.dtype": "auto"}
-    return changed(config, model)
+    model = {"channels": 64, "heads": 2, "hidden": 256, "stages": table(STAGES), "max_seq": 1536}
+    run = {"train.seq": 1536, "train.dtype": "auto", "data.bpe_vocab": 2048}
+    return changed(config, run | {f"model.{key}": value for key, value in model.items()})
 
 
-def trained(config: Config, data: Dataset, *, steps: int, seed: int) -> tuple[float, float]:
-    """(nats per token of the validation part, seconds of all steps but the first)."""
+def trained(config: Config, data: Dataset, *, steps: int, seed: int, max_tokens: int = 0) -> tuple[float, float]:
+    """(nats per token of the validation part, or of `max_tokens` of it; seconds of all steps but the first two)."""
     train = replace(config.train, steps=steps, seed=seed)
     # All that counts steps goes with their number.
     optim = replace(config.optim, momentum_warmup=round(0.2 * steps), momentum_cooldown=round(0.04 * steps))
@@ -84,7 +85,7 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int) -> tuple[fl
         batches = Batches(data.train, seq=train.seq, seed=seed)
         begin = 0.0
         for index in range(steps):
-            begin = time.perf_counter() if index == 1 else begin
+            begin = time.perf_counter() if index == 2 else begin
             step = course.step(index, steps)
             inputs, targets = batches.batch(index, 1, seq=step.seq)
             session.write("tokens", inputs)
@@ -94,17 +95,21 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int) -> tuple[fl
                 session.run(program, **scalars)
             course.enter(session, index + 1, steps)
         seconds = time.perf_counter() - begin
-        result = Evaluator(Validation(data.val, seq=train.seq), batch=1, byte_lengths=None).run(session)
+        result = Evaluator(Validation(data.val, seq=train.seq, max_tokens=max_tokens), batch=1, byte_lengths=None).run(
+            session
+        )
     assert result is not None
     return result.nats, seconds
 
 
 class Runs:
-    """Losses and seconds by part, steps and seed, kept in a file."""
+    """Losses by part, steps and seed, and seconds of a step by part, kept in a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
+        found = json.loads(path.read_text()) if path.exists() else {"runs": [], "step_s": {}}
+        self.rows: list[dict[str, Any]] = found["runs"]
+        self.step_s: dict[str, list[float]] = found["step_s"]
         self.base = base()
         self.data = prepare(self.base.data)
         self.base = with_vocabulary(self.base, self.data.tokenizer)
@@ -114,17 +119,26 @@ class Runs:
         for row in self.rows:
             if {k: row[k] for k in key} == key:
                 return row
-        loss, seconds = trained(changed(self.base, PARTS[part]), self.data, steps=steps, seed=seed)
-        self.rows.append(key | {"loss": loss, "seconds": seconds})
+        loss, _ = trained(changed(self.base, PARTS[part]), self.data, steps=steps, seed=seed)
+        self.rows.append(key | {"loss": loss})
         print(json.dumps(self.rows[-1]), flush=True)
         self.save()
         return self.rows[-1]
+
+    def time(self, parts: list[str], *, rounds: int, steps: int) -> None:
+        """The seconds of a step of each part, in turns; a short run has as much of each stage as a long one."""
+        for _ in range(rounds):
+            for part in parts:
+                _, seconds = trained(changed(self.base, PARTS[part]), self.data, steps=steps, seed=1, max_tokens=1)
+                self.step_s.setdefault(part, []).append(seconds / (steps - 2))
+                print(f"{part}: {self.step_s[part][-1]:.4f} s", flush=True)
+            self.save()
 
     def save(self) -> None:
         from barellm.cpu.backend import default_dtype, describe
 
         facts = {"kind": "ablation", "preset": "speedrun-small", "dtype": default_dtype(), "machine": describe()}
-        self.path.write_text(json.dumps(facts | {"runs": self.rows}, indent=1) + "\n")
+        self.path.write_text(json.dumps(facts | {"step_s": self.step_s, "runs": self.rows}, indent=1) + "\n")
 
 
 # --- what the losses say ---
@@ -148,7 +162,7 @@ def beyond(t: float, freedom: float) -> float:
     return 2 * scale * width * sum(max(cos(begin + (i + 0.5) * width), 0.0) ** (freedom - 1) for i in range(parts))
 
 
-def summary(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+def summary(rows: list[dict[str, Any]], step_s: dict[str, list[float]], steps: int) -> list[dict[str, Any]]:
     """A row for each part: what is lost without it at equal steps and at equal seconds, and how sure that is."""
 
     def losses(part: str, equal: bool) -> list[float]:
@@ -159,10 +173,11 @@ def summary(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     for part in PARTS:
         if part == WHOLE or not losses(part, True):
             continue
-        own_s, whole_s = (
-            mean(r["seconds"] for r in rows if r["part"] == p and r["steps"] == steps) for p in (part, WHOLE)
-        )
-        row: dict[str, Any] = {"part": part, "time": own_s / whole_s, "steps": mean(losses(part, True)) - mean(whole)}
+        row: dict[str, Any] = {
+            "part": part,
+            "time": ratio(step_s, part),
+            "steps": mean(losses(part, True)) - mean(whole),
+        }
         row["p_steps"] = p_value(losses(part, True), whole)
         again = losses(part, False) or losses(part, True)
         row |= {"seconds": mean(again) - mean(whole), "p_seconds": p_value(again, whole)}
@@ -170,16 +185,22 @@ def summary(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: -row["steps"])
 
 
-def markdown(rows: list[dict[str, Any]], steps: int) -> str:
-    whole = [r for r in rows if r["part"] == WHOLE and r["steps"] == steps]
+def ratio(step_s: dict[str, list[float]], part: str) -> float:
+    """A step's time beside that of the whole: the median over the rounds."""
+    return median(own / whole for own, whole in zip(step_s[part], step_s[WHOLE], strict=True))
+
+
+def markdown(found: dict[str, Any]) -> str:
+    rows, step_s, steps = found["runs"], found["step_s"], found["runs"][0]["steps"]
+    whole = [r["loss"] for r in rows if r["part"] == WHOLE and r["steps"] == steps]
     lines = [
-        f"The whole: {mean(r['loss'] for r in whole):.3f} nats after {steps} steps in {mean(r['seconds'] for r in whole):.1f} s "
-        f"(deviation of {len(whole)} seeds {stdev(r['loss'] for r in whole):.3f}).",
+        f"The whole: {mean(whole):.3f} nats after {steps} steps of {1000 * median(step_s[WHOLE]):.0f} ms "
+        f"(deviation of {len(whole)} seeds {stdev(whole):.3f}).",
         "",
         "| without | time of a step | loss at equal steps | p | loss at equal seconds | p |",
         "|---|---|---|---|---|---|",
     ]
-    for row in summary(rows, steps):
+    for row in summary(rows, step_s, steps):
         lines.append(
             f"| {row['part']} | {row['time']:.2f} | {row['steps']:+.3f} | {_p(row['p_steps'])} | {row['seconds']:+.3f} | "
             f"{_p(row['p_seconds'])} |"
@@ -191,25 +212,23 @@ def _p(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def draw(rows: list[dict[str, Any]], steps: int) -> None:
+def draw(found: dict[str, Any]) -> None:
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    found = summary(rows, steps)[::-1]
-    style = {"svg.hashsalt": "barellm", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
+    bars = summary(found["runs"], found["step_s"], found["runs"][0]["steps"])[::-1]
+    style: Any = {"svg.hashsalt": "barellm", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
     with matplotlib.rc_context(style):
-        figure, axes = plt.subplots(figsize=(9, 0.34 * len(found) + 1.1))
-        places = range(len(found))
+        figure, axes = plt.subplots(figsize=(9, 0.34 * len(bars) + 1.1))
+        places = range(len(bars))
+        axes.barh([y + 0.18 for y in places], [r["steps"] for r in bars], 0.34, color="#2f855a", label="at equal steps")
         axes.barh(
-            [y + 0.18 for y in places], [r["steps"] for r in found], 0.34, color="#2f855a", label="at equal steps"
-        )
-        axes.barh(
-            [y - 0.18 for y in places], [r["seconds"] for r in found], 0.34, color="#90aac6", label="at equal seconds"
+            [y - 0.18 for y in places], [r["seconds"] for r in bars], 0.34, color="#90aac6", label="at equal seconds"
         )
         axes.axvline(0, color="#1f2933", linewidth=0.8)
-        axes.set_yticks(list(places), [f"without {r['part']}" for r in found])
+        axes.set_yticks(list(places), [f"without {r['part']}" for r in bars])
         axes.set_xlabel("loss gained by leaving it out, in nats per token (to the right: the part helps)")
         axes.legend(frameon=False, loc="lower right")
         axes.spines[["top", "right"]].set_visible(False)
@@ -219,39 +238,40 @@ def draw(rows: list[dict[str, Any]], steps: int) -> None:
 
 def write() -> None:
     found = json.loads(FILE.read_text())
-    steps = next(r["steps"] for r in found["runs"] if r["part"] == WHOLE)
     page = re.sub(
         r"(<!-- ablation -->\n).*?(<!-- end -->)",
-        lambda m: f"{m[1]}{markdown(found['runs'], steps)}\n{m[2]}",
+        lambda m: f"{m[1]}{markdown(found)}\n{m[2]}",
         PAGE.read_text(),
         flags=re.DOTALL,
     )
     PAGE.write_text(page)
-    draw(found["runs"], steps)
+    draw(found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=FILE)
     parser.add_argument("--seeds", type=int, default=3, help="at least 2")
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
+    parser.add_argument("--time", type=int, metavar="ROUNDS", help="measure the steps in so many rounds, nothing else")
     parser.add_argument("--write", action="store_true", help="the table and the picture from the file, nothing else")
     args = parser.parse_args()
     if args.write:
         return write()
     runs, parts = Runs(args.out), args.part or list(PARTS)
+    if args.time:
+        return runs.time(list(PARTS), rounds=args.time, steps=26)
     for seed in range(1, args.seeds + 1):
         for part in parts:
             runs.run(part, args.steps, seed)
-    whole_s = mean(runs.run(WHOLE, args.steps, seed)["seconds"] for seed in range(1, args.seeds + 1))
-    for part in parts:
-        own_s = mean(runs.run(part, args.steps, seed)["seconds"] for seed in range(1, args.seeds + 1))
-        steps = round(args.steps * whole_s / own_s / 2) * 2
-        if abs(steps / args.steps - 1) > 0.02:
-            for seed in range(1, args.seeds + 1):
+    if not runs.step_s:
+        return print("equal seconds need --time first")
+    for seed in range(1, args.seeds + 1):
+        for part in parts:
+            steps = round(args.steps / ratio(runs.step_s, part) / 2) * 2
+            if abs(steps / args.steps - 1) > 0.02:
                 runs.run(part, steps, seed)
-    print(markdown(runs.rows, args.steps))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from barellm.config import Config, TrainConfig
 from barellm.errors import UserError, nearest
-from barellm.models.course import enter
+from barellm.models.course import enter, shares
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
 from barellm.runtime.backend import NAMES, backend
@@ -34,10 +34,8 @@ class Machine:
 
     @property
     def flops_per_step(self) -> int:
-        """Model FLOPs of one optimizer step: recompute is not counted."""
-        if "micro" not in self.programs:
-            return 0
-        return self.programs["micro"].flops * self.config.train.accumulate + self.programs["update"].flops
+        """Model FLOPs of one optimizer step, the mean of a cycle's: recompute is not counted."""
+        return model_flops(self.programs, self.config) if "micro" in self.programs else 0
 
     def peak(self) -> float:
         """FLOP/s that products of this dtype can reach here, measured; 0 where nobody measures."""
@@ -94,6 +92,11 @@ def build_programs(config: Config, *, training: bool = True, positions: int | No
         decode_seq=positions or 0,
     )
     return programs
+
+
+def model_flops(programs: dict[str, Program], config: Config) -> int:
+    """Model FLOPs of one optimizer step of these programs."""
+    return round(sum(times * programs[name].flops for name, times in shares(config).items()))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from barellm.cli.options import add_configuration, add_device, configuration
+from barellm.cli.options import add_configuration, add_device, add_stage, configuration
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -14,10 +14,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure this machine's peaks and show the bound of a step: the time that no step can beat",
     )
+    parser.add_argument(
+        "--card", metavar="NAME", help="show the bound of a step by the published rates of a card: h100, h200"
+    )
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
     parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_device(parser, "cpu, or cuda, for which no GPU need be there")
+    add_stage(parser, "the stage that is planned alone, of a model whose runs have stages")
     add_configuration(parser)
 
 
@@ -25,17 +29,21 @@ def run(args: argparse.Namespace) -> int:
     import json
 
     from barellm.assembly.machine import resolved
+    from barellm.models.course import only_stage
     from barellm.plans import devices, plan
 
     devices.check(args.device)
     config = configuration(args)
     config.check()
     ceiling = None
-    if args.measure:
+    if args.card:
+        ceiling = devices.published(args.card)
+    elif args.measure:
         from barellm.plans.roofline import measured_ceiling
 
         ceiling = measured_ceiling(device=args.device)
-    numbers, built = plan.report(resolved(config, args.device), ceiling=ceiling, device=args.device)
+    config = resolved(only_stage(config, args.stage) if args.stage else config, args.device)
+    numbers, built = plan.report(config, ceiling=ceiling, device=args.device)
     if args.json:
         more = ({"map": plan.memory_map(built)} if args.map else {}) | (
             {"optimizers": plan.optimizers(built, config)} if args.optim else {}
@@ -81,9 +89,9 @@ def _tables(n: dict[str, Any]) -> list[str]:
     for row in n["ops"]:
         name = f"{row['program']} {row['op']}"
         tail = f"{row['expected_s'] * 1e3:>13.2f}" if timed else ""
-        lines.append(f"  {name:<26}{row['count']:>8}{row['flops'] / 1e9:>14.3f}{row['bytes'] / 1e9:>12.3f}{tail}")
+        lines.append(f"  {name:<26}{row['count']:>8g}{row['flops'] / 1e9:>14.3f}{row['bytes'] / 1e9:>12.3f}{tail}")
     fused = ", ".join(f"{name} {count}" for name, count in n["fusions"].items())
-    calls = ", ".join(f"{name} {n['programs'][name]['calls']}" for name in ("micro", "update"))
+    calls = ", ".join(f"{name} {n['programs'][name]['calls']}" for name in n["step"])
     what = "launches" if n["device"] == "cuda" else "calls"
     lines += ["", f"fusions: {fused}", f"{what}: {calls}", f"kernels to compile: {n['kernels']}"]
     lines.append(f"a step: {n['tokens']:,} tokens in {n['accumulate']} micro-batches, {n['model_flops']:,} model FLOPs")
@@ -91,7 +99,7 @@ def _tables(n: dict[str, Any]) -> list[str]:
         peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in n["ceiling"]["flops"].items())
         rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in n["ceiling"]["bandwidth"].items())
         speed = n["tokens"] / n["expected_s"]
-        lines += [f"measured: {peaks}; {rates}"]
+        lines += [f"{n['ceiling']['from']}: {peaks}; {rates}"]
         lines += [f"at least {n['expected_s']:.4f} s a step, at most {speed:,.0f} tokens/s"]
     return lines
 

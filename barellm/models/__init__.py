@@ -28,7 +28,7 @@ from typing import Any
 from barellm.config import Config, ModelConfig
 from barellm.errors import UserError, nearest
 
-HELPERS = {"course", "foreign", "stages"}  # files of this folder that are no architecture
+HELPERS = {"course", "foreign", "speedrun_course", "stages"}  # files of this folder that are no architecture
 HIDDEN = "h.*"  # hidden matrices of a model whose module does not say
 BEFORE_NAMES = "gpt2"  # what a configuration is that does not name its architecture: there was one
 

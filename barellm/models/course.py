@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -73,6 +74,18 @@ def own(config: Config) -> Course | None:
     the run."""
     make = getattr(models.of(config.model), "course", None)
     return None if make is None else make(config)
+
+
+def shares(config: Config) -> dict[str, float]:
+    """How often each program runs in an optimizer step: "micro" once for each micro-batch, a program that ends every second step
+    half the time. Counted over the first cycle of a run's course."""
+    course, train = own(config), config.train
+    micro = {"micro": float(train.accumulate)}
+    if course is None:
+        return micro | {"update": 1.0}
+    steps = [course.step(i, train.steps or None) for i in range(course.cycle)]
+    counts = Counter(name for step in steps for name, _ in step.updates)
+    return micro | {name: count / course.cycle for name, count in counts.items()}
 
 
 def only_stage(config: Config, number: int | None) -> Config:

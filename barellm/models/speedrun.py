@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +33,10 @@ from barellm.config import Config as Run
 from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.errors import UserError
 from barellm.fields import at_least, between, divides, value
-from barellm.models.course import Standing, Step, momentum
-from barellm.models.stages import Schedule, Stage, parse, table
+from barellm.models.speedrun_course import course as course
+from barellm.models.speedrun_course import only_stage as only_stage
+from barellm.models.speedrun_course import yarn
+from barellm.models.stages import Stage, parse, table
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
@@ -47,8 +48,6 @@ WHOLE = True
 CAP = (23.0, 5.0, 7.5)  # a logit x counts as 23 sigmoid((x + 5) / 7.5)
 EPS = 2.0**-23  # of RMSNorm: what PyTorch adds where nothing is said
 GATED = 12  # columns that a gate reads
-LEAST = 0.15  # factor of the learning rates after the cooldown
-ENDLESS = 1 << 30  # steps
 BUCKETS = 5  # rows of `bigrams` for each of the vocabulary
 
 RECORD = (
@@ -261,7 +260,7 @@ def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor) -> Tensor:
         ids_BT = p.bigram_ids(tokens_BT, buckets=int(w.bigrams.shape[0]))
         bigram_BTC = p.embedding(ids_BT, w.bigrams, dtype=p.compute)
         lane0_BTC = p.mix((x0_BTC, 1.0), (bigram_BTC, number("bigrams.scale", 0)))
-    seen = _Seen(p.yarn_tables(_yarn(cfg, 0), 2 * cfg.max_seq), _starts(p, cfg, tokens_BT))
+    seen = _Seen(p.yarn_tables(yarn(cfg, 0), 2 * cfg.max_seq), _starts(p, cfg, tokens_BT))
     lane1_BTC = saved_BTC = backout_BTC = None
 
     # --- layers ---
@@ -351,76 +350,6 @@ def _starts(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor | None:
     return p.document_starts(p.cu_seqlens(tokens_BT, separator=cfg.separator), tokens_BT)
 
 
-# --- stages ---
-
-
-def _yarn(cfg: Config, index: int):
-    """The angles and the scale of attention in the stage with this number: of its long window, step by step from the first."""
-    from barellm.program.ops.qk_rotary import Yarn
-
-    stages = parse(cfg.stages, key="model.stages")
-    yarn = Yarn.of_head(cfg.head_size)
-    windows = [stage.windows[1] * cfg.block for stage in stages[: index + 1]]
-    for old, new in pairwise(windows):
-        yarn = yarn.widened(old, new) if new != old else yarn
-    return yarn
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The `models.course.Course` of a run. Matrices of layers learn in every step, the rest in every second one, from the sum of
-    two steps' gradients."""
-
-    run: Run
-    cycle: int = 2
-
-    def schedule(self, total: int | None) -> Schedule:
-        cfg = self._config
-        stages = parse(cfg.stages, key="model.stages")
-        return Schedule(stages, total or self.run.train.steps, cfg.extension, cfg.cooldown, LEAST)
-
-    @property
-    def _config(self) -> Config:
-        assert isinstance(self.run.model, Config)
-        return self.run.model
-
-    def step(self, index: int, total: int | None) -> Step:
-        schedule, optim, train, cfg = self.schedule(total), self.run.optim, self.run.train, self._config
-        stage, rate = schedule.stages[schedule.index(index)], schedule.lr(index)
-        begins = schedule.first(cfg.untie) if cfg.untie < len(schedule.stages) else schedule.total + 1
-        untied = begins | 1  # an odd step: the embedding leaves the classifier at the end of it
-        scalars = {"lr": optim.lr * rate, "step": (index + 1) // 2, "seed": train.seed}
-        scalars["momentum"] = momentum(index, total=schedule.total, optim=optim)
-        if index % 2 == 0:
-            updates = [("update", scalars)]
-        else:
-            updates = [("update_tied" if index <= untied else "update_untied", scalars)]
-            updates += [("untie", {})] * (index == untied)
-        return Step(
-            seq=stage.seq,
-            document=stage.document,
-            lr=optim.lr * rate,
-            inv_targets=1.0 / train.accumulate,
-            shown=1.0 / (train.batch * stage.seq),
-            adds=index % 2 == 1,
-            updates=tuple(updates),
-        )
-
-    def enter(self, session: Standing, index: int, total: int | None) -> None:
-        schedule, cfg = self.schedule(total), self._config
-        number = schedule.index(index)
-        short, long = (blocks * cfg.block for blocks in schedule.stages[number].windows)
-        if index >= schedule.total:
-            long = cfg.final_window * cfg.block
-        yarn = _yarn(cfg, number)
-        weights = schedule.weights(index)
-        session.standing |= {f"mtp_{k}": weight for k, weight in enumerate(weights)}
-        if yarn.scale != session.standing.get("attention_scale"):  # both follow from the long window
-            for name, values in zip(("yarn.cos", "yarn.sin"), yarn.tables(2 * cfg.max_seq), strict=True):
-                session.write(name, values)
-        session.standing |= {"window_short": short, "window_long": long, "attention_scale": yarn.scale}
-
-
 OWN = (
     "hidden",
     "separator",
@@ -435,34 +364,6 @@ OWN = (
     "backout",
 )
 TORCH_TWIN = ("torch_speedrun.py", ("layers", "heads", "channels", *OWN, "smear", "bigram", "softcap"))
-
-
-def course(config: Run) -> Stages:
-    """UserError where a stage is longer than the rows that the run has room for, or where their number is not known."""
-    cfg, train = config.model, config.train
-    assert isinstance(cfg, Config)
-    longest = max(stage.seq for stage in parse(cfg.stages, key="model.stages"))
-    if longest > train.seq:
-        raise UserError(f"model.stages has seq={longest}, above train.seq {train.seq}")
-    if train.minutes:
-        raise UserError("train.minutes is set, and model.stages are shares of train.steps: expected train.minutes 0")
-    if cfg.extension >= train.steps:
-        raise UserError(f"model.extension is {cfg.extension}, expected fewer than train.steps {train.steps}")
-    return Stages(config)
-
-
-def only_stage(config: Run, number: int) -> Run:
-    """The run as if it had one stage only, which does not end: of those of its table the one with this number, from 1."""
-    cfg = config.model
-    assert isinstance(cfg, Config)
-    stages = parse(cfg.stages, key="model.stages")
-    if not 1 <= number <= len(stages):
-        raise UserError(f"--stage is {number}, expected 1 to {len(stages)}")
-    stage = stages[number - 1]
-    rows = replace(stage, share=Fraction(1)), replace(stage, share=Fraction(0))
-    untie = 0 if number > cfg.untie else len(rows)
-    model = replace(cfg, stages=table(rows), untie=untie, extension=0)
-    return replace(config, model=model, train=replace(config.train, seq=stage.seq, steps=ENDLESS))
 
 
 # --- presets ---

@@ -7,10 +7,12 @@ each with its `spec` and `op`), `plan`, `specs` and `machine`, what the code is 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from barellm.errors import UserError, nearest
+from barellm.plans.roofline import NAMED, Ceiling, Mix
 from barellm.program.builder import Program
 from barellm.runtime.backend import backend
 
@@ -23,6 +25,37 @@ if TYPE_CHECKING:
     Built = cpu.LoweredPrograms | cuda.LoweredPrograms
 
 DEVICES = ("cpu", "cuda")
+REACHED = 0.9  # of the published bandwidth: what the best streaming kernels reach
+
+
+@dataclass(frozen=True)
+class Published:
+    """A card by its data sheet, in place of a measurement: FLOP/s by the dtype of a product's operands, bytes/s of its memory."""
+
+    flops: Mapping[str, float]
+    memory: float
+
+    def peak(self, dtype: str) -> float:
+        return self.flops[dtype]
+
+    def bandwidth(self, mix: Mix) -> float:
+        return REACHED * self.memory
+
+    def close(self) -> None:
+        return
+
+
+HOPPER = {"bf16": 989.4e12, "fp16": 989.4e12, "fp32": 66.9e12}  # dense; fp32 outside the tensor cores
+CARDS = {"h100": Published(HOPPER, 3.35e12), "h200": Published(HOPPER, 4.8e12)}
+
+
+def published(card: str) -> Ceiling:
+    """The bound by a card's data sheet. UserError for a card that is not known."""
+    if card not in CARDS:
+        raise UserError(f"unknown card {card!r}{nearest(card, CARDS)} (known: {', '.join(CARDS)})")
+    sheet = CARDS[card]
+    bandwidth = {mix: sheet.bandwidth(mix) for mix in NAMED.values()}
+    return Ceiling(dict(sheet.flops), bandwidth, lambda: sheet, f"{card}'s data sheet, {REACHED:.0%} of its bandwidth")
 
 
 def check(device: str) -> None:

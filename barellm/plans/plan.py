@@ -6,9 +6,10 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from barellm.assembly.machine import build_programs, products
+from barellm.assembly.machine import build_programs, model_flops, products
 from barellm.config import Config
 from barellm.models import hidden
+from barellm.models.course import shares
 from barellm.optim.recipes import rules
 from barellm.optim.rules import assigned
 from barellm.plans.devices import device_bytes, lower
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from barellm.plans.devices import Built
 
 ROLES = {role: words.replace(" ", "_") for role, words in PLURAL.items()}
-STEP = ("micro", "update")  # what an optimizer step runs
 PRIVATE = "threads.private"  # scratch of the threads of a CPU, which outlives a program
 
 
@@ -43,7 +43,7 @@ def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu
     built = lower(programs, device, **products(config.train, device))
     plan, train = built.plan, config.train
     largest = max(plan.peaks, key=lambda name: plan.peaks[name][0])
-    micro, update = programs["micro"], programs["update"]
+    step = shares(config)
     limit, limit_source = device_memory(device)
     numbers: dict[str, Any] = {
         "preset": config.preset,
@@ -55,7 +55,7 @@ def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu
         "moments": config.optim.moments,
         "device": device,
         **built.machine,
-        "parameters": sum(t.size for t in update.store.of_role("parameter")),
+        "parameters": sum(t.size for t in programs["micro"].store.of_role("parameter")),
         "memory": memory(built),
         "arena_bytes": plan.arena_bytes,
         "live_peak_bytes": plan.live_peak_bytes,
@@ -66,13 +66,14 @@ def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu
         "limit_source": limit_source,
         "fits": None if limit is None else plan.arena_bytes <= limit,
         "peak_at": {"program": largest, "op": str(built.lowered[largest].ops[plan.peaks[largest][1]])},
-        "model_flops": micro.flops * train.accumulate + update.flops,
+        "model_flops": model_flops(programs, config),
         "tokens": train.batch * train.seq * train.accumulate,
         "programs": {name: _program(built, name) for name in programs},
         "kernels": len(built.specs),
-        "families": _families(built),
-        "ops": _ops(built, train.accumulate, ceiling),
-        "fusions": dict(Counter(op.name for name in STEP for op in built.lowered[name].ops if _fused(op))),
+        "step": step,
+        "families": _families(built, step),
+        "ops": _ops(built, step, ceiling),
+        "fusions": dict(Counter(op.name for name in step for op in built.lowered[name].ops if _fused(op))),
     }
     if ceiling is not None:
         numbers["ceiling"] = ceiling.to_json()
@@ -102,10 +103,11 @@ def _program(built: Built, name: str) -> dict[str, int]:
     }
 
 
-def _families(built: Built) -> dict[str, dict[str, int]]:
-    """Operations and bytes of the primitive ops of a step, by family: what would move if nothing were fused."""
-    rows: dict[str, dict[str, int]] = {}
-    for name in STEP:
+def _families(built: Built, step: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Operations and bytes of the primitive ops of a step's programs, each program once, by family: what would move if nothing were
+    fused."""
+    rows: dict[str, dict[str, float]] = {}
+    for name in step:
         for op in (p for fused in built.lowered[name].ops for p in primitives(fused)):
             row = rows.setdefault(type(op).__module__.rpartition(".")[2], {"count": 0, "flops": 0, "bytes": 0})
             row["count"] += 1
@@ -114,11 +116,10 @@ def _families(built: Built) -> dict[str, dict[str, int]]:
     return rows
 
 
-def _ops(built: Built, accumulate: int, ceiling: Ceiling | None) -> list[dict[str, Any]]:
-    """A row for each kind of op of an optimizer step, after fusion. `count` counts all micro-batches."""
+def _ops(built: Built, step: dict[str, float], ceiling: Ceiling | None) -> list[dict[str, Any]]:
+    """A row for each kind of op of an optimizer step, after fusion: the mean over a cycle of steps, all micro-batches counted."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for name in STEP:
-        times = accumulate if name == "micro" else 1
+    for name, times in step.items():
         for op in built.lowered[name].ops:
             row = rows.setdefault((name, op.name), {"program": name, "op": op.name, "count": 0, "flops": 0, "bytes": 0})
             row["count"] += times

@@ -36,13 +36,14 @@ def open_bench(device: str, threads: int | None = None) -> Bench:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The measured rates of a machine. `flops` has the FLOP/s of products by the dtype of their operands, with the operands in
-    registers. `bandwidth` has the bytes/s that are read and written (an update counts twice) by mix. A rate that is asked for and
-    not there yet is measured, on the CPU in 0.1 s (dtype) or 0.2 s (mix)."""
+    """The rates of a machine, measured unless `source` says otherwise. `flops` has the FLOP/s of products by the dtype of their
+    operands, with the operands in registers. `bandwidth` has the bytes/s that are read and written (an update counts twice) by mix.
+    A rate that is asked for and not there yet is measured, on the CPU in 0.1 s (dtype) or 0.2 s (mix)."""
 
     flops: dict[str, float]
     bandwidth: dict[Mix, float]
     opened: Callable[[], Bench] = field(default=partial(open_bench, "cpu"))
+    source: str = "measured"
 
     def operations(self, op: Op) -> float:
         """Seconds of the op's arithmetic. Products and attention run at the peak of their operands' dtype."""
@@ -94,6 +95,7 @@ class Ceiling:
     def to_json(self) -> dict[str, Any]:
         names = {mix: name for name, mix in NAMED.items()}
         return {
+            "from": self.source,
             "flops": self.flops,
             "bandwidth": {names[m]: rate for m, rate in self.bandwidth.items() if m in names},
             "mixes": [{"read": m[0], "write": m[1], "update": m[2], "rate": r} for m, r in self.bandwidth.items()],

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import numpy as np
 
 from barellm.assembly.machine import Machine, open_machine
 from barellm.config import Config
-from barellm.models.course import Course
+from barellm.models.course import shares
 from barellm.profiling.process import CallCounter, Usage, resident_bytes, seconds_since_start
 from barellm.training.course import course
 
@@ -36,17 +35,9 @@ class Sample:
         return {"s": self.seconds, "loss": self.loss, **self.usage.__dict__}
 
 
-def course_of(config: Config) -> Course:
-    """The course of steps of one micro-batch."""
-    return course(replace(config, train=replace(config.train, accumulate=1)))
-
-
-def shares(config: Config) -> dict[str, float]:
-    """The programs of a step, and how often each runs in one: half the time where it ends every second step."""
-    steps = course_of(config)
-    plans = [steps.step(i, config.train.steps or None) for i in range(steps.cycle)]
-    counts = Counter(name for plan in plans for name in ("micro", *(update for update, _ in plan.updates)))
-    return {name: count / steps.cycle for name, count in counts.items()}
+def one_micro_batch(config: Config) -> Config:
+    """The run with steps of one micro-batch."""
+    return replace(config, train=replace(config.train, accumulate=1))
 
 
 class StepBench:
@@ -57,8 +48,8 @@ class StepBench:
         self.steps = 0
         self.train = machine.config.train
         self.vocabulary = machine.config.model.vocab_size
-        self.course, self.total = course_of(machine.config), self.train.steps or None
-        self.shares = shares(machine.config)
+        alone = one_micro_batch(machine.config)
+        self.course, self.shares, self.total = course(alone), shares(alone), self.train.steps or None
         self.loss = 0.0  # of the last step
 
     def step(self, wrap: Callable[[], Any] | None = None, run: Callable[..., Any] | None = None) -> Sample:

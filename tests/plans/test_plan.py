@@ -10,6 +10,7 @@ from barellm import overrides
 from barellm.assembly.machine import build_programs, open_machine
 from barellm.cli import main
 from barellm.models import preset, presets
+from barellm.models.course import only_stage
 from barellm.plans import plan
 from tests.profiling.conftest import ADAMW, made_up
 
@@ -111,6 +112,33 @@ def test_expected_time_is_the_larger_of_operations_and_bytes():
     assert rows["adamw"]["expected_s"] == pytest.approx(rows["adamw"]["bytes"] / ADAMW, rel=1e-6)
     assert rows["linear"]["expected_s"] == pytest.approx(rows["linear"]["flops"] / 4e11, rel=1e-2)
     assert numbers["expected_s"] == pytest.approx(sum(row["expected_s"] for row in numbers["ops"]))
+
+
+def test_a_step_of_a_run_with_stages_is_the_mean_of_its_cycle():
+    config = overrides.changed(preset("speedrun-small"), {"train.accumulate": 3})
+    config = replace(only_stage(config, 1), train=replace(only_stage(config, 1).train, dtype="fp32"))
+    numbers, built = plan.report(config, ceiling=made_up())
+    assert numbers["step"] == {"micro": 3.0, "update": 0.5, "update_tied": 0.5}
+    assert numbers["model_flops"] == 3 * build_programs(config)["micro"].flops  # Muon's products are not counted
+    adam = next(row for row in numbers["ops"] if row["op"] == "cautious_adam")
+    assert adam["program"] == "update_tied"
+    ops = [op for op in built.lowered["update_tied"].ops if op.name == "cautious_adam"]
+    assert (adam["count"], adam["bytes"]) == (len(ops) / 2, sum(op.bytes() for op in ops) / 2)
+
+
+def test_a_card_that_is_not_here_is_counted_by_its_data_sheet(capsys, refused):
+    argv = ["plan", "gpt2-124m", "--device", "cuda", "--dtype", "bf16", "--json"]
+    found = {}
+    for card in ("h100", "h200"):
+        assert main.main([*argv, "--card", card]) == 0
+        numbers = json.loads(capsys.readouterr().out)
+        assert numbers["ceiling"]["from"].startswith(card)
+        found[card] = {row["op"]: row for row in numbers["ops"]}
+    product, adamw = (found["h100"][op] for op in ("linear", "adamw"))
+    assert product["expected_s"] == pytest.approx(product["flops"] / 989.4e12, rel=1e-2)
+    assert adamw["expected_s"] == pytest.approx(adamw["bytes"] / (0.9 * 3.35e12))
+    assert found["h200"]["adamw"]["expected_s"] == pytest.approx(adamw["expected_s"] * 3.35 / 4.8)
+    assert "unknown card 'h10', did you mean 'h100'?" in refused(*argv, "--card", "h10")
 
 
 def test_the_map_covers_every_tensor_once_and_lists_lifetimes():

@@ -9,11 +9,11 @@ import pytest
 from barellm.assembly.machine import build_programs, resolved
 from barellm.errors import UserError
 from barellm.models import preset
-from barellm.models.course import only_stage
+from barellm.models.course import only_stage, shares
 from barellm.overrides import changed
 from barellm.plans.roofline import step_bound
 from barellm.profiling import profile
-from barellm.profiling.step import measure, opened, shares
+from barellm.profiling.step import measure, opened
 from barellm.training.course import course
 from tests.profiling.conftest import CEILING, made_up, small
 
