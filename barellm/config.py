@@ -131,6 +131,9 @@ class TrainConfig(Section, section="train"):
         0, 65536, "tokens in an evaluation, spread evenly over the validation text; 0: all of it"
     )
     sample_every: int = at_least(0, 0, "steps between samples; 0: only at the end")
+    ranges: int = at_least(
+        0, 0, "steps between looks at the exponents of activations, gradients and weights (ranges.jsonl); 0: none"
+    )
     checkpoint_every: int = at_least(0, 0, "steps between checkpoints; 0: only at the end, or when stopped")
     keep: int = at_least(1, 2, "how many checkpoints are kept")
     seed: int = between(

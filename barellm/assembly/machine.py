@@ -88,6 +88,7 @@ def build_programs(config: Config, *, training: bool = True, positions: int | No
         compute=train.dtype,
         optimizer=updates(config.optim, models.hidden(config.model)) if training else None,
         recompute=train.recompute,
+        ranges=train.ranges > 0,
         decode_batch=0 if positions == 0 else 1,
         decode_seq=positions or 0,
     )

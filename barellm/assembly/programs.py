@@ -10,6 +10,7 @@ from barellm.errors import UserError
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import Precision
+from barellm.program.observing import observe
 from barellm.program.tensor import Dim
 
 MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, and its plan still takes seconds only
@@ -23,6 +24,7 @@ def build(
     compute: str | Precision = "fp32",
     optimizer: Callable[[Program], None] | Mapping[str, Callable[[Program], None]] | None = None,
     recompute: bool = False,
+    ranges: bool = False,
     decode_batch: int = 0,
     decode_seq: int = 0,
 ) -> tuple[Store, dict[str, Program]]:
@@ -30,6 +32,7 @@ def build(
 
     init    parameters from the scalar seed
     micro   forward and backward of up to `batch` sequences of up to `seq` tokens; output "loss" (with `optimizer`)
+    ranges  with `ranges`: the same, and the exponents of what it touches (`program.observing`)
     update  clip and optimizer, as `optimizer` appends them; where it is a mapping, a program for each of its names
     eval    forward of as many, without dropout; output "loss"
     decode  up to `decode_batch` sequences, `decode_seq` positions in the KV cache (0: max_seq); output "logits"
@@ -47,9 +50,12 @@ def build(
     architecture.declare(programs["init"], model)
     initialise(programs["init"])
     if optimizer is not None:
-        p = programs["micro"] = Program(store, compute=compute)
-        loss = p.output("loss", architecture.forward(p, model, *_inputs(p, batch, seq), training=True))
-        p.backward(loss, recompute=recompute)
+        for name in ("micro", "ranges") if ranges else ("micro",):
+            p = programs[name] = Program(store, compute=compute)
+            loss = p.output("loss", architecture.forward(p, model, *_inputs(p, batch, seq), training=True))
+            gradients = p.backward(loss, recompute=recompute)
+            if name == "ranges":
+                observe(p, gradients)
         for name, append in ({"update": optimizer} if callable(optimizer) else optimizer).items():
             programs[name] = Program(store, compute=compute)
             append(programs[name])

@@ -2,6 +2,9 @@
 
 The training loss is smoothed: each hundredth of the axis shows its mean. Runs with different tokenizers have different
 tokens, so their nats per token cannot be compared.
+
+With --ranges it shows the exponents of a run's activations, gradients and weights, which train --train.ranges N writes: a table of
+the last step in the terminal, a picture of the first and the last step, or all numbers. docs/ranges.md explains it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING
 from barellm.training.curve import AXES
 
 if TYPE_CHECKING:
+    from barellm.training.console import Console
     from barellm.training.curve import Curve
 
 
@@ -26,13 +30,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="draw a picture into this file, .png, .svg or .pdf (default: charts in the terminal)",
     )
     parser.add_argument("--x", choices=AXES, default="steps", help="what the loss is drawn over (default: steps)")
+    parser.add_argument("--ranges", action="store_true", help="exponents of one run, in the place of losses")
+    parser.add_argument(
+        "--json", action="store_true", help="with --ranges: print the numbers of every step, and nothing else"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    from barellm.errors import UserError
     from barellm.training import curve
     from barellm.training.console import Console
 
     console = Console()
+    if args.ranges:
+        return _ranges(args, console)
+    if args.json:
+        raise UserError("--json is for --ranges: the losses of a run are in its metrics.jsonl")
     curves = [_read(name, axis=args.x) for name in args.runs]
     if args.out is not None:
         title = curves[0].name if len(curves) == 1 else "training, smoothed, and validation (dots)"
@@ -43,6 +56,31 @@ def run(args: argparse.Namespace) -> int:
             console.line(curve.terminal(found, axis=args.x, ascii_only=not console.can_show(curve.GLYPHS)))
     if args.out is not None:
         console.line(f"curve {args.out}")
+    return 0
+
+
+def _ranges(args: argparse.Namespace, console: Console) -> int:
+    """The exponents of one run."""
+    import json
+
+    from barellm.checkpoint import checkpoint
+    from barellm.errors import UserError
+    from barellm.training import ranges, ranges_chart
+
+    if len(args.runs) > 1:
+        raise UserError(f"--ranges shows one run, found {len(args.runs)}")
+    (name,) = args.runs
+    path = Path(name)
+    checkpoint.must_exist(path, expected="a run folder")
+    rows = ranges.steps(path)
+    if args.json:
+        print(json.dumps({"run": name, "steps": [ranges_chart.numbers(row) for row in rows]}))
+        return 0
+    if args.out is not None:
+        ranges_chart.image(Path(args.out), ranges_chart.chosen(rows), title=name)
+        console.line(f"ranges {args.out}")
+        return 0
+    console.line(ranges_chart.terminal(rows[-1], ascii_only=not console.can_show(ranges_chart.SHADES)))
     return 0
 
 

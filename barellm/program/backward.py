@@ -65,6 +65,8 @@ class Gradients:
         self.origin: dict[Tensor, Tensor] = {}
         self.parameters: dict[Tensor, Parts] = {}  # their gradients, from the first writer on
         self.needs: set[Tensor] = set()  # forward tensors that a parameter leads to
+        # Forward tensor -> its finished gradient, and the op that wrote it last.
+        self.found: dict[Tensor, tuple[Tensor, Op]] = {}
 
     def key(self, forward: Tensor) -> Tensor:
         if isinstance(forward, View):
@@ -76,7 +78,10 @@ class Gradients:
         rule cannot add into what it still reads: y = x + linear(x) gives x and linear(x) the same gradient tensor."""
         key = self.key(forward)
         self._join(key)
-        return self.of.pop(key, None)
+        grad = self.of.pop(key, None)
+        if grad is not None and (last := last_writer(self.graph.ops, grad)):
+            self.found[key] = grad, last
+        return grad
 
     def release(self, grads: Iterable[Tensor | None]) -> None:
         self.holders.subtract(grad for grad in grads if grad is not None)
@@ -191,9 +196,15 @@ def reachable(ops: list[Op], roots: Iterable[Tensor] = ()) -> set[Tensor]:
     return needs
 
 
-def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> None:
+def last_writer(ops: list[Op], t: Tensor) -> Op | None:
+    """The last op that writes a tensor or some of its columns; None where it is given."""
+    return next((op for op in reversed(ops) if any(out.base is t.base for out in op.outputs.values())), None)
+
+
+def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> dict[Tensor, tuple[Tensor, Op]]:
     """Append the backward ops of `loss`. With `recompute`, what a segment computed is dropped after the forward pass
-    and computed again, from the segment's inputs, just before its backward ops (Chen et al. 2016)."""
+    and computed again, from the segment's inputs, just before its backward ops (Chen et al. 2016). Gives the gradient of each
+    forward tensor that has one, with the op behind which it is finished: later ones may write more to the same tensor."""
     if tuple(loss.shape) != (1,):
         raise ValueError(f"backward starts from a loss of shape (1,): {describe(loss=loss)}")
     forward = list(graph.ops)
@@ -223,6 +234,7 @@ def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> None:
         g.release(douts.values())
     g.finish()
     graph.eliminate_dead()
+    return g.found
 
 
 def pullback(graph: Graph, seeds: dict[Tensor, Tensor], roots: Iterable[Tensor]) -> list[Tensor]:

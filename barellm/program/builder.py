@@ -10,6 +10,7 @@ from barellm.program.ops import (
     documents,
     elementwise,
     embedding,
+    exponents,
     gates,
     layernorm,
     matmul,
@@ -22,6 +23,7 @@ from barellm.program.ops import (
     swiglu,
     transpose,
 )
+from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 
 __all__ = ["Program", "Store"]
@@ -33,6 +35,7 @@ class Program(
     documents.Calls,
     elementwise.Calls,
     embedding.Calls,
+    exponents.Calls,
     gates.Calls,
     layernorm.Calls,
     matmul.Calls,
@@ -47,7 +50,8 @@ class Program(
 ):
     """A list of primitive ops over named tensors (`program.graph.Graph`). Each family of ops brings the calls that append it."""
 
-    def backward(self, loss: Tensor, *, recompute: bool = False) -> None:
+    def backward(self, loss: Tensor, *, recompute: bool = False) -> dict[Tensor, tuple[Tensor, Op]]:
         """Append the backward ops of `loss` (1,): each parameter that leads to it gets a gradient, `NAME.grad` in the store.
-        `recompute` drops the activations of segments and computes them again: less memory, more work."""
-        backward(self, loss, recompute=recompute)
+        `recompute` drops the activations of segments and computes them again: less memory, more work. Gives the gradients of the
+        forward tensors, each with the op behind which it is finished."""
+        return backward(self, loss, recompute=recompute)

@@ -104,8 +104,10 @@ class FusedOp(Op):
 def fuse(
     ops: Sequence[Op], table: Iterable[Fusion], *, takes: Callable[[FusedOp], bool] = lambda fused: True
 ) -> list[Op]:
-    """The list with every match of the table replaced by its FusedOp, where the backend `takes` that; earlier rows go first."""
-    ops = list(ops)
+    """The list with every match of the table replaced by its FusedOp, where the backend `takes` that; earlier rows go first.
+    Observers see the same values as before, or are left out where a fusion leaves no such value in memory."""
+    observed = list(_observed(ops))
+    ops = [op for op in ops if not op.observer]
     index, names = None, {op.name for op in ops}  # of `ops` as they are now
     for fusion in table:
         if not names.issuperset(name for name, _ in fusion.sequence):
@@ -127,7 +129,29 @@ def fuse(
         if placed:
             ops = [placed.get(op, op) for op in ops if op in placed or op not in taken]
             index, names = None, {op.name for op in ops}
-    return ops
+    return _with_observers(ops, observed) if observed else ops
+
+
+def _observed(ops: Sequence[Op]) -> Iterator[tuple[Op, Op | None]]:
+    """The observers among the ops, each with the op that wrote what it reads, or None where that was there before."""
+    writer: dict[Tensor, Op] = {}
+    for op in ops:
+        if op.observer:
+            (t,) = op.inputs.values()
+            yield op, writer.get(t.base)
+        else:
+            writer |= dict.fromkeys(_bases(op.outputs), op)
+
+
+def _with_observers(ops: list[Op], observed: list[tuple[Op, Op | None]]) -> list[Op]:
+    """The ops and, right behind the op that now writes it, each observer whose value is still written."""
+    now = {part: op for op in ops for part in (op.sequence if isinstance(op, FusedOp) else [op])}
+    behind: dict[Op | None, list[Op]] = {}
+    for observer, writer in observed:
+        (t,) = observer.inputs.values()
+        if writer is None or t.base in _bases(now[writer].outputs):
+            behind.setdefault(writer and now[writer], []).append(observer)
+    return [*behind.get(None, []), *(x for op in ops for x in (op, *behind.get(op, [])))]
 
 
 _Value = tuple[Tensor, int]  # what a tensor holds after so many writes

@@ -149,10 +149,14 @@ def _draw(axes: Axes, points: Points, line: str, **style: Any) -> None:
 
 
 def image(path: Path, curves: Sequence[Curve], *, title: str = "", axis: str = "steps") -> None:
-    """The picture as a file: .png, .svg, .pdf or whatever else matplotlib writes, by the name's ending."""
+    """The picture as a file, by the name's ending."""
+    save(picture(curves, title=title, axis=axis), path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure: .png, .svg, .pdf or whatever else matplotlib writes, by the name's ending."""
     import warnings
 
-    figure = picture(curves, title=title, axis=axis)
     known = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise UserError(f"{path} ends in {path.suffix!r}, expected one of {', '.join(f'.{end}' for end in known)}")

@@ -23,6 +23,7 @@ from barellm.runtime.session import Session
 from barellm.training import report
 from barellm.training.console import Console, duration, in_words, short
 from barellm.training.metrics import Metrics
+from barellm.training.ranges import Watch
 from barellm.training.schedule import steps_in_time
 from barellm.training.stopping import Stopping
 
@@ -59,6 +60,7 @@ class Loop:
     evaluator: Evaluator
     final_targets: int  # of the evaluation after the last step
     metrics: Metrics
+    watch: Watch | None  # of the exponents, where they are asked for
     console: Console
     stop: Stopping
     folder: Path  # of the checkpoints
@@ -130,8 +132,13 @@ class Loop:
             session.write("targets", targets)
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
             adds = int(micro > 0 or plan.adds)
-            session.run("micro", accumulate=adds, inv_targets=plan.inv_targets, **shape, **random)
+            # The last micro-batch finds the gradients of the whole step.
+            watched = self.watch is not None and micro + 1 == train.accumulate and self.watch.due(step + 1)
+            program = "ranges" if watched else "micro"
+            session.run(program, accumulate=adds, inv_targets=plan.inv_targets, **shape, **random)
             loss += float(session.read("loss")[0]) * plan.shown
+            if watched and self.watch is not None:
+                self.watch.record(step + 1)
             if micro + 1 < train.accumulate and self.console.due(inside=True):
                 total = "?" if self.progress.total is None else self.progress.total
                 self.console.progress(f"step {step + 1:>5}/{total}  micro-batch {micro + 1} of {train.accumulate}")

@@ -6,7 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +28,7 @@ from barellm.evaluation.text import gzip_bits_per_byte, python_share
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.generation.decode import Decoder, open_decoder
 from barellm.generation.samplers import Sampling
-from barellm.training import curve, metrics, report
+from barellm.training import curve, metrics, ranges, report
 from barellm.training.console import Console, duration, short
 from barellm.training.course import course
 from barellm.training.loop import ANY_STEPS, Loop, Progress
@@ -41,7 +41,7 @@ SAMPLE_TOKENS = 160
 FINAL_SAMPLES, FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_SHARE, FINAL_SHOWN = 6, 384, 256, 2
 FREE_KEYS = frozenset(
     {f"train.{k}" for k in ("steps", "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep")}
-    | {"data.source", "optim.moments", "optim.cooldown", "train.matmul"}
+    | {"data.source", "optim.moments", "optim.cooldown", "train.matmul", "train.ranges"}
 )
 
 
@@ -171,7 +171,14 @@ class Run:
     def _train(self, folder: RunFolder, machine: Machine, stop: Stopping) -> int:
         progress, rows = self._begin(folder, machine)
         decoder = open_decoder(machine.session, self.config.model, positions=self.config.model.max_seq)
-        with closing(metrics.Metrics(folder.path / "metrics.jsonl", rows=rows)) as log:
+        with ExitStack() as files:
+            log = files.enter_context(closing(metrics.Metrics(folder.path / "metrics.jsonl", rows=rows)))
+            found = folder.path / ranges.FILE
+            if found.exists():  # of the run that goes on, or of one that ended before its first checkpoint
+                metrics.truncate(found, step=progress.step)
+            watch = None
+            if self.config.train.ranges:
+                watch = files.enter_context(closing(ranges.Watch(found, machine, every=self.config.train.ranges)))
             loop = Loop(
                 config=self.config,
                 session=machine.session,
@@ -180,6 +187,7 @@ class Run:
                 evaluator=self.evaluator,
                 final_targets=self.final_evaluator.windows.targets,
                 metrics=log,
+                watch=watch,
                 console=self.console,
                 stop=stop,
                 folder=folder.checkpoints,

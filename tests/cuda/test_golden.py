@@ -172,6 +172,15 @@ def gates_specs(compute: str) -> dict[Specialisation, str]:
     return {spec: op for spec, op in found.items() if spec.name in GATES}
 
 
+def exponents_specs() -> dict[Specialisation, str]:
+    """Histograms of an activation in bf16 and of a gradient in fp32."""
+    p = Program(Store(), compute="bf16")
+    for dtype in ("bf16", "fp32"):
+        for t in p.exponents(p.input(dtype, (Dim("batch", 64), Dim("seq", 1024), 768), dtype)):
+            p.output(f"{dtype}.{t.dtype}", t)
+    return lower_and_plan({"p": p}, Target(90)).specs
+
+
 TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
@@ -189,6 +198,7 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "muon fp32": lambda: muon_specs("fp32"),
     "gates bf16": lambda: gates_specs("bf16"),
     "record 74's updates": record_specs,
+    "exponents": exponents_specs,
 }
 
 

@@ -5,6 +5,7 @@ from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward
 from barellm.program.ops.documents import BigramIds, CuSeqlens, DocumentStarts
 from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast, Zeros
 from barellm.program.ops.embedding import Embedding, EmbeddingDwpe, EmbeddingDwte, LastRow
+from barellm.program.ops.exponents import Exponents
 from barellm.program.ops.gates import Gated, GatedBackward, GateLogits, GateLogitsBackward
 from barellm.program.ops.layernorm import LayerNorm, LayerNormDparams, LayerNormDx
 from barellm.program.ops.matmul import Bias, BiasGrad, Matmul, MatmulDw, MatmulDx
@@ -50,6 +51,7 @@ __all__ = [
     "Embedding",
     "EmbeddingDwpe",
     "EmbeddingDwte",
+    "Exponents",
     "GateLogits",
     "GateLogitsBackward",
     "Gated",

@@ -54,6 +54,9 @@ class Op:
     inplace: ClassVar[dict[str, str]] = {}  # output -> the input whose tensor it overwrites
     rounded: tuple[str, ...] = ()  # inputs of which a split parameter gives its bf16 plane only
     product: ClassVar[bool] = False  # multiplies and adds operands of one dtype, at the peak of that dtype
+    observer: ClassVar[bool] = (
+        False  # looks at what is there anyway: fusions are made as if it was not (`program.fusion`)
+    )
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
         self.inputs: dict[str, Tensor] = {k: t for k, t in inputs.items() if t is not None}

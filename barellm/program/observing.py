@@ -1,0 +1,95 @@
+"""Histograms of the exponents of everything in a training step, written while the step runs.
+
+Activations and their gradients are in memory for a part of the step only. So the ops that look at them are put into a program right
+behind those that write them. They all write columns of two tensors that stay in the arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from barellm.program.backward import last_writer
+from barellm.program.builder import Program
+from barellm.program.dtypes import FORMATS
+from barellm.program.ops.base import Op
+from barellm.program.ops.exponents import BINS, SUMS, Exponents
+from barellm.program.tensor import Tensor, View
+
+COUNTS, TOTALS = "ranges.counts", "ranges.sums"  # persistent: (1, 256 n) i32 and (1, 4 n) of n tensors
+KINDS = ("activation", "gradient", "weight", "weight gradient")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One tensor of a step: its name, one of KINDS, its planned shape, and its number among all."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    number: int
+
+
+def observe(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> None:
+    """Give a program, whose backward ops are there, observers of the forward tensors that have `gradients`, of those gradients, of
+    the weights, and of their gradients, each in the order of the network."""
+    wanted = list(_wanted(p, gradients))
+    n = len(wanted)
+    counts, sums = p.cache(COUNTS, (1, n * BINS), "i32"), p.cache(TOTALS, (1, n * len(SUMS)), "fp32")
+    behind: dict[Op | None, list[Op]] = {}
+    ops = p.ops
+    p.ops = []
+    for number, (name, kind, t, writer) in enumerate(wanted):
+        columns = {"counts": View(counts, number * BINS, BINS), "sums": View(sums, number * len(SUMS), len(SUMS))}
+        op = p.apply(Exponents, into={k: (v, "store") for k, v in columns.items()}, x=t, label=name, kind=kind)
+        op.segment = writer and writer.segment
+        behind.setdefault(writer, []).append(op)
+    p.ops = [*behind.get(None, []), *(x for op in ops for x in (op, *behind.get(op, [])))]
+
+
+def observed(p: Program) -> list[Observed]:
+    """What a program observes, in the order of the network."""
+    ops = [op for op in p.ops if isinstance(op, Exponents) and op.counts.base.name == COUNTS]
+    found = [
+        Observed(op.label, op.kind, tuple(int(n) for n in op.x.shape), op.x.dtype, op.counts.first_column // BINS)
+        for op in ops
+    ]
+    return sorted(found, key=lambda each: each.number)
+
+
+def _wanted(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> Iterator[tuple[str, str, Tensor, Op | None]]:
+    """(name, kind, tensor, op behind which it is looked at or None for the program's beginning)."""
+    kept = set(p.ops)
+    made: dict[str, tuple[Tensor, Op]] = {}
+    for op in p.ops:
+        for slot, t in op.outputs.items():
+            if t in gradients and t.base is t and not op.recomputed and FORMATS[t.dtype].kind == "float":
+                name = own = _name(op, slot, t)
+                number = 1
+                # What a bias makes of a product takes its place.
+                while name in made and made[name][0] not in op.inputs.values():
+                    number += 1
+                    name = f"{own}.{number}"
+                made[name] = t, op
+    for name, (t, op) in made.items():
+        yield name, "activation", t, op
+    # What passes through an addition unchanged is one gradient of several tensors: the last of them gives it its name.
+    names = {gradients[t]: name for name, (t, _) in made.items()}
+    for (grad, writer), name in names.items():
+        if writer in kept and grad.base is grad:
+            yield name, "gradient", grad, writer
+    for weight in p.store.of_role("parameter"):
+        if any(weight in (t.base for t in op.inputs.values()) for op in p.ops):
+            yield weight.name, "weight", weight, None
+    for weight in p.store.of_role("parameter"):
+        grad = p.store.tensors.get(f"{weight.name}.grad")
+        if grad is not None and (writer := last_writer(p.ops, grad)):
+            yield weight.name, "weight gradient", grad, writer
+
+
+def _name(op: Op, slot: str, t: Tensor) -> str:
+    """An activation is called as the layer whose parameters made it, or else as the op that did."""
+    names = [x.name for x in op.inputs.values() if x.role == "parameter" and x.base is x]
+    layers = {name.removesuffix(".weight").removesuffix(".bias") for name in names}
+    return layers.pop() if len(layers) == 1 else ".".join(word for word in t.name.split(".") if word != slot)

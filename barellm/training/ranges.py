@@ -1,0 +1,95 @@
+"""ranges.jsonl: the exponents of activations, gradients and weights of some steps of a run, one JSON object a step.
+
+    {"kind": "ranges", "step": 100, "tensors": [{"name": "h.0.attn.c_attn", "what": "activation", "shape": [12, 64, 384],
+      "dtype": "bf16", "size": 294912, "zeros": 0, "not_finite": 0, "mean": 0.01, "mean_abs": 0.4, "rms": 0.5, "max": 3.2,
+      "first": -20, "counts": [1, 0, 5, ...]}, ...]}
+
+`counts[i]` elements have a magnitude of 2^(first + i) and more, below twice that. `size` counts the elements of this step, `shape`
+is the planned one. Numbers are as memory has them: in fp16 gradients carry the loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from barellm.assembly.machine import Machine
+from barellm.errors import UserError
+from barellm.program.magnitudes import BIAS, Magnitudes, magnitudes
+from barellm.program.observing import COUNTS, TOTALS, observed
+from barellm.program.ops.exponents import BINS, NOT_FINITE, SUMS
+from barellm.training.metrics import Metrics, read
+
+FILE = "ranges.jsonl"
+
+
+class Watch:
+    """Writes what the program "ranges" finds, in the first step and in every one whose number `every` divides."""
+
+    def __init__(self, path: Path, machine: Machine, *, every: int) -> None:
+        self.every, self.session = every, machine.session
+        self.tensors = observed(machine.programs["ranges"])
+        # What a fusion keeps out of memory nobody counts: it stays empty.
+        for name in (COUNTS, TOTALS):
+            self.session.write(name, np.zeros_like(self.session.read(name)))
+        self._rows = Metrics(path)
+
+    def due(self, step: int) -> bool:
+        return step == 1 or step % self.every == 0
+
+    def record(self, step: int) -> None:
+        """Write the row of a step whose last run was of the program."""
+        counts = self.session.read(COUNTS).reshape(-1, BINS)
+        sums = self.session.read(TOTALS).reshape(-1, len(SUMS))
+        rows = []
+        for t in self.tensors:
+            found = magnitudes(counts[t.number], sums[t.number])
+            if found.size:
+                rows.append({"name": t.name, "what": t.kind, "shape": t.shape, "dtype": t.dtype, **_row(found)})
+        self._rows.add({"kind": "ranges", "step": step, "tensors": rows})
+        self._rows.rows.clear()  # nobody asks for them before the end, and there are many
+
+    def close(self) -> None:
+        self._rows.close()
+
+
+def _row(found: Magnitudes) -> dict[str, Any]:
+    at = np.flatnonzero(found.counts[1:NOT_FINITE]) + 1
+    first, stop = (int(at[0]), int(at[-1]) + 1) if at.size else (BIAS, BIAS)
+    means = {"mean": found.mean, "mean_abs": found.mean_abs, "rms": found.rms, "max": found.largest}
+    return {
+        "size": found.size,
+        "zeros": found.zeros,
+        "not_finite": found.not_finite,
+        **{name: float(f"{value:.6g}") if isfinite(value) else None for name, value in means.items()},
+        "first": first - BIAS,
+        "counts": found.counts[first:stop].tolist(),
+    }
+
+
+def magnitudes_of(row: Mapping[str, Any]) -> Magnitudes:
+    """What the op found of one of a row's tensors; the means have six digits."""
+    counts = np.zeros(BINS, np.int64)
+    counts[0], counts[NOT_FINITE] = row["zeros"], row["not_finite"]
+    first = int(row["first"]) + BIAS
+    counts[first : first + len(row["counts"])] = row["counts"]
+    finite = max(1, int(row["size"]) - int(row["not_finite"]))
+    mean, mean_abs, rms, largest = (
+        float("inf") if row[name] is None else float(row[name]) for name in ("mean", "mean_abs", "rms", "max")
+    )
+    return Magnitudes(counts, mean * finite, mean_abs * finite, rms**2 * finite, largest)
+
+
+def steps(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run's file. UserError where there are none."""
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{path} has no {FILE}, expected a run with --train.ranges N")
+    rows = [row for row in read(file) if row.get("kind") == "ranges"]
+    if not rows:
+        raise UserError(f"{file} holds no step yet")
+    return rows

@@ -1,0 +1,120 @@
+"""The exponents of a run's tensors: as a table with strips of shades in the terminal, as a picture, and as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from barellm.program.magnitudes import BIAS, RANGES, Magnitudes
+from barellm.program.observing import KINDS
+from barellm.program.ops.exponents import NOT_FINITE
+from barellm.training.curve import save
+from barellm.training.ranges import magnitudes_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SHADES, PLAIN = " ░▒▓█", " .:*#"
+FULL = 0.16  # the share of a tensor's elements at which an exponent has the darkest shade
+STRIP, PER_CELL = (-48, 20), 2  # exponents of a strip, and those of one of its characters
+LINES = {"e4m3": "#c2410c", "e5m2": "#1d4ed8", "fp16": "#15803d"}
+MOST_LABELS = 60  # names beside a panel; of more rows, every second or third is named
+
+
+def numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """A step with the shares of each tensor that saturate and that become zero in each format, not scaled."""
+    tensors = []
+    for t in row["tensors"]:
+        found = magnitudes_of(t)
+        shares = {"saturated": found.saturated, "flushed": found.flushed}
+        tensors.append({**t, **{what: {f: round(share(f), 6) for f in RANGES} for what, share in shares.items()}})
+    return {"step": row["step"], "tensors": tensors}
+
+
+def matrices(row: dict[str, Any], what: str) -> list[tuple[str, Magnitudes]]:
+    """The tensors of a kind that are no vectors, in the order of the network."""
+    return [(t["name"], magnitudes_of(t)) for t in row["tensors"] if t["what"] == what and len(t["shape"]) > 1]
+
+
+def terminal(row: dict[str, Any], *, ascii_only: bool = False) -> str:
+    """A line for each tensor that is no vector: root of the mean square, largest magnitude, the shares outside of e4m3 and e5m2,
+    and a strip with the share of every two exponents."""
+    shades = PLAIN if ascii_only else SHADES
+    low, high = STRIP
+    width = (high - low) // PER_CELL
+    ends = f"2^{low}".ljust(width - len(f"2^{high}")) + f"2^{high}"
+    lines = []
+    for what in KINDS:
+        if not (found := matrices(row, what)):
+            continue
+        name_width = max(len(name) for name, _ in found)
+        title = f"{what}, step {row['step']}"
+        lines.append(f"{title:<{name_width}} {'rms':>9} {'max':>9} {'e4m3':>6} {'e5m2':>6}  {ends}")
+        for name, m in found:
+            outside = [f"{m.saturated(f) + m.flushed(f):6.1%}" for f in ("e4m3", "e5m2")]
+            share = m.counts / max(1, m.size)
+            cells = [share[e + BIAS : e + BIAS + PER_CELL].sum() for e in range(low, high, PER_CELL)]
+            # An exponent that is there at all shows.
+            marks = [min(len(shades) - 1, int(np.ceil(c / (PER_CELL * FULL) * (len(shades) - 1)))) for c in cells]
+            strip = "".join(shades[i] for i in marks)
+            lines.append(f"{name:<{name_width}} {m.rms:>9.3g} {m.largest:>9.3g} {' '.join(outside)}  {strip}")
+        lines.append("")
+    lines.append("e4m3, e5m2: share that saturates or becomes zero there, not scaled; vectors are left out")
+    return "\n".join(lines)
+
+
+def chosen(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first and the last step."""
+    return [rows[0], rows[-1]] if len(rows) > 1 else [rows[0]]
+
+
+def picture(rows: Sequence[dict[str, Any]], *, title: str = "") -> Figure:
+    """A row of panels for each of the steps, a panel for each kind of tensor. In it a row is a tensor, in the order of the network
+    from above, and the shade the share of its elements that have an exponent."""
+    from matplotlib.figure import Figure
+
+    found = [[matrices(row, what) for what in KINDS] for row in rows]
+    every = [m for panels in found for panel in panels for _, m in panel]
+    total = np.sum([m.counts[1:NOT_FINITE] / max(1, m.size) for m in every], axis=0)
+    there = np.flatnonzero(total > 1e-4) + 1 - BIAS
+    low, high = (int(there[0]), int(there[-1]) + 1) if there.size else (-1, 1)
+    low, high = min(low, -20), max(high, 18)  # the lines of the formats are in the picture
+    most = max(len(panel) for panels in found for panel in panels)
+    height = max(2.2, 0.13 * min(most, MOST_LABELS) + 0.8)
+    figure = Figure(figsize=(15, height * len(rows) + 0.5), dpi=110, layout="constrained")
+    axes = figure.subplots(len(rows), len(KINDS), squeeze=False)
+    for row, panels, line in zip(rows, found, axes, strict=True):
+        for what, panel, here in zip(KINDS, panels, line, strict=True):
+            _panel(here, panel, low=low, high=high)
+            here.set_title(f"{what}, step {row['step']}", fontsize=8)
+    handles = [axes[0, 0].plot([], [], color=color, label=name)[0] for name, color in LINES.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=10, parse_math=False)
+    return figure
+
+
+def _panel(axes: Axes, panel: list[tuple[str, Magnitudes]], *, low: int, high: int) -> None:
+    axes.tick_params(labelsize=6)
+    for name, color in LINES.items():
+        for edge in RANGES[name].exponents:
+            axes.axvline(edge, color=color, linewidth=0.8, alpha=0.8)
+    axes.set_xlim(low, high)
+    axes.set_xlabel("exponent of two", fontsize=7)
+    if not panel:
+        return
+    share = np.stack([m.counts[low + BIAS : high + BIAS] / max(1, m.size) for _, m in panel])
+    extent = (low, high, len(panel) - 0.5, -0.5)
+    axes.imshow(
+        np.sqrt(share), cmap="Greys", vmin=0, vmax=FULL**0.5, aspect="auto", extent=extent, interpolation="none"
+    )
+    every = -(-len(panel) // MOST_LABELS)
+    axes.set_yticks(range(0, len(panel), every), [name for name, _ in panel[::every]], fontsize=5, parse_math=False)
+
+
+def image(path: Path, rows: Sequence[dict[str, Any]], *, title: str = "") -> None:
+    """The picture as a file, by the name's ending."""
+    save(picture(rows, title=title), path)
