@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 QUICK := cpu program runtime models optim cuda/test_elementwise.py test_house.py
 
-.PHONY: train test quick lint oracle gpu-check clean
+.PHONY: train test quick lint oracle anatomy gpu-check clean
 
 # Into a dated folder under runs/, or into OUT.
 train: $(VENV)/.installed
@@ -27,9 +27,13 @@ oracle: $(VENV)/.oracle
 	$(BIN)/python -m pytest -m oracle $(PYTEST)
 
 lint: $(VENV)/.linted
-	$(BIN)/ruff check barellm tests benchmarks docs
-	$(BIN)/ruff format --check barellm tests benchmarks docs
+	$(BIN)/ruff check anatomy barellm tests benchmarks docs
+	$(BIN)/ruff format --check anatomy barellm tests benchmarks docs
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The ladder of a matrix product: its rungs measured in turns, a table and pictures in runs/anatomy. ANATOMY="--size 2000", or --gpu.
+anatomy: $(VENV)/.installed
+	$(BIN)/python -m anatomy $(ANATOMY)
 
 # On a machine with a GPU, with that machine's own python3: PyTorch with CUDA, Triton 3.6, cuda-bindings. docs/cuda.md
 gpu-check:
