@@ -10,6 +10,7 @@ from barellm.fields import Section, at_least, below_one, between, inside_one, on
 
 MATMULS = ("own", "cublaslt")
 MOMENTS = ("fp32", "16bit", "16bit-stochastic")
+DROPOUT_BITS = ("threefry", "taus88", "lfsr113")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 ORDERS = ("epoch", "random", "documents")
 OPTIMIZERS = ("adamw", "muon", "speedrun")

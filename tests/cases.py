@@ -609,6 +609,33 @@ def elementwise_cases(dtype: str) -> dict[str, tuple]:
     }
 
 
+# Generator, shape and mode of dropout's result: rows within a draw, beyond one, and beyond a block of columns.
+STREAM_CASES = [
+    ("taus88", (2, 3, 7), "store"),
+    ("taus88", (1, 2, 530), "add"),
+    ("lfsr113", (2, 3, 33), "start"),
+    ("lfsr113", (1, 1, 513), "store"),
+]
+
+
+def stream_case(case: tuple[str, tuple[int, ...], str], dtype: str) -> tuple[type[ops.Dropout], dict[str, Given], dict]:
+    """The op, its operands and what else `check_op` wants: the forward op where it stores, else the backward one."""
+    bits, shape, mode = case
+    attrs = {
+        "rate": 0.3,
+        "stream": 3,
+        "bits": bits,
+        "scalars": {"seed": (1 << 40) + 11, "step": 3, "sample": (1 << 33) + 5},
+    }
+    x = tokens(normal(*shape), dtype)
+    if mode == "store":
+        return ops.TauswortheDropout, {"x": x}, attrs | {"bounds": {"y": EPS * abs(x.values)}}
+    attrs["scalars"]["accumulate"] = 1
+    bounds = {"dx": 4 * EPS * (abs(x.values) + 4)}
+    attrs |= {"modes": {"dx": mode}, "dtype": dtype, "plan": (shape[0] + 1, shape[1] + 2), "bounds": bounds}
+    return ops.TauswortheDropoutBackward, {"dy": x}, attrs
+
+
 def norm_gradient(x: np.ndarray, dy: np.ndarray, dtype: str) -> dict:
     """Operands of LayerNorm's gradient."""
     mean, rstd = x.mean(-1), 1 / np.sqrt(x.var(-1) + 1e-5)

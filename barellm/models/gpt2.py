@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import TYPE_CHECKING
 
+from barellm.config import DROPOUT_BITS, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.config import Config as Run
-from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
-from barellm.fields import at_least, below_one, between, divides, value
+from barellm.fields import at_least, below_one, between, divides, one_of, value
 from barellm.models.foreign import HuggingFace
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ class Config(ModelConfig):
     max_seq: int = at_least(1, 1024, "positions: the longest sequence that the model can see")
     bias: bool = value(True, "biases in products and norms")
     dropout: float = below_one(0.0, "dropout rate in training", of_run=True)
+    dropout_bits: str = one_of(
+        DROPOUT_BITS,
+        "threefry",
+        "generator of the residual stream's dropout (attention's is always threefry)",
+        of_run=True,
+    )
 
     @property
     def head_size(self) -> int:
@@ -94,12 +100,12 @@ def declare(p: Program, cfg: Config) -> Weights:
 def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool) -> Tensor:
     """The loss (1,): the sum over valid targets times the scalar inv_targets. Dropout in training only."""
     w = declare(p, cfg)
-    dropout = cfg.dropout if training else 0.0
+    rate = cfg.dropout if training else 0.0
 
     def attend(_: Block, qkv_BT3C: Tensor) -> Tensor:
-        return p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads, dropout=dropout)
+        return p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads, dropout=rate)
 
-    h_BTC = _trunk(p, w, tokens_BT, attend, dropout)
+    h_BTC = _trunk(p, w, tokens_BT, attend, lambda x_BTC: p.dropout(x_BTC, rate, cfg.dropout_bits))
     return p.classifier(h_BTC, w.wte, targets_BT, valid_vocab=cfg.vocab_size)
 
 
@@ -113,21 +119,25 @@ def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
         caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
         return p.attention_cached(*p.split(qkv_BT3C, 3), *caches, heads=cfg.heads)
 
-    return p.last_logits(_trunk(p, w, tokens_BT, attend, 0.0), w.wte)
+    return p.last_logits(_trunk(p, w, tokens_BT, attend, lambda x_BTC: x_BTC), w.wte)
 
 
 def _trunk(
-    p: Program, w: Weights, tokens_BT: Tensor, attend: Callable[[Block, Tensor], Tensor], dropout: float
+    p: Program,
+    w: Weights,
+    tokens_BT: Tensor,
+    attend: Callable[[Block, Tensor], Tensor],
+    dropout: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    x_BTC = p.dropout(p.embedding(tokens_BT, w.wte, w.wpe), dropout)
+    x_BTC = dropout(p.embedding(tokens_BT, w.wte, w.wpe))
     for b in w.blocks:
         with p.segment(b.name):
             h_BTC = p.layernorm(x_BTC, *b.ln_1)
             a_BTC = attend(b, p.linear(h_BTC, *b.attn))
-            x_BTC = p.add(x_BTC, p.dropout(p.linear(a_BTC, *b.proj), dropout))
+            x_BTC = p.add(x_BTC, dropout(p.linear(a_BTC, *b.proj)))
             h_BTC = p.layernorm(x_BTC, *b.ln_2)
             h_BTF = p.gelu(p.linear(h_BTC, *b.fc))
-            x_BTC = p.add(x_BTC, p.dropout(p.linear(h_BTF, *b.fcproj), dropout))
+            x_BTC = p.add(x_BTC, dropout(p.linear(h_BTF, *b.fcproj)))
     return p.layernorm(x_BTC, *w.ln_f)
 
 

@@ -6,7 +6,7 @@ import pytest
 from barellm.cpu.kernels import loops
 from barellm.program import ops
 from barellm.program.ops.elementwise import ACTIVATIONS
-from tests.cases import MODES, each_activation, elementwise_cases
+from tests.cases import MODES, STREAM_CASES, each_activation, elementwise_cases, stream_case
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent, tokens
 
 SHAPES = [(1, 1, 1), (2, 3, 7), (3, 5, 65), (1, 131, 97), (2, 64, 768)]
@@ -95,6 +95,14 @@ def test_dropout(isa, shape, dtype):
     check_op(
         ops.Dropout, isa, {"x": tokens(normal(*shape), dtype)}, rate=0.2, stream=3, scalars=scalars, bounds={"y": EPS}
     )
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("case", STREAM_CASES, ids=str)
+def test_dropout_by_streams(isa, dtype, case):
+    op_type, given, more = stream_case(case, dtype)
+    check_op(op_type, isa, given, **more)
 
 
 @each_dtype

@@ -5,7 +5,7 @@ import pytest
 
 from barellm.program import ops
 from barellm.program.ops.elementwise import ACTIVATIONS
-from tests.cases import MODES, each_activation, elementwise_cases
+from tests.cases import MODES, STREAM_CASES, each_activation, elementwise_cases, stream_case
 from tests.cuda.check import EPS, check_op, persistent, tokens
 
 SHAPES = [(1, 1, 1), (2, 3, 7), (3, 5, 65), (1, 13, 97), (2, 2, 768)]
@@ -84,6 +84,13 @@ def test_last_row(dtype, C):
 def test_dropout(shape, dtype):
     scalars = {"seed": (1 << 40) + 11, "step": 3, "sample": (1 << 33) + 5}
     check_op(ops.Dropout, {"x": tokens(normal(*shape), dtype)}, rate=0.2, stream=3, scalars=scalars, bounds={"y": EPS})
+
+
+@each_dtype
+@pytest.mark.parametrize("case", STREAM_CASES, ids=str)
+def test_dropout_by_streams(dtype, case):
+    op_type, given, more = stream_case(case, dtype)
+    check_op(op_type, given, **more)
 
 
 @each_dtype

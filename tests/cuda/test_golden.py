@@ -34,6 +34,7 @@ from barellm.optim.recipes import optimize
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import ACTIVATIONS
+from barellm.program.ops.tausworthe import GENERATORS
 from barellm.program.tensor import Dim, Tensor
 from tests.cases import attention_both, bounded
 from tests.cuda.sass import Row, label, row_of, rows, wrong
@@ -179,6 +180,13 @@ def exponents_specs() -> dict[Specialisation, str]:
         for t in p.exponents(p.input(dtype, (Dim("batch", 64), Dim("seq", 1024), 768), dtype)):
             p.output(f"{dtype}.{t.dtype}", t)
     return lower_and_plan({"p": p}, Target(90)).specs
+def stream_specs() -> dict[Specialisation, str]:
+    """Dropout by both generators at GPT-2's width."""
+    found: dict[Specialisation, str] = {}
+    for bits in GENERATORS:
+        model = replace(GPT2, dropout=0.1, dropout_bits=bits)
+        found |= {s: op for s, op in specs(model, 64, "bf16", 90).items() if op.startswith("tausworthe_dropout")}
+    return found
 
 
 TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
@@ -199,6 +207,7 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "gates bf16": lambda: gates_specs("bf16"),
     "record 74's updates": record_specs,
     "exponents": exponents_specs,
+    "dropout by streams": stream_specs,
 }
 
 

@@ -73,6 +73,7 @@ CASES = {
     ),
     "swiglu": (ops.SwiGLU, {"gate": (B, T, C), "up": (B, T, C)}, {}),
     "dropout": (ops.Dropout, {"x": (B, T, C)}, {"rate": 0.4, "stream": 2}),
+    "dropout by streams": (ops.TauswortheDropout, {"x": (B, T, C)}, {"rate": 0.4, "stream": 2, "bits": "taus88"}),
     "mix": (
         ops.Mix,
         {"x0": (B, T, C), "x1": (B, T, C), "x2": (B, T, C), "k1": (1,)},

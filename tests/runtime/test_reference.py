@@ -88,11 +88,11 @@ def test_whole_models_of_any_shape_have_the_right_gradients(model, batch, recomp
     assert (found["wte.grad"][model.vocab_size :] == 0).all()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_micro_batches_accumulate_to_the_whole_batch(dropout):
+@pytest.mark.parametrize("dropout, bits", [(0.0, "threefry"), (0.3, "threefry"), (0.3, "taus88")])
+def test_micro_batches_accumulate_to_the_whole_batch(dropout, bits):
     """Any split, dropout included: gradients are those of one batch."""
     tokens, targets = data(batch=4)
-    model = replace(MODEL, dropout=dropout)
+    model = replace(MODEL, dropout=dropout, dropout_bits=bits)
     whole, parts = session_of(model), session_of(model)
     loss = micro(whole, tokens, targets, sample=20, seed=5)
     losses = [
@@ -104,12 +104,15 @@ def test_micro_batches_accumulate_to_the_whole_batch(dropout):
         np.testing.assert_allclose(gradients(parts)[name], expected, rtol=1e-9, atol=1e-13, err_msg=name)
 
 
-@pytest.mark.parametrize("storage", [False, True])
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_recompute_gives_equal_results(compute, storage):
+@pytest.mark.parametrize(
+    "compute, storage, bits",
+    [(c, s, "threefry") for c in ("fp32", "bf16") for s in (False, True)] + [("bf16", True, "lfsr113")],
+)
+def test_recompute_gives_equal_results(compute, storage, bits):
     found = []
+    model = replace(MODEL, dropout=0.2, dropout_bits=bits)
     for recompute in (False, True):
-        session = session_of(replace(MODEL, dropout=0.2), recompute=recompute, compute=compute, storage=storage)
+        session = session_of(model, recompute=recompute, compute=compute, storage=storage)
         loss = micro(session, *data())
         session.run("update", step=1, lr=1e-2)
         found.append({"loss": loss} | {name: session.read(name) for name in session.tensors})

@@ -1,4 +1,4 @@
-"""Add, cast, zeros, bias, activations and their gradients, dropout, last row. Shapes: any, row-major; C is the last axis.
+"""Add, cast, zeros, bias, activations and their gradients, last row. Shapes: any, row-major; C is the last axis.
 
 Flat kernels see elements, the others rows. A result that leaves the caches is written past them.
 """
@@ -20,10 +20,9 @@ from barellm.cpu.kernels.loops import (
     sweep_rows,
     whole_lines,
 )
-from barellm.cpu.lang import Value, random
+from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import ACTIVATIONS
-from barellm.program.ops.random import HALF
 
 
 @kernel("add", constants=lambda op: flat(op.y))
@@ -97,44 +96,6 @@ def bias(k: KernelBuilder, y, x, bias, *, C, dims, inner, mode_y) -> None:
             to.store(added(k, to, c, mask, of.load(c, mask) + bias.load(c, mask), mode_y), c, mask)
 
         across(k, C, body)
-
-
-def _dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str) -> None:
-    """out = x * keep / (1 - rate); x (batch, seq, C). The bits come from (seed, step, sample, stream, position, column)."""
-    seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
-    with k.claim(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        key = random.sample_key(k, seed, step, sample + row // seq, stream)
-        position = row % seq
-        to, of = out.at(row * C), x.at(row * C)
-
-        def pair(block: Any, columns: int, part: int, offset: int) -> None:
-            """Two vectors of the block that `columns` columns of the row reach into."""
-            for half, word in enumerate(random.words(k, key, position, block, part)):
-                left = columns - offset - half * HALF
-                if left <= 0:
-                    continue
-                mask = None if left >= k.lanes else k.mask_first(left)
-                c = k.int(block) * (2 * HALF) + offset + half * HALF
-                y = of.load(c, mask) * random.keep(k, word, rate)
-                to.store(added(k, to, c, mask, y, mode), c, mask)
-
-        with k.loop(0, C // (2 * HALF)) as block:
-            for part, offset in random.column_blocks(k.lanes):
-                pair(block, 2 * HALF, part, offset)
-        if C % (2 * HALF):
-            for part, offset in random.column_blocks(k.lanes):
-                if offset < C % (2 * HALF):
-                    pair(C // (2 * HALF), C % (2 * HALF), part, offset)
-
-
-@kernel("dropout", constants=lambda op: {"C": int(op.x.shape[-1]), "rate": op.rate})
-def dropout(k: KernelBuilder, y, x, stream, *, C, rate, mode_y) -> None:
-    _dropout(k, y, x, stream, C=C, rate=rate, mode=mode_y)
-
-
-@kernel("dropout_backward", constants=lambda op: {"C": int(op.dx.shape[-1]), "rate": op.rate})
-def dropout_backward(k: KernelBuilder, dx, dy, stream, *, C, rate, mode_dx) -> None:
-    _dropout(k, dx, dy, stream, C=C, rate=rate, mode=mode_dx)
 
 
 @kernel("last_row", constants=lambda op: {"C": int(op.x.shape[-1])})

@@ -3,6 +3,7 @@
 from barellm.program.ops.attention import Attention, AttentionBackward, AttentionCached
 from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward
 from barellm.program.ops.documents import BigramIds, CuSeqlens, DocumentStarts
+from barellm.program.ops.dropout import Dropout, DropoutBackward, TauswortheDropout, TauswortheDropoutBackward
 from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast, Zeros
 from barellm.program.ops.embedding import Embedding, EmbeddingDwpe, EmbeddingDwte, LastRow
 from barellm.program.ops.exponents import Exponents
@@ -21,7 +22,7 @@ from barellm.program.ops.muon import (
 )
 from barellm.program.ops.optimizer import AdamW, CautiousAdam, ClipScale, SumSquares
 from barellm.program.ops.qk_rotary import QKRotary, QKRotaryBackward
-from barellm.program.ops.random import ConstantInit, Dropout, DropoutBackward, NormalInit, UniformInit
+from barellm.program.ops.random import ConstantInit, NormalInit, UniformInit
 from barellm.program.ops.rmsnorm import RMSNorm, RMSNormDweight, RMSNormDx
 from barellm.program.ops.rope import Rope
 from barellm.program.ops.softcap import Softcap, SoftcapCrossEntropy, SoftcapCrossEntropyBackward
@@ -85,6 +86,8 @@ __all__ = [
     "SumSquares",
     "SwiGLU",
     "SwiGLUBackward",
+    "TauswortheDropout",
+    "TauswortheDropoutBackward",
     "Transpose",
     "UniformInit",
     "Zeros",

@@ -99,43 +99,6 @@ def keep_batch(shape: tuple[int, ...], rate: float, stream: int, seed: int, step
     return np.stack([keep(seed, step, sample + b, stream, np.arange(T), C, rate) for b in range(B)])
 
 
-class Dropout(Op):
-    """y = x * keep / (1 - rate), x (B, T, C) (Srivastava et al. 2014)."""
-
-    name = "dropout"
-    scalars = ("seed", "step", "sample")
-
-    def infer(self, x: Tensor) -> dict[str, Spec]:
-        if len(x.shape) != 3 or not 0 < self.rate < 1:
-            raise ValueError(f"dropout expects x (B, T, C) and 0 < rate < 1: x {tuple(x.shape)}, rate {self.rate}")
-        return {"y": (x.shape, x.dtype)}
-
-    def reference(self, x, seed, step, sample):
-        return {"y": x * keep_batch(x.shape, self.rate, self.stream, seed, step, sample)}
-
-    def gradient(self, g, y):
-        g.write(DropoutBackward, {"dx": self.x}, dy=y, rate=self.rate, stream=self.stream, dtype=self.x.dtype)
-
-    def flops(self) -> int:
-        return self.x.size
-
-
-class DropoutBackward(Op):
-    """dx = dy * keep / (1 - rate), with the bits of the forward op."""
-
-    name = "dropout_backward"
-    scalars = ("seed", "step", "sample")
-
-    def infer(self, dy: Tensor) -> dict[str, Spec]:
-        return {"dx": (dy.shape, self.attrs["dtype"])}
-
-    def reference(self, dy, seed, step, sample):
-        return {"dx": dy * keep_batch(dy.shape, self.rate, self.stream, seed, step, sample)}
-
-    def flops(self) -> int:
-        return self.dy.size
-
-
 class NormalInit(Op):
     """param = std * normal, rows from `valid_rows` on zero. Box-Muller on the two words of a call, 24 bits of each:
 
@@ -213,11 +176,7 @@ class ConstantInit(Op):
 
 
 class Calls(Graph):
-    """The methods of Program that append these ops."""
-
-    def dropout(self, x: Tensor, rate: float) -> Tensor:
-        """x (B, T, C). Rate 0 adds no op."""
-        return x if rate == 0 else self.apply(Dropout, x=x, rate=rate, stream=self.random_stream(rate)).y
+    """The method of Program that appends the last of these ops."""
 
     def fill(self, t: Tensor, value: float) -> None:
         """Every element of a tensor that the program keeps becomes `value`."""

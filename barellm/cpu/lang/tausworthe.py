@@ -1,0 +1,46 @@
+"""Combined Tausworthe generators on i32 lanes, bit for bit what `program/ops/tausworthe.py` defines."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+from barellm.cpu.lang.emit import Builder
+from barellm.cpu.lang.random import signed, threefry
+from barellm.cpu.lang.values import Value, Var
+from barellm.program.ops.random import HALF
+from barellm.program.ops.tausworthe import GENERATORS, Component
+
+
+def begin(k: Builder, component: Component, word: Value) -> Value:
+    """A seed from random words."""
+    return k.select((word & signed(component.mask)).equals(0), word | component.least, word)
+
+
+def advance(component: Component, s: Value) -> Value:
+    return ((s & signed(component.mask)) << component.c) ^ (((s << component.a) ^ s) >> component.b)
+
+
+class Streams:
+    """The HALF streams of one block of columns of one row, in as many vectors as that takes."""
+
+    def __init__(self, k: Builder, bits: str, key: tuple[Value, Value], row: Any, block: Any) -> None:
+        """`key` is `random.sample_key`'s, `bits` the generator's name."""
+        self.generator = GENERATORS[bits]
+        keys, rows = [k.splat(word) for word in key], k.splat(k.to(k.int(row), "i32"))
+        self.parts: list[list[Var]] = []
+        for part in range(HALF // k.lanes):
+            i = k.splat(k.to(k.int(block) * (2 * HALF) + part * k.lanes, "i32")) + k.iota()
+            words = [word for call in (i, i + HALF) for word in threefry(k, *keys, call, rows)]
+            seeds = [begin(k, c, word) for c, word in zip(self.generator, words, strict=False)]
+            self.parts.append([k.var(advance(c, s)) for c, s in zip(self.generator, seeds, strict=True)])
+
+    def draw(self) -> list[Value]:
+        """The next word of every lane."""
+        found = []
+        for states in self.parts:
+            words = [advance(c, s.value) for c, s in zip(self.generator, states, strict=True)]
+            for state, word in zip(states, words, strict=True):
+                state.value = word
+            found.append(reduce(lambda a, b: a ^ b, words))
+        return found
