@@ -31,15 +31,20 @@ class ISA:
     half: bool = False  # converts between fp16 and fp32 in one instruction
     masked: bool = False  # masked loads and stores of 16- and 32-bit elements are instructions
     tiles: bool = False  # products of bf16 in AMX tile registers
+    # How the ones of vectors are counted: "words" of 32 bits by an instruction (AVX512-VPOPCNTDQ), "nibbles" by a table of 16 bytes
+    # (pshufb), or "bytes" (cnt on Arm; elsewhere LLVM's arithmetic).
+    popcount: str = "bytes"
 
 
 X86 = {
     "amx_bf16": ISA(
-        "amx_bf16", "", "sapphirerapids", "+amx-tile,+amx-bf16", 16, 32, True, "x86", True, True, True, True
+        "amx_bf16", "", "sapphirerapids", "+amx-tile,+amx-bf16", 16, 32, True, "x86", True, True, True, True, "words"
     ),
-    "avx512_bf16": ISA("avx512_bf16", "", "x86-64-v4", "+avx512bf16", 16, 32, True, "x86", True, True, True),
-    "avx512": ISA("avx512", "", "x86-64-v4", "", 16, 32, True, half=True, masked=True),
-    "avx2": ISA("avx2", "", "x86-64-v3", "", 8, 16, True, half=True),
+    "avx512_bf16": ISA(
+        "avx512_bf16", "", "x86-64-v4", "+avx512bf16", 16, 32, True, "x86", True, True, True, popcount="nibbles"
+    ),
+    "avx512": ISA("avx512", "", "x86-64-v4", "", 16, 32, True, half=True, masked=True, popcount="nibbles"),
+    "avx2": ISA("avx2", "", "x86-64-v3", "", 8, 16, True, half=True, popcount="nibbles"),
     "generic": ISA("generic", "", "x86-64", "", 4, 16, False),
 }
 ARM = {
@@ -123,8 +128,12 @@ def _host(name: str) -> ISA:
     isa = (ARM if arm() else X86)[name or best]
     if isa.name != best:
         return isa  # as narrow as its name says
-    features = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(host_features().items()))
-    return replace(isa, cpu=llvm.get_host_cpu_name(), features=features)  # tuned for the very processor
+    found = host_features()
+    features = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(found.items()))
+    counts = "words" if isa.masked and found.get("avx512vpopcntdq") else isa.popcount
+    return replace(
+        isa, cpu=llvm.get_host_cpu_name(), features=features, popcount=counts
+    )  # tuned for the very processor
 
 
 def host() -> ISA:

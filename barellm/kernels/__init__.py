@@ -9,5 +9,6 @@ from barellm.kernels.attention import attention
 from barellm.kernels.call import vjp
 from barellm.kernels.norms import layernorm, rmsnorm
 from barellm.kernels.products import matmul
+from barellm.kernels.signs import binary_matmul
 
-__all__ = ["attention", "layernorm", "matmul", "rmsnorm", "vjp"]
+__all__ = ["attention", "binary_matmul", "layernorm", "matmul", "rmsnorm", "vjp"]

@@ -86,6 +86,9 @@ class Gradients:
     def release(self, grads: Iterable[Tensor | None]) -> None:
         self.holders.subtract(grad for grad in grads if grad is not None)
 
+    def apply(self, op_type: type[Op], /, **operands: Any) -> Op:
+        return self.graph.apply(op_type, **operands)
+
     def cast(self, grad: Tensor, dtype: str) -> Tensor:
         return grad if grad.dtype == dtype else self.graph.apply(Cast, x=grad, dtype=dtype).y
 

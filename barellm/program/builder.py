@@ -6,6 +6,7 @@ from barellm.program.backward import backward
 from barellm.program.graph import Store
 from barellm.program.ops import (
     attention,
+    binary,
     cross_entropy,
     documents,
     dropout,
@@ -32,6 +33,7 @@ __all__ = ["Program", "Store"]
 
 class Program(
     attention.Calls,
+    binary.Calls,
     cross_entropy.Calls,
     documents.Calls,
     dropout.Calls,

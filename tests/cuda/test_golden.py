@@ -180,6 +180,20 @@ def exponents_specs() -> dict[Specialisation, str]:
         for t in p.exponents(p.input(dtype, (Dim("batch", 64), Dim("seq", 1024), 768), dtype)):
             p.output(f"{dtype}.{t.dtype}", t)
     return lower_and_plan({"p": p}, Target(90)).specs
+
+
+def sign_specs() -> dict[Specialisation, str]:
+    """Products of signs at GPT-2's width, with their gradients."""
+    p = Program(Store(), compute="bf16")
+    x = p.input("x", (Dim("batch", 64), Dim("seq", 1024), 768), "fp32")
+    h = p.binary_linear(p.linear(x, p.parameter("w0", (768, 768))), p.parameter("w1", (768, 768)))
+    rows = (Dim("batch", 64), Dim("seq", 1024))
+    p.output("loss", p.classifier(h, p.parameter("head", (64, 768)), p.input("targets", rows), valid_vocab=64))
+    p.backward(p.named["loss"])
+    names = ("pack_signs", "unpack_signs", "straight_through", "binary_matmul")
+    return {s: op for s, op in lower_and_plan({"p": p}, Target(90)).specs.items() if s.name in names}
+
+
 def stream_specs() -> dict[Specialisation, str]:
     """Dropout by both generators at GPT-2's width."""
     found: dict[Specialisation, str] = {}
@@ -208,6 +222,7 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "record 74's updates": record_specs,
     "exponents": exponents_specs,
     "dropout by streams": stream_specs,
+    "products of signs": sign_specs,
 }
 
 

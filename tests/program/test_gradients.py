@@ -113,7 +113,8 @@ def test_every_gradient_rule_has_a_case():
         *(a.forward for a in ops.ACTIVATIONS.values()),
     ]
     with_rule = {c for c in found if c.gradient is not Op.gradient}
-    assert with_rule == {op for op, _, _ in CASES.values()}
+    # The gradient of a sign is not its derivative: tests/program/test_binary.py.
+    assert with_rule - {ops.PackSigns, ops.BinaryMatmul} == {op for op, _, _ in CASES.values()}
 
 
 def program_of(op_type, shapes, attrs) -> Program:

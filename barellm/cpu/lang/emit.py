@@ -55,7 +55,7 @@ class Builder:
         return name
 
     def alignment(self, type_: str) -> int:
-        bits = {"i1": 1, "i16": 2, "i32": 4, "i64": 8, "float": 4, "double": 8, "ptr": 8}[element(type_)]
+        bits = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "float": 4, "double": 8, "ptr": 8}[element(type_)]
         return bits * max(width(type_), 1)
 
     def function(self, name: str, params: str) -> str:

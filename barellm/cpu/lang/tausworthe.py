@@ -27,11 +27,11 @@ class Streams:
     def __init__(self, k: Builder, bits: str, key: tuple[Value, Value], row: Any, block: Any) -> None:
         """`key` is `random.sample_key`'s, `bits` the generator's name."""
         self.generator = GENERATORS[bits]
-        keys, rows = [k.splat(word) for word in key], k.splat(k.to(k.int(row), "i32"))
+        k0, k1, rows = k.splat(key[0]), k.splat(key[1]), k.splat(k.to(k.int(row), "i32"))
         self.parts: list[list[Var]] = []
         for part in range(HALF // k.lanes):
             i = k.splat(k.to(k.int(block) * (2 * HALF) + part * k.lanes, "i32")) + k.iota()
-            words = [word for call in (i, i + HALF) for word in threefry(k, *keys, call, rows)]
+            words = [word for call in (i, i + HALF) for word in threefry(k, k0, k1, call, rows)]
             seeds = [begin(k, c, word) for c, word in zip(self.generator, words, strict=False)]
             self.parts.append([k.var(advance(c, s)) for c, s in zip(self.generator, seeds, strict=True)])
 

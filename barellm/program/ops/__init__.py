@@ -1,6 +1,7 @@
 """Primitive ops, one file per family."""
 
 from barellm.program.ops.attention import Attention, AttentionBackward, AttentionCached
+from barellm.program.ops.binary import BinaryMatmul, PackSigns, StraightThrough, UnpackSigns
 from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward
 from barellm.program.ops.documents import BigramIds, CuSeqlens, DocumentStarts
 from barellm.program.ops.dropout import Dropout, DropoutBackward, TauswortheDropout, TauswortheDropoutBackward
@@ -39,6 +40,7 @@ __all__ = [
     "Bias",
     "BiasGrad",
     "BigramIds",
+    "BinaryMatmul",
     "Cast",
     "CautiousAdam",
     "ClipScale",
@@ -74,6 +76,7 @@ __all__ = [
     "MuonUpdate",
     "NorMuonScales",
     "NormalInit",
+    "PackSigns",
     "QKRotary",
     "QKRotaryBackward",
     "RMSNorm",
@@ -83,6 +86,7 @@ __all__ = [
     "Softcap",
     "SoftcapCrossEntropy",
     "SoftcapCrossEntropyBackward",
+    "StraightThrough",
     "SumSquares",
     "SwiGLU",
     "SwiGLUBackward",
@@ -90,5 +94,6 @@ __all__ = [
     "TauswortheDropoutBackward",
     "Transpose",
     "UniformInit",
+    "UnpackSigns",
     "Zeros",
 ]

@@ -24,6 +24,10 @@ class Gradients(Protocol):
 
     loss_scale: Tensor | None
 
+    def apply(self, op_type: type[Op], /, **operands: Any) -> Op:
+        """Append an op whose outputs are no gradients: what the ops that `write` appends read."""
+        ...
+
     def cast(self, grad: Tensor, dtype: str) -> Tensor:
         """`grad` as a matmul operand of `dtype`."""
         ...
