@@ -97,7 +97,8 @@ def check_case(case: Case, sessions: Mapping[str, Callable[[dict[str, Program]],
 
 def _run(case: Case, open_session: Callable[[dict[str, Program]], Any]) -> dict[str, np.ndarray]:
     shapes = [g.values.shape[:2] for g in case.given.values() if g.kind == "tokens"]
-    batch, seq = shapes[0] if shapes else (1, 1)
+    batches = [g.values.shape[0] for g in case.given.values() if g.kind == "sequences"]
+    batch, seq = shapes[0] if shapes else (batches[0] if batches else 1, 1)
     most = case.plan or (batch, seq)
     op, p = _program(case, (Dim("batch", most[0]), Dim("seq", most[1])))
     session = open_session({"op": p})

@@ -7,8 +7,9 @@ docs/arrays.md, and give `CASES` of tests/kernels/test_functions.py its formula 
 
 from barellm.kernels.attention import attention
 from barellm.kernels.call import vjp
+from barellm.kernels.convolution import conv2d
 from barellm.kernels.norms import layernorm, rmsnorm
 from barellm.kernels.products import matmul
 from barellm.kernels.signs import binary_matmul
 
-__all__ = ["attention", "binary_matmul", "layernorm", "matmul", "rmsnorm", "vjp"]
+__all__ = ["attention", "binary_matmul", "conv2d", "layernorm", "matmul", "rmsnorm", "vjp"]

@@ -58,7 +58,7 @@ class Compiled:
         told = {f"{k}_flipped": k in flipped for k in rule.flips}
         made = rule.build(p, **(dict.fromkeys(rule.shapes) | {t.name: t for t in self.inputs}), **told, **options)
         self.results: list[Tensor] = list(made) if isinstance(made, tuple) else [made]
-        self.shapes = [_shape(legend, sizes) for legend in rule.results]
+        self.shapes = [_shape(legend, sizes, t) for legend, t in zip(rule.results, self.results, strict=True)]
         for t in self.results:
             t.role = "output"
         self.saved: list[Tensor] = []
@@ -103,10 +103,13 @@ def _axes(legend: str, sizes: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(axis(word) for word in re.findall(r"\([^)]*\)|\S+", legend))
 
 
-def _shape(legend: str, sizes: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of a result as the caller sees it."""
+def _shape(legend: str, sizes: Mapping[str, Any], made: Tensor) -> tuple[int, ...]:
+    """The shape of a result as the caller sees it. A letter that no argument has is what was made of it."""
+    letters = axes_of(legend)
+    if any(not letter.isdigit() and letter not in sizes for letter in letters):
+        return tuple(int(n) for n in made.shape)
     axes: list[int] = []
-    for letter in axes_of(legend):
+    for letter in letters:
         axes += sizes[LEAD] if letter == LEAD else [size_of(letter, sizes)]
     return tuple(axes)
 

@@ -203,6 +203,19 @@ def stream_specs() -> dict[Specialisation, str]:
     return found
 
 
+def images_specs(compute: str) -> dict[Specialisation, str]:
+    """A residual block of images forward and backward, a reflected convolution, and a mean over pixels."""
+    p = Program(Store(), compute=compute)
+    h = p.input("x", (Dim("batch", 64), 64, 56, 56), compute)
+    for name, how in (("a", {"stride": 2, "padding": 1}), ("b", {"padding": 1, "reflect": True})):
+        h = p.conv2d(h, p.parameter(f"{name}.w", (64, 64, 3, 3)), **how)
+        h = p.group_norm(h, p.parameter(f"{name}.g", (64,)), p.parameter(f"{name}.b", (64,)), groups=8)
+    x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
+    p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
+    found = lower_and_plan({"micro": p}, Target(90)).specs
+    return one_of_each({s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".images"))})
+
+
 TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
@@ -223,6 +236,8 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "exponents": exponents_specs,
     "dropout by streams": stream_specs,
     "products of signs": sign_specs,
+    "images bf16": lambda: images_specs("bf16"),
+    "images fp32": lambda: images_specs("fp32"),
 }
 
 

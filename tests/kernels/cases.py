@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from barellm import kernels
+from barellm.program import ops
+from barellm.program.ops.convolution import pair
 
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 HALF_ULP = {FLOAT32: 2.0**-24, BFLOAT16: 2.0**-8}
@@ -46,7 +48,19 @@ def attention(q, k, v):
     return np.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), v)
 
 
+def conv2d(x, w, **how):
+    attrs = {"dilation": (1, 1), "groups": 1, "reflect": False, "mirrored": False, "algorithm": "auto"} | how
+    attrs |= {name: pair(attrs[name]) for name in ("stride", "padding", "dilation")}
+    return ops.Conv2d({}, attrs).reference(x, w)["y"]
+
+
 CASES = {
+    "conv2d": Case(
+        kernels.conv2d,
+        conv2d,
+        [((2, 4, 7, 5), (6, 2, 3, 2)), ((1, 2, 1, 1), (2, 1, 1, 1)), ((3, 2, 5, 11), (4, 1, 2, 3))],
+        {"groups": 2, "stride": (1, 2), "padding": 1},
+    ),
     "matmul": Case(
         kernels.matmul,
         lambda a, b: a @ b,

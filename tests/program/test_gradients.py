@@ -20,6 +20,10 @@ EPS = 1e-6
 B, T, C = 2, 5, 6
 
 QK_ROTARY = {"paired": False, "shift": False, "eps": 1e-3}
+CONVOLUTION = {
+    "stride": (1, 1), "padding": (1, 2), "dilation": (1, 1), "groups": 1, "reflect": False, "mirrored": False,
+    "algorithm": "direct",
+}  # fmt: skip
 
 # op -> its differentiable operands' shapes, its other operands, its attributes
 CASES = {
@@ -92,6 +96,14 @@ CASES = {
         {"x": (B, T, C), "z": (B, T, 2), "base": (B, T, C), "factor": (1,)},
         {"scale": 0.7, "squash": False, "shift": 2},
     ),
+    "convolution": (ops.Conv2d, {"x": (2, 4, 6, 5), "w": (6, 2, 3, 2)}, CONVOLUTION | {"groups": 2, "stride": (2, 1)}),
+    "reflected convolution": (
+        ops.Conv2d,
+        {"x": (2, 2, 5, 4), "w": (3, 2, 2, 3)},
+        CONVOLUTION | {"reflect": True, "mirrored": True, "padding": (2, 3), "dilation": (2, 1), "stride": (1, 3)},
+    ),
+    "group norm": (ops.GroupNorm, {"x": (2, 6, 2, 3), "weight": (6,), "bias": (6,)}, {"groups": 2, "eps": 1e-3}),
+    "mean over pixels": (ops.MeanPixels, {"x": (2, 3, 4, 5)}, {}),
     "embedding": (ops.Embedding, {"wte": (9, C), "wpe": (T + 2, C)}, {}),
     "cross entropy": (ops.CrossEntropy, {"logits": (B, T, 9)}, {"valid_vocab": 7}),
     "softcapped cross entropy": (

@@ -29,6 +29,7 @@ def _relu2(k: Builder, x: Value, dtype: str) -> Value:
 
 EMITTERS: dict[str, Emitter] = {
     "gelu": Emitter(gelu, gelu_slope, long=True),
+    "relu": Emitter(lambda k, x, dtype: k.max(0.0, x), lambda k, x, dtype: k.select(x > 0.0, k.to(1.0, k.vec), 0.0)),
     "relu2": Emitter(_relu2, lambda k, x, dtype: 2.0 * k.max(0.0, x)),
 }
 

@@ -10,7 +10,7 @@ from math import e, log2
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.ops.elementwise import GELU_CUBIC, GELU_SCALE
 
-ACTIVATIONS = ("gelu", "relu2")
+ACTIVATIONS = ("gelu", "relu", "relu2")
 SLOPES = tuple(f"{name}_backward" for name in ACTIVATIONS)
 
 # tanh(u) = 2 sigmoid(2 u) - 1 turns the op's formula into x sigmoid(2 u), with one exponential and no cancellation near zero. It is
@@ -34,6 +34,16 @@ def gelu_slope(x):
 
 
 @device
+def relu_value(x):
+    return tl.where(x < 0.0, 0.0, x)  # NaN stays
+
+
+@device
+def relu_slope(x):
+    return tl.where(x > 0.0, 1.0, 0.0)
+
+
+@device
 def relu2_value(x):
     return tl.where(x < 0.0, 0.0, x * x)  # NaN stays
 
@@ -48,6 +58,8 @@ def value_of(x, NAME: tl.constexpr):
     """An activation of fp32 values."""
     if NAME == "gelu":
         y = gelu_value(x)
+    elif NAME == "relu":
+        y = relu_value(x)
     elif NAME == "relu2":
         y = relu2_value(x)
     return y
@@ -58,6 +70,8 @@ def slope_of(x, NAME: tl.constexpr):
     """The derivative of an activation at fp32 values."""
     if NAME == "gelu_backward":
         y = gelu_slope(x)
+    elif NAME == "relu_backward":
+        y = relu_slope(x)
     elif NAME == "relu2_backward":
         y = relu2_slope(x)
     return y

@@ -2,6 +2,7 @@
 
 from barellm.program.ops.attention import Attention, AttentionBackward, AttentionCached
 from barellm.program.ops.binary import BinaryMatmul, PackSigns, StraightThrough, UnpackSigns
+from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx
 from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward
 from barellm.program.ops.documents import BigramIds, CuSeqlens, DocumentStarts
 from barellm.program.ops.dropout import Dropout, DropoutBackward, TauswortheDropout, TauswortheDropoutBackward
@@ -9,6 +10,7 @@ from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast, Zeros
 from barellm.program.ops.embedding import Embedding, EmbeddingDwpe, EmbeddingDwte, LastRow
 from barellm.program.ops.exponents import Exponents
 from barellm.program.ops.gates import Gated, GatedBackward, GateLogits, GateLogitsBackward
+from barellm.program.ops.groupnorm import GroupNorm, GroupNormDparams, GroupNormDx
 from barellm.program.ops.layernorm import LayerNorm, LayerNormDparams, LayerNormDx
 from barellm.program.ops.matmul import Bias, BiasGrad, Matmul, MatmulDw, MatmulDx
 from barellm.program.ops.mix import Mix, MixBackward
@@ -22,6 +24,7 @@ from barellm.program.ops.muon import (
     NorMuonScales,
 )
 from barellm.program.ops.optimizer import AdamW, CautiousAdam, ClipScale, SumSquares
+from barellm.program.ops.pooling import MeanPixels, MeanPixelsBackward
 from barellm.program.ops.qk_rotary import QKRotary, QKRotaryBackward
 from barellm.program.ops.random import ConstantInit, NormalInit, UniformInit
 from barellm.program.ops.rmsnorm import RMSNorm, RMSNormDweight, RMSNormDx
@@ -45,6 +48,9 @@ __all__ = [
     "CautiousAdam",
     "ClipScale",
     "ConstantInit",
+    "Conv2d",
+    "Conv2dDw",
+    "Conv2dDx",
     "CrossEntropy",
     "CrossEntropyBackward",
     "CuSeqlens",
@@ -62,6 +68,9 @@ __all__ = [
     "Gram",
     "GramApply",
     "GramPolynomial",
+    "GroupNorm",
+    "GroupNormDparams",
+    "GroupNormDx",
     "LastRow",
     "LayerNorm",
     "LayerNormDparams",
@@ -69,6 +78,8 @@ __all__ = [
     "Matmul",
     "MatmulDw",
     "MatmulDx",
+    "MeanPixels",
+    "MeanPixelsBackward",
     "Mix",
     "MixBackward",
     "MuonMomentum",

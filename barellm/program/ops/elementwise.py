@@ -143,6 +143,8 @@ ACTIVATIONS: dict[str, Elementwise] = {
     for a in (
         # x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016, the form that GPT-2 uses).
         Elementwise("gelu", value=lambda x: 0.5 * x * (1 + _tanh(x)), slope=_gelu_slope, operations=(12, 20)),
+        # max(x, 0); its slope at 0 is 0.
+        Elementwise("relu", value=_relu, slope=lambda x: 1.0 * (x > 0), operations=(1, 2)),
         # max(x, 0)^2 (So et al. 2021).
         Elementwise("relu2", value=lambda x: _relu(x) ** 2, slope=lambda x: 2 * _relu(x), operations=(2, 3)),
     )

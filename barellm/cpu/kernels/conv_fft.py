@@ -1,0 +1,268 @@
+"""Convolutions with large filters by the discrete Fourier transform of tiles of F x F pixels, F a power of two.
+
+A tile's transform times the conjugate of the filter's is the transform of m x m outputs, m = F + 1 - R, and of others that wrapped
+around and are left out. Neighbouring tiles overlap by R - 1 pixels. Of the transform of real numbers half is enough: F rows and
+F / 2 + 1 columns. A complex product u v = (c + i d)(a + i b) takes three real ones (Gauss): with
+
+    k1 = c (a + b), k2 = a (d - c), k3 = b (c + d)      its parts are k1 - k3 and k1 + k2,
+
+so three real matrix products for each frequency sum over channels. Those are planes as Winograd's positions are, and multiplied by
+the same code (winograd.py). Lanes are tiles; of filters, channels.
+"""
+
+from __future__ import annotations
+
+from math import cos, pi, sin
+from typing import Any
+
+from barellm.cpu.choices import tiles
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder, Lowering
+from barellm.cpu.kernels.conv_lines import Grid, strided
+from barellm.cpu.kernels.conv_panel import Panel, panel_nbytes
+from barellm.cpu.kernels.winograd import (
+    CHUNK,
+    M_BYTES,
+    V_BYTES,
+    Form,
+    multiply_positions,
+    run_of,
+    write_pixels,
+)
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.integers import ceil_div, round_up
+from barellm.runtime.lowering import part
+
+RUN = 64  # tiles of a claim of the input's transform, at most: they see F^2 pixels each
+
+Complex = tuple[Value, "Value | None"]  # None: the imaginary part is zero
+
+
+def _plus(a: Value | None, b: Value | None) -> Value | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _minus(a: Value | None, b: Value | None) -> Value | None:
+    return a if b is None else -b if a is None else a - b
+
+
+def _times(k: KernelBuilder, x: Complex, c: float, s: float) -> Complex:
+    """x (c + i s)."""
+    re, im = x
+    if (c, s) == (1.0, 0.0):
+        return x
+    if c == 0.0:  # s is 1 or -1
+        zero = k.to(0.0, k.vec)
+        return ((-im if s > 0 else im) if im is not None else zero), (re if s > 0 else -re)
+    if im is None:
+        return re * c, re * s
+    return re * c - im * s, re * s + im * c
+
+
+def transform(k: KernelBuilder, x: list[Complex], sign: int) -> list[Complex]:
+    """The sums over j of x[j] exp(sign 2 pi i j f / n) for each f, by halves (Cooley and Tukey 1965)."""
+    n = len(x)
+    if n == 1:
+        return x
+    even, odd = transform(k, x[::2], sign), transform(k, x[1::2], sign)
+    first, second = [], []
+    for f, (e, o) in enumerate(zip(even, odd, strict=True)):
+        angle = sign * 2 * pi * f / n
+        c, s = (0.0, float(sign)) if 4 * f == n else (cos(angle), sin(angle))
+        t = _times(k, o, c, s)
+        a, b = _plus(e[0], t[0]), _minus(e[0], t[0])
+        assert a is not None and b is not None
+        first.append((a, _plus(e[1], t[1])))
+        second.append((b, _minus(e[1], t[1])))
+    return first + second
+
+
+def half(F: int) -> int:
+    return F // 2 + 1
+
+
+def store_half(k: KernelBuilder, to: Pointer, row: list[Value]) -> None:
+    """The half transform of a real row, (F / 2 + 1, re and im) vectors."""
+    for f, (re, im) in enumerate(transform(k, [(v, None) for v in row], -1)[: half(len(row))]):
+        to.store(re, 2 * f * k.lanes)
+        to.store(im if im is not None else 0.0, (2 * f + 1) * k.lanes)
+
+
+def each_frequency(k: KernelBuilder, rows: Pointer, F: int, put: Any) -> None:
+    """put(frequency, re, im) for the transform of the columns of `rows` (F, F / 2 + 1, re and im)."""
+    pitch = 2 * half(F) * k.lanes
+    with k.loop(0, half(F)) as column:
+        at = rows.at(column * (2 * k.lanes))
+        x: list[Complex] = [(at.load(i * pitch), at.load(i * pitch + k.lanes)) for i in range(F)]
+        for i, (re, im) in enumerate(transform(k, x, -1)):
+            assert im is not None
+            put(column + i * half(F), re, im)
+
+
+def fft_filters(
+    k: KernelBuilder,
+    u,
+    w,
+    *,
+    count: int,
+    rows: int,
+    depth: int,
+    step: int,
+    row_step: int,
+    flip: bool,
+    F: int,
+    R: int,
+    S: int,
+) -> None:
+    """u (planes, count rows, depth), three planes for each frequency: Re, -Im - Re and Re - Im of the filter's transform. Filter
+    (group, row, depth) begins at element group rows depth R S + row row_step + depth step of w; `flip`: it is read from its end."""
+    size, blocks, buffer = count * rows * depth, ceil_div(depth, k.lanes), k.private()
+    pitch = 2 * half(F) * k.lanes
+    taps = [[(R - 1 - r) * S + S - 1 - s if flip else r * S + s for s in range(S)] for r in range(R)]
+    zero = k.to(0.0, k.vec)
+    with k.claim_each(count * rows * blocks) as unit:
+        line, first = unit // blocks, unit % blocks * k.lanes
+        mask = k.mask_first(k.int(depth) - first) if depth % k.lanes else None
+        of = w.at(line // rows * (rows * depth * R * S) + line % rows * row_step + first * step)
+        with k.loop(0, F * half(F) * 2) as i:
+            buffer.store(0.0, i * k.lanes)
+        for r in range(R):
+            row = [_lanes(k, of.at(t), step, depth, first) for t in taps[r]] + [zero] * (F - S)
+            store_half(k, buffer.at(r * pitch), row)
+        to = u.at(line * depth + first)
+
+        def put(frequency: Value, re: Value, im: Value, to=to, mask=mask) -> None:
+            for plane, v in enumerate((re, -im - re, re - im)):
+                to.at((frequency * 3 + plane) * size).store(v, 0, mask)
+
+        each_frequency(k, buffer, F, put)
+
+
+def _lanes(k: KernelBuilder, p: Pointer, step: int, depth: int, first: Value) -> Value:
+    """Elements `step` apart, of which those from `depth` on are zero."""
+    if depth % k.lanes == 0:
+        return strided(k, p, step)
+    v = k.to(0.0, k.vec)
+    for i in range(k.lanes):
+        there = first + i < depth
+        x = p.get(k.select(there, k.int(i * step), 0))
+        v = k.op(k.vec, f"insertelement {v.typed}, {k.select(there, x, 0.0).typed}, i64 {i}")
+    return v
+
+
+def fft_input(
+    k: KernelBuilder, v, x, first, limit, *, dims, count: int, groups: int, grid: Grid, F: int, span: int
+) -> None:
+    """v (blocks, groups, planes, channels, span): Re + Im, Re and Im of the tiles' transforms in blocks [first, first + limit)."""
+    (TH, TW), C, planes = grid.outputs, grid.channels, 3 * F * half(F)
+    run, lines, pitch = run_of(grid, span, k.lanes, RUN)
+    panel = Panel(k, grid, x, k.private(), lines, TW, pitch, groups)
+    buffer = k.private().bytes(input_nbytes(k.isa, grid, span))
+    total = k.extent(dims, count) * (TH * TW)
+    blocks = k.max(k.min(k.ceil_div(total, span) - first, limit), 0)
+    chunks = ceil_div(C, CHUNK)
+    with k.claim_each(k.ceil_div(blocks, run) * (groups * chunks)) as unit:
+        chunk, rest = unit % chunks, unit // chunks
+        group, begin = rest % groups, rest // groups * run
+        many = k.min(blocks - begin, run)
+        tile = (first + begin) * span
+        line = tile // TW
+        rows = k.ceil_div(k.min(tile + many * span, total), TW) - line
+        panel.move(group, line, rows, 0)
+        skip = tile - line * TW
+        with k.loop(chunk * CHUNK, k.min((chunk + 1) * CHUNK, C)) as c:
+            panel.pack(c, c + 1)
+            with k.loop(0, many) as block, k.loop(0, span, k.lanes) as lanes:
+                to = v.at((((begin + block) * groups + group) * planes * C + c) * span + lanes)
+                at = panel.at.at(skip + block * span + lanes)
+                with k.loop(0, F) as i:
+                    row = [at.load((i * F + j) * pitch) for j in range(F)]
+                    store_half(k, buffer.at(i * (2 * half(F) * k.lanes)), row)
+
+                def put(frequency: Value, re: Value, im: Value, to=to) -> None:
+                    for plane, value in enumerate((re + im, re, im)):
+                        to.at((frequency * 3 + plane) * (C * span)).store(value)
+
+                each_frequency(k, buffer, F, put)
+
+
+def input_nbytes(isa: ISA, grid: Grid, span: int) -> int:
+    """Bytes of the panel of a claim of the input's transform."""
+    _, lines, pitch = run_of(grid, span, isa.lanes, RUN)
+    return panel_nbytes(isa, grid, lines, grid.outputs[1], pitch, 1)
+
+
+def fft_product(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, form: Form, F: int, mode: str) -> None:
+    """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit), from the planes u and v."""
+    m, planes, width = form.m, 3 * F * half(F), form.group * form.tile.span(k.isa)
+    products = k.private()
+    buffer = products.bytes(4 * planes * form.filters * width)
+    pitch = 2 * half(F) * k.lanes
+    line_of = buffer.bytes(4 * m * pitch)
+    apart = form.filters * width
+
+    def finish(of: Pointer, tile: Value, there: Value, channel: Value) -> None:
+        with k.loop(0, half(F)) as column:
+            x: list[Complex] = []
+            for i in range(F):
+                k1, k2, k3 = (of.load(((column + i * half(F)) * 3 + plane) * apart) for plane in range(3))
+                x.append((k1 - k3, k1 + k2))
+            for i, (re, im) in enumerate(transform(k, x, 1)[:m]):
+                to = buffer.at(i * pitch + column * (2 * k.lanes))
+                to.store(re)
+                to.store(im, k.lanes)
+        with k.loop(0, m) as i:
+            at = buffer.at(i * pitch)
+            known: list[Complex] = [(at.load(2 * f * k.lanes), at.load((2 * f + 1) * k.lanes)) for f in range(half(F))]
+            x = known + [(re, -im if im is not None else None) for re, im in known[-2:0:-1]]
+            for j, (re, _) in enumerate(transform(k, x, 1)[:m]):
+                line_of.store(re * (1.0 / (F * F)), j * k.lanes)
+            write_pixels(k, y, line_of, tile, there, channel, form, i, mode)
+
+    multiply_positions(k, u, v, first, limit, products, finish, dims=dims, count=count, form=form, positions=planes)
+
+
+def append_fft(
+    c: Lowering, *, out: Any, w: Any, x: Any, grid: Grid, size: tuple[int, int], groups: int, rows: int, turned: bool, flip: bool,
+    mode: str, dims: tuple[str, ...], count: int,
+) -> None:  # fmt: skip
+    """`grid`: what the direct convolution sees of x. `turned` and `flip` as in `append_winograd`."""
+    R, S = len(grid.rows), len(grid.columns)
+    F = size_of(R, S)
+    m, planes, C = F + 1 - max(R, S), 3 * F * half(F), grid.channels
+    of_x = Grid(
+        grid.size, C, (ceil_div(size[0], m), ceil_div(size[1], m)), (m, m), tuple(min(grid.rows) + i for i in range(F)),
+        tuple(min(grid.columns) + i for i in range(F)), grid.reflect,
+    )  # fmt: skip
+    tile = next(t for t in tiles(c.isa, "fp32") if t.vectors == 2)
+    span = tile.span(c.isa)
+    filters = max(1, 2 * M_BYTES // (4 * planes * span) // tile.rows) * tile.rows
+    filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.rows)
+    form = Form(m, of_x, size, groups, rows, tile, 1, filters)
+    u = part(c.scratch("filters", 4 * planes * groups * rows * C + 64)), "fp32"
+    steps = {"step": R * S * rows, "row_step": R * S} if turned else {"step": R * S, "row_step": R * S * C}
+    constants = {"count": groups, "rows": rows, "depth": C, "flip": flip, "F": F, "R": R, "S": S, **steps}
+    c.call(fft_filters, {"u": u, "w": w}, constants, writes="u")
+    blocks = ceil_div(form.tiles(int(x.shape[0])), span)
+    block_bytes = 4 * groups * planes * C * span
+    limit = max(1, min(blocks, V_BYTES // block_bytes))
+    v = part(c.scratch("tiles", limit * block_bytes)), "fp32"
+    rows_bytes = 4 * F * 2 * half(F) * c.isa.lanes
+    c.private(max(input_nbytes(c.isa, of_x, span), 4 * planes * filters * span) + rows_bytes + 4 * F * c.isa.lanes)
+    images = {"dims": dims, "count": count}
+    for first in range(0, blocks, limit):
+        where = {"first": first, "limit": limit}
+        c.call(
+            fft_input,
+            {"v": v, "x": x, **where},
+            {**images, "groups": groups, "grid": of_x, "F": F, "span": span},
+            writes="v",
+        )
+        c.call(
+            fft_product, {"y": out, "u": u, "v": v, **where}, {**images, "form": form, "F": F, "mode": mode}, writes="y"
+        )
+
+
+def size_of(R: int, S: int) -> int:
+    """F for a filter: where at least half of a tile's rows are outputs."""
+    return 16 if max(R, S) <= 9 else 32

@@ -1,0 +1,110 @@
+"""Lines of images as convolutions read them: fp32, with what lies beyond the image filled in.
+
+A *line* is what one row of the filter sees of the image for one row of the output, as far as a block of output columns reaches. A
+copy of it in this thread's scratch makes every element of the filter a shift: output j reads the line's element offset + j stride.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.lang import Pointer, Value
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which pixels of a source (N, channels, H, W) an output's pixel (i, j) of a P x Q grid sees: those at i stride + offset, for
+    each of the row offsets and column offsets. Beyond the image is zero, or its mirror image."""
+
+    size: tuple[int, int]
+    channels: int
+    outputs: tuple[int, int]
+    stride: tuple[int, int]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    reflect: bool = False
+
+    @property
+    def taps(self) -> int:
+        return len(self.rows) * len(self.columns)
+
+    @property
+    def first_column(self) -> int:
+        """The column at which the line of the block from output column 0 on begins."""
+        return min(self.columns, default=0)
+
+    def span(self, outputs: int) -> int:
+        """Elements of the line of so many outputs of a row."""
+        return (outputs - 1) * self.stride[1] + 1 + max(self.columns, default=0) - self.first_column
+
+    def pitch(self, outputs: int, lanes: int) -> int:
+        """Elements from a line to the next: what vectors reach beyond its end may be overwritten or read."""
+        return -(-self.span(outputs) // lanes) * lanes + (self.stride[1] + 1) * lanes
+
+
+class Lines:
+    """Makes lines of `outputs` columns at `at`, `pitch` elements from one to the next."""
+
+    def __init__(self, k: KernelBuilder, grid: Grid, x: Pointer, at: Pointer, outputs: int) -> None:
+        self.k, self.grid, self.x, self.at, self.outputs = k, grid, x, at, outputs
+        self.pitch = grid.pitch(outputs, k.lanes)
+
+    def fill(self, number: Any, plane: Value, row: Value, first: Any) -> None:
+        """Line `number` becomes row `row` of the channel whose pixels begin at element `plane` of x, for outputs from column
+        `first` on. The rows that are not in the image are zeros or mirror images."""
+        k, grid = self.k, self.grid
+        H, W = grid.size
+        to, span = self.at.at(k.int(number) * self.pitch), grid.span(self.outputs)
+        begin = k.int(first) * grid.stride[1] + grid.first_column
+        if grid.reflect:
+            row = _mirrored(k, row, H)
+        zero = k.to(0.0, k.vec)
+        with k.loop(0, span, k.lanes) as c:
+            to.store(zero, c)
+        inside = (row >= 0) & (row < H)
+        with k.when(inside):
+            source = self.x.at(plane + row * W)
+            low, high = k.max(begin, 0), k.min(begin + span, W)
+            whole = low + ((k.max(high - low, 0)) & -k.lanes)
+            with k.loop(low, whole, k.lanes) as c:
+                to.store(source.load(c), c - begin)
+            with k.when(whole < high):
+                to.store(source.load(whole, k.mask_first(high - whole)), whole - begin)
+            if grid.reflect:
+                for low, high in ((begin, k.min(begin + span, 0)), (k.max(begin, W), begin + span)):
+                    with k.loop(low, high) as c:
+                        at = k.max(
+                            k.min(_mirrored(k, c, W), W - 1), 0
+                        )  # of a stride, elements that nobody reads may lie far out
+                        to.put(source.get(at), c - begin)
+
+    def tap(self, number: Any, column: int, first: Any) -> Value:
+        """What the filter's column `column` multiplies for the outputs [first, first + lanes) of a line."""
+        k, stride = self.k, self.grid.stride[1]
+        start = self.grid.columns[column] - self.grid.first_column
+        p = self.at.at(k.int(number) * self.pitch + start + k.int(first) * stride)
+        return strided(k, p, stride)
+
+
+def strided(k: KernelBuilder, p: Pointer, stride: int) -> Value:
+    """Each `stride`-th element from `p` on."""
+    if stride == 1:
+        return p.load()
+    if stride in (2, 4):
+        vectors = [p.load(i * k.lanes) for i in range(stride)]
+        while len(vectors) > 1:
+            each = list(range(0, 2 * k.lanes, 2))
+            vectors = [k.shuffle(a, b, each) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+        return vectors[0]
+    v = k.to(0.0, k.vec)
+    for i in range(k.lanes):
+        v = k.op(k.vec, f"insertelement {v.typed}, {p.get(i * stride).typed}, i64 {i}")
+    return v
+
+
+def _mirrored(k: KernelBuilder, at: Value, size: int) -> Value:
+    """The index that a reflected one stands for."""
+    at = k.max(at, 0 - at)
+    return k.min(at, 2 * (size - 1) - at)

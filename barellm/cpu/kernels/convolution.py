@@ -1,0 +1,196 @@
+"""How convolutions and their gradients become calls."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, dims_of, lowering
+from barellm.cpu.kernels.conv_fft import append_fft
+from barellm.cpu.kernels.conv_gradient import append_weight_gradient
+from barellm.cpu.kernels.conv_lines import Grid
+from barellm.cpu.kernels.conv_product import Scratch, Target, blocks_of, conv_product
+from barellm.cpu.kernels.loops import sweep_result
+from barellm.cpu.kernels.winograd import append_winograd
+from barellm.cpu.kernels.winograd_gradient import append_winograd_gradient
+from barellm.cpu.lang import Value
+from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx, phases, pixels
+from barellm.program.tensor import Dim, Tensor
+from barellm.runtime.lowering import part
+
+LEAST_CHANNELS, LEAST_PIXELS = 48, 512  # from which on Winograd's algorithm is faster
+
+
+def images_of(t: Tensor) -> dict[str, Any]:
+    """Constants `dims` and `count`: the images of a tensor (N, C, H, W) are `k.extent(dims, count)`."""
+    return {"dims": dims_of(t), "count": 1 if isinstance(t.shape[0], Dim) else int(t.shape[0])}
+
+
+def grid_of(op: Any, x: Tensor | tuple[int, ...], R: int, S: int) -> Grid:
+    """What the outputs of a convolution see of its images."""
+    _, C, H, W = x.shape if isinstance(x, Tensor) else x
+    rows, columns = op.offsets(R, S)
+    outputs = op.output_size(int(H), int(W), R, S)
+    return Grid((int(H), int(W)), int(C) // op.groups, outputs, op.stride, rows, columns, op.reflect)
+
+
+def tile_of(algorithm: str, grid: Grid, target: Target, rows: int, images: int) -> int:
+    """The m of Winograd's m x m tiles that does a convolution, 0 for the direct kernel. With "auto" it is 4 where that is faster:
+    many channels on both sides, and enough tiles to pay for the filters' transform."""
+    fits = len(grid.rows) == len(grid.columns) == 3 and grid.stride == (1, 1) and target == Target(grid.outputs)
+    fits = fits and all({abs(b - a) for a, b in pairwise(line)} == {1} for line in (grid.rows, grid.columns))
+    if not fits or algorithm in ("direct", "fft"):
+        return 0
+    if algorithm != "auto":
+        return int(algorithm[-1])
+    P, Q = grid.outputs
+    return 4 if min(grid.channels, rows) >= LEAST_CHANNELS and images * P * Q >= LEAST_PIXELS else 0
+
+
+def append_product(
+    c: Lowering, *, algorithm: str, out: Any, w: Tensor, a: Any, x: Tensor, groups: int, rows: int, grid: Grid, target: Target,
+    mode: str, turned: bool = False,
+) -> None:  # fmt: skip
+    """One convolution with what `grid` sees of x: of filters `a`, fp32, as a product has them, which are made of w when they are
+    needed. `turned`: w is read the other way round, as the input's gradient does."""
+    flip = grid.rows[:2] != tuple(sorted(grid.rows[:2])) or grid.columns[:2] != tuple(sorted(grid.columns[:2]))
+    how: dict[str, Any] = {
+        "size": target.size,
+        "groups": groups,
+        "rows": rows,
+        "turned": turned,
+        "flip": flip,
+        "mode": mode,
+    }
+    if algorithm == "fft":
+        append_fft(c, out=out, w=w, x=x, grid=grid, **how, **images_of(x))
+        return
+    if m := tile_of(algorithm, grid, target, rows, int(x.shape[0])):
+        offset = min(grid.rows), min(grid.columns)
+        append_winograd(c, m=m, out=out, w=w, x=x, grid=grid, offset=offset, **how, **images_of(x))
+        return
+    append_direct(c, out=out, a=a(), x=x, groups=groups, rows=rows, grid=grid, target=target, mode=mode)
+
+
+def append_direct(
+    c: Lowering, *, out: Any, a: Any, x: Tensor, groups: int, rows: int, grid: Grid, target: Target, mode: str
+) -> None:
+    """One product of filters `a`, fp32, with what `grid` sees of x."""
+    blocks = blocks_of(c.isa, grid, rows, int(x.shape[0]), groups, c.threads)
+    c.private(Scratch(c.isa, grid, blocks, rows).nbytes)
+    sizes = {"groups": groups, "rows": rows, "grid": grid, "target": target, "blocks": blocks, "mode": mode}
+    c.call(conv_product, {"out": out, "a": a, "x": x}, {**images_of(x), **sizes}, writes="out")
+
+
+def widen(k: KernelBuilder, y, x, *, width: int) -> None:
+    """Filters as fp32."""
+    sweep_result(k, k.int(width), y, x.load)
+
+
+def filters_of(c: Lowering, w: Tensor) -> Any:
+    """The filters in fp32, (K, C / groups R S)."""
+    if w.dtype == "fp32":
+        return w
+    wide = part(c.scratch("filters", 4 * w.size)), "fp32"
+    c.call(widen, {"y": wide, "x": w}, {"width": w.size}, writes="y")
+    return wide
+
+
+@lowering("conv2d", starts="y")
+def lower_conv2d(op: Conv2d, c: Lowering) -> None:
+    K, _, R, S = (int(n) for n in op.w.shape)
+    grid = grid_of(op, op.x, R, S)
+    append_product(
+        c, algorithm=op.algorithm, out=op.y, w=op.w, a=lambda: filters_of(c, op.w), x=op.x, groups=op.groups, rows=K // op.groups,
+        grid=grid, target=Target(grid.outputs), mode=op.modes["y"],
+    )  # fmt: skip
+
+
+def turned(k: KernelBuilder, a, w, *, groups, K, C, R, S, rows, columns) -> None:
+    """Filters (groups K, C, R, S) as the gradient of the input reads them, (groups C, K, rows, columns), with those rows and
+    columns of the filter that one phase of the pixels needs."""
+    taps = len(rows) * len(columns)
+    with k.claim_each(groups * C) as row, k.loop(0, K) as i:
+        of = w.at(((row // C * K + i) * C + row % C) * (R * S))
+        to = a.at((row * K + i) * taps)
+        vectors = (
+            range(0, taps - taps % k.lanes, k.lanes) if taps == R * S else range(0)
+        )  # then they lie as they are wanted
+        for v in vectors:
+            to.store(of.load(v), v)
+        for t, (r, s) in list(enumerate((r, s) for r in rows for s in columns))[len(vectors) * k.lanes :]:
+            to.put(of.get(r * S + s), t)
+
+
+def fold(k: KernelBuilder, dx, padded, *, dims, count, channels, size, padding, mode) -> None:
+    """The gradient of an image that was padded with its mirror image: each pixel gets what its images got."""
+    (H, W), (top, left) = size, padding
+    wide = W + 2 * left
+    tall = H + 2 * top
+
+    def images(at: Value, n: int, pad: int) -> list[tuple[Value, Value]]:
+        """(place in the padded axis, whether there is one) of a pixel and of its two mirror images."""
+        low, high = at > 0, at < n - 1
+        return [
+            (at + pad, k.const(1, "i1")),
+            (pad - at, low & (at <= pad)),
+            (pad + 2 * (n - 1) - at, high & (at >= n - 1 - pad)),
+        ]
+
+    with k.claim(k.extent(dims, count) * (channels * H), 16) as (begin, end), k.loop(begin, end) as line:
+        plane, y = line // H, line % H
+        with k.loop(0, W) as x:
+            total = k.var(0.0)
+            for row, row_there in images(y, H, top):
+                for column, column_there in images(x, W, left):
+                    with k.when(row_there & column_there):
+                        total.value = total.value + padded.get((plane * tall + row) * wide + column)
+            to, keep = dx.at(line * W + x), k.keep(mode)
+            to.put(total.value if keep is None else total.value + k.select(keep, to.get(), 0.0))
+
+
+def turned_filters(c: Lowering, op: Conv2dDx, rows: tuple[int, ...], columns: tuple[int, ...]) -> Any:
+    """The filters as one phase of the input's gradient has them."""
+    K, C, R, S = (int(n) for n in op.w.shape)
+    a = part(c.scratch("turned", 4 * max(C * K * len(rows) * len(columns), 1))), "fp32"
+    sizes = {"groups": op.groups, "K": K // op.groups, "C": C, "R": R, "S": S, "rows": rows, "columns": columns}
+    c.call(turned, {"a": a, "w": op.w}, sizes, writes="a")
+    return a
+
+
+@lowering("conv2d_dx", starts="dx")
+def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
+    """One product for each phase of a stride. Behind a reflected padding lies the gradient of the padded image, which is folded."""
+    K, C, R, S = (int(n) for n in op.w.shape)
+    H, W = op.size
+    (row_offsets, column_offsets), out, mode = op.offsets(R, S), op.dx, op.modes["dx"]
+    if op.reflect:
+        top, left = op.padding
+        H, W = H + 2 * top, W + 2 * left
+        row_offsets, column_offsets = tuple(r + top for r in row_offsets), tuple(s + left for s in column_offsets)
+        N = int(op.dy.shape[0])
+        out, mode = (part(c.scratch("padded", 4 * N * op.groups * C * H * W)), "fp32"), "store"
+    for y, (P, rows, row_at) in enumerate(phases(row_offsets, op.stride[0], H)):
+        for x, (Q, columns, column_at) in enumerate(phases(column_offsets, op.stride[1], W)):
+            if not (rows and columns):
+                row_at = column_at = ()
+            grid = Grid(pixels(op.dy), K // op.groups, (P, Q), (1, 1), row_at, column_at)
+            append_product(
+                c, algorithm=op.algorithm, out=out, w=op.w, a=partial(turned_filters, c, op, rows, columns), x=op.dy,
+                groups=op.groups, rows=C, grid=grid, target=Target((H, W), (y, x), op.stride), mode=mode, turned=True,
+            )  # fmt: skip
+    if op.reflect:
+        sizes = {**images_of(op.dy), "channels": op.groups * C, "size": op.size, "padding": op.padding}
+        c.call(fold, {"dx": op.dx, "padded": out}, {**sizes, "mode": op.modes["dx"]}, writes="dx")
+
+
+@lowering("conv2d_dw", starts="dw")
+def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
+    grid = grid_of(op, op.x, *op.size)
+    images = {"groups": op.groups, "grid": grid, "mode": op.modes["dw"], **images_of(op.x)}
+    rows = int(op.dy.shape[1]) // op.groups
+    if m := tile_of(op.algorithm, grid, Target(grid.outputs), rows, int(op.x.shape[0])):
+        append_winograd_gradient(c, m=m, dw=op.dw, dy=op.dy, x=op.x, **images)
+        return
+    append_weight_gradient(c, op.dw, op.dy, op.x, **images)

@@ -1,0 +1,43 @@
+"""The mean over the pixels of images, and its gradient. Shapes: x (N, C, H, W), y (N, C)."""
+
+from __future__ import annotations
+
+from math import prod
+from operator import add
+from typing import Any
+
+from barellm.cpu.kernel import dims_of, kernel
+from barellm.cpu.kernels.loops import across, added, fold, row_grain, zeros
+from barellm.cpu.lang import Value
+from barellm.program.ops.base import Op
+from barellm.program.tensor import Tensor
+
+
+def planes_of(images: Tensor) -> dict[str, Any]:
+    """Constants: `planes` of `pixels` for each of the run-time sizes `dims`."""
+    pixels = prod(int(n) for n in images.shape[2:])
+    return {"dims": dims_of(images), "planes": images.width // pixels, "pixels": pixels}
+
+
+def _constants(op: Op) -> dict[str, Any]:
+    return planes_of(op.inputs.get("x") or op.dx)
+
+
+@kernel("mean_pixels", constants=_constants)
+def mean_pixels(k, y, x, *, dims, planes, pixels, mode_y) -> None:
+    with k.claim(k.extent(dims, planes), row_grain(pixels)) as (begin, end), k.loop(begin, end) as plane:
+        chains = zeros(k, 4)
+
+        def body(i: Any, mask: Value | None, j: int, plane=plane) -> None:
+            chains[j].value = chains[j].value + x.at(plane * pixels).load(i, mask)
+
+        across(k, pixels, body)
+        value, keep = k.sum(fold(chains, add)) / float(pixels), k.keep(mode_y)
+        y.put(value if keep is None else value + k.select(keep, y.get(plane), 0.0), plane)
+
+
+@kernel("mean_pixels_backward", constants=_constants)
+def mean_pixels_backward(k, dx, dy, *, dims, planes, pixels, mode_dx) -> None:
+    with k.claim(k.extent(dims, planes), row_grain(pixels)) as (begin, end), k.loop(begin, end) as plane:
+        v, to = k.splat(dy.get(plane) * (1.0 / pixels)), dx.at(plane * pixels)
+        across(k, pixels, lambda i, mask, j: to.store(added(k, to, i, mask, v, mode_dx), i, mask))

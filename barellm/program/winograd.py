@@ -1,0 +1,51 @@
+"""Winograd's minimal filtering: the matrices of F(m, r), which computes m outputs of a filter of r elements by m + r - 1 products.
+
+    y = A^T ((G g) * (B^T d))        d: m + r - 1 inputs, g: the filter, *: element by element
+
+They follow from m + r - 2 points at which polynomials are multiplied, and infinity (Winograd 1980; Lavin and Gray 2016). In two
+dimensions each matrix is applied to rows and to columns. With the points 0, 5/8, -5/8, 3/2, -3/2 the errors are a third of those
+with 0, 1, -1, 2, -2.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import prod
+
+POINTS = {
+    4: (Fraction(0), Fraction(1), Fraction(-1)),
+    6: (Fraction(0), Fraction(5, 8), Fraction(-5, 8), Fraction(3, 2), Fraction(-3, 2)),
+}  # by m + r - 1
+
+Matrix = list[list[float]]
+
+
+def _weight(points: tuple[Fraction, ...], i: int) -> Fraction:
+    return prod((points[i] - p for j, p in enumerate(points) if j != i), start=Fraction(1))
+
+
+def output_matrix(m: int, r: int) -> Matrix:
+    """A^T, (m, m + r - 1)."""
+    points = POINTS[m + r - 1]
+    return [[float(p**j) for p in points] + [float(j == m - 1)] for j in range(m)]
+
+
+def filter_matrix(m: int, r: int) -> Matrix:
+    """G, (m + r - 1, r)."""
+    points = POINTS[m + r - 1]
+    rows = [[float(p**j / _weight(points, i)) for j in range(r)] for i, p in enumerate(points)]
+    return [*rows, [float(j == r - 1) for j in range(r)]]
+
+
+def input_matrix(n: int) -> Matrix:
+    """B^T, (n, n): the same for each m and r with m + r - 1 = n. Row i holds the coefficients of the product of all x - p but
+    that of the i-th point, the last row those of all."""
+    points = POINTS[n]
+
+    def product(factors: list[Fraction]) -> list[float]:
+        c = [Fraction(1)]
+        for p in factors:
+            c = [low - p * high for low, high in zip([Fraction(0), *c], [*c, Fraction(0)], strict=True)]
+        return [float(x) for x in c] + [0.0] * (n - len(c))
+
+    return [product([p for j, p in enumerate(points) if j != i]) for i in range(n)]

@@ -1,0 +1,154 @@
+"""The 3 x 3 layers of VGG-16 and ResNet-50, forward, beside PyTorch, and the errors of each algorithm.
+
+    python -m benchmarks.convolution --batch 1 --batch 16 --out benchmarks/results/convolution.json
+
+Every layer is run by each algorithm in turns with PyTorch in both of its memory formats; all samples are kept. The peak is measured
+beside each layer, and the bandwidth once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from barellm.cpu.backend import Bench, describe
+from barellm.cpu.step import CpuSession
+from barellm.program.builder import Program, Store
+from barellm.program.ops.convolution import Conv2d
+
+# name -> channels in, pixels of a side, channels out
+LAYERS = {
+    "VGG 64, 224": (64, 224, 64),
+    "VGG 128, 112": (128, 112, 128),
+    "VGG 256, 56": (256, 56, 256),
+    "VGG 512, 28": (512, 28, 512),
+    "VGG 512, 14": (512, 14, 512),
+    "ResNet 64, 56": (64, 56, 64),
+    "ResNet 128, 28": (128, 28, 128),
+    "ResNet 256, 14": (256, 14, 256),
+    "ResNet 512, 7": (512, 7, 512),
+}
+ALGORITHMS = ("direct", "winograd2", "winograd4")
+TURN = 0.1  # seconds of a turn, or one run where that takes longer
+
+
+def session_of(N: int, layer: tuple[int, int, int], algorithm: str, x: np.ndarray, w: np.ndarray) -> CpuSession:
+    C, side, K = layer
+    p = Program(Store())
+    images = p.input("x", (N, C, side, side), "fp32")
+    p.output("y", p.conv2d(images, p.parameter("w", (K, C, 3, 3)), padding=1, algorithm=algorithm))
+    session = CpuSession({"op": p})
+    session.write("x", x)
+    session.write("w", w)
+    return session
+
+
+def peers(x: np.ndarray, w: np.ndarray, threads: int) -> dict[str, Callable[[], Any]]:
+    """PyTorch's convolution in both memory formats."""
+    import torch
+
+    torch.set_num_threads(threads)
+    found = {}
+    for name, form in (("torch", torch.contiguous_format), ("torch channels last", torch.channels_last)):
+        tx, tw = (torch.from_numpy(a).contiguous(memory_format=form) for a in (x, w))
+
+        def run(tx=tx, tw=tw) -> None:
+            with torch.inference_mode():
+                torch.nn.functional.conv2d(tx, tw, padding=1)
+
+        found[name] = run
+    return found
+
+
+def turn(run: Callable[[], Any]) -> float:
+    """Seconds of a run, the mean over a turn."""
+    count, start = 0, time.perf_counter()
+    while True:
+        run()
+        count += 1
+        taken = time.perf_counter() - start
+        if taken >= TURN:
+            return taken / count
+
+
+def measure(
+    N: int, name: str, rounds: int, bench: Bench, bandwidth: float, algorithms: tuple[str, ...]
+) -> dict[str, Any]:
+    """One layer: samples of each variant, and the bound of the direct algorithm."""
+    C, side, K = LAYERS[name]
+    r = np.random.default_rng(0)
+    x = r.standard_normal((N, C, side, side), dtype=np.float32)
+    w = r.standard_normal((K, C, 3, 3), dtype=np.float32) / np.float32(np.sqrt(9 * C))
+    sessions = {a: session_of(N, LAYERS[name], a, x, w) for a in algorithms}
+    runs: dict[str, Callable[[], Any]] = {a: (lambda s=s: s.run("op")) for a, s in sessions.items()}
+    runs |= peers(x, w, bench.threads)
+    for run in runs.values():
+        run()
+    samples: dict[str, list[float]] = {variant: [] for variant in runs}
+    peaks = []
+    for _ in range(rounds):
+        peaks.append(bench.peak("fp32"))
+        for variant, run in runs.items():
+            samples[variant].append(turn(run))
+    for session in sessions.values():
+        session.close()
+    flops = 2 * 9 * N * C * K * side * side
+    nbytes = 4 * (x.size + w.size + N * K * side * side)
+    peak = max(peaks)
+    bound = max(flops / peak, nbytes / bandwidth)
+    row = {"layer": name, "batch": N, "flops": flops, "peak_flops": peak, "bound_s": bound, "samples_s": samples}
+    print(f"{name:>15} x{N:<3}", *(f"{v} {flops / np.median(s) / peak:.2f}" for v, s in samples.items()), flush=True)
+    return row
+
+
+def errors(C: int) -> dict[str, float]:
+    """The largest error of each algorithm relative to the RMS of the result: 60 tiles of 4 x 4, unit-normal pixels."""
+    r = np.random.default_rng(C)
+    x = r.standard_normal((60, C, 6, 6), dtype=np.float32)
+    w = r.standard_normal((1, C, 3, 3), dtype=np.float32) / np.float32(np.sqrt(9 * C))
+    attrs = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "reflect": False, "mirrored": False}
+    exact = Conv2d({}, attrs).reference(x.astype(np.float64), w.astype(np.float64))["y"]
+    found = {}
+    from barellm import kernels
+
+    for algorithm in ALGORITHMS:
+        y = kernels.conv2d(x, w, algorithm=algorithm)
+        found[algorithm] = float(np.abs(y - exact).max() / np.sqrt((exact**2).mean()))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, action="append", required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layer", action="append", choices=LAYERS, help="these only")
+    parser.add_argument("--algorithm", action="append", choices=ALGORITHMS, help="these only")
+    parser.add_argument("--processor", default="", help="what to call the machine in the file")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    bench = Bench()
+    bandwidth = bench.bandwidth((1, 1, 0))
+    algorithms = tuple(args.algorithm or ALGORITHMS)
+    rows = [
+        measure(N, name, args.rounds, bench, bandwidth, algorithms) for N in args.batch for name in args.layer or LAYERS
+    ]
+    facts = {"processor": args.processor or describe()["processor"], "isa": bench.isa.name, "threads": bench.threads}
+    result = {
+        "kind": "convolution",
+        **facts,
+        "bandwidth": bandwidth,
+        "rows": rows,
+        "errors": {C: errors(C) for C in (64, 512)},
+    }
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

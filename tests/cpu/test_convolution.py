@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from barellm.program.builder import Program, Store
+from tests.conv_cases import FORMS, LARGE, WINOGRAD, case, winograd_case
+from tests.cpu.check import ISAS, check_op, isa_named
+
+each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+OPS = ("conv2d", "conv2d_dx", "conv2d_dw")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", OPS)
+def test_a_direct_convolution_of_every_form(form, name):
+    check_op(isa=isa_named(""), **case(name, FORMS[form]))
+
+
+@each_isa
+@pytest.mark.parametrize("name", OPS)
+def test_a_direct_convolution_in_half_the_bits_is_added(isa, name):
+    check_op(isa=isa, **case(name, FORMS["dilated"], "bf16", "add"))
+    check_op(isa=isa, **case(name, FORMS["grouped"], "fp16"))
+
+
+@pytest.mark.parametrize("form", WINOGRAD)
+@pytest.mark.parametrize("name", OPS)
+def test_winograds_algorithm_of_every_form(form, name):
+    for algorithm in ("winograd2", "winograd4"):
+        check_op(isa=isa_named(""), **winograd_case(name, WINOGRAD[form], algorithm))
+
+
+@each_isa
+@pytest.mark.parametrize("name", OPS)
+def test_winograds_algorithm_in_half_the_bits_is_added(isa, name):
+    check_op(isa=isa, **winograd_case(name, WINOGRAD["groups"], "winograd4", "bf16", "add"))
+
+
+@pytest.mark.parametrize("form", LARGE)
+@pytest.mark.parametrize("name", OPS[:2])
+def test_large_filters_by_fourier_transforms(form, name):
+    check_op(isa=isa_named(""), **winograd_case(name, LARGE[form], "fft"))
+
+
+def test_the_errors_of_winograds_algorithm_are_those_of_its_points():
+    """Relative to the result's RMS, the largest of 60 tiles: a third of what 0, 1, -1, 2, -2 give."""
+    from benchmarks.convolution import errors
+
+    for C, limits in ((64, (1.5e-6, 2.0e-6, 4.5e-6)), (512, (2.0e-6, 5.7e-6, 1.1e-5))):
+        found = errors(C)
+        assert list(found) == ["direct", "winograd2", "winograd4"]
+        assert all(error <= limit for error, limit in zip(found.values(), limits, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        (
+            {"groups": 2},
+            r"^conv2d expects groups that divide C and K, and w \(K, C / groups, R, S\): 2, x \(2, 3, 5, 7\) fp32",
+        ),
+        ({"padding": (5, 0), "reflect": True}, r"^conv2d expects a reflected padding below H and W: \(5, 0\)"),
+        ({"dilation": 4}, r"^conv2d expects a dilated filter that is not larger than the padded image"),
+        ({"stride": 0}, r"^conv2d expects a stride and a dilation of 1 or more and a padding of 0 or more"),
+        ({"algorithm": "fast"}, r"^conv2d expects an algorithm among auto, direct, winograd2, winograd4, fft: 'fast'"),
+        (
+            {"algorithm": "fft", "dilation": 2},
+            r"^conv2d by fft expects filters of at most 24 x 24, a stride and a dilation of 1",
+        ),
+        (
+            {"algorithm": "winograd4", "stride": 2},
+            r"^conv2d by winograd4 expects filters of 3 x 3, a stride and a dilation of 1",
+        ),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
+)
+def test_a_convolution_that_cannot_be_is_refused_in_a_line(how, message):
+    p = Program(Store())
+    with pytest.raises(ValueError, match=message):
+        p.conv2d(p.input("x", (2, 3, 5, 7), "fp32"), p.parameter("w", (4, 3, 3, 3)), **how)
