@@ -10,10 +10,12 @@ The network is that of He et al. 2016 in small, with group norms (Wu and He 2018
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import cos, pi, sqrt
+from pathlib import Path
 
 import numpy as np
 
@@ -121,11 +123,12 @@ def accuracy(session: Session, images: Images) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--torch", action="store_true", help="train PyTorch's twin beside it")
+    parser.add_argument("--out", type=Path, help="write the curve and the seconds to this file, as JSON")
     args = parser.parse_args()
-    from barellm.cpu.backend import open_session
+    from barellm.cpu.backend import describe, open_session
 
     train, test = digits()
     store, built = programs(len(test.labels))
@@ -137,23 +140,31 @@ def main() -> None:
 
         twin = Twin({t.name: session.read(t.name) for t in store.of_role("parameter")})
     began, ours, theirs = time.perf_counter(), 0.0, 0.0
+    curve: list[dict[str, float]] = []
     for number, (lr, batch) in enumerate(batches(train, args.steps, args.seed)):
         start = time.perf_counter()
         loss = step(session, number, lr, batch)
         middle = time.perf_counter()
         line = f"step {number + 1:4d}  loss {loss:.4f}"
+        curve.append({"loss": loss})
         ours += middle - start
         if twin is not None:
-            line += f"  PyTorch {twin.step(lr, batch.pixels, batch.labels):.4f}"
+            curve[-1]["torch_loss"] = twin.step(lr, batch.pixels, batch.labels)
+            line += f"  PyTorch {curve[-1]['torch_loss']:.4f}"
             theirs += time.perf_counter() - middle
         if (number + 1) % 100 == 0 or number + 1 == args.steps:
-            line += f"  recognised {accuracy(session, test):.2%}"
-            line += f"  PyTorch {twin.accuracy(test.pixels, test.labels):.2%}" if twin is not None else ""
+            curve[-1]["recognised"] = accuracy(session, test)
+            line += f"  recognised {curve[-1]['recognised']:.2%}"
+            if twin is not None:
+                curve[-1]["torch_recognised"] = twin.accuracy(test.pixels, test.labels)
+                line += f"  PyTorch {curve[-1]['torch_recognised']:.2%}"
             print(line, flush=True)
     print(f"{args.steps} steps took {ours:.1f} s" + (f", PyTorch's {theirs:.1f} s" if twin is not None else ""))
-    print(
-        f"{time.perf_counter() - began:.1f} s in all, {accuracy(session, test):.2%} of {len(test.labels)} test images recognised"
-    )
+    total = time.perf_counter() - began
+    print(f"{total:.1f} s in all, {accuracy(session, test):.2%} of {len(test.labels)} test images recognised")
+    if args.out:
+        seconds = {"steps_s": ours, "torch_steps_s": theirs, "total_s": total}
+        args.out.write_text(json.dumps({"kind": "digits", **describe(), **seconds, "curve": curve}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
