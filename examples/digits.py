@@ -101,7 +101,7 @@ def batches(images: Images, steps: int, seed: int) -> Iterator[tuple[float, Imag
         chosen, order = order[:BATCH], order[BATCH:]
         padded = np.pad(images.pixels[chosen], ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=images.pixels.min())
         moved = [padded[i, :, y : y + SIDE, x : x + SIDE] for i, (y, x) in enumerate(r.integers(0, 3, (BATCH, 2)))]
-        warm = min(1.0, (step + 1) / 50)
+        warm = min(1.0, 10 * (step + 1) / steps)
         yield LR * warm * (0.5 + 0.5 * cos(pi * step / steps)), Images(np.stack(moved), images.labels[chosen])
 
 
