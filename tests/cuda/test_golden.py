@@ -237,6 +237,7 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "dropout by streams": stream_specs,
     "products of signs": sign_specs,
     "images bf16": lambda: images_specs("bf16"),
+    "images fp32": lambda: images_specs("fp32"),
 }
 
 
