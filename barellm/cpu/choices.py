@@ -90,8 +90,14 @@ def part_of(depth: int, itemsize: int) -> int:
 
 
 def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:
-    """The panel width that pads `cols` least; the wider one where equal, for it loads less."""
-    return min(tiles(isa, dtype), key=lambda tile: round_up(cols, tile.span(isa)))
+    """The panel width that takes the least time for `cols` columns and the padding behind them; the wider one where equal, for it
+    loads less. Each step loads `rows` + `vectors` times, and as many loads as multiply-adds fit into a cycle: a tile that is one
+    vector wide waits for its loads."""
+
+    def cost(tile: Tile) -> float:
+        return round_up(cols, tile.span(isa)) * max(1.0, (tile.rows + tile.vectors) / (tile.rows * tile.vectors))
+
+    return min(tiles(isa, dtype), key=cost)
 
 
 def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -> Choice:

@@ -280,6 +280,20 @@ def test_every_choice_gives_equal_bits(op_type, output, parts, dtype, monkeypatc
         first = got
 
 
+@pytest.mark.parametrize("isa, cols, tile", [
+    ("avx2", 768, (6, 2)),
+    ("avx2", 1000, (6, 2)),  # one vector would pad nothing, and load more often than it multiplies
+    ("avx2", 65, (4, 3)),
+    ("avx2", 8, (12, 1)),
+    ("generic", 65, (4, 2)),
+    ("avx512", 768, (8, 3)),
+    ("avx512", 65, (24, 1)),
+])  # fmt: skip
+def test_the_default_tile_is_the_one_that_takes_least_time(isa, cols, tile):
+    found = choices.default_tile(isas.X86[isa], "fp32", cols)
+    assert (found.rows, found.vectors) == tile
+
+
 @pytest.mark.parametrize("isa", [*isas.X86.values(), *isas.ARM.values()], ids=[*isas.X86, *isas.ARM])
 @pytest.mark.parametrize("tokens", [256, 1024, 4096])
 @pytest.mark.parametrize("rows, cols", [(2304, 768), (768, 3072), (50304, 768), (1600, 1600), (1600, 6400), (384, 128)])
