@@ -41,7 +41,7 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
     """Values rounded to a storage dtype, as float64 (integers stay)."""
     if dtype == "i32":
         return np.asarray(values, np.int32)
-    return decode(encode(values, dtype), dtype).astype(np.float64)
+    return decode(encode(values, dtype), dtype).astype(np.float64).reshape(np.shape(values))
 
 
 def operand_of(values: np.ndarray, dtype: str) -> np.ndarray:

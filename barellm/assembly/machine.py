@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from barellm.assembly.quantized import Matrix, Quantizing, quantize_programs
 from barellm.config import Config, TrainConfig
 from barellm.errors import UserError, nearest
 from barellm.models.course import enter, shares
@@ -15,6 +16,7 @@ from barellm.program.planner import Plan
 from barellm.runtime.backend import NAMES, backend
 
 DEVICES = (*NAMES, "reference")
+ROWS = 4096  # of a matrix that are handed on at a time
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,12 @@ class Machine:
     session: Any
     programs: dict[str, Program]
     plan: Plan
+    matrices: dict[str, Matrix] = field(default_factory=dict)  # those of few bits
+
+    @property
+    def loading(self) -> Any:
+        """The session as a loader of weights sees it."""
+        return Quantizing(self.session, self.matrices) if self.matrices else self.session
 
     @property
     def parameters(self) -> int:
@@ -49,7 +57,20 @@ class Machine:
         return {**backend(self.device).describe(), "dtype": self.config.train.dtype}
 
     def initialize(self, seed: int) -> None:
-        self.session.run("init", seed=seed)
+        """Give the parameters the values that training begins with. Those of few bits are drawn as numbers in a session of their
+        own and then quantised."""
+        if not self.matrices:
+            self.session.run("init", seed=seed)
+            return
+        from barellm.assembly.programs import build
+
+        loading = self.loading
+        with _opened({"init": build(self.config.model)[1]["init"]}, self.device) as drawn:
+            drawn.run("init", seed=seed)
+            for t in drawn.tensors.values():
+                if t.role == "parameter":
+                    for lo in range(0, int(t.shape[0]), ROWS):
+                        loading.write_rows(t.name, lo, drawn.read_rows(t.name, lo, min(lo + ROWS, int(t.shape[0]))))
 
 
 def check_device(device: str) -> None:
@@ -102,19 +123,24 @@ def model_flops(programs: dict[str, Program], config: Config) -> int:
 
 @contextmanager
 def open_machine(
-    config: Config, *, device: str, training: bool = True, positions: int | None = None
+    config: Config, *, device: str, training: bool = True, positions: int | None = None, weights: str = ""
 ) -> Iterator[Machine]:
     """Programs built, planned, compiled and mapped, as the first step wants them. With `training` False they are "decode" and
-    "eval" only. `positions` is as in `build_programs`."""
+    "eval" only. `positions` is as in `build_programs`. `weights` names a row of `program.quantization.SCHEMES`, if products shall
+    read codes; nothing can be trained or initialised then, only loaded."""
     check_device(device)
     config = resolved(config, device)
     train = config.train
     programs = build_programs(config, training=training, positions=positions)
+    matrices: dict[str, Matrix] = {}
+    if weights:
+        programs = {name: programs[name] for name in ("eval", "decode") if name in programs}
+        matrices = quantize_programs(programs, weights)
     if device in NAMES:
         session = backend(device).open_session(programs, **(products(train, device) if training else {}))
         try:
             enter(session, config, 0, train.steps)
-            yield Machine(config, device, session, programs, session.plan)
+            yield Machine(config, device, session, programs, session.plan, matrices)
         except KeyboardInterrupt:
             raise  # without waiting for the step that is running: its threads end with the process
         except BaseException:
@@ -131,7 +157,22 @@ def open_machine(
         # fp32 throughout: what a checkpoint holds is then all that there is.
         session = reference.open(programs, dtype="float32")
         enter(session, config, 0, train.steps)
-        yield Machine(config, device, session, programs, plan)
+        yield Machine(config, device, session, programs, plan, matrices)
+
+
+@contextmanager
+def _opened(programs: dict[str, Program], device: str) -> Iterator[Any]:
+    """A session of programs that need no planning of their own."""
+    if device not in NAMES:
+        from barellm.runtime import reference
+
+        yield reference.open(programs, dtype="float32")
+        return
+    session = backend(device).open_session(programs)
+    try:
+        yield session
+    finally:
+        session.close()
 
 
 def _dtype(asked: str, device: str) -> str:

@@ -8,38 +8,62 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from barellm import overrides
+from barellm import models, overrides
 from barellm.assembly.machine import Machine, check_device, open_machine
 from barellm.checkpoint import checkpoint
 from barellm.config import Config
-from barellm.data.kinds import load_tokenizer
+from barellm.data.kinds import load_tokenizer, make_tokenizer
 from barellm.data.tokenizers import Tokenizer
+from barellm.errors import UserError
 from barellm.models.course import enter
+from barellm.program.quantization import scheme
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint before its weights are read."""
+    """A checkpoint before its weights are read, or a preset, whose weights are drawn from its seed."""
 
-    path: Path  # the step's folder
+    path: Path | None  # the step's folder
     config: Config
     tokenizer: Tokenizer
     device: str
+    weights: str  # as products read them: "" for numbers, or a scheme of few bits
 
     @contextmanager
     def opened(self, *, positions: int) -> Iterator[Machine]:
         """A machine with its weights, and a KV cache of so many `positions` (0: none, and no program "decode")."""
-        with open_machine(self.config, device=self.device, training=False, positions=positions) as machine:
-            checkpoint.load(self.path, machine.session, optimizer=False)
+        how = {"device": self.device, "positions": positions, "weights": self.weights}
+        with open_machine(self.config, training=False, **how) as machine:
+            if self.path is None:
+                machine.initialize(self.config.train.seed)
+                yield machine
+                return
+            checkpoint.load(self.path, machine.loading, optimizer=False)
             meta = checkpoint.read_meta(self.path)
             enter(machine.session, self.config, meta["step"], meta.get("total_steps"))
             yield machine
 
 
-def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1) -> Found:
-    """The checkpoint of that name, or a run's newest one that is whole, in the dtype that it was trained in unless another is
-    named. Says on stderr which newer ones are damaged."""
+def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights: str | None = None) -> Found:
+    """What `found` finds; or a preset of that name where there is no such folder, whose tokenizer must need no text."""
+    if Path(name).exists() or name not in models.presets():
+        return found(name, device=device, dtype=dtype, weights=weights)
     check_device(device)
+    if weights is not None:
+        scheme(weights)
+    config = models.preset(name)
+    if (kind := config.data.tokenizer) not in ("bytes", "gpt2"):
+        raise UserError(f"the tokenizer of {name} ({kind}) is made from its text: train it first, then name its run")
+    config = replace(config, train=replace(config.train, batch=1, dtype=dtype or config.train.dtype))
+    return Found(None, config, make_tokenizer(kind, lambda: ()), device, weights or "")
+
+
+def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, weights: str | None = None) -> Found:
+    """The checkpoint of that name, or a run's newest one that is whole, in the dtype that it was trained in unless another is
+    named. Says on stderr which newer ones are damaged. `weights` names a scheme of few bits."""
+    check_device(device)
+    if weights is not None:
+        scheme(weights)
     path, wrong = checkpoint.find(Path(name))
     for text in wrong:
         print(f"barellm: warning: skipped {text}", file=sys.stderr)
@@ -48,4 +72,4 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1) -
     tokenizer = load_tokenizer(path)
     config = replace(config, train=replace(config.train, batch=batch, dtype=dtype or config.train.dtype))
     config.check()
-    return Found(path, config, tokenizer, device)
+    return Found(path, config, tokenizer, device, weights or "")

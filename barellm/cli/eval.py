@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from barellm.cli.options import add_device, add_dtype
+from barellm.cli.options import add_device, add_dtype, add_weights
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_device(parser, "cpu, cuda or reference")
     add_dtype(parser)
+    add_weights(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("tokens", 0), ("batch", 1)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
-    checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, batch=args.batch)
+    checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, batch=args.batch)
     config = checkpoint.config
     source = config.data if args.data is None else replace(config.data, source=args.data)
     data = prepare(source, tokenizer=checkpoint.tokenizer, whole=args.whole)

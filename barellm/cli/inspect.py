@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from barellm.cli.options import add_device
+from barellm.cli.options import add_device, add_weights
 from barellm.errors import UserError
 
 STAGES = {"cpu": ("summary", "ir", "asm"), "cuda": ("summary", "ir", "ptx", "sass")}
@@ -39,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=dict.fromkeys(stage for stages in STAGES.values() for stage in stages),
         help="what to print (default: summary); asm: cpu only; ptx, sass: cuda only",
     )
+    add_weights(parser)
     parser.add_argument("--recompute", action="store_true", help="take the programs that recompute activations")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     config = resolved(overrides.changed(models.preset(args.preset), changes), args.device)
     on_cpu = args.device == "cpu"
     machine: Any = kernels.isa_named(args.isa, args.target) if on_cpu else kernels.arch_named(args.arch)
-    used = kernels.used_by(config, machine)
+    used = kernels.used_by(config, machine, weights=args.weights or "")
     chosen = kernels.select(used, args.kernel) if args.kernel else used
     isa, target = (machine.name, machine.triple or "this machine") if on_cpu else (f"sm_{machine.arch}", "cuda")
     head = {"preset": config.preset, "dtype": config.train.dtype, "isa": isa, "target": target}
@@ -119,7 +120,29 @@ def _summary(row: dict[str, Any]) -> list[str]:
         ]
     others = [x for x in code["loops"] if inner and x["label"] != inner["label"] and x["stack_references"]]
     lines += [f"  also {x['label']:<16}{x['stack_references']} stack references" for x in others]
+    if "weights" in row["constants"]:
+        lines += [f"  {line}" for line in _of_a_weight(code["loops"], code["widest"])]
     return lines
+
+
+def _of_a_weight(loops: list[dict[str, Any]], widest: str) -> list[str]:
+    """Instructions for each weight in the loops of a kernel that turns codes into numbers in registers: those with the fewest
+    multiply-adds are of one row."""
+    lanes = {"zmm": 16, "ymm": 8}.get(widest, 4)
+    counts = [
+        (
+            x["instructions"],
+            sum(n * (2 if "dot" in name or "dpbf16" in name else 1) for name, n in x["multiply_adds"].items()),
+        )
+        for x in loops
+    ]
+    counts = [(instructions, lanes * each) for instructions, each in counts if each]
+    if not counts:
+        return []
+    instructions, weights = min(counts, key=lambda count: count[1])
+    return [
+        f"one row              {instructions} instructions for {weights} weights: {instructions / weights:.2f} each"
+    ]
 
 
 def _device_summary(row: dict[str, Any]) -> list[str]:

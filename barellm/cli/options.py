@@ -79,6 +79,15 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="STR", help="fp32, bf16 or auto (default: what it was trained in)")
 
 
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """--weights of commands that read a checkpoint and do not train it."""
+    parser.add_argument(
+        "--weights",
+        metavar="FORMAT",
+        help="matrices in few bits: int8, int4 or nf4; int4/128 has another group (default: numbers of --dtype)",
+    )
+
+
 def _help(key: str, owners: Mapping[str, Entry]) -> str:
     """The meaning of a key. If the key means different things in different sections, it says which means what."""
     everybody = models.names() if key.startswith("model.") else [""]

@@ -1,4 +1,5 @@
 """Write text from a checkpoint, token by token. CHECKPOINT is a checkpoint's folder, or a run's, whose newest whole one is taken.
+It may also be a preset with a vocabulary of its own, as gpt2-774m: its weights are random then, and only its speed says anything.
 
 Sample i uses the seed --seed + i - 1, so you can draw any one of them again by passing its own seed.
 """
@@ -11,9 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import add_device, add_dtype
+from barellm.cli.options import add_device, add_dtype, add_weights
 
 if TYPE_CHECKING:
+    from barellm.bench.decoding import Pace
     from barellm.data.tokenizers import Tokenizer
     from barellm.generation.decode import Decoder
     from barellm.generation.samplers import Sampling
@@ -48,14 +50,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_device(parser, "cpu, cuda or reference")
     add_dtype(parser)
+    add_weights(parser)
+    parser.add_argument(
+        "--measure", action="store_true", help="say on stderr how fast it was, beside what this machine's memory allows"
+    )
     parser.add_argument("--json", action="store_true", help="print one line with a JSON object for each text")
 
 
 def run(args: argparse.Namespace) -> int:
-    import time
     from dataclasses import replace
 
-    from barellm.cli.checkpoints import found
+    from barellm.bench.decoding import Pace, weight_bytes
+    from barellm.cli.checkpoints import found_or_fresh
     from barellm.errors import UserError
     from barellm.generation.decode import cache_positions, open_decoder
     from barellm.generation.samplers import Sampling
@@ -64,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least 1")
     first = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype)
+    checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights)
     model, tokenizer = checkpoint.config.model, checkpoint.tokenizer
     fed = _fed(tokenizer, args.prompt, model.max_seq)
     positions = cache_positions(len(fed) + args.tokens, model.max_seq)
@@ -74,14 +80,19 @@ def run(args: argparse.Namespace) -> int:
             how = replace(first, seed=args.seed + i)
             if args.samples > 1 and not args.json:
                 _write(f"--- sample {i + 1} of {args.samples}, seed {how.seed}\n")
-            begin = time.perf_counter()
+            pace = Pace(len(fed))
             say = _nothing if args.json else _write
             say(args.prompt)
-            text, ids = _sample(decoder, tokenizer, how, fed=fed, count=args.tokens, say=say)
-            seconds = time.perf_counter() - begin
+            text, ids = _sample(decoder, tokenizer, how, fed=fed, count=args.tokens, say=say, pace=pace)
+            seconds = pace.times[-1] - pace.times[0]
             if args.json:
-                row = {"checkpoint": str(checkpoint.path), "prompt": args.prompt, "seed": how.seed}
+                row = {"checkpoint": str(checkpoint.path or args.checkpoint), "prompt": args.prompt, "seed": how.seed}
                 print(json.dumps(row | {"text": text, "tokens": ids, "tokens_per_s": round(len(ids) / seconds, 1)}))
+            if args.measure:
+                from barellm.plans.roofline import measured_ceiling
+
+                rates = measured_ceiling(device=args.device).bandwidth
+                print(pace.line(weight_bytes(machine.programs["decode"]), rates[8, 0, 0]), file=sys.stderr)
     return 0
 
 
@@ -99,7 +110,14 @@ def _fed(tokenizer: Tokenizer, prompt: str, positions: int) -> list[int]:
 
 
 def _sample(
-    decoder: Decoder, tokenizer: Tokenizer, how: Sampling, *, fed: list[int], count: int, say: Callable[[str], None]
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    how: Sampling,
+    *,
+    fed: list[int],
+    count: int,
+    say: Callable[[str], None],
+    pace: Pace,
 ) -> tuple[str, list[int]]:
     """(text after the prompt, its ids) up to the end of the document; `say` gets the text as it comes."""
     from barellm.data.tokenizers import StreamDecoder
@@ -107,6 +125,7 @@ def _sample(
     text = StreamDecoder(tokenizer)
     pieces, ids = [], []
     for token in decoder.tokens(fed, count=count, how=how):
+        pace.token()
         if token in tokenizer.ends:
             break
         ids.append(token)

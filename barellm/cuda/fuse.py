@@ -9,7 +9,14 @@ from barellm.cuda.kernels.activations import ACTIVATIONS
 from barellm.cuda.kernels.common import matrix_unit, unit_of
 from barellm.program.fusion import Fusion
 from barellm.program.grouping import Alike
-from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, RMSNORMS_BACKWARD, layernorm_backward, products
+from barellm.runtime.fusions import (
+    CLASSIFIER,
+    NORMS_BACKWARD,
+    RMSNORMS_BACKWARD,
+    layernorm_backward,
+    products,
+    quantized,
+)
 
 LONGEST = 4096  # columns of a row whose whole backward pass fits in registers
 
@@ -56,7 +63,7 @@ BACKWARD: list[Fusion] = [
     )
 ]
 
-FUSIONS: list[Fusion] = [*NORMS, *BACKWARD, *CLASSIFIER, *products(ACTIVATIONS)]
+FUSIONS: list[Fusion] = [*NORMS, *BACKWARD, *CLASSIFIER, *products(ACTIVATIONS), *quantized(ACTIVATIONS)]
 
 
 def alike_adam(op: Any) -> tuple[Any, ...]:

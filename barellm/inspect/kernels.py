@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from barellm.assembly.machine import build_programs, products
+from barellm.assembly.quantized import quantize_programs
 from barellm.config import Config
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
@@ -80,10 +81,15 @@ def arch_named(name: str | None) -> Target:
     return Target(arch=int(number))
 
 
-def used_by(config: Config, machine: ISA | Target) -> list[Used]:
-    """Every specialisation of a training run's programs, in the order in which they first run."""
+def used_by(config: Config, machine: ISA | Target, *, weights: str = "") -> list[Used]:
+    """Every specialisation of a training run's programs, in the order in which they first run; with `weights` of few bits those of
+    decoding and evaluating."""
     options = products(config.train, "cuda" if isinstance(machine, Target) else "cpu")
-    built = lower(build_programs(config), machine, **options)
+    programs = build_programs(config, training=not weights)
+    if weights:
+        programs = {name: programs[name] for name in ("decode", "eval")}
+        quantize_programs(programs, weights)
+    built = lower(programs, machine, **options)
     found: dict[Specialisation | DeviceSpec, Used] = {}
     for calls in built.calls.values():
         for call in calls:

@@ -10,6 +10,7 @@ from barellm.kernels.call import vjp
 from barellm.kernels.convolution import conv2d
 from barellm.kernels.norms import layernorm, rmsnorm
 from barellm.kernels.products import matmul
+from barellm.kernels.quantization import dequantize, quantize
 from barellm.kernels.signs import binary_matmul
 
-__all__ = ["attention", "binary_matmul", "conv2d", "layernorm", "matmul", "rmsnorm", "vjp"]
+__all__ = ["attention", "binary_matmul", "conv2d", "dequantize", "layernorm", "matmul", "quantize", "rmsnorm", "vjp"]

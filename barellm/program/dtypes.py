@@ -6,7 +6,8 @@ after the other, then what makes the fp32 master weight of it. "split" loses not
 and the lower ones unsigned, as modded-nanogpt does: hi is the next bf16 towards zero. fp16 has too few exponents for that, so
 "half" keeps the fp32 weight beside its nearest fp16.
 
-"e6m9" and "ue6m10" are the 16-bit floats of optimizer state (`program.moments`).
+"e6m9" and "ue6m10" are the 16-bit floats of optimizer state (`program.moments`). "u4" are integers from 0 to 15, two a byte: of
+each 128 in turn the first 64 lie in the lower halves of 64 bytes, and the others in the upper halves (`program.quantization`).
 """
 
 from __future__ import annotations
@@ -71,9 +72,11 @@ FORMATS: dict[str, Format] = {
         Format("i64", 64, "integer"),
         Format("i32", 32, "integer"),
         Format("i16", 16, "integer"),
+        Format("i8", 8, "integer"),
         Format("u16", 16, "integer"),
         Format("e6m9", 16, "code", 2.0**-10, travels="fp32"),
         Format("ue6m10", 16, "code", 2.0**-11, travels="fp32"),
+        Format("u4", 4, "code"),
         Format("split", 32, "planes", 2.0**-24, planes=("bf16", "i16"), travels="fp32"),
         Format("half", 48, "planes", 2.0**-24, planes=("fp16", "fp32"), travels="fp32"),
         Format("truncated", 32, "planes", 2.0**-24, planes=("bf16", "u16"), travels="fp32"),
@@ -91,13 +94,14 @@ def format_of(dtype: str) -> Format:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
-    return FORMATS[dtype].bits // 8
+    """Bytes of one element; of two that share one, that byte."""
+    return max(FORMATS[dtype].bits // 8, 1)
 
 
 @cache
 def numpy_dtype(name: str) -> np.dtype:
-    """NumPy's dtype of the elements of an array in memory. For codes it is that of their bits. Formats with planes have none."""
+    """NumPy's dtype of the elements of an array in memory. For codes it is that of their bits, or of the byte that they share.
+    Formats with planes have none."""
     if name == "bf16":
         import ml_dtypes
 
@@ -105,7 +109,7 @@ def numpy_dtype(name: str) -> np.dtype:
     f = FORMATS[name]
     assert not f.planes, name
     kind = {"float": "f", "integer": name[0], "code": "u"}[f.kind]
-    return np.dtype(f"{kind}{f.bits // 8}")
+    return np.dtype(f"{kind}{itemsize(name)}")
 
 
 def encode(values: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
@@ -116,17 +120,24 @@ def encode(values: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
         return truncate_fp32(np.asarray(values, np.float32))
     if FORMATS[dtype].planes:
         return tuple(np.asarray(values).astype(numpy_dtype(plane)) for plane in FORMATS[dtype].planes)
+    if dtype == "u4":
+        low, high = np.asarray(values).astype(np.uint8).reshape(-1, 2, 64).swapaxes(0, 1)
+        return ((low | high << 4).reshape(-1),)
     if FORMATS[dtype].kind == "code":
         return (moments.encode(values, dtype),)
     return (np.asarray(values).astype(numpy_dtype(dtype)),)
 
 
 def decode(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
-    """The numbers that memory holds, as a copy of a NumPy dtype. Weights of two planes, and codes, become fp32."""
+    """The numbers that memory holds, as a copy of a NumPy dtype. Weights of two planes, and 16-bit codes, become fp32. Two codes
+    in a byte become two bytes, in one flat array."""
     if dtype == "split":
         return join_split(*planes)
     if dtype == "truncated":
         return join_truncated(*planes)
+    if dtype == "u4":
+        both = planes[0].reshape(-1, 64)
+        return np.stack([both & 15, both >> 4], 1).reshape(-1)
     if FORMATS[dtype].planes:
         return planes[-1].copy()
     return moments.decode(planes[0], dtype) if FORMATS[dtype].kind == "code" else planes[0].copy()

@@ -135,18 +135,19 @@ class ArenaSession(ABC):
         return self._get(start, start + prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def _rows(self, t: Tensor, lo: int, hi: int, plane: int = 0) -> np.ndarray:
-        """Leading rows of a persistent tensor as they lie in memory, of one plane where it has two."""
+        """Leading rows of a persistent tensor as they lie in memory, flat, of one plane where it has two."""
         start, dtype = self._row(t, lo, plane)
         stop, _ = self._row(t, hi, plane)
-        return self._get(start, stop).view(dtype).reshape(-1, *t.shape[1:])
+        return self._get(start, stop).view(dtype)
 
     def _row(self, t: Tensor, row: int, plane: int) -> tuple[int, np.dtype]:
         """The place at which a leading row of a persistent tensor begins, and the dtype of what lies there."""
         if not 0 <= row <= t.shape[0]:
             raise IndexError(f"{t.name} has {t.shape[0]} rows, row {row} was asked for")
         f = FORMATS[t.dtype]
-        dtype = numpy_dtype(f.planes[plane] if f.planes else t.dtype)
-        return self.plan.offsets[t] + f.start_of(plane, t.size) + row * (t.size // t.shape[0]) * dtype.itemsize, dtype
+        name = f.planes[plane] if f.planes else t.dtype
+        skipped = FORMATS[name].nbytes(row * (t.size // t.shape[0]))
+        return self.plan.offsets[t] + f.start_of(plane, t.size) + skipped, numpy_dtype(name)
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Set a tensor by name. An input is dense for its own batch and length, which may be below the planned ones; it is
@@ -175,7 +176,8 @@ class ArenaSession(ABC):
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         """Leading rows [lo, hi) of a persistent tensor; parameters and moments as fp32."""
         t = self.tensors[name]
-        return decode([self._rows(t, lo, hi, plane) for plane in range(len(FORMATS[t.dtype].planes) or 1)], t.dtype)
+        planes = [self._rows(t, lo, hi, plane) for plane in range(len(FORMATS[t.dtype].planes) or 1)]
+        return decode(planes, t.dtype).reshape(-1, *t.shape[1:])
 
     def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
         """Set leading rows from `lo`."""

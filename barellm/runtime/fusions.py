@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from barellm.program.fusion import Fusion
 
 _LINEAR = {"x": "0.x", "weight": "0.weight", "bias": "1.bias"}
+_QUANTIZED = {"x": "0.x", "codes": "0.codes", "scales": "0.scales", "bias": "1.bias"}
 _BIAS = ("bias", {"x": "0.y"})
 
 CLASSIFIER: list[Fusion] = [
@@ -69,19 +70,39 @@ def products(activations: Iterable[str]) -> list[Fusion]:
     ]
 
 
-def _forward(name: str, biased: bool, then: tuple[str, str], epilogue: str) -> Fusion:
-    """A product, its bias where it is `biased`, and `then` an op, with the name of its input, as `epilogue`."""
+def quantized(activations: Iterable[str]) -> list[Fusion]:
+    """The same of products with weights of few bits, which have no gradients. The kernel is "quantized_product"."""
+    names = list(activations)
+    return [
+        Fusion(
+            "quantized_classifier_loss",
+            [("quantized_matmul", {}), ("cross_entropy", {"logits": "0.y"})],
+            inputs={"x": "0.x", "codes": "0.codes", "scales": "0.scales", "targets": "1.targets"},
+            outputs={"loss": "1.loss"},
+        ),
+        *(_forward(f"linear_{name}", b, (name, "x"), name, "quantized_") for name in names for b in (True, False)),
+        *(_forward("linear_residual", b, ("add", "b"), "residual", "quantized_") for b in (True, False)),
+        Fusion(
+            "quantized_linear", [("quantized_matmul", {}), _BIAS], _QUANTIZED, {"y": "1.y"}, kernel="quantized_product",
+            attrs={"epilogues": ("bias",)},
+        ),
+    ]  # fmt: skip
+
+
+def _forward(name: str, biased: bool, then: tuple[str, str], epilogue: str, kind: str = "") -> Fusion:
+    """A product, its bias where it is `biased`, and `then` an op, with the name of its input, as `epilogue`. `kind` stands
+    before the names of the product's op and kernel."""
     op, slot = then
     last = 1 + biased
     before = f"{last - 1}.y"
-    inputs = {k: v for k, v in _LINEAR.items() if biased or k != "bias"}
+    inputs = {k: v for k, v in (_QUANTIZED if kind else _LINEAR).items() if biased or k != "bias"}
     residual = epilogue == "residual"
     return Fusion(
-        name,
-        [("matmul", {}), *([_BIAS] if biased else []), (op, {slot: before})],
+        kind + name,
+        [(f"{kind}matmul", {}), *([_BIAS] if biased else []), (op, {slot: before})],
         inputs | ({"residual": f"{last}.a"} if residual else {}),
         ({} if residual else {"pre": before}) | {"y": f"{last}.y"},
-        kernel="product",
+        kernel=f"{kind}product",
         attrs={"epilogues": (*(("bias",) if biased else ()), epilogue)},
     )
 

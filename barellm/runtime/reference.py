@@ -83,13 +83,12 @@ class Arena:
     def _planes(self, t: Tensor, size: int) -> list[np.ndarray]:
         """The first `size` elements as they lie in memory, an array for each plane."""
         f = FORMATS[t.dtype]
-        return [
-            self._at(t, f.start_of(i, t.size), size, numpy_dtype(name)) for i, name in enumerate(f.planes or (t.dtype,))
-        ]
+        names = enumerate(f.planes or (t.dtype,))
+        return [self._at(t, f.start_of(i, t.size), FORMATS[n].nbytes(size), numpy_dtype(n)) for i, n in names]
 
-    def _at(self, t: Tensor, skip: int, count: int, dtype: np.dtype) -> np.ndarray:
+    def _at(self, t: Tensor, skip: int, nbytes: int, dtype: np.dtype) -> np.ndarray:
         start = self.plan.offsets[t] + skip
-        return self.bytes[start : start + count * dtype.itemsize].view(dtype)
+        return self.bytes[start : start + nbytes].view(dtype)
 
 
 class ReferenceSession:

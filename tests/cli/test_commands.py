@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from barellm import models
 from barellm.assembly.machine import open_machine
 from barellm.checkpoint import checkpoint
 from barellm.cli import checkpoints
@@ -282,3 +285,54 @@ def test_doctor_reports_in_both_forms(capsys):
     text = capsys.readouterr().out
     for part in found:
         assert f"\n{part}\n" in f"\n{text}"
+
+
+def test_a_run_samples_and_evaluates_with_weights_of_few_bits(trained, text, capsys):
+    losses = {}
+    for weights in (None, "int8", "int4", "nf4/32"):
+        few = [] if weights is None else ["--weights", weights]
+        assert main(["eval", str(trained), "--data", str(text), *REFERENCE, *few, "--json"]) == 0
+        losses[weights] = last_json(capsys)["nats"]
+    assert len(set(losses.values())) == 4 and max(losses.values()) - min(losses.values()) < 0.05
+    for device in ("cpu", "reference"):
+        words = [
+            "sample",
+            str(trained),
+            "--prompt",
+            "12 squared",
+            "--tokens",
+            "9",
+            "--weights",
+            "int4",
+            "--temperature",
+            "0",
+        ]
+        assert main([*words, "--device", device, "--json", *(["--measure"] if device == "cpu" else [])]) == 0
+        said = capsys.readouterr()
+        losses[device] = json.loads(said.out.splitlines()[-1])["text"]
+        if device == "cpu":
+            pace = r"first token after [\d.]+ s \(10 tokens fed\), then [\d.]+ tokens/s: 0.0 MB of weights a token, .* % of the "
+            assert re.match(pace, said.err), said.err
+    assert losses["cpu"] == losses["reference"]
+
+
+def test_a_preset_samples_with_random_weights_if_its_vocabulary_is_known(monkeypatch, capsys):
+    small = models.preset("shakespeare-char")
+    small = replace(
+        small, data=replace(small.data, tokenizer="bytes"), model=replace(small.model, vocab_size=256, padded_vocab=256)
+    )
+    monkeypatch.setattr(models, "presets", lambda: {"small": lambda: small})
+    texts = []
+    for _ in range(2):
+        assert main(["sample", "small", "--weights", "int4", "--tokens", "5", "--json", *REFERENCE]) == 0
+        texts.append(last_json(capsys)["tokens"])
+    assert texts[0] == texts[1] and len(texts[0]) == 5
+    monkeypatch.setattr(models, "presets", lambda: {"chars": lambda: models.module("gpt2").shakespeare_char()})
+    assert main(["sample", "chars"]) == 2
+    assert "the tokenizer of chars (chars) is made from its text" in capsys.readouterr().err
+
+
+def test_inspect_counts_the_instructions_of_a_weight(capsys):
+    assert main(["inspect", "quantized_matmul", "--preset", "default", "--weights", "int4", "--isa", "avx512"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "one row" in line]
+    assert float(re.search(r"for 512 weights: (0\.\d+) each", line)[1]) < 0.25  # pyright: ignore

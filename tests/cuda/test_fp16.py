@@ -118,7 +118,7 @@ def first_planes_are_the_nearest(session) -> int:
     found = 0
     for name, t in session.tensors.items():
         if t.dtype == "half":
-            first = session._rows(t, 0, t.shape[0])
+            first = session._rows(t, 0, t.shape[0]).reshape(t.shape)
             np.testing.assert_array_equal(first, session.read(name).astype(np.float16), err_msg=name)
             found += 1
     return found

@@ -14,6 +14,7 @@ from barellm.cpu.kernel import Emit, Lowering, lowering
 from barellm.cpu.kernels import cross_entropy, softcap
 from barellm.cpu.kernels.linear import append_product, append_weight_gradient
 from barellm.cpu.kernels.loops import shape_of
+from barellm.cpu.kernels.quantized import append_quantized
 from barellm.program.dtypes import PLANES, itemsize
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
@@ -43,8 +44,9 @@ SOFTCAPPED = Loss(
 
 
 def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
-    x, weight = op.x, op.weight
-    width, V = int(x.shape[-1]), int(weight.shape[1 if loss.transposed else 0])
+    x, weight = op.x, op.inputs.get("weight")
+    width = int(x.shape[-1])
+    V = op.columns if weight is None else int(weight.shape[1 if loss.transposed else 0])
     rows = x.size // width
     logits = (part(c.scratch("logits", min(rows, CHUNK) * V * itemsize(x.dtype))), x.dtype)
     losses = c.scratch("losses", 4 * rows)
@@ -53,7 +55,11 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
     for first in range(0, rows, CHUNK):  # those beyond a run's rows do nothing
         chunk = (first, CHUNK)
         x_rows = rows_of(x, *chunk, width)
-        append_product(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not loss.transposed, rows=chunk)
+        if weight is None:
+            how = {"codes": op.codes, "scales": op.scales, "weights": op.weights, "cols": V, "depth": width}
+            append_quantized(c, out=logits, x=x_rows, like=x, rows=chunk, **how)
+        else:
+            append_product(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not loss.transposed, rows=chunk)
         operands = {
             "lse": None,
             "losses": (part(losses, 4 * first, min(4 * (first + CHUNK), 4 * rows)), "fp32"),
@@ -65,7 +71,7 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
         }
         emit = loss.gradients if gradients else loss.losses
         c.call(emit, operands, loss.constants(op, V, x), writes="losses logits" if gradients else "losses")
-        if gradients:
+        if gradients and weight is not None:
             append_product(
                 c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=loss.transposed,
                 mode=op.modes["dx"], rows=chunk,
@@ -84,6 +90,11 @@ def classifier(op: Op, c: Lowering) -> None:
 
 @lowering("classifier_loss", also={"weight": PLANES, "targets": "i32"})
 def classifier_loss(op: Op, c: Lowering) -> None:
+    lower(op, c, PLAIN, gradients=False)
+
+
+@lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
+def quantized_classifier_loss(op: Op, c: Lowering) -> None:
     lower(op, c, PLAIN, gradients=False)
 
 

@@ -9,6 +9,7 @@ the multiplier leaves. GELU itself is slower so: its division holds the multipli
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -189,25 +190,41 @@ def product(
     `strides`: elements from a row to the next, of operands that are views."""
     assert a.dtype == weight.dtype, "both operands of a product have the program's compute dtype"
     rows = k.min(k.extent(dims, inner) - row_begin, row_limit)
+
+    def run(kind: type[Claims], *operands: Any, **sizes: Any) -> None:
+        kind(k, a, weight, rows, *operands, transposed=transposed, **sizes).run()
+
+    multiply(
+        k, (RegisterProduct, AmxProduct), run, out, second, a, bias, other, cols=cols, depth=depth, epilogues=epilogues,
+        mode=mode, choice=choice, strides=dict(strides), scale=scale,
+    )  # fmt: skip
+
+
+def multiply(
+    k: KernelBuilder, kinds: tuple[type[RegisterProduct], type[AmxProduct]], run: Callable[..., None], out, second, a, bias, other,
+    *, cols: int, depth: int, epilogues: tuple[str, ...], mode: str, choice: Choice, strides: Mapping[str, int],
+    scale: Value | None = None,
+) -> None:  # fmt: skip
+    """Calls `run(kind, finish, **sizes)` of the kind, on register tiles or on AMX tiles, that this machine has for the dtype
+    of a."""
     part = depth_part(k.isa, a.dtype, depth)
     long = [name for name in epilogues if (emitter := emitter_of(name)) and emitter.long]
     through_memory = bool(long)
     tiles = amx.uses_tiles(k.isa, a.dtype)
-    apart = dict(strides)
 
     def finish(col: Value) -> Epilogue:
         early = not tiles and not through_memory and part == depth
         how: dict[str, Any] = {"cols": cols, "epilogues": epilogues, "mode": mode, "early": early, "scale": scale}
-        how["strides"] = apart
+        how["strides"] = strides
         return Epilogue(k, col, choice.tile, out, second, bias, other, **how)
 
-    sizes: dict[str, Any] = {"cols": cols, "depth": depth, "part": part, "transposed": transposed, "choice": choice}
-    sizes["stride"] = apart.get("a", depth)
+    sizes: dict[str, Any] = {"cols": cols, "depth": depth, "part": part, "choice": choice}
+    sizes["stride"] = strides.get("a", depth)
     if tiles:
-        AmxProduct(k, a, weight, rows, finish, **sizes).run()
+        run(kinds[1], finish, **sizes)
     else:
         slope = any(name in SLOPES for name in long)
-        RegisterProduct(k, a, weight, rows, finish, through_memory=through_memory, slope=slope, **sizes).run()
+        run(kinds[0], finish, through_memory=through_memory, slope=slope, **sizes)
 
 
 def depth_part(isa: ISA, dtype: str, depth: int) -> int:

@@ -16,6 +16,7 @@ from barellm.cuda.kernel import MODES, Launch, Lowering, Size, Sizes, lowering, 
 from barellm.cuda.kernels import softcap
 from barellm.cuda.kernels.cross_entropy import launch_rows, launch_total, row_losses
 from barellm.cuda.kernels.matmul import product
+from barellm.cuda.kernels.quantized import append_numbers
 from barellm.cuda.lang import DeviceFunction
 from barellm.program.dtypes import PLANES, itemsize
 from barellm.runtime.lowering import part, rows_of, weight_operand
@@ -69,14 +70,14 @@ SOFTCAPPED = Loss(
 
 def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
     op: Any = c.op
-    x, rows = op.x, c.rows(op.x)
-    N, K = (int(n) for n in op.weight.shape)
+    x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
+    N, K = (op.columns, int(x.shape[-1])) if matrix is None else (int(n) for n in matrix.shape)
     C, V = (N, K) if loss.transposed else (K, N)
     most = x.size // C
     count = min(chunk_tokens(V, itemsize(x.dtype)), most)
     logits = part(c.scratch("logits", (count, V), x.dtype)), x.dtype
     losses = c.scratch("losses", (most,))
-    weight = weight_operand(op.weight)
+    weight = append_numbers(c, op, rows) if matrix is None else weight_operand(matrix)
     to_logits, to_dx = ("nn", "nt") if loss.transposed else ("nt", "nn")
     for first in range(0, most, count):
         chunk, before = Chunk(rows, first, count), len(c.launches)
@@ -112,3 +113,8 @@ def lower_classifier(op: Any, c: Lowering) -> None:
 @lowering(*(f"{name}_loss" for name in LOSSES), also=OPERANDS)
 def lower_classifier_loss(op: Any, c: Lowering) -> None:
     lower(c, LOSSES[op.kernel.removesuffix("_loss")], gradients=False)
+
+
+@lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
+def lower_quantized_classifier_loss(op: Any, c: Lowering) -> None:
+    lower(c, PLAIN, gradients=False)

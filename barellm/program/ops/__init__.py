@@ -26,6 +26,7 @@ from barellm.program.ops.muon import (
 from barellm.program.ops.optimizer import AdamW, CautiousAdam, ClipScale, SumSquares
 from barellm.program.ops.pooling import MeanPixels, MeanPixelsBackward
 from barellm.program.ops.qk_rotary import QKRotary, QKRotaryBackward
+from barellm.program.ops.quantized import QuantizedMatmul
 from barellm.program.ops.random import ConstantInit, NormalInit, UniformInit
 from barellm.program.ops.rmsnorm import RMSNorm, RMSNormDweight, RMSNormDx
 from barellm.program.ops.rope import Rope
@@ -90,6 +91,7 @@ __all__ = [
     "PackSigns",
     "QKRotary",
     "QKRotaryBackward",
+    "QuantizedMatmul",
     "RMSNorm",
     "RMSNormDweight",
     "RMSNormDx",

@@ -1,0 +1,101 @@
+"""A model whose matrices have few bits: programs that multiply with codes, and how weights become codes while they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.quantization import TILE, Scheme, pack, quantize, scheme
+from barellm.program.tensor import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from barellm.runtime.session import Session
+
+HEAD = (
+    "int8"  # the classifier's matrix: a few percent of a model's bytes, and the one whose errors reach the loss unmixed
+)
+
+TOGETHER = 16 * TILE  # rows that are quantised at a time: what is made of them on the way stays in the caches
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter (N, K), and what products read instead of it. Where another op reads the parameter too, as an embedding does, it
+    `stays`."""
+
+    parameter: Tensor
+    how: Scheme
+    codes: Tensor
+    scales: Tensor
+    stays: bool
+
+
+def quantize_programs(programs: Mapping[str, Program], weights: str) -> dict[str, Matrix]:
+    """Make products with parameters read codes; {name of a parameter: its matrix}. The programs are those that only go forward. A
+    matrix whose product is the model's last, its classifier, is kept as HEAD says if `weights` have fewer bits."""
+    store = next(iter(programs.values())).store
+    found: dict[str, Matrix] = {}
+    for p in programs.values():
+        products = [op for op in p.ops if op.name == "matmul" and op.weight.role == "parameter"]
+        for op in products:
+            name = op.weight.name
+            if name not in found:
+                how = scheme(HEAD if op is products[-1] else weights)
+                found[name] = _matrix(store, op.weight, how)
+            m = found[name]
+            attrs = {"weights": m.how.name, "columns": int(op.weight.shape[0])} | op.attrs
+            codes = ops.QuantizedMatmul({"x": op.x, "codes": m.codes, "scales": m.scales}, attrs)
+            codes.outputs, codes.modes, codes.segment = op.outputs, op.modes, op.segment
+            p.ops[p.ops.index(op)] = codes
+    read = {t.base for p in programs.values() for op in p.ops for t in op.inputs.values()}
+    for name, m in found.items():
+        if m.parameter in read:
+            found[name] = Matrix(m.parameter, m.how, m.codes, m.scales, True)
+        else:
+            del store.tensors[name]
+    return found
+
+
+def _matrix(store: Store, parameter: Tensor, how: Scheme) -> Matrix:
+    codes, scales = how.shapes(*(int(n) for n in parameter.shape))
+    return Matrix(
+        parameter, how, store.get(f"{parameter.name}.codes", codes, how.codes, "parameter"),
+        store.get(f"{parameter.name}.scales", scales, "fp16", "parameter"), False,
+    )  # fmt: skip
+
+
+class Quantizing:
+    """The session of such programs as a loader of weights sees it: it has the parameters that the model declares, and rows that are
+    written to one whose products read codes become codes. Rows are written in their order."""
+
+    def __init__(self, session: Session, matrices: Mapping[str, Matrix]) -> None:
+        self.session, self.matrices = session, matrices
+        made = {t.name for m in matrices.values() for t in (m.codes, m.scales)}
+        self.tensors = {name: t for name, t in session.tensors.items() if name not in made}
+        self.tensors |= {name: m.parameter for name, m in matrices.items()}
+        self._left: dict[str, np.ndarray] = {}  # rows that are no whole tile yet
+
+    def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
+        import numpy as np
+
+        m = self.matrices.get(name)
+        if m is None or m.stays:
+            self.session.write_rows(name, lo, array)
+        if m is None:
+            return
+        left = self._left.pop(name, array[:0])
+        first, end = lo - len(left), lo + len(array)
+        assert first % TILE == 0, f"rows of {name} from {lo} on do not follow those before"
+        rows = np.concatenate([left, array])
+        whole = len(rows) if end == m.parameter.shape[0] else len(rows) // TILE * TILE
+        if whole < len(rows):
+            self._left[name] = rows[whole:].copy()
+        for at in range(0, whole, TOGETHER):
+            codes, scales = pack(*quantize(rows[at : min(at + TOGETHER, whole)], m.how), m.how)
+            self.session.write_rows(m.codes.name, (first + at) // TILE, codes)
+            self.session.write_rows(m.scales.name, (first + at) // TILE, scales)

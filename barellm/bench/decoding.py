@@ -1,0 +1,50 @@
+"""How fast text is written beside what memory allows: a token costs at least the time of reading each weight once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from barellm.program.builder import Program
+from barellm.program.ops.base import operand_bytes
+
+
+def weight_bytes(decode: Program) -> int:
+    """The bytes of weights that decoding one token reads: of each matrix what its product reads. A token's row of an embedding,
+    norms and the KV cache are not counted."""
+    sizes = {
+        t: operand_bytes(t) for op in decode.ops if op.product for t in op.inputs.values() if t.role == "parameter"
+    }
+    return sum(sizes.values())
+
+
+@dataclass
+class Pace:
+    """Times of the tokens of one text. `fed` tokens were the prompt, whose time is that of the first token."""
+
+    fed: int
+    times: list[float] = field(default_factory=lambda: [perf_counter()])
+
+    def token(self) -> None:
+        """Say that a token is there."""
+        self.times.append(perf_counter())
+
+    @property
+    def first(self) -> float:
+        """Seconds from the prompt to the first token."""
+        return self.times[1] - self.times[0]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all tokens after the first, each of which is fed alone; 0 if there is none."""
+        later = self.times[1:]
+        return (len(later) - 1) / (later[-1] - later[0]) if len(later) > 1 else 0.0
+
+    def line(self, nbytes: int, bandwidth: float) -> str:
+        """In words, for weights of `nbytes` bytes on a machine that reads `bandwidth` bytes/s."""
+        rate = self.tokens_per_s * nbytes
+        return (
+            f"first token after {self.first:.3f} s ({self.fed} tokens fed), then {self.tokens_per_s:.1f} tokens/s: "
+            f"{nbytes / 1e6:.1f} MB of weights a token, {rate / 1e9:.1f} GB/s, "
+            f"{100 * rate / bandwidth:.0f} % of the {bandwidth / 1e9:.1f} GB/s that this machine reads"
+        )

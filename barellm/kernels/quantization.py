@@ -1,0 +1,55 @@
+"""Matrices in few bits on arrays, for looking at what a format does to weights. This is NumPy's work: a matrix is quantised
+once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from barellm.kernels.arrays import Array
+
+
+def quantize(w: Array, format: str = "int4") -> tuple[Array, Array]:
+    """The codes and scales of a matrix, as `barellm sample --weights` has them.
+
+    Shapes: w (N, K) -> codes (N, K), int8 or, of 4 bits, uint8 from 0 to 15; scales (N, groups) float16. Groups are of neighbours
+    in a row.
+    Formula: the code of w[n, k] is that whose value times the scale of its group is nearest.
+    Formats: int8 (a scale for each row), int4 (groups of 32), nf4 (groups of 64), or with another group of 32, 64, 128: "int4/128".
+    Source: `barellm/program/quantization.py`.
+
+        codes, scales = kernels.quantize(w, "nf4")
+    """
+    from barellm.kernels.arrays import checked, format_name
+    from barellm.program import quantization
+
+    if checked("quantize", "w", w).ndim != 2 or not w.size:
+        raise ValueError(f"quantize expects w (N, K) with at least one element, it has shape {w.shape}")
+    format_name("quantize", "w", w, ("fp32", "bf16"))
+    return quantization.quantize(w, quantization.scheme(format))
+
+
+def dequantize(codes: Array, scales: Array, format: str = "int4") -> Array:
+    """The matrix that codes and scales stand for.
+
+    Shapes: codes (N, K), scales (N, groups) -> (N, K) float32.
+    Formula: the value of the code times the scale of its group.
+    Source: `barellm/program/quantization.py`.
+
+        error = w - kernels.dequantize(*kernels.quantize(w, "nf4"), "nf4")
+    """
+    from barellm.kernels.arrays import checked
+    from barellm.program import quantization
+
+    how = quantization.scheme(format)
+    wanted = "int8" if how.codes == "i8" else "uint8"
+    if checked("dequantize", "codes", codes).dtype != wanted or codes.ndim != 2:
+        raise ValueError(f"dequantize expects codes (N, K) {wanted} of {format}, found {codes.shape} {codes.dtype}")
+    groups = how.groups(codes.shape[1])
+    if checked("dequantize", "scales", scales).shape != (len(codes), groups):
+        raise ValueError(
+            f"dequantize expects scales {(len(codes), groups)} for codes {codes.shape}, found {scales.shape}"
+        )
+    if how.table and codes.size and codes.max() > 15:
+        raise ValueError(f"dequantize expects codes from 0 to 15, the largest is {codes.max()}")
+    return quantization.dequantize(codes, scales, how)

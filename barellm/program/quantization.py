@@ -1,0 +1,176 @@
+"""Weights of few bits: how a matrix becomes codes and scales, and how codes lie in memory.
+
+A row of a matrix (N, K) is cut into groups of neighbouring elements. A group has one scale in fp16, and each of its elements is a
+code: the value of an element is its code's value times the scale. The values of the 4-bit codes stand in a table of 16 numbers
+that bf16 holds exactly, so that kernels can look them up in registers.
+
+Codes lie in tiles of 16 rows of the matrix, which are columns of a product's result, and in these in blocks of 8 elements of each
+row: codes (tiles, blocks, 128), scales (tiles, groups, 16). So a product reads both from the beginning to the end, and the lanes
+of a vector are columns. What is beyond the matrix has the code of zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from barellm.errors import UserError, nearest
+from barellm.program.integers import ceil_div
+
+if TYPE_CHECKING:
+    import numpy as np
+
+TILE, BLOCK = 16, 8  # rows of the matrix in a tile, elements of each in a block
+GROUPS = (32, 64, 128)
+
+INTEGERS = tuple(float(n - 8) for n in range(16))
+# The quantiles of a normal distribution that QLoRA takes (Dettmers et al. 2023), each as the nearest bf16.
+NORMAL_QUANTILES = (-1.0, -0.6953125, -0.5234375, -0.39453125, -0.28515625, -0.1845703125, -0.09130859375, 0.0,
+                    0.07958984375, 0.1611328125, 0.24609375, 0.337890625, 0.44140625, 0.5625, 0.72265625, 1.0)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way to quantise. `codes` is the dtype of the codes, `group` the elements that share a scale (0: a whole row), `table`
+    the values of 4-bit codes, () where a code is its own value."""
+
+    name: str
+    codes: str
+    group: int
+    table: tuple[float, ...] = ()
+
+    @property
+    def largest(self) -> float:
+        """The greatest magnitude of a code's value: a scale is that of a group over this."""
+        return max(map(abs, self.table)) if self.table else 127.0
+
+    def groups(self, K: int) -> int:
+        return ceil_div(K, self.group) if self.group else 1
+
+    def shapes(self, N: int, K: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of the codes and of the scales of a matrix (N, K)."""
+        tiles = ceil_div(N, TILE)
+        return (tiles, ceil_div(K, BLOCK), TILE * BLOCK), (tiles, self.groups(K), TILE)
+
+
+SCHEMES = {
+    "int8": Scheme("int8", "i8", 0),
+    "int4": Scheme("int4", "u4", 32, INTEGERS),
+    "nf4": Scheme("nf4", "u4", 64, NORMAL_QUANTILES),
+}
+
+
+@cache
+def scheme(name: str) -> Scheme:
+    """The scheme of that name: int8, int4, nf4, or one of these and another group, as in "int4/128"."""
+    kind, _, group = name.partition("/")
+    if kind not in SCHEMES:
+        raise UserError(f"unknown weights {name!r}{nearest(kind, SCHEMES)} (known: {', '.join(SCHEMES)})")
+    base = SCHEMES[kind]
+    if not group:
+        return base
+    if group not in map(str, GROUPS):
+        raise UserError(f"weights {name!r} have groups of {group!r}, expected {', '.join(map(str, GROUPS))}")
+    return Scheme(name, base.codes, int(group), base.table)
+
+
+def quantize(w_NK: np.ndarray, how: Scheme) -> tuple[np.ndarray, np.ndarray]:
+    """(codes (N, K), scales (N, groups) fp16) of a matrix. The element of a group that is largest in magnitude gets the code of
+    the largest magnitude, and every other element the code whose value is nearest."""
+    import numpy as np
+
+    w = np.asarray(w_NK, np.float32)
+    N, K = w.shape
+    group, groups = how.group or K, how.groups(K)
+    if groups * group != K:
+        w = np.concatenate([w, np.zeros((N, groups * group - K), np.float32)], 1)
+    grouped = w.reshape(N, groups, group)
+    scales = scales_of(grouped.max(-1), grouped.min(-1), how)
+    codes = nearest_codes(grouped, scales[..., None], how)
+    return codes.reshape(N, -1)[:, :K], scales
+
+
+def scales_of(largest: np.ndarray, least: np.ndarray, how: Scheme) -> np.ndarray:
+    """The scales of groups with these largest and least elements. Of integers of 4 bits only -8 has the largest magnitude: there a
+    scale is negative if the largest element in magnitude is positive, so that it has this code."""
+    import numpy as np
+
+    if how.table and -how.largest in how.table and how.largest not in how.table:
+        size = np.where(largest >= -least, largest, least) / np.float32(-how.largest)
+    else:
+        size = np.maximum(largest, -least) / np.float32(how.largest)
+    limit = np.float32(np.finfo(np.float16).max)
+    return np.clip(size, -limit, limit).astype(np.float16)
+
+
+def nearest_codes(w: np.ndarray, scales: np.ndarray, how: Scheme) -> np.ndarray:
+    """The code whose value times the scale is nearest to each element; of two integers as near the even one, and of two other
+    values the lower. `scales` are broadcast."""
+    import numpy as np
+
+    scales = scales.astype(np.float32)
+    with np.errstate(divide="ignore"):
+        units = w * np.where(scales == 0, np.float32(0), 1 / scales)
+    if not how.table:
+        return np.clip(np.rint(units), -127, 127).astype(np.int8)
+    if how.table == INTEGERS:
+        return (np.clip(np.rint(units), -8, 7) + 8).astype(np.uint8)
+    codes = np.zeros(units.shape, np.uint8)
+    for a, b in zip(how.table, how.table[1:], strict=False):
+        codes += units > np.float32((a + b) / 2)
+    return codes
+
+
+def dequantize(codes: np.ndarray, scales: np.ndarray, how: Scheme) -> np.ndarray:
+    """The matrix (N, K) that codes and scales stand for, fp32; with scales in float64, float64."""
+    import numpy as np
+
+    kind = np.float64 if scales.dtype == np.float64 else np.float32
+    values = np.array(how.table, kind)[codes.astype(np.intp)] if how.table else codes.astype(kind)
+    K = codes.shape[1]
+    return values * np.repeat(scales.astype(kind), how.group or K, axis=1)[:, :K]
+
+
+@cache
+def _order(codes: str) -> np.ndarray:
+    """The place in a block (128) of the code of row r and element k, at [r, k]. Of 4-bit codes the byte b holds places b and b +
+    64. The places of such a byte's codes are made for kernels that look up bytes: see `cpu/kernels/codes.py`."""
+    import numpy as np
+
+    r, k = np.meshgrid(np.arange(TILE), np.arange(BLOCK), indexing="ij")
+    if codes == "i8":
+        return k * TILE + r
+    return 64 * (k // 4) + 16 * (r // 4) + 8 * (k // 2 % 2) + 2 * (r % 4) + k % 2
+
+
+def pack(codes: np.ndarray, scales: np.ndarray, how: Scheme) -> tuple[np.ndarray, np.ndarray]:
+    """Codes (N, K) and scales (N, groups) as they lie in memory, by their tiles."""
+    import numpy as np
+
+    N, K = codes.shape
+    (tiles, blocks, _), (_, groups, _) = how.shapes(N, K)
+    zero = how.table.index(0.0) if how.table else 0
+    padded = np.full((tiles * TILE, blocks * BLOCK), zero, codes.dtype)
+    padded[:N, :K] = codes
+    blocked = padded.reshape(tiles, TILE, blocks, BLOCK).transpose(0, 2, 1, 3).reshape(tiles, blocks, -1)
+    places = np.empty_like(_order(how.codes).reshape(-1))
+    places[_order(how.codes).reshape(-1)] = np.arange(TILE * BLOCK)
+    all_scales = np.zeros((tiles * TILE, groups), scales.dtype)
+    all_scales[:N] = scales
+    return blocked[..., places], np.ascontiguousarray(all_scales.reshape(tiles, TILE, groups).transpose(0, 2, 1))
+
+
+def unpack(codes: np.ndarray, scales: np.ndarray, how: Scheme, N: int, K: int) -> tuple[np.ndarray, np.ndarray]:
+    """What `pack` was given."""
+    tiles, blocks, _ = codes.shape
+    rows = codes[..., _order(how.codes).reshape(-1)].reshape(tiles, blocks, TILE, BLOCK)
+    return (
+        rows.transpose(0, 2, 1, 3).reshape(tiles * TILE, blocks * BLOCK)[:N, :K],
+        scales.transpose(0, 2, 1).reshape(tiles * TILE, -1)[:N],
+    )
+
+
+def packed_matrix(codes: Any, scales: Any, how: Scheme, N: int, K: int) -> np.ndarray:
+    """The matrix (N, K) of codes and scales that lie as `pack` has them."""
+    return dequantize(*unpack(codes, scales, how, N, K), how)

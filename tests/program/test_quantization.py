@@ -1,0 +1,133 @@
+"""Weights of few bits: how far a matrix is from its codes, how codes lie in memory, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.errors import UserError
+from barellm.program import ops, quantization
+from barellm.program.builder import Program, Store
+from barellm.program.dtypes import FORMATS, decode, encode
+from barellm.program.quantization import dequantize, pack, packed_matrix, quantize, scheme, unpack
+from tests.cases import normal
+
+NAMES = ("int8", "int4", "int4/128", "nf4", "nf4/32", "int8/32")
+each_name = pytest.mark.parametrize("name", NAMES)
+
+
+@each_name
+def test_no_element_is_further_from_its_code_than_half_a_gap(name):
+    how, w = scheme(name), normal(19, 133, seed=2).astype(np.float32)
+    codes, scales = quantize(w, how)
+    table = np.array(how.table or np.arange(-127.0, 128))
+    each = np.abs(np.repeat(scales.astype(np.float64), how.group or 133, 1)[:, :133])
+    # At an end the gap is that to the end; 2^-11 is the rounding of a scale.
+    allowed = each * np.diff(table).max() / 2 * (1 + 1e-5) + np.abs(w) * 2.0**-11
+    assert (
+        np.abs(dequantize(codes, scales, how) - w) <= allowed + (each if name.startswith("int4") else 0) * 0.5
+    ).all()
+    again, same = quantize(dequantize(codes, scales, how), how)
+    assert np.array_equal(dequantize(again, same, how), dequantize(codes, scales, how)), (
+        "codes of codes are they themselves"
+    )
+
+
+@each_name
+def test_a_code_is_the_nearest_of_all(name):
+    how, w = scheme(name), normal(3, 64, seed=4).astype(np.float32)
+    codes, scales = quantize(w, how)
+    values = (
+        np.array(how.table or np.arange(-127.0, 128))
+        * np.repeat(scales.astype(float), how.group or 64, 1)[:, :64, None]
+    )
+    nearest = np.abs(values - w[..., None]).min(-1)
+    assert np.allclose(np.abs(dequantize(codes, scales, how) - w), nearest, rtol=1e-5, atol=1e-7)
+
+
+def test_the_largest_of_a_group_of_four_bit_integers_is_minus_eight():
+    w = np.zeros((2, 32), np.float32)
+    w[0, 3], w[0, 7], w[1, 5], w[1, 6] = 4.0, -2.0, -4.0, 3.5
+    codes, scales = quantize(w, scheme("int4"))
+    assert scales[:, 0].tolist() == [-0.5, 0.5] and codes[0, 3] == codes[1, 5] == 0
+    assert dequantize(codes, scales, scheme("int4"))[1, 6] == 3.5
+
+
+@pytest.mark.parametrize("name", ("int8", "int4", "nf4"))
+def test_zeros_huge_and_tiny_groups_stay_finite(name):
+    w = np.stack([np.zeros(64), np.full(64, 3e38), np.full(64, 1e-42)]).astype(np.float32)
+    codes, scales = quantize(w, scheme(name))
+    made = dequantize(codes, scales, scheme(name))
+    assert np.isfinite(made).all() and (made[0] == 0).all() and (made[2] == 0).all()
+
+
+@each_name
+@pytest.mark.parametrize("shape", [(1, 1), (17, 9), (33, 200)], ids=str)
+def test_unpacking_undoes_packing_and_memory_keeps_it(name, shape):
+    how = scheme(name)
+    codes, scales = quantize(normal(*shape), how)
+    packed = pack(codes, scales, how)
+    assert tuple(a.shape for a in packed) == how.shapes(*shape)
+    for a, b in zip(unpack(*packed, how, *shape), (codes, scales), strict=True):
+        assert np.array_equal(a, b)
+    (stored,) = encode(packed[0], how.codes)
+    assert stored.nbytes == FORMATS[how.codes].nbytes(packed[0].size) == packed[0].size * FORMATS[how.codes].bits // 8
+    assert np.array_equal(decode([stored], how.codes).reshape(packed[0].shape), packed[0])
+    assert np.array_equal(packed_matrix(*packed, how, *shape), dequantize(codes, scales, how))
+    beyond = packed_matrix(*packed, how, packed[0].shape[0] * 16, packed[0].shape[1] * 8).copy()
+    beyond[: shape[0], : shape[1]] = 0
+    assert (beyond == 0).all(), "codes beyond the matrix stand for zero"
+
+
+def test_a_byte_has_the_elements_k_and_k_plus_four_of_a_column():
+    """The layout that byte look-ups want: of the tile's column 6, elements 2 and 6 share the byte 16 + 8 + 4."""
+    codes = np.full((16, 8), 8, np.uint8)
+    codes[6, 2], codes[6, 6] = 1, 15
+    packed, _ = pack(codes, np.ones((16, 1), np.float16), scheme("int4"))
+    (stored,) = encode(packed, "u4")
+    assert {i: int(b) for i, b in enumerate(stored) if b != 0x88} == {28: 0xF1}
+
+
+def test_the_table_of_normal_quantiles_is_exact_in_bf16_and_near_the_paper():
+    paper = [
+        -1,
+        -0.6962,
+        -0.5251,
+        -0.3949,
+        -0.2844,
+        -0.1848,
+        -0.0911,
+        0,
+        0.0796,
+        0.1609,
+        0.2461,
+        0.3379,
+        0.4407,
+        0.5626,
+        0.7230,
+        1,
+    ]
+    table = np.array(quantization.NORMAL_QUANTILES)
+    assert np.array_equal(decode(encode(table, "bf16"), "bf16").astype(float), table)
+    assert np.abs(table - paper).max() <= 2.0**-9 and (np.diff(table) > 0).all()
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("int5", "unknown weights 'int5', did you mean 'int8'? (known: int8, int4, nf4)"),
+        ("int4/100", "weights 'int4/100' have groups of '100', expected 32, 64, 128"),
+    ],
+)
+def test_other_schemes_are_refused(name, says):
+    with pytest.raises(UserError) as refused:
+        scheme(name)
+    assert str(refused.value) == says
+
+
+def test_codes_of_another_shape_are_refused():
+    p = Program(Store())
+    x, codes = p.input("x", (3, 20), "fp32"), p.input("codes", (2, 2, 128), "u4")
+    scales = p.input("scales", (2, 1, 16), "fp16")
+    with pytest.raises(ValueError, match=r"expects codes \(2, 3, 128\) u4 and scales \(2, 1, 16\) for 17 columns"):
+        p.apply(ops.QuantizedMatmul, x=x, codes=codes, scales=scales, weights="int4", columns=17)
