@@ -13,6 +13,7 @@ import pytest
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import PRECISIONS
+from barellm.program.layouts import Layout
 from barellm.program.ops.attention import (
     gathered,
     join_heads,
@@ -137,14 +138,19 @@ class Exact:
     """The reference's intermediate values in float64, and bounds of the error that fp32 sums in any order may have."""
 
     def __init__(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, attrs: dict, starts: np.ndarray | None = None
-    ) -> None:
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, attrs: dict, starts: np.ndarray | None = None,
+        layout: Layout | None = None,
+    ) -> None:  # fmt: skip
         self.op = op = ops.Attention({}, attrs)
         self.groups = op.kv_heads // op.fold
         self.q, self.k, self.v = op.operands(q, k, v)
         self.D = self.q.shape[-1]
         self.scale = BOUNDS[op.scale] if op.scale else 1 / sqrt(self.D)
         self.s = op.scores(self.q, self.k, starts, BOUNDS)
+        if layout is not None:
+            T = q.shape[1]
+            seen = np.stack([layout.dense(h)[:T, :T] for h in range(layout.heads)])
+            self.s = np.where(seen, self.q @ self.k.transpose(0, 1, 3, 2) * self.scale, -np.inf)
         self.lse = log_sum_exp(self.s)
         self.p = np.exp(self.s - self.lse[..., None])
         self.m = op.keep(self.q, SCALARS)

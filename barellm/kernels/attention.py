@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from barellm.kernels.call import call
 from barellm.kernels.rule import Rule
@@ -10,6 +10,7 @@ from barellm.kernels.rule import Rule
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
     from barellm.program.builder import Program
+    from barellm.program.layouts import Layout
     from barellm.program.tensor import Tensor
 
 
@@ -25,18 +26,45 @@ _ATTENTION = Rule(
 )
 
 
-def attention(q: Array, k: Array, v: Array, *, causal: Literal[True] = True, out: Array | None = None) -> Array:
-    """Causal self-attention (Vaswani et al. 2017), with shared keys where G < H (grouped queries, Ainslie et al. 2023).
+def _listed(p: Program, q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, kv_heads: int, **tables: Tensor) -> Tensor:
+    from barellm.program.ops import LayoutAttention
+
+    attrs = {"heads": layout.heads, "kv_heads": kv_heads, "layout": layout}
+    return p.apply(LayoutAttention, q=q, k=k, v=v, **tables, **attrs).out
+
+
+_LISTED = Rule(
+    "attention",
+    {"q": "B L (H D)", "k": "B L (G D)", "v": "B L (G D)", "rows": "R", "columns": "R", "masks": "W"},
+    ("B L H D",),
+    _listed,
+    dict.fromkeys(("rows", "columns", "masks"), ("i32",)),
+)
+
+
+def attention(
+    q: Array, k: Array, v: Array, *, causal: bool = True, layout: Layout | None = None, out: Array | None = None
+) -> Array:
+    """Self-attention (Vaswani et al. 2017), with shared keys where G < H (grouped queries, Ainslie et al. 2023), causal or over the
+    blocks of keys that a layout lists for each head (Child et al. 2019).
 
     Shapes: q (B, T, H, D), k and v (B, T, G, D), H a multiple of G -> (B, T, H, D). Head h reads the keys of head h G / H.
-    Formula: out = softmax(q k^T / sqrt(D)) v for each head, over the keys that are not later than the query.
+    Formula: out = softmax(q k^T / sqrt(D)) v for each head, over the keys that are not later than the query, or over those that
+    `layout` shows, which may look ahead where `causal` is False.
     Dtypes: float32 or bfloat16, the same for all. Sums and softmax are fp32. T x T scores are never stored.
-    Source: `barellm/cpu/kernels/attention_forward.py`, `attention_backward.py`.
+    Source: `barellm/cpu/kernels/attention_forward.py`, `attention_backward.py`, `attention_listed.py`.
 
+        near = layouts.parse("local:256", length=T, block=64, heads=H)  # barellm.program.layouts
+        y = kernels.attention(q, k, v, layout=near)
         out, pull = kernels.vjp(kernels.attention, q, k, v)
         dq, dk, dv = pull(dout)
     """
-    if causal is not True:
-        raise ValueError(f"attention is causal: causal is {causal!r}, expected True")
     heads = [a.shape[2] if getattr(a, "ndim", 0) == 4 else 1 for a in (q, k)]
+    if layout is not None:
+        if causal and not layout.causal:
+            raise ValueError("attention is given a layout that looks ahead and causal True, expected causal=False")
+        given = {"q": q, "k": k, "v": v, **layout.tables}
+        return call(_LISTED, given, out, layout=layout, kv_heads=heads[1])[0]
+    if causal is not True:
+        raise ValueError(f"attention without a layout is causal: causal is {causal!r}, expected True")
     return call(_ATTENTION, {"q": q, "k": k, "v": v}, out, heads=heads[0], kv_heads=heads[1])[0]

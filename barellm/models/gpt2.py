@@ -105,7 +105,7 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
     def attend(_: Block, qkv_BT3C: Tensor) -> Tensor:
         return p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads, dropout=rate)
 
-    h_BTC = _trunk(p, w, tokens_BT, attend, lambda x_BTC: p.dropout(x_BTC, rate, cfg.dropout_bits))
+    h_BTC = trunk(p, w, tokens_BT, attend, lambda x_BTC: p.dropout(x_BTC, rate, cfg.dropout_bits))
     return p.classifier(h_BTC, w.wte, targets_BT, valid_vocab=cfg.vocab_size)
 
 
@@ -119,16 +119,17 @@ def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
         caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
         return p.attention_cached(*p.split(qkv_BT3C, 3), *caches, heads=cfg.heads)
 
-    return p.last_logits(_trunk(p, w, tokens_BT, attend, lambda x_BTC: x_BTC), w.wte)
+    return p.last_logits(trunk(p, w, tokens_BT, attend, lambda x_BTC: x_BTC), w.wte)
 
 
-def _trunk(
+def trunk(
     p: Program,
     w: Weights,
     tokens_BT: Tensor,
     attend: Callable[[Block, Tensor], Tensor],
     dropout: Callable[[Tensor], Tensor],
 ) -> Tensor:
+    """What the classifier sees: (B, T, C), normalised. `attend` makes attention (B, T, C) of a block's product (B, T, 3 C)."""
     x_BTC = dropout(p.embedding(tokens_BT, w.wte, w.wpe))
     for b in w.blocks:
         with p.segment(b.name):

@@ -106,9 +106,9 @@ class Graph:
     def cache(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
         return self.store.get(name, shape, dtype, "cache")
 
-    def constant(self, name: str, value: np.ndarray) -> Tensor:
-        """A tensor that holds `value` (fp32) from the beginning, on every backend, and that no op writes."""
-        have = self.store.get(name, value.shape, "fp32", "constant", value=value)
+    def constant(self, name: str, value: np.ndarray, dtype: str = "fp32") -> Tensor:
+        """A tensor that holds `value` from the beginning, on every backend, and that no op writes."""
+        have = self.store.get(name, value.shape, dtype, "constant", value=value)
         if have.value is None or (have.value != value).any():
             raise ValueError(f"the constant {name} is declared twice, with different values")
         return have

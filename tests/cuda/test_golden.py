@@ -31,6 +31,7 @@ from barellm.optim import normuon
 from barellm.optim.adamw import adamw
 from barellm.optim.normuon import speedrun_update
 from barellm.optim.recipes import optimize
+from barellm.program import layouts
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import ACTIVATIONS
@@ -39,6 +40,7 @@ from barellm.program.tensor import Dim, Tensor
 from tests.cases import attention_both, bounded
 from tests.cuda.sass import Row, label, row_of, rows, wrong
 from tests.gates_cases import small_model
+from tests.layout_cases import layout_both
 from tests.softcap_cases import transposed_network
 
 pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program/ops", "tests/cuda")
@@ -216,6 +218,16 @@ def images_specs(compute: str) -> dict[Specialisation, str]:
     return one_of_each({s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".images"))})
 
 
+def layout_specs(compute: str) -> dict[Specialisation, str]:
+    """Attention by layout of heads of 64 columns, forward and backward, in blocks of 64."""
+    layout = layouts.parse("local:128+fixed:256:64", length=1024, block=64, heads=4)
+    p = Program(Store(), compute=compute)
+    saved, dqkv = layout_both(p, (Dim("batch", 2), Dim("seq", 1024)), layout, D=64, dtype=compute)
+    p.output("out", saved.out)
+    p.output("dqkv", dqkv)
+    return {s: op for s, op in lower_and_plan({"op": p}, Target(90)).specs.items() if s.name.startswith("layout_")}
+
+
 TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
@@ -228,6 +240,8 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "odd Llama fp32": lambda: llama_specs(ODD_LLAMA, 3, "fp32"),
     "speedrun's head bf16": lambda: transposed_specs("bf16"),
     "speedrun's head fp32": lambda: transposed_specs("fp32"),
+    "attention by layout bf16": lambda: layout_specs("bf16"),
+    "attention by layout fp32": lambda: layout_specs("fp32"),
     "muon bf16": lambda: muon_specs("bf16"),
     "muon fp16": lambda: muon_specs("fp16"),
     "muon fp32": lambda: muon_specs("fp32"),

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from barellm import kernels
-from barellm.program import ops
+from barellm.program import layouts, ops
 from barellm.program.ops.convolution import pair
 
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -40,11 +40,12 @@ def rmsnorm(x, weight=1.0, *, eps=1e-5):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
-def attention(q, k, v):
+def attention(q, k, v, causal=True, layout=None):
     T, heads, D = q.shape[1:]
     k, v = (np.repeat(a, heads // a.shape[2], 2) for a in (k, v))
     s = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D)
-    p = np.exp(np.where(np.tri(T, dtype=bool), s, -np.inf))
+    seen = np.tri(T, dtype=bool) if layout is None else np.stack([layout.dense(h) for h in range(heads)])
+    p = np.exp(np.where(seen, s, -np.inf))
     return np.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), v)
 
 
@@ -82,5 +83,17 @@ CASES = {
         kernels.attention,
         attention,
         [((2, 7, 4, 5), (2, 7, 2, 5), (2, 7, 2, 5)), ((1, 1, 1, 1),) * 3, ((1, 67, 3, 16),) * 3],
+    ),
+    "attention by layout": Case(
+        kernels.attention,
+        attention,
+        [((2, 71, 2, 5), (2, 71, 1, 5), (2, 71, 1, 5))],
+        {"layout": layouts.parse("local:9+strided:20, fixed:30:4", length=71, block=16, heads=2)},
+    ),
+    "attention by a layout that looks ahead": Case(
+        kernels.attention,
+        attention,
+        [((1, 40, 2, 8),) * 3],
+        {"layout": layouts.parse("spread:1:3+local:1", length=40, block=16, heads=2, causal=False), "causal": False},
     ),
 }

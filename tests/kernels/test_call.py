@@ -194,8 +194,8 @@ REFUSED = [
         "attention expects q (B, T, H, D), it has shape (3, 5)",
     ),
     (
-        lambda: kernels.attention(*[ONE.reshape(1, 1, 3, 5)] * 3, causal=False),  # pyright: ignore
-        "attention is causal: causal is False, expected True",
+        lambda: kernels.attention(*[ONE.reshape(1, 1, 3, 5)] * 3, causal=False),
+        "attention without a layout is causal: causal is False, expected True",
     ),
     (
         lambda: kernels.vjp(kernels.rmsnorm, ONE)[1](ONE.T),

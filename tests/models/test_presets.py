@@ -21,6 +21,7 @@ PARAMETERS = {  # stored ones, the padded rows of the vocabulary counted
     "gpt2-350m": 354_871_296,
     "gpt2-774m": 774_090_240,
     "gpt2-1558m": 1_557_686_400,
+    "sparse-char": 1_676_416,
     "llama-15m": 14_555_520,
     "llama-124m": 114_150_144,
     # These two are the totals known for the released models, not checked against their cards.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from barellm.program import ops
+from barellm.program import layouts, ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
 from barellm.program.ops.qk_rotary import Yarn
@@ -64,6 +64,11 @@ CASES = {
         ops.Attention,
         {"q": (B, T, 2 * C), "k": (B, T, C), "v": (B, T, C)},
         {"heads": 4, "kv_heads": 2, "rate": 0.2, "stream": 0, "window": "reach", "paired": True},
+    ),
+    "attention by layout": (
+        ops.LayoutAttention,
+        {"q": (B, T, 2 * C), "k": (B, T, C), "v": (B, T, C)},
+        {"heads": 2, "kv_heads": 1, "layout": layouts.parse("local:2, fixed:3:1", length=T, block=16, heads=2)},
     ),
     "rmsnorm": (ops.RMSNorm, {"x": (B, T, C), "weight": (C,)}, {"eps": 1e-3, "dtype": "fp32"}),
     "rmsnorm without weight": (ops.RMSNorm, {"x": (B, T, C)}, {"eps": 1e-3, "dtype": "fp32"}),
@@ -142,6 +147,8 @@ def program_of(op_type, shapes, attrs) -> Program:
         operands[name] = p.input(name, rows)
     if op_type is ops.Rope:
         operands |= dict(zip(("cos", "sin"), p.rope_tables(T + 1, 4, theta=10.0), strict=True))
+    if layout := attrs.get("layout"):
+        operands |= {name: p.constant(name, values, "i32") for name, values in layout.tables.items()}
     if attrs.get("window"):
         operands["starts"] = p.input("starts", rows)
         declare("reach")

@@ -8,6 +8,8 @@ Keys later than the last query of a block are never touched, nor are those that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import e, log2, sqrt
 from typing import Any
 
@@ -86,17 +88,11 @@ def attend(
     """Queries [first, last) of one head, the query t at position pos + t; rows 0 of q, keys, values, out and lse are token 0."""
     s = blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, reach is not None))
     root, unit = bounds.root(k, g.D), bounds.unit(k, g.D)
-    lanes = range(g.vectors)
     least = s["least"].as_dtype("i32")
 
     with k.loop(first, last, g.queries) as t:
         at = (t - first) // g.queries
-        stage(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
-        turn(k, g, s["q_rows"], s["q"].at(at * g.turned_units))
-        clear(k, s["acc"].at(at * g.transposed_units()), g.D * g.queries)
-        for v in lanes:
-            s["stats"].store(LOWEST if reach else float("-inf"), at * (2 * g.queries) + v * g.lanes)
-            s["stats"].store(0.0, at * (2 * g.queries) + g.queries + v * g.lanes)
+        begin_queries(k, g, s, q, t, last, at, LOWEST if reach else float("-inf"))
         if reach:
             reach.fill(k, g, t, least.at(at * g.queries))
 
@@ -112,35 +108,74 @@ def attend(
             lower = reach.lower(k, g, t, least.at(at * g.queries)) if reach else None
             begin = lower.begin(k, g, j0) if lower else 0
             with k.when(seen > begin):
-                stats = s["stats"].at(at * (2 * g.queries))
-                turned, acc = s["q"].at(at * g.turned_units), s["acc"].at(at * g.transposed_units())
-                for v, top in enumerate(score_block(k, g, s, turned, j0, pos + t, begin, seen, lower)):
-                    before = stats.load(v * g.lanes)
-                    highest = k.max(top, before)
-                    s["alpha"].store(exp2_nonpositive(k, g, (before - highest) * unit), v * g.lanes)
-                    stats.store(highest, v * g.lanes)
-                if dropout:
-                    dropout.fill(k, g, s["keep"], sample_key, head, t, j0, seen)
-                probabilities(k, g, s, stats, unit, begin, seen, dropout is not None)
-                alpha = [s["alpha"].load(v * g.lanes) for v in lanes]
-                add_transposed(k, g, acc, v_block, s["p"], begin, seen, alpha)
+                fill = dropout and partial(dropout.fill, k, g, s["keep"], sample_key, head, t, j0, seen)
+                edges = partial(edges_of, k, g, j0, pos + t, lower)
+                fold_in(k, g, s, at, v_block, begin, seen, unit, edges, fill)
 
     with k.loop(first, last, g.queries) as t:
-        at = (t - first) // g.queries
-        stats = s["stats"].at(at * (2 * g.queries))
-        count = k.min(last - t, g.queries)
-        total = [stats.load(g.queries + v * g.lanes) for v in lanes]
-        straighten(k, g, s["acc"].at(at * g.transposed_units()), s["out"], [1.0 / x for x in total])
-        unstage(k, g, s["out"], count, out.start(t), 1.0)
-        if lse is not None:
-            for v in lanes:
-                value = k.fma(stats.load(v * g.lanes), root, ln(k, total[v]))
-                lse.at(t).store(value, v * g.lanes, k.mask_first(count - v * g.lanes))
+        end_queries(k, g, s, out, lse, t, last, (t - first) // g.queries, root)
+
+
+def begin_queries(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], q: Rows, t: Value, last: Value, at: Value, lowest: float
+) -> None:
+    """Turn the group of queries from t on, the group `at` of its claim, and clear what it sums up."""
+    stage(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
+    turn(k, g, s["q_rows"], s["q"].at(at * g.turned_units))
+    clear(k, s["acc"].at(at * g.transposed_units()), g.D * g.queries)
+    for v in range(g.vectors):
+        s["stats"].store(lowest, at * (2 * g.queries) + v * g.lanes)
+        s["stats"].store(0.0, at * (2 * g.queries) + g.queries + v * g.lanes)
+
+
+def fold_in(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], at: Value, v_block: Pointer, begin: Any, seen: Value, unit: Any,
+    edges: Edges, fill: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """Add the keys [begin, seen) of a block to the softmax of a group of queries. `fill` writes the multipliers of dropout."""
+    stats = s["stats"].at(at * (2 * g.queries))
+    turned, acc = s["q"].at(at * g.turned_units), s["acc"].at(at * g.transposed_units())
+    for v, top in enumerate(score_block(k, g, s, turned, begin, seen, edges)):
+        before = stats.load(v * g.lanes)
+        highest = k.max(top, before)
+        s["alpha"].store(exp2_nonpositive(k, g, (before - highest) * unit), v * g.lanes)
+        stats.store(highest, v * g.lanes)
+    if fill:
+        fill()
+    probabilities(k, g, s, stats, unit, begin, seen, fill is not None)
+    alpha = [s["alpha"].load(v * g.lanes) for v in range(g.vectors)]
+    add_transposed(k, g, acc, v_block, s["p"], begin, seen, alpha)
+
+
+def end_queries(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], out: Rows, lse: Pointer | None, t: Value, last: Value, at: Value,
+    root: Any,
+) -> None:  # fmt: skip
+    """Divide by the sums, and write a group's rows of the result, and lse."""
+    stats = s["stats"].at(at * (2 * g.queries))
+    count = k.min(last - t, g.queries)
+    total = [stats.load(g.queries + v * g.lanes) for v in range(g.vectors)]
+    straighten(k, g, s["acc"].at(at * g.transposed_units()), s["out"], [1.0 / x for x in total])
+    unstage(k, g, s["out"], count, out.start(t), 1.0)
+    if lse is not None:
+        for v in range(g.vectors):
+            value = k.fma(stats.load(v * g.lanes), root, ln(k, total[v]))
+            lse.at(t).store(value, v * g.lanes, k.mask_first(count - v * g.lanes))
+
+
+Seen = Callable[[int, int], Value]  # row of a tile, vector -> which lanes' queries see the row's key
+Edges = Callable[[Value], tuple[Value, Callable[[], Seen]]]  # tile -> whether not all of it is seen, and what is
+
+
+def edges_of(
+    k: KernelBuilder, g: Geometry, j0: Value, position: Value, lower: Lower | None, j: Value
+) -> tuple[Value, Callable[[], Seen]]:
+    """`Edges` where a query sees the keys before its own, from `lower` on."""
+    return crosses(g, j0 + j, position, lower), lambda: visible(k, g, j0 + j, position, lower)
 
 
 def score_block(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], turned: Pointer, j0: Value, position: Value, begin: Any,
-    seen: Value, lower: Lower | None,
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], turned: Pointer, begin: Any, seen: Value, edges: Edges
 ) -> list[Value]:  # fmt: skip
     """K Q^T of the keys [begin, seen) of a block into s["p"], -infinity where a query does not see a key; the largest score of each
     query."""
@@ -157,9 +192,9 @@ def score_block(
                     best = k.max(row[v], best)
                 top[v].value = best
 
-        edge = crosses(g, j0 + j, position, lower)
+        edge, visible_of = edges(j)
         with k.when(edge):
-            sees = visible(k, g, j0 + j, position, lower)
+            sees = visible_of()
             put([[k.select(sees(r, v), x, float("-inf")) for v, x in enumerate(row)] for r, row in enumerate(tile)])
         with k.otherwise(edge):
             put(tile)

@@ -7,10 +7,12 @@ g.queries queries.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import e as E
 from math import log2
 from typing import Any
 
+from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.attention_blocks import (
     KEYS,
@@ -79,7 +81,7 @@ class Head:
         *, seq, heads, kv_heads, D, strides, rate, length, bounds: Bounds,
     ) -> None:  # fmt: skip
         q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream = operands
-        self.k, self.g = k, Geometry.of(k.isa, q.dtype, D)
+        self.k, self.g = k, self.geometry(k.isa, q.dtype, D)
         self.rate = rate
         self.root, self.unit = bounds.root(k, D), bounds.unit(k, D)
         self.T, self.head = bounds.length(k, seq), head
@@ -91,9 +93,16 @@ class Head:
         self.lse, self.delta = (p.at((sequence * heads + head) * self.T) for p in (lse, delta))
         self.reach = Reach.of(k, bounds, self.T, starts, sequence)
         shape = {"shared": heads > kv_heads, "bounded": self.reach is not None}
-        self.s = blocks_of(k, scratch_units(self.g, rate, length, **shape))
+        self.s = blocks_of(k, self.units(rate, length, **shape))
         self.dropout = Dropout(rate, stream, heads)
         self.key = self.dropout.key(k, sequence) if rate else None
+
+    def geometry(self, isa: ISA, dtype: str, D: int) -> Geometry:
+        return Geometry.of(isa, dtype, D)
+
+    def units(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
+        """Its blocks of scratch."""
+        return scratch_units(self.g, rate, length, **shape)
 
     def stage_keys(self, j0: Value, most: Any = KEYS) -> Value:
         """K and V from j0 on as rows; returns how many there are, KEYS at most."""
@@ -167,12 +176,18 @@ class Head:
                 for v, x in enumerate(row):
                     self.s["p_tile"].store(x, r * g.queries + v * g.lanes)
 
-        edge = crosses(g, key, t, lower)
+        edge, visible_of = self.edges(key, t, lower)
         with k.when(edge):
-            sees = visible(k, g, key, t, lower)
+            sees = visible_of()
             put([[k.select(sees(r, v), x, 0.0) for v, x in enumerate(row)] for r, row in enumerate(p)])
         with k.otherwise(edge):
             put(p)
+
+    def edges(
+        self, key: Value, t: Value, lower: Lower | None
+    ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
+        """Whether not every query of the group sees all keys of the tile from `key` on, and a function that tells which do."""
+        return crosses(self.g, key, t, lower), lambda: visible(self.k, self.g, key, t, lower)
 
     def add_dkdv(self, begin: Any, seen: Value, dk: Pointer, dv: Pointer) -> None:
         """dV += (P M)^T dO and dK, before scaling, += dS^T Q for the keys [begin, seen) of a block, over the group's queries."""

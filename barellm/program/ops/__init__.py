@@ -12,6 +12,7 @@ from barellm.program.ops.exponents import Exponents
 from barellm.program.ops.gates import Gated, GatedBackward, GateLogits, GateLogitsBackward
 from barellm.program.ops.groupnorm import GroupNorm, GroupNormDparams, GroupNormDx
 from barellm.program.ops.layernorm import LayerNorm, LayerNormDparams, LayerNormDx
+from barellm.program.ops.layout_attention import LayoutAttention, LayoutAttentionBackward
 from barellm.program.ops.matmul import Bias, BiasGrad, Matmul, MatmulDw, MatmulDx
 from barellm.program.ops.mix import Mix, MixBackward
 from barellm.program.ops.muon import (
@@ -76,6 +77,8 @@ __all__ = [
     "LayerNorm",
     "LayerNormDparams",
     "LayerNormDx",
+    "LayoutAttention",
+    "LayoutAttentionBackward",
     "Matmul",
     "MatmulDw",
     "MatmulDx",

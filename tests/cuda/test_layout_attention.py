@@ -1,0 +1,37 @@
+"""Attention by layout, interpreted with small blocks, against float64."""
+
+from __future__ import annotations
+
+import pytest
+
+from barellm.cuda import choices
+from barellm.cuda.choices import AttentionTile
+from tests.cuda.check import check_op
+from tests.layout_cases import BACKWARD, FORWARD, backward_case, forward_case, made, static
+
+# (batch, length, heads, head size), the layout's length, block, text, heads of keys: tiles as large as blocks, and smaller
+CAUSAL = [
+    ((2, 35, 2, 5), 67, 16, "local:21, strided:5", 2, "fp32"),
+    ((1, 131, 2, 20), 131, 64, "fixed:20:3+banded:1, watts-strogatz:2:0.5:1", 1, "bf16"),
+    ((1, 97, 1, 16), 97, 48, "local:50", 1, "fp32"),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(choices, "bounded_tile", lambda role, *shape: AttentionTile(64, 32, 4, 1))
+
+
+@pytest.mark.parametrize("shape, length, block, text, groups, dtype", CAUSAL, ids=str)
+def test_causal_layouts(shape, length, block, text, groups, dtype):
+    planned, layout = (made(text, shape, length=n, block=block) for n in (length, shape[1]))
+    check_op(FORWARD, **forward_case(shape, dtype, planned, groups=groups, packed=block == 64))
+    check_op(BACKWARD, **backward_case(shape, dtype, layout, groups=groups, packed=block == 64))
+
+
+def test_a_layout_that_looks_ahead():
+    shape = (1, 83, 2, 20)
+    layout = made("local:9+spread:1:2, all", shape, block=32, causal=False)
+    check_op(FORWARD, **static(forward_case(shape, "bf16", layout, packed=False)))
+    modes = dict.fromkeys(("dq", "dk", "dv"), "add")
+    check_op(BACKWARD, **static(backward_case(shape, "bf16", layout, packed=False)), modes=modes)

@@ -1,0 +1,89 @@
+"""The model with a layout: against its reference at several lengths, against the dense model, and what it asks of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from barellm.assembly.programs import build
+from barellm.cpu.step import CpuSession
+from barellm.errors import UserError
+from barellm.models.sparse import Config
+from barellm.runtime.reference import ReferenceSession
+
+SMALL = Config(
+    layers=2, heads=3, channels=24, vocab_size=13, padded_vocab=13, max_seq=70, block=16,
+    layout="local:9, watts-strogatz:2:0.5:1, fixed:20:3",
+)  # fmt: skip
+
+
+def sessions(config: Config, *kinds, **more):
+    """A session of each kind with the same weights."""
+    programs = {name: p for name, p in build(config, **more)[1].items() if p.ops}
+    found = [kind(programs) for kind in kinds]
+    found[0].run("init", seed=3)
+    for name, t in found[0].tensors.items():
+        for other in found[1:]:
+            if t.role == "parameter":
+                other.write(name, found[0].read(name))
+    return found
+
+
+def test_every_length_has_the_gradients_of_the_reference():
+    ours, oracle = sessions(SMALL, CpuSession, ReferenceSession, batch=2, seq=70, optimizer=lambda p: None)
+    for seq in (70, 37, 1):
+        tokens = np.random.default_rng(seq).integers(0, 13, (2, seq))
+        for s in (ours, oracle):
+            s.write("tokens", tokens)
+            s.write("targets", tokens)
+            s.run("micro", batch=2, seq=seq, accumulate=0, pos=0, inv_targets=0.1)
+        for name, t in ours.tensors.items():
+            if t.role == "gradient":
+                np.testing.assert_allclose(ours.read(name), oracle.read(name), rtol=1e-3, atol=2e-5, err_msg=name)
+    ours.close()
+
+
+def losses(config: Config, tokens: np.ndarray) -> float:
+    (s,) = sessions(config, ReferenceSession, batch=1, seq=70)
+    s.write("tokens", tokens)
+    s.write("targets", tokens)
+    s.run("eval", batch=1, seq=70, pos=0, inv_targets=1 / 70)
+    return float(s.read("loss")[0])
+
+
+def test_a_layout_of_all_blocks_is_the_dense_model():
+    tokens = np.random.default_rng(0).integers(0, 13, (1, 70))
+    dense, whole, few = (losses(replace(SMALL, layout=text), tokens) for text in ("", "all", SMALL.layout))
+    assert whole == pytest.approx(dense, rel=1e-12) and abs(few - dense) > 1e-9
+
+
+def test_fewer_planned_positions_give_the_same_logits():
+    """A graph of fewer blocks is the first part of the whole one, not another graph."""
+    tokens, logits = np.random.default_rng(0).integers(0, 13, (1, 41)), []
+    for planned in (70, 41):
+        (s,) = sessions(SMALL, ReferenceSession, decode_batch=1, decode_seq=planned)
+        s.write("tokens", tokens)
+        s.run("decode", batch=1, seq=41, pos=0)
+        logits.append(s.read("logits"))
+    np.testing.assert_allclose(*logits, rtol=1e-12)
+
+
+def test_memory_is_linear_in_the_length():
+    from barellm.cpu.step import lower_and_plan
+
+    def arena(seq: int) -> int:
+        config = replace(SMALL, max_seq=8192, block=64, layout="local:128")
+        _, programs = build(config, batch=1, seq=seq, optimizer=lambda p: None)
+        return lower_and_plan(programs, threads=2).plan.arena_bytes
+
+    sizes = [arena(seq) for seq in (2048, 4096, 8192)]
+    assert sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]), rel=0.01)
+
+
+def test_a_layout_that_is_none_is_refused():
+    with pytest.raises(UserError, match=r"model\.layout: unknown pattern 'lokal'"):
+        replace(SMALL, layout="lokal:3")
+    with pytest.raises(UserError, match=r"model\.block is 40, expected a multiple of 16 up to 128"):
+        replace(SMALL, block=40)
