@@ -6,6 +6,7 @@ element, and their lanes are added at the very end. A claim owns its elements an
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +76,7 @@ def conv_weight_gradient(
         deep = (last - channel) * grid.taps
         with k.loop(0, many_rows * owned) as i:
             sums.store(0.0, i * lanes)
-        with k.loop(0, total, b.lines) as line, k.loop(0, pieces) as piece:
+        with k.loop(0, total, b.lines) as line, k.loop(0, pieces) if pieces > 1 else nullcontext(0) as piece:
             many, column = k.min(total - line, b.lines), piece * b.columns
             columns = b.columns if pieces == 1 else k.min(Q - column, b.columns)
             pixels = many * columns

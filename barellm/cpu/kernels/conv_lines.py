@@ -12,6 +12,8 @@ from typing import Any
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.lang import Pointer, Value
 
+UNROLLED = 16  # vectors of a line that is made without loops
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -57,6 +59,9 @@ class Lines:
         k, grid = self.k, self.grid
         H, W = grid.size
         to, span = self.at.at(k.int(number) * self.pitch), grid.span(self.outputs)
+        if isinstance(first, int) and not grid.reflect and span <= UNROLLED * k.lanes:
+            self._fill_unrolled(to, plane, row, first * grid.stride[1] + grid.first_column, span)
+            return
         begin = k.int(first) * grid.stride[1] + grid.first_column
         if grid.reflect:
             row = _mirrored(k, row, H)
@@ -79,6 +84,26 @@ class Lines:
                             k.min(_mirrored(k, c, W), W - 1), 0
                         )  # of a stride, elements that nobody reads may lie far out
                         to.put(source.get(at), c - begin)
+
+    def _fill_unrolled(self, to: Pointer, plane: Value, row: Value, begin: int, span: int) -> None:
+        """The same of a short line that begins at a known column: no loop whose end a processor would have to guess."""
+        k, (H, W) = self.k, self.grid.size
+        low, high = max(begin, 0), min(begin + span, W)
+        inside, zero = (row >= 0) & (row < H), k.to(0.0, k.vec)
+        with k.otherwise(inside):
+            for c in range(0, span, k.lanes):
+                to.store(zero, c)
+        with k.when(inside):
+            for c in range(0, min(low - begin, span), k.lanes):
+                to.store(zero, c)
+            source = self.x.at(plane + row * W)
+            end = 0
+            for c in range(low, high, k.lanes):
+                whole = c + k.lanes <= high
+                to.store(source.load(c, None if whole else k.mask_first(high - c)), c - begin)
+                end = c - begin + k.lanes
+            for c in range(max(end, 0), span, k.lanes):
+                to.store(zero, c)
 
     def tap(self, number: Any, column: int, first: Any) -> Value:
         """What the filter's column `column` multiplies for the outputs [first, first + lanes) of a line."""

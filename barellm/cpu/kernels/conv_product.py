@@ -121,7 +121,7 @@ class Product:
             piece, rest = rest % b.pieces, rest // b.pieces
             self.group, self.first_line = rest % self.groups, rest // self.groups * b.lines
             self.many = k.min(total - self.first_line, b.lines)
-            self.first_column = piece * b.columns
+            self.first_column = piece * b.columns if b.pieces > 1 else 0
             self.pixels = self.many * b.columns if b.pieces == 1 else k.min(Q - self.first_column, b.columns)
             self.first_row = split * tiles_of_rows // b.splits * tile.rows
             self.last_row = k.min((split + 1) * tiles_of_rows // b.splits * tile.rows, self.rows)
