@@ -13,7 +13,8 @@ from barellm.cpu.choices import tiles
 from barellm.cpu.kernel import KernelBuilder, Lowering
 from barellm.cpu.kernels.conv_gradient import TILES
 from barellm.cpu.kernels.conv_lines import Grid
-from barellm.cpu.kernels.winograd import append_transform, both_ways
+from barellm.cpu.kernels.winograd import append_transform
+from barellm.cpu.kernels.winograd_transform import both_ways
 from barellm.cpu.lang import Value
 from barellm.program.integers import ceil_div
 from barellm.program.winograd import filter_matrix, input_matrix, output_matrix
