@@ -11,6 +11,7 @@ import pytest
 
 from barellm.assembly.programs import build
 from barellm.config import OptimConfig
+from barellm.assembly.quantized import quantize_programs
 from barellm.cpu.fuse import FUSIONS
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
@@ -145,6 +146,11 @@ def test_every_row_of_the_backends_tables_is_used():
         p = Program(Store(), compute=compute)
         llama(p)
         p.backward(p.named["loss"])
+        used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
+    for activation, bias in product(ops.ACTIVATIONS, (True, False)):
+        p = Program(Store())
+        network(p, bias=bias, C=4, F=8, V=7, activation=activation)
+        quantize_programs({"eval": p}, "int8")
         used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
     assert len(used) == len(FUSIONS), [row.name for row in FUSIONS if row not in used]
 

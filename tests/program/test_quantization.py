@@ -131,3 +131,8 @@ def test_codes_of_another_shape_are_refused():
     scales = p.input("scales", (2, 1, 16), "fp16")
     with pytest.raises(ValueError, match=r"expects codes \(2, 3, 128\) u4 and scales \(2, 1, 16\) for 17 columns"):
         p.apply(ops.QuantizedMatmul, x=x, codes=codes, scales=scales, weights="int4", columns=17)
+
+
+def test_the_formats_are_those_of_the_page():
+    found = [(s.name, s.codes, s.group, s.largest) for s in quantization.SCHEMES.values()]
+    assert found == [("int8", "i8", 0, 127), ("int4", "u4", 32, 8), ("nf4", "u4", 64, 1)]
