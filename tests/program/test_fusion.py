@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
-from barellm.config import OptimConfig
 from barellm.assembly.quantized import quantize_programs
+from barellm.config import OptimConfig
 from barellm.cpu.fuse import FUSIONS
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
