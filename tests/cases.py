@@ -126,11 +126,26 @@ def network(p: Program, *, bias: bool, C: int, F: int, V: int, activation: str =
     p.output("loss", loss)
 
 
+def scaled_network(p: Program, *, C: int, F: int, V: int, activation: str) -> None:
+    """A model whose products are times numbers, others on the way back."""
+    shape = (Dim("batch", 3), Dim("seq", 11))
+    token, target = p.input("tokens", shape), p.input("targets", shape)
+    wte, wpe = p.parameter("wte", (V, C), std=0.5), p.parameter("wpe", (11, C), std=0.5)
+    x = p.embedding(token, wte, wpe)
+    h = p.layernorm(x, p.parameter("n1", (C,), value=1.0))
+    h = p.scaled_linear(h, p.parameter("fc", (F, C), std=0.3), forward=0.7, backward=0.4)
+    h = p.activate(h, activation)
+    h = p.scaled_linear(h, p.parameter("proj", (C, F), std=0.3), forward=1.3, backward=-0.6)
+    x = p.mix((x, 0.8), (h, 1.0))
+    loss = p.classifier(p.layernorm(x, p.parameter("n2", (C,), value=1.0)), wte, target, valid_vocab=V - 2)
+    p.output("loss", loss)
+
+
 def expected_rows(table, activation: str) -> set[str]:
     """The rows of a backend's table that a `network` with this activation uses: no other activation's, none of products with a
     weight that is stored transposed."""
     others = [name for name in ops.ACTIVATIONS if name != activation]
-    others += ["rmsnorm", "softcapped", *(f"matmul_{name}" for name in SLOPES)]
+    others += ["rescale", "rmsnorm", "softcapped", *(f"matmul_{name}" for name in SLOPES)]
     return {row.name for row in table if not any(other in row.name for other in others)}
 
 
@@ -599,6 +614,7 @@ def elementwise_cases(dtype: str) -> dict[str, tuple]:
     slope_bound = {"dx": 24 * EPS * (1 + abs(other)) * (4 + abs(x))}
     return {
         "add": (ops.Add, {"a": a, "b": b}, {}, {"y": 2 * EPS * (abs(x) + abs(other) + 4)}),
+        "rescale": (ops.Rescale, {"x": a}, {"forward": -0.3, "backward": 7.0}, {"y": 2 * EPS * (abs(x) + 4)}),
         "cast": (ops.Cast, {"x": a}, {"dtype": "bf16"}, {"y": 2 * EPS * (abs(x) + 4)}),
         **{name: (f.forward, {"x": a}, {}, {"y": 8 * EPS * (abs(x) + 4)}) for name, f in ops.ACTIVATIONS.items()},
         **{name: (f.backward, {"dy": b, "x": a}, {}, slope_bound) for name, f in SLOPES.items()},

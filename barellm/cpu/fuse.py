@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from barellm.cpu.kernels.activations import EMITTERS
 from barellm.program.fusion import Fusion
-from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, RMSNORMS_BACKWARD, products, quantized
+from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, RMSNORMS_BACKWARD, products, quantized, rescaled
 
-FUSIONS: list[Fusion] = [*CLASSIFIER, *products(EMITTERS), *quantized(EMITTERS), *NORMS_BACKWARD, *RMSNORMS_BACKWARD]
+FUSIONS: list[Fusion] = [
+    *CLASSIFIER,
+    *rescaled(EMITTERS),
+    *products(EMITTERS),
+    *quantized(EMITTERS),
+    *NORMS_BACKWARD,
+    *RMSNORMS_BACKWARD,
+]

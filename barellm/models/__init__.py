@@ -11,6 +11,8 @@ and where it has them
     HIDDEN                 its hidden matrices, which `optim.name muon` updates by Muon, in the words of `optim.rules.Rule`; "h.*"
                            unless it says: matrices of blocks whose names begin so
     course(config)         the steps of a run that has stages, and what programs read in each (`models/course.py`)
+    loss_gradient(cfg)     what the gradient of each target's loss is multiplied by in training, where that is not one over the
+                           number of the step's targets; None where it is
     WHOLE                  True: it has no KV cache, and decode is given the text from its beginning each time
     HUGGING_FACE, llmc_order(cfg)   its weights in files of other programs (`models/foreign.py`)
     TORCH_TWIN             the script in benchmarks/peers/ that takes the same step in PyTorch, and the fields of Config it takes
@@ -28,7 +30,7 @@ from typing import Any
 from barellm.config import Config, ModelConfig
 from barellm.errors import UserError, nearest
 
-HELPERS = {"course", "foreign", "speedrun_course", "stages"}  # files of this folder that are no architecture
+HELPERS = {"course", "foreign", "speedrun_course", "stages", "unit"}  # files of this folder that are no architecture
 HIDDEN = "h.*"  # hidden matrices of a model whose module does not say
 BEFORE_NAMES = "gpt2"  # what a configuration is that does not name its architecture: there was one
 
@@ -59,6 +61,12 @@ def of(model: ModelConfig) -> Any:
 def hidden(model: ModelConfig) -> str:
     """Patterns of the names of a model's hidden matrices."""
     return getattr(of(model), "HIDDEN", HIDDEN)
+
+
+def loss_gradient(model: ModelConfig) -> float | None:
+    """What the gradient of each target's loss is multiplied by in training; None: one over the number of targets."""
+    chosen = getattr(of(model), "loss_gradient", None)
+    return None if chosen is None else chosen(model)
 
 
 def presets() -> dict[str, Any]:

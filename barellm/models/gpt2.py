@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from barellm.config import DROPOUT_BITS, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.config import Config as Run
 from barellm.fields import at_least, below_one, between, divides, one_of, value
+from barellm.models import unit
 from barellm.models.foreign import HuggingFace
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from barellm.program.tensor import Tensor
 
     Affine = tuple[Tensor, Tensor | None]  # weight, bias
+
+
+def _no_biases(key: str, found: bool, config: Config) -> str | None:
+    return f"{key} is true and model.bias too, expected model.bias false" if found and config.bias else None
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,11 @@ class Config(ModelConfig):
         "threefry",
         "generator of the residual stream's dropout (attention's is always threefry)",
         of_run=True,
+    )
+    unit_scaling: bool = value(
+        False,
+        "weights from N(0, 1) and constants that keep activations and gradients at unit size; without biases and gains",
+        check=_no_biases,
     )
 
     @property
@@ -68,20 +78,23 @@ class Weights:
 
 def declare(p: Program, cfg: Config) -> Weights:
     """Declare the parameters, initialised as GPT-2 does it: std 0.02, residual projections times 1 / sqrt(2 L), biases 0, norms 1,
-    padded ids 0."""
+    padded ids 0. With unit scaling all weights have std 1, and norms have no parameters."""
     C = cfg.channels
-    residual_std = 0.02 / sqrt(2 * cfg.layers)
+    std = 1.0 if cfg.unit_scaling else 0.02
+    residual_std = 1.0 if cfg.unit_scaling else 0.02 / sqrt(2 * cfg.layers)
 
     def norm(name: str) -> Affine:
+        if cfg.unit_scaling:
+            return unit.gain(p, C, 1.0 / sqrt(C) if name == "ln_f" else 1.0), None
         weight = p.parameter(f"{name}.weight", (C,), value=1.0)
         return weight, p.parameter(f"{name}.bias", (C,)) if cfg.bias else None
 
-    def linear(name: str, N: int, K: int, std: float = 0.02) -> Affine:
+    def linear(name: str, N: int, K: int, std: float = std) -> Affine:
         weight = p.parameter(f"{name}.weight", (N, K), std=std)
         return weight, p.parameter(f"{name}.bias", (N,)) if cfg.bias else None
 
-    wte = p.parameter("wte", (cfg.padded_vocab, C), std=0.02, valid_rows=cfg.vocab_size)
-    wpe = p.parameter("wpe", (cfg.max_seq, C), std=0.02)
+    wte = p.parameter("wte", (cfg.padded_vocab, C), std=std, valid_rows=cfg.vocab_size)
+    wpe = p.parameter("wpe", (cfg.max_seq, C), std=std)
     blocks = [
         Block(
             name=f"h.{i}",
@@ -105,7 +118,8 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
     def attend(_: Block, qkv_BT3C: Tensor) -> Tensor:
         return p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads, dropout=rate)
 
-    h_BTC = trunk(p, w, tokens_BT, attend, lambda x_BTC: p.dropout(x_BTC, rate, cfg.dropout_bits))
+    rest = (w, tokens_BT, attend, lambda x_BTC: p.dropout(x_BTC, rate, cfg.dropout_bits))
+    h_BTC = _unit_trunk(p, cfg, *rest) if cfg.unit_scaling else trunk(p, *rest)
     return p.classifier(h_BTC, w.wte, targets_BT, valid_vocab=cfg.vocab_size)
 
 
@@ -119,16 +133,15 @@ def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
         caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
         return p.attention_cached(*p.split(qkv_BT3C, 3), *caches, heads=cfg.heads)
 
-    return p.last_logits(trunk(p, w, tokens_BT, attend, lambda x_BTC: x_BTC), w.wte)
+    rest = (w, tokens_BT, attend, lambda x_BTC: x_BTC)
+    return p.last_logits(_unit_trunk(p, cfg, *rest) if cfg.unit_scaling else trunk(p, *rest), w.wte)
 
 
-def trunk(
-    p: Program,
-    w: Weights,
-    tokens_BT: Tensor,
-    attend: Callable[[Block, Tensor], Tensor],
-    dropout: Callable[[Tensor], Tensor],
-) -> Tensor:
+Attend = Callable[[Block, "Tensor"], "Tensor"]
+Dropout = Callable[["Tensor"], "Tensor"]
+
+
+def trunk(p: Program, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout) -> Tensor:
     """What the classifier sees: (B, T, C), normalised. `attend` makes attention (B, T, C) of a block's product (B, T, 3 C)."""
     x_BTC = dropout(p.embedding(tokens_BT, w.wte, w.wpe))
     for b in w.blocks:
@@ -140,6 +153,31 @@ def trunk(
             h_BTF = p.gelu(p.linear(h_BTC, *b.fc))
             x_BTC = p.add(x_BTC, dropout(p.linear(h_BTF, *b.fcproj)))
     return p.layernorm(x_BTC, *w.ln_f)
+
+
+def _unit_trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout) -> Tensor:
+    """The same in unit scaling. The logits are divided by sqrt(C) before their product, in the last norm."""
+    half, averaged = sqrt(0.5), 1.0 / unit.attention_rms(cfg.max_seq)
+    x_BTC = p.rescale(p.embedding(tokens_BT, w.wte, w.wpe), forward=half, backward=half)
+    x_BTC = dropout(x_BTC)
+    for i, b in enumerate(w.blocks):
+        with p.segment(b.name):
+            (attn, _), (proj, _), (fc, _), (fcproj, _) = b.attn, b.proj, b.fc, b.fcproj
+            branch = unit.Branch(2 * i)
+            h_BTC = p.layernorm(x_BTC, *b.ln_1)
+            a_BTC = attend(b, branch.into(p, h_BTC, attn, proj))
+            a_BTC = p.rescale(a_BTC, forward=averaged, backward=averaged)
+            x_BTC = branch.add(p, x_BTC, dropout(branch.out_of(p, a_BTC, proj)))
+            branch = unit.Branch(2 * i + 1, inside=unit.GELU_RMS)
+            h_BTC = p.layernorm(x_BTC, *b.ln_2)
+            h_BTF = p.gelu(branch.into(p, h_BTC, fc, fcproj))
+            x_BTC = branch.add(p, x_BTC, dropout(branch.out_of(p, h_BTF, fcproj)))
+    return p.layernorm(x_BTC, *w.ln_f)
+
+
+def loss_gradient(cfg: Config) -> float | None:
+    """With unit scaling the gradient of a target's loss is multiplied by sqrt(C): the last norm divides it by that."""
+    return sqrt(cfg.channels) if cfg.unit_scaling else None
 
 
 # --- presets ---
@@ -183,6 +221,15 @@ def shakespeare_muon() -> Run:
     return replace(base, preset="shakespeare-muon", optim=optim, train=train)
 
 
+def shakespeare_unit() -> Run:
+    """The model, the text and the batch of shakespeare-char in unit scaling. AdamW's rate is relative to weights that are 50 times
+    as large, so it is 50 times that of shakespeare-char, and the weight decay a fiftieth."""
+    base = shakespeare_char()
+    optim = replace(base.optim, lr=0.05, min_lr=0.005, weight_decay=0.002, clip=0.0)
+    model = replace(base.model, unit_scaling=True)  # pyright: ignore[reportCallIssue]
+    return replace(base, preset="shakespeare-unit", model=model, optim=optim)
+
+
 def _gpt2(preset: str, layers: int, heads: int, channels: int, lr: float) -> Run:
     return Run(
         preset=preset,
@@ -197,6 +244,7 @@ PRESETS: dict[str, Callable[[], Run]] = {
     "default": default,
     "shakespeare-char": shakespeare_char,
     "shakespeare-muon": shakespeare_muon,
+    "shakespeare-unit": shakespeare_unit,
     "gpt2-124m": lambda: _gpt2("gpt2-124m", 12, 12, 768, 6e-4),
     "gpt2-350m": lambda: _gpt2("gpt2-350m", 24, 16, 1024, 3e-4),
     "gpt2-774m": lambda: _gpt2("gpt2-774m", 36, 20, 1280, 2.5e-4),
@@ -236,7 +284,13 @@ HUGGING_FACE = HuggingFace(
     transposed=lambda ours: re.search(r"(c_attn|c_proj|c_fc)\.weight$", ours) is not None,  # transformers' class Conv1D
     # Buffers of older versions: where attention looks.
     ignored=lambda theirs: re.match(r"h\.\d+\.attn\.(bias|masked_bias)$", theirs) is not None,
-    refused=lambda cfg: None if cfg.bias else "model.bias is false, GPT-2 has biases there, expected true",
+    refused=lambda cfg: (
+        "model.unit_scaling is true, expected false: GPT-2 has no constants in its place"
+        if cfg.unit_scaling
+        else None
+        if cfg.bias
+        else "model.bias is false, GPT-2 has biases there, expected true"
+    ),
 )
 
 

@@ -110,6 +110,9 @@ class Gradients:
             self.holders[have] -= 1
             self._hold(forward, self.graph.apply(Add, a=have, b=grad).y)
 
+    def between(self, op_type: type[Op], /, **operands: Any) -> Op:
+        return self.graph.apply(op_type, **operands)
+
     def write(self, op_type: type[Op], targets: dict[str, Tensor], /, **operands: Any) -> None:
         targets = {out: self.key(t) for out, t in targets.items()}
         wanted = {out: t for out, t in targets.items() if t.base in self.needs}

@@ -13,6 +13,7 @@ from barellm.program.backward import last_writer
 from barellm.program.builder import Program
 from barellm.program.dtypes import FORMATS
 from barellm.program.ops.base import Op
+from barellm.program.ops.elementwise import Rescale
 from barellm.program.ops.exponents import BINS, SUMS, Exponents
 from barellm.program.tensor import Tensor, View
 
@@ -62,16 +63,20 @@ def _wanted(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> Iterat
     """(name, kind, tensor, op behind which it is looked at or None for the program's beginning)."""
     kept = set(p.ops)
     made: dict[str, tuple[Tensor, Op]] = {}
+    products: dict[Tensor | None, str] = {}
     for op in p.ops:
         for slot, t in op.outputs.items():
             if t in gradients and t.base is t and not op.recomputed and FORMATS[t.dtype].kind == "float":
-                name = own = _name(op, slot, t)
+                factor_of = products.get(op.inputs.get("x")) if isinstance(op, Rescale) else None
+                name = own = factor_of or _name(op, slot, t)
                 number = 1
-                # What a bias makes of a product takes its place.
+                # What a bias or a factor makes of a product takes its place.
                 while name in made and made[name][0] not in op.inputs.values():
                     number += 1
                     name = f"{own}.{number}"
                 made[name] = t, op
+                if op.product and "weight" in op.inputs:
+                    products[t] = name
     for name, (t, op) in made.items():
         yield name, "activation", t, op
     # What passes through an addition unchanged is one gradient of several tensors: the last of them gives it its name.
@@ -80,8 +85,7 @@ def _wanted(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> Iterat
         if writer in kept and grad.base is grad:
             yield name, "gradient", grad, writer
     for weight in p.store.of_role("parameter"):
-        if any(weight in (t.base for t in op.inputs.values()) for op in p.ops):
-            yield weight.name, "weight", weight, None
+        yield weight.name, "weight", weight, None
     for weight in p.store.of_role("parameter"):
         grad = p.store.tensors.get(f"{weight.name}.grad")
         if grad is not None and (writer := last_writer(p.ops, grad)):

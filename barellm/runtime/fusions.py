@@ -70,6 +70,26 @@ def products(activations: Iterable[str]) -> list[Fusion]:
     ]
 
 
+def rescaled(activations: Iterable[str]) -> list[Fusion]:
+    """Products times a number, and then an activation or its slope or nothing, for backends whose kernel "product" multiplies by
+    the attribute `forward`."""
+    ahead, inputs = [("matmul", {}), ("rescale", {"x": "0.y"})], {"x": "0.x", "weight": "0.weight"}
+    back, gradient = [("matmul_dx", {}), ("rescale", {"x": "0.dx"})], {"dy": "0.dy", "weight": "0.weight"}
+
+    def row(name: str, sequence: list, inputs: dict[str, str], outputs: dict[str, str], *then: str) -> Fusion:
+        return Fusion(name, sequence, inputs, outputs, kernel="product", attrs={"epilogues": ("rescale", *then)})
+
+    rows = []
+    for name in activations:
+        slope = f"{name}_backward"
+        with_pre = {"pre": "1.y", "y": "2.y"}
+        rows.append(row(f"linear_rescale_{name}", [*ahead, (name, {"x": "1.y"})], inputs, with_pre, name))
+        sequence, read = [*back, (slope, {"dy": "1.y"})], gradient | {"pre": "2.x"}
+        rows.append(row(f"matmul_dx_rescale_{name}", sequence, read, {"dx": "2.dx"}, slope))
+    plain = [row("linear_rescale", ahead, inputs, {"y": "1.y"})]
+    return [*rows, *plain, row("matmul_dx_rescale", back, gradient, {"dx": "1.y"})]
+
+
 def quantized(activations: Iterable[str]) -> list[Fusion]:
     """The same of products with weights of few bits, which have no gradients. The kernel is "quantized_product"."""
     names = list(activations)

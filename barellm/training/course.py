@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from barellm import models
 from barellm.config import Config
 from barellm.models.course import Course, Standing, Step, momentum, own
 from barellm.training.schedule import learning_rate
@@ -11,7 +12,8 @@ from barellm.training.schedule import learning_rate
 
 @dataclass(frozen=True)
 class Plain:
-    """The loss is the mean over the targets of the whole step, and the program "update" ends it."""
+    """The loss is the mean over the targets of the whole step, and the program "update" ends it. Its gradient may be larger, where
+    the model says so."""
 
     config: Config
     cycle: int = 1
@@ -22,7 +24,8 @@ class Plain:
         scalars = {"step": index + 1, "lr": lr, "seed": train.seed}
         scalars["momentum"] = momentum(index, total=total, optim=optim)
         inv_targets = 1.0 / (train.batch * train.accumulate * train.seq)
-        return Step(train.seq, lr, inv_targets, (("update", scalars),))
+        larger = (models.loss_gradient(self.config.model) or inv_targets) / inv_targets
+        return Step(train.seq, lr, inv_targets * larger, (("update", scalars),), shown=1.0 / larger)
 
     def enter(self, session: Standing, index: int, total: int | None) -> None:
         return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHADES, PLAIN = " ░▒▓█", " .:*#"
-FULL = 0.16  # the share of a tensor's elements at which an exponent has the darkest shade
+FULL = 0.25  # the share of a tensor's elements at which an exponent has the darkest shade
 STRIP, PER_CELL = (-48, 20), 2  # exponents of a strip, and those of one of its characters
 LINES = {"e4m3": "#c2410c", "e5m2": "#1d4ed8", "fp16": "#15803d"}
 MOST_LABELS = 60  # names beside a panel; of more rows, every second or third is named
@@ -73,14 +73,14 @@ def chosen(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def picture(rows: Sequence[dict[str, Any]], *, title: str = "") -> Figure:
-    """A row of panels for each of the steps, a panel for each kind of tensor. In it a row is a tensor, in the order of the network
-    from above, and the shade the share of its elements that have an exponent."""
+    """A row of panels for each of the steps (whose name may be more than a number), a panel for each kind of tensor. In it a row is
+    a tensor, in the order of the network from above, and the shade the share of its elements that have an exponent."""
     from matplotlib.figure import Figure
 
     found = [[matrices(row, what) for what in KINDS] for row in rows]
     every = [m for panels in found for panel in panels for _, m in panel]
     total = np.sum([m.counts[1:NOT_FINITE] / max(1, m.size) for m in every], axis=0)
-    there = np.flatnonzero(total > 1e-4) + 1 - BIAS
+    there = np.flatnonzero(total > 1e-4 * len(every)) + 1 - BIAS
     low, high = (int(there[0]), int(there[-1]) + 1) if there.size else (-1, 1)
     low, high = min(low, -20), max(high, 18)  # the lines of the formats are in the picture
     most = max(len(panel) for panels in found for panel in panels)

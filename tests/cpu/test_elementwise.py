@@ -29,6 +29,14 @@ def test_add(isa, shape, a, b):
 
 @each_isa
 @each_shape
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_rescale(isa, shape, dtype):
+    given = {"x": tokens(normal(*shape), dtype)}
+    check_op(ops.Rescale, isa, given, forward=1 / 3, backward=5.0, bounds={"y": EPS * abs(given["x"].values)})
+
+
+@each_isa
+@each_shape
 @pytest.mark.parametrize("source, target", [("fp32", "bf16"), ("bf16", "fp32")])
 def test_cast(isa, shape, source, target):
     check_op(ops.Cast, isa, {"x": tokens(normal(*shape), source)}, dtype=target)

@@ -24,6 +24,13 @@ def test_add(shape, a, b):
 
 
 @each_shape
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_rescale(shape, dtype):
+    given = {"x": tokens(normal(*shape), dtype)}
+    check_op(ops.Rescale, given, forward=1 / 3, backward=5.0, bounds={"y": EPS * abs(given["x"].values)})
+
+
+@each_shape
 @pytest.mark.parametrize("source, target", [("fp32", "bf16"), ("bf16", "fp32")])
 def test_cast(shape, source, target):
     check_op(ops.Cast, {"x": tokens(normal(*shape), source)}, dtype=target)

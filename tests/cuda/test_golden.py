@@ -175,6 +175,12 @@ def gates_specs(compute: str) -> dict[Specialisation, str]:
     return {spec: op for spec, op in found.items() if spec.name in GATES}
 
 
+def unit_scaling_specs() -> dict[Specialisation, str]:
+    """What unit scaling launches that GPT-2 does not."""
+    found = specs(replace(GPT2, bias=False, unit_scaling=True), 64, "bf16", 90)
+    return one_of_each({spec: op for spec, op in found.items() if spec.name == "rescale"})
+
+
 def exponents_specs() -> dict[Specialisation, str]:
     """Histograms of an activation in bf16 and of a gradient in fp32."""
     p = Program(Store(), compute="bf16")
@@ -252,6 +258,7 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "products of signs": sign_specs,
     "images bf16": lambda: images_specs("bf16"),
     "images fp32": lambda: images_specs("fp32"),
+    "unit scaling bf16": unit_scaling_specs,
 }
 
 

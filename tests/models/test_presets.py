@@ -17,6 +17,7 @@ PARAMETERS = {  # stored ones, the padded rows of the vocabulary counted
     "default": 1_350_400,
     "shakespeare-char": 804_096,
     "shakespeare-muon": 804_096,
+    "shakespeare-unit": 802_944,
     "gpt2-124m": 124_475_904,
     "gpt2-350m": 354_871_296,
     "gpt2-774m": 774_090_240,

@@ -32,6 +32,7 @@ CASES = {
     "bias": (ops.Bias, {"x": (B, T, C), "bias": (C,)}, {}),
     "add": (ops.Add, {"a": (B, T, C), "b": (B, T, C)}, {}),
     "cast": (ops.Cast, {"x": (B, T, C)}, {"dtype": "fp64"}),
+    "rescale": (ops.Rescale, {"x": (B, T, C)}, {"forward": 0.3, "backward": 0.3}),
     **{name: (a.forward, {"x": (B, T, C)}, {}) for name, a in ops.ACTIVATIONS.items()},
     "layernorm": (ops.LayerNorm, {"x": (B, T, C), "weight": (C,), "bias": (C,)}, {"eps": 1e-5, "dtype": "fp32"}),
     "layernorm without bias": (ops.LayerNorm, {"x": (B, T, C), "weight": (C,)}, {"eps": 1e-5, "dtype": "fp32"}),

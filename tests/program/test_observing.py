@@ -119,3 +119,11 @@ def test_nothing_is_planned_unless_it_is_asked_for():
     _, built = build(MODEL, batch=2, seq=8, optimizer=lambda p: adamw(p, OptimConfig()))
     assert "ranges" not in built and not {COUNTS, TOTALS} & built["micro"].store.tensors.keys()
     assert not any(op.observer for p in built.values() for op in p.ops)
+
+
+def test_names_are_those_of_layers_and_no_two_are_equal():
+    """The embedding and the logits are made by one weight."""
+    for model, pairs in ((LLAMA, {"wte", "wte.2"}), (MODEL, {"embedding", "h.1.add", "h.1.add.2"})):
+        names = [(t.kind, t.name) for t in observed(programs(model)["ranges"])]
+        assert len(set(names)) == len(names)
+        assert {("activation", name) for name in pairs} <= set(names)

@@ -1,4 +1,4 @@
-"""Add, cast, zeros, bias, activations and their gradients, last row. Shapes: any, row-major; C is the last axis.
+"""Add, rescale, cast, zeros, bias, activations and their gradients, last row. Shapes: any, row-major; C is the last axis.
 
 Flat kernels see elements, the others rows. A result that leaves the caches is written past them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
 from barellm.cpu.kernels.activations import EMITTERS
 from barellm.cpu.kernels.loops import (
     Vectors,
@@ -20,6 +20,7 @@ from barellm.cpu.kernels.loops import (
     sweep_rows,
     whole_lines,
 )
+from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import ACTIVATIONS
@@ -28,6 +29,19 @@ from barellm.program.ops.elementwise import ACTIVATIONS
 @kernel("add", constants=lambda op: flat(op.y))
 def add(k: KernelBuilder, y, a, b, *, dims, width, mode_y) -> None:
     sweep_result(k, k.extent(dims) * width, y, lambda i, mask: a.load(i, mask) + b.load(i, mask), unroll=4, mode=mode_y)
+
+
+def rescale(k: KernelBuilder, y, x, factor, *, dims, width, mode) -> None:
+    by = k.to(number(k, factor), "float")
+    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: x.load(i, mask) * by, unroll=4, mode=mode)
+
+
+@lowering("rescale", starts="y")
+def lower_rescale(op: Op, c: Lowering) -> None:
+    """Layers have factors of their own, and share the code."""
+    c.call(
+        rescale, {"y": op.y, "x": op.x, "factor": bits(op.forward)}, {**flat(op.y), "mode": op.modes["y"]}, writes="y"
+    )
 
 
 def columns_or_flat(op: Op) -> dict[str, Any]:

@@ -16,19 +16,20 @@ from barellm.program.ops.elementwise import SLOPES
 class Epilogue:
     """The operations on the sums in the columns of a panel, from `col` on.
 
-    `epilogues` are done in their order: "bias" adds it; an activation stores its input to `second`; "residual" adds `other`, and
-    "scaled" adds `scale` times `other`; a slope multiplies the sum with an activation's slope at `other`.
+    `epilogues` are done in their order: "rescale" multiplies with `factor`; "bias" adds it; an activation stores its input to
+    `second`; "residual" adds `other`, and "scaled" adds `scale` times `other`; a slope multiplies the sum with an activation's
+    slope at `other`.
     """
 
     def __init__(
         self, k: KernelBuilder, col: Value, tile: Tile, out: Pointer, second: Pointer | None, bias: Pointer | None,
         other: Pointer | None, *, cols: int, strides: Mapping[str, int], epilogues: tuple[str, ...], mode: str, early: bool,
-        scale: Value | None = None,
+        scale: Value | None = None, factor: float = 1.0,
     ) -> None:  # fmt: skip
         """`strides`: elements from a row to the next, where those are not `cols`. `early`: bias and masks are made now and stay in
         registers."""
         self.k, self.col, self.cols, self.epilogues, self.mode = k, col, cols, epilogues, mode
-        self.out, self.second, self.bias, self.other, self.scale = out, second, bias, other, scale
+        self.out, self.second, self.bias, self.other, self.scale, self.factor = out, second, bias, other, scale, factor
         self.span = tile.span(k.isa)
         there = {"out": out, "second": second, "other": other}
         self.stride = {name: strides.get(name, cols) for name, p in there.items() if p is not None}
@@ -60,6 +61,8 @@ class Epilogue:
     def _follow(self, name: str, x: Value, at: dict[str, Value], bias: Value | None, mask: Value | None) -> Value:
         if name == "bias":
             return x + bias
+        if name == "rescale":
+            return x * self.factor
         if name == "residual":
             return self.other.load(at["other"], mask) + x
         if name == "scaled":

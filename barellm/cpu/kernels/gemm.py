@@ -183,9 +183,10 @@ class AmxProduct(Claims):
 def product(
     k: KernelBuilder, out, second, a, weight, bias, other, row_begin, row_limit,
     *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
-    choice: Choice, strides: tuple[tuple[str, int], ...] = (), scale: Value | None = None,
+    choice: Choice, strides: tuple[tuple[str, int], ...] = (), scale: Value | None = None, factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """out (rows, cols) = a (rows, depth) @ weight, and then the `epilogues` (epilogue.py), of which "scaled" wants `scale`. Rows
+    """out (rows, cols) = a (rows, depth) @ weight, and then the `epilogues` (epilogue.py), of which "scaled" wants `scale` and
+    "rescale" a `factor`. Rows
     are [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; pointers are to the first of them.
     `strides`: elements from a row to the next, of operands that are views."""
     assert a.dtype == weight.dtype, "both operands of a product have the program's compute dtype"
@@ -196,14 +197,14 @@ def product(
 
     multiply(
         k, (RegisterProduct, AmxProduct), run, out, second, a, bias, other, cols=cols, depth=depth, epilogues=epilogues,
-        mode=mode, choice=choice, strides=dict(strides), scale=scale,
+        mode=mode, choice=choice, strides=dict(strides), scale=scale, factor=factor,
     )  # fmt: skip
 
 
 def multiply(
     k: KernelBuilder, kinds: tuple[type[RegisterProduct], type[AmxProduct]], run: Callable[..., None], out, second, a, bias, other,
     *, cols: int, depth: int, epilogues: tuple[str, ...], mode: str, choice: Choice, strides: Mapping[str, int],
-    scale: Value | None = None,
+    scale: Value | None = None, factor: float = 1.0,
 ) -> None:  # fmt: skip
     """Calls `run(kind, finish, **sizes)` of the kind, on register tiles or on AMX tiles, that this machine has for the dtype
     of a."""
@@ -215,7 +216,7 @@ def multiply(
     def finish(col: Value) -> Epilogue:
         early = not tiles and not through_memory and part == depth
         how: dict[str, Any] = {"cols": cols, "epilogues": epilogues, "mode": mode, "early": early, "scale": scale}
-        how["strides"] = strides
+        how |= {"strides": strides, "factor": factor}
         return Epilogue(k, col, choice.tile, out, second, bias, other, **how)
 
     sizes: dict[str, Any] = {"cols": cols, "depth": depth, "part": part, "choice": choice}

@@ -14,10 +14,12 @@ from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import view_stride, weight_operand
 
+CHEAP = ("bias", "rescale")  # epilogues that no choice depends on
+
 
 def role_of(transposed: bool, epilogues: tuple[str, ...]) -> str:
-    """The name of a product where its choice is kept. Its bias makes no difference to it."""
-    return "_".join(["forward" if transposed else "input_gradient", *(name for name in epilogues if name != "bias")])
+    """The name of a product where its choice is kept. Its bias and a factor make no difference to it."""
+    return "_".join(["forward" if transposed else "input_gradient", *(name for name in epilogues if name not in CHEAP)])
 
 
 def tokens_of(like: Tensor, rows: tuple[int, int]) -> int:
@@ -34,6 +36,7 @@ def views_of(**operands: Any) -> dict[str, Any]:
 def append_product(
     c: Lowering, *, out: Any, a: Any, weight: Tensor, like: Tensor, transposed: bool, epilogues: tuple[str, ...] = (),
     second: Any = None, bias: Any = None, other: Any = None, mode: str = "store", rows: tuple[int, int] = (0, ALL_ROWS),
+    factor: float | None = None,
 ) -> None:  # fmt: skip
     """`like` is the activation whose run-time sizes count the rows; `rows` the (first, count) that this call does."""
     N, K = (int(n) for n in weight.shape)
@@ -53,6 +56,7 @@ def append_product(
         "choice": choice,
         **shape_of(like),
         **views_of(out=out, second=second, a=a, other=other),
+        **({} if factor is None else {"factor": factor}),
     }
     c.call(gemm.product, operands, constants, writes="out second")
 
@@ -78,12 +82,13 @@ def product(op: Op, c: Lowering) -> None:
     if "dy" in op.inputs:
         append_product(
             c, out=op.dx, a=op.dy, weight=op.weight, like=op.dy, transposed=False, mode=op.modes["dx"],
-            other=op.inputs.get("pre"), epilogues=epilogues,
+            other=op.inputs.get("pre"), epilogues=epilogues, factor=op.attrs.get("forward"),
         )  # fmt: skip
     else:
         append_product(
             c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, mode=op.modes["y"], bias=op.inputs.get("bias"),
             second=op.outputs.get("pre"), other=op.inputs.get("residual", op.inputs.get("pre")), epilogues=epilogues,
+            factor=op.attrs.get("forward"),
         )  # fmt: skip
 
 

@@ -20,6 +20,12 @@ def add(y, a, b, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: 
 
 
 @device
+def rescale(y, x, scalars, units, FACTOR: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
+    i, mask = flat(units, UNIT, BLOCK)
+    keep(y + i, mask, tl.load(x + i, mask=mask).to(tl.float32) * FACTOR, scalars, MODE)
+
+
+@device
 def cast(y, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     i, mask = flat(units, UNIT, BLOCK)
     keep(y + i, mask, tl.load(x + i, mask=mask), scalars, MODE)
@@ -72,6 +78,11 @@ def last_row(y, x, scalars, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl
 @lowering("add", starts="y")
 def lower_add(op: Any, c: Lowering) -> None:
     sweep(c, add, op.y, {"y": op.y, "a": op.a, "b": op.b}, writes="y", MODE=mode(op, "y"))
+
+
+@lowering("rescale", starts="y")
+def lower_rescale(op: Any, c: Lowering) -> None:
+    sweep(c, rescale, op.y, {"y": op.y, "x": op.x}, writes="y", MODE=mode(op, "y"), FACTOR=float(op.forward))
 
 
 @lowering("cast", starts="y", views="y")

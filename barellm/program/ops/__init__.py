@@ -6,7 +6,7 @@ from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx
 from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward
 from barellm.program.ops.documents import BigramIds, CuSeqlens, DocumentStarts
 from barellm.program.ops.dropout import Dropout, DropoutBackward, TauswortheDropout, TauswortheDropoutBackward
-from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast, Zeros
+from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast, Rescale, Zeros
 from barellm.program.ops.embedding import Embedding, EmbeddingDwpe, EmbeddingDwte, LastRow
 from barellm.program.ops.exponents import Exponents
 from barellm.program.ops.gates import Gated, GatedBackward, GateLogits, GateLogitsBackward
@@ -98,6 +98,7 @@ __all__ = [
     "RMSNorm",
     "RMSNormDweight",
     "RMSNormDx",
+    "Rescale",
     "Rope",
     "Softcap",
     "SoftcapCrossEntropy",

@@ -50,6 +50,28 @@ class Cast(Op):
         g.alias(self.x, g.cast(y, self.x.dtype))
 
 
+class Rescale(Op):
+    """y = forward x, and dx = backward dy: two constants, which unit scaling chooses each for its own way. So where
+    they differ, the gradient is not that of y, but a multiple of it."""
+
+    name = "rescale"
+
+    def infer(self, x: Tensor) -> dict[str, Spec]:
+        return {"y": (x.shape, x.dtype)}
+
+    def reference(self, x):
+        return {"y": self.forward * x}
+
+    def gradient(self, g, y):
+        if self.backward == 1.0:
+            g.alias(self.x, y)
+        else:
+            g.write(Rescale, {"y": self.x}, x=y, forward=self.backward, backward=self.forward)
+
+    def flops(self) -> int:
+        return self.x.size
+
+
 class Zeros(Op):
     """y = 0: columns of a gradient that nobody else writes. `shape` may hold Dims."""
 
@@ -169,6 +191,10 @@ class Calls(Graph):
         if name not in ACTIVATIONS:
             raise ValueError(f"unknown activation {name!r} (known: {', '.join(ACTIVATIONS)})")
         return self.apply(ACTIVATIONS[name].forward, x=x).y
+
+    def rescale(self, x: Tensor, *, forward: float, backward: float) -> Tensor:
+        """x times `forward`, whose gradient is the one that arrives times `backward`. Any shape."""
+        return self.apply(Rescale, x=x, forward=float(forward), backward=float(backward)).y
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """a + b of equal shapes: the residual stream, fp32, and what a block adds to it."""

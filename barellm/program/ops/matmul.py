@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
-from barellm.program.ops.elementwise import operand
+from barellm.program.ops.elementwise import Rescale, operand
 from barellm.program.tensor import Tensor, describe
 
 
@@ -16,7 +16,7 @@ def tokens(t: Tensor) -> int:
 
 
 class Matmul(Op):
-    """y = x @ weight.T, accumulated in fp32."""
+    """y = x @ weight.T, accumulated in fp32. With the attribute `back` the gradient of x, and only that, is multiplied by it."""
 
     name = "matmul"
     rounded = ("weight",)
@@ -32,7 +32,11 @@ class Matmul(Op):
 
     def gradient(self, g, y):
         dy = g.cast(y, self.x.dtype)
-        g.write(MatmulDx, {"dx": self.x}, dy=dy, weight=self.weight)
+        if "back" in self.attrs:
+            dx = g.between(MatmulDx, dy=dy, weight=self.weight).dx
+            g.write(Rescale, {"y": self.x}, x=dx, forward=self.back, backward=1.0)
+        else:
+            g.write(MatmulDx, {"dx": self.x}, dy=dy, weight=self.weight)
         g.write(MatmulDw, {"dweight": self.weight}, dy=dy, x=self.x)
 
     def flops(self) -> int:
@@ -124,6 +128,12 @@ class Calls(Graph):
         """x (..., K), weight (N, K), bias (N) -> (..., N)."""
         y = self.apply(Matmul, x=operand(self, x), weight=weight).y
         return y if bias is None else self.apply(Bias, x=y, bias=bias).y
+
+    def scaled_linear(self, x: Tensor, weight: Tensor, *, forward: float, backward: float) -> Tensor:
+        """x (..., K), weight (N, K) -> (..., N): the product times `forward`. The gradient of x is the gradient that arrives times
+        the weight, times `backward`; that of the weight is not scaled."""
+        y = self.apply(Matmul, x=operand(self, x), weight=weight, back=float(backward)).y
+        return self.apply(Rescale, x=y, forward=float(forward), backward=1.0).y
 
     def linear_nn(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (..., K), weight (K, N) -> x @ weight (..., N): `linear` with a weight that is stored transposed."""

@@ -1,0 +1,84 @@
+"""The time of a micro-batch that is looked at (`--train.ranges`) beside that of one that is not, and of unit scaling beside the
+plain model, in turns.
+
+    python benchmarks/ranges.py --out benchmarks/results/ranges-cost.json shakespeare-char:12x64 gpt2-124m:4x64
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from barellm import overrides
+from barellm.assembly.machine import Machine, open_machine
+from barellm.models import preset
+
+UNIT = {"model.unit_scaling": True, "model.bias": False}
+
+
+def micro(machine: Machine, program: str) -> float:
+    """Seconds of one run of a program on random tokens."""
+    train, session = machine.config.train, machine.session
+    vocab = machine.config.model.vocab_size
+    for number, name in enumerate(("tokens", "targets")):
+        session.write(name, np.random.default_rng(number).integers(0, vocab, (train.batch, train.seq)))
+    before = time.perf_counter()
+    session.run(program, batch=train.batch, seq=train.seq, accumulate=0, inv_targets=1.0, seed=1, step=1, sample=0)
+    return time.perf_counter() - before
+
+
+def measured(name: str, batch: int, seq: int, dtype: str, turns: int) -> dict[str, Any]:
+    """Samples of each variant, in milliseconds."""
+    changes = {"train.batch": batch, "train.seq": seq, "train.ranges": 1, "train.dtype": dtype, "optim.name": "adamw"}
+    config = overrides.changed(preset(name), changes)
+    samples: dict[str, list[float]] = {"micro": [], "ranges": [], "micro, no biases": [], "micro, unit scaling": []}
+    with ExitStack() as stack:
+        machines = {
+            "": stack.enter_context(open_machine(config, device="cpu")),
+            ", no biases": stack.enter_context(
+                open_machine(overrides.changed(config, {"model.bias": False}), device="cpu")
+            ),
+            ", unit scaling": stack.enter_context(open_machine(overrides.changed(config, UNIT), device="cpu")),
+        }
+        for machine in machines.values():
+            machine.initialize(1)
+        for turn in range(turns + 1):
+            for what, taken in samples.items():
+                program, comma, variant = what.partition(",")
+                seconds = micro(machines[comma + variant], program)
+                if turn:
+                    taken.append(round(1e3 * seconds, 3))
+        tensors = sum(op.observer for op in machines[""].programs["ranges"].ops)
+        about = machines[""].meta()
+    return {
+        "preset": name, "batch": batch, "seq": seq, **about, "tensors": tensors,
+        "ms": samples, "median_ms": {what: median(taken) for what, taken in samples.items()},
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="+", metavar="PRESET:BATCHxSEQ")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    made = []
+    for shape in args.shapes:
+        name, _, sizes = shape.partition(":")
+        batch, seq = (int(n) for n in sizes.split("x"))
+        made.append(measured(name, batch, seq, args.dtype, args.turns))
+        print(name, made[-1]["median_ms"], flush=True)
+        args.out.write_text(json.dumps(made, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
