@@ -7,6 +7,7 @@ from math import isfinite
 
 import numpy as np
 
+from barellm import kernels
 from barellm.errors import UserError
 
 
@@ -44,8 +45,10 @@ def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
     p /= p.sum()
     if not (0 < how.top_k < len(p) or how.top_p < 1):
         return p
-    order = np.argsort(-logits, kind="stable")
-    keep = order[: how.top_k] if how.top_k else order
+    if 0 < how.top_k < len(p):
+        keep = kernels.top_k(logits.astype(np.float32), how.top_k)[1]
+    else:
+        keep = np.argsort(-logits, kind="stable")
     if how.top_p < 1:
         total = np.cumsum(p[keep])
         keep = keep[: int(np.searchsorted(total, how.top_p * total[-1])) + 1]

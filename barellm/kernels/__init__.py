@@ -8,9 +8,22 @@ docs/arrays.md, and give `CASES` of tests/kernels/test_functions.py its formula 
 from barellm.kernels.attention import attention
 from barellm.kernels.call import vjp
 from barellm.kernels.convolution import conv2d
-from barellm.kernels.norms import layernorm, rmsnorm
+from barellm.kernels.norms import layernorm, rmsnorm, softmax
 from barellm.kernels.products import matmul
 from barellm.kernels.quantization import dequantize, quantize
+from barellm.kernels.selection import top_k
 from barellm.kernels.signs import binary_matmul
 
-__all__ = ["attention", "binary_matmul", "conv2d", "dequantize", "layernorm", "matmul", "quantize", "rmsnorm", "vjp"]
+__all__ = [
+    "attention",
+    "binary_matmul",
+    "conv2d",
+    "dequantize",
+    "layernorm",
+    "matmul",
+    "quantize",
+    "rmsnorm",
+    "softmax",
+    "top_k",
+    "vjp",
+]

@@ -48,7 +48,7 @@ class Compiled:
         gradients: bool,
     ) -> None:
         shapes = {k: a.shape[::-1] if k in flipped else a.shape for k, a in given.items()}
-        sizes = sizes_of(rule.name, rule.shapes, shapes)
+        sizes = sizes_of(rule.name, rule.shapes, shapes) | {k: n for k, n in options.items() if isinstance(n, int)}
         formats = {k: format_name(rule.name, k, a, rule.formats.get(k, FLOATS)) for k, a in given.items()}
         self.inputs = []
         for k in given:

@@ -1,4 +1,4 @@
-"""Normalisation of rows on arrays."""
+"""Norms and softmax of rows on arrays."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ def _rmsnorm(p: Program, x: Tensor, weight: Tensor | None, *, eps: float) -> Ten
     return p.rmsnorm(x, weight, eps=eps)
 
 
+def _softmax(p: Program, x: Tensor, *, scale: float) -> Tensor:
+    return p.softmax(x, scale=scale)
+
+
 _LAYERNORM = Rule("layernorm", {"x": "... C", "weight": "C", "bias": "C"}, ("... C",), _layernorm)
 _RMSNORM = Rule("rmsnorm", {"x": "... C", "weight": "C"}, ("... C",), _rmsnorm)
+_SOFTMAX = Rule("softmax", {"x": "... C"}, ("... C",), _softmax)
 
 
 def layernorm(
@@ -53,3 +58,16 @@ def rmsnorm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, out: Ar
         y = kernels.rmsnorm(x, weight)
     """
     return call(_RMSNORM, {"x": x, "weight": weight}, out, eps=float(eps))[0]
+
+
+def softmax(x: Array, *, scale: float = 1.0, out: Array | None = None) -> Array:
+    """Softmax over the last axis.
+
+    Shapes: x (..., C) -> (..., C).
+    Formula: y = exp(scale x) / sum(exp(scale x)), scale above 0; the largest element of the row is taken off first.
+    Dtypes: float32 or bfloat16; the result has that of x. Exponentials and sums are fp32.
+    Source: `barellm/cpu/kernels/softmax.py`.
+
+        y = kernels.softmax(logits)
+    """
+    return call(_SOFTMAX, {"x": x}, out, scale=float(scale))[0]

@@ -10,9 +10,9 @@ from typing import Any
 @dataclass(frozen=True, eq=False)
 class Rule:
     """What an array function is made of. `build(p, **arguments, **options)` appends the ops to a Program and returns the result, or
-    a tuple of results. `shapes` has the legend of each argument and `results` that of each result (`arrays`). `formats` are the
-    dtypes that an argument may have, float32 and bfloat16 unless given. An argument in `flips` is taken transposed too: build
-    gets it as it lies, and the option `NAME_flipped`."""
+    a tuple of results. `shapes` has the legend of each argument and `results` that of each result (`arrays`), in which an option
+    that is an integer is a size. `formats` are the dtypes that an argument may have, float32 and bfloat16 unless given. An
+    argument in `flips` is taken transposed too: build gets it as it lies, and the option `NAME_flipped`."""
 
     name: str
     shapes: Mapping[str, str]

@@ -26,7 +26,9 @@ from barellm.program.ops import (
     rmsnorm,
     rope,
     softcap,
+    softmax,
     swiglu,
+    top_k,
     transpose,
 )
 from barellm.program.ops.base import Op
@@ -57,7 +59,9 @@ class Program(
     rmsnorm.Calls,
     rope.Calls,
     softcap.Calls,
+    softmax.Calls,
     swiglu.Calls,
+    top_k.Calls,
     transpose.Calls,
 ):
     """A list of primitive ops over named tensors (`program.graph.Graph`). Each family of ops brings the calls that append it."""

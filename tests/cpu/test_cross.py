@@ -6,9 +6,12 @@ from barellm.config import MOMENTS
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
 from barellm.cpu.lang import sync
+from barellm.cpu.step import lower_and_plan
 from barellm.inspect import kernels
 from barellm.models import preset
 from barellm.overrides import changed
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
 
 pytestmark = pytest.mark.proof(
     *(f"barellm/{name}" for name in ("cpu", "inspect", "models", "optim", "program", "runtime"))
@@ -52,6 +55,16 @@ def test_muon_compiles_for_aarch64(name, dtype, instruction):
         if op.startswith("gram"):
             assert f"\t{instruction}\t" in jit.target_machine(isa).emit_assembly(module), u
     assert len({op for op, _ in used}) == 7
+
+
+def test_softmax_and_top_k_compile_for_aarch64():
+    isa, p = isas.cross("neon_bf16", TRIPLES[0]), Program(Store(), compute="bf16")
+    for C in (29, 50_000):
+        x = p.input("x", (Dim("batch", 4), C), "bf16")
+        p.output("y", p.softmax(x, scale=0.5)), p.output("values", p.top_k(x, 7)[0])
+    for spec in lower_and_plan({"p": p}, threads=2, isa=isa).specs:
+        code = jit.target_machine(isa).emit_object(jit.module(spec.ir(isa), isa))
+        assert not jit.undefined_symbols(code) - jit.ALLOWED, spec
 
 
 @pytest.mark.parametrize("futex, triple", [(True, TRIPLES[0]), (False, TRIPLES[0]), (False, TRIPLES[1])])

@@ -33,6 +33,7 @@ from barellm.optim.normuon import speedrun_update
 from barellm.optim.recipes import optimize
 from barellm.program import layouts
 from barellm.program.builder import Program, Store
+from barellm.program.ops import LayerNormDx, RMSNormDx, SoftmaxDx, TopKDx
 from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import ACTIVATIONS
 from barellm.program.ops.tausworthe import GENERATORS
@@ -234,6 +235,22 @@ def layout_specs(compute: str) -> dict[Specialisation, str]:
     return {s: op for s, op in lower_and_plan({"op": p}, Target(90)).specs.items() if s.name.startswith("layout_")}
 
 
+def row_specs(C: int, compute: str, *, backward: bool) -> dict[Specialisation, str]:
+    """Softmax and norms of one tensor: forward, with the choice of the largest elements, or backward."""
+    p = Program(Store(), compute=compute)
+    rows = (Dim("batch", 4096),)
+    x, dy, rstd = p.input("x", (*rows, C), compute), p.input("dy", (*rows, C), compute), p.input("rstd", rows, "fp32")
+    weight = p.parameter("weight", (C,))
+    if backward:
+        p.apply(SoftmaxDx, dy=dy, y=x, scale=1.0, dtype=compute)
+        p.apply(LayerNormDx, dy=dy, x=x, weight=weight, mean=rstd, rstd=rstd)
+        p.apply(RMSNormDx, dy=dy, x=x, weight=weight, rstd=rstd)
+        p.apply(TopKDx, dvalues=rstd, indices=p.input("indices", rows), C=1)
+    else:
+        p.softmax(x), p.layernorm(x, weight, weight), p.rmsnorm(x, weight), p.top_k(x, 50)
+    return lower_and_plan({"p": p}, Target(90)).specs
+
+
 TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
@@ -259,6 +276,10 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "images bf16": lambda: images_specs("bf16"),
     "images fp32": lambda: images_specs("fp32"),
     "unit scaling bf16": unit_scaling_specs,
+    "rows of 32k fp32": lambda: row_specs(32768, "fp32", backward=False),
+    "rows of 16k bf16": lambda: row_specs(16384, "bf16", backward=False),
+    "gradients of rows of 16k fp32": lambda: row_specs(16384, "fp32", backward=True),
+    "gradients of rows of 16k bf16": lambda: row_specs(16384, "bf16", backward=True),
 }
 
 
@@ -281,7 +302,7 @@ def test_kernels_are_the_golden_ones(name):
 
 FAMILIES = ("columns", "dropout", "elementwise", "embedding", "init", "layernorm", "layernorm_backward", "optimizer")
 DROPPED = replace(SMALL, dropout=0.1)
-LONG = replace(ODD, heads=82, channels=8200)  # rows that registers do not hold
+LONG = replace(ODD, heads=330, channels=33000)  # rows that registers do not hold
 
 
 @pytest.mark.slow

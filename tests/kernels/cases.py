@@ -40,6 +40,11 @@ def rmsnorm(x, weight=1.0, *, eps=1e-5):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
+def softmax(x, *, scale=1.0):
+    e = np.exp(scale * (x - x.max(-1, keepdims=True)))
+    return e / e.sum(-1, keepdims=True)
+
+
 def attention(q, k, v, causal=True, layout=None):
     T, heads, D = q.shape[1:]
     k, v = (np.repeat(a, heads // a.shape[2], 2) for a in (k, v))
@@ -79,6 +84,7 @@ CASES = {
         [((3, 5, 33), (33,)), ((7, 1), (1,)), ((257,),), ((2, 4099),)],
         {"eps": 1e-3},
     ),
+    "softmax": Case(kernels.softmax, softmax, [((3, 5, 33),), ((7, 1),), ((257,),), ((2, 40_009),)], {"scale": 0.7}),
     "attention": Case(
         kernels.attention,
         attention,

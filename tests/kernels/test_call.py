@@ -190,6 +190,10 @@ REFUSED = [
         "rmsnorm expects out (3, 5) float32, it is (5, 3) float32",
     ),
     (
+        lambda: kernels.top_k(ONE, 6),
+        "top_k expects x (..., C) and 1 <= K <= C, K is 6: x (batch<=3, 5) fp32",
+    ),
+    (
         lambda: kernels.attention(ONE, ONE, ONE),
         "attention expects q (B, T, H, D), it has shape (3, 5)",
     ),

@@ -60,3 +60,16 @@ def test_gradients_of_bf16_arguments_are_those_of_the_formula_rounded(name):
     for exact, found in zip(pull(y.astype(np.float32)), rounded(y), strict=True):
         assert found.dtype == BFLOAT16
         near(found, exact.astype(np.float64), BFLOAT16)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_top_k_and_its_gradient(dtype):
+    x = np.random.default_rng(0).integers(-9, 9, (3, 5, 41)).astype(dtype)  # with ties
+    (values, indices), pull = kernels.vjp(kernels.top_k, x, 7)
+    order = np.argsort(-x.astype(np.float64), -1, kind="stable")[..., :7]
+    assert indices.dtype == np.int32 and np.array_equal(indices, order)
+    assert np.array_equal(values, np.take_along_axis(x, order, -1))
+    (dx,) = pull(values)
+    wanted = np.zeros(x.shape)
+    np.put_along_axis(wanted, order, values.astype(np.float64), -1)
+    assert dx.dtype == dtype and np.array_equal(dx.astype(np.float64), wanted)

@@ -81,7 +81,9 @@ CASES = {
         {"x": (B, T, 3 * 8)},
         QK_ROTARY | {"heads": 1, "kv_heads": 2, "shift": True},
     ),
+    "softmax": (ops.Softmax, {"x": (B, T, C)}, {"scale": 0.7, "dtype": "fp32"}),
     "swiglu": (ops.SwiGLU, {"gate": (B, T, C), "up": (B, T, C)}, {}),
+    "top_k": (ops.TopK, {"x": (B, T, C)}, {"K": 4}),
     "dropout": (ops.Dropout, {"x": (B, T, C)}, {"rate": 0.4, "stream": 2}),
     "dropout by streams": (ops.TauswortheDropout, {"x": (B, T, C)}, {"rate": 0.4, "stream": 2, "bits": "taus88"}),
     "mix": (

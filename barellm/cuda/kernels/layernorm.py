@@ -15,8 +15,13 @@ from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
 
-IN_REGISTERS = 8192  # columns; longer rows are walked in blocks and read again, from the caches
+# Columns of a row that is held in registers behind an addition. Alone, a forward pass holds one tensor, of which 1024 threads have
+# four times as many elements in fp32, but twice as many in 16 bits, where the weights change their layout beside it. A backward
+# pass holds two tensors. Longer rows are walked in blocks and read again, from the caches.
+IN_REGISTERS = 8192
+FORWARD, FORWARD_16, BACKWARD = 4, 2, 2
 LONG_BLOCK = 4096
+MOST_WARPS, MOST_REGISTERS = 32, 64  # of a program: 1024 threads, which have 64 registers each
 THREAD = 16
 
 
@@ -186,24 +191,38 @@ def launch_rows(
     *,
     writes: str,
     thread: int = THREAD,
+    times: int = 1,
     **constants: Any,
 ) -> None:
-    """Launch `short` over blocks of whole rows, or `long`, a program a row, where they are too long for registers. `thread`:
-    elements of a row that a thread holds."""
+    """Launch `short` over blocks of whole rows, or `long`, a program a row, where they are too long for registers, which hold
+    `times` IN_REGISTERS columns. `thread`: elements of a row that a thread holds where they need not be more."""
     C, rows = int(like.shape[-1]), c.rows(like)
-    if C > IN_REGISTERS:
-        for name in ("THRESHOLD", "SCALE"):
-            assert constants.pop(name, None) is None
+    if times * IN_REGISTERS < C:
+        if "THRESHOLD" in constants:
+            assert constants.pop("THRESHOLD") is None and constants.pop("SCALE") is None, "no dropout in blocks"
         shape = {"C": C, "BC": LONG_BLOCK, **constants}
         c.launch(long, {**operands, "rows": rows}, shape, grid=lambda s: (rows(s),), writes=writes, warps=8)
         return
     BC = max(LEAST_SUMMED, pow2(C))
     BR = max(1, 128 * thread // BC)
-    warps = max(4, BC // (32 * thread))
+    warps = min(MOST_WARPS, max(4, BC // (32 * thread)))
     shape = {"C": C, "BR": BR, "BC": BC, **constants}
     c.launch(
-        short, {**operands, "rows": rows}, shape, grid=lambda s: (ceil_div(rows(s), BR),), writes=writes, warps=warps
+        short,
+        {**operands, "rows": rows},
+        shape,
+        grid=lambda s: (ceil_div(rows(s), BR),),
+        writes=writes,
+        warps=warps,
+        registers=MOST_REGISTERS if warps == MOST_WARPS else 0,  # else ptxas takes 32 of them and spills
     )
+
+
+def times_alone(op: Any) -> int:
+    """How many times IN_REGISTERS columns a norm holds."""
+    if "x" not in op.inputs:
+        return 1
+    return FORWARD if op.x.dtype == "fp32" else FORWARD_16
 
 
 @lowering("layernorm", "add_layernorm", "dropout_add_layernorm")
@@ -216,10 +235,11 @@ def lower_layernorm(op: Any, c: Lowering) -> None:
         "seq": (lambda s: s.seq) if dropped else None, "stream": int(op.stream) if dropped else None,
     }  # fmt: skip
     dropout = dropout_constants(op) if dropped else {"THRESHOLD": None, "SCALE": None}
-    launch_rows(c, op.y, layernorm, layernorm_long, operands, writes="y mean rstd total", EPS=float(op.eps), **dropout)
+    writes, times = "y mean rstd total", times_alone(op)
+    launch_rows(c, op.y, layernorm, layernorm_long, operands, writes=writes, times=times, EPS=float(op.eps), **dropout)
 
 
 @lowering("layernorm_dx", "rmsnorm_dx", starts="dx")
 def lower_layernorm_dx(op: Any, c: Lowering) -> None:
     operands = {name: op.inputs.get(name) for name in ("dy", "x", "weight", "mean", "rstd")} | {"dx": op.dx}
-    launch_rows(c, op.dx, layernorm_dx, layernorm_dx_long, operands, writes="dx", MODE=mode(op, "dx"))
+    launch_rows(c, op.dx, layernorm_dx, layernorm_dx_long, operands, writes="dx", times=BACKWARD, MODE=mode(op, "dx"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.layernorm import launch_rows, summed
+from barellm.cuda.kernels.layernorm import launch_rows, summed, times_alone
 from barellm.cuda.lang import device, tl
 
 THREAD = (
@@ -72,5 +72,5 @@ def lower_rmsnorm(op: Any, c: Lowering) -> None:
         "y": op.y, "rstd": op.rstd, "weight": op.weight,
         "x": op.inputs.get("x") or op.a, "b": op.inputs.get("b"), "total": op.outputs.get("total"),
     }  # fmt: skip
-    writes = "y rstd total"
-    launch_rows(c, op.y, rmsnorm, rmsnorm_long, operands, writes=writes, thread=THREAD, EPS=float(op.eps))
+    how = {"writes": "y rstd total", "thread": THREAD, "times": times_alone(op)}
+    launch_rows(c, op.y, rmsnorm, rmsnorm_long, operands, **how, EPS=float(op.eps))

@@ -32,7 +32,9 @@ from barellm.program.ops.random import ConstantInit, NormalInit, UniformInit
 from barellm.program.ops.rmsnorm import RMSNorm, RMSNormDweight, RMSNormDx
 from barellm.program.ops.rope import Rope
 from barellm.program.ops.softcap import Softcap, SoftcapCrossEntropy, SoftcapCrossEntropyBackward
+from barellm.program.ops.softmax import Softmax, SoftmaxDx
 from barellm.program.ops.swiglu import SwiGLU, SwiGLUBackward
+from barellm.program.ops.top_k import TopK, TopKDx
 from barellm.program.ops.transpose import Transpose
 
 __all__ = [
@@ -103,12 +105,16 @@ __all__ = [
     "Softcap",
     "SoftcapCrossEntropy",
     "SoftcapCrossEntropyBackward",
+    "Softmax",
+    "SoftmaxDx",
     "StraightThrough",
     "SumSquares",
     "SwiGLU",
     "SwiGLUBackward",
     "TauswortheDropout",
     "TauswortheDropoutBackward",
+    "TopK",
+    "TopKDx",
     "Transpose",
     "UniformInit",
     "UnpackSigns",

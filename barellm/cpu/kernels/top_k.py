@@ -1,0 +1,134 @@
+"""The largest elements of rows. Shapes: x, dx (rows, C); values, dvalues, indices (rows, K).
+
+A float's bits, with those below the sign flipped where it is negative, are integers in the same order: keys. The K-th largest key
+is found bit by bit, by counting in 32 passes over the row how many keys are not smaller than a guess. So the time does not depend
+on the numbers. A thread keeps the keys of its row.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
+from barellm.cpu.kernels.loops import across, fold, shape_of
+from barellm.cpu.lang import Pointer, Value, Var
+from barellm.program.ops.base import Op
+
+CHAINS = 4
+INFINITY = 0x7F800000
+LOWEST = -(1 << 31)  # below every key: of lanes that are no elements
+
+
+def key_of(k: KernelBuilder, x: Value) -> Value:
+    """The key of each lane; zeros of both signs have one, and NaN has that of infinity."""
+    bits = k.bitcast(x + 0.0, k.ivec)
+    sign = k.op(k.ivec, f"ashr {bits.typed}, {k.const(31, k.ivec).ref}")
+    return k.select(x.equals(x), bits ^ (sign & 0x7FFFFFFF), INFINITY)
+
+
+def count(k: KernelBuilder, keys: Pointer, C: int, least: Value) -> Value:
+    """How many keys of a row (i64) are not below `least`."""
+    sums = [k.var(k.to(0, k.ivec)) for _ in range(CHAINS)]
+    bound = k.splat(least)
+
+    def body(c, mask, j):
+        there = keys.load(c, mask) >= bound
+        sums[j].value = sums[j].value + k.select(there if mask is None else there & mask, k.to(1, k.ivec), 0)
+
+    across(k, C, body, unroll=CHAINS)
+    return k.to(k.sum(fold(sums, lambda a, b: a + b)), "i64")
+
+
+def threshold(k: KernelBuilder, keys: Pointer, C: int, K: int) -> Value:
+    """The K-th largest key (i64): the largest number that at least K keys reach."""
+    found = k.var(k.int(LOWEST))
+    with k.when(count(k, keys, C, k.int(0)) >= K):
+        found.value = k.int(0)
+    with k.loop(0, 31) as bit:
+        guess = found.value + (k.int(1 << 30) >> bit)
+        with k.when(count(k, keys, C, guess) >= K):
+            found.value = guess
+    return found.value
+
+
+def collect(k: KernelBuilder, keys: Pointer, own: Pointer, columns: Pointer, C: int, K: int, least: Value) -> None:
+    """The keys (K) above `least`, and as many equal to it as there is room for, with their columns, in the order of the columns."""
+    ties = k.var(K - count(k, keys, C, least + 1))
+    at = k.var(k.int(0))
+
+    def take(c: Value) -> None:
+        key = keys.get(c)
+        tie = key.equals(least) & (ties.value > 0)
+        with k.when((key > least) | tie):
+            own.put(key, at.value)
+            columns.put(c, at.value)
+            at.value = at.value + 1
+            ties.value = ties.value - k.to(tie, "i64")
+
+    bound = k.splat(least)
+
+    def body(c, mask, j):
+        there = keys.load(c, mask) >= bound
+        with k.set_lanes(there if mask is None else there & mask) as lane:
+            take(k.int(c) + lane)
+
+    across(k, C, body, unroll=1)
+
+
+def place(k: KernelBuilder, own: Pointer, K: int, i: Value) -> Value:
+    """How many of the K collected come before number i: larger ones, and equal ones of lower columns."""
+    mine, rank = own.get(i), Var(k, k.to(0, k.ivec))
+    same = k.splat(mine)
+    limit = k.splat(i)
+
+    def body(c, mask, j):
+        other = own.load(c, mask)
+        earlier = (k.iota() + k.splat(k.int(c))) < limit
+        before = (other > same) | (other.equals(same) & earlier)
+        rank.value = rank.value + k.select(before if mask is None else before & mask, k.to(1, k.ivec), 0)
+
+    across(k, K, body, unroll=1)
+    return k.to(k.sum(rank.value), "i64")
+
+
+def top_k(k: KernelBuilder, values, indices, x, *, C, K, dims, inner) -> None:
+    keys = k.private("i32")
+    own, columns = keys.at(padded(C)), keys.at(padded(C) + padded(K))
+    with k.claim_each(k.extent(dims) * inner) as row:
+        of, to, where = x.at(row * C), values.at(row * K), indices.at(row * K)
+        across(k, C, lambda c, mask, j: keys.store_raw(key_of(k, of.load(c, mask)), c, mask))
+        collect(k, keys, own, columns, C, K, threshold(k, keys, C, K))
+        with k.loop(0, K) as i:
+            rank, column = place(k, own, K, i), columns.get(i)
+            to.put(of.get(column), rank)
+            where.put(column, rank)
+
+
+def padded(n: int) -> int:
+    """A whole number of cache lines of i32."""
+    return -(-n // 16) * 16
+
+
+@lowering("top_k", also={"indices": "i32"})
+def lower_top_k(op: Op, c: Lowering) -> None:
+    C, K = int(op.x.shape[-1]), int(op.K)
+    c.private(4 * (padded(C) + 2 * padded(K)))
+    operands = {"values": op.values, "indices": op.indices, "x": op.x}
+    c.call(top_k, operands, {"C": C, "K": K, **shape_of(op.x)}, writes="values indices")
+
+
+def constants_of(op: Op) -> dict[str, int]:
+    return {"C": int(op.C), "K": int(op.dvalues.shape[-1]), **shape_of(op.dvalues)}
+
+
+@kernel("top_k_dx", constants=constants_of, also={"indices": "i32"})
+def top_k_dx(k: KernelBuilder, dx, dvalues, indices, *, C, K, dims, inner, mode_dx) -> None:
+    keep = k.keep(mode_dx)
+    with k.claim_each(k.extent(dims) * inner) as row:
+        to, of, where = dx.at(row * C), dvalues.at(row * K), indices.at(row * K)
+
+        with nullcontext() if keep is None else k.otherwise(keep):
+            across(k, C, lambda c, mask, j: to.store(0.0, c, mask))
+        with k.loop(0, K) as i:
+            at, new = where.get(i), of.get(i)
+            to.put(new if keep is None else new + to.get(at), at)

@@ -1,0 +1,35 @@
+"""What is chosen from rows of arrays."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING
+
+from barellm.kernels.call import call
+from barellm.kernels.rule import Rule
+
+if TYPE_CHECKING:
+    from barellm.kernels.arrays import Array
+    from barellm.program.builder import Program
+    from barellm.program.tensor import Tensor
+
+
+def _top_k(p: Program, x: Tensor, *, K: int) -> tuple[Tensor, Tensor]:
+    return p.top_k(x, K)
+
+
+_TOP_K = Rule("top_k", {"x": "... C"}, ("... K", "... K"), _top_k)
+
+
+def top_k(x: Array, k: int) -> tuple[Array, Array]:
+    """The k largest elements of each row, the largest first, and their columns. Of equal elements the lowest column comes first.
+
+    Shapes: x (..., C), 1 <= k <= C -> values (..., k), indices (..., k) int32.
+    Formula: values[i] = x[indices[i]]. NaN counts as infinity.
+    Dtypes: float32 or bfloat16; the values have that of x. The gradient of the values goes to their columns.
+    Source: `barellm/cpu/kernels/top_k.py`.
+
+        values, indices = kernels.top_k(logits, 50)
+    """
+    values, indices = call(_TOP_K, {"x": x}, K=index(k))
+    return values, indices
