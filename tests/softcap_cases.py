@@ -60,7 +60,16 @@ def softcap_gradient_case(case, dtype, mode) -> dict:
 
 
 def transposed_network(
-    p: Program, *, C: int, F: int, V: int, activation: str, cap=SPEEDRUN, predict: int = 3, sizes=(3, 11)
+    p: Program,
+    *,
+    C: int,
+    F: int,
+    V: int,
+    activation: str,
+    cap=SPEEDRUN,
+    predict: int = 3,
+    sizes=(3, 11),
+    scaling=None,
 ) -> None:
     """A model whose second weight of the block and head are stored (in, out), with the rows that go with them. `sizes`: batch and
     length, at most."""
@@ -69,7 +78,7 @@ def transposed_network(
     x = p.embedding(token, p.parameter("wte", (V, C), std=0.5))
     h = p.activate(p.linear(p.rmsnorm(x), p.parameter("fc", (F, C), std=0.3)), activation)
     x = p.add(x, p.linear_nn(h, p.parameter("proj", (F, C), std=0.3)))
-    given = {"valid_vocab": V - 2, "cap": cap, "predict": predict}
+    given = {"valid_vocab": V - 2, "cap": cap, "predict": predict, "scaling": scaling}
     loss = p.softcapped_classifier(p.rmsnorm(x), p.parameter("head", (C, V), std=0.5), target, **given)
     p.output("loss", loss)
 

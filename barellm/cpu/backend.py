@@ -57,8 +57,9 @@ class Bench:
         return samples
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of all threads with operands in registers: the most that a product of `dtype` can reach."""
-        pair = dtype == "bf16" and bool(self.isa.dot)
+        """FLOP/s of all threads with operands in registers: the most that a product of `dtype` can reach. Those of "fp8" are
+        multiplied as bf16."""
+        pair = dtype in ("bf16", "fp8") and bool(self.isa.dot)
         out = np.zeros(self.threads * 16, np.float32)
         turns = 200_000
         spec = Specialisation(machine.peak, ("fp32", "int"), (("pair", pair),))

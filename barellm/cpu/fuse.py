@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from barellm.cpu.kernels.activations import EMITTERS
 from barellm.program.fusion import Fusion
-from barellm.runtime.fusions import CLASSIFIER, NORMS_BACKWARD, RMSNORMS_BACKWARD, products, quantized, rescaled
+from barellm.runtime.fusions import CLASSIFIER, CODED, NORMS_BACKWARD, RMSNORMS_BACKWARD, products, quantized, rescaled
 
 FUSIONS: list[Fusion] = [
     *CLASSIFIER,
+    *CODED,
     *rescaled(EMITTERS),
     *products(EMITTERS),
     *quantized(EMITTERS),

@@ -11,6 +11,7 @@ from barellm.program.fusion import Fusion
 from barellm.program.grouping import Alike
 from barellm.runtime.fusions import (
     CLASSIFIER,
+    CODED,
     NORMS_BACKWARD,
     RMSNORMS_BACKWARD,
     layernorm_backward,
@@ -63,7 +64,7 @@ BACKWARD: list[Fusion] = [
     )
 ]
 
-FUSIONS: list[Fusion] = [*NORMS, *BACKWARD, *CLASSIFIER, *products(ACTIVATIONS), *quantized(ACTIVATIONS)]
+FUSIONS: list[Fusion] = [*NORMS, *BACKWARD, *CLASSIFIER, *CODED, *products(ACTIVATIONS), *quantized(ACTIVATIONS)]
 
 
 def alike_adam(op: Any) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ from barellm.runtime.lowering import Region, part
 from barellm.runtime.registry import Registry
 
 POINTER = {name: "*i16" if f.kind == "code" else f"*{name}" for name, f in FORMATS.items() if not f.planes}
+POINTER |= {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}  # Triton's names
 
 
 @dataclass(frozen=True)

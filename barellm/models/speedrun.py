@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from barellm.config import Config as Run
 from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.errors import UserError
-from barellm.fields import at_least, between, divides, value
+from barellm.fields import at_least, between, divides, one_of, value
 from barellm.models.speedrun_course import course as course
 from barellm.models.speedrun_course import only_stage as only_stage
 from barellm.models.speedrun_course import yarn
@@ -123,6 +123,12 @@ class Config(ModelConfig):
     smear: bool = value(True, "each token's embedding gets a share of the one before")
     bigram: bool = value(True, "an embedding of pairs of tokens is added in each layer")
     softcap: bool = value(True, "logits go through 23 sigmoid((x + 5) / 7.5)")
+    fp8: str = one_of(
+        ("off", "static", "delayed", "floating"),
+        "off",
+        "the classifier's products in training in 8 bits: with scales that never change, with those of the largest numbers before, "
+        "or in 1-4-3 bits with a floating bias",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -229,8 +235,20 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
     of the next alone. Padded columns take part in the softmax, as theirs do."""
     w = declare(p, cfg)
     x_BTC = _trunk(p, cfg, w, tokens_BT)
-    cap, predict = CAP if cfg.softcap else None, 3 if training else 1
-    return p.softcapped_classifier(x_BTC, w.head, targets_BT, valid_vocab=cfg.padded_vocab, cap=cap, predict=predict)
+    how = {"cap": CAP if cfg.softcap else None, "predict": 3 if training else 1}
+    scaling = _scaling(cfg) if training else None
+    return p.softcapped_classifier(x_BTC, w.head, targets_BT, valid_vocab=cfg.padded_vocab, scaling=scaling, **how)
+
+
+def _scaling(cfg: Config):
+    """How the numbers of the classifier become codes of 8 bits; None where they do not."""
+    from barellm.program.ops.fp8 import Static
+    from barellm.program.ops.scales import Delayed, Floating
+
+    # A normalised x beyond 100 and a weight beyond 1.6 become those; a logit's gradient beyond 96 / targets does too.
+    scales = 100 / 448, 1.6 / 448, 0.75 / 448
+    ways = {"static": Static("head", *scales), "delayed": Delayed("head", scales), "floating": Floating("head")}
+    return ways.get(cfg.fp8)
 
 
 def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:

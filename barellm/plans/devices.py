@@ -45,7 +45,7 @@ class Published:
         return
 
 
-HOPPER = {"bf16": 989.4e12, "fp16": 989.4e12, "fp32": 66.9e12}  # dense; fp32 outside the tensor cores
+HOPPER = {"fp8": 1978.9e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp32": 66.9e12}  # dense; fp32 outside the tensor cores
 CARDS = {"h100": Published(HOPPER, 3.35e12), "h200": Published(HOPPER, 4.8e12)}
 
 

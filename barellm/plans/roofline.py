@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any, Protocol
 
 from barellm.program.builder import Program
+from barellm.program.dtypes import LARGEST
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 
@@ -125,8 +126,10 @@ def primitives(op: Op) -> list[Op]:
 
 
 def dtype_of_products(op: Op) -> str:
-    """The 16-bit dtype whose operands the op multiplies, else "fp32": everything outside products is computed in fp32."""
+    """The 16-bit dtype whose operands the op multiplies, or "fp8", else "fp32": everything outside products is computed in fp32."""
     operands: list[Tensor] = list(op.inputs.values())
+    if op.product and any(t.dtype in LARGEST for t in operands):
+        return "fp8"
     return next((t.dtype for t in operands if t.dtype in HALVES), "fp32") if op.product else "fp32"
 
 

@@ -8,6 +8,8 @@ and the lower ones unsigned, as modded-nanogpt does: hi is the next bf16 towards
 
 "e6m9" and "ue6m10" are the 16-bit floats of optimizer state (`program.moments`). "u4" are integers from 0 to 15, two a byte: of
 each 128 in turn the first 64 lie in the lower halves of 64 bytes, and the others in the upper halves (`program.quantization`).
+"e4m3" and "e5m2" are the two floats of 8 bits (Micikevicius et al. 2022): what is beyond the largest number becomes it, and e4m3
+has no infinity.
 """
 
 from __future__ import annotations
@@ -69,6 +71,8 @@ FORMATS: dict[str, Format] = {
         Format("fp32", 32, "float", 2.0**-24),
         Format("fp16", 16, "float", 2.0**-11, 2.0**-25),
         Format("bf16", 16, "float", 2.0**-8),
+        Format("e4m3", 8, "float", 2.0**-4, 2.0**-10),
+        Format("e5m2", 8, "float", 2.0**-3, 2.0**-17),
         Format("i64", 64, "integer"),
         Format("i32", 32, "integer"),
         Format("i16", 16, "integer"),
@@ -82,6 +86,9 @@ FORMATS: dict[str, Format] = {
         Format("truncated", 32, "planes", 2.0**-24, planes=("bf16", "u16"), travels="fp32"),
     )
 }
+
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}  # of the formats of 8 bits
+EIGHTS = " ".join(LARGEST)
 
 PLANES = " ".join(name for name, f in FORMATS.items() if f.planes)  # what kernels of weights take beside numbers
 
@@ -102,10 +109,11 @@ def itemsize(dtype: str) -> int:
 def numpy_dtype(name: str) -> np.dtype:
     """NumPy's dtype of the elements of an array in memory. For codes it is that of their bits, or of the byte that they share.
     Formats with planes have none."""
-    if name == "bf16":
+    theirs = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+    if name in theirs:
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(getattr(ml_dtypes, theirs[name]))
     f = FORMATS[name]
     assert not f.planes, name
     kind = {"float": "f", "integer": name[0], "code": "u"}[f.kind]
@@ -125,7 +133,15 @@ def encode(values: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
         return ((low | high << 4).reshape(-1),)
     if FORMATS[dtype].kind == "code":
         return (moments.encode(values, dtype),)
+    if dtype in LARGEST:
+        return (round_to_eight(values, dtype),)
     return (np.asarray(values).astype(numpy_dtype(dtype)),)
+
+
+def round_to_eight(values: np.ndarray, dtype: str) -> np.ndarray:
+    """fp32 numbers in a format of 8 bits, rounded to nearest even; beyond the largest number to that, NaN kept."""
+    most = np.float32(LARGEST[dtype])
+    return np.clip(np.asarray(values, np.float32), -most, most).astype(numpy_dtype(dtype))
 
 
 def decode(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:

@@ -53,6 +53,16 @@ CLASSIFIER: list[Fusion] = [
     ),
 ]
 
+CODED: list[Fusion] = [
+    # The gradient of softcapped logits is written as codes: it never exists in another form.
+    Fusion(
+        "softcap_codes",
+        [("softcap_cross_entropy_backward", {}), ("quantise", {"x": "0.dlogits"})],
+        inputs={"logits": "0.logits", "targets": "0.targets", "lse": "0.lse", "scale": "1.scale"},
+        outputs={"y": "1.y"},
+    ),
+]
+
 
 def products(activations: Iterable[str]) -> list[Fusion]:
     """The fusions of a product with what happens to its result before it is stored, for the `activations` that a backend has

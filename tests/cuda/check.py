@@ -42,6 +42,7 @@ class InterpretedSession(ArenaSession):
         self._inputs = self._input_rooms(lambda t: self.stored(t).reshape(-1))
         self._starts = {name: partial(self._interpret, name) for name in programs}
         self.execute = execute
+        self.write_constants()
 
     def _interpret(self, program: str) -> None:
         sizes = Sizes.of({name: int(self._block.ints[SCALARS[name].index]) for name in self._limits[program]})

@@ -14,7 +14,7 @@ from barellm.inspect import device_code
 from tests.cuda import cubin
 
 SHARED = 232448  # bytes that a block may have on sm_90; sm_80 and sm_100 differ
-COUNTED = ("HGMMA", "WARPGROUP", "HMMA", "UTMALDG", "UTMASTG", "UTCHMMA")
+COUNTED = ("HGMMA", "QGMMA", "WARPGROUP", "HMMA", "UTMALDG", "UTMASTG", "UTCHMMA")
 RAW = {80: "SM80", 89: "SM89", 90: "SM90a", 100: "SM100a"}  # what nvdisasm calls bare instructions of a card
 
 Row = dict[str, int]

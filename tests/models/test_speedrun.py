@@ -192,19 +192,22 @@ def test_each_part_can_be_left_out(left_out):
     assert abs(whole[0] - wanted[0]) > 1e-6  # it made a difference
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_equal_bits_for_any_number_of_threads(compute):
-    digests = set()
+@pytest.mark.parametrize(
+    "compute, fp8", [("fp32", "delayed"), ("bf16", "off"), ("bf16", "static"), ("fp32", "floating")]
+)
+def test_equal_bits_for_any_number_of_threads(compute, fp8):
+    digests, model = set(), replace(SMALL, fp8=fp8)
     for threads in (1, 2, 5):
-        session = CpuSession(programs_of(SMALL, compute), threads=threads)
-        trained(session, SMALL, 6)
+        session = CpuSession(programs_of(model, compute), threads=threads)
+        trained(session, model, 6)
         digests.add(session.digest())
         session.close()
     assert len(digests) == 1
 
 
 def test_a_run_stopped_between_two_steps_that_share_an_update_goes_on_to_the_same_bits(tmp_path, monkeypatch, capsys):
-    """A checkpoint after an even number of steps, and one after an odd, which has gradients; then samples and an evaluation."""
+    """A checkpoint after an even number of steps, and one after an odd, which has gradients; then samples and an evaluation. The
+    scales of the classifier's 8 bits are states, and part of it."""
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
@@ -217,6 +220,7 @@ def test_a_run_stopped_between_two_steps_that_share_an_update_goes_on_to_the_sam
         "extension": 2,
         "untie": 1,
         "stages": STAGES,
+        "fp8": "delayed",
     }
     words = [
         "train",

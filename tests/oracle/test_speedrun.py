@@ -67,8 +67,8 @@ def text(seq: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @contextmanager
-def opened(backend: str, compute: str = "fp32") -> Iterator[Any]:
-    _, programs = build(MODEL, batch=1, seq=T, compute=compute, optimizer=updates(OPTIM, ""))
+def opened(backend: str, compute: str = "fp32", model: Config = MODEL) -> Iterator[Any]:
+    _, programs = build(model, batch=1, seq=T, compute=compute, optimizer=updates(OPTIM, ""))
     session = BACKENDS[backend](programs)
     try:
         session.run("init", seed=5)
@@ -136,9 +136,12 @@ def stage_of(step: int) -> theirs.Stage:
     return theirs.Stage(short, long, frequencies, scale, schedule.weights(step))
 
 
-def their_loss(w: dict[str, Any], tokens: np.ndarray, targets: np.ndarray, step: int, *, training: bool = True) -> Any:
+def their_loss(
+    w: dict[str, Any], tokens: np.ndarray, targets: np.ndarray, step: int, *, training: bool = True, fp8: bool = False
+) -> Any:
     row, after = torch.tensor(tokens[0], dtype=torch.int64), torch.tensor(targets[0], dtype=torch.int64)
-    return theirs.loss(packed(w), row, after, (row == BOS).cumsum(0), SIZES, stage_of(step), training=training)
+    how = {"training": training, "fp8": fp8}
+    return theirs.loss(packed(w), row, after, (row == BOS).cumsum(0), SIZES, stage_of(step), **how)
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -168,6 +171,24 @@ def test_loss_and_every_gradient(backend, limit, step):
         }
         assert max(found.values()) < limit, sorted(found.items(), key=lambda pair: -pair[1])[:5]
         assert len(found) == len(w)
+
+
+@pytest.mark.parametrize("backend, limit", [("float64", 2e-5), ("cpu", 1e-4)])
+def test_a_step_with_the_classifier_in_8_bits(backend, limit):
+    """As far as no number is so near the middle of two codes that one side rounds it up and the other down: none is here."""
+    with opened(backend, model=replace(MODEL, fp8="static")) as session:
+        disturb(session)
+        w = weights(session, torch.float64)
+        course(RUN).enter(session, 0, TOTAL)
+        tokens, targets = text(STAGES[0].seq, 4)
+        session.write("tokens", tokens)
+        session.write("targets", targets)
+        session.run("micro", batch=1, seq=STAGES[0].seq, inv_targets=1.0, accumulate=0)
+        exact, wanted = their_loss(w, tokens, targets, 0), their_loss(w, tokens, targets, 0, fp8=True)
+        wanted.backward()
+        assert abs(session.read("loss")[0] / wanted.item() - 1) < limit < abs(exact.item() / wanted.item() - 1)
+        found = {name: relative(session.read(f"{name}.grad"), leaf.grad.numpy()) for name, leaf in w.items()}
+        assert max(found.values()) < limit, sorted(found.items(), key=lambda pair: -pair[1])[:5]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -21,6 +21,7 @@ from barellm.program.fusion import FusedOp, Fusion, fuse
 from barellm.program.tensor import PERSISTENT
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import network
+from tests.fp8_cases import STATIC
 from tests.llama import llama
 from tests.program.graphs import Leaf, random_graph, run_graph
 from tests.softcap_cases import transposed_network
@@ -142,6 +143,10 @@ def test_every_row_of_the_backends_tables_is_used():
         if train:
             p.backward(p.named["loss"])
         used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
+    p = Program(Store())
+    transposed_network(p, C=4, F=8, V=7, activation="relu2", scaling=STATIC)
+    p.backward(p.named["loss"])
+    used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
     for compute in ("bf16", "fp32"):
         p = Program(Store(), compute=compute)
         llama(p)

@@ -86,6 +86,7 @@ REGISTRIES = {"cpu": cpu.REGISTRY, "cuda": cuda.REGISTRY}
 COMPUTE = tuple(PRECISIONS)  # dtypes that a program may compute in
 OPTIMIZER = "fp32 numbers, or the formats of storage that the last column names"
 SCHEDULED = "gradients and their sums are fp32 in every program"
+SCALES = "scales and what they are made of are fp32 in every program"
 EXCUSED = {
     **{
         (op, dtype): OPTIMIZER
@@ -93,6 +94,7 @@ EXCUSED = {
         for dtype in ("bf16", "fp16")
     },
     **{(op, dtype): SCHEDULED for op in ("sum_squares", "clip_scale") for dtype in ("bf16", "fp16")},
+    **{(op, dtype): SCALES for op in ("delayed_scale", "remember", "float_bias") for dtype in ("bf16", "fp16")},
     ("add_layernorm", "cpu"): "a sum and its norm stay in the second cache between the two",
     ("dropout_add_layernorm", "cpu"): "as without dropout",
     ("add_rmsnorm", "cpu"): "a sum and its norm stay in the second cache between the two",

@@ -2,7 +2,8 @@
 
 Triton 3.6.0's own gets these wrong or lets them pass:
 - `tl.dot` of bf16 multiplies the bit patterns, and so do `+`, `*`, `<` and their like.
-- fp32 to bf16 is cut off where the hardware rounds to nearest even; fp64 or integers to bf16, and back, are garbage.
+- fp32 to bf16 is cut off where the hardware rounds to nearest even; fp64 or integers to bf16, and back, are garbage. Nor does it
+  round to formats of 8 bits as the hardware does, which keeps what is too large at the largest number.
 - A loop over a run-time scalar fails with NumPy 2.4 and later.
 - A masked load without `other` gives zeros: on a GPU the lanes hold anything. Here they hold NaN, and the largest integer;
   and where `other` is a single zero it counts as none, here it does not.
@@ -35,7 +36,8 @@ from barellm.cuda.kernel import Launch, Sizes, Specialisation, Table, TensorMap
 from barellm.runtime.lowering import Region
 from tests.simulators import gluon_machine, interpreter_types
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
+EIGHTS = {tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn), tl.float8e5: np.dtype(ml_dtypes.float8_e5m2)}
+SHORT = {tl.bfloat16: np.dtype(ml_dtypes.bfloat16), **EIGHTS}  # floats that NumPy does not know
 STEP = 16  # of a contraction, that one instruction adds to an accumulator: no chain depends on how a kernel cuts it into tiles
 TAG = 48  # a pointer's bits from here on number the operand; addresses of a process have fewer
 
@@ -254,16 +256,16 @@ class Builder(stock.InterpreterBuilder):
 
     def cast_impl(self, src, dst_type):
         source, target = src.dtype.scalar, dst_type.scalar
-        if tl.bfloat16 not in (source, target):
+        if source not in SHORT and target not in SHORT:
             return super().cast_impl(src, dst_type)
         values = _wide(src)
-        if target != tl.bfloat16:
+        if target not in SHORT:
             return stock.TensorHandle(values.astype(stock._get_np_dtype(target)), target)
-        return stock.TensorHandle(_narrow(values), target)
+        return stock.TensorHandle(_narrow(values, target), target)
 
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
         nearest = rounding_mode in (None, stock._ir.ROUNDING_MODE.RTNE)
-        if dst_type.scalar == tl.bfloat16 and nearest:
+        if (dst_type.scalar in SHORT or src.dtype.scalar in EIGHTS) and nearest:
             return self.cast_impl(src, dst_type)
         return super().create_fp_to_fp(src, dst_type, rounding_mode)
 
@@ -292,7 +294,9 @@ class Builder(stock.InterpreterBuilder):
     @staticmethod
     def _rounded(values: np.ndarray, dtype: Any) -> Any:
         """Comparisons stay as they are; the semantic layer gives them their type."""
-        return stock.TensorHandle(values if dtype != tl.bfloat16 or values.dtype == bool else _narrow(values), dtype)
+        return stock.TensorHandle(
+            values if dtype not in SHORT or values.dtype == bool else _narrow(values, dtype), dtype
+        )
 
 
 def tf32(values: np.ndarray) -> np.ndarray:
@@ -301,13 +305,18 @@ def tf32(values: np.ndarray) -> np.ndarray:
 
 
 def _wide(handle: Any) -> np.ndarray:
-    """Numbers that NumPy can compute with: bf16 as fp32."""
-    return handle.data.view(BF16).astype(np.float32) if handle.dtype.scalar == tl.bfloat16 else handle.data
+    """Numbers that NumPy can compute with: shorter floats as fp32."""
+    kind = handle.dtype.scalar
+    return handle.data.view(SHORT[kind]).astype(np.float32) if kind in SHORT else handle.data
 
 
-def _narrow(values: np.ndarray) -> np.ndarray:
-    """bf16 bits, rounded to nearest even."""
-    return values.astype(np.float32).astype(BF16).view(np.uint16)
+def _narrow(values: np.ndarray, kind: Any) -> np.ndarray:
+    """The bits of a shorter float, rounded to nearest even; in 8 bits what is beyond the largest becomes that."""
+    values = values.astype(np.float32)
+    if kind in EIGHTS:
+        most = np.float32(ml_dtypes.finfo(EIGHTS[kind]).max)
+        return np.clip(values, -most, most).astype(EIGHTS[kind]).view(np.uint8)
+    return values.astype(SHORT[kind]).view(np.uint16)
 
 
 _stock_load = stock.TritonSemantic.load

@@ -17,8 +17,8 @@ class Epilogue:
     """The operations on the sums in the columns of a panel, from `col` on.
 
     `epilogues` are done in their order: "rescale" multiplies with `factor`; "bias" adds it; an activation stores its input to
-    `second`; "residual" adds `other`, and "scaled" adds `scale` times `other`; a slope multiplies the sum with an activation's
-    slope at `other`.
+    `second`; "residual" adds `other`, and "scaled" adds `scale` times `other`; "times" multiplies the sum with `scale`, and a slope
+    with an activation's slope at `other`.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class Epilogue:
             return self.other.load(at["other"], mask) + x
         if name == "scaled":
             return self.k.fma(self.other.load(at["other"], mask), self.scale, x)
+        if name == "times":
+            return x * self.scale
         emitter = emitter_of(name)
         assert emitter is not None, name
         if name in SLOPES:

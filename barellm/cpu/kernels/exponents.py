@@ -96,7 +96,7 @@ def whole(out: Tensor) -> tuple[Region, str]:
     return Region(out.base, first, first + 4 * out.size), out.dtype
 
 
-@lowering("exponents", also={"x": PLANES, "counts": "i32"}, views="counts sums")
+@lowering("exponents", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
 def lower_exponents(op: Op, c: Lowering) -> None:
     outs: dict[str, Any] = {name: whole(op.outputs[name]) for name in ("counts", "sums")}
     x, like = weight_operand(op.x), flat(op.x)

@@ -185,8 +185,8 @@ def product(
     *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
     choice: Choice, strides: tuple[tuple[str, int], ...] = (), scale: Value | None = None, factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """out (rows, cols) = a (rows, depth) @ weight, and then the `epilogues` (epilogue.py), of which "scaled" wants `scale` and
-    "rescale" a `factor`. Rows
+    """out (rows, cols) = a (rows, depth) @ weight, and then the `epilogues` (epilogue.py), of which "scaled" and "times" want
+    `scale` and "rescale" a `factor`. Rows
     are [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; pointers are to the first of them.
     `strides`: elements from a row to the next, of operands that are views."""
     assert a.dtype == weight.dtype, "both operands of a product have the program's compute dtype"

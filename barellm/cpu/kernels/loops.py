@@ -46,8 +46,9 @@ def sweep(k: KernelBuilder, begin: Any, end: Any, body: Body, *, unroll: int = 2
 
 
 def store_all(k: KernelBuilder, out: Pointer, values: list[Value], index: Any, past: Value | None = None) -> None:
-    """Adjacent vectors, a whole number of pairs if they have 16 bits, to memory; past the caches where `past` (i1), and then at an
-    aligned address. A pair of such vectors is stored at once: half a cache line past the caches costs as much as a whole one."""
+    """Adjacent vectors, a whole number of pairs if they have 16 bits and a power of two if they have 8, to memory; past the caches
+    where `past` (i1), and then at an aligned address. A pair of such vectors is stored at once, for half a cache line past the
+    caches costs as much as a whole one."""
 
     def store(nontemporal: bool) -> None:
         for j, value in enumerate(values):
@@ -59,6 +60,8 @@ def store_all(k: KernelBuilder, out: Pointer, values: list[Value], index: Any, p
     if out.itemsize == 2:
         per, lanes = 2, [k.round16(value, out.dtype) for value in values]
         values = [k.concat(lanes[j : j + 2]) for j in range(0, len(lanes), 2)]
+    elif out.itemsize == 1:
+        per, values = len(values), [k.concat([k.rounded(value, out.dtype) for value in values])]
     if past is None:
         store(False)
         return

@@ -16,6 +16,7 @@ from barellm.cpu.kernels.loops import Vector, across, flat, row_grain, shape_of,
 from barellm.cpu.kernels.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import LOG2E, exp, exp2_within
+from barellm.program.dtypes import EIGHTS
 from barellm.program.ops.base import Op
 from barellm.program.ops.softcap import MTP, Cap, cap_of
 from barellm.program.tensor import Dim, Tensor
@@ -135,8 +136,10 @@ def write_gradient(
             dlogits.put(value, t.column)
 
 
-def factor_of(k: KernelBuilder, loss_scale: Pointer | None, cap: Cap | None) -> Value:
-    """The factor that every logit gradient is multiplied by."""
+def factor_of(k: KernelBuilder, loss_scale: Pointer | None, cap: Cap | None, divisor: Pointer | None = None) -> Value:
+    """The factor that every logit gradient is multiplied by; of its codes it is divided by `divisor` times inv_targets."""
+    if divisor is not None:
+        return steepness(cap) / divisor.get(0)
     factor = k.to(k.scalar("inv_targets"), "float") * steepness(cap)
     by = scale_of(k, loss_scale)
     return factor if by is None else factor * by
@@ -178,20 +181,21 @@ def row_losses_and_gradients(
 
 
 def row_gradients(
-    k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, row_begin, row_limit,
+    k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit,
     *, V, valid, dims, inner, cap, mode, **more,
 ) -> None:  # fmt: skip
-    factor = factor_of(k, loss_scale, cap)
+    """dlogits, or their codes with this `scale`."""
+    factor = factor_of(k, loss_scale, cap, scale)
     with (
         k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         of, value = logits.at(row * V), lse.get(row)
         found = targets_of(k, of, targets, row, row_begin, cap=cap, **more)
-        scale, less = k.splat(factor * weights_of(found)), k.splat(value)
+        here, less = k.splat(factor * weights_of(found)), k.splat(value)
 
-        def elsewhere(c, mask, of=of, scale=scale, less=less):
-            return exponential(k, of.load(c, mask), less, cap)[1] * scale
+        def elsewhere(c, mask, of=of, here=here, less=less):
+            return exponential(k, of.load(c, mask), less, cap)[1] * here
 
         write_gradient(k, dlogits.at(row * V), found, value, factor, elsewhere, V=V, valid=valid, mode=mode)
 
@@ -216,9 +220,18 @@ def softcap_cross_entropy(op: Op, c: Lowering) -> None:
 
 @lowering("softcap_cross_entropy_backward", adds="dlogits", also={"targets": "i32", "loss_scale": "i32"})
 def softcap_cross_entropy_backward(op: Op, c: Lowering) -> None:
-    operands = {"dlogits": op.dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
-    operands |= {"loss_scale": op.loss_scale, "row_begin": 0, "row_limit": ALL_ROWS}
-    constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": op.modes["dlogits"]}
+    lower_gradients(op, c, op.dlogits, op.modes["dlogits"], loss_scale=op.loss_scale)
+
+
+@lowering("softcap_codes", also={"targets": "i32", "y": EIGHTS})
+def softcap_codes(op: Op, c: Lowering) -> None:
+    lower_gradients(op, c, op.y, "store", scale=op.scale)
+
+
+def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more: Any) -> None:
+    operands = {"dlogits": dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
+    operands |= {"loss_scale": None, "scale": None, "row_begin": 0, "row_limit": ALL_ROWS, **more}
+    constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": mode}
     c.call(row_gradients, operands, constants, writes="dlogits")
 
 

@@ -24,10 +24,11 @@ NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the 
 def weight_gradient(
     k: KernelBuilder, dweight, dy, x, row_begin, row_limit,
     *, N: int, K: int, dims: tuple[str, ...], inner: int, mode: str, choice: Choice, strides: tuple[tuple[str, int], ...] = (),
+    scale: Value | None = None,
 ) -> None:  # fmt: skip
     """dweight (N, K) = dy (tokens, N).T @ x (tokens, K). Both operands are packed with tokens woven into pairs. Tokens are
     [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; dy and x point to the first of them.
-    `strides`: elements from a row to the next, of operands that are views."""
+    `strides`: elements from a row to the next, of operands that are views. `scale` multiplies the sums of each chunk."""
     dy_row, x_row = (dict(strides).get(name, width) for name, width in (("dy", N), ("x", K)))
     tile, height, columns = choice.tile, choice.rows, choice.columns
     pair = paired(k.isa, dy.dtype)
@@ -129,6 +130,7 @@ def weight_gradient(
                     def put_row(r: Any, values: list[Value], add: bool) -> None:
                         for v, value in enumerate(values):
                             at = (row + r) * K + col + v * k.lanes
+                            value = value if scale is None else value * scale
                             if add:
                                 value = value + dweight.load(at, masks[v])
                             dweight.store(value, at, masks[v], nontemporal=nontemporal and not add)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from barellm.cpu.isa import ISA
+from barellm.cpu.lang.eight import FORMS, round_eight, widen_eight
 from barellm.cpu.lang.values import Pointer, Value, Var, constant, element, is_float, width
 
 
@@ -110,7 +111,7 @@ class Builder:
         elif is_float(type_):
             how = "fpext" if target == "double" else "fptrunc"
         else:
-            sizes = {"i1": 1, "i16": 16, "i32": 32, "i64": 64}
+            sizes = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64}
             how = ("zext" if source == "i1" else "sext") if sizes[target] > sizes[source] else "trunc"
         return self.op(type_, f"{how} {value.typed} to {type_}")
 
@@ -176,6 +177,14 @@ class Builder:
         out = self.op(ivec, f"bitcast {scaled.typed} to {ivec}")
         out = self.select(size < 0x7C00, out, (size << 13) | 0x7F800000) | ((wide & 0x8000) << 16)
         return self.op(vec, f"bitcast {out.typed} to {vec}")
+
+    def rounded(self, v: Value, dtype: str) -> Value:
+        """fp32 lanes to the bit patterns of a shorter float (i16 or i8 lanes)."""
+        return round_eight(self, v, dtype) if dtype in FORMS else self.round16(v, dtype)
+
+    def widened(self, bits: Value, dtype: str) -> Value:
+        """The bit patterns of a shorter float to the fp32 lanes that they are. Exact."""
+        return widen_eight(self, bits, dtype) if dtype in FORMS else self.widen16(bits, dtype)
 
     def prefetch(self, p: Pointer, *, write: bool = False, near: bool = True) -> None:
         """Start fetching the cache line at `p`, to be written or read, into the first or (not `near`) the second cache. Any

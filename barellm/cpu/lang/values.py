@@ -2,7 +2,8 @@
 
 Scalars are i64, float or double; vectors have `isa.lanes` lanes of float or i32. A variable that changes in a loop is a
 `Var` (a stack slot that one cheap pass turns into registers). Memory is read and written through typed Pointers, which
-convert bf16 and fp16 to fp32 lanes on the way and always state an alignment: a vector access without one crashes on unaligned data.
+convert shorter floats to fp32 lanes on the way and always state an alignment: a vector access without one crashes on unaligned
+data.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
-from barellm.program.dtypes import FORMATS
+from barellm.program.dtypes import FORMATS, LARGEST
 
 if TYPE_CHECKING:
     from barellm.cpu.lang.emit import Builder
 
-LLVM = {"fp64": "double", "fp32": "float"}  # 16-bit floats are integers to LLVM, for most processors know no others
+LLVM = {"fp64": "double", "fp32": "float"}  # shorter floats are integers to LLVM, for most processors know no others
 ITEM = {name: (LLVM.get(name, f"i{f.bits}"), f.bits // 8) for name, f in FORMATS.items() if not f.planes}
-SHORT = ("bf16", "fp16")  # floats that are computed with as fp32
+SHORT = ("bf16", "fp16", *LARGEST)  # floats that are computed with as fp32
 INT_COMPARE = {"<": "slt", "<=": "sle", ">": "sgt", ">=": "sge", "==": "eq", "!=": "ne"}
 FLOAT_COMPARE = {"<": "olt", "<=": "ole", ">": "ogt", ">=": "oge", "==": "oeq", "!=": "une"}
 
@@ -186,23 +187,23 @@ class Pointer:
     # --- scalars ---
 
     def get(self, index: Any = 0) -> Value:
-        """Load one element: fp32 for bf16 and fp16, i64 for i32."""
+        """Load one element: fp32 for shorter floats, i64 for i32."""
         k, p = self.k, self.at(index)
         type_, size = ITEM[self.dtype]
         v = k.op(type_, f"load {type_}, ptr {p.ref}, align {size}")
         if self.dtype == "bf16":
             wide = k.op("i32", f"zext i16 {v.ref} to i32") << 16
             return k.op("float", f"bitcast i32 {wide.ref} to float")
-        if self.dtype == "fp16":
-            one = k.op("<1 x i16>", f"insertelement <1 x i16> undef, i16 {v.ref}, i64 0")
-            return k.lane(k.widen16(k.shuffle(one, None, [0] * k.lanes), "fp16"), 0)
+        if self.dtype in SHORT:
+            one = k.op(f"<1 x {type_}>", f"insertelement <1 x {type_}> undef, {type_} {v.ref}, i64 0")
+            return k.lane(k.widened(k.shuffle(one, None, [0] * k.lanes), self.dtype), 0)
         return k.op("i64", f"sext i32 {v.ref} to i64") if self.dtype == "i32" else v
 
     def put(self, value: Any, index: Any = 0) -> None:
         k, p = self.k, self.at(index)
         type_, size = ITEM[self.dtype]
         if self.dtype in SHORT:
-            value = k.lane(k.round16(k.splat(value), self.dtype), 0)
+            value = k.lane(k.rounded(k.splat(value), self.dtype), 0)
         elif self.dtype == "i32" and isinstance(value, Value) and value.type == "i64":
             value = k.op("i32", f"trunc {value.typed} to i32")
         k.line(f"store {k.to(value, type_).typed}, ptr {p.ref}, align {size}")
@@ -213,7 +214,7 @@ class Pointer:
         """`isa.lanes` elements as fp32 (or i32) lanes; lanes off the mask are zero and their memory is not touched."""
         k = self.k
         raw = self.load_raw(index, mask)
-        return k.widen16(raw, self.dtype) if self.dtype in SHORT else raw
+        return k.widened(raw, self.dtype) if self.dtype in SHORT else raw
 
     def load_raw(self, index: Any = 0, mask: Value | None = None) -> Value:
         """Vector of the storage type."""
@@ -230,7 +231,7 @@ class Pointer:
         """Lanes to memory, rounded to the dtype. `nontemporal` needs an address aligned to the vector."""
         k = self.k
         if self.dtype in SHORT:
-            value = k.round16(k.to(value, k.vec), self.dtype)
+            value = k.rounded(k.to(value, k.vec), self.dtype)
         self.store_raw(value, index, mask, nontemporal=nontemporal)
 
     def store_raw(self, value: Any, index: Any = 0, mask: Value | None = None, *, nontemporal: bool = False) -> None:

@@ -61,7 +61,7 @@ def combine_exponents(counts, sums, partial_counts, partial_sums, programs, ROWS
     tl.store(sums + place, tl.where(place == 3, largest, total.to(tl.float32)))
 
 
-@lowering("exponents", also={"x": PLANES, "counts": "i32"}, views="counts sums")
+@lowering("exponents", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
 def lower_exponents(op: Any, c: Lowering) -> None:
     unit = unit_of(op.x)
     units = Count(tuple(d.name for d in op.x.dims), op.x.width // unit)

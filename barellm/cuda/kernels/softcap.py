@@ -10,14 +10,15 @@ from __future__ import annotations
 from math import e, log2
 from typing import Any
 
-from barellm.cuda.kernel import Count, Lowering, lowering, mode
+from barellm.cuda.kernel import MODES, Count, Lowering, lowering, mode
 from barellm.cuda.kernels.common import INV_TARGETS, double, flat, keep, sweep
 from barellm.cuda.kernels.cross_entropy import columns_of, launch_rows, launch_total, log_sum_exp, scale_of
 from barellm.cuda.lang import constant, device, tl
+from barellm.program.dtypes import EIGHTS
 from barellm.program.ops.base import Op
 from barellm.program.ops.softcap import MTP, cap_of
 from barellm.program.scalars import SCALARS
-from barellm.program.tensor import Dim
+from barellm.program.tensor import Dim, Tensor
 
 FIRST_WEIGHT = constant(SCALARS[MTP[0]].index)  # the others follow it
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
@@ -86,12 +87,15 @@ def capped_at(
 
 @device
 def write_gradient(
-    dlogits, logits, lse, t0, w0, t1, w1, t2, w2, loss_scale, scalars,
+    dlogits, logits, lse, t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars,
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row, whose targets and weights are t0, w0 and so on; zero in the padding."""
+    """One row, whose targets and weights are t0, w0 and so on; zero in the padding. With a `scale` it is one of codes, which stand
+    for that many times inv_targets."""
     factor = double(scalars, INV_TARGETS).to(tl.float32)
+    if scale is not None:
+        factor = 1.0 / tl.load(scale)
     if loss_scale is not None:
         factor *= scale_of(loss_scale)
     weights = w0 + w1 + w2
@@ -135,14 +139,14 @@ def softcap_row_losses(
         tl.store(lse + row, value)
     if dlogits is not None:
         write_gradient(
-            dlogits + row * V, logits, value, t0, w0, t1, w1, t2, w2, loss_scale, scalars,
+            dlogits + row * V, logits, value, t0, w0, t1, w1, t2, w2, loss_scale, None, scalars,
             V, VALID, SCALE, SHIFT, WIDTH, PREDICT, 0, BLOCK,
         )  # fmt: skip
 
 
 @device
 def softcap_row_gradients(
-    dlogits, logits, targets, lse, loss_scale, scalars, first, length,
+    dlogits, logits, targets, lse, loss_scale, scale, scalars, first, length,
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +156,7 @@ def softcap_row_gradients(
     t1, w1 = target_of(targets, row, position, length, scalars, 1, PREDICT)
     t2, w2 = target_of(targets, row, position, length, scalars, 2, PREDICT)
     write_gradient(
-        dlogits + row * V, logits + row * V, tl.load(lse + row), t0, w0, t1, w1, t2, w2, loss_scale, scalars,
+        dlogits + row * V, logits + row * V, tl.load(lse + row), t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars,
         V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCK,
     )  # fmt: skip
 
@@ -181,9 +185,18 @@ def lower_softcap_cross_entropy(op: Any, c: Lowering) -> None:
 
 @lowering("softcap_cross_entropy_backward", starts="dlogits", also={"targets": "i32", "loss_scale": "i32"})
 def lower_softcap_cross_entropy_backward(op: Any, c: Lowering) -> None:
-    operands = {"dlogits": op.dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
-    operands |= {"loss_scale": op.loss_scale, **places_of(op)}
-    constants = constants_of(op) | {"MODE": mode(op, "dlogits")}
+    lower_gradients(op, c, op.dlogits, mode(op, "dlogits"), loss_scale=op.loss_scale)
+
+
+@lowering("softcap_codes", also={"targets": "i32", "y": EIGHTS})
+def lower_softcap_codes(op: Any, c: Lowering) -> None:
+    lower_gradients(op, c, op.y, MODES["store"], scale=op.scale)
+
+
+def lower_gradients(op: Any, c: Lowering, dlogits: Tensor, mode: int, **more: Any) -> None:
+    operands = {"dlogits": dlogits, "logits": op.logits, "targets": op.targets, "lse": op.lse}
+    operands |= {"loss_scale": None, "scale": None, **places_of(op), **more}
+    constants = constants_of(op) | {"MODE": mode}
     V = int(op.logits.shape[-1])
     launch_rows(c, softcap_row_gradients, operands, c.rows(op.logits), V, "dlogits", **constants)
 

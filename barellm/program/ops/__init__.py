@@ -9,6 +9,7 @@ from barellm.program.ops.dropout import Dropout, DropoutBackward, TauswortheDrop
 from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast, Rescale, Zeros
 from barellm.program.ops.embedding import Embedding, EmbeddingDwpe, EmbeddingDwte, LastRow
 from barellm.program.ops.exponents import Exponents
+from barellm.program.ops.fp8 import Quantise, ScaledMatmul, ScaledMatmulDw, ScaledMatmulDx
 from barellm.program.ops.gates import Gated, GatedBackward, GateLogits, GateLogitsBackward
 from barellm.program.ops.groupnorm import GroupNorm, GroupNormDparams, GroupNormDx
 from barellm.program.ops.layernorm import LayerNorm, LayerNormDparams, LayerNormDx
@@ -31,6 +32,7 @@ from barellm.program.ops.quantized import QuantizedMatmul
 from barellm.program.ops.random import ConstantInit, NormalInit, UniformInit
 from barellm.program.ops.rmsnorm import RMSNorm, RMSNormDweight, RMSNormDx
 from barellm.program.ops.rope import Rope
+from barellm.program.ops.scales import DelayedScale, FloatBias, Measure, Remember, RoundFloating
 from barellm.program.ops.softcap import Softcap, SoftcapCrossEntropy, SoftcapCrossEntropyBackward
 from barellm.program.ops.softmax import Softmax, SoftmaxDx
 from barellm.program.ops.swiglu import SwiGLU, SwiGLUBackward
@@ -58,6 +60,7 @@ __all__ = [
     "CrossEntropy",
     "CrossEntropyBackward",
     "CuSeqlens",
+    "DelayedScale",
     "DocumentStarts",
     "Dropout",
     "DropoutBackward",
@@ -65,6 +68,7 @@ __all__ = [
     "EmbeddingDwpe",
     "EmbeddingDwte",
     "Exponents",
+    "FloatBias",
     "GateLogits",
     "GateLogitsBackward",
     "Gated",
@@ -86,6 +90,7 @@ __all__ = [
     "MatmulDx",
     "MeanPixels",
     "MeanPixelsBackward",
+    "Measure",
     "Mix",
     "MixBackward",
     "MuonMomentum",
@@ -96,12 +101,18 @@ __all__ = [
     "PackSigns",
     "QKRotary",
     "QKRotaryBackward",
+    "Quantise",
     "QuantizedMatmul",
     "RMSNorm",
     "RMSNormDweight",
     "RMSNormDx",
+    "Remember",
     "Rescale",
     "Rope",
+    "RoundFloating",
+    "ScaledMatmul",
+    "ScaledMatmulDw",
+    "ScaledMatmulDx",
     "Softcap",
     "SoftcapCrossEntropy",
     "SoftcapCrossEntropyBackward",

@@ -20,8 +20,9 @@ def operand_bytes(t: Tensor) -> int:
 
 class Gradients(Protocol):
     """The interface through which a gradient rule writes; the reverse walk (`program.backward`) implements it. `loss_scale` is the
-    state that multiplies the gradient of the loss, if there is one."""
+    state that multiplies the gradient of the loss, if there is one. `graph` is what ops are appended to."""
 
+    graph: Any
     loss_scale: Tensor | None
 
     def apply(self, op_type: type[Op], /, **operands: Any) -> Op:

@@ -16,6 +16,7 @@ from barellm.program.ops.attention import log_sum_exp
 from barellm.program.ops.base import Op, Spec
 from barellm.program.ops.elementwise import Cast, operand
 from barellm.program.ops.embedding import LastRow
+from barellm.program.ops.fp8 import Scaling, scaled_matmul
 from barellm.program.ops.matmul import MatmulDx
 from barellm.program.tensor import Tensor, describe
 
@@ -150,14 +151,17 @@ class Calls(Graph):
 
     def softcapped_classifier(
         self, x: Tensor, head: Tensor, targets: Tensor, *, valid_vocab: int, cap: Cap | None = (23.0, 5.0, 7.5),
-        predict: int = 3,
+        predict: int = 3, scaling: Scaling | None = None,
     ) -> Tensor:  # fmt: skip
         """x (B, T, C), head (C, Vp), targets (B, T) i32, -1 ignored -> loss (1,), times the scalar inv_targets: the sum of the
         losses of the next `predict` targets, each times its scalar mtp_0, mtp_1 or mtp_2, of logits capped by `cap` (scale,
-        shift, width), or not capped where it is None."""
+        shift, width), or not capped where it is None. With a `scaling` the products are done in 8 bits."""
         if len(head.shape) != 2 or x.shape[-1] != head.shape[0]:
             raise ValueError(f"softcapped_classifier expects x (B, T, C), head (C, V): {describe(x=x, head=head)}")
-        logits = self.apply(MatmulDx, dy=operand(self, x), weight=head).dx
+        if scaling is not None:
+            logits = scaled_matmul(self, x, head, scaling)
+        else:
+            logits = self.apply(MatmulDx, dy=operand(self, x), weight=head).dx
         given = {"logits": logits, "targets": targets, "valid_vocab": valid_vocab, "cap": cap, "predict": predict}
         return self.apply(SoftcapCrossEntropy, **given).loss
 

@@ -1,0 +1,116 @@
+"""Operands of products in 8 bits, for the tests of every backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.program import ops
+from barellm.program.dtypes import LARGEST, numpy_dtype
+from barellm.program.ops.fp8 import Static
+from barellm.program.ops.scales import Delayed, Floating
+from tests.cases import chain_bound, normal
+from tests.check import EPS, persistent, tokens
+
+STATIC = Static("head", x=5 / 448, weight=1.6 / 448, dy=0.75 / 448)
+WAYS = {
+    "static": STATIC,
+    "delayed": Delayed("head", (5 / 448, 1.6 / 448, 0.75 / 448)),
+    "floating": Floating("head"),
+}
+# What a backend does of a network with a classifier in each way.
+USED = {
+    "static": {"quantise", "softcap_codes", "scaled_matmul", "scaled_matmul_dx", "scaled_matmul_dw"},
+    "delayed": {"quantise", "softcap_cross_entropy_backward", "delayed_scale", "measure", "remember", "scaled_matmul"},
+    "floating": {"round_floating", "softcap_cross_entropy_backward", "float_bias", "measure", "scaled_matmul"},
+}
+each_way = pytest.mark.parametrize("way", WAYS)
+each_format = pytest.mark.parametrize("dtype", LARGEST)
+# (batch, length, K, N)
+PRODUCTS = [(1, 1, 1, 1), (2, 5, 19, 33), (1, 37, 64, 131)]
+each_product = pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+
+
+def codes_of(dtype: str) -> np.ndarray:
+    """What each of the 256 codes stands for."""
+    return np.arange(256, dtype=np.uint8).view(numpy_dtype(dtype)).astype(np.float64)
+
+
+def every_number() -> np.ndarray:
+    """All bf16; all codes of both formats; what lies in the middle between two of them, and the fp32 next to that on both sides."""
+    with np.errstate(invalid="ignore"):  # NaN that signal
+        words = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).astype(np.float64)
+    found = [words]
+    for dtype in LARGEST:
+        codes = np.unique(codes_of(dtype)[np.isfinite(codes_of(dtype))])
+        middle = ((codes[1:] + codes[:-1]) / 2).astype(np.float32)
+        found += [codes, middle, *(np.nextafter(middle, np.float32(to)) for to in (-np.inf, np.inf))]
+    values = np.concatenate(found)
+    return np.resize(values, values.size + -values.size % 3).reshape(1, 3, -1)
+
+
+def quantise_case(values: np.ndarray, dtype: str, scale: float, per_target: bool) -> tuple[dict, np.ndarray]:
+    """What `check_op` wants, and the numbers that must come out, bit for bit."""
+    given = {"x": tokens(values), "scale": persistent(np.array([scale]), "fp32", "state")}
+    attrs = {"dtype": dtype, "per_target": per_target}
+    scalars = {"inv_targets": 0.3} if per_target else {}
+    wanted = ops.Quantise({}, attrs).reference(given["x"].values, given["scale"].values, **scalars)["y"]
+    return {"given": given, **attrs, "scalars": scalars, "bounds": {"y": None}}, wanted
+
+
+def product_case(op_type, shape, mode: str = "store", dtype: str = "fp32") -> dict:
+    """What `check_op` wants for one of the three products."""
+    B, T, K, N = shape
+    scales = {"x": 0.3, "weight": 0.01, "dy": 7.0}
+    values = {"x": normal(B, T, K), "weight": normal(K, N, seed=2), "dy": normal(B, T, N, seed=3)}
+    values["x"].flat[0] = 300.0  # far from the others, as some numbers of a transformer are
+    given = {"x": tokens(values["x"], "e4m3"), "dy": tokens(values["dy"], "e5m2")}
+    given["weight"] = persistent(values["weight"], "e4m3", "state")
+    two, output = {
+        ops.ScaledMatmul: (("x", "weight"), "y"),
+        ops.ScaledMatmulDx: (("dy", "weight"), "dx"),
+        ops.ScaledMatmulDw: (("x", "dy"), "dweight"),
+    }[op_type]
+    flat = {name: g.values.reshape(-1, g.values.shape[-1]) for name, g in given.items()}
+    x, w, dy = flat["x"], flat["weight"], flat["dy"]
+    by = scales[two[0]] * scales[two[1]] * (0.25 if "dy" in two else 1.0)
+    bound = {"y": (x, w), "dx": (dy, w.T), "dweight": (x.T, dy)}[output]
+    sums = np.abs(bound[0] @ bound[1])
+    bound = by * (chain_bound(*bound) + 4 * EPS * sums) + (2 * EPS * (1 + by * sums) if mode != "store" else 0)
+    bound = bound if output == "dweight" else bound.reshape(B, T, -1)
+    given = {name: given[name] for name in two}
+    given |= {f"{name}_scale": persistent(np.array([scales[name]]), "fp32", "state") for name in two}
+    case = {"given": given, "bounds": {output: bound}, "scalars": {"inv_targets": 0.25}, "plan": (B + 1, T + 2)}
+    case |= {"modes": {output: mode}} if mode != "store" else {}
+    more = {"dtype": dtype} if output != "dweight" else {}
+    more |= {"source": (), "scaling": None} if output == "y" else {}
+    return case | more
+
+
+def floating_case(values: np.ndarray, emax: int, denormals: bool) -> tuple[dict, np.ndarray]:
+    """What `check_op` wants, and the numbers that must come out, bit for bit."""
+    given = {"x": tokens(values), "bias": persistent(np.array([emax, 3.0]), "fp32", "state")}
+    attrs = {"dtype": "fp32", "denormals": denormals, "per_target": True}
+    op = ops.RoundFloating({}, attrs)
+    wanted = op.reference(given["x"].values, given["bias"].values, inv_targets=0.25)["y"]
+    return {"given": given, **attrs, "scalars": {"inv_targets": 0.25}, "bounds": {"y": None}}, wanted
+
+
+def scale_cases() -> list[tuple[type, dict]]:
+    """What `check_op` wants for the ops that scales come from."""
+    sums = persistent(np.array([10.0, 20.0, 70.0, 7.0]), "fp32", "state")
+    found: list[tuple[type, dict]] = []
+    for count, deviations in [(0, False), (4, True), (5, False), (12, True), (512, True), (1536, False), (2048, False)]:
+        given = {
+            "bias": persistent(np.array([3.0, count]), "fp32", "state"),
+            "sums": sums,
+            "x": tokens(np.ones((2, 3, 4))),
+        }
+        found.append((ops.FloatBias, {"given": given, "deviations": deviations, "per_target": count > 4}))
+    for entries in (1, 16):
+        history = persistent(np.arange(entries) + 0.5, "fp32", "state")
+        found.append((ops.Remember, {"given": {"history": history, "sums": sums}, "per_target": entries == 1}))
+        for values in (history.values, np.zeros(entries)):
+            given = {"history": persistent(values, "fp32", "state")}
+            found.append((ops.DelayedScale, {"given": given, "first": 0.3, "largest": 448.0}))
+    return [(op, case | {"scalars": {"inv_targets": 0.25}}) for op, case in found]
