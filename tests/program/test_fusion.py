@@ -20,7 +20,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.fusion import FusedOp, Fusion, fuse
 from barellm.program.tensor import PERSISTENT
 from barellm.runtime.reference import ReferenceSession
-from tests.cases import network
+from tests.cases import network, scaled_network
 from tests.fp8_cases import STATIC
 from tests.llama import llama
 from tests.program.graphs import Leaf, random_graph, run_graph
@@ -150,6 +150,11 @@ def test_every_row_of_the_backends_tables_is_used():
     for compute in ("bf16", "fp32"):
         p = Program(Store(), compute=compute)
         llama(p)
+        p.backward(p.named["loss"])
+        used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
+    for activation in ops.ACTIVATIONS:
+        p = Program(Store())
+        scaled_network(p, C=4, F=8, V=7, activation=activation)
         p.backward(p.named["loss"])
         used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
     for activation, bias in product(ops.ACTIVATIONS, (True, False)):
