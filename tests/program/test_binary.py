@@ -98,3 +98,8 @@ def test_more_signs_than_fp32_counts_are_refused():
     a, b = (Tensor(n, (1, MOST // 32 + 1), "i32", "input") for n in "ab")
     with pytest.raises(ValueError, match="adds 16777217 signs, expected at most 16777216"):
         Program(Store()).apply(ops.BinaryMatmul, a=a, b=b, columns=MOST + 1, dtype="fp32")
+
+
+def test_a_pair_of_words_is_three_operations():
+    a, b = (Tensor(n, (rows, 2), "i32", "input") for n, rows in (("a", 5), ("b", 7)))
+    assert Program(Store()).apply(ops.BinaryMatmul, a=a, b=b, columns=40, dtype="fp32").flops() == 3 * 5 * 7 * 2
