@@ -32,11 +32,11 @@ def begun(digits, seed: int):
     return store, session, train, test
 
 
-def test_forty_steps_recognise_most_digits(digits):
+def test_a_hundred_steps_recognise_most_digits(digits):
     _, session, train, test = begun(digits, seed=1)
-    losses = [digits.step(session, i, lr, batch) for i, (lr, batch) in enumerate(digits.batches(train, 40, seed=1))]
+    losses = [digits.step(session, i, lr, batch) for i, (lr, batch) in enumerate(digits.batches(train, 100, seed=1))]
     assert losses[0] == pytest.approx(np.log(10), abs=0.7)
-    assert digits.accuracy(session, test) >= 0.8
+    assert digits.accuracy(session, test) >= 0.85  # 0.91 and 0.94 were found; a tenth by chance
     session.close()
 
 
