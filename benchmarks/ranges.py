@@ -76,7 +76,7 @@ def main() -> int:
         batch, seq = (int(n) for n in sizes.split("x"))
         made.append(measured(name, batch, seq, args.dtype, args.turns))
         print(name, made[-1]["median_ms"], flush=True)
-        args.out.write_text(json.dumps(made, indent=1) + "\n")
+        args.out.write_text(json.dumps({"kind": "ranges-cost", "runs": made}, indent=1) + "\n")
     return 0
 
 

@@ -143,9 +143,9 @@ def scaled_network(p: Program, *, C: int, F: int, V: int, activation: str) -> No
 
 def expected_rows(table, activation: str) -> set[str]:
     """The rows of a backend's table that a `network` with this activation uses: no other activation's, none of products with a
-    weight that is stored transposed."""
+    weight that is stored transposed or in few bits."""
     others = [name for name in ops.ACTIVATIONS if name != activation]
-    others += ["rescale", "rmsnorm", "softcapped", *(f"matmul_{name}" for name in SLOPES)]
+    others += ["rescale", "rmsnorm", "softcap", "quantized", *(f"matmul_{name}" for name in SLOPES)]
     return {row.name for row in table if not any(other in row.name for other in others)}
 
 

@@ -67,7 +67,7 @@ def _operator(function: Callable[..., Any], swapped: bool = False) -> Callable[[
     return lambda self, other: Lazy(function, other, self) if swapped else Lazy(function, self, other)
 
 
-for _name in ("add", "sub", "mul", "truediv", "lt"):
+for _name in ("add", "sub", "mul", "truediv", "lt", "gt"):
     setattr(Lazy, f"__{_name}__", _operator(getattr(operator, _name)))
     setattr(Lazy, f"__r{_name}__", _operator(getattr(operator, _name), swapped=True))
 
