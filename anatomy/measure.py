@@ -124,15 +124,16 @@ def ladder(rungs: list[Rung], size: int, rounds: int) -> dict[str, Any]:
     try:
         problem = Problem(size, size, size)
         timed = {r: Timed(r, problem, benches[r.threads]) for r in rungs if r.needs(benches[True].isa)}
-        kinds = sorted({(r.threads, r.dtype) for r in timed} | {(False, "fp32"), (True, "fp32")})
+        threads = {kind: bench.threads for kind, bench in benches.items()}  # equal where there is one core
+        counted = {bench.threads: bench for bench in benches.values()}
+        kinds = sorted({(threads[r.threads], r.dtype) for r in timed} | {(count, "fp32") for count in counted})
         peaks: dict[Any, list[float]] = {kind: [] for kind in kinds}
         samples: dict[Rung, list[float]] = {r: [] for r in timed}
         for _ in range(rounds):
-            for threads, dtype in kinds:
-                peaks[threads, dtype].append(benches[threads].peak(dtype))
+            for count, dtype in kinds:
+                peaks[count, dtype].append(counted[count].peak(dtype))
             for r, t in timed.items():
                 samples[r].append(t.sample())
-        threads = {kind: bench.threads for kind, bench in benches.items()}
     finally:
         for bench in benches.values():
             bench.close()
@@ -146,7 +147,7 @@ def ladder(rungs: list[Rung], size: int, rounds: int) -> dict[str, Any]:
             "threads": threads[r.threads], "flops_per_byte": operations / nbytes, "code": code_of(r, isa, size),
         }  # fmt: skip
         if r in timed:
-            seconds, peak = median(samples[r]), median(peaks[r.threads, r.dtype])
+            seconds, peak = median(samples[r]), median(peaks[threads[r.threads], r.dtype])
             rate = 2 * size**3 / seconds
             row |= {"seconds": samples[r], "flops": rate, "percent": 100 * rate / peak, "error": timed[r].error}
         rows.append(row)
@@ -158,7 +159,7 @@ def ladder(rungs: list[Rung], size: int, rounds: int) -> dict[str, Any]:
         "load_after": os.getloadavg(),
         "size": size,
         "rounds": rounds,
-        "peaks": [{"threads": threads[t], "dtype": dtype, "flops": found} for (t, dtype), found in peaks.items()],
+        "peaks": [{"threads": count, "dtype": dtype, "flops": found} for (count, dtype), found in peaks.items()],
         "caches": {f"L{level}": nbytes for level, nbytes in sorted(processor.caches().items())},
         "memory": hierarchy,
         "levels": memory.levels(hierarchy, processor.caches()),

@@ -163,7 +163,9 @@ def test_a_level_is_measured_where_no_other_cache_holds_the_buffer():
     }
 
 
-def test_the_command_measures_prints_and_draws(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_command_measures_prints_and_draws(threads, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("BARELLM_THREADS", str(threads))
     monkeypatch.setattr(memory, "sizes", lambda: [4096, 8192, 16384])
     monkeypatch.setattr(measure, "SAMPLE", 1e-4)
     assert command.main(["--size", "24", "--rounds", "2", "--rungs", "1,5,8-9", "--out", str(tmp_path)]) == 0
