@@ -99,11 +99,12 @@ def floating_case(values: np.ndarray, emax: int, denormals: bool) -> tuple[dict,
 def scale_cases() -> list[tuple[type, dict]]:
     """What `check_op` wants for the ops that scales come from."""
     sums = persistent(np.array([10.0, 20.0, 70.0, 7.0]), "fp32", "state")
+    narrow = persistent(np.array([100.0, 100.0, 420.0, 7.0]), "fp32", "state")  # the mean is large beside the deviation
     found: list[tuple[type, dict]] = []
     for count, deviations in [(0, False), (4, True), (5, False), (12, True), (512, True), (1536, False), (2048, False)]:
         given = {
             "bias": persistent(np.array([3.0, count]), "fp32", "state"),
-            "sums": sums,
+            "sums": narrow if count == 12 else sums,
             "x": tokens(np.ones((2, 3, 4))),
         }
         found.append((ops.FloatBias, {"given": given, "deviations": deviations, "per_target": count > 4}))

@@ -12,7 +12,7 @@ from barellm.program.ops.fp8 import Static, scaled_matmul
 from barellm.program.ops.scales import Delayed, Floating, due, round_floating
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
-from tests.fp8_cases import codes_of, each_format, every_number
+from tests.fp8_cases import codes_of, each_format, every_number, product_case
 from tests.program.graphs import Leaf, Weigh
 
 X, WEIGHT, DY = 0.5, 0.25, 0.125  # scales
@@ -104,6 +104,18 @@ def test_1_4_3_bits_are_those_numbers(denormals):
     inside = x >= 2.0 ** (emax - 14) if not denormals else x >= 0
     np.testing.assert_array_equal(found[inside], largest[inside])
     np.testing.assert_array_equal(round_floating(-x, emax, denormals=denormals), -found)
+
+
+def test_the_three_products_cost_the_same():
+    B, T, K, N = shape = (2, 3, 5, 7)
+    for op_type in (ops.ScaledMatmul, ops.ScaledMatmulDx, ops.ScaledMatmulDw):
+        given = {name: g.values for name, g in product_case(op_type, shape)["given"].items()}
+        p = Program(Store())
+        tensors = {name: p.state(name, v.shape, dtype="fp32") for name, v in given.items()}
+        more = {} if op_type is ops.ScaledMatmulDw else {"dtype": "fp32"}
+        more |= {"source": (), "scaling": None} if op_type is ops.ScaledMatmul else {}
+        p.apply(op_type, **tensors, **more)
+        assert p.ops[-1].flops() == 2 * B * T * K * N, op_type.name
 
 
 def test_operands_that_do_not_fit_are_named():
