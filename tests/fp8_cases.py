@@ -104,7 +104,7 @@ def scale_cases() -> list[tuple[type, dict]]:
     for count, deviations in [(0, False), (4, True), (5, False), (12, True), (512, True), (1536, False), (2048, False)]:
         given = {
             "bias": persistent(np.array([3.0, count]), "fp32", "state"),
-            "sums": narrow if count == 12 else sums,
+            "sums": narrow if count == 512 else sums,
             "x": tokens(np.ones((2, 3, 4))),
         }
         found.append((ops.FloatBias, {"given": given, "deviations": deviations, "per_target": count > 4}))

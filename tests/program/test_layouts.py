@@ -120,3 +120,15 @@ def test_what_is_no_layout_is_refused():
     with pytest.raises(ValueError, match="query 8 of a layout sees no key"):
         layout_of([lambda q, k: (q != 8) & (k == k)], length=40, block=16, causal=True)
     assert patterns.NUMBERS.keys() == layouts.PATTERNS.keys()
+
+
+def test_equal_masks_are_stored_once():
+    layout = parse("local:20", length=160, block=16, heads=2)
+    kept = {mask.tobytes() for mask in layout.masks}
+    assert len(layout.masks) == len(kept) == 3  # the diagonal's, and two at the far end
+
+
+def test_a_ring_of_few_nodes_has_each_link_once():
+    for nodes in (2, 3, 4, 7):
+        links = watts_strogatz(nodes, 2 * nodes, 0.0, seed=1).sum() - nodes
+        assert links == 2 * nodes * ((nodes - 1) // 2)
