@@ -1,12 +1,13 @@
 """What each part of the speedrun's model is worth: the whole, and each time one part less, from several seeds.
 
-    python benchmarks/ablation.py --time     on a quiet machine: what a step of each model takes, in turns
-    python benchmarks/ablation.py            the losses; a busy machine does not change them
-    python benchmarks/ablation.py --write    docs/img/ablation.svg and the table of docs/speedrun.md
+    BARELLM_THREADS=1 python benchmarks/ablation.py --time 3    what a step of each model takes, in turns
+    python benchmarks/ablation.py               the losses; a busy machine does not change them
+    python benchmarks/ablation.py --write       docs/img/ablation.svg and the table of docs/speedrun.md
 
 Every model trains for the same number of steps, on the same text in the same order. Where its step takes another time, it trains
-again for as many steps as fit into the seconds of the whole, and the schedule is stretched with the steps. Losses are of the whole
-validation part. What the file has is not made again, so a long table may be stopped and started.
+again for as many steps as fit into the seconds of the whole, and the schedule is stretched with the steps. Seconds are processor
+seconds of one thread: no neighbour adds to those. Losses are of the whole validation part. What the file has is not made again, so
+a long table may be stopped and started.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ STAGES = (
     Stage(1536, (5, 11), Fraction(1, 3), lr=1.73),
     Stage(1536, (6, 13)),
 )
+APART = 0.03  # of a step's time: what is nearer to the whole counts as equal
 WIDE = table([replace(stage, windows=(48, 48)) for stage in STAGES])
 ALONE = table([replace(stage, mtp=(1.0,), mtp_end=(1.0,)) for stage in STAGES])
 PARTS: dict[str, dict[str, Any]] = {
@@ -71,7 +73,7 @@ def base() -> Config:
 
 
 def trained(config: Config, data: Dataset, *, steps: int, seed: int, max_tokens: int = 0) -> tuple[float, float]:
-    """(nats per token of the validation part, or of `max_tokens` of it; seconds of all steps but the first two)."""
+    """(nats per token of the validation part, or of `max_tokens` of it; processor seconds of all steps but the first two)."""
     train = replace(config.train, steps=steps, seed=seed)
     # All that counts steps goes with their number.
     optim = replace(config.optim, momentum_warmup=round(0.2 * steps), momentum_cooldown=round(0.04 * steps))
@@ -85,7 +87,7 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int, max_tokens:
         batches = Batches(data.train, seq=train.seq, seed=seed)
         begin = 0.0
         for index in range(steps):
-            begin = time.perf_counter() if index == 2 else begin
+            begin = time.process_time() if index == 2 else begin
             step = course.step(index, steps)
             inputs, targets = batches.batch(index, 1, seq=step.seq)
             session.write("tokens", inputs)
@@ -94,7 +96,7 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int, max_tokens:
             for program, scalars in step.updates:
                 session.run(program, **scalars)
             course.enter(session, index + 1, steps)
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         result = Evaluator(Validation(data.val, seq=train.seq, max_tokens=max_tokens), batch=1, byte_lengths=None).run(
             session
         )
@@ -186,15 +188,15 @@ def summary(rows: list[dict[str, Any]], step_s: dict[str, list[float]], steps: i
 
 
 def ratio(step_s: dict[str, list[float]], part: str) -> float:
-    """A step's time beside that of the whole: the median over the rounds."""
-    return median(own / whole for own, whole in zip(step_s[part], step_s[WHOLE], strict=True))
+    """A step's time beside that of the whole, by the medians of the rounds."""
+    return median(step_s[part]) / median(step_s[WHOLE])
 
 
 def markdown(found: dict[str, Any]) -> str:
     rows, step_s, steps = found["runs"], found["step_s"], found["runs"][0]["steps"]
     whole = [r["loss"] for r in rows if r["part"] == WHOLE and r["steps"] == steps]
     lines = [
-        f"The whole: {mean(whole):.3f} nats after {steps} steps of {1000 * median(step_s[WHOLE]):.0f} ms "
+        f"The whole: {mean(whole):.3f} nats after {steps} steps of {1000 * median(step_s[WHOLE]):.0f} processor milliseconds "
         f"(deviation of {len(whole)} seeds {stdev(whole):.3f}).",
         "",
         "| without | time of a step | loss at equal steps | p | loss at equal seconds | p |",
@@ -270,7 +272,7 @@ def main() -> None:
     for seed in range(1, args.seeds + 1):
         for part in parts:
             steps = round(args.steps / ratio(runs.step_s, part) / 2) * 2
-            if abs(steps / args.steps - 1) > 0.02:
+            if abs(steps / args.steps - 1) > APART:
                 runs.run(part, steps, seed)
 
 
