@@ -6,13 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from barellm.errors import UserError
-from barellm.fields import Section, at_least, below_one, between, inside_one, one_of, value
+from barellm.fields import Section, at_least, below_one, between, inside_one, one_of, some_of, value
 
 MATMULS = ("own", "cublaslt")
 MOMENTS = ("fp32", "16bit", "16bit-stochastic")
 DROPOUT_BITS = ("threefry", "taus88", "lfsr113")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
-ORDERS = ("epoch", "random", "documents")
+TRACKERS = ("tensorboard", "wandb", "trackio")
+ORDERS = ("epoch", "random", "documents", "sequential", "llmc")
 OPTIMIZERS = ("adamw", "muon", "speedrun")
 ITERATIONS = ("polar-express", "jordan")  # of Muon: how singular values become one, and
 STEP_SCALES = ("jordan", "moonshot")  # how large a matrix's step is
@@ -60,6 +61,10 @@ class OptimConfig(Section, section="optim"):
     eps: float = at_least(0, 1e-8, "AdamW's epsilon, added to the root of the second moment")
     weight_decay: float = at_least(0, 0.1, "weight decay of matrices, embeddings included")
     clip: float = at_least(0, 1.0, "gradients of a larger norm are scaled down to it; 0: no clipping")
+    skip_loss_z: float = at_least(
+        0, 0.0, "skip a step whose loss is so many standard deviations above the mean of the last 128 steps; 0: none"
+    )
+    skip_norm_z: float = at_least(0, 0.0, "the same of the gradient's norm")
     moments: str = one_of(
         MOMENTS,
         "fp32",
@@ -82,6 +87,11 @@ class OptimConfig(Section, section="optim"):
     cautious: bool = value(False, "of muon: weight decay only where the step makes a weight smaller too")
     normuon: float = below_one(0.0, "of muon: decay rate of NorMuon's mean square of rows; 0: plain Muon")
 
+    @property
+    def skips(self) -> bool:
+        """Whether a step may be skipped because it is a spike."""
+        return self.skip_loss_z > 0 or self.skip_norm_z > 0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.name == "muon" and self.muon_lr and not self.lr:
@@ -94,11 +104,12 @@ class OptimConfig(Section, section="optim"):
 @dataclass(frozen=True)
 class DataConfig(Section, section="data"):
     """The source of the text, and its order. The order "epoch" visits every window once before any twice. "random" draws them
-    independently, as nanoGPT does. "documents" fills each row with whole documents, in their order, as modded-nanogpt does."""
+    independently, as nanoGPT does. "documents" fills each row with whole documents, in their order, as modded-nanogpt does.
+    "sequential" goes through the text from its beginning, as build-nanogpt does; "llmc" shuffles as llm.c does."""
 
     source: str = value(
         "stdlib",
-        "a text file, a folder of .txt files, a .bin shard, a folder of shards, or stdlib: Python's own library",
+        "text: a file, a folder or a pattern (docs/data.md); a .bin shard, a folder of shards, or stdlib: Python's own library",
     )
     tokenizer: str = value("bpe", "bytes, chars, bpe, gpt2, or a folder with tokenizer.json")
     bpe_vocab: int = value(2048, "size of the vocabulary where a bpe is trained on the text")
@@ -108,7 +119,8 @@ class DataConfig(Section, section="data"):
     order: str = one_of(
         ORDERS,
         "epoch",
-        "epoch: every window once before any comes again; random: windows from anywhere; documents: rows of whole documents",
+        "epoch: every window once before any comes again; random: windows from anywhere; documents: rows of whole documents; "
+        "sequential: from the beginning to the end; llmc: llm.c's own shuffle",
     )
 
 
@@ -119,6 +131,10 @@ class TrainConfig(Section, section="train"):
     batch: int = at_least(1, 8, "sequences in a micro-batch")
     seq: int = at_least(1, 256, "tokens in a sequence")
     accumulate: int = at_least(1, 1, "micro-batches in a step (gradient accumulation)")
+    ramp_from: int = at_least(
+        0, 0, "micro-batches in the first step, which become train.accumulate over train.ramp_tokens; 0: no ramp"
+    )
+    ramp_tokens: int = at_least(0, 0, "tokens over which the number of micro-batches rises, in a line")
     steps: int = at_least(
         0, 1000, "optimizer steps; 0: as many as fit into train.minutes. For bench and profile: how many are timed"
     )
@@ -135,11 +151,24 @@ class TrainConfig(Section, section="train"):
     ranges: int = at_least(
         0, 0, "steps between looks at the exponents of activations, gradients and weights (ranges.jsonl); 0: none"
     )
+    hellaswag: str = value(
+        "", "a file of HellaSwag (the public jsonl, or llm.c's .bin) on which the model is tried; empty: none"
+    )
+    hellaswag_every: int = at_least(0, 250, "steps between looks at train.hellaswag; 0: only one at the end")
     checkpoint_every: int = at_least(0, 0, "steps between checkpoints; 0: only at the end, or when stopped")
-    keep: int = at_least(1, 2, "how many checkpoints are kept")
+    keep: int = at_least(1, 2, "how many checkpoints are kept, besides milestones")
+    milestones: int = at_least(0, 0, "steps between checkpoints that are kept for ever; 0: none")
+    grace: float = at_least(
+        0,
+        0.0,
+        "seconds after SIGTERM in which the run saves and ends, even inside a step; 0: it ends its micro-batch first",
+    )
     seed: int = between(
         0, (1 << 32) - 1, 1337, "seed of weights, order of the data, dropout and samples"
     )  # 32-bit words
+    track: str = some_of(
+        TRACKERS, "programs that show the run too: tensorboard, wandb, trackio, with commas between them"
+    )
     init_from: str = value(
         "", "start from these weights, with their sizes: a run, a checkpoint, a Hugging Face folder or an llm.c file"
     )
@@ -156,6 +185,15 @@ class TrainConfig(Section, section="train"):
         super().__post_init__()
         if self.steps < 1 and self.minutes == 0:
             raise UserError(f"train.steps is {self.steps}, expected at least 1, or train.minutes above 0")
+        if bool(self.ramp_from) != bool(self.ramp_tokens):
+            found = f"train.ramp_from is {self.ramp_from} and train.ramp_tokens {self.ramp_tokens}"
+            raise UserError(f"{found}, expected both above 0, or neither")
+        if self.ramp_from > self.accumulate:
+            raise UserError(f"train.ramp_from {self.ramp_from} is above train.accumulate {self.accumulate}")
+        if self.ramp_from and self.minutes:
+            raise UserError(
+                "train.minutes is set and train.ramp_from too, expected train.minutes 0: steps get longer on the way"
+            )
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,16 @@ def one_of(known: Sequence[str], default: str, says: str, **more: Any) -> Any:
     return value(default, says, check=check, **more)
 
 
+def some_of(known: Sequence[str], says: str) -> Any:
+    """Any of these words, with commas between them; none at first."""
+
+    def check(key: str, found: Any, config: Any) -> str | None:
+        unknown = [word.strip() for word in found.split(",") if word.strip() and word.strip() not in known]
+        return f"{key} names {unknown[0]!r}, expected any of {', '.join(known)}" if unknown else None
+
+    return value("", says, check=check)
+
+
 def divides(other: str, default: int, says: str, *, even: bool = False, **more: Any) -> Any:
     """A number from 1 on that divides another field; with `even` into parts of an even size."""
 

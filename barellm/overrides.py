@@ -19,6 +19,37 @@ BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no":
 SECTIONS = ("model", "optim", "data", "train")
 
 
+SHORT_NAMES = {
+    "data.source": "data",
+    "train.steps": "steps",
+    "train.batch": "batch",
+    "train.seq": "seq",
+    "train.seed": "seed",
+    "train.minutes": "minutes",
+    "train.init_from": "init_from",
+    "train.dtype": "dtype",
+    "train.recompute": "recompute",
+    "train.matmul": "matmul",
+    "optim.lr": "lr",
+    "optim.schedule": "schedule",
+}
+
+
+def named(changes: Mapping[str, object]) -> dict[str, object]:
+    """{key: value} of Python's keyword arguments: short names, `steps=100`, and sections, `model={"layers": 2}`."""
+    long = {short: key for key, short in SHORT_NAMES.items()}
+    found: dict[str, object] = {}
+    for name, value in changes.items():
+        if name in SECTIONS and isinstance(value, Mapping):
+            found |= {f"{name}.{key}": inner for key, inner in value.items()}
+        elif name in long:
+            found[long[name]] = str(value) if isinstance(value, Path) else value
+        else:
+            hint = nearest(name, [*long, *SECTIONS])
+            raise UserError(f"unknown argument {name!r}{hint} (known: {', '.join([*long, *SECTIONS])})")
+    return found
+
+
 def every_key() -> dict[str, dict[str, Entry]]:
     """The keys of all architectures together: key -> {name of the architecture, or "" for other sections: entry}."""
     found: dict[str, dict[str, Entry]] = {}

@@ -142,10 +142,10 @@ def scaled_network(p: Program, *, C: int, F: int, V: int, activation: str) -> No
 
 
 def expected_rows(table, activation: str) -> set[str]:
-    """The rows of a backend's table that a `network` with this activation uses: no other activation's, none of products with a
-    weight that is stored transposed or in few bits."""
+    """The rows of a backend's table that a `network` with this activation uses: no other activation's, none of scores, nor of
+    products with a weight that is stored transposed or in few bits."""
     others = [name for name in ops.ACTIVATIONS if name != activation]
-    others += ["rescale", "rmsnorm", "softcap", "quantized", *(f"matmul_{name}" for name in SLOPES)]
+    others += ["rescale", "rmsnorm", "softcap", "quantized", "scores", *(f"matmul_{name}" for name in SLOPES)]
     return {row.name for row in table if not any(other in row.name for other in others)}
 
 
@@ -341,6 +341,46 @@ def loss_case(shape, dtype) -> dict:
     bounds = {"lse": 16 * EPS * 20, "loss": 32 * EPS * 20 * B * T}
     more = {"valid_vocab": valid, "scalars": {"inv_targets": 1 / 7}, "plan": (B + 1, T + 2)}
     return {"given": loss_operands(shape, dtype), "bounds": bounds, **more}
+
+
+def token_losses_case(shape, dtype) -> dict:
+    """The same for the loss and the margin of each target."""
+    case = loss_case(shape, dtype)
+    given = case["given"]
+    logits, targets = given["logits"].values, given["targets"].values
+    best = logits[0, :1, : case["valid_vocab"]].argmax(-1)
+    targets[0, :1] = best  # a target with a margin of zero
+    del case["scalars"]
+    return case | {"bounds": {"losses": 32 * EPS * 20, "margins": 4 * EPS * np.abs(logits).max()}}
+
+
+def check_scores(open_session, *, compute: str, limit: float) -> None:
+    """The losses and margins of a classifier's targets against the primitive ops' references, at several run-time sizes. One of
+    the ops that ran does all of it."""
+    shape, C, V = (Dim("batch", 3), Dim("seq", 11)), 24, 53
+    p = Program(Store(), compute=compute)
+    x = p.embedding(p.input("tokens", shape), p.parameter("wte", (V, C)), p.parameter("wpe", (11, C)))
+    x = p.layernorm(x, p.parameter("norm", (C,)))
+    p.classifier(x, p.parameter("head", (V, C)), p.input("targets", shape), valid_vocab=V - 2)
+    for name, t in zip(("losses", "margins"), p.score_tokens(), strict=True):
+        p.output(name, t)
+    session, oracle, r = open_session({"score": p}), ReferenceSession({"score": p}), np.random.default_rng(3)
+    assert "classifier_scores" in [op.name for op in session.lowered["score"].ops]
+    for name, t in p.store.tensors.items():
+        values = r.standard_normal(t.shape).astype(np.float32)
+        for s in (session, oracle):
+            s.write(name, values)
+    for batch, seq in ((3, 11), (1, 1), (2, 7)):
+        ids = r.integers(0, V - 2, (2, batch, seq)).astype(np.int32)
+        ids[1, 0, 0] = -1
+        for s in (session, oracle):
+            s.write("tokens", ids[0])
+            s.write("targets", ids[1])
+            s.run("score", batch=batch, seq=seq)
+        for name in ("losses", "margins"):
+            got, want = session.read(name), oracle.read(name)
+            assert got.shape == (batch, seq) and np.linalg.norm(got - want) <= limit * np.linalg.norm(want), name
+            assert got[0, 0] == 0
 
 
 def loss_of_scale_case(scale, dtype) -> dict:

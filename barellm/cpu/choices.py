@@ -24,8 +24,11 @@ LEFT_BYTES = 3 << 18  # of a weight gradient's packed block of dy: beside two pa
 CLAIMS = 16  # at least so many claims a weight gradient: enough for many threads, few enough to pack little
 SMALL = 1 << 26  # half as many below so many multiply-adds, and where chunks of tokens make them longer
 PART_BYTES = 1536  # of a column of a packed panel: longer ones are multiplied in about as long parts,
+NARROW_PART_BYTES = (
+    4096  # where 16 registers make panels narrow: as much in the caches, and sums go to memory less often
+)
 WHOLE_BYTES = 3328  # but for pairs of bf16 up to so many; fp32 would begin cold with twice as much to pack unhidden
-CHUNK = 2048  # tokens of one weight gradient chunk: part of the result's definition, not a choice
+LONG_CHUNK, CHUNK = 2048, 512  # tokens of a weight gradient's chunk, with 32 registers and with 16
 
 ENOUGH, IN_FLIGHT = 6, 8  # multiply-adds in turn that keep a processor about busy, and busy
 
@@ -75,18 +78,30 @@ def tiles(isa: ISA, dtype: str) -> list[Tile]:
 
     if amx.uses_tiles(isa, dtype):
         return [Tile(amx.ROWS, amx.SPAN // isa.lanes)]
+    return register_tiles(isa)
+
+
+def register_tiles(isa: ISA) -> list[Tile]:
+    """The same of vector registers."""
     table = TILES[isa.registers] if isa.fma else {2: 4, 1: 8}  # without fma the product needs a register of its own
     return [Tile(rows, vectors) for vectors, rows in table.items()]
 
 
-def part_of(depth: int, itemsize: int) -> int:
+def part_of(isa: ISA, depth: int, itemsize: int) -> int:
     """Depth of a product that is packed and multiplied at a time; `itemsize` of a packed element. Sums are kept in fp32 between two
     parts, so each element is one accumulation chain still. A panel of a whole long depth would leave the second cache, and its
     columns in a row-major weight displace each other there."""
     if itemsize == 2 and depth * itemsize <= WHOLE_BYTES:
         return depth
-    parts = max(1, (depth * itemsize + PART_BYTES // 2) // PART_BYTES)
+    most = PART_BYTES if isa.registers == 32 else NARROW_PART_BYTES
+    parts = max(1, (depth * itemsize + most // 2) // most)
     return min(ceil_div(depth, 32 * parts) * 32, depth)
+
+
+def chunk_of(isa: ISA) -> int:
+    """Tokens of one chunk of a weight gradient: part of the result's definition, not a choice. With 16 registers a tile is small
+    and reads its panel often, so a chunk's panel must be near."""
+    return LONG_CHUNK if isa.registers == 32 else CHUNK
 
 
 def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:
@@ -112,11 +127,11 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
     itemsize = 2 if dtype == "bf16" and isa.dot else 4  # packed
     if role != "weight_gradient":
         # Where the depth goes in parts, a block of the left operand is read once for all panels of a claim.
-        panels = SUMS_BYTES // (4 * LONG_BLOCK * span) if part_of(depth, itemsize) < depth else 1
+        panels = SUMS_BYTES // (4 * LONG_BLOCK * span) if part_of(isa, depth, itemsize) < depth else 1
         return Choice(tile, BLOCK, LONG_BLOCK, max(panels, 1) * span)
-    most = max(LEFT_BYTES // (min(depth, CHUNK) * itemsize), tile.rows)
-    claims = CLAIMS if depth <= CHUNK and rows * cols * depth >= SMALL else CLAIMS // 2
-    kept = 2 if depth < CHUNK // 2 else 1  # a short block of dy stays in the second cache for the claims beside it
+    most = max(LEFT_BYTES // (min(depth, chunk_of(isa)) * itemsize), tile.rows)
+    claims = CLAIMS if depth <= LONG_CHUNK and rows * cols * depth >= SMALL else CLAIMS // 2
+    kept = 2 if depth < LONG_CHUNK // 2 else 1  # a short block of dy stays in the second cache for the claims beside it
     row_blocks, column_blocks = ceil_div(rows, most), 1
     while row_blocks * column_blocks < claims or row_blocks * column_blocks % 2:
         height, columns = ceil_div(rows, row_blocks), ceil_div(cols, column_blocks)

@@ -50,11 +50,13 @@ class Call:
 
 @dataclass
 class Lowering:
-    """Turns one op into calls. `threads` may size scratch, never the result."""
+    """Turns one op into calls. `threads` may size scratch, never the result. `few_rows`: a run's products may have few
+    rows, for which there is another kernel."""
 
     op: Op
     isa: ISA
     threads: int
+    few_rows: bool = False
     calls: list[Call] = field(default_factory=list)
     scratch_tensors: list[Tensor] = field(default_factory=list)
     private_bytes: int = 0

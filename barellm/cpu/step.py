@@ -27,7 +27,7 @@ from barellm.program.planner import Plan
 from barellm.program.tensor import Tensor
 from barellm.runtime import poison
 from barellm.runtime.arena import ArenaSession, laps, sizes_of
-from barellm.runtime.lowering import LoweredProgram, Region, plan_lowered
+from barellm.runtime.lowering import LoweredProgram, Region, decodes, plan_lowered
 from barellm.runtime.memory import check_fits
 
 HUGE = 2 << 20
@@ -36,10 +36,12 @@ HUGE = 2 << 20
 class Lowered(LoweredProgram[Lowering]):
     """A program's ops after fusion, each with its calls and scratch."""
 
-    def __init__(self, program: Program, isa: ISA, threads: int) -> None:
+    def __init__(self, program: Program, isa: ISA, threads: int, *, few_rows: bool | None = None) -> None:
+        """`few_rows`: products may have few rows; None: they may where text is written a token at a time."""
         import barellm.cpu.kernels  # noqa: F401  (fills the registry)
 
-        super().__init__(program, table=FUSIONS, registry=REGISTRY, lowering=lambda op: Lowering(op, isa, threads))
+        few = decodes(program) if few_rows is None else few_rows
+        super().__init__(program, table=FUSIONS, registry=REGISTRY, lowering=lambda op: Lowering(op, isa, threads, few))
 
     @property
     def calls(self) -> list[Call]:

@@ -32,6 +32,10 @@ FORMAT = 3  # of what is kept
 CACHE_NBYTES = 256 << 20  # of cubins on disk
 SHARE = 2  # for each helper process at least
 HEAD = struct.Struct("<q")
+SECTION = struct.Struct("<I20xQQ24x")  # the head of an ELF section: its name, offset and size
+ATTRIBUTE = struct.Struct("<BBH")  # of .nv.info: how the value is given, which one, the value or its size
+SIZED = 4  # the value follows
+REGISTERS = (SIZED, 0x2F)
 FLAGS = {"enable_fp_fusion": True}  # stated, since another Triton has another default
 
 
@@ -76,6 +80,22 @@ class Code:
     @property
     def param_bytes(self) -> int:
         return self.offsets[-1] + self.params[-1][0]
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread: a cubin is an ELF file, whose section .nv.info has an attribute for them."""
+        (table,), (count, names) = struct.unpack_from("<Q", self.cubin, 40), struct.unpack_from("<HH", self.cubin, 60)
+        heads = [SECTION.unpack_from(self.cubin, table + SECTION.size * i) for i in range(count)]
+        text = heads[names][1]
+        at, size = next((at, size) for name, at, size in heads if self.cubin.startswith(b".nv.info\0", text + name))
+        end = at + size
+        while at < end:
+            form, which, size = ATTRIBUTE.unpack_from(self.cubin, at)
+            at += ATTRIBUTE.size
+            if (form, which) == REGISTERS:
+                return struct.unpack_from("<II", self.cubin, at)[1]  # behind the symbol of the function
+            at += size if form == SIZED else 0
+        raise ValueError(f"the cubin of {self.name} does not say how many registers it takes")
 
     def packed(self) -> bytes:
         fields = asdict(self)

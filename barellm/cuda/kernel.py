@@ -141,7 +141,14 @@ class Table:
         return b"".join(parts)
 
 
-Argument = Region | TensorMap | Table | int | Size
+@dataclass(frozen=True)
+class Counter:
+    """A 32-bit counter of the session, for launches that count their programs (`kernels.last_block`). It is zero between launches.
+    One is enough, because launches follow one another in a stream."""
+
+
+COUNTER = Counter()
+Argument = Region | TensorMap | Table | Counter | int | Size
 
 
 @dataclass(frozen=True)
@@ -276,9 +283,9 @@ class Lowering:
         stages: int = 3,
         registers: int = 0,
     ) -> None:
-        """Append a launch. An operand is a Tensor, (Region, dtype), a TensorMap, a Table, an int or a Size (both i32), or None
-        where an optional tensor is absent (a constant None in the code). `writes` names the written ones; `scalars` is filled
-        in."""
+        """Append a launch. An operand is a Tensor, (Region, dtype), a TensorMap, a Table, COUNTER, an int or a Size (both i32), or
+        None where an optional tensor is absent (a constant None in the code). `writes` names the written ones; `scalars` is
+        filled in."""
         written = set(writes.split())
         fixed = dict(constants or {})
         signature: list[tuple[str, str]] = []
@@ -307,6 +314,10 @@ class Lowering:
                 aligned.append(name)
                 for field_name, region in value.regions():
                     (out if field_name in value.writes else reads).append(region)
+            elif isinstance(value, Counter):
+                signature.append((name, "*i32"))
+                args.append(value)
+                aligned.append(name)
             elif isinstance(value, Tensor | tuple):
                 region, dtype = value if isinstance(value, tuple) else (part(value), value.dtype)
                 signature.append((name, POINTER[dtype]))

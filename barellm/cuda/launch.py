@@ -8,7 +8,7 @@ from typing import Any
 
 from barellm.cuda import driver
 from barellm.cuda.compile import Code, Descriptor
-from barellm.cuda.kernel import Launch, Sizes, Table, TensorMap
+from barellm.cuda.kernel import Counter, Launch, Sizes, Table, TensorMap
 from barellm.errors import UserError
 from barellm.program.dtypes import itemsize
 from barellm.runtime.lowering import Region
@@ -46,12 +46,18 @@ class Kernel:
 
 
 class BoundLaunch:
-    """A launch for the sizes of a run. `address`: of bytes in the arena, and of tables; `scalars`: of the run-time scalars.
+    """A launch for the sizes of a run. `address`: of bytes in the arena, of tables and of the counter; `scalars`: of the run-time
+    scalars.
 
     The parameters are packed once. `run` costs one driver call, and none where a graph replays it."""
 
     def __init__(
-        self, launch: Launch, kernel: Kernel, sizes: Sizes, address: Callable[[Region | Table], int], scalars: int
+        self,
+        launch: Launch,
+        kernel: Kernel,
+        sizes: Sizes,
+        address: Callable[[Region | Table | Counter], int],
+        scalars: int,
     ) -> None:
         code = kernel.code
         self.op, self.function = launch.op, kernel.function
@@ -79,7 +85,7 @@ class BoundLaunch:
                     put(name, value)
             elif argument is None:
                 put(kind, scalars)
-            elif isinstance(argument, Region | Table):
+            elif isinstance(argument, Region | Table | Counter):
                 put(kind, address(argument))
             else:
                 put(kind, argument if isinstance(argument, int) else argument(sizes))

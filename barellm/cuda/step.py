@@ -21,7 +21,18 @@ from barellm.cuda import driver
 from barellm.cuda.compile import compiled
 from barellm.cuda.cublaslt import BoundProduct, Cublas
 from barellm.cuda.fuse import FUSIONS, GROUPS
-from barellm.cuda.kernel import REGISTRY, Call, Launch, LibraryProduct, Lowering, Sizes, Specialisation, Table, Target
+from barellm.cuda.kernel import (
+    REGISTRY,
+    Call,
+    Counter,
+    Launch,
+    LibraryProduct,
+    Lowering,
+    Sizes,
+    Specialisation,
+    Table,
+    Target,
+)
 from barellm.cuda.launch import BoundLaunch, Kernel
 from barellm.errors import UserError
 from barellm.program import scalars
@@ -33,7 +44,7 @@ from barellm.program.tensor import Tensor
 from barellm.runtime import poison
 from barellm.runtime.arena import ArenaSession, laps, sizes_of
 from barellm.runtime.cgroup import cpu_limit
-from barellm.runtime.lowering import LoweredProgram, Region, plan_lowered
+from barellm.runtime.lowering import LoweredProgram, Region, decodes, plan_lowered
 from barellm.runtime.memory import check_fits
 
 ALIGN = 512  # bytes, of the arena
@@ -48,13 +59,13 @@ class Lowered(LoweredProgram[Lowering]):
     def __init__(self, program: Program, target: Target) -> None:
         import barellm.cuda.kernels  # noqa: F401  (fills the registry)
 
-        decodes = any(t.role == "cache" for op in program.ops for t in op.inputs.values())
+        cached = decodes(program)
         super().__init__(
             program,
             table=FUSIONS,
             registry=REGISTRY,
             groups=GROUPS,
-            lowering=lambda op: Lowering(op, target, decodes),
+            lowering=lambda op: Lowering(op, target, cached),
         )
 
     @property
@@ -178,8 +189,9 @@ class CudaSession(ArenaSession):
     # --- building ---
 
     def _map_arena(self, tables: list[Table]) -> None:
-        """The arena, behind it the run-time scalars, and tables, which are written now."""
-        end = self.plan.arena_bytes + -(-scalars.NBYTES // ROOM) * ROOM
+        """The arena, behind it the run-time scalars, the counter, and tables, which are written now."""
+        counter = self.plan.arena_bytes + -(-scalars.NBYTES // ROOM) * ROOM
+        end = counter + ROOM
         at: dict[Table, int] = {}
         for table in tables:
             at[table] = end
@@ -191,6 +203,7 @@ class CudaSession(ArenaSession):
         self.base = -(-self.memory.address // ALIGN) * ALIGN
         self._skip = self.base - self.memory.address
         self._scalars = self.base + self.plan.arena_bytes
+        self._counter = self.base + counter
         self.memory.fill(0, 0, self.memory.nbytes, self.stream)
         self._tables = {table: self.base + start for table, start in at.items()}
         for table, start in at.items():
@@ -212,7 +225,9 @@ class CudaSession(ArenaSession):
         turn.rooms = self._input_rooms(lambda t: memory[at[t] : at[t] + t.nbytes].view(numpy_dtype(t.dtype)))
         return turn
 
-    def _address(self, region: Region | Table) -> int:
+    def _address(self, region: Region | Table | Counter) -> int:
+        if isinstance(region, Counter):
+            return self._counter
         if isinstance(region, Table):
             return self._tables[region]
         return self.base + self.plan.offsets[region.tensor] + region.start

@@ -6,6 +6,7 @@ docs/arrays.md, and give `CASES` of tests/kernels/test_functions.py its formula 
 """
 
 from barellm.kernels.attention import attention
+from barellm.kernels.block_products import blocksparse_matmul
 from barellm.kernels.call import vjp
 from barellm.kernels.convolution import conv2d
 from barellm.kernels.norms import layernorm, rmsnorm, softmax
@@ -17,6 +18,7 @@ from barellm.kernels.signs import binary_matmul
 __all__ = [
     "attention",
     "binary_matmul",
+    "blocksparse_matmul",
     "conv2d",
     "dequantize",
     "layernorm",

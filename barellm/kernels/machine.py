@@ -85,7 +85,7 @@ class Linked:
         m = machine()
         part = Program(Store())
         part.ops = list(ops)
-        lowered = Lowered(part, m.isa, m.threads)
+        lowered = Lowered(part, m.isa, m.threads, few_rows=True)
         lives = lifetimes(lowered.ops, lambda op: lowered.of[op].scratch_tensors)
         plan = place({"": {t: span for t, span in lives.items() if t not in bound}}, Store())
         self.workspace_bytes, self.private_bytes = plan.workspace_bytes, lowered.private_bytes

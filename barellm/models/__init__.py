@@ -4,10 +4,11 @@
     PRESETS                preset's name -> a function that returns its `barellm.config.Config`
     declare(p, cfg)        the parameters, declared on a Program; returns them as the two below want them
     forward(p, cfg, tokens, targets, training=)   tokens and targets (B, T) i32 -> the loss (1,)
-    decode(p, cfg, tokens)                        the same with KV caches -> fp32 logits (B, 1, Vp) of the last position
 
 and where it has them
 
+    decode(p, cfg, tokens)                        the same with KV caches -> fp32 logits (B, 1, Vp) of the last position. Without it
+                           text is drawn by `forward`, of all that the model sees, for each token again: slow, and right
     HIDDEN                 its hidden matrices, which `optim.name muon` updates by Muon, in the words of `optim.rules.Rule`; "h.*"
                            unless it says: matrices of blocks whose names begin so
     course(config)         the steps of a run that has stages, and what programs read in each (`models/course.py`)
@@ -22,6 +23,7 @@ Nothing else in barellm knows an architecture by name, so a new one is a new fil
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
@@ -41,21 +43,33 @@ def names() -> list[str]:
 
 
 def module(name: str) -> ModuleType:
-    """The module of an architecture. UserError for a name that is none."""
+    """The module of an architecture: one of this folder, or one that the program has imported and that has a `Config`. UserError
+    for a name that is neither: a file that says a name must not bring code to run."""
     known = names()
+    own = sys.modules.get(name)
+    if name not in known and issubclass(getattr(own, "Config", object), ModelConfig):
+        assert own is not None
+        return own
     if name not in known:
-        raise UserError(f"unknown architecture {name!r}{nearest(name, known)} (known: {', '.join(known)})")
+        hint = "one of your own is found once its module is imported"
+        raise UserError(f"unknown architecture {name!r}{nearest(name, known)} (known: {', '.join(known)}; {hint})")
     return import_module(f"{__name__}.{name}")
 
 
 def name_of(model: ModelConfig) -> str:
-    """The architecture of a configuration."""
-    return type(model).__module__.rpartition(".")[2]
+    """The architecture of a configuration; of a program's own model the whole name of its module."""
+    return type(model).__module__.removeprefix(f"{__name__}.")
 
 
 def of(model: ModelConfig) -> Any:
     """The module that a configuration belongs to: anywhere, so that a program's own model needs no file here."""
     return import_module(type(model).__module__)
+
+
+def whole(model: ModelConfig) -> bool:
+    """Whether the program "decode" is given the text from its beginning each time."""
+    module = of(model)
+    return getattr(module, "WHOLE", False) or not hasattr(module, "decode")
 
 
 def hidden(model: ModelConfig) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from barellm.config import DROPOUT_BITS, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.config import Config as Run
-from barellm.fields import at_least, below_one, between, divides, one_of, value
+from barellm.fields import at_least, below_one, between, divides, entries, one_of, value
 from barellm.models import unit
 from barellm.models.foreign import HuggingFace
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from barellm.program.tensor import Tensor
 
     Affine = tuple[Tensor, Tensor | None]  # weight, bias
+    DeclareMlp = Callable[[str, int], tuple[Affine, Affine]]
 
 
 def _no_biases(key: str, found: bool, config: Config) -> str | None:
@@ -76,9 +78,10 @@ class Weights:
     ln_f: Affine
 
 
-def declare(p: Program, cfg: Config) -> Weights:
+def declare(p: Program, cfg: Config, mlp: DeclareMlp | None = None) -> Weights:
     """Declare the parameters, initialised as GPT-2 does it: std 0.02, residual projections times 1 / sqrt(2 L), biases 0, norms 1,
-    padded ids 0. With unit scaling all weights have std 1, and norms have no parameters."""
+    padded ids 0. With unit scaling all weights have std 1, and norms have no parameters. `mlp` declares both products of a
+    layer's MLP, given its name and number, unless they are dense."""
     C = cfg.channels
     std = 1.0 if cfg.unit_scaling else 0.02
     residual_std = 1.0 if cfg.unit_scaling else 0.02 / sqrt(2 * cfg.layers)
@@ -93,17 +96,19 @@ def declare(p: Program, cfg: Config) -> Weights:
         weight = p.parameter(f"{name}.weight", (N, K), std=std)
         return weight, p.parameter(f"{name}.bias", (N,)) if cfg.bias else None
 
+    def products(name: str, layer: int) -> tuple[Affine, Affine]:
+        return linear(f"{name}.c_fc", 4 * C, C), linear(f"{name}.c_proj", C, 4 * C, std=residual_std)
+
     wte = p.parameter("wte", (cfg.padded_vocab, C), std=std, valid_rows=cfg.vocab_size)
     wpe = p.parameter("wpe", (cfg.max_seq, C), std=std)
     blocks = [
         Block(
-            name=f"h.{i}",
-            ln_1=norm(f"h.{i}.ln_1"),
-            attn=linear(f"h.{i}.attn.c_attn", 3 * C, C),
-            proj=linear(f"h.{i}.attn.c_proj", C, C, std=residual_std),
-            ln_2=norm(f"h.{i}.ln_2"),
-            fc=linear(f"h.{i}.mlp.c_fc", 4 * C, C),
-            fcproj=linear(f"h.{i}.mlp.c_proj", C, 4 * C, std=residual_std),
+            f"h.{i}",
+            norm(f"h.{i}.ln_1"),
+            linear(f"h.{i}.attn.c_attn", 3 * C, C),
+            linear(f"h.{i}.attn.c_proj", C, C, std=residual_std),
+            norm(f"h.{i}.ln_2"),
+            *(mlp or products)(f"h.{i}.mlp", i),
         )
         for i in range(cfg.layers)
     ]
@@ -139,10 +144,17 @@ def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
 
 Attend = Callable[[Block, "Tensor"], "Tensor"]
 Dropout = Callable[["Tensor"], "Tensor"]
+Mlp = Callable[["Program", Block, "Tensor"], "Tensor"]
 
 
-def trunk(p: Program, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout) -> Tensor:
-    """What the classifier sees: (B, T, C), normalised. `attend` makes attention (B, T, C) of a block's product (B, T, 3 C)."""
+def dense_mlp(p: Program, b: Block, h_BTC: Tensor) -> Tensor:
+    h_BTF = p.gelu(p.linear(h_BTC, *b.fc))
+    return p.linear(h_BTF, *b.fcproj)
+
+
+def trunk(p: Program, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout, mlp: Mlp = dense_mlp) -> Tensor:
+    """What the classifier sees: (B, T, C), normalised. `attend` makes attention (B, T, C) of a block's product (B, T, 3 C), and
+    `mlp` a block's MLP."""
     x_BTC = dropout(p.embedding(tokens_BT, w.wte, w.wpe))
     for b in w.blocks:
         with p.segment(b.name):
@@ -150,8 +162,7 @@ def trunk(p: Program, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dr
             a_BTC = attend(b, p.linear(h_BTC, *b.attn))
             x_BTC = p.add(x_BTC, dropout(p.linear(a_BTC, *b.proj)))
             h_BTC = p.layernorm(x_BTC, *b.ln_2)
-            h_BTF = p.gelu(p.linear(h_BTC, *b.fc))
-            x_BTC = p.add(x_BTC, dropout(p.linear(h_BTF, *b.fcproj)))
+            x_BTC = p.add(x_BTC, dropout(mlp(p, b, h_BTC)))
     return p.layernorm(x_BTC, *w.ln_f)
 
 
@@ -230,25 +241,71 @@ def shakespeare_unit() -> Run:
     return replace(base, preset="shakespeare-unit", model=model, optim=optim)
 
 
-def _gpt2(preset: str, layers: int, heads: int, channels: int, lr: float) -> Run:
+def shakespeare_char_large() -> Run:
+    """nanoGPT's character model for a GPU (config/train_shakespeare_char.py): 10.6M parameters, 5000 steps. It overfits long before
+    the end, as there; each evaluation is of the whole validation part."""
+    base = shakespeare_char()
+    model = Config(
+        layers=6, heads=6, channels=384, vocab_size=65, padded_vocab=65, max_seq=256, bias=False, dropout=0.2
+    )
+    train = replace(base.train, batch=64, seq=256, steps=5000, eval_tokens=0)
+    return replace(base, preset="shakespeare-char-large", model=model, train=train)
+
+
+SIZES = {"124m": (12, 12, 768), "350m": (24, 16, 1024), "774m": (36, 20, 1280), "1558m": (48, 25, 1600)}
+
+
+def _gpt2(preset: str, size: str, *, lr: float, floor: float = 0.1, max_seq: int = 1024, **how: Any) -> Run:
+    """GPT-2 of one of SIZES on steps of 2^19 tokens unless `how`, keys of [train] and [optim], says otherwise. The rate falls to
+    `floor` times its highest."""
+    layers, heads, channels = SIZES[size]
+    optim: dict[str, Any] = {"warmup": 700} | {key: how.pop(key) for key in list(how) if key in entries(OptimConfig)}
+    train: dict[str, Any] = {
+        "steps": 19560,
+        "eval_every": 250,
+        "checkpoint_every": 1000,
+        "accumulate": (1 << 17) // max_seq,
+    } | how
     return Run(
         preset=preset,
-        model=Config(layers=layers, heads=heads, channels=channels, vocab_size=50257, padded_vocab=50304),
-        optim=OptimConfig(lr=lr, min_lr=lr / 10, warmup=700),
+        model=Config(
+            layers=layers, heads=heads, channels=channels, vocab_size=50257, padded_vocab=50304, max_seq=max_seq
+        ),
+        optim=OptimConfig(lr=lr, min_lr=lr * floor, **optim),
         data=DataConfig(source="", tokenizer="gpt2"),
-        train=TrainConfig(batch=4, seq=1024, accumulate=128, steps=19560, eval_every=250, checkpoint_every=1000),
+        train=TrainConfig(batch=4, seq=max_seq, **train),
     )
 
+
+# Published runs (docs/recipes.md): what their scripts say that is not said above.
+SPIKES = {"skip_loss_z": 7.0, "skip_norm_z": 7.0}
+ROWS: dict[str, dict[str, Any]] = {
+    "gpt2-124m": {"size": "124m", "lr": 6e-4},
+    "gpt2-350m": {"size": "350m", "lr": 3e-4},
+    "gpt2-774m": {"size": "774m", "lr": 2.5e-4},
+    "gpt2-1558m": {"size": "1558m", "lr": 2e-4},
+    "build-nanogpt": {
+        "size": "124m", "lr": 6e-4, "warmup": 715, "steps": 19073, "milestones": 5000, "eval_tokens": 10 << 20
+    },
+    "llmc-124m": {
+        "size": "124m", "lr": 6e-4, "floor": 0.0, "steps": 18865, "milestones": 5000, "eval_tokens": 10 << 20
+    },
+    "llmc-350m": {"size": "350m", "lr": 3e-4, "floor": 0.0, "steps": 60000, "eval_tokens": 10 << 20},
+    "llmc-774m": {"size": "774m", "lr": 2.5e-4, "floor": 0.0, "steps": 286102, "eval_tokens": 5 << 20},
+    "llmc-1558m": {"size": "1558m", "lr": 6e-4, "accumulate": 256, "steps": 32000, "eval_tokens": 5 << 19},
+    "gpt3-125m": {
+        "size": "124m", "lr": 6e-4, "max_seq": 2048, "steps": 572204, "eval_tokens": 10 << 20,
+        "checkpoint_every": 10000, "keep": 5, "milestones": 50000, **SPIKES,
+    },
+}  # fmt: skip
 
 PRESETS: dict[str, Callable[[], Run]] = {
     "default": default,
     "shakespeare-char": shakespeare_char,
+    "shakespeare-char-large": shakespeare_char_large,
     "shakespeare-muon": shakespeare_muon,
     "shakespeare-unit": shakespeare_unit,
-    "gpt2-124m": lambda: _gpt2("gpt2-124m", 12, 12, 768, 6e-4),
-    "gpt2-350m": lambda: _gpt2("gpt2-350m", 24, 16, 1024, 3e-4),
-    "gpt2-774m": lambda: _gpt2("gpt2-774m", 36, 20, 1280, 2.5e-4),
-    "gpt2-1558m": lambda: _gpt2("gpt2-1558m", 48, 25, 1600, 2e-4),
+    **{name: partial(_gpt2, name, **row) for name, row in ROWS.items()},
 }
 
 

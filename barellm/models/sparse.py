@@ -1,5 +1,8 @@
 """GPT-2 with attention over blocks of keys that a layout lists (Child et al. 2019): each head has a pattern of its own, and the
-time and memory of a long sequence go with the blocks that are listed. Weights are those of gpt2.py; attention has no dropout.
+time and memory of a long sequence go with the blocks that are listed. Attention has no dropout.
+
+Weights are those of gpt2.py, but both matrices of each MLP may be block-sparse too (Gray, Radford and Kingma 2017): a graph links
+blocks of channels with blocks of hidden columns, and what is not linked is neither stored nor computed.
 
 A token that is sampled costs a whole forward pass: a layout's kernels want all positions, so there is no KV cache.
 """
@@ -8,22 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from math import sqrt
 from typing import TYPE_CHECKING
 
 from barellm.config import Config as Run
 from barellm.config import DataConfig, OptimConfig, TrainConfig
-from barellm.fields import value
+from barellm.fields import at_least, value
 from barellm.models import gpt2
-from barellm.models.gpt2 import declare
 from barellm.program import patterns
 
 if TYPE_CHECKING:
+    from barellm.program.block_layouts import BlockLayout
     from barellm.program.builder import Program
     from barellm.program.tensor import Tensor
 
-__all__ = ["Config", "declare", "decode", "forward"]
-
 WHOLE = True
+HIDDEN = "h.*.weight"  # stacked blocks are no matrix that Muon could make orthogonal: AdamW updates them
 
 
 def _pattern(key: str, found: str, config: Config) -> str | None:
@@ -39,12 +43,72 @@ def _block(key: str, found: int, config: Config) -> str | None:
     return None if fits else f"{key} is {found}, expected a multiple of 16 up to 128"
 
 
+def _graph(key: str, found: str, config: Config) -> str | None:
+    graphs = ("watts-strogatz", "barabasi-albert", "spread")
+    wrong = _pattern(key, found, config)
+    one = not found or (found.split(":")[0] in graphs and not {"+", ","} & set(found))
+    return wrong or (None if one else f"{key} is {found!r}, expected one of {', '.join(graphs)} with its numbers")
+
+
+def _mlp_block(key: str, found: int, config: Config) -> str | None:
+    if found not in (8, 16, 32, 64):
+        return f"{key} is {found}, expected 8, 16, 32 or 64"
+    fits = not config.mlp_layout or config.channels % found == 0
+    return None if fits else f"{key} is {found}, expected a divisor of model.channels, {config.channels}"
+
+
 @dataclass(frozen=True)
 class Config(gpt2.Config):
     layout: str = value(
         "local:256", "patterns of the heads (docs/sparsity.md); empty: every earlier key", check=_pattern
     )
     block: int = value(64, "positions of a block of keys or queries", check=_block)
+    mlp_layout: str = value(
+        "", "graph of the blocks of each MLP's matrices (docs/sparsity.md); empty: all", check=_graph
+    )
+    mlp_block: int = value(32, "rows and columns of a block of an MLP by a graph: 8, 16, 32 or 64", check=_mlp_block)
+    mlp_width: int = at_least(1, 4, "hidden columns of an MLP by a graph, for each channel")
+
+
+def declare(p: Program, cfg: Config) -> gpt2.Weights:
+    """Declare GPT-2's parameters; of MLPs by a graph only the blocks that are there. Each is initialised so that activations begin
+    as large as those of the dense model."""
+    return gpt2.declare(p, cfg, partial(_blocks, p, cfg) if cfg.mlp_layout else None)
+
+
+def _blocks(p: Program, cfg: Config, name: str, layer: int) -> tuple[gpt2.Affine, gpt2.Affine]:
+    """The blocks, one under the other, and biases of an MLP's two products."""
+
+    def affine(part: str, layout: BlockLayout, dense: int, std: float) -> gpt2.Affine:
+        width, each = layout.shape[1] * layout.block, len(layout) * layout.block / layout.shape[1]
+        shape = (len(layout) * layout.block, layout.block)
+        weight = p.parameter(f"{name}.{part}.blocks", shape, std=std * sqrt(dense / each))
+        return weight, p.parameter(f"{name}.{part}.bias", (width,)) if cfg.bias else None
+
+    fc, proj = _graphs(cfg, layer)
+    C, residual_std = cfg.channels, 0.02 / sqrt(2 * cfg.layers)
+    return affine("c_fc", fc, C, 0.02), affine("c_proj", proj, 4 * C, residual_std)
+
+
+def _graphs(cfg: Config, layer: int) -> tuple[BlockLayout, BlockLayout]:
+    """The layouts of a layer's two products. Each is a graph of its own, of which the second is read from right to left."""
+    from barellm.program.block_layouts import block_layout, parse  # with NumPy
+
+    rows, columns = cfg.channels // cfg.mlp_block, cfg.mlp_width * cfg.channels // cfg.mlp_block
+    up, down = (parse(cfg.mlp_layout, rows=rows, columns=columns, more=2 * layer + i) for i in range(2))
+    return block_layout(up, cfg.mlp_block), block_layout(down.T, cfg.mlp_block)
+
+
+def _mlp(cfg: Config) -> gpt2.Mlp:
+    if not cfg.mlp_layout:
+        return gpt2.dense_mlp
+
+    def mlp(p: Program, b: gpt2.Block, h_BTC: Tensor) -> Tensor:
+        fc, proj = _graphs(cfg, int(b.name.removeprefix("h.")))
+        h_BTF = p.gelu(p.block_linear(h_BTC, *b.fc, layout=fc))
+        return p.block_linear(h_BTF, *b.fcproj, layout=proj)
+
+    return mlp
 
 
 def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool) -> Tensor:
@@ -55,14 +119,14 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
     def dropout(x_BTC: Tensor) -> Tensor:
         return p.dropout(x_BTC, rate, cfg.dropout_bits)
 
-    x_BTC = gpt2.trunk(p, w, tokens_BT, _attention(p, cfg, tokens_BT), dropout)
+    x_BTC = gpt2.trunk(p, w, tokens_BT, _attention(p, cfg, tokens_BT), dropout, _mlp(cfg))
     return p.classifier(x_BTC, w.wte, targets_BT, valid_vocab=cfg.vocab_size)
 
 
 def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
     """The fp32 logits (B, 1, Vp) of the last position, of a text from its beginning."""
-    w = declare(p, cfg)
-    return p.last_logits(gpt2.trunk(p, w, tokens_BT, _attention(p, cfg, tokens_BT), lambda x_BTC: x_BTC), w.wte)
+    w, attend = declare(p, cfg), _attention(p, cfg, tokens_BT)
+    return p.last_logits(gpt2.trunk(p, w, tokens_BT, attend, lambda x_BTC: x_BTC, _mlp(cfg)), w.wte)
 
 
 def _attention(p: Program, cfg: Config, tokens_BT: Tensor) -> Callable[[gpt2.Block, Tensor], Tensor]:

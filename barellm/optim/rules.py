@@ -64,14 +64,24 @@ def update(p: Program, rules: Sequence[Rule], *, clip: float, params: Sequence[T
 
     The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
     """
+    params = p.store.of_role("parameter") if params is None else params
+    change(p, rules, p.output("clip", clipped(p, params, clip=clip)), params=params)
+
+
+def clipped(p: Program, params: Sequence[Tensor], *, clip: float, into: Tensor | None = None) -> Tensor:
+    """Append the norm of the gradients of `params` and the scale that takes it down to `clip`: a tensor [norm, scale], which is
+    `into` if given."""
     from barellm.program import ops
     from barellm.program.loss_scale import loss_scale_of
 
-    params = p.store.of_role("parameter") if params is None else params
     squares = {f"p{i}": p.apply(ops.SumSquares, x=p.gradient_of(t)).partials for i, t in enumerate(params)}
-    skipped = p.state("skipped", (1,), "i32")
-    operands = {"skipped": skipped, "loss_scale": loss_scale_of(p), **squares}
-    scale = p.output("clip", p.apply(ops.ClipScale, **operands, clip=clip).clip)
+    operands = {"skipped": p.state("skipped", (1,), "i32"), "loss_scale": loss_scale_of(p), **squares}
+    scale = p.apply(ops.ClipScale, **operands, clip=clip, into=None if into is None else {"clip": (into, "store")})
+    return scale.clip
+
+
+def change(p: Program, rules: Sequence[Rule], scale: Tensor, *, params: Sequence[Tensor]) -> None:
+    """Append the change of each of `params` by the optimizer that the rules give it; nothing changes where scale[1] is NaN."""
     first = len(p.ops)
     groups: dict[Optimizer, list[Tensor]] = {rule.optimizer: [] for rule in rules}
     for param, rule in assigned(rules, params):

@@ -49,13 +49,18 @@ HOPPER = {"fp8": 1978.9e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp32": 66.9e12}
 CARDS = {"h100": Published(HOPPER, 3.35e12), "h200": Published(HOPPER, 4.8e12)}
 
 
-def published(card: str) -> Ceiling:
-    """The bound by a card's data sheet. UserError for a card that is not known."""
+def sheet(card: str) -> Published:
+    """A card's data sheet. UserError for a card that is not known."""
     if card not in CARDS:
         raise UserError(f"unknown card {card!r}{nearest(card, CARDS)} (known: {', '.join(CARDS)})")
-    sheet = CARDS[card]
-    bandwidth = {mix: sheet.bandwidth(mix) for mix in NAMED.values()}
-    return Ceiling(dict(sheet.flops), bandwidth, lambda: sheet, f"{card}'s data sheet, {REACHED:.0%} of its bandwidth")
+    return CARDS[card]
+
+
+def published(card: str) -> Ceiling:
+    """The bound by a card's data sheet."""
+    found = sheet(card)
+    bandwidth = {mix: found.bandwidth(mix) for mix in NAMED.values()}
+    return Ceiling(dict(found.flops), bandwidth, lambda: found, f"{card}'s data sheet, {REACHED:.0%} of its bandwidth")
 
 
 def check(device: str) -> None:

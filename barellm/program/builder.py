@@ -7,6 +7,7 @@ from barellm.program.graph import Store
 from barellm.program.ops import (
     attention,
     binary,
+    block_matmul,
     convolution,
     cross_entropy,
     documents,
@@ -40,6 +41,7 @@ __all__ = ["Program", "Store"]
 class Program(
     attention.Calls,
     binary.Calls,
+    block_matmul.Calls,
     convolution.Calls,
     cross_entropy.Calls,
     documents.Calls,

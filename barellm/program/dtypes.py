@@ -162,9 +162,9 @@ def decode(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
 def split_fp32(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Take fp32 numbers apart into (bf16, signed 16-bit rest), with bits(x) = (bits(hi) << 16) + rest. hi is the nearest bf16. Ties
     go upwards in magnitude, so that the rest fits into 16 signed bits."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.int32)
-    hi = (bits + 0x8000) >> 16
-    return hi.astype(np.int16).view(numpy_dtype("bf16")), (bits - (hi << 16)).astype(np.int16)
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    hi = ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.int16)
+    return hi.view(numpy_dtype("bf16")), bits.astype(np.int16)  # the lower half, read as signed, is what rounding left
 
 
 def join_split(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:

@@ -58,6 +58,7 @@ class Graph:
     # --- tensors ---
 
     def input(self, name: str, shape: tuple[int, ...], dtype: str = "i32") -> Tensor:
+        """What a session writes before a run, by this name."""
         self.named[name] = t = Tensor(name, shape, dtype, "input")
         return t
 
@@ -104,6 +105,7 @@ class Graph:
         return self.store.get(name, shape, dtype, "state")
 
     def cache(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """A tensor that keeps its values from run to run, such as the keys and values of earlier positions."""
         return self.store.get(name, shape, dtype, "cache")
 
     def constant(self, name: str, value: np.ndarray, dtype: str = "fp32") -> Tensor:

@@ -31,7 +31,14 @@ CLASSIFIER: list[Fusion] = [
         inputs={"x": "0.x", "weight": "0.weight", "targets": "1.targets"},
         outputs={"loss": "1.loss"},
     ),
-    # The same of softcapped logits, whose head is stored (C, V).
+    # The loss of each token by itself.
+    Fusion(
+        "classifier_scores",
+        [("matmul", {}), ("token_losses", {"logits": "0.y"})],
+        inputs={"x": "0.x", "weight": "0.weight", "targets": "1.targets"},
+        outputs={"losses": "1.losses", "margins": "1.margins"},
+    ),
+    # The loss and its gradients of softcapped logits, whose head is stored (C, V).
     Fusion(
         "softcapped_classifier",
         [
@@ -109,6 +116,12 @@ def quantized(activations: Iterable[str]) -> list[Fusion]:
             [("quantized_matmul", {}), ("cross_entropy", {"logits": "0.y"})],
             inputs={"x": "0.x", "codes": "0.codes", "scales": "0.scales", "targets": "1.targets"},
             outputs={"loss": "1.loss"},
+        ),
+        Fusion(
+            "quantized_classifier_scores",
+            [("quantized_matmul", {}), ("token_losses", {"logits": "0.y"})],
+            inputs={"x": "0.x", "codes": "0.codes", "scales": "0.scales", "targets": "1.targets"},
+            outputs={"losses": "1.losses", "margins": "1.margins"},
         ),
         *(_forward(f"linear_{name}", b, (name, "x"), name, "quantized_") for name in names for b in (True, False)),
         *(_forward("linear_residual", b, ("add", "b"), "residual", "quantized_") for b in (True, False)),

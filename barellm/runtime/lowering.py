@@ -66,6 +66,11 @@ def rows_of(tensor: Tensor, first: int, count: int, width: int) -> tuple[Region,
     return part(tensor, min(first * row, tensor.nbytes), min((first + count) * row, tensor.nbytes)), tensor.dtype
 
 
+def decodes(program: Program) -> bool:
+    """Whether a program goes on from a cache, and so runs with a few rows as often as with many."""
+    return any(t.role == "cache" for op in program.ops for t in op.inputs.values())
+
+
 class OpLowering(Protocol):
     """The calls that a backend makes of one op, and their scratch, which lives in the workspace as long as the op."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 from barellm.errors import UserError
 from barellm.program.planner import Plan
@@ -24,6 +25,16 @@ def memory_limit() -> tuple[int, str]:
     limits = [(physical, "this machine's memory")]
     limits += [(nbytes, f"the cgroup's limit ({path})") for nbytes, path in cgroup.memory_limits()]
     return min(limits)
+
+
+def available() -> int:
+    """Bytes that this process may still take: what its limit leaves, and what the machine has free or can free at once."""
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        (free,) = re.findall(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    except (OSError, ValueError):  # not Linux
+        return memory_limit()[0] // 2
+    return min(memory_limit()[0] - resident, int(free) << 10)
 
 
 def check_fits(plan: Plan, *, what: str, limit: tuple[int, str] | None = None) -> None:

@@ -50,17 +50,38 @@ def check_op(
     plan: tuple[int, int] | None = None,
     views: dict[str, tuple[Any, ...]] | None = None,
     threads: tuple[int, ...] = THREADS,
+    guarded: bool = False,
     **attrs: Any,
 ) -> dict[str, np.ndarray]:
-    """Raises AssertionError with one line that reproduces the failure; gives the outputs. Bits must not depend on threads."""
+    """Raises AssertionError with one line that reproduces the failure; gives the outputs. Bits must not depend on threads.
+    `guarded`: the op may not write behind the private scratch that it asked for."""
     case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars or {}, plan, views or {})
-    return check_case(case, {f"{n} threads": partial(Session, threads=n, isa=isa) for n in threads})
+    return check_case(
+        case, {f"{n} threads": partial(Guarded if guarded else Session, threads=n, isa=isa) for n in threads}
+    )
 
 
 class Session(CpuSession):
     """Code is loaded once for the runs of a check, which differ in their threads."""
 
     _last: tuple[Any, jit.Library] | None = None
+
+
+class Guarded(Session):
+    """What an op leaves of a thread's own scratch must stay as it is."""
+
+    def _spare(self) -> np.ndarray:
+        """The bytes (threads, n) of the threads' scratch that no op asked for. A thread's scratch is whole pages."""
+        (private,) = [t for t in self.plan.offsets if t.name == "threads.private"]
+        start, asked = self.plan.offsets[private], max(low.private_bytes for low in self.lowered.values())
+        rooms = self.arena[start : start + private.nbytes].reshape(self.threads, self.private_bytes)
+        return rooms[:, asked:]
+
+    def run(self, program: str, **values: Any) -> None:
+        self._spare()[:] = 0xFF
+        super().run(program, **values)
+        touched = np.flatnonzero((self._spare() != 0xFF).any(0))
+        assert not touched.size, f"{program} writes {touched[0] + 1} bytes and more behind its private scratch"
 
     def _compile(self) -> None:
         wanted = (self.isa, jit.versions(), [spec.key for spec in self.specs])

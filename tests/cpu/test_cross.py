@@ -1,5 +1,6 @@
 """Every kernel of the 124M programs compiles for aarch64, to the instructions that it is written for."""
 
+import numpy as np
 import pytest
 
 from barellm.config import MOMENTS
@@ -10,6 +11,7 @@ from barellm.cpu.step import lower_and_plan
 from barellm.inspect import kernels
 from barellm.models import preset
 from barellm.overrides import changed
+from barellm.program.block_layouts import block_layout
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 
@@ -65,6 +67,27 @@ def test_softmax_and_top_k_compile_for_aarch64():
     for spec in lower_and_plan({"p": p}, threads=2, isa=isa).specs:
         code = jit.target_machine(isa).emit_object(jit.module(spec.ir(isa), isa))
         assert not jit.undefined_symbols(code) - jit.ALLOWED, spec
+
+
+@pytest.mark.parametrize("isa, block, instruction", [
+    (isas.cross("neon_bf16", TRIPLES[0]), 32, "bfdot"),
+    (isas.X86["avx512_bf16"], 8, "vdpbf16ps"),
+], ids=["neon_bf16", "avx512_bf16"])  # fmt: skip
+def test_products_of_blocks_compile_for_other_machines(isa, block, instruction):
+    """Forward and both gradients, of blocks wider than a register tile and narrower than a vector."""
+    p, shape = Program(Store(), compute="bf16"), (Dim("batch", 1), Dim("seq", 9))
+    layout = block_layout(np.array([[1, 0], [1, 1]]), block)
+    x = p.linear(p.input("x", (*shape, 2 * block), "fp32"), p.parameter("w", (2 * block, 2 * block)))
+    h = p.block_linear(x, p.parameter("blocks", (3 * block, block)), layout=layout)
+    head = p.parameter("head", (64, 2 * block))
+    p.backward(p.output("loss", p.classifier(h, head, p.input("targets", shape), valid_vocab=9)))
+    multiply = 0
+    for spec in lower_and_plan({"p": p}, threads=2, isa=isa).specs:
+        if spec.name in ("pack_blocks", "block_product", "pack_strips", "block_gradient"):
+            module = jit.module(spec.ir(isa), isa)
+            assert not jit.undefined_symbols(jit.target_machine(isa).emit_object(module)) - jit.ALLOWED, spec
+            multiply += instruction in jit.target_machine(isa).emit_assembly(module)
+    assert multiply == 2, "the product, whose code the input gradient shares, and the weight gradient"
 
 
 @pytest.mark.parametrize("futex, triple", [(True, TRIPLES[0]), (False, TRIPLES[0]), (False, TRIPLES[1])])

@@ -3,8 +3,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from barellm.cpu.kernels import classifier
+from barellm.cpu.step import CpuSession
 from barellm.program import ops
-from tests.cases import loss_case, loss_gradient_case, loss_of_scale_case, loss_operands
+from tests.cases import (
+    check_scores,
+    loss_case,
+    loss_gradient_case,
+    loss_of_scale_case,
+    loss_operands,
+    token_losses_case,
+)
 from tests.cpu.check import ISAS, check_op, isa_named
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 7, 7), (3, 5, 65, 65), (1, 37, 128, 97), (2, 3, 1031, 1000), (1, 2, 50304, 50257)]
@@ -18,6 +27,20 @@ each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @each_dtype
 def test_cross_entropy(isa, shape, dtype):
     check_op(ops.CrossEntropy, isa, **loss_case(shape, dtype))
+
+
+@each_isa
+@each_shape
+@each_dtype
+def test_token_losses(isa, shape, dtype):
+    got = check_op(ops.TokenLosses, isa, **token_losses_case(shape, dtype))
+    assert got["margins"][0, 0] == 0
+
+
+@pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
+def test_scores_in_chunks(compute, limit, monkeypatch):
+    monkeypatch.setattr(classifier, "CHUNK", 8)
+    check_scores(lambda programs: CpuSession(programs, threads=2), compute=compute, limit=limit)
 
 
 @each_isa

@@ -14,7 +14,7 @@ from barellm.cpu.choices import Choice
 from barellm.cpu.fuse import FUSIONS
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels import classifier, gemm, linear, weight_gradient
+from barellm.cpu.kernels import classifier, gemm, linear
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from tests.cases import (
@@ -84,14 +84,14 @@ def test_axes_of_any_kind(isa, dtype, leading, op_type):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
 def test_columns_of_wider_tensors(isa, dtype, op_type, monkeypatch):
-    changed(monkeypatch, weight_gradient, CHUNK=16)
+    changed(monkeypatch, choices, CHUNK=16, LONG_CHUNK=16)
     for viewed in VIEWED:
         check_op(op_type, isa, **viewed_case(op_type, viewed, dtype, "add" if viewed[1] else "store"))
 
 
 def in_parts(monkeypatch) -> None:
     """The depth of products goes in parts of 32."""
-    changed(monkeypatch, choices, WHOLE_BYTES=64, PART_BYTES=64)
+    changed(monkeypatch, choices, WHOLE_BYTES=64, PART_BYTES=64, NARROW_PART_BYTES=64)
 
 
 @each_isa
@@ -141,7 +141,7 @@ def test_matmul_dw(isa, dtype, shape, mode, accumulate):
 @each_isa
 @each_dtype
 def test_weight_gradient_over_several_chunks_of_tokens(isa, dtype, monkeypatch):
-    changed(monkeypatch, weight_gradient, CHUNK=16)
+    changed(monkeypatch, choices, CHUNK=16, LONG_CHUNK=16)
     x, dy, _ = operands((3, 43, 20, 33), dtype)
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     check_op(
@@ -306,4 +306,4 @@ def test_weight_gradients_of_two_threads_are_as_long(isa, tokens, rows, cols):
     half = len(claims) // 2
     assert len(claims) % 2 == 0 and half >= choices.CLAIMS // 4
     assert abs(sum(claims[:half]) - sum(claims[half:])) <= 0.06 * sum(claims)
-    assert choice.rows * min(tokens, choices.CHUNK) * (2 if isa.dot else 4) <= choices.LEFT_BYTES
+    assert choice.rows * min(tokens, choices.chunk_of(isa)) * (2 if isa.dot else 4) <= choices.LEFT_BYTES

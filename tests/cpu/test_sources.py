@@ -106,15 +106,15 @@ def test_what_runs_while_a_kernel_is_emitted_is_among_its_sources(isa, dtype):
 
 
 def test_values_from_files_that_run_before_count(monkeypatch):
-    """As if the tokens of a chunk came from a file that is no source itself."""
+    """As if the number of claims came from a file that is no source itself."""
     from barellm.cpu import choices
 
     monkeypatch.setattr(sources, "BEFORE", sources.BEFORE | {"barellm.cpu.choices"})
     sources.forget()
-    before = sources.digest("barellm.cpu.kernels.weight_gradient")
+    before = sources.digest("barellm.cpu.kernels.claims")
     sources.forget()
-    monkeypatch.setattr(choices, "CHUNK", choices.CHUNK + 1)
-    assert sources.digest("barellm.cpu.kernels.weight_gradient") != before
+    monkeypatch.setattr(choices, "BUSY", choices.BUSY + 1)
+    assert sources.digest("barellm.cpu.kernels.claims") != before
 
 
 def test_every_way_to_import_is_seen():

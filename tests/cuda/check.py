@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from barellm.cuda.kernel import Sizes, Target
+from barellm.cuda.kernel import Counter, Sizes, Target
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.program.builder import Program
 from barellm.program.ops.base import Op
@@ -39,6 +39,7 @@ class InterpretedSession(ArenaSession):
         raw = np.zeros(self.plan.arena_bytes + ALIGN, np.uint8)
         skip = -raw.ctypes.data % ALIGN
         self.arena = raw[skip : skip + self.plan.arena_bytes]
+        self.counter = np.zeros(16, np.int32)
         self._inputs = self._input_rooms(lambda t: self.stored(t).reshape(-1))
         self._starts = {name: partial(self._interpret, name) for name in programs}
         self.execute = execute
@@ -54,8 +55,11 @@ class InterpretedSession(ArenaSession):
                 (self._block.address, self._block.address + NBYTES),
                 self.execute,
             )
+            assert not self.counter.any(), f"{launch.spec.name} leaves the counter at {self.counter[0]}"
 
-    def _address(self, region: Region) -> tuple[int, int]:
+    def _address(self, region: Region | Counter) -> tuple[int, int]:
+        if isinstance(region, Counter):
+            return self.counter.ctypes.data, self.counter.ctypes.data + self.counter.itemsize
         start = self.arena.ctypes.data + self.plan.offsets[region.tensor]
         return start + region.start, start + region.stop
 

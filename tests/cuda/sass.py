@@ -61,6 +61,7 @@ def disassembled(codes: Sequence[Code], arch: int) -> list[str]:
 def row_of(code: Code, sass: str | None = None) -> Row:
     """`sass`: where it is disassembled already."""
     found = device_code.read(code.cubin, shared=code.shared_bytes, sass=sass)
+    assert code.registers == found.registers, f"{code.name}: {code.registers} registers in its attributes"
     counts = {"registers": found.registers, "stack": found.stack, "shared": found.shared, "spills": found.spills}
     counts |= {name: found.counts.get(name, 0) for name in COUNTED} | found.widths
     return {name: n for name, n in counts.items() if n or name in ("spills", "registers", "shared")}

@@ -14,10 +14,12 @@ from barellm.program import ops
 from tests.cases import (
     check_classifier_of_inner_axes,
     check_network,
+    check_scores,
     loss_case,
     loss_gradient_case,
     loss_of_scale_case,
     loss_operands,
+    token_losses_case,
 )
 from tests.cuda.check import InterpretedSession, check_op
 
@@ -37,6 +39,19 @@ def small_blocks(monkeypatch):
 @each_dtype
 def test_cross_entropy(shape, dtype):
     check_op(ops.CrossEntropy, **loss_case(shape, dtype))
+
+
+@each_shape
+@each_dtype
+def test_token_losses(shape, dtype):
+    got = check_op(ops.TokenLosses, **token_losses_case(shape, dtype))
+    assert got["margins"][0, 0] == 0
+
+
+@pytest.mark.parametrize("compute, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
+def test_scores_in_chunks(compute, limit, monkeypatch):
+    monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 16)
+    check_scores(InterpretedSession, compute=compute, limit=limit)
 
 
 @each_dtype

@@ -11,6 +11,7 @@ import numpy as np
 
 from barellm import kernels
 from barellm.program import layouts, ops
+from barellm.program.block_layouts import block_layout
 from barellm.program.ops.convolution import pair
 
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -89,6 +90,12 @@ CASES = {
         kernels.attention,
         attention,
         [((2, 7, 4, 5), (2, 7, 2, 5), (2, 7, 2, 5)), ((1, 1, 1, 1),) * 3, ((1, 67, 3, 16),) * 3],
+    ),
+    "blocksparse_matmul": Case(
+        kernels.blocksparse_matmul,
+        lambda x, blocks, layout: x @ layout.dense(blocks),
+        [((3, 7, 32), (3, 16, 16))],
+        {"layout": block_layout(np.array([[1, 0, 1], [0, 0, 1]]), 16)},
     ),
     "attention by layout": Case(
         kernels.attention,

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from barellm.assembly.programs import build
+from barellm.config import OptimConfig
 from barellm.cpu.step import CpuSession
 from barellm.errors import UserError
-from barellm.models.sparse import Config
+from barellm.models import hidden
+from barellm.models.sparse import Config, _graphs
+from barellm.optim.recipes import rules
+from barellm.optim.rules import assigned
 from barellm.runtime.reference import ReferenceSession
 
 SMALL = Config(
@@ -43,6 +47,58 @@ def test_every_length_has_the_gradients_of_the_reference():
             if t.role == "gradient":
                 np.testing.assert_allclose(ours.read(name), oracle.read(name), rtol=1e-3, atol=2e-5, err_msg=name)
     ours.close()
+
+
+MLPS = replace(SMALL, channels=48, mlp_layout="watts-strogatz:2:0.5:1", mlp_block=8, mlp_width=5)
+
+
+def test_a_small_world_has_the_gradients_of_the_reference():
+    ours, oracle = sessions(MLPS, CpuSession, ReferenceSession, batch=2, seq=37, optimizer=lambda p: None)
+    tokens = np.random.default_rng(1).integers(0, 13, (2, 37))
+    for s in (ours, oracle):
+        s.write("tokens", tokens)
+        s.write("targets", tokens)
+        s.run("micro", batch=2, seq=37, accumulate=0, pos=0, inv_targets=0.1)
+    blocks = [name for name, t in ours.tensors.items() if t.role == "gradient" and ".blocks" in name]
+    assert len(blocks) == 4, "two matrices in each of two layers"
+    for name in blocks:
+        assert ours.tensors[name].shape == (30 * 2 * 8, 8), "each of 30 blocks of hidden columns has two links"
+        np.testing.assert_allclose(ours.read(name), oracle.read(name), rtol=1e-3, atol=2e-5, err_msg=name)
+    ours.close()
+
+
+def test_a_whole_graph_is_a_dense_mlp():
+    """With every block linked, and the same numbers in the matrices, the losses are equal: no layer and no side is mixed up."""
+    config = replace(SMALL, mlp_layout="spread:3:1", mlp_block=8)
+    (sparse,), (dense,) = (sessions(c, ReferenceSession, batch=1, seq=70) for c in (config, SMALL))
+    for name, t in sparse.tensors.items():
+        if t.role != "parameter":
+            continue
+        values = sparse.read(name)
+        if name.endswith(".blocks"):
+            fc, proj = _graphs(config, int(name.split(".")[1]))
+            values, name = (fc if "c_fc" in name else proj).dense(values).T, name.replace("blocks", "weight")
+        dense.write(name, values)
+    tokens, found = np.random.default_rng(0).integers(0, 13, (1, 70)), []
+    for s in (sparse, dense):
+        s.write("tokens", tokens)
+        s.write("targets", tokens)
+        s.run("eval", batch=1, seq=70, pos=0, inv_targets=1 / 70)
+        found.append(float(s.read("loss")[0]))
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_graphs_of_layers_differ_and_muon_leaves_blocks_alone():
+    first, second = (_graphs(MLPS, layer)[0].places for layer in (0, 1))
+    assert not np.array_equal(first, second)
+    found = {t.name: rule.optimizer for t, rule in _assigned(MLPS)}
+    kinds = {name: type(found[f"h.0.{name}"]).__name__ for name in ("attn.c_proj.weight", "mlp.c_fc.blocks")}
+    assert kinds == {"attn.c_proj.weight": "Muon", "mlp.c_fc.blocks": "AdamW"}
+
+
+def _assigned(config: Config):
+    params = build(config, batch=1, seq=8)[0].of_role("parameter")
+    return assigned(rules(OptimConfig(name="muon"), hidden(config)), params)
 
 
 def losses(config: Config, tokens: np.ndarray) -> float:
@@ -87,3 +143,7 @@ def test_a_layout_that_is_none_is_refused():
         replace(SMALL, layout="lokal:3")
     with pytest.raises(UserError, match=r"model\.block is 40, expected a multiple of 16 up to 128"):
         replace(SMALL, block=40)
+    with pytest.raises(UserError, match=r"model\.mlp_layout is 'local:3', expected one of watts-strogatz"):
+        replace(SMALL, mlp_layout="local:3")
+    with pytest.raises(UserError, match=r"model\.mlp_block is 32, expected a divisor of model\.channels, 24"):
+        replace(SMALL, mlp_layout="spread:2:1")

@@ -17,9 +17,11 @@ from barellm.config import Config as Run
 from barellm.config import OptimConfig, TrainConfig
 from barellm.cpu.step import CpuSession
 from barellm.errors import UserError
-from barellm.models.speedrun import RECORD, Config, course, speedrun
+from barellm.models.speedrun import RECORD, Config, course, declare, speedrun
 from barellm.models.stages import Stage, parse, table
 from barellm.optim.recipes import updates
+from barellm.program.builder import Program, Store
+from barellm.program.ops.fp8 import Static
 from barellm.runtime.reference import ReferenceSession
 from tests.training.conftest import TEXT
 
@@ -190,6 +192,33 @@ def test_each_part_can_be_left_out(left_out):
     assert found == pytest.approx(wanted, rel=3e-5)
     whole = trained(ReferenceSession(programs_of(SMALL, "fp32"), dtype="float64"), SMALL, 1)
     assert abs(whole[0] - wanted[0]) > 1e-6  # it made a difference
+
+
+FACTORS = {"qkv.scale": 11, "proj.scale": 11, "resid.attn": 11, "resid.mlp": 11, "post.mlp": 11, "x0.scale": 11}
+FACTORS |= {"lanes.attn0": 11, "lanes.attn1": 11, "lanes.mlp1": 11, "bigrams.scale": 11}
+FACTORS |= {"smear.scale": 1, "backout.scale": 1, "skip.scale": 1}
+OF = {
+    "lanes": "lanes.",
+    "smear": "smear.",
+    "bigram": "bigrams.",
+    "backout": "backout.",
+    "attention in every layer": "skip.",
+}
+
+
+@pytest.mark.parametrize("left_out", [None, *OF])
+def test_a_part_that_is_left_out_leaves_no_factors_behind(left_out):
+    store = Store()
+    declare(Program(store), replace(SMALL, **LEFT_OUT.get(left_out, {})))
+    sizes = {name: t.shape[0] for name, t in store.tensors.items() if len(t.shape) == 1}
+    assert sizes == {name: n for name, n in FACTORS.items() if left_out is None or not name.startswith(OF[left_out])}
+
+
+def test_the_record_s_scales_of_8_bits():
+    """PR #233 scales x by 100 / 448, the weight by 1.6 / 448 and the logits' gradients by 0.75 / 448."""
+    programs = programs_of(replace(SMALL, fp8="static"), "bf16")
+    (found,) = {op.attrs["scaling"] for op in programs["micro"].ops if op.attrs.get("scaling")}
+    assert found == Static("head", x=100 / 448, weight=1.6 / 448, dy=0.75 / 448)
 
 
 @pytest.mark.parametrize(

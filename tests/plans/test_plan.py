@@ -9,9 +9,10 @@ import pytest
 from barellm import overrides
 from barellm.assembly.machine import build_programs, open_machine
 from barellm.cli import main
-from barellm.models import preset, presets
+from barellm.models import preset
 from barellm.models.course import only_stage
 from barellm.plans import plan
+from tests.presets import planned
 from tests.profiling.conftest import ADAMW, made_up
 
 SMALL = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "model.vocab_size": 50, "model.max_seq": 16}
@@ -29,7 +30,7 @@ def small(dtype, recompute):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", planned())
 def test_arena_is_within_three_percent_of_what_is_alive(name, recompute):
     train = preset(name).train
     numbers, _ = plan.report(config_of(name, batch=train.batch, seq=train.seq, recompute=recompute))

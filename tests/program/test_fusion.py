@@ -162,6 +162,13 @@ def test_every_row_of_the_backends_tables_is_used():
         network(p, bias=bias, C=4, F=8, V=7, activation=activation)
         quantize_programs({"eval": p}, "int8")
         used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
+    for coded in (True, False):
+        p = Program(Store())
+        network(p, bias=True, C=4, F=8, V=7)
+        p.score_tokens()
+        if coded:
+            quantize_programs({"score": p}, "int8")
+        used |= {op.fusion for op in fuse(p.ops, FUSIONS) if isinstance(op, FusedOp)}
     assert len(used) == len(FUSIONS), [row.name for row in FUSIONS if row not in used]
 
 

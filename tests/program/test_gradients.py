@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from barellm.program import layouts, ops
+from barellm.program.block_layouts import block_layout
 from barellm.program.builder import Program, Store
 from barellm.program.ops.base import Op
 from barellm.program.ops.qk_rotary import Yarn
@@ -70,6 +71,11 @@ CASES = {
         ops.LayoutAttention,
         {"q": (B, T, 2 * C), "k": (B, T, C), "v": (B, T, C)},
         {"heads": 2, "kv_heads": 1, "layout": layouts.parse("local:2, fixed:3:1", length=T, block=16, heads=2)},
+    ),
+    "block-sparse product": (
+        ops.BlockMatmul,
+        {"x": (B, T, 16), "weight": (24, 8)},
+        {"layout": block_layout(np.array([[1, 0, 1], [0, 0, 1]]), 8)},
     ),
     "rmsnorm": (ops.RMSNorm, {"x": (B, T, C), "weight": (C,)}, {"eps": 1e-3, "dtype": "fp32"}),
     "rmsnorm without weight": (ops.RMSNorm, {"x": (B, T, C)}, {"eps": 1e-3, "dtype": "fp32"}),

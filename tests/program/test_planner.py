@@ -12,13 +12,14 @@ import pytest
 from barellm.assembly.programs import build
 from barellm.config import OptimConfig
 from barellm.errors import UserError
-from barellm.models import preset, presets
+from barellm.models import preset
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
 from barellm.program import planner
 from barellm.program.tensor import Tensor
 from barellm.runtime.memory import check_fits, memory_limit
 from barellm.runtime.reference import ReferenceSession
+from tests.presets import planned
 from tests.program.graphs import random_graph, run_graph
 
 RATIO = 1.03
@@ -35,7 +36,7 @@ def plan_of(store, programs) -> planner.Plan:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", planned())
 def test_every_preset_fits_into_its_live_peak(name, recompute):
     config = preset(name)
     for batch, seq in ((config.train.batch, config.train.seq), (1, 7), (3, 61)):

@@ -32,7 +32,7 @@ import triton.language as tl
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
 
-from barellm.cuda.kernel import Launch, Sizes, Specialisation, Table, TensorMap
+from barellm.cuda.kernel import Counter, Launch, Sizes, Specialisation, Table, TensorMap
 from barellm.runtime.lowering import Region
 from tests.simulators import gluon_machine, interpreter_types
 
@@ -96,26 +96,26 @@ Execute = Callable[
 def run(
     launch: Launch,
     sizes: Sizes,
-    address: Callable[[Region], tuple[int, int]],
+    address: Callable[[Region | Counter], tuple[int, int]],
     scalars: tuple[int, int],
     execute: Execute,
 ) -> None:
-    """One launch on host memory by `execute`. `address(region)`: where its bytes start and stop; `scalars`: the same of the
-    run-time scalars."""
+    """One launch on host memory by `execute`. `address(region)`: where its bytes, or those of the counter, start and stop;
+    `scalars`: the same of the run-time scalars."""
     grid = launch.grid(sizes)
     if 0 in grid:
         return
 
-    def pointer(region: Region) -> Pointer:
+    def pointer(region: Region | Counter) -> Pointer:
         start, stop = address(region)
-        return Pointer(start, start, stop, region in launch.writes)
+        return Pointer(start, start, stop, isinstance(region, Counter) or region in launch.writes)
 
     values: list[Parameter] = []
     kept: list[Any] = []  # tables, while the launch runs
     for a in launch.args:
         if a is None:
             values.append(Pointer(scalars[0], *scalars, False))
-        elif isinstance(a, Region):
+        elif isinstance(a, Region | Counter):
             values.append(pointer(a))
         elif isinstance(a, TensorMap):
             rows = a.rows if isinstance(a.rows, int) else a.rows(sizes)
@@ -253,6 +253,10 @@ class Builder(stock.InterpreterBuilder):
         plain = self.memory.untagged(ptrs.data, mask, nbytes, write=True)
         pointers = stock.TensorHandle(plain, ptrs.dtype)
         return super().create_masked_store(pointers, value, mask, cache_modifier, eviction_policy)
+
+    def create_atomic_rmw(self, rmwOp, ptr, val, mask, sem, scope):
+        plain = self.memory.untagged(ptr.data, mask, val.data.dtype.itemsize, write=True)
+        return super().create_atomic_rmw(rmwOp, stock.TensorHandle(plain, ptr.dtype), val, mask, sem, scope)
 
     def cast_impl(self, src, dst_type):
         source, target = src.dtype.scalar, dst_type.scalar

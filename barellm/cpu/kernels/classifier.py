@@ -54,12 +54,7 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
         c.private(loss.scratch(V))
     for first in range(0, rows, CHUNK):  # those beyond a run's rows do nothing
         chunk = (first, CHUNK)
-        x_rows = rows_of(x, *chunk, width)
-        if weight is None:
-            how = {"codes": op.codes, "scales": op.scales, "weights": op.weights, "cols": V, "depth": width}
-            append_quantized(c, out=logits, x=x_rows, like=x, rows=chunk, **how)
-        else:
-            append_product(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not loss.transposed, rows=chunk)
+        x_rows = append_logits(op, c, logits, V, chunk, transposed=loss.transposed)
         operands = {
             "lse": None,
             "losses": (part(losses, 4 * first, min(4 * (first + CHUNK), 4 * rows)), "fp32"),
@@ -81,6 +76,41 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
             append_weight_gradient(c, op.dweight, dy, by, x, mode, rows=chunk)
     operands = {"loss": op.loss, "losses": (part(losses), "fp32")}
     c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
+
+
+def append_logits(op: Op, c: Lowering, logits: Any, V: int, chunk: tuple[int, int], *, transposed: bool = False) -> Any:
+    """Multiply a chunk of rows of x with the head, numbers or codes; gives those rows."""
+    x, weight, width = op.x, op.inputs.get("weight"), int(op.x.shape[-1])
+    x_rows = rows_of(x, *chunk, width)
+    if weight is None:
+        how = {"codes": op.codes, "scales": op.scales, "weights": op.weights, "cols": V, "depth": width}
+        append_quantized(c, out=logits, x=x_rows, like=x, rows=chunk, **how)
+    else:
+        append_product(c, out=logits, a=x_rows, weight=weight, like=x, transposed=not transposed, rows=chunk)
+    return x_rows
+
+
+def lower_scores(op: Op, c: Lowering) -> None:
+    """The loss and the margin of each target, a chunk of logits at a time."""
+    x, weight = op.x, op.inputs.get("weight")
+    V = op.columns if weight is None else int(weight.shape[0])
+    rows = x.size // int(x.shape[-1])
+    logits = (part(c.scratch("logits", min(rows, CHUNK) * V * itemsize(x.dtype))), x.dtype)
+    for first in range(0, rows, CHUNK):
+        append_logits(op, c, logits, V, (first, CHUNK))
+        given = {name: rows_of(getattr(op, name), first, rows, 1) for name in ("losses", "margins", "targets")}
+        operands = given | {"logits": logits, "row_begin": first, "row_limit": CHUNK}
+        c.call(cross_entropy.row_scores, operands, PLAIN.constants(op, V, x), writes="losses margins")
+
+
+@lowering("classifier_scores", also={"weight": PLANES, "targets": "i32"})
+def classifier_scores(op: Op, c: Lowering) -> None:
+    lower_scores(op, c)
+
+
+@lowering("quantized_classifier_scores", also={"codes": "u4 i8", "targets": "i32"})
+def quantized_classifier_scores(op: Op, c: Lowering) -> None:
+    lower_scores(op, c)
 
 
 @lowering("classifier", adds="dx", starts="dweight", also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"})

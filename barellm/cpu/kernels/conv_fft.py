@@ -19,12 +19,12 @@ from barellm.cpu.choices import tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering
 from barellm.cpu.kernels.conv_lines import Grid, strided
-from barellm.cpu.kernels.conv_panel import Panel, panel_nbytes
+from barellm.cpu.kernels.conv_panel import panel_nbytes
 from barellm.cpu.kernels.winograd import (
-    CHUNK,
     M_BYTES,
     V_BYTES,
     Form,
+    each_channel,
     multiply_positions,
     run_of,
     write_pixels,
@@ -154,36 +154,23 @@ def fft_input(
     k: KernelBuilder, v, x, first, limit, *, dims, count: int, groups: int, grid: Grid, F: int, span: int
 ) -> None:
     """v (blocks, groups, planes, channels, span): Re + Im, Re and Im of the tiles' transforms in blocks [first, first + limit)."""
-    (TH, TW), C, planes = grid.outputs, grid.channels, 3 * F * half(F)
-    run, lines, pitch = run_of(grid, span, k.lanes, RUN)
-    panel = Panel(k, grid, x, k.private(), lines, TW, pitch, groups)
+    C, planes = grid.channels, 3 * F * half(F)
     buffer = k.private().bytes(input_nbytes(k.isa, grid, span))
-    total = k.extent(dims, count) * (TH * TW)
-    blocks = k.max(k.min(k.ceil_div(total, span) - first, limit), 0)
-    chunks = ceil_div(C, CHUNK)
-    with k.claim_each(k.ceil_div(blocks, run) * (groups * chunks)) as unit:
-        chunk, rest = unit % chunks, unit // chunks
-        group, begin = rest % groups, rest // groups * run
-        many = k.min(blocks - begin, run)
-        tile = (first + begin) * span
-        line = tile // TW
-        rows = k.ceil_div(k.min(tile + many * span, total), TW) - line
-        panel.move(group, line, rows, 0)
-        skip = tile - line * TW
-        with k.loop(chunk * CHUNK, k.min((chunk + 1) * CHUNK, C)) as c:
-            panel.pack(c, c + 1)
-            with k.loop(0, many) as block, k.loop(0, span, k.lanes) as lanes:
-                to = v.at((((begin + block) * groups + group) * planes * C + c) * span + lanes)
-                at = panel.at.at(skip + block * span + lanes)
-                with k.loop(0, F) as i:
-                    row = [at.load((i * F + j) * pitch) for j in range(F)]
-                    store_half(k, buffer.at(i * (2 * half(F) * k.lanes)), row)
+    of = {"dims": dims, "count": count, "groups": groups, "grid": grid, "span": span, "most": RUN}
+    with each_channel(k, x, first, limit, **of) as r:
+        r.panel.pack(r.channel, r.channel + 1)
+        with k.loop(0, r.many) as block, k.loop(0, span, k.lanes) as lanes:
+            to = v.at((((r.begin + block) * groups + r.group) * planes * C + r.channel) * span + lanes)
+            at = r.panel.at.at(r.skip + block * span + lanes)
+            with k.loop(0, F) as i:
+                row = [at.load((i * F + j) * r.panel.pitch) for j in range(F)]
+                store_half(k, buffer.at(i * (2 * half(F) * k.lanes)), row)
 
-                def put(frequency: Value, re: Value, im: Value, to=to) -> None:
-                    for plane, value in enumerate((re + im, re, im)):
-                        to.at((frequency * 3 + plane) * (C * span)).store(value)
+            def put(frequency: Value, re: Value, im: Value, to=to) -> None:
+                for plane, value in enumerate((re + im, re, im)):
+                    to.at((frequency * 3 + plane) * (C * span)).store(value)
 
-                each_frequency(k, buffer, F, put)
+            each_frequency(k, buffer, F, put)
 
 
 def input_nbytes(isa: ISA, grid: Grid, span: int) -> int:

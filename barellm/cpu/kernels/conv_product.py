@@ -24,6 +24,7 @@ from barellm.program.integers import ceil_div, round_up
 DEPTH = 288  # of a part: with the pixels of a register tile it stays in the first cache
 PIXELS = 176  # of a panel, about: with the depth of a part it takes 200 KB of the second cache
 ROWS = 128  # of a whose part of the depth is multiplied with all of a panel before the next ones
+LEAST_ROWS = 16  # for which the panel's columns of a tile are first copied to where they are adjacent
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ def blocks_of(isa: ISA, grid: Grid, rows: int, images: int, groups: int, threads
         high = ceil_div(rows, b.tile.rows) * b.tile.rows
         claims = ceil_div(total, b.lines) * b.pieces * groups * b.splits
         idle = round_up(claims, threads) / claims
+        waits = 1.2 if b.tile.vectors == 1 else 1  # for its loads: measured
         # Packing takes about as long as four rows of a do.
-        return tiles_of_pixels * span * (high + 4 * b.splits) * idle * (1 + 0.02 * (pixels < PIXELS // 2))
+        return tiles_of_pixels * span * (high + 4 * b.splits) * idle * waits * (1 + 0.02 * (pixels < PIXELS // 2))
 
     most = max(1, min(total, PIXELS * 3 // 2 // Q))
     return min((cut(tile, lines) for tile in tiles(isa, "fp32") for lines in range(1, most + 1)), key=cost)
@@ -90,8 +92,10 @@ class Scratch:
         own = ceil_div(ceil_div(rows, blocks.tile.rows), blocks.splits) * blocks.tile.rows
         parts = ceil_div(grid.channels, blocks.channels)
         self.sums = panel_nbytes(isa, grid, blocks.lines, blocks.columns, pitch, blocks.channels)
+        span = blocks.tile.span(isa)
         self.tile = self.sums + (4 * own * pitch if parts > 1 else 0)
-        self.nbytes = self.tile + 4 * blocks.tile.rows * blocks.tile.span(isa)
+        self.column = self.tile + round_up(4 * blocks.tile.rows * span, 64)
+        self.nbytes = self.column + 4 * blocks.channels * grid.taps * span
 
 
 class Product:
@@ -106,7 +110,7 @@ class Product:
         self.span, self.pitch = blocks.tile.span(k.isa), blocks.pitch(k.isa)
         at, scratch = k.private(), Scratch(k.isa, grid, blocks, rows)
         self.panel = Panel(k, grid, x, at, blocks.lines, blocks.columns, self.pitch, groups)
-        self.sums, self.spill = at.bytes(scratch.sums), at.bytes(scratch.tile)
+        self.sums, self.spill, self.column = (at.bytes(n) for n in (scratch.sums, scratch.tile, scratch.column))
         self.parts = ceil_div(grid.channels, blocks.channels)
         self.depth = grid.channels * grid.taps
         P, Q = grid.outputs
@@ -140,21 +144,33 @@ class Product:
             last = k.min(first + round_up(ROWS, tile.rows), self.last_row)
             whole = k.min(last, rows - rest) if rest else last
             with k.loop(0, self.pixels, self.span) as j:
+                self._gather(j)
                 with k.loop(first, whole, tile.rows) as row:
                     self._tile(row, j, tile)
                 if rest:
                     with k.when(last > rows - rest):
                         self._tile(k.int(rows - rest), j, Tile(rest, tile.vectors))
 
+    def _gather(self, j: Value) -> None:
+        """The panel's columns of the tiles from j on, side by side. In the panel each depth of them lies in another line of the
+        cache, and a few of them in a page, of which a product would touch more than the processor's first table of pages holds."""
+        k = self.k
+        self.right, self.step = self.panel.at.at(j), self.pitch
+        if self.rows >= LEAST_ROWS:
+            with k.loop(0, self.deep) as d:
+                for v in range(0, self.span, k.lanes):
+                    self.column.store(self.right.at(d * self.pitch).load(v), d * self.span + v)
+            self.right, self.step = self.column, self.span
+
     def _tile(self, row: Value, j: Value, tile: Tile) -> None:
         k = self.k
         acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.rows)]
-        sums = [self.sums.at((row - self.first_row + r) * self.pitch + j) for r in range(tile.rows)]
+        place = self.sums.at((row - self.first_row) * self.pitch + j * self.blocks.tile.rows)
+        sums = [place.at(r * self.span) for r in range(tile.rows)]
         begin = self.a.at((self.group * self.rows + row) * self.depth + self.channel * self.grid.taps)
         left = [begin.at(r * self.depth) for r in range(tile.rows)]
-        panel = self.panel.at.at(j)
         with k.loop(0, self.deep) as d:
-            right = [panel.at(d * self.pitch).load(v * k.lanes) for v in range(tile.vectors)]
+            right = [self.right.at(d * self.step).load(v * k.lanes) for v in range(tile.vectors)]
             for p, line in zip(left, acc, strict=True):
                 factor = k.splat(p.get(d))
                 for v, var in enumerate(line):

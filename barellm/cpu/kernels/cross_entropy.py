@@ -57,7 +57,11 @@ def logarithm(k: KernelBuilder, x: Value) -> Value:
 
 def log_sum_exp(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
     """ln(sum(exp(row))) as a float: the maximum first, then the sum, the row being in the cache."""
-    top = highest(k, logits, valid)
+    return sum_above(k, logits, valid, highest(k, logits, valid))
+
+
+def sum_above(k: KernelBuilder, logits: Pointer, valid: int, top: Value) -> Value:
+    """ln(sum(exp(row))) where the row's maximum is known."""
     shift = k.splat(top)
     return top + logarithm(k, sum_of(k, valid, lambda c, mask: exp(k, logits.load(c, mask) - shift)))
 
@@ -105,6 +109,21 @@ def write_loss(k: KernelBuilder, lse, losses, logits: Pointer, target: Value, ro
         lse.put(value, row)
     losses.put(k.select(target >= 0, value - logits.get(k.max(target, 0)), 0.0), row)
     return value
+
+
+def row_scores(
+    k: KernelBuilder, losses, margins, logits, targets, row_begin, row_limit, *, V, valid, dims, inner
+) -> None:
+    """losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored."""
+    with (
+        k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
+        of, target = logits.at(row * V), targets.get(row)
+        top, at_target = highest(k, of, valid), of.get(k.max(target, 0))
+        value = sum_above(k, of, valid, top)
+        losses.put(k.select(target >= 0, value - at_target, 0.0), row)
+        margins.put(k.select(target >= 0, top - at_target, 0.0), row)
 
 
 def row_losses_and_gradients(
@@ -180,3 +199,17 @@ def cross_entropy_backward(op: Op, c: Lowering) -> None:
     }
     constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": op.modes["dlogits"]}
     c.call(row_gradients, operands, constants, writes="dlogits")
+
+
+@lowering("token_losses", also={"targets": "i32"})
+def token_losses(op: Op, c: Lowering) -> None:
+    operands = {
+        "losses": op.losses,
+        "margins": op.margins,
+        "logits": op.logits,
+        "targets": op.targets,
+        "row_begin": 0,
+        "row_limit": ALL_ROWS,
+    }
+    constants = constants_of(op, int(op.logits.shape[-1]), op.logits)
+    c.call(row_scores, operands, constants, writes="losses margins")

@@ -183,14 +183,17 @@ class AmxProduct(Claims):
 def product(
     k: KernelBuilder, out, second, a, weight, bias, other, row_begin, row_limit,
     *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
-    choice: Choice, strides: tuple[tuple[str, int], ...] = (), scale: Value | None = None, factor: float = 1.0,
+    choice: Choice, strides: tuple[tuple[str, int], ...] = (), scale: Value | None = None, factor: float = 1.0, least: int = 0,
 ) -> None:  # fmt: skip
     """out (rows, cols) = a (rows, depth) @ weight, and then the `epilogues` (epilogue.py), of which "scaled" and "times" want
     `scale` and "rescale" a `factor`. Rows
     are [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; pointers are to the first of them.
-    `strides`: elements from a row to the next, of operands that are views."""
+    `strides`: elements from a row to the next, of operands that are views. A run that has fewer rows than `least` does nothing."""
     assert a.dtype == weight.dtype, "both operands of a product have the program's compute dtype"
-    rows = k.min(k.extent(dims, inner) - row_begin, row_limit)
+    extent = k.extent(dims, inner)
+    rows = k.min(extent - row_begin, row_limit)
+    if least:
+        rows = k.select(extent < least, 0, rows)
 
     def run(kind: type[Claims], *operands: Any, **sizes: Any) -> None:
         kind(k, a, weight, rows, *operands, transposed=transposed, **sizes).run()
@@ -230,7 +233,7 @@ def multiply(
 
 def depth_part(isa: ISA, dtype: str, depth: int) -> int:
     """Depth that is packed and multiplied at a time; tile registers take all of it."""
-    return depth if amx.uses_tiles(isa, dtype) else part_of(depth, 2 if paired(isa, dtype) else 4)
+    return depth if amx.uses_tiles(isa, dtype) else part_of(isa, depth, 2 if paired(isa, dtype) else 4)
 
 
 def product_private(isa: ISA, dtype: str, depth: int, choice: Choice) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from barellm.cpu.kernel import Lowering, lowering
 from barellm.cpu.kernels import gemm, weight_gradient
 from barellm.cpu.kernels.cross_entropy import ALL_ROWS
+from barellm.cpu.kernels.few_rows import FEW, few_private, few_rows
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.tuning import choose
 from barellm.program.dtypes import PLANES
@@ -38,26 +39,33 @@ def append_product(
     second: Any = None, bias: Any = None, other: Any = None, mode: str = "store", rows: tuple[int, int] = (0, ALL_ROWS),
     factor: float | None = None,
 ) -> None:  # fmt: skip
-    """`like` is the activation whose run-time sizes count the rows; `rows` the (first, count) that this call does."""
+    """`like` is the activation whose run-time sizes count the rows; `rows` the (first, count) that this call does. A program that
+    may have few rows gets two calls, of which a run needs one."""
     N, K = (int(n) for n in weight.shape)
     cols, depth = (N, K) if transposed else (K, N)
     a_dtype = a[1] if isinstance(a, tuple) else a.dtype
     role = role_of(transposed, epilogues)
-    choice = choose(c.isa, role, a_dtype, cols, depth, tokens_of(like, rows), c.threads)
-    c.private(gemm.product_private(c.isa, a_dtype, depth, choice))
-    operands = {"out": out, "second": second, "a": a, "weight": weight_operand(weight), "bias": bias, "other": other,
-                "row_begin": rows[0], "row_limit": rows[1]}  # fmt: skip
+    operands = {"out": out, "second": second, "a": a, "weight": weight_operand(weight), "bias": bias, "other": other}
     constants = {
         "cols": cols,
         "depth": depth,
-        "transposed": transposed,
         "epilogues": epilogues,
         "mode": mode,
-        "choice": choice,
         **shape_of(like),
         **views_of(out=out, second=second, a=a, other=other),
         **({} if factor is None else {"factor": factor}),
     }
+    most = tokens_of(like, rows)
+    if c.few_rows and transposed and rows == (0, ALL_ROWS):
+        c.private(few_private(c.isa))
+        c.call(few_rows, operands, constants, writes="out second")
+        if most <= FEW:
+            return
+        constants |= {"least": FEW + 1}
+    choice = choose(c.isa, role, a_dtype, cols, depth, most, c.threads)
+    c.private(gemm.product_private(c.isa, a_dtype, depth, choice))
+    operands |= {"row_begin": rows[0], "row_limit": rows[1]}
+    constants |= {"transposed": transposed, "choice": choice}
     c.call(gemm.product, operands, constants, writes="out second")
 
 

@@ -165,7 +165,7 @@ def _units(k: KernelBuilder, p: Pointer, pair: bool) -> Value:
 
 
 def interleaved(
-    k: KernelBuilder, block: Pointer, b: Pointer, col: Any, depth: Any, *, stride: int, width: int, cols: int | None
+    k: KernelBuilder, block: Pointer, b: Pointer, col: Any, depth: Any, *, stride: int, width: int, cols: Any
 ) -> Packing:
     """Rows 0... of b (depth, stride), columns `col`... + width, with two depth rows woven into pairs where the ISA wants them: a
     chunk. `cols` is the column count where the block may hang over it, None where it cannot; what hangs over becomes zero."""

@@ -36,15 +36,7 @@ def tile_product(
                 x.value = sums[1].load(i * lanes)
 
     def step(u: Value, operand: Left) -> None:
-        right = [panel.as_dtype("i32").load_raw(u * (tile.vectors * lanes) + v * lanes) for v in range(tile.vectors)]
-        for r in range(tile.rows):
-            a = operand(r, u)
-            for v in range(tile.vectors):
-                acc[r][v].value = (
-                    k.dot(acc[r][v].value, a, right[v])
-                    if pair
-                    else k.fma(a, k.bitcast(right[v], k.vec), acc[r][v].value)
-                )
+        add_unit(k, acc, operand, panel, u, pair)
 
     if ahead is None:
         with k.loop(0, units) as u:
@@ -66,6 +58,16 @@ def tile_product(
         with k.when(ends) if ends is not None else nullcontext():
             step(k.int(units), tail)
     return [[x.value for x in row] for row in acc]
+
+
+def add_unit(k: KernelBuilder, acc: list[list[Var]], left: Left, panel: Pointer, u: Value, pair: bool) -> None:
+    """acc += left x panel of unit `u` of the depth."""
+    vectors, lanes = len(acc[0]), k.lanes
+    right = [panel.as_dtype("i32").load_raw(u * (vectors * lanes) + v * lanes) for v in range(vectors)]
+    for r, row in enumerate(acc):
+        a = left(r, u)
+        for x, b in zip(row, right, strict=True):
+            x.value = k.dot(x.value, a, b) if pair else k.fma(a, k.bitcast(b, k.vec), x.value)
 
 
 def bursts(k: KernelBuilder, tile: Tile, units: Value) -> Value:

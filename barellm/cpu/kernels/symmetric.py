@@ -33,7 +33,7 @@ def symmetric_product(
     all turns share the code), linear x + square x x of a symmetric x."""
     weave = linear is not None
     pair, lanes, span = paired(k.isa, x.dtype), k.lanes, tile.span(k.isa)
-    part = part_of(depth, 2 if pair else 4)
+    part = part_of(k.isa, depth, 2 if pair else 4)
     parts, panels, blocks = -(-depth // part), -(-n // span), -(-n // BLOCK)
     spare = beside(k.isa, x.dtype)
     factors = (k.splat(number(k, linear)), k.splat(number(k, square))) if weave else None
@@ -170,7 +170,7 @@ def tile_of(isa: ISA, dtype: str, n: int) -> Tile:
 
 def private_bytes(isa: ISA, dtype: str, depth: int, tile: Tile, *, columns: bool) -> int:
     """Two packed panels, two of left operands, the sums of a block; a last tile and a last square may hang over it."""
-    part = part_of(depth, 2 if paired(isa, dtype) else 4)
+    part = part_of(isa, depth, 2 if paired(isa, dtype) else 4)
     left = panel_bytes(isa, dtype, part, left_width(isa, tile)) if columns else 0
     rows = BLOCK + tile.rows + isa.lanes
     return 2 * panel_bytes(isa, dtype, part, tile.span(isa)) + 2 * left + rows * tile.span(isa) * 4

@@ -1,7 +1,7 @@
 """Weight gradients: dweight = dy.T @ x, contracted over tokens.
 
 Both operands are packed with two token rows woven into pairs, in this thread's scratch: no transposed copy of an activation
-exists. Chunks of CHUNK tokens are added up in order, so the bits do not depend on how the product is cut (choices.py).
+exists. Chunks of tokens are added up in order, so the bits do not depend on how the product is cut (choices.py).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.choices import CHUNK, Choice, Tile
+from barellm.cpu.choices import Choice, Tile, chunk_of
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.packing import LeftBlock, Packing, Panels, beside, interleaved, paired, panel_bytes
+from barellm.cpu.kernels.packing import LeftBlock, Packing, Panels, interleaved, paired, panel_bytes
 from barellm.cpu.kernels.register_tile import block_of, bursts, prefetch_row, tile_product
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
@@ -32,9 +32,9 @@ def weight_gradient(
     dy_row, x_row = (dict(strides).get(name, width) for name, width in (("dy", N), ("x", K)))
     tile, height, columns = choice.tile, choice.rows, choice.columns
     pair = paired(k.isa, dy.dtype)
-    span = tile.span(k.isa)
+    span, chunk = tile.span(k.isa), chunk_of(k.isa)
     tokens = k.min(k.extent(dims, inner) - row_begin, row_limit)
-    scratch, nbytes = k.private("i32"), panel_bytes(k.isa, dy.dtype, CHUNK, span)
+    scratch, nbytes = k.private("i32"), panel_bytes(k.isa, dy.dtype, chunk, span)
     left_at = scratch.bytes(2 * nbytes)
     keep = k.keep(mode)
     row_blocks, column_blocks = ceil_div(N, height), ceil_div(K, columns)
@@ -52,18 +52,19 @@ def weight_gradient(
         t, col = number // K, number % K
         ragged = K if K % span else None
         return interleaved(
-            k, into, x.at(t * x_row), col, k.min(tokens - t, CHUNK), stride=x_row, width=span, cols=ragged
+            k, into, x.at(t * x_row), col, k.min(tokens - t, chunk), stride=x_row, width=span, cols=ragged
         )
 
     def block(number: Value) -> tuple[Pointer, Value, Value, Value]:
         """Rows number % row_blocks of the result, of the chunk of tokens that starts at number // row_blocks."""
         t, first = number // row_blocks, number % row_blocks * height
-        return dy.at(t * dy_row), first, k.min(first + height, N), k.min(tokens - t, CHUNK)
+        return dy.at(t * dy_row), first, k.min(first + height, N), k.min(tokens - t, chunk)
 
-    two, spare = Panels(k, scratch, nbytes, pack), beside(k.isa, dy.dtype)
+    # Rows move through one register, so 16 are enough for packing beside a tile: gemm.py's transposes need more.
+    two, spare = Panels(k, scratch, nbytes, pack), not amx.uses_tiles(k.isa, dy.dtype)
     inside = all(i * height + round_up(n, tile.rows) <= N for i, n in enumerate(heights))
     left_block = LeftBlock(
-        k, left_at, dtype=dy.dtype, rows=tile.rows, cols=N, stride=dy_row, most=k.min(tokens, CHUNK), inside=inside, block=block
+        k, left_at, dtype=dy.dtype, rows=tile.rows, cols=N, stride=dy_row, most=k.min(tokens, chunk), inside=inside, block=block
     )  # fmt: skip
 
     with k.when(tokens > 0), k.claim_each(row_blocks * column_blocks) as unit:
@@ -71,8 +72,8 @@ def weight_gradient(
         n0, k0 = row_block * height, column_block * columns
         n1, k1 = k.min(n0 + height, N), k.min(k0 + columns, K)
         whole = n1 - (n1 - n0) % tile.rows if rests else n1
-        with k.loop(0, tokens, CHUNK) as t:
-            depth = k.min(tokens - t, CHUNK)
+        with k.loop(0, tokens, chunk) as t:
+            depth = k.min(tokens - t, chunk)
             units = (depth + 1) >> 1 if pair else depth
             calls = bursts(k, tile, units)  # in each tile
             rows_number = t * row_blocks + row_block
@@ -90,9 +91,9 @@ def weight_gradient(
                 if buffer is not None:
                     amx.pad_panel(k, panel, depth)
                 if spare:
-                    same, more = col + span < k1, t + CHUNK < tokens
+                    same, more = col + span < k1, t + chunk < tokens
                     _, after = block_of(unit + 1, choice, row_blocks, column_blocks)
-                    after = k.select(more, (t + CHUNK) * K + k0, after * columns)
+                    after = k.select(more, (t + chunk) * K + k0, after * columns)
                     after = k.select(same, number + span, after)
                     wanted = same | more | (unit + 1 < row_blocks * column_blocks)
                     two.follow(after, wanted, (n1 - n0) // tile.rows * calls)
@@ -166,5 +167,6 @@ def _packed(isa: ISA, choice: Choice) -> int:
 
 def gradient_private(isa: ISA, dtype: str, tokens: int, choice: Choice) -> int:
     """The scratch of a thread, in bytes. `tokens` is the largest number of tokens of a run."""
-    left = panel_bytes(isa, dtype, min(tokens, CHUNK), _packed(isa, choice))
-    return 2 * panel_bytes(isa, dtype, CHUNK, choice.tile.span(isa)) + left
+    chunk = chunk_of(isa)
+    left = panel_bytes(isa, dtype, min(tokens, chunk), _packed(isa, choice))
+    return 2 * panel_bytes(isa, dtype, chunk, choice.tile.span(isa)) + left

@@ -13,7 +13,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -119,12 +120,55 @@ def winograd_input(
 ) -> None:  # fmt: skip
     """v (blocks, groups, positions, channels, span) = matrix d matrix^T, of the blocks of tiles [first, first + limit): zero where
     there is no tile. A claim has as many blocks as are whole rows of tiles, of some channels."""
-    (TH, TW), n, seen, C = grid.outputs, len(matrix), len(grid.rows), grid.channels
-    run, lines, pitch = run_of(grid, span, k.lanes)
+    n, seen, C = len(matrix), len(grid.rows), grid.channels
+    of = {"dims": dims, "count": count, "groups": groups, "grid": grid, "span": span, "most": RUN}
+    with each_channel(k, x, first, limit, **of) as r:
+        r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * grid.outputs[1], zeros=span // k.lanes)
+        with k.loop(0, r.many) as block:
+            to = v.at((((r.begin + block) * groups + r.group) * (n * n) * C + r.channel) * span)
+            at = r.panel.at.at(r.skip + block * span)
+            for lanes in range(0, span, k.lanes):
+                d = [[at.at((i * seen + j) * r.panel.pitch).load(lanes) for j in range(seen)] for i in range(seen)]
+                for position, value in enumerate(x for row in both_ways(k, matrix, d) for x in row):
+                    to.store(value, position * (C * span) + lanes)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The blocks of tiles [begin, begin + many) of a group, counted from the first, and one of their channels. They lie in `rows`
+    rows of tiles, of which the first has `skip` tiles of the block before; `panel` is about those rows."""
+
+    panel: Panel
+    group: Value
+    begin: Value
+    many: Value
+    rows: Value
+    skip: Value
+    channel: Value
+
+
+@contextmanager
+def each_channel(
+    k: KernelBuilder,
+    x: Pointer,
+    first: Any,
+    limit: Any,
+    *,
+    dims,
+    count: int,
+    groups: int,
+    grid: Grid,
+    span: int,
+    most: int,
+) -> Iterator[Run]:
+    """The body of a transform of the blocks of tiles [first, first + limit) of x, for each run of blocks and each channel. A claim
+    has as many blocks as are whole rows of tiles, at most about `most` tiles, of some channels."""
+    TW = grid.outputs[1]
+    run, lines, pitch = run_of(grid, span, k.lanes, most)
     panel = Panel(k, grid, x, k.private(), lines, TW, pitch, groups)
-    total = k.extent(dims, count) * (TH * TW)
+    total = k.extent(dims, count) * (grid.outputs[0] * TW)
     blocks = k.max(k.min(k.ceil_div(total, span) - first, limit), 0)
-    chunks = ceil_div(C, CHUNK)
+    chunks = ceil_div(grid.channels, CHUNK)
     with k.claim_each(k.ceil_div(blocks, run) * (groups * chunks)) as unit:
         chunk, rest = unit % chunks, unit // chunks
         group, begin = rest % groups, rest // groups * run
@@ -134,15 +178,8 @@ def winograd_input(
         rows = k.ceil_div(k.min(tile + many * span, total), TW) - line
         panel.move(group, line, rows, 0)
         skip = tile - line * TW  # tiles of the first line that belong to the block before
-        with k.loop(chunk * CHUNK, k.min((chunk + 1) * CHUNK, C)) as c:
-            panel.pack(c, c + 1, pixels=rows * TW, zeros=span // k.lanes)
-            with k.loop(0, many) as block:
-                to = v.at((((begin + block) * groups + group) * (n * n) * C + c) * span)
-                at = panel.at.at(skip + block * span)
-                for lanes in range(0, span, k.lanes):
-                    d = [[at.at((i * seen + j) * pitch).load(lanes) for j in range(seen)] for i in range(seen)]
-                    for position, value in enumerate(x for row in both_ways(k, matrix, d) for x in row):
-                        to.store(value, position * (C * span) + lanes)
+        with k.loop(chunk * CHUNK, k.min((chunk + 1) * CHUNK, grid.channels)) as channel:
+            yield Run(panel, group, begin, many, rows, skip, channel)
 
 
 def run_of(grid: Grid, span: int, lanes: int, most: int = RUN) -> tuple[int, int, int]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from math import ceil
 
 from barellm.cpu import processor
-from barellm.cpu.choices import BUSY, ORDERS, Choice, tiles
+from barellm.cpu.choices import BUSY, ORDERS, Choice, chunk_of, tiles
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernels import weight_gradient
 from barellm.cpu.kernels.packing import paired
 from barellm.cpu.tuner.work import Work
 from barellm.program.dtypes import itemsize
@@ -70,7 +69,7 @@ def cost(work: Work, choice: Choice, isa: ISA, threads: int) -> float:
     level2 = processor.caches().get(2, processor.TYPICAL[2])
     if work.role == "weight_gradient":
         column_blocks = ceil(panels * span / choice.columns)
-        chunk = min(work.depth, weight_gradient.CHUNK)
+        chunk = min(work.depth, chunk_of(isa))
         packing = row_blocks * panels * tile.vectors * units * PACK_INTERLEAVED
         packing += column_blocks * rows / isa.lanes * units * PACK_INTERLEAVED
         beyond = row_blocks * work.depth * work.cols * size + column_blocks * work.depth * work.rows * size

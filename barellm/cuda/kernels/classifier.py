@@ -14,7 +14,7 @@ from typing import Any
 
 from barellm.cuda.kernel import MODES, Launch, Lowering, Size, Sizes, lowering, mode
 from barellm.cuda.kernels import softcap
-from barellm.cuda.kernels.cross_entropy import launch_rows, launch_total, row_losses
+from barellm.cuda.kernels.cross_entropy import launch_rows, launch_total, row_losses, row_scores
 from barellm.cuda.kernels.matmul import product
 from barellm.cuda.kernels.quantized import append_numbers
 from barellm.cuda.lang import DeviceFunction
@@ -95,10 +95,33 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
             into = mode(op, "dweight") if first == 0 else MODES["add"]
             dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
             product(c, "tn", out=op.dweight, a=dy, b=by, mode=into, **sizes)
-        for launch in c.launches[before:]:
-            if isinstance(launch, Launch):  # a library's product of no tokens is none
-                launch.grid = Unless(chunk, launch.grid)
+        only_of_tokens(c, before, chunk)
     launch_total(c, losses, rows)
+
+
+def only_of_tokens(c: Lowering, before: int, chunk: Chunk) -> None:
+    """Do nothing, in the launches from `before` on, where the chunk is empty."""
+    for launch in c.launches[before:]:
+        if isinstance(launch, Launch):  # a library's product of no tokens is none
+            launch.grid = Unless(chunk, launch.grid)
+
+
+def lower_scores(c: Lowering) -> None:
+    """The loss and the margin of each target, a chunk of logits at a time."""
+    op: Any = c.op
+    x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
+    V, C = (op.columns, int(x.shape[-1])) if matrix is None else (int(n) for n in matrix.shape)
+    most = x.size // C
+    count = min(chunk_tokens(V, itemsize(x.dtype)), most)
+    logits = part(c.scratch("logits", (count, V), x.dtype)), x.dtype
+    weight = append_numbers(c, op, rows) if matrix is None else weight_operand(matrix)
+    for first in range(0, most, count):
+        chunk, before = Chunk(rows, first, count), len(c.launches)
+        sizes = {"rows": chunk, "most": min(count, most - first), "N": V, "K": C}
+        product(c, "nt", out=logits, a=rows_of(x, first, count, C), b=weight, **sizes)
+        given = {name: rows_of(getattr(op, name), first, most, 1) for name in ("losses", "margins", "targets")}
+        launch_rows(c, row_scores, given | {"logits": logits}, chunk, V, "losses margins")
+        only_of_tokens(c, before, chunk)
 
 
 LOSSES = {"classifier": PLAIN, "softcapped_classifier": SOFTCAPPED}
@@ -118,3 +141,13 @@ def lower_classifier_loss(op: Any, c: Lowering) -> None:
 @lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
 def lower_quantized_classifier_loss(op: Any, c: Lowering) -> None:
     lower(c, PLAIN, gradients=False)
+
+
+@lowering("classifier_scores", also=OPERANDS)
+def lower_classifier_scores(op: Any, c: Lowering) -> None:
+    lower_scores(c)
+
+
+@lowering("quantized_classifier_scores", also={"codes": "u4 i8", "targets": "i32"})
+def lower_quantized_classifier_scores(op: Any, c: Lowering) -> None:
+    lower_scores(c)

@@ -1,5 +1,5 @@
-"""The classifier's loss and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse, losses (rows)
-fp32. Columns from VALID on are padding.
+"""The classifier's loss and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse, losses, margins
+(rows) fp32. Columns from VALID on are padding.
 
 A program is a row, read twice: for the loss from memory, for the gradient, which may take its place, from the second cache. V
 elements of a row are read, with the gradient as many written, at one exponential each time.
@@ -30,14 +30,21 @@ def columns_of(logits, c, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.conste
 
 
 @device
-def log_sum_exp(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
+def top_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
+    """The maximum of a row, and the sum of exp(row - maximum)."""
     top, sums = float("-inf"), tl.zeros((BLOCK,), tl.float32)
     for c in range(0, VALID, BLOCK):
         x, _ = columns_of(logits, c, V, VALID, BLOCK)
         higher = tl.maximum(top, tl.max(x, 0))
         sums = sums * tl.math.exp2((top - higher) * LOG2_E) + tl.math.exp2((x - higher) * LOG2_E)
         top = higher
-    return top + tl.math.log2(tl.sum(sums, 0)) * LN_2
+    return top, tl.sum(sums, 0)
+
+
+@device
+def log_sum_exp(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
+    top, sums = top_and_sum(logits, V, VALID, BLOCK)
+    return top + tl.math.log2(sums) * LN_2
 
 
 @device
@@ -79,6 +86,18 @@ def row_losses(
         tl.store(lse + row, value)
     if dlogits is not None:
         write_gradient(dlogits + row * V, logits, target, value, loss_scale, scalars, V, VALID, 0, BLOCK)
+
+
+@device
+def row_scores(losses, margins, logits, targets, scalars, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
+    """losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * V
+    target = tl.load(targets + row)
+    at_target = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
+    top, sums = top_and_sum(logits, V, VALID, BLOCK)
+    tl.store(losses + row, tl.where(target >= 0, top + tl.math.log2(sums) * LN_2 - at_target, 0.0))
+    tl.store(margins + row, tl.where(target >= 0, top - at_target, 0.0))
 
 
 @device
@@ -130,3 +149,9 @@ def lower_cross_entropy_backward(op: Any, c: Lowering) -> None:
     operands |= {"loss_scale": op.loss_scale}
     V = int(op.logits.shape[-1])
     launch_rows(c, row_gradients, operands, c.rows(op.logits), V, "dlogits", MODE=mode(op, "dlogits"))
+
+
+@lowering("token_losses", also={"targets": "i32"})
+def lower_token_losses(op: Any, c: Lowering) -> None:
+    operands = {name: getattr(op, name) for name in ("losses", "margins", "logits", "targets")}
+    launch_rows(c, row_scores, operands, c.rows(op.logits), int(op.logits.shape[-1]), "losses margins")

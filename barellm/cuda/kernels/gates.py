@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernel import COUNTER, Lowering, lowering, mode
 from barellm.cuda.kernels.columns import Chunks, lower_combine
 from barellm.cuda.kernels.common import BLOCK, LEAST_SUMMED, keep, pow2, row_strides
-from barellm.cuda.kernels.mix import lower_scalars
+from barellm.cuda.kernels.last_block import is_last, put_total
 from barellm.cuda.kernels.swiglu import sigmoid
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
-from barellm.program.tensor import Tensor
-from barellm.runtime.lowering import weight_operand
+from barellm.runtime.lowering import part, weight_operand
 
 # --- logits ---
 
@@ -206,13 +205,13 @@ def length(op: Any) -> Any:
 
 @device
 def gated_backward(
-    dx, dz, partials, dy, x, z, factor, scalars, rows, seq,
+    dx, dz, dfactor, partials, counter, dy, x, z, factor, scalars, rows, seq,
     C: tl.constexpr, N: tl.constexpr, X_ROW: tl.constexpr, DX_ROW: tl.constexpr,
     SCALE: tl.constexpr, SQUASH: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    DX_MODE: tl.constexpr, DZ_MODE: tl.constexpr,
+    DX_MODE: tl.constexpr, DZ_MODE: tl.constexpr, DFACTOR_MODE: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Do some rows of one gate's columns, BC at a time: the gradient that they pass on, and their dot products, which the gate's
-    gradient needs. A program's part of the factor's gradient goes into partials."""
+    gradient needs. A program's part of the factor's gradient goes into partials, which the last one adds up."""
     D: tl.constexpr = C // N
     n = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -240,6 +239,8 @@ def gated_backward(
     keep(dz + row * N + n, live, times * (s * (1.0 - s)) * dots, scalars, DZ_MODE)
     if partials is not None:
         tl.store(partials + tl.program_id(0) * N + n, rise * tl.sum(s * dots, 0))
+        if is_last(counter):
+            put_total(dfactor, partials, tl.num_programs(0) * N, scalars, SUM_BLOCK, DFACTOR_MODE)
 
 
 @lowering("gated_backward", starts="dx dz dfactor", views="x dx factor dfactor")
@@ -249,11 +250,14 @@ def lower_gated_backward(op: Any, c: Lowering) -> None:
     BC = min(256, max(LEAST_SUMMED, pow2(C // N)))
     BR = BLOCK // BC
     constants |= {"BR": BR, "BC": BC, "DX_MODE": mode(op, "dx"), "DZ_MODE": mode(op, "dz"), **row_strides(dx=op.dx)}
-    partials: Tensor | None = None
+    operands: dict[str, Any] = {
+        name: (op.inputs | op.outputs).get(name) for name in ("dx", "dz", "dy", "x", "z", "factor")
+    }
+    operands |= {"dfactor": None, "partials": None, "counter": None, "rows": rows, "seq": length(op)}
+    constants |= {"DFACTOR_MODE": None, "SUM_BLOCK": None}
     if op.factor is not None:
-        partials = c.scratch("partials", (1, ceil_div(op.z.size // N, BR) * N))
-    operands = {name: (op.inputs | op.outputs).get(name) for name in ("dx", "dz", "dy", "x", "z", "factor")}
-    operands |= {"partials": partials, "rows": rows, "seq": length(op)}
-    c.launch(gated_backward, operands, constants, grid=lambda s: (ceil_div(rows(s), BR), N), writes="dx dz partials")
-    if partials is not None:
-        lower_scalars(c, partials, lambda s: ceil_div(rows(s), BR) * N, ["dfactor"])
+        operands |= {"dfactor": (part(op.dfactor), "fp32"), "counter": COUNTER}
+        operands["partials"] = c.scratch("partials", (ceil_div(op.z.size // N, BR) * N,))
+        constants |= {"DFACTOR_MODE": mode(op, "dfactor"), "SUM_BLOCK": BLOCK}
+    grid, writes = lambda s: (ceil_div(rows(s), BR), N), "dx dz dfactor partials"
+    c.launch(gated_backward, operands, constants, grid=grid, writes=writes)

@@ -2,19 +2,19 @@
 and their gradients (1), often elements of a vector. A coefficient is a constant of the code (N0..N3), or None where it is the
 tensor.
 
-Sums over all elements go by spans of SPAN, one for each program, whose partial sums are then added in order.
+Sums over all elements go by spans of SPAN, one for each program, whose partial sums the last program adds in order.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernel import COUNTER, Lowering, lowering, mode
 from barellm.cuda.kernels.common import BLOCK, flat, keep, sweep, unit_of
+from barellm.cuda.kernels.last_block import is_last, put_total
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.ops.mix import COEFFICIENTS, MOST, TERMS
-from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 
 SPAN = 4 * BLOCK  # elements of one program that sums
@@ -78,14 +78,36 @@ def put_sum(partials, total, PLACE: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @device
+def put_row(dk, partials, scalars, PLACE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
+    if PLACE is not None:
+        put_total(dk, partials + PLACE * STRIDE, tl.num_programs(0), scalars, BLOCK, MODE)
+
+
+@device
+def put_rows(
+    counter, dk0, dk1, dk2, dk3, partials, scalars,
+    MODE0: tl.constexpr, MODE1: tl.constexpr, MODE2: tl.constexpr, MODE3: tl.constexpr,
+    PLACE0: tl.constexpr, PLACE1: tl.constexpr, PLACE2: tl.constexpr, PLACE3: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if is_last(counter):
+        put_row(dk0, partials, scalars, PLACE0, STRIDE, BLOCK, MODE0)
+        put_row(dk1, partials, scalars, PLACE1, STRIDE, BLOCK, MODE1)
+        put_row(dk2, partials, scalars, PLACE2, STRIDE, BLOCK, MODE2)
+        put_row(dk3, partials, scalars, PLACE3, STRIDE, BLOCK, MODE3)
+
+
+@device
 def mix_backward(
-    partials, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2, k3, scalars, units,
+    partials, counter, dk0, dk1, dk2, dk3, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2, k3, scalars, units,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
     MODE0: tl.constexpr, MODE1: tl.constexpr, MODE2: tl.constexpr, MODE3: tl.constexpr,
+    DK_MODE0: tl.constexpr, DK_MODE1: tl.constexpr, DK_MODE2: tl.constexpr, DK_MODE3: tl.constexpr,
     PLACE0: tl.constexpr, PLACE1: tl.constexpr, PLACE2: tl.constexpr, PLACE3: tl.constexpr,
     STRIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All in one pass. PLACE: which row of partials (learned, programs) a coefficient's sums have."""
+    """All in one pass. PLACE: which row of partials (learned, programs) a coefficient's sums have. The last program adds up each
+    row."""
     n = units.to(tl.int64) * UNIT
     t0, t1 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     t2, t3 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
@@ -101,71 +123,32 @@ def mix_backward(
     put_sum(partials, t1, PLACE1, STRIDE)
     put_sum(partials, t2, PLACE2, STRIDE)
     put_sum(partials, t3, PLACE3, STRIDE)
-
-
-@device
-def sum_row(
-    out, partials, n, scalars, PLACE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr
-):
-    if out is not None:
-        total = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, n, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            total += tl.load(partials + PLACE * STRIDE + i, mask=i < n, other=0.0)
-        one = tl.arange(0, 2)
-        keep(out + one, one < 1, tl.sum(total, 0) + tl.zeros((2,), tl.float32), scalars, MODE)
-
-
-@device
-def sum_rows(
-    out0, out1, out2, out3, partials, scalars, n,
-    MODE0: tl.constexpr, MODE1: tl.constexpr, MODE2: tl.constexpr, MODE3: tl.constexpr,
-    STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Each out (1) = the sum of its row of partials, of which n are written; a program's index tells which."""
-    which = tl.program_id(0)
-    if which == 0:
-        sum_row(out0, partials, n, scalars, 0, STRIDE, BLOCK, MODE0)
-    elif which == 1:
-        sum_row(out1, partials, n, scalars, 1, STRIDE, BLOCK, MODE1)
-    elif which == 2:
-        sum_row(out2, partials, n, scalars, 2, STRIDE, BLOCK, MODE2)
-    else:
-        sum_row(out3, partials, n, scalars, 3, STRIDE, BLOCK, MODE3)
-
-
-def lower_scalars(c: Lowering, partials: Tensor, n: Any, names: list[str]) -> None:
-    """Outputs (1) from partials (outputs, most), of each of which the first n are written."""
-    outs = [(part(c.op.outputs[name]), "fp32") for name in names]
-    operands = {f"out{i}": outs[i] if i < len(outs) else None for i in range(MOST)}
-    modes = {f"MODE{i}": mode(c.op, names[i]) if i < len(names) else None for i in range(MOST)}
-    c.launch(
-        sum_rows,
-        {**operands, "partials": partials, "n": n},
-        {"STRIDE": int(partials.shape[1]), "BLOCK": BLOCK, **modes},
-        grid=lambda s: (len(names),),
-        writes="out0 out1 out2 out3",
-    )
+    if counter is not None:
+        put_rows(
+            counter, dk0, dk1, dk2, dk3, partials, scalars,
+            DK_MODE0, DK_MODE1, DK_MODE2, DK_MODE3, PLACE0, PLACE1, PLACE2, PLACE3, STRIDE, BLOCK,
+        )  # fmt: skip
 
 
 @lowering("mix_backward", starts=f"{DX} {DK}", views=f"{DK} {' '.join(COEFFICIENTS)}")
 def lower_mix_backward(op: Any, c: Lowering) -> None:
     learned = [i for i, number in enumerate(op.numbers) if number is None]
     n, most = c.elements(op.dy), ceil_div(op.dy.size, SPAN)
-    partials = c.scratch("partials", (len(learned), most)) if learned else None
     named = op.inputs | op.outputs
     operands = {name: named.get(name) for name in (*TERMS, *COEFFICIENTS, *(f"d{x}" for x in TERMS))}
+    operands |= {"partials": c.scratch("partials", (len(learned), most)) if learned else None}
+    operands |= {"counter": COUNTER if learned else None}
     constants: dict[str, Any] = numbers_of(op) | {"STRIDE": most, "UNIT": unit_of(op.dy), "SPAN": SPAN, "BLOCK": BLOCK}
     for i in range(MOST):
+        operands[f"dk{i}"] = (part(op.outputs[f"dk{i}"]), "fp32") if i in learned else None
         constants[f"MODE{i}"] = mode(op, f"dx{i}") if f"dx{i}" in op.outputs else None
+        constants[f"DK_MODE{i}"] = mode(op, f"dk{i}") if i in learned else None
         constants[f"PLACE{i}"] = learned.index(i) if i in learned else None
     unit = unit_of(op.dy)
     c.launch(
         mix_backward,
-        {"partials": partials, "dy": op.dy, "units": lambda s: n(s) // unit, **operands},
+        {"dy": op.dy, "units": lambda s: n(s) // unit, **operands},
         constants,
         grid=lambda s: (ceil_div(n(s), SPAN),),
-        writes=f"partials {DX}",
+        writes=f"partials {DX} {DK}",
     )
-    if partials is not None:
-        lower_scalars(c, partials, lambda s: ceil_div(n(s), SPAN), [f"dk{i}" for i in learned])

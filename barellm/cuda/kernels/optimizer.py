@@ -6,9 +6,10 @@ from __future__ import annotations
 from math import log2
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, Table, lowering
-from barellm.cuda.kernels.common import BLOCK, LR, STEP, double, pow2, unit_of
+from barellm.cuda.kernel import COUNTER, Lowering, Table, lowering
+from barellm.cuda.kernels.common import BLOCK, LR, STEP, double, unit_of
 from barellm.cuda.kernels.cross_entropy import scale_of
+from barellm.cuda.kernels.last_block import is_last
 from barellm.cuda.kernels.random import sample_key, shared_words
 from barellm.cuda.kernels.storage import (
     WHOLE,
@@ -91,55 +92,47 @@ def add_up(total, p, n, BLOCK: tl.constexpr):
 
 
 @device
-def add_partials(totals, table, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
-    """totals (tensors) fp64 = the sum of each tensor's partial sums, a program each."""
+def clip_scale(
+    clip, skipped, loss_scale, totals, counter, table,
+    LIMIT: tl.constexpr, ENTRIES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """totals (tensors) fp64 = the sum of each tensor's partial sums, a program each. The last one then has clip (2) = [norm,
+    min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped. Both are divided by the loss scale, which then
+    moves on."""
     j = tl.program_id(0)
     add_up(totals + j, pointer(table, j, 0, ENTRIES, tl.float32, 16), integer(table, j, 1, ENTRIES), BLOCK)
-
-
-@device
-def clip_scale(clip, skipped, loss_scale, totals, LIMIT: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """clip (2) = [norm, min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped. Both are divided by the
-    loss scale, which then moves on."""
-    i = tl.arange(0, BLOCK)
-    norm = tl.sqrt(tl.sum(tl.load(totals + i, mask=i < N, other=0.0), 0))
-    if loss_scale is not None:
-        by = scale_of(loss_scale).to(tl.float64)
-        norm /= by
-    scale = tl.where(norm > LIMIT, LIMIT / norm, 1.0) if LIMIT > 0 else tl.full((), 1.0, tl.float64)
-    finite = norm.to(tl.float32) < float("inf")  # false for NaN as well
-    if loss_scale is not None:
-        scale /= by
-        power, good = tl.load(loss_scale), tl.load(loss_scale + 1) + 1
-        grows = good >= GROWTH
-        kept = tl.where(grows, tl.minimum(power + 1, MOST_POWER), power)
-        tl.store(loss_scale, tl.where(finite, kept, tl.maximum(power - 1, LEAST_POWER)))
-        tl.store(loss_scale + 1, tl.where(finite & (grows == 0), good, 0))
-    tl.store(clip, norm.to(tl.float32))
-    tl.store(clip + 1, tl.where(finite, scale, float("nan")).to(tl.float32))
-    tl.store(skipped, tl.load(skipped) + tl.where(finite, 0, 1))
+    if is_last(counter):
+        i = tl.arange(0, WIDE)
+        norm = tl.sqrt(tl.sum(tl.load(totals + i, mask=i < ENTRIES, other=0.0), 0))
+        if loss_scale is not None:
+            by = scale_of(loss_scale).to(tl.float64)
+            norm /= by
+        scale = tl.where(norm > LIMIT, LIMIT / norm, 1.0) if LIMIT > 0 else tl.full((), 1.0, tl.float64)
+        finite = norm.to(tl.float32) < float("inf")  # false for NaN as well
+        if loss_scale is not None:
+            scale /= by
+            power, good = tl.load(loss_scale), tl.load(loss_scale + 1) + 1
+            grows = good >= GROWTH
+            kept = tl.where(grows, tl.minimum(power + 1, MOST_POWER), power)
+            tl.store(loss_scale, tl.where(finite, kept, tl.maximum(power - 1, LEAST_POWER)))
+            tl.store(loss_scale + 1, tl.where(finite & (grows == 0), good, 0))
+        tl.store(clip, norm.to(tl.float32))
+        tl.store(clip + 1, tl.where(finite, scale, float("nan")).to(tl.float32))
+        tl.store(skipped, tl.load(skipped) + tl.where(finite, 0, 1))
 
 
 @lowering("clip_scale", floats="fp32", also={"skipped": "i32", "loss_scale": "i32"})
 def lower_clip_scale(op: Any, c: Lowering) -> None:
     partials = [t for name, t in op.inputs.items() if name not in op.inplace]
     count = len(partials)
-    totals = c.scratch("totals", (count,), "fp64")
     fields = {"partials": ("*fp32", [part(t) for t in partials]), "count": ("i64", [t.size for t in partials])}
-    c.launch(
-        add_partials,
-        {"totals": totals, "table": Table(fields)},
-        {"ENTRIES": count, "BLOCK": 512},
-        grid=lambda s: (count,),
-        writes="totals",
-    )
     operands = {name: op.outputs.get(name) for name in ("clip", "skipped", "loss_scale")}
     c.launch(
         clip_scale,
-        {**operands, "totals": totals},
-        {"LIMIT": float(op.attrs["clip"]), "N": count, "BLOCK": pow2(count)},
-        grid=lambda s: (1,),
-        writes="clip skipped loss_scale",
+        {**operands, "totals": c.scratch("totals", (count,), "fp64"), "counter": COUNTER, "table": Table(fields)},
+        {"LIMIT": float(op.attrs["clip"]), **extent(count), "BLOCK": 512},
+        grid=lambda s: (count,),
+        writes="totals clip skipped loss_scale",
     )
 
 

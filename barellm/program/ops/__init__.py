@@ -2,8 +2,9 @@
 
 from barellm.program.ops.attention import Attention, AttentionBackward, AttentionCached
 from barellm.program.ops.binary import BinaryMatmul, PackSigns, StraightThrough, UnpackSigns
+from barellm.program.ops.block_matmul import BlockMatmul, BlockMatmulDw, BlockMatmulDx
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx
-from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward
+from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward, TokenLosses
 from barellm.program.ops.documents import BigramIds, CuSeqlens, DocumentStarts
 from barellm.program.ops.dropout import Dropout, DropoutBackward, TauswortheDropout, TauswortheDropoutBackward
 from barellm.program.ops.elementwise import ACTIVATIONS, Add, Cast, Rescale, Zeros
@@ -50,6 +51,9 @@ __all__ = [
     "BiasGrad",
     "BigramIds",
     "BinaryMatmul",
+    "BlockMatmul",
+    "BlockMatmulDw",
+    "BlockMatmulDx",
     "Cast",
     "CautiousAdam",
     "ClipScale",
@@ -124,6 +128,7 @@ __all__ = [
     "SwiGLUBackward",
     "TauswortheDropout",
     "TauswortheDropoutBackward",
+    "TokenLosses",
     "TopK",
     "TopKDx",
     "Transpose",

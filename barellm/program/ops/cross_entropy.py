@@ -1,4 +1,4 @@
-"""The classifier's loss. Shapes: logits (B, T, Vp), targets (B, T) i32, lse (B, T) fp32, loss (1,) fp32.
+"""The classifier's loss. Shapes: logits (B, T, Vp), targets (B, T) i32, lse, losses and margins (B, T) fp32, loss (1,) fp32.
 
 Columns from `valid_vocab` on are padding: no part of the softmax, gradient zero. Target -1 is ignored.
 The scalar `inv_targets` is 1 / (valid targets of the whole batch, over all its micro-batches).
@@ -75,6 +75,31 @@ class CrossEntropyBackward(Op):
         return 4 * self.logits.size
 
 
+class TokenLosses(Op):
+    """losses = lse - logits[target], in nats, and margins = max(logits) - logits[target]: 0 where no id is more likely than the
+    target. Both are 0 where the target is -1. It has no gradient: it scores, and does not train."""
+
+    name = "token_losses"
+
+    def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
+        if logits.shape[:-1] != targets.shape or not 0 < self.valid_vocab <= logits.shape[-1]:
+            found = describe(logits=logits, targets=targets)
+            raise ValueError(f"token_losses expects logits (B, T, V >= {self.valid_vocab}), targets (B, T): {found}")
+        return {"losses": (targets.shape, "fp32"), "margins": (targets.shape, "fp32")}
+
+    def index_limits(self) -> dict[str, tuple[int, int]]:
+        return {"targets": (-1, self.valid_vocab - 1)}
+
+    def reference(self, logits, targets):
+        logits = logits[..., : self.valid_vocab]
+        at_target = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+        found = {"losses": log_sum_exp(logits), "margins": logits.max(-1)}
+        return {name: np.where(targets >= 0, top - at_target, 0) for name, top in found.items()}
+
+    def flops(self) -> int:
+        return 4 * self.logits.size
+
+
 class Calls(Graph):
     """The methods of Program that append these ops."""
 
@@ -82,3 +107,12 @@ class Calls(Graph):
         """x (B, T, C), weight (Vp, C), targets (B, T) i32, -1 ignored -> loss (1,), times the scalar inv_targets."""
         logits = self.apply(Matmul, x=operand(self, x), weight=weight).y
         return self.apply(CrossEntropy, logits=logits, targets=targets, valid_vocab=valid_vocab).loss
+
+    def score_tokens(self) -> tuple[Tensor, Tensor]:
+        """Put into the place of the loss, which is the program's last op, the loss of each target (B, T) and its margin (B, T)."""
+        loss = self.ops.pop()
+        if loss.name != CrossEntropy.name:
+            raise ValueError(f"score_tokens expects a program that ends in {CrossEntropy.name}, found {loss.name}")
+        given = {"logits": loss.logits, "targets": loss.targets, "valid_vocab": loss.valid_vocab}
+        op = self.apply(TokenLosses, **given)
+        return op.losses, op.margins

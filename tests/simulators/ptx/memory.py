@@ -71,6 +71,23 @@ def st_shared(m: Machine, i: Instruction, threads: Array) -> None:
     store_shared(m, i, threads, m.address(i.operands[0], threads), _row(m, threads, dtype, items))
 
 
+@op("atom.global")
+def atom_global(m: Machine, i: Instruction, threads: Array) -> None:
+    """A sum that acquires and releases, of one thread after the other: a relaxed one would order nothing."""
+    if i.modifiers[-4:-1] != ("gpu", "acq_rel", "add"):
+        raise Fault(f"no machine knows {i.opcode}")
+    dtype = TYPES[i.modifiers[-1]]
+    to, where, value = i.operands
+    addresses = m.address(where, threads)
+    values = np.broadcast_to(m.read(value, threads, dtype), threads.shape)
+    before = np.empty(threads.shape, dtype)
+    for k in range(len(threads)):
+        one = slice(k, k + 1)
+        before[one] = load(m, i, threads[one], addresses[one], dtype.itemsize).view(dtype)[:, 0]
+        store(m, i, threads[one], addresses[one], (before[one] + values[one]).view(np.uint8)[None])
+    m.write(to, threads, before)
+
+
 def _row(m: Machine, threads: Array, dtype: np.dtype, items: list[Operand]) -> Array:
     """The bytes (threads, n) of registers side by side."""
     parts = [np.broadcast_to(m.read(o, threads, f"b{8 * dtype.itemsize}"), threads.shape) for o in items]

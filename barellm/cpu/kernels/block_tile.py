@@ -1,0 +1,87 @@
+"""How a block of a block-sparse matrix is cut into strips of columns and into register tiles, and the tile's inner loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from barellm.cpu.choices import register_tiles
+from barellm.cpu.isa import ISA
+from barellm.cpu.kernel import KernelBuilder, dims_of
+from barellm.cpu.kernels.packing import paired
+from barellm.cpu.kernels.register_tile import Left, add_unit
+from barellm.cpu.lang import Pointer, Value, Var
+from barellm.program.integers import ceil_div
+from barellm.program.tensor import Tensor
+
+TURN = 8  # units of depth that are multiplied between two tests of the loop
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Strips of `vectors` vectors of columns, and tiles of up to `rows` rows. Packed operands are made of strips; a strip has one
+    32-bit unit a column and step of the depth, where a step is `pair` numbers. Where a block is narrower than a vector, the rest
+    of its strip is zero."""
+
+    block: int
+    pair: int
+    lanes: int
+    vectors: int
+    rows: int
+
+    @classmethod
+    def of(cls, isa: ISA, dtype: str, block: int) -> Cut:
+        vectors = 2 if block % (2 * isa.lanes) == 0 else 1
+        rows = next(tile.rows for tile in register_tiles(isa) if tile.vectors == vectors)
+        return cls(block, 2 if paired(isa, dtype) else 1, isa.lanes, vectors, rows)
+
+    @property
+    def span(self) -> int:
+        """Columns of a strip."""
+        return self.vectors * self.lanes
+
+    @property
+    def strips(self) -> int:
+        """Strips of a block."""
+        return ceil_div(self.block, self.span)
+
+    def steps(self, depth: Any) -> Any:
+        return (depth + 1) >> 1 if self.pair == 2 else depth
+
+    def masks(self, k: KernelBuilder) -> list[Value | None]:
+        """The mask of each vector of a strip."""
+        return [None] * self.vectors if self.block % self.lanes == 0 else [k.mask_first(self.block)]
+
+
+def tokens_of(t: Tensor) -> dict[str, Any]:
+    """Constants of which `k.extent` makes the number of tokens."""
+    return {"dims": dims_of(t), "inner": t.width // int(t.shape[-1])}
+
+
+def new_tile(k: KernelBuilder, rows: int, vectors: int) -> list[list[Var]]:
+    return [[k.var_vec(0.0) for _ in range(vectors)] for _ in range(rows)]
+
+
+def accumulate(k: KernelBuilder, acc: list[list[Var]], left: Left, panel: Pointer, steps: Any, pair: int) -> None:
+    """acc += left x panel over `steps`, in order."""
+    if isinstance(steps, int) and steps <= 2 * TURN:
+        for u in range(steps):
+            add_unit(k, acc, left, panel, k.int(u), pair == 2)
+        return
+    whole = steps - steps % TURN
+    with k.loop(0, whole, TURN) as u:
+        for i in range(TURN):
+            add_unit(k, acc, left, panel, u + i, pair == 2)
+    if not isinstance(whole, int) or whole < steps:
+        with k.loop(whole, steps) as u:
+            add_unit(k, acc, left, panel, u, pair == 2)
+
+
+def broadcast(k: KernelBuilder, rows: list[Pointer], step: int, pair: int) -> Left:
+    """The left operand whose row r starts at `rows[r]` and goes on `step` units later."""
+
+    def unit(r: int, u: Value) -> Value:
+        p, type_ = rows[r].bytes(u * (4 * step)), "i32" if pair == 2 else "float"
+        return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
+
+    return unit

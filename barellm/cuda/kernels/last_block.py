@@ -1,0 +1,37 @@
+"""Sums over all programs of a launch, without a second launch: the program that comes last adds up what the others left.
+
+Each program stores its partial sum, then counts itself. Who finds that all others have counted themselves adds the partial sums in
+the order of their places, so the bits do not depend on who it is. It also sets the counter back to zero, as the next launch expects
+it: nobody clears it between launches. It pays where the partial sums are few, because one program adds them while the other
+multiprocessors are idle.
+"""
+
+from __future__ import annotations
+
+from barellm.cuda.kernels.common import keep
+from barellm.cuda.lang import device, tl
+
+
+@device
+def is_last(counter):
+    """Whether this program is the last of the launch to come here. It then sees what all others stored before they came.
+
+    The barrier puts every thread's stores before the count, which releases them to the other programs and acquires theirs. The
+    count reaches all threads through shared memory, behind a barrier of its own."""
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@device
+def put_total(out, partials, n, scalars, BLOCK: tl.constexpr, MODE: tl.constexpr):
+    """out (1) = the sum of partials (n), in order. For the last program of a launch."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, n, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        total += tl.load(partials + i, mask=i < n, other=0.0)
+    one = tl.arange(0, 2)
+    keep(out + one, one < 1, tl.sum(total, 0) + tl.zeros((2,), tl.float32), scalars, MODE)

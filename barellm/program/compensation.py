@@ -1,0 +1,59 @@
+"""Codes that keep a product's error small instead of each element's: GPTQ (Frantar et al. 2022).
+
+A matrix's columns become codes one after the other. The error that rounding a column makes is spread over the columns that
+follow, in the proportions that make the product's squared error smallest for inputs with given second moments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from barellm.errors import UserError
+from barellm.program.quantization import GROUPS, Scheme, dequantize, nearest_codes, scales_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+DAMPING = 0.01  # of the mean second moment is added to each, for inputs that hardly vary
+TOGETHER = max(GROUPS)  # columns whose errors reach those behind them in one product
+
+
+def compensated_codes(w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme) -> tuple[np.ndarray, np.ndarray]:
+    """(codes (N, K), scales (N, groups) fp16), as `quantize` has them. `moments_KK`: the sum of x x' over inputs x. Each group
+    gets its scale when its first column's turn comes."""
+    import numpy as np
+
+    w, (N, K) = np.array(w_NK, np.float64), w_NK.shape
+    upper = _spread(moments_KK)
+    group, alone = how.group or K, replace(how, group=1)
+    codes = np.empty((N, K), np.uint8 if how.table else np.int8)
+    scales = np.empty((N, how.groups(K)), np.float16)
+    for first in range(0, K, TOGETHER):
+        last = min(first + TOGETHER, K)
+        errors = np.empty((N, last - first))
+        for k in range(first, last):
+            if k % group == 0:
+                part = w[:, k : k + group].astype(np.float32)
+                scales[:, k // group] = scales_of(part.max(1), part.min(1), how)
+            scale = scales[:, k // group]
+            codes[:, k] = nearest_codes(w[:, k].astype(np.float32), scale, how)
+            value = dequantize(codes[:, k : k + 1], scale[:, None].astype(np.float64), alone)[:, 0]
+            errors[:, k - first] = (w[:, k] - value) / upper[k, k]
+            w[:, k + 1 : last] -= np.outer(errors[:, k - first], upper[k, k + 1 : last])
+        w[:, last:] -= errors @ upper[first:last, last:]
+    return codes, scales
+
+
+def _spread(moments_KK: np.ndarray) -> np.ndarray:
+    """The upper triangle U with U' U = the inverse of the damped moments: row k says how an error of column k is spread."""
+    import numpy as np
+
+    if not np.isfinite(moments_KK).all():
+        raise UserError("the activations on the text to calibrate with are not finite")
+    K = len(moments_KK)
+    mean = np.trace(moments_KK) / K
+    if mean == 0:  # nothing ever comes in: no error counts
+        return np.eye(K)
+    damped = moments_KK.astype(np.float64) + DAMPING * mean * np.eye(K)
+    return np.linalg.cholesky(np.linalg.inv(damped)).T

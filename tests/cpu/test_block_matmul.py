@@ -1,0 +1,32 @@
+"""Block-sparse products on every instruction set against the float64 reference with a whole matrix."""
+
+from __future__ import annotations
+
+import pytest
+
+from barellm.program import ops
+from tests.block_cases import LAYOUTS, block_case
+from tests.cpu.check import ISAS, check_op, isa_named
+
+each_isa = pytest.mark.parametrize("isa", [isa_named(name) for name in ISAS], ids=ISAS)
+OPS = (ops.BlockMatmul, ops.BlockMatmulDx, ops.BlockMatmulDw)
+KINDS = {"holes of 8": "fp32", "small world of 16": "bf16", "hubs of 32": "bf16", "one of 64": "fp32"}
+CASES = [(op_type, name, dtype) for op_type in OPS for name, dtype in KINDS.items()]
+CASES += [(ops.BlockMatmul, "long columns of 16", "fp32"), (ops.BlockMatmulDx, "long rows of 16", "bf16")]
+
+
+@each_isa
+@pytest.mark.parametrize("op_type, name, dtype", CASES)
+def test_products(isa, op_type, name, dtype):
+    """Tokens that are no multiple of a tile, and one, whose product is added to what is there."""
+    for batch, seq in ((2, 71), (1, 1)):
+        mode = "store" if seq > 1 else "add"
+        check_op(op_type, isa, **block_case(op_type, LAYOUTS[name], dtype, batch=batch, seq=seq, mode=mode))
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_of_more_tokens_than_a_chunk(isa, dtype):
+    """The run ends in the second of three planned chunks, and it begins with what an earlier micro-batch left."""
+    case = block_case(ops.BlockMatmulDw, LAYOUTS["holes of 8"], dtype, batch=3, seq=201, mode="start")
+    check_op(ops.BlockMatmulDw, isa, **case | {"plan": (6, 204), "scalars": {"accumulate": 1}})

@@ -1,0 +1,128 @@
+"""Products of a few rows on the CPU: against float64, at every number of rows, inside models, machine code."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from barellm.cpu import jit, step
+from barellm.cpu.isa import ISA, cross
+from barellm.cpu.kernel import Specialisation
+from barellm.cpu.kernels import few_rows
+from barellm.cpu.step import CpuSession
+from barellm.inspect import machine_code
+from barellm.inspect.kernels import ARM_TRIPLE, X86_TRIPLE
+from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.dtypes import PRECISIONS
+from barellm.program.tensor import Dim
+from tests.cases import VIEWED, as_operand, chain_bound, check_network, normal, operands, viewed_case
+from tests.cpu.check import ISAS, changed, check_op, isa_named
+
+each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+# (batch, seq, N, K): one, primes, one more and one less than tiles, claims, vectors and pairs of rows; 66 rows are not few.
+SHAPES = [(1, 1, 1, 1), (1, 1, 65, 31), (1, 2, 23, 33), (1, 5, 50, 129), (7, 9, 47, 64), (2, 32, 49, 17), (2, 33, 9, 5)]
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch):
+    """Every program may have few rows."""
+    monkeypatch.setattr(step, "decodes", lambda program: True)
+
+
+def check_matmul(isa: ISA, dtype: str, shape: tuple[int, int, int, int]) -> None:
+    x, _, weight = operands(shape, dtype)
+    bounds = {"y": chain_bound(x.values, as_operand(weight, dtype).T)}
+    check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds=bounds, plan=(7, 33), threads=(1, 3))
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matmul(isa, dtype, shape):
+    check_matmul(isa, dtype, shape)
+
+
+@each_isa
+@each_dtype
+def test_depth_in_parts(isa, dtype, monkeypatch):
+    """Sums of pairs of rows are kept between the parts; the last part is shorter, and a last row has no pair."""
+    changed(monkeypatch, few_rows, PART_BYTES=512)
+    check_matmul(isa, dtype, (1, 7, 31, 213))
+
+
+@each_isa
+@each_dtype
+def test_columns_of_wider_tensors(isa, dtype):
+    for viewed in VIEWED:
+        check_op(ops.Matmul, isa, **viewed_case(ops.Matmul, viewed, dtype, "add" if viewed[1] else "store"))
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_row_has_the_same_bits_in_any_company(isa, dtype, monkeypatch):
+    """Text that is written alone is the text that is written in a batch."""
+    changed(monkeypatch, few_rows, PART_BYTES=768)
+    p = Program(Store(), compute=dtype)
+    x = p.input("x", (Dim("batch", 64), 101), dtype)
+    weight = p.parameter("weight", (37, 101))
+    p.output("y", p.linear(x, weight))
+    session = CpuSession({"op": p}, isa=isa, threads=2)
+    values = normal(64, 101)
+    session.write("weight", normal(37, 101, seed=3))
+    found = []
+    for rows in (64, 63, 5, 2, 1):
+        session.write("x", values[:rows])
+        session.run("op", batch=rows)
+        found.append(session.read("y").copy())
+    session.close()
+    assert PRECISIONS[dtype].operands == dtype and np.isfinite(found[0]).all()
+    for some in found:
+        assert np.array_equal(some, found[0][: len(some)]), len(some)
+
+
+@each_isa
+@pytest.mark.parametrize("compute, limit", [("fp32", 2e-5), ("bf16", 2e-2)])
+def test_what_follows_a_product(isa, compute, limit):
+    """A network of 1 to 33 rows whose products have biases, activations and residuals behind them."""
+    ran = check_network(
+        lambda programs: CpuSession(programs, threads=2, isa=isa), compute=compute, limit=limit, bias=True,
+        sizes=(24, 40, 53),
+    )  # fmt: skip
+    assert {"linear", "linear_gelu", "linear_residual"} <= ran
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_the_sum_of_each_vectors_lanes(lanes):
+    """By NumPy in place of shuffles, for widths that this machine does not have too."""
+
+    class Shuffles:
+        def __init__(self) -> None:
+            self.lanes = lanes
+
+        def shuffle(self, a, b, order):
+            assert len(order) == lanes
+            return np.concatenate([a, b])[order]
+
+    vectors = np.arange(lanes * lanes).reshape(lanes, lanes) ** 2
+    assert np.array_equal(few_rows.sums_of_lanes(Shuffles(), list(vectors)), vectors.sum(1))  # pyright: ignore
+
+
+def loops_of(isa: ISA, dtype: str) -> list[machine_code.Loop]:
+    constants = {"cols": 768, "depth": 768, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
+    operands = ("fp32", None, dtype, dtype, None, None)
+    spec = Specialisation(few_rows.few_rows, operands, tuple(sorted(constants.items())))
+    return [loop for loop in machine_code.read(jit.assembly(spec.ir(isa), isa)).loops if loop.products]
+
+
+@pytest.mark.parametrize("name", ["avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_loops_of_one_row_and_of_two_keep_their_sums_in_registers(name, dtype):
+    isa = cross(name, ARM_TRIPLE if "neon" in name else X86_TRIPLE)
+    one, two = sorted(loops_of(isa, dtype), key=lambda loop: loop.products)
+    cut = few_rows.Cut.of(isa)
+    links = 2 if dtype == "bf16" and not isa.dot else 1
+    assert (one.products, two.products) == (links * cut.columns, links * 2 * cut.columns)
+    for loop in (one, two):
+        assert loop.vector_spills == 0, loop

@@ -1,0 +1,114 @@
+"""How products are cut on a GPU: waves, padding and occupancy, by hand and by the backend's own launches."""
+
+import json
+
+import pytest
+
+from barellm.assembly.machine import build_programs
+from barellm.cli import main
+from barellm.cuda.kernel import Sizes, Target
+from barellm.errors import UserError
+from barellm.models import preset
+from barellm.overrides import changed
+from barellm.plans import devices, waves
+from barellm.plans.roofline import primitives
+
+H100 = devices.sheet("h100")
+
+
+def cuts(M, N, K, dtype="bf16"):
+    """By role."""
+    built = devices.lower({"product": waves.one_product(M, N, K, dtype)}, Target())
+    return {cut.role: cut for cut in waves.products(built, ["product"], Sizes(batch=M))}
+
+
+@pytest.mark.parametrize(
+    "shape, role, tiles, parts, percent",
+    [
+        ((65536, 768, 768), "nt", 1536, 1, 97),
+        ((65536, 768, 768), "tn", 18 * 7, 7, 95),
+        ((65536, 2304, 768), "tn", 54 * 7, 7, 95),
+        ((65536, 3072, 768), "tn", 72 * 9, 9, 98),
+        ((65536, 50304, 768), "tn", 1179, 1, 99),
+    ],
+    ids=str,
+)
+def test_waves_of_gpt2_on_132_multiprocessors(shape, role, tiles, parts, percent):
+    cut = cuts(*shape)[role]
+    assert (cut.tiles, cut.parts, cut.padding) == (tiles, parts, 0)
+    assert round(100 * cut.efficiency) == percent
+
+
+def test_an_odd_product_hangs_over_its_tiles_and_leaves_multiprocessors_idle():
+    """1000 columns of tiles of 64 or 128 rows: 1024 x 1024 are computed, by 128 of 132 multiprocessors."""
+    for cut in cuts(1000, 1000, 1000).values():
+        assert cut.padding == pytest.approx(1 - 1000**2 / 1024**2)
+        assert cut.idle == pytest.approx(4 / 132) and cut.waves == 1
+        assert cut.efficiency == pytest.approx(1000**2 / 1024**2 * 128 / 132)
+
+
+def test_a_few_rows_are_no_padding():
+    cut = cuts(5, 3072, 768)["nt"]
+    assert (cut.kernel, cut.M, cut.rows, cut.padding) == ("few_rows", 5, 5, 0)
+
+
+def test_blocks_of_a_multiprocessor_share_it():
+    """More blocks at a time make fewer waves; the busiest multiprocessor has as many tiles as before."""
+    one = waves.Cut("gemm", "nt", 1024, 1024, 1024, "bf16", 64, 64, 1, 132, 1)
+    two = waves.Cut("gemm", "nt", 1024, 1024, 1024, "bf16", 64, 64, 1, 132, 2)
+    assert (one.tiles, one.waves, two.waves) == (256, 2, 1)
+    assert (round(100 * one.idle), round(100 * two.idle)) == (6, 3)
+    assert one.efficiency == two.efficiency == 256 / 264
+
+
+def test_the_speed_of_light_is_that_of_memory_or_of_the_tensor_cores():
+    large, small = cuts(8192, 8192, 8192)["nt"], cuts(16, 4096, 4096)["nt"]
+    assert large.light(H100) == pytest.approx(2 * 8192**3 / 989.4e12)
+    assert small.light(H100) == pytest.approx(2 * (4096 * 4096 + 2 * 16 * 4096) / (0.9 * 3.35e12))
+
+
+@pytest.mark.parametrize(
+    "threads, registers, shared, blocks",
+    [(384, 168, 200 << 10, 1), (128, 255, 0, 2), (128, 32, 100 << 10, 2), (1024, 32, 0, 2), (32, 16, 0, 32), (96, 33, 0, 17)],
+    ids=str,
+)  # fmt: skip
+def test_registers_shared_memory_threads_or_their_number_limit_blocks(threads, registers, shared, blocks):
+    assert waves.Multiprocessor().occupancy(threads=threads, registers=registers, shared=shared) == blocks
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-124m"])
+def test_the_products_of_a_step_are_all_its_operations_but_attentions(name):
+    config = changed(preset(name), {"train.dtype": "bf16", "train.batch": 2, "train.seq": 1024, "model.layers": 2})
+    built = devices.lower({"micro": build_programs(config)["micro"]}, Target())
+    found = waves.products(built, ["micro"], Sizes(2, 1024))
+    done = sum(2 * c.M * c.N * c.K * count for c, count in found.items())
+    ops = [p for op in built.lowered["micro"].ops for p in primitives(op)]
+    assert done == sum(op.flops() for op in ops if op.product and op.name.startswith("matmul"))
+
+
+def test_the_command_prints_a_product_of_any_shape(capsys):
+    assert main.main(["plan", "--device", "cuda", "--product", "300", "7", "50", "--dtype", "fp32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["products"]
+    assert {(c["role"], c["M"], c["N"], c["K"]) for c in found} == {
+        ("nt", 300, 7, 50), ("nn", 300, 50, 7), ("tn", 7, 50, 300),
+    }  # fmt: skip
+    assert main.main(["plan", "gpt2-124m", "--device", "cuda", "--dtype", "bf16"]) == 0
+    assert "hopper_gemm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--product", "1", "2", "3"], "add --device cuda"),
+        (["--device", "cuda", "--product", "1", "0", "3"], "sizes of at least 1"),
+        (["--device", "cuda", "--product", "1", "2", "3", "--card", "h10"], "did you mean"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, capsys):
+    assert main.main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_cards():
+    with pytest.raises(UserError, match="unknown card"):
+        devices.sheet("b100")
