@@ -23,7 +23,7 @@ quick: $(VENV)/.tested
 
 # The comparisons with PyTorch and transformers: this exact pin installs the CPU build.
 oracle: $(VENV)/.oracle
-	$(BIN)/python -c "import torch, transformers"  # without them the tests below would only be skipped
+	$(BIN)/python -c "import torch, transformers, pyarrow, zstandard, tensorboard, wandb, trackio"  # without them the tests below would only be skipped
 	$(BIN)/python -m pytest -m oracle $(PYTEST)
 
 lint: $(VENV)/.linted
@@ -52,7 +52,7 @@ $(VENV)/.tested: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.oracle: $(VENV)/.tested
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 -e ".[data,tensorboard,wandb,trackio]"
 	touch $@
 
 $(VENV)/.linted: $(VENV)/.installed

@@ -139,10 +139,9 @@ def main() -> None:
             print(f"round {turn} of {args.rounds}", time.strftime("%H:%M:%S"), file=sys.stderr)
             bandwidth.append(bench.bandwidth((8, 0, 0)))
             for name, v in variants.items():
-                few = 2 if name in ("fp32", "bf16") else args.tokens
                 if turn < 2:
                     prompts[name].append(v.prompt(args.prompt))
-                seconds[name].append(v.decode(FIRST, few) / few)
+                seconds[name].append(v.decode(FIRST, args.tokens) / args.tokens)
             if turn:
                 result = {
                     "preset": args.preset,

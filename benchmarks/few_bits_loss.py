@@ -21,16 +21,17 @@ from typing import Any
 import numpy as np
 
 from barellm.assembly.machine import build_programs
-from barellm.assembly.quantized import HEAD
+from barellm.assembly.quantized import HEAD, products_of
 from barellm.checkpoint import weights as weight_files
 from barellm.checkpoint.checkpoint import read_meta
 from barellm.cli.checkpoints import found
 from barellm.cpu.step import CpuSession
 from barellm.data.loader import Validation
 from barellm.data.sources import prepare
+from barellm.evaluation.calibration import Calibration
 from barellm.evaluation.validation import Evaluator
-from barellm.program import ops
-from barellm.program.quantization import Scheme, dequantize, nearest_codes, quantize, scales_of, scheme
+from barellm.program.compensation import compensated_codes
+from barellm.program.quantization import Scheme, dequantize, quantize, scheme
 
 Quantiser = Callable[
     [np.ndarray, np.ndarray], np.ndarray
@@ -55,25 +56,8 @@ def with_minimum(group: int) -> Quantiser:
     return values
 
 
-def compensated(how: Scheme, damping: float = 0.01) -> Quantiser:
-    """GPTQ: the error of a column is spread over the columns after it, as the inverse of the moments says."""
-
-    def values(w: np.ndarray, moments: np.ndarray) -> np.ndarray:
-        w, (N, K) = w.astype(np.float64), w.shape
-        h = moments + damping * np.trace(moments) / K * np.eye(K)
-        upper = np.linalg.cholesky(np.linalg.inv(h)).T
-        made, group = np.empty((N, K)), how.group or K
-        whole = quantize(w, how)[1] if not how.group else None
-        for k in range(K):
-            if k % group == 0:
-                part = w[:, k : k + group].astype(np.float32)
-                scales = whole[:, 0] if whole is not None else scales_of(part.max(1), part.min(1), how)
-            codes = nearest_codes(w[:, k].astype(np.float32), scales, how)
-            made[:, k] = dequantize(codes[:, None], scales[:, None], replace(how, group=1))[:, 0]
-            w[:, k + 1 :] -= np.outer((w[:, k] - made[:, k]) / upper[k, k], upper[k, k + 1 :])
-        return made.astype(np.float32)
-
-    return values
+def compensated(how: Scheme) -> Quantiser:
+    return lambda w, moments: dequantize(*compensated_codes(w, moments, how), how)
 
 
 def variants() -> dict[str, tuple[Quantiser | None, Quantiser | None]]:
@@ -106,23 +90,18 @@ def main() -> None:
     data = prepare(source, tokenizer=checkpoint.tokenizer)
     programs = {"eval": build_programs(config, training=False, positions=0)["eval"]}
     p = programs["eval"]
-    products = [op for op in p.ops if op.name == "matmul"]
+    products = products_of(p)
     last = products[-1]
     table = last.weight  # a tied embedding keeps its numbers: the classifier gets a matrix of its own
     last.inputs["weight"] = p.parameter("classifier", tuple(int(n) for n in table.shape))
-    for op in products:
-        K = int(op.weight.shape[1])
-        into = {"dweight": (p.state(f"{op.weight.name}.moments", (K, K)), "add")}
-        p.apply(ops.MatmulDw, into=into, dy=op.x, x=op.x)
+    calibration = Calibration(p, products)
     session = CpuSession(programs)
     weights = weight_files.of_checkpoint(checkpoint.path)
     weights.load(session)
     session.write("classifier", weights.read_rows(table.name, 0, int(table.shape[0])))
-    for op in products:
-        session.write(f"{op.weight.name}.moments", np.zeros((op.weight.shape[1],) * 2, np.float32))
     seq = config.train.seq
-    Evaluator(Validation(data.train, seq=seq, max_tokens=args.calibration), batch=8, byte_lengths=None).run(session)
-    moments = {op.weight.name: session.read(f"{op.weight.name}.moments").astype(np.float64) for op in products}
+    calibration.measure(session, Validation(data.train, seq=seq, max_tokens=args.calibration), batch=8)
+    moments = {name: calibration.read(session, name) for name in calibration.moments}
     windows = Validation(data.val, seq=seq, max_tokens=args.tokens)
     losses: dict[str, float] = {}
     for name in dict.fromkeys(["numbers", *args.variants]):

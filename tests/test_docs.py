@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
+import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-import barellm.cpu.kernels  # noqa: F401  (fills the registry, which a page's kernels must not change for other tests)
+import barellm
+import barellm.cpu.kernels  # (fills the registry, which a page's kernels must not change for other tests)
 from barellm.assembly.machine import build_programs
 from barellm.cli.main import COMMANDS
 from barellm.cli.options import Parser
 from barellm.cpu.isa import X86
 from barellm.cpu.kernel import REGISTRY
 from barellm.cpu.step import lower_and_plan
-from barellm.models import preset, presets
+from barellm.models import preset
 from barellm.overrides import changed
 from barellm.training.console import in_words
 from barellm.training.report import closing
+from tests.presets import planned
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)\"")
 
@@ -41,13 +46,25 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 def test_python_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
     before = dict(REGISTRY.entries)
-    names: dict[str, object] = {}
+    module = ModuleType("page")  # which a model that a page defines is found in
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     try:
         for line, code in blocks(page, "python"):
-            exec(compile("\n" * line + code, page, "exec"), names)  # a traceback names the page's line
+            exec(compile("\n" * line + code, page, "exec"), module.__dict__)  # a traceback names the page's line
     finally:
         REGISTRY.entries.clear()
         REGISTRY.entries.update(before)
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names: dict[str, object] = {"__name__": "notebook"}
+    for cell in json.loads((ROOT / "examples" / "train_and_sample.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    run = names["run"]
+    assert isinstance(run, barellm.Run) and run.losses[-1] < 0.75 * run.losses[0]
 
 
 @each_page
@@ -69,6 +86,12 @@ def test_links_lead_somewhere(page):
     for match in LINK.finditer(page.read_text()):
         target = match[1] or match[2]
         assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_the_reference_is_what_the_docstrings_say(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    reference = import_module("reference")
+    assert reference.FILE.read_text() == reference.page(), "run: python docs/reference.py"
 
 
 def test_the_house_is_as_drawn():
@@ -132,7 +155,7 @@ TABLE_ROW = re.compile(r"^\| ([\w-]+) \| (\d+) x (\d+) \| ([\d.,]+) \| ([\d.,]+)
 def test_the_table_of_arenas_is_what_is_planned():
     """For the machine that the table names, whatever this one is."""
     rows = TABLE_ROW.findall((ROOT / "docs" / "architecture.md").read_text())
-    assert [row[0] for row in rows] == list(presets())
+    assert [row[0] for row in rows] == planned()
     for name, batch, seq, plain, recompute in rows:
         config = changed(preset(name), {"train.dtype": "bf16"})
         assert (config.train.batch, config.train.seq) == (int(batch), int(seq))

@@ -45,6 +45,20 @@ class Machine:
         """Model FLOPs of one optimizer step, the mean of a cycle's: recompute is not counted."""
         return model_flops(self.programs, self.config) if "micro" in self.programs else 0
 
+    @property
+    def written(self) -> dict[str, frozenset[str]]:
+        """The tensors that each program changes of those that outlive a run."""
+        persistent = self.session.tensors
+        return {
+            name: frozenset(t.base.name for op in p.ops for t in op.outputs.values() if t.base.name in persistent)
+            for name, p in self.programs.items()
+        }
+
+    @property
+    def shared(self) -> bool:
+        """Whether a second thread may read the tensors while a program runs. A GPU's driver calls belong to one thread."""
+        return self.device != "cuda"
+
     def peak(self) -> float:
         """FLOP/s that products of this dtype can reach here, measured; 0 where nobody measures."""
         if self.device not in NAMES:
@@ -65,7 +79,7 @@ class Machine:
         from barellm.assembly.programs import build
 
         loading = self.loading
-        with _opened({"init": build(self.config.model)[1]["init"]}, self.device) as drawn:
+        with opened({"init": build(self.config.model)[1]["init"]}, self.device) as drawn:
             drawn.run("init", seed=seed)
             for t in drawn.tensors.values():
                 if t.role == "parameter":
@@ -94,9 +108,17 @@ def products(train: TrainConfig, device: str) -> dict[str, Any]:
     return {"matmul": train.matmul, "tf32": train.tf32} if device == "cuda" else {}
 
 
-def build_programs(config: Config, *, training: bool = True, positions: int | None = None) -> dict[str, Program]:
+def build_programs(
+    config: Config,
+    *,
+    training: bool = True,
+    positions: int | None = None,
+    rows: int = 1,
+    scoring: tuple[int, int] | None = None,
+) -> dict[str, Program]:
     """The programs of a training run, or without the optimizer. `config` has its dtype resolved. The KV cache of "decode" has so
-    many `positions`: all that the model has unless given; with 0 there is no "decode"."""
+    many `rows` and `positions`: all that the model has unless given; with 0 there is no "decode". `scoring`: the sequences and the
+    tokens of each for which "score" is planned, which without training takes the place of "eval"."""
     from barellm import models
     from barellm.assembly.programs import build
     from barellm.optim.recipes import updates
@@ -104,14 +126,16 @@ def build_programs(config: Config, *, training: bool = True, positions: int | No
     train = config.train
     _, programs = build(
         config.model,
-        batch=train.batch,
+        batch=train.batch if training or scoring is None else 0,
         seq=train.seq,
         compute=train.dtype,
         optimizer=updates(config.optim, models.hidden(config.model)) if training else None,
         recompute=train.recompute,
         ranges=train.ranges > 0,
-        decode_batch=0 if positions == 0 else 1,
+        decode_batch=0 if positions == 0 else rows,
         decode_seq=positions or 0,
+        score_batch=scoring[0] if scoring else 0,
+        score_seq=scoring[1] if scoring else 0,
     )
     return programs
 
@@ -123,18 +147,28 @@ def model_flops(programs: dict[str, Program], config: Config) -> int:
 
 @contextmanager
 def open_machine(
-    config: Config, *, device: str, training: bool = True, positions: int | None = None, weights: str = ""
+    config: Config,
+    *,
+    device: str,
+    training: bool = True,
+    positions: int | None = None,
+    rows: int = 1,
+    scoring: tuple[int, int] | None = None,
+    weights: str = "",
+    only: tuple[str, ...] = (),
 ) -> Iterator[Machine]:
-    """Programs built, planned, compiled and mapped, as the first step wants them. With `training` False they are "decode" and
-    "eval" only. `positions` is as in `build_programs`. `weights` names a row of `program.quantization.SCHEMES`, if products shall
-    read codes; nothing can be trained or initialised then, only loaded."""
+    """Programs built, planned, compiled and mapped, as the first step wants them. With `training` False there is no optimizer;
+    `only` names those of the others that are wanted, if not all. `positions`, `rows` and `scoring` are as in `build_programs`.
+    `weights` names a row of `program.quantization.SCHEMES`, if products shall read codes; nothing can be trained or initialised
+    then, only loaded."""
     check_device(device)
     config = resolved(config, device)
     train = config.train
-    programs = build_programs(config, training=training, positions=positions)
+    programs = build_programs(config, training=training, positions=positions, rows=rows, scoring=scoring)
+    programs = {name: p for name, p in programs.items() if not only or name in only}
     matrices: dict[str, Matrix] = {}
     if weights:
-        programs = {name: programs[name] for name in ("eval", "decode") if name in programs}
+        programs = {name: programs[name] for name in ("eval", "score", "decode") if name in programs}
         matrices = quantize_programs(programs, weights)
     if device in NAMES:
         session = backend(device).open_session(programs, **(products(train, device) if training else {}))
@@ -161,7 +195,7 @@ def open_machine(
 
 
 @contextmanager
-def _opened(programs: dict[str, Program], device: str) -> Iterator[Any]:
+def opened(programs: dict[str, Program], device: str) -> Iterator[Any]:
     """A session of programs that need no planning of their own."""
     if device not in NAMES:
         from barellm.runtime import reference

@@ -1,17 +1,18 @@
-"""The programs of a model, over one store: init, micro, update, eval, decode."""
+"""The programs of a model, over one store: init, micro, update, eval, score, decode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from barellm import models
+from barellm.assembly.logits import logits_of
 from barellm.config import ModelConfig
 from barellm.errors import UserError
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import Precision
 from barellm.program.observing import observe
-from barellm.program.tensor import Dim
+from barellm.program.tensor import Dim, Tensor
 
 MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, and its plan still takes seconds only
 
@@ -27,6 +28,8 @@ def build(
     ranges: bool = False,
     decode_batch: int = 0,
     decode_seq: int = 0,
+    score_batch: int = 0,
+    score_seq: int = 0,
 ) -> tuple[Store, dict[str, Program]]:
     """A store and its programs by name. What is 0 or None is left out.
 
@@ -35,10 +38,11 @@ def build(
     ranges  with `ranges`: the same, and the exponents of what it touches (`program.observing`)
     update  clip and optimizer, as `optimizer` appends them; where it is a mapping, a program for each of its names
     eval    forward of as many, without dropout; output "loss"
+    score   the same of up to `score_batch` sequences of up to `score_seq` tokens; outputs "losses" and "margins" of each target
     decode  up to `decode_batch` sequences, `decode_seq` positions in the KV cache (0: max_seq); output "logits"
     """
-    if max(seq, decode_seq) > model.max_seq:
-        raise UserError(f"seq is {max(seq, decode_seq)}, the model has {model.max_seq} positions (model.max_seq)")
+    if (longest := max(seq, decode_seq, score_seq)) > model.max_seq:
+        raise UserError(f"seq is {longest}, the model has {model.max_seq} positions (model.max_seq)")
     if max(1, batch) * seq > MOST_TOKENS:
         tokens, C = batch * seq, model.channels
         raise UserError(
@@ -62,16 +66,34 @@ def build(
     if batch:
         p = programs["eval"] = Program(store, compute=compute)
         p.output("loss", architecture.forward(p, model, *_inputs(p, batch, seq), training=False))
+    if score_batch:
+        p = programs["score"] = Program(store, compute=compute)
+        architecture.forward(p, model, *_inputs(p, score_batch, score_seq), training=False)
+        if p.ops[-1].name != "cross_entropy":
+            raise UserError(
+                f"the loss of {models.name_of(model)} is {p.ops[-1].name}, expected cross_entropy: "
+                "it has no loss of a target by itself"
+            )
+        for name, t in zip(("losses", "margins"), p.score_tokens(), strict=True):
+            p.output(name, t)
     if decode_batch:
         p = programs["decode"] = Program(store, compute=compute)
         tokens = p.input("tokens", (Dim("batch", decode_batch), Dim("seq", decode_seq or model.max_seq)))
-        p.output("logits", architecture.decode(p, model, tokens))
+        p.output("logits", _decode(p, model, tokens))
     for name, p in programs.items():
         if both := sorted(p.named.keys() & store.tensors.keys()):
             raise ValueError(
                 f"{both[0]} is an input or output of {name} and a {store.tensors[both[0]].role}: rename one"
             )
     return store, programs
+
+
+def _decode(p: Program, model: ModelConfig, tokens: Tensor) -> Tensor:
+    """fp32 logits (B, 1, Vp) of the last position. A model that has no `decode` of its own says those of all."""
+    architecture = models.of(model)
+    if hasattr(architecture, "decode"):
+        return architecture.decode(p, model, tokens)
+    return p.apply(ops.LastRow, x=logits_of(p, model, tokens)).y
 
 
 def _inputs(p: Program, batch: int, seq: int):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.ops.base import Op
 from barellm.program.quantization import TILE, Scheme, pack, quantize, scheme
 from barellm.program.tensor import Tensor
 
@@ -35,13 +36,18 @@ class Matrix:
     stays: bool
 
 
+def products_of(p: Program) -> list[Op]:
+    """The products of a program that can read codes; the last is the model's classifier."""
+    return [op for op in p.ops if op.name == "matmul" and op.weight.role == "parameter"]
+
+
 def quantize_programs(programs: Mapping[str, Program], weights: str) -> dict[str, Matrix]:
     """Make products with parameters read codes; {name of a parameter: its matrix}. The programs are those that only go forward. A
     matrix whose product is the model's last, its classifier, is kept as HEAD says if `weights` have fewer bits."""
     store = next(iter(programs.values())).store
     found: dict[str, Matrix] = {}
     for p in programs.values():
-        products = [op for op in p.ops if op.name == "matmul" and op.weight.role == "parameter"]
+        products = products_of(p)
         for op in products:
             name = op.weight.name
             if name not in found:
@@ -96,6 +102,11 @@ class Quantizing:
         if whole < len(rows):
             self._left[name] = rows[whole:].copy()
         for at in range(0, whole, TOGETHER):
-            codes, scales = pack(*quantize(rows[at : min(at + TOGETHER, whole)], m.how), m.how)
-            self.session.write_rows(m.codes.name, (first + at) // TILE, codes)
-            self.session.write_rows(m.scales.name, (first + at) // TILE, scales)
+            self.write_codes(name, first + at, *quantize(rows[at : min(at + TOGETHER, whole)], m.how))
+
+    def write_codes(self, name: str, lo: int, codes: np.ndarray, scales: np.ndarray) -> None:
+        """Set rows from `lo` on, a multiple of a tile, which are codes already."""
+        m = self.matrices[name]
+        packed = pack(codes, scales, m.how)
+        for t, array in zip((m.codes, m.scales), packed, strict=True):
+            self.session.write_rows(t.name, lo // TILE, array)

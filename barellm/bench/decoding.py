@@ -20,9 +20,11 @@ def weight_bytes(decode: Program) -> int:
 
 @dataclass
 class Pace:
-    """Times of the tokens of one text. `fed` tokens were the prompt, whose time is that of the first token."""
+    """Times of the tokens of `rows` texts that are written side by side. `fed` tokens were the prompts, whose time is that of the
+    first token."""
 
     fed: int
+    rows: int = 1
     times: list[float] = field(default_factory=lambda: [perf_counter()])
 
     def token(self) -> None:
@@ -40,11 +42,19 @@ class Pace:
         later = self.times[1:]
         return (len(later) - 1) / (later[-1] - later[0]) if len(later) > 1 else 0.0
 
+    @property
+    def overall(self) -> float:
+        """Tokens a second of all texts together, with the time of their prompts."""
+        return (len(self.times) - 1) / (self.times[-1] - self.times[0]) if len(self.times) > 1 else 0.0
+
     def line(self, nbytes: int, bandwidth: float) -> str:
         """In words, for weights of `nbytes` bytes on a machine that reads `bandwidth` bytes/s."""
+        begin = f"first token after {self.first:.3f} s ({self.fed} tokens fed), then {self.tokens_per_s:.1f} tokens/s"
+        if self.rows > 1:
+            return f"{begin} of {self.rows} texts side by side"
         rate = self.tokens_per_s * nbytes
         return (
-            f"first token after {self.first:.3f} s ({self.fed} tokens fed), then {self.tokens_per_s:.1f} tokens/s: "
+            f"{begin}: "
             f"{nbytes / 1e6:.1f} MB of weights a token, {rate / 1e9:.1f} GB/s, "
             f"{100 * rate / bandwidth:.0f} % of the {bandwidth / 1e9:.1f} GB/s that this machine reads"
         )

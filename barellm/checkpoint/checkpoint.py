@@ -70,9 +70,10 @@ def save(
     tokenizer: Mapping[str, bytes],
     keep: int,
     gradients: bool = False,
+    milestones: int = 0,
 ) -> Path:
     """Write the checkpoint of `step` into `folder`, with the `gradients` too if asked, then remove all but the newest `keep` up to
-    it. OSError: the old stand."""
+    it. Those of every `milestones` steps stay for ever and do not count. OSError: the old stand."""
     target = step_folder(folder, step)
     if not folder.is_dir():
         storage.system.mkdir(folder)
@@ -85,7 +86,8 @@ def save(
         _write(target, session, roles, meta={"format": FORMAT, "step": step, **meta}, tokenizer=tokenizer)
     # A later one, from which the run did not go on because it is damaged, must not count.
     up_to_this = [path for path in steps(folder) if step_of(path) <= step]
-    for old in up_to_this[max(1, keep) :]:
+    rotating = [path for path in up_to_this if not milestones or step_of(path) % milestones]
+    for old in rotating[max(1, keep) :]:
         storage.remove_folder(old)
     return target
 
@@ -108,8 +110,9 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def problem(path: Path) -> str | None:
-    """The reason why a step folder is not whole, in words; None if sizes and checksums are right."""
+def problem(path: Path, *, optimizer: bool = True) -> str | None:
+    """The reason why a step folder is not whole, in words; None if sizes and checksums are right. Without `optimizer`, of what
+    only training reads the sizes alone are looked at."""
     from xxhash import xxh3_64
 
     try:
@@ -125,10 +128,12 @@ def problem(path: Path) -> str | None:
                 return f"{name} is missing"
             if (size := file.stat().st_size) != files[name]["bytes"]:
                 return f"{name} has {size} bytes, expected {files[name]['bytes']}"
-            digest = xxh3_64()
-            with file.open("rb") as data:
-                while piece := data.read(tensorfile.PIECE):
-                    digest.update(piece)
+            if name in (OPTIMIZER, GRADIENTS) and not optimizer:
+                continue
+            digest, piece = xxh3_64(), bytearray(tensorfile.NEAR)
+            with file.open("rb", buffering=0) as data:
+                while count := data.readinto(piece):
+                    digest.update(memoryview(piece)[:count])
             if digest.hexdigest() != files[name]["xxh3_64"]:
                 return f"the checksum of {name} is {digest.hexdigest()}, expected {files[name]['xxh3_64']}"
     except FileNotFoundError:
@@ -140,11 +145,11 @@ def problem(path: Path) -> str | None:
     return None
 
 
-def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """(the newest step folder that verifies or None, what is wrong with the newer ones)."""
+def newest(folder: Path, *, optimizer: bool = True) -> tuple[Path | None, list[str]]:
+    """(the newest step folder that verifies or None, what is wrong with the newer ones). `optimizer`: as in `problem`."""
     wrong = []
     for path in steps(folder):
-        found = problem(path)
+        found = problem(path, optimizer=optimizer)
         if found is None:
             return path, wrong
         wrong.append(f"{path}: {found}")
@@ -158,16 +163,17 @@ def must_exist(path: Path, *, expected: str) -> None:
         raise UserError(f"{path} does not exist, " + (f"did you mean {dated}?" if dated else f"expected {expected}"))
 
 
-def find(path: Path) -> tuple[Path, list[str]]:
-    """The checkpoint that `path` means: a step folder, or the newest that verifies of a run folder."""
+def find(path: Path, *, optimizer: bool = True) -> tuple[Path, list[str]]:
+    """The checkpoint that `path` means: a step folder, or the newest that verifies of a run folder. `optimizer`: as in
+    `problem`."""
     must_exist(path, expected="a run folder or a checkpoint folder")
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
-        if found := problem(path):
+        if found := problem(path, optimizer=optimizer):
             raise UserError(f"{path}: {found}")
         return path, []
     for folder in (path / "checkpoints", path):
         if steps(folder):
-            good, wrong = newest(folder)
+            good, wrong = newest(folder, optimizer=optimizer)
             if good is None:
                 raise UserError(f"no checkpoint in {folder} is whole: {'; '.join(wrong)}")
             return good, wrong
@@ -183,6 +189,16 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
+def need_numbers(path: Path) -> None:
+    """Raise a UserError for a step folder whose matrices have few bits."""
+    meta = read_meta(path)
+    if few := meta.get("weights"):
+        made_of = (
+            f"use {meta['source']}, of which it was made" if "source" in meta else "use the run that it was made of"
+        )
+        raise UserError(f"{path} has weights of few bits ({few}), which only sample and eval read: {made_of}")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Anything else is a UserError."""
     try:
@@ -196,6 +212,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def load(path: Path, session: Session, *, optimizer: bool) -> None:
     """Stream weights, and what the optimizer goes on with if asked, from a verified step folder into the session."""
+    need_numbers(path)
     tensorfile.read(path / WEIGHTS, session, of_role(session, "parameter"))
     if optimizer:
         tensorfile.read(path / OPTIMIZER, session, of_role(session, "state"))

@@ -25,10 +25,11 @@ class RowReader(Protocol):
 
 
 PIECE = 8 << 20  # bytes read from the session at a time
+NEAR = 1 << 19  # bytes read from a file at a time: what is made of them stays in the second cache
 # What a session gives as fp32 is kept as fp32: every value of a 16-bit format is one, and any reader knows it.
-EXCHANGE = {"fp32": "F32", "fp64": "F64", "i32": "I32", "bf16": "BF16"}
+EXCHANGE = {"fp32": "F32", "fp64": "F64", "i32": "I32", "bf16": "BF16", "fp16": "F16", "i8": "I8"}
 CODES = {name: EXCHANGE[f.exchange] for name, f in FORMATS.items() if f.exchange in EXCHANGE}
-ITEM = {"F32": 4, "F64": 8, "I32": 4, "BF16": 2}
+ITEM = {"F32": 4, "F64": 8, "I32": 4, "BF16": 2, "F16": 2, "I8": 1}
 # Other programs' files may hold the others beside their weights.
 NUMPY = {
     "F32": "<f4",
@@ -59,7 +60,7 @@ def _header(tensors: Mapping[str, Any], framework: str) -> tuple[bytes, int]:
     at = 0
     for name, t in tensors.items():
         code = CODES[t.dtype]
-        end = at + t.size * ITEM[code]
+        end = at + t.size * itemsize(t)
         entries[name] = {"dtype": code, "shape": [int(n) for n in t.shape], "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -67,13 +68,18 @@ def _header(tensors: Mapping[str, Any], framework: str) -> tuple[bytes, int]:
     return len(text).to_bytes(8, "little") + text, at
 
 
-def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:
-    """Ranges of leading rows that have about PIECE bytes each."""
+def itemsize(t: Any) -> int:
+    """Bytes of one element of a tensor in a file."""
+    return ITEM[CODES[t.dtype]]
+
+
+def pieces(shape: tuple[int, ...], itemsize: int, nbytes: int | None = None) -> Iterator[tuple[int, int]]:
+    """Ranges of leading rows that have about `nbytes` each, PIECE where that is None."""
     rows = int(shape[0])
     row = itemsize
     for n in shape[1:]:
         row *= int(n)
-    step = max(1, PIECE // max(1, row))
+    step = max(1, (PIECE if nbytes is None else nbytes) // max(1, row))
     for lo in range(0, rows, step):
         yield lo, min(rows, lo + step)
 
@@ -166,7 +172,7 @@ def read(path: Path, session: Session, tensors: Mapping[str, Any]) -> None:
             file.seek(start + entries[name]["data_offsets"][0])
             dtype = numpy_dtype(CODES[t.dtype])
             width = t.size // max(1, int(t.shape[0]))
-            for lo, hi in pieces(t.shape, dtype.itemsize):
+            for lo, hi in pieces(t.shape, dtype.itemsize, NEAR):
                 piece = np.empty((hi - lo) * width, dtype)
                 if file.readinto(piece.view(np.uint8).data) != piece.nbytes:
                     raise UserError(f"{path} ends inside the tensor {name!r}")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from barellm import models, overrides
 from barellm.assembly.machine import Machine, check_device, open_machine
-from barellm.checkpoint import checkpoint
+from barellm.checkpoint import checkpoint, quantized
+from barellm.checkpoint.weights import parameters
 from barellm.config import Config
 from barellm.data.kinds import load_tokenizer, make_tokenizer
 from barellm.data.tokenizers import Tokenizer
@@ -28,17 +29,26 @@ class Found:
     tokenizer: Tokenizer
     device: str
     weights: str  # as products read them: "" for numbers, or a scheme of few bits
+    stored: bool = False  # whether the checkpoint has them so
 
     @contextmanager
-    def opened(self, *, positions: int) -> Iterator[Machine]:
-        """A machine with its weights, and a KV cache of so many `positions` (0: none, and no program "decode")."""
-        how = {"device": self.device, "positions": positions, "weights": self.weights}
+    def opened(self, *, positions: int, rows: int = 1, scoring: tuple[int, int] | None = None) -> Iterator[Machine]:
+        """A machine with its weights, and a KV cache of so many `rows` and `positions` (0: none). Its programs are those that text
+        is written with, or evaluated; `scoring` is as in `assembly.machine.build_programs`."""
+        run = "decode" if positions else "score" if scoring else "eval"
+        only = (run,) if self.path else (run, "init")
+        how = {"device": self.device, "positions": positions, "rows": rows, "scoring": scoring}
+        how |= {"weights": self.weights, "only": only}
         with open_machine(self.config, training=False, **how) as machine:
             if self.path is None:
                 machine.initialize(self.config.train.seed)
                 yield machine
                 return
-            checkpoint.load(self.path, machine.loading, optimizer=False)
+            if self.stored:
+                schemes = {name: m.how for name, m in machine.matrices.items() if not m.stays}
+                quantized.load(self.path, machine.loading, parameters(self.config.model), schemes)
+            else:
+                checkpoint.load(self.path, machine.loading, optimizer=False)
             meta = checkpoint.read_meta(self.path)
             enter(machine.session, self.config, meta["step"], meta.get("total_steps"))
             yield machine
@@ -64,7 +74,7 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, w
     check_device(device)
     if weights is not None:
         scheme(weights)
-    path, wrong = checkpoint.find(Path(name))
+    path, wrong = checkpoint.find(Path(name), optimizer=False)
     for text in wrong:
         print(f"barellm: warning: skipped {text}", file=sys.stderr)
     meta = checkpoint.read_meta(path)
@@ -72,4 +82,8 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, w
     tokenizer = load_tokenizer(path)
     config = replace(config, train=replace(config.train, batch=batch, dtype=dtype or config.train.dtype))
     config.check()
-    return Found(path, config, tokenizer, device, weights or "")
+    stored = meta.get("weights", "")
+    if stored and weights not in (None, stored):
+        made_of = meta.get("source", "the run that it was made of")
+        raise UserError(f"{path} has weights {stored}, the command line says {weights}: use {made_of}")
+    return Found(path, config, tokenizer, device, stored or weights or "", bool(stored))

@@ -1,12 +1,21 @@
-"""Measure a checkpoint's loss, in nats per token and bits per byte, on the validation part of its text or on another text."""
+"""Measure a checkpoint's loss, in nats per token and bits per byte, on the validation part of its text or on another text; or
+measure how often it chooses the right ending of HellaSwag.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from barellm.cli.options import add_device, add_dtype, add_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from barellm.cli.checkpoints import Found
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +32,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, default=0, metavar="N", help="look at about N tokens, evenly spread (default: all)"
     )
     parser.add_argument(
+        "--hellaswag",
+        metavar="FILE",
+        help="choose HellaSwag's endings instead: the public hellaswag_val.jsonl, or llm.c's .bin",
+    )
+    parser.add_argument("--limit", type=int, default=0, metavar="N", help="only its first N examples (default: all)")
+    parser.add_argument(
+        "--per-document",
+        metavar="FILE",
+        help="write a JSON object for each document of the text, or each example of HellaSwag, to a new file",
+    )
+    parser.add_argument(
         "--batch", type=int, default=8, metavar="N", help="how many sequences are computed at once (default: 8)"
     )
     add_device(parser, "cpu, cuda or reference")
@@ -32,23 +52,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from barellm.cli.checkpoints import found
+    from barellm.errors import UserError
+
+    for name, least in (("tokens", 0), ("batch", 1), ("limit", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
+    if args.hellaswag is not None and (args.data is not None or args.whole or args.tokens):
+        raise UserError("--hellaswag has its own text: leave out --data, --whole and --tokens")
+    if args.limit and args.hellaswag is None:
+        raise UserError("--limit is about examples: add --hellaswag FILE")
+    if args.per_document is not None and args.tokens:
+        raise UserError("--per-document looks at whole documents: leave out --tokens")
+    checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, batch=args.batch)
+    if args.hellaswag is not None:
+        return _hellaswag(args, checkpoint)
+    return _loss(args, checkpoint) if args.per_document is None else _documents(args, checkpoint)
+
+
+def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
     from dataclasses import replace
 
-    from barellm.cli.checkpoints import found
-    from barellm.data.loader import Validation
     from barellm.data.sources import prepare
-    from barellm.errors import UserError
     from barellm.evaluation.validation import Evaluator
     from barellm.training.console import Console
 
-    for name, least in (("tokens", 0), ("batch", 1)):
-        if getattr(args, name) < least:
-            raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
-    checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, batch=args.batch)
     config = checkpoint.config
     source = config.data if args.data is None else replace(config.data, source=args.data)
     data = prepare(source, tokenizer=checkpoint.tokenizer, whole=args.whole)
-    windows = Validation(data.val, seq=config.train.seq, max_tokens=args.tokens)
+    windows = data.validation(seq=config.train.seq, max_tokens=args.tokens)
     with checkpoint.opened(positions=0) as machine:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
         evaluator = Evaluator(windows, batch=args.batch, byte_lengths=data.byte_lengths)
@@ -65,3 +97,92 @@ def run(args: argparse.Namespace) -> int:
             f"{checkpoint.path}: {result.nats:.4f} nats per token{per_byte} ({result.targets:,} tokens of {data.name})"
         )
     return 0
+
+
+def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
+    from pathlib import Path
+
+    from barellm.evaluation import hellaswag
+    from barellm.evaluation.scoring import Scorer, shape_for
+    from barellm.training.console import Console
+
+    out = _new_file(args.per_document)
+    config, path = checkpoint.config, Path(args.hellaswag)
+    task = hellaswag.HellaSwag(hellaswag.read(path, checkpoint.tokenizer, limit=args.limit))
+    batch, seq = shape_for(task.texts, tokens=args.batch * config.train.seq, most_seq=config.model.max_seq)
+    with checkpoint.opened(positions=0, scoring=(batch, seq)) as machine:
+        console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
+        report = console.evaluating(len(task.texts))
+        result = task.run(Scorer(machine.session, batch=batch, seq=seq), report=report)
+        console.clear()
+    assert result is not None
+    if out is not None:
+        _write_lines(out, result.rows())
+    if args.json:
+        print(json.dumps({"checkpoint": str(checkpoint.path), "hellaswag": str(path), **result.summary()}))
+    else:
+        shares = (f"{name} {result.summary()[name]:.4f}" for name in ("acc", "acc_norm"))
+        print(f"{checkpoint.path}: {', '.join(shares)} ({result.total:,} examples of {path})")
+    return 0
+
+
+def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
+    from dataclasses import replace
+    from pathlib import Path
+
+    from barellm.data.sources import prepare
+    from barellm.errors import UserError
+    from barellm.evaluation import documents
+    from barellm.evaluation.scoring import Scorer, shape_for
+    from barellm.training.console import Console
+
+    out = _new_file(args.per_document)
+    assert out is not None
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    source = config.data if args.data is None else replace(config.data, source=args.data)
+    if source.source.endswith(".jsonl"):
+        name, found = source.source, documents.of_lines(Path(source.source), tokenizer)
+    else:
+        data = prepare(source, tokenizer=tokenizer, whole=args.whole)
+        name, found = data.name, documents.of_stream(data.val, tokenizer.eot)
+    try:
+        lengths = tokenizer.byte_lengths
+    except UserError:  # GPT-2's vocabulary is not on this machine
+        lengths = None
+    task = documents.Documents(found, seq=config.train.seq, byte_lengths=lengths)
+    if not task.texts:
+        raise UserError(f"{name} has no document of two tokens")
+    batch, seq = shape_for(task.texts, tokens=args.batch * config.train.seq, most_seq=config.train.seq)
+    with checkpoint.opened(positions=0, scoring=(batch, seq)) as machine:
+        console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
+        report = console.evaluating(len(task.texts))
+        rows = list(task.rows(Scorer(machine.session, batch=batch, seq=seq), report=report))
+        console.clear()
+    _write_lines(out, rows)
+    total = documents.total(rows)
+    if args.json:
+        print(json.dumps({"checkpoint": str(checkpoint.path), "data": name, **total}))
+    else:
+        per_byte = "" if total["bits_per_byte"] is None else f", {total['bits_per_byte']:.4f} bits per byte"
+        said = f"{total['nats_per_token']:.4f} nats per token{per_byte}"
+        print(f"{checkpoint.path}: {said} ({total['tokens']:,} tokens of {total['documents']:,} documents of {name})")
+    return 0
+
+
+def _new_file(name: str | None) -> Path | None:
+    """The path of a file that is not there yet."""
+    from pathlib import Path
+
+    from barellm.errors import UserError
+
+    if name is not None and Path(name).exists():
+        raise UserError(f"{name} exists, expected a new file")
+    return None if name is None else Path(name)
+
+
+def _write_lines(path: Path, rows: Iterable[dict]) -> None:
+    from barellm.data.cache import new_file
+
+    with new_file(path) as file:
+        for row in rows:
+            file.write(json.dumps(row).encode() + b"\n")

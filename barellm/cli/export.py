@@ -1,4 +1,4 @@
-"""Write a checkpoint's weights for other programs: a folder for transformers, or a file for llm.c."""
+"""Write a checkpoint's weights for other programs: a folder for transformers, or a file for llm.c or llama.cpp."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a step folder, or a run's folder (its newest whole one)"
     )
-    parser.add_argument("--format", required=True, metavar="NAME", help="huggingface or llmc")
-    parser.add_argument("--dtype", default="fp32", metavar="NAME", help="fp32 or bf16 (default: fp32)")
+    parser.add_argument(
+        "--format",
+        required=True,
+        metavar="NAME",
+        help="huggingface, gguf (llama.cpp's), llmc, or llmc-tokenizer (no weights)",
+    )
+    parser.add_argument("--dtype", default="fp32", metavar="NAME", help="fp32, bf16, or for gguf fp16 (default: fp32)")
+    parser.add_argument(
+        "--license",
+        metavar="NAME",
+        default="unknown",
+        help="for the model card of huggingface: a name that its hub knows, as mit or apache-2.0 (default: unknown)",
+    )
     parser.add_argument("--out", required=True, metavar="PATH", help="the folder or file, which must not be there yet")
 
 
@@ -19,6 +30,6 @@ def run(args: argparse.Namespace) -> int:
 
     from barellm.interop.exported import export
 
-    for line in export(Path(args.checkpoint), Path(args.out), kind=args.format, dtype=args.dtype):
+    for line in export(Path(args.checkpoint), Path(args.out), kind=args.format, dtype=args.dtype, licence=args.license):
         print(line)
     return 0

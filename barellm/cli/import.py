@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         default="",
         metavar="NAME",
-        help="bytes, gpt2, or a folder with tokenizer.json (default: the one that lies with the model; GPT-2's for 50257 ids)",
+        help="bytes, gpt2, a folder with tokenizer.json, llm.c's .bin (default: what lies with the model; GPT-2's for 50257 ids)",
     )
 
 

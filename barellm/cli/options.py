@@ -16,21 +16,6 @@ if TYPE_CHECKING:
     from barellm.checkpoint.weights import Weights
     from barellm.fields import Entry
 
-SHORT_FORMS: dict[str, str] = {
-    "data.source": "--data",
-    "train.steps": "--steps",
-    "train.batch": "--batch",
-    "train.seq": "--seq",
-    "train.seed": "--seed",
-    "train.minutes": "--minutes",
-    "train.init_from": "--init-from",
-    "train.dtype": "--dtype",
-    "train.recompute": "--recompute",
-    "train.matmul": "--matmul",
-    "optim.lr": "--lr",
-    "optim.schedule": "--schedule",
-}
-
 
 class Parser(argparse.ArgumentParser):
     """ArgumentParser whose mistakes are UserErrors, with the nearest known option; abbreviations are refused."""
@@ -65,7 +50,8 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("configuration keys (PRESET gives the others their values)")
     for key, owners in overrides.every_key().items():
-        names = [SHORT_FORMS[key]] if key in SHORT_FORMS else []
+        short = overrides.SHORT_NAMES.get(key)
+        names = [f"--{short.replace('_', '-')}"] if short else []
         kinds = {entry.kind for entry in owners.values()}
         optional: dict[str, Any] = {"nargs": "?", "const": "true"} if bool in kinds else {}
         metavar = "|".join(sorted(kind.__name__.upper() for kind in kinds))

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from barellm.cli.options import add_configuration, add_device, add_stage, configuration
+from barellm.errors import UserError
+
+if TYPE_CHECKING:
+    from barellm.config import Config
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +21,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--card", metavar="NAME", help="show the bound of a step by the published rates of a card: h100, h200"
+    )
+    parser.add_argument(
+        "--product",
+        type=int,
+        nargs=3,
+        metavar=("M", "N", "K"),
+        help="with --device cuda: only how a product of M rows, N columns and depth K is cut, and its two gradients",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="with --device cuda: compile the products' kernels, to know how many blocks a multiprocessor holds",
     )
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
     parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")
@@ -33,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     from barellm.plans import devices, plan
 
     devices.check(args.device)
+    for name in ("product", "compile"):
+        if getattr(args, name) and args.device != "cuda":
+            raise UserError(f"--{name} is about a GPU's tiles: add --device cuda")
     config = configuration(args)
     config.check()
     ceiling = None
@@ -43,19 +63,62 @@ def run(args: argparse.Namespace) -> int:
 
         ceiling = measured_ceiling(device=args.device)
     config = resolved(only_stage(config, args.stage) if args.stage else config, args.device)
+    if args.product:
+        return _one_product(args, config.train.dtype)
     numbers, built = plan.report(config, ceiling=ceiling, device=args.device)
+    cuts, lines = _products(args, built, numbers["step"], config) if args.device == "cuda" else ([], [])
+    numbers |= {"products": cuts} if cuts else {}
     if args.json:
         more = ({"map": plan.memory_map(built)} if args.map else {}) | (
             {"optimizers": plan.optimizers(built, config)} if args.optim else {}
         )
         print(json.dumps(numbers | more))
         return 0
-    print("\n".join(_tables(numbers)))
+    print("\n".join(_tables(numbers) + lines))
     if args.optim:
         print("\n" + "\n".join(_optimizers(plan.optimizers(built, config))))
     if args.map:
         print("\n" + "\n".join(_map(plan.memory_map(built))))
     return 0
+
+
+def _one_product(args: argparse.Namespace, dtype: str) -> int:
+    """Print how the product of --product and its gradients are cut."""
+    import json
+
+    from barellm.cuda.kernel import Sizes
+    from barellm.plans import devices, waves
+
+    M, N, K = args.product
+    if min(M, N, K) < 1:
+        raise UserError(f"--product is {M} {N} {K}, expected sizes of at least 1")
+    built = devices.lower({"product": waves.one_product(M, N, K, dtype)}, "cuda")
+    cuts, lines = _cuts(args, built, ["product"], Sizes(batch=M))
+    print(json.dumps({"dtype": dtype, **built.machine, "products": cuts}) if args.json else "\n".join(lines))
+    return 0
+
+
+def _products(args: argparse.Namespace, built: Any, step: Iterable[str], config: Config) -> tuple[list[Any], list[str]]:
+    """The products of a step, as JSON has them and in lines."""
+    from barellm.cuda.kernel import Sizes
+
+    cuts, lines = _cuts(args, built, step, Sizes(config.train.batch, config.train.seq))
+    return cuts, ["", *lines]
+
+
+def _cuts(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: Any) -> tuple[list[Any], list[str]]:
+    from barellm.plans import devices, waves
+
+    card = args.card or "h100"
+    sheet, codes = devices.sheet(card), {}
+    if args.compile:
+        from barellm.cuda.compile import compiled
+
+        codes = compiled(waves.specifications(built, programs), built.target.arch, processes=2)
+    found = waves.products(built, programs, sizes, codes)
+    cuts = [{**cut.to_json(sheet), "count": count, "card": card} for cut, count in found.items()]
+    about = f"products on {built.target.sms} multiprocessors; us at best by {card}'s data sheet"
+    return cuts, [about, *waves.table(found, sheet, known=args.compile)]
 
 
 def _tables(n: dict[str, Any]) -> list[str]:

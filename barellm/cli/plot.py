@@ -1,7 +1,8 @@
-"""Draw the loss of runs that are finished, were stopped, or still train: charts in the terminal, or one picture with all of them.
+"""Draw runs that are finished, were stopped, or still train: charts in the terminal, or one picture with all of them.
 
-The training loss is smoothed: each hundredth of the axis shows its mean. Runs with different tokenizers have different
-tokens, so their nats per token cannot be compared.
+What is drawn is the loss, or what --y names. A finished run has a dashed line for gzip -9. Training is smoothed: each hundredth of
+the axis shows its mean. Runs with different tokenizers have different tokens, so their nats per token cannot be compared, but their
+bits per byte can (--y bits).
 
 With --ranges it shows the exponents of a run's activations, gradients and weights, which train --train.ranges N writes: a table of
 the last step in the terminal, a picture of the first and the last step, or all numbers. docs/ranges.md explains it.
@@ -13,7 +14,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from barellm.training.curve import AXES
+from barellm.training.curve import AXES, QUANTITIES
 
 if TYPE_CHECKING:
     from barellm.training.console import Console
@@ -29,7 +30,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw a picture into this file, .png, .svg or .pdf (default: charts in the terminal)",
     )
-    parser.add_argument("--x", choices=AXES, default="steps", help="what the loss is drawn over (default: steps)")
+    parser.add_argument("--x", choices=AXES, default="steps", help="what it is drawn over (default: steps)")
+    parser.add_argument(
+        "--y",
+        choices=QUANTITIES,
+        default="loss",
+        help="loss, bits (per byte, of evaluations), lr, norm (of the gradient) or speed (tokens per second) (default: loss)",
+    )
+    parser.add_argument(
+        "--log", choices=("x", "y", "xy"), default="", help="which axes are logarithmic (default: none)"
+    )
     parser.add_argument("--ranges", action="store_true", help="exponents of one run, in the place of losses")
     parser.add_argument(
         "--json", action="store_true", help="with --ranges: print the numbers of every step, and nothing else"
@@ -46,14 +56,15 @@ def run(args: argparse.Namespace) -> int:
         return _ranges(args, console)
     if args.json:
         raise UserError("--json is for --ranges: the losses of a run are in its metrics.jsonl")
-    curves = [_read(name, axis=args.x) for name in args.runs]
+    curves = [_read(name, axis=args.x, y=args.y) for name in args.runs]
     if args.out is not None:
         title = curves[0].name if len(curves) == 1 else "training, smoothed, and validation (dots)"
-        curve.image(Path(args.out), curves, title=title, axis=args.x)
+        curve.image(Path(args.out), curves, title=title, axis=args.x, log=args.log)
     for found in curves:
         console.line(f"{found.name}: {curve.summary(found, axis=args.x)}")
         if args.out is None:
-            console.line(curve.terminal(found, axis=args.x, ascii_only=not console.can_show(curve.GLYPHS)))
+            ascii_only = not console.can_show(curve.GLYPHS)
+            console.line(curve.terminal(found, axis=args.x, log=args.log, ascii_only=ascii_only))
     if args.out is not None:
         console.line(f"curve {args.out}")
     return 0
@@ -84,7 +95,7 @@ def _ranges(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _read(name: str, *, axis: str) -> Curve:
+def _read(name: str, *, axis: str, y: str) -> Curve:
     """The curve of the run in a folder. UserError for what is not there, or is not what a run writes."""
     from barellm import overrides
     from barellm.checkpoint import checkpoint
@@ -96,14 +107,16 @@ def _read(name: str, *, axis: str) -> Curve:
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{path} has no metrics.jsonl, expected the folder of a run")
-    step_tokens = 1
-    if axis == "tokens":
+    rows, step_tokens = metrics.read(file), 1
+    if axis == "tokens" and not any("tokens" in row for row in rows):  # a run of an older version
         train = overrides.from_json(checkpoint.read_json(file.parent / "config.json")).train
         step_tokens = train.batch * train.accumulate * train.seq
     try:
-        found = curve.series(metrics.read(file), axis=axis, step_tokens=step_tokens)
+        found = curve.series(rows, axis=axis, step_tokens=step_tokens, y=y)
+        gzip = curve.gzip_line(rows, y=y)
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{file} has rows without kind, step or loss: no run wrote it") from None
     if not any(found):
-        raise UserError(f"{file} holds no step yet")
-    return curve.Curve(str(path), *found)
+        what = "no step yet" if y in ("loss", "lr", "norm", "speed") else f"no {curve.QUANTITIES[y].says}"
+        raise UserError(f"{file} holds {what}")
+    return curve.Curve(str(path), *found, y=y, gzip=gzip)

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from barellm.data.reading import Layout
+    from barellm.data.workplace import Workplace
+
+DESCRIPTION = """\
+Tokenize text into llm.c's .bin shards (DIR_train_000001.bin, DIR_val_000000.bin, ...) with a file shards.json that says what
+they were made of. Interrupted or killed, it leaves DIR.part; the same command goes on from there and ends with the same bytes.
+docs/data.md has all formats and examples."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.description = "Tokenize text into llm.c's .bin shards (DIR_train_000001.bin, DIR_val_000000.bin, ...)."
-    parser.add_argument("source", nargs="+", metavar="SOURCE", help="text files, folders of .txt files, or 'stdlib'")
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "source",
+        nargs="+",
+        metavar="SOURCE",
+        help="files of text, .jsonl or .parquet, also .gz or .zst; folders of them; 'patterns*'; - for standard input; "
+        "stdlib; or a set: tinyshakespeare, tinystories, fineweb:10BT, fineweb-edu:10BT (100BT, 350BT)",
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make; it may exist but must be empty")
     parser.add_argument(
         "--tokenizer",
@@ -19,7 +37,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="bytes, chars, bpe, gpt2, or a folder with a tokenizer.json, such as Llama-3's (default: gpt2)",
     )
     parser.add_argument("--vocab", type=int, default=2048, metavar="N", help="ids of a bpe tokenizer (default: 2048)")
-    parser.add_argument("--val-fraction", type=float, default=0.1, metavar="F", help="validation part (default: 0.1)")
+    parser.add_argument(
+        "--field", default="text", metavar="NAME", help="of records: the field with the text (default: text)"
+    )
+    parser.add_argument(
+        "--separator",
+        default="",
+        metavar="TEXT",
+        help=r"of plain text: what stands between documents, such as '<|endoftext|>' or '\n\n' (default: a file is a document)",
+    )
+    parser.add_argument("--keep-separator", action="store_true", help="leave the separator at each document's end")
+    parser.add_argument(
+        "--format",
+        default="text",
+        metavar="NAME",
+        help="of standard input and of files whose names do not say: text, jsonl or parquet (default: text)",
+    )
+    parser.add_argument(
+        "--val-fraction", type=float, metavar="F", help="last share of the characters, for validation (default: 0.1)"
+    )
+    parser.add_argument(
+        "--val-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="instead: the first N tokens are for validation, as in llm.c",
+    )
     parser.add_argument(
         "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens in a shard (default: 100000000)"
     )
@@ -28,53 +71,111 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the shards; nothing appears in --out until all of them are complete."""
-    from barellm.config import DataConfig
-    from barellm.data.cache import new_folder
-    from barellm.data.kinds import check_kind
-    from barellm.data.sources import corpus_tokenizer, find_shards, find_text, write_split
-    from barellm.errors import UserError
+    from barellm.data.named import fetched_corpus
+    from barellm.data.sources import corpus_tokenizer, find_text
+    from barellm.data.workplace import Workplace
+    from barellm.data.writing import Job
     from barellm.training.console import Console
 
-    check_kind(args.tokenizer)
-    DataConfig(val_fraction=args.val_fraction)  # refuses what is no share
-    if not 1 <= args.shard_tokens < 1 << 31:
-        raise UserError(f"--shard-tokens is {args.shard_tokens}, expected 1 to {2**31 - 1}")
-    for source in args.source:
-        if found := find_shards(source):
-            raise UserError(f"{source} holds token shards already ({found[0].name}), expected text")
-    out = Path(args.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there and not an empty folder: choose another or remove it")
-
+    fraction, layout, named = _checked(args)
     console = Console(json_lines=args.json)
-    corpus = find_text(args.source, args.val_fraction)
-    tokenizer = corpus_tokenizer(corpus, args.tokenizer, bpe_vocab=args.vocab, report=console.line)
-    console.line(f"tokenizing {corpus.name} ({tokenizer.name}, {tokenizer.vocab_size} ids)")
-    try:
-        with new_folder(out.resolve()) as made:
-            counts = write_split(
-                made,
-                out.resolve().name,
-                corpus,
-                tokenizer,
-                shard_tokens=args.shard_tokens,
-                progress=console.tokenizing(),
-            )
-            shards = len(list(made.glob("*.bin")))
-    except FileExistsError as error:
-        raise UserError(f"{out} was filled by another process meanwhile") from error
+    with Workplace(Path(args.out).resolve()) as work:
+        val_tokens = args.val_tokens
+        if named:
+            corpus, own = fetched_corpus(args.source[0], work.folder / "files", console.line)
+            val_tokens = val_tokens or own.val_tokens
+        else:
+            if "-" in args.source:
+                console.line("reading standard input")
+            sources = [_path_of(name, work) for name in args.source]
+            corpus = find_text(sources, fraction, layout=layout, report=console.line, told=console.looking())
+        tokenizer = corpus_tokenizer(corpus, args.tokenizer, bpe_vocab=args.vocab, report=console.line)
+        job = Job(corpus, tokenizer, work.out.name, shard_tokens=args.shard_tokens, val_tokens=val_tokens)
+        manifest = work.finished(job)
+        if manifest:
+            console.line(f"{args.out} was made by this command from this text already")
+        else:
+            doing = "going on with" if work.begun else "tokenizing"
+            console.line(f"{doing} {corpus.name} ({tokenizer.name}, {tokenizer.vocab_size} ids)")
+            try:
+                manifest = work.fill(job, progress=console.tokenizing())
+            except KeyboardInterrupt:
+                console.line(f"stopped; the same command goes on from {work.folder}")
+                raise
+    console.clear()
+    counts = manifest["tokens"]
     result = {
-        "out": str(out),
-        "shards": shards,
+        "out": args.out,
+        "shards": len(manifest["shards"]),
+        "documents": manifest["documents"],
+        "empty_documents": manifest["empty_documents"],
+        "text_bytes": manifest["text_bytes"],
         "train_tokens": counts["train"],
         "val_tokens": counts["val"],
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer_hash": tokenizer.hash,
     }
-    console.clear()
     if args.json:
         print(json.dumps(result))
     else:
-        print(f"{out}: {shards} shards, {counts['train']} training and {counts['val']} validation tokens")
+        empty = f" ({result['empty_documents']:,} empty ones left out)" if result["empty_documents"] else ""
+        print(f"{args.out}: {result['documents']:,} documents{empty}, {result['text_bytes']:,} bytes of text")
+        print(
+            f"{args.out}: {result['shards']} shards, {counts['train']} training and {counts['val']} validation tokens"
+        )
     return 0
+
+
+def _path_of(source: str, work: Workplace) -> str:
+    """The path of a source that is not a file yet."""
+    from barellm.data.named import tinyshakespeare
+
+    if source == "-":
+        return str(work.spool(sys.stdin.buffer, name="stdin"))
+    return str(tinyshakespeare()) if source == "tinyshakespeare" else source
+
+
+def _checked(args: argparse.Namespace) -> tuple[float, Layout, bool]:
+    """The share of the text for validation, where its documents are, and whether it is a set of the hub. UserError for options that
+    make no sense."""
+    from barellm.config import DataConfig
+    from barellm.data.kinds import check_kind
+    from barellm.data.named import hub_sets, is_named
+    from barellm.data.reading import FORMATS, Layout
+    from barellm.data.sources import find_shards
+    from barellm.errors import UserError, nearest
+
+    check_kind(args.tokenizer)
+    if args.val_tokens and args.val_fraction is not None:
+        raise UserError("--val-tokens and --val-fraction exclude each other: pass one of them")
+    if args.val_tokens < 0:
+        raise UserError(f"--val-tokens is {args.val_tokens}, expected at least 0")
+    fraction = 0.1 if args.val_fraction is None else args.val_fraction
+    DataConfig(val_fraction=fraction)  # refuses what is no share
+    if not 1 <= args.shard_tokens < 1 << 31:
+        raise UserError(f"--shard-tokens is {args.shard_tokens}, expected 1 to {2**31 - 1}")
+    if args.format not in FORMATS:
+        raise UserError(f"--format is {args.format!r}{nearest(args.format, FORMATS)}, expected {', '.join(FORMATS)}")
+    if args.keep_separator and not args.separator:
+        raise UserError("--keep-separator needs --separator")
+    if args.source.count("-") > 1:
+        raise UserError("standard input, -, was named twice: it can be read once")
+    for source in args.source:
+        if source != "-" and (found := find_shards(source)):
+            raise UserError(f"{source} holds token shards already ({found[0].name}), expected text")
+    try:
+        separator = codecs.decode(args.separator.encode("latin-1", "backslashreplace"), "unicode_escape")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--separator {args.separator!r} ends in the middle of an escape: {error.reason}") from error
+    layout = Layout(args.field, separator, args.keep_separator, args.format)
+    named = [source for source in args.source if is_named(source) and source != "tinyshakespeare"]
+    if named and len(args.source) > 1:
+        raise UserError(
+            f"the set {named[0]} stands alone, found with it: {', '.join(s for s in args.source if s != named[0])}"
+        )
+    if named and args.val_fraction is not None:
+        raise UserError(f"--val-fraction needs all of a text first, which the set {named[0]} is not: pass --val-tokens")
+    if named and args.val_tokens and hub_sets()[named[0]].val:
+        raise UserError(f"the set {named[0]} has a part for validation of its own: leave --val-tokens out")
+    return 0.0 if args.val_tokens else fraction, layout, bool(named)

@@ -1,7 +1,8 @@
 """Write text from a checkpoint, token by token. CHECKPOINT is a checkpoint's folder, or a run's, whose newest whole one is taken.
 It may also be a preset with a vocabulary of its own, as gpt2-774m: its weights are random then, and only its speed says anything.
 
-Sample i uses the seed --seed + i - 1, so you can draw any one of them again by passing its own seed.
+Sample i uses the seed --seed + i - 1, so you can draw any one of them again by passing its own seed. Several texts are written side
+by side, --batch of them at a time: each is the text that it would be alone.
 """
 
 from __future__ import annotations
@@ -9,41 +10,49 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from barellm.cli.options import add_device, add_dtype, add_weights
 
 if TYPE_CHECKING:
+    from barellm.assembly.machine import Machine
     from barellm.bench.decoding import Pace
-    from barellm.data.tokenizers import Tokenizer
+    from barellm.cli.checkpoints import Found
     from barellm.generation.decode import Decoder
     from barellm.generation.samplers import Sampling
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with (default: nothing)")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="how many texts to write (default: 1)")
+    parser.add_argument("--prompt", metavar="TEXT", help="what the text begins with (default: nothing)")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help='a file with a prompt a line, or of JSON objects with "prompt" (.jsonl)'
+    )
+    parser.add_argument(
+        "--interactive", action="store_true", help="read prompts from the terminal, each after the text so far"
+    )
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="how many texts of a prompt (default: 1)")
+    parser.add_argument(
+        "--batch", type=int, default=16, metavar="N", help="how many texts are written side by side (default: 16)"
+    )
     parser.add_argument(
         "--tokens", type=int, default=256, metavar="N", help="how many tokens each text has at most (default: 256)"
     )
     parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="how bold the choice of tokens is; 0 always takes the most likely one (default: 0.8)",
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
     )
+    for name, metavar, default, what in (
+        ("temperature", "T", 0.8, "how bold the choice of tokens is; 0 always takes the most likely one"),
+        ("top-p", "P", 1.0, "choose among the fewest tokens whose probabilities reach P together"),
+        ("min-p", "P", 0.0, "choose among tokens that are at least P times as likely as the most likely one"),
+        ("repetition", "X", 1.0, "penalty of tokens that the text has already; 1.1 or so makes it repeat less"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=float, default=default, metavar=metavar, help=f"{what} (default: {default:g})"
+        )
     parser.add_argument(
         "--top-k", type=int, default=0, metavar="K", help="choose among the K most likely tokens only (default: all)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="choose among the fewest tokens whose probabilities reach P together (default: 1)",
     )
     parser.add_argument(
         "--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (default: 1337)"
@@ -60,84 +69,136 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from barellm.bench.decoding import Pace, weight_bytes
     from barellm.cli.checkpoints import found_or_fresh
+    from barellm.cli.texts import fed
     from barellm.errors import UserError
     from barellm.generation.decode import cache_positions, open_decoder
     from barellm.generation.samplers import Sampling
 
-    for name in ("tokens", "samples"):
+    for name in ("tokens", "samples", "batch"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least 1")
-    first = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    if sum((args.prompt is not None, args.prompts is not None, args.interactive)) > 1:
+        raise UserError("--prompt, --prompts and --interactive are three ways to say what texts begin with: choose one")
+    if args.interactive and (args.samples > 1 or args.json):
+        raise UserError("--interactive is one text in a terminal: leave out --samples and --json")
+    first = Sampling(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, repetition=args.repetition,
+        seed=args.seed,
+    )  # fmt: skip
     checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights)
-    model, tokenizer = checkpoint.config.model, checkpoint.tokenizer
-    fed = _fed(tokenizer, args.prompt, model.max_seq)
-    positions = cache_positions(len(fed) + args.tokens, model.max_seq)
-    with checkpoint.opened(positions=positions) as machine:
-        decoder = open_decoder(machine.session, model, positions=positions)
-        for i in range(args.samples):
-            how = replace(first, seed=args.seed + i)
-            if args.samples > 1 and not args.json:
-                _write(f"--- sample {i + 1} of {args.samples}, seed {how.seed}\n")
-            pace = Pace(len(fed))
-            say = _nothing if args.json else _write
-            say(args.prompt)
-            text, ids = _sample(decoder, tokenizer, how, fed=fed, count=args.tokens, say=say, pace=pace)
-            seconds = pace.times[-1] - pace.times[0]
-            if args.json:
-                row = {"checkpoint": str(checkpoint.path or args.checkpoint), "prompt": args.prompt, "seed": how.seed}
-                print(json.dumps(row | {"text": text, "tokens": ids, "tokens_per_s": round(len(ids) / seconds, 1)}))
-            if args.measure:
-                from barellm.plans.roofline import measured_ceiling
-
-                rates = measured_ceiling(device=args.device).bandwidth
-                print(pace.line(weight_bytes(machine.programs["decode"]), rates[8, 0, 0]), file=sys.stderr)
+    most = checkpoint.config.model.max_seq
+    if args.interactive:
+        with checkpoint.opened(positions=most) as machine:
+            _talk(args, checkpoint, open_decoder(machine.session, machine.config.model, positions=most), first)
+        return 0
+    prompts = [args.prompt or ""] if args.prompts is None else _prompts(args.prompts)
+    works = [
+        Work(prompt, replace(first, seed=args.seed + i), fed(checkpoint.tokenizer, prompt, most))
+        for prompt in prompts
+        for i in range(args.samples)
+    ]
+    positions = cache_positions(max(len(work.fed) for work in works) + args.tokens, most)
+    rows = min(args.batch, len(works))
+    with checkpoint.opened(positions=positions, rows=rows) as machine:
+        decoder = open_decoder(machine.session, machine.config.model, positions=positions)
+        for begin in range(0, len(works), rows):
+            _group(args, checkpoint, machine, decoder, works, range(begin, min(begin + rows, len(works))))
     return 0
 
 
-def _fed(tokenizer: Tokenizer, prompt: str, positions: int) -> list[int]:
-    """The ids that the model begins with. Says on stderr where it cannot see them all."""
-    from barellm.generation.decode import kept
+class Work:
+    """One text to write: its prompt, how tokens are chosen, and the ids that the model begins with."""
 
-    fed = tokenizer.encode(prompt).tolist()
-    if tokenizer.eot is not None:
-        fed.insert(0, tokenizer.eot)  # documents begin with it in the training text
-    if len(fed) > positions:
-        seen = f"the model has {positions} positions and sees the last {len(kept(fed, positions))}"
-        print(f"barellm: warning: the prompt has {len(fed)} tokens: {seen}", file=sys.stderr)
-    return fed or [tokenizer.start]
+    def __init__(self, prompt: str, how: Sampling, fed: Sequence[int]) -> None:
+        self.prompt, self.how, self.fed = prompt, how, fed
 
 
-def _sample(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    how: Sampling,
-    *,
-    fed: list[int],
-    count: int,
-    say: Callable[[str], None],
-    pace: Pace,
-) -> tuple[str, list[int]]:
-    """(text after the prompt, its ids) up to the end of the document; `say` gets the text as it comes."""
-    from barellm.data.tokenizers import StreamDecoder
+def _prompts(name: str) -> list[str]:
+    """A prompt a line; of a .jsonl what its objects have as "prompt"."""
+    from pathlib import Path
 
-    text = StreamDecoder(tokenizer)
-    pieces, ids = [], []
-    for token in decoder.tokens(fed, count=count, how=how):
+    from barellm.data.reading import texts
+    from barellm.errors import UserError
+
+    try:
+        found = (
+            list(texts(Path(name), "prompt"))
+            if name.endswith(".jsonl")
+            else [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line]
+        )
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8: byte {error.start}") from None
+    if not found:
+        raise UserError(f"{name} has no prompt")
+    return found
+
+
+def _group(
+    args: argparse.Namespace, checkpoint: Found, machine: Machine, decoder: Decoder, works: Sequence[Work], these: range
+) -> None:
+    """Write some of the texts side by side. The first of them is shown as it comes, the others when their turn comes."""
+    from barellm.bench.decoding import Pace
+    from barellm.cli.texts import Written, write
+
+    def title(i: int) -> str:
+        return f"--- sample {i + 1} of {len(works)}, seed {works[i].how.seed}\n" if len(works) > 1 else ""
+
+    def say(piece: str) -> None:
+        if not args.json:
+            _write(piece)
+
+    here = [works[i] for i in these]
+    texts = [Written(checkpoint.tokenizer, stops=args.stop, **({} if i else {"say": say})) for i, _ in enumerate(here)]
+    pace = Pace(sum(len(work.fed) for work in here), len(here))
+    say(title(these[0]) + here[0].prompt)
+    for _ in write(decoder, [w.fed for w in here], texts, count=args.tokens, hows=[w.how for w in here]):
         pace.token()
-        if token in tokenizer.ends:
-            break
-        ids.append(token)
-        pieces.append(text.feed(token))
-        say(pieces[-1])
-    pieces.append(text.finish())
-    say(pieces[-1] + "\n")
-    return "".join(pieces), ids
+    say("\n")
+    for i, work, text in zip(these, here, texts, strict=True):
+        if args.json:
+            row = {"checkpoint": str(checkpoint.path or args.checkpoint), "prompt": work.prompt, "seed": work.how.seed}
+            print(json.dumps(row | {"text": text.text, "tokens": text.ids, "tokens_per_s": round(pace.overall, 1)}))
+        elif i != these[0]:
+            _write(f"{title(i)}{work.prompt}{text.text}\n")
+    if args.measure:
+        _measure(args, machine, pace)
 
 
-def _nothing(piece: str) -> None:
-    """Write nothing: a JSON object will have the text."""
+def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sampling) -> None:
+    """Read a line, let the model go on from all lines and answers so far, and again, until the input ends. Where the history and
+    an answer of --tokens do not fit into the positions, the oldest tokens are left out; half of the positions are left at least."""
+    from dataclasses import replace
+
+    from barellm.cli.texts import Written, write
+
+    tokenizer, most = checkpoint.tokenizer, checkpoint.config.model.max_seq
+    begins = [] if tokenizer.eot is None else [tokenizer.eot]
+    history: list[int] = []
+    turn = 0
+    while True:
+        if sys.stdin.isatty():
+            _write("> ")
+        line = sys.stdin.readline()
+        if not line:
+            return
+        history += tokenizer.encode("\n" * (turn > 0) + line.removesuffix("\n")).tolist()
+        history = history[-max(1, most - len(begins) - min(args.tokens, most // 2)) :]
+        text = Written(tokenizer, stops=args.stop, say=_write)
+        seeded = replace(how, seed=how.seed + turn)
+        for _ in write(decoder, [begins + history or [tokenizer.start]], [text], count=args.tokens, hows=[seeded]):
+            pass
+        _write("\n")
+        history += text.ids
+        turn += 1
+
+
+def _measure(args: argparse.Namespace, machine: Machine, pace: Pace) -> None:
+    from barellm.bench.decoding import weight_bytes
+    from barellm.plans.roofline import measured_ceiling
+
+    rates = measured_ceiling(device=args.device).bandwidth
+    print(pace.line(weight_bytes(machine.programs["decode"]), rates[8, 0, 0]), file=sys.stderr)
 
 
 def _write(piece: str) -> None:

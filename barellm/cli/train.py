@@ -19,6 +19,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the rows of metrics.jsonl as they come, and nothing else"
     )
+    parser.add_argument(
+        "--find-lr",
+        action="store_true",
+        help="train some steps with a learning rate that grows until they diverge, and suggest one; no run is made",
+    )
     add_configuration(parser)
 
 
@@ -30,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from barellm.assembly.machine import check_device
     from barellm.checkpoint import folder
     from barellm.errors import UserError
-    from barellm.training import run
+    from barellm.training import find_lr, run
     from barellm.training.console import Console
 
     console = Console(json_lines=args.json)
@@ -39,6 +44,10 @@ def run(args: argparse.Namespace) -> int:
     name = asked.preset
     start = weights = None
     root = Path("runs")
+    if args.resume and args.find_lr:
+        raise UserError(
+            "--find-lr begins anew: it cannot go on with --resume (--init-from begins with a run's weights)"
+        )
     if args.resume:
         out = Path(args.out) if args.out is not None else run.newest_run(root, name or "default")
         if out is None:
@@ -52,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         base = asked.base()
         changes = asked.changes(base)
         config, weights = with_weights(overrides.changed(base, changes), changes)
-        out = Path(args.out) if args.out is not None else root / f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+        what = f"{config.preset}-find-lr" if args.find_lr else config.preset
+        out = Path(args.out) if args.out is not None else root / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
     config.check()
     with folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume) as opened:
         job = run.Run(
@@ -64,9 +74,7 @@ def run(args: argparse.Namespace) -> int:
             started=started,
             asked=args.resume or "data.tokenizer" in changes,
         )
-        vocab, chosen = job.config.model.vocab_size, changes.get("model.vocab_size")
-        if chosen not in (None, vocab):
-            raise UserError(
-                f"model.vocab_size is {chosen}, the tokenizer has {vocab} ids: change data.tokenizer or data.bpe_vocab"
-            )
+        job.check_vocabulary(changes)
+        if args.find_lr:
+            return find_lr.run(job, opened, steps=changes.get("train.steps", find_lr.STEPS))
         return job.execute(opened)

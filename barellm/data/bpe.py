@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # GPT-2's rule for cutting text into words before pairs are merged, in tiktoken's faster and equivalent form.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+SHARE = 1 << 16  # characters that a thread encodes in one go
 TRAIN_CHARACTERS = 1 << 26  # more text than this changes no merge that matters
 
 
@@ -41,14 +42,27 @@ class BytePairs(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         utf8(text)
-        return np.array(self.encoding.encode_ordinary(text), np.int32)
+        return self.encoding.encode_to_numpy(text, disallowed_special=()).view(np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         from concurrent.futures import ThreadPoolExecutor
 
         _ = self.encoding  # made, perhaps downloaded, once and not by each thread
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # tiktoken releases the interpreter lock
-            return list(pool.map(self.encode, texts))
+        shares, size = [[]], 0  # short texts go to a thread many at once
+        for text in texts:
+            if size >= SHARE:
+                shares.append([])
+                size = 0
+            shares[-1].append(text)
+            size += len(text)
+        with ThreadPoolExecutor(processors()) as pool:  # tiktoken releases the interpreter lock
+            found = pool.map(lambda share: [self.encode(text) for text in share], shares)
+            return [ids for one in found for ids in one]
+
+
+def processors() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def trained_bpe(texts: Callable[[], Iterable[str]], *, vocab: int) -> BytePairs:

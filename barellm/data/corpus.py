@@ -1,31 +1,28 @@
-"""Text on this machine, cut into a training and a validation part: Python's own library, or text files."""
+"""Text on this machine, cut into a training and a validation part: Python's own library, or files of text and records."""
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
+from barellm.data.reading import CHUNK, Block, Layout, blocks, is_whole
 from barellm.data.shards import remembered
 from barellm.errors import UserError
 
-BLOCK = 1 << 18  # bytes of text handed to a tokenizer at once
-LONGEST_WORD = 1 << 22  # characters without a place to cut: then the cut falls anywhere
 # Tests, other people's packages, and tables that programs wrote (character maps, the help texts in pydoc_data).
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The bytes [start, stop) of a text file. `begins` says whether a document begins here (and not in the other part of the
-    split)."""
+    """The part [start, stop) of a file, in the unit of `Block.end`. `begins` says whether a document begins here (and not in the
+    other part of the split)."""
 
     path: Path
     start: int
@@ -34,13 +31,40 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Input:
+    """A file that a corpus was made of; `digest` is a hash, of the kind `hashed`, of its bytes as they lie on disk."""
+
+    path: str
+    bytes: int
+    digest: str
+    hashed: str = "xxh3_128"
+
+
+@dataclass(frozen=True)
 class Corpus:
-    """Text pieces of both parts; `hash` is of their contents and of where they are cut."""
+    """Pieces of both parts; `hash` is of their contents and of where they are cut. `bytes`: of the files' text, for progress."""
 
     name: str
     train: tuple[Piece, ...]
     val: tuple[Piece, ...]
     hash: str
+    inputs: tuple[Input, ...]
+    bytes: int
+    layout: Layout = field(default_factory=Layout)
+
+    def blocks(self, piece: Piece, *, start: int = -1, begins: bool = True) -> Iterator[Block]:
+        """The blocks of a piece, or those from `start` on, where a document begins or goes on."""
+        if start < 0:
+            start, begins = piece.start, piece.begins
+        return blocks(piece.path, self.layout, start=start, stop=piece.stop, begins=begins)
+
+    def forget(self, pieces: Iterable[Piece]) -> None:
+        """Called with pieces that nobody reads again."""
+
+    def texts(self, pieces: Iterable[Piece]) -> Iterator[str]:
+        for piece in pieces:
+            for block in self.blocks(piece):
+                yield block.text
 
 
 def stdlib_corpus(val_fraction: float, *, root: Path | None = None) -> Corpus:
@@ -78,6 +102,8 @@ def stdlib_corpus(val_fraction: float, *, root: Path | None = None) -> Corpus:
         train=tuple(piece for name, piece in pieces.items() if name not in val),
         val=tuple(piece for name, piece in pieces.items() if name in val),
         hash=content_hash.hexdigest(),
+        inputs=tuple(Input(name, size, digest) for name, (digest, size) in files.items()),
+        bytes=sum(size for _, size in files.values()),
     )
 
 
@@ -100,102 +126,76 @@ def _is_utf8(content: bytes) -> bool:
     return True
 
 
-def text_corpus(paths: Iterable[Path], val_fraction: float, *, name: str) -> Corpus:
-    """Text files in the given order: of all characters the last `val_fraction` are for validation, as in nanoGPT."""
+def text_corpus(
+    paths: Iterable[Path],
+    val_fraction: float,
+    *,
+    name: str,
+    layout: Layout = Layout(),  # noqa: B008
+    told: Callable[[int, int], None] = lambda done, total: None,
+) -> Corpus:
+    """Files in the given order: of all characters the last `val_fraction` are for validation, as in nanoGPT, from the first
+    document on that begins there; a file of plain text without separators is cut at the character. 0: all is for training.
+    `told` hears how many bytes of how many were looked through."""
     paths = list(paths)
-    found = [remembered(path, lambda path=path: _walk(path)) for path in paths]
+    total, done, found = sum(path.stat().st_size for path in paths), 0, []
+    for path in paths:
+        found.append(remembered(path, lambda path=path: _walk(path, layout), about=repr(layout)))
+        done += found[-1]["stored"]
+        told(done, total)
     characters = sum(one["characters"] for one in found)
     if characters == 0:
         raise UserError(f"{name} is empty, expected text")
     cut = int(characters * (1 - val_fraction))
     train, val = [], []
-    digest = xxhash.xxh3_128(f"{cut}\n".encode())
+    digest = xxhash.xxh3_128(f"{cut} {asdict(layout)}\n".encode())
     for path, one in zip(paths, found, strict=True):
-        digest.update(f"{one['digest']}\n".encode())
-        here = min(max(cut, 0), one["characters"])  # characters of this file before the cut
-        byte = one["bytes"] if here == one["characters"] else _byte_of_character(path, here)
-        if byte > 0:
-            train.append(Piece(path, 0, byte))
-        if byte < one["bytes"]:
-            val.append(Piece(path, byte, one["bytes"], begins=byte == 0))
+        digest.update(f"{one['digest']} {path.suffixes}\n".encode())
+        if cut >= one["characters"]:
+            place, begins = one["end"], True
+        elif cut <= 0:
+            place, begins = 0, True
+        else:
+            place, begins = _place_of_character(path, layout, cut)
+        if place > 0:
+            train.append(Piece(path, 0, place))
+        if place < one["end"]:
+            val.append(Piece(path, place, one["end"], begins=begins))
         cut -= one["characters"]
-    return Corpus(name, tuple(train), tuple(val), digest.hexdigest())
+    inputs = tuple(Input(str(path), one["stored"], one["digest"]) for path, one in zip(paths, found, strict=True))
+    size = sum(one["bytes"] for one in found)
+    return Corpus(name, tuple(train), tuple(val), digest.hexdigest(), inputs, size, layout)
 
 
-def _walk(path: Path) -> dict:
-    """Size in bytes and characters and digest of a file, in one pass. UserError for bytes that are no UTF-8: said here, before
-    the text is cut, the first of them is named whichever part a tokenizer reads first."""
-    digest, size, characters = xxhash.xxh3_128(), 0, 0
-    for block, text in _decoded(path, 0, path.stat().st_size):
-        digest.update(block)
-        size += len(block)
-        characters += len(text)
-    return {"bytes": size, "characters": characters, "digest": digest.hexdigest()}
-
-
-def _begins_character(block: bytes) -> np.ndarray:
-    return (np.frombuffer(block, np.uint8) & 0xC0) != 0x80
-
-
-def _byte_of_character(path: Path, character: int) -> int:
-    """The offset of the first byte of a character; both are counted from 0."""
-    offset = 0
-    for block in _raw_blocks(path, 0, None):
-        starts = np.flatnonzero(_begins_character(block))
-        if character < len(starts):
-            return offset + int(starts[character])
-        character -= len(starts)
-        offset += len(block)
-    return offset
-
-
-def _raw_blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
+def _walk(path: Path, layout: Layout) -> dict:
+    """Sizes and digest of a file, in one pass. Whatever is wrong in it is found here, before the text is cut: then it is the first
+    wrong place that is named, whichever part a tokenizer reads first."""
+    digest, stored = xxhash.xxh3_128(), 0
     try:
         with open(path, "rb") as file:
-            file.seek(start)
-            while block := file.read(BLOCK if stop is None else min(BLOCK, stop - start)):
-                start += len(block)
-                yield block
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+                stored += len(chunk)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+    size = characters = end = 0
+    for block in blocks(path, layout):
+        size += len(block.text.encode())
+        characters += len(block.text)
+        end = max(end, block.end)
+    return {"stored": stored, "digest": digest.hexdigest(), "bytes": size, "characters": characters, "end": end}
 
 
-def _decoded(path: Path, start: int, stop: int) -> Iterator[tuple[bytes, str]]:
-    """(bytes, the characters that end in them) of a file's blocks. UserError with the offset for bytes that are no UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    for raw in _raw_blocks(path, start, stop):
-        held = len(decoder.getstate()[0])
-        try:
-            yield raw, decoder.decode(raw, final=start + len(raw) == stop)
-        except UnicodeDecodeError as error:
-            at, byte = start - held + error.start, error.object[error.start]
-            raise UserError(f"{path} is not UTF-8 text: byte 0x{byte:02x} at offset {at}") from error
-        start += len(raw)
-
-
-def texts(piece: Piece) -> Iterator[str]:
-    """The piece's text in blocks, cut only where every tokenizer cuts too (`_last_cut`).
-
-    UserError with the offset for bytes that are no UTF-8.
-    """
-    offset, carry, searched = piece.start, "", 1
-    for raw, text in _decoded(piece.path, piece.start, piece.stop):
-        carry += text
-        offset += len(raw)
-        cut = _last_cut(carry, searched) or (len(carry) if len(carry) > LONGEST_WORD else 0)
-        if cut and offset < piece.stop:
-            yield carry[:cut]
-            carry = carry[cut:]
-        searched = max(len(carry), 1)
-    if carry:
-        yield carry
-
-
-def _last_cut(text: str, searched: int) -> int:
-    """The last place, from `searched` on, where a word of every tokenizer ends: before a space or tab that follows no white
-    space, and before a line's end that follows a letter or digit. After a mark a line's end belongs to the mark's word in
-    Llama-3's rule."""
-    for at in range(len(text) - 1, searched - 1, -1):
-        if (text[at] in " \t" and not text[at - 1].isspace()) or (text[at] in "\r\n" and text[at - 1].isalnum()):
-            return at
-    return 0
+def _place_of_character(path: Path, layout: Layout, character: int) -> tuple[int, bool]:
+    """Where a file is cut that the character at `character` is in, counted from 0, and whether a document begins there: at the
+    character itself, or where the next document begins."""
+    place = 0
+    for block in blocks(path, layout):
+        if is_whole(path, layout) and character < len(block.text):
+            place += len(block.text[:character].encode())
+            return place, place == 0
+        if character <= 0 and block.begins:
+            break
+        place = max(place, block.end)
+        character -= len(block.text)
+    return place, True

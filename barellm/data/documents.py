@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 import numpy as np
 
+from barellm.data.loader import Rows
 from barellm.data.shards import TokenStream
 from barellm.errors import UserError
 
 BLOCK = 1 << 22  # tokens that are looked through at once
 
 
-class Documents:
-    """A `data.loader.Rows`. A row of `seq` inputs takes documents in the order of the stream until it has seq + 1 tokens. It takes
+class Documents(Rows):
+    """A row of `seq` inputs takes documents in the order of the stream until it has seq + 1 tokens. It takes
     the first `document` tokens of each, or fewer where the row ends, and drops the rest. After the last document comes the first.
 
     Which documents are in a row depends on all rows before it. `shape(sample)` tells their (seq, document), so that a resumed run

@@ -90,9 +90,11 @@ def _read_folder(folder: Path) -> list[bytes] | None:
 def _from_merges(content: bytes) -> list[bytes]:
     """vocab.bpe: a version line, then a merge a line, in printable characters. Ids: 256 bytes, merges in order, eot."""
     byte_of = printable_bytes()
-    lines = content.decode().split("\n")[1:]
-    merges = ["".join(line.split()) for line in lines if line]
-    return [bytes([b]) for b in byte_of.values()] + [bytes(byte_of[c] for c in merge) for merge in merges] + [b""]
+    end = "\uffff"  # of a line: a byte of a merge may be a line feed
+    latin = str.maketrans({c: chr(b) for c, b in byte_of.items()} | {" ": None, "\r": None, "\n": end})
+    lines = content.decode().translate(latin).split(end)[1:]  # one translation: 50,000 cost as much as all else here
+    merges = [line.encode("latin-1") for line in lines if line]
+    return [bytes([b]) for b in byte_of.values()] + merges + [b""]
 
 
 def _from_ranks(content: bytes) -> list[bytes]:

@@ -68,17 +68,21 @@ class Rows(Protocol):
         document, where rows are made of documents."""
         ...
 
+    def counted(self, first_sample: int, count: int, *, seq: int) -> int:
+        """How many of these samples' targets count: all but those that are -1."""
+        return count * seq
 
-class Batches:
+
+class Batches(Rows):
     """Training samples: inputs are `seq` tokens, targets the same moved by one.
 
-    `order` "epoch": windows side by side, each once an epoch, in an order that changes with the epoch; "random":
-    windows that start anywhere, as nanoGPT draws them. UserError if the stream is too short for one. A stage with another length
-    has windows of its own.
+    `order` "epoch": windows side by side, each once an epoch, in an order that changes with the epoch; "sequential": the same
+    windows in the order of the text; "random": windows that start anywhere, as nanoGPT draws them. UserError if the stream is too
+    short for one. A stage with another length has windows of its own.
     """
 
     def __init__(self, tokens: TokenStream, *, seq: int, seed: int, order: str = "epoch") -> None:
-        assert order in ("epoch", "random") and seq >= 1
+        assert order in ("epoch", "random", "sequential") and seq >= 1
         if len(tokens) < seq + 1:
             raise UserError(
                 f"{tokens.name} has {len(tokens)} tokens, one sequence of {seq} needs {seq + 1}: "
@@ -94,6 +98,8 @@ class Batches:
         if self.order == "random":
             return draw(self._key, sample) % (len(self.tokens) - self.seq)
         epoch, index = divmod(sample, self.windows)
+        if self.order == "sequential":
+            return index * self.seq
         return permuted(index, self.windows, draw(self._key, epoch)) * self.seq
 
     def batch(self, first_sample: int, count: int, *, seq: int = 0, document: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -7,9 +7,7 @@ Magic 20240520 version 1 holds uint16 (GPT-2), magic 20240801 version 7 holds ui
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +28,16 @@ def magic_for(vocab_size: int) -> int:
     return 20240520 if vocab_size <= 1 << 16 else 20240801
 
 
+def shard_header(magic: int, tokens: int) -> bytes:
+    assert tokens < 1 << 31
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, FORMATS[magic][0], tokens
+    return header.tobytes()
+
+
 def write_shard(path: Path, blocks: Iterable[np.ndarray], *, magic: int) -> int:
     """Writes one shard, whole or not at all; returns its number of tokens. The blocks may be of any integer dtype."""
-    version, dtype = FORMATS[magic]
+    dtype = FORMATS[magic][1]
     count = 0
     with new_file(path) as file:
         file.write(bytes(HEADER_BYTES))
@@ -40,33 +45,9 @@ def write_shard(path: Path, blocks: Iterable[np.ndarray], *, magic: int) -> int:
             assert block.size == 0 or (block.min() >= 0 and block.max() <= np.iinfo(dtype).max)
             file.write(block.astype(dtype).tobytes())
             count += block.size
-        assert count < 1 << 31
-        header = np.zeros(256, "<i4")
-        header[:3] = magic, version, count
         file.seek(0)
-        file.write(header.tobytes())
+        file.write(shard_header(magic, count))
     return count
-
-
-def write_shards(
-    folder: Path, stem: str, blocks: Iterable[np.ndarray], *, magic: int, first: int, shard_tokens: int = SHARD_TOKENS
-) -> list[Path]:
-    """Writes `stem_000001.bin` and so on (counting from `first`), `shard_tokens` in each but the last."""
-
-    def pieces() -> Iterator[tuple[int, np.ndarray]]:  # (shard, tokens), cut where a shard is full
-        position = 0
-        for block in blocks:
-            while len(block):
-                piece = block[: shard_tokens - position % shard_tokens]
-                yield first + position // shard_tokens, piece
-                position += len(piece)
-                block = block[len(piece) :]
-
-    paths = []
-    for index, group in groupby(pieces(), key=itemgetter(0)):
-        paths.append(folder / f"{stem}_{index:06d}.bin")
-        write_shard(paths[-1], (piece for _, piece in group), magic=magic)
-    return paths
 
 
 def open_shard(path: Path) -> np.ndarray:
@@ -109,12 +90,15 @@ def inspect_shard(path: Path) -> tuple[int, str]:
     return found["largest"], found["digest"]
 
 
-def remembered(path: Path, compute: Callable[[], dict]) -> dict:
-    """`compute()`, or for a big file its earlier result while path, size and modification time are the same."""
+def remembered(path: Path, compute: Callable[[], dict], *, about: str = "") -> dict:
+    """`compute()`, or for a big file its earlier result, under the name `about`, while path, size and modification time are the
+    same."""
     stat = path.stat()
     if stat.st_size < MEMO_BYTES:
         return compute()
-    key = xxhash.xxh3_128_hexdigest(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}".encode())
+    key = xxhash.xxh3_128_hexdigest(
+        f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}|{about}".encode()
+    )
     memo = cache_folder("inspected") / f"{key}.json"
     try:
         return json.loads(memo.read_text())

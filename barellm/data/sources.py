@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,16 +13,19 @@ from pathlib import Path
 import numpy as np
 
 from barellm.config import DataConfig
-from barellm.data.cache import cache_folder, new_file, new_folder, sweep
-from barellm.data.corpus import Corpus, Piece, stdlib_corpus, text_corpus, texts
+from barellm.data.cache import cache_folder, new_folder, sweep
+from barellm.data.corpus import Corpus, stdlib_corpus, text_corpus
+from barellm.data.examples import Examples, ExampleValidation, has_examples, split
+from barellm.data.files import Skipped, existing, find_files, has_text
 from barellm.data.kinds import check_kind, load_tokenizer, make_tokenizer
-from barellm.data.shards import TokenStream, inspect_shard, magic_for, open_shard, write_shards
+from barellm.data.loader import Validation
+from barellm.data.reading import Layout
+from barellm.data.shards import TokenStream, inspect_shard, open_shard
 from barellm.data.tokenizers import FILE, Tokenizer
+from barellm.data.writing import MANIFEST, Job, check_manifest, write_split
 from barellm.errors import UserError
 
-MANIFEST = "shards.json"  # beside shards that barellm wrote: which there are, and how many tokens in each
-FORMAT = 1  # of the cache: counts up when the same text would give other tokens
-GROUP = 1 << 22  # characters tokenized at once, by all cores together
+FORMAT = 2  # of the cache: counts up when the same text would give other tokens
 Report = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
@@ -43,6 +44,20 @@ class Dataset:
     train: TokenStream
     val: TokenStream
     hash: str
+    examples: tuple[Examples, Examples] | None = (
+        None  # of prompts and answers, whose tokens are those of `train` and `val`
+    )
+
+    def validation(self, *, seq: int, max_tokens: int = 0) -> Validation | ExampleValidation:
+        """Rows to evaluate on: of a text all tokens, of examples the answers."""
+        if self.examples is None:
+            return Validation(self.val, seq=seq, max_tokens=max_tokens)
+        return ExampleValidation(self.examples[1], seq=seq, max_tokens=max_tokens, fill=self.tokenizer.start)
+
+    @property
+    def prompt(self) -> list[int]:
+        """The ids that a sample goes on from."""
+        return [self.tokenizer.start] if self.examples is None else self.examples[1].prompt()
 
     @cached_property
     def byte_lengths(self) -> np.ndarray | None:
@@ -73,18 +88,42 @@ def prepare(
         check_kind(data.tokenizer)
     report = report or (lambda line: None)
     shards = find_shards(data.source)
+    if not shards and has_examples(Path(data.source).expanduser()):
+        return _from_examples(data, tokenizer, whole)
     if shards:
         found = _from_shards(data, shards, tokenizer, asked)
         return _whole(found) if whole else found
-    corpus = _uncut(data.source) if whole else find_text([data.source], data.val_fraction)
+    corpus = _uncut(data.source, report) if whole else find_text([data.source], data.val_fraction, report=report)
     tokenizer = tokenizer or corpus_tokenizer(corpus, data.tokenizer, bpe_vocab=data.bpe_vocab, report=report)
     return _from_text(corpus, tokenizer, report, progress or nobody)
 
 
-def _uncut(source: str) -> Corpus:
+def _from_examples(data: DataConfig, tokenizer: Tokenizer | None, whole: bool) -> Dataset:
+    """Prompts and answers: small enough to be tokenized anew each time."""
+    if data.order not in ("epoch", "random"):
+        raise UserError(
+            f"data.order is {data.order!r}, but {data.source} has prompts and answers: epoch is their only order"
+        )
+    path = existing(data.source)
+
+    def made(texts: Callable[[], Iterator[str]]) -> Tokenizer:
+        return tokenizer or make_tokenizer(data.tokenizer, texts, bpe_vocab=data.bpe_vocab)
+
+    train, val, used, digest = split(path, 1.0 if whole else data.val_fraction, made)
+    parts = []
+    for examples, what in ((train, "training"), (val, "validation")):
+        known = [examples.tokens] if len(examples) else []
+        parts.append(TokenStream(known, name=f"{what} part of {path}"))
+    counted = int(train.answer.sum() + val.answer.sum())
+    name = f"{path}: {len(train) + len(val):,} examples; the loss is of their answers alone, {counted:,} tokens"
+    key = hashlib.sha256(f"examples {digest} {len(train)} {used.hash}".encode()).hexdigest()[:32]
+    return Dataset(name=name, tokenizer=used, train=parts[0], val=parts[1], hash=key, examples=(train, val))
+
+
+def _uncut(source: str, report: Report) -> Corpus:
     """All of a text as its validation part. It is tokenized in one piece: a word at a cut would become two tokens."""
     if source != "stdlib":
-        return find_text([source], 1.0)
+        return find_text([source], 1.0, report=report)
     corpus = stdlib_corpus(0.5)
     return replace(corpus, train=(), val=corpus.train + corpus.val, hash=f"{corpus.hash} whole")
 
@@ -94,66 +133,37 @@ def _whole(data: Dataset) -> Dataset:
     return replace(data, train=TokenStream([], name=data.name), val=stream)
 
 
-def find_text(sources: list[str], val_fraction: float) -> Corpus:
-    """The corpus of `stdlib`, or of text files and folders (their .txt files at any depth, sorted), in that order."""
+def find_text(
+    sources: list[str],
+    val_fraction: float,
+    *,
+    layout: Layout = Layout(),  # noqa: B008
+    report: Report = lambda line: None,
+    told: Progress = nobody,
+) -> Corpus:
+    """The corpus of `stdlib`, or of the files that the sources name, in that order. `report` gets a line about files that a folder
+    holds and nobody reads, `told` how many bytes of how many were looked through."""
     if "stdlib" in sources:
         if len(sources) > 1:
             raise UserError("source 'stdlib' stands alone: it is split by files, text files by characters")
         return stdlib_corpus(val_fraction)
-    files: list[Path] = []
-    for source in sources:
-        path = existing(source)
-        if path.is_dir():
-            inside = texts_of(path)
-            if not inside:
-                raise UserError(f"folder {path} has neither .txt files nor .bin shards")
-            files += inside
-        else:
-            files.append(path)
-    return text_corpus(files, val_fraction, name=", ".join(sources))
-
-
-def texts_of(folder: Path) -> list[Path]:
-    """The .txt files of a folder at any depth, sorted. UserError for a folder inside that cannot be read: what is left of a text
-    is another text."""
-
-    def refuse(error: OSError) -> None:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
-
-    walk = os.walk(folder, onerror=refuse)
-    paths = (Path(inside, name) for inside, _, names in walk for name in names if name.endswith(".txt"))
-    return sorted(path for path in paths if path.is_file())
-
-
-def existing(source: str) -> Path:
-    """The path that a source names; UserError if nothing is there or it cannot be read."""
-    if not source:
-        raise UserError("no text to train on: pass --data FILE_OR_FOLDER (or 'stdlib' for Python's own source)")
-    path = Path(source).expanduser()
-    try:
-        if not path.exists():
-            raise UserError(f"no such file or folder: {source} (expected text, .bin shards, a folder, or 'stdlib')")
-        if path.is_dir():
-            next(path.iterdir(), None)
-        elif not path.is_file():
-            raise UserError(f"{source} is neither a file nor a folder")
-        elif path.stat().st_size == 0:
-            raise UserError(f"{source} is empty, expected text or tokens")
-    except OSError as error:
-        raise UserError(f"cannot read {source}: {error.strerror}") from error
-    return path
+    skipped = Skipped()
+    files = find_files(sources, layout, skipped)
+    if str(skipped):
+        report(str(skipped))
+    return text_corpus(files, val_fraction, name=", ".join(sources), layout=layout, told=told)
 
 
 def find_shards(source: str) -> list[Path]:
     """The .bin files that a source names: one, or those of a folder, sorted; none for text."""
-    if source == "stdlib":
+    if source == "stdlib" or not Path(source or ".").expanduser().exists():
         return []
     path = existing(source)
     if path.is_file():
         return [path] if path.suffix == ".bin" else []
     shards = sorted(path.glob("*.bin"))
-    if shards and texts_of(path):
-        raise UserError(f"folder {path} has both .bin shards and .txt files: name the ones to use")
+    if shards and has_text(path):
+        raise UserError(f"folder {path} has both .bin shards and text: name the ones to use")
     return shards
 
 
@@ -162,44 +172,12 @@ def corpus_tokenizer(corpus: Corpus, name: str, *, bpe_vocab: int, report: Repor
 
     def training_texts() -> Iterator[str]:
         report(f"training a BPE of {bpe_vocab} tokens on {corpus.name}")
-        yield from _texts(corpus.train)
+        yield from corpus.texts(corpus.train)
 
     def all_texts() -> Iterator[str]:
-        return _texts(corpus.train + corpus.val)
+        return corpus.texts(corpus.train + corpus.val)
 
     return make_tokenizer(name, all_texts, train=training_texts, bpe_vocab=bpe_vocab, key=corpus.hash)
-
-
-def _texts(pieces: Iterable[Piece]) -> Iterator[str]:
-    for piece in pieces:
-        yield from texts(piece)
-
-
-def token_blocks(
-    tokenizer: Tokenizer, pieces: Iterable[Piece], *, told: Callable[[int], None] = lambda nbytes: None
-) -> Iterator[np.ndarray]:
-    """The pieces' ids, each document led by the end-of-text id where the tokenizer has one. `told` hears of each group of texts
-    that is done, by its bytes."""
-    eot = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
-    group: list[str | None] = []  # None: a document begins
-    size = 0
-
-    def encoded() -> Iterator[np.ndarray]:
-        ids = iter(tokenizer.encode_many([text for text in group if text is not None]))
-        for text in group:
-            yield eot if text is None else next(ids)
-        told(sum(len(text.encode()) for text in group if text is not None))
-
-    for piece in pieces:
-        if piece.begins:
-            group.append(None)
-        for text in texts(piece):
-            group.append(text)
-            size += len(text)
-            if size >= GROUP:
-                yield from encoded()
-                group, size = [], 0
-    yield from encoded()
 
 
 def _from_text(corpus: Corpus, tokenizer: Tokenizer, report: Report, progress: Progress) -> Dataset:
@@ -216,65 +194,16 @@ def _from_text(corpus: Corpus, tokenizer: Tokenizer, report: Report, progress: P
     sweep(folder)
     try:
         with new_folder(found) as made:
-            write_split(made, "tokens", corpus, tokenizer, progress=progress)
+            write_split(made, Job(corpus, tokenizer, "tokens"), progress=progress)
     except FileExistsError:
         pass  # another process made the same
     return _cached(corpus, tokenizer, found, key)
 
 
-def write_split(
-    folder: Path, stem: str, corpus: Corpus, tokenizer: Tokenizer, *, progress: Progress = nobody, **sizes: int
-) -> dict[str, int]:
-    """Writes `stem_val_000000.bin`, `stem_train_000001.bin`, ... (llm.c's names and numbers) and tokenizer.json.
-
-    Returns how many tokens each part has.
-    """
-    total, done = sum(piece.stop - piece.start for piece in corpus.train + corpus.val), 0
-
-    def told(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done, total)
-
-    magic = magic_for(tokenizer.vocab_size)
-    counts: dict[str, int] = {}
-    listed: dict[str, int] = {}
-    for part, pieces, first in (("val", corpus.val, 0), ("train", corpus.train, 1)):
-        blocks = token_blocks(tokenizer, pieces, told=told)
-        paths = write_shards(folder, f"{stem}_{part}", blocks, magic=magic, first=first, **sizes)
-        written = {path.name: len(open_shard(path)) for path in paths}
-        counts[part] = sum(written.values())
-        listed |= written
-    tokenizer.save(folder)
-    with new_file(folder / MANIFEST) as file:
-        file.write(json.dumps(listed, indent=1).encode())
-    return counts
-
-
-def check_manifest(folder: Path, shards: list[Path]) -> None:
-    """Refuses a folder whose shards are not those that its manifest lists."""
-    path = folder / MANIFEST
-    try:
-        listed = json.loads(path.read_bytes())
-        names = set(listed)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged: not a list of shards that barellm wrote") from error
-    there = {shard.name: len(open_shard(shard)) for shard in shards}
-    if missing := sorted(names - set(there)):
-        raise UserError(f"{folder} lacks {missing[0]}, which its {MANIFEST} lists")
-    for name, count in there.items():
-        if listed.get(name) != count:
-            expected = f"{listed[name]} tokens" if name in names else "no such shard"
-            raise UserError(f"{folder / name} has {count} tokens, {MANIFEST} lists {expected}")
-
-
 def _cached(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> Dataset:
     shards = sorted(folder.glob("*.bin"))
-    check_manifest(folder, shards)
+    check_manifest(folder, _inspected(shards, tokenizer), tokenizer)
     train, val = _parts(shards)
-    _check_ids(train + val, tokenizer)
     return Dataset(
         name=corpus.name,
         tokenizer=tokenizer,
@@ -286,15 +215,18 @@ def _cached(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> Dat
 
 def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | None, asked: bool) -> Dataset:
     tokenizer = _shard_tokenizer(data.tokenizer, shards[0].parent, tokenizer, asked)
-    if existing(data.source).is_dir():
-        if (shards[0].parent / MANIFEST).exists():
-            check_manifest(shards[0].parent, shards)
-    elif part := _part(shards[0]):  # the other part of tiny_shakespeare_train.bin is tiny_shakespeare_val.bin beside it
+    folder = existing(data.source)
+    listed = folder.is_dir() and (folder / MANIFEST).exists()
+    if not folder.is_dir() and (part := _part(shards[0])):
+        # The other part of tiny_shakespeare_train.bin is tiny_shakespeare_val.bin beside it.
         other = {"train": "val", "val": "train"}[part]
         sibling = shards[0].with_name(re.sub(rf"(?<![a-z]){part}(?![a-z])", other, shards[0].name.lower()))
         shards += [sibling] if sibling.is_file() else []
     train, val = _parts(shards)
-    digests = _check_ids(shards, tokenizer)
+    inspected = _inspected(shards, tokenizer)
+    if listed:
+        check_manifest(folder, inspected, tokenizer)
+    digests = [digest for _, digest in inspected.values()]
     described = f"{data.source} ({len(shards)} shard{'s' if len(shards) > 1 else ''})"
     if train and val:
         if stray := [path for path in shards if _part(path) is None]:
@@ -337,14 +269,14 @@ def _parts(shards: list[Path]) -> tuple[list[Path], list[Path]]:
     return train, [path for path in shards if _part(path) == "val"]
 
 
-def _check_ids(shards: list[Path], tokenizer: Tokenizer) -> list[str]:
-    """Refuses shards with an id that the tokenizer does not have; returns their digests."""
-    digests = []
+def _inspected(shards: list[Path], tokenizer: Tokenizer) -> dict[Path, tuple[int, str]]:
+    """{path: (tokens, digest)}. Refuses shards with an id that the tokenizer does not have."""
+    found = {}
     for path in shards:
-        open_shard(path)
+        count = len(open_shard(path))
         largest, digest = inspect_shard(path)
         if largest >= tokenizer.vocab_size:
             known = f"tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids)"
             raise UserError(f"{path} has token id {largest}, beyond the vocabulary of {known}")
-        digests.append(digest)
-    return digests
+        found[path] = count, digest
+    return found

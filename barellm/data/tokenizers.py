@@ -60,6 +60,12 @@ class Tokenizer:
         except UserError:
             return 0
 
+    def prompt(self, text: str) -> list[int]:
+        """The ids that a model is given to go on from a text: `eot`, as before every document of the training text, then those of
+        the text; never none."""
+        ids = ([] if self.eot is None else [self.eot]) + self.encode(text).tolist()
+        return ids or [self.start]
+
     @property
     def hash(self) -> str:
         """A hash of the whole vocabulary: equal hashes mean equal ids for every text."""

@@ -8,6 +8,7 @@ from math import log
 
 import numpy as np
 
+from barellm.data.examples import ExampleValidation
 from barellm.data.loader import Validation
 from barellm.data.tokenizers import Tokenizer
 from barellm.runtime.session import Session
@@ -29,7 +30,7 @@ class Result:
 class Evaluator:
     """Runs the program "eval" over the windows of a validation stream, `batch` at a time."""
 
-    def __init__(self, windows: Validation, *, batch: int, byte_lengths: np.ndarray | None) -> None:
+    def __init__(self, windows: Validation | ExampleValidation, *, batch: int, byte_lengths: np.ndarray | None) -> None:
         self.windows, self.batch = windows, batch
         self.bytes = 0 if byte_lengths is None else windows.text_bytes(byte_lengths)
 

@@ -1,8 +1,9 @@
-"""Tokens one after the other, through the program "decode" and its KV cache."""
+"""Tokens one after the other, through the program "decode" and its KV cache; of several texts side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,39 +27,108 @@ def kept(text: Sequence[int], positions: int) -> Sequence[int]:
     return text if len(text) <= positions else text[-max(1, positions // 2) :]
 
 
+@dataclass
+class Row:
+    """A text that grows: its ids, how many of them the model has drawn, and its place in the cache."""
+
+    number: int
+    text: list[int]
+    how: Sampling
+    drawn: int = 0
+
+
 class Decoder:
-    """Feeds a prompt at once, then each drawn token. When all `max_seq` positions of the cache are used, the newer half of the text
-    is fed again from position 0: positions are absolute, so a cache cannot be moved. A `whole` model has no cache: for each token
-    it is fed all that it sees. Ids from `vocab_size` on are padding."""
+    """Feeds a prompt at once, then each drawn token; of several texts all at the same position in one run. When all `max_seq`
+    positions of the cache are used, the newer half of each text is fed again from position 0: positions are absolute, so a cache
+    cannot be moved. A `whole` model has no cache: for each token it is fed all that it sees. Ids from `vocab_size` on are
+    padding."""
 
     def __init__(self, session: Session, *, max_seq: int, vocab_size: int, whole: bool = False) -> None:
         self.session, self.max_seq, self.vocab_size, self.whole = session, max_seq, vocab_size, whole
+        tensors = getattr(session, "tensors", {})
+        self.caches = [name for name, t in tensors.items() if t.role == "cache" and name.endswith("_cache")]
 
     def tokens(self, prompt: Sequence[int], *, count: int, how: Sampling) -> Iterator[int]:
         """`count` tokens that follow the prompt (at least one token), each as soon as it is known."""
-        limit = self.max_seq
-        text = list(prompt)
-        fresh = kept(text, limit)
-        used = 0
-        for index in range(count):
-            logits = self._logits(fresh, pos=used)
-            used += len(fresh)
-            token = draw(logits, how, index=index)
+        for _, token in self.together([prompt], count=count, hows=[how]):
             yield token
-            text.append(token)
-            if used < limit and not self.whole:
-                fresh = [token]
-            else:
-                fresh, used = kept(text, limit), 0
 
-    def _logits(self, tokens: Sequence[int], *, pos: int) -> np.ndarray:
-        """(vocab_size,) after `tokens` at positions pos .. pos + len(tokens)."""
-        self.session.write("tokens", np.array([tokens], np.int32))
-        self.session.run("decode", batch=1, seq=len(tokens), pos=pos)
-        return self.session.read("logits").reshape(-1)[: self.vocab_size]
+    def together(
+        self, prompts: Sequence[Sequence[int]], *, count: int, hows: Sequence[Sampling], ended: Container[int] = ()
+    ) -> Iterator[tuple[int, int]]:
+        """(number of a prompt, token) of several texts that grow side by side, as many as the session's cache has rows. Each gets
+        the tokens that it would get alone, up to `count`, or until its number is in `ended`, to which the caller may add."""
+        rows = [Row(i, list(prompt), how) for i, (prompt, how) in enumerate(zip(prompts, hows, strict=True))]
+        while rows := [row for row in rows if row.drawn < count and row.number not in ended]:
+            if self.whole:
+                yield from self._without_cache(rows)
+            else:
+                yield from self._until_full(rows, count, ended)
+
+    def _without_cache(self, rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
+        for row in rows:
+            yield self._draw(row, self._logits([kept(row.text, self.max_seq)], pos=0)[0])
+
+    def _until_full(self, rows: list[Row], count: int, ended: Container[int]) -> Iterator[tuple[int, int]]:
+        """The texts' tokens until the cache is full. The shortest text comes first in the cache, so that those that have reached a
+        position are its first rows; each waits until the run comes to its end."""
+
+        def going(row: Row) -> bool:
+            return row.drawn < count and row.number not in ended
+
+        rows.sort(key=lambda row: len(kept(row.text, self.max_seq)))
+        starts = [len(kept(row.text, self.max_seq)) for row in rows]
+        first = self._fill(rows)
+        reached = 0
+        pos = starts[0]
+        while True:
+            while reached < len(rows) and starts[reached] == pos:
+                yield self._draw(rows[reached], first[reached])
+                reached += 1
+            if not any(map(going, rows[:reached])):
+                if reached == len(rows):
+                    return
+                pos = starts[reached]
+                continue
+            if pos == self.max_seq:
+                return
+            fed = [[row.text[-1]] for row in rows[:reached]]
+            for row, logits in zip(rows[:reached], self._logits(fed, pos=pos), strict=True):
+                if going(row):
+                    yield self._draw(row, logits)
+            pos += 1
+
+    def _fill(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Feed each text, alone in the cache's first row, from where it is copied to its own. Of equal texts one is fed. Gives the
+        logits after each."""
+        logits: list[np.ndarray] = []
+        fed: Sequence[int] = []
+        for place in reversed(range(len(rows))):
+            seen = kept(rows[place].text, self.max_seq)
+            if seen != fed:
+                logits.append(self._logits([seen], pos=0)[0])
+                fed = seen
+            else:
+                logits.append(logits[-1])
+            if place:
+                for name in self.caches:
+                    self.session.write_rows(name, place, self.session.read_rows(name, 0, 1))
+        return logits[::-1]
+
+    def _draw(self, row: Row, logits: np.ndarray) -> tuple[int, int]:
+        token = draw(logits, row.how, index=row.drawn, text=row.text)
+        row.text.append(token)
+        row.drawn += 1
+        return row.number, token
+
+    def _logits(self, texts: Sequence[Sequence[int]], *, pos: int) -> np.ndarray:
+        """(texts, vocab_size) after texts of one length at positions pos .. pos + length."""
+        tokens = np.array(texts, np.int32)
+        self.session.write("tokens", tokens)
+        self.session.run("decode", batch=len(texts), seq=tokens.shape[1], pos=pos)
+        return self.session.read("logits").reshape(len(texts), -1)[:, : self.vocab_size]
 
 
 def open_decoder(session: Session, model: ModelConfig, *, positions: int) -> Decoder:
     """A model's decoder. `positions`: those that the session's "decode" was planned for."""
-    whole = getattr(models.of(model), "WHOLE", False)
-    return Decoder(session, max_seq=positions, vocab_size=model.vocab_size, whole=whole)
+    return Decoder(session, max_seq=positions, vocab_size=model.vocab_size, whole=models.whole(model))

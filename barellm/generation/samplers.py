@@ -1,7 +1,8 @@
-"""The way from logits to a token: temperature, then top-k, then top-p, then one draw with bits of (seed, index)."""
+"""The way from logits to a token: repetition penalty, temperature, top-k, top-p, min-p, one draw with bits of (seed, index)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -13,11 +14,14 @@ from barellm.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """`temperature` 0 takes the most likely token (the lowest id of equals). `top_k` 0 and `top_p` 1 cut nothing."""
+    """`temperature` 0 takes the most likely token (the lowest id of equals). `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing, and a
+    `repetition` penalty of 1 changes nothing."""
 
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
     seed: int = 1337
 
     def __post_init__(self) -> None:
@@ -27,6 +31,10 @@ class Sampling:
             raise UserError(f"top_k is {self.top_k}, expected 0 (off) or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}, expected 0 < top_p <= 1")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p is {self.min_p}, expected 0 (off) up to 1")
+        if not (isfinite(self.repetition) and self.repetition > 0):
+            raise UserError(f"repetition is {self.repetition}, expected a number above 0 (1: no penalty)")
         if self.seed < 0:
             raise UserError(f"seed is {self.seed}, expected 0 or more")
 
@@ -34,7 +42,8 @@ class Sampling:
 def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
     """logits (V,) -> float64 probabilities (V,) after the cuts. Of equal logits the lower id is kept first.
 
-    top-k keeps exactly min(k, V) tokens; top-p keeps the fewest of the most likely tokens whose sum reaches p.
+    top-k keeps exactly min(k, V) tokens; top-p keeps the fewest of the most likely tokens whose sum reaches p; min-p keeps
+    those that are at least min_p times as likely as the most likely one.
     """
     logits = logits.astype(np.float64)
     if how.temperature == 0:
@@ -43,7 +52,7 @@ def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
         return p
     p = np.exp((logits - logits.max()) / how.temperature)
     p /= p.sum()
-    if not (0 < how.top_k < len(p) or how.top_p < 1):
+    if not (0 < how.top_k < len(p) or how.top_p < 1 or how.min_p > 0):
         return p
     if 0 < how.top_k < len(p):
         keep = kernels.top_k(logits.astype(np.float32), how.top_k)[1]
@@ -52,6 +61,8 @@ def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
     if how.top_p < 1:
         total = np.cumsum(p[keep])
         keep = keep[: int(np.searchsorted(total, how.top_p * total[-1])) + 1]
+    if how.min_p > 0:
+        keep = keep[p[keep] >= how.min_p * p[keep[0]]]
     cut = np.zeros_like(p)
     cut[keep] = p[keep] / p[keep].sum()
     return cut
@@ -62,10 +73,21 @@ def uniform(seed: int, index: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed & (2**64 - 1), counter=[0, 0, index, 0])).random())
 
 
-def draw(logits: np.ndarray, how: Sampling, *, index: int) -> int:
-    """The token of draw `index`. UserError if the logits are not finite."""
+def penalized(logits: np.ndarray, text: Sequence[int], penalty: float) -> np.ndarray:
+    """The logits, of which those of ids in the text are divided by the penalty where they are above 0 and multiplied where below
+    (Keskar et al. 2019), as transformers does it."""
+    if penalty == 1:
+        return logits
+    logits, seen = logits.copy(), np.unique(np.asarray(text, np.int64))
+    logits[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
+    return logits
+
+
+def draw(logits: np.ndarray, how: Sampling, *, index: int, text: Sequence[int] = ()) -> int:
+    """The token of draw `index`, which follows `text`. UserError if the logits are not finite."""
     if not np.isfinite(logits).all():
         raise UserError("the model's logits are not finite: its weights diverged")
+    logits = penalized(logits, text, how.repetition)
     p = probabilities(logits, how)
     if how.temperature == 0:
         return int(np.argmax(p))

@@ -6,31 +6,43 @@ from pathlib import Path
 
 from barellm import models
 from barellm.errors import UserError, nearest
-from barellm.interop import huggingface, llmc, vocabulary
+from barellm.interop import card, gguf, huggingface, llmc, llmc_tokenizer, vocabulary
 from barellm.interop.sources import open_weights
 
-FORMATS, DTYPES = ("huggingface", "llmc"), ("fp32", "bf16")
+TOKENIZER = "llmc-tokenizer"
+FORMATS = {  # and what each may be stored in
+    "huggingface": ("fp32", "bf16"),
+    "llmc": ("fp32", "bf16"),
+    "gguf": gguf.DTYPES,
+    TOKENIZER: ("fp32",),
+}
 
 
-def export(source: Path, out: Path, *, kind: str, dtype: str) -> list[str]:
+def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str = card.NO_LICENCE) -> list[str]:
     """Writes the weights that `source` names to `out`; returns what to tell. UserError for a model that the format cannot hold
     and for an `out` that is there."""
-    for option, name, known in (("--format", kind, FORMATS), ("--dtype", dtype, DTYPES)):
+    for option, name, known in (("--format", kind, FORMATS), ("--dtype", dtype, FORMATS.get(kind, ()))):
         if name not in known:
             raise UserError(f"{option} is {name!r}{nearest(name, known)} (known: {', '.join(known)})")
     weights = open_weights(source)
     module = models.of(weights.model)
-    if not hasattr(module, {"huggingface": "HUGGING_FACE", "llmc": "llmc_order"}[kind]):
+    if kind != TOKENIZER and not hasattr(module, {"llmc": "llmc_order"}.get(kind, "HUGGING_FACE")):
         raise UserError(f"{weights.path} is {models.name_of(weights.model)}, which --format {kind} does not have")
-    if why := module.HUGGING_FACE.refused(weights.model):
+    if kind != TOKENIZER and (why := module.HUGGING_FACE.refused(weights.model)):
         raise UserError(f"{weights.path}: {why}")
     if out.exists():
         raise UserError(f"--out {out} exists, expected a new {'folder' if kind == 'huggingface' else 'file'}")
     out.parent.mkdir(parents=True, exist_ok=True)
+    if kind == TOKENIZER:
+        llmc_tokenizer.write(weights.tokenizer, out)
+        return [f"{out}: a tokenizer of {weights.model.vocab_size:,} ids for llm.c"]
     if kind == "llmc":
         llmc.write(weights, out, dtype=dtype)
         return [f"{out}: llm.c's version {llmc.VERSIONS[dtype]}, {dtype}"]
-    names = huggingface.write(weights, out, dtype=dtype)
+    if kind == "gguf":
+        missing = gguf.write(weights, out, dtype=dtype)
+        return [f"{out}: {dtype}", *([f"without a tokenizer: {missing}"] if missing else [])]
+    names = huggingface.write(weights, out, dtype=dtype, card=card.text(weights, dtype=dtype, licence=licence))
     said = [f"{out}: {', '.join(names)}, {dtype}"]
     if vocabulary.SETTINGS not in names:
         kind = weights.tokenizer.name if weights.tokenizer else "unknown"

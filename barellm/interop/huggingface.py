@@ -25,6 +25,7 @@ from barellm.models.foreign import HuggingFace
 from barellm.program.tensor import Tensor
 
 CONFIG, FILE, INDEX, PICKLE = "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+CARD = "README.md"
 
 
 def is_folder(path: Path) -> bool:
@@ -189,10 +190,10 @@ class _Theirs:
         return self.weights.read_rows(part.ours, part.first + lo, part.first + hi)
 
 
-def write(weights: Weights, out: Path, *, dtype: str) -> list[str]:
+def write(weights: Weights, out: Path, *, dtype: str, card: str) -> list[str]:
     """The folder `out`, which appears when it is whole. Returns the names of its files. OSError: nothing is there."""
     source = _Theirs(weights)
-    files = {CONFIG: (json.dumps(_config(weights, dtype), indent=2) + "\n").encode()}
+    files = {CONFIG: (json.dumps(_config(weights, dtype), indent=2) + "\n").encode(), CARD: card.encode()}
     if weights.tokenizer is not None:
         files |= vocabulary.files(weights.tokenizer, weights.model.max_seq)
     with storage.new_folder(out) as folder:

@@ -30,13 +30,15 @@ def _sizes(model: ModelConfig) -> dict[str, Any]:
     return {name: getattr(model, name) for name in known - {"vocab_size", "padded_vocab", "max_seq"}}
 
 
-def save(weights: Weights, out: Path) -> Path:
-    """The checkpoint's folder in the new folder `out`."""
+def save(weights: Weights, out: Path, *, config: Config | None = None, step: int = 0, total: int | None = None) -> Path:
+    """The checkpoint's folder in the new folder `out`. `config`: what is known of the weights, where they are a run's; they
+    are then those of its `step` of `total`."""
     tokenizer = weights.tokenizer
     if tokenizer is None:
         raise weights.without_tokenizer("--tokenizer")
-    config = like(weights)
+    config = config or like(weights)
     meta = {
+        "total_steps": total,
         "config": overrides.to_json(config),
         "source": str(weights.path),
         "tokenizer": {"kind": tokenizer.name, "hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size},
@@ -45,4 +47,4 @@ def save(weights: Weights, out: Path) -> Path:
     with RunFolder(out, resume=False) as folder:
         folder.need_space(checkpoint.checkpoint_bytes(weights))
         files = tokenizer_files(tokenizer)
-        return checkpoint.save(folder.checkpoints, weights, step=0, meta=meta, tokenizer=files, keep=1)
+        return checkpoint.save(folder.checkpoints, weights, step=step, meta=meta, tokenizer=files, keep=1)

@@ -10,7 +10,7 @@ from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights, of_checkpoint
 from barellm.data.kinds import check_kind, make_tokenizer
 from barellm.errors import UserError
-from barellm.interop import huggingface, llmc, vocabulary
+from barellm.interop import huggingface, llmc, llmc_tokenizer, vocabulary
 
 KNOWN = "a run or checkpoint of barellm, a folder of Hugging Face's, or a file of llm.c"
 
@@ -21,6 +21,7 @@ def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
     if not path.exists():
         raise UserError(f"{path} does not exist, expected {KNOWN}")
     if path.is_file():
+        _refuse_pickle(path)
         weights = llmc.read(path)
     elif huggingface.is_folder(path):
         weights = huggingface.read(path)
@@ -39,12 +40,25 @@ def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
     return _with_tokenizer(weights, tokenizer) if tokenizer else weights
 
 
+def _refuse_pickle(path: Path) -> None:
+    """UserError for a file of torch.save, new or old: reading it runs whatever its writer wanted."""
+    with path.open("rb") as file:
+        begin = file.read(2)
+    if begin in (b"PK", b"\x80\x02") or path.suffix in (".pt", ".pth", ".ckpt", ".pkl"):
+        raise UserError(
+            f"{path} is a pickle of torch.save, which is never read, as it may run code: "
+            "save the model with save_pretrained(folder), or its tensors as safetensors"
+        )
+
+
 def is_checkpoint(weights: Weights) -> bool:
     return (weights.path / checkpoint.MANIFEST).is_file()
 
 
 def _with_tokenizer(weights: Weights, name: str) -> Weights:
-    check_kind(name)
+    from_llmc = Path(name).suffix == ".bin"
+    if not from_llmc:
+        check_kind(name)
     own, size = weights.tokenizer, weights.model.vocab_size
     if own is not None and name == own.name:
         return weights
@@ -54,7 +68,7 @@ def _with_tokenizer(weights: Weights, name: str) -> Weights:
         raise UserError(
             f"a tokenizer {name!r} is made from a text: name the folder with the one that {weights.path} has"
         )
-    made = make_tokenizer(name, list)
+    made = llmc_tokenizer.read(Path(name)) if from_llmc else make_tokenizer(name, list)
     if made.vocab_size != size:
         raise UserError(f"tokenizer {name} has {made.vocab_size} ids, {weights.path} has {size}")
     return replace(weights, tokenizer=made)

@@ -37,7 +37,7 @@ class Sample:
 
 def one_micro_batch(config: Config) -> Config:
     """The run with steps of one micro-batch."""
-    return replace(config, train=replace(config.train, accumulate=1))
+    return replace(config, train=replace(config.train, accumulate=1, ramp_from=0, ramp_tokens=0))
 
 
 class StepBench:

@@ -51,8 +51,28 @@ class Console:
 
     def tokenizing(self) -> Callable[[int, int], None]:
         """A function for the `progress` of a text that becomes tokens, which gets (bytes done, bytes in all)."""
-        tell = self._patiently()
-        return lambda done, total: tell(lambda: f"tokenizing: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
+        return self._megabytes("tokenizing")
+
+    def looking(self) -> Callable[[int, int], None]:
+        """The same, of a text that is looked through."""
+        return self._megabytes("looking through the text")
+
+    def _megabytes(self, doing: str) -> Callable[[int, int], None]:
+        """Tells of (bytes done, bytes in all, or 0), of a rate, and of the time left."""
+        tell, begin, before = self._patiently(), time.monotonic(), [-1]
+
+        def said(done: int, total: int) -> str:
+            rate = (done - before[0]) / max(time.monotonic() - begin, 1e-3)
+            of = f" of {total / 1e6:,.1f}" if total else ""
+            left = f", {duration((total - done) / rate)} left" if total and rate else ""
+            return f"{doing}: {done / 1e6:,.1f}{of} MB, {rate / 1e6:,.1f} MB/s{left}"
+
+        def hear(done: int, total: int) -> None:
+            if before[0] < 0:
+                before[0] = done  # a run that goes on has not done this now
+            tell(lambda: said(done, total))
+
+        return hear
 
     def _patiently(self) -> Callable[[Callable[[], str]], None]:
         begin = time.monotonic()

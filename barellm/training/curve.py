@@ -1,9 +1,10 @@
-"""Loss curves: in the terminal as text, and as a picture, of one run or of several."""
+"""Curves of a run's numbers: in the terminal as text, and as a picture, of one run or of several."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Points = Sequence[tuple[float, float]]  # (place on the axis, loss in nats per token)
+Points = Sequence[tuple[float, float]]  # (place on the axis, number)
 
 AXES = ("steps", "tokens", "seconds")  # what a curve may run over
 SMOOTH = 100  # the smoothed loss is the mean of each of so many parts of the axis
@@ -22,43 +23,106 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille: a ce
 
 
 @dataclass(frozen=True)
+class Quantity:
+    """A number of a run over time: its key in the rows of steps, and in those of evaluations; "" where they have none."""
+
+    train: str
+    val: str
+    says: str
+    unit: str = ""
+
+
+QUANTITIES = {
+    "loss": Quantity("loss", "val_nats", "loss", "nats per token"),
+    "bits": Quantity("", "val_bits_per_byte", "bits per byte"),
+    "lr": Quantity("lr", "", "learning rate"),
+    "norm": Quantity("grad_norm", "", "gradient's norm"),
+    "speed": Quantity("tokens_per_s", "", "tokens per second"),
+}
+
+
+@dataclass(frozen=True)
 class Curve:
+    """`y` is one of QUANTITIES. `gzip` is what gzip -9 reaches in the same unit on the text of the evaluations."""
+
     name: str
     train: Points
     val: Points
+    y: str = "loss"
+    gzip: float | None = None
 
 
-def series(rows: Iterable[dict[str, Any]], *, axis: str = "steps", step_tokens: int = 1) -> tuple[Points, Points]:
-    """(training, validation) points of the rows of metrics.jsonl, over one of AXES. A step has `step_tokens` tokens; an
-    evaluation knows no time and has that of the step before it."""
-    train, val = [], []
-    seconds = 0.0
+def series(
+    rows: Iterable[dict[str, Any]], *, axis: str = "steps", step_tokens: int = 1, y: str = "loss"
+) -> tuple[Points, Points]:
+    """(training, validation) points of the rows of metrics.jsonl, over one of AXES. A step has `step_tokens` tokens unless its row
+    says how many there were so far; an evaluation knows neither time nor tokens and has those of the step before it."""
+    points: dict[str, list[tuple[float, float]]] = {"train": [], "eval": []}
+    keys = {"train": QUANTITIES[y].train, "eval": QUANTITIES[y].val}
+    seconds, tokens = 0.0, None
     for row in rows:
-        if row["kind"] not in ("train", "eval"):  # samples, and the result of `train --json`
+        kind = row["kind"]
+        if kind not in points:  # samples, and the result of `train --json`
             continue
-        seconds = row.get("seconds", seconds)
-        place = {"steps": int(row["step"]), "tokens": int(row["step"]) * step_tokens, "seconds": float(seconds)}[axis]
-        if row["kind"] == "train" and row["loss"] is not None:
-            train.append((place, float(row["loss"])))
-        if row["kind"] == "eval":
-            val.append((place, float(row["val_nats"])))
-    return train, val
+        seconds, tokens = row.get("seconds", seconds), row.get("tokens", tokens)
+        step = int(row["step"])
+        seen = step * step_tokens if tokens is None else int(tokens)
+        place = {"steps": step, "tokens": seen, "seconds": float(seconds)}[axis]
+        if keys[kind] and row[keys[kind]] is not None:
+            points[kind].append((place, float(row[keys[kind]])))
+    return points["train"], points["eval"]
 
 
-def _last(curves: Iterable[Curve]) -> float:
-    return max((place for curve in curves for place, _ in [*curve.train, *curve.val]), default=0)
+def gzip_line(rows: Iterable[dict[str, Any]], *, y: str) -> float | None:
+    """The number that gzip -9 reaches, from the result of a run that is finished; None for others, and for other quantities."""
+    for row in rows:
+        bits, gzip = row.get("val_bits_per_byte"), row.get("gzip_bits_per_byte")
+        if row["kind"] == "result" and bits and gzip and y in ("bits", "loss"):
+            return gzip if y == "bits" else gzip * row["val_nats"] / bits
+    return None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis, straight or logarithmic. Numbers that a logarithm does not have are not drawn."""
+
+    logarithmic: bool = False
+
+    def shown(self, value: float) -> bool:
+        return isfinite(value) and (value > 0 or not self.logarithmic)
+
+    def of(self, value: float) -> float:
+        return log10(value) if self.logarithmic else value
+
+    def back(self, value: float) -> float:
+        return 10**value if self.logarithmic else value
+
+
+def scales(log: str) -> tuple[Scale, Scale]:
+    """Of x and of y; `log` names those that are logarithmic: "", "x", "y" or "xy"."""
+    return Scale("x" in log), Scale("y" in log)
+
+
+def _ends(curves: Iterable[Curve], x: Scale) -> tuple[float, float]:
+    """The ends of the axis of some curves, scaled. A straight one begins at 0."""
+    places = [x.of(place) for curve in curves for place, _ in [*curve.train, *curve.val] if x.shown(place)]
+    first = min(places, default=0.0) if x.logarithmic else 0.0
+    return first, max(places, default=0.0)
 
 
 def _place(place: float, axis: str) -> str:
     return f"step {place:,.0f}" if axis == "steps" else f"{place:,.0f} {axis}"
 
 
-def _columns(points: Points, *, last: float, width: int) -> dict[int, tuple[float, float]]:
-    """Mean place and mean loss of the finite points that fall into each of `width` columns of an axis that ends at `last`."""
+def _columns(points: Points, *, ends: tuple[float, float], width: int, log: str = "") -> dict[int, tuple[float, float]]:
+    """Mean place and mean number, both scaled, of the points that fall into each of `width` columns of an axis with these ends."""
+    (x, y), (first, last) = scales(log), ends
     found: dict[int, list[tuple[float, float]]] = {}
-    for place, loss in points:
-        if loss == loss and abs(loss) != float("inf"):
-            found.setdefault(min(width - 1, int(place * width / (last or 1))), []).append((place, loss))
+    for place, value in points:
+        if x.shown(place) and y.shown(value):
+            at = x.of(place)
+            column = min(width - 1, int((at - first) * width / ((last - first) or 1)))
+            found.setdefault(column, []).append((at, y.of(value)))
     return {
         column: (sum(x for x, _ in inside) / len(inside), sum(y for _, y in inside) / len(inside))
         for column, inside in found.items()
@@ -67,24 +131,36 @@ def _columns(points: Points, *, last: float, width: int) -> dict[int, tuple[floa
 
 def summary(curve: Curve, *, axis: str = "steps") -> str:
     """How far the run is and how good, in words. The training loss is the mean of its last part."""
-    last = _last([curve])
-    words = [_place(last, axis)]
-    if parts := list(_columns(curve.train, last=last, width=SMOOTH).values()):
-        words.append(f"training loss {parts[-1][1]:.4f}")
+    ends, says = _ends([curve], Scale()), QUANTITIES[curve.y].says
+    words = [_place(ends[1], axis)]
+    training, form = ("training loss", ".4f") if curve.y == "loss" else (says, ",.4g")
+    if parts := list(_columns(curve.train, ends=ends, width=SMOOTH).values()):
+        words.append(f"{training} {parts[-1][1]:{form}}")
     if curve.val:
-        place, loss = curve.val[-1]
-        words.append(f"validation loss {loss:.4f} at {_place(place, axis)}")
+        place, value = curve.val[-1]
+        words.append(f"validation {says} {value:.4f} at {_place(place, axis)}")
+    if curve.gzip is not None:
+        words.append(f"gzip -9 {curve.gzip:.4f}")
     return ", ".join(words)
 
 
-def terminal(curve: Curve, *, axis: str = "steps", width: int = 72, height: int = 14, ascii_only: bool = False) -> str:
-    """A chart of `width` x `height` characters, training loss as a line, validation loss as `o`; "" without points."""
+def terminal(
+    curve: Curve,
+    *,
+    axis: str = "steps",
+    log: str = "",
+    width: int = 72,
+    height: int = 14,
+    ascii_only: bool = False,
+) -> str:
+    """A chart of `width` x `height` characters: training as a line, validation as `o`, gzip as dashes; "" without points."""
     columns = max(8, width - 8)
     across, per_row = (1, 1) if ascii_only else (2, 4)
-    last = _last([curve])
-    line = {x: loss for x, (_, loss) in _columns(curve.train, last=last, width=columns * across).items()}
-    marks = {x: loss for x, (_, loss) in _columns(curve.val, last=last, width=columns).items()}
-    values = [*line.values(), *marks.values()]
+    (x_scale, y_scale), ends = scales(log), _ends([curve], scales(log)[0])
+    line = {x: y for x, (_, y) in _columns(curve.train, ends=ends, width=columns * across, log=log).items()}
+    marks = {x: y for x, (_, y) in _columns(curve.val, ends=ends, width=columns, log=log).items()}
+    level = None if curve.gzip is None else y_scale.of(curve.gzip)
+    values = [*line.values(), *marks.values(), *([] if level is None or not (line or marks) else [level])]
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -102,28 +178,38 @@ def terminal(curve: Curve, *, axis: str = "steps", width: int = 72, height: int 
             cells[filled // per_row][x // across] |= dot
         before = y
     text = [[(" " if not c else "." if ascii_only else chr(0x2800 + c)) for c in row] for row in cells]
-    for x, loss in marks.items():
-        text[row_of(loss, height)][x] = "o"
-    labels = {0: f"{high:7.3f}", height - 1: f"{low:7.3f}"}
+    if level is not None:
+        row = text[row_of(level, height)]
+        row[:] = ["-" if cell == " " and i % 2 else cell for i, cell in enumerate(row)]
+    for x, y in marks.items():
+        text[row_of(y, height)][x] = "o"
+    form = "7.3f" if curve.y in ("loss", "bits") else "7.3g"
+    labels = {0: f"{y_scale.back(high):{form}}", height - 1: f"{y_scale.back(low):{form}}"}
     edge = "|" if ascii_only else "│"
     lines = [f"{labels.get(i, ''):>7}{edge}{''.join(row).rstrip()}" for i, row in enumerate(text)]
     bottom = ("+" + "-" * columns) if ascii_only else ("└" + "─" * columns)
-    legend = "loss in nats per token; line: training, o: validation"
-    ends = f"{0:<{columns // 2}}{_place(last, axis):>{columns - columns // 2}}"
-    return "\n".join([*lines, " " * 7 + bottom, " " * 8 + ends, " " * 8 + legend])
+    what = QUANTITIES[curve.y]
+    parts = ["line: training"] * bool(line) + ["o: validation"] * (bool(marks) or curve.y == "loss")
+    parts += ["dashes: gzip -9"] * (level is not None)
+    legend = f"{what.says}{f' in {what.unit}' * bool(what.unit)}; {', '.join(parts)}"
+    left, right = (x_scale.back(end) for end in ends)
+    under = f"{left if x_scale.logarithmic else 0:<{columns // 2},.6g}{_place(right, axis):>{columns - columns // 2}}"
+    return "\n".join([*lines, " " * 7 + bottom, " " * 8 + under, " " * 8 + legend])
 
 
-def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps") -> Figure:
-    """The picture of a run has each step's loss, the smoothed loss and the validation. That of several runs has a colour for each,
-    the smoothed loss as a line and validation as dots."""
+def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", log: str = "") -> Figure:
+    """The picture of a run has each step's number, the smoothed number and the validation. That of several runs has a colour for
+    each, the smoothed number as a line and validation as dots."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    last = _last(curves)
+    x, y = scales(log)
+    ends = _ends(curves, x)
     for i, curve in enumerate(curves):
-        smooth = list(_columns(curve.train, last=last, width=SMOOTH).values())
+        means = _columns(curve.train, ends=ends, width=SMOOTH, log=log).values()
+        smooth = [(x.back(place), y.back(value)) for place, value in means]
         if len(curves) == 1:
             _draw(axes, curve.train, "-", label="training", color="#c3cad2", linewidth=0.6)
             _draw(axes, smooth, "-", label="training, smoothed", color="#475569", linewidth=1.2)
@@ -132,9 +218,13 @@ def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps") ->
             hidden = curve.name.startswith("_")  # by matplotlib, from its legend
             _draw(axes, smooth, "-", label=f"./{curve.name}" if hidden else curve.name, color=f"C{i}", linewidth=1.2)
             _draw(axes, curve.val, "o", label="", color=f"C{i}", markersize=4)
-    axes.set(xlabel=axis, ylabel="loss (nats per token)")
+        if curve.gzip is not None and curve.gzip not in [before.gzip for before in curves[:i]]:
+            axes.axhline(curve.gzip, color="#7c8797", linewidth=1.0, linestyle="--", label="gzip -9")
+    what = QUANTITIES[curves[0].y]
+    axes.set(xlabel=axis, ylabel=f"{what.says} ({what.unit})" if what.unit else what.says)
+    axes.set(xscale="log" if x.logarithmic else "linear", yscale="log" if y.logarithmic else "linear")
     axes.set_title(title, parse_math=False)
-    if axis == "tokens":
+    if axis == "tokens" and not x.logarithmic:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     if axes.lines:
@@ -148,9 +238,9 @@ def _draw(axes: Axes, points: Points, line: str, **style: Any) -> None:
         axes.plot([place for place, _ in points], [loss for _, loss in points], line, **style)
 
 
-def image(path: Path, curves: Sequence[Curve], *, title: str = "", axis: str = "steps") -> None:
+def image(path: Path, curves: Sequence[Curve], *, title: str = "", axis: str = "steps", log: str = "") -> None:
     """The picture as a file, by the name's ending."""
-    save(picture(curves, title=title, axis=axis), path)
+    save(picture(curves, title=title, axis=axis, log=log), path)
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,15 +15,20 @@ from barellm.checkpoint import checkpoint, tensorfile
 from barellm.config import Config
 from barellm.data.loader import Rows
 from barellm.errors import UserError
+from barellm.evaluation import hellaswag
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.models.course import Course, Step
 from barellm.runtime.session import Session
 from barellm.training import report
 from barellm.training.console import Console, duration, in_words, short
 from barellm.training.metrics import Metrics
+from barellm.training.ramp import Ramp
 from barellm.training.ranges import Watch
+from barellm.training.saving import Point, Saving
 from barellm.training.schedule import steps_in_time
+from barellm.training.spikes import Spikes
 from barellm.training.stopping import Stopping
+from barellm.training.trackers import Tracking
 
 # With `minutes` the number of steps is chosen after so many steps, and so many seconds of stepping or this share of
 # the time: a busy moment must not decide.
@@ -38,8 +41,8 @@ ESTIMATE_STEPS, ESTIMATE_S = (
 )  # steps after which the whole time is said, where it is longer than so many seconds
 NOT_FINITE_LIMIT = 10  # skipped updates in a row that end the run
 ALL = 1 << 31  # checkpoints to keep
+STOPPED = 130  # the status of a run that whoever listens has stopped: as Ctrl-C
 SHOWN_LINES = 16  # of a sample; metrics.jsonl has all of it
-FULL_DISK_S, FULL_DISK_PAUSE_S = 3600.0, 10.0  # the last save waits for room so long, and tries so often
 
 
 @dataclass
@@ -49,6 +52,7 @@ class Progress:
     step: int = 0
     total: int | None = None
     seconds: float = 0.0  # spent in all sessions of the run, from the start of the command
+    tokens: int = 0  # trained on
 
 
 @dataclass
@@ -57,24 +61,30 @@ class Loop:
     session: Session
     batches: Rows
     course: Course
+    ramp: Ramp
+    spikes: Spikes
     evaluator: Evaluator
     final_targets: int  # of the evaluation after the last step
     metrics: Metrics
     watch: Watch | None  # of the exponents, where they are asked for
     console: Console
     stop: Stopping
-    folder: Path  # of the checkpoints
+    saving: Saving
+    tracking: Tracking
     meta: dict[str, Any]  # what a checkpoint's meta.json says besides the progress
-    tokenizer: dict[str, bytes]
     samples: Callable[[int], list[str]]  # step -> texts; empty when stopped
+    hellaswag: Callable[[], hellaswag.Result | None] | None = None
     flops_per_step: int = 0
     peak: float = 0.0  # FLOP/s; 0: not measured
     progress: Progress = field(default_factory=Progress)
     started: float = field(default_factory=time.monotonic)  # of the command
-    saved: Path | None = None
+    listen: Callable[[dict[str, Any]], bool] | None = (
+        None  # gets each row of the metrics; where it is True the run stops
+    )
     _before: float = 0.0  # seconds of earlier sessions
-    _step_s: float = 0.0  # running mean
+    _micro_s: float = 0.0  # of a micro-batch and its part of the update, running mean
     _pause_s: float = 0.0  # for evaluation, a step's part
+    _tried_s: float = 0.0  # for HellaSwag, likewise
     _evaluated_per_s: float = float("inf")
     _stepping_s: float = 0.0
     _stepped: int = 0
@@ -99,18 +109,14 @@ class Loop:
             if not self._step():
                 break
             self._choose_total()
-            last = self.progress.step == self.progress.total
-            self._save_due |= bool(train.checkpoint_every) and self.progress.step % train.checkpoint_every == 0
-            # While the loss or the norm is not finite no checkpoint is made: it could push out a good one.
-            if self._save_due and not last and not self._not_finite:
-                self._save_or_warn()
+            self._save_if_due()
             if self._stepped == 1:
                 gc.collect()
                 gc.freeze()  # what start-up made lives to the end: later collections need not walk it
-            if last:
-                self._save_last()
+            if self.progress.step == self.progress.total:
+                self.saving.last(self.point())
         if self.progress.step != self.progress.total:
-            self._save_last()
+            self.saving.last(self.point())
             return False
         return not self.stop
 
@@ -122,55 +128,80 @@ class Loop:
         begin = time.perf_counter()
         plan = self.course.step(step, self.progress.total)
         shape = {"batch": train.batch, "seq": plan.seq}
-        loss = 0.0
-        for micro in range(train.accumulate):
+        loss, first, count = 0.0, self.ramp.before(step), self.ramp.count(step)
+        # The loss is the mean over the targets that count: exactly as planned where all of them do.
+        samples = train.batch * count
+        share = self.batches.counted(first * train.batch, samples, seq=plan.seq) / (samples * plan.seq)
+        for micro in range(count):
             if micro and self.stop:
                 return False
-            sample = (step * train.accumulate + micro) * train.batch
+            sample = (first + micro) * train.batch
             inputs, targets = self.batches.batch(sample, train.batch, seq=plan.seq, document=plan.document)
             session.write("tokens", inputs)
             session.write("targets", targets)
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
             adds = int(micro > 0 or plan.adds)
             # The last micro-batch finds the gradients of the whole step.
-            watched = self.watch is not None and micro + 1 == train.accumulate and self.watch.due(step + 1)
+            watched = self.watch is not None and micro + 1 == count and self.watch.due(step + 1)
             program = "ranges" if watched else "micro"
-            session.run(program, accumulate=adds, inv_targets=plan.inv_targets, **shape, **random)
+            self.saving.before(program)
+            session.run(program, accumulate=adds, inv_targets=plan.inv_targets / share, **shape, **random)
             loss += float(session.read("loss")[0]) * plan.shown
             if watched and self.watch is not None:
                 self.watch.record(step + 1)
-            if micro + 1 < train.accumulate and self.console.due(inside=True):
+            if micro + 1 < count and self.console.due(inside=True):
                 total = "?" if self.progress.total is None else self.progress.total
-                self.console.progress(f"step {step + 1:>5}/{total}  micro-batch {micro + 1} of {train.accumulate}")
-        norm = self._update(plan)
-        self._count(time.perf_counter() - begin)
-        self.progress.step = step + 1
-        self.progress.seconds = self._before + time.monotonic() - self.started
-        self.course.enter(session, step + 1, self.progress.total)
-        self._report(loss, norm, plan)
+                self.console.progress(f"step {step + 1:>5}/{total}  micro-batch {micro + 1} of {count}")
+        with self.saving.changing:
+            norm, spike = self._update(plan, loss)
+            self._count((time.perf_counter() - begin) / count)
+            self.progress.step = step + 1
+            self.progress.tokens += train.batch * count * plan.seq
+            self.progress.seconds = self._before + time.monotonic() - self.started
+            self.course.enter(session, step + 1, self.progress.total)
+        self._report(loss, norm, plan, spike)
         return True
 
-    def _update(self, plan: Step) -> float:
-        """Runs the programs that end a step; gives the norm of the gradient."""
+    def _update(self, plan: Step, loss: float) -> tuple[float, str]:
+        """Runs the programs that end a step. Gives the norm of the gradient, which the first of them finds, and why the others did
+        not run, or ""."""
         (first, scalars), *others = plan.updates
+        self.saving.before(first)
         self.session.run(first, **scalars)
         norm = float(self.session.read("clip")[0])
-        for program, scalars in others:
+        spike = self.spikes.look(loss=loss, norm=norm) if self.spikes.active else ""
+        for program, scalars in others if not spike else ():
+            self.saving.before(program)
             self.session.run(program, **scalars)
-        return norm
+        return norm, spike
 
     def _count(self, seconds: float) -> None:
+        """Count a step whose micro-batches took so long on average."""
         self._stepped += 1
         if self._stepped > 1:  # the first step of a process touches cold memory
-            self._stepping_s += seconds
+            self._stepping_s += seconds * self.ramp.count(self.progress.step)
             weight = max(0.05, 1 / (self._stepped - 1))
-            self._step_s += weight * (seconds - self._step_s)
+            self._micro_s += weight * (seconds - self._micro_s)
         else:
-            self._step_s = seconds
+            self._micro_s = seconds
 
-    def _report(self, loss: float, norm: float, plan: Step) -> None:
+    @property
+    def _step_s(self) -> float:
+        """How long a step takes that has as many micro-batches as the last one."""
+        return self._micro_s * self.ramp.count(max(0, self.progress.step - 1))
+
+    @property
+    def _pauses_s(self) -> float:
+        """Seconds between two steps for evaluations, in the mean."""
+        return self._pause_s + self._tried_s
+
+    def _left_s(self, total: int) -> float:
+        step = self.progress.step
+        return (self.ramp.before(total) - self.ramp.before(step)) * self._micro_s + (total - step) * self._pauses_s
+
+    def _report(self, loss: float, norm: float, plan: Step, spike: str) -> None:
         step, total, train, lr = self.progress.step, self.progress.total, self.config.train, plan.lr
-        rate = train.batch * train.accumulate * plan.seq / self._step_s
+        rate = train.batch * plan.seq / self._micro_s
         finite = isfinite(loss) and isfinite(norm)
         row = {
             "kind": "train",
@@ -178,20 +209,26 @@ class Loop:
             "loss": loss if isfinite(loss) else None,
             "lr": lr,
             "grad_norm": norm if isfinite(norm) else None,
+            "tokens": self.progress.tokens,
             "tokens_per_s": round(rate, 1),
             "seconds": round(self.progress.seconds, 3),
         }
+        if self.spikes.active:
+            row |= {f"{name}_z": score for name, score in self.spikes.scores.items()} | {"skipped": bool(spike)}
         self.record(row)
         if self.console.due():
-            share = f"  {self.flops_per_step / self._step_s / self.peak:.0%} of peak" if self.peak else ""
-            left = "" if total is None else f"  {duration((total - step) * (self._step_s + self._pause_s))} left"
+            flops = self.flops_per_step / train.accumulate
+            share = f"  {flops / self._micro_s / self.peak:.0%} of peak" if self.peak else ""
+            left = "" if total is None else f"  {duration(self._left_s(total))} left"
             of = "?" if total is None else total
             # What matters most comes first: a narrow terminal cuts the end.
             numbers = f"loss {loss:.4f}  {short(rate)} tok/s{share}  norm {norm:.2f}  lr {lr:.1e}"
             self.console.progress(f"step {step:>5}/{of}{left}  {numbers}")
+        if spike:
+            self.console.line(f"step {step:>5}  skipped: {spike} ({self.spikes.skipped:,} skipped so far)")
         self._estimate()
         self._not_finite = 0 if finite else self._not_finite + 1
-        self._changed = step if isfinite(norm) else self._changed
+        self._changed = step if isfinite(norm) and not spike else self._changed
         if self._not_finite == NOT_FINITE_LIMIT:
             self._diverged(loss, norm)
 
@@ -199,7 +236,7 @@ class Loop:
         """Says once, as soon as the speed is known, how long the run takes."""
         if self._stepped != ESTIMATE_STEPS or self.progress.total is None:
             return
-        seconds = (self.progress.total - self.progress.step) * (self._step_s + self._pause_s)
+        seconds = self._left_s(self.progress.total)
         if seconds > ESTIMATE_S:
             speed = f"{self._step_s * 1e3:,.1f} ms a step"
             self.console.line(f"speed    {speed}: {in_words(seconds)} to go")
@@ -211,10 +248,11 @@ class Loop:
         update was what broke them. They may be bad already, so all earlier checkpoints stay, and the line names the newest."""
         step, self.progress.step = self.progress.step, self._changed
         if self._changed and self._weights_are_finite():
-            self._save_or_warn()
-        target = checkpoint.step_folder(self.folder, self._changed)
+            self.saving.now_or_warn(self.point())
+        self.saving.wait()
+        target = checkpoint.step_folder(self.saving.folder, self._changed)
         held = f"; {target} holds the last weights that were finite" if target.is_dir() else ""
-        if earlier := [path for path in checkpoint.steps(self.folder) if path != target]:
+        if earlier := [path for path in checkpoint.steps(self.saving.folder) if path != target]:
             held += (
                 f"; the checkpoint before that is {earlier[0]}" if held else f"; {earlier[0]} is the last checkpoint"
             )
@@ -233,7 +271,10 @@ class Loop:
     def record(self, row: dict[str, Any]) -> None:
         had_problem = self.metrics.problem is not None
         self.metrics.add(row)
+        self.tracking.add(row)
         self.console.record(row)
+        if self.listen is not None and self.listen(row):
+            self.stop.request(STOPPED)
         if self.metrics.problem and not had_problem:
             self.console.line(f"warning: metrics wait in memory: {self.metrics.problem}")
 
@@ -248,7 +289,7 @@ class Loop:
         progress.total = steps_in_time(
             done=progress.step,
             step_s=self._step_s,
-            pause_s=self._pause_s,
+            pause_s=self._pauses_s,
             left_s=budget - progress.seconds - self.final_targets / self._evaluated_per_s,
             limit=train.steps or ANY_STEPS,
         )
@@ -275,6 +316,8 @@ class Loop:
             self._pause_s = seconds / train.eval_every
             self._evaluated_per_s = result.targets / seconds
             self.record_evaluation(step, result)
+        if train.hellaswag_every and step and step % train.hellaswag_every == 0 and not self.try_hellaswag(step):
+            return
         if train.sample_every and step and step % train.sample_every == 0 and not self._not_finite:
             for text in self.samples(step):
                 self.record_sample(step, text)
@@ -286,6 +329,20 @@ class Loop:
         per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
         self.console.line(f"step {step:>5}  validation {result.nats:.4f} nats per token{per_byte}")
 
+    def try_hellaswag(self, step: int) -> bool:
+        """Try the model on HellaSwag, if the run shall. False if it was stopped meanwhile."""
+        if self.hellaswag is None:
+            return True
+        begin = time.perf_counter()
+        found = self.hellaswag()
+        if found is None:
+            return False
+        self._tried_s = (time.perf_counter() - begin) / max(1, self.config.train.hellaswag_every)
+        self.record({"kind": "hellaswag", "step": step, **found.summary()})
+        shares = f"acc {found.acc:.4f}, acc_norm {found.acc_norm:.4f}"
+        self.console.line(f"step {step:>5}  HellaSwag {shares} ({found.total:,} examples)")
+        return True
+
     def record_sample(self, step: int, text: str, *, show: bool = True) -> None:
         self.record({"kind": "sample", "step": step, "text": text})
         if show:
@@ -295,53 +352,28 @@ class Loop:
 
     # --- checkpoints ---
 
-    def save(self) -> None:
-        """Save this step. The newest `train.keep` checkpoints stay, or all of them while the loss or the norm is not finite."""
+    def point(self) -> Point:
+        """The last whole step, as a checkpoint needs it. The newest `train.keep` checkpoints stay, or all of them while the loss or
+        the norm is not finite."""
         train, progress = self.config.train, self.progress
-        keep = ALL if self._not_finite else train.keep
         meta = {
             **self.meta,
             "total_steps": progress.total,
-            "samples": progress.step * train.batch * train.accumulate,
+            "samples": self.ramp.before(progress.step) * train.batch,
+            "tokens": progress.tokens,
             "seconds": round(progress.seconds, 3),
         }
+        if self.spikes.active:
+            meta["spikes"] = self.spikes.state()
         going_on = progress.step != progress.total
-        self.saved = checkpoint.save(
-            self.folder,
-            self.session,
-            step=progress.step,
-            meta=meta,
-            tokenizer=self.tokenizer,
-            keep=keep,
-            gradients=going_on and self.course.step(progress.step, progress.total).adds,
-        )
-        self._save_due = False
-        self.console.line(f"saved {self.saved}")
+        adds = going_on and self.course.step(progress.step, progress.total).adds
+        return Point(progress.step, meta, ALL if self._not_finite else train.keep, adds)
 
-    def _save_or_warn(self) -> None:
-        """A failed save on the way costs only itself: older checkpoints stay, the training goes on."""
-        try:
-            self.save()
-        except OSError as error:
-            step = self.progress.step
-            self.console.line(f"warning: no checkpoint of step {step}: {error.strerror}: {error.filename}")
-
-    def _save_last(self) -> None:
-        """Save the last checkpoint. Nothing else holds these weights, so if the disk is full, wait for room. Ctrl-C gives up."""
-        begin, stopped = time.monotonic(), bool(self.stop)
-        while True:
-            try:
-                return self.save()
-            except OSError as error:
-                waited = time.monotonic() - begin
-                gave_up = bool(self.stop) and not stopped
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or gave_up or waited > FULL_DISK_S:
-                    raise
-                megabytes = checkpoint.checkpoint_bytes(self.session) / 1e6
-                self.console.line(
-                    f"warning: {error.filename}: {error.strerror}. The last checkpoint needs {megabytes:,.0f} MB; it is "
-                    f"tried again every {FULL_DISK_PAUSE_S:g} s, {duration(FULL_DISK_S - waited)} more. Ctrl-C gives up"
-                )
-            again = time.monotonic() + FULL_DISK_PAUSE_S
-            while time.monotonic() < again and bool(self.stop) == stopped:
-                time.sleep(0.05)  # a signal does not end a sleep
+    def _save_if_due(self) -> None:
+        """While the loss or the norm is not finite no checkpoint is made: it could push out a good one."""
+        train, step = self.config.train, self.progress.step
+        self.saving.report()
+        self._save_due |= any(every and step % every == 0 for every in (train.checkpoint_every, train.milestones))
+        if self._save_due and step != self.progress.total and not self._not_finite:
+            self._save_due = False
+            self.saving.begin(self.point())

@@ -10,8 +10,10 @@ from typing import Any
 from barellm import __version__, models
 from barellm.assembly.machine import Machine
 from barellm.config import Config
+from barellm.data.examples import Packed
 from barellm.data.sources import Dataset
 from barellm.training.console import duration, in_words, short
+from barellm.training.ramp import Ramp
 
 FEW_WINDOWS = 8  # a loss over fewer windows than these says little
 LONG_S = 30 * 86400.0  # a run of a month is rarely meant
@@ -48,23 +50,23 @@ def _bound(machine: Machine) -> str:
     return f"{work}; the bound is {flops / peak * 1e3:,.1f} ms at {peak / 1e9:,.0f} GFLOP/s (measured)"
 
 
-def tokens_of(config: Config, steps: int) -> int:
-    train = config.train
-    return steps * train.batch * train.accumulate * train.seq
-
-
-def intentions(config: Config, data: Dataset, *, done: int, total: int | None, bound_s: float) -> list[str]:
+def intentions(config: Config, data: Dataset, *, ramp: Ramp, done: int, total: int | None, bound_s: float) -> list[str]:
     """How much is to be trained, and what cannot be meant. `total` None: the number of steps follows from `minutes`; `bound_s`: the
     time that no step can beat, 0 where nobody measured."""
     train, optim = config.train, config.optim
     if total is None:
         most = f", at most {train.steps:,}" if train.steps else ""
         return [f"to do    as many steps as fit into {train.minutes:g} minutes{most}"]
-    tokens = tokens_of(config, total - done)
+    tokens = ramp.tokens(total) - ramp.tokens(done)
     epochs = tokens / max(1, len(data.train))
-    least = (total - done) * bound_s
+    least = (ramp.before(total) - ramp.before(done)) / train.accumulate * bound_s
     time = f"; the bound is {in_words(least)}" if least >= 1 else ""
     lines = [f"to do    {total - done:,} steps, {short(tokens)} tokens, {epochs:.3g} times this text{time}"]
+    if train.ramp_from:
+        full = next((step for step in range(total) if ramp.count(step) == train.accumulate), total)
+        lines.append(
+            f"ramp     {train.ramp_from} micro-batches in the first step, {train.accumulate} from step {full + 1:,} on"
+        )
     if optim.warmup >= total:
         lines.append(warmup_warning(config, total))
     if least > LONG_S:
@@ -81,6 +83,21 @@ def warmup_warning(config: Config, total: int) -> str:
 
 def months_warning(words: str) -> str:
     return f"warning: {words}: fewer --steps, a smaller preset, or --minutes"
+
+
+def packing(packed: Packed) -> list[str]:
+    """How examples fill their rows, and which of them do not."""
+    held = sum(last - first for row in packed.rows for first, last in row)
+    share = held / (len(packed.rows) * (packed.seq + 1))
+    kept = sum(map(len, packed.rows))
+    lines = [f"rows     {kept:,} examples in {len(packed.rows):,} rows of {packed.seq} tokens, {share:.0%} full"]
+    if packed.cut:
+        lines.append(f"warning: {packed.cut:,} examples are longer than a row and cut: a larger --seq keeps them whole")
+    if packed.dropped:
+        lines.append(
+            f"warning: {packed.dropped:,} examples are left out: their prompts fill a row; a larger --seq takes them in"
+        )
+    return lines
 
 
 def few_windows(windows: int, seq: int, key: str) -> str:

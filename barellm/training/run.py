@@ -19,29 +19,42 @@ from barellm.checkpoint.folder import RunFolder
 from barellm.checkpoint.weights import Weights
 from barellm.config import Config
 from barellm.data.documents import Documents
+from barellm.data.examples import ExampleRows
 from barellm.data.kinds import load_tokenizer, tokenizer_files
-from barellm.data.loader import Batches, Rows, Validation
+from barellm.data.llmc import LlmcOrder
+from barellm.data.loader import Batches, Rows
 from barellm.data.sources import Dataset, prepare
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
+from barellm.evaluation import hellaswag
+from barellm.evaluation.scoring import Scorer, shape_for
 from barellm.evaluation.text import gzip_bits_per_byte, python_share
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.generation.decode import Decoder, open_decoder
 from barellm.generation.samplers import Sampling
-from barellm.training import curve, metrics, ranges, report
+from barellm.training import curve, metrics, ranges, report, trackers
 from barellm.training.console import Console, duration, short
 from barellm.training.course import course
+from barellm.training.grace import Grace
 from barellm.training.loop import ANY_STEPS, Loop, Progress
+from barellm.training.ramp import Ramp
+from barellm.training.saving import Saving
+from barellm.training.spikes import Spikes
 from barellm.training.stopping import Stopping
+from barellm.training.trackers import Tracking
 
 # The last evaluation is longer, but costs a few percent of the training: 1 / FINAL_SHARE of the tokens trained on within
 # these bounds, in evenly spread windows; all of the validation part if it has no more.
 FINAL_LEAST, FINAL_MOST, FINAL_SHARE = 1 << 13, 1 << 20, 4
 SAMPLE_TOKENS = 160
 FINAL_SAMPLES, FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_SHARE, FINAL_SHOWN = 6, 384, 256, 2
+INTERVALS = ("eval_every", "eval_tokens", "sample_every", "checkpoint_every", "milestones", "ranges")
 FREE_KEYS = frozenset(
-    {f"train.{k}" for k in ("steps", "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep")}
-    | {"data.source", "optim.moments", "optim.cooldown", "train.matmul", "train.ranges"}
+    {
+        f"train.{key}"
+        for key in ("steps", "keep", "grace", "matmul", "track", "hellaswag", "hellaswag_every", *INTERVALS)
+    }
+    | {"data.source", "optim.moments", "optim.cooldown"}
 )
 
 
@@ -109,7 +122,8 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 class Run:
     """One training run, from its seed, from `weights`, or from `start` on. `started`: time.monotonic() when the command began, for
-    honest totals. `asked`: whether the user chose the tokenizer, so that shards of another one are refused."""
+    honest totals. `asked`: whether the user chose the tokenizer, so that shards of another one are refused. `listen`: as the loop
+    has it."""
 
     def __init__(
         self,
@@ -121,9 +135,12 @@ class Run:
         console: Console,
         started: float,
         asked: bool = True,
+        listen: Callable[[dict[str, Any]], bool] | None = None,
     ) -> None:
         config.check()
+        trackers.chosen(config.train.track)  # before anything slow begins
         self.start, self.weights, self.device, self.console, self.started = start, weights, device, console, started
+        self.listen = listen
         tokenizer = load_tokenizer(start.path) if start else weights.tokenizer if weights else None
         self.data: Dataset = prepare(
             config.data, tokenizer=tokenizer, asked=asked, report=console.line, progress=console.tokenizing()
@@ -134,17 +151,36 @@ class Run:
         if start and start.meta["data"]["hash"] != self.data.hash:
             raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
         train = self.config.train
-        self.course = course(self.config)
+        self.course, self.ramp = course(self.config), Ramp(train)
         self.batches = self._rows()
         self.evaluator = self._evaluator(train.eval_tokens)
-        trained = (train.steps or ANY_STEPS) * train.batch * train.accumulate * train.seq
+        self.hellaswag: hellaswag.HellaSwag | None = None
+        self.scoring: tuple[int, int] | None = None
+        if train.hellaswag:
+            examples = hellaswag.read(Path(train.hellaswag), self.data.tokenizer)
+            self.hellaswag, most = hellaswag.HellaSwag(examples), self.config.model.max_seq
+            self.scoring = shape_for(self.hellaswag.texts, tokens=train.batch * train.seq, most_seq=most)
+        trained = self.ramp.tokens(train.steps or ANY_STEPS)
         usual = train.eval_tokens or FINAL_MOST if train.eval_every else 0
         self.final_evaluator = self._evaluator(min(FINAL_MOST, max(FINAL_LEAST, usual, trained // FINAL_SHARE)))
         self.final_sample_tokens = 64 + trained // FINAL_SAMPLE_SHARE
 
+    def check_vocabulary(self, changes: Mapping[str, Any]) -> None:
+        """Raise a UserError where `changes`, what the user asked for, want another vocabulary than the tokenizer has."""
+        vocab, chosen = self.config.model.vocab_size, changes.get("model.vocab_size")
+        if chosen not in (None, vocab):
+            raise UserError(
+                f"model.vocab_size is {chosen}, the tokenizer has {vocab} ids: change data.tokenizer or data.bpe_vocab"
+            )
+
     def _rows(self) -> Rows:
         """The source of the rows of the micro-batches."""
         train, data = self.config.train, self.config.data
+        if self.data.examples is not None:
+            fill = self.data.tokenizer.start
+            return ExampleRows(self.data.examples[0], seq=train.seq, seed=train.seed, fill=fill)
+        if data.order == "llmc":
+            return LlmcOrder(self.data.train, batch=train.batch, seq=train.seq)
         if data.order != "documents":
             return Batches(self.data.train, seq=train.seq, seed=train.seed, order=data.order)
 
@@ -156,17 +192,25 @@ class Run:
 
     def _evaluator(self, tokens: int) -> Evaluator:
         train = self.config.train
-        windows = Validation(self.data.val, seq=train.seq, max_tokens=tokens)
+        windows = self.data.validation(seq=train.seq, max_tokens=tokens)
         return Evaluator(windows, batch=train.batch, byte_lengths=self.data.byte_lengths)
 
     def execute(self, folder: RunFolder) -> int:
         """Exit status: 0 finished, 130 or 143 stopped by a signal with a checkpoint saved."""
-        with open_machine(self.config, device=self.device) as machine:
+        with open_machine(self.config, device=self.device, scoring=self.scoring) as machine:
             self.config = machine.config
             folder.need_space(checkpoint.checkpoint_bytes(machine.session))
             with Stopping() as stop:
                 self.console.on_lost = lambda: stop.request(141)
                 return self._train(folder, machine, stop)
+
+    def initialize(self, machine: Machine) -> None:
+        """Weights from the seed, or from elsewhere."""
+        if self.weights is None:
+            machine.initialize(self.config.train.seed)
+        else:
+            self.weights.load(machine.session)
+            self.console.line(f"begins with the weights of {self.weights.path}")
 
     def _train(self, folder: RunFolder, machine: Machine, stop: Stopping) -> int:
         progress, rows = self._begin(folder, machine)
@@ -179,27 +223,33 @@ class Run:
             watch = None
             if self.config.train.ranges:
                 watch = files.enter_context(closing(ranges.Watch(found, machine, every=self.config.train.ranges)))
+            tracking = files.enter_context(closing(self._tracking(folder, progress.step)))
+            saving = files.enter_context(closing(self._saving(folder, machine, stop)))
             loop = Loop(
                 config=self.config,
                 session=machine.session,
                 batches=self.batches,
                 course=self.course,
+                ramp=self.ramp,
+                spikes=self._spikes(),
                 evaluator=self.evaluator,
                 final_targets=self.final_evaluator.windows.targets,
                 metrics=log,
                 watch=watch,
                 console=self.console,
                 stop=stop,
-                folder=folder.checkpoints,
+                saving=saving,
+                tracking=tracking,
                 meta=self._meta(machine),
-                tokenizer=tokenizer_files(self.data.tokenizer),
                 samples=lambda step: self._samples(decoder, stop, count=1, tokens=SAMPLE_TOKENS, seed=step),
+                hellaswag=self._hellaswag(machine, stop),
                 flops_per_step=machine.flops_per_step,
                 peak=machine.peak(),
                 progress=progress,
                 started=self.started,
-                saved=self.start.path if self.start else None,
+                listen=self.listen,
             )
+            files.enter_context(Grace(self.config.train.grace, loop=loop, stop=stop, console=self.console))
             if loop.run() and self._finish(folder, machine, loop, decoder, stop):
                 return 0
             # Without a new step the checkpoint is the one from before, which does not know what this command line changed.
@@ -208,22 +258,45 @@ class Run:
             self.console.line(f"stopped after step {loop.progress.step}; go on with: {again}")
             return stop.status
 
+    def _tracking(self, folder: RunFolder, step: int) -> Tracking:
+        names = trackers.chosen(self.config.train.track)
+        config = overrides.flat(self.config)
+        subject = trackers.subject(folder.path, project=self.config.preset, step=step, config=config) if names else None
+        return Tracking(names, subject, say=self.console.line)
+
+    def _spikes(self) -> Spikes:
+        optim = self.config.optim
+        state = self.start.meta.get("spikes") if self.start else None
+        return Spikes(loss_limit=optim.skip_loss_z, norm_limit=optim.skip_norm_z, state=state)
+
+    def _saving(self, folder: RunFolder, machine: Machine, stop: Stopping) -> Saving:
+        return Saving(
+            folder.checkpoints,
+            machine.session,
+            written=machine.written,
+            shared=machine.shared,
+            threads=int(machine.meta().get("threads", 1)),
+            tokenizer=tokenizer_files(self.data.tokenizer),
+            milestones=self.config.train.milestones,
+            console=self.console,
+            stop=stop,
+            saved=self.start.path if self.start else None,
+        )
+
     def _begin(self, folder: RunFolder, machine: Machine) -> tuple[Progress, list[dict[str, Any]]]:
         """Weights from the seed, from elsewhere or from the checkpoint; the resolved configuration printed and saved."""
         for line in report.header(machine, self.data, folder.path):
             self.console.line(line)
         if self.start is None:
-            if self.weights is None:
-                machine.initialize(self.config.train.seed)
-            else:
-                self.weights.load(machine.session)
-                self.console.line(f"begins with the weights of {self.weights.path}")
+            self.initialize(machine)
             progress, rows = Progress(), []
             storage.replace_file(folder.path / "metrics.jsonl", b"")
         else:
             checkpoint.load(self.start.path, machine.session, optimizer=True)
             meta = self.start.meta
-            progress = Progress(meta["step"], meta["total_steps"], meta["seconds"])
+            # A checkpoint of an older version does not say how many tokens it has seen.
+            tokens = meta.get("tokens", meta["samples"] * self.config.train.seq)
+            progress = Progress(meta["step"], meta["total_steps"], meta["seconds"], tokens)
             rows = metrics.truncate(folder.path / "metrics.jsonl", step=progress.step)
             if meta["machine"]["isa"] != machine.meta()["isa"]:
                 found = f"saved on {meta['machine']['isa']}, going on with {machine.meta()['isa']}"
@@ -238,9 +311,12 @@ class Run:
         train, peak = self.config.train, machine.peak()
         total = progress.total or (None if train.minutes else train.steps)
         bound_s = machine.flops_per_step / peak if peak else 0.0
-        found = report.intentions(self.config, self.data, done=progress.step, total=total, bound_s=bound_s)
+        packed = report.packing(self.batches.packed) if isinstance(self.batches, ExampleRows) else []
+        found = packed + report.intentions(
+            self.config, self.data, ramp=self.ramp, done=progress.step, total=total, bound_s=bound_s
+        )
         # Windows are few because the text is short, or because few were asked for.
-        whole = Validation(self.data.val, seq=train.seq).windows
+        whole = self.data.validation(seq=train.seq).windows
         few = whole < report.FEW_WINDOWS
         windows = whole if few else self.evaluator.windows.windows
         found.append(report.few_windows(windows, train.seq, "--data.val_fraction" if few else "--train.eval_tokens"))
@@ -259,21 +335,31 @@ class Run:
             "versions": versions | {name: import_module(name).__version__ for name in names},
         }
 
+    def _hellaswag(self, machine: Machine, stop: Stopping) -> Callable[[], hellaswag.Result | None] | None:
+        """A function that tries the model on HellaSwag, if the run shall."""
+        task, scoring = self.hellaswag, self.scoring
+        if task is None or scoring is None:
+            return None
+        scorer = Scorer(machine.session, batch=scoring[0], seq=scoring[1])
+        tell = self.console.evaluating
+        return lambda: task.run(scorer, stop=lambda: bool(stop), report=tell(len(task.texts)))
+
     def _samples(self, decoder: Decoder, stop: Stopping, *, count: int, tokens: int, seed: int) -> list[str]:
         if self.data.byte_lengths is None:  # shards of a vocabulary that is not here: ids, but no text
             return []
-        tokenizer = self.data.tokenizer
+        tokenizer, prompt = self.data.tokenizer, self.data.prompt
+        shown = tokenizer.decode(prompt) if self.data.examples else ""
         texts = []
         for i in range(count):
             how = Sampling(temperature=0.8, top_p=0.95, seed=(self.config.train.seed << 32) + (seed << 8) + i)
             ids = []
-            for token in decoder.tokens([tokenizer.start], count=tokens, how=how):
+            for token in decoder.tokens(prompt, count=tokens, how=how):
                 if stop:
                     return []
                 if token in tokenizer.ends:
                     break
                 ids.append(token)
-            texts.append(tokenizer.decode(ids))
+            texts.append(shown + tokenizer.decode(ids))
         return texts
 
     def _finish(self, folder: RunFolder, machine: Machine, loop: Loop, decoder: Decoder, stop: Stopping) -> bool:
@@ -284,6 +370,8 @@ class Run:
         if result is None:
             return False
         loop.record_evaluation(step, result)
+        if not loop.try_hellaswag(step):
+            return False
         # Those that are not shown are only for tokenize's share.
         most = FINAL_SAMPLES if self.config.data.source == "stdlib" else FINAL_SHOWN
         count = max(1, min(most, self.final_sample_tokens // FINAL_SAMPLE_TOKENS))
@@ -325,6 +413,8 @@ class Run:
             final["tokenize_share"], final["tokenize_lines"] = python_share("\n".join(texts))
             final["tokenize_share_of_validation"], _ = python_share(text.decode("utf-8", "replace")[: 1 << 18])
         speeds = [row["tokens_per_s"] for row in loop.metrics.rows if row["kind"] == "train"]
+        if loop.spikes.active:
+            final["skipped_steps"] = loop.spikes.skipped
         return final | {
             "seconds": round(seconds, 2),
             "seconds_all_sessions": round(loop.progress.seconds, 2),
@@ -332,6 +422,6 @@ class Run:
             "tokens_per_s": sorted(speeds)[len(speeds) // 2],
             "parameters": machine.parameters,
             **machine.meta(),
-            "checkpoint": str(loop.saved),
-            "curve": str(loop.folder.parent / "loss.png"),
+            "checkpoint": str(loop.saving.saved),
+            "curve": str(loop.saving.folder.parent / "loss.png"),
         }

@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import sys
+import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -17,12 +19,15 @@ class Stopping:
 
     def __init__(self) -> None:
         self.status = 0
+        self.terminated: float | None = None  # time.monotonic() of a SIGTERM
         self._before: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
         return self.status != 0
 
     def __enter__(self) -> Stopping:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # the system gives signals to the main thread alone
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 self._before[number] = signal.signal(number, self._receive)
@@ -44,6 +49,8 @@ class Stopping:
                 sys.stdout.flush()
             os._exit(self.status)
         self.status = 128 + number
+        if number == signal.SIGTERM:
+            self.terminated = time.monotonic()
         _say(b"\nbarellm: stopping after this step; once more to stop at once\n")
 
 

@@ -32,7 +32,7 @@ def write_model(path: Path, kind: str, layers: int, heads: int, channels: int) -
     w.add_feed_forward_length(4 * C)
     w.add_head_count(heads)
     w.add_layer_norm_eps(1e-5)
-    w.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"])
+    w.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre("gpt-2")
     w.add_token_list([f"t{i}" for i in range(VOCAB)])
@@ -75,7 +75,7 @@ def write_model(path: Path, kind: str, layers: int, heads: int, channels: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("q4_0", "q8_0", "f16"))
+    parser.add_argument("kind", choices=("q4_0", "q8_0", "f16", "bf16", "f32"))
     for name in ("layers", "heads", "channels", "threads"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)

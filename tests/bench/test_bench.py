@@ -42,8 +42,8 @@ def test_a_step_in_a_process_of_its_own():
     assert r["first_step_s"] < wall
     # Python's own heap may grow by a page once; a step that allocates would fault every time.
     assert sorted(r["minor_faults_by_step"])[:3] == [0, 0, 0] and r["minor_faults"] <= 1
-    # The course of the step, two inputs, the loss and two programs: none for an op.
-    assert 0 < r["python_calls"] <= 40
+    # The course of the step with its ramp and its spikes, two inputs, the loss and two programs: none for an op.
+    assert 0 < r["python_calls"] <= 45
     assert r["rss_added_bytes"] >= 0.9 * r["arena_bytes"] and r["peak_rss_bytes"] > r["rss_added_bytes"]
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from safetensors.numpy import load_file
 
 from barellm.checkpoint import checkpoint, storage, tensorfile
@@ -290,6 +293,34 @@ def test_short_writes_are_continued(folder, monkeypatch):
 
     monkeypatch.setattr(storage, "system", Short(-1, None))
     assert checkpoint.problem(save(folder, FakeSession(), 1)) is None
+
+
+SIZES = [1, 4095, 4096, 4097, (8 << 20) - 1, 8 << 20, (8 << 20) + 1, (17 << 20) + 5]
+
+
+@pytest.mark.parametrize("how", ["past the cache", "refused", "short"])
+def test_a_large_file_is_what_was_written(tmp_path, monkeypatch, how):
+    class Disk:
+        def __getattr__(self, name):
+            return self.write if name == "write" else getattr(os, name)
+
+        def write(self, fd, data):
+            if how == "refused" and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no")
+            return os.write(fd, data[:5] if how == "short" and len(data) % 7 == 1 else data)
+
+    monkeypatch.setattr(storage, "DIRECT_FROM", 1)
+    monkeypatch.setattr(storage, "system", Disk())
+    content = np.random.default_rng(5).bytes(max(SIZES))
+    for size in SIZES:
+        path = tmp_path / str(size)
+        file = storage.NewFile(path, size=size)
+        cuts = [0, size // 3, size // 3, size // 2, size]
+        for lo, hi in pairwise(cuts):
+            file.write(content[lo:hi])
+        entry = file.close()
+        assert path.read_bytes() == content[:size]
+        assert entry == {"bytes": size, "xxh3_64": xxhash.xxh3_64(content[:size]).hexdigest()}
 
 
 def test_everything_is_on_disk_before_the_rename_and_the_rename_before_anything_is_removed(folder, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.data.shards import write_shard
-from barellm.training import loop
+from barellm.training import saving
 from tests.cli.conftest import TINY
 
 
@@ -62,7 +62,7 @@ def test_a_vocabulary_that_the_tokenizer_does_not_have(refused, out, text):
 def test_folder_without_text(refused, out, tmp_path):
     (tmp_path / "folder").mkdir()
     message = refused("train", "shakespeare-char", "--data", tmp_path / "folder", "--out", out, *TINY)
-    assert "neither .txt files nor .bin shards" in message
+    assert "has no text and no .bin shards" in message
 
 
 def test_file_that_is_no_text(refused, out, tmp_path):
@@ -100,7 +100,7 @@ def test_truncated_shard(refused, out, tmp_path):
 
 
 def test_unknown_preset(refused, out):
-    assert "unknown preset 'gpt2-125m', did you mean 'gpt2-124m'?" in refused("train", "gpt2-125m", "--out", out)
+    assert "unknown preset 'gpt2-1240m', did you mean 'gpt2-124m'?" in refused("train", "gpt2-1240m", "--out", out)
 
 
 def test_unknown_key(refused, out):
@@ -138,7 +138,7 @@ def test_heads_that_do_not_divide_channels(refused, out, text):
         (["--model.dropout", "1"], "model.dropout is 1.0"),
         (["--data.val_fraction", "1"], "data.val_fraction is 1.0"),
         (["--data.tokenizer", "byte"], "unknown tokenizer 'byte', did you mean 'bytes'?"),
-        (["--data.order", "sorted"], "data.order is 'sorted', expected epoch, random or documents"),
+        (["--data.order", "sorted"], "data.order is 'sorted', expected epoch, random, documents, sequential or llmc"),
         (["--seed", str(10**20)], f"train.seed is {10**20}, expected at most {2**32 - 1}"),
     ],
 )
@@ -319,7 +319,7 @@ def test_a_disk_too_small_for_a_checkpoint_is_refused_before_training(small_disk
 def test_a_disk_that_fills_up_keeps_the_checkpoints_it_has(small_disk, tiny, tmp_path, refused, monkeypatch):
     """Room for one checkpoint: the second save fails and training goes on, the last save fails and, with the wait for room cut to
     nothing, that is the status."""
-    monkeypatch.setattr(loop, "FULL_DISK_S", 0.0)
+    monkeypatch.setattr(saving, "FULL_DISK_S", 0.0)
     assert main(tiny("--train.checkpoint_every", "1", out=tmp_path / "whole")) == 0
     out = small_disk / "run"
     message = refused(*tiny("--train.checkpoint_every", "1", out=out))

@@ -103,6 +103,19 @@ def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path
     assert not checkpoint.steps(tmp_path / "run" / "checkpoints")
 
 
+def test_sigterm_in_the_middle_of_a_long_step_saves_within_its_grace(started, tmp_path, text, monkeypatch):
+    monkeypatch.setenv("BARELLM_THREADS", "2")
+    text.write_text(text.read_text() * 20)
+    process = started("runs micro", *LONG_STEP, "--train.grace", "1", program=("-c", TELLS_WHEN_IT_RUNS))
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 143
+    assert time.monotonic() - begin < 3  # the step would take longer
+    assert "stopped inside step 1" in (tmp_path / "log").read_text()
+    path, wrong = checkpoint.find(tmp_path / "run")
+    assert not wrong and checkpoint.step_of(path) == 0
+
+
 def test_a_signal_before_the_first_step_leaves_nothing(started, tmp_path):
     """Preparing text and compiling: one Ctrl-C ends it."""
     process = started("", *SHORT_STEPS)

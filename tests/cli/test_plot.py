@@ -29,9 +29,9 @@ def drawn(monkeypatch) -> list:
     found = []
     real = curve.image
 
-    def image(path, curves, *, title, axis):
+    def image(path, curves, *, title, axis, log):
         found.append((path, curves, title, axis))
-        real(path, curves, title=title, axis=axis)
+        real(path, curves, title=title, axis=axis, log=log)
 
     monkeypatch.setattr(curve, "image", image)
     return found
@@ -46,7 +46,10 @@ def test_without_a_file_it_is_a_chart_in_the_terminal(run, capsys):
     said, *chart = capsys.readouterr().out.splitlines()
     rows = metrics.read(run / "metrics.jsonl")
     (val,) = [row["val_nats"] for row in rows if row["kind"] == "eval" and row["step"] == 4]
-    assert said == f"{run}: step 4, training loss {losses(run)[-1][1]:.4f}, validation loss {val:.4f} at step 4"
+    (result,) = [row for row in rows if row["kind"] == "result"]
+    gzip = result["gzip_bits_per_byte"] * result["val_nats"] / result["val_bits_per_byte"]
+    training, validation = f"training loss {losses(run)[-1][1]:.4f}", f"validation loss {val:.4f} at step 4"
+    assert said == f"{run}: step 4, {training}, {validation}, gzip -9 {gzip:.4f}"
     assert "step 4" in chart[-2] and "o: validation" in chart[-1]
     assert sorted(path.name for path in run.iterdir()) == ["config.json", "metrics.jsonl"]
 
@@ -91,12 +94,38 @@ def test_over_tokens_or_seconds(run, tmp_path, drawn, axis, unit):
     assert [place for place, _ in found.train] == (seconds if unit is None else [unit * i for i in (1, 2, 3, 4)])
 
 
+@pytest.mark.parametrize(
+    "y, words", [("lr", "learning rate"), ("bits", "validation bits per byte"), ("speed", "tokens per")]
+)
+def test_other_numbers_and_logarithmic_axes(run, tmp_path, y, words, capsys):
+    assert main(["plot", str(run), "--y", y, "--log", "xy"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert words in said[0] and len(said) > 10
+    assert main(["plot", str(run), "--y", y, "--log", "y", "--out", str(tmp_path / "picture.svg")]) == 0
+
+
+def test_a_run_without_evaluations_has_no_bits(run, refused):
+    rows = [row for row in metrics.read(run / "metrics.jsonl") if row["kind"] == "train"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert refused("plot", run, "--y", "bits") == f"{run / 'metrics.jsonl'} holds no bits per byte"
+    assert "argument --log: invalid choice: 'z'" in refused("plot", run, "--log", "z")
+
+
+def without_tokens(file: Path) -> None:
+    """As an older version wrote its rows."""
+    rows = [{key: value for key, value in row.items() if key != "tokens"} for row in metrics.read(file)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_metrics_alone_are_enough_but_for_tokens(run, refused, tmp_path, capsys):
     """As copied from another machine."""
     alone = tmp_path / "alone.jsonl"
     shutil.copy(run / "metrics.jsonl", alone)
     assert main(["plot", str(alone), "--x", "seconds"]) == 0
     assert " seconds, training loss " in capsys.readouterr().out
+    assert main(["plot", str(alone), "--x", "tokens"]) == 0
+    assert " tokens, training loss " in capsys.readouterr().out
+    without_tokens(alone)
     assert f"{tmp_path / 'config.json'}: No such file or directory" in refused("plot", alone, "--x", "tokens")
 
 
@@ -132,6 +161,7 @@ def test_mistakes_are_one_line(run, refused, tmp_path):
     assert "argument --x: invalid choice: 'step'" in refused("plot", run, "--x", "step")
     assert "loss.doc ends in '.doc', expected one of " in refused("plot", run, "--out", tmp_path / "loss.doc")
     assert "no/loss.png: No such file or directory" in refused("plot", run, "--out", tmp_path / "no/loss.png")
+    without_tokens(run / "metrics.jsonl")
     (run / "config.json").write_text(json.dumps({"preset": "default", "model": 3}))
     assert "model is 3, expected a table of keys" in refused("plot", run, "--x", "tokens")
 

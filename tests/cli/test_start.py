@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
+
+from barellm.checkpoint import checkpoint
+from barellm.cli.checkpoints import found
+from barellm.data import gpt2
+from barellm.data.bpe import printable_bytes
+from barellm.errors import UserError
 
 HEAVY = {"numpy", "ml_dtypes", "llvmlite", "triton", "cuda", "torch", "argparse", "tokenizers", "tiktoken", "matplotlib",
          "safetensors", "xxhash"}  # fmt: skip
@@ -27,6 +34,65 @@ def test_nothing_heavy_is_imported(code):
 def test_help_of_a_command_imports_no_arrays_and_no_compiler(command):
     code = f"from barellm.cli.main import main\ntry: main(['{command}', '--help'])\nexcept SystemExit: pass"
     assert not modules_after(code) & {"numpy", "llvmlite", "triton", "matplotlib"}
+
+
+def test_sampling_imports_nothing_of_training(trained, monkeypatch, tmp_path):
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    loaded = modules_after(
+        f"from barellm.cli.main import main\nmain(['sample', {str(trained)!r}, '--tokens', '2', '--device', 'cpu'])\nprint()"
+    )
+    assert "barellm.generation.decode" in loaded
+    assert not {
+        name for name in loaded if name.startswith(("barellm.training", "barellm.evaluation", "barellm.interop"))
+    }
+    assert not loaded & {"matplotlib", "rich", "tokenizers", "torch", "triton", "barellm.cpu.tuner"}
+    assert len([name for name in loaded if name.startswith("barellm.")]) < 230
+
+
+def test_sampling_plans_and_compiles_one_program(trained):
+    with found(str(trained), device="cpu").opened(positions=16) as machine:
+        assert set(machine.programs) == {"decode"}
+    with found(str(trained), device="cpu").opened(positions=0) as machine:
+        assert set(machine.programs) == {"eval"}
+
+
+def test_what_only_training_reads_is_not_summed_up_before_sampling(trained, tmp_path):
+    """A byte of the optimizer's state stops a resume alone; a file that is cut off, or a byte of a weight, stops both."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    for step in checkpoint.steps(run / "checkpoints")[1:]:
+        shutil.rmtree(step)
+    (step,) = checkpoint.steps(run / "checkpoints")
+    state, weights = step / checkpoint.OPTIMIZER, step / checkpoint.WEIGHTS
+
+    def flip(path):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    flip(state)
+    assert found(str(run), device="cpu").path == step
+    with pytest.raises(UserError, match=r"optimizer\.safetensors"):
+        checkpoint.find(run)
+    flip(state)
+    assert checkpoint.find(run)[0] == step
+    flip(weights)
+    with pytest.raises(UserError, match=r"checksum of weights\.safetensors"):
+        found(str(run), device="cpu")
+    flip(weights)
+    state.write_bytes(state.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"optimizer\.safetensors has"):
+        found(str(run), device="cpu")
+
+
+def test_merges_are_read_as_their_printable_characters_say():
+    """Among them one with a line feed, a space and a byte that is no character."""
+    written = {byte: character for character, byte in printable_bytes().items()}
+    merges = [b"th", b"\n ", b"\xad\x00", b" t"]
+    lines = ["#version: 0.2", *(f"{written[m[0]]} {''.join(written[b] for b in m[1:])}" for m in merges), ""]
+    found = gpt2._from_merges("\n".join(lines).encode())
+    assert found[256:-1] == merges and len(set(found[:256])) == 256
+    assert gpt2._from_merges("\r\n".join(lines).encode()) == found
 
 
 @pytest.mark.alone

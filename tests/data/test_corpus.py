@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from barellm.data import corpus as corpus_module
+from barellm.data import reading
 from barellm.data.bpe import BytePairs
-from barellm.data.corpus import Piece, stdlib_corpus, text_corpus, texts
+from barellm.data.corpus import stdlib_corpus, text_corpus
 from barellm.data.gpt2 import Gpt2, _read_folder
+from barellm.data.reading import Layout, blocks
 from barellm.data.tokenizers import Chars
 from barellm.errors import UserError
 
@@ -16,8 +17,8 @@ unicode_text = st.text(st.characters(exclude_categories=["Cs"]))
 awkward = st.text(st.sampled_from("ab1,'sé好 \t\r\n\x0b\u00a0\u2003🙂"), max_size=60)
 
 
-def read(pieces) -> str:
-    return "".join(text for piece in pieces for text in texts(piece))
+def texts(path) -> list[str]:
+    return [block.text for block in blocks(path, Layout())]
 
 
 @given(contents=st.lists(unicode_text, min_size=1, max_size=4), fraction=st.floats(0.01, 0.99))
@@ -34,8 +35,8 @@ def test_text_is_cut_by_characters_as_nanogpt_cuts_it(contents, fraction, tmp_pa
         return
     corpus = text_corpus(paths, fraction, name="these")
     cut = int(len(whole) * (1 - fraction))
-    assert read(corpus.train) == whole[:cut]
-    assert read(corpus.val) == whole[cut:]
+    assert "".join(corpus.texts(corpus.train)) == whole[:cut]
+    assert "".join(corpus.texts(corpus.val)) == whole[cut:]
     begins = [piece for piece in corpus.train + corpus.val if piece.begins]
     assert len({piece.path for piece in begins}) == len(begins) == sum(map(bool, contents))
 
@@ -54,11 +55,11 @@ def test_blocks_change_no_token(text, block, small_bpe, shared, tmp_path_factory
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_text(text, newline="")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus_module, "BLOCK", block)
-        blocks = list(texts(Piece(path, 0, path.stat().st_size)))
-    assert "".join(blocks) == text
+        patch.setattr(reading, "BLOCK", block)
+        found = texts(path)
+    assert "".join(found) == text
     for tokenizer in (small_bpe, gpt2_of(shared)):
-        assert [i for part in blocks for i in tokenizer.encode(part)] == tokenizer.encode(text).tolist()
+        assert [i for part in found for i in tokenizer.encode(part)] == tokenizer.encode(text).tolist()
 
 
 def gpt2_of(shared, made: list[BytePairs] = []) -> BytePairs:  # noqa: B006 (made once)
@@ -68,22 +69,22 @@ def gpt2_of(shared, made: list[BytePairs] = []) -> BytePairs:  # noqa: B006 (mad
 
 
 def test_text_without_white_space_is_cut_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "BLOCK", 10)
-    monkeypatch.setattr(corpus_module, "LONGEST_WORD", 25)
+    monkeypatch.setattr(reading, "BLOCK", 10)
+    monkeypatch.setattr(reading, "LONGEST_WORD", 25)
     (tmp_path / "a").write_text("好" * 40)
-    blocks = list(texts(Piece(tmp_path / "a", 0, 120)))
-    assert "".join(blocks) == "好" * 40 and max(map(len, blocks)) < 30
+    found = texts(tmp_path / "a")
+    assert "".join(found) == "好" * 40 and max(map(len, found)) < 30
 
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 18])
 def test_bytes_that_are_no_utf8_are_named_with_their_place(block, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "BLOCK", block)
+    monkeypatch.setattr(reading, "BLOCK", block)
     (tmp_path / "a").write_bytes("é好 word ".encode() + b"\xff tail")
     with pytest.raises(UserError, match="a is not UTF-8 text: byte 0xff at offset 11"):
-        list(texts(Piece(tmp_path / "a", 0, 17)))
+        texts(tmp_path / "a")
     (tmp_path / "a").write_bytes("word 好".encode()[:-1])
     with pytest.raises(UserError, match="a is not UTF-8 text: byte 0xe5 at offset 5"):
-        list(texts(Piece(tmp_path / "a", 0, 7)))
+        texts(tmp_path / "a")
 
 
 def test_the_first_wrong_byte_of_a_file_is_named_before_it_is_cut(tmp_path):
@@ -95,7 +96,7 @@ def test_the_first_wrong_byte_of_a_file_is_named_before_it_is_cut(tmp_path):
 
 def test_shakespeare_has_nanogpts_split_and_characters(shared):
     corpus = text_corpus([shared / "tinyshakespeare.txt"], 0.1, name="shakespeare")
-    train, val = read(corpus.train), read(corpus.val)
+    train, val = "".join(corpus.texts(corpus.train)), "".join(corpus.texts(corpus.val))
     assert (len(train), len(val)) == (1_003_854, 111_540)
     tokenizer = Chars(train + val)
     assert "".join(tokenizer.characters) == "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

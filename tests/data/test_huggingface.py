@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from barellm.cli.main import main
 from barellm.config import DataConfig
-from barellm.data import corpus as corpus_module
+from barellm.data import reading
 from barellm.data.bpe import printable_bytes
-from barellm.data.corpus import Piece, texts
 from barellm.data.huggingface import HuggingFace
 from barellm.data.kinds import load_tokenizer
+from barellm.data.reading import Layout, blocks
 from barellm.data.shards import open_shard
 from barellm.data.sources import prepare
 from barellm.errors import UserError
@@ -81,17 +81,17 @@ def test_blocks_change_no_token(text, block, small, tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_text(text, newline="")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus_module, "BLOCK", block)
-        blocks = list(texts(Piece(path, 0, path.stat().st_size)))
-    assert [i for part in small.encode_many(blocks) for i in part] == small.encode(text).tolist()
+        patch.setattr(reading, "BLOCK", block)
+        found = [block.text for block in blocks(path, Layout())]
+    assert [i for part in small.encode_many(found) for i in part] == small.encode(text).tolist()
 
 
 def test_a_text_of_lines_is_cut_between_them(tmp_path, monkeypatch):
     """Without a space or tab only a line's end after a letter or digit may be cut."""
-    monkeypatch.setattr(corpus_module, "BLOCK", 10)
+    monkeypatch.setattr(reading, "BLOCK", 10)
     (tmp_path / "a").write_text("line\nmore!\n" * 30)
-    blocks = list(texts(Piece(tmp_path / "a", 0, 330)))
-    assert len(blocks) > 10 and all(block.startswith("\n") for block in blocks[1:])
+    found = [block.text for block in blocks(tmp_path / "a", Layout())]
+    assert len(found) > 10 and all(text.startswith("\n") for text in found[1:])
 
 
 def test_the_file_is_kept_as_it_is(small, tmp_path):

@@ -7,7 +7,7 @@ from barellm.data.loader import Batches, Validation, permuted
 from barellm.data.shards import TokenStream
 from barellm.errors import UserError
 
-WINDOWS = ("epoch", "random")  # orders of windows
+WINDOWS = ("epoch", "random", "sequential")  # orders of windows
 keys = st.integers(0, 2**64 - 1)
 
 
@@ -91,9 +91,10 @@ def test_a_stage_with_another_length_has_windows_of_its_own():
 
 def test_the_order_never_changes_between_versions():
     """A checkpoint stores a sample index only: other numbers here would change what a resumed run sees."""
-    epoch, random = (Batches(stream(1000), seq=8, seed=1337, order=order) for order in WINDOWS)
+    epoch, random, line = (Batches(stream(1000), seq=8, seed=1337, order=order) for order in WINDOWS)
     assert [epoch.start(i) for i in (0, 1, 2, 123, 124, 125, 10**12)] == [896, 328, 928, 920, 256, 264, 744]
     assert [random.start(i) for i in (0, 1, 2, 10**12)] == [412, 604, 694, 288]
+    assert [line.start(i) for i in (0, 1, 123, 124, 10**12)] == [0, 8, 984, 0, 32]
 
 
 @pytest.mark.parametrize("order", WINDOWS)

@@ -79,9 +79,9 @@ def test_bpe_learns_nothing_from_the_validation_part(tmp_path):
 def test_small_groups_give_the_same_tokens(text, monkeypatch):
     config = DataConfig(source=str(text), tokenizer="bpe", bpe_vocab=300)
     whole = prepare(config)
-    monkeypatch.setattr(sources, "GROUP", 50)
-    monkeypatch.setattr("barellm.data.corpus.BLOCK", 40)
-    monkeypatch.setattr(sources, "FORMAT", 2)  # another cache entry
+    monkeypatch.setattr("barellm.data.encoding.GROUP", 50)
+    monkeypatch.setattr("barellm.data.reading.BLOCK", 40)
+    monkeypatch.setattr(sources, "FORMAT", 99)  # another cache entry
     again = prepare(config)
     assert again.hash != whole.hash
     assert tokens(again.train) == tokens(whole.train) and tokens(again.val) == tokens(whole.val)
@@ -326,7 +326,7 @@ def bad(tmp_path):
         ("{}/empty.bin", "empty.bin is empty"),
         ("{}/latin.txt", "latin.txt is not UTF-8 text: byte 0xe9 at offset 3"),
         ("{}/text.bin", "text.bin starts with magic"),
-        ("{}/nothing", "folder .*/nothing has neither .txt files nor .bin shards"),
+        ("{}/nothing", "folder .*/nothing has no text and no .bin shards. it is empty"),
         ("{}/both", "folder .*/both has both"),
         ("{}/pipe", "pipe is neither a file nor a folder"),
     ],

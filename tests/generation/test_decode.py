@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
 from barellm.assembly.machine import build_programs, open_machine
 from barellm.config import Config as Run
-from barellm.config import TrainConfig
+from barellm.config import ModelConfig, TrainConfig
 from barellm.generation.decode import Decoder, cache_positions, kept
 from barellm.generation.samplers import Sampling
+from barellm.models.gpt2 import Config as Gpt2
 from barellm.models.llama3 import Config
 
 VOCAB = 97
@@ -95,6 +100,66 @@ def test_a_prompt_longer_than_the_model_is_cut_from_the_left():
 ])  # fmt: skip
 def test_the_cache_holds_the_prompt_and_what_follows(tokens, most, positions):
     assert cache_positions(tokens, most) == positions
+
+
+@contextmanager
+def opened(model: ModelConfig, dtype: str, **sizes: int) -> Iterator[Decoder]:
+    """A decoder of random weights with a cache of these rows and positions."""
+    config = Run(preset="", model=model, train=TrainConfig(batch=1, seq=8, dtype=dtype))
+    with open_machine(config, device="cpu", training=False, **sizes) as machine:
+        for name, t in machine.session.tensors.items():
+            if t.role == "parameter":
+                values = np.random.default_rng(len(name)).normal(size=t.shape).astype(np.float32)
+                machine.session.write(name, 0.2 * values)
+        yield Decoder(machine.session, max_seq=sizes["positions"], vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", [
+    Config(layers=2, heads=4, kv_heads=2, channels=32, hidden=56, vocab_size=VOCAB, max_seq=32),
+    Gpt2(layers=2, heads=3, channels=39, vocab_size=VOCAB, max_seq=32),
+], ids=["llama", "gpt2"])  # fmt: skip
+def test_a_text_is_the_same_alone_and_in_a_batch(model, dtype):
+    """Of prompts of odd lengths, one there twice, one that fills the cache, one that does not fit; and beyond the cache's end."""
+    r = np.random.default_rng(1)
+    prompts = [r.integers(0, VOCAB, n).tolist() for n in (5, 31, 1, 9, 32, 40)]
+    prompts.insert(2, prompts[0])
+    hows = [Sampling(temperature=1.0, seed=i, repetition=1.3, top_k=50) for i in range(7)]
+    with opened(model, dtype, positions=32) as decoder:
+        alone = [list(decoder.tokens(p, count=41, how=how)) for p, how in zip(prompts, hows, strict=True)]
+    assert len(set(map(tuple, alone))) == 7
+    found: list[list[int]] = [[] for _ in prompts]
+    ended = set()
+    with opened(model, dtype, positions=32, rows=7) as decoder:
+        for number, token in decoder.together(prompts, count=41, hows=hows, ended=ended):
+            found[number].append(token)
+            if number in (0, 4) and len(found[number]) == 3 + number:
+                ended.add(number)
+    assert [len(tokens) for tokens in found] == [3, 41, 41, 41, 7, 41, 41]
+    assert all(tokens == whole[: len(tokens)] for tokens, whole in zip(found, alone, strict=True))
+
+
+def test_texts_side_by_side_share_their_runs():
+    class Counted:
+        tensors: ClassVar[dict] = {}
+
+        def __init__(self) -> None:
+            self.runs = []
+
+        def write(self, name, array):
+            self.tokens = array
+
+        def run(self, entry, *, batch, seq, pos):
+            self.runs.append((batch, seq, pos))
+
+        def read(self, name):
+            return np.zeros((len(self.tokens), 1, VOCAB), np.float32)
+
+    session = Counted()
+    decoder = Decoder(session, max_seq=16, vocab_size=VOCAB)
+    found = list(decoder.together([[1, 2, 3, 4], [7, 8], [7, 8]], count=3, hows=[GREEDY] * 3))
+    assert sorted(found) == [(row, 0) for row in range(3) for _ in range(3)]
+    assert session.runs == [(1, 4, 0), (1, 2, 0), (2, 1, 2), (2, 1, 3), (3, 1, 4), (3, 1, 5)]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

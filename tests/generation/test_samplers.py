@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from barellm.errors import UserError
-from barellm.generation.samplers import Sampling, draw, probabilities, uniform
+from barellm.generation.samplers import Sampling, draw, penalized, probabilities, uniform
 
 LOGITS = np.log(np.array([0.4, 0.1, 0.25, 0.05, 0.2], np.float32))
 
@@ -68,6 +68,20 @@ def test_top_p_applies_to_what_top_k_left():
     assert np.flatnonzero(p).tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("min_p, kept", [(0.0, [0, 1, 2, 3, 4]), (0.2, [0, 1, 2, 4]), (0.45, [0, 2, 4]), (1.0, [0])])
+def test_min_p_keeps_what_is_likely_beside_the_most_likely(min_p, kept):
+    p = probabilities(LOGITS, Sampling(temperature=1.0, min_p=min_p))
+    assert np.flatnonzero(p).tolist() == kept and p.sum() == pytest.approx(1)
+
+
+def test_a_penalty_makes_tokens_of_the_text_less_likely_once():
+    logits = np.array([2.0, -1.0, 3.0, 0.5], np.float32)
+    np.testing.assert_allclose(penalized(logits, [0, 1, 0], 2.0), [1.0, -2.0, 3.0, 0.5])
+    assert penalized(logits, [0], 1.0) is logits and logits[0] == 2
+    how = Sampling(temperature=0, repetition=2.0)
+    assert [draw(logits, how, index=0, text=text) for text in ([], [2], [2, 0])] == [2, 0, 2]
+
+
 @pytest.mark.parametrize("how", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8}])
 def test_draws_follow_the_probabilities(how):
     sampling = Sampling(**({"temperature": 1.0} | how), seed=11)
@@ -104,6 +118,8 @@ def test_logits_that_are_not_finite_are_refused():
         ({"top_k": -2}, "top_k is -2"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
+        ({"repetition": 0.0}, "repetition is 0.0"),
         ({"seed": -1}, "seed is -1"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,12 @@ from safetensors.numpy import load_file
 
 from barellm.checkpoint import storage, tensorfile
 from barellm.cli.main import main
+from barellm.data.bpe import BytePairs, trained_bpe
+from barellm.data.gpt2 import Gpt2, _from_merges
+from barellm.errors import UserError
+from barellm.interop import llmc_tokenizer
+from barellm.interop.sources import open_weights
+from barellm.models.gpt2 import Config as ModelConfig
 from tests.interop.models import ODD, TINY, checkpoint_of, llmc_file, random_arrays
 
 ARRAYS = random_arrays(TINY)
@@ -91,3 +98,62 @@ def test_a_file_that_is_cut_or_none(tmp_path, refused):
     assert f"has {size - 1} bytes, expected {size} by its header" in refused("import", path, "--out", tmp_path / "run")
     path.write_bytes(b"")
     assert "it begins with 0, expected 20240326" in refused("import", path, "--out", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "name, content", [("m.bin", b"PK\x03\x04zip"), ("m.bin", b"\x80\x02}q"), ("m.pt", b"anything")]
+)
+def test_a_pickle_is_never_read(tmp_path, refused, name, content):
+    (tmp_path / name).write_bytes(content)
+    said = refused("import", tmp_path / name, "--out", tmp_path / "run")
+    assert said.startswith(f"{tmp_path / name} is a pickle of torch.save, which is never read")
+
+
+def tokenizer_file(path, tokens: list[bytes], *, eot: int, version: int = 2, count: int | None = None):
+    """As write_tokenizer of llm.c's train_gpt2.py."""
+    header = np.zeros(256, "<i4")
+    header[:4] = [20240328, version, len(tokens) if count is None else count, eot]
+    path.write_bytes(header.tobytes() + b"".join(bytes([len(token)]) + token for token in tokens))
+    return path
+
+
+def test_a_tokenizer_goes_to_llm_c_and_back(tmp_path):
+    bpe = trained_bpe(lambda: ["To be, or not to be: that's the question. " * 20], vocab=300)
+    model = ModelConfig(layers=1, heads=1, channels=8, vocab_size=bpe.vocab_size, max_seq=16)
+    checkpoint_of(tmp_path / "run", model, random_arrays(model), bpe)
+    out = tmp_path / "tokenizer.bin"
+    assert main(["export", str(tmp_path / "run"), "--format", "llmc-tokenizer", "--out", str(out)]) == 0
+    tokens = [b"<|endoftext|>" if i == bpe.eot else token for i, token in enumerate(bpe.tokens)]
+    assert out.read_bytes() == tokenizer_file(tmp_path / "expected.bin", tokens, eot=bpe.eot).read_bytes()
+    source = llmc_file(tmp_path / "m.bin", model, random_arrays(model), version=3, padded=384)
+    assert main(["import", str(source), "--out", str(tmp_path / "again"), "--tokenizer", str(out)]) == 0
+    assert open_weights(tmp_path / "again").tokenizer.hash == bpe.hash
+
+
+def test_gpt2_s_own_tokenizer_is_known(tmp_path, shared):
+    tokens = _from_merges((shared / "gpt2_vocab.bpe").read_bytes())
+    tokens[-1] = b"<|endoftext|>"
+    for version, eot in ((2, 50256), (1, 0)):
+        found = llmc_tokenizer.read(tokenizer_file(tmp_path / "t.bin", tokens, eot=eot, version=version))
+        assert isinstance(found, Gpt2) and found.tokens[-1] == b""
+
+
+BYTES = [bytes([i]) for i in range(256)]
+
+
+@pytest.mark.parametrize("tokens, words, said", [
+    (BYTES, {"eot": 3}, "lacks some of the 256 bytes"), ([*BYTES, b"", b"e"], {"eot": 257}, "or has empty tokens"),
+    ([*BYTES, b"e"], {"eot": 257}, "has 257 tokens"), ([*BYTES, b"e"], {"eot": 256, "count": 258}, "expected 258 whole ones"),
+    ([*BYTES, b"e"], {"eot": 256, "version": 3}, "begins with [20240328, 3]"),
+])  # fmt: skip
+def test_another_tokenizer_is_refused(tmp_path, tokens, words, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        llmc_tokenizer.read(tokenizer_file(tmp_path / "t.bin", tokens, **words))
+
+
+def test_a_tokenizer_that_llm_c_cannot_hold_is_refused(tmp_path, refused):
+    checkpoint_of(tmp_path / "run", TINY, ARRAYS)
+    command = ("export", tmp_path / "run", "--format", "llmc-tokenizer", "--out", tmp_path / "t.bin")
+    assert "have an end of text" in refused(*command)
+    with pytest.raises(UserError, match="token 256 has 256 bytes"):
+        llmc_tokenizer.write(BytePairs([*BYTES, b"e" * 256, b""]), tmp_path / "t.bin")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from barellm.cpu.step import CpuSession
 from barellm.data.bpe import trained_bpe
 from barellm.interop.sources import open_weights
 from barellm.models.gpt2 import Config as ModelConfig
+from barellm.models.llama3 import Config as Llama
 from tests.interop.models import checkpoint_of, random_arrays
 
 torch = pytest.importorskip("torch")
@@ -120,3 +122,30 @@ def test_an_exported_tokenizer_has_our_ids(tmp_path, monkeypatch):
     found.save_pretrained(tmp_path / "saved")  # what is beside a model that was tuned there
     transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "saved")
     assert open_weights(tmp_path / "saved").tokenizer.hash == bpe.hash
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_an_exported_folder_is_loaded_as_it_is(tmp_path, monkeypatch, kind):
+    """By the classes that know no architecture; its card's head is what the hub reads."""
+    import yaml
+
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
+    bpe = trained_bpe(lambda: ["To be, or not to be: that's the question. " * 20], vocab=300)
+    sizes = {"layers": 1, "heads": 2, "channels": 16, "vocab_size": bpe.vocab_size, "max_seq": 16}
+    model = ModelConfig(**sizes) if kind == "gpt2" else Llama(**sizes, kv_heads=1, hidden=24)
+    checkpoint_of(tmp_path / "run", model, random_arrays(model), bpe)
+    rows = [{"kind": "eval", "step": 0, "val_nats": 3.25, "val_bits_per_byte": 1.5}]
+    rows += [{"kind": "hellaswag", "step": 0, "acc": 0.25, "acc_norm": 0.5, "total": 4}, rows[0] | {"step": 9}]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "hf"
+    command = ["export", str(tmp_path / "run"), "--format", "huggingface", "--license", "mit", "--out", str(out)]
+    assert main(command) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    written = loaded.generate(**tokenizer("To be", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert written.shape[1] > len(bpe.encode("To be")) and (loaded.config.eos_token_id == bpe.eot)
+    _, head, card = (out / "README.md").read_text().split("---\n", 2)
+    said = yaml.safe_load(head)
+    assert (said["license"], said["library_name"]) == ("mit", "transformers")
+    assert "| validation loss | 3.2500 nats per token, 1.5000 bits per byte |" in card
+    assert "| HellaSwag | acc 0.2500, acc_norm 0.5000 (4 examples) |" in card and "AutoTokenizer" in card

@@ -45,12 +45,25 @@ def test_one_stage_is_chosen():
     }  # fmt: skip
     assert only_stage(speedrun(2), None) == speedrun(2)  # what a process of ours makes of it
     assert shares(speedrun(1)) == SHARES
-    assert "untie" in shares(speedrun(2))  # the first steps of the stage in which they part
+    assert shares(speedrun(2)) == {
+        "micro": 1.0,
+        "update": 0.5,
+        "update_untied": 0.5,
+    }  # "untie" ran once, in its first cycle
     for number in (0, 4):
         with pytest.raises(UserError, match=f"--stage is {number}, expected 1 to 3"):
             speedrun(number)
     assert only_stage(small(), None) == small()
     assert shares(small()) == {"micro": 1.0, "update": 1.0}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_the_shares_name_the_programs_that_all_but_the_first_cycle_run(number):
+    with opened(speedrun(number)) as (bench, _):
+        bench.step()
+        ran = set()
+        bench.step(run=lambda program, **values: (ran.add(program), bench.machine.session.run(program, **values))[1])
+    assert ran == set(bench.shares)
 
 
 def test_a_model_without_stages_has_none_to_choose(refused):

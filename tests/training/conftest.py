@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from barellm.assembly.machine import Machine
+from barellm.checkpoint import checkpoint
+from barellm.cli.main import main
 from barellm.program.planner import Plan
-from barellm.training import curve, run
+from barellm.training import curve, find_lr, run
 from tests.training.fake import FakeSession
 
 TEXT = "".join(f"line {i}: {'abcdefghij'[i % 10] * (i % 7)} {i * i}\n" for i in range(400))
@@ -23,6 +29,17 @@ def text(tmp_path) -> Path:
     return path
 
 
+def programs(session: FakeSession) -> dict[str, Any]:
+    """What a machine knows of the fake's programs: the tensors that they change."""
+    roles = {"micro": ("gradient",), "norm": (), "update": ("parameter", "state")}
+    return {
+        name: SimpleNamespace(
+            flops=0, ops=[SimpleNamespace(outputs={"out": t}) for t in session.tensors.values() if t.role in changed]
+        )
+        for name, changed in roles.items()
+    }
+
+
 @pytest.fixture
 def fake(monkeypatch, tmp_path) -> FakeSession:
     """The session that `barellm train` gets. Samples are short, and drawing the image is left out."""
@@ -30,11 +47,12 @@ def fake(monkeypatch, tmp_path) -> FakeSession:
     session = FakeSession()
 
     @contextmanager
-    def open_machine(config, *, device, training=True):
+    def open_machine(config, *, device, training=True, scoring=None):
         config = replace(config, train=replace(config.train, dtype="fp32"))
-        yield Machine(config, "reference", session, {}, Plan({}, {}, 0, 0, 0, {}))
+        yield Machine(config, "reference", session, programs(session), Plan({}, {}, 0, 0, 0, {}))
 
-    monkeypatch.setattr(run, "open_machine", open_machine)
+    for module in (run, find_lr):
+        monkeypatch.setattr(module, "open_machine", open_machine)
     monkeypatch.setattr(run, "FINAL_SAMPLE_TOKENS", 8)
     monkeypatch.setattr(run, "SAMPLE_TOKENS", 8)
     monkeypatch.setattr(curve, "image", lambda path, *args, **more: path.write_bytes(b""))
@@ -71,3 +89,24 @@ def command(text, tmp_path):
         return ["train", "shakespeare-char", "--data", str(text), "--out", str(tmp_path / name), *sizes, *looks, *more]
 
     return arguments
+
+
+def whole_and_resumed(
+    fake: FakeSession, command: Any, folder: Path, *options: str, entry: str, at: int
+) -> tuple[Path, Path]:
+    """The checkpoints of a run and of one that was interrupted at the `at`-th time of a program, and resumed: they are equal."""
+    assert main(command("whole", *options)) == 0
+    fake.runs.clear()
+
+    def stop(program: str) -> None:
+        if program == entry and [name for name, _ in fake.runs].count(entry) == at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    fake.before_run = stop
+    assert main(command("run", *options)) == 130
+    fake.before_run = lambda program: None
+    assert main(command("run", *options, "--resume")) == 0
+    whole, resumed = (checkpoint.find(folder / name)[0] for name in ("whole", "run"))
+    for name in (checkpoint.WEIGHTS, "optimizer.safetensors"):
+        assert (whole / name).read_bytes() == (resumed / name).read_bytes()
+    return whole, resumed

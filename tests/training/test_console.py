@@ -109,7 +109,7 @@ def test_a_text_that_takes_long_says_its_megabytes(monkeypatch):
     assert out.getvalue() == ""
     now[0] += 1.5
     tell(2_500_000, 9_000_000)
-    assert out.getvalue() == "\r\x1b[2Ktokenizing: 2.5 of 9.0 MB"
+    assert out.getvalue() == "\r\x1b[2Ktokenizing: 2.5 of 9.0 MB, 1.0 MB/s, 0:06 left"
 
 
 def test_a_live_line_is_cut_before_the_terminals_last_column(monkeypatch):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from barellm.errors import UserError
@@ -141,3 +142,77 @@ def test_an_ending_that_no_image_has_is_refused(tmp_path, name, end):
     with pytest.raises(UserError, match=rf"ends in {end}, expected one of .*\.png.*\.svg"):
         curve.image(tmp_path / name, [Curve("", TRAIN, VAL)])
     assert not list(tmp_path.iterdir())
+
+
+# --- other numbers, other axes, gzip's line ---
+
+RUN = [
+    {
+        "kind": "train",
+        "step": 1,
+        "loss": 4.0,
+        "lr": 1e-3,
+        "grad_norm": 2.0,
+        "tokens_per_s": 50.0,
+        "tokens": 30,
+        "seconds": 1.0,
+    },
+    {"kind": "eval", "step": 1, "val_nats": 3.0, "val_bits_per_byte": 2.0},
+    {
+        "kind": "train",
+        "step": 2,
+        "loss": 2.0,
+        "lr": 1e-4,
+        "grad_norm": None,
+        "tokens_per_s": 60.0,
+        "tokens": 90,
+        "seconds": 2.0,
+    },
+    {"kind": "result", "step": 2, "val_nats": 3.0, "val_bits_per_byte": 2.0, "gzip_bits_per_byte": 1.5},
+]
+
+
+@pytest.mark.parametrize(
+    "y, train, val, gzip",
+    [
+        ("loss", [(30, 4.0), (90, 2.0)], [(30, 3.0)], 2.25),
+        ("bits", [], [(30, 2.0)], 1.5),
+        ("lr", [(30, 1e-3), (90, 1e-4)], [], None),
+        ("norm", [(30, 2.0)], [], None),
+        ("speed", [(30, 50.0), (90, 60.0)], [], None),
+    ],
+)
+def test_a_curve_is_of_any_number_that_rows_have(y, train, val, gzip):
+    """Tokens are those that the rows say, whatever a step has: a batch may have grown."""
+    assert curve.series(RUN, axis="tokens", step_tokens=7, y=y) == (train, val)
+    assert curve.gzip_line(RUN, y=y) == gzip
+    found = Curve("run", train, val, y=y, gzip=gzip)
+    assert curve.QUANTITIES[y].says in curve.terminal(found, axis="tokens").splitlines()[-1]
+    (axes,) = curve.picture([found], axis="tokens").axes
+    assert axes.get_ylabel().startswith(curve.QUANTITIES[y].says)
+    dashed = [line.get_ydata()[0] for line in axes.lines if line.get_label() == "gzip -9"]
+    assert dashed == ([] if gzip is None else [gzip])
+
+
+def test_the_line_of_gzip_is_drawn_and_said_once():
+    both = [Curve(name, TRAIN, VAL, gzip=2.25) for name in ("a", "b")]
+    (axes,) = curve.picture(both).axes
+    assert [line.get_label() for line in axes.lines].count("gzip -9") == 1
+    assert curve.summary(both[0]).endswith("gzip -9 2.2500")
+    rows = curve.terminal(Curve("", [(1, 4.0), (9, 2.0)], [], gzip=3.0), height=9, ascii_only=True).splitlines()
+    assert [i for i, row in enumerate(rows[:9]) if "-" in row] == [4]
+    assert curve.gzip_line(RUN[:3], y="loss") is None
+
+
+def test_a_power_law_is_straight_where_both_axes_are_logarithmic():
+    points = [(step, 1000.0 / step) for step in range(0 + 1, 5001)]
+    found = Curve("", [(0, 5.0), *points, (5001, 0.0)], [])
+    chart = curve.terminal(found, log="xy", width=72, height=16, ascii_only=True).splitlines()
+    assert float(chart[0][:7]) == pytest.approx(1000, rel=0.05) and chart[-2].split()[0] == "1"
+    dots = [(x, y) for y, row in enumerate(chart[:16]) for x, cell in enumerate(row) if cell == "." and x > 7]
+    slope, start = np.polyfit(*zip(*dots, strict=True), 1)
+    assert slope == pytest.approx(16 / 64, rel=0.1) and max(abs(y - slope * x - start) for x, y in dots) < 2
+    (axes,) = curve.picture([found], log="x").axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "linear")
+    smooth = next(line for line in axes.lines if line.get_label() == "training, smoothed").get_xydata()
+    assert smooth[0][0] == pytest.approx(1.0) and (np.diff(smooth[:, 0]) > 0).all()

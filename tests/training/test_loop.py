@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file
 from barellm.checkpoint import checkpoint, storage
 from barellm.cli.main import main
 from barellm.models import preset
-from barellm.training import loop, metrics
+from barellm.training import metrics, saving
 from barellm.training.schedule import learning_rate
 
 
@@ -150,27 +151,28 @@ def test_a_few_such_steps_are_survived(fake, command):
 class FullDisk:
     """Refuses to reserve the space of a checkpoint's files so many times, from the given step on."""
 
-    def __init__(self, fake, *, step: int, times: float, code: int = errno.ENOSPC) -> None:
-        self.fake, self.step, self.times, self.code, self.refused = fake, step, times, code, 0
+    def __init__(self, *, step: int, times: float, code: int = errno.ENOSPC) -> None:
+        self.step, self.times, self.code, self.refused = step, times, code, 0
 
     def __getattr__(self, name):
         return self.refuse if name == "posix_fallocate" else getattr(os, name)
 
-    def refuse(self, *arguments):
-        if self.fake.runs[-1][1]["step"] >= self.step and self.refused < self.times:
+    def refuse(self, fd, *arguments):
+        step = int(Path(os.readlink(f"/proc/self/fd/{fd}")).parent.name.removeprefix(".tmp-step-"))
+        if step >= self.step and self.refused < self.times:
             self.refused += 1
             raise OSError(self.code, os.strerror(self.code))
-        return os.posix_fallocate(*arguments)
+        return os.posix_fallocate(fd, *arguments)
 
 
 @pytest.fixture
 def full_disk(fake, monkeypatch):
     if not hasattr(os, "posix_fallocate"):
         pytest.skip("space is not reserved here")
-    monkeypatch.setattr(loop, "FULL_DISK_PAUSE_S", 0.01)
+    monkeypatch.setattr(saving, "FULL_DISK_PAUSE_S", 0.01)
 
     def install(**how) -> FullDisk:
-        disk = FullDisk(fake, **how)
+        disk = FullDisk(**how)
         monkeypatch.setattr(storage, "system", disk)
         return disk
 
@@ -213,6 +215,6 @@ def test_the_wait_for_room_has_an_end_and_other_errors_are_not_waited_for(full_d
     disk = full_disk(step=12, times=float("inf"), code=errno.EIO)
     assert main(command("run")) != 0 and disk.refused == 1
     assert last_step(tmp_path) == 8
-    monkeypatch.setattr(loop, "FULL_DISK_S", 0.05)
+    monkeypatch.setattr(saving, "FULL_DISK_S", 0.05)
     disk = full_disk(step=12, times=float("inf"))
     assert main(command("second")) != 0 and disk.refused > 1

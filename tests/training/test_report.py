@@ -13,6 +13,7 @@ from barellm.models import preset
 from barellm.overrides import changed
 from barellm.training import loop, report
 from barellm.training.console import Console, in_words
+from barellm.training.ramp import Ramp
 
 
 def config(**keys):
@@ -23,7 +24,8 @@ TEXT = SimpleNamespace(train=range(1_000_000))
 
 
 def said(chosen, *, done=0, total=2000, bound_s=0.0):
-    return report.intentions(chosen, TEXT, done=done, total=total, bound_s=bound_s)
+    ramp = Ramp(chosen.train)
+    return report.intentions(chosen, TEXT, ramp=ramp, done=done, total=total, bound_s=bound_s)
 
 
 def test_tokens_epochs_and_the_bound_of_what_is_left():

@@ -1,0 +1,232 @@
+"""A trained model from Python: `barellm.load`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from barellm import overrides
+from barellm.assembly import machine
+from barellm.assembly.logits import logits_program
+from barellm.assembly.programs import build
+from barellm.checkpoint import checkpoint
+from barellm.checkpoint.weights import Weights
+from barellm.config import Config
+from barellm.data.tokenizers import StreamDecoder, Tokenizer
+from barellm.errors import UserError
+from barellm.generation.decode import cache_positions, kept, open_decoder
+from barellm.generation.samplers import Sampling
+from barellm.interop import imported
+from barellm.interop.sources import is_checkpoint, open_weights
+from barellm.models.course import enter
+
+
+def load(
+    path: str | Path, *, device: str = "cpu", dtype: str | None = None, tokenizer: str | Path | None = None
+) -> Model:
+    """Open a trained model.
+
+    `path` is a run or a checkpoint of barellm (of a run the newest checkpoint that is whole), a folder of Hugging Face with
+    config.json and model.safetensors, or a file of llm.c. `device` is "cpu", "cuda" or "reference"; `dtype` is "fp32", "bf16" or
+    "auto", and without it what the model was trained in. `tokenizer` names a kind or a folder where the model has none of its own.
+
+    Nothing is computed yet, and the weights are only mapped. UserError, a ValueError of one line, for a path that holds no model.
+    """
+    machine.check_device(device)
+    weights = open_weights(Path(path), tokenizer="" if tokenizer is None else str(tokenizer))
+    if weights.tokenizer is None:
+        raise weights.without_tokenizer("barellm.load(..., tokenizer=...)")
+    meta: dict[str, Any] = {"step": 0}
+    if is_checkpoint(weights):
+        meta = checkpoint.read_meta(weights.path)
+        config = overrides.from_json(meta["config"])
+    else:
+        config = imported.like(weights)
+    config = overrides.changed(config, {} if dtype is None else {"train.dtype": dtype})
+    return Model(weights, machine.resolved(config, device), device, meta["step"], meta.get("total_steps"))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The programs that a model has open, and the sizes that they were planned for."""
+
+    programs: frozenset[str] = frozenset()
+    batch: int = 1
+    seq: int = 1
+    positions: int = 1
+
+    def and_also(self, program: str, *, batch: int = 1, seq: int = 1, positions: int = 1) -> _Wanted:
+        sizes = {"batch": batch, "seq": seq, "positions": positions}
+        return _Wanted(self.programs | {program}, **{name: max(getattr(self, name), n) for name, n in sizes.items()})
+
+
+class Model:
+    """Weights and what they compute. `barellm.load` makes it.
+
+    Memory is taken when something is computed for the first time, for what is computed alone, and given back by `close` or at the
+    end of a `with`. Results have the same bits in every process and for every number of threads.
+    """
+
+    config: Config
+    """The configuration that it was trained with; `config.model` has the sizes."""
+    tokenizer: Tokenizer
+    """`tokenizer.encode(text)` gives ids, an array of int32, and `tokenizer.decode(ids)` a text."""
+
+    def __init__(self, weights: Weights, config: Config, device: str, step: int, total: int | None) -> None:
+        assert weights.tokenizer is not None
+        self.config, self.tokenizer = config, weights.tokenizer
+        self._weights, self._device, self._step, self._total = weights, device, step, total
+        self._open, self._wanted, self._session, self._closed = ExitStack(), _Wanted(), None, False
+
+    def __repr__(self) -> str:
+        sizes = f"{self.parameters:,} parameters, {self.config.model.vocab_size:,} ids"
+        return f"<barellm.Model {self._weights.path}: {sizes}, {self.config.train.dtype} on {self._device}>"
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers it has, padded rows of the vocabulary included."""
+        return sum(t.size for t in self._weights.tensors.values())
+
+    def weight(self, name: str) -> np.ndarray:
+        """A copy of one parameter, fp32, by its name, for example "wte"."""
+        tensors = self._weights.tensors
+        if name not in tensors:
+            raise UserError(f"{self._weights.path} has no parameter {name!r} (known: {', '.join(tensors)})")
+        return self._weights.read_rows(name, 0, int(tensors[name].shape[0]))
+
+    def logits(self, tokens: ArrayLike) -> np.ndarray:
+        """What the model says of the next token at every position: tokens (B, T) -> logits (B, T, V), float32."""
+        ids = self._ids("tokens", tokens, least=0)
+        (B, T), V = ids.shape, self.config.model.vocab_size
+        session = self._opened("logits", batch=B, seq=T)
+        session.write("tokens", ids)
+        session.run("logits", batch=B, seq=T)
+        return session.read("logits").reshape(B, T, -1)[:, :, :V].astype(np.float32)
+
+    def loss(self, tokens: ArrayLike, targets: ArrayLike) -> float:
+        """The mean cross-entropy in nats of targets (B, T) after tokens (B, T). A target of -1 does not count."""
+        ids, wanted = self._ids("tokens", tokens, least=0), self._ids("targets", targets, least=-1)
+        if ids.shape != wanted.shape:
+            raise UserError(f"targets are {wanted.shape}, expected the shape of tokens, {ids.shape}")
+        if not (counted := int(np.count_nonzero(wanted >= 0))):
+            raise UserError("all targets are -1, expected at least one that counts")
+        B, T = ids.shape
+        session = self._opened("eval", batch=B, seq=T)
+        session.write("tokens", ids)
+        session.write("targets", wanted)
+        session.run("eval", batch=B, seq=T, inv_targets=1 / counted)
+        return float(session.read("loss")[0])
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        tokens: int = 256,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 1337,
+    ) -> str:
+        """The text that follows the prompt, in one piece. The options are those of `stream`."""
+        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        return "".join(self.stream(prompt, tokens=tokens, seed=seed, **how))
+
+    def stream(
+        self,
+        prompt: str = "",
+        *,
+        tokens: int = 256,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 1337,
+    ) -> Iterator[str]:
+        """The text that follows the prompt, piece by piece, as soon as each is known.
+
+        It has at most so many `tokens`, and ends where the model ends its document. `temperature` 0 always takes the most likely
+        token; `top_k` and `top_p` choose among the most likely ones only (0 and 1: among all). The same seed gives the same text,
+        which is also that of `barellm sample`.
+        """
+        if tokens < 1:
+            raise UserError(f"tokens is {tokens}, expected at least 1")
+        drawn = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        model, text = self.config.model, StreamDecoder(self.tokenizer)
+        fed = self.tokenizer.prompt(prompt)
+        if len(fed) > model.max_seq:
+            seen = f"the model has {model.max_seq} positions and sees the last {len(kept(fed, model.max_seq))}"
+            warnings.warn(f"the prompt has {len(fed)} tokens: {seen}", stacklevel=2)
+        positions = cache_positions(len(fed) + tokens, model.max_seq)
+        session = self._opened("decode", positions=positions)
+        decoder = open_decoder(session, model, positions=self._wanted.positions)
+        for token in decoder.tokens(fed, count=tokens, how=drawn):
+            if token in self.tokenizer.ends:
+                break
+            if piece := text.feed(token):
+                yield piece
+        if rest := text.finish():
+            yield rest
+
+    def save(self, path: str | Path) -> Path:
+        """Write a checkpoint into the new or empty folder `path`, which `load` and every command read; the same bits come back. It
+        has no state of an optimizer: begin a run with `init_from`. Gives the folder of the checkpoint itself."""
+        return imported.save(self._weights, Path(path), config=self.config, step=self._step, total=self._total)
+
+    def close(self) -> None:
+        """Give the memory back. A closed model computes nothing any more."""
+        self._closed, self._session = True, None
+        self._open.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _ids(self, name: str, values: ArrayLike, *, least: int) -> np.ndarray:
+        """(B, T) int32. UserError for another shape, for what is no integer, and for ids that the vocabulary lacks."""
+        ids, model = np.asarray(values), self.config.model
+        if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
+            raise UserError(f"{name} are {ids.dtype} {ids.shape}, expected integers (B, T)")
+        if ids.shape[1] > model.max_seq:
+            raise UserError(f"{name} are {ids.shape}, the model has {model.max_seq} positions (model.max_seq)")
+        for at in np.argwhere((ids < least) | (ids >= model.vocab_size))[:1].tolist():
+            known = f"from {least} to {model.vocab_size - 1}"
+            raise UserError(f"{name}[{at[0]}, {at[1]}] is {ids[tuple(at)]}, expected an id {known}")
+        return ids.astype(np.int32)
+
+    def _opened(self, program: str, **sizes: int) -> Any:
+        """A session that has this program for these sizes. One that lacks it is closed, and opened again with both."""
+        if self._closed:
+            raise UserError(f"the model of {self._weights.path} is closed: load it again")
+        wanted = self._wanted.and_also(program, **sizes)
+        if self._session is not None and wanted == self._wanted:
+            return self._session
+        self._open.close()
+        self._session = self._open.enter_context(machine.opened(self._programs(wanted), self._device))
+        self._weights.load(self._session)
+        enter(self._session, self.config, self._step, self._total)
+        self._wanted = wanted
+        return self._session
+
+    def _programs(self, wanted: _Wanted) -> dict[str, Any]:
+        model, compute = self.config.model, self.config.train.dtype
+        evaluated, decoded = "eval" in wanted.programs, "decode" in wanted.programs
+        store, programs = build(
+            model,
+            batch=wanted.batch if evaluated else 0,
+            seq=wanted.seq if evaluated else 0,
+            compute=compute,
+            decode_batch=1 if decoded else 0,
+            decode_seq=wanted.positions if decoded else 0,
+        )
+        if "logits" in wanted.programs:
+            programs["logits"] = logits_program(store, model, batch=wanted.batch, seq=wanted.seq, compute=compute)
+        return {name: programs[name] for name in sorted(wanted.programs)}

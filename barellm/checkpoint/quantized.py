@@ -1,0 +1,114 @@
+"""Weights of few bits in a checkpoint: a run's numbers become codes once, and `sample` and `eval` read those.
+
+In weights.safetensors a matrix NAME (N, K) of few bits has two tensors: NAME.codes, signed bytes (N, K) of codes of 8 bits or
+(N, ceil(K / 2)) of those of 4 bits, of which the lower half of a byte is the first; and NAME.scales, fp16 (N, groups). The
+other parameters are fp32 there as in any checkpoint. meta.json names the format as "weights".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from barellm.checkpoint import checkpoint, tensorfile
+from barellm.errors import UserError
+from barellm.program.integers import ceil_div
+from barellm.program.quantization import TILE, Scheme
+from barellm.program.tensor import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from barellm.checkpoint.weights import Weights
+
+AT_ONCE = 256 * TILE  # rows of codes that are handed on at a time
+
+
+def stored(codes_NK: np.ndarray, how: Scheme) -> np.ndarray:
+    """Codes as the file has them, signed bytes."""
+    import numpy as np
+
+    if how.codes == "i8":
+        return codes_NK
+    even = np.concatenate([codes_NK, np.zeros((len(codes_NK), codes_NK.shape[1] % 2), np.uint8)], 1)
+    return (even[:, ::2] | even[:, 1::2] << 4).view(np.int8)
+
+
+def restored(bytes_: np.ndarray, how: Scheme, K: int) -> np.ndarray:
+    """The codes (N, K) of a file's bytes."""
+    import numpy as np
+
+    if how.codes == "i8":
+        return bytes_
+    both = bytes_.view(np.uint8)
+    return np.stack([both & 15, both >> 4], -1).reshape(len(both), -1)[:, :K]
+
+
+def tensors_of(parameter: Tensor, how: Scheme) -> dict[str, Tensor]:
+    """The two tensors of the file that stand for a matrix."""
+    N, K = (int(n) for n in parameter.shape)
+    shapes = {"codes": ((N, ceil_div(K, 2) if how.codes == "u4" else K), "i8"), "scales": ((N, how.groups(K)), "fp16")}
+    return {
+        f"{parameter.name}.{part}": Tensor(f"{parameter.name}.{part}", shape, dtype, "parameter")
+        for part, (shape, dtype) in shapes.items()
+    }
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A source of rows of which `checkpoint.save` writes a checkpoint: numbers, but for the matrices that `schemes` names, of which
+    it has `codes` and scales."""
+
+    numbers: Weights
+    schemes: Mapping[str, Scheme]
+    codes: Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return expected(self.numbers.tensors, self.schemes)
+
+    def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
+        matrix, _, part = name.rpartition(".")
+        if matrix not in self.schemes:
+            return self.numbers.read_rows(name, lo, hi)
+        codes, scales = self.codes[matrix]
+        return stored(codes[lo:hi], self.schemes[matrix]) if part == "codes" else scales[lo:hi]
+
+
+def expected(parameters: Mapping[str, Tensor], schemes: Mapping[str, Scheme]) -> dict[str, Tensor]:
+    """The tensors of such a checkpoint's file, for a model with these parameters."""
+    found: dict[str, Tensor] = {}
+    for name, t in parameters.items():
+        found |= tensors_of(t, schemes[name]) if name in schemes else {name: t}
+    return found
+
+
+class Loading(Protocol):
+    """What a checkpoint of few bits is loaded into."""
+
+    def write_rows(self, name: str, lo: int, array: np.ndarray, /) -> None: ...
+    def write_codes(self, name: str, lo: int, codes: np.ndarray, scales: np.ndarray, /) -> None: ...
+
+
+def load(path: Path, loading: Loading, parameters: Mapping[str, Tensor], schemes: Mapping[str, Scheme]) -> None:
+    """Hand on all numbers, codes and scales of a step folder that was verified. UserError, before anything is written, for a file
+    that is not of this model and these schemes."""
+    file = path / checkpoint.WEIGHTS
+    arrays, wanted = tensorfile.mapped(file), expected(parameters, schemes)
+    tensorfile.check_names(file, arrays, wanted)
+    for name, t in wanted.items():
+        dtype, shape = tensorfile.numpy_dtype(tensorfile.CODES[t.dtype]), tuple(int(n) for n in t.shape)
+        if (arrays[name].dtype, arrays[name].shape) != (dtype, shape):
+            found = f"{arrays[name].dtype} {arrays[name].shape}"
+            raise UserError(f"{file}: {name} is {found}, expected {dtype} {shape}")
+    for name, t in parameters.items():
+        if name not in schemes:
+            for lo, hi in tensorfile.pieces(t.shape, itemsize=4):
+                loading.write_rows(name, lo, arrays[name][lo:hi])
+            continue
+        codes, scales = arrays[f"{name}.codes"], arrays[f"{name}.scales"]
+        for lo in range(0, len(codes), AT_ONCE):
+            rows = slice(lo, lo + AT_ONCE)
+            loading.write_codes(name, lo, restored(codes[rows], schemes[name], int(t.shape[1])), scales[rows])

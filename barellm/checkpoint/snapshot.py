@@ -1,0 +1,89 @@
+"""The tensors of a checkpoint as they were at one moment, for a thread that writes them while the training goes on.
+
+Nothing is copied as long as nothing changes: forward and backward passes only read weights and the optimizer's state, so the
+writer reads them where they lie. Before a program runs that changes some of them, the rows that the writer has not had yet are
+copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from barellm.checkpoint import tensorfile
+from barellm.runtime.memory import available
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from barellm.checkpoint.checkpoint import Source
+
+BLOCK = 8  # pieces that are copied together
+Piece = tuple[str, int, int]  # a tensor's name and its leading rows, from and to
+SPARE = 256 << 20  # bytes of memory that copies leave free
+
+
+class Snapshot:
+    """A `checkpoint.Source`: `read_rows` gives each piece once, in the order in which `tensorfile.write` asks."""
+
+    def __init__(self, session: Source, names: Collection[str], *, threads: int) -> None:
+        self.tensors: Mapping[str, Any] = session.tensors
+        self.copied = 0  # bytes, so far
+        self._session, self._threads = session, threads
+        self._left: dict[Piece, None] = {
+            (name, lo, hi): None
+            for name in names
+            for lo, hi in tensorfile.pieces(self.tensors[name].shape, tensorfile.itemsize(self.tensors[name]))
+        }
+        self._copies: dict[Piece, np.ndarray] = {}
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+
+    def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
+        piece = (name, lo, hi)
+        with self._lock:  # nothing changes while a piece is read
+            del self._left[piece]
+            copy = self._copies.pop(piece, None)
+            return self._session.read_rows(*piece) if copy is None else copy
+
+    def keep(self, names: Collection[str]) -> None:
+        """Copy what is left of these tensors, since they are about to change. Where there is no memory for the copies, wait until
+        the writer has had all."""
+        with self._lock:
+            due = [piece for piece in self._left if piece[0] in names and piece not in self._copies]
+            nbytes = sum(self._nbytes(piece) for piece in due)
+            if nbytes + SPARE <= available():
+                with ThreadPoolExecutor(self._threads) as pool:
+                    for copies in pool.map(self._copy, _blocks(due)):
+                        self._copies |= copies
+                self.copied += nbytes
+                return
+        self._over.wait()
+
+    def _copy(self, block: Sequence[Piece]) -> dict[Piece, np.ndarray]:
+        """Copies of neighbouring pieces of one tensor, in memory of their own: large, for the system gives that huge pages."""
+        name, first, _ = block[0]
+        rows = self._session.read_rows(name, first, block[-1][2])
+        return {piece: rows[piece[1] - first : piece[2] - first] for piece in block}
+
+    def _nbytes(self, piece: Piece) -> int:
+        name, lo, hi = piece
+        t = self.tensors[name]
+        return (hi - lo) * (t.size // int(t.shape[0])) * tensorfile.itemsize(t)
+
+    def end(self) -> None:
+        """Nobody reads any more: the save is done, or has failed."""
+        self._over.set()
+        with self._lock:
+            self._left, self._copies = {}, {}
+
+
+def _blocks(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Neighbouring pieces of one tensor together, at most BLOCK of them. Those that are due are the last ones of a tensor."""
+    for _, found in groupby(pieces, key=lambda piece: piece[0]):
+        own = list(found)
+        for i in range(0, len(own), BLOCK):
+            yield own[i : i + BLOCK]

@@ -1,0 +1,127 @@
+"""Make a checkpoint whose matrices have few bits, with codes that make up for each other's errors on a text (GPTQ, Frantar et al.
+2022). `sample` and `eval` read it. It cannot be trained or exported: for that the run stays as it is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from barellm.cli.options import add_device
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from barellm.assembly.quantized import Matrix
+    from barellm.checkpoint.weights import Weights
+    from barellm.cli.checkpoints import Found
+
+FORMATS = "int8, int4 or nf4; int4/128 has another group"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's, whose newest whole one is taken"
+    )
+    parser.add_argument("--weights", required=True, metavar="FORMAT", help=FORMATS)
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint, new or empty")
+    parser.add_argument(
+        "--data", metavar="SOURCE", help="a text, or shards, to calibrate with (default: what the run was trained on)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=32768,
+        metavar="N",
+        help="calibrate on about N tokens, evenly spread; with 0 each number gets the nearest code (default: 32768)",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=8, metavar="N", help="how many sequences are computed at once (default: 8)"
+    )
+    add_device(parser, "cpu, cuda or reference")
+
+
+def run(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from barellm.assembly.machine import build_programs
+    from barellm.assembly.quantized import quantize_programs
+    from barellm.checkpoint import checkpoint as checkpoints
+    from barellm.checkpoint.folder import RunFolder
+    from barellm.checkpoint.quantized import Quantized
+    from barellm.checkpoint.weights import of_checkpoint
+    from barellm.cli.checkpoints import found
+    from barellm.data.kinds import tokenizer_files
+    from barellm.errors import UserError
+    from barellm.program.quantization import scheme
+
+    for name, least in (("tokens", 0), ("batch", 1)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
+    scheme(args.weights)
+    checkpoint = found(args.checkpoint, device=args.device, dtype="fp32", batch=args.batch)
+    assert checkpoint.path is not None
+    weights = of_checkpoint(checkpoint.path)
+    forward = {"eval": build_programs(checkpoint.config, training=False, positions=0)["eval"]}
+    kept = {name: m for name, m in quantize_programs(forward, args.weights).items() if not m.stays}
+    with RunFolder(Path(args.out), resume=False) as folder:
+        meta = checkpoints.read_meta(checkpoint.path) | {"source": str(checkpoint.path), "weights": args.weights}
+        moments, meta["calibration"] = {}, None
+        if args.tokens:
+            moments, meta["calibration"] = _moments(checkpoint, weights, args.data, args.tokens)
+        codes = {}
+        for name, m in kept.items():
+            if sys.stderr.isatty():
+                print(f"\r{len(codes)} of {len(kept)} matrices", end="", file=sys.stderr)
+            codes[name] = _codes(m, weights.read_rows(name, 0, int(m.parameter.shape[0])), moments.get(name))
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr)
+        source = Quantized(weights, {name: m.how for name, m in kept.items()}, codes)
+        folder.need_space(checkpoints.checkpoint_bytes(source))
+        files = tokenizer_files(checkpoint.tokenizer)
+        step = meta.pop("step")
+        saved = checkpoints.save(folder.checkpoints, source, step=step, meta=meta, tokenizer=files, keep=1)
+    size = (saved / checkpoints.WEIGHTS).stat().st_size
+    print(f"{saved}: {len(kept)} matrices in {args.weights}, {size / 1e6:,.1f} MB ({_how(meta['calibration'])})")
+    return 0
+
+
+def _how(calibration: dict | None) -> str:
+    if calibration is None:
+        return "nearest codes"
+    return f"calibrated on {calibration['tokens']:,} tokens of {calibration['data']}"
+
+
+def _moments(
+    checkpoint: Found, weights: Weights, source: str | None, tokens: int
+) -> tuple[dict[str, np.ndarray], dict]:
+    """(the moments of what each product but the classifier reads, what they were measured on)."""
+    from dataclasses import replace
+
+    from barellm.assembly.machine import build_programs, opened
+    from barellm.assembly.quantized import products_of
+    from barellm.data.loader import Validation
+    from barellm.data.sources import prepare
+    from barellm.evaluation.calibration import Calibration
+    from barellm.training.console import Console
+
+    config = checkpoint.config
+    where = config.data if source is None else replace(config.data, source=source)
+    data = prepare(where, tokenizer=checkpoint.tokenizer, whole=source is not None)
+    windows = Validation(data.train if source is None else data.val, seq=config.train.seq, max_tokens=tokens)
+    programs = {"eval": build_programs(config, training=False, positions=0)["eval"]}
+    calibration = Calibration(programs["eval"], products_of(programs["eval"])[:-1])
+    console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
+    with opened(programs, checkpoint.device) as session:
+        weights.load(session)
+        calibration.measure(session, windows, batch=config.train.batch, report=console.evaluating(windows.windows))
+        console.clear()
+        moments = {name: calibration.read(session, name) for name in calibration.moments}
+    return moments, {"data": data.name, "tokens": windows.targets}
+
+
+def _codes(m: Matrix, w_NK: np.ndarray, moments_KK: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    from barellm.program.compensation import compensated_codes
+    from barellm.program.quantization import quantize
+
+    return quantize(w_NK, m.how) if moments_KK is None else compensated_codes(w_NK, moments_KK, m.how)

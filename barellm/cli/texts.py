@@ -1,0 +1,74 @@
+"""Texts that a decoder writes: from prompts to ids, and from tokens to what is shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from barellm.data.tokenizers import StreamDecoder, Tokenizer
+from barellm.generation.decode import Decoder, kept
+from barellm.generation.samplers import Sampling
+from barellm.generation.stops import StopStrings
+
+
+class Written:
+    """One text after its prompt. `say` gets it as it comes."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, stops: Sequence[str] = (), say: Callable[[str], object] = lambda piece: None
+    ) -> None:
+        self.tokenizer, self.say = tokenizer, say
+        self.ids: list[int] = []
+        self.ended = False
+        self._pieces: list[str] = []
+        self._decoder, self._stops = StreamDecoder(tokenizer), StopStrings(stops)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def feed(self, token: int) -> None:
+        """A token that the model drew."""
+        if token in self.tokenizer.ends:
+            self.ended = True
+            return
+        self.ids.append(token)
+        self._add(self._stops.feed(self._decoder.feed(token)))
+        self.ended = self._stops.met
+
+    def finish(self) -> None:
+        """Give out what was held back, as no more tokens come."""
+        self._add(self._stops.feed(self._decoder.finish()))
+        self._add(self._stops.finish())
+
+    def _add(self, piece: str) -> None:
+        self._pieces.append(piece)
+        self.say(piece)
+
+
+def fed(tokenizer: Tokenizer, prompt: str, positions: int) -> list[int]:
+    """The ids that the model begins with. Says on stderr where it cannot see them all."""
+    ids = tokenizer.prompt(prompt)
+    if len(ids) > positions:
+        seen = f"the model has {positions} positions and sees the last {len(kept(ids, positions))}"
+        print(f"barellm: warning: the prompt has {len(ids)} tokens: {seen}", file=sys.stderr)
+    return ids
+
+
+def write(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Written],
+    *,
+    count: int,
+    hows: Sequence[Sampling],
+) -> Iterator[int]:
+    """Let the decoder write up to `count` tokens of each text; gives the number of the text after each token."""
+    ended: set[int] = set()
+    for number, token in decoder.together(prompts, count=count, hows=hows, ended=ended):
+        texts[number].feed(token)
+        if texts[number].ended:
+            ended.add(number)
+        yield number
+    for text in texts:
+        text.finish()

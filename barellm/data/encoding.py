@@ -1,0 +1,93 @@
+"""Blocks of text become tokens, a group at a time: all cores encode one group while the next is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from barellm.data.corpus import Corpus, Piece
+from barellm.data.reading import Block
+from barellm.data.tokenizers import Tokenizer
+
+GROUP = 1 << 22  # characters in a group
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to go on: a piece by its number, and a place in it, where a document begins or goes on. -1: the piece's start."""
+
+    piece: int = 0
+    at: int = -1
+    begins: bool = True
+
+
+@dataclass
+class Group:
+    """Blocks of pieces that follow each other, from the piece `first` on, and the place after them. `empty`: documents without
+    text, which are left out."""
+
+    first: int
+    next: Place
+    blocks: list[Block] = field(default_factory=list)
+    characters: int = 0
+    documents: int = 0
+    empty: int = 0
+    bytes: int = 0
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+
+    def add(self, block: Block) -> None:
+        nothing = block.begins and block.closed and not block.text
+        self.empty += nothing
+        self.documents += block.begins and not nothing
+        if block.text:
+            self.blocks.append(block)
+            self.characters += len(block.text)
+
+
+def encoded(corpus: Corpus, tokenizer: Tokenizer, pieces: Sequence[Piece], place: Place) -> Iterator[Group]:
+    """The groups from a place on, with their tokens: each document is led by the end-of-text id where the tokenizer has one."""
+    worker = ThreadPoolExecutor(1)
+    waiting: Future[Group] | None = None
+    try:
+        for group in _groups(corpus, pieces, place):
+            following = worker.submit(_encode, tokenizer, group)
+            if waiting:
+                yield waiting.result()
+            waiting = following
+        if waiting:
+            yield waiting.result()
+    finally:
+        worker.shutdown(wait=False, cancel_futures=True)
+
+
+def _groups(corpus: Corpus, pieces: Sequence[Piece], place: Place) -> Iterator[Group]:
+    """Groups of whole blocks. None has pieces of both parts of the split."""
+    group = Group(place.piece, place)
+    for number in range(place.piece, len(pieces)):
+        if number == len(corpus.val) and group.first < number:
+            yield group
+            group = Group(number, Place(number))
+        start, begins = (place.at, place.begins) if number == place.piece else (-1, True)
+        for block in corpus.blocks(pieces[number], start=start, begins=begins):
+            group.add(block)
+            if group.characters >= GROUP and block.end >= 0:
+                group.next = Place(number, block.end, block.closed)
+                yield group
+                group = Group(number, group.next)
+        group.next = Place(number + 1)
+    yield group
+
+
+def _encode(tokenizer: Tokenizer, group: Group) -> Group:
+    before = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
+    texts = [block.text for block in group.blocks]
+    parts = []
+    for block, ids in zip(group.blocks, tokenizer.encode_many(texts), strict=True):
+        parts += [before, ids] if block.begins else [ids]
+    group.tokens = np.concatenate(parts) if parts else group.tokens
+    group.bytes = sum(len(text.encode()) for text in texts)
+    group.blocks = []
+    return group

@@ -1,0 +1,220 @@
+"""Examples of prompts and answers, for fine-tuning: the loss is of the answers alone, and several examples share a row.
+
+An example is the end-of-text token, the prompt, the answer, and the end-of-text token again, where the tokenizer has one. The
+answer and what ends it are targets; everything else has target -1, which the loss ignores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from barellm.data.loader import MASK, Rows, draw, permuted
+from barellm.data.reading import Layout, format_of, records
+from barellm.data.tokenizers import Tokenizer
+from barellm.errors import UserError
+
+FORMAT = 1  # of the rendering: counts up when the same file would give other tokens
+ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
+Parts = list[tuple[str, bool]]  # of an example: text, and whether it is an answer
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The tokens of all examples, one after the other, (tokens,); `answer` says which are targets; example i is [begins[i],
+    begins[i + 1])."""
+
+    tokens: np.ndarray
+    answer: np.ndarray
+    begins: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.begins) - 1
+
+    def slice(self, start: int, stop: int) -> Examples:
+        lo, hi = self.begins[start], self.begins[stop]
+        return Examples(self.tokens[lo:hi], self.answer[lo:hi], self.begins[start : stop + 1] - lo)
+
+    def prompt(self) -> list[int]:
+        """The first example up to its first answer."""
+        return self.tokens[: int(np.flatnonzero(self.answer)[0])].tolist()
+
+
+def has_examples(path: Path) -> bool:
+    """Whether a file of JSON lines has answers: by its first record."""
+    if not path.is_file() or format_of(path, Layout()) != "jsonl":
+        return False
+    _, first = next(records(path), ("", None))
+    return isinstance(first, dict) and ("answer" in first or "messages" in first)
+
+
+def read_examples(path: Path) -> tuple[list[Parts], str]:
+    """The examples of a file and a hash of them."""
+    digest, found = xxhash.xxh3_128(f"{FORMAT}".encode()), []
+    for where, record in records(path):
+        found.append(parts(record, where))
+        digest.update(repr(found[-1]).encode())
+    return found, digest.hexdigest()
+
+
+def parts(record: Any, where: str) -> Parts:
+    """An example's texts. UserError, which begins with `where`, for a record that is none."""
+    if isinstance(record, dict) and "messages" in record:
+        return _conversation(record["messages"], where)
+    prompt, answer = (record.get("prompt"), record.get("answer")) if isinstance(record, dict) else (None, None)
+    if isinstance(prompt, str) and isinstance(answer, str):
+        if not answer:
+            raise UserError(f"{where} has an empty answer")
+        return [(prompt, False), (answer, True)]
+    has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    raise UserError(f"{where} has: {has}; expected texts named prompt and answer, or messages")
+
+
+def _conversation(messages: Any, where: str) -> Parts:
+    """Each message as a line `User: ...`; what the assistant says is an answer."""
+    found: Parts = []
+    for message in messages if isinstance(messages, list) else [None]:
+        role, text = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if role not in ROLES or not isinstance(text, str):
+            known = ", ".join(ROLES)
+            raise UserError(
+                f"{where} has a message {message!r:.60}, expected a role ({known}) and a text named content"
+            )
+        if role == "assistant":
+            found += [(f"{ROLES[role]}:", False), (f" {text}", True)]
+        else:
+            found.append((f"{ROLES[role]}: {text}\n", False))
+    if not any(answer for _, answer in found):
+        raise UserError(f"{where} has no message of the assistant, whose messages are the answers")
+    return found
+
+
+def encode_examples(found: list[Parts], tokenizer: Tokenizer) -> Examples:
+    """Prompts and answers are encoded by themselves, so no token is of both."""
+    ids = iter(tokenizer.encode_many([text for one in found for text, _ in one]))
+    end = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
+    tokens, answer, sizes = [], [], []
+    for one in found:
+        pieces = [(end, False)]
+        for _, answers in one:
+            pieces += [(next(ids), answers), (end, True)] if answers else [(next(ids), False)]
+        tokens += [piece for piece, _ in pieces]
+        answer += [np.full(len(piece), answers) for piece, answers in pieces]
+        sizes.append(sum(len(piece) for piece, _ in pieces))
+    return Examples(np.concatenate(tokens), np.concatenate(answer), np.cumsum([0, *sizes]))
+
+
+class Packed:
+    """Rows of seq inputs, each filled with whole examples in a given order until the next does not fit; an example that is longer
+    than a row is cut at the row's end, and left out where nothing of its answer is left. What stays free has target -1.
+
+    `cut` and `dropped`: how many examples that befell. A later example in a row sees those before it: GPT-2 and Llama have no
+    mask between documents.
+    """
+
+    def __init__(self, examples: Examples, order: list[int], *, seq: int, fill: int) -> None:
+        self.examples, self.seq, self.fill = examples, seq, fill
+        self.cut = self.dropped = 0
+        self.rows: list[list[tuple[int, int]]] = []  # the tokens [first, last) of each example
+        room = 0
+        for i in order:
+            first, last = int(examples.begins[i]), int(examples.begins[i + 1])
+            stop = min(last, first + seq + 1)
+            if not examples.answer[first + 1 : stop].any():
+                self.dropped += 1
+                continue
+            self.cut += stop < last
+            if stop - first > room:
+                self.rows.append([])
+                room = seq + 1
+            self.rows[-1].append((first, stop))
+            room -= stop - first
+        if not self.rows:
+            raise UserError(f"no example has a part of its answer in its first {seq + 1} tokens: a larger train.seq")
+        self._counted = [int(self._row(row)[1].sum()) for row in range(len(self.rows))]
+
+    def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, whether each is a target), seq + 1 and seq of them."""
+        tokens, answer = np.full(self.seq + 1, self.fill, np.int32), np.zeros(self.seq + 1, bool)
+        at = 0
+        for first, last in self.rows[row]:
+            tokens[at : at + last - first] = self.examples.tokens[first:last]
+            answer[at + 1 : at + last - first] = self.examples.answer[first + 1 : last]
+            at += last - first
+        return tokens, answer[1:]
+
+    def read(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets (rows, seq), int32."""
+        inputs, targets = np.empty((len(rows), self.seq), np.int32), np.empty((len(rows), self.seq), np.int32)
+        for at, row in enumerate(rows):
+            tokens, answer = self._row(row)
+            inputs[at], targets[at] = tokens[:-1], np.where(answer, tokens[1:], -1)
+        return inputs, targets
+
+    def counted(self, rows: list[int]) -> int:
+        """The targets in some rows."""
+        return sum(self._counted[row] for row in rows)
+
+
+class ExampleRows(Rows):
+    """Examples are packed once, in an order that the seed gives; then every row comes once an epoch, in an
+    order that changes with the epoch."""
+
+    def __init__(self, examples: Examples, *, seq: int, seed: int, fill: int) -> None:
+        self._key = draw(seed & MASK, 1 << 16)
+        order = [permuted(i, len(examples), draw(self._key, 0)) for i in range(len(examples))]
+        self.packed = Packed(examples, order, seq=seq, fill=fill)
+
+    def _rows(self, first_sample: int, count: int) -> list[int]:
+        size, found = len(self.packed.rows), []
+        for sample in range(first_sample, first_sample + count):
+            epoch, index = divmod(sample, size)
+            found.append(permuted(index, size, draw(self._key, epoch + 1)))
+        return found
+
+    def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
+        """A `Rows`."""
+        if seq != self.packed.seq:
+            raise UserError(f"examples were packed into rows of {self.packed.seq} tokens, a stage of the run has {seq}")
+        return self.packed.read(self._rows(first_sample, count))
+
+    def counted(self, first_sample: int, count: int, *, seq: int) -> int:
+        """A `Rows`."""
+        return self.packed.counted(self._rows(first_sample, count))
+
+
+class ExampleValidation:
+    """Rows of examples in their order, with the interface of `data.loader.Validation`."""
+
+    def __init__(self, examples: Examples, *, seq: int, max_tokens: int = 0, fill: int) -> None:
+        self._packed = Packed(examples, list(range(len(examples))), seq=seq, fill=fill)
+        rows = len(self._packed.rows)
+        self.windows = min(rows, max(max_tokens // seq, 1)) if max_tokens else rows
+        self._chosen = [window * rows // self.windows for window in range(self.windows)]
+        self.targets = self._packed.counted(self._chosen)
+
+    def batches(self, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for first in range(0, self.windows, count):
+            yield self._packed.read(self._chosen[first : first + count])
+
+    def text_bytes(self, byte_lengths: np.ndarray) -> int:
+        return sum(int(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256))
+
+
+def split(path: Path, val_fraction: float, make: Callable[[Callable[[], Iterator[str]]], Tokenizer]
+          ) -> tuple[Examples, Examples, Tokenizer, str]:  # fmt: skip
+    """(training examples, those for validation, the tokenizer, a hash of the file's examples). The last `val_fraction` of the
+    examples, at least one, are for validation; 1: all. `make` gets all texts."""
+    found, digest = read_examples(path)
+    held = max(1, round(len(found) * val_fraction))
+    if held >= len(found) and val_fraction < 1:
+        raise UserError(f"{path} has {len(found)} example, expected at least 2: one for validation")
+    tokenizer = make(lambda: (text for one in found for text, _ in one))
+    examples = encode_examples(found, tokenizer)
+    cut = max(0, len(found) - held)
+    return examples.slice(0, cut), examples.slice(cut, len(found)), tokenizer, digest

@@ -1,0 +1,144 @@
+"""Which files a source names: a file, a pattern, or a folder with all the text in it, and what is passed over there."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from barellm.data.reading import Layout, chunks, format_of
+from barellm.errors import UserError
+
+DATA = (".txt", ".jsonl", ".ndjson", ".parquet")  # what a file of text beside shards would be called
+SNIFFED = 1 << 16  # bytes that tell whether a file is text
+SHOWN = 2  # names of skipped files
+
+
+class Skipped:
+    """Files that a folder holds and nobody reads, by the reason."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, list[str]] = {}
+
+    def add(self, reason: str, path: Path) -> None:
+        self.reasons.setdefault(reason, []).append(str(path))
+
+    def __str__(self) -> str:
+        """One line; empty if nothing was skipped."""
+        said = []
+        for reason, paths in sorted(self.reasons.items()):
+            more = ", ..." if len(paths) > SHOWN else ""
+            said.append(f"{len(paths)} {reason} ({', '.join(sorted(paths)[:SHOWN])}{more})")
+        return f"skipped {'; '.join(said)}" if said else ""
+
+
+def find_files(sources: Iterable[str], layout: Layout, skipped: Skipped) -> list[Path]:
+    """The files of all sources in their order, those of a pattern or folder sorted. UserError for a source that is not there or
+    names no text, and for whatever cannot be read: what is left of a text is another text."""
+    files: list[Path] = []
+    for source in sources:
+        for path in _named(source):
+            if path.is_dir():
+                inside = files_of(path, layout, skipped)
+                if not inside:
+                    raise UserError(f"folder {path} has no text and no .bin shards. {str(skipped) or 'it is empty'}")
+                files += inside
+            else:
+                files.append(path)
+    return files
+
+
+def _named(source: str) -> list[Path]:
+    """The paths that a source stands for."""
+    if glob.has_magic(source) and not Path(source).expanduser().exists():
+        found = sorted(glob.glob(os.path.expanduser(source), recursive=True))
+        if not found:
+            raise UserError(f"no file matches {source}")
+        return [existing(path) for path in found]
+    return [existing(source)]
+
+
+def existing(source: str) -> Path:
+    """The path that a source names; UserError if nothing is there or it cannot be read."""
+    if not source:
+        raise UserError("no text to train on: pass --data FILE_OR_FOLDER (or 'stdlib' for Python's own source)")
+    path = Path(source).expanduser()
+    try:
+        if not path.exists():
+            raise UserError(f"no such file or folder: {source} (expected text, .bin shards, a folder, or 'stdlib')")
+        if path.is_dir():
+            next(path.iterdir(), None)
+        elif not path.is_file():
+            raise UserError(f"{source} is neither a file nor a folder")
+        elif path.stat().st_size == 0:
+            raise UserError(f"{source} is empty, expected text or tokens")
+    except OSError as error:
+        raise UserError(f"cannot read {source}: {error.strerror}") from error
+    return path
+
+
+def files_of(folder: Path, layout: Layout, skipped: Skipped) -> list[Path]:
+    """The files with text of a folder at any depth, sorted."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    found = []
+    for inside, folders, names in os.walk(folder, onerror=refuse):
+        for name in list(folders):
+            path = Path(inside, name)
+            reason = "hidden" if name.startswith(".") else "links to folders" if path.is_symlink() else ""
+            if reason:
+                folders.remove(name)
+                skipped.add(reason, path)
+        for name in names:
+            path = Path(inside, name)
+            if reason := _reason(path, layout):
+                skipped.add(reason, path)
+            else:
+                found.append(path)
+    return sorted(found)
+
+
+def _reason(path: Path, layout: Layout) -> str:
+    """Why a file of a folder is passed over; nothing if it is not."""
+    if path.name.startswith("."):
+        return "hidden"
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return "links to nothing"
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        return "no files"
+    if found.st_size == 0:
+        return "empty"
+    return "" if format_of(path, layout) != "text" or is_text(path) else "no UTF-8 text"
+
+
+def is_text(path: Path) -> bool:
+    """Whether the beginning of a file is UTF-8 without a zero byte."""
+    try:
+        head = next(chunks(path), b"")[:SNIFFED]
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head
+
+
+def has_text(folder: Path) -> bool:
+    """Whether a folder holds a file that is called a text."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    found = (
+        suffix for _, _, names in os.walk(folder, onerror=refuse) for name in names for suffix in Path(name).suffixes
+    )
+    return any(suffix in DATA for suffix in found)

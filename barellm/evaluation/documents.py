@@ -1,0 +1,74 @@
+"""The loss of each document of a text by itself: nothing of another document stands before its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from math import log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from barellm.data.reading import texts
+from barellm.data.shards import TokenStream
+from barellm.data.tokenizers import Tokenizer
+from barellm.evaluation.scoring import Scorer, Text
+
+
+def of_stream(stream: TokenStream, eot: int | None) -> list[np.ndarray]:
+    """The documents of a stream of tokens: each begins with the separator, where the tokenizer has one, else there is one document.
+    What stands before the first separator is the end of a document that began earlier."""
+    ids = stream.array(0, len(stream))
+    starts = [] if eot is None else np.flatnonzero(ids == eot).tolist()
+    cuts = sorted({0, *starts, len(ids)})
+    return [ids[a:b] for a, b in pairwise(cuts)]
+
+
+def of_lines(path: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The documents of a .jsonl file: the "text" of each row, with the separator before it where the tokenizer has one."""
+    before = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
+    return [np.concatenate([before, ids]) for ids in tokenizer.encode_many(list(texts(path, "text")))]
+
+
+def windows(ids: Sequence[int] | np.ndarray, seq: int) -> list[Text]:
+    """Windows side by side in which every id but the first is a target once."""
+    found = [np.asarray(ids[at : at + seq + 1]).tolist() for at in range(0, len(ids) - 1, seq)]
+    return [Text(window, len(window) - 1) for window in found]
+
+
+class Documents:
+    """An evaluation of these documents. One of a single token has no target, so it has a row without a loss."""
+
+    def __init__(self, documents: Sequence[np.ndarray], *, seq: int, byte_lengths: np.ndarray | None) -> None:
+        self.windows = [windows(ids, seq) for ids in documents]
+        self.bytes = [0 if byte_lengths is None else int(byte_lengths[ids[1:]].sum()) for ids in documents]
+
+    @property
+    def texts(self) -> list[Text]:
+        return [text for document in self.windows for text in document]
+
+    def rows(self, scorer: Scorer, **report: Any) -> Iterator[dict[str, Any]]:
+        """One object for each document: its place, tokens and bytes that were targets, the loss in nats in all and for each token,
+        and in bits per byte."""
+        scores = iter(scorer.run(self.texts, **report) or [])
+        for i, (parts, nbytes) in enumerate(zip(self.windows, self.bytes, strict=True)):
+            nats, tokens = sum(next(scores).total for _ in parts), sum(part.scored for part in parts)
+            yield {"document": i, **summary(nats, tokens, nbytes)}
+
+
+def summary(nats: float, tokens: int, nbytes: int) -> dict[str, Any]:
+    return {
+        "tokens": tokens,
+        "bytes": nbytes,
+        "nats": nats,
+        "nats_per_token": nats / tokens if tokens else None,
+        "bits_per_byte": nats / log(2) / nbytes if nbytes else None,
+    }
+
+
+def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The same of all documents together."""
+    rows = list(rows)
+    nats, tokens, nbytes = (sum(row[key] for row in rows) for key in ("nats", "tokens", "bytes"))
+    return {"documents": len(rows), **summary(nats, tokens, nbytes)}

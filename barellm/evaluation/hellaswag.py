@@ -1,0 +1,189 @@
+"""HellaSwag (Zellers et al. 2019) by completion, as llm.c and build-nanogpt define it: the ending is chosen whose tokens have the
+least loss after the context, in sum (acc) or in the mean over its tokens (acc_norm). An ending is encoded with a space before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from barellm.data.tokenizers import Tokenizer
+from barellm.errors import UserError
+from barellm.evaluation.scoring import Score, Scorer, Text
+
+MAGIC, VERSION, HEADER = 20240522, 1, 256  # of llm.c's file: a header of 256 int32, then examples of uint16
+BEGINS = 65535
+GPT2 = "gpt2"  # the tokenizer of llm.c's file
+
+
+@dataclass(frozen=True)
+class Example:
+    """Ids of a context and of its endings, of which `label` is the right one. `index` is that of the file."""
+
+    index: int
+    label: int
+    context: Sequence[int]
+    endings: Sequence[Sequence[int]]
+
+    def texts(self) -> list[Text]:
+        return [Text([*self.context, *ending], len(ending)) for ending in self.endings]
+
+
+@dataclass(frozen=True)
+class Result:
+    """`losses`: of each example the sum over each ending; `lengths`: the tokens of each."""
+
+    examples: Sequence[Example]
+    losses: Sequence[Sequence[float]]
+    lengths: Sequence[Sequence[int]]
+
+    @property
+    def total(self) -> int:
+        return len(self.examples)
+
+    @property
+    def acc(self) -> float:
+        return self._share(self.losses)
+
+    @property
+    def acc_norm(self) -> float:
+        return self._share(self._means())
+
+    def _means(self) -> list[list[float]]:
+        return [[a / n for a, n in zip(*both, strict=True)] for both in zip(self.losses, self.lengths, strict=True)]
+
+    def _share(self, losses: Sequence[Sequence[float]]) -> float:
+        right = sum(least(row) == example.label for row, example in zip(losses, self.examples, strict=True))
+        return right / self.total
+
+    def summary(self) -> dict[str, Any]:
+        """What `eval --json` and metrics.jsonl say: the shares, their standard errors, the number of examples."""
+        found: dict[str, Any] = {}
+        for name, share in (("acc", self.acc), ("acc_norm", self.acc_norm)):
+            found |= {name: share, f"{name}_stderr": standard_error(share, self.total)}
+        return found | {"total": self.total}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One object for each example."""
+        for example, losses, means, lengths in zip(
+            self.examples, self.losses, self._means(), self.lengths, strict=True
+        ):
+            row = {"index": example.index, "label": example.label, "acc": least(losses), "acc_norm": least(means)}
+            yield row | {"losses": list(losses), "tokens": list(lengths)}
+
+
+def least(values: Sequence[float]) -> int:
+    """The place of the smallest; of equal ones the first."""
+    return min(range(len(values)), key=values.__getitem__)
+
+
+def standard_error(share: float, total: int) -> float | None:
+    """Of the mean of so many zeros and ones; None of a single one."""
+    return sqrt(share * (1 - share) / (total - 1)) if total > 1 else None
+
+
+def read(path: Path, tokenizer: Tokenizer, *, limit: int = 0) -> list[Example]:
+    """The examples of the public jsonl, or of llm.c's .bin, whose ids are GPT-2's; the first `limit` of them unless it is 0.
+    UserError for whatever is wrong with the file, with the number of its line or example."""
+    try:
+        with path.open("rb") as file:
+            found = (
+                _of_bin(path, tokenizer, limit) if path.suffix == ".bin" else _of_lines(path, file, tokenizer, limit)
+            )
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if not found:
+        raise UserError(f"{path} has no example of HellaSwag")
+    return found
+
+
+def _of_lines(path: Path, lines: Any, tokenizer: Tokenizer, limit: int) -> list[Example]:
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if limit and len(rows) == limit:
+            break
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            context, endings, label = row["ctx"], row["endings"], int(row["label"])
+            if not (isinstance(context, str) and all(isinstance(x, str) for x in endings)):
+                raise TypeError
+        except (ValueError, TypeError, LookupError):
+            raise UserError(f"{path}:{number} is no example of HellaSwag: expected ctx, endings and label") from None
+        if not 0 <= label < len(endings):
+            raise UserError(f"{path}:{number}: label is {label}, expected one of its {len(endings)} endings")
+        rows.append((int(row.get("ind", number - 1)), label, context, [f" {ending}" for ending in endings]))
+    ids = iter(tokenizer.encode_many([text for row in rows for text in (row[2], *row[3])]))
+    examples = []
+    for index, label, _, endings in rows:
+        context = next(ids).tolist() or [tokenizer.start]
+        examples.append(Example(index, label, context, [next(ids).tolist() for _ in endings]))
+    return examples
+
+
+def _of_bin(path: Path, tokenizer: Tokenizer, limit: int) -> list[Example]:
+    if tokenizer.name != GPT2:
+        raise UserError(f"{path} has GPT-2's ids, the model has tokenizer {tokenizer.name}: pass the jsonl")
+    content = path.read_bytes()
+    head = np.frombuffer(content[: 4 * HEADER].ljust(4 * HEADER, b"\0"), "<i4").tolist()
+    if head[:2] != [MAGIC, VERSION]:
+        raise UserError(f"{path} begins with {head[:2]}, expected {[MAGIC, VERSION]}, HellaSwag as llm.c writes it")
+    body = content[4 * HEADER :]
+    words = np.frombuffer(body[: len(body) // 2 * 2], "<u2").astype(np.int32).tolist()
+    examples, at = [], 0
+    for number in range(head[2]):
+        if limit and number == limit:
+            break
+        example, at = _of_words(path, number, words, at)
+        examples.append(example)
+    return examples
+
+
+def _of_words(path: Path, number: int, words: list[int], at: int) -> tuple[Example, int]:
+    """The example that begins at a word, and the word behind it."""
+    wrong = UserError(f"{path}: example {number} is damaged, or the file ends in it")
+    begins, nbytes, index, label, count, *_ = [*words[at : at + 5], *[-1] * 5]
+    end = at + nbytes // 2
+    if begins != BEGINS or nbytes % 2 or end > len(words) or not 0 <= label < count:
+        raise wrong
+    at += 5
+    parts = []
+    for _ in range(1 + count):
+        size = words[at] if at < end else 0
+        parts.append(words[at + 1 : at + 1 + size])
+        at += 1 + size
+        if not size or at > end:
+            raise wrong
+    if at != end:
+        raise wrong
+    return Example(index, label, parts[0], parts[1:]), end
+
+
+class HellaSwag:
+    """An evaluation of these examples."""
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self.examples = examples
+        self.texts = [text for example in examples for text in example.texts()]
+
+    def run(
+        self, scorer: Scorer, *, stop: Callable[[], bool] = bool, report: Callable[[int], None] = lambda done: None
+    ) -> Result | None:
+        """None if `stop()` became true on the way. `report` gets the number of endings that are done."""
+        scores = scorer.run(self.texts, stop=stop, report=report)
+        if scores is None:
+            return None
+        each: Iterator[Score] = iter(scores)
+        grouped = [[next(each) for _ in example.endings] for example in self.examples]
+        return Result(
+            self.examples,
+            [[score.total for score in group] for group in grouped],
+            [[len(score.losses) for score in group] for group in grouped],
+        )

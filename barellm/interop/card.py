@@ -1,0 +1,82 @@
+"""The model card of an exported folder: what it is, its numbers, how to load it. Its head is what Hugging Face's hub reads."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from barellm import __version__, models, overrides
+from barellm.checkpoint import checkpoint
+from barellm.checkpoint.weights import Weights
+from barellm.interop.sources import is_checkpoint
+
+NO_LICENCE = "unknown"  # the hub's word where nobody said
+HEAD = """---
+license: {licence}
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- barellm
+---
+
+# {title}
+
+{what}, exported from barellm {version} in {dtype}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH OF THIS FOLDER")
+{tokenizer}
+```
+
+"""
+TOKENIZER = 'tokenizer = AutoTokenizer.from_pretrained("PATH OF THIS FOLDER")'
+
+
+def text(weights: Weights, *, dtype: str, licence: str) -> str:
+    """The card of these weights, with what the run that they are from says of itself."""
+    model, tokenizer = weights.model, weights.tokenizer
+    count = sum(t.valid_rows * prod(int(n) for n in t.shape[1:]) for t in weights.tensors.values())
+    loads = "# it has no tokenizer that transformers knows" if tokenizer is None or tokenizer.eot is None else TOKENIZER
+    title = _run_of(weights.path).name if is_checkpoint(weights) else weights.path.name
+    head = HEAD.format(
+        licence=licence, title=title, what=f"A model of {models.name_of(model)}'s architecture with {count:,} parameters",
+        version=__version__, dtype=dtype, tokenizer=loads,
+    )  # fmt: skip
+    rows = {"parameters": f"{count:,}", "positions": f"{model.max_seq:,}", "vocabulary": f"{model.vocab_size:,} ids"}
+    if tokenizer is not None:
+        rows["tokenizer"] = tokenizer.name
+    details = ""
+    if is_checkpoint(weights):
+        meta = checkpoint.read_meta(weights.path)
+        config = overrides.from_json(meta["config"])
+        rows |= _training(weights.path, meta, config.train)
+        details = "\n## Configuration\n\n```json\n" + json.dumps(meta["config"], indent=2) + "\n```\n"
+    table = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
+    return f"{head}| | |\n|---|---|\n{table}{details}"
+
+
+def _run_of(step: Path) -> Path:
+    """The folder of the run whose checkpoint a step is."""
+    return step.resolve().parents[1]
+
+
+def _training(step: Path, meta: dict[str, Any], train: Any) -> dict[str, str]:
+    """What the checkpoint and the rows of metrics.jsonl up to it say."""
+    rows = {"step": f"{meta['step']:,}"}
+    if "samples" in meta:
+        rows["tokens trained on"] = f"{meta['samples'] * train.seq:,}"
+        rows["text"] = meta["data"]["name"]
+    path = _run_of(step) / "metrics.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    for row in (row for row in found if row["step"] <= meta["step"]):
+        if row["kind"] == "eval":
+            rows["validation loss"] = f"{row['val_nats']:.4f} nats per token"
+            if row["val_bits_per_byte"] is not None:
+                rows["validation loss"] += f", {row['val_bits_per_byte']:.4f} bits per byte"
+        elif row["kind"] == "hellaswag":
+            rows["HellaSwag"] = f"acc {row['acc']:.4f}, acc_norm {row['acc_norm']:.4f} ({row['total']:,} examples)"
+    return rows

@@ -1,0 +1,167 @@
+"""A training run from Python: `barellm.train`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import nan
+from pathlib import Path
+from typing import Any
+
+from barellm import models, overrides
+from barellm.api import Model, load
+from barellm.assembly import machine
+from barellm.checkpoint.folder import RunFolder
+from barellm.config import Config
+from barellm.errors import UserError
+from barellm.interop.sources import open_weights
+from barellm.training import metrics, run
+from barellm.training.console import Console
+from barellm.training.run import resume_from
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a callback of `barellm.train` gets: one step that was done. `loss` and `norm` (of the gradient) are NaN where they were
+    not finite."""
+
+    step: int
+    loss: float
+    norm: float
+    lr: float
+    tokens_per_s: float
+    seconds: float
+    """Time since the beginning of the run."""
+    _stop: list[bool]
+
+    def stop(self) -> None:
+        """End the run behind this step, as Ctrl-C does: a checkpoint is saved, from which it can be resumed."""
+        self._stop.append(True)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `barellm.train` gives back. `finished` is False for a run that a callback or a signal has stopped."""
+
+    folder: Path
+    finished: bool
+    rows: list[dict[str, Any]]
+    """All rows of metrics.jsonl (docs/checkpoints.md), from step 1 on, also of a run that was resumed."""
+
+    @property
+    def losses(self) -> list[float | None]:
+        """The training loss of each step, in nats per token; None where it was not finite."""
+        return [row["loss"] for row in self.rows if row["kind"] == "train"]
+
+    @property
+    def val_nats(self) -> float | None:
+        """The validation loss in nats per token, the latest there is; None where nothing was evaluated."""
+        return next((row["val_nats"] for row in reversed(self.rows) if "val_nats" in row), None)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The same in bits per byte of text; None where the bytes of the tokens are not known."""
+        return next((row["val_bits_per_byte"] for row in reversed(self.rows) if "val_nats" in row), None)
+
+    def load(self, **how: Any) -> Model:
+        """`barellm.load` of the run's folder."""
+        return load(self.folder, **how)
+
+
+def train(
+    config: str | Config | None = None,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    device: str = "cpu",
+    callbacks: Iterable[Callable[[Step], object]] = (),
+    quiet: bool = False,
+    **changes: Any,
+) -> Run:
+    """Train a model: the run that `barellm train` does, with its folder, checkpoints, metrics, evaluation and samples.
+
+    `config` is the name of a preset ("default" unless it is given) or a `barellm.config.Config`, which may be of a model of your
+    own. `changes` replace its keys: the short names of the command line (data, steps, minutes, batch, seq, seed, lr, schedule,
+    dtype, recompute, init_from, matmul), or sections, such as `model={"layers": 2}`, `optim=`, `train=` and `data=`.
+
+    `out` is the run's folder, new or empty (default: runs/PRESET-DATE-TIME). With `resume` the run in `out` goes on from its newest
+    checkpoint, and ends with the same bits as if it had never stopped. Each of `callbacks` gets a `Step` behind every step and may
+    stop the run; an exception that it raises ends the run without a checkpoint. `quiet`: nothing is printed.
+
+    UserError, a ValueError of one line, for what does not fit together, and for a loss that stays not finite.
+    """
+    started = time.monotonic()
+    machine.check_device(device)
+    asked = _Asked(config, overrides.named(changes))
+    told = _Told(list(callbacks))
+    with ExitStack() as files:
+        console = Console(stream=files.enter_context(open(os.devnull, "w")) if quiet else None)
+        if resume:
+            if out is None:
+                raise UserError("resume is True and out is not given, expected the folder of a run")
+            chosen, keys, start = resume_from(Path(out), preset=asked.preset, asked=asked.keys, console=console)
+            keys = keys if start else overrides.flat(chosen)
+        else:
+            chosen, keys, start = asked.chosen()
+        weights = None
+        if chosen.train.init_from and start is None:
+            weights = open_weights(Path(chosen.train.init_from), tokenizer=str(keys.get("data.tokenizer", "")))
+            chosen = weights.configured(chosen, keys)
+        chosen.check()
+        path = Path("runs", f"{chosen.preset}-{time.strftime('%Y%m%d-%H%M%S')}") if out is None else Path(out)
+        folder = files.enter_context(RunFolder(path, resume=resume, numbered=out is None))
+        job = run.Run(
+            chosen,
+            start=start,
+            weights=weights,
+            device=device,
+            console=console,
+            started=started,
+            asked=resume or isinstance(config, Config) or "data.tokenizer" in keys,
+            listen=told.listen,
+        )
+        job.check_vocabulary(keys)
+        files.callback(gc.unfreeze)  # the loop takes what there is for permanent, and this process goes on
+        status = job.execute(folder)
+    return Run(folder.path, status == 0, metrics.read(folder.path / "metrics.jsonl"))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments that say which run is wanted."""
+
+    config: str | Config | None
+    changes: dict[str, object]
+
+    @property
+    def preset(self) -> str | None:
+        return self.config.preset if isinstance(self.config, Config) else self.config
+
+    def keys(self, base: Config) -> dict[str, Any]:
+        return overrides.checked(self.changes, base)
+
+    def chosen(self) -> tuple[Config, dict[str, Any], None]:
+        """The configuration of a new run, and which of its keys were asked for."""
+        base = self.config if isinstance(self.config, Config) else models.preset(self.preset or "default")
+        keys = self.keys(base)
+        return overrides.changed(base, keys), keys, None
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Callbacks, and whether one of them has stopped the run."""
+
+    callbacks: list[Callable[[Step], object]]
+    stops: list[bool] = field(default_factory=list)
+
+    def listen(self, row: dict[str, Any]) -> bool:
+        if row["kind"] == "train":
+            loss, norm = (nan if row[key] is None else row[key] for key in ("loss", "grad_norm"))
+            step = Step(row["step"], loss, norm, row["lr"], row["tokens_per_s"], row["seconds"], self.stops)
+            for callback in self.callbacks:
+                callback(step)
+        return bool(self.stops)

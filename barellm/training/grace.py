@@ -1,0 +1,71 @@
+"""The end of a run within the seconds that a scheduler such as Slurm or Kubernetes leaves between SIGTERM and SIGKILL."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import TracebackType
+
+from barellm.training.console import Console
+from barellm.training.loop import Loop
+from barellm.training.stopping import Stopping
+
+POLL_S = 0.05
+
+
+class Grace:
+    """While entered, a thread waits for SIGTERM. The loop gets half of the time to end its micro-batch and to begin the last save.
+    If it has not, the thread saves the last whole step itself: forward and backward change neither weights nor the optimizer's
+    state, so their bytes are those of that step even while a micro-batch runs. At the end of the time the process ends in any case.
+
+    The thread cannot save where the session belongs to one thread (a GPU), or where a step adds to the gradients of the one before;
+    there the micro-batch must end in time."""
+
+    def __init__(self, seconds: float, *, loop: Loop, stop: Stopping, console: Console) -> None:
+        self._seconds, self._loop, self._stop, self._console = seconds, loop, stop, console
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="grace", daemon=True)
+
+    def __enter__(self) -> Grace:
+        if self._seconds:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        while self._stop.terminated is None:
+            if self._over.wait(POLL_S):
+                return
+        half, end = self._stop.terminated + self._seconds / 2, self._stop.terminated + self._seconds
+        # A thread of its own, for a disk may be too slow for the save below.
+        threading.Thread(target=self._end, args=(end,), name="grace's end", daemon=True).start()
+        while time.monotonic() < half:
+            if self._over.wait(POLL_S):
+                return
+        if not self._loop.saving.last_began:
+            self._save()
+
+    def _end(self, end: float) -> None:
+        if not self._over.wait(max(0.0, end - time.monotonic())):
+            self._exit(f"the grace period of {self._seconds:g} s is over: ended without a checkpoint of the last steps")
+
+    def _save(self) -> None:
+        """Save the last whole step beside the micro-batch that runs, and end the process. Return if that cannot be done."""
+        saving = self._loop.saving
+        saving.changing.acquire()  # held to the end of the process, so that no update begins
+        if saving.last_began or not saving.still("micro", self._loop.point()):
+            saving.changing.release()
+            return
+        try:
+            saving.now(self._loop.point())
+        except OSError as error:
+            self._console.line(f"warning: {error.filename}: {error.strerror}")
+            return
+        self._exit(f"stopped inside step {self._loop.progress.step + 1}, which a resumed run does again")
+
+    def _exit(self, words: str) -> None:
+        self._console.line(words)
+        os._exit(self._stop.status)

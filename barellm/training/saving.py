@@ -1,0 +1,187 @@
+"""The checkpoints of a run: written by a thread while steps go on, and the last one before the run ends."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from barellm.checkpoint import checkpoint
+from barellm.checkpoint.snapshot import Snapshot
+from barellm.runtime.session import Session
+from barellm.training.console import Console, duration
+from barellm.training.stopping import Stopping
+
+FULL_DISK_S, FULL_DISK_PAUSE_S = 3600.0, 10.0  # the last save waits for room so long, and tries so often
+
+
+@dataclass(frozen=True)
+class Point:
+    """The part of a checkpoint that no session has. With `gradients`, the next step adds to those of the last."""
+
+    step: int
+    meta: Mapping[str, Any]
+    keep: int
+    gradients: bool
+
+
+class Saving:
+    """`written`: the persistent tensors that each program changes; of a program that is not in it, all. `shared`: whether a second
+    thread may read the session while a program runs; where it may not, a save begins with a copy of everything. `changing` is held
+    while an update makes one step's weights the next one's."""
+
+    def __init__(
+        self,
+        folder: Path,
+        session: Session,
+        *,
+        written: Mapping[str, frozenset[str]],
+        shared: bool,
+        threads: int,
+        tokenizer: Mapping[str, bytes],
+        milestones: int,
+        console: Console,
+        stop: Stopping,
+        saved: Path | None = None,
+    ) -> None:
+        self.folder, self.session, self.saved = folder, session, saved
+        self.changing = threading.Lock()
+        self.last_began = False
+        self._written, self._shared, self._threads = written, shared, threads
+        self._tokenizer, self._milestones = tokenizer, milestones
+        self._console, self._stop = console, stop
+        self.writer: _Writer | None = None
+
+    def _names(self, point: Point) -> frozenset[str]:
+        roles = {"parameter", "state"} | ({"gradient"} if point.gradients else set())
+        return frozenset(name for name, t in self.session.tensors.items() if t.role in roles)
+
+    def still(self, program: str, point: Point) -> bool:
+        """Whether what a checkpoint holds can be read, and does not change, while this program runs."""
+        return self._shared and not self._names(point) & self._written.get(program, self._names(point))
+
+    # --- on the way ---
+
+    def begin(self, point: Point) -> None:
+        """Start to save, and return."""
+        self.wait()
+        begin = time.perf_counter()
+        snapshot = Snapshot(self.session, self._names(point), threads=self._threads)
+        if not self._shared:
+            snapshot.keep(self._names(point))
+        self.writer = _Writer(point, snapshot, lambda: self._write(snapshot, point))
+        self.writer.stalled = time.perf_counter() - begin
+        self.writer.start()
+
+    def before(self, program: str) -> None:
+        """To be called before a program runs: what it changes is copied first, if it still has to be saved."""
+        if self.writer is not None:
+            begin = time.perf_counter()
+            self.writer.snapshot.keep(self._written.get(program, self._names(self.writer.point)))
+            self.writer.stalled += time.perf_counter() - begin
+
+    def report(self) -> None:
+        """Say what became of a save that has ended. A failed one costs only itself: older checkpoints stay, and the training goes
+        on."""
+        writer = self.writer
+        if writer is None or writer.is_alive():
+            return
+        writer.join()
+        self.writer = None
+        if isinstance(writer.error, OSError):
+            self._console.line(self._warning(writer.point, writer.error))
+        elif writer.error is not None:
+            raise writer.error
+        else:
+            self.saved = writer.path
+            waited = f", of which the training waited {writer.stalled:.2f} s" * (writer.seconds >= 0.1)
+            self._console.line(f"saved {self.saved} in {writer.seconds:.1f} s{waited}")
+
+    @staticmethod
+    def _warning(point: Point, error: OSError) -> str:
+        return f"warning: no checkpoint of step {point.step}: {error.strerror}: {error.filename}"
+
+    def wait(self) -> None:
+        """Until no save is under way."""
+        if self.writer is not None:
+            self.writer.join()
+            self.report()
+
+    close = wait
+
+    # --- before the run ends ---
+
+    def now(self, point: Point) -> None:
+        """Save, and return when it is done. OSError where it failed."""
+        self.wait()
+        self.saved = self._write(self.session, point)
+        self._console.line(f"saved {self.saved}")
+
+    def now_or_warn(self, point: Point) -> None:
+        try:
+            self.now(point)
+        except OSError as error:
+            self._console.line(self._warning(point, error))
+
+    def last(self, point: Point) -> None:
+        """Save the last checkpoint. Nothing else holds these weights, so if the disk is full, wait for room. Ctrl-C gives up."""
+        with self.changing:
+            self.last_began = True
+            self._last(point)
+
+    def _last(self, point: Point) -> None:
+        self.wait()
+        begin, stopped = time.monotonic(), bool(self._stop)
+        while True:
+            try:
+                return self.now(point)
+            except OSError as error:
+                waited = time.monotonic() - begin
+                gave_up = bool(self._stop) and not stopped
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or gave_up or waited > FULL_DISK_S:
+                    raise
+                megabytes = checkpoint.checkpoint_bytes(self.session) / 1e6
+                self._console.line(
+                    f"warning: {error.filename}: {error.strerror}. The last checkpoint needs {megabytes:,.0f} MB; it is "
+                    f"tried again every {FULL_DISK_PAUSE_S:g} s, {duration(FULL_DISK_S - waited)} more. Ctrl-C gives up"
+                )
+            again = time.monotonic() + FULL_DISK_PAUSE_S
+            while time.monotonic() < again and bool(self._stop) == stopped:
+                time.sleep(0.05)  # a signal does not end a sleep
+
+    def _write(self, source: checkpoint.Source, point: Point) -> Path:
+        return checkpoint.save(
+            self.folder,
+            source,
+            step=point.step,
+            meta=point.meta,
+            tokenizer=self._tokenizer,
+            keep=point.keep,
+            gradients=point.gradients,
+            milestones=self._milestones,
+        )
+
+
+class _Writer(threading.Thread):
+    """One save. `stalled` are the seconds in which the training waited for it."""
+
+    def __init__(self, point: Point, snapshot: Snapshot, write: Callable[[], Path]) -> None:
+        super().__init__(name="checkpoint")
+        self.point, self.snapshot, self._write = point, snapshot, write
+        self.path: Path | None = None
+        self.error: BaseException | None = None
+        self.seconds = self.stalled = 0.0
+
+    def run(self) -> None:
+        begin = time.perf_counter()
+        try:
+            self.path = self._write()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.snapshot.end()
+            self.seconds = time.perf_counter() - begin

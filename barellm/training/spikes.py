@@ -1,0 +1,71 @@
+"""Steps that are skipped because their loss or their gradient's norm is far above those of the steps before, as llm.c does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite, sqrt
+from typing import Any
+
+WINDOW = 128
+
+
+class Detector:
+    """The z-score of a number among the last WINDOW ones, itself included: its distance from their mean in standard deviations. The
+    sums run along from number to number, so their bits depend on all numbers before, and a checkpoint has them."""
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {"values": [], "next": 0, "sum": 0.0, "squares": 0.0}
+        self._values: list[float] = list(state["values"])
+        self._next, self._sum, self._squares = int(state["next"]), float(state["sum"]), float(state["squares"])
+
+    def state(self) -> dict[str, Any]:
+        return {"values": list(self._values), "next": self._next, "sum": self._sum, "squares": self._squares}
+
+    def score(self, value: float) -> float | None:
+        """Take a number in, and give its z-score: None for the first WINDOW numbers, and for one that is not finite, which is not
+        taken in."""
+        if not isfinite(value):
+            return None
+        if len(self._values) < WINDOW:
+            self._values.append(value)
+            self._sum += value
+            self._squares += value * value
+            return None
+        old, self._values[self._next] = self._values[self._next], value
+        self._sum -= old
+        self._squares -= old * old
+        self._sum += value
+        self._squares += value * value
+        self._next = (self._next + 1) % WINDOW
+        mean = self._sum / WINDOW
+        variance = self._squares / WINDOW - mean * mean
+        return (value - mean) / sqrt(variance) if variance > 0 else 0.0
+
+
+class Spikes:
+    """Both detectors of a run, and how many steps were skipped. A limit of 0 skips nothing."""
+
+    def __init__(self, *, loss_limit: float, norm_limit: float, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {}
+        self._limits = {"loss": loss_limit, "norm": norm_limit}
+        self._detectors = {name: Detector(state.get(name)) for name in self._limits}
+        self.skipped = int(state.get("skipped", 0))
+        self.scores: dict[str, float | None] = {}  # of the step that was looked at last
+
+    @property
+    def active(self) -> bool:
+        return any(self._limits.values())
+
+    def state(self) -> dict[str, Any]:
+        return {"skipped": self.skipped} | {name: found.state() for name, found in self._detectors.items()}
+
+    def look(self, *, loss: float, norm: float) -> str:
+        """Take a step's numbers in. Says why its update is to be skipped, or "" if it is not; counts it if so."""
+        values = {"loss": loss, "norm": norm}
+        self.scores = {name: found.score(values[name]) for name, found in self._detectors.items()}
+        for name, score in self.scores.items():  # the loss first
+            limit = self._limits[name]
+            if limit and score is not None and score > limit:
+                self.skipped += 1
+                return f"its {name} {values[name]:.4g} is {score:.1f} deviations above the mean of {WINDOW} steps"
+        return ""

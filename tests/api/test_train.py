@@ -1,0 +1,150 @@
+"""`barellm.train`: the command's run from Python, callbacks, and models of one's own."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+from dataclasses import replace
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import barellm
+from barellm import models
+from barellm.cli.main import main
+from barellm.errors import UserError
+from barellm.training import metrics
+
+
+def weights(folder) -> bytes:
+    return (folder / "checkpoints" / "step-000004" / "weights.safetensors").read_bytes()
+
+
+def test_it_is_the_run_of_the_command_bit_by_bit(tiny, text, tmp_path, capsys):
+    seen: list[barellm.Step] = []
+    run = barellm.train("default", out=tmp_path / "a", callbacks=[seen.append], **tiny)
+    assert capsys.readouterr().out == ""
+    keys = {f"model.{key}": value for key, value in tiny["model"].items()}
+    keys |= {"optim.warmup": 2, "optim.name": "adamw", "train.eval_every": 0, "train.eval_tokens": 64, "data": text}
+    keys |= {"steps": 4, "batch": 2, "seq": 8, "data.tokenizer": "bytes", "device": "reference", "out": tmp_path / "b"}
+    words = [str(word) for key, value in keys.items() for word in (f"--{key}", value)]
+    assert main(["train", "default", *words]) == 0
+    assert weights(tmp_path / "a") == weights(tmp_path / "b")
+    rows = [row for row in metrics.read(tmp_path / "b" / "metrics.jsonl") if row["kind"] == "train"]
+    assert [(s.step, s.loss, s.norm, s.lr) for s in seen] == [
+        (row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows
+    ]
+    assert (run.folder, run.finished, run.losses) == (tmp_path / "a", True, [s.loss for s in seen])
+    assert run.val_nats == run.rows[-1]["val_nats"] and run.bits_per_byte == run.rows[-1]["val_bits_per_byte"]
+    assert seen[-1].tokens_per_s > 0 and seen[-1].seconds >= seen[0].seconds > 0
+
+
+def test_a_callback_stops_it_and_it_goes_on_with_the_same_bits(tiny, tmp_path):
+    barellm.train(out=tmp_path / "whole", **tiny)
+    stopped = barellm.train(out=tmp_path / "cut", callbacks=[lambda s: s.stop() if s.step == 2 else None], **tiny)
+    assert (stopped.finished, len(stopped.losses), stopped.val_nats) == (False, 2, None)
+    went_on = barellm.train(out=tmp_path / "cut", resume=True, device="reference", quiet=True)
+    assert (went_on.finished, len(went_on.losses)) == (True, 4)
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+
+
+def test_a_callback_that_fails_ends_the_run_and_frees_its_folder(tiny, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        barellm.train(out=tmp_path / "run", callbacks=[lambda step: 1 // 0], **tiny)
+    shutil.rmtree(tmp_path / "run")
+    assert barellm.train(out=tmp_path / "run", **tiny).finished
+
+
+def test_it_begins_with_weights_and_runs_beside_the_main_thread(tiny, tmp_path):
+    first = barellm.train(out=tmp_path / "first", **tiny)
+    more = {**tiny, "optim": {"name": "adamw", "lr": 0.0, "min_lr": 0.0}}
+    found: list[barellm.Run] = []
+    words = {"out": tmp_path / "next", "init_from": first.folder, **more}
+    thread = threading.Thread(target=lambda: found.append(barellm.train("default", **words)))
+    thread.start()
+    thread.join()
+    assert found[0].finished
+    with first.load(device="reference") as a, found[0].load(device="reference") as b:
+        assert (a.weight("wte") == b.weight("wte")).all()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ({"stepz": 3}, r"unknown argument 'stepz', did you mean 'steps'\? \(known: data, steps, "),
+        ({"optim": {"lrr": 3}}, "unknown key 'optim.lrr', did you mean 'optim.lr'"),
+        ({"steps": "many"}, "train.steps is 'many', expected an integer"),
+        ({"model": {"vocab_size": 99}}, "model.vocab_size is 99, the tokenizer has 256 ids"),
+        ({"resume": True, "out": None}, "resume is True and out is not given"),
+        ({"config": "defualt"}, "unknown preset 'defualt', did you mean 'default'"),
+        ({"device": "gpu"}, "unknown device 'gpu'"),
+    ],
+)
+def test_mistakes_are_named(tiny, tmp_path, words, message):
+    with pytest.raises(UserError, match=message):
+        barellm.train(**{"out": tmp_path / "run", **tiny, **words})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """A module of the user's with one layer that sees the token alone: no attention, no `decode`."""
+    module = ModuleType("users.bigrams")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(
+        """
+from dataclasses import dataclass
+from barellm.config import ModelConfig
+from barellm.fields import at_least
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
+    channels: int = at_least(1, 8, "width")
+    vocab_size: int = at_least(1, 256, "token ids")
+    padded_vocab: int = at_least(0, 0, "stored rows")
+    max_seq: int = at_least(1, 16, "positions")
+
+def declare(p, cfg):
+    sizes = {"std": 0.5, "valid_rows": cfg.vocab_size}
+    return [p.parameter(name, (cfg.padded_vocab, cfg.channels), **sizes) for name in ("in", "out")]
+
+def forward(p, cfg, tokens, targets, *, training):
+    table, head = declare(p, cfg)
+    return p.classifier(p.embedding(tokens, table), head, targets, valid_vocab=cfg.vocab_size)
+""",
+        module.__dict__,
+    )
+    return module
+
+
+def test_a_model_of_ones_own_is_trained_saved_resumed_and_sampled(own, tiny, tmp_path, capsys):
+    """On the reference backend; docs/python.md has one on the processor's."""
+    base = replace(models.preset("shakespeare-char"), preset="bigrams", model=own.Config())
+    words = {**tiny, "model": {"channels": 5}, "dtype": "fp32"}
+    cut = barellm.train(base, out=tmp_path / "run", callbacks=[lambda s: s.stop() if s.step == 2 else None], **words)
+    whole = barellm.train(base, out=tmp_path / "whole", **words)
+    run = barellm.train(out=tmp_path / "run", resume=True, device="reference", quiet=True)
+    assert (cut.finished, run.finished) == (False, True)
+    assert weights(tmp_path / "run") == weights(whole.folder) and run.losses == whole.losses
+    with run.load(device="reference") as model:
+        assert type(model.config.model) is own.Config
+        table, head = model.weight("in"), model.weight("out")
+        ids = np.array([[7, 200, 7]])
+        assert np.abs(model.logits(ids) - (table[ids] @ head.T)[..., :256]).max() < 1e-5
+        drawn = model.generate("ab", tokens=20, seed=4)
+    capsys.readouterr()
+    sample = ["sample", str(run.folder), "--prompt", "ab", "--tokens", "20", "--seed", "4", "--device", "reference"]
+    assert main(sample) == 0
+    assert capsys.readouterr().out == f"ab{drawn}\n"
+
+
+def test_a_checkpoint_brings_no_module_that_was_not_imported(own, tiny, tmp_path, monkeypatch):
+    base = replace(models.preset("shakespeare-char"), preset="bigrams", model=own.Config())
+    run = barellm.train(base, out=tmp_path / "run", **{**tiny, "model": {}})
+    monkeypatch.delitem(sys.modules, own.__name__)
+    with pytest.raises(
+        UserError, match=r"architecture 'users.bigrams' \(.* of your own is found once its module is imported"
+    ):
+        run.load(device="reference")

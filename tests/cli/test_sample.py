@@ -1,0 +1,75 @@
+"""`barellm sample`: several texts side by side, prompts from a file, stop strings, a conversation."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from barellm.cli.main import main
+
+COLD = ("--device", "reference", "--tokens", "12", "--temperature", "1")
+
+
+@pytest.fixture
+def rows(trained, capsys):
+    """What a command line writes, as its JSON objects."""
+
+    def run(*words: str) -> list[dict]:
+        capsys.readouterr()
+        assert main(["sample", str(trained), *COLD, "--json", *words]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+def test_texts_side_by_side_are_those_that_come_one_by_one(rows, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("12 squ\n\n3 squared is\n9\n")
+    found = rows("--prompts", str(file), "--samples", "2", "--batch", "4")
+    assert [(row["prompt"], row["seed"]) for row in found] == [
+        (prompt, seed) for prompt in ("12 squ", "3 squared is", "9") for seed in (1337, 1338)
+    ]
+    for row in found:
+        (alone,) = rows("--prompt", row["prompt"], "--seed", str(row["seed"]))
+        assert (alone["text"], alone["tokens"]) == (row["text"], row["tokens"])
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in found[::2]))
+    assert [row["text"] for row in rows("--prompts", str(tmp_path / "p.jsonl"))] == [row["text"] for row in found[::2]]
+
+
+def test_a_text_ends_before_its_stop_string(rows):
+    (whole,) = rows("--prompt", "12")
+    stop = whole["text"][4:6]  # two tokens
+    (found,) = rows("--prompt", "12", "--stop", stop, "--stop", "never")
+    assert found["text"] == whole["text"][: whole["text"].index(stop)] and len(found["tokens"]) < 12
+
+
+def test_options_reach_the_sampler(rows):
+    (greedy,) = rows("--prompt", "1", "--temperature", "0")
+    for words in (("--min-p", "1"), ("--top-k", "1"), ("--temperature", "1", "--top-p", "1e-9")):
+        assert rows("--prompt", "1", *words)[0]["text"] == greedy["text"], words
+    assert rows("--prompt", "1", "--temperature", "0", "--repetition", "50")[0]["text"] != greedy["text"]
+
+
+def test_a_conversation_goes_on_from_all_before_it(trained, capsys, monkeypatch, rows):
+    """The second answer is that to both lines and the first answer; a long history loses its oldest tokens."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("123 squared\n2\n"))
+    capsys.readouterr()
+    assert main(["sample", str(trained), *COLD, "--tokens", "3", "--interactive"]) == 0
+    first, second, end = capsys.readouterr().out.split("\n")
+    assert end == "" and len(first) == 3
+    history = f"123 squared{first}\n2"[-13:]  # of 16 positions 3 are for the answer
+    assert rows("--prompt", history, "--tokens", "3", "--seed", "1338")[0]["text"] == second
+
+
+def test_what_is_wrong_is_said_in_one_line(trained, tmp_path, refused):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    (tmp_path / "empty.txt").write_text("\n")
+    assert "p.jsonl, line 2 has no text in a field 'prompt', it has: text" in refused(
+        "sample", trained, "--prompts", tmp_path / "p.jsonl"
+    )
+    assert "has no prompt" in refused("sample", trained, "--prompts", tmp_path / "empty.txt")
+    assert "choose one" in refused("sample", trained, "--prompt", "a", "--interactive")
+    assert "leave out --samples" in refused("sample", trained, "--interactive", "--json")
+    assert "--batch is 0" in refused("sample", trained, "--batch", "0")

@@ -1,0 +1,178 @@
+"""Prompts and answers as rows: what is a target, what is packed beside what, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from barellm.cli.main import main
+from barellm.config import DataConfig
+from barellm.data.examples import ExampleRows, Examples, ExampleValidation, Packed
+from barellm.data.sources import prepare
+from barellm.errors import UserError
+from barellm.training import metrics
+
+CHAT = [
+    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]},
+    {"messages": [{"role": "user", "content": "More"}]},
+]
+CHAT[0]["messages"] += [{"role": "assistant", "content": "Hello."}, *CHAT[1]["messages"]]
+CHAT[0]["messages"] += [{"role": "assistant", "content": "No."}]
+
+
+def written(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def sums(count: int) -> list[dict]:
+    return [{"prompt": f"{i} plus {i}?", "answer": f" {2 * i}"} for i in range(count)]
+
+
+def test_targets_are_the_answer_and_what_ends_it(tmp_path, small_bpe):
+    path = written(tmp_path / "a.jsonl", [{"prompt": "What is it?", "answer": " A naïve façade"}, *sums(2)])
+    data = prepare(DataConfig(source=str(path), val_fraction=0.4), tokenizer=small_bpe)
+    assert data.examples is not None and [len(part) for part in data.examples] == [2, 1]
+    rows = ExampleRows(data.examples[0].slice(0, 1), seq=60, seed=1, fill=7)
+    inputs, targets = rows.batch(0, 1, seq=60, document=0)
+    counted = targets[0] >= 0
+    eot = small_bpe.eot
+    assert inputs[0, 0] == eot and small_bpe.decode(inputs[0, 1 : counted.argmax() + 1]) == "What is it?"
+    assert small_bpe.decode(targets[0][counted][:-1]) == " A naïve façade" and targets[0][counted][-1] == eot
+    assert (inputs[0, counted.argmax() + counted.sum() + 1 :] == 7).all()
+    assert rows.counted(0, 1, seq=60) == rows.counted(5, 1, seq=60) == counted.sum()
+    assert small_bpe.decode(data.prompt) == "1 plus 1?"
+
+
+def test_a_conversation_is_lines_and_every_answer_counts(tmp_path, small_bpe):
+    path = written(tmp_path / "a.jsonl", CHAT[:1] * 2)
+    examples = prepare(DataConfig(source=str(path), val_fraction=0.5), tokenizer=small_bpe).examples[1]
+    eot = small_bpe.eot
+    text = b"".join(b"|" if i == eot else small_bpe.token_bytes(i) for i in examples.tokens.tolist()).decode()
+    assert text == "|System: Be brief.\nUser: Hi\nAssistant: Hello.|User: More\nAssistant: No.|"
+    answers = b"".join(
+        b"|" if i == eot else small_bpe.token_bytes(i) for i in examples.tokens[examples.answer].tolist()
+    )
+    assert answers == b" Hello.| No.|"
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
+    seq=st.integers(1, 20),
+    seed=st.integers(0, 99),
+)
+def test_each_example_is_whole_in_one_row_unless_it_is_longer(sizes, seq, seed):
+    answer = np.concatenate([np.arange(p + a) >= p for p, a in sizes])
+    examples = Examples(np.arange(len(answer)), answer, np.cumsum([0, *(p + a for p, a in sizes)]))
+    fits = [i for i, (p, _) in enumerate(sizes) if p <= seq]
+    if not fits:
+        with pytest.raises(UserError, match="no example has a part of its answer in its first"):
+            ExampleRows(examples, seq=seq, seed=seed, fill=0)
+        return
+    rows = ExampleRows(examples, seq=seq, seed=seed, fill=0)
+    count = len(rows.packed.rows)
+    wanted = [
+        t for i in fits for t in range(examples.begins[i], min(examples.begins[i] + seq + 1, examples.begins[i + 1]))
+    ]
+    for epoch in range(3):
+        inputs, targets = rows.batch(epoch * count, count, seq=seq, document=0)
+        assert sorted(targets[targets >= 0].tolist()) == [t for t in wanted if answer[t]]
+        assert (inputs + 1 == targets)[targets >= 0].all()  # the token before a target is its own example's
+        assert rows.counted(epoch * count, count, seq=seq) == (targets >= 0).sum()
+        assert (targets >= 0).any(axis=1).all()
+    assert rows.packed.cut == sum(p + a > seq + 1 for p, a in sizes if p <= seq)
+    assert rows.packed.dropped == len(sizes) - len(fits)
+    room = seq + 1
+    if all(p + a <= room for p, a in sizes):
+        full = [sum(last - first for first, last in row) for row in rows.packed.rows]
+        following = [row[0][1] - row[0][0] for row in rows.packed.rows[1:]]
+        assert all(a + b > room for a, b in zip(full, following, strict=False))  # no row is begun too early
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    examples = Examples(np.arange(300), np.arange(300) % 3 > 0, np.arange(0, 301, 3))
+    found = {
+        tuple(
+            ExampleRows(examples, seq=5, seed=seed, fill=0).batch(epoch * 50, 50, seq=5, document=0)[0][:, 0].tolist()
+        )
+        for seed in range(2)
+        for epoch in range(2)
+    }
+    assert len(found) == 4
+
+
+def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
+    examples = Examples(np.arange(300), np.arange(300) % 3 > 0, np.arange(0, 301, 3))
+    whole = ExampleValidation(examples, seq=5, fill=0)
+    assert (whole.windows, whole.targets) == (50, 200)
+    few = ExampleValidation(examples, seq=5, max_tokens=50, fill=0)
+    batches = list(few.batches(3))
+    assert [len(targets) for _, targets in batches] == [3, 3, 3, 1]
+    assert [int(inputs[0]) for part, _ in batches for inputs in part] == list(range(0, 300, 30))
+    assert few.targets == 40 and few.text_bytes(np.ones(300, np.int64)) == 40
+    assert (
+        ExampleValidation(Examples(np.zeros(4, int), np.arange(4) > 1, np.array([0, 4])), seq=5, fill=0).text_bytes(
+            np.ones(1)
+        )
+        == 2
+    )
+    assert Packed(examples, [3, 1], seq=5, fill=0).rows == [[(9, 12), (3, 6)]]
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ({"prompt": "a"}, "line 2 has: prompt; expected texts named prompt and answer, or messages"),
+        ({"prompt": "a", "answer": ""}, "line 2 has an empty answer"),
+        ({"prompt": "a", "answer": 3}, "line 2 has: prompt, answer; expected texts"),
+        ([1], "line 2 has: list; expected"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "line 2 has no message of the assistant"),
+        (
+            {"messages": [{"role": "tool", "content": "a"}]},
+            r"line 2 has a message .*'tool'.* expected a role \(system, user",
+        ),
+        ({"messages": "hi"}, "line 2 has a message None, expected a role"),
+    ],
+)
+def test_a_record_that_is_no_example_is_named_by_its_line(record, message, tmp_path):
+    path = written(tmp_path / "a.jsonl", [*sums(1), record])
+    with pytest.raises(UserError, match=message):
+        prepare(DataConfig(source=str(path), tokenizer="bytes"))
+
+
+def test_one_example_and_other_orders_are_refused(tmp_path):
+    path = written(tmp_path / "a.jsonl", sums(1))
+    with pytest.raises(UserError, match="has 1 example, expected at least 2"):
+        prepare(DataConfig(source=str(path), tokenizer="bytes"))
+    assert len(prepare(DataConfig(source=str(path), tokenizer="bytes"), whole=True).examples[1]) == 1
+    with pytest.raises(UserError, match=r"data.order is 'llmc', but .* has prompts and answers"):
+        prepare(DataConfig(source=str(path), tokenizer="bytes", order="llmc"))
+
+
+def test_a_resumed_fine_tuning_ends_as_one_that_went_through(tmp_path, capsys):
+    """From another run's weights; with accumulation, so that the micro-batches of a step have unequal numbers of targets."""
+    text = tmp_path / "a.txt"
+    text.write_text("some words of a text\n" * 40)
+    path = written(tmp_path / "a.jsonl", sums(30))
+    sizes = ["--model.layers", "1", "--model.channels", "16", "--model.heads", "2", "--seq", "24", "--batch", "2"]
+    first = ["train", "shakespeare-char", "--data", text, "--data.tokenizer", "bytes", "--steps", "1", *sizes]
+    device = ["--device", "reference", "--train.eval_tokens", "48"]
+    assert main([*map(str, first), *device, "--out", str(tmp_path / "base")]) == 0
+    tune = ["train", "shakespeare-char", "--init-from", str(tmp_path / "base"), "--data", str(path), "--batch", "2"]
+    tune += ["--seq", "24", "--train.accumulate", "3", "--optim.schedule", "constant", *device]
+    assert main([*tune, "--steps", "7", "--out", str(tmp_path / "whole")]) == 0
+    assert main([*tune, "--steps", "3", "--out", str(tmp_path / "cut")]) == 0
+    said = capsys.readouterr().out
+    assert "27 examples in" in said and "the loss is of their answers alone" in said
+    assert main(["train", "--out", str(tmp_path / "cut"), "--resume", "--steps", "7", "--device", "reference"]) == 0
+
+    def losses(name: str) -> list[float]:
+        return [row["loss"] for row in metrics.read(tmp_path / name / "metrics.jsonl") if row["kind"] == "train"]
+
+    assert losses("cut") == losses("whole") and len(losses("whole")) == 7
+    weights = [next((tmp_path / name).glob("checkpoints/step-000007/weights.safetensors")) for name in ("cut", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -1,0 +1,57 @@
+"""Twenty steps on prompts and answers, of the command line, beside a PyTorch loop from the same weights and rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from barellm import overrides
+from barellm.cli.main import main
+from barellm.data.examples import ExampleRows
+from barellm.data.kinds import load_tokenizer
+from barellm.data.sources import prepare
+from barellm.training import metrics
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.numpy")
+
+from tests.oracle.torch_gpt2 import TorchGPT2  # noqa: E402
+
+pytestmark = pytest.mark.oracle
+STEPS, LIMIT = 20, 1e-4
+
+
+def test_losses_of_answers_equal_pytorchs(tmp_path):
+    """Six rows a step in three micro-batches, whose targets are unequal in number: the mean is over those of the whole step."""
+    text, chat = tmp_path / "a.txt", tmp_path / "chat.jsonl"
+    text.write_text("What is a plus b? It is c.\n" * 60)
+    sums = [
+        {"prompt": f"What is {a} plus {b}?", "answer": f" {a + b}" + ", I think" * (a % 3)}
+        for a in range(8)
+        for b in range(9)
+    ]
+    chat.write_text("".join(json.dumps(one) + "\n" for one in sums))
+    sizes = ["--model.layers", "2", "--model.channels", "48", "--model.heads", "3", "--seq", "37", "--dtype", "fp32"]
+    words = ["--data", str(text), "--data.tokenizer", "bpe", "--data.bpe_vocab", "270", "--batch", "2", "--steps", "3"]
+    assert main(["train", "gpt2-124m", *sizes, *words, "--out", str(tmp_path / "base")]) == 0
+    words = ["--init-from", str(tmp_path / "base"), "--data", str(chat), "--batch", "2", "--train.accumulate", "3"]
+    words += ["--lr", "1e-3", "--optim.min_lr", "1e-4", "--optim.warmup", "4", "--steps", str(STEPS)]
+    assert main(["train", "gpt2-124m", *words, "--seq", "37", "--dtype", "fp32", "--out", str(tmp_path / "tuned")]) == 0
+
+    config = overrides.from_json(json.loads((tmp_path / "tuned" / "config.json").read_text()))
+    start = next((tmp_path / "base").glob("checkpoints/step-*"))
+    tokenizer = load_tokenizer(start)
+    examples = prepare(config.data, tokenizer=tokenizer).examples
+    assert examples is not None
+    rows = ExampleRows(examples[0], seq=37, seed=config.train.seed, fill=tokenizer.start)
+    theirs = TorchGPT2(config.model, safetensors.load_file(start / "weights.safetensors"))
+    optimizer = theirs.adamw(config.optim)
+    ours = [row for row in metrics.read(tmp_path / "tuned" / "metrics.jsonl") if row["kind"] == "train"]
+    assert len(ours) == STEPS and ours[-1]["loss"] < 0.9 * ours[0]["loss"]
+    for step, row in enumerate(ours):
+        tokens, targets = rows.batch(6 * step, 6, seq=37, document=0)
+        valid = int((targets >= 0).sum())
+        assert valid < 0.7 * targets.size
+        loss = theirs.step(optimizer, tokens, targets, 1 / valid, lr=row["lr"], clip=config.optim.clip)
+        assert row["loss"] == pytest.approx(loss, rel=LIMIT), step

@@ -1,0 +1,71 @@
+"""GPT-3's ramp: more micro-batches with every token, and the same samples in the same order."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from barellm.checkpoint import checkpoint
+from barellm.cli.main import main
+from barellm.config import TrainConfig
+from barellm.training import metrics
+from barellm.training.ramp import Ramp
+from tests.training.conftest import whole_and_resumed
+
+
+def train(**more) -> TrainConfig:
+    return TrainConfig(**({"batch": 3, "seq": 7, "accumulate": 9, "steps": 100} | more))
+
+
+@pytest.mark.parametrize("first, tokens", [(1, 1), (1, 2000), (4, 500), (9, 10), (8, 5000)])
+def test_the_micro_batches_are_the_line_rounded_down(first, tokens):
+    ramp, seen = Ramp(train(ramp_from=first, ramp_tokens=tokens)), 0
+    for step in range(60):
+        line = min(Fraction(9), first + Fraction((9 - first) * seen, tokens))
+        assert ramp.count(step) == int(line)
+        assert ramp.tokens(step) == seen
+        seen += ramp.count(step) * 21
+    assert ramp.count(59) == 9
+
+
+def test_without_a_ramp_every_step_is_full():
+    ramp = Ramp(train())
+    assert [ramp.count(step) for step in (0, 1, 1 << 31)] == [9, 9, 9]
+    assert ramp.before(1 << 31) == 9 << 31
+
+
+# Micro-batches have 16 tokens: steps of 1, 1, 2, 3, 4, 5, 5 and so on.
+RAMP = ("--train.accumulate", "5", "--train.ramp_from", "1", "--train.ramp_tokens", "190")
+
+
+def test_a_run_sees_every_sample_once_and_the_loss_is_a_mean(fake, command, tmp_path):
+    assert main(command("run", *RAMP)) == 0
+    micros = [s for entry, s in fake.runs if entry == "micro"]
+    counts = [sum(s["step"] == step for s in micros) for step in range(1, 13)]
+    assert counts[:6] == [1, 1, 1, 2, 2, 3] and counts[-1] == 5 and counts == sorted(counts)
+    assert [s["sample"] for s in micros] == [2 * i for i in range(len(micros))]
+    assert [s["inv_targets"] for s in micros] == [1 / (16 * counts[s["step"] - 1]) for s in micros]
+    rows = [row for row in metrics.read(tmp_path / "run/metrics.jsonl") if row["kind"] == "train"]
+    assert [row["tokens"] for row in rows] == [16 * sum(counts[: i + 1]) for i in range(12)]
+    meta = checkpoint.read_meta(checkpoint.find(tmp_path / "run")[0])
+    assert (meta["samples"], meta["tokens"]) == (2 * sum(counts), 16 * sum(counts))
+
+
+@pytest.mark.parametrize("at", [2, 5, 9])
+def test_a_resumed_run_ends_with_the_same_bits(fake, command, tmp_path, at):
+    whole_and_resumed(fake, command, tmp_path, *RAMP, entry="update", at=at)
+    tokens = [
+        [row.get("tokens") for row in metrics.read(tmp_path / name / "metrics.jsonl") if row["kind"] == "train"]
+        for name in ("whole", "run")
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_what_cannot_be_a_ramp_is_refused(refused):
+    run = ("train", "shakespeare-char", "--data", "x")
+    assert "train.ramp_from is 2 and train.ramp_tokens 0, expected both" in refused(*run, "--train.ramp_from", "2")
+    rising = ("--train.ramp_tokens", "9", "--train.ramp_from")
+    assert "train.ramp_from 2 is above train.accumulate 1" in refused(*run, *rising, "2")
+    assert "expected train.minutes 0" in refused(*run, *rising, "1", "--minutes", "1")
+    assert "train.ramp_from is set, and the runs of speedrun" in refused("train", "speedrun-small", *rising, "1")

@@ -1,0 +1,200 @@
+"""Checkpoints that are written while the training goes on: what they hold, what they cost, and the end that a scheduler sets."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from barellm.checkpoint import checkpoint, snapshot, storage, tensorfile
+from barellm.cli.main import main
+from barellm.training.grace import Grace
+from tests.checkpoint.test_checkpoint import in_child
+from tests.training.fake import FakeSession
+
+TENSORS = ("weights.safetensors", "optimizer.safetensors")
+
+
+def tensors_of(folder, step: int) -> list[bytes]:
+    return [(checkpoint.step_folder(folder / "checkpoints", step) / name).read_bytes() for name in TENSORS]
+
+
+class Slow:
+    """A disk that takes its first write of a save only when the training has gone on to a later step."""
+
+    def __init__(self, fake: FakeSession, *, steps: int) -> None:
+        self.fake, self.steps, self.behind = fake, steps, 0
+
+    def __getattr__(self, name):
+        return self.write if name == "write" else getattr(os, name)
+
+    def updates(self) -> int:
+        return [entry for entry, _ in self.fake.runs].count("update")
+
+    def write(self, fd, data):
+        begin, deadline = self.updates(), time.monotonic() + 10
+        if threading.current_thread() is not threading.main_thread() and not self.behind:
+            while self.updates() < begin + self.steps and time.monotonic() < deadline:
+                time.sleep(0.001)
+            self.behind = self.updates() - begin
+        return os.write(fd, data)
+
+
+def test_a_checkpoint_holds_its_own_step_however_far_the_training_is(fake, command, tmp_path, monkeypatch):
+    assert main(command("whole", "--train.keep", "9")) == 0
+    fake.runs.clear()
+    monkeypatch.setattr(snapshot, "available", lambda: 1 << 40)
+    disk = Slow(fake, steps=2)
+    monkeypatch.setattr(storage, "system", disk)
+    assert main(command("slow", "--train.keep", "9")) == 0
+    assert disk.behind >= 2
+    for step in (4, 8, 12):
+        assert tensors_of(tmp_path / "slow", step) == tensors_of(tmp_path / "whole", step)
+
+
+@pytest.mark.parametrize("piece", [12, 1 << 20])
+def test_only_rows_that_nobody_has_read_yet_are_copied(monkeypatch, piece):
+    monkeypatch.setattr(tensorfile, "PIECE", piece)
+    session = FakeSession()
+    before = {name: array.copy() for name, array in session.arrays.items()}
+    found = snapshot.Snapshot(session, ["w", "b", "w.m"], threads=2)
+
+    def read(name):
+        t = session.tensors[name]
+        return np.concatenate([found.read_rows(name, lo, hi) for lo, hi in tensorfile.pieces(t.shape, 4)])
+
+    np.testing.assert_array_equal(read("w"), before["w"])
+    assert found.copied == 0
+    for names, copied in ((["w", "b"], 28), (["b", "skipped"], 28), (["w.m"], 28 + 60)):
+        found.keep(names)
+        for name in names:
+            session.arrays[name] += 1
+        assert found.copied == copied
+    np.testing.assert_array_equal(read("b"), before["b"])
+    np.testing.assert_array_equal(read("w.m"), before["w.m"])
+
+
+def test_without_memory_for_copies_the_training_waits_for_the_writer(monkeypatch):
+    monkeypatch.setattr(snapshot, "available", lambda: snapshot.SPARE + 59)
+    session = FakeSession()
+    found = snapshot.Snapshot(session, ["w"], threads=1)
+    training = threading.Thread(target=found.keep, args=(["w"],))
+    training.start()
+    training.join(0.05)
+    assert training.is_alive() and found.copied == 0
+    np.testing.assert_array_equal(found.read_rows("w", 0, 5), session.arrays["w"])
+    found.end()
+    training.join(10)
+    assert not training.is_alive()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ENOSPC])
+def test_a_save_that_fails_on_the_way_is_one_line_and_the_training_goes_on(
+    fake, command, tmp_path, monkeypatch, capsys, code
+):
+    class Broken:
+        def __getattr__(self, name):
+            return self.mkdir if name == "mkdir" else getattr(os, name)
+
+        def mkdir(self, path):
+            if path.name == ".tmp-step-000008":
+                raise OSError(code, os.strerror(code), str(path))
+            os.mkdir(path)
+
+    monkeypatch.setattr(storage, "system", Broken())
+    assert main(command("run")) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: no checkpoint")]
+    assert line.startswith(f"warning: no checkpoint of step 8: {os.strerror(code)}: ")
+    assert [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path / "run/checkpoints")] == [12, 4]
+
+
+def test_a_mistake_in_the_writer_is_not_taken_for_a_failing_disk(fake, command, monkeypatch):
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments, **more: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        main(command("run"))
+
+
+def test_milestones_stay_and_the_others_rotate(fake, command, tmp_path):
+    how = ("--train.milestones", "5", "--train.checkpoint_every", "2", "--train.keep", "2", "--steps", "13")
+    assert main(command("run", *how)) == 0
+    held = [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path / "run/checkpoints")]
+    assert held == [13, 12, 10, 5]
+
+
+# --- grace ---
+
+
+def until_saved(folder, step: int) -> None:
+    deadline = time.monotonic() + 10
+    while not checkpoint.step_folder(folder / "checkpoints", step).exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def test_sigterm_inside_a_step_that_does_not_end_saves_the_last_whole_one(fake, command, tmp_path):
+    assert main(command("whole")) == 0
+    fake.runs.clear()
+
+    def hang(entry):
+        if entry == "micro" and [e for e, _ in fake.runs].count("update") == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(20)
+
+    fake.before_run = hang
+    begin = time.monotonic()
+    status = in_child(lambda: main(command("run", "--train.grace", "0.6")))
+    assert os.WEXITSTATUS(status) == 143 and time.monotonic() - begin < 12
+    assert checkpoint.find(tmp_path / "run")[0].name == "step-000005"
+    fake.before_run = lambda entry: None
+    assert main(command("run", "--resume")) == 0
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(tmp_path / "whole", 12)
+
+
+class Stuck:
+    """A disk whose fsync does not return."""
+
+    def __getattr__(self, name):
+        return (lambda *arguments: time.sleep(20)) if name == "fsync" else getattr(os, name)
+
+
+@pytest.mark.parametrize("entry, disk", [("update", os), ("micro", Stuck())], ids=["an update", "a slow disk"])
+def test_what_does_not_end_does_not_prolong_the_grace(fake, command, tmp_path, entry, disk):
+    """Weights that are half of one step and half of the next are not saved, and a save that takes too long is given up."""
+
+    def hang(program):
+        if program == entry and [e for e, _ in fake.runs].count("update") == 5:
+            until_saved(tmp_path / "run", 4)
+            storage.system = disk
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(20)
+
+    fake.before_run = hang
+    begin = time.monotonic()
+    status = in_child(lambda: main(command("run", "--train.grace", "0.4")))
+    assert os.WEXITSTATUS(status) == 143 and time.monotonic() - begin < 12
+    assert checkpoint.find(tmp_path / "run")[0].name == "step-000004"
+
+
+def test_the_thread_saves_at_half_of_the_grace_and_leaves_at_its_end(monkeypatch):
+    begin, happened = time.monotonic(), {}
+    monkeypatch.setattr(Grace, "_save", lambda self: happened.update(save=time.monotonic() - begin))
+    monkeypatch.setattr(Grace, "_end", lambda self, end: happened.update(end=end - begin))
+    loop, stop = SimpleNamespace(saving=SimpleNamespace(last_began=False)), SimpleNamespace(terminated=begin)
+    Grace(3.0, loop=loop, stop=stop, console=None)._watch()
+    assert happened["end"] == pytest.approx(3.0) and 1.5 <= happened["save"] < 2.5
+
+
+def test_a_step_that_ends_in_time_is_saved_as_ever(fake, command, tmp_path, capsys):
+    def stop(entry):
+        if entry == "update" and [e for e, _ in fake.runs].count("update") == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    fake.before_run = stop
+    assert main(command("run", "--train.grace", "5")) == 143
+    assert checkpoint.find(tmp_path / "run")[0].name == "step-000006"
+    assert "stopped after step 6; go on with" in capsys.readouterr().out
