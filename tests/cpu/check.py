@@ -66,6 +66,13 @@ class Session(CpuSession):
 
     _last: tuple[Any, jit.Library] | None = None
 
+    def _compile(self) -> None:
+        wanted = (self.isa, jit.versions(), [spec.key for spec in self.specs])
+        if Session._last is None or Session._last[0] != wanted:
+            super()._compile()
+            Session._last = wanted, self.code
+        self.code = Session._last[1]
+
 
 class Guarded(Session):
     """What an op leaves of a thread's own scratch must stay as it is."""
@@ -82,13 +89,6 @@ class Guarded(Session):
         super().run(program, **values)
         touched = np.flatnonzero((self._spare() != 0xFF).any(0))
         assert not touched.size, f"{program} writes {touched[0] + 1} bytes and more behind its private scratch"
-
-    def _compile(self) -> None:
-        wanted = (self.isa, jit.versions(), [spec.key for spec in self.specs])
-        if Session._last is None or Session._last[0] != wanted:
-            super()._compile()
-            Session._last = wanted, self.code
-        self.code = Session._last[1]
 
 
 def run_fused(
