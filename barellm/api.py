@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,11 @@ from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights
 from barellm.config import Config
-from barellm.data.tokenizers import StreamDecoder, Tokenizer
+from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
-from barellm.generation.decode import cache_positions, kept, open_decoder
+from barellm.generation.decode import cache_positions, open_decoder
 from barellm.generation.samplers import Sampling
+from barellm.generation.writing import Written, unseen, write
 from barellm.interop import imported
 from barellm.interop.sources import is_checkpoint, open_weights
 from barellm.models.course import enter
@@ -73,6 +74,8 @@ class Model:
 
     Memory is taken when something is computed for the first time, for what is computed alone, and given back by `close` or at the
     end of a `with`. Results have the same bits in every process and for every number of threads.
+
+    A model computes one thing at a time: a `stream` that is not at its end cannot go on after another call, and says so.
     """
 
     config: Config
@@ -85,6 +88,7 @@ class Model:
         self.config, self.tokenizer = config, weights.tokenizer
         self._weights, self._device, self._step, self._total = weights, device, step, total
         self._open, self._wanted, self._session, self._closed = ExitStack(), _Wanted(), None, False
+        self._turn = 0  # counts what uses the session: a stream whose turn is over has lost its KV cache
 
     def __repr__(self) -> str:
         sizes = f"{self.parameters:,} parameters, {self.config.model.vocab_size:,} ids"
@@ -133,11 +137,14 @@ class Model:
         temperature: float = 0.8,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition: float = 1.0,
+        stop: str | Sequence[str] = (),
         seed: int = 1337,
     ) -> str:
         """The text that follows the prompt, in one piece. The options are those of `stream`."""
-        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        return "".join(self.stream(prompt, tokens=tokens, seed=seed, **how))
+        how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition=repetition, seed=seed)
+        return "".join(self._text(prompt, tokens=tokens, how=how, stop=stop))
 
     def stream(
         self,
@@ -147,32 +154,49 @@ class Model:
         temperature: float = 0.8,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition: float = 1.0,
+        stop: str | Sequence[str] = (),
         seed: int = 1337,
     ) -> Iterator[str]:
         """The text that follows the prompt, piece by piece, as soon as each is known.
 
-        It has at most so many `tokens`, and ends where the model ends its document. `temperature` 0 always takes the most likely
-        token; `top_k` and `top_p` choose among the most likely ones only (0 and 1: among all). The same seed gives the same text,
-        which is also that of `barellm sample`.
+        It has at most so many `tokens`, and ends where the model ends its document, or before a `stop` text. `temperature` 0 always
+        takes the most likely token; `top_k`, `top_p` and `min_p` choose among the most likely ones only (0, 1 and 0: among all);
+        `repetition` above 1 makes tokens that the text has already less likely. The same seed gives the same text, which is also
+        that of `barellm sample`.
+
+        UserError at once for an argument that cannot be; and for the next piece, if the model has computed something else since
+        the one before it.
         """
+        how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition=repetition, seed=seed)
+        return self._text(prompt, tokens=tokens, how=how, stop=stop)
+
+    def _text(self, prompt: str, *, tokens: int, how: Sampling, stop: str | Sequence[str]) -> Iterator[str]:
+        """Looks at the arguments; the session is opened, and the stream's turn begins, with the first piece."""
         if tokens < 1:
             raise UserError(f"tokens is {tokens}, expected at least 1")
-        drawn = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        model, text = self.config.model, StreamDecoder(self.tokenizer)
+        self._check_open()
         fed = self.tokenizer.prompt(prompt)
-        if len(fed) > model.max_seq:
-            seen = f"the model has {model.max_seq} positions and sees the last {len(kept(fed, model.max_seq))}"
-            warnings.warn(f"the prompt has {len(fed)} tokens: {seen}", stacklevel=2)
-        positions = cache_positions(len(fed) + tokens, model.max_seq)
-        session = self._opened("decode", positions=positions)
-        decoder = open_decoder(session, model, positions=self._wanted.positions)
-        for token in decoder.tokens(fed, count=tokens, how=drawn):
-            if token in self.tokenizer.ends:
-                break
-            if piece := text.feed(token):
-                yield piece
-        if rest := text.finish():
-            yield rest
+        if warning := unseen(fed, self.config.model.max_seq):
+            warnings.warn(warning, stacklevel=3)
+        pieces: list[str] = []
+        text = Written(self.tokenizer, stops=[stop] if isinstance(stop, str) else stop, say=pieces.append)
+        return self._pieces(fed, text, pieces, tokens=tokens, how=how)
+
+    def _pieces(
+        self, fed: Sequence[int], text: Written, pieces: list[str], *, tokens: int, how: Sampling
+    ) -> Iterator[str]:
+        model = self.config.model
+        session = self._opened("decode", positions=cache_positions(len(fed) + tokens, model.max_seq))
+        turn, decoder = self._turn, open_decoder(session, model, positions=self._wanted.positions)
+        for _ in write(decoder, [fed], [text], count=tokens, hows=[how]):
+            yield from filter(None, pieces)
+            pieces.clear()
+            if self._turn != turn:
+                self._check_open()
+                raise UserError("this stream is over: the model has computed something else since its last piece")
+        yield from filter(None, pieces)
 
     def save(self, path: str | Path) -> Path:
         """Write a checkpoint into the new or empty folder `path`, which `load` and every command read; the same bits come back. It
@@ -182,6 +206,7 @@ class Model:
     def close(self) -> None:
         """Give the memory back. A closed model computes nothing any more."""
         self._closed, self._session = True, None
+        self._turn += 1
         self._open.close()
 
     def __enter__(self) -> Model:
@@ -202,19 +227,29 @@ class Model:
             raise UserError(f"{name}[{at[0]}, {at[1]}] is {ids[tuple(at)]}, expected an id {known}")
         return ids.astype(np.int32)
 
-    def _opened(self, program: str, **sizes: int) -> Any:
-        """A session that has this program for these sizes. One that lacks it is closed, and opened again with both."""
+    def _check_open(self) -> None:
         if self._closed:
             raise UserError(f"the model of {self._weights.path} is closed: load it again")
-        wanted = self._wanted.and_also(program, **sizes)
+
+    def _opened(self, program: str, *, seq: int = 1, **sizes: int) -> Any:
+        """A session that has this program for these sizes. One that lacks it is closed, and opened again with both. It is planned
+        for a power of two of tokens, so that a text that grows by a few does not open it each time."""
+        self._check_open()
+        self._turn += 1
+        seq = min(self.config.model.max_seq, 1 << (seq - 1).bit_length())
+        wanted = self._wanted.and_also(program, seq=seq, **sizes)
         if self._session is not None and wanted == self._wanted:
             return self._session
+        programs = self._programs(wanted)  # where they are refused, the open session stays
+        self._session, self._wanted = None, _Wanted()
         self._open.close()
-        self._session = self._open.enter_context(machine.opened(self._programs(wanted), self._device))
-        self._weights.load(self._session)
-        enter(self._session, self.config, self._step, self._total)
-        self._wanted = wanted
-        return self._session
+        with ExitStack() as opening:
+            session = opening.enter_context(machine.opened(programs, self._device))
+            self._weights.load(session)
+            enter(session, self.config, self._step, self._total)
+            self._open = opening.pop_all()
+        self._session, self._wanted = session, wanted
+        return session
 
     def _programs(self, wanted: _Wanted) -> dict[str, Any]:
         model, compute = self.config.model, self.config.train.dtype

@@ -31,7 +31,7 @@ MAY = {
     "cuda": STEP,
     "kernels": STEP | {"cpu"},  # arrays of NumPy lie in the processor's memory
     "assembly": STEP | {"models", "optim"},
-    "generation": STEP | {"models", "kernels"},
+    "generation": STEP | {"models", "kernels", "data"},
     "evaluation": STEP | {"data"},
     "checkpoint": STEP | {"models", "overrides", "data"},
     "training": BUILT | {"data", "generation", "evaluation", "checkpoint"},

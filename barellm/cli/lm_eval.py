@@ -17,11 +17,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from barellm.assembly.machine import check_device
 from barellm.cli.checkpoints import Found, found
-from barellm.cli.texts import Written, write
 from barellm.errors import UserError
 from barellm.evaluation.scoring import Score, Scorer, Text, shape_for
 from barellm.generation.decode import cache_positions, open_decoder
 from barellm.generation.samplers import Sampling
+from barellm.generation.writing import Written, write
 
 KNOWN = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}  # of a request's generation keywords
 IGNORED = {"do_sample", "until", "max_gen_toks", "num_beams", "use_cache", "pad_token_id", "eos_token_id"}

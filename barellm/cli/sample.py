@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from barellm.cli.checkpoints import found_or_fresh
-    from barellm.cli.texts import fed
     from barellm.errors import UserError
     from barellm.generation.decode import cache_positions, open_decoder
     from barellm.generation.samplers import Sampling
+    from barellm.generation.writing import unseen
 
     for name in ("tokens", "samples", "batch"):
         if getattr(args, name) < 1:
@@ -93,10 +93,12 @@ def run(args: argparse.Namespace) -> int:
             _talk(args, checkpoint, open_decoder(machine.session, machine.config.model, positions=most), first)
         return 0
     prompts = [args.prompt or ""] if args.prompts is None else _prompts(args.prompts)
+    fed = {prompt: checkpoint.tokenizer.prompt(prompt) for prompt in prompts}
+    for ids in fed.values():
+        if warning := unseen(ids, most):
+            print(f"barellm: warning: {warning}", file=sys.stderr)
     works = [
-        Work(prompt, replace(first, seed=args.seed + i), fed(checkpoint.tokenizer, prompt, most))
-        for prompt in prompts
-        for i in range(args.samples)
+        Work(prompt, replace(first, seed=args.seed + i), fed[prompt]) for prompt in prompts for i in range(args.samples)
     ]
     positions = cache_positions(max(len(work.fed) for work in works) + args.tokens, most)
     rows = min(args.batch, len(works))
@@ -139,7 +141,7 @@ def _group(
 ) -> None:
     """Write some of the texts side by side. The first of them is shown as it comes, the others when their turn comes."""
     from barellm.bench.decoding import Pace
-    from barellm.cli.texts import Written, write
+    from barellm.generation.writing import Written, write
 
     def title(i: int) -> str:
         return f"--- sample {i + 1} of {len(works)}, seed {works[i].how.seed}\n" if len(works) > 1 else ""
@@ -170,7 +172,7 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
     an answer of --tokens do not fit into the positions, the oldest tokens are left out; half of the positions are left at least."""
     from dataclasses import replace
 
-    from barellm.cli.texts import Written, write
+    from barellm.generation.writing import Written, write
 
     tokenizer, most = checkpoint.tokenizer, checkpoint.config.model.max_seq
     begins = [] if tokenizer.eot is None else [tokenizer.eot]

@@ -128,6 +128,63 @@ def test_mistakes_are_named(model, call, message):
         call(model)
 
 
+@pytest.fixture
+def on_cpu(tmp_path, own_cache):
+    """The same with sessions that are planned and closed."""
+    with barellm.load(checkpoint(tmp_path / "run"), dtype="fp32", device="cpu") as opened:
+        yield opened
+
+
+def test_a_stream_ends_where_the_model_computes_something_else(on_cpu):
+    """Whether that opens the session again or writes into its KV cache. Streams that have no piece yet are not disturbed."""
+    whole = on_cpu.generate("ab", tokens=9, seed=3)
+    assert "".join(on_cpu.stream("ab", tokens=9, seed=3)) == whole
+    for other in (lambda: on_cpu.logits(TOKENS), lambda: next(on_cpu.stream("xyz", tokens=9))):
+        stream, waiting = (on_cpu.stream("ab", tokens=9, seed=3) for _ in range(2))
+        next(stream)
+        other()
+        with pytest.raises(UserError, match="this stream is over: the model has computed something else"):
+            next(stream)
+        assert "".join(waiting) == whole
+    stream = on_cpu.stream("ab", tokens=9)
+    next(stream)
+    on_cpu.close()
+    with pytest.raises(UserError, match="is closed: load it again"):
+        next(stream)
+
+
+def test_a_refused_opening_leaves_the_model_alive(on_cpu, monkeypatch):
+    logits = on_cpu.logits(TOKENS)
+    session = on_cpu._session
+    many = np.broadcast_to(np.int8(0), (1 << 21, 9))
+    with pytest.raises(UserError, match="expected at most 16777216"):
+        on_cpu.loss(many, many)
+    assert (on_cpu.logits(TOKENS) == logits).all() and on_cpu._session is session
+    with monkeypatch.context() as patch:
+        patch.setattr("barellm.api.enter", lambda *words: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            on_cpu.loss(TOKENS, TARGETS)
+    assert (on_cpu.logits(TOKENS) == logits).all()
+
+
+def test_a_growing_text_opens_no_session_for_each_token(model):
+    sessions = set()
+    for tokens in range(5, 9):
+        model.logits(TOKENS[:, :tokens])
+        sessions.add(model._session)
+    assert len(sessions) == 1
+
+
+def test_options_reach_the_sampler(model):
+    greedy = model.generate("1", tokens=9, temperature=0)
+    assert model.generate("1", tokens=9, min_p=1) == greedy
+    assert model.generate("1", tokens=9, temperature=0, repetition=50) != greedy
+    for stop in (greedy[4:6], ["never", greedy[4:6]]):
+        assert model.generate("1", tokens=9, temperature=0, stop=stop) == greedy[: greedy.index(greedy[4:6])]
+    with pytest.raises(UserError, match="min_p is 2"):
+        model.stream(min_p=2)
+
+
 def test_a_closed_model_says_so(model):
     model.logits(TOKENS)
     model.close()

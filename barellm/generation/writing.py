@@ -1,8 +1,7 @@
-"""Texts that a decoder writes: from prompts to ids, and from tokens to what is shown."""
+"""Texts that a decoder writes: from tokens to what is shown."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from barellm.data.tokenizers import StreamDecoder, Tokenizer
@@ -46,13 +45,12 @@ class Written:
         self.say(piece)
 
 
-def fed(tokenizer: Tokenizer, prompt: str, positions: int) -> list[int]:
-    """The ids that the model begins with. Says on stderr where it cannot see them all."""
-    ids = tokenizer.prompt(prompt)
-    if len(ids) > positions:
-        seen = f"the model has {positions} positions and sees the last {len(kept(ids, positions))}"
-        print(f"barellm: warning: the prompt has {len(ids)} tokens: {seen}", file=sys.stderr)
-    return ids
+def unseen(prompt: Sequence[int], positions: int) -> str:
+    """What a user should know of a prompt that a model with so many positions does not see whole; else ""."""
+    if len(prompt) <= positions:
+        return ""
+    seen = f"the model has {positions} positions and sees the last {len(kept(prompt, positions))}"
+    return f"the prompt has {len(prompt)} tokens: {seen}"
 
 
 def write(
