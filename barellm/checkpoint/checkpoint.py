@@ -70,10 +70,9 @@ def save(
     tokenizer: Mapping[str, bytes],
     keep: int,
     gradients: bool = False,
-    milestones: int = 0,
 ) -> Path:
     """Write the checkpoint of `step` into `folder`, with the `gradients` too if asked, then remove all but the newest `keep` up to
-    it. Those of every `milestones` steps stay for ever and do not count. OSError: the old stand."""
+    it. Those that say in their `meta` that they are a "milestone" stay for ever and do not count. OSError: the old stand."""
     target = step_folder(folder, step)
     if not folder.is_dir():
         storage.system.mkdir(folder)
@@ -86,10 +85,18 @@ def save(
         _write(target, session, roles, meta={"format": FORMAT, "step": step, **meta}, tokenizer=tokenizer)
     # A later one, from which the run did not go on because it is damaged, must not count.
     up_to_this = [path for path in steps(folder) if step_of(path) <= step]
-    rotating = [path for path in up_to_this if not milestones or step_of(path) % milestones]
+    rotating = [path for path in up_to_this if not _is_milestone(path)]
     for old in rotating[max(1, keep) :]:
         storage.remove_folder(old)
     return target
+
+
+def _is_milestone(path: Path) -> bool:
+    """Whether the run that wrote it keeps it for ever, whatever a later session of the run was asked for."""
+    try:
+        return read_json(path / META).get("milestone") is True
+    except (OSError, UserError):  # it is damaged
+        return False
 
 
 def _write(

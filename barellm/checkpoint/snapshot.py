@@ -54,6 +54,8 @@ class Snapshot:
         the writer has had all."""
         with self._lock:
             due = [piece for piece in self._left if piece[0] in names and piece not in self._copies]
+            if not due:
+                return
             nbytes = sum(self._nbytes(piece) for piece in due)
             if nbytes + SPARE <= available():
                 with ThreadPoolExecutor(self._threads) as pool:

@@ -7,6 +7,7 @@ import threading
 import time
 from types import TracebackType
 
+from barellm.checkpoint import checkpoint
 from barellm.training.console import Console
 from barellm.training.loop import Loop
 from barellm.training.stopping import Stopping
@@ -17,7 +18,8 @@ POLL_S = 0.05
 class Grace:
     """While entered, a thread waits for SIGTERM. The loop gets half of the time to end its micro-batch and to begin the last save.
     If it has not, the thread saves the last whole step itself: forward and backward change neither weights nor the optimizer's
-    state, so their bytes are those of that step even while a micro-batch runs. At the end of the time the process ends in any case.
+    state, so their bytes are those of that step even while a micro-batch runs. At the end of the time the process ends in any case:
+    whoever enters it leaves it last, for what is closed at a run's end may hang too.
 
     The thread cannot save where the session belongs to one thread (a GPU), or where a step adds to the gradients of the one before;
     there the micro-batch must end in time."""
@@ -50,21 +52,23 @@ class Grace:
 
     def _end(self, end: float) -> None:
         if not self._over.wait(max(0.0, end - time.monotonic())):
-            self._exit(f"the grace period of {self._seconds:g} s is over: ended without a checkpoint of the last steps")
+            step, saved = self._loop.progress.step, self._loop.saving.saved
+            if saved is None:
+                held = "no checkpoint was saved"
+            elif checkpoint.step_of(saved) == step:
+                held = f"{saved} holds its last step"
+            else:
+                held = f"step {step} was not saved, {saved} is the newest checkpoint"
+            self._exit(f"the grace period of {self._seconds:g} s is over, and the run is ended: {held}")
 
     def _save(self) -> None:
         """Save the last whole step beside the micro-batch that runs, and end the process. Return if that cannot be done."""
         saving = self._loop.saving
-        saving.changing.acquire()  # held to the end of the process, so that no update begins
-        if saving.last_began or not saving.still("micro", self._loop.point()):
-            saving.changing.release()
-            return
-        try:
-            saving.now(self._loop.point())
-        except OSError as error:
-            self._console.line(f"warning: {error.filename}: {error.strerror}")
-            return
-        self._exit(f"stopped inside step {self._loop.progress.step + 1}, which a resumed run does again")
+        with saving.changing:  # to the end of the process, so that neither an update nor another save begins
+            point = self._loop.point()
+            if saving.last_began or not saving.still("micro", point) or not saving.now_or_warn(point):
+                return
+            self._exit(f"stopped inside step {point.step + 1}: a run that goes on from {saving.saved} does it again")
 
     def _exit(self, words: str) -> None:
         self._console.line(words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, NoReturn
 
@@ -90,16 +90,16 @@ class Loop:
     _stepped: int = 0
     _not_finite: int = 0  # steps in a row
     _save_due: bool = False
-    _changed: int = (
-        0  # the last step that changed the weights: an update is skipped where the gradient's norm is not finite
-    )
+    _milestone_due: bool = False
+    # After the last step that changed the weights: an update is skipped where the gradient's norm is not finite.
+    _changed: Point | None = None
 
     def run(self) -> bool:
         """Train to the last step. False if stopped; a checkpoint of the last whole step is on disk either way."""
         train = self.config.train
         if self.progress.total is None and train.minutes == 0:
             self.progress.total = train.steps
-        self._before, self._changed = self.progress.seconds, self.progress.step
+        self._before, self._changed = self.progress.seconds, self.point()
         self.course.enter(self.session, self.progress.step, self.progress.total)
         while True:
             step = self.progress.step
@@ -228,7 +228,8 @@ class Loop:
             self.console.line(f"step {step:>5}  skipped: {spike} ({self.spikes.skipped:,} skipped so far)")
         self._estimate()
         self._not_finite = 0 if finite else self._not_finite + 1
-        self._changed = step if isfinite(norm) and not spike else self._changed
+        if isfinite(norm) and not spike:
+            self._changed = self.point()
         if self._not_finite == NOT_FINITE_LIMIT:
             self._diverged(loss, norm)
 
@@ -246,11 +247,12 @@ class Loop:
     def _diverged(self, loss: float, norm: float) -> NoReturn:
         """Ends the run with one line. The weights are saved first, as the last update that was not skipped left them, unless that
         update was what broke them. They may be bad already, so all earlier checkpoints stay, and the line names the newest."""
-        step, self.progress.step = self.progress.step, self._changed
-        if self._changed and self._weights_are_finite():
-            self.saving.now_or_warn(self.point())
+        step, point = self.progress.step, self._changed
+        assert point is not None
+        if point.step and self._weights_are_finite():
+            self.saving.now_or_warn(replace(point, keep=ALL))
         self.saving.wait()
-        target = checkpoint.step_folder(self.saving.folder, self._changed)
+        target = checkpoint.step_folder(self.saving.folder, point.step)
         held = f"; {target} holds the last weights that were finite" if target.is_dir() else ""
         if earlier := [path for path in checkpoint.steps(self.saving.folder) if path != target]:
             held += (
@@ -362,6 +364,7 @@ class Loop:
             "samples": self.ramp.before(progress.step) * train.batch,
             "tokens": progress.tokens,
             "seconds": round(progress.seconds, 3),
+            "milestone": self._milestone_due or self._is_milestone(progress.step),
         }
         if self.spikes.active:
             meta["spikes"] = self.spikes.state()
@@ -370,10 +373,17 @@ class Loop:
         return Point(progress.step, meta, ALL if self._not_finite else train.keep, adds)
 
     def _save_if_due(self) -> None:
-        """While the loss or the norm is not finite no checkpoint is made: it could push out a good one."""
+        """While the loss or the norm is not finite no checkpoint is made: it could push out a good one. A run that stops saves its
+        last step, here or in the thread of its grace period."""
         train, step = self.config.train, self.progress.step
-        self.saving.report()
-        self._save_due |= any(every and step % every == 0 for every in (train.checkpoint_every, train.milestones))
-        if self._save_due and step != self.progress.total and not self._not_finite:
-            self._save_due = False
-            self.saving.begin(self.point())
+        with self.saving.changing:
+            self.saving.report()
+            self._milestone_due |= self._is_milestone(step)
+            self._save_due |= self._milestone_due or (train.checkpoint_every > 0 and step % train.checkpoint_every == 0)
+            if self._save_due and step != self.progress.total and not self._not_finite and not self.stop:
+                self.saving.begin(self.point())
+                self._save_due = self._milestone_due = False
+
+    def _is_milestone(self, step: int) -> bool:
+        every = self.config.train.milestones
+        return every > 0 and step > 0 and step % every == 0

@@ -215,7 +215,7 @@ class Run:
     def _train(self, folder: RunFolder, machine: Machine, stop: Stopping) -> int:
         progress, rows = self._begin(folder, machine)
         decoder = open_decoder(machine.session, self.config.model, positions=self.config.model.max_seq)
-        with ExitStack() as files:
+        with ExitStack() as last, ExitStack() as files:
             log = files.enter_context(closing(metrics.Metrics(folder.path / "metrics.jsonl", rows=rows)))
             found = folder.path / ranges.FILE
             if found.exists():  # of the run that goes on, or of one that ended before its first checkpoint
@@ -249,7 +249,8 @@ class Run:
                 started=self.started,
                 listen=self.listen,
             )
-            files.enter_context(Grace(self.config.train.grace, loop=loop, stop=stop, console=self.console))
+            # It covers the closing of the files and trackers too, of which one may hang.
+            last.enter_context(Grace(self.config.train.grace, loop=loop, stop=stop, console=self.console))
             if loop.run() and self._finish(folder, machine, loop, decoder, stop):
                 return 0
             # Without a new step the checkpoint is the one from before, which does not know what this command line changed.
@@ -277,7 +278,6 @@ class Run:
             shared=machine.shared,
             threads=int(machine.meta().get("threads", 1)),
             tokenizer=tokenizer_files(self.data.tokenizer),
-            milestones=self.config.train.milestones,
             console=self.console,
             stop=stop,
             saved=self.start.path if self.start else None,

@@ -32,7 +32,7 @@ class Point:
 class Saving:
     """`written`: the persistent tensors that each program changes; of a program that is not in it, all. `shared`: whether a second
     thread may read the session while a program runs; where it may not, a save begins with a copy of everything. `changing` is held
-    while an update makes one step's weights the next one's."""
+    while an update makes one step's weights the next one's, and while a save begins: a thread that holds it may save itself."""
 
     def __init__(
         self,
@@ -43,7 +43,6 @@ class Saving:
         shared: bool,
         threads: int,
         tokenizer: Mapping[str, bytes],
-        milestones: int,
         console: Console,
         stop: Stopping,
         saved: Path | None = None,
@@ -52,8 +51,7 @@ class Saving:
         self.changing = threading.Lock()
         self.last_began = False
         self._written, self._shared, self._threads = written, shared, threads
-        self._tokenizer, self._milestones = tokenizer, milestones
-        self._console, self._stop = console, stop
+        self._tokenizer, self._console, self._stop = tokenizer, console, stop
         self.writer: _Writer | None = None
 
     def _names(self, point: Point) -> frozenset[str]:
@@ -79,10 +77,10 @@ class Saving:
 
     def before(self, program: str) -> None:
         """To be called before a program runs: what it changes is copied first, if it still has to be saved."""
-        if self.writer is not None:
+        if (writer := self.writer) is not None:  # another thread may end the save meanwhile
             begin = time.perf_counter()
-            self.writer.snapshot.keep(self._written.get(program, self._names(self.writer.point)))
-            self.writer.stalled += time.perf_counter() - begin
+            writer.snapshot.keep(self._written.get(program, self._names(writer.point)))
+            writer.stalled += time.perf_counter() - begin
 
     def report(self) -> None:
         """Say what became of a save that has ended. A failed one costs only itself: older checkpoints stay, and the training goes
@@ -107,8 +105,8 @@ class Saving:
 
     def wait(self) -> None:
         """Until no save is under way."""
-        if self.writer is not None:
-            self.writer.join()
+        if (writer := self.writer) is not None:
+            writer.join()
             self.report()
 
     close = wait
@@ -121,11 +119,14 @@ class Saving:
         self.saved = self._write(self.session, point)
         self._console.line(f"saved {self.saved}")
 
-    def now_or_warn(self, point: Point) -> None:
+    def now_or_warn(self, point: Point) -> bool:
+        """Whether it was saved. If not, a line says why."""
         try:
             self.now(point)
         except OSError as error:
             self._console.line(self._warning(point, error))
+            return False
+        return True
 
     def last(self, point: Point) -> None:
         """Save the last checkpoint. Nothing else holds these weights, so if the disk is full, wait for room. Ctrl-C gives up."""
@@ -162,7 +163,6 @@ class Saving:
             tokenizer=self._tokenizer,
             keep=point.keep,
             gradients=point.gradients,
-            milestones=self._milestones,
         )
 
 

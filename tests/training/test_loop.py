@@ -106,6 +106,8 @@ def test_a_run_that_diverges_leaves_its_last_finite_weights(diverging, fake, com
     assert last_step(tmp_path) == checkpoint.read_meta(target)["step"] == 10
     saved = load_file(target / checkpoint.WEIGHTS)
     assert all((saved[name] == fake.arrays[name]).all() for name in ("w", "b"))
+    meta = checkpoint.read_meta(target)
+    assert (meta["tokens"], meta["samples"]) == (10 * 32, 10 * 4)  # of this step, as all of it
     # It is a checkpoint like any: the run goes on from it, to the same end.
     assert main(["train", "--out", str(tmp_path / "run"), "--resume"]) == 2
     steps = [r["step"] for r in metrics.read(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]

@@ -15,6 +15,8 @@ import pytest
 from barellm.checkpoint import checkpoint, snapshot, storage, tensorfile
 from barellm.cli.main import main
 from barellm.training.grace import Grace
+from barellm.training.saving import Point, Saving
+from barellm.training.trackers import Tracking
 from tests.checkpoint.test_checkpoint import in_child
 from tests.training.fake import FakeSession
 
@@ -80,6 +82,12 @@ def test_only_rows_that_nobody_has_read_yet_are_copied(monkeypatch, piece):
     np.testing.assert_array_equal(read("w.m"), before["w.m"])
 
 
+def test_without_memory_what_is_not_due_waits_for_nobody(monkeypatch):
+    monkeypatch.setattr(snapshot, "available", lambda: 0)
+    session = FakeSession()
+    snapshot.Snapshot(session, ["w"], threads=1).keep(["b", "w.m"])  # it would never return
+
+
 def test_without_memory_for_copies_the_training_waits_for_the_writer(monkeypatch):
     monkeypatch.setattr(snapshot, "available", lambda: snapshot.SPARE + 59)
     session = FakeSession()
@@ -125,6 +133,41 @@ def test_milestones_stay_and_the_others_rotate(fake, command, tmp_path):
     assert main(command("run", *how)) == 0
     held = [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path / "run/checkpoints")]
     assert held == [13, 12, 10, 5]
+    # What a checkpoint was when it was made decides, not what a later session asks for.
+    how = ("--train.milestones", "0", "--train.checkpoint_every", "0", "--train.keep", "1", "--steps", "15", "--resume")
+    assert main(command("run", *how)) == 0
+    held = [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path / "run/checkpoints")]
+    assert held == [15, 10, 5]
+
+
+def test_a_run_that_stops_begins_no_save_beside_that_of_its_grace_period(fake, command, tmp_path, capsys):
+    def stop(entry):
+        if entry == "update" and [e for e, _ in fake.runs].count("update") == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    fake.before_run = stop
+    assert main(command("run")) == 143  # step 8 would have its checkpoint on the way
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("saved ")]
+    assert said[-1] == f"saved {tmp_path / 'run/checkpoints/step-000008'}"  # by the run itself, before it ends
+
+
+def test_a_program_runs_while_another_thread_ends_the_save(tmp_path):
+    """The writer may be gone between two looks at it."""
+    session = FakeSession()
+    saving = Saving(tmp_path, session, written={}, shared=True, threads=1, tokenizer={}, console=None, stop=None)
+
+    class Vanishing:
+        stalled = 0.0
+        point = Point(1, {}, 1, False)
+
+        @property
+        def snapshot(self):
+            saving.writer = None
+            return SimpleNamespace(keep=lambda names: None)
+
+    saving.writer = Vanishing()
+    saving.before("update")
+    assert saving.writer is None
 
 
 # --- grace ---
@@ -187,6 +230,21 @@ def test_the_thread_saves_at_half_of_the_grace_and_leaves_at_its_end(monkeypatch
     loop, stop = SimpleNamespace(saving=SimpleNamespace(last_began=False)), SimpleNamespace(terminated=begin)
     Grace(3.0, loop=loop, stop=stop, console=None)._watch()
     assert happened["end"] == pytest.approx(3.0) and 1.5 <= happened["save"] < 2.5
+
+
+def test_a_tracker_that_hangs_at_the_end_does_not_prolong_the_grace(fake, command, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(Tracking, "close", lambda self: time.sleep(20))
+
+    def stop(entry):
+        if entry == "update" and [e for e, _ in fake.runs].count("update") == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    fake.before_run = stop
+    begin = time.monotonic()
+    status = in_child(lambda: main(command("run", "--train.grace", "0.4")))
+    assert os.WEXITSTATUS(status) == 143 and time.monotonic() - begin < 12
+    held = f"{tmp_path / 'run/checkpoints/step-000006'} holds its last step"
+    assert f"the grace period of 0.4 s is over, and the run is ended: {held}" in capfd.readouterr().out
 
 
 def test_a_step_that_ends_in_time_is_saved_as_ever(fake, command, tmp_path, capsys):
