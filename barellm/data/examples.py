@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from barellm.data.loader import MASK, Rows, draw, permuted
-from barellm.data.reading import Layout, format_of, records
+from barellm.data.reading import Layout, format_of, need_characters, records
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 
@@ -46,11 +46,12 @@ class Examples:
 
 
 def has_examples(path: Path) -> bool:
-    """Whether a file of JSON lines has answers: by its first record."""
+    """Whether a file of JSON lines has answers: by its first record. One with the field that holds the text of a `Layout` is text,
+    whatever else it has."""
     if not path.is_file() or format_of(path, Layout()) != "jsonl":
         return False
     _, first = next(records(path), ("", None))
-    return isinstance(first, dict) and ("answer" in first or "messages" in first)
+    return isinstance(first, dict) and Layout().field not in first and ("answer" in first or "messages" in first)
 
 
 def read_examples(path: Path) -> tuple[list[Parts], str]:
@@ -58,6 +59,8 @@ def read_examples(path: Path) -> tuple[list[Parts], str]:
     digest, found = xxhash.xxh3_128(f"{FORMAT}".encode()), []
     for where, record in records(path):
         found.append(parts(record, where))
+        for text, _ in found[-1]:
+            need_characters(text, where)
         digest.update(repr(found[-1]).encode())
     return found, digest.hexdigest()
 
@@ -94,8 +97,9 @@ def _conversation(messages: Any, where: str) -> Parts:
     return found
 
 
-def encode_examples(found: list[Parts], tokenizer: Tokenizer) -> Examples:
-    """Prompts and answers are encoded by themselves, so no token is of both."""
+def encode_examples(found: list[Parts], tokenizer: Tokenizer, *, name: str) -> Examples:
+    """Prompts and answers are encoded by themselves, so no token is of both. UserError, which begins with `name`, for an example
+    that has nothing to predict an answer from, or no answer: a tokenizer without an end-of-text token adds nothing to its texts."""
     ids = iter(tokenizer.encode_many([text for one in found for text, _ in one]))
     end = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
     tokens, answer, sizes = [], [], []
@@ -104,8 +108,15 @@ def encode_examples(found: list[Parts], tokenizer: Tokenizer) -> Examples:
         for _, answers in one:
             pieces += [(next(ids), answers), (end, True)] if answers else [(next(ids), False)]
         tokens += [piece for piece, _ in pieces]
-        answer += [np.full(len(piece), answers) for piece, answers in pieces]
-        sizes.append(sum(len(piece) for piece, _ in pieces))
+        answer += (own := [np.full(len(piece), answers) for piece, answers in pieces])
+        counted = np.concatenate(own)
+        if not counted.any() or counted[0]:
+            what = "prompt" if counted.any() else "answer"
+            raise UserError(
+                f"{name}: example {len(sizes) + 1} has no token in its {what}, and the tokenizer {tokenizer.name} has no "
+                "end-of-text token that could stand there: expected at least one"
+            )
+        sizes.append(len(counted))
     return Examples(np.concatenate(tokens), np.concatenate(answer), np.cumsum([0, *sizes]))
 
 
@@ -212,9 +223,13 @@ def split(path: Path, val_fraction: float, make: Callable[[Callable[[], Iterator
     examples, at least one, are for validation; 1: all. `make` gets all texts."""
     found, digest = read_examples(path)
     held = max(1, round(len(found) * val_fraction))
+    if len(found) < 2 and val_fraction < 1:
+        raise UserError(f"{path} has 1 example, expected at least 2: one for validation")
     if held >= len(found) and val_fraction < 1:
-        raise UserError(f"{path} has {len(found)} example, expected at least 2: one for validation")
+        raise UserError(
+            f"data.val_fraction is {val_fraction:g}, which takes all {len(found)} examples of {path} for validation"
+        )
     tokenizer = make(lambda: (text for one in found for text, _ in one))
-    examples = encode_examples(found, tokenizer)
+    examples = encode_examples(found, tokenizer, name=str(path))
     cut = max(0, len(found) - held)
     return examples.slice(0, cut), examples.slice(cut, len(found)), tokenizer, digest

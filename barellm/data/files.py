@@ -36,19 +36,21 @@ class Skipped:
 
 
 def find_files(sources: Iterable[str], layout: Layout, skipped: Skipped) -> list[Path]:
-    """The files of all sources in their order, those of a pattern or folder sorted. UserError for a source that is not there or
-    names no text, and for whatever cannot be read: what is left of a text is another text."""
-    files: list[Path] = []
+    """The files of all sources in their order, those of a pattern or folder sorted. One that several sources name comes once, where
+    it is named first. UserError for a source that is not there or names no text, and for whatever cannot be read: what is left of
+    a text is another text."""
+    files: dict[str, Path] = {}  # by their absolute paths
     for source in sources:
         for path in _named(source):
             if path.is_dir():
                 inside = files_of(path, layout, skipped)
                 if not inside:
                     raise UserError(f"folder {path} has no text and no .bin shards. {str(skipped) or 'it is empty'}")
-                files += inside
             else:
-                files.append(path)
-    return files
+                inside = [path]
+            for one in inside:
+                files.setdefault(os.path.abspath(one), one)
+    return list(files.values())
 
 
 def _named(source: str) -> list[Path]:

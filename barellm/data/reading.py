@@ -245,7 +245,19 @@ def _text(where: str, record: Any, field: str) -> str:
     if not isinstance(text, str):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{where} has no text in a field {field!r}, it has: {has}")
+    need_characters(text, where)
     return text
+
+
+def need_characters(text: str, where: str) -> None:
+    """Raise a UserError, which begins with `where`, for a text with half of a surrogate pair: JSON can write one, UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise UserError(
+            f"{where} has {half} alone in its text, which is half of a character: expected both halves"
+        ) from error
 
 
 def texts(path: Path, field: str) -> Iterator[str]:
@@ -273,6 +285,10 @@ def _records(path: Path, found: Iterator[bytes], at: int) -> Iterator[tuple[str,
                 yield where, json.loads(line), at
             except ValueError as error:
                 raise UserError(f"{where} is no JSON: {error}") from error
+            except RecursionError as error:
+                raise UserError(
+                    f"{where} has lists or objects too deep in each other, expected a flat record"
+                ) from error
 
 
 def _lines(found: Iterator[bytes]) -> Iterator[bytes]:

@@ -27,22 +27,35 @@ class Workplace:
 
         if self.out.exists() and not self.out.is_dir():
             raise UserError(f"{self.out} is there and not an empty folder: choose another or remove it")
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise UserError(f"another barellm process is preparing {self.out}") from None
+        while True:
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._lock)
+                raise UserError(f"another barellm process is preparing {self.out}") from None
+            if self._is_ours():
+                break
+            os.close(
+                self._lock
+            )  # of a folder that another process has removed meanwhile: a lock on it keeps nobody out
         for path in self.folder.rglob(".*.tmp"):  # of a process that was killed: nobody else writes here
             path.unlink()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if not self.begun:
+        if self._is_ours() and not self.begun:
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
+
+    def _is_ours(self) -> bool:
+        """Whether the folder that is locked is the one that its path names."""
+        try:
+            return os.path.samestat(os.fstat(self._lock), os.stat(self.folder))
+        except FileNotFoundError:
+            return False
 
     @property
     def begun(self) -> bool:
@@ -68,7 +81,7 @@ class Workplace:
             manifest = {}
         if manifest.get("made_from") != job.identity:
             raise UserError(f"{self.out} is there and not an empty folder: choose another or remove it")
-        shutil.rmtree(self.folder, ignore_errors=True)
+        (self.folder / STATE).unlink(missing_ok=True)
         return manifest
 
     def fill(self, job: Job, **more: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -45,7 +46,7 @@ class ShardWriter:
                     f"{path} is shorter than {STATE} beside it says: remove {folder.parent} and begin again"
                 )
             os.truncate(path, size)
-        for path in set(folder.glob(f"{stem}_*.bin")) - set(self._expected()):
+        for path in set(folder.glob(f"{glob.escape(stem)}_*.bin")) - set(self._expected()):
             path.unlink()
 
     def _expected(self) -> dict[Path, int]:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite, sqrt
+from math import fsum, isfinite, sqrt
 from typing import Any
 
 WINDOW = 128
 
 
 class Detector:
-    """The z-score of a number among the last WINDOW ones, itself included: its distance from their mean in standard deviations. The
-    sums run along from number to number, so their bits depend on all numbers before, and a checkpoint has them."""
+    """The z-score of a number among the last WINDOW ones, itself included: its distance from their mean in standard deviations. It
+    is found anew from these numbers each time, with sums that are rounded once, so that no error grows from step to step."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        state = state or {"values": [], "next": 0, "sum": 0.0, "squares": 0.0}
+        state = state or {"values": [], "next": 0}
         self._values: list[float] = list(state["values"])
-        self._next, self._sum, self._squares = int(state["next"]), float(state["sum"]), float(state["squares"])
+        self._next = int(state["next"])
 
     def state(self) -> dict[str, Any]:
-        return {"values": list(self._values), "next": self._next, "sum": self._sum, "squares": self._squares}
+        return {"values": list(self._values), "next": self._next}
 
     def score(self, value: float) -> float | None:
         """Take a number in, and give its z-score: None for the first WINDOW numbers, and for one that is not finite, which is not
@@ -28,18 +28,12 @@ class Detector:
             return None
         if len(self._values) < WINDOW:
             self._values.append(value)
-            self._sum += value
-            self._squares += value * value
             return None
-        old, self._values[self._next] = self._values[self._next], value
-        self._sum -= old
-        self._squares -= old * old
-        self._sum += value
-        self._squares += value * value
+        self._values[self._next] = value
         self._next = (self._next + 1) % WINDOW
-        mean = self._sum / WINDOW
-        variance = self._squares / WINDOW - mean * mean
-        return (value - mean) / sqrt(variance) if variance > 0 else 0.0
+        mean = fsum(self._values) / WINDOW
+        deviation = sqrt(fsum((one - mean) ** 2 for one in self._values) / WINDOW)
+        return (value - mean) / deviation if deviation > 0 else 0.0
 
 
 class Spikes:

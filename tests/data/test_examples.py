@@ -136,6 +136,11 @@ def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
             r"line 2 has a message .*'tool'.* expected a role \(system, user",
         ),
         ({"messages": "hi"}, "line 2 has a message None, expected a role"),
+        ({"prompt": "a", "answer": "\ud800"}, r"line 2 has \\ud800 alone in its text"),
+        (
+            {"prompt": "", "answer": "b"},
+            "a.jsonl: example 2 has no token in its prompt, and the tokenizer bytes has no end",
+        ),
     ],
 )
 def test_a_record_that_is_no_example_is_named_by_its_line(record, message, tmp_path):
@@ -144,10 +149,25 @@ def test_a_record_that_is_no_example_is_named_by_its_line(record, message, tmp_p
         prepare(DataConfig(source=str(path), tokenizer="bytes"))
 
 
+def test_an_empty_prompt_needs_a_token_before_the_answer(tmp_path, small_bpe):
+    path = written(tmp_path / "a.jsonl", [{"prompt": "", "answer": "b"}, *sums(1)])
+    examples = prepare(DataConfig(source=str(path)), tokenizer=small_bpe).examples[0]
+    assert examples.prompt() == [small_bpe.eot] and examples.answer.tolist() == [False, True, True]
+
+
+def test_a_record_with_a_text_is_a_text_whatever_else_it_has(tmp_path):
+    path = written(tmp_path / "a.jsonl", [{"text": "some words of a text", "answer": "b"}] * 3)
+    data = prepare(DataConfig(source=str(path), tokenizer="bytes"))
+    assert data.examples is None and len(data.train) + len(data.val) == 60
+
+
 def test_one_example_and_other_orders_are_refused(tmp_path):
     path = written(tmp_path / "a.jsonl", sums(1))
     with pytest.raises(UserError, match="has 1 example, expected at least 2"):
         prepare(DataConfig(source=str(path), tokenizer="bytes"))
+    four = written(tmp_path / "b.jsonl", sums(4))
+    with pytest.raises(UserError, match=r"data.val_fraction is 0.9, which takes all 4 examples of .*b.jsonl"):
+        prepare(DataConfig(source=str(four), tokenizer="bytes", val_fraction=0.9))
     assert len(prepare(DataConfig(source=str(path), tokenizer="bytes"), whole=True).examples[1]) == 1
     with pytest.raises(UserError, match=r"data.order is 'llmc', but .* has prompts and answers"):
         prepare(DataConfig(source=str(path), tokenizer="bytes", order="llmc"))

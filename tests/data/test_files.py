@@ -64,10 +64,19 @@ def test_many_skipped_files_are_counted_and_two_named(tmp_path):
         find_files([str(tmp_path)], Layout(), Skipped())
 
 
+def test_a_file_that_several_sources_name_is_read_once_where_it_is_named_first(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    sources = ["deep/a", str(folder / "b.txt"), "./b.txt", "deep", "deep/a*"]
+    found = find_files(sources, Layout(), Skipped())
+    assert [str(path) for path in found[:2]] == sources[:2]
+    assert [path.name for path in found] == ["a", "b.txt", "c.jsonl"]
+
+
 def test_a_pattern_gives_its_files_sorted_and_what_is_called_like_one_itself(folder):
     (folder / "b[1].txt").write_text("itself")
     found = find_files([str(folder / "**" / "[bcl]*.*t*"), str(folder / "b[1].txt")], Layout(), Skipped())
-    assert [path.name for path in found] == ["b.txt", "b[1].txt", "link.txt", "b[1].txt"]
+    assert [path.name for path in found] == ["b.txt", "b[1].txt", "link.txt"]
+    assert [path.name for path in find_files([str(folder / "b[1].txt")], Layout(), Skipped())] == ["b[1].txt"]
     with pytest.raises(UserError, match=r"no file matches .*\*.csv"):
         find_files([str(folder / "*.csv")], Layout(), Skipped())
     with pytest.raises(UserError, match=r"empty.txt is empty, expected text"):

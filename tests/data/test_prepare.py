@@ -1,4 +1,5 @@
 import argparse
+import fcntl
 import gzip
 import io
 import json
@@ -15,6 +16,7 @@ from barellm.config import DataConfig
 from barellm.data.shards import open_shard
 from barellm.data.sources import prepare
 from barellm.data.workplace import Workplace
+from barellm.data.writing import ShardWriter
 from barellm.errors import UserError
 
 TEXT = "a text of some words\n" * 50
@@ -50,7 +52,9 @@ def test_prepared_shards_are_what_training_on_the_text_would_see(kind, text, tmp
 
 
 def test_json_is_one_object(text, tmp_path, capsys):
-    run(text, text, "--out", tmp_path / "out", "--tokenizer", "bytes", "--val-fraction", 0.5, "--json")
+    (tmp_path / "other.txt").write_text(TEXT)
+    more = ["--tokenizer", "bytes", "--val-fraction", 0.5, "--json"]
+    run(text, tmp_path / "other.txt", tmp_path / "t*.txt", "--out", tmp_path / "out", *more)
     result = json.loads(capsys.readouterr().out)
     assert (result["train_tokens"], result["val_tokens"], result["shards"]) == (len(TEXT), len(TEXT), 2)
     assert (result["tokenizer"], result["vocab_size"]) == ("bytes", 256)
@@ -257,6 +261,31 @@ def test_ctrl_c_keeps_what_was_done_and_another_command_is_refused_there(text, t
 def test_two_processes_do_not_prepare_the_same_folder(text, tmp_path):
     with Workplace(tmp_path / "out"), pytest.raises(UserError, match=r"another barellm process is preparing .*out"):
         run(text, "--out", tmp_path / "out", "--tokenizer", "bytes")
+
+
+def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_none(tmp_path, monkeypatch):
+    """The other process ended, and removed its folder, between our look at it and our lock."""
+    real, taken = fcntl.flock, []
+
+    def flock(lock, how):
+        taken.append(how)
+        if len(taken) == 1:
+            (tmp_path / "out.part").rmdir()
+        real(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with Workplace(tmp_path / "out") as work:
+        assert len(taken) == 2 and work.folder.is_dir()
+        with pytest.raises(UserError, match="another barellm process is preparing"), Workplace(tmp_path / "out"):
+            pass
+        assert work.folder.is_dir()
+    assert not work.folder.exists()
+
+
+def test_shards_of_a_name_with_brackets_that_are_too_many_are_removed(tmp_path):
+    (tmp_path / "a[1]_train_000007.bin").write_bytes(b"left over")
+    ShardWriter(tmp_path, "a[1]", magic=20240520, shard_tokens=10, counts={"val": 0, "train": 0})
+    assert not list(tmp_path.iterdir())
 
 
 def test_mistakes_are_named(text, tmp_path):

@@ -75,7 +75,10 @@ def test_records_longer_than_a_block_come_in_several(tmp_path, monkeypatch):
         ('{"txt": "a", "id": 1}', "line 2 has no text in a field 'text', it has: txt, id"),
         ('{"text": 3}', "line 2 has no text in a field 'text', it has: text"),
         ("[1]", "line 2 has no text in a field 'text', it has: list"),
+        ('{"text": "a\\ud800b"}', r"a.jsonl, line 2 has \\ud800 alone in its text"),
+        ("[" * 100_000, "a.jsonl, line 2 has lists or objects too deep in each other"),
     ],
+    ids=lambda value: value[:20],
 )
 def test_a_record_without_text_is_named_by_its_line(line, message, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")

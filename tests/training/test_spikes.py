@@ -33,6 +33,14 @@ def test_the_score_is_that_of_the_last_128_numbers_with_the_new_one_among_them()
             assert found == pytest.approx((value - np.mean(window)) / np.std(window), rel=1e-9)
 
 
+def test_a_huge_number_leaves_nothing_behind_when_it_is_gone():
+    detector = Detector()
+    for value in [*numbers(200), 1e12, *numbers(128)]:
+        score = detector.score(value)
+    window = numbers(128)
+    assert score == pytest.approx((window[-1] - np.mean(window)) / np.std(window), rel=1e-9)
+
+
 def test_what_is_not_a_number_leaves_no_trace():
     one, other = Detector(), Detector()
     for value in numbers(140):
