@@ -154,12 +154,17 @@ def check_compiler() -> None:
 
 
 def _path(spec: Specialisation, arch: int) -> Path:
+    return cache_folder() / f"{digest_of(spec, arch)}.cubin"
+
+
+def digest_of(spec: Specialisation, arch: int) -> str:
+    """A digest of everything outside this file that decides the code of a specialisation, in hexadecimal digits."""
     h = hashlib.sha256(
         f"{FORMAT}|{TRITON}|{FLAGS}|{os.environ.get('TRITON_PTXAS_PATH', '')}|{arch}|{spec.key}".encode()
     )
     for module in modules_of(spec.function):
         h.update(_digest(module))
-    return cache_folder() / f"{h.hexdigest()}.cubin"
+    return h.hexdigest()
 
 
 @cache

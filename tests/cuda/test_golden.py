@@ -1,6 +1,9 @@
 """What the compiler makes of every kernel, against golden.json: registers, spills, shared memory, tensor-core and TMA instructions.
 
 BARELLM_GOLDEN=write python -m pytest tests/cuda/test_golden.py     accepts what it makes now; the commit shows it
+
+Kernels that passed are not compiled again (tests/cuda/proofs.py), but for the tables of ANEW, which show that the compiler still
+says what the files say.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from barellm.program.ops.elementwise import ACTIVATIONS
 from barellm.program.ops.tausworthe import GENERATORS
 from barellm.program.tensor import Dim, Tensor
 from tests.cases import attention_both, bounded
+from tests.cuda.proofs import prove
 from tests.cuda.sass import Row, label, row_of, rows, wrong
 from tests.gates_cases import small_model
 from tests.layout_cases import layout_both
@@ -299,13 +303,22 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TABLES)
-def test_kernels_are_the_golden_ones(name):
-    found = rows(TABLES[name](), 90)
+ANEW = ("exponents", "gates bf16", "products of signs", "unit scaling bf16")
+
+
+def golden_table() -> dict[str, dict[str, Row]]:
+    return json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+
+
+def clean(found: dict[str, Row]) -> None:
+    """Nothing spills, and nothing else is there that no kernel may have."""
     problems = [text for name, row in found.items() for text in wrong(name, row)]
-    assert not problems, "\n".join(problems)
-    golden: dict[str, dict[str, Row]] = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    assert found and not problems, "\n".join(problems)
+
+
+def check_golden(name: str, found: dict[str, Row]) -> None:
+    clean(found)
+    golden = golden_table()
     if os.environ.get("BARELLM_GOLDEN") == "write":
         lines = json.dumps(golden | {name: found}, indent=1, sort_keys=True)
         GOLDEN.write_text(lines + "\n")
@@ -314,6 +327,18 @@ def test_kernels_are_the_golden_ones(name):
     changes = [f"{label}: {found.get(label)}, golden {known.get(label)}" for label in found.keys() | known.keys()
                if found.get(label) != known.get(label)]  # fmt: skip
     assert not changes, "if this is on purpose, BARELLM_GOLDEN=write accepts it:\n" + "\n".join(sorted(changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
+def test_kernels_are_the_golden_ones(name):
+    prove(name, TABLES[name](), 90, partial(check_golden, name), expected=lambda: golden_table().get(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ANEW)
+def test_the_compiler_makes_what_the_files_say(name):
+    check_golden(name, rows(TABLES[name](), 90))
 
 
 FAMILIES = ("columns", "dropout", "elementwise", "embedding", "init", "layernorm", "layernorm_backward", "optimizer")
@@ -327,30 +352,25 @@ LONG = replace(ODD, heads=330, channels=33000)  # rows that registers do not hol
     [(DROPPED, "16bit-stochastic", True), (DROPPED, "16bit", False), (LONG, "fp32", False)],
     ids=["dropout and 16-bit moments", "nothing fused", "long rows"],
 )
-def test_forms_that_the_golden_ones_lack_do_not_spill(model, moments, fused, monkeypatch):
+def test_forms_that_the_golden_ones_lack_do_not_spill(model, moments, fused, monkeypatch, request):
     """Kernels that walk the residual stream and the parameters; what is known of products and attention is above."""
     if not fused:
         monkeypatch.setattr(step, "FUSIONS", [])
     known = {spec.name for spec in specs(ODD, 3, "fp32", 90)} if model is LONG else set()
     needed = one_of_each(specs(model, 2, "bf16", 90, moments=moments))
-    found = rows(
-        {s: op for s, op in needed.items() if s.function.module.rpartition(".")[2] in FAMILIES and s.name not in known},
-        90,
-    )
-    problems = [text for name, row in found.items() for text in wrong(name, row)]
-    assert found and not problems, "\n".join(problems)
+    families = {s: op for s, op in needed.items() if s.function.module.rpartition(".")[2] in FAMILIES}
+    prove(request.node.name, {s: op for s, op in families.items() if s.name not in known}, 90, clean)
 
 
 @pytest.mark.slow
-def test_fp32_products_of_a_small_vocabulary_do_not_spill():
+def test_fp32_products_of_a_small_vocabulary_do_not_spill(request):
     """Widths that no vector divides, and so many tokens that they take the largest tile."""
     model = ModelConfig(layers=1, heads=6, channels=384, vocab_size=65, padded_vocab=65, max_seq=256)
     found = {
         s: op for s, op in specs(model, 64, "fp32", 90).items() if s.name == "gemm" and 65 in dict(s.constants).values()
     }
     assert any(dict(s.constants)["BM"] == 128 for s in found)
-    problems = [text for name, row in rows(found, 90).items() for text in wrong(name, row)]
-    assert not problems, "\n".join(problems)
+    prove(request.node.name, found, 90, clean)
 
 
 def attention_specs(
@@ -368,26 +388,26 @@ def attention_specs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head, compute", [(256, "fp32"), (512, "fp32"), (512, "bf16")])
-def test_attention_of_wide_heads_does_not_spill(head, compute):
-    found = rows(attention_specs(head, compute, 90), 90)
-    problems = [text for name, row in found.items() for text in wrong(name, row)]
-    assert len(found) == 4 and not problems, "\n".join(problems)
+def test_attention_of_wide_heads_does_not_spill(head, compute, request):
+    found = attention_specs(head, compute, 90)
+    assert len(found) == 4
+    prove(request.node.name, found, 90, clean)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arch, head, paired", [(80, 128, True), (90, 128, False), (90, 64, True), (80, 64, True), (100, 128, True)]
 )
-def test_attention_in_windows_of_documents_does_not_spill(arch, head, paired):
+def test_attention_in_windows_of_documents_does_not_spill(arch, head, paired, request):
     bounds = bounded(768, scale=0.1, starts=[400], paired=paired)
-    found = rows(attention_specs(head, "bf16", arch, 2, 2, **bounds), arch)
-    problems = [text for name, row in found.items() for text in wrong(name, row)]
-    assert len(found) == 4 and not problems, "\n".join(problems)
+    found = attention_specs(head, "bf16", arch, 2, 2, **bounds)
+    assert len(found) == 4
+    prove(request.node.name, found, arch, clean)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch, head", [(90, 64), (90, 128), (80, 128), (100, 128)])
-def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
+def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head, request):
     found: dict[Specialisation, str] = {}
     for role, heads in (*((role, 1) for role in KERNEL), ("keys", 4)):
         subject = tuning.AttentionSubject(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
@@ -395,23 +415,26 @@ def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
             with tuning.forced(subject, t):
                 specs = attention_specs(head, "bf16", arch, heads)
                 found |= {s: op for s, op in specs.items() if heads == 1 or s.name == KERNEL[role]}
-    problems = [text for name, row in rows(found, arch).items() for text in wrong(name, row)]
-    assert len(found) >= 8 and not problems, "\n".join(problems)
+    assert len(found) >= 8
+    prove(request.node.name, found, arch, clean)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 89, 100])
-def test_kernels_compile_for_other_cards(arch):
+def test_kernels_compile_for_other_cards(arch, request):
     """The smallest model whose widths are multiples of 64, in bf16. Products are done by tensor cores there too."""
     needed = one_of_each(specs(SMALL, 2, "bf16", arch))
-    found = rows(needed, arch)
-    for spec in list(needed)[::16]:  # all are disassembled together
-        assert found[label(spec)] == row_of(compiled([spec], arch, processes=1)[spec])
-    assert not [name for name, row in found.items() if row["spills"]]
-    products = {name: row for name, row in found.items() if name.startswith("gemm ")}
-    assert products and not any(name.startswith("hopper_gemm") for name in found)
-    for name, row in products.items():
-        assert row.get("HMMA") or row.get("UTCHMMA"), name
+
+    def check(found: dict[str, Row]) -> None:
+        for spec in list(needed)[::16]:  # all are disassembled together
+            assert found[label(spec)] == row_of(compiled([spec], arch, processes=1)[spec])
+        assert not [name for name, row in found.items() if row["spills"]]
+        products = {name: row for name, row in found.items() if name.startswith("gemm ")}
+        assert products and not any(name.startswith("hopper_gemm") for name in found)
+        for name, row in products.items():
+            assert row.get("HMMA") or row.get("UTCHMMA"), name
+
+    prove(request.node.name, needed, arch, check)
 
 
 def test_a_kernel_that_spills_is_flagged():
