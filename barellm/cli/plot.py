@@ -35,7 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--y",
         choices=QUANTITIES,
         default="loss",
-        help="loss, bits (per byte, of evaluations), lr, norm (of the gradient) or speed (tokens per second) (default: loss)",
+        help="loss, bits (per byte, of evaluations), lr, norm (of the gradient), speed (tokens per second) or hellaswag (accuracy "
+        "by the mean loss of a token) (default: loss)",
     )
     parser.add_argument(
         "--log", choices=("x", "y", "xy"), default="", help="which axes are logarithmic (default: none)"

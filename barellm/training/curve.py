@@ -24,12 +24,19 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille: a ce
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number of a run over time: its key in the rows of steps, and in those of evaluations; "" where they have none."""
+    """A number of a run over time: its key in the rows of steps, and in those of evaluations; "" where they have none. `kind`: of
+    the rows of evaluations."""
 
     train: str
     val: str
     says: str
     unit: str = ""
+    kind: str = "eval"
+
+    @property
+    def marks(self) -> str:
+        """What the marks of the evaluations are."""
+        return "validation" if self.kind == "eval" else self.says
 
 
 QUANTITIES = {
@@ -38,6 +45,7 @@ QUANTITIES = {
     "lr": Quantity("lr", "", "learning rate"),
     "norm": Quantity("grad_norm", "", "gradient's norm"),
     "speed": Quantity("tokens_per_s", "", "tokens per second"),
+    "hellaswag": Quantity("", "acc_norm", "accuracy on HellaSwag", kind="hellaswag"),
 }
 
 
@@ -57,8 +65,9 @@ def series(
 ) -> tuple[Points, Points]:
     """(training, validation) points of the rows of metrics.jsonl, over one of AXES. A step has `step_tokens` tokens unless its row
     says how many there were so far; an evaluation knows neither time nor tokens and has those of the step before it."""
-    points: dict[str, list[tuple[float, float]]] = {"train": [], "eval": []}
-    keys = {"train": QUANTITIES[y].train, "eval": QUANTITIES[y].val}
+    what = QUANTITIES[y]
+    keys = {"eval": "", "train": what.train} | {what.kind: what.val}
+    points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in keys}
     seconds, tokens = 0.0, None
     for row in rows:
         kind = row["kind"]
@@ -70,7 +79,7 @@ def series(
         place = {"steps": step, "tokens": seen, "seconds": float(seconds)}[axis]
         if keys[kind] and row[keys[kind]] is not None:
             points[kind].append((place, float(row[keys[kind]])))
-    return points["train"], points["eval"]
+    return points["train"], points[what.kind]
 
 
 def gzip_line(rows: Iterable[dict[str, Any]], *, y: str) -> float | None:
@@ -138,7 +147,8 @@ def summary(curve: Curve, *, axis: str = "steps") -> str:
         words.append(f"{training} {parts[-1][1]:{form}}")
     if curve.val:
         place, value = curve.val[-1]
-        words.append(f"validation {says} {value:.4f} at {_place(place, axis)}")
+        unseen = "validation " * (QUANTITIES[curve.y].kind == "eval")
+        words.append(f"{unseen}{says} {value:.4f} at {_place(place, axis)}")
     if curve.gzip is not None:
         words.append(f"gzip -9 {curve.gzip:.4f}")
     return ", ".join(words)
@@ -189,7 +199,7 @@ def terminal(
     lines = [f"{labels.get(i, ''):>7}{edge}{''.join(row).rstrip()}" for i, row in enumerate(text)]
     bottom = ("+" + "-" * columns) if ascii_only else ("└" + "─" * columns)
     what = QUANTITIES[curve.y]
-    parts = ["line: training"] * bool(line) + ["o: validation"] * (bool(marks) or curve.y == "loss")
+    parts = ["line: training"] * bool(line) + [f"o: {what.marks}"] * (bool(marks) or curve.y == "loss")
     parts += ["dashes: gzip -9"] * (level is not None)
     legend = f"{what.says}{f' in {what.unit}' * bool(what.unit)}; {', '.join(parts)}"
     left, right = (x_scale.back(end) for end in ends)
@@ -207,20 +217,20 @@ def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", lo
     axes = figure.add_subplot()
     x, y = scales(log)
     ends = _ends(curves, x)
+    what = QUANTITIES[curves[0].y]
     for i, curve in enumerate(curves):
         means = _columns(curve.train, ends=ends, width=SMOOTH, log=log).values()
         smooth = [(x.back(place), y.back(value)) for place, value in means]
         if len(curves) == 1:
             _draw(axes, curve.train, "-", label="training", color="#c3cad2", linewidth=0.6)
             _draw(axes, smooth, "-", label="training, smoothed", color="#475569", linewidth=1.2)
-            _draw(axes, curve.val, "o-", label="validation", color="#c2410c", linewidth=1.2, markersize=4)
+            _draw(axes, curve.val, "o-", label=what.marks, color="#c2410c", linewidth=1.2, markersize=4)
         else:
             hidden = curve.name.startswith("_")  # by matplotlib, from its legend
             _draw(axes, smooth, "-", label=f"./{curve.name}" if hidden else curve.name, color=f"C{i}", linewidth=1.2)
             _draw(axes, curve.val, "o", label="", color=f"C{i}", markersize=4)
         if curve.gzip is not None and curve.gzip not in [before.gzip for before in curves[:i]]:
             axes.axhline(curve.gzip, color="#7c8797", linewidth=1.0, linestyle="--", label="gzip -9")
-    what = QUANTITIES[curves[0].y]
     axes.set(xlabel=axis, ylabel=f"{what.says} ({what.unit})" if what.unit else what.says)
     axes.set(xscale="log" if x.logarithmic else "linear", yscale="log" if y.logarithmic else "linear")
     axes.set_title(title, parse_math=False)

@@ -158,6 +158,7 @@ RUN = [
         "seconds": 1.0,
     },
     {"kind": "eval", "step": 1, "val_nats": 3.0, "val_bits_per_byte": 2.0},
+    {"kind": "hellaswag", "step": 1, "acc": 0.5, "acc_norm": 0.25, "total": 8},
     {
         "kind": "train",
         "step": 2,
@@ -180,6 +181,7 @@ RUN = [
         ("lr", [(30, 1e-3), (90, 1e-4)], [], None),
         ("norm", [(30, 2.0)], [], None),
         ("speed", [(30, 50.0), (90, 60.0)], [], None),
+        ("hellaswag", [], [(30, 0.25)], None),
     ],
 )
 def test_a_curve_is_of_any_number_that_rows_have(y, train, val, gzip):
@@ -190,6 +192,8 @@ def test_a_curve_is_of_any_number_that_rows_have(y, train, val, gzip):
     assert curve.QUANTITIES[y].says in curve.terminal(found, axis="tokens").splitlines()[-1]
     (axes,) = curve.picture([found], axis="tokens").axes
     assert axes.get_ylabel().startswith(curve.QUANTITIES[y].says)
+    unseen = "accuracy on HellaSwag 0.2500 at 30 tokens" if y == "hellaswag" else "validation "
+    assert bool(val) == (unseen in curve.summary(found, axis="tokens"))
     dashed = [line.get_ydata()[0] for line in axes.lines if line.get_label() == "gzip -9"]
     assert dashed == ([] if gzip is None else [gzip])
 
