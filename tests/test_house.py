@@ -35,7 +35,8 @@ MAY = {
     "evaluation": STEP | {"data"},
     "checkpoint": STEP | {"models", "overrides", "data"},
     "training": BUILT | {"data", "generation", "evaluation", "checkpoint"},
-    "interop": STEP | {"models", "overrides", "data", "checkpoint"},
+    "interop": STEP
+    | {"models", "overrides", "data", "checkpoint", "training"},  # what a run says of itself: its metrics
     "plans": BUILT | {"cpu", "cuda"},  # what looks at plans, steps and kernels looks inside the backends
     "inspect": BUILT | {"cpu", "cuda", "plans"},
     "profiling": BUILT | {"cpu", "cuda", "plans", "training"},  # a step as a run takes it: its course

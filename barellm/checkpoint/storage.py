@@ -167,17 +167,26 @@ def new_folder(target: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def new_file(target: Path, *, size: int) -> Iterator[NewFile]:
     """A file of `size` bytes to write, which becomes `target` at the end, on disk and whole."""
+    with new_path(target) as temporary:
+        file = NewFile(temporary, size=size)
+        try:
+            yield file
+            file.close()
+        finally:
+            file.abandon()
+
+
+@contextlib.contextmanager
+def new_path(target: Path) -> Iterator[Path]:
+    """A path at which somebody puts a file, on disk, which becomes `target` at the end."""
     temporary = target.with_name(f"{TEMPORARY}{target.name}")
     if temporary.exists():
         system.unlink(temporary)
-    file = NewFile(temporary, size=size)
     try:
-        yield file
-        file.close()
+        yield temporary
         system.replace(temporary, target)
         sync_folder(target.parent)
-    except (OSError, KeyboardInterrupt):
-        file.abandon()
+    except BaseException:
         with contextlib.suppress(OSError):
             system.unlink(temporary)
         raise

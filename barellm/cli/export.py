@@ -19,8 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--license",
         metavar="NAME",
-        default="unknown",
-        help="for the model card of huggingface: a name that its hub knows, as mit or apache-2.0 (default: unknown)",
+        help="for the model card of huggingface, and for gguf: a name that the hub knows, as mit or apache-2.0",
     )
     parser.add_argument("--out", required=True, metavar="PATH", help="the folder or file, which must not be there yet")
 

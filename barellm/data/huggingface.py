@@ -74,13 +74,13 @@ class HuggingFace(Tokenizer):
 def check(found: dict[str, Any], path: Path) -> None:
     """Raise a UserError unless the tokens of a text, joined, are its bytes."""
     model, normalizer = found["model"], found.get("normalizer")
-    kinds = _parts(found["pre_tokenizer"], "pretokenizers")
+    kinds = steps(found["pre_tokenizer"], "pretokenizers")
     wrong = {
         f"its model is of type {model['type']!r}": model["type"] != "BPE",
         "it drops merges at random": bool(model.get("dropout")),
         "it has bytes as <0x..>": bool(model.get("byte_fallback")),
         "it marks parts of words": bool(model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")),
-        "it normalizes the text": normalizer is not None and _parts(normalizer, "normalizers") != [],
+        "it normalizes the text": normalizer is not None and steps(normalizer, "normalizers") != [],
         "its words are not cut in bytes": [part["type"] for part in kinds].count("ByteLevel") != 1,
         "it puts a space before the text": any(part.get("add_prefix_space") for part in kinds),
         "it drops what it cuts at": any(part.get("behavior") == "Removed" for part in kinds),
@@ -91,11 +91,11 @@ def check(found: dict[str, Any], path: Path) -> None:
         raise UserError(f"{path} is not a BPE of bytes as barellm reads it: {reasons[0]}")
 
 
-def _parts(step: dict[str, Any] | None, inside: str) -> list[dict[str, Any]]:
-    """The parts of a step that may be a sequence of several."""
+def steps(step: dict[str, Any] | None, inside: str) -> list[dict[str, Any]]:
+    """The steps of which one consists that may be a sequence of several, whose own name for them is `inside`."""
     if step is None:
         return []
-    return [p for one in step[inside] for p in _parts(one, inside)] if step["type"] == "Sequence" else [step]
+    return [p for one in step[inside] for p in steps(one, inside)] if step["type"] == "Sequence" else [step]
 
 
 def _tokens(found: dict[str, Any], special: Any) -> list[bytes]:
@@ -109,7 +109,7 @@ def _tokens(found: dict[str, Any], special: Any) -> list[bytes]:
 
 def _before_text(found: dict[str, Any], special: dict[str, int]) -> int | None:
     """The special token that the tokenizer itself puts before a text, else the first that is known to stand there."""
-    for step in _parts(found.get("post_processor"), "processors"):
+    for step in steps(found.get("post_processor"), "processors"):
         if step["type"] == "TemplateProcessing":
             first = step["single"][0].get("SpecialToken", {}).get("id")
             if first in special:

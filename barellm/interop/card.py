@@ -11,8 +11,9 @@ from barellm import __version__, models, overrides
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights
 from barellm.interop.sources import is_checkpoint
+from barellm.training import metrics
 
-NO_LICENCE = "unknown"  # the hub's word where nobody said
+NO_LICENCE = "unknown"  # the hub's word where nobody says one
 HEAD = """---
 license: {licence}
 library_name: transformers
@@ -36,15 +37,14 @@ model = AutoModelForCausalLM.from_pretrained("PATH OF THIS FOLDER")
 TOKENIZER = 'tokenizer = AutoTokenizer.from_pretrained("PATH OF THIS FOLDER")'
 
 
-def text(weights: Weights, *, dtype: str, licence: str) -> str:
+def text(weights: Weights, *, dtype: str, licence: str | None) -> str:
     """The card of these weights, with what the run that they are from says of itself."""
     model, tokenizer = weights.model, weights.tokenizer
     count = sum(t.valid_rows * prod(int(n) for n in t.shape[1:]) for t in weights.tensors.values())
     loads = "# it has no tokenizer that transformers knows" if tokenizer is None or tokenizer.eot is None else TOKENIZER
-    title = _run_of(weights.path).name if is_checkpoint(weights) else weights.path.name
     head = HEAD.format(
-        licence=licence, title=title, what=f"A model of {models.name_of(model)}'s architecture with {count:,} parameters",
-        version=__version__, dtype=dtype, tokenizer=loads,
+        licence=json.dumps(licence or NO_LICENCE), title=title(weights), version=__version__, dtype=dtype, tokenizer=loads,
+        what=f"A model of {models.name_of(model)}'s architecture with {count:,} parameters",
     )  # fmt: skip
     rows = {"parameters": f"{count:,}", "positions": f"{model.max_seq:,}", "vocabulary": f"{model.vocab_size:,} ids"}
     if tokenizer is not None:
@@ -59,19 +59,26 @@ def text(weights: Weights, *, dtype: str, licence: str) -> str:
     return f"{head}| | |\n|---|---|\n{table}{details}"
 
 
-def _run_of(step: Path) -> Path:
-    """The folder of the run whose checkpoint a step is."""
-    return step.resolve().parents[1]
+def title(weights: Weights) -> str:
+    """The name of the run that the weights are from, where there is one, else that of their own folder or file."""
+    run = _run_of(weights.path) if is_checkpoint(weights) else None
+    return (run or weights.path.resolve()).name
+
+
+def _run_of(step: Path) -> Path | None:
+    """The folder of the run whose checkpoint a step is; None for a step that lies somewhere else."""
+    checkpoints = step.resolve().parent
+    return checkpoints.parent if checkpoints.name == "checkpoints" else None
 
 
 def _training(step: Path, meta: dict[str, Any], train: Any) -> dict[str, str]:
     """What the checkpoint and the rows of metrics.jsonl up to it say."""
     rows = {"step": f"{meta['step']:,}"}
     if "samples" in meta:
-        rows["tokens trained on"] = f"{meta['samples'] * train.seq:,}"
+        rows["tokens trained on"] = f"{meta.get('tokens', meta['samples'] * train.seq):,}"
         rows["text"] = meta["data"]["name"]
-    path = _run_of(step) / "metrics.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    run = _run_of(step)
+    found = [] if run is None else metrics.read(run / "metrics.jsonl")
     for row in (row for row in found if row["step"] <= meta["step"]):
         if row["kind"] == "eval":
             rows["validation loss"] = f"{row['val_nats']:.4f} nats per token"

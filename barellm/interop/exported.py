@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from barellm import models
+from barellm.checkpoint import storage
 from barellm.errors import UserError, nearest
 from barellm.interop import card, gguf, huggingface, llmc, llmc_tokenizer, vocabulary
 from barellm.interop.sources import open_weights
@@ -18,12 +19,14 @@ FORMATS = {  # and what each may be stored in
 }
 
 
-def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str = card.NO_LICENCE) -> list[str]:
+def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | None = None) -> list[str]:
     """Writes the weights that `source` names to `out`; returns what to tell. UserError for a model that the format cannot hold
-    and for an `out` that is there."""
+    and for an `out` that is there; nothing is made then."""
     for option, name, known in (("--format", kind, FORMATS), ("--dtype", dtype, FORMATS.get(kind, ()))):
         if name not in known:
             raise UserError(f"{option} is {name!r}{nearest(name, known)} (known: {', '.join(known)})")
+    if licence is not None and kind in ("llmc", TOKENIZER):
+        raise UserError(f"--license is {licence!r}, and a file of --format {kind} has no place for it: leave it out")
     weights = open_weights(source)
     module = models.of(weights.model)
     if kind != TOKENIZER and not hasattr(module, {"llmc": "llmc_order"}.get(kind, "HUGGING_FACE")):
@@ -32,15 +35,19 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str = car
         raise UserError(f"{weights.path}: {why}")
     if out.exists():
         raise UserError(f"--out {out} exists, expected a new {'folder' if kind == 'huggingface' else 'file'}")
+    tokens = llmc_tokenizer.content(weights.tokenizer) if kind == TOKENIZER else b""
+    if kind == "gguf":
+        gguf.package()
     out.parent.mkdir(parents=True, exist_ok=True)
     if kind == TOKENIZER:
-        llmc_tokenizer.write(weights.tokenizer, out)
+        with storage.new_file(out, size=len(tokens)) as file:
+            file.write(tokens)
         return [f"{out}: a tokenizer of {weights.model.vocab_size:,} ids for llm.c"]
     if kind == "llmc":
         llmc.write(weights, out, dtype=dtype)
         return [f"{out}: llm.c's version {llmc.VERSIONS[dtype]}, {dtype}"]
     if kind == "gguf":
-        missing = gguf.write(weights, out, dtype=dtype)
+        missing = gguf.write(weights, out, dtype=dtype, name=card.title(weights), licence=licence)
         return [f"{out}: {dtype}", *([f"without a tokenizer: {missing}"] if missing else [])]
     names = huggingface.write(weights, out, dtype=dtype, card=card.text(weights, dtype=dtype, licence=licence))
     said = [f"{out}: {', '.join(names)}, {dtype}"]

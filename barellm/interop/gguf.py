@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from barellm import models
+from barellm.checkpoint import storage
 from barellm.checkpoint.weights import Weights
 from barellm.data.bpe import BytePairs
-from barellm.data.huggingface import HuggingFace
+from barellm.data.huggingface import HuggingFace, steps
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.interop import vocabulary
@@ -30,54 +29,63 @@ SIZES = {  # Hugging Face's key -> the package's function that adds it
     "max_position_embeddings": "add_context_length", "rms_norm_eps": "add_layer_norm_rms_eps",
     "num_key_value_heads": "add_head_count_kv", "head_dim": "add_rope_dimension_count", "rope_theta": "add_rope_freq_base",
 }  # fmt: skip
-LLAMA_3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"  # how its rule for words begins
-PLAIN, CONTROL, UNUSED = 1, 3, 5  # kinds of tokens
+LLAMA_3_WORDS = (  # its rule for words, as Meta published it
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PLAIN, CONTROL, ADDED, UNUSED = 1, 3, 4, 5  # kinds of tokens
 
 
-def write(weights: Weights, out: Path, *, dtype: str) -> str | None:
-    """The file `out`, which appears when it is whole. Matrices are stored in `dtype`; vectors and positions in fp32. Gives why it
-    has no tokenizer, if so. UserError where the package is missing."""
+def package() -> Any:
+    """UserError where it is missing."""
     try:
-        gguf: Any = import_module("gguf")
+        return import_module("gguf")
     except ModuleNotFoundError:
         raise UserError("--format gguf needs the package gguf: pip install gguf") from None
+
+
+def write(weights: Weights, out: Path, *, dtype: str, name: str, licence: str | None) -> str | None:
+    """The file `out`, which appears when it is whole, and in it the model's name and licence. Matrices are stored in `dtype`;
+    vectors and positions in fp32. Gives why it has no tokenizer, if so. UserError where the package is missing."""
+    gguf = package()
     known = models.of(weights.model).HUGGING_FACE
     arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[known.model_type])
     names = gguf.get_tensor_name_map(arch, weights.model.layers)  # pyright: ignore[reportAttributeAccessIssue]
     kinds = gguf.GGMLQuantizationType
     matrices = {"fp32": kinds.F32, "bf16": kinds.BF16, "fp16": kinds.F16}[dtype]
 
-    def kind_of(name: str, part: Part) -> Any:
-        return matrices if len(part.shape) > 1 and not name.startswith("position_embd") else kinds.F32
+    def kind_of(tensor: str, part: Part) -> Any:
+        return matrices if len(part.shape) > 1 and not tensor.startswith("position_embd") else kinds.F32
 
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    writer = gguf.GGUFWriter(temporary, gguf.MODEL_ARCH_NAMES[arch])
-    try:
+    with storage.new_path(out) as temporary:
+        writer = gguf.GGUFWriter(temporary, gguf.MODEL_ARCH_NAMES[arch])
+        writer.add_name(name)
+        if licence is not None:
+            writer.add_license(licence)
         _sizes(writer, weights, getattr(gguf.LlamaFileType, {"fp32": "ALL_F32"}.get(dtype, f"MOSTLY_{matrices.name}")))
         missing = _tokenizer(writer, weights.tokenizer, weights.model.vocab_size)
         listed = [(_name(names, known, part), part) for part in parts(known, weights.model, weights.tensors)]
-        for name, part in listed:
-            kind = kind_of(name, part)
+        for tensor, part in listed:
+            kind = kind_of(tensor, part)
             shape = part.shape[::-1] if part.transposed else part.shape
             size = 4 if kind == kinds.F32 else 2
             # The package takes 16-bit numbers of its own kinds as bytes, of which a row has two for each.
             stored = (shape[0], shape[1] * 2) if kind == kinds.BF16 else shape
             numpy_kind = {kinds.F32: np.float32, kinds.F16: np.float16}.get(kind, np.uint8)
-            writer.add_tensor_info(name, stored, np.dtype(numpy_kind), int(np.prod(shape)) * size, raw_dtype=kind)
+            writer.add_tensor_info(tensor, stored, np.dtype(numpy_kind), int(np.prod(shape)) * size, raw_dtype=kind)
         stretch = _stretch(weights)
         if stretch is not None:
             writer.add_tensor_info("rope_freqs.weight", stretch.shape, stretch.dtype, stretch.nbytes)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, part in listed:
-            writer.write_tensor_data(gguf.quants.quantize(_array(weights, part), kind_of(name, part)))
+        for tensor, part in listed:
+            writer.write_tensor_data(gguf.quants.quantize(_array(weights, part), kind_of(tensor, part)))
         if stretch is not None:
             writer.write_tensor_data(stretch)
         writer.close()
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
+        with temporary.open("rb") as file:
+            storage.sync(file.fileno())
     return missing
 
 
@@ -119,7 +127,6 @@ def _sizes(writer: Any, weights: Weights, kind: Any) -> None:
         writer.add_layer_norm_eps(known.kinds["layer_norm_epsilon"][0])
     writer.add_vocab_size(model.vocab_size)
     writer.add_file_type(kind)
-    writer.add_name(weights.path.name)
 
 
 # --- the tokenizer ---
@@ -167,26 +174,26 @@ def _of(tokenizer: Tokenizer) -> tuple[str, list[str], list[int], list[str]]:
         return "gpt-2", sorted(ids, key=ids.__getitem__), kinds, files[vocabulary.MERGES].decode().splitlines()[1:]
     assert isinstance(tokenizer, HuggingFace)
     content = json.loads(tokenizer.content)
-    rules = list(_rules(content["pre_tokenizer"]))
-    if len(rules) == 1 and rules[0].startswith(LLAMA_3_WORDS):
-        rule = "llama-bpe"
-    elif not rules:
-        rule = "gpt-2"
-    else:
-        raise UserError("its rule for words is neither GPT-2's nor Llama-3's")
+    rule = _rule(steps(content["pre_tokenizer"], "pretokenizers"))
     ids = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
     name_of = {i: name for name, i in ids.items()}
-    special = set(tokenizer.special.values())
     numbers = range(tokenizer.vocab_size)
-    kinds = [UNUSED if i not in name_of else CONTROL if i in special else PLAIN for i in numbers]
+    kind_of = dict.fromkeys(name_of, PLAIN) | {token["id"]: ADDED for token in content["added_tokens"]}
+    kind_of |= dict.fromkeys(tokenizer.special.values(), CONTROL)
+    kinds = [kind_of.get(i, UNUSED) for i in numbers]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
     return rule, [name_of.get(i, f"[UNUSED{i}]") for i in numbers], kinds, merges
 
 
-def _rules(step: dict[str, Any]) -> Iterator[str]:
-    """The regular expressions by which a tokenizer cuts words, GPT-2's own left out."""
-    for part in step.get("pretokenizers", [step]):
-        if part["type"] == "Split":
-            yield part["pattern"].get("Regex", "")
-        elif part["type"] != "ByteLevel":
-            yield part["type"]
+def _rule(words: list[dict[str, Any]]) -> str:
+    """llama.cpp's name of the rule by which a tokenizer's steps cut words. UserError for one that it has not: a rule that is only
+    like another would give other ids for some texts."""
+    split, ends = words[:-1], words[-1]
+    if ends["type"] == "ByteLevel":
+        of_gpt2 = ends.get("use_regex", True)
+        if not split and of_gpt2:
+            return "gpt-2"
+        at_words = {"type": "Split", "pattern": {"Regex": LLAMA_3_WORDS}, "behavior": "Isolated", "invert": False}
+        if split == [at_words] and not of_gpt2:
+            return "llama-bpe"
+    raise UserError("its rule for words is neither GPT-2's nor Llama-3's")

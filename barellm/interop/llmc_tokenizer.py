@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from barellm.checkpoint import storage
 from barellm.data.bpe import BytePairs
 from barellm.data.gpt2 import EOT, HASH, Gpt2
 from barellm.data.tokenizers import Tokenizer, vocabulary_hash
@@ -38,16 +37,17 @@ def read(path: Path) -> BytePairs:
     return BytePairs(tokens, eot=eot)
 
 
-def write(tokenizer: Tokenizer | None, out: Path) -> None:
-    """The file `out`. UserError for a vocabulary that it cannot hold."""
+def content(tokenizer: Tokenizer | None) -> bytes:
+    """What the file has. UserError for a vocabulary that it cannot hold."""
     if tokenizer is None or tokenizer.eot is None:
         raise UserError("llm.c's tokenizers have an end of text, expected gpt2, a bpe or a tokenizer.json that has one")
-    tokens = [END_OF_TEXT if i == tokenizer.eot else token for i, token in enumerate(tokenizer.tokens)]
+    # llm.c reads no token without bytes, so special ids have their names, and ids that nobody has a word that says so.
+    names = {i: name.encode() for name, i in getattr(tokenizer, "special", {}).items()} | {tokenizer.eot: END_OF_TEXT}
+    tokens = [token or names.get(i, f"[UNUSED{i}]".encode()) for i, token in enumerate(tokenizer.tokens)]
     longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
     if len(tokens[longest]) > 255:
         raise UserError(f"token {longest} has {len(tokens[longest])} bytes, llm.c's tokenizers have up to 255")
     header = np.zeros(HEADER // 4, "<i4")
     header[:4] = [MAGIC, 2, len(tokens), tokenizer.eot]
     body = b"".join(bytes([len(token)]) + token for token in tokens)
-    with storage.new_file(out, size=HEADER + len(body)) as file:
-        file.write(np.frombuffer(header.tobytes() + body, np.uint8))
+    return header.tobytes() + body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from safetensors.numpy import load_file
 
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
+from barellm.interop import card
+from barellm.interop.sources import open_weights
 from barellm.training import metrics
 from tests.interop.models import (
     TINY,
@@ -159,7 +162,7 @@ def test_weights_alone_are_no_run_to_go_on_with(tmp_path, refused):
     assert message.endswith(f"holds weights alone: begin a run with them, with --init-from {tmp_path / 'run'}")
 
 
-def test_what_import_and_export_refuse(tmp_path, refused):
+def test_what_import_and_export_refuse(tmp_path, refused, monkeypatch):
     step = checkpoint_of(tmp_path / "run", TINY, ARRAYS)
     out = ("--out", tmp_path / "new")
     assert refused("import", step, *out) == f"{step} is a checkpoint of barellm already"
@@ -176,7 +179,34 @@ def test_what_import_and_export_refuse(tmp_path, refused):
         assert refused("export", bare, "--format", kind, *out) == (
             f"{bare}: model.bias is false, GPT-2 has biases there, expected true"
         )
+    assert "llmc-tokenizer has no place for it" in refused(
+        "export", step, "--format", "llmc-tokenizer", "--license", "mit", *out
+    )
+    deep = ("--out", tmp_path / "new" / "deep.bin")
+    assert "have an end of text" in refused("export", step, "--format", "llmc-tokenizer", *deep)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gguf", None)
+        assert "needs the package gguf" in refused("export", step, "--format", "gguf", *deep)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_card_says_what_the_run_says_of_itself(tmp_path):
+    """Also where the run was killed while it wrote a line. A step beside which no run is has no such numbers; words of the
+    licence mean nothing in the card's head."""
+    rows = [{"kind": "eval", "step": 0, "val_nats": 3.25, "val_bits_per_byte": None}, {"kind": "eval", "step": 9}]
+    step = checkpoint_of(tmp_path / "run", TINY, ARRAYS)
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines) + lines[0][:9])
+    meta = json.loads((step / "meta.json").read_text()) | {"samples": 7, "tokens": 1234, "data": {"name": "a text"}}
+    weights = open_weights(step)
+    (step / "meta.json").write_text(json.dumps(meta))
+    said = [
+        card.text(replace(weights, path=place), dtype="fp32", licence="mit # [x]")
+        for place in (step, shutil.copytree(step, tmp_path / "elsewhere"))
+    ]
+    assert '\nlicense: "mit # [x]"\n' in said[0] and "| validation loss | 3.2500 nats per token |" in said[0]
+    assert "# run\n" in said[0] and "| tokens trained on | 1,234 |" in said[0]
+    assert "# elsewhere\n" in said[1] and "validation loss" not in said[1]
 
 
 def test_rows_of_padded_ids_are_zero_whatever_the_file_says():

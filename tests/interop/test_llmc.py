@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ from barellm.checkpoint import storage, tensorfile
 from barellm.cli.main import main
 from barellm.data.bpe import BytePairs, trained_bpe
 from barellm.data.gpt2 import Gpt2, _from_merges
+from barellm.data.huggingface import HuggingFace
 from barellm.errors import UserError
 from barellm.interop import llmc_tokenizer
 from barellm.interop.sources import open_weights
 from barellm.models.gpt2 import Config as ModelConfig
+from tests.data.llama import llama_json
 from tests.interop.models import ODD, TINY, checkpoint_of, llmc_file, random_arrays
 
 ARRAYS = random_arrays(TINY)
@@ -156,4 +160,18 @@ def test_a_tokenizer_that_llm_c_cannot_hold_is_refused(tmp_path, refused):
     command = ("export", tmp_path / "run", "--format", "llmc-tokenizer", "--out", tmp_path / "t.bin")
     assert "have an end of text" in refused(*command)
     with pytest.raises(UserError, match="token 256 has 256 bytes"):
-        llmc_tokenizer.write(BytePairs([*BYTES, b"e" * 256, b""]), tmp_path / "t.bin")
+        llmc_tokenizer.content(BytePairs([*BYTES, b"e" * 256, b""]))
+    assert "has no place for it" in refused(*command, "--license", "mit")
+
+
+def test_no_token_of_llm_c_is_empty():
+    """Its reader takes that for a damaged file. Special ids have their names there, ids that nobody has say so."""
+    library = json.loads(llama_json("To be, or not to be: that's the question. " * 20, vocab=280))
+    library["added_tokens"][3]["id"] += 5
+    tokenizer = HuggingFace(json.dumps(library).encode(), path=Path("made"))
+    body, tokens = llmc_tokenizer.content(tokenizer)[1024:], []
+    while body:
+        tokens.append(body[1 : 1 + body[0]])
+        body = body[1 + body[0] :]
+    assert len(tokens) == tokenizer.vocab_size and all(tokens)
+    assert (tokens[tokenizer.eot], tokens[281], tokens[283]) == (b"<|endoftext|>", b"<|end_of_text|>", b"[UNUSED283]")
