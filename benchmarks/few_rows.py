@@ -3,9 +3,9 @@ that packs.
 
     python -m benchmarks.few_rows --dtype bf16 --out benchmarks/results/few-rows-bf16.json
 
-Each product goes through copies of its weight that no cache holds together. In every round plain reading of as much memory and the
-peak of multiply-adds are measured too. The bound is the larger of the time of reading the weight at the best rate seen and the
-time of the operations at the best peak seen.
+Each product goes through weights that no cache holds together, random normal numbers. In every round plain reading of as much
+memory and the peak of multiply-adds of the dtype are measured too. The bound is the larger of the time of reading the weight at the
+best rate seen and the time of the operations at the best peak seen.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.processor import name as processor
 from barellm.kernels.arrays import address
 from barellm.program import scalars
-from barellm.program.dtypes import itemsize
+from barellm.program.dtypes import encode, itemsize
+from barellm.program.integers import round_up
 from barellm.runtime.arena import ScalarBlock
 
 ROLES = {"qkv": (2304, 768), "proj": (768, 768), "fc": (3072, 768), "fcproj": (768, 3072), "head": (50304, 768)}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 COLD = 96 << 20  # bytes that a walk reads at least: three times the last cache
-LONGEST = 40  # calls of a walk
+PRIVATE = 1 << 22  # bytes of a thread's own scratch: what either kernel asks for is less
 
 
 class Table:
-    """A walk over copies of a product's weight."""
+    """A walk over as many weights of a product as memory holds."""
 
     def __init__(
         self, bench: Bench, kind: str, dtype: str, cols: int, depth: int, memory: dict[str, np.ndarray]
@@ -61,7 +62,7 @@ class Table:
         spec = Specialisation(emit, operands, tuple(sorted(constants.items())))
         self.code = jit.Library([jit.cached_object(spec.key, bench.isa, lambda: spec.ir(bench.isa))], bench.isa)
         self.bench, nbytes = bench, cols * depth * itemsize(dtype)
-        self.calls = max(1, min(LONGEST, memory["weights"].nbytes // nbytes))
+        self.calls = memory["weights"].nbytes // nbytes
         self.args = np.array(
             [[address(memory["out"]), address(memory["x"]), address(memory["weights"]) + i * nbytes, 0, 1 << 40]
              for i in range(self.calls)]
@@ -91,19 +92,20 @@ def main() -> None:
     args = parser.parse_args()
     facts, block = describe(), ScalarBlock()
     with closing(Bench()) as bench:
-        largest = max(cols * depth for cols, depth in ROLES.values()) * itemsize(args.dtype)
-        sizes = {
-            "weights": max(COLD, largest),
-            "x": 64 * 3072 * 4,
-            "out": 64 * 50304 * 4,
-            "private": bench.threads << 22,
-        }
+        largest, most = max(cols * depth for cols, depth in ROLES.values()), max(args.rows)
+        r = np.random.default_rng(1)
+
+        def drawn(count: int) -> np.ndarray:
+            return encode(r.standard_normal(count, np.float32), args.dtype)[0]
+
         memory = {
-            name: np.full(nbytes // 4 + 1024, 0.01, np.float32).view(np.uint8)[:nbytes]
-            for name, nbytes in sizes.items()
+            "weights": drawn(max(COLD // itemsize(args.dtype), largest)),
+            "x": drawn(most * max(depth for _, depth in ROLES.values())),
+            "out": np.zeros(most * max(cols for cols, _ in ROLES.values()), np.float32),
+            "private": np.zeros((bench.threads + 1) * PRIVATE, np.uint8),
         }
-        assert few_private(bench.isa) <= 1 << 22
-        bench.pool.bind(block.address, -(-address(memory["private"]) // 64) * 64, (1 << 22) - 64, memory=memory)
+        assert few_private(bench.isa) <= PRIVATE
+        bench.pool.bind(block.address, round_up(address(memory["private"]), 64), PRIVATE, memory=memory)
         tables = {
             (role, kind): Table(bench, kind, args.dtype, *ROLES[role], memory)
             for role in args.roles
@@ -113,7 +115,7 @@ def main() -> None:
         reading, peaks = [], []
         for turn in range(args.rounds + 1):
             reading.append(bench.bandwidth((8, 0, 0), 1 << 27))
-            peaks.append(bench.peak("fp32"))
+            peaks.append(bench.peak(args.dtype))
             for rows in args.rows:
                 block.ints[scalars.SCALARS["batch"].index] = rows
                 for (role, kind), table in tables.items():

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from barellm.assembly.quantized import Quantizing, quantize_programs
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import PRECISIONS
@@ -354,9 +355,9 @@ def token_losses_case(shape, dtype) -> dict:
     return case | {"bounds": {"losses": 32 * EPS * 20, "margins": 4 * EPS * np.abs(logits).max()}}
 
 
-def check_scores(open_session, *, compute: str, limit: float) -> None:
+def check_scores(open_session, *, compute: str, limit: float, quantized: bool = False) -> None:
     """The losses and margins of a classifier's targets against the primitive ops' references, at several run-time sizes. One of
-    the ops that ran does all of it."""
+    the ops that ran does all of it. `quantized`: the head's weights are codes."""
     shape, C, V = (Dim("batch", 3), Dim("seq", 11)), 24, 53
     p = Program(Store(), compute=compute)
     x = p.embedding(p.input("tokens", shape), p.parameter("wte", (V, C)), p.parameter("wpe", (11, C)))
@@ -364,12 +365,14 @@ def check_scores(open_session, *, compute: str, limit: float) -> None:
     p.classifier(x, p.parameter("head", (V, C)), p.input("targets", shape), valid_vocab=V - 2)
     for name, t in zip(("losses", "margins"), p.score_tokens(), strict=True):
         p.output(name, t)
+    parameters = dict(p.store.tensors)
+    matrices = quantize_programs({"score": p}, "int8") if quantized else {}
     session, oracle, r = open_session({"score": p}), ReferenceSession({"score": p}), np.random.default_rng(3)
-    assert "classifier_scores" in [op.name for op in session.lowered["score"].ops]
-    for name, t in p.store.tensors.items():
+    assert f"{'quantized_' * quantized}classifier_scores" in [op.name for op in session.lowered["score"].ops]
+    for name, t in parameters.items():
         values = r.standard_normal(t.shape).astype(np.float32)
         for s in (session, oracle):
-            s.write(name, values)
+            Quantizing(s, matrices).write_rows(name, 0, values)
     for batch, seq in ((3, 11), (1, 1), (2, 7)):
         ids = r.integers(0, V - 2, (2, batch, seq)).astype(np.int32)
         ids[1, 0, 0] = -1

@@ -90,7 +90,7 @@ def check_case(case: Case, sessions: Mapping[str, Callable[[dict[str, Program]],
         first = first or (variant, outputs)
         for name, values in outputs.items():
             same = np.array_equal(_bits(values), _bits(first[1][name]))
-            assert same, _failed(f"{name} has different bits with {variant} than with {first[0]}")
+            assert same, failed(f"{name} has different bits with {variant} than with {first[0]}")
     assert first is not None
     return first[1]
 
@@ -191,7 +191,7 @@ def _check_bytes(case: Case, op: Op, session: Any, actual: Any) -> None:
         if t not in op.outputs.values():
             values = _read(session, t, actual(t)).astype(np.float64)
             same = np.array_equal(values, case.given[t.name].values, equal_nan=True)
-            assert same, _failed(f"the kernel changed its input {t.name}")
+            assert same, failed(f"the kernel changed its input {t.name}")
     check_gaps(session, actual)
 
 
@@ -204,7 +204,7 @@ def check_gaps(session: Any, actual: Callable[[Tensor], tuple[int, ...]]) -> Non
             nbytes = nbytes // t.size * int(np.prod(actual(t)))
         free[start : start + nbytes] = False
     touched = np.flatnonzero(free & (session.arena != 0xFF))
-    assert not touched.size, _failed(f"the kernel wrote outside its tensors, first at byte {touched[:1]} of the arena")
+    assert not touched.size, failed(f"the kernel wrote outside its tensors, first at byte {touched[:1]} of the arena")
 
 
 def _check_other_columns(op: Op, base: Tensor, values: np.ndarray, byte: int) -> None:
@@ -214,13 +214,13 @@ def _check_other_columns(op: Op, base: Tensor, values: np.ndarray, byte: int) ->
         if t.base is base:
             other[t.first_column : t.first_column + t.shape[-1]] = False
     touched = np.flatnonzero(_bits(values[..., other]) != byte)
-    assert not touched.size, _failed(f"the kernel wrote outside its columns of {base.name}")
+    assert not touched.size, failed(f"the kernel wrote outside its columns of {base.name}")
 
 
 def _compare(name: str, got: np.ndarray, want: np.ndarray, dtype: str, bound: Any) -> None:
     got = got.astype(np.float64)
     if dtype == "i32":
-        assert np.array_equal(got, want), _failed(f"{name} is {got}, expected {want}")
+        assert np.array_equal(got, want), failed(f"{name} is {got}, expected {want}")
         return
     with np.errstate(invalid="ignore"):
         error = np.where((got == want) | (np.isnan(got) & np.isnan(want)), 0.0, np.abs(got - want))
@@ -235,13 +235,13 @@ def _compare(name: str, got: np.ndarray, want: np.ndarray, dtype: str, bound: An
         at = tuple(int(i) for i in at)
         allowed = np.broadcast_to(allowed, got.shape)
         what = f"{name}{list(at)} is {got[at]:.9g}, expected {want[at]:.9g}: off by {error[at]:.3g}, allowed {allowed[at]:.3g}"
-        raise AssertionError(_failed(f"{what} ({int(bad.sum())} of {bad.size} wrong)"))
+        raise AssertionError(failed(f"{what} ({int(bad.sum())} of {bad.size} wrong)"))
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
-def _failed(what: str) -> str:
+def failed(what: str) -> str:
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" ", 1)[0]
     return f"{what}\nreproduce: python -m pytest '{test}'"

@@ -26,6 +26,7 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "mirrored": ((1, 2, 6, 19), (5, 2, 4), {"mirrored": True, "padding": (1, 1), "stride": (1, 2), "dilation": (2, 1)}),
     "grouped": ((2, 6, 5, 7), (15, 3, 3), {"groups": 3, "padding": (1, 1)}),
     "depthwise": ((2, 5, 9, 6), (10, 3, 3), {"groups": 5, "padding": (1, 1), "stride": (2, 1)}),
+    "of many channels to few": ((2, 70, 5, 4), (9, 3, 3), {"padding": (1, 1)}),
     "of many channels": ((2, 70, 5, 4), (19, 3, 3), {"padding": (1, 1)}),
     "of a long line": ((1, 2, 2, 611), (3, 2, 3), {"padding": (0, 1)}),
 }

@@ -67,8 +67,9 @@ def rows_of(tensor: Tensor, first: int, count: int, width: int) -> tuple[Region,
 
 
 def decodes(program: Program) -> bool:
-    """Whether a program goes on from a cache, and so runs with a few rows as often as with many."""
-    return any(t.role == "cache" for op in program.ops for t in op.inputs.values())
+    """Whether a program goes on from a cache, and so runs with a few rows as often as with many. Such a cache is written on by the
+    op that reads it; what one program leaves for another in a cache is only read there."""
+    return any(t.role == "cache" and t in op.outputs.values() for op in program.ops for t in op.inputs.values())
 
 
 class OpLowering(Protocol):

@@ -14,9 +14,10 @@ from barellm.cpu import jit
 from barellm.cpu.isa import ISA
 from barellm.cpu.step import CpuSession
 from barellm.program.builder import Program
+from barellm.program.integers import round_up
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim, Tensor
-from tests.check import EPS, ROUNDING, Case, Given, check_case, check_gaps, persistent, stored, tokens
+from tests.check import EPS, ROUNDING, Case, Given, check_case, check_gaps, failed, persistent, stored, tokens
 
 __all__ = [
     "EPS", "ISAS", "ROUNDING", "Given", "changed", "check_op", "isa_named", "persistent", "run_fused", "stored", "tokens",
@@ -24,6 +25,7 @@ __all__ = [
 
 ISAS = isa_module.available()
 THREADS = (1, 2, 5)
+PAGE = 4096
 
 
 def isa_named(name: str) -> ISA:
@@ -50,21 +52,35 @@ def check_op(
     plan: tuple[int, int] | None = None,
     views: dict[str, tuple[Any, ...]] | None = None,
     threads: tuple[int, ...] = THREADS,
-    guarded: bool = False,
     **attrs: Any,
 ) -> dict[str, np.ndarray]:
-    """Raises AssertionError with one line that reproduces the failure; gives the outputs. Bits must not depend on threads.
-    `guarded`: the op may not write behind the private scratch that it asked for."""
+    """Raises AssertionError with one line that reproduces the failure; gives the outputs. Bits must not depend on threads,
+    and the op may not write behind the private scratch that it asked for."""
     case = Case(op_type, given, attrs, bounds or {}, modes or {}, scalars or {}, plan, views or {})
-    return check_case(
-        case, {f"{n} threads": partial(Guarded if guarded else Session, threads=n, isa=isa) for n in threads}
-    )
+    return check_case(case, {f"{n} threads": partial(Session, threads=n, isa=isa) for n in threads})
 
 
 class Session(CpuSession):
-    """Code is loaded once for the runs of a check, which differ in their threads."""
+    """Code is loaded once for the runs of a check, which differ in their threads. Each thread's own scratch ends where the op asked
+    for it to end, with bytes behind it that a run must leave as they are."""
 
     _last: tuple[Any, jit.Library] | None = None
+
+    def __init__(self, programs: dict[str, Program], **how: Any) -> None:
+        super().__init__(programs, **how)
+        # The arena rounds scratch up to whole pages and puts that of the threads side by side: what an op writes behind its own
+        # would often go unseen. So the check has scratch of its own.
+        self._asked = max(low.private_bytes for low in self.lowered.values())
+        room = round_up(self._asked, PAGE) + PAGE
+        raw = np.full(self.threads * room + PAGE, 0xFF, np.uint8)  # NaN in every dtype
+        self._rooms = raw[-raw.ctypes.data % PAGE :][: self.threads * room].reshape(self.threads, room)
+        memory = (self.arena, self.code, self._keep, self._block, raw)
+        self.pool.bind(self._block.address, self._rooms.ctypes.data, room, memory=memory)
+
+    def run(self, program: str, **values: Any) -> None:
+        super().run(program, **values)
+        touched = np.flatnonzero((self._rooms[:, self._asked :] != 0xFF).any(0))
+        assert not touched.size, failed(f"the kernel writes up to {touched[-1] + 1} bytes behind its private scratch")
 
     def _compile(self) -> None:
         wanted = (self.isa, jit.versions(), [spec.key for spec in self.specs])
@@ -72,23 +88,6 @@ class Session(CpuSession):
             super()._compile()
             Session._last = wanted, self.code
         self.code = Session._last[1]
-
-
-class Guarded(Session):
-    """What an op leaves of a thread's own scratch must stay as it is."""
-
-    def _spare(self) -> np.ndarray:
-        """The bytes (threads, n) of the threads' scratch that no op asked for. A thread's scratch is whole pages."""
-        (private,) = [t for t in self.plan.offsets if t.name == "threads.private"]
-        start, asked = self.plan.offsets[private], max(low.private_bytes for low in self.lowered.values())
-        rooms = self.arena[start : start + private.nbytes].reshape(self.threads, self.private_bytes)
-        return rooms[:, asked:]
-
-    def run(self, program: str, **values: Any) -> None:
-        self._spare()[:] = 0xFF
-        super().run(program, **values)
-        touched = np.flatnonzero((self._spare() != 0xFF).any(0))
-        assert not touched.size, f"{program} writes {touched[0] + 1} bytes and more behind its private scratch"
 
 
 def run_fused(

@@ -11,6 +11,7 @@ from barellm.program import ops
 from tests.cpu.check import ISAS, check_op, isa_named, tokens
 
 N = 5 * 7 * 13
+SCRATCH_BYTES = 4096  # a whole page, behind which the arena leaves nothing
 
 
 def slightly_wrong(k, y, a, b):
@@ -35,6 +36,12 @@ def not_everything(k, y, a, b):
         sweep(k, 0, N - 1, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
 
 
+def behind_its_scratch(k, y, a, b):
+    with k.claim_each(1):
+        sweep(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+        k.private().put(0.0, SCRATCH_BYTES // 4)
+
+
 def by_threads(k, y, a, b):
     with k.claim_each(1):
         tiny = k.to(k.threads, "float") * 1e-10
@@ -46,6 +53,7 @@ WRONG = [
     (beyond_the_end, "outside its tensors"),
     (into_an_input, "changed its input b"),
     (not_everything, "is nan, expected"),
+    (behind_its_scratch, "up to 4 bytes behind its private scratch"),
     (by_threads, "different bits with 2 threads"),
 ]
 
@@ -54,6 +62,7 @@ WRONG = [
 @pytest.mark.parametrize("kernel, message", WRONG, ids=[f.__name__ for f, _ in WRONG])
 def test_a_wrong_kernel_is_reported(isa, kernel, message, monkeypatch):
     def lower(c: Lowering) -> None:
+        c.private(SCRATCH_BYTES)
         c.call(kernel, {"y": c.op.y, "a": c.op.a, "b": c.op.b}, writes="y")
 
     monkeypatch.setattr(REGISTRY, "entries", dict(REGISTRY.entries))

@@ -41,6 +41,7 @@ def test_token_losses(isa, shape, dtype):
 def test_scores_in_chunks(compute, limit, monkeypatch):
     monkeypatch.setattr(classifier, "CHUNK", 8)
     check_scores(lambda programs: CpuSession(programs, threads=2), compute=compute, limit=limit)
+    check_scores(lambda programs: CpuSession(programs, threads=2), compute=compute, limit=limit, quantized=True)
 
 
 @each_isa

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
+from barellm.assembly.machine import build_programs
 from barellm.cpu import jit, step
 from barellm.cpu.isa import ISA, cross
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import few_rows
-from barellm.cpu.step import CpuSession
+from barellm.cpu.step import CpuSession, Lowered
 from barellm.inspect import machine_code
 from barellm.inspect.kernels import ARM_TRIPLE, X86_TRIPLE
+from barellm.models import preset
+from barellm.overrides import changed as changed_config
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.dtypes import PRECISIONS
 from barellm.program.tensor import Dim
+from barellm.runtime.lowering import decodes
 from tests.cases import VIEWED, as_operand, chain_bound, check_network, normal, operands, viewed_case
 from tests.cpu.check import ISAS, changed, check_op, isa_named
 
@@ -77,9 +82,39 @@ def test_a_row_has_the_same_bits_in_any_company(isa, dtype, monkeypatch):
         session.run("op", batch=rows)
         found.append(session.read("y").copy())
     session.close()
-    assert PRECISIONS[dtype].operands == dtype and np.isfinite(found[0]).all()
+    assert np.isfinite(found[0]).all()
     for some in found:
         assert np.array_equal(some, found[0][: len(some)]), len(some)
+
+
+def test_only_decoding_may_have_few_rows(monkeypatch):
+    """Not the programs that end a step, though one leaves the gradient's norm for another in a cache."""
+    monkeypatch.setattr(step, "decodes", decodes)
+    small = {"model.layers": 1, "model.heads": 2, "model.channels": 16, "train.seq": 8, "model.max_seq": 8}
+    config = changed_config(preset("shakespeare-char"), small | {"train.dtype": "fp32", "optim.skip_norm_z": 3.0})
+    programs = build_programs(config)
+    calls = {name: Lowered(p, isa_named(""), 1).calls for name, p in programs.items()}
+    assert {"micro", "norm", "update", "eval", "decode"} <= set(calls)
+    assert {name for name, found in calls.items() if any(c.spec.name == "few_rows" for c in found)} == {"decode"}
+    assert {name for name, p in programs.items() if decodes(p)} == {"decode"}
+
+
+@pytest.mark.parametrize("rows, writer", [(1, "few_rows"), (64, "few_rows"), (65, "product")])
+def test_64_rows_are_few_and_65_are_not(rows, writer):
+    """A program has both kernels, and of a run's only one does anything."""
+    p = Program(Store())
+    p.output("y", p.linear(p.input("x", (Dim("batch", 70), 5), "fp32"), p.parameter("weight", (3, 5))))
+    session = CpuSession({"op": p}, isa=isa_named(""), threads=1)
+    session.write("weight", normal(3, 5))
+    session.write("x", normal(rows, 5))
+    session.run("op", batch=rows)
+    wrote = {}
+    for call, record in zip(session.calls["op"], session.records["op"], strict=True):
+        session.stored(p.named["y"])[:] = np.nan
+        session.pool.run(record.ctypes.data, 1)
+        wrote[call.spec.name] = bool(np.isfinite(session.read("y")).all())
+    session.close()
+    assert wrote == {name: name == writer for name in ("few_rows", "product")}
 
 
 @each_isa
@@ -109,11 +144,22 @@ def test_the_sum_of_each_vectors_lanes(lanes):
     assert np.array_equal(few_rows.sums_of_lanes(Shuffles(), list(vectors)), vectors.sum(1))  # pyright: ignore
 
 
+@pytest.mark.parametrize("name", ["avx2", "avx512_bf16"])
+def test_loads_claim_the_alignment_of_one_bf16(name):
+    """A row of an odd depth begins at an odd element."""
+    isa = cross(name, X86_TRIPLE)
+    loads = re.findall(r"load <\d+ x i\d+>, ptr \S+ align (\d+)", spec_of("bf16", depth=769).ir(isa))
+    assert set(loads) == {"2"}, loads
+
+
+def spec_of(dtype: str, depth: int = 768) -> Specialisation:
+    constants = {"cols": 768, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
+    return Specialisation(few_rows.few_rows, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items())))
+
+
 def loops_of(isa: ISA, dtype: str) -> list[machine_code.Loop]:
-    constants = {"cols": 768, "depth": 768, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
-    operands = ("fp32", None, dtype, dtype, None, None)
-    spec = Specialisation(few_rows.few_rows, operands, tuple(sorted(constants.items())))
-    return [loop for loop in machine_code.read(jit.assembly(spec.ir(isa), isa)).loops if loop.products]
+    code = machine_code.read(jit.assembly(spec_of(dtype).ir(isa), isa))
+    return [loop for loop in code.loops if loop.products]
 
 
 @pytest.mark.parametrize("name", ["avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"])

@@ -52,6 +52,7 @@ def test_token_losses(shape, dtype):
 def test_scores_in_chunks(compute, limit, monkeypatch):
     monkeypatch.setattr(classifier, "chunk_tokens", lambda V, itemsize: 16)
     check_scores(InterpretedSession, compute=compute, limit=limit)
+    check_scores(InterpretedSession, compute=compute, limit=limit, quantized=True)
 
 
 @each_dtype

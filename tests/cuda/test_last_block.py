@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from itertools import count, permutations
+from math import factorial
 
 import numpy as np
 import pytest
 
 from barellm import models
 from barellm.assembly.machine import build_programs
-from barellm.cuda.kernel import COUNTER, Launch
+from barellm.cuda.kernel import COUNTER, Launch, Specialisation
+from barellm.cuda.kernels.last_block import is_last
+from barellm.cuda.lang import device, tl
 from barellm.cuda.step import lower_and_plan
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.ops.mix import COEFFICIENTS
 from tests.cuda.check import PLAIN, InterpretedSession
 from tests.simulators import interpreter
 from tests.simulators.interpreter import Execute
@@ -25,7 +29,7 @@ from tests.simulators.ptx.machine import Run
 pytestmark = pytest.mark.proof("barellm/cuda", "tests/simulators")
 
 COUNTS = (3, 600, 70)  # partial sums of each tensor; a program adds up those of one
-RUNS = 1000
+DK = [f"d{name}" for name in COEFFICIENTS]
 
 
 def clips(execute: Execute) -> Callable[[], bytes]:
@@ -48,15 +52,13 @@ def clips(execute: Execute) -> Callable[[], bytes]:
 
 
 def test_every_order_of_blocks_gives_the_same_bits():
-    order = np.random.default_rng(1)
-    blocks = [(x, 0, 0) for x in range(len(COUNTS))]
+    orders = permutations([(x, 0, 0) for x in range(len(COUNTS))])
 
     def execute(spec, values, grid):
-        drawn = [blocks[i] for i in order.permutation(len(blocks))]
-        interpreter.execute(spec, values, grid, blocks=drawn)
+        interpreter.execute(spec, values, grid, blocks=next(orders))
 
     run = clips(execute)
-    assert len({run() for _ in range(RUNS)}) == 1
+    assert len({run() for _ in range(factorial(len(COUNTS)))}) == 1
 
 
 def on_ptx_machine(change: Callable[[str], str] = lambda text: text) -> Execute:
@@ -66,7 +68,7 @@ def on_ptx_machine(change: Callable[[str], str] = lambda text: text) -> Execute:
     def execute(spec, values, grid):
         code = launch.code_of(spec, 80)
         changed = replace(code, cubin=change(code.cubin.decode()).encode())
-        launch.execute(spec, values, grid, arch=80, run=Run(seed=next(seeds)), code=changed)
+        launch.execute(spec, values, grid, arch=80, run=Run(seed=next(seeds), apart=True), code=changed)
 
     return execute
 
@@ -95,11 +97,56 @@ def test_a_fault_in_compiled_code_shows(fault):
         clips(on_ptx_machine(FAULTS[fault]))()
 
 
-def test_the_speedrun_saves_53_launches():
-    """One launch for each op that has the gradients of scalars, where there were two."""
+@device
+def sums(out, partials, counter, x, BLOCK: tl.constexpr):
+    """out (BLOCK) = the sum of x (programs, BLOCK) over programs. All threads of a program leave something for the last one."""
+    i = tl.arange(0, BLOCK)
+    tl.store(partials + tl.program_id(0) * BLOCK + i, tl.load(x + tl.program_id(0) * BLOCK + i))
+    if is_last(counter):
+        total = tl.zeros((BLOCK,), tl.float32)
+        for program in range(tl.num_programs(0)):
+            total += tl.load(partials + program * BLOCK + i)
+        tl.store(out + i, total)
+
+
+def sums_are_right(change: Callable[[str], str], *, runs: int, programs: int = 3, block: int = 128) -> bool:
+    signature = (("out", "*fp32"), ("partials", "*fp32"), ("counter", "*i32"), ("x", "*fp32"))
+    spec = Specialisation(sums, signature, (("BLOCK", block),), (("num_stages", 3), ("num_warps", 4)), ())
+    x = np.arange(programs * block, dtype=np.float32).reshape(programs, block)
+    out, partials = np.full(block, np.nan, np.float32), np.full((programs, block), np.nan, np.float32)
+    counter = np.zeros(1, np.int32)
+    values = []
+    for array in (out, partials, counter, x):
+        begin = array.ctypes.data
+        values.append(interpreter.Pointer(begin, begin, begin + array.nbytes, array is not x))
+    execute = on_ptx_machine(change)
+    for _ in range(runs):
+        out[:] = partials[:] = np.nan
+        execute(spec, values, (programs,))
+        if counter[0] or not np.array_equal(out, x.sum(0)):
+            return False
+    return True
+
+
+def without_the_barrier(text: str) -> str:
+    """The one that all threads' stores are before, when a program counts itself."""
+    before, counts, after = text.partition("atom.global")
+    barrier = before.rindex("bar.sync")
+    return before[:barrier] + before[before.index("\n", barrier) :] + counts + after
+
+
+def test_a_program_counts_itself_when_all_its_threads_have_stored():
+    assert sums_are_right(lambda text: text, runs=20)
+    assert not sums_are_right(without_the_barrier, runs=100)  # one in six shows it
+
+
+def test_the_gradients_of_scalars_take_one_launch():
+    """Each op of the speedrun's that has some, where there were two: 53 launches are saved."""
     config = models.preset("speedrun-small")
     programs = build_programs(replace(config, train=replace(config.train, dtype="bf16")))
     launches = lower_and_plan({"micro": programs["micro"]}, PLAIN).calls["micro"]
     counting = [c for c in launches if isinstance(c, Launch) and COUNTER in c.args]
-    assert {c.spec.name for c in counting} == {"mix_backward", "gated_backward"} and len(counting) == 53
+    scalars = {op for op in programs["micro"].ops if any(name in ("dfactor", *DK) for name in op.outputs)}
+    assert {c.spec.name for c in counting} == {"mix_backward", "gated_backward"} == {op.name for op in scalars}
+    assert len(counting) == len(scalars)
     assert all(sum(other.op is c.op for other in launches) == 1 for c in counting)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.program import block_layouts
+from barellm.program import block_layouts, ops
 from barellm.program.block_layouts import block_layout
+from barellm.program.builder import Program, Store
 
 
 def test_blocks_lie_in_morton_order_and_make_the_matrix():
@@ -45,6 +46,22 @@ def test_only_a_long_list_is_cut(length, parts):
     assert lists.cuts.tolist() == ([[0, 0, parts]] if parts > 1 else [])
     even = block_layout(np.ones((64, 64), bool), 64)
     assert not len(even.columns.cuts), "where all lists are long, each is whole"
+
+
+def test_products_count_the_blocks_and_the_tables_that_they_read():
+    """16 columns to 24 in 3 blocks of 6, of 2 x 5 tokens. Of the layout's tables each product reads one."""
+    layout = block_layout(np.array([[1, 0, 1], [0, 0, 1]], bool), 8)
+    p = Program(Store())
+    x, dy = p.input("x", (2, 5, 16), "fp32"), p.input("dy", (2, 5, 24), "fp32")
+    weight = p.parameter("weight", (24, 8))
+    p.block_linear(x, weight, layout=layout)
+    (forward,) = p.ops
+    tables = {name: forward.inputs[name] for name in layout.tables}
+    p.apply(ops.BlockMatmulDx, dy=dy, weight=weight, rows=tables["rows"], layout=layout)
+    p.apply(ops.BlockMatmulDw, dy=dy, x=x, places=tables["places"], layout=layout)
+    shared = 10 * (16 + 24) + 3 * 64
+    for op, table in zip(p.ops, ("columns", "rows", "places"), strict=True):
+        assert (op.flops(), op.bytes()) == (2 * 10 * 3 * 64, 4 * (shared + len(layout.tables[table]))), op.name
 
 
 def test_graphs_between_two_layers():

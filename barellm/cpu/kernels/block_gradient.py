@@ -12,7 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, new_tile, tokens_of
+from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, new_tile
+from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.packing import interleaved
 from barellm.cpu.lang import Value
 from barellm.program.integers import ceil_div
@@ -92,7 +93,7 @@ def lower_block_matmul_dw(op: Op, c: Lowering) -> None:
     strips: dict[str, Any] = {}
     for name, across in zip(("x", "dy"), layout.shape, strict=True):
         strips[name] = (part(c.scratch(name, 4 * across * cut.strips * strip_units(cut))), "fp32")
-    where = tokens_of(op.x)
+    where = shape_of(op.x)
     for first in range(0, op.x.size // int(op.x.shape[-1]), CHUNK):
         for name in ("x", "dy"):
             given: Tensor = op.inputs[name]

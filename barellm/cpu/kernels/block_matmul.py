@@ -11,7 +11,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, new_tile, tokens_of
+from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, new_tile
+from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.packing import interleaved, transposed
 from barellm.cpu.kernels.register_tile import prefetch_row
 from barellm.cpu.lang import Pointer, Value
@@ -134,7 +135,7 @@ def _product(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists:
     partials = None
     if slots:
         partials = (part(c.scratch("partials", 4 * given.size // C * slots * block)), "fp32")
-    constants = tokens_of(given) | {"K": K, "block": block, "slots": slots, "mode": op.modes[out]}
+    constants = shape_of(given) | {"K": K, "block": block, "slots": slots, "mode": op.modes[out]}
     numbers = {"segments": segments, "skipped": lists.cuts.size, "cuts": len(lists.cuts), "entries": len(layout)}
     mean = ceil_div(len(layout), segments) * block**2 * tile_tokens(cut, C)
     operands = numbers | {"out": op.outputs[out], "partials": partials, "table": table, "grain": ceil_div(WORK, mean)}

@@ -7,12 +7,11 @@ from typing import Any
 
 from barellm.cpu.choices import register_tiles
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernel import KernelBuilder, dims_of
+from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.packing import paired
 from barellm.cpu.kernels.register_tile import Left, add_unit
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.integers import ceil_div
-from barellm.program.tensor import Tensor
 
 TURN = 8  # units of depth that are multiplied between two tests of the loop
 
@@ -51,11 +50,6 @@ class Cut:
     def masks(self, k: KernelBuilder) -> list[Value | None]:
         """The mask of each vector of a strip."""
         return [None] * self.vectors if self.block % self.lanes == 0 else [k.mask_first(self.block)]
-
-
-def tokens_of(t: Tensor) -> dict[str, Any]:
-    """Constants of which `k.extent` makes the number of tokens."""
-    return {"dims": dims_of(t), "inner": t.width // int(t.shape[-1])}
 
 
 def new_tile(k: KernelBuilder, rows: int, vectors: int) -> list[list[Var]]:

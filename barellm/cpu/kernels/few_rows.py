@@ -31,9 +31,7 @@ from barellm.program.integers import ceil_div, round_up
 FEW = 64  # rows at most
 PAIR = 2  # rows of a tile where there are several
 LEAST_SPAN = 24  # columns of a claim, at least
-PART_BYTES = (
-    3 << 12
-)  # of the columns of a pair, read again for each pair of rows: beside x they stay in the first cache
+PART_BYTES = 3 << 12  # of the columns of a pair, read again for each pair: beside x they stay in the first cache
 
 
 @dataclass(frozen=True)
@@ -162,9 +160,9 @@ class FewRows:
     def _unit(self, left: list[Pointer], right: list[Pointer], chains: list[list[Var]]) -> None:
         k = self.k
         if self.dot:
-            xs = [x.as_dtype("i32").load_raw() for x in left]
+            xs = [_both(k, x) for x in left]
             for c, w in enumerate(right):
-                y = w.as_dtype("i32").load_raw()
+                y = _both(k, w)
                 for x, of_row in zip(xs, chains, strict=True):
                     of_row[c].value = k.dot(of_row[c].value, x, y)
         elif self.a.dtype == "bf16":
@@ -190,16 +188,22 @@ class FewRows:
             out.store(sums_of_lanes(k, some + [k.to(0.0, k.vec)] * (k.lanes - len(some))), first)
 
 
+def _both(k: KernelBuilder, p: Pointer) -> Value:
+    """2 `lanes` bf16 as lanes of 32 bits. A row of an odd depth, or of odd columns of a wider tensor, begins at an odd element: no
+    more than the alignment of one element may be stated, though the type's own is larger."""
+    return k.op(k.ivec, f"load {k.ivec}, ptr {p.ref}, align {p.itemsize}")
+
+
 def _lower(k: KernelBuilder, p: Pointer) -> Value:
     """Elements 0, 2, 4, ... of 2 `lanes` bf16 as fp32: a shift."""
-    return k.bitcast(p.as_dtype("i32").load_raw() << 16, k.vec)
+    return k.bitcast(_both(k, p) << 16, k.vec)
 
 
 def _upper(k: KernelBuilder, p: Pointer) -> Value:
     """Elements 1, 3, 5, ...: a mask. They are loaded as lanes of 16 bits, so that LLVM does not see that `_lower` loads the same
     bytes: it would keep them in a register that is not there."""
     half = f"<{2 * k.lanes} x i16>"
-    raw = k.op(half, f"load {half}, ptr {p.ref}, align 2")
+    raw = k.op(half, f"load {half}, ptr {p.ref}, align {p.itemsize}")
     mask = Value(k, half, "<" + ", ".join(["i16 0, i16 -1"] * k.lanes) + ">")
     return k.bitcast(raw & mask, k.vec)
 

@@ -58,6 +58,10 @@ class BlockMatmul(_BlockProduct):
     def flops(self) -> int:
         return self.work(tokens(self.x))
 
+    def bytes(self) -> int:
+        """Of the layout's tables only `columns` is read here; the others are for the gradients."""
+        return super().bytes() - self.rows.nbytes - self.places.nbytes
+
 
 class BlockMatmulDx(_BlockProduct):
     """dx = dy W^T."""

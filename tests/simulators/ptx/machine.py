@@ -86,11 +86,14 @@ def idle(work: Callable[[Machine], bool]) -> Callable[[Machine], bool]:
 
 @dataclass(frozen=True)
 class Run:
-    """What is drawn and chosen of a run. `late`: asynchronous copies and products arrive when they are waited for, not at once."""
+    """What is drawn and chosen of a run. `late`: asynchronous copies and products arrive when they are waited for, not at once.
+    `apart`: no warps of two blocks go on together, and those behind often stay behind. It takes longer, but shows what one block
+    reads of another too early."""
 
     seed: int = 0
     poison: int = 0xFF  # a byte; NaN in every dtype
     late: bool = True
+    apart: bool = False
 
 
 @dataclass
@@ -140,6 +143,7 @@ class Machine:
         self.kernel, self.program, self.memory, self.counts = kernel, program(kernel), memory, counts
         self.parameters, self.maps = np.frombuffer(parameters, np.uint8), maps or {}
         self.rng, self.poison, self.late = np.random.default_rng(run.seed), run.poison, run.late
+        self.apart = run.apart
         self.state: dict[str, Any] = {}
         n = len(blocks)
         self.threads = kernel.threads
@@ -280,8 +284,9 @@ class Machine:
                         break
                     self.done += 1
                     continue
-                lowest = min(ready, key=lambda g: g.pc)  # often: then those behind catch up, and all go on in one call
-                group = lowest if self.rng.random() < 0.5 else ready[self.rng.integers(len(ready))]
+                # Often the lowest: then those behind catch up, and all go on in one call.
+                favoured = (max if self.apart else min)(ready, key=lambda g: g.pc)
+                group = favoured if self.rng.random() < 0.5 else ready[self.rng.integers(len(ready))]
                 self.groups = [g for g in self.groups if g is not group]
                 self._go(group)
         self._check_all_ended()
@@ -359,9 +364,10 @@ class Machine:
     def release(self, warps: Array, pcs: Array) -> None:
         """These go on, in two halves of each block, in a drawn order."""
         early = self.rng.random(len(warps)) < 0.5
-        for half in (early, ~early):
-            for pc in np.unique(pcs[half]):
-                self._put(pc, warps[half & (pcs == pc)])
+        part = early + 2 * (warps // self.block_warps) if self.apart else early
+        for number in np.unique(part)[::-1]:
+            for pc in np.unique(pcs[part == number]):
+                self._put(pc, warps[(part == number) & (pcs == pc)])
 
 
 @cache
