@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -155,7 +155,7 @@ class Exact:
 
     def __init__(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, attrs: dict, starts: np.ndarray | None = None,
-        layout: Layout | None = None,
+        layout: Layout | None = None, relative: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         self.op = op = ops.Attention({}, attrs)
         self.groups = op.kv_heads // op.fold
@@ -163,17 +163,29 @@ class Exact:
         self.D = self.q.shape[-1]
         self.scale = BOUNDS[op.scale] if op.scale else 1 / sqrt(self.D)
         self.s = op.scores(self.q, self.k, starts, BOUNDS)
+        size = np.abs(self.q) @ np.abs(self.k).transpose(0, 1, 3, 2) * self.scale
+        self.relative = relative
         if layout is not None:
-            T = q.shape[1]
+            T, scores = q.shape[1], self.q @ self.k.transpose(0, 1, 3, 2) * self.scale
+            for query, key, row in self.distances(layout, T):
+                scores[:, :, query, key] += np.einsum("bhid,hd->bhi", self.q[:, :, query], row) * self.scale
+                size[:, :, query, key] += np.einsum("bhid,hd->bhi", abs(self.q[:, :, query]), abs(row)) * self.scale
             seen = np.stack([layout.dense(h)[:T, :T] for h in range(layout.heads)])
-            self.s = np.where(seen, self.q @ self.k.transpose(0, 1, 3, 2) * self.scale, -np.inf)
+            self.s = np.where(seen, scores, -np.inf)
         self.lse = log_sum_exp(self.s)
         self.p = np.exp(self.s - self.lse[..., None])
         self.m = op.keep(self.q, SCALARS)
         # |error of s| <= eps sqrt(D) |q| |k| / sqrt(D), with a factor 4 for what the square root leaves to chance.
-        size = np.abs(self.q) @ np.abs(self.k).transpose(0, 1, 3, 2) * self.scale
         self.score_error = 4 * EPS * (sqrt(self.D) * size + np.abs(np.where(np.isinf(self.s), 0, self.s)))
         self.p_error = self.score_error.max(-1, keepdims=True) + 4 * EPS * (2 + np.abs(self.lse[..., None]))
+
+    def distances(self, layout: Layout, T: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Of each row of the relative terms' vectors the pairs that are at its distance, and its vectors (H, D)."""
+        rows = [] if self.relative is None else self.relative.reshape(len(self.relative), -1, self.D)
+        first = 0 if layout.causal else -(len(rows) // 2)
+        for distance, row in enumerate(rows, first):
+            query = np.arange(max(distance, 0), T + min(distance, 0))
+            yield query, query - distance, row
 
     @property
     def saved(self) -> np.ndarray:
@@ -191,7 +203,9 @@ class Exact:
         bound = self.p_error[..., 0] + 4 * EPS * sqrt(T) + 2 * EPS * np.abs(self.lse) + POLYNOMIAL[dtype]
         return bound.reshape(self.saved.shape)
 
-    def gradient_bounds(self, dtype: str, dout: np.ndarray, out: np.ndarray) -> dict[str, np.ndarray]:
+    def gradient_bounds(
+        self, dtype: str, dout: np.ndarray, out: np.ndarray, layout: Layout | None = None
+    ) -> dict[str, np.ndarray]:
         T, op = self.p.shape[2], self.op
         do, o = op.split(dout, op.heads), op.split(out, op.heads)
         relative = self.p_error + POLYNOMIAL[dtype]
@@ -206,7 +220,16 @@ class Exact:
             ds_error.transpose(0, 1, 3, 2) @ np.abs(self.q) * self.scale,
             pm_error.transpose(0, 1, 3, 2) @ np.abs(do),
         )
-        return {"dq": op.join(dq)} | {n: op.join(gathered(x, self.groups)) for n, x in (("dk", dk), ("dv", dv))}
+        found = {}
+        if layout is not None and self.relative is not None:
+            drelative = []
+            for query, key, row in self.distances(layout, T):
+                errors = ds_error[:, :, query, key] * self.scale
+                dq[:, :, query] += errors[..., None] * abs(row)[:, None]
+                drelative.append(np.einsum("bhi,bhid->hd", errors, abs(self.q[:, :, query])).reshape(-1))
+            found["drelative"] = np.stack(drelative)
+        found |= {"dq": op.join(dq)} | {n: op.join(gathered(x, self.groups)) for n, x in (("dk", dk), ("dv", dv))}
+        return found
 
 
 def packed_views(H: int, G: int, D: int, tensor: str = "qkv", prefix: str = "") -> dict[str, tuple[str, int, int]]:

@@ -11,16 +11,24 @@ from barellm.program.layouts import Layout
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim, Tensor
 from tests.cases import Exact, attention_operands, join_heads, normal, packed_views
-from tests.check import persistent, stored, tokens
+from tests.check import operand_of, persistent, stored, tokens
+
+STORED = {"fp32": "fp32", "bf16": "split"}  # vectors of relative terms, as a program of a dtype has its parameters
 
 
-def layout_operands(shape: tuple[int, int, int, int], dtype: str, layout: Layout, groups: int, packed: bool):
-    """(q, k, v), `check_op`'s operands, views of them, the op's attributes, and exact values."""
+def layout_operands(
+    shape: tuple[int, int, int, int], dtype: str, layout: Layout, groups: int, packed: bool, distances: int
+):
+    """(q, k, v), `check_op`'s operands, views of them, the op's attributes, and exact values. `distances` have a relative term."""
     B, T, H, D = shape
     (q, k, v), given, views = attention_operands(B, T, H, groups, D, dtype, packed=packed)
     given |= {name: persistent(values, "i32", "constant") for name, values in layout.tables.items()}
+    relative = None
+    if distances:
+        given["relative"] = persistent(normal(distances, H * D, seed=4), STORED[dtype])
+        relative = operand_of(given["relative"].values, STORED[dtype])
     attrs = {"heads": H, "kv_heads": groups}
-    exact = Exact(q, k, v, attrs | {"rate": 0.0, "stream": 0}, layout=layout)
+    exact = Exact(q, k, v, attrs | {"rate": 0.0, "stream": 0}, layout=layout, relative=relative)
     return given, views, attrs | {"layout": layout}, exact
 
 
@@ -34,22 +42,26 @@ def made(text: str, shape: tuple[int, int, int, int], *, length: int = 0, block:
     return layouts.parse(text, length=length or shape[1], block=block, heads=shape[2], causal=causal)
 
 
-def forward_case(shape, dtype: str, layout: Layout, *, groups: int = 0, packed: bool = True) -> dict[str, Any]:
+def forward_case(
+    shape, dtype: str, layout: Layout, *, groups: int = 0, packed: bool = True, distances: int = 0
+) -> dict[str, Any]:
     """What `check_op` wants for an attention of (batch, length, heads, head size)."""
-    given, views, attrs, exact = layout_operands(shape, dtype, layout, groups or shape[2], packed)
+    given, views, attrs, exact = layout_operands(shape, dtype, layout, groups or shape[2], packed, distances)
     bounds = {"out": exact.out_bound(dtype), "lse": exact.lse_bound(dtype)}
     return {"given": given, "views": views, "bounds": bounds, "plan": (shape[0], layout.length), **attrs}
 
 
-def backward_case(shape, dtype: str, layout: Layout, *, groups: int = 0, packed: bool = True) -> dict[str, Any]:
+def backward_case(
+    shape, dtype: str, layout: Layout, *, groups: int = 0, packed: bool = True, distances: int = 0
+) -> dict[str, Any]:
     B, T, H, D = shape
-    given, views, attrs, exact = layout_operands(shape, dtype, layout, groups or H, packed)
+    given, views, attrs, exact = layout_operands(shape, dtype, layout, groups or H, packed, distances)
     dout = stored(normal(B, T, H * D, seed=2), dtype)
     out = stored(join_heads(exact.p @ exact.v), dtype)
     given |= {"out": tokens(out, dtype), "dout": tokens(dout, dtype), "lse": persistent(exact.lse, "fp32", "state")}
     if packed:
         views = views | packed_views(H, groups or H, D, "dqkv", "d")
-    bounds = exact.gradient_bounds(dtype, dout, out)
+    bounds = exact.gradient_bounds(dtype, dout, out, layout)
     return {"given": given, "views": views, "bounds": bounds, "plan": (B, layout.length), **attrs}
 
 

@@ -35,7 +35,15 @@ def _listed(p: Program, q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, kv_h
 
 _LISTED = Rule(
     "attention",
-    {"q": "B L (H D)", "k": "B L (G D)", "v": "B L (G D)", "rows": "R", "columns": "R", "masks": "W"},
+    {
+        "q": "B L (H D)",
+        "k": "B L (G D)",
+        "v": "B L (G D)",
+        "relative": "M (H D)",
+        "rows": "R",
+        "columns": "R",
+        "masks": "W",
+    },
     ("B L H D",),
     _listed,
     dict.fromkeys(("rows", "columns", "masks"), ("i32",)),
@@ -43,28 +51,42 @@ _LISTED = Rule(
 
 
 def attention(
-    q: Array, k: Array, v: Array, *, causal: bool = True, layout: Layout | None = None, out: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    relative: Array | None = None,
+    *,
+    causal: bool = True,
+    layout: Layout | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Self-attention (Vaswani et al. 2017), with shared keys where G < H (grouped queries, Ainslie et al. 2023), causal or over the
-    blocks of keys that a layout lists for each head (Child et al. 2019).
+    blocks of keys that a layout lists for each head (Child et al. 2019), where it may have relative terms (Shaw et al. 2018).
 
-    Shapes: q (B, T, H, D), k and v (B, T, G, D), H a multiple of G -> (B, T, H, D). Head h reads the keys of head h G / H.
+    Shapes: q (B, T, H, D), k and v (B, T, G, D), H a multiple of G -> (B, T, H, D). Head h reads the keys of head h G / H. relative
+    (M, H, D), with a layout only: a vector for each head and distance. Row m is the distance m from a query back to its key;
+    in a layout that looks ahead M is odd and row m is the distance m - (M - 1) / 2.
     Formula: out = softmax(q k^T / sqrt(D)) v for each head, over the keys that are not later than the query, or over those that
-    `layout` shows, which may look ahead where `causal` is False.
+    `layout` shows, which may look ahead where `causal` is False. With `relative` query i scores key j by
+    q_i (k_j + r_(i-j)) / sqrt(D), where r is 0 for distances without a row.
     Dtypes: float32 or bfloat16, the same for all. Sums and softmax are fp32. T x T scores are never stored.
-    Source: `barellm/cpu/kernels/attention_forward.py`, `attention_backward.py`, `attention_listed.py`.
+    Source: `barellm/cpu/kernels/attention_forward.py`, `attention_backward.py`, `attention_listed.py`, `attention_relative.py`.
 
         near = layouts.parse("local:256", length=T, block=64, heads=H)  # barellm.program.layouts
         y = kernels.attention(q, k, v, layout=near)
         out, pull = kernels.vjp(kernels.attention, q, k, v)
         dq, dk, dv = pull(dout)
+        out, pull = kernels.vjp(kernels.attention, q, k, v, relative, layout=near)
+        dq, dk, dv, drelative = pull(dout)
     """
     heads = [a.shape[2] if getattr(a, "ndim", 0) == 4 else 1 for a in (q, k)]
     if layout is not None:
         if causal and not layout.causal:
             raise ValueError("attention is given a layout that looks ahead and causal True, expected causal=False")
-        given = {"q": q, "k": k, "v": v, **layout.tables}
+        given = {"q": q, "k": k, "v": v, "relative": relative, **layout.tables}
         return call(_LISTED, given, out, layout=layout, kv_heads=heads[1])[0]
+    if relative is not None:
+        raise ValueError("attention is given relative terms and no layout, expected a layout")
     if causal is not True:
         raise ValueError(f"attention without a layout is causal: causal is {causal!r}, expected True")
     return call(_ATTENTION, {"q": q, "k": k, "v": v}, out, heads=heads[0], kv_heads=heads[1])[0]

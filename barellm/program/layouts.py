@@ -66,13 +66,23 @@ class Layout:
     @cached_property
     def pairs(self) -> int:
         """Pairs of a query and a key that it sees, of all heads."""
-        seen = np.array([self.block**2, *(int(mask.sum()) for mask in self.masks)])
-        edge = self.length % self.block
-        total = int(seen[self.kinds].sum())
-        if edge:  # queries behind the end are in the tables, and see nothing that counts
-            last = self.row_of_entries() == self.rows - 1
-            inside = np.array([self.block * edge, *(int(mask[:edge].sum()) for mask in self.masks)])
-            total -= int((seen - inside)[self.kinds[last]].sum())
+        return self.pairs_within(-self.length, self.length)
+
+    def pairs_within(self, least: int, most: int) -> int:
+        """Those of `pairs` whose distance, query less key, is from `least` to `most`."""
+        b, rows, total = self.block, self.row_of_entries(), 0
+        whole = np.concatenate([np.ones((1, b, b), bool), self.masks])
+        gap = np.subtract.outer(np.arange(b), np.arange(b))
+        edge = (
+            self.length - (self.rows - 1) * b
+        )  # queries behind the end are in the tables, and see nothing that counts
+        alike = np.stack([rows - self.keys, self.kinds, rows == self.rows - 1])
+        for (blocks, kind, last), count in zip(
+            *(x.T for x in np.unique(alike, axis=1, return_counts=True)), strict=True
+        ):
+            distance = blocks * b + gap
+            seen = whole[kind] & (least <= distance) & (distance <= most)
+            total += int(count) * int(seen[: edge if last else b].sum())
         return total
 
     @property

@@ -46,10 +46,14 @@ def softmax(x, *, scale=1.0):
     return e / e.sum(-1, keepdims=True)
 
 
-def attention(q, k, v, causal=True, layout=None):
+def attention(q, k, v, relative=None, causal=True, layout=None):
     T, heads, D = q.shape[1:]
     k, v = (np.repeat(a, heads // a.shape[2], 2) for a in (k, v))
     s = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D)
+    for m, row in enumerate(() if relative is None else relative):
+        distance = m if causal else m - len(relative) // 2
+        there = np.eye(T, k=-distance) / np.sqrt(D)
+        s = s + np.einsum("bthd,hd,ts->bhts", q, row, there)
     seen = np.tri(T, dtype=bool) if layout is None else np.stack([layout.dense(h) for h in range(heads)])
     p = np.exp(np.where(seen, s, -np.inf))
     return np.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), v)
@@ -102,6 +106,18 @@ CASES = {
         attention,
         [((2, 71, 2, 5), (2, 71, 1, 5), (2, 71, 1, 5))],
         {"layout": layouts.parse("local:9+strided:20, fixed:30:4", length=71, block=16, heads=2)},
+    ),
+    "attention with relative terms": Case(
+        kernels.attention,
+        attention,
+        [((2, 71, 2, 5), (2, 71, 1, 5), (2, 71, 1, 5), (20, 2, 5)), (*((1, 71, 2, 3),) * 3, (90, 2, 3))],
+        {"layout": layouts.parse("local:9+strided:20, fixed:30:4", length=71, block=16, heads=2)},
+    ),
+    "attention with relative terms of a layout that looks ahead": Case(
+        kernels.attention,
+        attention,
+        [(*((1, 40, 2, 8),) * 3, (31, 2, 8))],
+        {"layout": layouts.parse("spread:1:3+local:1", length=40, block=16, heads=2, causal=False), "causal": False},
     ),
     "attention by a layout that looks ahead": Case(
         kernels.attention,

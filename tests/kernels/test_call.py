@@ -13,11 +13,13 @@ import pytest
 from barellm import kernels
 from barellm.cpu import compilers
 from barellm.kernels import arrays, compiled, machine
+from barellm.program import layouts
 from tests.cli.test_start import HEAVY, modules_after
 from tests.kernels.cases import BFLOAT16, CASES, FLOAT32
 
 EVERY = pytest.mark.parametrize("name", CASES)
 ONE = np.ones((3, 5), np.float32)
+NEAR, AHEAD = (layouts.parse("all", length=3, block=16, heads=1, causal=causal) for causal in (True, False))
 
 
 def test_the_names_are_imported_without_anything_heavy():
@@ -200,6 +202,18 @@ REFUSED = [
     (
         lambda: kernels.attention(*[ONE.reshape(1, 1, 3, 5)] * 3, causal=False),
         "attention without a layout is causal: causal is False, expected True",
+    ),
+    (
+        lambda: kernels.attention(*[ONE.reshape(1, 1, 3, 5)] * 3, ONE.reshape(1, 3, 5)),
+        "attention is given relative terms and no layout, expected a layout",
+    ),
+    (
+        lambda: kernels.attention(*[ONE.reshape(1, 3, 1, 5)] * 3, ONE[:, None, :4], layout=NEAR),
+        "attention expects relative (M, H, D), D being 5 as in q (1, 3, 1, 5); it has shape (3, 1, 4)",
+    ),
+    (
+        lambda: kernels.attention(*[ONE.reshape(1, 3, 1, 5)] * 3, ONE.reshape(3, 1, 5)[:2], layout=AHEAD, causal=False),
+        "layout_attention expects relative (an odd number, 5) fp32: q (batch<=1, 3, 5) fp32, relative (2, 5) fp32",
     ),
     (
         lambda: kernels.vjp(kernels.rmsnorm, ONE)[1](ONE.T),

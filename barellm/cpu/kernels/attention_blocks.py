@@ -257,9 +257,11 @@ def product(
     return [[x.value for x in row] for row in acc]
 
 
-def scores(k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, turned: Pointer) -> list[list[Value]]:
-    """Products of g.rows tokens from `first` with g.queries tokens: K Q^T, V dO^T."""
-    return product(k, g, Left(rows.at(first * g.row), g.row, 1), Right(turned, g.queries), g.units)
+def scores(
+    k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, turned: Pointer, start: list[list[Value]] | None = None
+) -> list[list[Value]]:
+    """Products of g.rows tokens from `first` with g.queries tokens, added to `start`: K Q^T, V dO^T."""
+    return product(k, g, Left(rows.at(first * g.row), g.row, 1), Right(turned, g.queries), g.units, start)
 
 
 def add_transposed(

@@ -130,12 +130,13 @@ def begin_queries(
 
 def fold_in(
     k: KernelBuilder, g: Geometry, s: dict[str, Pointer], at: Value, v_block: Pointer, begin: Any, seen: Value, unit: Any,
-    edges: Edges, fill: Callable[[], None] | None = None,
+    edges: Edges, fill: Callable[[], None] | None = None, start: Start | None = None,
 ) -> None:  # fmt: skip
-    """Add the keys [begin, seen) of a block to the softmax of a group of queries. `fill` writes the multipliers of dropout."""
+    """Add the keys [begin, seen) of a block to the softmax of a group of queries. `fill` writes the multipliers of dropout, and
+    `start` gives what the scores of a tile begin with."""
     stats = s["stats"].at(at * (2 * g.queries))
     turned, acc = s["q"].at(at * g.turned_units), s["acc"].at(at * g.transposed_units())
-    for v, top in enumerate(score_block(k, g, s, turned, begin, seen, edges)):
+    for v, top in enumerate(score_block(k, g, s, turned, begin, seen, edges, start)):
         before = stats.load(v * g.lanes)
         highest = k.max(top, before)
         s["alpha"].store(exp2_nonpositive(k, g, (before - highest) * unit), v * g.lanes)
@@ -165,6 +166,7 @@ def end_queries(
 
 Seen = Callable[[int, int], Value]  # row of a tile, vector -> which lanes' queries see the row's key
 Edges = Callable[[Value], tuple[Value, Callable[[], Seen]]]  # tile -> whether not all of it is seen, and what is
+Start = Callable[[Value], list[list[Value]]]
 
 
 def edges_of(
@@ -175,13 +177,14 @@ def edges_of(
 
 
 def score_block(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], turned: Pointer, begin: Any, seen: Value, edges: Edges
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], turned: Pointer, begin: Any, seen: Value, edges: Edges,
+    start: Start | None = None,
 ) -> list[Value]:  # fmt: skip
     """K Q^T of the keys [begin, seen) of a block into s["p"], -infinity where a query does not see a key; the largest score of each
     query."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
     with k.loop(begin, seen, g.rows) as j:
-        tile = scores(k, g, s["k"], j, turned)
+        tile = scores(k, g, s["k"], j, turned, start and start(j))
         target = s["p"].at(j * g.queries)
 
         def put(values: list[list[Value]], target: Pointer = target) -> None:

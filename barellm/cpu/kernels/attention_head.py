@@ -164,11 +164,12 @@ class Head:
                     target = s["ds_woven"].at(((j + r) >> 1) * g.queries)
                     for v in range(g.vectors):
                         target.store(pack_units(k, g, ds[r][v], ds[r + 1][v]), v * g.lanes)
+            self.keep_ds(j, ds)
 
     def _probability_tile(self, j: Value, key: Value, t: Value, shift: list[Value], lower: Lower | None) -> None:
         """P of g.rows keys, 0 where a query does not see a key."""
         k, g, unit = self.k, self.g, self.unit
-        tile = scores(k, g, self.s["k_rows"], j, self.s["q_turned"])
+        tile = scores(k, g, self.s["k_rows"], j, self.s["q_turned"], self.start(j))
         p = [[exp2_nonpositive(k, g, k.fma(x, unit, shift[v])) for v, x in enumerate(row)] for row in tile]
 
         def put(values: list[list[Value]]) -> None:
@@ -182,6 +183,13 @@ class Head:
             put([[k.select(sees(r, v), x, 0.0) for v, x in enumerate(row)] for r, row in enumerate(p)])
         with k.otherwise(edge):
             put(p)
+
+    def start(self, j: Value) -> list[list[Value]] | None:
+        """What the scores of the tile from row j on begin with."""
+        return None
+
+    def keep_ds(self, j: Value, ds: list[list[Value]]) -> None:
+        """Do more with dS of the tile from row j on."""
 
     def edges(
         self, key: Value, t: Value, lower: Lower | None

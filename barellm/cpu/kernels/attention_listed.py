@@ -2,13 +2,15 @@
 
 Shapes as in attention_forward.py. A claim is one row of the layout: a block of queries of one head. Its listed blocks of keys are
 staged side by side, as many as fit into KEYS rows of scratch, and then are keys like any others: register tiles do not know that
-they lie apart in memory. Only tiles of blocks with a mask look at its bits.
+they lie apart in memory. Only tiles of blocks with a mask look at its bits, and relative terms (attention_relative.py) are what
+the scores of blocks near enough begin with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from barellm.cpu.isa import ISA
@@ -27,9 +29,12 @@ from barellm.cpu.kernels.attention_blocks import (
 )
 from barellm.cpu.kernels.attention_bounds import PLAIN
 from barellm.cpu.kernels.attention_forward import LOWEST, begin_queries, end_queries, fold_in
+from barellm.cpu.kernels.attention_relative import Distances, Terms, forward_units
 from barellm.cpu.lang import Pointer, Value
+from barellm.program.dtypes import PLANES
 from barellm.program.layouts import WORD
 from barellm.program.ops.base import Op
+from barellm.runtime.lowering import weight_operand
 
 
 def geometry(isa: ISA, dtype: str, D: int, block: int) -> Geometry:
@@ -97,8 +102,9 @@ def gather(
             stage(k, g, rows.start(j0), k.min(T - j0, table.block), table.block, to.at(i * (table.block * g.row)))
 
 
-def scratch_units(g: Geometry, block: int) -> dict[str, int]:
+def scratch_units(g: Geometry, block: int, distances: Distances | None) -> dict[str, int]:
     n, rows = block // g.queries, together(block) * block
+    terms = forward_units(g, block, together(block)) if distances else {}
     return {
         "q_rows": g.rows_units(g.queries),
         "q": n * g.turned_units,
@@ -110,15 +116,26 @@ def scratch_units(g: Geometry, block: int) -> dict[str, int]:
         "stats": n * 2 * g.queries,
         "alpha": g.queries,
         "out": g.queries * g.wide,
+        **terms,
     }
 
 
+def terms_of(
+    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], block: int, relative: Pointer | None, head: Value, heads: int,
+    distances: Distances | None,
+) -> Terms | None:  # fmt: skip
+    """The relative terms of a head, if there are any."""
+    if relative is None or distances is None:
+        return None
+    return Terms(k, g, s, block, Rows.of(relative, k.int(0), head, D=g.D, stride=heads * g.D), distances)
+
+
 def layout_attention(
-    k: KernelBuilder, out, lse, q, keys, values, rows, masks,
-    *, batch, seq, heads, kv_heads, D, strides, block, lists, entries,
+    k: KernelBuilder, out, lse, q, keys, values, rows, masks, relative,
+    *, batch, seq, heads, kv_heads, D, strides, block, lists, entries, distances,
 ) -> None:  # fmt: skip
     g, T = geometry(k.isa, q.dtype, D, block), extent(k, seq)
-    s, root, unit = blocks_of(k, scratch_units(g, block)), PLAIN.root(k, D), PLAIN.unit(k, D)
+    s, root, unit = blocks_of(k, scratch_units(g, block, distances)), PLAIN.root(k, D), PLAIN.unit(k, D)
     table, blocks = Table(k, rows, masks, block, lists, entries), k.ceil_div(T, block)
     counts = (heads, kv_heads, kv_heads)
     with k.claim_each(extent(k, batch) * heads * blocks) as claim:
@@ -132,6 +149,7 @@ def layout_attention(
             for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
         ]
         to = Rows.of(out, token, head, D=D, stride=heads * D)
+        terms = terms_of(k, g, s, block, relative, head, heads, distances)
         with k.loop(first, last, g.queries) as t:
             begin_queries(k, g, s, of[0], t, last, (t - first) // g.queries, LOWEST)
         begin, end = table.span(head * (lists // heads) + row)
@@ -139,12 +157,24 @@ def layout_attention(
             some = k.min(end - entry, together(block))
             gather(k, g, table, ((of[1], s["k"]), (of[2], s["v_rows"])), entry, some, T)
             v_block = weave(k, g, s["v_rows"], some * block, s["v"])
+
+            def gap(i: Value, entry: Value = entry) -> Value:
+                return row - table.listed(entry + i)
+
+            if terms:
+                with terms.each_near(some, gap) as (between, i):
+                    terms.stage(between, i)
             with k.loop(first, last, g.queries) as t:
 
                 def edges(j: Value, entry: Value = entry, t: Value = t) -> Any:
                     return table.edges(g, entry, t - first, j)
 
-                fold_in(k, g, s, (t - first) // g.queries, v_block, 0, some * block, unit, edges)
+                at = (t - first) // g.queries
+                if terms:
+                    with terms.each_near(some, gap) as (between, i):
+                        terms.multiply(between, i, t - first, s["q"].at(at * g.turned_units))
+                start = terms and partial(terms.start, gap)
+                fold_in(k, g, s, at, v_block, 0, some * block, unit, edges, start=start)
         with k.loop(first, last, g.queries) as t:
             at = (t - first) // g.queries
             end_queries(k, g, s, to, lse.at((sequence * heads + head) * T), t, last, at, root)
@@ -154,13 +184,21 @@ def shape_of(op: Op) -> dict[str, Any]:
     """Constants of the kernels: sizes, and those of the layout's tables."""
     layout = op.layout
     lists = {"block": layout.block, "lists": layout.heads * layout.rows, "entries": len(layout.keys)}
-    return sizes(op) | lists
+    return sizes(op) | lists | {"distances": op.distances if op.relative is not None else None}
 
 
-@lowering("layout_attention", views="q k v", also={"rows": "i32", "columns": "i32", "masks": "i32"})
+def vectors_of(op: Op) -> Any:
+    """The vectors of the relative terms as an operand."""
+    return None if op.relative is None else weight_operand(op.relative)
+
+
+TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": PLANES}
+
+
+@lowering("layout_attention", views="q k v", also=TABLES)
 def lower_layout_attention(op: Op, c: Lowering) -> None:
     constants = shape_of(op)
     g = geometry(c.isa, op.q.dtype, constants["D"], constants["block"])
-    c.private(offsets(scratch_units(g, constants["block"]))[1])
-    operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v}
+    c.private(offsets(scratch_units(g, constants["block"], constants["distances"]))[1])
+    operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v, "relative": vectors_of(op)}
     c.call(layout_attention, operands | {"rows": op.rows, "masks": op.masks}, constants, writes="out lse")

@@ -63,7 +63,13 @@ def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mod
     """out (C) = the chunks' partial sums, in order; the next chunk's are `stride` floats further."""
     rows = k.extent(dims) * inner
     per = rows_per_chunk(k, rows)
-    chunks = (rows + per - 1) // per
+    add_chunks(k, out, partials, (rows + per - 1) // per, C, stride, mode)
+
+
+def add_chunks(
+    k: KernelBuilder, out: Pointer, partials: Pointer, chunks: Value, C: int, stride: int, mode: str
+) -> None:
+    """out (C) = the sum of partials (chunks, C), in order."""
 
     def body(c, mask, j):
         total = k.var(k.to(0.0, k.vec))

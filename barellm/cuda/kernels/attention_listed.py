@@ -83,6 +83,8 @@ def layout_attention_forward(
 
 
 def constants_of(op: Any) -> dict[str, Any]:
+    if op.relative is not None:
+        raise ValueError(f"{op.name} has no relative terms on CUDA")
     head, layout = head_constants(op), op.layout
     share = {"SHARE": op.heads // op.kv_heads, "UNIT": log2(e) / sqrt(head["D"])}
     places = {f"{name.upper()}_AT": behind(op.q, op.inputs[name]) for name in ("k", "v")}
