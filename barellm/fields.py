@@ -95,8 +95,11 @@ def some_of(known: Sequence[str], says: str) -> Any:
     """Any of these words, with commas between them; none at first."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
-        unknown = [word.strip() for word in found.split(",") if word.strip() and word.strip() not in known]
-        return f"{key} names {unknown[0]!r}, expected any of {', '.join(known)}" if unknown else None
+        words = [word.strip() for word in found.split(",") if word.strip()]
+        if unknown := [word for word in words if word not in known]:
+            return f"{key} names {unknown[0]!r}, expected any of {', '.join(known)}"
+        twice = [word for i, word in enumerate(words) if word in words[:i]]
+        return f"{key} names {twice[0]!r} twice, expected each once" if twice else None
 
     return value("", says, check=check)
 

@@ -121,6 +121,10 @@ class Barellm(TemplateLM):
         asked: dict[str, Any] = dict(normalize_gen_kwargs(keywords, self.max_gen_toks))
         if unknown := sorted(asked.keys() - KNOWN - IGNORED):
             raise UserError(f"a task asks for {unknown[0]} in its generation_kwargs, which barellm does not have")
+        if int(asked.get("num_beams") or 1) > 1:
+            raise UserError(
+                f"a task asks for num_beams {asked['num_beams']}, and barellm has no beam search, expected 1"
+            )
         count = asked["max_gen_toks"]
         if count >= self.max_length:
             raise UserError(f"a task asks for {count} tokens, the model has {self.max_length} positions")

@@ -30,17 +30,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw a picture into this file, .png, .svg or .pdf (default: charts in the terminal)",
     )
-    parser.add_argument("--x", choices=AXES, default="steps", help="what it is drawn over (default: steps)")
+    parser.add_argument("--x", choices=AXES, help="what it is drawn over (default: steps)")
     parser.add_argument(
         "--y",
         choices=QUANTITIES,
-        default="loss",
         help="loss, bits (per byte, of evaluations), lr, norm (of the gradient), speed (tokens per second) or hellaswag (accuracy "
         "by the mean loss of a token) (default: loss)",
     )
-    parser.add_argument(
-        "--log", choices=("x", "y", "xy"), default="", help="which axes are logarithmic (default: none)"
-    )
+    parser.add_argument("--log", choices=("x", "y", "xy"), help="which axes are logarithmic (default: none)")
     parser.add_argument("--ranges", action="store_true", help="exponents of one run, in the place of losses")
     parser.add_argument(
         "--json", action="store_true", help="with --ranges: print the numbers of every step, and nothing else"
@@ -54,18 +51,22 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console()
     if args.ranges:
+        for option in ("x", "y", "log"):
+            if getattr(args, option) is not None:
+                raise UserError(f"--{option} is for curves, and --ranges draws none: leave one of them out")
         return _ranges(args, console)
+    axis, log = args.x or "steps", args.log or ""
     if args.json:
         raise UserError("--json is for --ranges: the losses of a run are in its metrics.jsonl")
-    curves = [_read(name, axis=args.x, y=args.y) for name in args.runs]
+    curves = [_read(name, axis=axis, y=args.y or "loss") for name in args.runs]
     if args.out is not None:
         title = curves[0].name if len(curves) == 1 else "training, smoothed, and validation (dots)"
-        curve.image(Path(args.out), curves, title=title, axis=args.x, log=args.log)
+        curve.image(Path(args.out), curves, title=title, axis=axis, log=log)
     for found in curves:
-        console.line(f"{found.name}: {curve.summary(found, axis=args.x)}")
+        console.line(f"{found.name}: {curve.summary(found, axis=axis)}")
         if args.out is None:
             ascii_only = not console.can_show(curve.GLYPHS)
-            console.line(curve.terminal(found, axis=args.x, log=args.log, ascii_only=ascii_only))
+            console.line(curve.terminal(found, axis=axis, log=log, ascii_only=ascii_only))
     if args.out is not None:
         console.line(f"curve {args.out}")
     return 0
@@ -102,18 +103,19 @@ def _read(name: str, *, axis: str, y: str) -> Curve:
     from barellm.checkpoint import checkpoint
     from barellm.errors import UserError
     from barellm.training import curve, metrics
+    from barellm.training.course import tokens_before
 
     path = Path(name)
     checkpoint.must_exist(path, expected="a run folder")
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{path} has no metrics.jsonl, expected the folder of a run")
-    rows, step_tokens = metrics.read(file), 1
-    if axis == "tokens" and not any("tokens" in row for row in rows):  # a run of an older version
-        train = overrides.from_json(checkpoint.read_json(file.parent / "config.json")).train
-        step_tokens = train.batch * train.accumulate * train.seq
+    rows, before = metrics.read(file), int
+    if axis == "tokens" and any("tokens" not in row for row in rows if row.get("kind") == "train"):
+        # Older versions did not write them. The configuration knows, of a step with more tokens than the one before too.
+        before = tokens_before(overrides.from_json(checkpoint.read_json(file.parent / "config.json")))
     try:
-        found = curve.series(rows, axis=axis, step_tokens=step_tokens, y=y)
+        found = curve.series(rows, axis=axis, before=before, y=y)
         gzip = curve.gzip_line(rows, y=y)
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{file} has rows without kind, step or loss: no run wrote it") from None

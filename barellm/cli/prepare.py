@@ -37,9 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="bytes, chars, bpe, gpt2, or a folder with a tokenizer.json, such as Llama-3's (default: gpt2)",
     )
     parser.add_argument("--vocab", type=int, default=2048, metavar="N", help="ids of a bpe tokenizer (default: 2048)")
-    parser.add_argument(
-        "--field", default="text", metavar="NAME", help="of records: the field with the text (default: text)"
-    )
+    parser.add_argument("--field", metavar="NAME", help="of records: the field with the text (default: text)")
     parser.add_argument(
         "--separator",
         default="",
@@ -49,7 +47,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-separator", action="store_true", help="leave the separator at each document's end")
     parser.add_argument(
         "--format",
-        default="text",
         metavar="NAME",
         help="of standard input and of files whose names do not say: text, jsonl or parquet (default: text)",
     )
@@ -155,8 +152,9 @@ def _checked(args: argparse.Namespace) -> tuple[float, Layout, bool]:
     DataConfig(val_fraction=fraction)  # refuses what is no share
     if not 1 <= args.shard_tokens < 1 << 31:
         raise UserError(f"--shard-tokens is {args.shard_tokens}, expected 1 to {2**31 - 1}")
-    if args.format not in FORMATS:
-        raise UserError(f"--format is {args.format!r}{nearest(args.format, FORMATS)}, expected {', '.join(FORMATS)}")
+    kind = "text" if args.format is None else args.format
+    if kind not in FORMATS:
+        raise UserError(f"--format is {kind!r}{nearest(kind, FORMATS)}, expected {', '.join(FORMATS)}")
     if args.keep_separator and not args.separator:
         raise UserError("--keep-separator needs --separator")
     if args.source.count("-") > 1:
@@ -168,8 +166,15 @@ def _checked(args: argparse.Namespace) -> tuple[float, Layout, bool]:
         separator = codecs.decode(args.separator.encode("latin-1", "backslashreplace"), "unicode_escape")
     except UnicodeDecodeError as error:
         raise UserError(f"--separator {args.separator!r} ends in the middle of an escape: {error.reason}") from error
-    layout = Layout(args.field, separator, args.keep_separator, args.format)
+    layout = Layout("text" if args.field is None else args.field, separator, args.keep_separator, kind)
+    for source in filter(is_named, args.source):
+        path = Path(source)
+        if path.exists() and path.resolve() != Path(args.out).resolve():
+            raise UserError(
+                f"{source} is the name of a set, and of what lies here: that is ./{source}; rename it for the set"
+            )
     named = [source for source in args.source if is_named(source) and source != "tinyshakespeare"]
+    _check_used(args, [*named, *(["stdlib"] if "stdlib" in args.source else [])], kind)
     if named and len(args.source) > 1:
         raise UserError(
             f"the set {named[0]} stands alone, found with it: {', '.join(s for s in args.source if s != named[0])}"
@@ -179,3 +184,21 @@ def _checked(args: argparse.Namespace) -> tuple[float, Layout, bool]:
     if named and args.val_tokens and hub_sets()[named[0]].val:
         raise UserError(f"the set {named[0]} has a part for validation of its own: leave --val-tokens out")
     return 0.0 if args.val_tokens else fraction, layout, bool(named)
+
+
+def _check_used(args: argparse.Namespace, sets: list[str], kind: str) -> None:
+    """Raise a UserError for an option about where documents are that nobody would read: `sets` say it themselves, and of standard
+    input `kind` decides."""
+    from barellm.errors import UserError
+
+    of_records = {"--field": args.field is not None}
+    of_text = {"--separator": bool(args.separator), "--keep-separator": args.keep_separator}
+    for option, given in {**of_records, **of_text, "--format": args.format is not None}.items():
+        if given and sets:
+            raise UserError(f"{option} does not go with {sets[0]}, whose documents are known: leave it out")
+    if args.source == ["-"]:
+        for option, given in (of_records if kind == "text" else of_text).items():
+            if given:
+                raise UserError(
+                    f"{option} does not go with standard input as {kind}: another --format, or leave it out"
+                )

@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("tokens", 0), ("batch", 1)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
+    if args.data is not None and not args.tokens:
+        raise UserError("--data is a text to calibrate with, and with --tokens 0 nothing is: leave one of them out")
     scheme(args.weights)
     checkpoint = found(args.checkpoint, device=args.device, dtype="fp32", batch=args.batch)
     assert checkpoint.path is not None
@@ -95,7 +97,7 @@ def _how(calibration: dict | None) -> str:
 def _moments(
     checkpoint: Found, weights: Weights, source: str | None, tokens: int
 ) -> tuple[dict[str, np.ndarray], dict]:
-    """(the moments of what each product but the classifier reads, what they were measured on)."""
+    """Gives the moments of what each product but the classifier reads, and what they were measured on."""
     from dataclasses import replace
 
     from barellm.assembly.machine import build_programs, opened

@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         what = f"{config.preset}-find-lr" if args.find_lr else config.preset
         out = Path(args.out) if args.out is not None else root / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
     config.check()
+    steps = find_lr.steps_of(config, changes) if args.find_lr else 0
     with folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume) as opened:
         job = run.Run(
             config,
@@ -76,5 +77,7 @@ def run(args: argparse.Namespace) -> int:
         )
         job.check_vocabulary(changes)
         if args.find_lr:
-            return find_lr.run(job, opened, steps=changes.get("train.steps", find_lr.STEPS))
+            if line := find_lr.unused(changes):
+                console.line(line)
+            return find_lr.run(job, opened, steps=steps)
         return job.execute(opened)

@@ -150,7 +150,7 @@ class Packed:
         self._counted = [int(self._row(row)[1].sum()) for row in range(len(self.rows))]
 
     def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, whether each is a target), seq + 1 and seq of them."""
+        """Gives the seq + 1 tokens of a row, and for each but the first whether it is a target."""
         tokens, answer = np.full(self.seq + 1, self.fill, np.int32), np.zeros(self.seq + 1, bool)
         at = 0
         for first, last in self.rows[row]:
@@ -173,17 +173,21 @@ class Packed:
 
 
 class ExampleRows(Rows):
-    """Examples are packed once, in an order that the seed gives; then every row comes once an epoch, in an
-    order that changes with the epoch."""
+    """Examples are packed once, in an order that the seed gives. With the `order` "epoch" every row then comes once an epoch, in
+    an order that changes with the epoch; with "random" each is drawn by itself."""
 
-    def __init__(self, examples: Examples, *, seq: int, seed: int, fill: int) -> None:
-        self._key = draw(seed & MASK, 1 << 16)
-        order = [permuted(i, len(examples), draw(self._key, 0)) for i in range(len(examples))]
-        self.packed = Packed(examples, order, seq=seq, fill=fill)
+    def __init__(self, examples: Examples, *, seq: int, seed: int, fill: int, order: str = "epoch") -> None:
+        assert order in ("epoch", "random")
+        self._key, self._drawn = draw(seed & MASK, 1 << 16), order == "random"
+        places = [permuted(i, len(examples), draw(self._key, 0)) for i in range(len(examples))]
+        self.packed = Packed(examples, places, seq=seq, fill=fill)
 
     def _rows(self, first_sample: int, count: int) -> list[int]:
         size, found = len(self.packed.rows), []
         for sample in range(first_sample, first_sample + count):
+            if self._drawn:
+                found.append(draw(self._key, sample) % size)
+                continue
             epoch, index = divmod(sample, size)
             found.append(permuted(index, size, draw(self._key, epoch + 1)))
         return found
@@ -219,8 +223,8 @@ class ExampleValidation:
 
 def split(path: Path, val_fraction: float, make: Callable[[Callable[[], Iterator[str]]], Tokenizer]
           ) -> tuple[Examples, Examples, Tokenizer, str]:  # fmt: skip
-    """(training examples, those for validation, the tokenizer, a hash of the file's examples). The last `val_fraction` of the
-    examples, at least one, are for validation; 1: all. `make` gets all texts."""
+    """Gives the training examples, those for validation, the tokenizer, and a hash of the file's examples. The last `val_fraction`
+    of the examples, at least one, are for validation; 1: all. `make` gets all texts."""
     found, digest = read_examples(path)
     held = max(1, round(len(found) * val_fraction))
     if len(found) < 2 and val_fraction < 1:

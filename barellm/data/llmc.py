@@ -38,7 +38,7 @@ class LlmcOrder(Rows):
         self._order: np.ndarray | None = None
 
     def start(self, sample: int) -> tuple[int, int]:
-        """(shard, first token in it) of a sample."""
+        """Gives the shard of a sample and its first token there."""
         if self._place < 0 or sample < self._first:
             self._rewind()
             self._advance()

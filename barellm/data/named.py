@@ -19,7 +19,7 @@ from barellm.data.reading import Block, Layout, required
 from barellm.errors import UserError, nearest
 
 ENDLESS = 1 << 62  # where a piece stops whose length nobody knows before it is here
-TRIES = 5  # of a download that brings nothing new
+TRIES = 5  # of a download; each goes on where the one before broke off
 SAMPLES = ("10BT", "100BT", "350BT")
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -87,7 +87,7 @@ class Remote:
 
 
 def list_files(source: HubSet) -> tuple[str, list[Remote]]:
-    """(the revision, its files for validation and then for training, each sorted)."""
+    """Gives the revision, and its files: those for validation and then those for training, each sorted."""
     hub = required("huggingface_hub", source.repo)
     api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     folder = source.train.rpartition("/")[0]
@@ -171,7 +171,8 @@ class Fetcher:
             except Exception as error:  # the library has many, from several packages
                 problem = error
                 time.sleep(min(2**attempt, 8) * 0.1)
-        raise UserError(f"cannot fetch {wanted.path} of {self.source.repo}: {type(problem).__name__}: {problem}")
+        found = f"{type(problem).__name__}: {problem}"
+        raise UserError(f"cannot fetch {wanted.path} of {self.source.repo} in {TRIES} tries: {found}")
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ def texts(path: Path, field: str) -> Iterator[str]:
 
 
 def records(path: Path) -> Iterator[tuple[str, Any]]:
-    """(the file and the line, for messages; the record) of a file of JSON lines."""
+    """Gives each record of a file of JSON lines, and before it the file and the line, for messages."""
     try:
         for where, record, _ in _records(path, chunks(path), 0):
             yield where, record
@@ -276,7 +276,7 @@ def records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _records(path: Path, found: Iterator[bytes], at: int) -> Iterator[tuple[str, Any, int]]:
-    """(file and line, record, the place after it) of each line that is not blank."""
+    """Gives of each line that is not blank the file and the line, the record, and the place after it."""
     for number, line in enumerate(_lines(found), 1):
         at += len(line)
         if line.strip():

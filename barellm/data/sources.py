@@ -102,7 +102,7 @@ def _from_examples(data: DataConfig, tokenizer: Tokenizer | None, whole: bool) -
     """Prompts and answers: small enough to be tokenized anew each time."""
     if data.order not in ("epoch", "random"):
         raise UserError(
-            f"data.order is {data.order!r}, but {data.source} has prompts and answers: epoch is their only order"
+            f"data.order is {data.order!r}, and {data.source} has prompts and answers, expected epoch or random"
         )
     path = existing(data.source)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,8 +43,32 @@ class Plain:
 def course(config: Config) -> Course:
     """The architecture's own, where its runs have stages. UserError for what goes with steps only that are all alike."""
     found = own(config)
-    if found is not None:
-        for key, asked in (("optim.skip_loss_z", config.optim.skips), ("train.ramp_from", config.train.ramp_from)):
-            if asked:
-                raise UserError(f"{key} is set, and the runs of {models.name_of(config.model)} have stages, expected 0")
-    return found or Plain(config)
+    if found is None:
+        return Plain(config)
+    stages = f"the runs of {models.name_of(config.model)} have stages"
+    optim, train = config.optim, config.train
+    for key, asked in (
+        ("optim.skip_loss_z", optim.skip_loss_z),
+        ("optim.skip_norm_z", optim.skip_norm_z),
+        ("train.ramp_from", train.ramp_from),
+    ):
+        if asked:
+            raise UserError(f"{key} is {asked:g}, and {stages}, expected 0")
+    if config.data.order == "llmc":
+        raise UserError(f"data.order is 'llmc', and {stages}, whose rows change their length, expected another order")
+    return found
+
+
+def tokens_before(config: Config) -> Callable[[int], int]:
+    """A function that tells how many tokens all steps before the one with this index have."""
+    steps, ramp, train = course(config), Ramp(config.train), config.train
+    seen = [0]
+
+    def before(index: int) -> int:
+        while len(seen) <= index:
+            last = len(seen) - 1
+            seq = steps.step(last, train.steps or None).seq
+            seen.append(seen[-1] + train.batch * ramp.count(last) * seq)
+        return seen[index]
+
+    return before

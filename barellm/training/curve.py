@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite, log10
 from pathlib import Path
@@ -61,22 +61,23 @@ class Curve:
 
 
 def series(
-    rows: Iterable[dict[str, Any]], *, axis: str = "steps", step_tokens: int = 1, y: str = "loss"
+    rows: Iterable[dict[str, Any]], *, axis: str = "steps", before: Callable[[int], int] = int, y: str = "loss"
 ) -> tuple[Points, Points]:
-    """(training, validation) points of the rows of metrics.jsonl, over one of AXES. A step has `step_tokens` tokens unless its row
-    says how many there were so far; an evaluation knows neither time nor tokens and has those of the step before it."""
+    """Gives the training and the validation points of the rows of metrics.jsonl, over one of AXES. `before` tells how many tokens
+    so many steps have, for a step whose row does not say it; an evaluation knows neither time nor tokens and has those of the
+    step before it."""
     what = QUANTITIES[y]
     keys = {"eval": "", "train": what.train} | {what.kind: what.val}
     points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in keys}
-    seconds, tokens = 0.0, None
+    seconds, tokens = 0.0, None  # at the last step
     for row in rows:
         kind = row["kind"]
         if kind not in points:  # samples, and the result of `train --json`
             continue
-        seconds, tokens = row.get("seconds", seconds), row.get("tokens", tokens)
-        step = int(row["step"])
-        seen = step * step_tokens if tokens is None else int(tokens)
-        place = {"steps": step, "tokens": seen, "seconds": float(seconds)}[axis]
+        step, seconds = int(row["step"]), float(row.get("seconds", seconds))
+        if axis == "tokens" and (kind == "train" or tokens is None):
+            tokens = int(row["tokens"]) if "tokens" in row else before(step)
+        place = {"steps": step, "tokens": tokens or 0, "seconds": seconds}[axis]
         if keys[kind] and row[keys[kind]] is not None:
             points[kind].append((place, float(row[keys[kind]])))
     return points["train"], points[what.kind]

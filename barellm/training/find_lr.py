@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -27,6 +27,15 @@ SMOOTH = 0.9  # decay rate of the mean loss
 DIVERGED = 1.1  # the test ends where the smoothed loss is so many times that of the beginning
 BELOW_LEAST = 3.0  # the suggestion is so many times below the rate at which the loss was least
 FEW_STEPS = 20
+UNUSED = frozenset(
+    {f"optim.{key}" for key in ("lr", "min_lr", "warmup", "schedule", "cooldown", "skip_loss_z", "skip_norm_z")}
+    | {f"optim.{key}" for key in ("momentum_cooldown",)}
+    | {
+        f"train.{key}"
+        for key in ("eval_every", "eval_tokens", "sample_every", "hellaswag", "hellaswag_every", "ranges")
+    }
+    | {f"train.{key}" for key in ("checkpoint_every", "keep", "milestones", "grace", "track")}
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,25 @@ class Look:
     lr: float
     loss: float
     smoothed: float
+
+
+def steps_of(config: Config, changes: Mapping[str, Any]) -> int:
+    """How many steps a test has at most. UserError for what no test can do, before anything slow begins. `changes`: what the user
+    asked for."""
+    if own(config) is not None:
+        raise UserError("--find-lr needs steps that are all alike, and the runs of this model have stages")
+    if changes.get("train.minutes"):
+        raise UserError("train.minutes is set, and --find-lr takes a number of steps: pass --steps")
+    steps = int(changes.get("train.steps", STEPS))
+    if steps < FEW_STEPS:
+        raise UserError(f"--steps is {steps}, expected at least {FEW_STEPS} for --find-lr")
+    return steps
+
+
+def unused(changes: Mapping[str, Any]) -> str:
+    """A line about what the user asked for and a test has no use for; "" if there is nothing."""
+    found = ", ".join(key for key in changes if key in UNUSED)
+    return f"lr       the test has no use for {found}" if found else ""
 
 
 def rates(steps: int) -> list[float]:
@@ -48,10 +76,6 @@ def test(
 ) -> list[Look]:
     """The steps up to the one at which the loss has diverged. The weights are worth nothing afterwards. `told` hears of each,
     and says whether to go on."""
-    if own(config) is not None:
-        raise UserError("--find-lr needs steps that are all alike, and the runs of this model have stages")
-    if steps < FEW_STEPS:
-        raise UserError(f"--steps is {steps}, expected at least {FEW_STEPS} for --find-lr")
     course, train = Plain(config), config.train
     looks: list[Look] = []
     for step, lr in enumerate(rates(steps)):
@@ -85,7 +109,7 @@ def _smoothed(losses: Sequence[float]) -> float:
 
 
 def suggestion(looks: Sequence[Look]) -> tuple[float, float]:
-    """(the rate to try, the rate at which the smoothed loss was least). UserError where the loss never fell."""
+    """Gives the rate to try, and the rate at which the smoothed loss was least. UserError where the loss never fell."""
     least = min(looks, key=lambda look: look.smoothed, default=None)
     if least is None or least.smoothed >= looks[0].loss:
         raise UserError(f"the loss never fell below its first value in {len(looks)} steps: there is no rate to suggest")
@@ -97,8 +121,9 @@ def write(folder: Path, looks: Sequence[Look], *, title: str) -> dict[str, Any]:
     lr, least = suggestion(looks)
     rule = f"the rate at which the smoothed loss was least, divided by {BELOW_LEAST:g}"
     found = {"suggestion": lr, "rule": rule, "least": least, "steps": [asdict(look) for look in looks]}
+    picture = _picture(looks, lr, title)  # whatever is refused is refused before a file is there
     storage.replace_file(folder / "lr.json", (json.dumps(found, indent=1) + "\n").encode())
-    curve.save(_picture(looks, lr, title), folder / "lr.png")
+    curve.save(picture, folder / "lr.png")
     return found
 
 

@@ -21,8 +21,8 @@ class Grace:
     state, so their bytes are those of that step even while a micro-batch runs. At the end of the time the process ends in any case:
     whoever enters it leaves it last, for what is closed at a run's end may hang too.
 
-    The thread cannot save where the session belongs to one thread (a GPU), or where a step adds to the gradients of the one before;
-    there the micro-batch must end in time."""
+    The thread cannot save where the session belongs to one thread, as that of a GPU does, or where a step adds to the gradients of
+    the one before; there the micro-batch must end in time."""
 
     def __init__(self, seconds: float, *, loop: Loop, stop: Stopping, console: Console) -> None:
         self._seconds, self._loop, self._stop, self._console = seconds, loop, stop, console

@@ -10,17 +10,22 @@ class Ramp:
     `ramp_tokens` tokens, rounded down. It is found in whole numbers, so that it is the same on every machine."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self._full = train.accumulate
+        self._first, self._full, self._ramp_tokens = train.ramp_from, train.accumulate, train.ramp_tokens
         self._tokens = train.batch * train.seq  # of a micro-batch
-        self._before = [0]  # micro-batches before each step of the ramp, and before the first full one
-        while train.ramp_from and (rising := self._rising(train, self._before[-1])) < self._full:
-            self._before.append(self._before[-1] + rising)
+        # Micro-batches before each step of the ramp, and before the first full one, as far as somebody has asked for them.
+        self._before = [0]
+        self._rises = train.ramp_from > 0
 
-    def _rising(self, train: TrainConfig, before: int) -> int:
-        return train.ramp_from + (self._full - train.ramp_from) * before * self._tokens // train.ramp_tokens
+    def _rising(self, before: int) -> int:
+        return self._first + (self._full - self._first) * before * self._tokens // self._ramp_tokens
 
     def before(self, step: int) -> int:
-        """Micro-batches of all steps before this one (from 0)."""
+        """Micro-batches of all steps before this one, from 0."""
+        while self._rises and len(self._before) <= step:
+            if (rising := self._rising(self._before[-1])) < self._full:
+                self._before.append(self._before[-1] + rising)
+            else:
+                self._rises = False
         last = len(self._before) - 1
         return self._before[step] if step <= last else self._before[last] + (step - last) * self._full
 

@@ -63,10 +63,11 @@ def intentions(config: Config, data: Dataset, *, ramp: Ramp, done: int, total: i
     time = f"; the bound is {in_words(least)}" if least >= 1 else ""
     lines = [f"to do    {total - done:,} steps, {short(tokens)} tokens, {epochs:.3g} times this text{time}"]
     if train.ramp_from:
-        full = next((step for step in range(total) if ramp.count(step) == train.accumulate), total)
-        lines.append(
-            f"ramp     {train.ramp_from} micro-batches in the first step, {train.accumulate} from step {full + 1:,} on"
+        full = next((step for step in range(total) if ramp.count(step) == train.accumulate), None)
+        last = (
+            f"{ramp.count(total - 1)} in the last" if full is None else f"{train.accumulate} from step {full + 1:,} on"
         )
+        lines.append(f"ramp     {train.ramp_from} micro-batches in the first step, {last}")
     if optim.warmup >= total:
         lines.append(warmup_warning(config, total))
     if least > LONG_S:

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from barellm import __version__, overrides
+from barellm import __version__, models, overrides
 from barellm.assembly.machine import Machine, open_machine
 from barellm.checkpoint import checkpoint, storage
 from barellm.checkpoint.folder import RunFolder
@@ -34,7 +34,7 @@ from barellm.generation.decode import Decoder, open_decoder
 from barellm.generation.samplers import Sampling
 from barellm.training import curve, metrics, ranges, report, trackers
 from barellm.training.console import Console, duration, short
-from barellm.training.course import course
+from barellm.training.course import Plain, course
 from barellm.training.grace import Grace
 from barellm.training.loop import ANY_STEPS, Loop, Progress
 from barellm.training.ramp import Ramp
@@ -139,6 +139,7 @@ class Run:
     ) -> None:
         config.check()
         trackers.chosen(config.train.track)  # before anything slow begins
+        course(config)
         self.start, self.weights, self.device, self.console, self.started = start, weights, device, console, started
         self.listen = listen
         tokenizer = load_tokenizer(start.path) if start else weights.tokenizer if weights else None
@@ -177,8 +178,11 @@ class Run:
         """The source of the rows of the micro-batches."""
         train, data = self.config.train, self.config.data
         if self.data.examples is not None:
+            if not isinstance(self.course, Plain):
+                stages = f"the runs of {models.name_of(self.config.model)} have stages, whose rows change their length"
+                raise UserError(f"{data.source} has prompts and answers, and {stages}: expected a text")
             fill = self.data.tokenizer.start
-            return ExampleRows(self.data.examples[0], seq=train.seq, seed=train.seed, fill=fill)
+            return ExampleRows(self.data.examples[0], seq=train.seq, seed=train.seed, fill=fill, order=data.order)
         if data.order == "llmc":
             return LlmcOrder(self.data.train, batch=train.batch, seq=train.seq)
         if data.order != "documents":

@@ -63,11 +63,16 @@ def subject(folder: Path, *, project: str, step: int, config: Mapping[str, Any])
     path = folder / IDENTITY
     if not path.exists():
         storage.replace_file(path, f'{{"id": "{uuid4().hex[:12]}"}}\n'.encode())
-    return Subject(folder, project, checkpoint.read_json(path)["id"], step, config)
+    found = checkpoint.read_json(path).get("id")
+    if not isinstance(found, str) or not found:
+        raise UserError(
+            f"{path} has no id of the run, expected what barellm writes there: without the file it gets a new one"
+        )
+    return Subject(folder, project, found, step, config)
 
 
 def parts(row: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """(numbers, texts) of a row, by the names that trackers show. What is None is left out."""
+    """Gives the numbers and the texts of a row, by the names that trackers show. What is None is left out."""
     named = {f"{row['kind']}/{key}": value for key, value in row.items() if key not in ("kind", "step")}
     numbers = {name: float(value) for name, value in named.items() if isinstance(value, (int, float))}
     return numbers, {name: value for name, value in named.items() if isinstance(value, str)}

@@ -117,6 +117,26 @@ def without_tokens(file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def test_the_tokens_of_an_older_run_are_those_of_its_steps(run, drawn, tmp_path):
+    """The batch grows; the first rows are of a version that did not write tokens, the last one is of this version."""
+    config = json.loads((run / "config.json").read_text())
+    config["train"] |= {"accumulate": 3, "ramp_from": 1, "ramp_tokens": 32}
+    (run / "config.json").write_text(json.dumps(config))
+    rows = metrics.read(run / "metrics.jsonl")
+    without_tokens(run / "metrics.jsonl")
+    text = (run / "metrics.jsonl").read_text()
+    (last,) = [row for row in rows if row["kind"] == "train" and row["step"] == 4]
+    older = json.dumps({key: value for key, value in last.items() if key != "tokens"})
+    (run / "metrics.jsonl").write_text(text.replace(older, json.dumps(last | {"tokens": 112})))
+    assert main(["plot", str(run), "--x", "tokens", "--out", str(tmp_path / "loss.svg")]) == 0
+    assert [place for place, _ in drawn[0][1][0].train] == [16, 48, 96, 112]
+
+
+def test_options_of_curves_do_not_go_with_ranges(run, refused):
+    for option, value in (("--x", "steps"), ("--y", "loss"), ("--log", "x")):
+        assert f"{option} is for curves, and --ranges draws none" in refused("plot", run, "--ranges", option, value)
+
+
 def test_metrics_alone_are_enough_but_for_tokens(run, refused, tmp_path, capsys):
     """As copied from another machine."""
     alone = tmp_path / "alone.jsonl"

@@ -103,6 +103,9 @@ def test_epochs_and_seeds_have_orders_of_their_own():
         for epoch in range(2)
     }
     assert len(found) == 4
+    drawn = ExampleRows(examples, seq=5, seed=1, fill=0, order="random")
+    first = drawn.batch(0, 100, seq=5, document=0)[0][:, 0].tolist()
+    assert 30 < len(set(first)) < 50 and first[60:] == drawn.batch(60, 40, seq=5, document=0)[0][:, 0].tolist()
 
 
 def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
@@ -169,8 +172,21 @@ def test_one_example_and_other_orders_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"data.val_fraction is 0.9, which takes all 4 examples of .*b.jsonl"):
         prepare(DataConfig(source=str(four), tokenizer="bytes", val_fraction=0.9))
     assert len(prepare(DataConfig(source=str(path), tokenizer="bytes"), whole=True).examples[1]) == 1
-    with pytest.raises(UserError, match=r"data.order is 'llmc', but .* has prompts and answers"):
+    with pytest.raises(UserError, match=r"data.order is 'llmc', and .* has prompts and answers"):
         prepare(DataConfig(source=str(path), tokenizer="bytes", order="llmc"))
+
+
+def test_what_does_not_go_with_stages_is_refused_at_the_start(tmp_path, refused):
+    text = tmp_path / "a.txt"
+    text.write_text("some words of a text\n" * 40)
+    path = written(tmp_path / "a.jsonl", sums(9))
+    run = ("train", "speedrun-small", "--device", "reference", "--out", tmp_path / "run", "--data.tokenizer", "bytes")
+    message = refused(*run, "--data", text, "--data.order", "llmc")
+    assert message.startswith(
+        "data.order is 'llmc', and the runs of speedrun have stages, whose rows change their length"
+    )
+    message = refused(*run, "--data", path, "--data.order", "epoch")
+    assert "a.jsonl has prompts and answers, and the runs of speedrun have stages" in message
 
 
 def test_a_resumed_fine_tuning_ends_as_one_that_went_through(tmp_path, capsys):

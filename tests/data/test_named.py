@@ -29,10 +29,24 @@ def test_a_name_is_known_and_a_path_or_pattern_is_none(tmp_path, monkeypatch):
         (["fineweb:10BT", "more.txt"], "the set fineweb:10BT stands alone, found with it: more.txt"),
         (["fineweb:10BT", "--val-fraction", "0.1"], "--val-fraction needs all of a text first"),
         (["tinystories", "--val-tokens", "5"], "the set tinystories has a part for validation of its own"),
+        (["tinystories", "--field", "text"], "--field does not go with tinystories, whose documents are known"),
+        (["fineweb:10BT", "--format", "text"], "--format does not go with fineweb:10BT"),
+        (["stdlib", "--separator", "x"], "--separator does not go with stdlib"),
+        (["-", "--field", "body"], "--field does not go with standard input as text: another --format"),
+        (["-", "--format", "jsonl", "--separator", "x"], "--separator does not go with standard input as jsonl"),
     ],
 )
 def test_what_a_set_does_not_allow_is_refused_before_the_network(words, message, refused, tmp_path):
     assert message in refused("prepare", *words, "--tokenizer", "bytes", "--out", tmp_path / "out")
+
+
+def test_what_lies_here_under_the_name_of_a_set_is_not_passed_over(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    (tmp_path / "tinystories").mkdir()
+    command = ("prepare", "tinystories", "--tokenizer", "bytes", "--out")
+    assert refused(*command, "out").startswith("tinystories is the name of a set, and of what lies here")
+    assert "needs the package huggingface_hub" in refused(*command, "tinystories")  # the folder that the set goes to
 
 
 def test_a_missing_library_is_named_with_its_command(refused, tmp_path, monkeypatch):

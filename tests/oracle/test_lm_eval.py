@@ -11,6 +11,7 @@ import pytest
 
 from barellm.cli.main import main
 from barellm.data.bpe import trained_bpe
+from barellm.errors import UserError
 from barellm.models.gpt2 import Config as ModelConfig
 from tests.interop.models import checkpoint_of, random_arrays
 
@@ -93,6 +94,13 @@ def test_the_harness_finds_what_it_finds_with_transformers(tasks, run):
         for key, value in other.items():
             if "," in key and "stderr" not in key:
                 assert mine[key] == pytest.approx(value, rel=1e-4), key
+
+
+def test_a_task_with_beams_is_refused(run):
+    from barellm.cli.lm_eval import Barellm
+
+    with pytest.raises(UserError, match="a task asks for num_beams 4, and barellm has no beam search, expected 1"):
+        Barellm(str(run))._answers(["A man"], {"num_beams": 4})
 
 
 def test_the_harness_s_command_knows_the_model_and_mistakes_are_one_line(tasks, run, monkeypatch, capsys):

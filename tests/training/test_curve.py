@@ -65,7 +65,7 @@ ROWS = [
 def test_a_curve_runs_over_steps_tokens_or_seconds(axis, places):
     """An evaluation has the time of the step before it."""
     start, first, second, third = places
-    train, val = curve.series(ROWS, axis=axis, step_tokens=96)
+    train, val = curve.series(ROWS, axis=axis, before=lambda step: 96 * step)
     assert train == [(first, 4.0), (second, 3.0), (third, 2.0)]
     assert val == [(start, 5.0), (second, 3.5)]
     chart = curve.terminal(Curve("", train, val), axis=axis)
@@ -186,7 +186,7 @@ RUN = [
 )
 def test_a_curve_is_of_any_number_that_rows_have(y, train, val, gzip):
     """Tokens are those that the rows say, whatever a step has: a batch may have grown."""
-    assert curve.series(RUN, axis="tokens", step_tokens=7, y=y) == (train, val)
+    assert curve.series(RUN, axis="tokens", before=lambda step: 7 * step, y=y) == (train, val)
     assert curve.gzip_line(RUN, y=y) == gzip
     found = Curve("run", train, val, y=y, gzip=gzip)
     assert curve.QUANTITIES[y].says in curve.terminal(found, axis="tokens").splitlines()[-1]

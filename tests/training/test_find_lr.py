@@ -43,7 +43,9 @@ def test_it_suggests_a_third_of_the_best_rate_and_stops_where_it_diverges(valley
     assert found["steps"][-1]["smoothed"] > 4.4 > found["steps"][-2]["smoothed"]
     assert [scalars["lr"] for entry, scalars in valley.runs if entry == "update"] == rates
     assert {path.name for path in (tmp_path / "rates").iterdir()} == {"lr.json", "lr.png"}
-    assert f"try --lr {found['suggestion']:.1e}: the rate at which" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"try --lr {found['suggestion']:.1e}: the rate at which" in said
+    assert "the test has no use for optim.warmup, train.eval_every," in said.replace("\n", " ")
 
 
 def test_every_step_is_a_step_of_the_run(valley, command):
@@ -75,7 +77,12 @@ def test_nothing_that_is_there_is_touched(valley, command, refused, tmp_path):
     assert "--find-lr begins anew" in refused(*run(command), "--resume")
 
 
-def test_what_has_no_answer_is_refused(fake, command, refused):
+def test_what_has_no_answer_is_refused_and_leaves_no_file(fake, command, refused, tmp_path):
     fake.read = lambda name: np.array([2.0 + 1e-3 * len(fake.runs), 1.0], np.float32)
     assert refused(*run(command)).startswith("the loss never fell below its first value in ")
+    assert not (tmp_path / "rates").exists()
+    fake.runs.clear()
     assert "--steps is 5, expected at least 20 for --find-lr" in refused(*command("few"), "--find-lr", "--steps", "5")
+    assert "train.minutes is set, and --find-lr takes" in refused(*command("few"), "--find-lr", "--minutes", "5")
+    assert "the runs of this model have stages" in refused("train", "speedrun-small", "--data", "none", "--find-lr")
+    assert not fake.runs

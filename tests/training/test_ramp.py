@@ -29,6 +29,11 @@ def test_the_micro_batches_are_the_line_rounded_down(first, tokens):
     assert ramp.count(59) == 9
 
 
+def test_a_ramp_that_no_run_ends_is_found_no_further_than_it_is_asked_for():
+    ramp = Ramp(train(ramp_from=1, ramp_tokens=10**15))
+    assert (ramp.count(99), ramp.tokens(100)) == (1, 2100)
+
+
 def test_without_a_ramp_every_step_is_full():
     ramp = Ramp(train())
     assert [ramp.count(step) for step in (0, 1, 1 << 31)] == [9, 9, 9]
@@ -68,4 +73,4 @@ def test_what_cannot_be_a_ramp_is_refused(refused):
     rising = ("--train.ramp_tokens", "9", "--train.ramp_from")
     assert "train.ramp_from 2 is above train.accumulate 1" in refused(*run, *rising, "2")
     assert "expected train.minutes 0" in refused(*run, *rising, "1", "--minutes", "1")
-    assert "train.ramp_from is set, and the runs of speedrun" in refused("train", "speedrun-small", *rising, "1")
+    assert "train.ramp_from is 1, and the runs of speedrun" in refused("train", "speedrun-small", *rising, "1")

@@ -141,4 +141,4 @@ def test_a_resumed_run_skips_the_same_steps(spiky, command, tmp_path, at):
 
 def test_a_run_with_stages_cannot_skip(refused):
     message = refused("train", "speedrun-small", "--optim.skip_norm_z", "3")
-    assert message == "optim.skip_loss_z is set, and the runs of speedrun have stages, expected 0"
+    assert message == "optim.skip_norm_z is 3, and the runs of speedrun have stages, expected 0"

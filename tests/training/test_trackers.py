@@ -75,6 +75,17 @@ def test_a_resumed_run_is_the_same_run_to_a_tracker(recorded, command, tmp_path)
     assert steps == list(range(1, 15))
 
 
+def test_a_file_without_the_id_of_the_run_is_named(recorded, command, refused, tmp_path):
+    recorded()
+    assert main(command("run", "--train.track", "wandb")) == 0
+    for content in ("{}", '{"id": 3}'):
+        (tmp_path / "run/tracking.json").write_text(content)
+        message = refused(*command("run", "--train.track", "wandb", "--resume", "--steps", "14"))
+        assert message.startswith(
+            f"{tmp_path / 'run/tracking.json'} has no id of the run, expected what barellm writes"
+        )
+
+
 @pytest.mark.parametrize("broken", [0, 7])
 def test_a_tracker_that_fails_is_one_line_and_the_training_goes_on(recorded, command, tmp_path, capsys, broken):
     recorded(broken=broken)
@@ -99,6 +110,8 @@ def test_names_and_packages_that_are_not_there_are_one_line(fake, command, refus
     assert "train.track names 'tensorbord', expected any of tensorboard, wandb, trackio" in refused(
         *command("run", "--train.track", "tensorbord")
     )
+    message = refused(*command("run", "--train.track", "wandb,trackio,wandb"))
+    assert message == "train.track names 'wandb' twice, expected each once"
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     message = refused(*command("run", "--train.track", "tensorboard"))
     assert message == "train.track names tensorboard, which is not installed: pip install tensorboard"
