@@ -28,7 +28,8 @@ NARROW_PART_BYTES = (
     4096  # where 16 registers make panels narrow: as much in the caches, and sums go to memory less often
 )
 WHOLE_BYTES = 3328  # but for pairs of bf16 up to so many; fp32 would begin cold with twice as much to pack unhidden
-LONG_CHUNK, CHUNK = 2048, 512  # tokens of a weight gradient's chunk, with 32 registers and with 16
+CHUNKS = {32: 2048, 16: 512}  # tokens of a weight gradient's chunk, by register count: `chunk_of` says why
+SHORT = 1024  # tokens: a packed block of fewer is short
 
 ENOUGH, IN_FLIGHT = 6, 8  # multiply-adds in turn that keep a processor about busy, and busy
 
@@ -101,7 +102,7 @@ def part_of(isa: ISA, depth: int, itemsize: int) -> int:
 def chunk_of(isa: ISA) -> int:
     """Tokens of one chunk of a weight gradient: part of the result's definition, not a choice. With 16 registers a tile is small
     and reads its panel often, so a chunk's panel must be near."""
-    return LONG_CHUNK if isa.registers == 32 else CHUNK
+    return CHUNKS[isa.registers]
 
 
 def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:
@@ -129,9 +130,11 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
         # Where the depth goes in parts, a block of the left operand is read once for all panels of a claim.
         panels = SUMS_BYTES // (4 * LONG_BLOCK * span) if part_of(isa, depth, itemsize) < depth else 1
         return Choice(tile, BLOCK, LONG_BLOCK, max(panels, 1) * span)
-    most = max(LEFT_BYTES // (min(depth, chunk_of(isa)) * itemsize), tile.rows)
-    claims = CLAIMS if depth <= LONG_CHUNK and rows * cols * depth >= SMALL else CLAIMS // 2
-    kept = 2 if depth < LONG_CHUNK // 2 else 1  # a short block of dy stays in the second cache for the claims beside it
+    chunk = min(depth, chunk_of(isa))  # tokens of a packed block
+    most = max(LEFT_BYTES // (chunk * itemsize), tile.rows)
+    # A claim packs its block of dy again for each chunk: of several, fewer and longer claims pack less.
+    claims = CLAIMS if depth == chunk and rows * cols * depth >= SMALL else CLAIMS // 2
+    kept = 2 if chunk < SHORT else 1  # a short block of dy stays in the second cache for the claims beside it
     row_blocks, column_blocks = ceil_div(rows, most), 1
     while row_blocks * column_blocks < claims or row_blocks * column_blocks % 2:
         height, columns = ceil_div(rows, row_blocks), ceil_div(cols, column_blocks)

@@ -84,7 +84,7 @@ def test_axes_of_any_kind(isa, dtype, leading, op_type):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
 def test_columns_of_wider_tensors(isa, dtype, op_type, monkeypatch):
-    changed(monkeypatch, choices, CHUNK=16, LONG_CHUNK=16)
+    changed(monkeypatch, choices, CHUNKS={16: 16, 32: 16})
     for viewed in VIEWED:
         check_op(op_type, isa, **viewed_case(op_type, viewed, dtype, "add" if viewed[1] else "store"))
 
@@ -141,7 +141,7 @@ def test_matmul_dw(isa, dtype, shape, mode, accumulate):
 @each_isa
 @each_dtype
 def test_weight_gradient_over_several_chunks_of_tokens(isa, dtype, monkeypatch):
-    changed(monkeypatch, choices, CHUNK=16, LONG_CHUNK=16)
+    changed(monkeypatch, choices, CHUNKS={16: 16, 32: 16})
     x, dy, _ = operands((3, 43, 20, 33), dtype)
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     check_op(

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, new_tile
-from barellm.cpu.kernels.loops import shape_of
+from barellm.cpu.kernels.loops import added, shape_of
 from barellm.cpu.kernels.packing import interleaved, transposed
 from barellm.cpu.kernels.register_tile import prefetch_row
 from barellm.cpu.lang import Pointer, Value
@@ -61,7 +61,7 @@ def block_product(
 ) -> None:  # fmt: skip
     """out (tokens, K) = x (tokens, C) times the blocks that the table lists for each column of out. In the table `skipped` numbers
     lie between `segments` and `entries`. Parts of long lists go to `partials` (tokens, slots * block)."""
-    cut, keep = Cut.of(k.isa, x.dtype, block), k.keep(mode)
+    cut = Cut.of(k.isa, x.dtype, block)
     masks, rows = cut.masks(k), cut.rows
     others = segments * 4 + skipped
     height, tokens = tile_tokens(cut, C), k.extent(dims, inner)
@@ -69,11 +69,9 @@ def block_product(
     wide, held = x.dtype != "fp32" and cut.pair == 1, k.var(-1)
     own, stride = k.private("fp32" if wide else x.dtype), own_stride(cut, C)
 
-    def put(to: Pointer, values: list[Value], keep: Value | None) -> None:
+    def put(to: Pointer, values: list[Value], mode: str) -> None:
         for v, value in enumerate(values):
-            if keep is not None:
-                value = value + k.select(keep, to.load(v * k.lanes, masks[v]), k.to(0.0, k.vec))
-            to.store(value, v * k.lanes, masks[v])
+            to.store(added(k, to, v * k.lanes, masks[v], value, mode), v * k.lanes, masks[v])
 
     with k.claim(total, k.max(k.min(grain, total // (k.threads * 8)), 1)) as (begin, end), k.loop(begin, end) as unit:
         number, segment = unit // segments, unit % segments
@@ -102,26 +100,23 @@ def block_product(
             for r, values in enumerate([[v.value for v in line] for line in acc]):
                 with k.when(t + r < count):
                     with k.when(slot < 0) if slots else nullcontext():
-                        put(to.at(r * K), values, keep)
+                        put(to.at(r * K), values, mode)
                     if slots:
                         with k.when(slot >= 0):
                             at = (row + t + r) * (slots * block) + slot * block + i * cut.span
-                            put(partials.at(at), values, None)
+                            put(partials.at(at), values, "store")
 
 
 def add_partials(k: KernelBuilder, out, partials, table, segments, cuts, *, dims, inner, K, block, slots, mode) -> None:
     """The columns of long lists: the sum of their parts, in order."""
-    keep, tokens = k.keep(mode), k.extent(dims, inner)
+    tokens = k.extent(dims, inner)
     with k.claim_each(tokens) as row, k.loop(0, cuts) as i:
         target, first, last = (table.get(segments * 4 + i * 3 + j) for j in range(3))
         for c, mask in k.columns(block):
             to, total = out.at(row * K + target * block), k.var_vec(0.0)
             with k.loop(first, last) as slot:
                 total.value = total.value + partials.at(row * (slots * block) + slot * block).load(c, mask)
-            value = total.value
-            if keep is not None:
-                value = value + k.select(keep, to.load(c, mask), k.to(0.0, k.vec))
-            to.store(value, c, mask)
+            to.store(added(k, to, c, mask, total.value, mode), c, mask)
 
 
 def _product(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: Lists, *, turned: bool) -> None:

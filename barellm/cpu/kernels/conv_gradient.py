@@ -14,6 +14,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering
 from barellm.cpu.kernels.conv_lines import Grid
 from barellm.cpu.kernels.conv_panel import Panel, panel_nbytes, panel_pitch
+from barellm.cpu.kernels.loops import put_added
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
@@ -117,13 +118,9 @@ def conv_weight_gradient(
                         tile(row, d, high, depths)
                     with k.loop(whole_rows, many_rows) as row:
                         tile(row, d, 1, depths)
-        keep = k.keep(mode)
         with k.loop(0, many_rows) as row, k.loop(0, deep) as d:
-            to, value = (
-                dw.at((group * rows + first + row) * depth + channel * grid.taps + d),
-                k.sum(partial(row, d).load()),
-            )
-            to.put(value if keep is None else value + k.select(keep, to.get(), 0.0))
+            at = (group * rows + first + row) * depth + channel * grid.taps + d
+            put_added(k, dw, at, k.sum(partial(row, d).load()), mode)
 
 
 def append_weight_gradient(

@@ -18,6 +18,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.conv_lines import Grid
 from barellm.cpu.kernels.conv_panel import Panel, panel_nbytes, panel_pitch
+from barellm.cpu.kernels.loops import added, put_added
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
@@ -222,14 +223,10 @@ class Product:
             at = image * (t.size[0] * t.size[1]) + y * t.size[1] + x
             for r in range(len(values)):
                 to = self.out.at(at + r * (t.size[0] * t.size[1]))
-                value, keep = self.spill.get(pixel + r * self.span), k.keep(self.mode)
-                to.put(value if keep is None else value + k.select(keep, to.get(), 0.0))
+                put_added(k, to, 0, self.spill.get(pixel + r * self.span), self.mode)
 
     def _store(self, value: Value, at: Value) -> None:
-        keep = self.k.keep(self.mode)
-        if keep is not None:
-            value = value + self.k.select(keep, self.out.load(at), 0.0)
-        self.out.store(value, at)
+        self.out.store(added(self.k, self.out, at, None, value, self.mode), at)
 
 
 def conv_product(

@@ -11,7 +11,7 @@ from barellm.cpu.kernels.conv_fft import append_fft
 from barellm.cpu.kernels.conv_gradient import append_weight_gradient
 from barellm.cpu.kernels.conv_lines import Grid
 from barellm.cpu.kernels.conv_product import Scratch, Target, blocks_of, conv_product
-from barellm.cpu.kernels.loops import sweep_result
+from barellm.cpu.kernels.loops import put_added, sweep_result
 from barellm.cpu.kernels.winograd import append_winograd
 from barellm.cpu.kernels.winograd_gradient import append_winograd_gradient
 from barellm.cpu.lang import Value
@@ -146,8 +146,7 @@ def fold(k: KernelBuilder, dx, padded, *, dims, count, channels, size, padding, 
                 for column, column_there in images(x, W, left):
                     with k.when(row_there & column_there):
                         total.value = total.value + padded.get((plane * tall + row) * wide + column)
-            to, keep = dx.at(line * W + x), k.keep(mode)
-            to.put(total.value if keep is None else total.value + k.select(keep, to.get(), 0.0))
+            put_added(k, dx, line * W + x, total.value, mode)
 
 
 def turned_filters(c: Lowering, op: Conv2dDx, rows: tuple[int, ...], columns: tuple[int, ...]) -> Any:

@@ -10,7 +10,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, dims_of, kernel
-from barellm.cpu.kernels.loops import across, added, fold, row_grain, zeros
+from barellm.cpu.kernels.loops import across, added, fold, put_added, row_grain, zeros
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim
@@ -118,5 +118,4 @@ def group_norm_dparams(
             of_weight.value, of_bias.value = of_weight.value + weighted, of_bias.value + plain
         for to, value, mode in ((dweight, of_weight.value, mode_dweight), (dbias, of_bias.value, mode_dbias)):
             if to is not None:
-                keep = k.keep(mode)
-                to.put(value if keep is None else value + k.select(keep, to.get(channel), 0.0), channel)
+                put_added(k, to, channel, value, mode)

@@ -79,6 +79,12 @@ def added(k: KernelBuilder, out: Pointer, at: Any, mask: Value | None, value: Va
     return value + k.select(keep, out.load(at, mask), 0.0)
 
 
+def put_added(k: KernelBuilder, out: Pointer, at: Any, value: Value, mode: str) -> None:
+    """The same of one number, which goes to memory."""
+    keep = k.keep(mode)
+    out.put(value if keep is None else value + k.select(keep, out.get(at), 0.0), at)
+
+
 def sweep_result(
     k: KernelBuilder, n: Value, out: Pointer, vector: Vector, *, unroll: int = 2, mode: str = "store"
 ) -> None:

@@ -7,7 +7,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import dims_of, kernel
-from barellm.cpu.kernels.loops import across, added, fold, row_grain, zeros
+from barellm.cpu.kernels.loops import across, added, fold, put_added, row_grain, zeros
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
@@ -32,8 +32,7 @@ def mean_pixels(k, y, x, *, dims, planes, pixels, mode_y) -> None:
             chains[j].value = chains[j].value + x.at(plane * pixels).load(i, mask)
 
         across(k, pixels, body)
-        value, keep = k.sum(fold(chains, add)) / float(pixels), k.keep(mode_y)
-        y.put(value if keep is None else value + k.select(keep, y.get(plane), 0.0), plane)
+        put_added(k, y, plane, k.sum(fold(chains, add)) / float(pixels), mode_y)
 
 
 @kernel("mean_pixels_backward", constants=_constants)

@@ -12,7 +12,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import across, added, fold, shape_of, sweep, zeros
+from barellm.cpu.kernels.loops import across, added, fold, put_added, shape_of, sweep, zeros
 from barellm.cpu.kernels.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
@@ -126,8 +126,7 @@ def combine_scalars(k: KernelBuilder, out0, out1, out2, out3, partials, *, modes
         with k.loop(0, k.ceil_div(rows, rows_per_chunk(k, rows))) as chunk:
             total.value = total.value + partials.load(chunk * count, mask)
         for i, (out, mode) in enumerate(zip((out0, out1, out2, out3), modes, strict=False)):
-            keep, found = k.keep(mode), k.lane(total.value, i)
-            out.put(found if keep is None else found + k.select(keep, out.get(0), 0.0))
+            put_added(k, out, 0, k.lane(total.value, i), mode)
 
 
 def lower_scalars(

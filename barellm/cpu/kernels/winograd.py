@@ -24,6 +24,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering
 from barellm.cpu.kernels.conv_lines import Grid, strided
 from barellm.cpu.kernels.conv_panel import Panel, panel_nbytes, panel_pitch
+from barellm.cpu.kernels.loops import put_added
 from barellm.cpu.kernels.winograd_transform import both_ways
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose_groups
@@ -311,9 +312,8 @@ def write_squares(
         image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m, t % TW * m
         of = squares.at(lane * rows_apart)
         to = y.at(((image * (form.groups * form.rows) + channel) * H + ty) * W + tx)
-        keep = k.keep(mode)
         whole = (ty + m <= H) & (tx + m <= W)
-        plain = y.dtype == "fp32" and keep is None
+        plain = y.dtype == "fp32" and mode == "store"
         if plain:
             with k.when(whole):
                 for i in range(m):
@@ -325,10 +325,8 @@ def write_squares(
 
 def _write_part(k: KernelBuilder, of: Pointer, to: Pointer, rows: Value, columns: Value, W: int, mode: str) -> None:
     """The pixels of a square that are in the image, one by one."""
-    keep = k.keep(mode)
     with k.loop(0, rows) as i, k.loop(0, columns) as j:
-        value, at = of.get(i * 4 + j), to.at(i * W + j)
-        at.put(value if keep is None else value + k.select(keep, at.get(), 0.0))
+        put_added(k, to, i * W + j, of.get(i * 4 + j), mode)
 
 
 def write_pixels(
@@ -343,14 +341,13 @@ def write_pixels(
     mode: str,
 ) -> None:
     """Row i of each lane's tile, (m, lanes), to the images."""
-    m, (H, W), (TH, TW), keep = form.m, form.size, form.grid.outputs, k.keep(mode)
+    m, (H, W), (TH, TW) = form.m, form.size, form.grid.outputs
     with k.loop(0, there) as lane:
         t = tile + lane
         image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m + i, t % TW * m
         to = y.at(((image * (form.groups * form.rows) + channel) * H + ty) * W + tx)
         with k.loop(0, k.select(ty < H, k.min(W - tx, m), 0)) as j:
-            value, at = line.get(j * k.lanes + lane), to.at(j)
-            at.put(value if keep is None else value + k.select(keep, at.get(), 0.0))
+            put_added(k, to, j, line.get(j * k.lanes + lane), mode)
 
 
 def append_winograd(

@@ -13,6 +13,7 @@ from barellm.cpu.choices import tiles
 from barellm.cpu.kernel import KernelBuilder, Lowering
 from barellm.cpu.kernels.conv_gradient import TILES
 from barellm.cpu.kernels.conv_lines import Grid
+from barellm.cpu.kernels.loops import put_added
 from barellm.cpu.kernels.winograd import append_transform
 from barellm.cpu.kernels.winograd_transform import both_ways
 from barellm.cpu.lang import Value
@@ -70,7 +71,7 @@ def winograd_gradient_product(
 
 def winograd_gradient_output(k: KernelBuilder, dw, products, *, size: int, m: int, flip: bool, mode: str) -> None:
     """dw (size, 3, 3) = A^T products A, of products (positions, size). `flip`: filters are read from their end."""
-    n, A, keep = m + 2, output_matrix(3, m), k.keep(mode)
+    n, A = m + 2, output_matrix(3, m)
     with k.claim(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
         first = block * k.lanes
         mask = k.mask_first(size - first) if size % k.lanes else None
@@ -78,10 +79,8 @@ def winograd_gradient_output(k: KernelBuilder, dw, products, *, size: int, m: in
         made = [v for row in both_ways(k, A, square) for v in row]
         for t, v in enumerate(reversed(made) if flip else made):
             for lane in range(k.lanes):
-                to = dw.at((first + lane) * 9 + t)
                 with k.when(first + lane < size):
-                    value = k.lane(v, lane)
-                    to.put(value if keep is None else value + k.select(keep, to.get(), 0.0))
+                    put_added(k, dw, (first + lane) * 9 + t, k.lane(v, lane), mode)
 
 
 def append_winograd_gradient(
