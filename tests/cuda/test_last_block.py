@@ -100,16 +100,17 @@ def test_a_fault_in_compiled_code_shows(fault):
 @device
 def sums(out, partials, counter, x, BLOCK: tl.constexpr):
     """out (BLOCK) = the sum of x (programs, BLOCK) over programs. All threads of a program leave something for the last one."""
-    i = tl.arange(0, BLOCK)
-    tl.store(partials + tl.program_id(0) * BLOCK + i, tl.load(x + tl.program_id(0) * BLOCK + i))
+    i, number = tl.arange(0, BLOCK), tl.program_id(1) + tl.num_programs(1) * tl.program_id(2)
+    tl.store(partials + number * BLOCK + i, tl.load(x + number * BLOCK + i))
     if is_last(counter):
         total = tl.zeros((BLOCK,), tl.float32)
-        for program in range(tl.num_programs(0)):
+        for program in range(tl.num_programs(1) * tl.num_programs(2)):
             total += tl.load(partials + program * BLOCK + i)
         tl.store(out + i, total)
 
 
-def sums_are_right(change: Callable[[str], str], *, runs: int, programs: int = 3, block: int = 128) -> bool:
+def sums_are_right(change: Callable[[str], str], *, runs: int) -> bool:
+    grid, programs, block = (1, 2, 3), 6, 128
     signature = (("out", "*fp32"), ("partials", "*fp32"), ("counter", "*i32"), ("x", "*fp32"))
     spec = Specialisation(sums, signature, (("BLOCK", block),), (("num_stages", 3), ("num_warps", 4)), ())
     x = np.arange(programs * block, dtype=np.float32).reshape(programs, block)
@@ -122,7 +123,7 @@ def sums_are_right(change: Callable[[str], str], *, runs: int, programs: int = 3
     execute = on_ptx_machine(change)
     for _ in range(runs):
         out[:] = partials[:] = np.nan
-        execute(spec, values, (programs,))
+        execute(spec, values, grid)
         if counter[0] or not np.array_equal(out, x.sum(0)):
             return False
     return True
