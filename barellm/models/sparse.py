@@ -2,7 +2,8 @@
 time and memory of a long sequence go with the blocks that are listed. Attention has no dropout.
 
 Weights are those of gpt2.py, but both matrices of each MLP may be block-sparse too (Gray, Radford and Kingma 2017): a graph links
-blocks of channels with blocks of hidden columns, and what is not linked is neither stored nor computed.
+blocks of channels with blocks of hidden columns, and what is not linked is neither stored nor computed. With `relative` each
+layer's heads have vectors of their own for the nearest distances, beside the learned positions.
 
 A token that is sampled costs a whole forward pass: a layout's kernels want all positions, so there is no KV cache.
 """
@@ -43,6 +44,12 @@ def _block(key: str, found: int, config: Config) -> str | None:
     return None if fits else f"{key} is {found}, expected a multiple of 16 up to 128"
 
 
+def _relative(key: str, found: int, config: Config) -> str | None:
+    if found < 0 or found > config.max_seq:
+        return f"{key} is {found}, expected from 0 to model.max_seq, {config.max_seq}"
+    return f"{key} is {found} and model.layout is empty, expected a layout" if found and not config.layout else None
+
+
 def _graph(key: str, found: str, config: Config) -> str | None:
     graphs = ("watts-strogatz", "barabasi-albert", "spread")
     wrong = _pattern(key, found, config)
@@ -63,6 +70,9 @@ class Config(gpt2.Config):
         "local:256", "patterns of the heads (docs/sparsity.md); empty: every earlier key", check=_pattern
     )
     block: int = value(64, "positions of a block of keys or queries", check=_block)
+    relative: int = value(
+        0, "distances to keys that have a learned relative term (docs/sparsity.md); 0: none", check=_relative
+    )
     mlp_layout: str = value(
         "", "graph of the blocks of each MLP's matrices (docs/sparsity.md); empty: all", check=_graph
     )
@@ -72,8 +82,16 @@ class Config(gpt2.Config):
 
 def declare(p: Program, cfg: Config) -> gpt2.Weights:
     """Declare GPT-2's parameters; of MLPs by a graph only the blocks that are there. Each is initialised so that activations begin
-    as large as those of the dense model."""
-    return gpt2.declare(p, cfg, partial(_blocks, p, cfg) if cfg.mlp_layout else None)
+    as large as those of the dense model, and relative terms begin at 0."""
+    w = gpt2.declare(p, cfg, partial(_blocks, p, cfg) if cfg.mlp_layout else None)
+    for b in w.blocks:
+        _distances(p, cfg, b)
+    return w
+
+
+def _distances(p: Program, cfg: Config, b: gpt2.Block) -> Tensor | None:
+    """The vectors of a layer's relative terms."""
+    return p.parameter(f"{b.name}.attn.relative", (cfg.relative, cfg.channels)) if cfg.relative else None
 
 
 def _blocks(p: Program, cfg: Config, name: str, layer: int) -> tuple[gpt2.Affine, gpt2.Affine]:
@@ -136,7 +154,12 @@ def _attention(p: Program, cfg: Config, tokens_BT: Tensor) -> Callable[[gpt2.Blo
 
     whole = layouts.parse(cfg.layout, length=cfg.max_seq, block=cfg.block, heads=cfg.heads)
     layout = whole.first(int(tokens_BT.shape[1]))
-    return lambda _, qkv_BT3C: p.layout_attention(*p.split(qkv_BT3C, 3), layout=layout, heads=cfg.heads)
+
+    def attend(b: gpt2.Block, qkv_BT3C: Tensor) -> Tensor:
+        vectors = _distances(p, cfg, b)
+        return p.layout_attention(*p.split(qkv_BT3C, 3), relative=vectors, layout=layout, heads=cfg.heads)
+
+    return attend
 
 
 # --- presets ---

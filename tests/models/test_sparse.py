@@ -35,18 +35,35 @@ def sessions(config: Config, *kinds, **more):
     return found
 
 
-def test_every_length_has_the_gradients_of_the_reference():
-    ours, oracle = sessions(SMALL, CpuSession, ReferenceSession, batch=2, seq=70, optimizer=lambda p: None)
+@pytest.mark.parametrize("relative", [0, 21])
+def test_every_length_has_the_gradients_of_the_reference(relative):
+    config = replace(SMALL, relative=relative)
+    ours, oracle = sessions(config, CpuSession, ReferenceSession, batch=2, seq=70, optimizer=lambda p: None)
     for seq in (70, 37, 1):
         tokens = np.random.default_rng(seq).integers(0, 13, (2, seq))
         for s in (ours, oracle):
             s.write("tokens", tokens)
             s.write("targets", tokens)
             s.run("micro", batch=2, seq=seq, accumulate=0, pos=0, inv_targets=0.1)
-        for name, t in ours.tensors.items():
-            if t.role == "gradient":
-                np.testing.assert_allclose(ours.read(name), oracle.read(name), rtol=1e-3, atol=2e-5, err_msg=name)
+        found = [name for name, t in ours.tensors.items() if t.role == "gradient"]
+        for name in found:
+            np.testing.assert_allclose(ours.read(name), oracle.read(name), rtol=1e-3, atol=2e-5, err_msg=name)
+        assert sum("relative" in name for name in found) == (2 if relative else 0), "one tensor for each layer"
     ours.close()
+
+
+def test_relative_terms_begin_as_none_and_change_what_is_seen():
+    """At 0 the model is the one without them; adamw, not muon, updates them."""
+    tokens, found = np.random.default_rng(0).integers(0, 13, (1, 70)), []
+    (s,) = sessions(replace(SMALL, relative=8), ReferenceSession, batch=1, seq=70)
+    for value in (0.0, 1.0):
+        vectors = np.zeros((8, 24))
+        vectors[3] = value
+        s.write("h.1.attn.relative", vectors)
+        found.append(loss_of(s, tokens))
+    assert found[0] == pytest.approx(losses(SMALL, tokens), rel=1e-12) and abs(found[1] - found[0]) > 1e-9
+    rules_of = {t.name: type(rule.optimizer).__name__ for t, rule in _assigned(replace(SMALL, relative=8))}
+    assert rules_of["h.0.attn.relative"] == "AdamW"
 
 
 MLPS = replace(SMALL, channels=48, mlp_layout="watts-strogatz:2:0.5:1", mlp_block=8, mlp_width=5)
@@ -103,6 +120,10 @@ def _assigned(config: Config):
 
 def losses(config: Config, tokens: np.ndarray) -> float:
     (s,) = sessions(config, ReferenceSession, batch=1, seq=70)
+    return loss_of(s, tokens)
+
+
+def loss_of(s: ReferenceSession, tokens: np.ndarray) -> float:
     s.write("tokens", tokens)
     s.write("targets", tokens)
     s.run("eval", batch=1, seq=70, pos=0, inv_targets=1 / 70)
@@ -143,6 +164,10 @@ def test_a_layout_that_is_none_is_refused():
         replace(SMALL, layout="lokal:3")
     with pytest.raises(UserError, match=r"model\.block is 40, expected a multiple of 16 up to 128"):
         replace(SMALL, block=40)
+    with pytest.raises(UserError, match=r"model\.relative is 71, expected from 0 to model\.max_seq, 70"):
+        replace(SMALL, relative=71)
+    with pytest.raises(UserError, match=r"model\.relative is 8 and model\.layout is empty, expected a layout"):
+        replace(SMALL, relative=8, layout="")
     with pytest.raises(UserError, match=r"model\.mlp_layout is 'local:3', expected one of watts-strogatz"):
         replace(SMALL, mlp_layout="local:3")
     with pytest.raises(UserError, match=r"model\.mlp_block is 32, expected a divisor of model\.channels, 24"):
