@@ -65,12 +65,16 @@ def backward_case(
     return {"given": given, "views": views, "bounds": bounds, "plan": (B, layout.length), **attrs}
 
 
-def layout_both(p: Program, dims: tuple[Dim, Dim], layout: Layout, *, D: int, dtype: str) -> tuple[Op, Tensor]:
+def layout_both(
+    p: Program, dims: tuple[Dim, Dim], layout: Layout, *, D: int, dtype: str, distances: int = 0
+) -> tuple[Op, Tensor]:
     """Appends an attention of packed operands, and its backward pass into a packed gradient; gives (saved, dqkv)."""
     C = layout.heads * D
     qkv, dout = p.input("qkv", (*dims, 3 * C), dtype), p.input("dout", (*dims, C), dtype)
     operands = dict(zip("qkv", p.split(qkv, 3), strict=True))
     operands |= {name: p.constant(name, values, "i32") for name, values in layout.tables.items()}
+    if distances:
+        operands["relative"] = p.parameter("relative", (distances, C))
     attrs = {"heads": layout.heads, "kv_heads": layout.heads, "layout": layout}
     saved = p.apply(ops.LayoutAttention, **operands, **attrs)
     dqkv = p.activation("dqkv", qkv.shape, dtype)

@@ -228,11 +228,11 @@ def images_specs(compute: str) -> dict[Specialisation, str]:
     return one_of_each({s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".images"))})
 
 
-def layout_specs(compute: str) -> dict[Specialisation, str]:
-    """Attention by layout of heads of 64 columns, forward and backward, in blocks of 64."""
+def layout_specs(compute: str, distances: int = 0) -> dict[Specialisation, str]:
+    """Attention by layout of heads of 64 columns, forward and backward, in blocks of 64; `distances` have a relative term."""
     layout = layouts.parse("local:128+fixed:256:64", length=1024, block=64, heads=4)
     p = Program(Store(), compute=compute)
-    saved, dqkv = layout_both(p, (Dim("batch", 2), Dim("seq", 1024)), layout, D=64, dtype=compute)
+    saved, dqkv = layout_both(p, (Dim("batch", 2), Dim("seq", 1024)), layout, D=64, dtype=compute, distances=distances)
     p.output("out", saved.out)
     p.output("dqkv", dqkv)
     return {s: op for s, op in lower_and_plan({"op": p}, Target(90)).specs.items() if s.name.startswith("layout_")}
@@ -283,6 +283,8 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "speedrun's head fp32": lambda: transposed_specs("fp32"),
     "attention by layout bf16": lambda: layout_specs("bf16"),
     "attention by layout fp32": lambda: layout_specs("fp32"),
+    "attention with relative terms bf16": lambda: layout_specs("bf16", 100),
+    "attention with relative terms fp32": lambda: layout_specs("fp32", 100),
     "block-sparse products bf16": lambda: block_product_specs("bf16"),
     "block-sparse products fp32": lambda: block_product_specs("fp32"),
     "muon bf16": lambda: muon_specs("bf16"),

@@ -16,11 +16,14 @@ from barellm.cuda.choices import AttentionTile, padded
 from barellm.cuda.kernel import Count, Lowering, lowering
 from barellm.cuda.kernels.attention import LN_2, behind, head_constants, options
 from barellm.cuda.kernels.attention_bounds import LOWEST
+from barellm.cuda.kernels.attention_relative import add_terms
 from barellm.cuda.kernels.attention_rows import beside, keep_rows, rows_of
 from barellm.cuda.kernels.common import row_strides
 from barellm.cuda.lang import device, tl
+from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Dim, Tensor
+from barellm.runtime.lowering import weight_operand
 
 
 @device
@@ -48,10 +51,10 @@ def seen(masks, kind, query, key, BLOCK: tl.constexpr):
 
 @device
 def layout_attention_forward(
-    out, lse, q, k, v, rows, masks, seq,
+    out, lse, q, k, v, rows, masks, relative, seq,
     UNIT: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q_ROW: tl.constexpr,
     K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, BLOCK: tl.constexpr,
-    LISTS: tl.constexpr, ENTRIES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    LISTS: tl.constexpr, ENTRIES: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program is BM queries of one head; the last of a sequence, whose lists are the longest if any are, start first."""
     C: tl.constexpr = H * D
@@ -68,6 +71,8 @@ def layout_attention_forward(
     for i in range(begin, end):
         n0, place, kind = listed(rows, i, LISTS, ENTRIES, BLOCK, BN)
         s = tl.dot(queries, tl.trans(rows_of(k, n0, seq, K_ROW, BN, D, DP)), input_precision="ieee")
+        if COUNT > 0:
+            s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, FIRST, COUNT, C, D, DP)
         sees = seen(masks, kind, query[:, None], (place + tl.arange(0, BN))[None, :], BLOCK)
         s = tl.where(sees, s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1) * UNIT)
@@ -83,19 +88,20 @@ def layout_attention_forward(
 
 
 def constants_of(op: Any) -> dict[str, Any]:
-    if op.relative is not None:
-        raise ValueError(f"{op.name} has no relative terms on CUDA")
     head, layout = head_constants(op), op.layout
     share = {"SHARE": op.heads // op.kv_heads, "UNIT": log2(e) / sqrt(head["D"])}
     places = {f"{name.upper()}_AT": behind(op.q, op.inputs[name]) for name in ("k", "v")}
     lists = {"BLOCK": layout.block, "LISTS": layout.heads * layout.rows, "ENTRIES": len(layout.keys)}
-    return head | share | row_strides(q=op.q, k=op.k, v=op.v) | places | lists
+    first, last = op.distances
+    terms = {"FIRST": first, "COUNT": last + 1 - first}
+    return head | share | row_strides(q=op.q, k=op.k, v=op.v) | places | lists | terms
 
 
 def operands_of(op: Any) -> dict[str, Any]:
-    """q, k and v, of which those that lie behind q are absent, the masks, and the length."""
+    """q, k and v, of which those that lie behind q are absent, the masks, the vectors of relative terms, and the length."""
+    relative = None if op.relative is None else weight_operand(op.relative)
     kv = {name: t if behind(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
-    return kv | {"q": op.q, "masks": op.masks, "seq": extent(op.q, 1)}
+    return kv | {"q": op.q, "masks": op.masks, "relative": relative, "seq": extent(op.q, 1)}
 
 
 def extent(t: Tensor, axis: int) -> Count:
@@ -105,9 +111,12 @@ def extent(t: Tensor, axis: int) -> Count:
 
 
 def tile_of(op: Any, c: Lowering, role: str) -> AttentionTile:
-    """The tile of attention in windows, made smaller until it divides the layout's blocks."""
+    """The tile of attention in windows, made smaller until it divides the layout's blocks. With relative terms it is a square of
+    32, or of 16 in fp32: larger ones spill, and ptxas has the wgmmas of 64 wait for one another."""
     t = choices.bounded_tile(role, padded(int(op.out.shape[-1]) // op.heads), op.q.dtype, c.target.arch)
     most = op.layout.block & -op.layout.block
+    if op.relative is not None:
+        most = min(most, t.queries, t.keys, 16 if op.q.dtype == "fp32" else 32)
     return AttentionTile(min(t.queries, most), min(t.keys, most), t.warps, t.stages)
 
 
@@ -117,7 +126,7 @@ def grid_of(op: Any, heads: int, size: int) -> Any:
     return lambda s: (ceil_div(length(s), size), batch(s) * heads)
 
 
-TABLES = {"rows": "i32", "columns": "i32", "masks": "i32"}
+TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": PLANES}
 
 
 @lowering("layout_attention", views="q k v", also=TABLES)

@@ -22,6 +22,8 @@ from barellm.cuda.kernels.attention_listed import (
     span,
     tile_of,
 )
+from barellm.cuda.kernels.attention_relative import add_terms, add_terms_dq
+from barellm.cuda.kernels.attention_relative_backward import append_gradient
 from barellm.cuda.kernels.attention_rows import beside, keep_rows, rows_of
 from barellm.cuda.kernels.common import row_strides
 from barellm.cuda.lang import device, tl
@@ -29,11 +31,11 @@ from barellm.cuda.lang import device, tl
 
 @device
 def layout_attention_dkv(
-    dk, dv, q, k, v, dout, stats, columns, masks, scalars, seq,
+    dk, dv, q, k, v, dout, stats, columns, masks, relative, scalars, seq,
     UNIT: tl.constexpr, ROOT: tl.constexpr, DK_MODE: tl.constexpr, DV_MODE: tl.constexpr, H: tl.constexpr,
     SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
     K_AT: tl.constexpr, V_AT: tl.constexpr, DK_ROW: tl.constexpr, DV_ROW: tl.constexpr, BLOCK: tl.constexpr,
-    LISTS: tl.constexpr, ENTRIES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    LISTS: tl.constexpr, ENTRIES: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program is BN keys of one head; the queries of the heads that it serves come one head after the other. Scores are
     transposed, (BN, BM)."""
@@ -53,6 +55,8 @@ def layout_attention_dkv(
             m0, place, kind = listed(columns, i, LISTS, ENTRIES, BLOCK, BM)
             queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
             s = tl.dot(keys, tl.trans(queries), input_precision="ieee")
+            if COUNT > 0:
+                s = add_terms(s, queries, relative + head * D, m0, n0, True, BN, FIRST, COUNT, C, D, DP)
             top, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BM)
             sees = seen(masks, kind, (place + tl.arange(0, BM))[None, :], key[:, None], BLOCK)
             p = tl.where(sees, tl.math.exp2(s * UNIT - top[None, :]), 0.0)
@@ -66,10 +70,11 @@ def layout_attention_dkv(
 
 @device
 def layout_attention_dq(
-    dq, q, k, v, dout, stats, rows, masks, scalars, seq,
+    dq, q, k, v, dout, stats, rows, masks, relative, scalars, seq,
     UNIT: tl.constexpr, ROOT: tl.constexpr, DQ_MODE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    DQ_ROW: tl.constexpr, BLOCK: tl.constexpr, LISTS: tl.constexpr, ENTRIES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DQ_ROW: tl.constexpr, BLOCK: tl.constexpr, LISTS: tl.constexpr, ENTRIES: tl.constexpr, FIRST: tl.constexpr,
+    COUNT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program is BM queries of one head, as in the forward pass."""
     C: tl.constexpr = H * D
@@ -87,15 +92,21 @@ def layout_attention_dq(
     for i in range(begin, end):
         n0, place, kind = listed(rows, i, LISTS, ENTRIES, BLOCK, BN)
         keys, values = rows_of(k, n0, seq, K_ROW, BN, D, DP), rows_of(v, n0, seq, V_ROW, BN, D, DP)
-        p = tl.math.exp2(tl.dot(queries, tl.trans(keys), input_precision="ieee") * UNIT - top[:, None])
+        s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if COUNT > 0:
+            s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, FIRST, COUNT, C, D, DP)
+        p = tl.math.exp2(s * UNIT - top[:, None])
         sees = seen(masks, kind, query[:, None], (place + tl.arange(0, BN))[None, :], BLOCK)
         p = tl.where(sees, p, 0.0)
         dp = tl.dot(do, tl.trans(values), input_precision="ieee")
-        total = tl.dot((p * (dp - delta[:, None])).to(keys.dtype), keys, total, input_precision="ieee")
+        ds = p * (dp - delta[:, None])
+        total = tl.dot(ds.to(keys.dtype), keys, total, input_precision="ieee")
+        if COUNT > 0:
+            total = add_terms_dq(total, ds, relative + head * D, m0, n0, BN, FIRST, COUNT, C, D, DP)
     keep_rows(dq + token * DQ_ROW + head * D, m0, seq, total * ROOT, D, scalars, DQ_MODE, DQ_ROW, BM, DP)
 
 
-@lowering("layout_attention_backward", starts="dq dk dv", views="q k v dq dk dv", also=TABLES)
+@lowering("layout_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_layout_attention_backward(op: Any, c: Lowering) -> None:
     head, constants, operands = head_constants(op), constants_of(op), operands_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
@@ -122,3 +133,5 @@ def lower_layout_attention_backward(op: Any, c: Lowering) -> None:
         constants | {"DQ_MODE": mode(op, "dq"), **row_strides(dq=op.dq)} | {"BM": t.queries, "BN": t.keys},
         grid=grid_of(op, op.heads, t.queries), writes="dq", **options(t),
     )  # fmt: skip
+    if op.relative is not None:
+        append_gradient(c, op, t, operands | {"stats": stats, "dout": op.dout, "rows": op.rows}, constants)
