@@ -11,9 +11,11 @@ from barellm.cpu.step import lower_and_plan
 from barellm.inspect import kernels
 from barellm.models import preset
 from barellm.overrides import changed
+from barellm.program import layouts
 from barellm.program.block_layouts import block_layout
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
+from tests.layout_cases import layout_both
 
 pytestmark = pytest.mark.proof(
     *(f"barellm/{name}" for name in ("cpu", "inspect", "models", "optim", "program", "runtime"))
@@ -88,6 +90,22 @@ def test_products_of_blocks_compile_for_other_machines(isa, block, instruction):
             assert not jit.undefined_symbols(jit.target_machine(isa).emit_object(module)) - jit.ALLOWED, spec
             multiply += instruction in jit.target_machine(isa).emit_assembly(module)
     assert multiply == 2, "the product, whose code the input gradient shares, and the weight gradient"
+
+
+@pytest.mark.parametrize("isa, instruction", [
+    (isas.cross("neon_bf16", TRIPLES[0]), "bfdot"),
+    (isas.X86["avx512_bf16"], "vdpbf16ps"),
+], ids=["neon_bf16", "avx512_bf16"])  # fmt: skip
+def test_relative_terms_compile_for_other_machines(isa, instruction):
+    p = Program(Store(), compute="bf16")
+    layout = layouts.parse("local:9", length=40, block=16, heads=1)
+    layout_both(p, (Dim("batch", 1), Dim("seq", 40)), layout, D=4, dtype="bf16", distances=5)
+    made = [spec for spec in lower_and_plan({"p": p}, threads=2, isa=isa).specs if spec.name.startswith("layout_")]
+    for spec in made:
+        module = jit.module(spec.ir(isa), isa)
+        assert not jit.undefined_symbols(jit.target_machine(isa).emit_object(module)) - jit.ALLOWED, spec
+        assert instruction in jit.target_machine(isa).emit_assembly(module)
+    assert len(made) == 3, "forward, rows, columns"
 
 
 @pytest.mark.parametrize("futex, triple", [(True, TRIPLES[0]), (False, TRIPLES[0]), (False, TRIPLES[1])])

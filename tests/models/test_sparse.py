@@ -151,7 +151,7 @@ def test_memory_is_linear_in_the_length():
     from barellm.cpu.step import lower_and_plan
 
     def arena(seq: int) -> int:
-        config = replace(SMALL, max_seq=8192, block=64, layout="local:128")
+        config = replace(SMALL, max_seq=8192, block=64, layout="local:128", relative=100)
         _, programs = build(config, batch=1, seq=seq, optimizer=lambda p: None)
         return lower_and_plan(programs, threads=2).plan.arena_bytes
 

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from barellm.program import layouts, patterns
+from barellm.program.builder import Program, Store
 from barellm.program.layouts import barabasi_albert, layout_of, parse, spread, watts_strogatz
+from barellm.program.tensor import Dim
+from tests.layout_cases import layout_both
 
 GRAPH = {"watts-strogatz:4:0.3:5": watts_strogatz(7, 4, 0.3, 5), "barabasi-albert:2:3": barabasi_albert(7, 2, 3)}
 GRAPH["spread:2:9"] = spread(7, 2, 9)
@@ -132,3 +135,29 @@ def test_a_ring_of_few_nodes_has_each_link_once():
     for nodes in (2, 3, 4, 7):
         links = watts_strogatz(nodes, 2 * nodes, 0.0, seed=1).sum() - nodes
         assert links == 2 * nodes * ((nodes - 1) // 2)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_pairs_are_counted_by_their_distance(causal):
+    layout = parse("local:21+strided:40, fixed:50:3", length=77, block=16, heads=2, causal=causal)
+    distance = np.subtract.outer(np.arange(77), np.arange(77))
+    for least, most in ((0, 8), (-5, 5), (17, 40), (0, -1), (-200, 200)):
+        within = (least <= distance) & (distance <= most)
+        want = sum(int((layout.dense(h) & within).sum()) for h in range(2))
+        assert layout.pairs_within(least, most) == want
+
+
+def test_relative_terms_cost_a_product_forward_and_two_backward():
+    """Of the pairs that have one. What a kernel computes again is not counted."""
+    layout = parse("local:21+strided:40", length=77, block=16, heads=2)
+    dims, distance = (Dim("batch", 3), Dim("seq", 77)), np.subtract.outer(np.arange(77), np.arange(77))
+    near, each = 2 * int((layout.dense(0) & (distance < 9)).sum()), 3 * 2 * 5
+    found = []
+    for distances in (0, 9):
+        p = Program(Store())
+        layout_both(p, dims, layout, D=5, dtype="fp32", distances=distances)
+        found.append([op.flops() for op in p.ops if op.name.startswith("layout_")])
+    assert found == [
+        [2 * each * layout.pairs, 4 * each * layout.pairs],
+        [each * (2 * layout.pairs + near), each * (4 * layout.pairs + 2 * near)],
+    ]

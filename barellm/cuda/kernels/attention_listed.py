@@ -112,12 +112,13 @@ def extent(t: Tensor, axis: int) -> Count:
 
 def tile_of(op: Any, c: Lowering, role: str) -> AttentionTile:
     """The tile of attention in windows, made smaller until it divides the layout's blocks. With relative terms it is a square of
-    32, or of 16 in fp32: larger ones spill, and ptxas has the wgmmas of 64 wait for one another."""
+    32, or of 16 and four warps in fp32: others spill, and ptxas has the wgmmas of 64 wait for one another."""
     t = choices.bounded_tile(role, padded(int(op.out.shape[-1]) // op.heads), op.q.dtype, c.target.arch)
-    most = op.layout.block & -op.layout.block
+    most, warps = op.layout.block & -op.layout.block, t.warps
     if op.relative is not None:
-        most = min(most, t.queries, t.keys, 16 if op.q.dtype == "fp32" else 32)
-    return AttentionTile(min(t.queries, most), min(t.keys, most), t.warps, t.stages)
+        size, warps = (16, 4) if op.q.dtype == "fp32" else (32, t.warps)
+        most = min(most, t.queries, t.keys, size)
+    return AttentionTile(min(t.queries, most), min(t.keys, most), warps, t.stages)
 
 
 def grid_of(op: Any, heads: int, size: int) -> Any:
