@@ -20,8 +20,8 @@ def weight_bytes(decode: Program) -> int:
 
 @dataclass
 class Pace:
-    """Times of the tokens of `rows` texts that are written side by side. `fed` tokens were the prompts, whose time is that of the
-    first token."""
+    """Times of the tokens of `rows` texts that are written side by side. `fed` tokens were the prompts, equal ones counted once,
+    whose time is that of the first token."""
 
     fed: int
     rows: int = 1

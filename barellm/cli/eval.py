@@ -130,7 +130,9 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     from dataclasses import replace
     from pathlib import Path
 
-    from barellm.data.sources import prepare
+    from barellm.data.examples import has_examples
+    from barellm.data.reading import Layout, format_of
+    from barellm.data.sources import find_text, prepare
     from barellm.errors import UserError
     from barellm.evaluation import documents
     from barellm.evaluation.scoring import Scorer, shape_for
@@ -140,8 +142,12 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     assert out is not None
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     source = config.data if args.data is None else replace(config.data, source=args.data)
-    if source.source.endswith(".jsonl"):
-        name, found = source.source, documents.of_lines(Path(source.source), tokenizer)
+    path = Path(source.source).expanduser()
+    if has_examples(path):
+        raise UserError(f"{path} has prompts and answers, whose loss is of the answers alone: leave out --per-document")
+    if path.is_file() and format_of(path, Layout()) != "text":
+        corpus = find_text([source.source], 1.0 if args.whole else source.val_fraction)
+        name, found = corpus.name, documents.of_records(corpus, tokenizer)
     else:
         data = prepare(source, tokenizer=tokenizer, whole=args.whole)
         name, found = data.name, documents.of_stream(data.val, tokenizer.eot)
@@ -151,7 +157,9 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
         lengths = None
     task = documents.Documents(found, seq=config.train.seq, byte_lengths=lengths)
     if not task.texts:
-        raise UserError(f"{name} has no document of two tokens")
+        part = "" if args.whole else "the validation part of "
+        hint = "" if args.whole else "; --whole takes all of it"
+        raise UserError(f"{part}{name} has no document of two tokens{hint}")
     batch, seq = shape_for(task.texts, tokens=args.batch * config.train.seq, most_seq=config.train.seq)
     with checkpoint.opened(positions=0, scoring=(batch, seq)) as machine:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)

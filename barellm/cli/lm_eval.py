@@ -19,7 +19,7 @@ from barellm.assembly.machine import check_device
 from barellm.cli.checkpoints import Found, found
 from barellm.errors import UserError
 from barellm.evaluation.scoring import Score, Scorer, Text, shape_for
-from barellm.generation.decode import cache_positions, open_decoder
+from barellm.generation.decode import MOST_TOGETHER, cache_positions, open_decoder
 from barellm.generation.samplers import Sampling
 from barellm.generation.writing import Written, write
 
@@ -139,7 +139,7 @@ class Barellm(TemplateLM):
         room = self.max_length - count
         prompts = [self.tok_encode(context)[-room:] or [self.eot_token_id] for context in contexts]
         positions = cache_positions(max(map(len, prompts)) + count, self.max_length)
-        rows = min(self.batch_size, len(prompts))
+        rows = min(self.batch_size, len(prompts), MOST_TOGETHER)
         answers: list[str] = []
         with self.checkpoint.opened(positions=positions, rows=rows) as machine:
             decoder = open_decoder(machine.session, machine.config.model, positions=positions)

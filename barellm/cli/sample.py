@@ -2,7 +2,7 @@
 It may also be a preset with a vocabulary of its own, as gpt2-774m: its weights are random then, and only its speed says anything.
 
 Sample i uses the seed --seed + i - 1, so you can draw any one of them again by passing its own seed. Several texts are written side
-by side, --batch of them at a time: each is the text that it would be alone.
+by side, --batch of them at a time: each is the text that it would be alone, but for roundings with --weights and on a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="how many texts of a prompt (default: 1)")
     parser.add_argument(
-        "--batch", type=int, default=16, metavar="N", help="how many texts are written side by side (default: 16)"
+        "--batch",
+        type=int,
+        default=16,
+        metavar="N",
+        help="how many texts are written side by side, up to 64 (default: 16)",
     )
     parser.add_argument(
         "--tokens", type=int, default=256, metavar="N", help="how many tokens each text has at most (default: 256)"
@@ -71,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     from barellm.cli.checkpoints import found_or_fresh
     from barellm.errors import UserError
-    from barellm.generation.decode import cache_positions, open_decoder
+    from barellm.generation.decode import MOST_TOGETHER, cache_positions, open_decoder
     from barellm.generation.samplers import Sampling
     from barellm.generation.writing import unseen
 
@@ -80,8 +84,10 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least 1")
     if sum((args.prompt is not None, args.prompts is not None, args.interactive)) > 1:
         raise UserError("--prompt, --prompts and --interactive are three ways to say what texts begin with: choose one")
-    if args.interactive and (args.samples > 1 or args.json):
-        raise UserError("--interactive is one text in a terminal: leave out --samples and --json")
+    if args.batch > MOST_TOGETHER:
+        raise UserError(f"--batch is {args.batch}, expected at most {MOST_TOGETHER}")
+    if args.interactive and (args.samples > 1 or args.json or args.measure):
+        raise UserError("--interactive is one text in a terminal: leave out --samples, --json and --measure")
     first = Sampling(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, repetition=args.repetition,
         seed=args.seed,
@@ -141,6 +147,7 @@ def _group(
 ) -> None:
     """Write some of the texts side by side. The first of them is shown as it comes, the others when their turn comes."""
     from barellm.bench.decoding import Pace
+    from barellm.generation.decode import kept
     from barellm.generation.writing import Written, write
 
     def title(i: int) -> str:
@@ -152,7 +159,7 @@ def _group(
 
     here = [works[i] for i in these]
     texts = [Written(checkpoint.tokenizer, stops=args.stop, **({} if i else {"say": say})) for i, _ in enumerate(here)]
-    pace = Pace(sum(len(work.fed) for work in here), len(here))
+    pace = Pace(sum(map(len, {tuple(kept(work.fed, decoder.max_seq)) for work in here})), len(here))
     say(title(these[0]) + here[0].prompt)
     for _ in write(decoder, [w.fed for w in here], texts, count=args.tokens, hows=[w.how for w in here]):
         pace.token()
@@ -191,7 +198,7 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
         for _ in write(decoder, [begins + history or [tokenizer.start]], [text], count=args.tokens, hows=[seeded]):
             pass
         _write("\n")
-        history += text.ids
+        history += text.shown
         turn += 1
 
 

@@ -66,6 +66,17 @@ class Corpus:
             for block in self.blocks(piece):
                 yield block.text
 
+    def documents(self, pieces: Iterable[Piece]) -> list[str]:
+        """The texts that are whole in these pieces, whatever blocks they are read in."""
+        found: list[str] = []
+        for piece in pieces:
+            for block in self.blocks(piece):
+                if block.begins or not found:
+                    found.append(block.text)
+                else:
+                    found[-1] += block.text
+        return found
+
 
 def stdlib_corpus(val_fraction: float, *, root: Path | None = None) -> Corpus:
     """The source of the running Python's standard library, a file a document, whole files in either part.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import log
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from barellm.data.reading import texts
+from barellm.data.corpus import Corpus
 from barellm.data.shards import TokenStream
 from barellm.data.tokenizers import Tokenizer
 from barellm.evaluation.scoring import Scorer, Text
@@ -25,10 +24,11 @@ def of_stream(stream: TokenStream, eot: int | None) -> list[np.ndarray]:
     return [ids[a:b] for a, b in pairwise(cuts)]
 
 
-def of_lines(path: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """The documents of a .jsonl file: the "text" of each row, with the separator before it where the tokenizer has one."""
+def of_records(corpus: Corpus, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The documents of the validation part of files of records: the text of each, with the separator before it where the
+    tokenizer has one."""
     before = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
-    return [np.concatenate([before, ids]) for ids in tokenizer.encode_many(list(texts(path, "text")))]
+    return [np.concatenate([before, ids]) for ids in tokenizer.encode_many(corpus.documents(corpus.val))]
 
 
 def windows(ids: Sequence[int] | np.ndarray, seq: int) -> list[Text]:
@@ -48,10 +48,12 @@ class Documents:
     def texts(self) -> list[Text]:
         return [text for document in self.windows for text in document]
 
-    def rows(self, scorer: Scorer, **report: Any) -> Iterator[dict[str, Any]]:
+    def rows(self, scorer: Scorer, *, report: Callable[[int], None] = lambda done: None) -> Iterator[dict[str, Any]]:
         """One object for each document: its place, tokens and bytes that were targets, the loss in nats in all and for each token,
         and in bits per byte."""
-        scores = iter(scorer.run(self.texts, **report) or [])
+        found = scorer.run(self.texts, report=report)
+        assert found is not None, "nobody stops it"
+        scores = iter(found)
         for i, (parts, nbytes) in enumerate(zip(self.windows, self.bytes, strict=True)):
             nats, tokens = sum(next(scores).total for _ in parts), sum(part.scored for part in parts)
             yield {"document": i, **summary(nats, tokens, nbytes)}

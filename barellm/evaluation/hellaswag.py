@@ -112,20 +112,31 @@ def _of_lines(path: Path, lines: Any, tokenizer: Tokenizer, limit: int) -> list[
             continue
         try:
             row = json.loads(line)
-            context, endings, label = row["ctx"], row["endings"], int(row["label"])
-            if not (isinstance(context, str) and all(isinstance(x, str) for x in endings)):
+            context, endings = row["ctx"], row["endings"]
+            label, index = _integer(row["label"]), _integer(row.get("ind", number - 1))
+            if not (
+                isinstance(context, str) and isinstance(endings, list) and all(isinstance(x, str) for x in endings)
+            ):
                 raise TypeError
-        except (ValueError, TypeError, LookupError):
-            raise UserError(f"{path}:{number} is no example of HellaSwag: expected ctx, endings and label") from None
+        except (ValueError, TypeError, LookupError, AttributeError):
+            expected = "a text ctx, a list of texts endings, and integers label and, if it is there, ind"
+            raise UserError(f"{path}:{number} is no example of HellaSwag: expected {expected}") from None
         if not 0 <= label < len(endings):
             raise UserError(f"{path}:{number}: label is {label}, expected one of its {len(endings)} endings")
-        rows.append((int(row.get("ind", number - 1)), label, context, [f" {ending}" for ending in endings]))
+        rows.append((index, label, context, [f" {ending}" for ending in endings]))
     ids = iter(tokenizer.encode_many([text for row in rows for text in (row[2], *row[3])]))
     examples = []
     for index, label, _, endings in rows:
         context = next(ids).tolist() or [tokenizer.start]
         examples.append(Example(index, label, context, [next(ids).tolist() for _ in endings]))
     return examples
+
+
+def _integer(value: Any) -> int:
+    """One of JSON, or one in a text, as the sets of Hugging Face have it. Python would take true and 1.5 too."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError
+    return int(value)
 
 
 def _of_bin(path: Path, tokenizer: Tokenizer, limit: int) -> list[Example]:
@@ -142,6 +153,9 @@ def _of_bin(path: Path, tokenizer: Tokenizer, limit: int) -> list[Example]:
         if limit and number == limit:
             break
         example, at = _of_words(path, number, words, at)
+        if (largest := max(map(max, (example.context, *example.endings)))) >= tokenizer.vocab_size:
+            known = f"the tokenizer ({tokenizer.vocab_size} ids)"
+            raise UserError(f"{path}: example {number} has token id {largest}, beyond the vocabulary of {known}")
         examples.append(example)
     return examples
 

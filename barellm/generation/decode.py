@@ -13,6 +13,7 @@ from barellm.generation.samplers import Sampling, draw
 from barellm.runtime.session import Session
 
 LEAST_POSITIONS = 256
+MOST_TOGETHER = 64  # texts side by side: of more rows a processor's product adds in another order than of one
 
 
 def cache_positions(tokens: int, most: int) -> int:
@@ -57,7 +58,9 @@ class Decoder:
         self, prompts: Sequence[Sequence[int]], *, count: int, hows: Sequence[Sampling], ended: Container[int] = ()
     ) -> Iterator[tuple[int, int]]:
         """(number of a prompt, token) of several texts that grow side by side, as many as the session's cache has rows. Each gets
-        the tokens that it would get alone, up to `count`, or until its number is in `ended`, to which the caller may add."""
+        the tokens that it would get alone, if a product has the same bits for a row beside others, up to `count`, or until its
+        number is in `ended`, to which the caller may add."""
+        assert len(prompts) <= MOST_TOGETHER
         rows = [Row(i, list(prompt), how) for i, (prompt, how) in enumerate(zip(prompts, hows, strict=True))]
         while rows := [row for row in rows if row.drawn < count and row.number not in ended]:
             if self.whole:
@@ -76,7 +79,7 @@ class Decoder:
         def going(row: Row) -> bool:
             return row.drawn < count and row.number not in ended
 
-        rows.sort(key=lambda row: len(kept(row.text, self.max_seq)))
+        rows.sort(key=lambda row: (len(seen := kept(row.text, self.max_seq)), seen))  # equal ones side by side
         starts = [len(kept(row.text, self.max_seq)) for row in rows]
         first = self._fill(rows)
         reached = 0

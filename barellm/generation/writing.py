@@ -26,6 +26,11 @@ class Written:
     def text(self) -> str:
         return "".join(self._pieces)
 
+    @property
+    def shown(self) -> list[int]:
+        """The ids that stand for `text`: those that were drawn, unless a stop text took the end of them away."""
+        return self.tokenizer.encode(self.text).tolist() if self._stops.met else self.ids
+
     def feed(self, token: int) -> None:
         """A token that the model drew."""
         if token in self.tokenizer.ends:

@@ -18,7 +18,10 @@ END_OF_TEXT = b"<|endoftext|>"
 
 def read(path: Path) -> BytePairs:
     """The tokenizer of a file: GPT-2's, or a BPE of bytes whose ids are in the order of their merges. UserError for any other."""
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
     magic, version, count, eot = np.frombuffer(content[:16].ljust(16, b"\0"), "<i4").tolist()
     if magic != MAGIC or version not in (1, 2):
         raise UserError(f"{path} begins with [{magic}, {version}], expected [{MAGIC}, 2], a tokenizer of llm.c")

@@ -47,7 +47,8 @@ def module(name: str) -> ModuleType:
     for a name that is neither: a file that says a name must not bring code to run."""
     known = names()
     own = sys.modules.get(name)
-    if name not in known and issubclass(getattr(own, "Config", object), ModelConfig):
+    config = getattr(own, "Config", None)
+    if name not in known and isinstance(config, type) and issubclass(config, ModelConfig):
         assert own is not None
         return own
     if name not in known:

@@ -63,6 +63,17 @@ def test_a_conversation_goes_on_from_all_before_it(trained, capsys, monkeypatch,
     assert rows("--prompt", history, "--tokens", "3", "--seed", "1338")[0]["text"] == second
 
 
+def test_what_a_stop_text_took_away_is_no_part_of_a_conversation(trained, capsys, monkeypatch, rows):
+    (whole,) = rows("--prompt", "12", "--tokens", "5")
+    monkeypatch.setattr("sys.stdin", io.StringIO("12\n3\n"))
+    capsys.readouterr()
+    stop = ("--stop", whole["text"][2:4])
+    assert main(["sample", str(trained), *COLD, "--tokens", "5", *stop, "--interactive"]) == 0
+    first, second, _ = capsys.readouterr().out.split("\n")
+    assert first == whole["text"][: whole["text"].index(stop[1])]
+    assert rows("--prompt", f"12{first}\n3", "--tokens", "5", "--seed", "1338", *stop)[0]["text"] == second
+
+
 def test_what_is_wrong_is_said_in_one_line(trained, tmp_path, refused):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
     (tmp_path / "empty.txt").write_text("\n")
@@ -71,5 +82,7 @@ def test_what_is_wrong_is_said_in_one_line(trained, tmp_path, refused):
     )
     assert "has no prompt" in refused("sample", trained, "--prompts", tmp_path / "empty.txt")
     assert "choose one" in refused("sample", trained, "--prompt", "a", "--interactive")
-    assert "leave out --samples" in refused("sample", trained, "--interactive", "--json")
+    for option in ("--json", "--measure"):
+        assert "leave out --samples, --json and --measure" in refused("sample", trained, "--interactive", option)
+    assert "--batch is 65, expected at most 64" in refused("sample", trained, "--batch", "65")
     assert "--batch is 0" in refused("sample", trained, "--batch", "0")

@@ -13,6 +13,7 @@ from barellm.cpu.isa import ISA, cross
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import few_rows
 from barellm.cpu.step import CpuSession, Lowered
+from barellm.generation.decode import MOST_TOGETHER
 from barellm.inspect import machine_code
 from barellm.inspect.kernels import ARM_TRIPLE, X86_TRIPLE
 from barellm.models import preset
@@ -172,3 +173,7 @@ def test_the_loops_of_one_row_and_of_two_keep_their_sums_in_registers(name, dtyp
     assert (one.products, two.products) == (links * cut.columns, links * 2 * cut.columns)
     for loop in (one, two):
         assert loop.vector_spills == 0, loop
+
+
+def test_texts_side_by_side_are_no_more_than_have_the_bits_of_one():
+    assert MOST_TOGETHER == few_rows.FEW

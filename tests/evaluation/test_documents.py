@@ -45,8 +45,8 @@ def test_documents_do_not_see_each_other(tmp_path, capsys, refused):
     model = ModelConfig(layers=2, heads=2, channels=12, vocab_size=bpe.vocab_size, max_seq=20)
     step = checkpoint_of(tmp_path / "run", model, random_arrays(model), bpe)
 
-    def found(name: str, texts: list[str]) -> tuple[dict, list[dict]]:
-        path, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}-out.jsonl"
+    def found(name: str, texts: list[str], *more: str) -> tuple[dict, list[dict]]:
+        path, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}-out{len(more)}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         capsys.readouterr()
         command = [
@@ -60,24 +60,29 @@ def test_documents_do_not_see_each_other(tmp_path, capsys, refused):
             "reference",
             "--json",
         ]
-        assert main(command) == 0
+        assert main([*command, *more]) == 0
         return json.loads(capsys.readouterr().out), [json.loads(line) for line in out.read_text().splitlines()]
 
-    total, rows = found("all", TEXTS)
+    total, rows = found("all", TEXTS, "--whole")
     for i, text in enumerate(TEXTS):
         if text:
-            (alone,) = found(f"alone{i}", [text])[1]
+            (alone,) = found(f"alone{i}", [text], "--whole")[1]
             assert alone["nats"] == pytest.approx(rows[i]["nats"], rel=1e-5)
         assert (rows[i]["document"], rows[i]["bytes"]) == (i, len(text))
     assert rows[2] == {"document": 2, "tokens": 0, "bytes": 0, "nats": 0, "nats_per_token": None, "bits_per_byte": None}
     assert total["documents"] == 4 and total["nats"] == pytest.approx(sum(row["nats"] for row in rows))
     assert total["bits_per_byte"] == pytest.approx(total["nats"] / log(2) / sum(map(len, TEXTS)))
     assert total["tokens"] == sum(row["tokens"] for row in rows) == sum(len(bpe.encode(text)) for text in TEXTS)
+    (last,) = found("more", [*TEXTS, TEXTS[0], "x"])[1]  # the validation part, as of every other text
+    assert (last["document"], last["bytes"]) == (0, 1)
+    assert last["nats"] == pytest.approx(rows[1]["nats"], rel=1e-5)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"txt": "b"}\n')
     command = ("eval", step, "--data", bad, "--per-document", tmp_path / "x")
     assert "bad.jsonl, line 2 has no text in a field 'text', it has: txt" in refused(*command)
     assert "leave out --tokens" in refused(*command, "--tokens", "5")
+    bad.write_text('{"prompt": "a", "answer": "b"}\n')
+    assert "the answers alone: leave out --per-document" in refused(*command)
 
 
 def test_a_text_without_separators_is_one_document_as_long_as_it_is(tmp_path, capsys):

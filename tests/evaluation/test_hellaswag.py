@@ -66,7 +66,9 @@ def test_both_files_hold_the_same_examples(tmp_path):
 
 @pytest.mark.parametrize("change, said", [
     ({"label": 4}, ":2: label is 4, expected one of its 4 endings"), ({"label": "x"}, ":2 is no example"),
-    ({"endings": [1, 2]}, ":2 is no example"), ({"ctx": None}, ":2 is no example"),
+    ({"endings": [1, 2]}, ":2 is no example"), ({"ctx": None}, ":2 is no example"), ({"endings": "abcd"}, ":2 is no example"),
+    ({"ind": "x"}, ":2 is no example"), ({"ind": None}, ":2 is no example"), ({"label": True}, ":2 is no example"),
+    ({"label": float("inf")}, ":2 is no example"), ({"label": 1.5}, ":2 is no example"),
 ])  # fmt: skip
 def test_a_wrong_line_is_named(tmp_path, change, said):
     with pytest.raises(UserError, match=said):
@@ -83,6 +85,14 @@ GOOD = words_of(3, 1, [[1, 2], [3], [4, 5], [6], [7]])
 def test_a_damaged_bin_is_named_by_its_example(tmp_path, stream):
     with pytest.raises(UserError, match="example 1 is damaged"):
         hellaswag.read(as_bin(tmp_path / "val.bin", [GOOD, stream]), Gpt2Bytes())
+
+
+def test_ids_beyond_the_vocabulary_are_named(tmp_path):
+    beyond = words_of(3, 1, [[1, 2], [3], [4, 256], [6], [7]])
+    with pytest.raises(
+        UserError, match=r"example 1 has token id 256, beyond the vocabulary of the tokenizer \(256 ids\)"
+    ):
+        hellaswag.read(as_bin(tmp_path / "val.bin", [GOOD, beyond]), Gpt2Bytes())
 
 
 def test_other_files_are_refused(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import barellm
 from barellm.checkpoint import storage, tensorfile
 from barellm.cli.main import main
 from barellm.data.bpe import BytePairs, trained_bpe
@@ -153,6 +154,12 @@ BYTES = [bytes([i]) for i in range(256)]
 def test_another_tokenizer_is_refused(tmp_path, tokens, words, said):
     with pytest.raises(UserError, match=re.escape(said)):
         llmc_tokenizer.read(tokenizer_file(tmp_path / "t.bin", tokens, **words))
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):
+    source = llmc_file(tmp_path / "m.bin", TINY, ARRAYS, version=3, padded=256)
+    with pytest.raises(UserError, match=r"cannot read .*t\.bin: No such file"):
+        barellm.load(source, tokenizer=tmp_path / "t.bin")
 
 
 def test_a_tokenizer_that_llm_c_cannot_hold_is_refused(tmp_path, refused):

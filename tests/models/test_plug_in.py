@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,7 +169,10 @@ def test_a_parameter_that_is_named_as_an_input_is_refused(plain, monkeypatch):
         build(plain.Config(), batch=1, seq=2)
 
 
-def test_an_unknown_architecture_is_named():
+def test_an_unknown_architecture_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "configured", SimpleNamespace(Config={"layers": 3}))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match="unknown architecture 'configured'"):
+        models.module("configured")
     with pytest.raises(UserError, match=r"unknown architecture 'plane', did you mean 'plain'\? \(known: gpt2, "):
         models.module("plane")
 
