@@ -16,7 +16,6 @@ from barellm.generation.decode import Decoder, cache_positions, kept
 from barellm.generation.samplers import Sampling
 from barellm.models.gpt2 import Config as Gpt2
 from barellm.models.llama3 import Config
-from barellm.program.builder import Program
 
 VOCAB = 97
 
@@ -183,15 +182,6 @@ def test_a_shorter_cache_gives_the_same_text_in_less_memory(dtype):
     assert texts[0] == texts[1] and len(set(texts[0])) > 10
     caches = 2 * 2 * 32 * {"fp32": 4, "bf16": 2}[dtype]  # bytes of a position: keys and values of both blocks
     assert arenas[1] - arenas[0] >= (4096 - 512) * caches
-
-
-def test_a_cache_may_have_any_name(monkeypatch):
-    """A row's place is where its role says, not its name; and threads' scratch is no cache."""
-    cache = Program.cache
-    monkeypatch.setattr(Program, "cache", lambda p, name, *words: cache(p, f"{name} of keys", *words))
-    model = Gpt2(layers=1, heads=2, channels=8, vocab_size=VOCAB, max_seq=8)
-    with opened(model, "fp32", positions=8, rows=2) as decoder:
-        assert decoder.caches == ["h.0.k_cache of keys", "h.0.v_cache of keys"]
 
 
 def test_eval_plans_no_cache():
