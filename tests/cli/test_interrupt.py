@@ -87,6 +87,7 @@ def test_output_that_nobody_reads_any_more_stops_the_run_with_a_checkpoint(text,
     assert checkpoint.step_of(checkpoint.find(tmp_path / "run")[0]) >= 1
 
 
+@pytest.mark.alone
 def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path, text, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "2")  # on more the step would not be long
     text.write_text(text.read_text() * 20)
@@ -103,6 +104,7 @@ def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path
     assert not checkpoint.steps(tmp_path / "run" / "checkpoints")
 
 
+@pytest.mark.alone
 def test_sigterm_in_the_middle_of_a_long_step_saves_within_its_grace(started, tmp_path, text, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "2")
     text.write_text(text.read_text() * 20)
