@@ -75,14 +75,14 @@ class Timed:
         self.rung, self.bench = rung, bench
         spec = rung.specialised(problem.M, problem.N, problem.K)
         # Not from the cache of objects, which does not know that rungs are made of each other.
-        self.library = jit.Library([jit.compile_object(spec.ir(bench.isa), bench.isa)], bench.isa)
+        self.linked = jit.Library([jit.compile_object(spec.ir(bench.isa), bench.isa)], bench.isa)
         self.arguments = np.array([x.ctypes.data for x in problem.operands(rung.dtype)], np.int64)
         self.private = -(-max(rung.scratch(bench.isa, problem.N, problem.K), 64) // 4096) * 4096
         self.scratch = memory.huge(self.private * bench.threads)
         self._block = ctypes.create_string_buffer(2 * RECORD_NBYTES)
         self.record = (ctypes.addressof(self._block) + RECORD_NBYTES - 1) & -RECORD_NBYTES
         (ctypes.c_int64 * 3).from_address(self.record)[:] = (
-            self.library.address(spec.symbol()), self.arguments.ctypes.data, 1
+            self.linked.address(spec.symbol()), self.arguments.ctypes.data, 1
         )  # fmt: skip
         problem.arrays["c", "fp32"].fill(np.nan)
         self.calls = 1

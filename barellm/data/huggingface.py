@@ -47,15 +47,15 @@ class HuggingFace(Tokenizer):
         return hashlib.sha256(self.content).hexdigest()
 
     @cached_property
-    def library(self) -> Any:
+    def encoder(self) -> Any:
         """The library's tokenizer, which takes a second to load for 128,000 ids."""
-        from tokenizers import Tokenizer as Library
+        from tokenizers import Tokenizer as Encoder
 
-        library = Library.from_buffer(self.content)
-        library.encode_special_tokens = True  # what looks like a special token in a text is text
-        library.no_truncation()
-        library.no_padding()
-        return library
+        encoder = Encoder.from_buffer(self.content)
+        encoder.encode_special_tokens = True  # what looks like a special token in a text is text
+        encoder.no_truncation()
+        encoder.no_padding()
+        return encoder
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_many([text])[0]
@@ -63,7 +63,7 @@ class HuggingFace(Tokenizer):
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         for text in texts:
             utf8(text)
-        found = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        found = self.encoder.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in found]
 
     def save(self, folder: Path) -> None:
