@@ -118,7 +118,9 @@ def _cuts(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: 
     found = waves.products(built, programs, sizes, codes)
     cuts = [{**cut.to_json(sheet), "count": count, "card": card} for cut, count in found.items()]
     about = f"products on {built.target.sms} multiprocessors; us at best by {card}'s data sheet"
-    return cuts, [about, *waves.table(found, sheet, known=args.compile)]
+    others = ", ".join(f"{name} {count}" for name, count in waves.uncounted(built, programs).items())
+    lines = [about, *waves.table(found, sheet, known=args.compile)]
+    return cuts, [*lines, f"not counted, as their tiles are not known here: {others}"] if others else lines
 
 
 def _tables(n: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from barellm.plans.devices import Published
+from barellm.plans.roofline import primitives
 from barellm.program.backward import pullback
 from barellm.program.builder import Program, Store
 from barellm.program.integers import ceil_div
@@ -124,6 +125,18 @@ def products(
             cut = _cut(call, built.target.sms, sizes, _blocks(built.target.arch, codes or {}))
             if cut is not None:
                 found[cut] = found.get(cut, 0) + 1
+    return found
+
+
+def uncounted(built: Any, programs: Iterable[str]) -> dict[str, int]:
+    """Ops that multiply by other kernels than those that `products` reads, each with how often it is done: what their tiles leave
+    idle is not known here."""
+    found: dict[str, int] = {}
+    for low in (built.lowered[name] for name in programs):
+        for op in low.ops:
+            read = any(call.spec.name in READERS for call in low.of[op].launches)
+            if not read and any(part.product for part in primitives(op)):
+                found[op.name] = found.get(op.name, 0) + 1
     return found
 
 

@@ -11,7 +11,7 @@ from barellm.cli.main import main
 from barellm.data.examples import ExampleRows
 from barellm.data.kinds import load_tokenizer
 from barellm.data.sources import prepare
-from barellm.training import metrics
+from barellm.training import curve, metrics
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -20,6 +20,16 @@ from tests.oracle.torch_gpt2 import TorchGPT2  # noqa: E402
 
 pytestmark = pytest.mark.oracle
 STEPS, LIMIT = 20, 1e-4
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """No image is drawn, and PyTorch has one thread: two wait for each other longer than so small a model takes."""
+    monkeypatch.setattr(curve, "image", lambda path, *args, **more: path.write_bytes(b""))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_losses_of_answers_equal_pytorchs(tmp_path):
@@ -33,7 +43,7 @@ def test_losses_of_answers_equal_pytorchs(tmp_path):
     ]
     chat.write_text("".join(json.dumps(one) + "\n" for one in sums))
     sizes = ["--model.layers", "2", "--model.channels", "48", "--model.heads", "3", "--seq", "37", "--dtype", "fp32"]
-    words = ["--data", str(text), "--data.tokenizer", "bpe", "--data.bpe_vocab", "270", "--batch", "2", "--steps", "3"]
+    words = ["--data", str(text), "--data.tokenizer", "bpe", "--data.bpe_vocab", "270", "--batch", "2", "--steps", "1"]
     assert main(["train", "gpt2-124m", *sizes, *words, "--out", str(tmp_path / "base")]) == 0
     words = ["--init-from", str(tmp_path / "base"), "--data", str(chat), "--batch", "2", "--train.accumulate", "3"]
     words += ["--lr", "1e-3", "--optim.min_lr", "1e-4", "--optim.warmup", "4", "--steps", str(STEPS)]
