@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 QUICK := cpu program runtime models optim cuda/test_elementwise.py test_house.py
 
-.PHONY: train test quick lint oracle anatomy gpu-check clean
+.PHONY: train test quick lint oracle site anatomy gpu-check clean
 
 # Into a dated folder under runs/, or into OUT.
 train: $(VENV)/.installed
@@ -23,13 +23,18 @@ quick: $(VENV)/.tested
 
 # The comparisons with PyTorch and transformers: this exact pin installs the CPU build.
 oracle: $(VENV)/.oracle
-	$(BIN)/python -c "import torch, transformers, pyarrow, zstandard, tensorboard, wandb, trackio"  # without them the tests below would only be skipped
+	$(BIN)/python -c "import torch, transformers, pyarrow, zstandard, tensorboard, wandb, trackio, sphinx, myst_parser, furo"  # without them the tests below would only be skipped
 	$(BIN)/python -m pytest -m oracle $(PYTEST)
 
 lint: $(VENV)/.linted
 	$(BIN)/ruff check anatomy barellm tests benchmarks docs
 	$(BIN)/ruff format --check anatomy barellm tests benchmarks docs
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The documentation as pages for a browser, in build/site. A broken link is an error.
+site: $(VENV)/.documented
+	$(BIN)/python -m sphinx -c docs -q -W --keep-going -d build/doctrees . build/site
+	@echo "build/site/index.html"
 
 # The ladder of a matrix product: its rungs measured in turns, a table and pictures in runs/anatomy. ANATOMY="--size 2000", or --gpu.
 anatomy: $(VENV)/.installed
@@ -40,7 +45,7 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check --stages $(or $(STAGES),all) $(if $(OUT),--out $(OUT)) $(GPU_CHECK)
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -52,7 +57,11 @@ $(VENV)/.tested: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.oracle: $(VENV)/.tested
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 -e ".[data,tensorboard,wandb,trackio]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 -e ".[data,tensorboard,wandb,trackio,docs]"
+	touch $@
+
+$(VENV)/.documented: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	touch $@
 
 $(VENV)/.linted: $(VENV)/.installed

@@ -30,7 +30,9 @@ from tests.presets import planned
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)\"")
+LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)|(?:src|href)=\"([^\"#]+)\"")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+TOCTREE = re.compile(r"^```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -81,11 +83,32 @@ def test_commands_parse(page):
             parser.parse(words[2:])
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and the site make them."""
+    found: set[str] = set()
+    for title in HEADING.findall(re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
+        slug = re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
+        found.add(next(name for name in (slug, *(f"{slug}-{i}" for i in range(1, 99))) if name not in found))
+    return found
+
+
 @each_page
 def test_links_lead_somewhere(page):
+    """To files and headings that are there. The site's own build says the same (`make site`)."""
     for match in LINK.finditer(page.read_text()):
-        target = match[1] or match[2]
-        assert "://" in target or (page.parent / target).exists(), target
+        target = match[1] or match[3] or page.name
+        assert "://" in target or (page.parent / target).exists(), match[0]
+        if match[2] and target.endswith(".md"):
+            assert match[2] in anchors(page.parent / target), match[0]
+
+
+def test_every_page_has_its_place_in_the_book():
+    """Once, in the order that docs/index.md gives the site."""
+    index = ROOT / "docs" / "index.md"
+    entries = [line for tree in TOCTREE.findall(index.read_text()) for line in tree.split()]
+    listed = sorted((index.parent / f"{entry}.md").resolve() for entry in entries)
+    assert listed == sorted(page for page in PAGES if page != index)
 
 
 def test_the_reference_is_what_the_docstrings_say(monkeypatch):
