@@ -228,6 +228,18 @@ def images_specs(compute: str) -> dict[Specialisation, str]:
     return one_of_each({s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".images"))})
 
 
+def winograd_specs(compute: str, algorithm: str, *, tf32: bool = False) -> dict[Specialisation, str]:
+    """Winograd's algorithm forward and backward, one convolution of it padded with its mirror image."""
+    p = Program(Store(), compute=compute)
+    h = p.input("x", (Dim("batch", 64), 64, 56, 56), compute)
+    for name, reflect in (("a", False), ("b", True)):
+        h = p.conv2d(h, p.parameter(f"{name}.w", (64, 64, 3, 3)), padding=1, reflect=reflect, algorithm=algorithm)
+    x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
+    p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
+    found = lower_and_plan({"micro": p}, Target(90, tf32=tf32)).specs
+    return {s: op for s, op in found.items() if s.function.module.endswith(".winograd")}
+
+
 def layout_specs(compute: str, distances: int = 0) -> dict[Specialisation, str]:
     """Attention by layout of heads of 64 columns, forward and backward, in blocks of 64; `distances` have a relative term."""
     layout = layouts.parse("local:128+fixed:256:64", length=1024, block=64, heads=4)
@@ -297,6 +309,9 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "products of signs": sign_specs,
     "images bf16": lambda: images_specs("bf16"),
     "images fp32": lambda: images_specs("fp32"),
+    "winograd2 fp32": lambda: winograd_specs("fp32", "winograd2"),
+    "winograd4 fp32": lambda: winograd_specs("fp32", "winograd4"),
+    "winograd4 bf16 in TF32": lambda: winograd_specs("bf16", "winograd4", tf32=True),
     "unit scaling bf16": unit_scaling_specs,
     "rows of 32k fp32": lambda: row_specs(32768, "fp32", backward=False),
     "rows of 16k bf16": lambda: row_specs(16384, "bf16", backward=False),

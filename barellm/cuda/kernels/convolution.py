@@ -12,39 +12,17 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda import choices
-from barellm.cuda.kernel import MODES, Count, Lowering, lowering, mode
+from barellm.cuda.kernel import MODES, Lowering, lowering, mode
 from barellm.cuda.kernels.common import keep
+from barellm.cuda.kernels.conv_pixels import images_of, seen, seen_constants, step_of
 from barellm.cuda.kernels.parts import Split, add_up
+from barellm.cuda.kernels.winograd import append_winograd, append_winograd_gradient, tile_of
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx, phases
-from barellm.program.tensor import Dim, Tensor
+from barellm.program.tensor import Tensor
 
 ROWS, PIXELS, DEPTH = 64, 64, 32  # of a tile
-
-
-@device
-def mirrored(at, SIZE: tl.constexpr):
-    """The index that a reflected one stands for."""
-    at = tl.abs(at)
-    return tl.where(at < SIZE, at, 2 * (SIZE - 1) - at)
-
-
-@device
-def seen(
-    x, image, i, j, d, inside, group, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, R_FIRST: tl.constexpr, R_STEP: tl.constexpr, S_FIRST: tl.constexpr, S_STEP: tl.constexpr,
-    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, REFLECT: tl.constexpr,
-):  # fmt: skip
-    """What depths `d` see of x for the output pixels (i, j) of images; zero beyond the image and where not `inside`."""
-    channel, tap = d // (R * S), d % (R * S)
-    row = i * STRIDE_H + tap // S * R_STEP + R_FIRST
-    column = j * STRIDE_W + tap % S * S_STEP + S_FIRST
-    if REFLECT:
-        row, column = mirrored(row, H), mirrored(column, W)
-    inside = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-    plane = (image.to(tl.int64) * GROUPS + group) * CHANNELS + channel
-    return tl.load(x + plane * (H * W) + row * W + column, mask=inside, other=0.0)
 
 
 @device
@@ -143,36 +121,13 @@ def image_of(at, NUMBER: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
     return place, there
 
 
-def images_of(t: Tensor, inner: int = 1) -> Count:
-    """`inner` times the number of images."""
-    N = t.shape[0]
-    return Count((N.name,), inner) if isinstance(N, Dim) else Count((), int(N) * inner)
-
-
-def step_of(offsets: tuple[int, ...]) -> tuple[int, int]:
-    """(first, step) of offsets that lie evenly apart."""
-    return (offsets[0], offsets[1] - offsets[0] if len(offsets) > 1 else 0) if offsets else (0, 0)
-
-
-def seen_constants(
-    size: tuple[int, int], outputs: tuple[int, int], rows: tuple[int, ...], columns: tuple[int, ...], stride: tuple[int, int],
-    reflect: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """The constants of `seen`, but for the channels, and P and Q."""
-    found: dict[str, Any] = {
-        "H": size[0],
-        "W": size[1],
-        "P": outputs[0],
-        "Q": outputs[1],
-        "R": len(rows),
-        "S": len(columns),
-    }
-    found |= dict(zip(("R_FIRST", "R_STEP"), step_of(rows), strict=True))
-    found |= dict(zip(("S_FIRST", "S_STEP"), step_of(columns), strict=True))
-    return found | {"STRIDE_H": stride[0], "STRIDE_W": stride[1], "REFLECT": reflect}
-
-
-def append_product(c: Lowering, *, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]) -> None:
+def append_product(
+    c: Lowering, *, algorithm: str, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]
+) -> None:
+    """Append one convolution. `constants`: of `conv_product`, but for those of its tile."""
+    if m := tile_of(algorithm):
+        append_winograd(c, m=m, out=out, a=a, x=x, rows=rows, constants=constants)
+        return
     pixels = images_of(x, constants["P"] * constants["Q"])
     constants |= {"M": rows, "TF32": c.target.tf32 or None, "BM": ROWS, "BN": PIXELS, "BK": DEPTH}
     c.launch(
@@ -199,7 +154,7 @@ def lower_conv2d(op: Conv2d, c: Lowering) -> None:
         "FIRST_W": 0,
     }
     constants |= {"STEP_H": 1, "STEP_W": 1, "MODE": mode(op, "y")}
-    append_product(c, out=op.y, a=op.w, x=op.x, rows=K // op.groups, constants=constants)
+    append_product(c, algorithm=op.algorithm, out=op.y, a=op.w, x=op.x, rows=K // op.groups, constants=constants)
 
 
 @lowering("conv2d_dx", starts="dx")
@@ -240,7 +195,8 @@ def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
                 "STEP_H": op.stride[0],
                 "STEP_W": op.stride[1],
             }
-            append_product(c, out=out, a=op.w, x=op.dy, rows=C, constants=constants | {"MODE": how})
+            constants |= {"MODE": how}
+            append_product(c, algorithm=op.algorithm, out=out, a=op.w, x=op.dy, rows=C, constants=constants)
     if op.reflect:
         planes = images_of(op.dy, op.groups * C)
         sizes = {"H": op.size[0], "W": op.size[1], "TOP": top, "LEFT": left, "MODE": mode(op, "dx"), "BLOCK": 256}
@@ -261,11 +217,11 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
         "GROUPS": groups,
         "M": K,
         "CHANNELS": C,
-        "TF32": c.target.tf32 or None,
-        "BM": ROWS,
-        "BN": wide,
-        "BK": DEPTH,
     }
+    if m := tile_of(op.algorithm):
+        append_winograd_gradient(c, m=m, dw=op.dw, dy=op.dy, x=op.x, constants=constants, mode=mode(op, "dw"))
+        return
+    constants |= {"TF32": c.target.tf32 or None, "BM": ROWS, "BN": wide, "BK": DEPTH}
     tiles = ceil_div(K, ROWS) * ceil_div(C * R * S, wide)
     split = Split(images_of(op.x, P * Q), tiles * groups)
     parts = choices.most_splits(tiles * groups, int(op.x.shape[0]) * P * Q)

@@ -7,7 +7,7 @@ from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.common import LEAST_SUMMED, keep, pow2
-from barellm.cuda.kernels.convolution import images_of
+from barellm.cuda.kernels.conv_pixels import images_of
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
