@@ -5,7 +5,7 @@ import pytest
 
 from barellm.cpu.isa import cross
 from barellm.cpu.jit import assembly
-from barellm.cpu.kernel import REGISTRY, Lowering
+from barellm.cpu.kernel import REGISTRY, Lowering, Specialisation
 from barellm.cpu.kernels import attention_backward, attention_forward, attention_segments
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
@@ -13,6 +13,8 @@ from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 from tests.cases import attention_both, backward_case, bounded, cached_case, forward_case, normal
 from tests.cpu.check import ISAS, changed, check_op, isa_named
+from tests.simulators import amx_emulator
+from tests.simulators.amx_emulator import EMULATED
 
 # (batch, length, heads, head size): length 1, primes, head sizes beside and beyond the vectors' multiples
 SHAPES = [(1, 1, 1, 1), (2, 7, 3, 5), (1, 67, 2, 32), (2, 131, 2, 64), (1, 40, 2, 80), (1, 97, 1, 128)]
@@ -234,6 +236,32 @@ def test_bounded_with_dropout(isa):
     more = bounded(33, starts=[50], paired=True)
     check_op(ops.Attention, isa, **forward_case((1, 80, 4, 16), "bf16", 0.3, **more))
     check_op(ops.AttentionBackward, isa, **backward_case((1, 80, 4, 16), "bf16", 0.3, **more))
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Kernels of the emulated ISA get functions for their tile instructions."""
+    monkeypatch.setattr(Specialisation, "ir", amx_emulator.ir)
+
+
+each_emulated = pytest.mark.parametrize("isa", EMULATED, ids=["amx emulated"] * len(EMULATED))
+
+
+@each_emulated
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("shape, groups", [((2, 7, 3, 5), 3), ((1, 131, 2, 64), 1), ((1, 40, 1, 80), 1)], ids=str)
+def test_emulated_tiles(isa, shape, groups):
+    check_op(ops.Attention, isa, **forward_case(shape, "bf16", groups=groups), threads=(1, 5))
+    check_op(ops.AttentionBackward, isa, **backward_case(shape, "bf16", groups=groups), threads=(1, 5))
+
+
+@each_emulated
+@pytest.mark.usefixtures("emulated")
+def test_emulated_tiles_with_bounds_dropout_and_caches(isa):
+    more = {"groups": 2, **bounded(33, starts=[10, 60])}
+    check_op(ops.Attention, isa, **forward_case((1, 102, 4, 24), "bf16", 0.3, **more), threads=(2,))
+    check_op(ops.AttentionBackward, isa, **backward_case((1, 102, 4, 24), "bf16", 0.3, **more), threads=(2,))
+    check_op(ops.AttentionCached, isa, **cached_case("bf16", pos=30, T=35, heads=2, D=5, length=113), threads=(2,))
 
 
 def check_cached(isa, dtype, **sizes):

@@ -13,7 +13,8 @@ It ran on an Intel Xeon with AMX. On processors without, tests emulate its instr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 from barellm.cpu.isa import ISA
@@ -25,7 +26,9 @@ from barellm.program.integers import round_up
 SIDE = 16  # rows of a tile, and its columns of 4 bytes
 ROWS = SPAN = 2 * SIDE  # of the results that four accumulators hold
 DEPTH = 2 * SIDE  # bf16 of a row of A: one step of the contraction
-TILE_BYTES = SIDE * 4 * SIDE
+LINE = 4 * SIDE  # bytes of a row of a tile
+TILE_BYTES = SIDE * LINE
+CORNERS = [(i, j) for i in range(2) for j in range(2)]  # accumulator 2 * i + j: rows from 16 i on, columns from 16 j on
 
 
 def uses_tiles(isa: ISA, dtype: str) -> bool:
@@ -81,19 +84,46 @@ def multiply(k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[L
     at = panel
     for left, steps in parts:
         with k.loop(0, steps) as s:
-            a, b = left.pointer.bytes(s * left.step), at.bytes(s * (SIDE * row))
-            for i in range(2):
-                _tile(k, "tileloadd64", 4 + i, ("ptr", a.bytes(k.int(left.below) * i).ref), ("i64", str(left.stride)))
-            for j in range(2):
-                _tile(k, "tileloadd64", 6 + j, ("ptr", b.bytes(4 * SIDE * j).ref), ("i64", str(row)))
-            for i in range(2):
-                for j in range(2):
-                    _tile(k, "tdpbf16ps", 2 * i + j, 4 + i, 6 + j)
+            here = replace(left, pointer=left.pointer.bytes(s * left.step))
+            _multiply_step(k, here, at.bytes(s * (SIDE * row)), row)
         at = at.bytes(k.int(steps) * (SIDE * row))
+    for i, j in CORNERS:
+        where = out.bytes(i * SIDE * row + 4 * SIDE * j)
+        _tile(k, "tilestored64", 2 * i + j, ("ptr", where.ref), ("i64", str(row)))
+
+
+def add_product(
+    k: KernelBuilder, out: Pointer, left: Left, right: Pointer, steps: Any, *, rows: int, cols: int, begins: bool = False
+) -> None:  # fmt: skip
+    """out (rows, cols) fp32 += A @ B over `steps` of DEPTH, or with `begins` = A @ B; rows and cols are multiples of 2 tiles. A's
+    pairs of tiles lie one behind the other, B is [DEPTH / 2 * steps][cols] pairs."""
+    row = 4 * cols
+    for i0 in range(0, rows, ROWS):
+        for j0 in range(0, cols, SPAN):
+            where = [[out.bytes((i0 + i * SIDE) * row + 4 * (j0 + j * SIDE)) for j in range(2)] for i in range(2)]
+            for i, j in CORNERS:
+                if begins:
+                    _tile(k, "tilezero", 2 * i + j)
+                else:
+                    _tile(k, "tileloadd64", 2 * i + j, ("ptr", where[i][j].ref), ("i64", str(row)))
+            a0, b0 = left.pointer.bytes(i0 // SIDE * left.below), right.bytes(4 * j0)
+            unrolled = isinstance(steps, int)
+            with nullcontext(0) if unrolled else k.loop(0, steps) as s:
+                for u in range(steps) if unrolled else [s]:
+                    _multiply_step(k, replace(left, pointer=a0.bytes(u * left.step)), b0.bytes(u * (SIDE * row)), row)
+            for i, j in CORNERS:
+                _tile(k, "tilestored64", 2 * i + j, ("ptr", where[i][j].ref), ("i64", str(row)))
+
+
+def _multiply_step(k: KernelBuilder, left: Left, b: Pointer, row: int) -> None:
+    """The four accumulators += two tiles of A @ two of B, whose rows lie `row` bytes apart."""
     for i in range(2):
-        for j in range(2):
-            where = out.bytes(i * SIDE * row + 4 * SIDE * j)
-            _tile(k, "tilestored64", 2 * i + j, ("ptr", where.ref), ("i64", str(row)))
+        a = left.pointer.bytes(k.int(left.below) * i)
+        _tile(k, "tileloadd64", 4 + i, ("ptr", a.ref), ("i64", str(left.stride)))
+    for j in range(2):
+        _tile(k, "tileloadd64", 6 + j, ("ptr", b.bytes(4 * SIDE * j).ref), ("i64", str(row)))
+    for i, j in CORNERS:
+        _tile(k, "tdpbf16ps", 2 * i + j, 4 + i, 6 + j)
 
 
 def repeat(k: KernelBuilder, turns: Value) -> None:

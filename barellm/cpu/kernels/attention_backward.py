@@ -28,12 +28,13 @@ from barellm.cpu.kernels.attention_blocks import (
     extent,
     offsets,
     round_up,
-    weave,
+    weave_left,
 )
 from barellm.cpu.kernels.attention_bounds import causal_sizes
 from barellm.cpu.kernels.attention_head import Head, scratch_units
 from barellm.cpu.kernels.attention_segments import SEGMENT, attention_backward_segments
 from barellm.cpu.kernels.attention_short import attention_backward_short, backward_units, short
+from barellm.cpu.kernels.attention_tiles import tile_registers, whole_tiles
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part
@@ -76,7 +77,7 @@ def attention_backward_keys(
     keep = [k.keep(mode) for mode in modes]
     per_head = k.select(together, k.int(1), blocks)
     group = heads // kv_heads
-    with k.claim_each(count * per_head) as claim:
+    with tile_registers(k, Geometry.of(k.isa, q.dtype, D)), k.claim_each(count * per_head) as claim:
         index, place = claim // per_head, claim % per_head
         # The first block is the longest: a long and a short one in turn, for neighbouring claims are one thread's.
         start = k.select((place & 1).equals(0), place >> 1, per_head - 1 - (place >> 1))
@@ -95,7 +96,7 @@ def attention_backward_keys(
             g, s = h.g, h.s
             first, last = (None, None) if group == 1 else (member.equals(0), member.equals(group - 1))
             with k.when(together):
-                clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.D * g.queries))
+                clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.deep * g.queries))
             with k.loop(start, stop) as block:
                 j0 = block * step
                 sums = [
@@ -103,21 +104,21 @@ def attention_backward_keys(
                 ]
                 seen_keys = h.stage_keys(j0, step)
                 with k.when(together):
-                    weave(k, g, s["k_rows"], round_up(k, seen_keys, g.pair), s["k"])
+                    weave_left(k, g, s["k_rows"], seen_keys, s["k"])
                 with nullcontext() if first is None else k.when(first):
                     for acc in sums:
                         clear(k, acc, round_up(k, seen_keys, g.rows) * g.wide)
                 with k.loop(j0 // g.queries * g.queries, T, g.queries) as t:
                     shift, deltas = h.stage_queries(t, woven=True)
-                    seen = k.min(seen_keys, t + g.queries - j0)
+                    seen = whole_tiles(k, g, k.min(seen_keys, t + g.queries - j0))
                     h.probabilities(j0, t, 0, seen, shift, deltas, straight=True)
                     h.add_dkdv(0, seen, sums[0], sums[1])
                     with k.when(together):
-                        h.add_dq(0, seen, s["dq"].at(t * g.D))
+                        h.add_dq(0, seen, s["dq"].at(t * g.deep))
                 with nullcontext() if last is None else k.when(last):
                     h.store_dkdv(j0, seen_keys, sums[0], sums[1], (keep[1], keep[2]))
             with k.when(together), k.loop(0, T, g.queries) as t:
-                h.store_dq(t, s["dq"].at(t * g.D), keep[0])
+                h.store_dq(t, s["dq"].at(t * g.deep), keep[0])
 
 
 def attention_backward_queries(
@@ -127,20 +128,22 @@ def attention_backward_queries(
     """Compute dq, where it was not computed together with dk and dv."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, sequences = shape["bounds"].length(k, shape["seq"]), extent(k, batch)
-    queries = Geometry.of(k.isa, q.dtype, D).queries
+    geometry = Geometry.of(k.isa, q.dtype, D)
+    queries = geometry.queries
     blocks = k.ceil_div(T, queries)
     keep = k.keep(modes[0])
-    with k.claim_each(k.select(one_pass(k, sequences * kv_heads), k.int(0), sequences * heads * blocks)) as claim:
+    claims = k.select(one_pass(k, sequences * kv_heads), k.int(0), sequences * heads * blocks)
+    with tile_registers(k, geometry), k.claim_each(claims) as claim:
         index = claim // blocks
         h = Head(k, operands, index // heads, index % heads, heads=heads, kv_heads=kv_heads, D=D, **shape)
         g, s = h.g, h.s
         t = (blocks - 1 - claim % blocks) * queries
         shift, deltas = h.stage_queries(t, woven=False)
-        clear(k, s["dq"], g.D * queries)
+        clear(k, s["dq"], g.deep * queries)
         with k.loop(0, k.min(t + queries, T), KEYS) as j0:
             seen_keys = h.stage_keys(j0)
-            weave(k, g, s["k_rows"], round_up(k, seen_keys, g.pair), s["k"])
-            seen = k.min(seen_keys, t + queries - j0)
+            weave_left(k, g, s["k_rows"], seen_keys, s["k"])
+            seen = whole_tiles(k, g, k.min(seen_keys, t + queries - j0))
             h.probabilities(j0, t, 0, seen, shift, deltas, straight=False)
             h.add_dq(0, seen, s["dq"])
         h.store_dq(t, s["dq"], keep)

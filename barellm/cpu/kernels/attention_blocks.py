@@ -9,8 +9,9 @@ contraction. bf16 without such an instruction becomes fp32 while it is staged.
 
     rows         (tokens, D)   [token][g.row]               units along D; rows beyond the last token and columns beyond D are 0
     woven        (tokens, D)   [token / g.pair][g.wide]     units along the tokens; the same bytes as rows where g.pair is 1
+    columns      (tokens, D)   [token / 32][g.wide][16]     units along the tokens, a column of 32 tokens as a line: of AMX tiles
     turned       (tokens, D)   [g.row][g.queries]           units along D, tokens as lanes
-    accumulator  fp32: (D, queries) for a transposed result, (tokens, g.wide) for a straight one
+    accumulator  fp32: (g.deep, queries) for a transposed result, (tokens, g.wide) for a straight one
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.packing import paired
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.random import keep, sample_key, threefry
@@ -31,6 +33,7 @@ from barellm.program.tensor import Dim
 
 # 2^f on [-0.5, 0.5], relative error 2.8e-6: a hundredth of what rounding a probability to bf16 costs.
 EXP2_SHORT = (1.0, 0.6931241933586842, 0.24024098616755934, 0.05590642492460038, 0.00958285286558115)
+TILE_VECTORS = 2  # vectors of queries beside AMX tiles
 KEYS = 128  # of a block: a multiple of 32, the period of the dropout words, and of every tile's rows
 
 
@@ -41,11 +44,15 @@ class Geometry:
     D: int
     pair: int  # bf16 numbers in a unit: 2 with a dot instruction, else 1
     lanes: int
-    rows: int  # of a register tile
+    rows: int  # of a tile
     vectors: int = 2
+    tiles: bool = False  # products in AMX's tile registers, whose tiles lie in memory before and behind them
 
     @classmethod
-    def of(cls, isa: ISA, dtype: str, D: int) -> Geometry:
+    def of(cls, isa: ISA, dtype: str, D: int, *, tiles: bool = True) -> Geometry:
+        """`tiles` False: of vector registers wherever it runs."""
+        if tiles and amx.uses_tiles(isa, dtype):
+            return cls(D, 2, isa.lanes, amx.ROWS, TILE_VECTORS, True)
         return cls(D, 2 if paired(isa, dtype) else 1, isa.lanes, 8 if isa.registers == 32 else 4)
 
     @property
@@ -54,7 +61,13 @@ class Geometry:
 
     @property
     def wide(self) -> int:
-        return -(-self.D // self.lanes) * self.lanes
+        step = amx.DEPTH if self.tiles else self.lanes
+        return -(-self.D // step) * step
+
+    @property
+    def deep(self) -> int:
+        """Rows of a transposed accumulator."""
+        return self.wide if self.tiles else self.D
 
     @property
     def row(self) -> int:
@@ -77,7 +90,7 @@ class Geometry:
         return -(-self.row // self.lanes) * self.lanes * self.queries
 
     def transposed_units(self, blocks: int = 1) -> int:
-        return (blocks * self.D + self.lanes) * self.queries
+        return (blocks * self.deep + self.lanes) * self.queries
 
 
 def offsets(units: dict[str, int]) -> tuple[dict[str, int], int]:
@@ -156,6 +169,8 @@ def stage(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: Any,
                 target.as_dtype("bf16").store_raw(row.load_raw(c, mask), c)
             else:
                 target.store(row.load(c, mask), c)
+        for c in range(-(-g.D // g.lanes) * g.lanes, g.wide, g.lanes):
+            target.as_dtype("bf16").store_raw(k.const(0, f"<{k.lanes} x i16>"), c)
     with k.loop(count, total) as t:
         target = to.at(t * g.row)
         for c in range(0, g.wide, g.lanes):
@@ -174,6 +189,20 @@ def weave(k: KernelBuilder, g: Geometry, rows: Pointer, tokens: Any, to: Pointer
         target = to.at((t >> 1) * g.wide)
         for c in range(0, g.wide, g.lanes):
             target.store_raw(k.bitcast(interleave(k, even.load_raw(c), odd.load_raw(c)), k.vec), c)
+    return to
+
+
+def weave_left(k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, to: Pointer) -> Pointer:
+    """Rows of `count` tokens, padded as `stage` does, as `add_transposed` wants them: woven, or columns where tiles are used."""
+    if not g.tiles:
+        return weave(k, g, rows, round_up(k, count, g.pair), to)
+    with k.loop(0, count, amx.DEPTH) as t, k.loop(0, g.wide, g.lanes) as c:
+        source = rows.at(t * g.row).as_dtype("bf16").at(c)
+        target = to.as_dtype("i32").at((t >> 1) * g.wide + c * amx.SIDE)
+        tokens = [source.load_raw(i * g.wide) for i in range(amx.DEPTH)]
+        square = [k.bitcast(interleave(k, *pair), k.ivec) for pair in zip(tokens[::2], tokens[1::2], strict=True)]
+        for i, column in enumerate(transpose(k, square)):
+            target.store_raw(column, i * amx.SIDE)
     return to
 
 
@@ -264,6 +293,12 @@ def scores(
     return product(k, g, Left(rows.at(first * g.row), g.row, 1), Right(turned, g.queries), g.units, start)
 
 
+def scores_of_tiles(k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, turned: Pointer, to: Pointer) -> None:
+    """The same in AMX tiles, to memory: [g.rows][g.queries] fp32."""
+    left = amx.row_major(rows.at(first * g.row), 4 * g.row)
+    amx.add_product(k, to, left, turned, g.row // amx.SIDE, rows=g.rows, cols=g.queries, begins=True)
+
+
 def add_transposed(
     k: KernelBuilder,
     g: Geometry,
@@ -274,12 +309,20 @@ def add_transposed(
     end: Value,
     factor: list[Value] | None = None,
 ) -> None:
-    """acc (D, queries) = acc * factor + X^T R over the tokens [begin, end), X woven and R (tokens, queries) in units along the
-    tokens."""
+    """acc (D, queries) = acc * factor + X^T R over the tokens [begin, end), X as `weave_left` has it and R (tokens, queries) in
+    units along the tokens. On tiles both ends are whole tiles."""
     tokens = end
     if isinstance(begin, Value):  # else 0
         woven, right = woven.at(begin // g.pair * g.wide), right.at(begin // g.pair * g.queries)
         tokens = end - begin
+    if g.tiles:
+        if factor is not None:
+            with k.loop(0, g.wide * g.queries, g.queries) as at:
+                for v, f in enumerate(factor):
+                    acc.store(acc.load(at + v * g.lanes) * f, at + v * g.lanes)
+        left = amx.Left(woven, amx.LINE, g.wide * amx.LINE, amx.TILE_BYTES)
+        amx.add_product(k, acc, left, right, tokens // amx.DEPTH, rows=g.wide, cols=g.queries)
+        return
 
     def tile(d: Any, rows: int) -> None:
         block = acc.at(d * g.queries)
@@ -300,16 +343,21 @@ def add_transposed(
 
 
 def add_straight(
-    k: KernelBuilder, g: Geometry, acc: Pointer, left: Pointer, woven: Pointer, begin: Any, end: Value
+    k: KernelBuilder, g: Geometry, acc: Pointer, left_block: Pointer, woven: Pointer, begin: Any, end: Value
 ) -> None:
     """acc (tokens, g.wide) += L X over g.queries for the tokens [begin, end), L [token][g.queries / g.pair] in units along the
     queries and X woven."""
     per_row = g.queries // g.pair
+    if g.tiles:
+        with k.loop(begin, end, g.rows) as t:
+            left = amx.row_major(left_block.at(t * per_row), 4 * per_row)
+            amx.add_product(k, acc.at(t * g.wide), left, woven, per_row // amx.SIDE, rows=g.rows, cols=g.wide)
+        return
 
     def tile(t: Value, c: Any, vectors: int) -> None:
         block = acc.at(t * g.wide + c)
         start = [[block.load(r * g.wide + v * g.lanes) for v in range(vectors)] for r in range(g.rows)]
-        a, b = Left(left.at(t * per_row), per_row, 1), Right(woven.at(c), g.wide)
+        a, b = Left(left_block.at(t * per_row), per_row, 1), Right(woven.at(c), g.wide)
         for r, row in enumerate(product(k, g, a, b, per_row, start, vectors=vectors)):
             for v, x in enumerate(row):
                 block.store(x, r * g.wide + v * g.lanes)
@@ -378,7 +426,7 @@ def crosses(g: Geometry, key: Value, position: Value, lower: Lower | None) -> Va
 
 def visible(
     k: KernelBuilder, g: Geometry, key: Value, position: Value, lower: Lower | None
-) -> Callable[[int, int], Value]:
+) -> Callable[[Any, int], Value]:
     """A function from (row of a tile, vector) to the lanes of queries from `position` on that may see the row's key, `key` +
     row."""
     gap = k.splat(key - position)

@@ -37,10 +37,11 @@ from barellm.cpu.kernels.attention_blocks import (
     turn,
     unstage,
     visible,
-    weave,
+    weave_left,
 )
 from barellm.cpu.kernels.attention_bounds import PLAIN, Bounds, Reach, causal_sizes
 from barellm.cpu.kernels.attention_short import attention_short, forward_units, short
+from barellm.cpu.kernels.attention_tiles import highest_scores, tile_registers, whole_tiles
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln
 from barellm.program.ops.base import Op
@@ -101,9 +102,10 @@ def attend(
         count = k.min(end - j0, KEYS)
         stage(k, g, keys.start(j0), count, round_up(k, count, g.rows), s["k"])
         stage(k, g, values.start(j0), count, round_up(k, count, g.rows), s["v_rows"])
-        v_block = weave(k, g, s["v_rows"], round_up(k, count, g.pair), s["v"])
+        v_block = weave_left(k, g, s["v_rows"], count, s["v"])
         with k.loop(first, last, g.queries) as t:
-            seen = k.min(pos + k.min(t + g.queries, last) - j0, KEYS)  # keys of this block that the group's queries see
+            # Keys of this block that the group's queries see.
+            seen = whole_tiles(k, g, k.min(pos + k.min(t + g.queries, last) - j0, KEYS))
             at = (t - first) // g.queries
             lower = reach.lower(k, g, t, least.at(at * g.queries)) if reach else None
             begin = lower.begin(k, g, j0) if lower else 0
@@ -122,7 +124,7 @@ def begin_queries(
     """Turn the group of queries from t on, the group `at` of its claim, and clear what it sums up."""
     stage(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
     turn(k, g, s["q_rows"], s["q"].at(at * g.turned_units))
-    clear(k, s["acc"].at(at * g.transposed_units()), g.D * g.queries)
+    clear(k, s["acc"].at(at * g.transposed_units()), g.deep * g.queries)
     for v in range(g.vectors):
         s["stats"].store(lowest, at * (2 * g.queries) + v * g.lanes)
         s["stats"].store(0.0, at * (2 * g.queries) + g.queries + v * g.lanes)
@@ -164,7 +166,7 @@ def end_queries(
             lse.at(t).store(value, v * g.lanes, k.mask_first(count - v * g.lanes))
 
 
-Seen = Callable[[int, int], Value]  # row of a tile, vector -> which lanes' queries see the row's key
+Seen = Callable[[Any, int], Value]  # row of a tile, vector -> which lanes' queries see the row's key
 Edges = Callable[[Value], tuple[Value, Callable[[], Seen]]]  # tile -> whether not all of it is seen, and what is
 Start = Callable[[Value], list[list[Value]]]
 
@@ -182,6 +184,9 @@ def score_block(
 ) -> list[Value]:  # fmt: skip
     """K Q^T of the keys [begin, seen) of a block into s["p"], -infinity where a query does not see a key; the largest score of each
     query."""
+    if g.tiles:
+        assert start is None
+        return highest_scores(k, g, s, turned, begin, seen, edges)
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
     with k.loop(begin, seen, g.rows) as j:
         tile = scores(k, g, s["k"], j, turned, start and start(j))
@@ -246,7 +251,7 @@ def attention(
     g, T = Geometry.of(k.isa, q.dtype, D), bounds.length(k, seq)
     block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
     dropout = Dropout(rate, stream, heads) if rate else None
-    with k.claim_each(extent(k, batch) * heads * blocks) as claim:
+    with tile_registers(k, g), k.claim_each(extent(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
         first = (blocks - 1 - claim % blocks) * block  # the last is the longest: early, so that threads end together
         token, counts = sequence * T, (heads, kv_heads, kv_heads)
@@ -300,7 +305,7 @@ def attention_cached(
     g = Geometry.of(k.isa, q.dtype, D)
     C, T, pos = kv_heads * D, extent(k, seq), k.scalar("pos")
     block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
-    with k.claim_each(extent(k, batch) * heads * blocks) as claim:
+    with tile_registers(k, g), k.claim_each(extent(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
         first, kv_head = claim % blocks * block, serving(head, heads, kv_heads)
         queries, to = (Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))

@@ -28,6 +28,7 @@ from barellm.cpu.kernels.attention_blocks import (
     put_along,
     round_up,
     scores,
+    scores_of_tiles,
     serving,
     stage,
     straighten,
@@ -37,6 +38,7 @@ from barellm.cpu.kernels.attention_blocks import (
     weave,
 )
 from barellm.cpu.kernels.attention_bounds import Bounds, Reach
+from barellm.cpu.kernels.attention_tiles import Seen, each_pair
 from barellm.cpu.lang import Pointer, Value
 
 
@@ -54,6 +56,7 @@ def scratch_units(g: Geometry, rate: float, length: int, *, shared: bool, bounde
         "v_rows": g.rows_units(KEYS),
         "k": g.woven_units(KEYS),
         "p_tile": g.rows * g.queries,
+        "dp_tile": g.rows * g.queries if g.tiles else 0,
         "p": KEYS * g.queries // g.pair,  # (keys, queries) in units along the queries
         "ds": KEYS * g.queries // g.pair,
         "ds_woven": KEYS * g.queries // g.pair,  # in units along the keys
@@ -143,6 +146,9 @@ class Head:
         per_row = g.queries // g.pair
         if self.rate:
             self.dropout.fill(k, g, s["keep"], self.key, self.head, t, j0, seen)
+        if g.tiles:
+            self._probabilities_of_tiles(j0, t, begin, seen, shift, delta, straight=straight, lower=lower)
+            return
         with k.loop(begin, seen, g.rows) as j:
             self._probability_tile(j, j0 + j, t, shift, lower)
             dp = scores(k, g, s["v_rows"], j, s["do_turned"])
@@ -165,6 +171,42 @@ class Head:
                     for v in range(g.vectors):
                         target.store(pack_units(k, g, ds[r][v], ds[r + 1][v]), v * g.lanes)
             self.keep_ds(j, ds)
+
+    def _probabilities_of_tiles(
+        self, j0: Value, t: Value, begin: Any, seen: Value, shift: list[Value], delta: list[Value],
+        *, straight: bool, lower: Lower | None,
+    ) -> None:  # fmt: skip
+        """The same of tiles that lie in memory, two rows at a time."""
+        k, g, s = self.k, self.g, self.s
+        per_row = g.queries // g.pair
+        with k.loop(begin, seen, g.rows) as j:
+            scores_of_tiles(k, g, s["k_rows"], j, s["q_turned"], s["p_tile"])
+            scores_of_tiles(k, g, s["v_rows"], j, s["do_turned"], s["dp_tile"])
+
+            def rows(r: Value, sees: Seen | None, j: Value = j) -> None:
+                ds: list[list[Value]] = []
+                for i in (r, r + 1):
+                    at = i * g.queries
+                    p = [
+                        exp2_nonpositive(k, g, k.fma(s["p_tile"].load(at + v * g.lanes), self.unit, shift[v]))
+                        for v in range(g.vectors)
+                    ]
+                    if sees is not None:
+                        p = [k.select(sees(i, v), x, 0.0) for v, x in enumerate(p)]
+                    dp = [s["dp_tile"].load(at + v * g.lanes) for v in range(g.vectors)]
+                    kept = p
+                    if self.rate:
+                        keep = [s["keep"].at((j + i) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
+                        kept, dp = ([x * m for x, m in zip(row, keep, strict=True)] for row in (p, dp))
+                    ds.append([x * (y - d) for x, y, d in zip(p, dp, delta, strict=True)])
+                    if straight:
+                        put_along(k, g, s["p"].at((j + i) * per_row), kept)
+                        put_along(k, g, s["ds"].at((j + i) * per_row), ds[-1])
+                for v in range(g.vectors):
+                    woven = pack_units(k, g, ds[0][v], ds[1][v])
+                    s["ds_woven"].store(woven, ((j + r) >> 1) * g.queries + v * g.lanes)
+
+            each_pair(k, g, *self.edges(j0 + j, t, lower), rows)
 
     def _probability_tile(self, j: Value, key: Value, t: Value, shift: list[Value], lower: Lower | None) -> None:
         """P of g.rows keys, 0 where a query does not see a key."""

@@ -38,8 +38,8 @@ from barellm.runtime.lowering import weight_operand
 
 
 def geometry(isa: ISA, dtype: str, D: int, block: int) -> Geometry:
-    """Groups of queries that end where blocks do."""
-    g = Geometry.of(isa, dtype, D)
+    """Groups of queries that end where blocks do. Masks and relative terms want tiles in registers."""
+    g = Geometry.of(isa, dtype, D, tiles=False)
     return g if block % g.queries == 0 else replace(g, vectors=1)
 
 

@@ -15,9 +15,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.attention_blocks import KEYS, clear, extent, round_up, weave
+from barellm.cpu.kernels.attention_blocks import KEYS, Geometry, clear, extent, round_up, weave_left
 from barellm.cpu.kernels.attention_bounds import Bounds
 from barellm.cpu.kernels.attention_head import Head
+from barellm.cpu.kernels.attention_tiles import tile_registers, whole_tiles
 from barellm.cpu.lang import Value
 
 SEGMENT = 2048  # positions at most
@@ -52,7 +53,7 @@ def attention_backward_segments(
     pieces = pieces_of(k, count, blocks, bounds)
     span, group = k.ceil_div(blocks, pieces), heads // kv_heads
     keep = [k.keep(mode) for mode in modes]
-    with k.claim_each(count * k.ceil_div(blocks, span)) as claim:
+    with tile_registers(k, Geometry.of(k.isa, q.dtype, D)), k.claim_each(count * k.ceil_div(blocks, span)) as claim:
         per_head = k.ceil_div(blocks, span)
         index, own = claim // per_head, claim % per_head * span  # a head of keys, the segment's first block
         first, stop = own * KEYS, k.min((own + span) * KEYS, T)
@@ -61,7 +62,7 @@ def attention_backward_segments(
             begins, ends = (None, None) if group == 1 else (member.equals(0), member.equals(group - 1))
             add_segment(k, h, own, first, stop, begins, ends, (keep[1], keep[2]))
             with k.loop(first, stop, h.g.queries) as t:
-                h.store_dq(t, h.s["dq"].at((t - first) * h.g.D), keep[0])
+                h.store_dq(t, h.s["dq"].at((t - first) * h.g.deep), keep[0])
 
 
 def add_segment(
@@ -78,11 +79,11 @@ def add_segment(
     cleared if the head `begins` a group of several, and stored if it `ends` it."""
     g, s = h.g, h.s
     assert h.reach is not None
-    clear(k, s["dq"], k.ceil_div(stop - first, g.queries) * (g.D * g.queries))
+    clear(k, s["dq"], k.ceil_div(stop - first, g.queries) * (g.deep * g.queries))
     with k.loop(h.reach.first(k, first) // KEYS, k.ceil_div(stop, KEYS)) as block:
         j0, mine = block * KEYS, block >= own
         count = h.stage_keys(j0)
-        weave(k, g, s["k_rows"], round_up(k, count, g.pair), s["k"])
+        weave_left(k, g, s["k_rows"], count, s["k"])
         waits = k.select(mine, block - own, 0) * (KEYS * g.wide)
         dk, dv = (s[name] if begins is None else s[name].at(waits) for name in ("dk", "dv"))
         with k.when(mine if begins is None else mine & begins):
@@ -93,12 +94,12 @@ def add_segment(
         with k.loop(k.max(j0, first), last, g.queries) as t:
             lower = h.lower(t)
             assert lower is not None
-            begin, seen = lower.begin(k, g, j0), k.min(count, t + g.queries - j0)
+            begin, seen = lower.begin(k, g, j0), whole_tiles(k, g, k.min(count, t + g.queries - j0))
             shift, deltas = h.stage_queries(t, woven=True)
             h.probabilities(j0, t, begin, seen, shift, deltas, straight=True, lower=lower)
             with k.when(mine):
                 h.add_dkdv(begin, seen, dk, dv)
             with k.when(t < stop):
-                h.add_dq(begin, seen, s["dq"].at((t - first) * g.D))
+                h.add_dq(begin, seen, s["dq"].at((t - first) * g.deep))
         with k.when(mine if ends is None else mine & ends):
             h.store_dkdv(j0, count, dk, dv, keep)

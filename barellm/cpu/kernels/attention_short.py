@@ -41,7 +41,8 @@ SHORT = 64  # tokens: scores, probabilities and operands of a head are 52 KiB
 def short(isa: ISA, dtype: str, D: int, length: int, rate: float) -> bool:
     """Whether sequences of up to `length` tokens are done here: with rows of whole units, a line each, and without dropout."""
     g = Geometry.of(isa, dtype, D)
-    return length <= SHORT and not rate and g.pair == 2 and g.lanes == 2 * g.rows and D % (2 * g.lanes) == 0
+    units = g.pair == 2 and not g.tiles and g.lanes == 2 * g.rows and D % (2 * g.lanes) == 0
+    return length <= SHORT and not rate and units
 
 
 def forward_units(g: Geometry) -> dict[str, int]:
