@@ -55,14 +55,15 @@ def block_gradient(
     """dweight += x^T dy over up to CHUNK tokens from `row_begin` on, both in strips."""
     cut, keep = Cut.of(k.isa, dtype, block), k.keep(mode)
     masks, high = cut.masks(k), min(cut.span, block)
-    steps = cut.steps(k.min(k.extent(dims, inner) - row_begin, CHUNK))
+    tokens = k.min(k.extent(dims, inner) - row_begin, CHUNK)  # below 0 in a planned chunk that this run does not reach
+    steps = cut.steps(tokens)
     tiles = ceil_div(high, cut.rows)
     edges = [high * i // tiles for i in range(tiles + 1)]
 
     def strip(packed: Any, line: Value, i: Value) -> Any:
         return packed.at((line * cut.strips + i) * strip_units(cut))
 
-    with k.when(steps > 0), k.claim_each(count * cut.strips) as unit:
+    with k.when(tokens > 0), k.claim_each(count * cut.strips) as unit:
         number, i = unit // cut.strips, unit % cut.strips
         left, column = strip(x, places.get(number), i), places.get(number + count)
         with k.loop(0, steps, NEAR) as u, k.loop(0, cut.strips) as j:
