@@ -11,7 +11,7 @@ from barellm.cli.main import main
 from barellm.cpu.threads import thread_count
 from barellm.runtime.artefacts import cache_folder
 from barellm.runtime.memory import memory_limit
-from tests import selection
+from tests import proofs, selection
 
 WORKER_BYTES = 2 << 30  # of memory, that a process of tests may need
 
@@ -36,11 +36,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     selection.select(config, items)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A process started by nohup or in the background of a script ignores signals, and so would every process that a test
     starts. Tests that run side by side leave it to the system on which processor: each would pin its first thread to the first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ |= {"BARELLM_PIN": "0", "OPENBLAS_NUM_THREADS": "1"}
+    elif proofs.recording():
+        config.pluginmanager.register(proofs.Recorder())
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)

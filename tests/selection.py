@@ -1,29 +1,27 @@
-"""Which tests run: every function, with the cases in which each two of its parameters meet; outside CI not the proofs of what
-did not change; a few of each kind with `--quick`.
+"""Which tests run: every function, with the cases in which each two of its parameters meet, without the proofs that are on
+record; a few of each kind with `--quick`.
 
 A test of four parameters has hundreds of cases, and a fault shows where one value is, or where two come together. `pairs` keeps
 as few cases as have every two values together that some case has. All cases of a test run where it, its file or its folder is
 named on the command line, and with `--cases all`.
 
-A test marked `proof("barellm/cuda", ...)` is slow, and its outcome depends on the named paths and its own file alone. Outside CI
-(the variable CI is not set) it is left out where none of them differs from the main branch, and on the main branch from the commit
-before. It always runs where it is named on the command line, and where git cannot say what changed.
+A test marked `proof("barellm/cuda", ...)` is slow, and its outcome depends on the named paths and its own file alone. It is left
+out where tests/proven.json has it for just these (tests/proofs.py). It always runs where it is named on the command line.
 
 Where an instruction set makes the same code of an fp32 kernel as another one, the kernel is tested on one of them (`same_code`).
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import proofs
+
 WIDE = ("avx512_bf16", "avx512")  # of which fp32 kernels have equal code, as those of amx_bf16
 
 
@@ -34,30 +32,6 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases", choices=("pairs", "all"), help="of a test's parameters (default: all where tests are named)"
     )
-
-
-def git(*words: str) -> list[str]:
-    """Lines of git's answer; CalledProcessError or OSError where it has none."""
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
-
-
-def changed_paths() -> list[str] | None:
-    """What differs from the main branch, or from the commit before on that branch itself; None where nobody knows."""
-    try:
-        (head,) = git("rev-parse", "HEAD")
-        (base,) = git("merge-base", "HEAD", "main")
-        since = base if base != head else f"{head}~1"
-        return [*git("diff", "--name-only", since), *git("ls-files", "--others", "--exclude-standard")]
-    except (OSError, ValueError, subprocess.CalledProcessError):
-        return None
-
-
-def unchanged_proof(item: pytest.Item, changed: list[str]) -> bool:
-    """A proof, none of whose paths changed."""
-    marks = list(item.iter_markers("proof"))
-    paths = [item.nodeid.split("::")[0], *(path for mark in marks for path in mark.args)]
-    return bool(marks) and not any(name.startswith(path) for name in changed for path in paths)
 
 
 def lacks_mark(path: Path, expression: str) -> bool:
@@ -136,15 +110,14 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     from tests.cpu.check import ISAS
 
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    changed = None if named or os.environ.get("CI") else changed_paths()
     if config.getoption("--quick"):
         kept = quick(items, ISAS[0])
     else:
         kept = [item for item in items if not same_code(item, set(ISAS))]
     if (config.getoption("--cases") or ("all" if named else "pairs")) == "pairs":
         kept = pairs(kept)
-    if changed is not None:
-        kept = [item for item in kept if not unchanged_proof(item, changed)]
+    if not named:
+        kept = proofs.left_to_do(kept)
     if len(kept) < len(items):
         here = {id(item) for item in kept}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in here])

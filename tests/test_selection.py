@@ -1,8 +1,7 @@
-"""Which tests are left out outside CI, and with --quick."""
+"""Which tests are left out, and with --quick."""
 
 from __future__ import annotations
 
-import subprocess
 from itertools import combinations, product
 from types import SimpleNamespace
 
@@ -20,43 +19,11 @@ def item(nodeid: str, *proof: str, listed: list | None = None, **params):
     marks = [SimpleNamespace(args=proof, name="proof")] if proof else []
     return SimpleNamespace(
         nodeid=nodeid,
+        user_properties=[],
         callspec=SimpleNamespace(params=params),
         iter_markers=lambda name: [m for m in [*marks, *(listed or [])] if m.name == name],
         get_closest_marker=lambda name: next((m for m in marks if m.name == name), None),
     )
-
-
-@pytest.mark.parametrize("changed, left_out", [
-    ([], True), (["README.md", "barellm/cpu/kernels/gemm.py"], True), (["barellm/cuda/step.py"], False),
-    (["tests/cuda/test_golden.py"], False),
-])  # fmt: skip
-def test_a_proof_is_left_out_where_nothing_that_it_is_of_changed(changed, left_out):
-    proof = item("tests/cuda/test_golden.py::test_x[1]", "barellm/cuda", "tests/simulators")
-    assert selection.unchanged_proof(proof, changed) == left_out
-    assert not selection.unchanged_proof(item("tests/test_x.py::test_y"), changed)
-
-
-def test_what_changed_is_what_git_says(tmp_path, monkeypatch):
-    def git(*words: str) -> None:
-        who = ("-c", "user.name=x", "-c", "user.email=x@y")
-        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
-
-    monkeypatch.setattr(selection, "ROOT", tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert selection.changed_paths() is None  # no repository
-    git("init", "-b", "main")
-    for name in ("a", "b"):
-        (tmp_path / name).write_text(name)
-        git("add", name)
-        git("commit", "-m", name)
-    assert selection.changed_paths() == ["b"]  # on the main branch: its last commit
-    git("checkout", "-b", "branch")
-    (tmp_path / "c").write_text("c")
-    git("add", "c")
-    git("commit", "-m", "c")
-    (tmp_path / "a").write_text("edited")
-    (tmp_path / "d").write_text("new")
-    assert selection.changed_paths() == ["a", "c", "d"]
 
 
 def test_fp32_kernels_are_tested_on_one_of_those_with_equal_code():
@@ -148,10 +115,10 @@ def test_quick_keeps_one_case_of_each_dtype_for_the_best_instruction_set():
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_what_is_selected_of_a_run(quick, monkeypatch):
-    assert (selection.ROOT / "pyproject.toml").is_file()
     monkeypatch.setattr("tests.cpu.check.ISAS", ["avx512_bf16", "avx512", "avx2"])
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setattr(selection, "changed_paths", lambda: ["README.md"])
+    monkeypatch.setattr(selection.proofs, "read", lambda: {"tests/cuda/test_z.py barellm/cuda": "now"})
+    monkeypatch.setattr(selection.proofs, "digest", lambda name: digests[name])
+    digests = {"tests/cuda/test_z.py barellm/cuda": "now"}
     names = ("avx512_bf16", "avx512", "avx2")
     cases = [item(f"tests/cpu/test_x.py::test_y[{isa}]", isa=isa, dtype="fp32") for isa in names]
     cases.append(item("tests/cuda/test_z.py::test_proof", "barellm/cuda"))
@@ -165,7 +132,7 @@ def test_what_is_selected_of_a_run(quick, monkeypatch):
     selection.select(config, items)  # pyright: ignore
     assert items == (cases[:1] if quick else [cases[0], cases[2]])
     assert {c.nodeid for c in gone} == {c.nodeid for c in cases} - {c.nodeid for c in items}
-    monkeypatch.setenv("CI", "true")
+    digests["tests/cuda/test_z.py barellm/cuda"] = "another"
     items = list(cases)
     selection.select(config, items)  # pyright: ignore
     assert quick or items == [cases[0], cases[2], cases[3]]

@@ -2,8 +2,8 @@
 
 BARELLM_GOLDEN=write python -m pytest tests/cuda/test_golden.py     accepts what it makes now; the commit shows it
 
-Kernels that passed are not compiled again (tests/cuda/proofs.py), but for the tables of ANEW, which show that the compiler still
-says what the files say.
+Kernels that passed are not compiled again (tests/cuda/proven_kernels.py), but for the tables of ANEW, which show that the compiler
+still says what the files say.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from barellm.program.ops.elementwise import ACTIVATIONS
 from barellm.program.ops.tausworthe import GENERATORS
 from barellm.program.tensor import Dim, Tensor
 from tests.cases import attention_both, bounded
-from tests.cuda.proofs import prove
+from tests.cuda.proven_kernels import prove
 from tests.cuda.sass import Row, label, row_of, rows, wrong
 from tests.gates_cases import small_model
 from tests.layout_cases import layout_both

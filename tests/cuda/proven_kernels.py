@@ -1,9 +1,9 @@
 """What the compiler makes of kernels, asked once: a case that passed is not compiled again while its kernels, the compiler and
 its checks are the same.
 
-proven.json has a digest for each case: of everything that decides the machine code (sources, constants, types, options, Triton's
-version, the card) and of everything that judges it. Compiling is deterministic, so an equal digest is an equal outcome. Where it
-differs, the kernels are compiled and judged.
+proven_kernels.json has a digest for each case: of everything that decides the machine code (sources, constants, types, options,
+Triton's version, the card) and of everything that judges it. Compiling is deterministic, so an equal digest is an equal outcome.
+Where it differs, the kernels are compiled and judged.
 
 BARELLM_GOLDEN=write records what passes; BARELLM_GOLDEN=anew compiles everything
 """
@@ -24,7 +24,7 @@ from barellm.inspect import device_code
 from tests.cuda import cubin, sass
 from tests.cuda.sass import Row, rows
 
-PROVEN = Path(__file__).with_name("proven.json")
+PROVEN = Path(__file__).with_name("proven_kernels.json")
 JUDGES = [module.__file__ for module in (cuda_compile, device_code, cubin, sass)]
 
 

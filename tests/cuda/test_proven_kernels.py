@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cuda import proofs, sass
+from tests.cuda import proven_kernels, sass
 from tests.cuda.specs import SCALED
 
 ROW = {"spills": 0}
@@ -30,20 +30,20 @@ def compiled(monkeypatch, tmp_path) -> list[int]:
         cards.append(arch)
         return {"scaled": ROW}
 
-    monkeypatch.setattr(proofs, "rows", rows)
-    monkeypatch.setattr(proofs, "PROVEN", tmp_path / "proven.json")
+    monkeypatch.setattr(proven_kernels, "rows", rows)
+    monkeypatch.setattr(proven_kernels, "PROVEN", tmp_path / "proven.json")
     monkeypatch.setenv("BARELLM_GOLDEN", "write")
-    proofs.prove("case", {SCALED: ""}, 90, good)
+    proven_kernels.prove("case", {SCALED: ""}, 90, good)
     monkeypatch.delenv("BARELLM_GOLDEN")
     cards.clear()
     return cards
 
 
 def test_what_passed_is_not_compiled_again(compiled, monkeypatch):
-    proofs.prove("case", {SCALED: ""}, 90, good)
+    proven_kernels.prove("case", {SCALED: ""}, 90, good)
     assert compiled == []
     monkeypatch.setenv("BARELLM_GOLDEN", "anew")
-    proofs.prove("case", {SCALED: ""}, 90, good)
+    proven_kernels.prove("case", {SCALED: ""}, 90, good)
     assert compiled == [90]
 
 
@@ -57,21 +57,21 @@ def test_whatever_may_change_the_outcome_compiles_again(compiled, monkeypatch, t
         ("case", {SCALED: ""}, 90, {"scaled": {"spills": 1}}),
     ):
         compiled.clear()
-        proofs.prove(case, specs, arch, good, expected=lambda expected=expected: expected)
+        proven_kernels.prove(case, specs, arch, good, expected=lambda expected=expected: expected)
         assert compiled == [arch], (case, arch, expected)
     with pytest.raises(AssertionError, match="it spills"):
-        proofs.prove("case", {SCALED: ""}, 90, strict)
+        proven_kernels.prove("case", {SCALED: ""}, 90, strict)
     judge = tmp_path / "judge.py"
     judge.write_text("another rule")
-    monkeypatch.setattr(proofs, "JUDGES", [*proofs.JUDGES, str(judge)])
+    monkeypatch.setattr(proven_kernels, "JUDGES", [*proven_kernels.JUDGES, str(judge)])
     compiled.clear()
-    proofs.prove("case", {SCALED: ""}, 90, good)
+    proven_kernels.prove("case", {SCALED: ""}, 90, good)
     assert compiled == [90]
 
 
 def test_what_fails_is_not_recorded(compiled, monkeypatch):
     monkeypatch.setenv("BARELLM_GOLDEN", "write")
     with pytest.raises(AssertionError, match="it spills"):
-        proofs.prove("strict", {SCALED: ""}, 90, strict)
-    assert json.loads(proofs.PROVEN.read_text()).keys() == {"case"}
-    assert sass.__file__ in proofs.JUDGES
+        proven_kernels.prove("strict", {SCALED: ""}, 90, strict)
+    assert json.loads(proven_kernels.PROVEN.read_text()).keys() == {"case"}
+    assert sass.__file__ in proven_kernels.JUDGES
