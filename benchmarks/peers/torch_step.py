@@ -42,12 +42,12 @@ def initialise(model: nn.Module, *, layers: int, residual: tuple[str, ...]) -> N
             nn.init.normal_(p, std=0.02 / ((2 * layers) ** 0.5 if any(word in name for word in residual) else 1))
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """It decays the matrices."""
+def adamw(model: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
+    """It decays the matrices. Not `fused`: a loop over parameters with an operation for each term."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=fused, foreach=False)
 
 
 def arguments(own: dict[str, Any], words: list[str] | None = None) -> argparse.Namespace:
@@ -62,9 +62,9 @@ def arguments(own: dict[str, Any], words: list[str] | None = None) -> argparse.N
     return p.parse_args(words)
 
 
-def clipped_adamw(model: nn.Module) -> Callable[[], None]:
+def clipped_adamw(model: nn.Module, *, fused: bool = True) -> Callable[[], None]:
     """What ends a step: clip, AdamW, and no gradients for the next."""
-    optimizer = adamw(model)
+    optimizer = adamw(model, fused=fused)
 
     def end() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
