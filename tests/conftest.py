@@ -3,10 +3,12 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from barellm import models
 from barellm.cli.main import main
 from barellm.cpu.threads import thread_count
 from barellm.runtime.artefacts import cache_folder
@@ -61,6 +63,17 @@ def own_cache(tmp_path_factory, monkeypatch) -> Path:
     monkeypatch.setenv("BARELLM_CACHE", str(folder))
     monkeypatch.delenv("BARELLM_GPT2_VOCAB", raising=False)
     return folder
+
+
+@pytest.fixture
+def no_own_models() -> Iterator[None]:
+    """As in a new process: no file of a user's has brought an architecture, before the test and after it."""
+    path = [*sys.path]
+    yield
+    for name in models.ADDED:
+        del sys.modules[name]
+    models.ADDED.clear()
+    sys.path[:] = path
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ import pytest
 import barellm
 import barellm.cpu.kernels  # (fills the registry, which a page's kernels must not change for other tests)
 from barellm.assembly.machine import build_programs
-from barellm.cli.main import COMMANDS
-from barellm.cli.options import Parser
+from barellm.cli.main import COMMANDS, parsed
 from barellm.cpu.isa import X86
 from barellm.cpu.kernel import REGISTRY
 from barellm.cpu.step import lower_and_plan
@@ -70,17 +69,15 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
 
 
 @each_page
-def test_commands_parse(page):
+def test_commands_parse(page, no_own_models, monkeypatch):
+    monkeypatch.chdir(ROOT)
     for _, code in blocks(page, "sh"):
         for line in code.splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] != ["barellm"] or words[1:] in (["--help"], ["--version"]):
                 continue
             assert words[1] in COMMANDS, line
-            module = import_module(f"barellm.cli.{words[1]}")
-            parser = Parser(prog=f"barellm {words[1]}")
-            module.configure(parser)
-            parser.parse(words[2:])
+            parsed(words[1:])
 
 
 def anchors(page: Path) -> set[str]:

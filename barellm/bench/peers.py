@@ -97,6 +97,7 @@ def ours(config: Config, *, name: str = "barellm", device: str = "cpu", **more: 
     changes = {key: value for key, value in overrides.flat(config).items() if value != usual[key]}
     command = [sys.executable, "-m", "barellm", "bench", "step", config.preset, "--serve", "--device", device]
     command += [f"--{key}={value}" for key, value in changes.items()]
+    command += [f"--model={file}" for file in models.ADDED.values()]
     return Variant(name, command, **({"environment": {}, "why": "threads pinned, one arena"} | more))
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
 
 COMMANDS: dict[str, str] = {
     "train": "train; with no arguments a small model on Python source that is already on this machine",
@@ -22,6 +26,7 @@ COMMANDS: dict[str, str] = {
     "inspect": "show a kernel's IR, assembly and registers",
     "doctor": "show what this machine has and what barellm will use",
 }
+WITH_MODELS = {"train", "sample", "eval", "quantize", "plan", "bench", "profile", "tune", "inspect"}  # of one's own
 
 
 def help_text() -> str:
@@ -54,12 +59,23 @@ def run_command(argv: Sequence[str]) -> int:
     from barellm.environment import warn_of_unknown
 
     warn_of_unknown()
-    from barellm.cli.options import Parser
+    module = import_module(f"barellm.cli.{name}")
+    return module.run(parsed(argv))
 
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line, which names a command that there is."""
+    from importlib import import_module
+
+    from barellm.cli.options import Parser, add_own_models
+
+    name, *words = argv
     module = import_module(f"barellm.cli.{name}")
     parser = Parser(prog=f"barellm {name}", description=module.__doc__)
+    if name in WITH_MODELS:
+        add_own_models(parser, words)
     module.configure(parser)
-    return module.run(parser.parse(argv[1:]))
+    return parser.parse(words)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

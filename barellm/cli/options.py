@@ -41,6 +41,23 @@ class Parser(argparse.ArgumentParser):
         return args
 
 
+def add_own_models(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """--model FILE.py. It is looked for before the parser has its other options, since the keys of the file's Config are some of
+    them."""
+    option = {"action": "append", "default": [], "metavar": "FILE.py"}
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--model", **option)
+    try:
+        files = early.parse_known_args(argv)[0].model
+    except argparse.ArgumentError:  # the parser itself will say so
+        files = []
+    for file in files:
+        from barellm.models import own
+
+        own.add(Path(file))
+    parser.add_argument("--model", help="a model of your own, in a file (docs/python.md); its code runs", **option)
+
+
 def add_configuration(parser: argparse.ArgumentParser) -> None:
     """PRESET, --config and one option per configuration key of any architecture. The preset decides which of them
     there are, so the others are refused later."""
@@ -113,7 +130,7 @@ class Asked:
 
     def base(self) -> Config:
         """The preset."""
-        return models.preset(self.preset or "default")
+        return models.preset(self.preset or models.usual())
 
     def changes(self, config: Config) -> dict[str, Any]:
         """{key: value} for `config`, the command line over the file."""

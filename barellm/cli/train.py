@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     from pathlib import Path
 
-    from barellm import overrides
+    from barellm import models, overrides
     from barellm.assembly.machine import check_device
     from barellm.checkpoint import folder
     from barellm.errors import UserError
@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     check_device(args.device)
     asked = Asked.of(args)
     name = asked.preset
+    wanted = name or models.usual()
     start = weights = None
     root = Path("runs")
     if args.resume and args.find_lr:
@@ -49,10 +50,10 @@ def run(args: argparse.Namespace) -> int:
             "--find-lr begins anew: it cannot go on with --resume (--init-from begins with a run's weights)"
         )
     if args.resume:
-        out = Path(args.out) if args.out is not None else run.newest_run(root, name or "default")
+        out = Path(args.out) if args.out is not None else run.newest_run(root, wanted)
         if out is None:
             raise UserError(
-                f"nothing to resume: no run of {name or 'default'} in {root}/ has a checkpoint (or name it with --out)"
+                f"nothing to resume: no run of {wanted} in {root}/ has a checkpoint (or name it with --out)"
             )
         config, changes, start = run.resume_from(out, preset=name, asked=asked.changes, console=console)
         if start is None:

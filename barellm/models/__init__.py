@@ -18,13 +18,16 @@ and where it has them
     HUGGING_FACE, llmc_order(cfg)   its weights in files of other programs (`models/foreign.py`)
     TORCH_TWIN             the script in benchmarks/peers/ that takes the same step in PyTorch, and the fields of Config it takes
 
-Nothing else in barellm knows an architecture by name, so a new one is a new file here. Loading one loads no NumPy.
+Nothing else in barellm knows an architecture by name, so a new one is a new file here. Loading one loads no NumPy. A module that
+lies anywhere else is one too, once `own.add` or the program has imported it; it may be without PRESETS.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
@@ -32,14 +35,22 @@ from typing import Any
 from barellm.config import Config, ModelConfig
 from barellm.errors import UserError, nearest
 
-HELPERS = {"course", "foreign", "speedrun_course", "stages", "unit"}  # files of this folder that are no architecture
+HELPERS = {
+    "course",
+    "foreign",
+    "own",
+    "speedrun_course",
+    "stages",
+    "unit",
+}  # files of this folder that are no architecture
 HIDDEN = "h.*"  # hidden matrices of a model whose module does not say
 BEFORE_NAMES = "gpt2"  # what a configuration is that does not name its architecture: there was one
+ADDED: dict[str, Path] = {}  # by `own.add`: name -> its file
 
 
 def names() -> list[str]:
     """The names of all architectures."""
-    return [m.name for m in iter_modules(__path__) if m.name not in HELPERS]
+    return [*(m.name for m in iter_modules(__path__) if m.name not in HELPERS), *ADDED]
 
 
 def module(name: str) -> ModuleType:
@@ -52,9 +63,9 @@ def module(name: str) -> ModuleType:
         assert own is not None
         return own
     if name not in known:
-        hint = "one of your own is found once its module is imported"
+        hint = "one of your own is found with --model FILE.py, or once its module is imported"
         raise UserError(f"unknown architecture {name!r}{nearest(name, known)} (known: {', '.join(known)}; {hint})")
-    return import_module(f"{__name__}.{name}")
+    return sys.modules[name] if name in ADDED else import_module(f"{__name__}.{name}")
 
 
 def name_of(model: ModelConfig) -> str:
@@ -86,7 +97,22 @@ def loss_gradient(model: ModelConfig) -> float | None:
 
 def presets() -> dict[str, Any]:
     """Name -> function, of all architectures."""
-    return {name: make for architecture in names() for name, make in module(architecture).PRESETS.items()}
+    return {name: make for architecture in names() for name, make in _presets_of(architecture).items()}
+
+
+def option(model: ModelConfig) -> str:
+    """What a command line needs for this model beside the name of its run: " --model FILE", or nothing."""
+    file = ADDED.get(name_of(model))
+    return f" --model {shlex.quote(str(file))}" if file else ""
+
+
+def usual() -> str:
+    """The preset of a command that names none: of the architectures that were added the first, else "default"."""
+    return next((name for architecture in ADDED for name in _presets_of(architecture)), "default")
+
+
+def _presets_of(architecture: str) -> dict[str, Any]:
+    return getattr(module(architecture), "PRESETS", {})
 
 
 def preset(name: str) -> Config:

@@ -130,7 +130,7 @@ def closing(result: dict[str, Any], folder: Path, config: Config) -> list[str]:
             f"python   {result['tokenize_share']:.0%} of {result['tokenize_lines']} sampled lines are Python, each by itself; "
             f"of the library's own {result['tokenize_share_of_validation']:.0%}"
         )
-    run = shlex.quote(str(folder))
+    run = shlex.quote(str(folder)) + models.option(config.model)
     prompt = ' --prompt "def main("' if config.data.source == "stdlib" else ' --prompt "..."'
     return [
         *lines,

@@ -259,7 +259,8 @@ class Run:
                 return 0
             # Without a new step the checkpoint is the one from before, which does not know what this command line changed.
             as_before = self.start is not None and loop.progress.step == self.start.meta["step"]
-            again = "the same command" if as_before else f"barellm train --out {folder.path} --resume"
+            this = f"{folder.path}{models.option(self.config.model)}"
+            again = "the same command" if as_before else f"barellm train --out {this} --resume"
             self.console.line(f"stopped after step {loop.progress.step}; go on with: {again}")
             return stop.status
 

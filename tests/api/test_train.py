@@ -144,7 +144,6 @@ def test_a_checkpoint_brings_no_module_that_was_not_imported(own, tiny, tmp_path
     base = replace(models.preset("shakespeare-char"), preset="bigrams", model=own.Config())
     run = barellm.train(base, out=tmp_path / "run", **{**tiny, "model": {}})
     monkeypatch.delitem(sys.modules, own.__name__)
-    with pytest.raises(
-        UserError, match=r"architecture 'users.bigrams' \(.* of your own is found once its module is imported"
-    ):
+    found = r"of your own is found with --model FILE.py, or once its module is imported"
+    with pytest.raises(UserError, match=rf"architecture 'users.bigrams' \(.* {found}"):
         run.load(device="reference")
