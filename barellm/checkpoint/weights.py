@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,6 +28,12 @@ def parameters(model: ModelConfig) -> dict[str, Tensor]:
     store = Store()
     models.of(model).declare(Program(store), model)
     return store.tensors
+
+
+class RowsOfArray(Protocol):
+    """What rows are taken from: an array, or one that lies in parts."""
+
+    def __getitem__(self, rows: slice, /) -> np.ndarray: ...
 
 
 class Stack:
@@ -55,7 +61,7 @@ class Weights:
 
     path: Path
     model: ModelConfig
-    arrays: Mapping[str, np.ndarray | Stack]
+    arrays: Mapping[str, RowsOfArray]
     tokenizer: Tokenizer | None
 
     @property

@@ -13,7 +13,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--format",
         required=True,
         metavar="NAME",
-        help="huggingface, gguf (llama.cpp's), llmc, or llmc-tokenizer (no weights)",
+        help="huggingface, gguf (llama.cpp's), llmc, llmc-checkpoint (with AdamW's moments), or llmc-tokenizer (no weights)",
     )
     parser.add_argument("--dtype", default="fp32", metavar="NAME", help="fp32, bf16, or for gguf fp16 (default: fp32)")
     parser.add_argument(

@@ -1,8 +1,14 @@
-"""Turn another program's model into a checkpoint. `sample`, `eval` and `export` read it, and `train --init-from` begins with it."""
+"""Turn another program's model into a checkpoint. `sample`, `eval` and `export` read it, and `train --init-from` begins with it.
+
+With what llm.c keeps for going on, state_*.bin beside model_*.bin, it is a checkpoint from which `train --resume` goes on with
+llm.c's moments and step. llm.c does not keep its learning rate, schedule or batch: PRESET and keys say them.
+"""
 
 from __future__ import annotations
 
 import argparse
+
+from barellm.cli.options import add_configuration
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -18,27 +24,39 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="bytes, gpt2, a folder with tokenizer.json, llm.c's .bin (default: what lies with the model; GPT-2's for 50257 ids)",
     )
+    add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from barellm import models
+    from barellm.cli.options import Asked
     from barellm.data.gpt2 import Gpt2
     from barellm.errors import UserError
-    from barellm.interop import imported
+    from barellm.interop import imported, llmc_state
     from barellm.interop.sources import is_checkpoint, open_weights
+    from barellm.overrides import changed
 
-    weights = open_weights(Path(args.source), tokenizer=args.tokenizer)
+    asked = Asked.of(args)
+    weights = open_weights(Path(args.source), tokenizer=args.tokenizer or asked.texts.get("data.tokenizer", ""))
     if is_checkpoint(weights):
         raise UserError(f"{weights.path} is a checkpoint of barellm already")
-    saved = imported.save(weights, Path(args.out))
+    if weights.tokenizer is None:
+        raise weights.without_tokenizer("--tokenizer")
+    base = imported.like(weights) if asked.preset is None else asked.base()
+    changes = asked.changes(base)
+    config = weights.configured(changed(base, changes), changes)
+    states = llmc_state.beside(weights.path)
+    state = llmc_state.read(states, weights) if states else None
+    saved = imported.save(weights, Path(args.out), config=config, state=state)
     model, tokenizer = weights.model, weights.tokenizer
-    assert tokenizer is not None
     count = sum(t.size for t in weights.tensors.values())
     print(
         f"{saved}: {models.name_of(model)}, {count:,} parameters, {model.max_seq} positions, tokenizer {tokenizer.name}"
     )
+    if state is not None:
+        print(f"{state.story}; go on with: barellm train --out {args.out} --resume --data SHARDS")
     if isinstance(tokenizer, Gpt2) and not tokenizer.found:
         print("GPT-2's vocabulary is not on this machine: there is no text in or out before it is")
     return 0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
 from barellm.data.loader import Rows
@@ -10,6 +14,19 @@ from barellm.errors import UserError
 
 SEED = 42  # llm.c's own, of its first process
 AT_ONCE = 1 << 22  # random numbers that are skipped at once
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where llm.c's loader stands: the list of shards and its place in it, the order of that shard's samples and how many of them
+    were taken, the key of the Mersenne twister and how many of its numbers were drawn."""
+
+    shards: list[int]
+    shard: int
+    samples: list[int]
+    sample: int
+    key: np.ndarray
+    drawn: int
 
 
 class LlmcOrder(Rows):
@@ -49,6 +66,31 @@ class LlmcOrder(Rows):
             self._order = self._permuted(np.arange(self.sizes[self._shard]))
         return self._shard, int(self._order[sample - self._first]) * self.batch_size * self.seq
 
+    def standing(self, sample: int) -> Standing:
+        """Before a sample is taken."""
+        self.start(sample)
+        assert self._order is not None
+        state: Any = self._random.get_state()
+        return Standing(
+            self._shards.tolist(), self._place, self._order.tolist(), sample - self._first, state[1], state[2]
+        )
+
+    def check(self, sample: int, found: Mapping[str, Any]) -> None:
+        """Compare with where llm.c's loader stood before the same sample: at the place "shard" of the list "shards", after so many
+        samples as "sample". UserError where that is elsewhere: the batches that came before were others."""
+        here, place, taken = self.standing(sample), found["shard"], found["sample"]
+        shards = found["shards"]
+        if sorted(shards) == list(range(len(self.sizes))) and taken == self.sizes[shards[place]]:
+            place, taken = (place + 1) % len(shards), 0  # it opens the next one when it needs it
+            shards = shards if place else here.shards
+        if (here.shards, here.shard, here.sample) != (shards, place, taken):
+            stood = f"micro-batch {taken} of shard {place} of the list {_short(shards)}"
+            ours = f"micro-batch {here.sample} of shard {here.shard} of {_short(here.shards)}"
+            raise UserError(
+                f"llm.c's data stood at {stood}, and by train.batch {self.batch_size}, train.seq {self.seq}, train.accumulate "
+                f"and {self.tokens.name} it stands at {ours}: choose llm.c's -b, -t, -d and shards, or another data.order"
+            )
+
     @property
     def _shard(self) -> int:
         return int(self._shards[self._place])
@@ -86,3 +128,7 @@ class LlmcOrder(Rows):
         shard, at = self.start(first_sample // count)
         window = self.tokens.parts[shard][at : at + count * seq + 1].astype(np.int32)
         return window[:-1].reshape(count, seq), window[1:].reshape(count, seq)
+
+
+def _short(shards: list[int]) -> str:
+    return f"{', '.join(map(str, shards[:8]))}{', ...' if len(shards) > 8 else ''}"

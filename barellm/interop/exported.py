@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from barellm import models
-from barellm.checkpoint import storage
+from barellm import models, overrides
+from barellm.checkpoint import checkpoint, storage
+from barellm.checkpoint.weights import Weights
+from barellm.data.llmc import LlmcOrder
+from barellm.data.sources import prepare
 from barellm.errors import UserError, nearest
-from barellm.interop import card, gguf, huggingface, llmc, llmc_tokenizer, vocabulary
-from barellm.interop.sources import open_weights
+from barellm.interop import card, gguf, huggingface, llmc, llmc_state, llmc_tokenizer, vocabulary
+from barellm.interop.sources import is_checkpoint, open_weights
+from barellm.training.ramp import Ramp
 
-TOKENIZER = "llmc-tokenizer"
+TOKENIZER, TRAINING = "llmc-tokenizer", "llmc-checkpoint"
 FORMATS = {  # and what each may be stored in
     "huggingface": ("fp32", "bf16"),
     "llmc": ("fp32", "bf16"),
     "gguf": gguf.DTYPES,
     TOKENIZER: ("fp32",),
+    TRAINING: ("fp32", "bf16"),
 }
 
 
@@ -25,16 +30,18 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
     for option, name, known in (("--format", kind, FORMATS), ("--dtype", dtype, FORMATS.get(kind, ()))):
         if name not in known:
             raise UserError(f"{option} is {name!r}{nearest(name, known)} (known: {', '.join(known)})")
-    if licence is not None and kind in ("llmc", TOKENIZER):
+    if licence is not None and kind.startswith("llmc"):
         raise UserError(f"--license is {licence!r}, and a file of --format {kind} has no place for it: leave it out")
     weights = open_weights(source)
     module = models.of(weights.model)
-    if kind != TOKENIZER and not hasattr(module, {"llmc": "llmc_order"}.get(kind, "HUGGING_FACE")):
+    if kind != TOKENIZER and not hasattr(module, "llmc_order" if kind.startswith("llmc") else "HUGGING_FACE"):
         raise UserError(f"{weights.path} is {models.name_of(weights.model)}, which --format {kind} does not have")
     if kind != TOKENIZER and (why := module.HUGGING_FACE.refused(weights.model)):
         raise UserError(f"{weights.path}: {why}")
     if out.exists():
-        raise UserError(f"--out {out} exists, expected a new {'folder' if kind == 'huggingface' else 'file'}")
+        raise UserError(
+            f"--out {out} exists, expected a new {'folder' if kind in ('huggingface', TRAINING) else 'file'}"
+        )
     tokens = llmc_tokenizer.content(weights.tokenizer) if kind == TOKENIZER else b""
     if kind == "gguf":
         gguf.package()
@@ -43,6 +50,8 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
         with storage.new_file(out, size=len(tokens)) as file:
             file.write(tokens)
         return [f"{out}: a tokenizer of {weights.model.vocab_size:,} ids for llm.c"]
+    if kind == TRAINING:
+        return _training(weights, out, dtype=dtype)
     if kind == "llmc":
         llmc.write(weights, out, dtype=dtype)
         return [f"{out}: llm.c's version {llmc.VERSIONS[dtype]}, {dtype}"]
@@ -56,3 +65,23 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
         why = "GPT-2's vocabulary is not on this machine" if kind == "gpt2" else f"transformers has none of kind {kind}"
         said.append(f"without a tokenizer: {why}")
     return said
+
+
+def _training(weights: Weights, out: Path, *, dtype: str) -> list[str]:
+    """With the moments of AdamW, for llm.c to go on. UserError for what has none."""
+    moments = weights.path / checkpoint.OPTIMIZER
+    if not is_checkpoint(weights) or not moments.is_file():
+        raise UserError(f"{weights.path} has no state of an optimizer: export it as llmc, which is weights alone")
+    meta = checkpoint.read_meta(weights.path)
+    config = overrides.from_json(meta["config"])
+    if config.optim.name != "adamw":
+        raise UserError(f"{weights.path} has the state of {config.optim.name}, llm.c goes on with that of adamw alone")
+    train, standing, data = config.train, None, "data from the beginning of its shards, not shuffled"
+    if config.data.order == "llmc":
+        tokens = prepare(config.data, tokenizer=weights.tokenizer).train
+        order = LlmcOrder(tokens, batch=train.batch, seq=train.seq)
+        standing = order.standing(Ramp(train).before(meta["step"]))
+        data = f"data in its own order, from sample {standing.sample} of shard {standing.shards[standing.shard]}"
+    names = llmc_state.write(weights, moments, out, dtype=dtype, step=meta["step"], standing=standing)
+    options = f"-b {train.batch} -t {train.seq} -d {train.batch * train.seq * train.accumulate}"
+    return [f"{out}: {', '.join(names)}, {dtype}; {data}", f"llm.c goes on with it by -o {out} -y 1 {options}"]

@@ -12,7 +12,10 @@ from barellm.checkpoint.folder import RunFolder
 from barellm.checkpoint.weights import Weights
 from barellm.config import Config, ModelConfig
 from barellm.data.kinds import tokenizer_files
+from barellm.errors import UserError
 from barellm.fields import entries
+from barellm.interop.llmc_state import State, Training
+from barellm.training.ramp import Ramp
 
 
 def like(weights: Weights) -> Config:
@@ -30,9 +33,17 @@ def _sizes(model: ModelConfig) -> dict[str, Any]:
     return {name: getattr(model, name) for name in known - {"vocab_size", "padded_vocab", "max_seq"}}
 
 
-def save(weights: Weights, out: Path, *, config: Config | None = None, step: int = 0, total: int | None = None) -> Path:
+def save(
+    weights: Weights,
+    out: Path,
+    *,
+    config: Config | None = None,
+    step: int = 0,
+    total: int | None = None,
+    state: State | None = None,
+) -> Path:
     """The checkpoint's folder in the new folder `out`. `config`: what is known of the weights, where they are a run's; they
-    are then those of its `step` of `total`."""
+    are then those of its `step` of `total`. With llm.c's `state` a run of `config` goes on from it."""
     tokenizer = weights.tokenizer
     if tokenizer is None:
         raise weights.without_tokenizer("--tokenizer")
@@ -44,7 +55,36 @@ def save(weights: Weights, out: Path, *, config: Config | None = None, step: int
         "tokenizer": {"kind": tokenizer.name, "hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size},
         "versions": {"barellm": __version__},
     }
+    source: checkpoint.Source = weights
+    if state is not None:
+        source, step = (
+            Training(weights if not state.master else replace(weights, arrays=state.master), state),
+            state.step,
+        )
+        meta |= _training(config, state)
     with RunFolder(out, resume=False) as folder:
-        folder.need_space(checkpoint.checkpoint_bytes(weights))
+        folder.need_space(checkpoint.checkpoint_bytes(source))
         files = tokenizer_files(tokenizer)
-        return checkpoint.save(folder.checkpoints, weights, step=step, meta=meta, tokenizer=files, keep=1)
+        return checkpoint.save(folder.checkpoints, source, step=step, meta=meta, tokenizer=files, keep=1)
+
+
+def _training(config: Config, state: State) -> dict[str, Any]:
+    """What a run needs to go on, of one that began elsewhere: it has no hash of its data, and no seconds. UserError where the run
+    could not have taken these steps."""
+    optim, train = config.optim, config.train
+    if optim.name != "adamw":
+        raise UserError(f"optim.name is {optim.name!r}, and {state.path} has the moments of AdamW, expected 'adamw'")
+    if not train.steps or train.minutes:
+        raise UserError("a run that goes on from another program's state ends after some number of steps: --steps N")
+    if train.steps < state.step:
+        raise UserError(f"train.steps is {train.steps}, {state.path} is of step {state.step}: ask for more steps")
+    samples = Ramp(train).before(state.step) * train.batch
+    return {
+        "total_steps": train.steps,
+        "samples": samples,
+        "tokens": samples * train.seq,
+        "seconds": 0.0,
+        "data": None,
+        "llmc": state.place,
+        "machine": {"isa": "llm.c"},
+    }

@@ -54,13 +54,18 @@ def read(path: Path) -> Weights:
     return Weights(path, model, arrays, Gpt2() if vocab == VOCAB else None)
 
 
+def pad(model: gpt2.Config) -> int:
+    """Rows of zeros behind the embedding in a file that we write."""
+    return -model.vocab_size % PADDING
+
+
 def write(weights: Weights, out: Path, *, dtype: str) -> None:
     """The file `out`, which appears when it is whole. OSError: nothing is there."""
     model, version = weights.model, VERSIONS[dtype]
     assert isinstance(model, gpt2.Config)  # `exported` refuses
-    padded = -(-model.vocab_size // PADDING) * PADDING
-    words = [MAGIC, version, model.max_seq, model.vocab_size, model.layers, model.heads, model.channels, padded]
-    pad_rows = padded - model.vocab_size
+    words = [MAGIC, version, model.max_seq, model.vocab_size, model.layers, model.heads, model.channels]
+    pad_rows = pad(model)
+    words.append(model.vocab_size + pad_rows)
     values = sum(t.valid_rows * prod(t.shape[1:]) for t in weights.tensors.values()) + pad_rows * model.channels
     with storage.new_file(out, size=HEADER + values * DTYPES[version].itemsize) as file:
         file.write(np.array(words + [0] * (HEADER // 4 - len(words)), "<i4"))

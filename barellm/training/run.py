@@ -149,11 +149,15 @@ class Run:
         if not asked:
             config = replace(config, data=replace(config.data, tokenizer=self.data.tokenizer.name))
         self.config = with_vocabulary(config, self.data.tokenizer)
-        if start and start.meta["data"]["hash"] != self.data.hash:
+        known = start.meta["data"] if start else None  # None too for a state that another program has left
+        if start and known and known["hash"] != self.data.hash:
             raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
         train = self.config.train
         self.course, self.ramp = course(self.config), Ramp(train)
         self.batches = self._rows()
+        theirs = start.meta.get("llmc") if start else None
+        if start and theirs and theirs["shuffled"] and theirs["processes"] == 1 and isinstance(self.batches, LlmcOrder):
+            self.batches.check(self.ramp.before(start.meta["step"]), theirs)
         self.evaluator = self._evaluator(train.eval_tokens)
         self.hellaswag: hellaswag.HellaSwag | None = None
         self.scoring: tuple[int, int] | None = None
