@@ -1,6 +1,9 @@
 """The 3 x 3 layers of VGG-16 and ResNet-50, forward, beside PyTorch, and the errors of each algorithm.
 
     python -m benchmarks.convolution --batch 1 --batch 16 --out benchmarks/results/convolution.json
+    python -m benchmarks.convolution --batch 16 --dtype bf16 --out benchmarks/results/convolution-bf16.json
+
+A file of the same processor keeps its rows of other layers and batches, so a run may be done in pieces.
 
 Every layer is run by each algorithm in turns with PyTorch in both of its memory formats; all samples are kept. The peak is measured
 beside each layer, and the bandwidth once.
@@ -15,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from barellm.cpu.backend import Bench, describe
@@ -34,15 +38,16 @@ LAYERS = {
     "ResNet 256, 14": (256, 14, 256),
     "ResNet 512, 7": (512, 7, 512),
 }
+NUMPY = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 ALGORITHMS = ("direct", "winograd2", "winograd4")
 TURN = 0.1  # seconds of a turn, or one run where that takes longer
 
 
-def session_of(N: int, layer: tuple[int, int, int], algorithm: str, x: np.ndarray, w: np.ndarray) -> CpuSession:
-    C, side, K = layer
+def session_of(algorithm: str, x: np.ndarray, w: np.ndarray, dtype: str) -> CpuSession:
+    """A convolution of images stored in `dtype` with filters in fp32, as a program of that dtype has them."""
     p = Program(Store())
-    images = p.input("x", (N, C, side, side), "fp32")
-    p.output("y", p.conv2d(images, p.parameter("w", (K, C, 3, 3)), padding=1, algorithm=algorithm))
+    images = p.input("x", x.shape, dtype)
+    p.output("y", p.conv2d(images, p.parameter("w", w.shape), padding=1, algorithm=algorithm))
     session = CpuSession({"op": p})
     session.write("x", x)
     session.write("w", w)
@@ -50,13 +55,14 @@ def session_of(N: int, layer: tuple[int, int, int], algorithm: str, x: np.ndarra
 
 
 def peers(x: np.ndarray, w: np.ndarray, threads: int) -> dict[str, Callable[[], Any]]:
-    """PyTorch's convolution in both memory formats."""
+    """PyTorch's convolution in both memory formats, of images and filters in the dtype of x."""
     import torch
 
+    dtype = torch.float32 if x.dtype == np.float32 else torch.bfloat16
     torch.set_num_threads(threads)
     found = {}
     for name, form in (("torch", torch.contiguous_format), ("torch channels last", torch.channels_last)):
-        tx, tw = (torch.from_numpy(a).contiguous(memory_format=form) for a in (x, w))
+        tx, tw = (torch.from_numpy(a.astype(np.float32)).to(dtype).contiguous(memory_format=form) for a in (x, w))
 
         def run(tx=tx, tw=tw) -> None:
             with torch.inference_mode():
@@ -78,14 +84,15 @@ def turn(run: Callable[[], Any]) -> float:
 
 
 def measure(
-    N: int, name: str, rounds: int, bench: Bench, bandwidth: float, algorithms: tuple[str, ...]
+    N: int, name: str, rounds: int, bench: Bench, bandwidth: float, algorithms: tuple[str, ...], dtype: str
 ) -> dict[str, Any]:
     """One layer: samples of each variant, and the bound of the direct algorithm."""
     C, side, K = LAYERS[name]
     r = np.random.default_rng(0)
     x = r.standard_normal((N, C, side, side), dtype=np.float32)
     w = r.standard_normal((K, C, 3, 3), dtype=np.float32) / np.float32(np.sqrt(9 * C))
-    sessions = {a: session_of(N, LAYERS[name], a, x, w) for a in algorithms}
+    x = x.astype(NUMPY[dtype])
+    sessions = {a: session_of(a, x, w, dtype) for a in algorithms}
     runs: dict[str, Callable[[], Any]] = {a: (lambda s=s: s.run("op")) for a, s in sessions.items()}
     runs |= peers(x, w, bench.threads)
     for run in runs.values():
@@ -93,13 +100,13 @@ def measure(
     samples: dict[str, list[float]] = {variant: [] for variant in runs}
     peaks = []
     for _ in range(rounds):
-        peaks.append(bench.peak("fp32"))
+        peaks.append(bench.peak(dtype))
         for variant, run in runs.items():
             samples[variant].append(turn(run))
     for session in sessions.values():
         session.close()
     flops = 2 * 9 * N * C * K * side * side
-    nbytes = 4 * (x.size + w.size + N * K * side * side)
+    nbytes = x.nbytes + w.nbytes + x.itemsize * N * K * side * side
     peak = max(peaks)
     bound = max(flops / peak, nbytes / bandwidth)
     row = {"layer": name, "batch": N, "flops": flops, "peak_flops": peak, "bound_s": bound, "samples_s": samples}
@@ -123,12 +130,22 @@ def errors(C: int) -> dict[str, float]:
     return found
 
 
+def others(out: Path | None, processor: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a file of this processor that were not measured now."""
+    known = json.loads(out.read_text()) if out and out.exists() else {}
+    if known.get("processor") != processor:
+        return []
+    now = {(row["layer"], row["batch"]) for row in rows}
+    return [row for row in known["rows"] if (row["layer"], row["batch"]) not in now]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, action="append", required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layer", action="append", choices=LAYERS, help="these only")
     parser.add_argument("--algorithm", action="append", choices=ALGORITHMS, help="these only")
+    parser.add_argument("--dtype", choices=NUMPY, default="fp32", help="of the images")
     parser.add_argument("--processor", default="", help="what to call the machine in the file")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -136,14 +153,17 @@ def main() -> None:
     bandwidth = bench.bandwidth((1, 1, 0))
     algorithms = tuple(args.algorithm or ALGORITHMS)
     rows = [
-        measure(N, name, args.rounds, bench, bandwidth, algorithms) for N in args.batch for name in args.layer or LAYERS
+        measure(N, name, args.rounds, bench, bandwidth, algorithms, args.dtype)
+        for N in args.batch
+        for name in args.layer or LAYERS
     ]
     facts = {"processor": args.processor or describe()["processor"], "isa": bench.isa.name, "threads": bench.threads}
     result = {
         "kind": "convolution",
         **facts,
+        "dtype": args.dtype,
         "bandwidth": bandwidth,
-        "rows": rows,
+        "rows": [*others(args.out, facts["processor"], rows), *rows],
         "errors": {C: errors(C) for C in (64, 512)},
     }
     if args.out:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from barellm.cpu.kernel import Lowering
+from barellm.cpu.kernels.winograd_transform import linear
 from barellm.program.builder import Program, Store
+from barellm.program.winograd import input_matrix
 from tests.conv_cases import FORMS, LARGE, WINOGRAD, case, winograd_case
 from tests.cpu.check import ISAS, check_op, isa_named
 
@@ -87,3 +91,20 @@ def test_a_convolution_that_cannot_be_is_refused_in_a_line(how, message):
     p = Program(Store())
     with pytest.raises(ValueError, match=message):
         p.conv2d(p.input("x", (2, 3, 5, 7), "fp32"), p.parameter("w", (4, 3, 3, 3)), **how)
+
+
+def test_winograds_transforms_share_their_sums():
+    """A transform of six numbers takes 14 operations: rows that differ in signs share their sums. Each row for itself takes 16."""
+
+    class Number:
+        count = 0
+
+        def __add__(self, _):
+            Number.count += 1
+            return self
+
+        __sub__ = __mul__ = __add__
+
+    k = SimpleNamespace(vec="", to=lambda c, _: c, fma=lambda x, c, total: total + x)
+    linear(k, input_matrix(6), [Number() for _ in range(6)])
+    assert Number.count == 14

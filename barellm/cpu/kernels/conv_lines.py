@@ -47,11 +47,14 @@ class Grid:
 
 
 class Lines:
-    """Makes lines of `outputs` columns at `at`, `pitch` elements from one to the next."""
+    """Makes lines of `outputs` columns at `at`, `pitch` elements from one to the next. Where that is less than what vectors need,
+    lines must be filled in the order in which they lie."""
 
-    def __init__(self, k: KernelBuilder, grid: Grid, x: Pointer, at: Pointer, outputs: int) -> None:
+    def __init__(
+        self, k: KernelBuilder, grid: Grid, x: Pointer, at: Pointer, outputs: int, pitch: int | None = None
+    ) -> None:
         self.k, self.grid, self.x, self.at, self.outputs = k, grid, x, at, outputs
-        self.pitch = grid.pitch(outputs, k.lanes)
+        self.pitch = grid.pitch(outputs, k.lanes) if pitch is None else pitch
 
     def fill(self, number: Any, plane: Value, row: Value, first: Any) -> None:
         """Line `number` becomes row `row` of the channel whose pixels begin at element `plane` of x, for outputs from column

@@ -1,9 +1,9 @@
 """The direct convolution: a product whose right operand is never in memory.
 
 out[n, k, pixel] = the sum over d of a[k, d] seen[d, n, pixel], with a row of a for each output channel and a depth d = (channel,
-row and column of the filter). What is seen of x is packed, for some lines of the output and some channels, into a panel in this
-thread's second cache (depth, pixels). Each element of the filter is there a shift of the same lines (conv_lines.py), so stride,
-padding and dilation cost nothing. Each result is a sum of the sums of parts
+row and column of the filter). A thread copies the lines of x that some lines of the output see of some channels; for each register
+tile of pixels it makes the columns of seen in its first cache (conv_columns.py) and multiplies a with them. Each element of the
+filter is there a shift of the same lines, so stride, padding and dilation cost nothing. Each result is a sum of the sums of parts
 of the channels, whatever the other blocks.
 """
 
@@ -16,16 +16,15 @@ from typing import Any
 from barellm.cpu.choices import Tile, tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels.conv_columns import Columns, lines_nbytes
 from barellm.cpu.kernels.conv_lines import Grid
-from barellm.cpu.kernels.conv_panel import Panel, panel_nbytes, panel_pitch
 from barellm.cpu.kernels.loops import added, put_added
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
 DEPTH = 288  # of a part: with the pixels of a register tile it stays in the first cache
-PIXELS = 176  # of a panel, about: with the depth of a part it takes 200 KB of the second cache
-ROWS = 128  # of a whose part of the depth is multiplied with all of a panel before the next ones
-LEAST_ROWS = 16  # for which the panel's columns of a tile are first copied to where they are adjacent
+PIXELS = 352  # of a claim's lines, about, for all of which a is read once; with a part's channels they take 150 KB
+ROWS = 256  # of a whose part of the depth is multiplied with all of these pixels before the next ones
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Blocks:
     splits: int
 
     def pitch(self, isa: ISA) -> int:
-        """Elements from one depth of the panel to the next."""
-        return panel_pitch(self.lines * self.columns, self.tile.span(isa))
+        """Pixels of a claim in whole tiles."""
+        return round_up(self.lines * self.columns, self.tile.span(isa))
 
 
 def blocks_of(isa: ISA, grid: Grid, rows: int, images: int, groups: int, threads: int) -> Blocks:
@@ -92,7 +91,7 @@ class Scratch:
         pitch = blocks.pitch(isa)
         own = ceil_div(ceil_div(rows, blocks.tile.rows), blocks.splits) * blocks.tile.rows
         parts = ceil_div(grid.channels, blocks.channels)
-        self.sums = panel_nbytes(isa, grid, blocks.lines, blocks.columns, pitch, blocks.channels)
+        self.sums = lines_nbytes(isa, grid, blocks.lines, blocks.columns, blocks.channels)
         span = blocks.tile.span(isa)
         self.tile = self.sums + (4 * own * pitch if parts > 1 else 0)
         self.column = self.tile + round_up(4 * blocks.tile.rows * span, 64)
@@ -110,7 +109,7 @@ class Product:
         self.groups, self.rows, self.grid, self.target, self.blocks = groups, rows, grid, target, blocks
         self.span, self.pitch = blocks.tile.span(k.isa), blocks.pitch(k.isa)
         at, scratch = k.private(), Scratch(k.isa, grid, blocks, rows)
-        self.panel = Panel(k, grid, x, at, blocks.lines, blocks.columns, self.pitch, groups)
+        self.columns = Columns(k, grid, x, at, blocks.lines, blocks.columns, groups)
         self.sums, self.spill, self.column = (at.bytes(n) for n in (scratch.sums, scratch.tile, scratch.column))
         self.parts = ceil_div(grid.channels, blocks.channels)
         self.depth = grid.channels * grid.taps
@@ -130,12 +129,12 @@ class Product:
             self.pixels = self.many * b.columns if b.pieces == 1 else k.min(Q - self.first_column, b.columns)
             self.first_row = split * tiles_of_rows // b.splits * tile.rows
             self.last_row = k.min((split + 1) * tiles_of_rows // b.splits * tile.rows, self.rows)
-            self.panel.move(self.group, self.first_line, self.many, self.first_column)
+            self.columns.move(self.group, self.first_line, self.many, self.first_column)
             with k.loop(0, self.parts) if self.parts > 1 else nullcontext(k.int(0)) as self.part:
                 self.channel = self.part * b.channels
                 last = k.min(self.channel + b.channels, channels)
-                self.deep = (last - self.channel) * self.grid.taps
-                self.panel.pack(self.channel, last)
+                self.many_channels = last - self.channel
+                self.columns.fill(self.channel, last)
                 self._multiply()
 
     def _multiply(self) -> None:
@@ -145,23 +144,12 @@ class Product:
             last = k.min(first + round_up(ROWS, tile.rows), self.last_row)
             whole = k.min(last, rows - rest) if rest else last
             with k.loop(0, self.pixels, self.span) as j:
-                self._gather(j)
+                self.columns.gather(self.column, self.many_channels, j, self.pixels, tile.vectors)
                 with k.loop(first, whole, tile.rows) as row:
                     self._tile(row, j, tile)
                 if rest:
                     with k.when(last > rows - rest):
                         self._tile(k.int(rows - rest), j, Tile(rest, tile.vectors))
-
-    def _gather(self, j: Value) -> None:
-        """The panel's columns of the tiles from j on, side by side. In the panel each depth of them lies in another line of the
-        cache, and a few of them in a page, of which a product would touch more than the processor's first table of pages holds."""
-        k = self.k
-        self.right, self.step = self.panel.at.at(j), self.pitch
-        if self.rows >= LEAST_ROWS:
-            with k.loop(0, self.deep) as d:
-                for v in range(0, self.span, k.lanes):
-                    self.column.store(self.right.at(d * self.pitch).load(v), d * self.span + v)
-            self.right, self.step = self.column, self.span
 
     def _tile(self, row: Value, j: Value, tile: Tile) -> None:
         k = self.k
@@ -170,8 +158,8 @@ class Product:
         sums = [place.at(r * self.span) for r in range(tile.rows)]
         begin = self.a.at((self.group * self.rows + row) * self.depth + self.channel * self.grid.taps)
         left = [begin.at(r * self.depth) for r in range(tile.rows)]
-        with k.loop(0, self.deep) as d:
-            right = [self.right.at(d * self.step).load(v * k.lanes) for v in range(tile.vectors)]
+        with k.loop(0, self.many_channels * self.grid.taps) as d:
+            right = [self.column.load(d * self.span + v * k.lanes) for v in range(tile.vectors)]
             for p, line in zip(left, acc, strict=True):
                 factor = k.splat(p.get(d))
                 for v, var in enumerate(line):
