@@ -9,7 +9,7 @@ from functools import cache
 from barellm.errors import nearest
 
 NAMES = ("BARELLM_CACHE", "BARELLM_GPT2_VOCAB", "BARELLM_ISA", "BARELLM_MEMORY_LIMIT", "BARELLM_PIN", "BARELLM_POISON",
-         "BARELLM_THREADS", "BARELLM_TUNING", "BARELLM_WAIT")  # fmt: skip
+         "BARELLM_RANKS", "BARELLM_RANK_LIMIT", "BARELLM_THREADS", "BARELLM_TUNING", "BARELLM_WAIT")  # fmt: skip
 OTHERS = ("BARELLM_GOLDEN", "BARELLM_SHARED")  # of the tests
 
 

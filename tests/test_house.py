@@ -27,6 +27,7 @@ MAY = {
     "optim": {"program"},
     "data": {"program"},
     "runtime": {"program"},
+    "distributed": STEP,
     "cpu": STEP,
     "cuda": STEP,
     "kernels": STEP | {"cpu"},  # arrays of NumPy lie in the processor's memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +13,9 @@ from barellm.errors import UserError, nearest
 from barellm.models.course import enter, shares
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
+from barellm.program.tensor import Tensor
 from barellm.runtime.backend import NAMES, backend
+from barellm.runtime.ranks import ALONE, Ranks
 
 DEVICES = (*NAMES, "reference")
 ROWS = 4096  # of a matrix that are handed on at a time
@@ -115,10 +117,12 @@ def build_programs(
     positions: int | None = None,
     rows: int = 1,
     scoring: tuple[int, int] | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Program]:
-    """The programs of a training run, or without the optimizer. `config` has its dtype resolved. The KV cache of "decode" has so
-    many `rows` and `positions`: all that the model has unless given; with 0 there is no "decode". `scoring`: the sequences and the
-    tokens of each for which "score" is planned, which without training takes the place of "eval"."""
+    """The programs of a training run, or without the optimizer. `config` has its dtype resolved. The KV cache of "decode" has
+    so many `rows` and `positions`: all that the model has unless given; with 0 there is no "decode". `scoring`: the sequences
+    and the tokens of each for which "score" is planned, which without training takes the place of "eval". Of several `ranks`,
+    each takes its share of a batch."""
     from barellm import models
     from barellm.assembly.programs import build
     from barellm.optim.recipes import updates
@@ -126,10 +130,10 @@ def build_programs(
     train = config.train
     _, programs = build(
         config.model,
-        batch=train.batch if training or scoring is None else 0,
+        batch=train.batch // ranks.count if training or scoring is None else 0,
         seq=train.seq,
         compute=train.dtype,
-        optimizer=updates(config.optim, models.hidden(config.model)) if training else None,
+        optimizer=updates(config.optim, models.hidden(config.model), ranks) if training else None,
         recompute=train.recompute,
         ranges=train.ranges > 0,
         decode_batch=0 if positions == 0 else rows,
@@ -138,6 +142,16 @@ def build_programs(
         score_seq=scoring[1] if scoring else 0,
     )
     return programs
+
+
+def shares_of(config: Config, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Sequence[tuple[int, int]]]]:
+    """The parameters and the optimizer's state of a run as one process has them, and the elements of each that each rank holds."""
+    from barellm import models
+    from barellm.optim.recipes import shares
+
+    store = build_programs(config)["micro"].store
+    tensors = {name: t for name, t in store.tensors.items() if t.role in ("parameter", "state")}
+    return tensors, shares(config.optim, models.hidden(config.model), store, ranks)
 
 
 def model_flops(programs: dict[str, Program], config: Config) -> int:
@@ -156,15 +170,16 @@ def open_machine(
     scoring: tuple[int, int] | None = None,
     weights: str = "",
     only: tuple[str, ...] = (),
+    ranks: Ranks = ALONE,
 ) -> Iterator[Machine]:
     """Programs built, planned, compiled and mapped, as the first step wants them. With `training` False there is no optimizer;
-    `only` names those of the others that are wanted, if not all. `positions`, `rows` and `scoring` are as in `build_programs`.
-    `weights` names a row of `program.quantization.SCHEMES`, if products shall read codes; nothing can be trained or initialised
-    then, only loaded."""
+    `only` names those of the others that are wanted, if not all. `positions`, `rows`, `scoring` and `ranks` are as in
+    `build_programs`. `weights` names a row of `program.quantization.SCHEMES`, if products shall read codes; nothing can be
+    trained or initialised then, only loaded."""
     check_device(device)
     config = resolved(config, device)
     train = config.train
-    programs = build_programs(config, training=training, positions=positions, rows=rows, scoring=scoring)
+    programs = build_programs(config, training=training, positions=positions, rows=rows, scoring=scoring, ranks=ranks)
     programs = {name: p for name, p in programs.items() if not only or name in only}
     matrices: dict[str, Matrix] = {}
     if weights:

@@ -38,6 +38,7 @@ class Parser(argparse.ArgumentParser):
                 option = word.split("=")[0]
                 raise UserError(f"unknown option {option}{nearest(option, self._option_string_actions)}")
             raise UserError(f"unexpected argument {word!r} (see {self.prog} --help)")
+        args.words = list(argv)
         return args
 
 

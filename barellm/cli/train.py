@@ -7,9 +7,14 @@ Ctrl-C ends the run at once. docs/first_run.md explains what you see on the scre
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from typing import TYPE_CHECKING
 
 from barellm.cli.options import Asked, add_configuration, add_device, with_weights
+
+if TYPE_CHECKING:
+    from barellm.runtime.ranks import Ranks
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +29,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="train some steps with a learning rate that grows until they diverge, and suggest one; no run is made",
     )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="train with N processes of this machine, which share the work (docs/ranks.md)",
+    )
     add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from barellm.distributed import world
+    from barellm.runtime.ranks import ALONE
+
+    count = world.started_as_one_of()
+    if count > 1:
+        from barellm.cli.ranks import run_as_rank
+
+        return run_as_rank(args, count, _train)
+    number, several = world.torchrun() or (0, args.ranks or 1)
+    if several == 1:
+        return _train(args, ALONE)
+    from barellm.distributed import launch
+
+    # Of torchrun's processes the first starts them all, for MPI; the others have nothing to do.
+    return 0 if number else launch.start(several, ["train", *args.words])
+
+
+def _train(args: argparse.Namespace, ranks: Ranks) -> int:
+    """One run, or this rank's part of it."""
     started = time.monotonic()
     from pathlib import Path
 
@@ -38,13 +68,16 @@ def run(args: argparse.Namespace) -> int:
     from barellm.training import find_lr, run
     from barellm.training.console import Console
 
-    console = Console(json_lines=args.json)
+    silent = open(os.devnull, "w") if ranks.rank else None  # noqa: SIM115  (to the end of the process)
+    console = Console(json_lines=args.json, stream=silent)
     check_device(args.device)
     asked = Asked.of(args)
     name = asked.preset
     wanted = name or models.usual()
     start = weights = None
     root = Path("runs")
+    if args.find_lr and ranks.count > 1:
+        raise UserError("--find-lr tests with one process: leave --ranks out")
     if args.resume and args.find_lr:
         raise UserError(
             "--find-lr begins anew: it cannot go on with --resume (--init-from begins with a run's weights)"
@@ -66,6 +99,11 @@ def run(args: argparse.Namespace) -> int:
         out = Path(args.out) if args.out is not None else root / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
     config.check()
     steps = find_lr.steps_of(config, changes) if args.find_lr else 0
+    if ranks.rank:  # only the first writes, and only its folder stays
+        import tempfile
+
+        scratch = tempfile.TemporaryDirectory(prefix="barellm-rank-")
+        out = Path(scratch.name)
     with folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume) as opened:
         job = run.Run(
             config,
@@ -75,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
             console=console,
             started=started,
             asked=args.resume or "data.tokenizer" in changes,
+            ranks=ranks,
         )
         job.check_vocabulary(changes)
         if args.find_lr:

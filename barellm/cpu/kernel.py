@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from barellm.cpu import sources
+from barellm.cpu.extern import Prepare, callback, extern
 from barellm.cpu.isa import ISA
 from barellm.cpu.specialisation import Emit, KernelBuilder, Specialisation
 from barellm.program.ops.base import Op
@@ -46,6 +47,7 @@ class Call:
     reads: list[Region]
     writes: list[Region]
     op: Op
+    keeps: object = None  # what must live as long as the call may run
 
 
 @dataclass
@@ -95,6 +97,12 @@ class Lowering:
             (out if name in written else reads).append(region)
         spec = Specialisation(emit, tuple(kinds), tuple(sorted((constants or {}).items())))
         self.calls.append(Call(spec, args, reads, out, self.op))
+
+    def extern(self, prepare: Prepare, reads: list[Region], writes: list[Region]) -> None:
+        """Append a call out of the step (`cpu.extern`) that reads and writes these bytes."""
+        target, kept = callback(prepare, [*reads, *writes])
+        spec = Specialisation(extern, ("int",), ())
+        self.calls.append(Call(spec, [target, *reads, *writes], reads, writes, self.op, kept))
 
 
 def positional(emit: Emit) -> list[str]:

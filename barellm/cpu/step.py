@@ -185,7 +185,7 @@ class CpuSession(ArenaSession):
                     args[at] = a if isinstance(a, int) else self.base + self._address(a)[0]
                     at += 1
             self._tables[name], self.records[name] = (records.ctypes.data, len(calls)), records
-            self._keep += [table, args]
+            self._keep += [table, args, *(c.keeps for c in calls if c.keeps is not None)]
 
     # --- running ---
 

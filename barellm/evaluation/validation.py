@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import log
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from barellm.data.examples import ExampleValidation
 from barellm.data.loader import Validation
 from barellm.data.tokenizers import Tokenizer
+from barellm.runtime.ranks import ALONE, Ranks
 from barellm.runtime.session import Session
 
 
@@ -28,10 +30,18 @@ class Result:
 
 
 class Evaluator:
-    """Runs the program "eval" over the windows of a validation stream, `batch` at a time."""
+    """Runs the program "eval" over the windows of a validation stream, `batch` at a time. With several `ranks` each does some of
+    these batches, and their losses are added in the order of the batches."""
 
-    def __init__(self, windows: Validation | ExampleValidation, *, batch: int, byte_lengths: np.ndarray | None) -> None:
-        self.windows, self.batch = windows, batch
+    def __init__(
+        self,
+        windows: Validation | ExampleValidation,
+        *,
+        batch: int,
+        byte_lengths: np.ndarray | None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.windows, self.batch, self.ranks = windows, batch, ranks
         self.bytes = 0 if byte_lengths is None else windows.text_bytes(byte_lengths)
 
     def text(self, tokenizer: Tokenizer) -> bytes:
@@ -43,15 +53,22 @@ class Evaluator:
     ) -> Result | None:
         """Evaluate all windows; None if `stop()` became true on the way. `report` gets the number of windows that are done, after
         each batch."""
-        total, done = 0.0, 0
-        for inputs, targets in self.windows.batches(self.batch):
+        sums: list[float] = []  # of this rank's batches
+        done = 0
+        for number, (inputs, targets) in enumerate(self.windows.batches(self.batch)):
+            done += len(inputs)
+            if number % self.ranks.count != self.ranks.rank:
+                continue
             valid = int(np.count_nonzero(targets >= 0))
             session.write("tokens", inputs)
             session.write("targets", targets)
             session.run("eval", batch=len(inputs), seq=inputs.shape[1], inv_targets=1.0 / valid)
-            total += float(session.read("loss")[0]) * valid
+            sums.append(float(session.read("loss")[0]) * valid)
             if stop():
                 return None
-            done += len(inputs)
             report(done)
+        total = 0.0
+        for turn in zip_longest(*self.ranks.gather(sums), fillvalue=0.0):  # in the order of the batches
+            for one in turn:
+                total += one
         return Result(total / self.windows.targets, self.windows.targets, self.bytes)

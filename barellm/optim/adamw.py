@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from barellm.config import OptimConfig
 from barellm.optim.rules import Rule, update
@@ -27,6 +27,7 @@ class AdamW:
     weight_decay: float = 0.1
     moments: str = "fp32"
     lr_scale: float = 1.0
+    whole: ClassVar[bool] = False
 
     def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
         for param in params:
@@ -38,14 +39,16 @@ class AdamW:
 
         dtype_m, dtype_v = MOMENTS[self.moments]
         # Each parameter's random bits are a stream of their own.
-        stream = STATE_STREAMS + p.store.of_role("parameter").index(param) if "stochastic" in self.moments else None
+        stream = (
+            STATE_STREAMS + p.store.of_role("parameter").index(param.base) if "stochastic" in self.moments else None
+        )
         p.apply(
             ops.AdamW,
             param=param,
             grad=p.gradient_of(param),
             clip=clip,
-            m=p.state(f"{param.name}.m", param.shape, dtype_m),
-            v=p.state(f"{param.name}.v", param.shape, dtype_v),
+            m=p.state(f"{param.base.name}.m", param.shape, dtype_m),
+            v=p.state(f"{param.base.name}.v", param.shape, dtype_v),
             beta1=self.beta1,
             beta2=self.beta2,
             eps=self.eps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from barellm.config import OptimConfig
 from barellm.optim import adamw
@@ -36,6 +36,7 @@ class Muon:
     lr_mul: float = 1.0
     squared: bool = False
     matrices: int = 1
+    whole: ClassVar[bool] = True
 
     def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
         """Append the ops that change matrices by their gradients times clip[1]; nothing changes where that is NaN."""

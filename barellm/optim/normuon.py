@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from barellm.optim.muon import Muon
 from barellm.optim.rules import Rule, assigned, update
@@ -48,6 +48,7 @@ class Adam:
     wd_mul: float = 1.0
     weight_decay: float = 0.005
     eps: float = 1e-10
+    whole: ClassVar[bool] = False
 
     def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
         from barellm.program import ops

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from barellm.config import OptimConfig
 from barellm.errors import UserError
-from barellm.optim.rules import Rule, change, clipped, update
+from barellm.optim.rules import Rule, change, clipped, dealt, update
 
 if TYPE_CHECKING:
-    from barellm.program.builder import Program
+    from barellm.program.builder import Program, Store
+    from barellm.program.ops.collectives import Ranks
     from barellm.program.tensor import Tensor
 
 
@@ -26,16 +27,37 @@ def rules(config: OptimConfig, hidden: str) -> list[Rule]:
     return adamw.rules(config)
 
 
-def updates(config: OptimConfig, hidden: str) -> dict[str, Callable[[Program], None]]:
+def updates(config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> dict[str, Callable[[Program], None]]:
     """The programs that end a step, by name: what appends each. Where spikes may be skipped, "norm" finds the gradient's norm and
-    "update" does the rest, so that a run can decide between the two."""
+    "update" does the rest, so that a run can decide between the two. Of several `ranks` each updates its share. UserError for an
+    optimizer whose work cannot be dealt."""
     if config.name == "speedrun":
+        if ranks is not None and ranks.count > 1:
+            raise UserError(f"optim.name is 'speedrun', and the run has {ranks.count} ranks: expected adamw or muon")
         from barellm.optim import normuon
 
         return normuon.updates(config)
     if config.skips:
-        return {"norm": partial(_norm, clip=config.clip), "update": partial(_changes, config=config, hidden=hidden)}
-    return {"update": lambda p: optimize(p, config, hidden)}
+        how = {"config": config, "hidden": hidden, "ranks": ranks}
+        return {"norm": partial(_norm, **how), "update": partial(_changes, **how)}
+    return {"update": lambda p: optimize(p, config, hidden, ranks)}
+
+
+def shares(config: OptimConfig, hidden: str, store: Store, ranks: Ranks) -> dict[str, Sequence[tuple[int, int]]]:
+    """The elements of each parameter, and of each tensor of the optimizer's state in `store`, that each rank holds. What is the
+    same on all of them is left out. `store` has what one process has."""
+    table, params = rules(config, hidden), store.of_role("parameter")
+    dealing = dealt(table, params, ranks)
+    if dealing is None:
+        return {}
+    found = dict(dealing.parts)
+    for t in store.of_role("state"):
+        parts = dealing.parts.get(t.name.rpartition(".")[0])
+        if parts is not None:
+            size = sum(end - first for first, end in parts)
+            held = [(first * t.size // size, end * t.size // size) for first, end in parts]
+            found[t.name] = held
+    return found
 
 
 def _kept(p: Program) -> Tensor:
@@ -43,17 +65,20 @@ def _kept(p: Program) -> Tensor:
     return p.cache("clip", (2,), "fp32")
 
 
-def _norm(p: Program, *, clip: float) -> None:
-    clipped(p, p.store.of_role("parameter"), clip=clip, into=_kept(p))
+def _norm(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
+    params = p.store.of_role("parameter")
+    dealing = dealt(_table(p, config, hidden), params, ranks)
+    clipped(p, params, clip=config.clip, into=_kept(p), dealing=dealing)
 
 
-def _changes(p: Program, *, config: OptimConfig, hidden: str) -> None:
-    change(p, _table(p, config, hidden), _kept(p), params=p.store.of_role("parameter"))
+def _changes(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
+    params, table = p.store.of_role("parameter"), _table(p, config, hidden)
+    change(p, table, _kept(p), params=params, dealing=dealt(table, params, ranks))
 
 
-def optimize(p: Program, config: OptimConfig, hidden: str) -> None:
+def optimize(p: Program, config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> None:
     """Append the update of all parameters of the store. UserError for Muon where `hidden` names no matrix."""
-    update(p, _table(p, config, hidden), clip=config.clip)
+    update(p, _table(p, config, hidden), clip=config.clip, ranks=ranks)
 
 
 def _table(p: Program, config: OptimConfig, hidden: str) -> list[Rule]:

@@ -18,8 +18,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol
 
+from barellm.optim.dealing import Dealing, deal
+
 if TYPE_CHECKING:
     from barellm.program.builder import Program
+    from barellm.program.ops.collectives import Ranks
     from barellm.program.tensor import Tensor
 
 
@@ -29,7 +32,8 @@ class Optimizer(Protocol):
 
     def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
         """Append the ops that change each of `params` by its gradient (`p.gradient_of`) times `clip[1]`; nothing may change where
-        that is NaN. What they keep between steps is `p.state(f"{param.name}.NAME", ...)`."""
+        that is NaN. What they keep between steps is `p.state(f"{param.base.name}.NAME", ...)`. With several ranks `params` are this
+        rank's; they may be spans of parameters where the optimizer's class says `whole = False`."""
         ...
 
 
@@ -58,35 +62,73 @@ def assigned(rules: Sequence[Rule], params: Sequence[Tensor]) -> Iterator[tuple[
         yield param, rule
 
 
-def update(p: Program, rules: Sequence[Rule], *, clip: float, params: Sequence[Tensor] | None = None) -> None:
+def update(
+    p: Program,
+    rules: Sequence[Rule],
+    *,
+    clip: float,
+    params: Sequence[Tensor] | None = None,
+    ranks: Ranks | None = None,
+) -> None:
     """Append the update of `params`, or of all parameters of the store: the norm of all their gradients together, one scale for all
-    of them that takes it down to `clip` (0: no clipping), then each parameter's own optimizer.
+    of them that takes it down to `clip` (0: no clipping), then each parameter's own optimizer. Of several `ranks` each updates
+    its share (`optim.dealing`).
 
     The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
     """
     params = p.store.of_role("parameter") if params is None else params
-    change(p, rules, p.output("clip", clipped(p, params, clip=clip)), params=params)
+    dealing = dealt(rules, params, ranks)
+    scale = p.output("clip", clipped(p, params, clip=clip, dealing=dealing))
+    change(p, rules, scale, params=params, dealing=dealing)
 
 
-def clipped(p: Program, params: Sequence[Tensor], *, clip: float, into: Tensor | None = None) -> Tensor:
+def dealt(rules: Sequence[Rule], params: Sequence[Tensor], ranks: Ranks | None) -> Dealing | None:
+    """The share of each rank; None where there is one process only."""
+    if ranks is None or ranks.count == 1:
+        return None
+    whole, cut = [], []
+    for optimizer, given in _groups(rules, params).items():
+        (whole if getattr(optimizer, "whole", True) else cut).extend(given)
+    return deal(ranks, whole=whole, cut=cut)
+
+
+def clipped(
+    p: Program, params: Sequence[Tensor], *, clip: float, into: Tensor | None = None, dealing: Dealing | None = None
+) -> Tensor:
     """Append the norm of the gradients of `params` and the scale that takes it down to `clip`: a tensor [norm, scale], which is
-    `into` if given."""
+    `into` if given. Gradients that are dealt are added up over the ranks first."""
     from barellm.program import ops
     from barellm.program.loss_scale import loss_scale_of
 
-    squares = {f"p{i}": p.apply(ops.SumSquares, x=p.gradient_of(t)).partials for i, t in enumerate(params)}
+    if dealing is None:
+        partials = [p.apply(ops.SumSquares, x=p.gradient_of(t)).partials for t in params]
+    else:
+        dealing.reduce(p, params)
+        partials = dealing.squares(p, params)
+    squares = {f"p{i}": t for i, t in enumerate(partials)}
     operands = {"skipped": p.state("skipped", (1,), "i32"), "loss_scale": loss_scale_of(p), **squares}
     scale = p.apply(ops.ClipScale, **operands, clip=clip, into=None if into is None else {"clip": (into, "store")})
     return scale.clip
 
 
-def change(p: Program, rules: Sequence[Rule], scale: Tensor, *, params: Sequence[Tensor]) -> None:
-    """Append the change of each of `params` by the optimizer that the rules give it; nothing changes where scale[1] is NaN."""
+def change(
+    p: Program, rules: Sequence[Rule], scale: Tensor, *, params: Sequence[Tensor], dealing: Dealing | None = None
+) -> None:
+    """Append the change of each of `params` by the optimizer that the rules give it; nothing changes where scale[1] is NaN. Of
+    those that are dealt this rank changes its share, and gets the rest from the others."""
     first = len(p.ops)
+    for optimizer, given in _groups(rules, params).items():
+        shares = given if dealing is None else [own for t in given if (own := dealing.own(t)) is not None]
+        optimizer.update(p, shares, scale)
+    for op in p.ops[first:]:
+        op.counted, op.update = False, True
+    if dealing is not None:
+        dealing.give(p, params)
+
+
+def _groups(rules: Sequence[Rule], params: Sequence[Tensor]) -> dict[Optimizer, list[Tensor]]:
+    """The parameters of each optimizer, in the order of the rules."""
     groups: dict[Optimizer, list[Tensor]] = {rule.optimizer: [] for rule in rules}
     for param, rule in assigned(rules, params):
         groups[rule.optimizer].append(param)
-    for optimizer, given in groups.items():
-        optimizer.update(p, given, scale)
-    for op in p.ops[first:]:
-        op.counted, op.update = False, True
+    return groups

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from barellm.program.dtypes import PRECISIONS, Precision
-from barellm.program.tensor import PERSISTENT, Role, Tensor, View, describe
+from barellm.program.tensor import PERSISTENT, Role, Span, Tensor, View, describe
 
 if TYPE_CHECKING:  # the families of ops import this file
     import numpy as np
@@ -20,6 +20,7 @@ class Store:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.exact: set[Tensor] = set()  # parameters that some op reads as they are, not only as products do
 
     def get(self, name: str, shape: tuple[int, ...], dtype: str, role: Role, **more: Any) -> Tensor:
         have = self.tensors.get(name)
@@ -98,7 +99,9 @@ class Graph:
         return self.store.get(name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]))
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
-        """Its gradient, fp32, which lives in the store under `NAME.grad`."""
+        """Its gradient, fp32, which lives in the store under `NAME.grad`; of a span of a parameter the same elements of it."""
+        if isinstance(parameter, Span):
+            return Span(self.gradient_of(parameter.base), parameter.first_element, parameter.size)
         return self.store.get(f"{parameter.name}.grad", parameter.shape, "fp32", "gradient")
 
     def state(self, name: str, shape: tuple[int, ...], dtype: str = "fp32") -> Tensor:
@@ -154,6 +157,9 @@ class Graph:
                 target, mode = self.activation(f"{op.name}.{name}", shape, dtype), "store"
             op.outputs[name] = target
             op.modes[name] = mode
+        changed = {t.base for t in op.outputs.values()}
+        read = {t.base for name, t in op.inputs.items() if name not in op.rounded}
+        self.store.exact |= {t for t in read - changed if t.role == "parameter"}
         self.ops.append(op)
         return op
 

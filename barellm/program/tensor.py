@@ -57,6 +57,11 @@ class Tensor:
         return 0
 
     @property
+    def first_element(self) -> int:
+        """The element of `base` at which it begins."""
+        return self.first_column
+
+    @property
     def row_stride(self) -> int:
         """Elements from one row of the last axis to the next."""
         return int(self.base.shape[-1]) if self.shape else 1
@@ -103,6 +108,29 @@ class View(Tensor):
     def on(self, base: Tensor) -> View:
         """The same columns of another tensor."""
         return View(base, self._first, int(self.shape[-1]))
+
+
+class Span(Tensor):
+    """Elements [first, first + count) of another tensor, one after the other: a rank's share of it. It owns no bytes."""
+
+    def __init__(self, base: Tensor, first: int, count: int) -> None:
+        assert base.base is base, "a span is of a tensor, not of a view"
+        if not 0 <= first < first + count <= base.size:
+            raise ValueError(f"elements {first} to {first + count} are not in {describe(tensor=base)}")
+        super().__init__(f"{base.name}[{first}:{first + count}]", (count,), base.dtype, base.role)
+        self._base, self._first = base, first
+
+    @property
+    def base(self) -> Tensor:
+        return self._base
+
+    @property
+    def first_element(self) -> int:
+        return self._first
+
+    @property
+    def row_stride(self) -> int:
+        return self.size
 
 
 def describe(**tensors: Tensor | None) -> str:

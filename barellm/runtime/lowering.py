@@ -13,7 +13,7 @@ from barellm.program.fusion import Fusion, fuse
 from barellm.program.grouping import Alike, group
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan, plan
-from barellm.program.tensor import Tensor
+from barellm.program.tensor import Span, Tensor
 from barellm.runtime.registry import Registry
 
 
@@ -28,17 +28,20 @@ class Region:
 
 def part(tensor: Tensor, start: int = 0, stop: int | None = None) -> Region:
     """Bytes [start, stop) of a tensor, or all of them. For a view these are the bytes from its first element to the end of its
-    base."""
-    base, skip = tensor.base, tensor.first_column * itemsize(tensor.dtype)
+    base; a span's bytes lie one after the other."""
+    base, skip = tensor.base, tensor.first_element * itemsize(tensor.dtype)
     assert base is tensor or (start, stop) == (0, None), f"{tensor.name} is a view: its rows are not adjacent"
+    if isinstance(tensor, Span):
+        return Region(base, skip, skip + tensor.nbytes)
     return Region(base, start + skip, base.nbytes if stop is None else stop)
 
 
 def plane(tensor: Tensor, number: int) -> tuple[Region, str]:
     """The bytes and the dtype of one plane of a tensor whose format has several."""
-    f = FORMATS[tensor.dtype]
-    start, dtype = f.start_of(number, tensor.size), f.planes[number]
-    return Region(tensor, start, start + FORMATS[dtype].nbytes(tensor.size)), dtype
+    f, base = FORMATS[tensor.dtype], tensor.base
+    dtype = f.planes[number]
+    start = f.start_of(number, base.size) + FORMATS[dtype].nbytes(tensor.first_element)
+    return Region(base, start, start + FORMATS[dtype].nbytes(tensor.size)), dtype
 
 
 def share(operand: Tensor | tuple[Region, str], number: int, count: int) -> tuple[Region, str]:

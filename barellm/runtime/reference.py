@@ -19,7 +19,7 @@ from barellm.program.fusion import Fusion, fuse
 from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
 from barellm.program.scalars import check_names, defaults
-from barellm.program.tensor import PERSISTENT, Dim, Tensor
+from barellm.program.tensor import PERSISTENT, Dim, Span, Tensor
 from barellm.runtime.indices import check_indices, index_limits
 
 POISON = 0xFF  # as a byte pattern NaN in every float dtype, -1 in integers
@@ -50,7 +50,7 @@ class Values:
         self.of[t] = np.array(values, dtype=np.int32 if t.dtype == "i32" else self.dtype)
 
     def room(self, t: Tensor, shape: tuple[int, ...]) -> None:
-        if t not in self.of or self.of[t].shape != shape:
+        if t not in self.of or self.of[t].size != np.prod(shape, dtype=int):
             self.of[t] = np.full(shape, np.nan, self.dtype)
 
 
@@ -157,13 +157,18 @@ class ReferenceSession:
 
     def _read(self, t: Tensor, shapes: Mapping[Tensor, tuple[int, ...]], *, rounded: bool = False) -> np.ndarray:
         whole = self.memory.read(t.base, shapes[t.base], rounded=rounded)
+        if isinstance(t, Span):
+            return whole.reshape(-1)[t.first_element : t.first_element + t.size].copy()
         return whole if t.base is t else whole[..., t.first_column : t.first_column + shapes[t][-1]].copy()
 
     def _write(self, t: Tensor, values: np.ndarray, shapes: Mapping[Tensor, tuple[int, ...]]) -> None:
         if t.base is not t:
             self.memory.room(t.base, shapes[t.base])
             whole = self.memory.read(t.base, shapes[t.base]).copy()
-            whole[..., t.first_column : t.first_column + shapes[t][-1]] = values.reshape(shapes[t])
+            if isinstance(t, Span):
+                whole.reshape(-1)[t.first_element : t.first_element + t.size] = values.reshape(-1)
+            else:
+                whole[..., t.first_column : t.first_column + shapes[t][-1]] = values.reshape(shapes[t])
             values = whole
         self.memory.write(t.base, values)
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from barellm.program.grouping import members
 from barellm.program.ops.base import Op
-from barellm.program.tensor import Tensor, describe
+from barellm.program.tensor import Span, Tensor, describe
 
 MODES = ("store", "add", "start")
 L = TypeVar("L")
@@ -23,13 +23,14 @@ L = TypeVar("L")
 class Entry(Generic[L]):
     """How one op is lowered, and what its kernel can do. `modes` has the modes of those outputs that it can do more to than store.
     `floats` are the dtypes that every operand may have, and `also` those that some may have beside them. `views` are the operands
-    whose rows may lie further apart than they are long."""
+    whose rows may lie further apart than they are long, and `spans` those that may be a part of a tensor's elements."""
 
     lower: Callable[[L], None]
     modes: Mapping[str, tuple[str, ...]]
     floats: tuple[str, ...]
     also: Mapping[str, tuple[str, ...]]
     views: frozenset[str]
+    spans: frozenset[str]
 
 
 class Registry(Generic[L]):
@@ -50,16 +51,18 @@ class Registry(Generic[L]):
         floats: str = "",
         also: Mapping[str, str] | None = None,
         views: str = "",
+        spans: str = "",
     ) -> None:
         """Register how `op_name` is lowered; a second entry for an op replaces the first. The words name operands: `adds` are
-        outputs that can be added to, `starts` those that can be started too, and `views` operands that may be views. `also` has
-        dtypes that an operand may have beside `floats`, which are those of the backend unless given."""
+        outputs that can be added to, `starts` those that can be started too, `views` operands that may be views, and `spans`
+        operands that may be spans ("*": all). `also` has dtypes that an operand may have beside `floats`, which are those of
+        the backend unless given."""
         modes = dict.fromkeys(adds.split(), MODES[:2]) | dict.fromkeys(starts.split(), MODES)
         if op_name in self.entries:
             self.replaced()
         more = {name: tuple(words.split()) for name, words in (also or {}).items()}
         numbers = tuple(floats.split()) or self.floats
-        self.entries[op_name] = Entry(lower, modes, numbers, more, frozenset(views.split()))
+        self.entries[op_name] = Entry(lower, modes, numbers, more, frozenset(views.split()), frozenset(spans.split()))
 
     def takes(self, op_name: str, operand: str) -> tuple[str, ...]:
         """The dtypes that an operand may have."""
@@ -93,6 +96,8 @@ class Registry(Generic[L]):
                 if t.dtype not in (dtypes := self.takes(op.kernel, name)):
                     written = f" in mode {mode!r}" if name in one.outputs else ""
                     return f"{who} takes no {t.dtype} for {name}{written}, only {_either(dtypes)}"
+                if isinstance(t, Span) and entry.spans & {name, "*"}:
+                    continue
                 if is_view(t) and name not in entry.views:
                     return f"{who} takes no view for {name}, found {describe(**{name: t})}"
         return None

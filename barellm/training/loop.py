@@ -18,6 +18,7 @@ from barellm.errors import UserError
 from barellm.evaluation import hellaswag
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.models.course import Course, Step
+from barellm.runtime.ranks import Ranks, first
 from barellm.runtime.session import Session
 from barellm.training import report
 from barellm.training.console import Console, duration, in_words, short
@@ -72,6 +73,7 @@ class Loop:
     saving: Saving
     tracking: Tracking
     meta: dict[str, Any]  # what a checkpoint's meta.json says besides the progress
+    ranks: Ranks
     samples: Callable[[int], list[str]]  # step -> texts; empty when stopped
     hellaswag: Callable[[], hellaswag.Result | None] | None = None
     flops_per_step: int = 0
@@ -104,6 +106,7 @@ class Loop:
         while True:
             step = self.progress.step
             self._after_step(step)
+            first(self.ranks, None)  # which may have been at work alone
             if step == self.progress.total or self.stop:
                 break
             if not self._step():
@@ -127,16 +130,17 @@ class Loop:
         train, session, step = self.config.train, self.session, self.progress.step
         begin = time.perf_counter()
         plan = self.course.step(step, self.progress.total)
-        shape = {"batch": train.batch, "seq": plan.seq}
-        loss, first, count = 0.0, self.ramp.before(step), self.ramp.count(step)
+        batch = train.batch // self.ranks.count  # of each micro-batch so many rows are this rank's
+        shape = {"batch": batch, "seq": plan.seq}
+        loss, begun, count = 0.0, self.ramp.before(step), self.ramp.count(step)
         # The loss is the mean over the targets that count: exactly as planned where all of them do.
         samples = train.batch * count
-        share = self.batches.counted(first * train.batch, samples, seq=plan.seq) / (samples * plan.seq)
+        share = self.batches.counted(begun * train.batch, samples, seq=plan.seq) / (samples * plan.seq)
         for micro in range(count):
             if micro and self.stop:
                 return False
-            sample = (first + micro) * train.batch
-            inputs, targets = self.batches.batch(sample, train.batch, seq=plan.seq, document=plan.document)
+            sample = (begun + micro) * train.batch + self.ranks.rank * batch
+            inputs, targets = self.batches.batch(sample, batch, seq=plan.seq, document=plan.document)
             session.write("tokens", inputs)
             session.write("targets", targets)
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
@@ -152,6 +156,7 @@ class Loop:
             if micro + 1 < count and self.console.due(inside=True):
                 total = "?" if self.progress.total is None else self.progress.total
                 self.console.progress(f"step {step + 1:>5}/{total}  micro-batch {micro + 1} of {count}")
+        loss = self._meet(loss)
         with self.saving.changing:
             norm, spike = self._update(plan, loss)
             self._count((time.perf_counter() - begin) / count)
@@ -161,6 +166,15 @@ class Loop:
             self.course.enter(session, step + 1, self.progress.total)
         self._report(loss, norm, plan, spike)
         return True
+
+    def _meet(self, loss: float) -> float:
+        """All ranks tell their part of the loss, and whether they were asked to stop. Gives the loss."""
+        found = self.ranks.gather((loss, self.stop.status))
+        self.stop.agree([status for _, status in found])
+        total = found[0][0]
+        for more, _ in found[1:]:
+            total += more
+        return total
 
     def _update(self, plan: Step, loss: float) -> tuple[float, str]:
         """Runs the programs that end a step. Gives the norm of the gradient, which the first of them finds, and why the others did
@@ -249,7 +263,7 @@ class Loop:
         update was what broke them. They may be bad already, so all earlier checkpoints stay, and the line names the newest."""
         step, point = self.progress.step, self._changed
         assert point is not None
-        if point.step and self._weights_are_finite():
+        if point.step and first(self.ranks, self._weights_are_finite()):
             self.saving.now_or_warn(replace(point, keep=ALL))
         self.saving.wait()
         target = checkpoint.step_folder(self.saving.folder, point.step)
@@ -282,24 +296,32 @@ class Loop:
 
     def _choose_total(self) -> None:
         """Choose the number of steps of a run with `minutes`, once, from the speed seen so far; checkpoints keep it."""
+        if self.progress.total is not None:
+            return
+        self.progress.total = first(self.ranks, self._total_in_time())
+        if (total := self.progress.total) is None:
+            return
+        self.console.line(
+            f"speed    {self._step_s * 1e3:.1f} ms a step: {total:,} steps fit into {self.config.train.minutes:g} minutes"
+        )
+        if self.config.optim.warmup >= total:
+            self.console.line(report.warmup_warning(self.config, total))
+
+    def _total_in_time(self) -> int | None:
+        """The number of steps that fit; None as long as too little of the speed was seen."""
         train, progress = self.config.train, self.progress
         budget = 60 * train.minutes * (1 - FINAL_SHARE)
         wait = min(CALIBRATION_S, CALIBRATION_SHARE * budget)
         enough = self._stepped > CALIBRATION_STEPS and self._stepping_s >= wait
-        if progress.total is not None or not (enough or progress.step == train.steps):
-            return
-        progress.total = steps_in_time(
+        if not enough and progress.step != train.steps:
+            return None
+        return steps_in_time(
             done=progress.step,
             step_s=self._step_s,
             pause_s=self._pauses_s,
             left_s=budget - progress.seconds - self.final_targets / self._evaluated_per_s,
             limit=train.steps or ANY_STEPS,
         )
-        self.console.line(
-            f"speed    {self._step_s * 1e3:.1f} ms a step: {progress.total:,} steps fit into {train.minutes:g} minutes"
-        )
-        if self.config.optim.warmup >= progress.total:
-            self.console.line(report.warmup_warning(self.config, progress.total))
 
     # --- between steps ---
 

@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from barellm import __version__, models, overrides
-from barellm.assembly.machine import Machine, open_machine
+from barellm.assembly.machine import Machine, open_machine, shares_of
 from barellm.checkpoint import checkpoint, storage
 from barellm.checkpoint.folder import RunFolder
+from barellm.checkpoint.shares import Shares
 from barellm.checkpoint.weights import Weights
 from barellm.config import Config
 from barellm.data.documents import Documents
@@ -32,15 +34,16 @@ from barellm.evaluation.text import gzip_bits_per_byte, python_share
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.generation.decode import Decoder, open_decoder
 from barellm.generation.samplers import Sampling
-from barellm.training import curve, metrics, ranges, report, trackers
+from barellm.runtime.ranks import ALONE, Ranks
+from barellm.training import curve, metrics, ranges, report, together, trackers
 from barellm.training.console import Console, duration, short
 from barellm.training.course import Plain, course
 from barellm.training.grace import Grace
 from barellm.training.loop import ANY_STEPS, Loop, Progress
 from barellm.training.ramp import Ramp
-from barellm.training.saving import Saving
+from barellm.training.saving import Saving, SharedSaving
 from barellm.training.spikes import Spikes
-from barellm.training.stopping import Stopping
+from barellm.training.stopping import Agreed, Stopping
 from barellm.training.trackers import Tracking
 
 # The last evaluation is longer, but costs a few percent of the training: 1 / FINAL_SHARE of the tokens trained on within
@@ -123,7 +126,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 class Run:
     """One training run, from its seed, from `weights`, or from `start` on. `started`: time.monotonic() when the command began, for
     honest totals. `asked`: whether the user chose the tokenizer, so that shards of another one are refused. `listen`: as the loop
-    has it."""
+    has it. `ranks`: the processes of the run, of which this is one; all but rank 0 are silent, and their folder is nobody's."""
 
     def __init__(
         self,
@@ -136,16 +139,20 @@ class Run:
         started: float,
         asked: bool = True,
         listen: Callable[[dict[str, Any]], bool] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         config.check()
+        together.check(config, device=device, ranks=ranks)
+        self.ranks = ranks
         trackers.chosen(config.train.track)  # before anything slow begins
         course(config)
         self.start, self.weights, self.device, self.console, self.started = start, weights, device, console, started
         self.listen = listen
         tokenizer = load_tokenizer(start.path) if start else weights.tokenizer if weights else None
-        self.data: Dataset = prepare(
-            config.data, tokenizer=tokenizer, asked=asked, report=console.line, progress=console.tokenizing()
-        )
+        with together.in_turn(ranks):  # what rank 0 prepares, the others find in the cache
+            self.data: Dataset = prepare(
+                config.data, tokenizer=tokenizer, asked=asked, report=console.line, progress=console.tokenizing()
+            )
         if not asked:
             config = replace(config, data=replace(config.data, tokenizer=self.data.tokenizer.name))
         self.config = with_vocabulary(config, self.data.tokenizer)
@@ -201,14 +208,22 @@ class Run:
     def _evaluator(self, tokens: int) -> Evaluator:
         train = self.config.train
         windows = self.data.validation(seq=train.seq, max_tokens=tokens)
-        return Evaluator(windows, batch=train.batch, byte_lengths=self.data.byte_lengths)
+        batch = train.batch // self.ranks.count
+        return Evaluator(windows, batch=batch, byte_lengths=self.data.byte_lengths, ranks=self.ranks)
 
     def execute(self, folder: RunFolder) -> int:
         """Exit status: 0 finished, 130 or 143 stopped by a signal with a checkpoint saved."""
-        with open_machine(self.config, device=self.device, scoring=self.scoring) as machine:
+        with ExitStack() as opening:
+            with together.in_turn(self.ranks):  # what rank 0 compiles, the others find in the cache
+                opened = open_machine(self.config, device=self.device, scoring=self.scoring, ranks=self.ranks)
+                machine = opening.enter_context(opened)
             self.config = machine.config
-            folder.need_space(checkpoint.checkpoint_bytes(machine.session))
-            with Stopping() as stop:
+            together.agree(self.ranks, self._facts(machine))
+            self.stored: Any = machine.session  # as checkpoints have it
+            if self.ranks.count > 1:
+                self.stored = Shares(machine.session, *shares_of(self.config, self.ranks), self.ranks)
+            folder.need_space(checkpoint.checkpoint_bytes(self.stored))
+            with Agreed(self.ranks.rank) if self.ranks.count > 1 else Stopping() as stop:
                 self.console.on_lost = lambda: stop.request(141)
                 return self._train(folder, machine, stop)
 
@@ -249,6 +264,7 @@ class Run:
                 saving=saving,
                 tracking=tracking,
                 meta=self._meta(machine),
+                ranks=self.ranks,
                 samples=lambda step: self._samples(decoder, stop, count=1, tokens=SAMPLE_TOKENS, seed=step),
                 hellaswag=self._hellaswag(machine, stop),
                 flops_per_step=machine.flops_per_step,
@@ -280,9 +296,10 @@ class Run:
         return Spikes(loss_limit=optim.skip_loss_z, norm_limit=optim.skip_norm_z, state=state)
 
     def _saving(self, folder: RunFolder, machine: Machine, stop: Stopping) -> Saving:
-        return Saving(
+        kind = Saving if self.ranks.count == 1 else partial(SharedSaving, rank=self.ranks.rank)
+        return kind(
             folder.checkpoints,
-            machine.session,
+            self.stored,
             written=machine.written,
             shared=machine.shared,
             threads=int(machine.meta().get("threads", 1)),
@@ -301,7 +318,7 @@ class Run:
             progress, rows = Progress(), []
             storage.replace_file(folder.path / "metrics.jsonl", b"")
         else:
-            checkpoint.load(self.start.path, machine.session, optimizer=True)
+            checkpoint.load(self.start.path, self.stored, optimizer=True)
             meta = self.start.meta
             # A checkpoint of an older version does not say how many tokens it has seen.
             tokens = meta.get("tokens", meta["samples"] * self.config.train.seq)
@@ -340,20 +357,34 @@ class Run:
             "config": overrides.to_json(self.config),
             "data": {"name": self.data.name, "hash": self.data.hash},
             "tokenizer": {"kind": tokenizer.name, "hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size},
-            "machine": machine.meta(),
+            "machine": machine.meta() | ({"ranks": self.ranks.count} if self.ranks.count > 1 else {}),
             "versions": versions | {name: import_module(name).__version__ for name in names},
+        }
+
+    def _facts(self, machine: Machine) -> dict[str, Any]:
+        """What all ranks must have alike."""
+        meta = machine.meta()
+        return {
+            "barellm": together.version(),
+            "the text": f"{self.data.name} ({self.data.hash})",
+            "the configuration": overrides.to_json(self.config),
+            "the tokenizer": self.data.tokenizer.hash,
+            "the instruction set": meta["isa"],
+            "the checkpoint": self.start.meta["step"] if self.start else None,
         }
 
     def _hellaswag(self, machine: Machine, stop: Stopping) -> Callable[[], hellaswag.Result | None] | None:
         """A function that tries the model on HellaSwag, if the run shall."""
         task, scoring = self.hellaswag, self.scoring
-        if task is None or scoring is None:
+        if task is None or scoring is None or self.ranks.rank:
             return None
         scorer = Scorer(machine.session, batch=scoring[0], seq=scoring[1])
         tell = self.console.evaluating
         return lambda: task.run(scorer, stop=lambda: bool(stop), report=tell(len(task.texts)))
 
     def _samples(self, decoder: Decoder, stop: Stopping, *, count: int, tokens: int, seed: int) -> list[str]:
+        if self.ranks.rank:  # all have the same weights: one writes
+            return []
         if self.data.byte_lengths is None:  # shards of a vocabulary that is not here: ids, but no text
             return []
         tokenizer, prompt = self.data.tokenizer, self.data.prompt
@@ -388,6 +419,8 @@ class Run:
         texts = self._samples(decoder, stop, count=count, tokens=length, seed=step)
         if stop:
             return False
+        if self.ranks.rank:
+            return True
         for i, text in enumerate(texts):
             loop.record_sample(step, text, show=i < FINAL_SHOWN)
         found = curve.Curve(self.config.preset, *curve.series(loop.metrics.rows))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm.checkpoint import checkpoint
+from barellm.checkpoint.shares import Shares
 from barellm.checkpoint.snapshot import Snapshot
 from barellm.runtime.session import Session
 from barellm.training.console import Console, duration
@@ -164,6 +165,32 @@ class Saving:
             keep=point.keep,
             gradients=point.gradients,
         )
+
+
+class SharedSaving(Saving):
+    """The same of a run with several ranks, which each hold a share of what is saved: rank 0 writes, the others give it their
+    shares, and the training waits. `shares` is the session."""
+
+    def __init__(self, folder: Path, shares: Shares, *, rank: int, **how: Any) -> None:
+        super().__init__(folder, shares, **how)  # pyright: ignore[reportArgumentType]
+        self._shares, self._rank = shares, rank
+
+    def begin(self, point: Point) -> None:
+        self.now_or_warn(point)
+
+    def now_or_warn(self, point: Point) -> bool:
+        if self._rank:
+            self._shares.serve()
+            return True
+        with self._shares.served():
+            return super().now_or_warn(point)
+
+    def last(self, point: Point) -> None:
+        if self._rank:
+            self._shares.serve()
+            return
+        with self._shares.served():
+            super().last(point)
 
 
 class _Writer(threading.Thread):

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -16,6 +17,8 @@ class Stopping:
     """While entered, the first signal sets `status`: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP (141 where only the
     output's reader went away), since scripts must not take a stopped run for a finished one. The next signal ends the
     process with it, whatever native code other threads are running."""
+
+    tells = True  # of the first signal
 
     def __init__(self) -> None:
         self.status = 0
@@ -41,6 +44,9 @@ class Stopping:
         """Ask for the end after this step without a signal."""
         self.status = self.status or status
 
+    def agree(self, statuses: Sequence[int]) -> None:
+        """Hear what all ranks of the run have been asked, this one included, which has obeyed already where it is alone."""
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.status:
             _say(b"\nbarellm: stopped at once, without a checkpoint of the last steps\n")
@@ -51,7 +57,23 @@ class Stopping:
         self.status = 128 + number
         if number == signal.SIGTERM:
             self.terminated = time.monotonic()
-        _say(b"\nbarellm: stopping after this step; once more to stop at once\n")
+        if self.tells:
+            _say(b"\nbarellm: stopping after this step; once more to stop at once\n")
+
+
+class Agreed(Stopping):
+    """The same for a rank of several, which all end after the same step: a signal to one of them counts when they have agreed."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.tells, self._agreed = rank == 0, False
+
+    def __bool__(self) -> bool:
+        return self._agreed
+
+    def agree(self, statuses: Sequence[int]) -> None:
+        self.status = self.status or max(statuses)
+        self._agreed = self.status != 0
 
 
 def _say(text: bytes) -> None:

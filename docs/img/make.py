@@ -90,6 +90,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "kernels": (SKY, "functions\non arrays"),
     "cpu": (ROSE, "LLVM kernels,\nthreads"),
     "cuda": (ROSE, "Triton kernels,\ndriver"),
+    "distributed": (SKY, "several processes:\nlaunchers, MPI"),
     "runtime": (LILAC, "what a session is,\nbackends by name"),
     "models": (MINT, "each a flat\nforward"),
     "optim": (MINT, "what updates\nparameters"),

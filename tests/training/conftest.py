@@ -16,6 +16,7 @@ from barellm.assembly.machine import Machine
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.program.planner import Plan
+from barellm.runtime.ranks import ALONE
 from barellm.training import curve, find_lr, run
 from tests.training.fake import FakeSession
 
@@ -47,7 +48,7 @@ def fake(monkeypatch, tmp_path) -> FakeSession:
     session = FakeSession()
 
     @contextmanager
-    def open_machine(config, *, device, training=True, scoring=None):
+    def open_machine(config, *, device, training=True, scoring=None, ranks=ALONE):
         config = replace(config, train=replace(config.train, dtype="fp32"))
         yield Machine(config, "reference", session, programs(session), Plan({}, {}, 0, 0, 0, {}))
 

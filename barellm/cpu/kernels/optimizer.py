@@ -25,11 +25,12 @@ def power(k: KernelBuilder, base: float, exponent: Value) -> Value:
 
 
 def adamw(
-    k: KernelBuilder, param, param_lo, m, v, grad, clip, n, stream, *, beta1, beta2, eps, weight_decay, lr_scale, cautious
+    k: KernelBuilder, param, param_lo, m, v, grad, clip, n, stream, first, *,
+    beta1, beta2, eps, weight_decay, lr_scale, cautious,
 ) -> None:  # fmt: skip
     """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps); the step's factors are computed in double. With a `stream` 16-bit moments are
-    rounded stochastically. `cautious`: u = lr m^ / (sqrt(v) + eps) with the second bias in lr, then p - u - (lr^2 wd p where u
-    makes p smaller)."""
+    rounded stochastically, by the random bits from element `first` on. `cautious`: u = lr m^ / (sqrt(v) + eps) with the second
+    bias in lr, then p - u - (lr^2 wd p where u makes p smaller)."""
     lr, step = k.scalar("lr"), k.scalar("step")
     lr = lr if lr_scale == 1.0 else lr * lr_scale
     step_size, root = lr / (1.0 - power(k, beta1, step)), k.sqrt(1.0 - power(k, beta2, step))
@@ -70,7 +71,7 @@ def adamw(
         if key is None:
             sweep_pairs(k, begin, end, body)
         else:
-            sweep_dithered(k, begin, end, key, body)
+            sweep_dithered(k, begin, end, key, first, body)
 
 
 def sweep_pairs(k: KernelBuilder, begin: Value, end: Value, body: Callable[..., None]) -> None:
@@ -83,17 +84,18 @@ def sweep_pairs(k: KernelBuilder, begin: Value, end: Value, body: Callable[..., 
 
 
 def sweep_dithered(
-    k: KernelBuilder, begin: Value, end: Value, key: tuple[Value, Value], body: Callable[..., None]
+    k: KernelBuilder, begin: Value, end: Value, key: tuple[Value, Value], origin: Value, body: Callable[..., None]
 ) -> None:
     """The same with the shared random word of each lane. Elements go in blocks that a call of the generator serves, and `begin` is
-    the start of one. The next block's words are found between the vectors of this one: they are a chain of 80 operations."""
+    the start of one, as is `origin`, the element of the whole tensor at which these begin. The next block's words are found
+    between the vectors of this one: they are a chain of 80 operations."""
     width, vectors = random.SHARED_WIDTH, random.SHARED_WIDTH // k.lanes
-    *_, first_words = random.shared_words(k, key, begin // width)
+    *_, first_words = random.shared_words(k, key, (origin + begin) // width)
     ahead = [k.var(word) for word in first_words]
 
     def block(first: Value, *, masked: bool) -> None:
         words = [word.value for word in ahead]
-        following = random.shared_words(k, key, first // width + 1)
+        following = random.shared_words(k, key, (origin + first) // width + 1)
         for j in range(0, vectors, 2):
             at = first + j * k.lanes
             bits = [random.shared_word(k, words, i * k.lanes) for i in (j, j + 1)]
@@ -117,13 +119,13 @@ def sweep_dithered(
 def _lower(op: Op, c: Lowering, *, cautious: bool) -> None:
     operands = {**weight_operands("param", op.outputs["param"]), "m": moment_operand(op.outputs["m"]),
                 "v": moment_operand(op.outputs["v"]), "grad": op.grad, "clip": op.clip, "n": op.grad.size,
-                "stream": op.stream}  # fmt: skip
+                "stream": op.stream, "first": op.grad.first_element if op.stream is not None else None}  # fmt: skip
     names = ("beta1", "beta2", "eps", "weight_decay", "lr_scale")
     constants = {name: float(getattr(op, name)) for name in names} | {"cautious": cautious}
     c.call(adamw, operands, constants, writes="param param_lo m v")
 
 
-TAKES = {"floats": "fp32", "also": {"param": PLANES, "m": "e6m9", "v": "ue6m10"}}
+TAKES = {"floats": "fp32", "also": {"param": PLANES, "m": "e6m9", "v": "ue6m10"}, "spans": "param grad"}
 
 
 @lowering("adamw", **TAKES)

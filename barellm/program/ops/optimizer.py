@@ -81,7 +81,7 @@ class AdamW(Op):
     Moments are fp32, or 16 bits each: m "e6m9" and v "ue6m10" (`program.moments`). The weight is updated from the new
     moments before they are rounded. They are rounded to nearest; or, with a `stream`, stochastically: by the shared word of
     `program.ops.random` for this seed, step, stream, sample 0, row 0 and the element as the column. Of its bits m takes the
-    lowest 14 and v the highest 13.
+    lowest 14 and v the highest 13. A span of a parameter has the columns of its elements.
     """
 
     name = "adamw"
@@ -118,7 +118,8 @@ class AdamW(Op):
             return {"m": m, "v": v}
         dither_m = dither_v = None
         if self.stream is not None:
-            bits = shared_words(seed, step, 0, self.stream, m.size).reshape(m.shape)
+            first = self.param.first_element
+            bits = shared_words(seed, step, 0, self.stream, first + m.size)[first:].reshape(m.shape)
             dither_m, dither_v = bits & np.uint32(0x3FFF), bits >> np.uint32(19)
         return {
             "m": decode(encode(m, "e6m9", dither_m), "e6m9").astype(m.dtype),

@@ -1,0 +1,105 @@
+"""A run's tensors as checkpoints have them, where each rank holds only a share of some.
+
+Every rank reads a checkpoint itself, and keeps its share. To save, rank 0 writes the files and asks the others for the rows of
+which it has none, piece by piece: no rank ever holds more than a piece of what is not its own. So the files are those of one
+process, and a run goes on with any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from barellm.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from barellm.program.tensor import Tensor
+    from barellm.runtime.session import Session
+
+Request = tuple[str, int, int]  # a tensor, and its elements from and to
+
+
+class Shares:
+    """A session of one rank as if it had all. `tensors`: every parameter and state, as one process has it. `parts`: the elements
+    [from, to) of each that each rank holds; what is not in it is on every rank the same. Of a parameter all ranks have something,
+    which may be rounded, and the rank that holds it has it exactly."""
+
+    def __init__(
+        self,
+        session: Session,
+        tensors: Mapping[str, Tensor],
+        parts: Mapping[str, Sequence[tuple[int, int]]],
+        ranks: Ranks,
+    ) -> None:
+        self.tensors = dict(tensors)
+        self._session, self._parts, self._ranks = session, parts, ranks
+
+    # --- loading, on each rank ---
+
+    def write_rows(self, name: str, lo: int, values: np.ndarray) -> None:
+        """Keep what of these leading rows is this rank's."""
+        t = self.tensors[name]
+        if t.role == "parameter" or name not in self._parts:
+            self._session.write_rows(name, lo, values)
+            return
+        first, end = self._parts[name][self._ranks.rank]
+        begin, flat = lo * _width(t), values.reshape(-1)
+        a, b = max(first, begin), min(end, begin + flat.size)
+        if a < b:
+            own = self._session.tensors[name]
+            width = _width(own)
+            self._session.write_rows(
+                name, (a - first) // width, flat[a - begin : b - begin].reshape(-1, *own.shape[1:])
+            )
+
+    # --- saving: rank 0 reads, and the others serve ---
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """On rank 0: while entered, the others give what it asks for."""
+        try:
+            yield
+        finally:
+            for rank in range(1, self._ranks.count):
+                self._ranks.send(rank, None)
+
+    def serve(self) -> None:
+        """On the other ranks: give rank 0 what it asks for, until it has all."""
+        while (request := self._ranks.receive(0, patient=True)) is not None:
+            self._ranks.send(0, self._own(*request))
+
+    def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
+        """Leading rows [lo, hi), exactly, on rank 0."""
+        import numpy as np
+
+        t = self.tensors[name]
+        begin, end = lo * _width(t), hi * _width(t)
+        if name not in self._parts:
+            return self._session.read_rows(name, lo, hi)
+        found = []
+        for rank, (first, last) in enumerate(self._parts[name]):
+            a, b = max(first, begin), min(last, end)
+            if a >= b:
+                continue
+            if rank != self._ranks.rank:
+                self._ranks.send(rank, (name, a, b))
+            found.append(self._own(name, a, b) if rank == self._ranks.rank else self._ranks.receive(rank))
+        return np.concatenate(found).reshape(hi - lo, *t.shape[1:])
+
+    def _own(self, name: str, a: int, b: int) -> np.ndarray:
+        """Elements [a, b) of a tensor, which this rank holds."""
+        own, first = self._session.tensors[name], 0
+        if own.role != "parameter":
+            first = self._parts[name][self._ranks.rank][0]
+        width = _width(own)
+        low, high = (a - first) // width, -(-(b - first) // width)
+        rows = self._session.read_rows(name, low, high).reshape(-1)
+        return rows[a - first - low * width : b - first - low * width]
+
+
+def _width(t: Tensor) -> int:
+    """Elements of a leading row."""
+    return t.size // max(1, int(t.shape[0]))

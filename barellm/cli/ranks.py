@@ -1,0 +1,66 @@
+"""A command as one of several processes, from its start to its end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from barellm.runtime.ranks import Ranks
+
+AFTER_S = 2.0  # after which a rank speaks of a mistake that rank 0 has not made: one line is enough where all have
+
+
+def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argparse.Namespace, Ranks], int]) -> NoReturn:
+    """Does this rank's part of `command`, and ends the process: where one fails, the others wait for it, and none may wait for
+    them. Of mistakes rank 0 tells, unless another rank alone has made one."""
+    from barellm.cpu.threads import allowed_cpus, thread_count
+    from barellm.distributed import launch
+    from barellm.distributed.mpi import MpiRanks
+    from barellm.errors import UserError
+
+    rank, ranks = 0, None
+    try:
+        ranks = MpiRanks()
+        rank = ranks.rank
+        if args.ranks not in (None, count):
+            raise UserError(f"--ranks is {args.ranks}, and {count} processes were started: leave it out")
+        if ranks.count != count:
+            raise UserError(
+                f"{count} processes were started, and MPI knows of {ranks.count}: start them with the mpirun of the MPI that "
+                f"mpi4py uses, or srun --mpi=pmi2"
+            )
+        launch.sign_in(rank)
+        ranks.settle(allowed_cpus()[: thread_count()])
+        status = command(args, ranks)
+        ranks.close()
+        ranks = None
+    except UserError as error:
+        status = _say(rank, str(error), 2)
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename is not None else ""
+        status = _say(rank, f"{name}{error.strerror or error}", 2)
+    except KeyboardInterrupt:
+        status = 130
+        if rank == 0:
+            print("barellm: interrupted", file=sys.stderr)
+    except Exception:
+        status = _say(rank, f"\n{traceback.format_exc()}", 1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if ranks is not None:
+        ranks.abort(status)
+    os._exit(status)
+
+
+def _say(rank: int, words: str, status: int) -> int:
+    if rank:
+        time.sleep(AFTER_S)
+        words = f"rank {rank}: {words}"
+    sys.stdout.flush()
+    print(f"barellm: error: {words if status == 1 else ' '.join(words.split())}", file=sys.stderr, flush=True)
+    return status

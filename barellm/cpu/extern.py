@@ -1,0 +1,41 @@
+"""Calls out of a step: entries of its table that are no kernels, such as those that wait for other processes.
+
+Every thread walks the table; at such an entry the first one calls, and the others go on to the next barrier.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from barellm.runtime.lowering import Region
+
+Prepare = Callable[[list[np.ndarray]], Callable[[], None]]
+
+
+def extern(k, target) -> None:
+    """The first thread calls the function at the address `target` with the address of this call's arguments."""
+    with k.when(k.thread.equals(0)):
+        function = k.op("ptr", f"inttoptr i64 {target.ref} to ptr")
+        k.line(f"call void {function.ref}(ptr %args)")
+
+
+def callback(prepare: Prepare, regions: Sequence[Region]) -> tuple[int, object]:
+    """The address of a function for `extern`, whose further arguments are the places of `regions`, and what must be kept as long as
+    it may be called. `prepare` gets the bytes of the regions before the first call, and gives what each call does."""
+    sizes = [region.stop - region.start for region in regions]
+    calls: list[Callable[[], None]] = []
+
+    def run(args: int) -> None:
+        if not calls:
+            places = (ctypes.c_int64 * (1 + len(sizes))).from_address(args)[1:]
+            found = [(ctypes.c_uint8 * n).from_address(at) for at, n in zip(places, sizes, strict=True)]
+            calls.append(prepare([np.ctypeslib.as_array(one) for one in found]))
+        calls[0]()
+
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(run)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address, function

@@ -1,0 +1,111 @@
+"""How a command becomes several processes of one machine: `--ranks`, and torchrun."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from barellm.errors import UserError
+
+MOST = 1 << 16
+PR_SET_PDEATHSIG = 1
+
+
+def mpiexec() -> str:
+    """The launcher of the MPI that mpi4py uses: the one beside this Python, else the one on the path."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if found is None:
+        raise UserError("--ranks needs an MPI with mpiexec, and there is none: pip install 'barellm[mpi]'")
+    return found
+
+
+def start(count: int, arguments: Sequence[str]) -> int:
+    """Run `barellm ARGUMENTS` as `count` processes of this machine, and give the exit status. Signals go on to all of them."""
+    if not 1 <= count <= MOST:
+        raise UserError(f"--ranks is {count}, expected 1 to {MOST}")
+    command = [mpiexec(), "-n", str(count), sys.executable, "-m", "barellm", *arguments]
+    with tempfile.TemporaryDirectory(prefix="barellm-") as folder:
+        clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        # A session of its own: Ctrl-C reaches it once, from here.
+        process = subprocess.Popen(
+            command,
+            env=clean | {"BARELLM_RANKS": folder},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        before = {}
+        for number, passed in ((signal.SIGINT,) * 2, (signal.SIGTERM,) * 2, (signal.SIGHUP, signal.SIGTERM)):
+            before[number] = signal.signal(number, lambda n, frame, passed=passed: process.send_signal(passed))
+        try:
+            banner = _pass_on(process)
+            status = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if words := _killed(banner, Path(folder)):
+            print(f"barellm: error: {words}", file=sys.stderr)
+            return 1
+    return status
+
+
+def sign_in(rank: int) -> None:
+    """Leave the number of this process for the launcher's last line."""
+    if folder := os.environ.get("BARELLM_RANKS"):
+        (Path(folder) / str(os.getpid())).write_text(str(rank))
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _pass_on(process: subprocess.Popen[bytes]) -> str:
+    """Write the processes' output to stdout, but for what the launcher itself says: that is given back."""
+    assert process.stdout is not None
+    own: list[str] = []
+    held: list[bytes] = []  # blank lines and rules: the launcher's banner begins with them
+    reader = True  # of the output: it may go away
+    for line in process.stdout:
+        text = line.decode(errors="replace").rstrip()
+        if own or "BAD TERMINATION" in text or text.startswith("YOUR APPLICATION TERMINATED"):
+            own.append(text)
+            held = []
+        elif text.startswith("[mpiexec@"):
+            continue
+        elif not text or set(text) == {"="}:
+            held.append(line)
+        else:
+            try:
+                if reader:
+                    sys.stdout.buffer.writelines([*held, line])
+                    sys.stdout.buffer.flush()
+            except BrokenPipeError:  # the run saves and ends
+                reader = False
+                process.send_signal(signal.SIGTERM)
+            held = []
+    return "\n".join(own)
+
+
+def _killed(banner: str, folder: Path) -> str:
+    """Which rank was killed by what, from the launcher's words; "" if none was."""
+    process, signalled = re.search(r"PID (\d+) RUNNING AT (\S+)", banner), re.search(r"\(signal (\d+)\)", banner)
+    if not signalled:
+        return ""
+    number = int(signalled[1])
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    who = "a rank"
+    if process:
+        file = folder / process[1]
+        who = f"rank {file.read_text()}" if file.is_file() else "a rank"
+        who += f" (process {process[1]} on {process[2]})"
+    return f"{who} was ended by {name}: the run is ended; go on from its last checkpoint with --resume"

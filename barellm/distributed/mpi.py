@@ -1,0 +1,96 @@
+"""Ranks that talk by MPI, through mpi4py. Nothing here blocks inside MPI: every wait looks at the others (`distributed.watch`)."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from barellm.distributed import cores as cores_module
+from barellm.distributed.watch import Watch, end_all
+from barellm.errors import UserError
+
+ARRAYS, VALUES = 1, 2  # tags
+MOST_BYTES = 1 << 30  # of one message: MPI counts in 32 bits
+
+
+class MpiRanks:
+    """A `runtime.ranks.Ranks` over all processes that an MPI launcher has started."""
+
+    def __init__(self) -> None:
+        try:
+            import mpi4py
+
+            mpi4py.rc.finalize = False  # a process that fails must not wait for the others at its end: `close` does
+            from mpi4py import MPI
+        except ImportError as error:  # RuntimeError: mpi4py is here, and no MPI
+            raise UserError(f"several processes need mpi4py ({error}): pip install 'barellm[mpi]'") from None
+        except RuntimeError as error:
+            raise UserError(f"mpi4py finds no MPI ({error}): pip install 'barellm[mpi]'") from None
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise UserError("this MPI was built without MPI_THREAD_MULTIPLE, which barellm needs")
+        self._mpi, self._world = MPI, MPI.COMM_WORLD
+        self.rank, self.count = self._world.Get_rank(), self._world.Get_size()
+        self._watch = Watch(MPI, self._world.Dup())
+
+    # --- what runtime.ranks.Ranks says ---
+
+    def transfer(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]) -> None:
+        self._wait(
+            [
+                *(self._world.Irecv(piece, rank, ARRAYS) for rank, array in receives for piece in _pieces(array)),
+                *(self._world.Isend(piece, rank, ARRAYS) for rank, array in sends for piece in _pieces(array)),
+            ]
+        )
+
+    def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
+        own = np.frombuffer(pickle.dumps(value), np.uint8)
+        sizes = np.zeros(self.count, np.int64)
+        self._wait([self._world.Iallgather(np.array([own.size], np.int64), sizes)], patient=patient)
+        found = np.empty(int(sizes.sum()), np.uint8)
+        self._wait([self._world.Iallgatherv(own, [found, sizes.tolist()])])
+        ends = np.cumsum(sizes)
+        return [pickle.loads(found[end - n : end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
+
+    def send(self, rank: int, value: Any) -> None:
+        self._wait([self._world.isend(value, rank, VALUES)], patient=True)
+
+    def receive(self, rank: int, *, patient: bool = False) -> Any:
+        message = None
+        with self._watch.waiting(patient=patient) as look:
+            while (message := self._world.improbe(rank, VALUES)) is None:
+                look()
+        return message.recv()
+
+    # --- beginning and end ---
+
+    def settle(self, cores: Sequence[int]) -> None:
+        """Deal the processor's `cores` to the ranks of this machine."""
+        name = self._mpi.Get_processor_name()
+        found = self.gather((name, cores_module.usable()))
+        here = [mask for other, mask in found if other == name]
+        number = sum(other == name for other, _ in found[: self.rank])
+        cores_module.settle(here, number, cores)
+
+    def close(self) -> None:
+        """Wait for all others, then leave them."""
+        self.gather(None, patient=True)
+        self._watch.close()
+        self._mpi.Finalize()
+
+    def abort(self, status: int) -> NoReturn:
+        """End all ranks at once."""
+        end_all(self._world, status)
+
+    def _wait(self, requests: list[Any], *, patient: bool = False) -> None:
+        with self._watch.waiting(patient=patient) as look:
+            while not self._mpi.Request.Testall(requests):
+                look()
+
+
+def _pieces(array: np.ndarray) -> list[np.ndarray]:
+    """The bytes of a contiguous array, in messages that MPI can count."""
+    flat = array.reshape(-1).view(np.uint8)
+    return [flat[lo : lo + MOST_BYTES] for lo in range(0, flat.size, MOST_BYTES)]

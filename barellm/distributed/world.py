@@ -1,0 +1,38 @@
+"""How a process learns from its environment that it is one of several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from barellm.errors import UserError
+
+# The size of the world by the launchers that MPI libraries know.
+SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+
+
+def started_as_one_of(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes an MPI launcher has started; 1 where nobody has. UserError where srun has, and MPI cannot know."""
+    sizes = [int(environment[name]) for name in SIZES if environment.get(name, "").isdigit()]
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    tasks = int(tasks) if tasks.isdigit() else 1
+    found = max(sizes, default=1)
+    if tasks > 1 and found == 1 and not any(name.startswith(("PMI", "PMIX")) for name in environment):
+        raise UserError(f"srun has started {tasks} processes that do not know of each other: add --mpi=pmi2 to srun")
+    return max(found, tasks)
+
+
+def torchrun(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """(number, count) of the processes that torchrun has started; None where it has not, or has started one. UserError for several
+    machines."""
+    numbers = [environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    if not all(n.isdigit() for n in numbers):
+        return None
+    rank, count, here = (int(n) for n in numbers)
+    if count == 1:
+        return None
+    if count != here:
+        raise UserError(
+            f"torchrun has started {count} processes on several machines, {here} on this one: start barellm by mpirun or srun there"
+        )
+    return rank, count

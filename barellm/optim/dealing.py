@@ -1,0 +1,146 @@
+"""Which rank updates what, where a run has several: ZeRO's first stage (Rajbhandari et al. 2020).
+
+Each rank holds the whole model and its gradient, but the optimizer's state of its own share only. A step ends so: each rank
+gets the gradient of its share, added up over all ranks in their order; the norm is found from all shares; each rank updates its
+own; and the new weights are given to all.
+
+Shares are cut where the partial sums of the norm are, so that these, and with them the norm and its bits, are those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from barellm.program.ops.collectives import Ranks
+from barellm.program.ops.optimizer import CHUNK
+
+if TYPE_CHECKING:
+    from barellm.program.builder import Program
+    from barellm.program.tensor import Tensor
+
+TOGETHER = 8 << 20  # elements of gradients that are exchanged at once: room for them is needed for as long
+Part = tuple[int, int]  # elements of a tensor, from and to
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """`parts`: of each parameter, by its name, the elements that each rank updates."""
+
+    ranks: Ranks
+    parts: Mapping[str, Sequence[Part]]
+
+    def own(self, param: Tensor) -> Tensor | None:
+        """This rank's share of a parameter: the tensor itself, a span of it, or nothing."""
+        return _cut(param, self.parts[param.name][self.ranks.rank])
+
+    def reduce(self, p: Program, params: Sequence[Tensor]) -> None:
+        """Append what makes this rank's share of the gradients of `params` the sum over all ranks."""
+        from barellm.program import ops
+
+        ranks = self.ranks
+        others = [rank for rank in range(ranks.count) if rank != ranks.rank]
+        for together in _batches(params):
+            sent = [(_cut(p.gradient_of(t), self.parts[t.name][rank]), rank) for t in together for rank in others]
+            operands: dict[str, Any] = {f"x{i}": t for i, (t, _) in enumerate(sent) if t is not None}
+            operands["to"] = [(rank,) for t, rank in sent if t is not None]
+            owned = [p.gradient_of(share) for t in together if (share := self.own(t)) is not None]
+            found = p.apply(ops.Exchange, **operands, own=[t.size for t in owned], ranks=ranks)
+            for own, parts in zip(owned, found.outputs.values(), strict=True):
+                p.apply(ops.AddRanks, into={"y": (own, "store")}, own=own, others=parts, rank=ranks.rank)
+
+    def squares(self, p: Program, params: Sequence[Tensor]) -> list[Tensor]:
+        """Append what finds the partial sums of squares of the gradients, those of all shares."""
+        from barellm.program import ops
+        from barellm.program.tensor import Span
+
+        found: list[Tensor] = []
+        shares: list[tuple[Tensor, Sequence[Part]]] = []
+        for t in params:
+            partials = p.activation(f"{t.name}.partials", (-(-t.size // CHUNK),), "fp32")
+            found.append(partials)
+            parts = [(-(-first // CHUNK), -(-end // CHUNK)) for first, end in self.parts[t.name]]
+            shares.append((partials, parts))
+            if (own := self.own(t)) is not None:
+                first, end = parts[self.ranks.rank]
+                into = Span(partials, first, end - first)
+                p.apply(ops.SumSquares, into={"partials": (into, "store")}, x=p.gradient_of(own))
+        self._gather(p, shares)
+        return found
+
+    def give(self, p: Program, params: Sequence[Tensor]) -> None:
+        """Append what gives each rank the parameters that the others have updated."""
+        self._gather(p, [(t, self.parts[t.name]) for t in params])
+
+    def _gather(self, p: Program, shares: Sequence[tuple[Tensor, Sequence[Part]]]) -> None:
+        from barellm.program import ops
+        from barellm.program.tensor import Span
+
+        rank, count = self.ranks.rank, self.ranks.count
+        sent = [Span(t, *_sized(parts[rank])) for t, parts in shares if _sized(parts[rank])[1]]
+        wanted = [(source, t, parts[source]) for t, parts in shares for source in range(count) if source != rank]
+        received = [(source, Span(t, *_sized(part))) for source, t, part in wanted if _sized(part)[1]]
+        p.apply(
+            ops.Gather,
+            into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
+            **{f"x{i}": t for i, t in enumerate(sent)},
+            to=[tuple(other for other in range(count) if other != rank)] * len(sent),
+            source=[source for source, _ in received],
+            specs=[(t.shape, t.dtype) for _, t in received],
+            exact=p.store.exact,
+            ranks=self.ranks,
+        )
+
+
+def deal(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor]) -> Dealing:
+    """Parameters of `whole` are updated by one rank each: those that cost most are dealt first, each to the rank that has least
+    to do so far. Those of `cut` are divided into chunks of the norm's partial sums, as many for each rank; what is left over
+    goes to ranks that have least."""
+    parts: dict[str, list[Part]] = {}
+    load = [0.0] * ranks.count
+    for t in sorted(whole, key=_cost, reverse=True):
+        rank = load.index(min(load))
+        load[rank] += _cost(t)
+        parts[t.name] = [(0, t.size if r == rank else 0) for r in range(ranks.count)]
+    held = [0] * ranks.count
+    for t in cut:
+        chunks = -(-t.size // CHUNK)
+        most = sorted(range(ranks.count), key=lambda rank: held[rank])[: chunks % ranks.count]
+        at, parts[t.name] = 0, []
+        for rank in range(ranks.count):
+            end = min(t.size, at + CHUNK * (chunks // ranks.count + (rank in most)))
+            parts[t.name].append((at, end))
+            held[rank] += end - at
+            at = end
+    return Dealing(ranks, parts)
+
+
+def _cost(t: Tensor) -> float:
+    """Operations of an iteration over a matrix, up to a factor."""
+    return float(t.size) * (min(int(n) for n in t.shape) if len(t.shape) == 2 else 1)
+
+
+def _sized(part: Part) -> Part:
+    return part[0], part[1] - part[0]
+
+
+def _cut(t: Tensor, part: Part) -> Tensor | None:
+    from barellm.program.tensor import Span
+
+    first, count = _sized(part)
+    if count == 0:
+        return None
+    return t if count == t.size else Span(t, first, count)
+
+
+def _batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours that are exchanged at once."""
+    found: list[Tensor] = []
+    for t in params:
+        found.append(t)
+        if sum(t.size for t in found) >= TOGETHER:
+            yield found
+            found = []
+    if found:
+        yield found

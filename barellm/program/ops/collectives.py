@@ -1,0 +1,132 @@
+"""What the ranks of a run do together: ranks are processes that each hold a whole model and a share of its optimizer's state.
+
+A gradient is summed where it is needed: every rank gets, for its own share, the gradients that the others have found
+(`Exchange`), and adds them to its own in the order of the ranks (`AddRanks`), so that the sum's bits depend on nothing else.
+After the update each share is given to all (`Gather`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from barellm.program.dtypes import FORMATS
+from barellm.program.ops.base import Op, Spec, operand_bytes
+from barellm.program.tensor import Tensor, describe
+
+
+class Ranks(Protocol):
+    """The processes of a run, as ops see them."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this one, from 0."""
+        ...
+
+    @property
+    def count(self) -> int: ...
+
+    def transfer(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Send arrays to ranks, and fill arrays with what ranks send, in these orders: (rank, contiguous array). Returns when all
+        have arrived."""
+        ...
+
+
+# The arrays that a tensor is: one, or one for each of its planes that travel.
+Arrays = Mapping[str, Sequence[np.ndarray]]
+
+
+class Transfer(Op):
+    """Tensors travel between ranks. Input number i goes to the ranks `to[i]`. What one rank sends to another arrives in the
+    order of the inputs, so the programs of all ranks name tensors in one order."""
+
+    def departing(self, arrays: Arrays) -> list[tuple[int, np.ndarray]]:
+        """What is sent, in its order, of the arrays that the inputs are."""
+        to = zip(self.inputs, self.attrs["to"], strict=True)
+        return [(rank, array) for name, ranks in to for rank in ranks for array in arrays[name]]
+
+    def arriving(self, arrays: Arrays) -> list[tuple[int, np.ndarray]]:
+        """Where what the others send belongs, in the order of each, in the arrays that the outputs are."""
+        raise NotImplementedError(self.name)
+
+    def reference(self, **arrays: Any) -> dict[str, np.ndarray]:
+        kind = next(iter(arrays.values())).dtype if arrays else np.dtype(np.float64)
+        found = {name: np.empty(t.size, kind) for name, t in self.outputs.items()}
+        sent = {name: [np.ascontiguousarray(array)] for name, array in arrays.items()}
+        self.attrs["ranks"].transfer(self.departing(sent), self.arriving({name: [a] for name, a in found.items()}))
+        return found
+
+    def expect(self, inputs: Mapping[str, Tensor]) -> None:
+        if len(self.attrs["to"]) != len(inputs):
+            raise ValueError(f"{self.name} is given {len(inputs)} tensors, expected {len(self.attrs['to'])}")
+
+    def bytes(self) -> int:
+        return sum(t.nbytes for t in (*self.inputs.values(), *self.outputs.values()))
+
+
+class Exchange(Transfer):
+    """Each rank's part of a gradient goes to that rank: y_i (ranks - 1, n_i) has what the others have found for this rank's
+    elements of tensor number i, by their ranks. `own[i]` is n_i."""
+
+    name = "exchange"
+
+    def infer(self, **inputs: Tensor) -> dict[str, Spec]:
+        self.expect(inputs)
+        return {f"y{i}": ((self.ranks.count - 1, n), "fp32") for i, n in enumerate(self.attrs["own"])}
+
+    def arriving(self, arrays: Arrays) -> list[tuple[int, np.ndarray]]:
+        others = [rank for rank in range(self.ranks.count) if rank != self.ranks.rank]
+        rows = [array.reshape(len(others), -1) for name in self.outputs for array in arrays[name]]
+        return [(rank, row[i]) for row in rows for i, rank in enumerate(others)]
+
+
+class Gather(Transfer):
+    """Each rank's parts of some tensors go to all others, to the same places: output number i comes from rank `source[i]` and has
+    the shape and dtype `specs[i]`. Of a parameter with two planes the one travels that products read, and both if the parameter is
+    in `exact`: somebody reads it as it is."""
+
+    name = "gather"
+
+    @property
+    def rounded(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return tuple(name for name, t in self.inputs.items() if self.planes(t) == [0])
+
+    def planes(self, t: Tensor) -> list[int]:
+        """The planes of a tensor that travel; none where it has no planes."""
+        count = len(FORMATS[t.dtype].planes)
+        return list(range(count if t.base in self.attrs["exact"] else min(1, count)))
+
+    def infer(self, **inputs: Tensor) -> dict[str, Spec]:
+        self.expect(inputs)
+        return {f"y{i}": spec for i, spec in enumerate(self.attrs["specs"])}
+
+    def arriving(self, arrays: Arrays) -> list[tuple[int, np.ndarray]]:
+        source = zip(self.attrs["source"], self.outputs, strict=True)
+        return [(rank, array) for rank, name in source for array in arrays[name]]
+
+    def bytes(self) -> int:
+        tensors = (*self.inputs.values(), *self.outputs.values())
+        return sum(operand_bytes(t) if self.planes(t) == [0] else t.nbytes for t in tensors)
+
+
+class AddRanks(Op):
+    """y = what all ranks have found, added in their order: `own` is this one's, and `others` (ranks - 1, n) has the rest."""
+
+    name = "add_ranks"
+
+    def infer(self, own: Tensor, others: Tensor) -> dict[str, Spec]:
+        if len(others.shape) != 2 or others.shape[1] != own.size or not 0 <= self.attrs["rank"] <= others.shape[0]:
+            raise ValueError(f"add_ranks expects others (ranks - 1, n): {describe(own=own, others=others)}")
+        return {"y": (own.shape, own.dtype)}
+
+    def reference(self, own, others):
+        parts = np.insert(others, self.attrs["rank"], own.reshape(-1), axis=0)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return {"y": total.reshape(own.shape)}
+
+    def flops(self) -> int:
+        return self.others.size

@@ -1,0 +1,64 @@
+"""The processes of a run, which are called ranks: each has its number, and they tell each other what they know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Ranks(Protocol):
+    """This process among those of its run. All ranks call the same methods in the same order; each call returns when all that it
+    waits for have made it. `patient`: rank 0 may be at work alone, for however long, where the others call already."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this one, from 0."""
+        ...
+
+    @property
+    def count(self) -> int: ...
+
+    def transfer(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Send arrays to ranks, and fill arrays with what ranks send, in these orders: (rank, contiguous array)."""
+        ...
+
+    def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
+        """Everybody's value, by rank. It may be whatever can be pickled."""
+        ...
+
+    def send(self, rank: int, value: Any) -> None:
+        """Give a value to one rank."""
+        ...
+
+    def receive(self, rank: int, *, patient: bool = False) -> Any:
+        """The next value that a rank gives this one."""
+        ...
+
+
+class Alone:
+    """A run of one process."""
+
+    rank, count = 0, 1
+
+    def transfer(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]) -> None:
+        assert not sends and not receives, "there is nobody else"
+
+    def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
+        return [value]
+
+    def send(self, rank: int, value: Any) -> None:
+        raise AssertionError("there is nobody else")
+
+    def receive(self, rank: int, *, patient: bool = False) -> Any:
+        raise AssertionError("there is nobody else")
+
+
+ALONE = Alone()
+
+
+def first(ranks: Ranks, value: Any) -> Any:
+    """What rank 0 says, which may come late."""
+    return ranks.gather(value if ranks.rank == 0 else None, patient=True)[0]

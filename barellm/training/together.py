@@ -1,0 +1,72 @@
+"""What the ranks of a run must agree on before it begins."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import barellm
+from barellm import models
+from barellm.config import Config
+from barellm.errors import UserError
+from barellm.models.course import own
+from barellm.runtime.ranks import Ranks
+
+
+def check(config: Config, *, device: str, ranks: Ranks) -> None:
+    """Raise a UserError for what a run with several ranks cannot do."""
+    if ranks.count == 1:
+        return
+    train, said = config.train, f"and the run has {ranks.count} ranks"
+    if train.batch % ranks.count:
+        raise UserError(f"train.batch is {train.batch}, {said}, which do not divide it: each takes as many sequences")
+    if device == "cuda":
+        raise UserError(f"--device is cuda, {said}: several ranks run on processors only, for now")
+    if own(config) is not None:
+        raise UserError(f"the runs of {models.name_of(config.model)} have stages, {said}: expected another preset")
+    for key, value in (("train.ranges", train.ranges), ("train.grace", train.grace)):
+        if value:
+            raise UserError(f"{key} is {value:g}, {said}: expected 0")
+    if config.data.order == "llmc":
+        raise UserError(f"data.order is 'llmc', {said}: it shuffles whole micro-batches, expected another order")
+
+
+@contextmanager
+def in_turn(ranks: Ranks) -> Iterator[None]:
+    """Rank 0 goes through this first, then all others: they find in caches what it has made."""
+    if ranks.rank:
+        ranks.gather(None, patient=True)
+    yield
+    if ranks.count > 1 and ranks.rank == 0:
+        ranks.gather(None)
+
+
+def agree(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+    """Raise a UserError on all ranks that names the first rank for which something is not as for rank 0."""
+    found = ranks.gather(dict(facts), patient=True)
+    for rank, theirs in enumerate(found):
+        for name, value in found[0].items():
+            if theirs[name] != value:
+                there, here = (json.dumps(v) for v in _difference(theirs[name], value))
+                raise UserError(f"{name} is {there} on rank {rank}, and {here} on rank 0: all ranks need the same")
+
+
+def _difference(a: Any, b: Any) -> tuple[Any, Any]:
+    """The first entry in which two values differ, where both have entries."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted(a.keys() | b.keys()):
+            if a.get(key) != b.get(key):
+                return tuple({key: one} for one in _difference(a.get(key), b.get(key)))  # pyright: ignore[reportReturnType]
+    return a, b
+
+
+def version() -> str:
+    """The version, with a digest of the sources: those of two machines may differ under one number."""
+    h, root = hashlib.sha256(), Path(barellm.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        h.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return f"{barellm.__version__} ({h.hexdigest()[:8]})"

@@ -1,0 +1,216 @@
+"""Runs of real processes: what they print and save, how they go on, and how they end when one of them is at fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from barellm.checkpoint import checkpoint, tensorfile
+from barellm.cli.main import main
+from barellm.distributed.launch import mpiexec
+
+pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install -e '.[mpi]'", exc_type=ImportError)
+
+ROOT = Path(__file__).parents[2]
+SIZES = (
+    *("--model.layers", "1", "--model.channels", "32", "--model.heads", "2", "--model.max_seq", "8", "--seq", "8"),
+    *("--batch", "12", "--train.eval_tokens", "256", "--optim.warmup", "1"),
+)
+STEPS = ("--steps", "4", "--train.eval_every", "2", "--train.checkpoint_every", "2", "--train.keep", "9")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a text, for all tests."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(400)))
+    return folder
+
+
+def words(place: Path, out: str, *more: str) -> list[str]:
+    return ["train", "shakespeare-char", "--data", str(place / "text.txt"), "--out", str(place / out), *SIZES, *more]
+
+
+def environment(place: Path) -> dict[str, str]:
+    own = {"BARELLM_THREADS": "1", "BARELLM_RANK_LIMIT": "3"}
+    return os.environ | own | {"PYTHONPATH": str(ROOT)}
+
+
+def finished(command: list[str], place: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment(place), cwd=place, capture_output=True, text=True, timeout=60)
+
+
+def run(place: Path, out: str, *more: str) -> subprocess.CompletedProcess[str]:
+    return finished([sys.executable, "-m", "barellm", *words(place, out, *more)], place)
+
+
+def tensors(folder: Path, step: int) -> dict[str, bytes]:
+    path = checkpoint.step_folder(folder / "checkpoints", step)
+    return {name: (path / name).read_bytes() for name in (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)}
+
+
+@pytest.fixture(scope="module")
+def pair(place) -> subprocess.CompletedProcess[str]:
+    """Two ranks that trained to the end, with a checkpoint in the middle."""
+    done = run(place, "pair", *STEPS, "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_one_rank_speaks_and_writes(place, pair):
+    assert pair.stderr == ""
+    assert pair.stdout.count("preset shakespeare-char") == 1 and pair.stdout.count("done     4 steps") == 1
+    rows = [json.loads(line) for line in (place / "pair" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4]
+    assert len([row for row in rows if row["kind"] == "sample"]) == 1
+    meta = checkpoint.read_meta(checkpoint.find(place / "pair")[0])
+    assert meta["machine"]["ranks"] == 2 and meta["config"]["train"]["batch"] == 12
+
+
+def test_ranks_train_the_model_of_one_process(place, pair, monkeypatch):
+    for name, value in environment(place).items():
+        monkeypatch.setenv(name, value)
+    assert main(words(place, "alone", *STEPS)) == 0
+    found = []
+    for name in ("pair", "alone"):
+        rows = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+        found.append([row.get("loss") or row["val_nats"] for row in rows if row["kind"] in ("train", "eval")])
+    np.testing.assert_allclose(*found, rtol=2e-3)
+    one, two = (checkpoint.find(place / name)[0] / checkpoint.OPTIMIZER for name in ("alone", "pair"))
+    assert tensorfile.read_header(one) == tensorfile.read_header(two), "the files are those of one process"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_run_goes_on_with_any_number_of_ranks(place, pair, count):
+    """With as many as before the bytes are those of a run never stopped."""
+    folder = place / f"again-{count}"
+    step = checkpoint.step_folder(folder / "checkpoints", 2)
+    step.parent.mkdir(parents=True)
+    subprocess.run(["cp", "-r", str(checkpoint.step_folder(place / "pair" / "checkpoints", 2)), str(step)], check=True)
+    done = run(place, folder.name, "--resume", "--ranks", str(count))
+    assert done.returncode == 0, done.stderr
+    again, before = tensors(folder, 4), tensors(place / "pair", 4)
+    if count == 2:
+        assert again == before
+        return
+    assert again != before
+    for name in before:
+        paths = [checkpoint.step_folder(f / "checkpoints", 4) / name for f in (folder, place / "pair")]
+        ours, theirs = (tensorfile.mapped(path) for path in paths)
+        for tensor, values in ours.items():
+            np.testing.assert_allclose(values, theirs[tensor], atol=2e-3, err_msg=tensor)
+
+
+@pytest.mark.parametrize(
+    "more, complaint",
+    [
+        (
+            ("--steps", "5"),
+            r'the configuration is {"train": {"steps": 5}} on rank 1, and {"train": {"steps": 4}} on rank 0',
+        ),
+        (("--data", __file__), r"the text is .*test_runs.py.* on rank 1, and .*text.txt"),
+        (("--data", "/nowhere"), r"rank 1: no such file or folder: /nowhere"),
+    ],
+    ids=["configuration", "text", "missing"],
+)
+def test_a_rank_that_is_told_something_else_is_refused(place, more, complaint):
+    python = [sys.executable, "-m", "barellm", *words(place, "other", "--steps", "4")]
+    done = finished([mpiexec(), "-n", "1", *python, ":", "-n", "1", *python, *more], place)
+    assert done.returncode == 2
+    assert re.fullmatch(f"barellm: error: {complaint}.*", done.stderr.strip()), done.stderr
+
+
+def test_a_batch_that_ranks_do_not_divide_is_refused_once(place):
+    done = run(place, "odd", "--ranks", "5")
+    assert done.returncode == 2
+    said = "train.batch is 12, and the run has 5 ranks, which do not divide it: each takes as many sequences"
+    assert done.stderr.strip() == f"barellm: error: {said}"
+
+
+class Started:
+    """A run of two ranks that does not end by itself, in its steps."""
+
+    def __init__(self, place: Path, out: str) -> None:
+        command = [sys.executable, "-m", "barellm", *words(place, out, "--steps", "100000000", "--ranks", "2")]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.launcher = subprocess.Popen(command, env=environment(place), cwd=place, **pipes)
+        assert self.launcher.stdout is not None
+        for line in self.launcher.stdout:
+            if line.startswith("step     1/"):
+                return
+        raise AssertionError(self.launcher.communicate()[1])
+
+    def rank(self, number: int) -> int:
+        """Its process."""
+        found = self.launcher.pid
+        for _ in range(2):  # mpiexec, and its proxy on this machine
+            (found,) = children(found)
+        return sorted(children(found))[number]
+
+    def end(self) -> tuple[int, str, float]:
+        """Exit status, stderr, and the seconds that it took."""
+        begin = time.monotonic()
+        try:
+            error = self.launcher.communicate(timeout=25)[1]
+        finally:
+            self.launcher.kill()
+        return self.launcher.returncode, error.strip(), time.monotonic() - begin
+
+
+def children(process: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+
+
+@linux
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    "number, sign, complaint",
+    [
+        (0, signal.SIGKILL, r"rank 0 \(process \d+ on \S+\) was ended by SIGKILL: the run is ended; go on from .*"),
+        (1, signal.SIGKILL, r"rank 1 \(process \d+ on \S+\) was ended by SIGKILL: the run is ended; go on from .*"),
+        (0, signal.SIGSTOP, r"rank 0 has not been heard of for \d s: the run is ended"),
+        (1, signal.SIGSTOP, r"rank 1 has not been heard of for \d s: the run is ended"),
+    ],
+)
+def test_a_rank_that_is_gone_ends_the_run_in_one_line(place, number, sign, complaint):
+    started = Started(place, f"gone-{number}-{sign.name}")
+    os.kill(started.rank(number), sign)
+    status, error, seconds = started.end()
+    assert status == 1 and seconds < 10
+    assert re.fullmatch(f"barellm: error: {complaint}", error)
+
+
+@linux
+@pytest.mark.alone
+def test_ctrl_c_saves_once(place):
+    started = Started(place, "stopped")
+    started.launcher.send_signal(signal.SIGINT)
+    status, error, seconds = started.end()
+    assert status == 130 and seconds < 10
+    assert error == "barellm: stopping after this step; once more to stop at once"
+    (saved,) = checkpoint.steps(place / "stopped" / "checkpoints")
+    assert checkpoint.problem(saved) is None
+
+
+@linux
+@pytest.mark.alone
+def test_ranks_do_not_outlive_their_launcher(place):
+    started = Started(place, "orphans")
+    ranks = [started.rank(number) for number in range(2)]
+    started.launcher.kill()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,177 @@
+"""Steps of several ranks, to the bit those of one process that adds their gradients in their order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from barellm import models
+from barellm.assembly.machine import open_machine, resolved, shares_of
+from barellm.checkpoint.shares import Shares
+from barellm.program.dtypes import FORMATS
+from tests.distributed.threads import each_rank
+
+BATCH, SEQ, STEPS = 6, 8, 3
+
+
+def config_of(*, dtype: str = "bf16", accumulate: int = 1, **optim):
+    """A model of which some parameters are cut, inside a chunk too, some dealt whole, and whose norm clips. Its dropout depends on
+    the sample."""
+    preset = models.preset("shakespeare-char")
+    model = replace(preset.model, layers=1, channels=160, heads=2, max_seq=16, dropout=0.1)
+    train = replace(preset.train, batch=BATCH, seq=SEQ, dtype=dtype, accumulate=accumulate)
+    return replace(preset, model=model, optim=replace(preset.optim, clip=0.5, **optim), train=train)
+
+
+def texts(config) -> np.ndarray:
+    """(steps, micro-batches, tokens or targets, BATCH, SEQ)"""
+    shape = (STEPS, config.train.accumulate, 2, BATCH, SEQ)
+    return np.random.default_rng(5).integers(0, config.model.vocab_size, shape).astype(np.int32)
+
+
+def micro(session, config, step: int, number: int, *, first: int, rows: int) -> None:
+    """Rows [first, first + rows) of a micro-batch."""
+    tokens, targets = texts(config)[step, number, :, first : first + rows]
+    session.write("tokens", tokens)
+    session.write("targets", targets)
+    counts = {"batch": rows, "seq": SEQ, "inv_targets": 1.0 / (config.train.accumulate * BATCH * SEQ)}
+    sample = (step * config.train.accumulate + number) * BATCH + first
+    session.run("micro", **counts, seed=3, step=step + 1, sample=sample, accumulate=int(number > 0))
+
+
+def update(session, config, step: int, *, lr: float = 1e-2) -> None:
+    if config.optim.skips:
+        session.run("norm")
+    session.run("update", lr=lr, step=step + 1, seed=3, momentum=0.9)
+
+
+def state_of(session, names) -> dict[str, np.ndarray]:
+    return {name: session.read_rows(name, 0, int(session.tensors[name].shape[0])) for name in names}
+
+
+def trained(config, ranks, device: str):
+    """What rank 0 would save, or the clipping of another rank; the parameters as products read them; bytes of state."""
+    with open_machine(config, device=device, ranks=ranks) as machine:
+        session, rows = machine.session, BATCH // ranks.count
+        machine.initialize(7)
+        for step in range(STEPS):
+            for number in range(config.train.accumulate):
+                micro(session, config, step, number, first=ranks.rank * rows, rows=rows)
+            update(session, config, step)
+        shares = Shares(session, *shares_of(machine.config, ranks), ranks)
+        if ranks.rank:
+            shares.serve()
+            whole = {}
+        else:
+            with shares.served():
+                whole = state_of(shares, shares.tensors)
+        return whole, read_by_products(session), session.read("clip"), held(session)
+
+
+def read_by_products(session) -> dict[str, np.ndarray]:
+    found = {}
+    for name, t in session.tensors.items():
+        if t.role == "parameter":
+            planes = FORMATS[t.dtype].planes and hasattr(session, "stored")
+            found[name] = session.stored(t)[: 2 * t.size].copy() if planes else session.read(name)
+    return found
+
+
+def held(session) -> int:
+    return sum(t.nbytes for t in session.tensors.values() if t.role == "state")
+
+
+def oracle(config, count: int, device: str):
+    """One process that adds the gradients of `count` ranks in their order, with NumPy."""
+    with open_machine(config, device=device) as machine:
+        session, rows = machine.session, BATCH // count
+        machine.initialize(7)
+        gradients = [name for name, t in session.tensors.items() if t.role == "gradient"]
+        for step in range(STEPS):
+            total: dict[str, np.ndarray] = {}
+            for rank in range(count):
+                for number in range(config.train.accumulate):
+                    micro(session, config, step, number, first=rank * rows, rows=rows)
+                total = {name: total[name] + session.read(name) if rank else session.read(name) for name in gradients}
+            for name, values in total.items():
+                session.write(name, values)
+            update(session, config, step)
+        kept = [name for name, t in session.tensors.items() if t.role in ("parameter", "state")]
+        return state_of(session, kept), read_by_products(session), session.read("clip"), held(session)
+
+
+RECIPES = {
+    "adamw": ({}, 2, "cpu"),
+    "adamw, three ranks": ({}, 3, "cpu"),
+    "fp32, accumulated": ({"dtype": "fp32", "accumulate": 2}, 2, "cpu"),
+    "stochastic 16-bit moments": ({"moments": "16bit-stochastic"}, 2, "cpu"),
+    "muon": ({"name": "muon"}, 2, "cpu"),
+    "normuon that may skip": ({"name": "muon", "normuon": 0.9, "skip_norm_z": 9.0}, 3, "cpu"),
+    "fp16": ({"dtype": "fp16"}, 2, "cpu"),
+    "the references": ({"dtype": "fp32"}, 2, "reference"),
+}
+
+
+@pytest.mark.parametrize("options, count, device", RECIPES.values(), ids=RECIPES)
+def test_ranks_train_as_one_process_that_adds_in_their_order(options, count, device, monkeypatch):
+    monkeypatch.setenv("BARELLM_THREADS", "1")
+    config = resolved(config_of(**options), device)
+    whole, read, clip, nbytes = oracle(config, count, device)
+    results = each_rank(count, lambda ranks: trained(config, ranks, device))
+    assert clip[1] < 1.0, "the norm must clip"
+    saved = results[0][0]
+    assert list(saved) == list(whole)
+    for name, values in whole.items():
+        assert np.array_equal(saved[name], values), name
+    for rank, (_, theirs, their_clip, _) in enumerate(results):
+        assert np.array_equal(their_clip, clip), rank
+        for name, values in read.items():
+            assert np.array_equal(theirs[name].view(np.uint8), values.view(np.uint8)), (rank, name)
+    assert sum(r[3] for r in results) <= nbytes + 16 * count, "state is dealt, not copied"
+    assert max(r[3] for r in results) < 0.7 * nbytes
+
+
+def test_a_norm_that_is_not_finite_on_one_rank_changes_nothing_on_all(monkeypatch):
+    monkeypatch.setenv("BARELLM_THREADS", "1")
+    config = resolved(config_of(), "cpu")
+
+    def broken(ranks):
+        with open_machine(config, device="cpu", ranks=ranks) as machine:
+            session = machine.session
+            machine.initialize(7)
+            before = read_by_products(session)
+            micro(session, config, 0, 0, first=2 * ranks.rank, rows=2)
+            if ranks.rank == 2:
+                gradient = session.read("wpe.grad")
+                gradient[0, 0] = np.nan
+                session.write("wpe.grad", gradient)
+            update(session, config, 0)
+            after = read_by_products(session)
+            return (
+                session.read("clip"),
+                int(session.read("skipped")[0]),
+                all(np.array_equal(before[name], after[name]) for name in before),
+            )
+
+    for clip, skipped, same in each_rank(3, broken):
+        assert np.isnan(clip).all() and skipped == 1 and same
+
+
+def test_two_ranks_find_the_gradient_of_the_whole_batch(monkeypatch):
+    """Within rounding: the sums over rows are made in two parts."""
+    monkeypatch.setenv("BARELLM_THREADS", "1")
+    config = resolved(config_of(dtype="fp32"), "cpu")
+
+    def norm(ranks):
+        with open_machine(config, device="cpu", ranks=ranks) as machine:
+            machine.initialize(7)
+            rows = BATCH // ranks.count
+            micro(machine.session, config, 0, 0, first=ranks.rank * rows, rows=rows)
+            update(machine.session, config, 0)
+            return machine.session.read("clip")[0], machine.session.read("wpe")
+
+    alone, pair = each_rank(1, norm)[0], each_rank(2, norm)[0]
+    assert alone[0] == pytest.approx(pair[0], rel=1e-5)
+    np.testing.assert_allclose(alone[1], pair[1], atol=2e-4)

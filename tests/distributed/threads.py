@@ -1,0 +1,68 @@
+"""Ranks that are threads of this process: what `distributed.mpi` does by messages, by queues."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+LONG_S = 60.0
+
+
+class ThreadRanks:
+    """One of several `runtime.ranks.Ranks`."""
+
+    def __init__(self, rank: int, count: int, boxes: dict[tuple[int, int, str], queue.Queue]) -> None:
+        self.rank, self.count, self._boxes = rank, count, boxes
+
+    def _put(self, kind: str, rank: int, value: Any) -> None:
+        self._boxes[self.rank, rank, kind].put(copy.deepcopy(value))
+
+    def _get(self, kind: str, rank: int) -> Any:
+        return self._boxes[rank, self.rank, kind].get(timeout=LONG_S)
+
+    def transfer(self, sends, receives) -> None:
+        for rank, array in sends:
+            assert array.flags.c_contiguous
+            self._put("array", rank, array.reshape(-1))
+        for rank, array in receives:
+            found = self._get("array", rank)
+            assert (found.size, found.dtype) == (array.size, array.dtype)
+            array[...] = found.reshape(array.shape)
+
+    def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
+        for rank in range(self.count):
+            self._put("gather", rank, value)
+        return [self._get("gather", rank) for rank in range(self.count)]
+
+    def send(self, rank: int, value: Any) -> None:
+        self._put("value", rank, value)
+
+    def receive(self, rank: int, *, patient: bool = False) -> Any:
+        return self._get("value", rank)
+
+
+def each_rank(count: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
+    """What `work` gives for each of `count` ranks, which run side by side."""
+    boxes: dict[tuple[int, int, str], queue.Queue] = defaultdict(queue.Queue)
+    results: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadRanks(rank, count, boxes))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(LONG_S)
+        if errors:
+            raise errors[0]
+        assert not t.is_alive(), "a rank waits for ever"
+    return results
