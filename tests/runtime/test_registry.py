@@ -87,13 +87,15 @@ COMPUTE = tuple(PRECISIONS)  # dtypes that a program may compute in
 OPTIMIZER = "fp32 numbers, or the formats of storage that the last column names"
 SCHEDULED = "gradients and their sums are fp32 in every program"
 SCALES = "scales and what they are made of are fp32 in every program"
+TOGETHER = ("add_ranks", "exchange", "gather")
 EXCUSED = {
     **{
         (op, dtype): OPTIMIZER
         for op in ("adamw", "cautious_adam", "normal_init", "uniform_init", "constant_init")
         for dtype in ("bf16", "fp16")
     },
-    **{(op, dtype): SCHEDULED for op in ("sum_squares", "clip_scale") for dtype in ("bf16", "fp16")},
+    **{(op, dtype): SCHEDULED for op in ("sum_squares", "clip_scale", *TOGETHER) for dtype in ("bf16", "fp16")},
+    **{(op, "cuda"): "several processes train on CPUs only" for op in TOGETHER},
     **{(op, dtype): SCALES for op in ("delayed_scale", "remember", "float_bias") for dtype in ("bf16", "fp16")},
     ("add_layernorm", "cpu"): "a sum and its norm stay in the second cache between the two",
     ("dropout_add_layernorm", "cpu"): "as without dropout",
