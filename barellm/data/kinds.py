@@ -38,7 +38,10 @@ def make_tokenizer(name: str, texts: Callable[[], Iterable[str]], *, train: Call
     if name == "bytes":
         return Bytes()
     if name == "chars":
-        return Chars(set().union(*texts()))
+        characters: set[str] = set()
+        for text in texts():  # one after the other: the whole text need not fit into memory
+            characters.update(text)
+        return Chars(characters)
     if name == "gpt2":
         return Gpt2()
     if name == "bpe":

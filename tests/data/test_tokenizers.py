@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,17 @@ def test_any_text_comes_back_from_every_kind(text, small_bpe):
         assert ids.dtype == np.int32
         assert tokenizer.decode(ids) == text
         assert int(tokenizer.byte_lengths[ids].sum()) == len(text.encode())
+
+
+def test_characters_are_counted_text_by_text():
+    """Of a corpus that memory does not hold."""
+    tracemalloc.start()
+    try:
+        found = make_tokenizer("chars", lambda: (chr(97 + i) * (1 << 20) for i in range(16)))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.decode(range(found.vocab_size)) == "abcdefghijklmnop" and peak < 4 << 20
 
 
 @given(text=unicode_text)
