@@ -20,6 +20,11 @@ ORDERS = ("rows", "columns")
 BLOCK, LONG_BLOCK = 384, 1152  # rows that share one packing of a weight panel: multiples of every tile's rows
 BUSY = 8  # claims a thread of long blocks, half as many where a claim is several panels, to even out disturbances
 SUMS_BYTES = 3 << 18  # of a long block's sums, kept between two parts of the depth
+TILE_ROWS, TILE_PANELS = (
+    512,
+    12,
+)  # of a claim of AMX tiles: its sums and a part of its rows fill half of a second cache of 2 MiB
+TILE_BUSY = 2  # of these claims a thread at least: each of them reads all of the left operand
 LEFT_BYTES = 3 << 18  # of a weight gradient's packed block of dy: beside two panels it nearly fits the second cache
 CLAIMS = 16  # at least so many claims a weight gradient: enough for many threads, few enough to pack little
 SMALL = 1 << 26  # half as many below so many multiply-adds, and where chunks of tokens make them longer
@@ -127,6 +132,8 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
     span = tile.span(isa)
     itemsize = 2 if dtype == "bf16" and isa.dot else 4  # packed
     if role != "weight_gradient":
+        if amx.uses_tiles(isa, dtype):
+            return Choice(tile, TILE_ROWS, TILE_ROWS, TILE_PANELS * span)
         # Where the depth goes in parts, a block of the left operand is read once for all panels of a claim.
         panels = SUMS_BYTES // (4 * LONG_BLOCK * span) if part_of(isa, depth, itemsize) < depth else 1
         return Choice(tile, BLOCK, LONG_BLOCK, max(panels, 1) * span)

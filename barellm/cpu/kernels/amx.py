@@ -13,6 +13,7 @@ It ran on an Intel Xeon with AMX. On processors without, tests emulate its instr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,13 +22,14 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
-from barellm.program.integers import round_up
+from barellm.program.integers import ceil_div, round_up
 
 SIDE = 16  # rows of a tile, and its columns of 4 bytes
 ROWS = SPAN = 2 * SIDE  # of the results that four accumulators hold
 DEPTH = 2 * SIDE  # bf16 of a row of A: one step of the contraction
 LINE = 4 * SIDE  # bytes of a row of a tile
 TILE_BYTES = SIDE * LINE
+PART = 256  # depth that is multiplied at a time: so much of a panel stays in the first cache while rows pass
 CORNERS = [(i, j) for i in range(2) for j in range(2)]  # accumulator 2 * i + j: rows from 16 i on, columns from 16 j on
 
 
@@ -38,6 +40,11 @@ def uses_tiles(isa: ISA, dtype: str) -> bool:
 def padded(depth: int) -> int:
     """The depth in whole steps."""
     return round_up(depth, DEPTH)
+
+
+def depth_part(depth: int) -> int:
+    """The depth of a part of a product, whole steps."""
+    return ceil_div(depth, ceil_div(depth, PART) * DEPTH) * DEPTH
 
 
 def left_bytes(depth: int) -> int:
@@ -75,21 +82,41 @@ def release(k: KernelBuilder) -> None:
     _tile(k, "tilerelease")
 
 
-def multiply(k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[Left, Any]]) -> None:
-    """out (ROWS, SPAN) fp32 = A @ panel. `parts` has A in pieces that lie one after the other along the depth, each with its
-    number of steps."""
-    for tile in range(4):
-        _tile(k, "tilezero", tile)
+def multiply(
+    k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[Left, Any]], *, begun: Value | None = None,
+    beside: Callable[[Value], None] | None = None,
+) -> None:  # fmt: skip
+    """out (ROWS, SPAN) fp32 = A @ panel, or where it was `begun` out += A @ panel. `parts` has A in pieces that lie one after the
+    other along the depth, each with its number of steps. `beside(step)` is done in each step of the first."""
     row = 4 * SPAN
+    if begun is None:
+        _clear_tiles(k)
+    else:
+        with k.when(begun):
+            for i, j in CORNERS:
+                _tile(k, "tileloadd64", 2 * i + j, *_corner(out, i, j, row))
+        with k.otherwise(begun):
+            _clear_tiles(k)
     at = panel
     for left, steps in parts:
         with k.loop(0, steps) as s:
             here = replace(left, pointer=left.pointer.bytes(s * left.step))
             _multiply_step(k, here, at.bytes(s * (SIDE * row)), row)
+            if beside is not None and left is parts[0][0]:
+                beside(s)
         at = at.bytes(k.int(steps) * (SIDE * row))
     for i, j in CORNERS:
-        where = out.bytes(i * SIDE * row + 4 * SIDE * j)
-        _tile(k, "tilestored64", 2 * i + j, ("ptr", where.ref), ("i64", str(row)))
+        _tile(k, "tilestored64", 2 * i + j, *_corner(out, i, j, row))
+
+
+def _clear_tiles(k: KernelBuilder) -> None:
+    for tile in range(4):
+        _tile(k, "tilezero", tile)
+
+
+def _corner(out: Pointer, i: int, j: int, row: int) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Where an accumulator of a block with rows of `row` bytes lies, as operands of an instruction."""
+    return ("ptr", out.bytes(i * SIDE * row + 4 * SIDE * j).ref), ("i64", str(row))
 
 
 def add_product(
@@ -100,19 +127,19 @@ def add_product(
     row = 4 * cols
     for i0 in range(0, rows, ROWS):
         for j0 in range(0, cols, SPAN):
-            where = [[out.bytes((i0 + i * SIDE) * row + 4 * (j0 + j * SIDE)) for j in range(2)] for i in range(2)]
+            block = out.bytes(i0 * row + 4 * j0)
             for i, j in CORNERS:
                 if begins:
                     _tile(k, "tilezero", 2 * i + j)
                 else:
-                    _tile(k, "tileloadd64", 2 * i + j, ("ptr", where[i][j].ref), ("i64", str(row)))
+                    _tile(k, "tileloadd64", 2 * i + j, *_corner(block, i, j, row))
             a0, b0 = left.pointer.bytes(i0 // SIDE * left.below), right.bytes(4 * j0)
             unrolled = isinstance(steps, int)
             with nullcontext(0) if unrolled else k.loop(0, steps) as s:
                 for u in range(steps) if unrolled else [s]:
                     _multiply_step(k, replace(left, pointer=a0.bytes(u * left.step)), b0.bytes(u * (SIDE * row)), row)
             for i, j in CORNERS:
-                _tile(k, "tilestored64", 2 * i + j, ("ptr", where[i][j].ref), ("i64", str(row)))
+                _tile(k, "tilestored64", 2 * i + j, *_corner(block, i, j, row))
 
 
 def _multiply_step(k: KernelBuilder, left: Left, b: Pointer, row: int) -> None:
@@ -120,10 +147,10 @@ def _multiply_step(k: KernelBuilder, left: Left, b: Pointer, row: int) -> None:
     for i in range(2):
         a = left.pointer.bytes(k.int(left.below) * i)
         _tile(k, "tileloadd64", 4 + i, ("ptr", a.ref), ("i64", str(left.stride)))
-    for j in range(2):
-        _tile(k, "tileloadd64", 6 + j, ("ptr", b.bytes(4 * SIDE * j).ref), ("i64", str(row)))
-    for i, j in CORNERS:
-        _tile(k, "tdpbf16ps", 2 * i + j, 4 + i, 6 + j)
+        for j in range(2):
+            if i == 0:
+                _tile(k, "tileloadd64", 6 + j, ("ptr", b.bytes(4 * SIDE * j).ref), ("i64", str(row)))
+            _tile(k, "tdpbf16ps", 2 * i + j, 4 + i, 6 + j)
 
 
 def repeat(k: KernelBuilder, turns: Value) -> None:
@@ -141,10 +168,11 @@ REPEATED = 4 * SIDE * SIDE * DEPTH * 2  # floating-point operations of one turn 
 
 
 def multiply_rows(
-    k: KernelBuilder, out: Pointer, a: Pointer, count: Value | None, panel: Pointer, block: Pointer, *, depth: int, stride: int
+    k: KernelBuilder, out: Pointer, a: Pointer, count: Value | None, panel: Pointer, block: Pointer, *, depth: int, stride: int,
+    **how: Any,
 ) -> None:  # fmt: skip
     """out = rows [0, count) of a (rows, depth) @ panel; `count` None means ROWS rows. Rows of a lie `stride` elements apart.
-    `block` is scratch of `left_bytes(depth)`."""
+    `block` is scratch of `left_bytes(depth)`, and `how` is for `multiply`."""
     whole = depth // DEPTH if count is None else 0
     parts: list[tuple[Left, Any]] = [(row_major(a, 2 * stride), whole)] if whole else []
     rest = padded(depth) - whole * DEPTH
@@ -152,7 +180,7 @@ def multiply_rows(
         rows = ROWS if count is None else count
         _copy_rows(k, block, a, rows, first=whole * DEPTH, depth=depth, stride=stride, width=rest)
         parts.append((row_major(block, 2 * rest), rest // DEPTH))
-    multiply(k, out, panel, parts)
+    multiply(k, out, panel, parts, **how)
 
 
 def _copy_rows(

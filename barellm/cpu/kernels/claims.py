@@ -8,8 +8,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.choices import BUSY, Choice, Tile
+from barellm.cpu.choices import BUSY, TILE_BUSY, Choice, Tile
 from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.epilogue import Epilogue
 from barellm.cpu.kernels.packing import Packing, Panels, interleaved, panel_bytes
 from barellm.cpu.kernels.packing import transposed as transposed_panel
@@ -42,7 +43,9 @@ class Claims(ABC):
         self.rows = rows
         self.blocks = k.max(k.select(few, k.ceil_div(rows, choice.rows), long_blocks), 0)
         self.block = even_rows(k, rows, self.blocks, self.tile)
-        self.groups = panel_groups(k, self.panels, choice.columns // self.span, self.blocks)
+        self.tiles = amx.uses_tiles(k.isa, a.dtype)
+        busy = TILE_BUSY if self.tiles else BUSY // 2
+        self.groups = panel_groups(k, self.panels, choice.columns // self.span, self.blocks, busy)
         self.scratch, self.nbytes = k.private("i32"), panel_bytes(k.isa, a.dtype, part, self.span)
 
     @abstractmethod
@@ -68,9 +71,9 @@ class Claims(ABC):
                 self.number = self.index * self.parts + self.p
                 self.multiply_panel(self.two.take(self.number))
 
-    def follow(self) -> None:
-        """Have the next panel packed beside the whole tiles of this one. Next come the group's other panels, then the next part of
-        its depth, then the next claim."""
+    def follow(self, turns: Value) -> None:
+        """Have the next panel packed beside the whole tiles of this one, in `turns` calls. Next come the group's other panels, then
+        the next part of its depth, then the next claim."""
         k = self.k
         _, after = self._blocks_of(self.unit + 1)
         wanted, after = self.unit + 1 < self.blocks * self.groups, after * self.panels // self.groups * self.parts
@@ -79,7 +82,7 @@ class Claims(ABC):
             after = k.select(self.ends, after, self.first_panel * self.parts + self.p + 1)
         same = self.index + 1 < self.last_panel
         wanted, after = wanted | same, k.select(same, self.number + self.parts, after)
-        self.two.follow(after, wanted, self.whole - self.first)
+        self.two.follow(after, wanted, turns)
 
     def _blocks_of(self, unit: Value) -> tuple[Value, Value]:
         return block_of(unit, self.choice, self.blocks, self.groups)
@@ -100,15 +103,15 @@ class Claims(ABC):
             return transposed_panel(k, into, self.weight.at(p * part), col, **sizes)
         ragged = self.cols if self.cols % self.span else None
         w = self.weight.at(p * (part * self.cols))
-        return interleaved(k, into, w, col, length, stride=self.cols, width=self.span, cols=ragged)
+        return interleaved(k, into, w, col, length, stride=self.cols, width=self.span, cols=ragged, beside=self.tiles)
 
 
-def panel_groups(k: KernelBuilder, panels: int, most: int, blocks: Value) -> Value:
-    """Groups of at most `most` panels, about as large as each other: one is a claim's. Enough of them for threads to be busy, and
-    as many for each thread."""
+def panel_groups(k: KernelBuilder, panels: int, most: int, blocks: Value, busy: int) -> Value:
+    """Groups of at most `most` panels, about as large as each other: one is a claim's. Enough of them for each thread to have
+    `busy` claims, and as many for each thread."""
     if most == 1:
         return k.int(panels)
-    wanted = k.max(k.ceil_div(k.threads * (BUSY // 2), k.max(blocks, 1)), ceil_div(panels, most))
+    wanted = k.max(k.ceil_div(k.threads * busy, k.max(blocks, 1)), ceil_div(panels, most))
     return k.min(k.ceil_div(wanted, k.threads) * k.threads, panels)
 
 

@@ -49,7 +49,7 @@ class RegisterProduct(Claims):
     def multiply_panel(self, panel: Pointer) -> None:
         k, tile = self.k, self.tile
         if self.spare:
-            self.follow()
+            self.follow(self.whole - self.first)
         self.panel, self.left = panel, self.a.at(self.p * self.part)
         with k.loop(self.first, self.whole, tile.rows) as row:
             self._whole_tile(row)
@@ -150,12 +150,14 @@ class RegisterProduct(Claims):
 
 
 class AmxProduct(Claims):
-    """Tiles of rows in AMX tile registers, over the whole depth; their sums reach the epilogue through memory."""
+    """Tiles of rows in AMX tile registers, a part of the depth at a time: a panel's part stays in the first cache while all rows of
+    the claim pass, and the next one is packed beside. Sums wait in scratch, tile by tile; those of all panels of a claim are
+    finished together, so that whole lines of the result are written."""
 
     def __init__(self, k: KernelBuilder, *operands: Any, **sizes: Any) -> None:
         super().__init__(k, *operands, **sizes)
-        assert self.parts == 1
-        self.held = Pointer(k, k.alloca("float", self.tile.rows * self.span), "fp32")
+        self.copied = self.scratch.bytes(2 * self.nbytes)
+        self.held = self.copied.bytes(amx.left_bytes(self.part)).as_dtype("fp32")
 
     def run(self) -> None:
         amx.configure(self.k)
@@ -164,20 +166,59 @@ class AmxProduct(Claims):
 
     def multiply_panel(self, panel: Pointer) -> None:
         k, rows = self.k, self.tile.rows
-        amx.pad_panel(k, panel, self.depth)
+        amx.pad_panel(k, panel, self.length)
+        self.follow((self.whole - self.first) // rows * (k.int(self.length) // amx.DEPTH))
         with k.loop(self.first, self.whole, rows) as row:
             self._rows(panel, row, None)
+        self.two.followed()
         with k.loop(self.whole, self.last, rows) as row:
             self._rows(panel, row, k.min(self.last - row, rows))
 
     def _rows(self, panel: Pointer, row: Value, count: Value | None) -> None:
         """A tile of rows, or the first `count` of one."""
-        k, copied = self.k, self.scratch.bytes(2 * self.nbytes)
-        a = self.a.at(row * self.stride)
-        amx.multiply_rows(k, self.held, a, count, panel, copied, depth=self.depth, stride=self.stride)
-        with k.loop(0, self.tile.rows if count is None else count) as r:
+        k = self.k
+        a = self.a.at(row * self.stride + self.p * self.part)
+        sums = self._held(self.index, row)
+        rest = self.depth - (self.parts - 1) * self.part
+        how: dict[str, Any] = {"begun": self.p > 0 if self.parts > 1 else None, "stride": self.stride}
+        if count is None:
+            how["beside"] = partial(self._beside, row)
+
+        def multiply(depth: int) -> None:
+            amx.multiply_rows(k, sums, a, count, panel, self.copied, depth=depth, **how)
+
+        last = (self.index + 1).equals(self.last_panel)
+        if self.ends is None or rest == self.part:
+            multiply(self.part if self.parts > 1 else self.depth)
+        else:
+            with k.when(self.ends):
+                multiply(rest)
+            with k.otherwise(self.ends):
+                multiply(self.part)
+        with k.when(last if self.ends is None else last & self.ends):
+            self._finish(row, self.tile.rows if count is None else count)
+
+    def _beside(self, row: Value, step: Value) -> None:
+        """What is done in a step of the tile at `row`: packing, and fetching the lines of the result in the last part."""
+        k, each = self.k, self.tile.rows * amx.DEPTH // self.part
+        self.two.some()
+        with nullcontext() if self.ends is None else k.when(self.ends):
+            for i in range(max(each, 1)):
+                self.finish.fetch(row + step * each + i)
+
+    def _held(self, index: Value, row: Value) -> Pointer:
+        """The sums of a tile of rows and of a panel."""
+        tiles = self.block // self.tile.rows
+        at = (index - self.first_panel) * tiles + (row - self.first) // self.tile.rows
+        return self.held.at(at * (self.tile.rows * self.span))
+
+    def _finish(self, row: Value, count: Any) -> None:
+        """Finish `count` rows of all panels of the claim."""
+        k = self.k
+        with k.loop(0, count) as r, k.loop(self.first_panel, self.last_panel) as index:
+            finish, sums = self.make_finish(index * self.span), self._held(index, row).at(r * self.span)
             for v in range(self.tile.vectors):
-                self.finish.put(row + r, v, self.held.at(r * self.span).load(v * k.lanes))
+                finish.put(row + r, v, sums.load(v * k.lanes))
 
 
 def product(
@@ -232,15 +273,16 @@ def multiply(
 
 
 def depth_part(isa: ISA, dtype: str, depth: int) -> int:
-    """Depth that is packed and multiplied at a time; tile registers take all of it."""
-    return depth if amx.uses_tiles(isa, dtype) else part_of(isa, depth, 2 if paired(isa, dtype) else 4)
+    """Depth that is packed and multiplied at a time."""
+    if amx.uses_tiles(isa, dtype):
+        return amx.depth_part(depth)
+    return part_of(isa, depth, 2 if paired(isa, dtype) else 4)
 
 
 def product_private(isa: ISA, dtype: str, depth: int, choice: Choice) -> int:
-    """Bytes: two packed panels; the copied left operand of AMX, or the sums of a block between two parts of the depth."""
+    """Bytes: two packed panels; the sums of a claim, those of vector registers only between two parts of the depth; the copied
+    left operand of AMX."""
     part, span = depth_part(isa, dtype, depth), choice.tile.span(isa)
-    if amx.uses_tiles(isa, dtype):
-        rest = amx.left_bytes(depth)
-    else:
-        rest = 4 * max(choice.rows, choice.long_rows) * choice.columns if part < depth else 0
-    return 2 * panel_bytes(isa, dtype, part, span) + rest
+    tiles = amx.uses_tiles(isa, dtype)
+    sums = 4 * max(choice.rows, choice.long_rows) * choice.columns if part < depth or tiles else 0
+    return 2 * panel_bytes(isa, dtype, part, span) + sums + (amx.left_bytes(part) if tiles else 0)

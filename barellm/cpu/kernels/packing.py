@@ -165,10 +165,12 @@ def _units(k: KernelBuilder, p: Pointer, pair: bool) -> Value:
 
 
 def interleaved(
-    k: KernelBuilder, block: Pointer, b: Pointer, col: Any, depth: Any, *, stride: int, width: int, cols: Any
-) -> Packing:
+    k: KernelBuilder, block: Pointer, b: Pointer, col: Any, depth: Any, *, stride: int, width: int, cols: Any,
+    beside: bool = False,
+) -> Packing:  # fmt: skip
     """Rows 0... of b (depth, stride), columns `col`... + width, with two depth rows woven into pairs where the ISA wants them: a
-    chunk. `cols` is the column count where the block may hang over it, None where it cannot; what hangs over becomes zero."""
+    chunk. `cols` is the column count where the block may hang over it, None where it cannot; what hangs over becomes zero.
+    `beside`: the columns after these are packed next, and not the rows."""
     pair = paired(k.isa, b.dtype)
     lanes = k.lanes
     depth = k.int(depth)
@@ -181,9 +183,10 @@ def interleaved(
         return p.load_raw(v, mask) if pair else p.load(v, mask)
 
     def fetch(row: Value) -> None:
-        for lead, near in ((NEAR, True), (FAR, False)):
+        far = row * stride + col + width if beside else (row + FAR) * stride + col
+        for at, near in (((row + NEAR) * stride + col, True), (far, False)):
             for line in range(0, width * b.itemsize, LINE):
-                k.prefetch(b.at((row + lead) * stride + col).bytes(line), near=near)
+                k.prefetch(b.at(at).bytes(line), near=near)
 
     def put(d: Value, v: int, even: Value, odd: Value) -> None:
         woven = k.bitcast(k.shuffle(even, odd, weave), k.ivec)

@@ -42,9 +42,9 @@ def _scale(k: Builder, p: Value, shifted: Value, x: Value, *, low: float, high: 
     return k.select(x < low, 0.0, k.select(x < high, scaled, x + float("inf")))
 
 
-def exp2(k: Builder, x: Value, coefficients: tuple[float, ...] = EXP2) -> Value:
-    """2**x; 0 below -126 (AVX-512: denormals), infinity above 128."""
-    clipped = k.max(-151.0, k.min(129.0, x))  # of a NaN and a number the second: NaN stays
+def exp2(k: Builder, x: Value, coefficients: tuple[float, ...] = EXP2, least: float = -151.0) -> Value:
+    """2**x; 0 below -126 (AVX-512: denormals), infinity above 128. Below `least` it is that power."""
+    clipped = k.max(least, k.min(129.0, x))  # of a NaN and a number the second: NaN stays
     shifted = clipped + MAGIC
     p = polynomial(k, clipped - (shifted - MAGIC), coefficients)
     return _scale(k, p, shifted, x, low=-126.0, high=128.0)
@@ -58,9 +58,10 @@ def exp2_within(k: Builder, x: Value) -> Value:
     return polynomial(k, x - n, EXP2) * power
 
 
-def exp(k: Builder, x: Value) -> Value:
-    """e**x. The product with log2(e) is exact to two floats, so that the error stays at an ulp or two for large |x|."""
-    clipped = k.max(-105.0, k.min(89.0, x))
+def exp(k: Builder, x: Value, least: float = -105.0) -> Value:
+    """e**x, below `least` that power. The product with log2(e) is exact to two floats, so that the error stays at an ulp or two for
+    large |x|."""
+    clipped = k.max(least, k.min(89.0, x))
     shifted = k.fma(clipped, LOG2E, MAGIC)
     n = shifted - MAGIC
     r = k.fma(n, -0.693145751953125, clipped)
@@ -84,11 +85,17 @@ def ln(k: Builder, x: Value) -> Value:
     return k.select(x < float("inf"), k.fma(e, log(2.0), p * s), x)
 
 
+def _exp_beside_one(k: Builder, x: Value, dtype: str) -> Value:
+    """2**x for bf16, else e**x, to be added to 1: never a denormal, which no sum shows and whose making takes an Intel core some
+    hundred cycles."""
+    return exp2(k, x, EXP2_BF16, least=-125.0) if dtype == "bf16" else exp(k, x, least=-87.0)
+
+
 def _exp_of_minus_u(k: Builder, x: Value, squared: Value, dtype: str) -> Value:
     """exp(-u(x)), u = 2 sqrt(2/pi) (x + 0.044715 x^3), so that gelu(x) = x / (1 + exp(-u)), as exactly as `dtype` can show."""
     scale = -2 * GELU_SCALE * (LOG2E if dtype == "bf16" else 1.0)
     exponent = x * k.fma(squared, scale * GELU_CUBIC, k.to(scale, k.vec))
-    return exp2(k, exponent, EXP2_BF16) if dtype == "bf16" else exp(k, exponent)
+    return _exp_beside_one(k, exponent, dtype)
 
 
 def gelu(k: Builder, x: Value, dtype: str = "fp32") -> Value:
@@ -108,7 +115,7 @@ def gelu_slope(k: Builder, x: Value, dtype: str = "fp32") -> Value:
 
 
 def _exp_of_minus(k: Builder, x: Value, dtype: str) -> Value:
-    return exp2(k, x * -LOG2E, EXP2_BF16) if dtype == "bf16" else exp(k, -x)
+    return _exp_beside_one(k, x * -LOG2E if dtype == "bf16" else -x, dtype)
 
 
 def silu(k: Builder, x: Value, dtype: str = "fp32") -> Value:
