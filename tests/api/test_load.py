@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 
 import barellm
 from barellm import models
-from barellm.cli.main import main
+from barellm.cli.main import main, parsed
 from barellm.config import TrainConfig
 from barellm.data.tokenizers import Bytes
 from barellm.errors import UserError
@@ -102,8 +103,18 @@ def test_more_sequences_than_before_do_not_change_the_first(model):
     first = model.logits(TOKENS[:1, :5])
     assert (model.logits(TOKENS)[:1, :5] == model.logits(TOKENS[:, :5])[:1]).all()
     assert np.abs(model.logits(TOKENS)[:1, :5] - first).max() < 1e-5
-    with pytest.warns(UserWarning, match="the prompt has 20 tokens: the model has 13 positions and sees the last 6"):
+    said = "the prompt has 20 tokens: the model has 13 positions and sees the last 6"
+    with pytest.warns(UserWarning, match=said) as warned:
         assert model.generate("x" * 20, tokens=1, seed=2) == model.generate("x" * 6, tokens=1, seed=2)
+    assert [w.filename for w in warned] == [__file__]  # of the line that asked
+
+
+def test_what_is_not_said_is_what_the_command_takes():
+    usual = vars(parsed(["sample", "run"]))
+    for function in (barellm.Model.generate, barellm.Model.stream):
+        given = {name: p.default for name, p in inspect.signature(function).parameters.items() if p.default != p.empty}
+        assert given.pop("prompt") == "" and list(given.pop("stop")) == usual["stop"]
+        assert given == {name: usual[name] for name in given} and len(given) == 7
 
 
 @pytest.mark.parametrize(

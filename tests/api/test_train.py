@@ -70,6 +70,24 @@ def test_it_begins_with_weights_and_runs_beside_the_main_thread(tiny, tmp_path):
         assert (a.weight("wte") == b.weight("wte")).all()
 
 
+def test_shards_bring_their_tokenizer_unless_another_was_chosen(tiny, text, tmp_path):
+    """A preset does not choose one; a configuration, a key or a run that goes on does."""
+    assert main(["prepare", str(text), "--tokenizer", "chars", "--out", str(tmp_path / "shards")]) == 0
+    words = {**tiny, "data": tmp_path / "shards"}
+    run = barellm.train("default", out=tmp_path / "run", **words)
+    with run.load(device="reference") as model:
+        assert model.tokenizer.name == "chars"
+    chosen = models.preset("default")
+    assert chosen.data.tokenizer == "bpe"
+    said = "were made with tokenizer 'chars', data.tokenizer is 'bpe'"
+    with pytest.raises(UserError, match=said):
+        barellm.train(chosen, out=tmp_path / "other", **words)
+    with pytest.raises(UserError, match=said):
+        barellm.train(
+            "default", out=tmp_path / "other", **{**words, "data": {"source": str(words["data"]), "tokenizer": "bpe"}}
+        )
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
