@@ -104,7 +104,7 @@ def main() -> None:
             "out": np.zeros(most * max(cols for cols, _ in ROLES.values()), np.float32),
             "private": np.zeros((bench.threads + 1) * PRIVATE, np.uint8),
         }
-        assert few_private(bench.isa) <= PRIVATE
+        assert max(few_private(bench.isa, depth) for _, depth in ROLES.values()) <= PRIVATE
         bench.pool.bind(block.address, round_up(address(memory["private"]), 64), PRIVATE, memory=memory)
         tables = {
             (role, kind): Table(bench, kind, args.dtype, *ROLES[role], memory)

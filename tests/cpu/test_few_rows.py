@@ -11,7 +11,7 @@ from barellm.assembly.machine import build_programs
 from barellm.cpu import jit, step
 from barellm.cpu.isa import ISA, cross
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels import few_rows
+from barellm.cpu.kernels import few_rows, few_tiles
 from barellm.cpu.step import CpuSession, Lowered
 from barellm.generation.decode import MOST_TOGETHER
 from barellm.inspect import machine_code
@@ -51,6 +51,16 @@ def test_matmul(isa, dtype, shape):
 
 
 @each_isa
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 64, 32), (1, 16, 100, 96), (1, 17, 129, 64), (1, 33, 64, 32), (7, 9, 191, 32)], ids=str
+)
+def test_shapes_that_tiles_take(isa, shape):
+    """Columns that hang over a claim, and numbers of rows on either side of the widths that x is packed to."""
+    assert few_tiles.fits(isa, "bf16", *shape[2:]) == isa.tiles
+    check_matmul(isa, "bf16", shape)
+
+
+@each_isa
 @each_dtype
 def test_depth_in_parts(isa, dtype, monkeypatch):
     """Sums of pairs of rows are kept between the parts; the last part is shorter, and a last row has no pair."""
@@ -66,19 +76,19 @@ def test_columns_of_wider_tensors(isa, dtype):
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_row_has_the_same_bits_in_any_company(isa, dtype, monkeypatch):
+@pytest.mark.parametrize("dtype, cols, depth", [("fp32", 37, 101), ("bf16", 37, 101), ("bf16", 101, 64)])
+def test_a_row_has_the_same_bits_in_any_company(isa, dtype, cols, depth, monkeypatch):
     """Text that is written alone is the text that is written in a batch."""
     changed(monkeypatch, few_rows, PART_BYTES=768)
     p = Program(Store(), compute=dtype)
-    x = p.input("x", (Dim("batch", 64), 101), dtype)
-    weight = p.parameter("weight", (37, 101))
+    x = p.input("x", (Dim("batch", 64), depth), dtype)
+    weight = p.parameter("weight", (cols, depth))
     p.output("y", p.linear(x, weight))
     session = CpuSession({"op": p}, isa=isa, threads=2)
-    values = normal(64, 101)
-    session.write("weight", normal(37, 101, seed=3))
+    values = normal(64, depth)
+    session.write("weight", normal(cols, depth, seed=3))
     found = []
-    for rows in (64, 63, 5, 2, 1):
+    for rows in (64, 63, 17, 5, 2, 1):
         session.write("x", values[:rows])
         session.run("op", batch=rows)
         found.append(session.read("y").copy())

@@ -22,7 +22,9 @@ from typing import Any
 from barellm.cpu.choices import Tile
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels import few_tiles
 from barellm.cpu.kernels.epilogue import Epilogue
+from barellm.cpu.kernels.few_tiles import tiles_private
 from barellm.cpu.kernels.packing import LINE, paired
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.dtypes import itemsize
@@ -52,10 +54,19 @@ class Cut:
         return round_up(LEAST_SPAN, lcm(self.columns, self.lanes))
 
 
-def few_private(isa: ISA) -> int:
-    """Bytes of a thread's own scratch: the sums of a claim, and those that are kept between two parts of the depth."""
+def few_private(isa: ISA, depth: int) -> int:
+    """Bytes of a thread's own scratch: the sums of a claim, and those that are kept between two parts of the depth, or tiles."""
+    return _sums_bytes(isa) + tiles_private(isa, depth)
+
+
+def span_of(isa: ISA, dtype: str, cols: int, depth: int) -> int:
+    """Columns of a claim."""
+    return few_tiles.SPAN if few_tiles.fits(isa, dtype, cols, depth) else Cut.of(isa).span
+
+
+def _sums_bytes(isa: ISA) -> int:
     cut = Cut.of(isa)
-    return 4 * FEW * (cut.span + cut.lanes + cut.columns * cut.lanes)
+    return 4 * FEW * (max(cut.span, few_tiles.SPAN) + cut.lanes + cut.columns * cut.lanes)
 
 
 class FewRows:
@@ -70,25 +81,40 @@ class FewRows:
         self.cut, self.dot = Cut.of(k.isa), paired(k.isa, a.dtype)
         self.unit = k.lanes * (2 if a.dtype == "bf16" else 1)  # elements of a chain's next link or two
         self.itemsize = itemsize(a.dtype)
-        self.width = self.cut.span + k.lanes  # of a row of sums, whose last vector may hang over
+        self.span = span_of(k.isa, a.dtype, cols, depth)
+        self.width = self.span + k.lanes  # of a row of sums, whose last vector may hang over
         self.sums = k.private()
         self.kept = self.sums.at(FEW * self.width)
+        self.tiles = None
+        if few_tiles.fits(k.isa, a.dtype, cols, depth):
+            scratch = self.sums.bytes(_sums_bytes(k.isa))
+            self.tiles = few_tiles.FewTiles(k, a, weight, rows, scratch, cols=cols, depth=depth, stride=stride)
         parts = max(1, round(self.cut.columns * depth * self.itemsize / PART_BYTES))
         self.part = round_up(ceil_div(depth, parts), self.unit)
 
     def run(self, finish: Callable[[Value], Epilogue]) -> None:
         """`finish(column)` makes the epilogue of a claim."""
-        k, span = self.k, self.cut.span
+        k, span, tiles = self.k, self.span, self.tiles
+        if tiles:
+            tiles.begin()
         with k.claim(ceil_div(self.cols, span), 1) as (begin, _):
             column = begin * span
-            with k.when(self.rows.equals(1)):
-                self._one_row(column)
-            with k.when(self.rows > 1):
-                self._pairs(column)
+            if tiles:
+                tiles.multiply(column, self.sums, self.width)
+            else:
+                self._multiply_vectors(column)
             epilogue = finish(column)
             with k.loop(0, self.rows) as row:
                 for v in range(span // k.lanes):
                     epilogue.put(row, v, self.sums.load(row * self.width + v * k.lanes))
+        if tiles:
+            tiles.end()
+
+    def _multiply_vectors(self, column: Value) -> None:
+        with self.k.when(self.rows.equals(1)):
+            self._one_row(column)
+        with self.k.when(self.rows > 1):
+            self._pairs(column)
 
     def _one_row(self, column: Value) -> None:
         k, wide = self.k, self.cut.columns
@@ -242,7 +268,7 @@ def few_rows(
 ) -> None:  # fmt: skip
     """out (rows, cols) = a (rows, depth) @ weight.T and then the `epilogues`, for FEW rows at most; nothing if a run has more."""
     rows, apart = k.extent(dims, inner), dict(strides)
-    vectors = Cut.of(k.isa).span // k.lanes
+    vectors = span_of(k.isa, a.dtype, cols, depth) // k.lanes
 
     def finish(col: Value) -> Epilogue:
         how: dict[str, Any] = {"cols": cols, "epilogues": epilogues, "mode": mode, "early": False, "strides": apart}

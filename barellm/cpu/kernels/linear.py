@@ -57,7 +57,7 @@ def append_product(
     }
     most = tokens_of(like, rows)
     if c.few_rows and transposed and rows == (0, ALL_ROWS):
-        c.private(few_private(c.isa))
+        c.private(few_private(c.isa, depth))
         c.call(few_rows, operands, constants, writes="out second")
         if most <= FEW:
             return
