@@ -11,6 +11,9 @@ from barellm.errors import UserError
 
 if TYPE_CHECKING:
     from barellm.config import Config
+    from barellm.runtime.ranks import Ranks
+
+MOST_SHOWN = 8  # ranks whose memory is shown one by one
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +36,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--compile",
         action="store_true",
         help="with --device cuda: compile the products' kernels, to know how many blocks a multiprocessor holds",
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="plan one of N processes that train together (docs/ranks.md)"
     )
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
     parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")
@@ -65,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
     config = resolved(only_stage(config, args.stage) if args.stage else config, args.device)
     if args.product:
         return _one_product(args, config.train.dtype)
-    numbers, built = plan.report(config, ceiling=ceiling, device=args.device)
+    ranks = _ranks(args, config)
+    numbers, built = plan.report(config, ceiling=ceiling, device=args.device, ranks=ranks)
+    if 1 < ranks.count <= MOST_SHOWN:
+        numbers["of_each_rank"] = plan.of_each_rank(config, ranks.count)
     cuts, lines = _products(args, built, numbers["step"], config) if args.device == "cuda" else ([], [])
     numbers |= {"products": cuts} if cuts else {}
     if args.json:
@@ -80,6 +89,20 @@ def run(args: argparse.Namespace) -> int:
     if args.map:
         print("\n" + "\n".join(_map(plan.memory_map(built))))
     return 0
+
+
+def _ranks(args: argparse.Namespace, config: Config) -> Ranks:
+    """The first of --ranks, or this process alone."""
+    from barellm.runtime.ranks import ALONE, Planned
+    from barellm.training import together
+
+    if args.ranks is None:
+        return ALONE
+    if args.ranks < 1:
+        raise UserError(f"--ranks is {args.ranks}, expected at least 1")
+    ranks = Planned(0, args.ranks)
+    together.check(config, device=args.device, ranks=ranks)
+    return ranks
 
 
 def _one_product(args: argparse.Namespace, dtype: str) -> int:
@@ -126,9 +149,10 @@ def _cuts(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: 
 def _tables(n: dict[str, Any]) -> list[str]:
     from barellm.plans.devices import where
 
+    rank = f" of rank {n['rank']} of {n['ranks']}" if "rank" in n else ""
     mode = f"{n['dtype']}{', recompute' if n['recompute'] else ''}"
     lines = [
-        f"{n['preset']}: {n['parameters']:,} parameters, micro-batch {n['batch']} x {n['seq']}, {mode}; {where(n)}",
+        f"{n['preset']}: {n['parameters']:,} parameters, micro-batch {n['batch']} x {n['seq']}{rank}, {mode}; {where(n)}",
         "",
         f"{'memory':<28}{'bytes':>18}{'MiB':>12}",
     ]
@@ -139,6 +163,10 @@ def _tables(n: dict[str, Any]) -> list[str]:
         f"  most alive at one time: {n['live_peak_bytes']:,} bytes (arena / that: {n['ratio']:.4f}), in {n['peak_at']['program']}",
         f"  at {n['peak_at']['op']}",
         f"  {_fits(n)}",
+        *(
+            f"  rank {rank}: optimizer state {row['optimizer_state']:,}, arena {row['arena_bytes']:,} bytes"
+            for rank, row in enumerate(n.get("of_each_rank", ()))
+        ),
         "",
         f"{'by family, unfused':<28}{'ops':>8}{'GFLOP':>14}{'GB':>12}",
     ]

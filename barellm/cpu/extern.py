@@ -6,6 +6,8 @@ Every thread walks the table; at such an entry the first one calls, and the othe
 from __future__ import annotations
 
 import ctypes
+import os
+import traceback
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,11 +31,17 @@ def callback(prepare: Prepare, regions: Sequence[Region]) -> tuple[int, object]:
     calls: list[Callable[[], None]] = []
 
     def run(args: int) -> None:
-        if not calls:
-            places = (ctypes.c_int64 * (1 + len(sizes))).from_address(args)[1:]
-            found = [(ctypes.c_uint8 * n).from_address(at) for at, n in zip(places, sizes, strict=True)]
-            calls.append(prepare([np.ctypeslib.as_array(one) for one in found]))
-        calls[0]()
+        try:
+            if not calls:
+                places = (ctypes.c_int64 * (1 + len(sizes))).from_address(args)[1:]
+                found = [(ctypes.c_uint8 * n).from_address(at) for at, n in zip(places, sizes, strict=True)]
+                calls.append(prepare([np.ctypeslib.as_array(one) for one in found]))
+            calls[0]()
+        except (
+            BaseException
+        ):  # nothing can pass through native code, and the step cannot go on without what was to come
+            traceback.print_exc()
+            os._exit(1)
 
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(run)
     address = ctypes.cast(function, ctypes.c_void_p).value

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from barellm.distributed import cores as cores_module
+from barellm.distributed.memory import Reading, allow_reading, can_read
 from barellm.distributed.watch import Watch, end_all
 from barellm.errors import UserError
 
@@ -34,10 +36,60 @@ class MpiRanks:
         self._mpi, self._world = MPI, MPI.COMM_WORLD
         self.rank, self.count = self._world.Get_rank(), self._world.Get_size()
         self._watch = Watch(MPI, self._world.Dup())
+        self._readable = self._try_reading()
 
     # --- what runtime.ranks.Ranks says ---
 
-    def transfer(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]) -> None:
+    def prepared(
+        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
+    ) -> Callable[[], None]:
+        readings = self._readings(sends, receives)
+        sends = [(rank, array) for rank, array in sends if rank not in self._readable]
+        receives = [(rank, array) for rank, array in receives if rank not in self._readable]
+
+        def transfer() -> None:
+            if self._readable:
+                self._wait([self._world.Ibarrier()])  # all have what is read now
+            self._send_and_receive(sends, receives)
+            try:
+                for read in readings:
+                    read()
+            except OSError:  # its process is gone: the launcher, or the watch, is about to end this one too
+                with self._watch.waiting() as look:
+                    while True:
+                        look()
+            if self._readable:
+                self._wait([self._world.Ibarrier()])  # nobody reads any more
+
+        return transfer
+
+    def _readings(
+        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
+    ) -> list[Reading]:
+        """What is read of the memory of each rank that can be read."""
+        found = []
+        for rank in self._readable:
+            self.send(rank, [(array.ctypes.data, array.nbytes) for to, array in sends if to == rank])
+        for rank, process in self._readable.items():
+            arrays = [array for source, array in receives if source == rank]
+            found.append(Reading(process, arrays, self.receive(rank)))
+        return found
+
+    def _try_reading(self) -> dict[int, int]:
+        """{rank: process} of the others, if all ranks are on one machine and may read each other's memory; else nothing."""
+        allow_reading()
+        word = np.frombuffer(os.urandom(8), np.uint8)
+        mine = (self._mpi.Get_processor_name(), os.getpid(), (word.ctypes.data, word.nbytes), word.tobytes())
+        everybody = self.gather(mine, patient=True)
+        alike = len({name for name, *_ in everybody}) == 1
+        able = alike and all(can_read(process, place, found) for _, process, place, found in everybody)
+        if not all(self.gather(able)):
+            return {}
+        return {rank: process for rank, (_, process, *_) in enumerate(everybody) if rank != self.rank}
+
+    def _send_and_receive(
+        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
+    ) -> None:
         self._wait(
             [
                 *(self._world.Irecv(piece, rank, ARRAYS) for rank, array in receives for piece in _pieces(array)),

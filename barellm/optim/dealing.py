@@ -9,8 +9,9 @@ Shares are cut where the partial sums of the norm are, so that these, and with t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from barellm.program.ops.collectives import Ranks
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from barellm.program.builder import Program
     from barellm.program.tensor import Tensor
 
-TOGETHER = 8 << 20  # elements of gradients that are exchanged at once: room for them is needed for as long
+# Elements of a share that are exchanged at once: what arrives should still be in a cache when it is added. Exchanges of 32 MB made
+# steps of gpt2-124m on two ranks 1.07 times as long.
+TOGETHER = 1 << 20
 Part = tuple[int, int]  # elements of a tensor, from and to
 
 
@@ -40,15 +43,20 @@ class Dealing:
         from barellm.program import ops
 
         ranks = self.ranks
-        others = [rank for rank in range(ranks.count) if rank != ranks.rank]
-        for together in _batches(params):
-            sent = [(_cut(p.gradient_of(t), self.parts[t.name][rank]), rank) for t in together for rank in others]
-            operands: dict[str, Any] = {f"x{i}": t for i, (t, _) in enumerate(sent) if t is not None}
-            operands["to"] = [(rank,) for t, rank in sent if t is not None]
-            owned = [p.gradient_of(share) for t in together if (share := self.own(t)) is not None]
+        for pieces in self._rounds(params):
+            sent = [(t, rank) for rank, theirs in enumerate(pieces) if rank != ranks.rank for t in theirs]
+            operands: dict[str, Any] = {f"x{i}": p.gradient_of(t) for i, (t, _) in enumerate(sent)}
+            operands["to"] = [(rank,) for _, rank in sent]
+            owned = [p.gradient_of(t) for t in pieces[ranks.rank]]
             found = p.apply(ops.Exchange, **operands, own=[t.size for t in owned], ranks=ranks)
             for own, parts in zip(owned, found.outputs.values(), strict=True):
                 p.apply(ops.AddRanks, into={"y": (own, "store")}, own=own, others=parts, rank=ranks.rank)
+
+    def _rounds(self, params: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
+        """The pieces of each rank's share that are exchanged at once, by rank: TOGETHER elements for each."""
+        of_ranks = [list(_rounds((t, self.parts[t.name][rank]) for t in params)) for rank in range(self.ranks.count)]
+        for pieces in zip_longest(*of_ranks, fillvalue=()):
+            yield [list(theirs) for theirs in pieces]
 
     def squares(self, p: Program, params: Sequence[Tensor]) -> list[Tensor]:
         """Append what finds the partial sums of squares of the gradients, those of all shares."""
@@ -134,13 +142,19 @@ def _cut(t: Tensor, part: Part) -> Tensor | None:
     return t if count == t.size else Span(t, first, count)
 
 
-def _batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours that are exchanged at once."""
+def _rounds(share: Iterable[tuple[Tensor, Part]]) -> Iterator[list[Tensor]]:
+    """A share, cut into runs of TOGETHER elements."""
     found: list[Tensor] = []
-    for t in params:
-        found.append(t)
-        if sum(t.size for t in found) >= TOGETHER:
-            yield found
-            found = []
+    room = TOGETHER
+    for t, (first, end) in share:
+        while first < end:
+            count = min(room, end - first)
+            piece = _cut(t, (first, first + count))
+            assert piece is not None
+            found.append(piece)
+            first, room = first + count, room - count
+            if room == 0:
+                yield found
+                found, room = [], TOGETHER
     if found:
         yield found

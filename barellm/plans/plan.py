@@ -17,6 +17,7 @@ from barellm.plans.roofline import Ceiling, primitives
 from barellm.program.ops.base import Op
 from barellm.program.tensor import PERSISTENT
 from barellm.runtime.memory import PLURAL, memory_limit
+from barellm.runtime.ranks import ALONE, Planned, Ranks
 
 if TYPE_CHECKING:
     from barellm.plans.devices import Built
@@ -36,10 +37,12 @@ def memory(built: Built) -> dict[str, int]:
     return parts | {"unused": built.plan.arena_bytes - sum(parts.values())}
 
 
-def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu") -> tuple[dict[str, Any], Built]:
+def report(
+    config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu", ranks: Ranks = ALONE
+) -> tuple[dict[str, Any], Built]:
     """The numbers as one JSON object, and what they were read from. `config` has its dtype resolved. With `ceiling` every
-    op gets the seconds that this machine needs at the least."""
-    programs = build_programs(config)
+    op gets the seconds that this machine needs at the least. Of several `ranks`, the numbers are those of one."""
+    programs = build_programs(config, ranks=ranks)
     built = lower(programs, device, **products(config.train, device))
     plan, train = built.plan, config.train
     largest = max(plan.peaks, key=lambda name: plan.peaks[name][0])
@@ -47,7 +50,8 @@ def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu
     limit, limit_source = device_memory(device)
     numbers: dict[str, Any] = {
         "preset": config.preset,
-        "batch": train.batch,
+        **({"rank": ranks.rank, "ranks": ranks.count} if ranks.count > 1 else {}),
+        "batch": train.batch // ranks.count,
         "seq": train.seq,
         "accumulate": train.accumulate,
         "dtype": train.dtype,
@@ -67,7 +71,7 @@ def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu
         "fits": None if limit is None else plan.arena_bytes <= limit,
         "peak_at": {"program": largest, "op": str(built.lowered[largest].ops[plan.peaks[largest][1]])},
         "model_flops": model_flops(programs, config),
-        "tokens": train.batch * train.seq * train.accumulate,
+        "tokens": train.batch // ranks.count * train.seq * train.accumulate,
         "programs": {name: _program(built, name) for name in programs},
         "kernels": len(built.specs),
         "step": step,
@@ -79,6 +83,15 @@ def report(config: Config, *, ceiling: Ceiling | None = None, device: str = "cpu
         numbers["ceiling"] = ceiling.to_json()
         numbers["expected_s"] = sum(row["expected_s"] for row in numbers["ops"])
     return numbers, built
+
+
+def of_each_rank(config: Config, count: int) -> list[dict[str, int]]:
+    """The bytes that each of so many ranks holds of the optimizer's state, and of its whole arena."""
+    found = []
+    for rank in range(count):
+        built = lower(build_programs(config, ranks=Planned(rank, count)), "cpu")
+        found.append({"optimizer_state": memory(built)["optimizer_state"], "arena_bytes": built.plan.arena_bytes})
+    return found
 
 
 def device_memory(device: str) -> tuple[int | None, str]:

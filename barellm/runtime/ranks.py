@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -21,8 +21,11 @@ class Ranks(Protocol):
     @property
     def count(self) -> int: ...
 
-    def transfer(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Send arrays to ranks, and fill arrays with what ranks send, in these orders: (rank, contiguous array)."""
+    def prepared(
+        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
+    ) -> Callable[[], None]:
+        """A function that sends arrays to ranks, and fills arrays with what ranks send, in these orders: (rank, contiguous array).
+        It may be called often; all ranks call theirs."""
         ...
 
     def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
@@ -41,10 +44,13 @@ class Ranks(Protocol):
 class Alone:
     """A run of one process."""
 
-    rank, count = 0, 1
+    rank: int = 0
+    count: int = 1
 
-    def transfer(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]) -> None:
-        assert not sends and not receives, "there is nobody else"
+    def prepared(
+        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
+    ) -> Callable[[], None]:
+        raise AssertionError("there is nobody else")
 
     def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
         return [value]
@@ -57,6 +63,13 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+class Planned(Alone):
+    """One of several ranks, for a plan: nobody is there to talk to."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
 
 
 def first(ranks: Ranks, value: Any) -> Any:

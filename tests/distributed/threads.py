@@ -24,7 +24,10 @@ class ThreadRanks:
     def _get(self, kind: str, rank: int) -> Any:
         return self._boxes[rank, self.rank, kind].get(timeout=LONG_S)
 
-    def transfer(self, sends, receives) -> None:
+    def prepared(self, sends, receives):
+        return lambda: self._transfer(sends, receives)
+
+    def _transfer(self, sends, receives) -> None:
         for rank, array in sends:
             assert array.flags.c_contiguous
             self._put("array", rank, array.reshape(-1))

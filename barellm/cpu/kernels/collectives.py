@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
@@ -46,7 +45,7 @@ def lower_gather(op: Op, c: Lowering) -> None:
 
 
 def _transfer(op: Op, c: Lowering, regions: Callable[[Tensor], list[Region]]) -> None:
-    """A call of the ranks' `transfer` with the bytes of the arena; `regions` names those of a tensor that travel."""
+    """A transfer between ranks of the bytes of the arena; `regions` names those of a tensor that travel."""
     named = {name: regions(t) for name, t in (op.inputs | op.outputs).items()}
     reads = [region for name in op.inputs for region in named[name]]
     writes = [region for name in op.outputs for region in named[name]]
@@ -54,6 +53,6 @@ def _transfer(op: Op, c: Lowering, regions: Callable[[Tensor], list[Region]]) ->
     def prepare(arrays: list[np.ndarray]):
         left = iter(arrays)
         found = {name: [next(left) for _ in places] for name, places in named.items()}
-        return partial(op.ranks.transfer, op.departing(found), op.arriving(found))
+        return op.ranks.prepared(op.departing(found), op.arriving(found))
 
     c.extern(prepare, reads, writes)

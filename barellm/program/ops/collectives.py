@@ -7,7 +7,7 @@ After the update each share is given to all (`Gather`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,9 +28,11 @@ class Ranks(Protocol):
     @property
     def count(self) -> int: ...
 
-    def transfer(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Send arrays to ranks, and fill arrays with what ranks send, in these orders: (rank, contiguous array). Returns when all
-        have arrived."""
+    def prepared(
+        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
+    ) -> Callable[[], None]:
+        """A function that sends arrays to ranks, and fills arrays with what ranks send, in these orders: (rank, contiguous array).
+        It returns when all have arrived."""
         ...
 
 
@@ -55,7 +57,7 @@ class Transfer(Op):
         kind = next(iter(arrays.values())).dtype if arrays else np.dtype(np.float64)
         found = {name: np.empty(t.size, kind) for name, t in self.outputs.items()}
         sent = {name: [np.ascontiguousarray(array)] for name, array in arrays.items()}
-        self.attrs["ranks"].transfer(self.departing(sent), self.arriving({name: [a] for name, a in found.items()}))
+        self.attrs["ranks"].prepared(self.departing(sent), self.arriving({name: [a] for name, a in found.items()}))()
         return found
 
     def expect(self, inputs: Mapping[str, Tensor]) -> None:

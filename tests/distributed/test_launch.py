@@ -1,0 +1,103 @@
+"""The launcher's output: that of the run passes, and its own words become one line."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from barellm.distributed import launch
+from barellm.errors import UserError
+
+BANNER = """
+===================================================================================
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 4711 RUNNING AT node7
+=   EXIT CODE: 9
+=   CLEANING UP REMAINING PROCESSES
+=   YOU CAN IGNORE THE BELOW CLEANUP MESSAGES
+===================================================================================
+YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)
+This typically refers to a problem with your application.
+Please see the FAQ page for debugging suggestions
+"""
+RUN = "step 1\n\n====\n= a table\nstep 2\n"
+
+
+def passed(monkeypatch, output: str) -> tuple[str, str]:
+    """(what the user sees, what the launcher has said)"""
+    seen = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=seen))
+    process = SimpleNamespace(stdout=io.BytesIO(output.encode()))
+    said = launch._pass_on(process)
+    return seen.getvalue().decode(), said
+
+
+def test_the_output_of_a_run_passes_as_it_is(monkeypatch):
+    assert passed(monkeypatch, RUN) == (RUN, "")
+
+
+def test_the_launchers_own_words_do_not(monkeypatch, tmp_path):
+    (tmp_path / "4711").write_text("3")
+    seen, said = passed(monkeypatch, f"{RUN}[mpiexec@node7] Sending Ctrl-C to processes as requested\n{BANNER}")
+    assert seen == RUN
+    words = "rank 3 (process 4711 on node7) was ended by SIGKILL: the run is ended; go on from its last checkpoint with --resume"
+    assert launch._killed(said, tmp_path) == words
+
+
+def test_a_rank_that_did_not_sign_in_has_no_number(monkeypatch, tmp_path):
+    _, said = passed(monkeypatch, BANNER)
+    assert launch._killed(said, tmp_path).startswith("a rank (process 4711 on node7) was ended by SIGKILL")
+    assert launch._killed("YOUR APPLICATION TERMINATED: x (signal 999)", tmp_path).startswith(
+        "a rank was ended by signal 999"
+    )
+    assert launch._killed("", tmp_path) == ""
+
+
+def test_a_reader_that_goes_away_ends_the_run(monkeypatch):
+    class Closed(io.BytesIO):
+        def writelines(self, lines):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=Closed()))
+    signals: list[int] = []
+    process = SimpleNamespace(stdout=io.BytesIO(RUN.encode()), send_signal=signals.append)
+    assert launch._pass_on(process) == "" and signals == [15]
+
+
+@pytest.mark.parametrize("count", [0, -1, 1 << 17])
+def test_the_number_of_ranks_has_bounds(count):
+    with pytest.raises(UserError, match=f"^--ranks is {count}, expected 1 to 65536$"):
+        launch.start(count, ["train"])
+
+
+def test_without_an_mpi_a_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(
+        UserError, match=r"^--ranks needs an MPI with mpiexec, and there is none: pip install 'barellm\[mpi\]'$"
+    ):
+        launch.mpiexec()
+
+
+def test_torchruns_first_process_starts_all_and_the_others_none(tmp_path):
+    """With a launcher that tells what it is asked."""
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    (tmp_path / "mpiexec").write_text('#!/bin/sh\nprintf "%s " "$@"\necho "${RANK-no}" "${WORLD_SIZE-no}"\nexit 7\n')
+    (tmp_path / "mpiexec").chmod(0o755)
+    script = (
+        f"import sys; sys.executable = {str(python)!r}; from barellm.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    torch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for rank, status, said in (("0", 7, f"-n 2 {python} -m barellm train default --lr 1 no no\n"), ("1", 0, "")):
+        done = subprocess.run(
+            [sys.executable, "-c", script, "train", "default", "--lr", "1"],
+            env={"PYTHONPATH": ":".join(sys.path), "RANK": rank, **torch},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout) == (status, said), done.stderr

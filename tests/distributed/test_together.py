@@ -1,0 +1,95 @@
+"""What a run with several ranks refuses, and what its ranks must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from barellm import models
+from barellm.errors import UserError
+from barellm.runtime.ranks import ALONE, Planned, first
+from barellm.training import together
+from barellm.training.stopping import Agreed
+from tests.distributed.threads import each_rank
+
+
+def config_of(preset: str = "shakespeare-char", **sections):
+    found = models.preset(preset)
+    return replace(found, **{name: replace(getattr(found, name), **more) for name, more in sections.items()})
+
+
+@pytest.mark.parametrize(
+    "config, device, words",
+    [
+        (config_of(train={"batch": 7}), "cpu", "train.batch is 7, and the run has 2 ranks, which do not divide it"),
+        (config_of(), "cuda", "--device is cuda, and the run has 2 ranks: several ranks run on processors only"),
+        (config_of("speedrun", train={"batch": 2}), "cpu", "the runs of speedrun have stages, and the run has 2 ranks"),
+        (config_of(train={"ranges": 3}), "cpu", "train.ranges is 3, and the run has 2 ranks: expected 0"),
+        (config_of(train={"grace": 2.5}), "cpu", "train.grace is 2.5, and the run has 2 ranks: expected 0"),
+        (config_of(data={"order": "llmc"}), "cpu", "data.order is 'llmc', and the run has 2 ranks"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(config, device, words):
+    with pytest.raises(UserError) as refused:
+        together.check(config, device=device, ranks=Planned(0, 2))
+    assert str(refused.value).startswith(words)
+    together.check(config, device=device, ranks=ALONE)
+
+
+def test_the_speedruns_optimizer_is_not_dealt():
+    from barellm.optim.recipes import updates
+
+    config = config_of("speedrun")
+    with pytest.raises(UserError, match=r"^optim.name is 'speedrun', and the run has 2 ranks: expected adamw or muon$"):
+        updates(config.optim, models.hidden(config.model), Planned(0, 2))
+
+
+def test_the_first_rank_that_differs_is_named_with_what_differs():
+    facts = {"barellm": "1", "the configuration": {"train": {"steps": 4, "seq": 8}, "model": {"layers": 1}}}
+    said = 'the configuration is {"train": {"steps": 5}} on rank 2, and {"train": {"steps": 4}} on rank 0: all ranks need the same'
+
+    def each(ranks):
+        mine = {
+            **facts,
+            "the configuration": {"train": {"steps": 4 + (ranks.rank == 2), "seq": 8}, "model": {"layers": 1}},
+        }
+        try:
+            together.agree(ranks, mine)
+        except UserError as error:
+            return str(error)
+
+    assert each_rank(3, each) == [said] * 3
+    assert each_rank(3, lambda ranks: together.agree(ranks, facts)) == [None] * 3
+
+
+def test_rank_0_goes_first():
+    order: list[int] = []
+
+    def goes(ranks):
+        with together.in_turn(ranks):
+            order.append(ranks.rank)
+
+    each_rank(3, goes)
+    assert order[0] == 0 and sorted(order) == [0, 1, 2]
+
+
+def test_what_the_first_rank_says_counts():
+    assert each_rank(3, lambda ranks: first(ranks, ranks.rank + 5)) == [5, 5, 5]
+
+
+def test_a_signal_to_one_rank_counts_when_all_have_agreed():
+    def stopped(ranks):
+        stop = Agreed(ranks.rank)
+        if ranks.rank == 1:
+            stop.request(130)
+        before = bool(stop)
+        stop.agree(ranks.gather(stop.status))
+        return before, bool(stop), stop.status
+
+    assert each_rank(2, stopped) == [(False, True, 130)] * 2
+
+
+def test_the_version_knows_the_sources():
+    assert together.version() == together.version()
+    assert together.version().startswith("0.") and "(" in together.version()

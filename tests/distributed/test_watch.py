@@ -1,0 +1,149 @@
+"""Which rank is at fault, from what was heard of the others and when."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from barellm.distributed import watch
+from barellm.distributed.watch import Watch, limit_seconds
+from barellm.errors import UserError
+
+
+class Request:
+    """Of a message that arrives when `done` is set."""
+
+    def __init__(self, done: bool = False) -> None:
+        self.done, self.cancelled = done, False
+
+    def Test(self) -> bool:
+        return self.done
+
+    def Cancel(self) -> None:
+        self.cancelled = True
+
+    def Wait(self) -> None:
+        assert self.done or self.cancelled
+
+
+class Mpi:
+    """A communicator of three ranks, of which this is rank 1. `waits`: what the others say next; None: they are silent."""
+
+    REQUEST_NULL = Request(done=True)
+
+    def __init__(self) -> None:
+        self.waits: dict[int, int | None] = {0: 0, 2: 0}
+        self.boxes: dict[int, tuple[np.ndarray, Request]] = {}
+        self.sent: list[tuple[int, int]] = []
+
+    def Get_rank(self) -> int:
+        return 1
+
+    def Get_size(self) -> int:
+        return 3
+
+    def Irecv(self, box, rank) -> Request:
+        self.boxes[rank] = box, Request()
+        return self.boxes[rank][1]
+
+    def Isend(self, box, rank) -> Request:
+        self.sent.append((rank, int(box[0])))
+        self.arrive()
+        return Request(done=True)
+
+    def arrive(self) -> None:
+        for rank, (box, request) in self.boxes.items():
+            if self.waits[rank] is not None and not request.done:
+                box[0], request.done = self.waits[rank], True
+
+
+@pytest.fixture
+def mpi(monkeypatch):
+    monkeypatch.setattr(watch, "BEAT_S", 0.02)
+    monkeypatch.setenv("BARELLM_RANK_LIMIT", "0.3")
+    return Mpi()
+
+
+@pytest.fixture
+def watched(mpi):
+    """A watch, and what it says when it ends the run."""
+    said: list[str] = []
+
+    def fail(words: str) -> None:
+        said.append(words)
+        found._over.set()  # stands for the end of the process
+
+    found = Watch(mpi, mpi, fail=fail)
+    yield found, said
+    found.close()
+
+
+def until(condition, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.alone
+def test_nobody_is_at_fault_while_all_are_heard_of(mpi, watched):
+    found, said = watched
+    time.sleep(0.6)
+    assert not said and len(mpi.sent) > 10
+    with found.waiting(patient=True):
+        time.sleep(0.5)
+    assert not said
+
+
+@pytest.mark.alone
+def test_a_silent_rank_is_named(mpi, watched):
+    _, said = watched
+    mpi.waits[2] = None
+    until(lambda: said)
+    assert said == ["rank 2 has not been heard of for 0 s: the run is ended"]
+
+
+@pytest.mark.alone
+def test_a_rank_that_is_waited_for_in_vain_is_named(mpi, watched):
+    found, said = watched
+    mpi.waits[0] = 1
+    with found.waiting():
+        until(lambda: said)
+    assert said == ["rank 2 is 0 s later than the others: the run is ended"]
+
+
+@pytest.mark.alone
+def test_the_others_learn_of_each_wait(mpi, watched):
+    found, _ = watched
+    for _ in range(3):
+        with found.waiting() as look:
+            look()
+    until(lambda: mpi.sent and mpi.sent[-1][1] == 3)
+    assert {rank for rank, _ in mpi.sent} == {0, 2}
+
+
+@pytest.mark.alone
+def test_a_process_that_was_stopped_itself_blames_nobody(mpi, monkeypatch):
+    """As after Ctrl-Z and fg: the clock has moved on, and nothing was heard meanwhile."""
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    said: list[str] = []
+    found = Watch(mpi, mpi, fail=said.append)
+    with found.waiting():
+        now[0] = 1000.0
+        time.sleep(0.2)
+    found.close()
+    assert said == []
+
+
+def test_the_limit_is_a_number_of_seconds(monkeypatch):
+    monkeypatch.delenv("BARELLM_RANK_LIMIT", raising=False)
+    assert limit_seconds() == 20
+    monkeypatch.setenv("BARELLM_RANK_LIMIT", "45.5")
+    assert limit_seconds() == 45.5
+    for wrong in ("soon", "1", "-3", "inf", "nan"):
+        monkeypatch.setenv("BARELLM_RANK_LIMIT", wrong)
+        with pytest.raises(UserError, match=f"^BARELLM_RANK_LIMIT is '{wrong}', expected seconds, more than 1$"):
+            limit_seconds()
