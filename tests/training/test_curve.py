@@ -28,6 +28,28 @@ def test_the_line_falls_from_left_to_right():
     assert first == sorted(first) and first[0] == 0
 
 
+BRAILLE = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3)]  # Unicode's eight dots, bit by bit: (x, y)
+
+
+def test_each_dot_of_a_diagonal_is_where_it_belongs():
+    """Sixteen columns of dots in eight characters, as many rows in four."""
+    rows = curve.terminal(Curve("", [(i, 15.0 - i) for i in range(16)], []), width=16, height=4).splitlines()[:4]
+    found = {
+        (2 * column + x, 4 * row + y)
+        for row, line in enumerate(rows)
+        for column, cell in enumerate(line[8:])
+        for bit, (x, y) in enumerate(BRAILLE)
+        if cell != " " and (ord(cell) - 0x2800) >> bit & 1
+    }
+    assert found == {(i, i) for i in range(16)} | {(i, i - 1) for i in range(1, 16)}  # joined by the dot above
+
+
+def test_a_logarithmic_axis_begins_at_the_first_place():
+    made = Curve("", [(10, 3.0), (100, 2.0), (1000, 1.0)], [])
+    rows = [row[8:] for row in curve.terminal(made, log="x", width=58, height=9, ascii_only=True).splitlines()[:9]]
+    assert [rows[y].index(".") for y in (0, 8)] == [0, 49] and rows[4][25] == "."
+
+
 @pytest.mark.parametrize("train, val", [([(1, 2.0)], []), ([], [(0, 2.0)]), ([(1, 2.0), (2, 2.0)], [(2, 2.0)])])
 def test_few_and_equal_points_are_drawn(train, val):
     assert "2.000" in curve.terminal(Curve("", train, val))
