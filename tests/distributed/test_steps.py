@@ -175,3 +175,31 @@ def test_two_ranks_find_the_gradient_of_the_whole_batch(monkeypatch):
     alone, pair = each_rank(1, norm)[0], each_rank(2, norm)[0]
     assert alone[0] == pytest.approx(pair[0], rel=1e-5)
     np.testing.assert_allclose(alone[1], pair[1], atol=2e-4)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_is_loaded_in_pieces_is_what_is_saved(count, monkeypatch):
+    """Whatever piece of a tensor comes, a rank keeps its share of it."""
+    monkeypatch.setenv("BARELLM_THREADS", "1")
+    config = resolved(config_of(name="muon", normuon=0.9), "cpu")
+    r = np.random.default_rng(2)
+
+    def loaded(ranks):
+        with open_machine(config, device="cpu", ranks=ranks) as machine:
+            shares = Shares(machine.session, *shares_of(machine.config, ranks), ranks)
+            for name, t in shares.tensors.items():
+                for lo in range(0, int(t.shape[0]), 7):
+                    shares.write_rows(name, lo, given[name][lo : lo + 7])
+            if ranks.rank:
+                return shares.serve()
+            with shares.served():
+                return state_of(shares, shares.tensors)
+
+    with open_machine(config, device="cpu") as machine:
+        kept = {name: t for name, t in machine.session.tensors.items() if t.role in ("parameter", "state")}
+        given = {name: r.standard_normal(t.shape).astype(np.float32) for name, t in kept.items()}
+        given["skipped"] = np.array([3], np.int32)
+    found = each_rank(count, loaded)[0]
+    assert list(found) == list(given)
+    for name, values in given.items():
+        assert np.array_equal(found[name], values), name
