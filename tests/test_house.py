@@ -38,6 +38,7 @@ MAY = {
     "training": BUILT | {"data", "generation", "evaluation", "checkpoint"},
     "interop": STEP
     | {"models", "overrides", "data", "checkpoint", "training"},  # what a run says of itself: its metrics
+    "native": BUILT | {"cpu", "data", "checkpoint", "training"},  # a run of the CPU, as a program of its own
     "plans": BUILT | {"cpu", "cuda"},  # what looks at plans, steps and kernels looks inside the backends
     "inspect": BUILT | {"cpu", "cuda", "plans"},
     "profiling": BUILT | {"cpu", "cuda", "plans", "training"},  # a step as a run takes it: its course

@@ -54,7 +54,7 @@ def numpy_dtype(code: str) -> np.dtype:
     return np.dtype(NUMPY[code])
 
 
-def _header(tensors: Mapping[str, Any], framework: str) -> tuple[bytes, int]:
+def header_of(tensors: Mapping[str, Any], framework: str = "barellm") -> tuple[bytes, int]:
     """(length and JSON, bytes of data). Padded with spaces so that the data starts at a multiple of 64."""
     entries: dict[str, Any] = {"__metadata__": {"format": framework}}
     at = 0
@@ -85,7 +85,7 @@ def pieces(shape: tuple[int, ...], itemsize: int, nbytes: int | None = None) -> 
 
 
 def file_bytes(tensors: Mapping[str, Any], *, framework: str = "barellm") -> int:
-    header, data = _header(tensors, framework)
+    header, data = header_of(tensors, framework)
     return len(header) + data
 
 
@@ -94,7 +94,7 @@ def write(path: Path, session: RowReader, tensors: Mapping[str, Any], *, framewo
     file says of its origin."""
     import numpy as np
 
-    header, data = _header(tensors, framework)
+    header, data = header_of(tensors, framework)
     file = NewFile(path, size=len(header) + data)
     try:
         file.write(header)

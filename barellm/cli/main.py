@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "quantize": "make a checkpoint whose matrices have few bits",
     "import": "make a checkpoint of a Hugging Face folder or an llm.c file",
     "export": "write a checkpoint's weights for transformers, llm.c or llama.cpp",
+    "build": "make a program that trains without Python: library, C header, driver",
     "plan": "what a run needs: memory to the byte, FLOPs and bytes by op; allocates nothing",
     "bench": "measure kernels and steps",
     "profile": "where a step's time goes, by op and thread; a timeline and a picture",
@@ -26,7 +27,18 @@ COMMANDS: dict[str, str] = {
     "inspect": "show a kernel's IR, assembly and registers",
     "doctor": "show what this machine has and what barellm will use",
 }
-WITH_MODELS = {"train", "sample", "eval", "quantize", "plan", "bench", "profile", "tune", "inspect"}  # of one's own
+WITH_MODELS = {
+    "train",
+    "build",
+    "sample",
+    "eval",
+    "quantize",
+    "plan",
+    "bench",
+    "profile",
+    "tune",
+    "inspect",
+}  # of one's own
 
 
 def help_text() -> str:

@@ -263,7 +263,7 @@ class Run:
                 stop=stop,
                 saving=saving,
                 tracking=tracking,
-                meta=self._meta(machine),
+                meta=self.meta(machine),
                 ranks=self.ranks,
                 samples=lambda step: self._samples(decoder, stop, count=1, tokens=SAMPLE_TOKENS, seed=step),
                 hellaswag=self._hellaswag(machine, stop),
@@ -349,7 +349,8 @@ class Run:
         for line in (*filter(None, found), ""):
             self.console.line(line)
 
-    def _meta(self, machine: Machine) -> dict[str, Any]:
+    def meta(self, machine: Machine) -> dict[str, Any]:
+        """What each checkpoint's meta.json says, besides how far the run is."""
         tokenizer = self.data.tokenizer
         names = ("numpy", "llvmlite")
         versions = {"barellm": __version__, "python": platform.python_version()}

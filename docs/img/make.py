@@ -82,6 +82,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "inspect": (SKY, "machine code\nof kernels"),
     "plans": (SKY, "memory, operations,\nbounds"),
     "interop": (SKY, "Hugging Face,\nllm.c"),
+    "native": (SKY, "a run as a program\nwithout Python"),
     "training": (SKY, "run, loop, schedule,\nmetrics, stopping"),
     "generation": (SKY, "decoding,\nsamplers"),
     "evaluation": (SKY, "validation loss,\nbits per byte"),

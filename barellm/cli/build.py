@@ -1,0 +1,43 @@
+"""Make a program that trains without Python: a shared library, a C header and a driver, linked by the system's C compiler."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from barellm.cli.options import add_configuration, configuration
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--out", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="the most threads of a session (default: this machine's)"
+    )
+    parser.add_argument(
+        "--static", action="store_true", help="train-static too, which needs no shared libraries at all"
+    )
+    add_configuration(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from barellm.errors import UserError
+    from barellm.native.build import build
+    from barellm.training.console import Console
+    from barellm.training.run import Run
+
+    if args.threads is not None and not 1 <= args.threads <= 1024:
+        raise UserError(f"--threads is {args.threads}, expected 1 to 1024")
+    of_run = Path(args.preset or "") / "config.json"
+    if args.preset and of_run.is_file():
+        args.preset, args.config = None, str(of_run)
+    config = configuration(args)
+    console = Console()
+    job = Run(config, start=None, weights=None, device="cpu", console=console, started=time.monotonic(), asked=True)
+    built = build(job, Path(args.out), threads=args.threads, static=args.static)
+    for path in sorted(path for path in built.folder.iterdir() if path.is_file()):
+        print(f"{path}  {path.stat().st_size:,} bytes")
+    quoted = " ".join(f"'{word}'" if "*" in word else word for word in built.command)
+    print(f"train with: {quoted} --out RUN")
+    return 0

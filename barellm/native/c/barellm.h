@@ -1,0 +1,72 @@
+/* A model that trains: what `barellm build` made of one configuration. No Python and no LLVM are needed at run time.
+ *
+ * Every function that returns int gives 0, or -1 with the reason in one line at barellm_error(). A session is used by one thread at
+ * a time; several sessions may live in one process. The calling thread takes part in the work. */
+#ifndef BARELLM_H
+#define BARELLM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct barellm barellm;
+
+/* Sizes and limits, fixed when the program was built, and where the session stands. */
+typedef struct {
+    int64_t batch, seq;        /* a micro-batch has batch x seq tokens */
+    int64_t vocabulary;        /* ids are 0 to vocabulary - 1; a target of -1 is not counted */
+    int64_t steps, step;       /* optimizer steps of the whole run, and how many are done */
+    int64_t micro_batches;     /* of the next step */
+    int64_t samples;           /* sequences that all steps before the next one have taken */
+    int64_t arena_bytes;       /* memory of the session */
+    int64_t parameters;        /* numbers that are trained */
+} barellm_info;
+
+typedef struct {
+    double loss;               /* nats per target, the mean of the step */
+    double norm;               /* of the gradient, before it is clipped */
+    double lr;                 /* learning rate of the step */
+} barellm_result;
+
+/* Open a session with so many threads, 0: one for each processor that the process may use, up to the number it was built for.
+ * NULL where it fails: no memory, too many threads, or a processor without the instructions that the code has. */
+barellm *barellm_open(int threads);
+void barellm_close(barellm *session);
+
+/* The reason of the last failure in this thread. */
+const char *barellm_error(void);
+
+barellm_info barellm_about(const barellm *session);
+
+/* Parameters as at the beginning of a run, drawn from the configuration's seed. The state of the optimizer is zero after open. */
+int barellm_initialize(barellm *session);
+
+/* One optimizer step. tokens and targets: micro_batches x batch x seq ids, of which the targets are those that follow. */
+int barellm_step(barellm *session, const int32_t *tokens, const int32_t *targets, barellm_result *result);
+
+/* The mean loss in nats of up to batch sequences of up to seq tokens, without dropout. */
+int barellm_evaluate(barellm *session, const int32_t *tokens, const int32_t *targets, int64_t batch, int64_t seq, double *loss);
+
+/* Feed `count` tokens at positions `position` on. logits: `vocabulary` numbers for the token that follows the last of them. */
+int barellm_logits(barellm *session, const int32_t *tokens, int64_t count, int64_t position, float *logits);
+
+/* A tensor by its name, such as "wte", row-major in fp32. count: its number of elements, which is checked. */
+int64_t barellm_size(const barellm *session, const char *name); /* elements, or -1 */
+int barellm_read(barellm *session, const char *name, float *values, size_t count);
+int barellm_write(barellm *session, const char *name, const float *values, size_t count);
+
+/* A checkpoint folder of barellm's own format, which `barellm train --resume` reads, and the other way round. Saving writes
+ * FOLDER/step-NNNNNN, whole or not at all; loading takes such a folder and checks its sizes and checksums. */
+int barellm_save(barellm *session, const char *folder, double seconds);
+int barellm_load(barellm *session, const char *path);
+
+/* XXH3-64 of the bytes of all parameters and states, by name: equal for any number of threads. */
+uint64_t barellm_digest(const barellm *session);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,249 @@
+/* The driver: trains from shards of tokens, as `barellm train` does, and goes on from its checkpoints. */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <math.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "barellm.h"
+#include "shards.h"
+
+/* What of the configuration is the loop's (settings.c). */
+extern const struct settings {
+    int order;
+    int64_t seed, eval_every, eval_tokens, final_tokens, checkpoint_every;
+} settings;
+
+static volatile sig_atomic_t stopped;
+
+static void on_signal(int number) { stopped = number; }
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+static void end(const char *reason) {
+    fprintf(stderr, "train: error: %s\n", reason);
+    exit(2);
+}
+
+static void must(int wrong) {
+    if (wrong) end(barellm_error());
+}
+
+static void *room(size_t count, size_t size) {
+    void *found = calloc(count, size);
+    if (!found) end("no memory");
+    return found;
+}
+
+static char *option(int argc, char **argv, const char *name, const char *usual) {
+    for (int i = 1; i < argc; i += 2)
+        if (!strcmp(argv[i], name)) return argv[i + 1];
+    return (char *)usual;
+}
+
+static const char USAGE[] =
+    "usage: train --train PATTERN --val PATTERN [--out DIR] [--threads N] [--stop STEP]\n"
+    "  --train, --val   shards of tokens (.bin), a pattern of names in quotes\n"
+    "  --out DIR        metrics.jsonl and checkpoints; a run that is there goes on from its newest checkpoint\n"
+    "  --threads N      default: one for each processor\n"
+    "  --stop STEP      end behind this step, with a checkpoint, as Ctrl-C does\n";
+
+static void check_options(int argc, char **argv) {
+    static const char *const known[] = {"--train", "--val", "--out", "--threads", "--stop"};
+    for (int i = 1; i < argc; i += 2) {
+        int found = 0;
+        for (size_t k = 0; k < sizeof known / sizeof *known; k++) found |= !strcmp(argv[i], known[k]);
+        if (found && i + 1 < argc) continue;
+        fputs(USAGE, stderr);
+        exit(!strcmp(argv[i], "--help") ? 0 : 2);
+    }
+}
+
+/* The mean loss over windows side by side; of more than `most` tokens over as many, spread evenly. */
+static double evaluate(barellm *s, const struct stream *val, int64_t most, int64_t *targets_seen) {
+    barellm_info about = barellm_about(s);
+    int64_t seq = about.seq, all = (val->count - 1 + seq - 1) / seq, windows = all, seen = 0;
+    if (most && (most / seq > 1 ? most / seq : 1) < windows) windows = most / seq > 1 ? most / seq : 1;
+    int32_t *tokens = room(about.batch * seq, 4), *targets = room(about.batch * seq, 4), *window = room(seq + 1, 4);
+    double total = 0;
+    for (int64_t first = 0; first < windows; first += about.batch) {
+        int64_t rows = windows - first < about.batch ? windows - first : about.batch, counted = 0;
+        for (int64_t row = 0; row < rows; row++) {
+            int64_t start = (first + row) * all / windows * seq;
+            int64_t valid = val->count - 1 - start < seq ? val->count - 1 - start : seq;
+            read_window(val, start, valid + 1, window);
+            for (int64_t i = 0; i < seq; i++) {
+                tokens[row * seq + i] = i < valid ? window[i] : 0;
+                targets[row * seq + i] = i < valid ? window[i + 1] : -1;
+            }
+            counted += valid;
+        }
+        double loss;
+        must(barellm_evaluate(s, tokens, targets, rows, seq, &loss));
+        total += loss * (double)counted;
+        seen += counted;
+    }
+    free(tokens);
+    free(targets);
+    free(window);
+    *targets_seen = seen;
+    return total / (double)seen;
+}
+
+/* This thread takes part in every step, beside helpers that are pinned to the processors behind the first one. */
+static void pin(void) {
+    const char *asked = getenv("BARELLM_PIN");
+    cpu_set_t set, one;
+    if ((asked && !strcmp(asked, "0")) || sched_getaffinity(0, sizeof set, &set)) return;
+    CPU_ZERO(&one);
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+        if (CPU_ISSET(cpu, &set)) {
+            CPU_SET(cpu, &one);
+            break;
+        }
+    sched_setaffinity(0, sizeof one, &one); /* where it is refused, it runs unpinned */
+}
+
+/* --- the run's folder --- */
+
+static int64_t newest(const char *folder) {
+    DIR *listed = opendir(folder);
+    int64_t found = -1;
+    for (struct dirent *entry; listed && (entry = readdir(listed));) {
+        long long step;
+        int length = 0;
+        if (sscanf(entry->d_name, "step-%lld%n", &step, &length) == 1 && !entry->d_name[length] && step > found) found = step;
+    }
+    if (listed) closedir(listed);
+    return found;
+}
+
+/* metrics.jsonl with the rows that were known when the checkpoint of `step` was written. */
+static FILE *metrics(const char *out, int64_t step) {
+    char path[4096], fresh[4096];
+    snprintf(path, sizeof path, "%s/metrics.jsonl", out);
+    snprintf(fresh, sizeof fresh, "%s/.tmp-metrics.jsonl", out);
+    FILE *old = fopen(path, "r"), *file = fopen(fresh, "w");
+    char *line = NULL;
+    size_t size = 0;
+    while (file && old && getline(&line, &size, old) > 0) {
+        char *at = strstr(line, "\"step\": ");
+        long long of = at ? atoll(at + 8) : 0;
+        int own = strstr(line, "\"kind\": \"train\"") != NULL;
+        if (at && (of < step || (own && of == step))) fputs(line, file);
+    }
+    free(line);
+    if (old) fclose(old);
+    if (!file || rename(fresh, path)) end("cannot write metrics.jsonl in --out");
+    return file;
+}
+
+static void number(FILE *file, const char *name, double value) {
+    if (isfinite(value)) fprintf(file, ", \"%s\": %.17g", name, value);
+    else fprintf(file, ", \"%s\": null", name);
+}
+
+static void look(barellm *s, const struct stream *val, int64_t tokens, FILE *file) {
+    int64_t step = barellm_about(s).step, targets;
+    double loss = evaluate(s, val, tokens, &targets);
+    printf("val loss %.6f\n", loss);
+    if (!file) return;
+    fprintf(file, "{\"kind\": \"eval\", \"step\": %lld", (long long)step);
+    number(file, "val_nats", loss);
+    fprintf(file, ", \"val_bits_per_byte\": null, \"targets\": %lld}\n", (long long)targets);
+    fflush(file);
+}
+
+int main(int argc, char **argv) {
+    double started = now(), spent = 0;
+    check_options(argc, argv);
+    const char *out = option(argc, argv, "--out", NULL), *train = option(argc, argv, "--train", NULL), *held = option(argc, argv, "--val", NULL);
+    int64_t last = atoll(option(argc, argv, "--stop", "0"));
+    if (!train || !held) end("--train and --val name the shards of tokens, expected both");
+    static struct stream text, val;
+    char wrong[8192], folder[4096], path[4096];
+    if (open_stream(&text, train, wrong, sizeof wrong) || open_stream(&val, held, wrong, sizeof wrong)) end(wrong);
+    barellm *s = barellm_open(atoi(option(argc, argv, "--threads", "0")));
+    if (!s) end(barellm_error());
+    pin();
+    barellm_info about = barellm_about(s);
+    if (text.count < about.seq + 1 || val.count < 2) end("the shards have fewer tokens than one sequence");
+    FILE *file = NULL;
+    int64_t from = -1;
+    if (out) {
+        if (mkdir(out, 0777) && errno != EEXIST) end("--out cannot be made");
+        snprintf(folder, sizeof folder, "%s/checkpoints", out);
+        from = newest(folder);
+    }
+    if (from >= 0) {
+        snprintf(path, sizeof path, "%s/step-%06lld", folder, (long long)from);
+        must(barellm_load(s, path));
+    } else must(barellm_initialize(s));
+    about = barellm_about(s);
+    if (out) file = metrics(out, about.step);
+    signal(SIGINT, on_signal);
+    signal(SIGTERM, on_signal);
+    printf("%lld parameters, %lld bytes of arena, %lld + %lld tokens, step %lld of %lld, ready after %.3f s\n", (long long)about.parameters,
+           (long long)about.arena_bytes, (long long)text.count, (long long)val.count, (long long)about.step, (long long)about.steps, now() - started);
+    int64_t most = 0, saved = from;
+    int32_t *tokens = NULL, *targets = NULL, *window = room(about.seq + 1, 4);
+    for (; about.step < about.steps; about = barellm_about(s)) {
+        if (settings.eval_every && about.step % settings.eval_every == 0) look(s, &val, settings.eval_tokens, file);
+        int64_t rows = about.micro_batches * about.batch, seq = about.seq;
+        if (rows > most) {
+            free(tokens);
+            free(targets);
+            tokens = room(rows * seq, 4);
+            targets = room(rows * seq, 4);
+            most = rows;
+        }
+        double begin = now();
+        for (int64_t row = 0; row < rows; row++) {
+            read_window(&text, window_of(&text, settings.order, settings.seed, seq, about.samples + row), seq + 1, window);
+            memcpy(tokens + row * seq, window, 4 * seq);
+            memcpy(targets + row * seq, window + 1, 4 * seq);
+        }
+        barellm_result r;
+        must(barellm_step(s, tokens, targets, &r));
+        double took = now() - begin;
+        spent += took;
+        barellm_info after = barellm_about(s);
+        printf("step %lld/%lld | loss %.6f | norm %.4f | lr %.2e | %.2f ms | %.0f tok/s\n", (long long)after.step, (long long)after.steps, r.loss,
+               r.norm, r.lr, 1e3 * took, rows * seq / took);
+        fflush(stdout);
+        if (file) {
+            fprintf(file, "{\"kind\": \"train\", \"step\": %lld", (long long)after.step);
+            number(file, "loss", r.loss);
+            number(file, "lr", r.lr);
+            number(file, "grad_norm", r.norm);
+            fprintf(file, ", \"tokens\": %lld, \"tokens_per_s\": %.1f, \"seconds\": %.3f}\n", (long long)(after.samples * seq), rows * seq / took, now() - started);
+            fflush(file);
+        }
+        int due = settings.checkpoint_every && after.step % settings.checkpoint_every == 0, over = stopped || after.step == last || after.step == after.steps;
+        if (out && (due || over) && after.step != saved) {
+            must(barellm_save(s, folder, now() - started));
+            saved = after.step;
+        }
+        if (stopped || (after.step == last && after.step != after.steps)) {
+            printf("stopped after step %lld\n", (long long)after.step);
+            printf("digest %016llx\n", (unsigned long long)barellm_digest(s));
+            return stopped ? 128 + stopped : 0;
+        }
+    }
+    look(s, &val, settings.final_tokens, file);
+    printf("digest %016llx\n", (unsigned long long)barellm_digest(s));
+    if (file) fclose(file);
+    barellm_close(s);
+    return 0;
+}

@@ -1,0 +1,89 @@
+/* XXH3-64 of more than 240 bytes (Yann Collet's xxHash, its specification): stripes of 64 bytes go into eight lanes. */
+#include <string.h>
+
+#include "runtime.h"
+
+#define P32_1 0x9E3779B1u
+#define P32_2 0x85EBCA77u
+#define P32_3 0xC2B2AE3Du
+#define P64_1 0x9E3779B185EBCA87u
+#define P64_2 0xC2B2AE3D27D4EB4Fu
+#define P64_3 0x165667B19E3779F9u
+#define P64_4 0x85EBCA77C2B2AE63u
+#define P64_5 0x27D4EB2F165667C5u
+#define STRIPE 64
+#define STRIPES 16 /* in a block, behind which lanes are scrambled */
+
+static const uint8_t secret[192] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb,
+    0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f, 0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c, 0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb,
+    0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3, 0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d, 0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31,
+    0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64, 0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e, 0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc,
+    0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce, 0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+static uint64_t word(const uint8_t *at) {
+    uint64_t x;
+    memcpy(&x, at, sizeof x);
+    return x;
+}
+
+static void take(uint64_t *lane, const uint8_t *stripe, const uint8_t *key) {
+    for (int i = 0; i < 8; i++) {
+        uint64_t value = word(stripe + 8 * i), mixed = value ^ word(key + 8 * i);
+        lane[i ^ 1] += value;
+        lane[i] += (mixed & 0xffffffff) * (mixed >> 32);
+    }
+}
+
+static void stripe(struct hash *h, const uint8_t *data) {
+    take(h->lane, data, secret + 8 * (h->stripes % STRIPES));
+    if (++h->stripes % STRIPES) return;
+    for (int i = 0; i < 8; i++) {
+        uint64_t x = h->lane[i];
+        h->lane[i] = (x ^ x >> 47 ^ word(secret + sizeof secret - STRIPE + 8 * i)) * P32_1;
+    }
+}
+
+void hash_begin(struct hash *h) {
+    *h = (struct hash){.lane = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1}};
+}
+
+/* A stripe is taken in when a byte behind it comes: the last one, whole or not, has a key of its own. */
+void hash_add(struct hash *h, const void *data, uint64_t count) {
+    const uint8_t *at = data;
+    h->bytes += count;
+    while (count) {
+        if (h->filled == STRIPE) {
+            stripe(h, h->held);
+            memcpy(h->before, h->held, STRIPE);
+            h->filled = 0;
+        }
+        if (h->filled == 0 && count > STRIPE) {
+            for (; count > STRIPE; at += STRIPE, count -= STRIPE) stripe(h, at);
+            memcpy(h->before, at - STRIPE, STRIPE);
+        }
+        uint64_t part = STRIPE - h->filled < count ? STRIPE - h->filled : count;
+        memcpy(h->held + h->filled, at, part);
+        h->filled += part;
+        at += part;
+        count -= part;
+    }
+}
+
+uint64_t hash_end(struct hash *h) {
+    uint8_t last[STRIPE];
+    memcpy(last, h->before + h->filled, STRIPE - h->filled);
+    memcpy(last + STRIPE - h->filled, h->held, h->filled);
+    take(h->lane, last, secret + sizeof secret - STRIPE - 7);
+    uint64_t found = h->bytes * P64_1;
+    for (int i = 0; i < 8; i += 2) {
+        unsigned __int128 both = (unsigned __int128)(h->lane[i] ^ word(secret + 11 + 8 * i)) * (h->lane[i + 1] ^ word(secret + 19 + 8 * i));
+        found += (uint64_t)both ^ (uint64_t)(both >> 64);
+    }
+    found = (found ^ found >> 37) * 0x165667919E3779F9u;
+    return found ^ found >> 32;
+}

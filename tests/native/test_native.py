@@ -1,0 +1,256 @@
+"""A program built by `barellm build` takes the same steps as `barellm train`, to the bit, without Python."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from barellm.checkpoint import checkpoint
+from barellm.cli.main import main
+from barellm.training import metrics
+
+SIZES = (
+    *("--model.layers", "2", "--model.heads", "2", "--model.channels", "32", "--model.max_seq", "16", "--seq", "16"),
+    *(
+        "--batch",
+        "2",
+        "--steps",
+        "22",
+        "--train.accumulate",
+        "3",
+        "--train.ramp_from",
+        "1",
+        "--train.ramp_tokens",
+        "300",
+    ),
+    *("--model.dropout", "0.1", "--optim.clip", "0.5", "--optim.warmup", "5", "--train.eval_every", "6"),
+    *("--train.eval_tokens", "128", "--train.checkpoint_every", "9"),
+)
+FILES = (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="barellm build makes programs for Linux"),
+    pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler"),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A program in "program", and the run that Python drove in "python"."""
+    folder = tmp_path_factory.mktemp("native")
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(300)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BARELLM_CACHE", str(folder / "cache"))
+        patch.setenv("BARELLM_THREADS", "2")
+        common = ["shakespeare-char", "--data", str(folder / "text.txt"), *SIZES]
+        assert main(["build", *common, "-o", str(folder / "program"), "--static", "--threads", "5"]) == 0
+        assert main(["train", *common, "--out", str(folder / "python")]) == 0
+    return folder
+
+
+def train(folder: Path, out: str, *more: str, program: str = "train") -> subprocess.CompletedProcess:
+    data = folder / "program" / "data"
+    command = [folder / "program" / program, "--train", data / "train_*.bin", "--val", data / "val_*.bin"]
+    return subprocess.run([*command, "--out", folder / out, *more], env={}, capture_output=True, text=True)
+
+
+def final(run: Path) -> list[bytes]:
+    path, wrong = checkpoint.find(run)
+    assert path.name == "step-000022" and not wrong
+    return [(path / name).read_bytes() for name in FILES]
+
+
+def numbers(run: Path) -> list[tuple]:
+    """Everything that was measured on the model: not the time."""
+    keys = ("kind", "step", "loss", "lr", "grad_norm", "tokens", "val_nats", "targets")
+    rows = [row for row in metrics.read(run / "metrics.jsonl") if row["kind"] in ("train", "eval")]
+    return [tuple(row.get(key) for key in keys) for row in rows]
+
+
+def resume(folder: Path, run: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BARELLM_CACHE", str(folder / "cache"))
+        assert main(["train", "--out", str(folder / run), "--resume"]) == 0
+
+
+@pytest.mark.parametrize("program, threads", [("train", 1), ("train-static", 2), ("train", 5)])
+def test_a_program_takes_the_steps_of_python(made, program, threads):
+    out = f"{program}-{threads}"
+    done = train(made, out, "--threads", str(threads), program=program)
+    assert done.returncode == 0, done.stderr
+    assert numbers(made / out) == numbers(made / "python")
+    assert final(made / out) == final(made / "python")
+
+
+def test_python_goes_on_where_a_program_stopped(made):
+    assert train(made, "there", "--stop", "7").returncode == 0
+    resume(made, "there")
+    assert (numbers(made / "there"), final(made / "there")) == (numbers(made / "python"), final(made / "python"))
+
+
+def test_a_program_goes_on_where_python_stopped(made):
+    shutil.copytree(made / "python", made / "back")
+    shutil.rmtree(made / "back/checkpoints/step-000022")  # of step 18 is the one before
+    assert train(made, "back").returncode == 0
+    assert (numbers(made / "back"), final(made / "back")) == (numbers(made / "python"), final(made / "python"))
+
+
+def test_a_damaged_checkpoint_is_refused_in_one_line(made):
+    shutil.copytree(made / "python", made / "damaged")
+    path = made / "damaged/checkpoints/step-000022" / checkpoint.OPTIMIZER
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    done = train(made, "damaged")
+    assert done.returncode == 2 and f"checksum of {path} is" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_it_needs_no_python_and_no_llvm(made):
+    for name in ("train", "libbarellm.so"):
+        lines = subprocess.run(["ldd", made / "program" / name], capture_output=True, text=True).stdout.splitlines()
+        needed = {Path(line.split()[0]).name.split(".")[0] for line in lines}
+        assert needed <= {
+            "linux-vdso",
+            "libbarellm",
+            "libc",
+            "libm",
+            "libpthread",
+            "ld-linux-x86-64",
+            "ld-linux-aarch64",
+        }
+
+
+CALLER = """
+import ctypes, sys
+assert "numpy" not in sys.modules
+lib = ctypes.CDLL(sys.argv[1])
+lib.barellm_open.restype = ctypes.c_void_p
+lib.barellm_digest.restype, lib.barellm_digest.argtypes = ctypes.c_uint64, [ctypes.c_void_p]
+lib.barellm_error.restype = ctypes.c_char_p
+lib.barellm_size.restype = ctypes.c_int64
+ids = (ctypes.c_int32 * 96)(*(i % 7 for i in range(96)))
+class Result(ctypes.Structure):
+    _fields_ = [("loss", ctypes.c_double), ("norm", ctypes.c_double), ("lr", ctypes.c_double)]
+sessions = [ctypes.c_void_p(lib.barellm_open(n)) for n in (1, 2)]
+for s in sessions:
+    assert lib.barellm_initialize(s) == 0
+for s in sessions * 2:
+    result = Result()
+    assert lib.barellm_step(s, ids, ids, ctypes.byref(result)) == 0 and result.loss > 0
+first, second = sessions
+assert lib.barellm_digest(first) == lib.barellm_digest(second)
+name = b"wte"
+size = lib.barellm_size(first, name)
+values = (ctypes.c_float * size)()
+assert lib.barellm_read(first, name, values, ctypes.c_size_t(size)) == 0
+before = lib.barellm_digest(first)
+values[0] += 1
+assert lib.barellm_write(first, name, values, ctypes.c_size_t(size)) == 0 and lib.barellm_digest(first) != before
+values[0] -= 1
+logits = (ctypes.c_float * 200)()
+assert lib.barellm_logits(second, ids, ctypes.c_int64(5), ctypes.c_int64(0), logits) == 0 and any(logits)
+for wrong in (lib.barellm_size(first, b"nobody") == -1 and b"nobody" in lib.barellm_error(),
+              lib.barellm_read(first, name, values, ctypes.c_size_t(1)) == -1 and b"room for 1" in lib.barellm_error(),
+              lib.barellm_open(6) is None and b"built for 1 to 5" in lib.barellm_error()):
+    assert wrong, lib.barellm_error()
+ids[3] = 10**6
+assert lib.barellm_step(first, ids, ids, None) == -1 and lib.barellm_error() == sys.argv[2].encode(), lib.barellm_error()
+for s in sessions:
+    lib.barellm_close(s)
+print("done")
+"""
+
+
+def test_two_sessions_in_a_python_without_numpy(made):
+    vocabulary = len(set((made / "text.txt").read_text()))
+    wrong = f"tokens[3] is 1000000, expected an id from 0 to {vocabulary - 1}"
+    command = [sys.executable, "-S", "-c", CALLER, str(made / "program/libbarellm.so"), wrong]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("dtype, options", [("bf16", ("--optim.moments", "16bit")), ("fp16", ())])
+def test_every_format_of_weights_and_moments_is_kept(made, dtype, options):
+    more = [*SIZES, "--dtype", dtype, "--model.layers", "1", "--steps", "3", "--train.checkpoint_every", "2", *options]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BARELLM_CACHE", str(made / "cache"))
+        build = [
+            "build",
+            "shakespeare-char",
+            "--data",
+            str(made / "text.txt"),
+            *more,
+            "-o",
+            str(made / dtype / "program"),
+        ]
+        assert main(build) == 0
+    assert train(made / dtype, "whole").returncode == 0
+    assert train(made / dtype, "parts", "--stop", "2").returncode == 0
+    assert train(made / dtype, "parts").returncode == 0
+    found = [checkpoint.find(made / dtype / run)[0] for run in ("whole", "parts")]
+    assert [[(path / name).read_bytes() for name in FILES] for path in found][1:] == [
+        [(found[0] / name).read_bytes() for name in FILES]
+    ]
+
+
+def test_the_hash_is_xxh3(made):
+    """Of any number of bytes above 240, in pieces of any size."""
+    source = made / "program/source"
+    library = made / "hash.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, source / "xxh3.c"], check=True)
+    lib = ctypes.CDLL(str(library))
+    lib.hash_end.restype = ctypes.c_uint64
+    data = np.random.default_rng(0).integers(0, 256, 5000, np.uint8).tobytes()
+    for size in (241, 256, 1023, 1024, 1025, 1088, 1089, 2048, 4999):
+        for piece in (1, 63, 64, 65, 200, 5000):
+            h = ctypes.create_string_buffer(1024)
+            lib.hash_begin(h)
+            for at in range(0, size, piece):
+                part = data[at : min(at + piece, size)]
+                lib.hash_add(h, part, ctypes.c_uint64(len(part)))
+            assert lib.hash_end(h) == xxhash.xxh3_64_intdigest(data[:size]), (size, piece)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["nobody"], "unknown preset"),
+        (["shakespeare-char", "--data.order", "llmc"], "data.order is 'llmc'"),
+        (["shakespeare-char", "--optim.skip_loss_z", "3"], "optim.skip_loss_z is 3"),
+        (["shakespeare-char", "--train.minutes", "1"], "train.minutes is 1"),
+        (["shakespeare-char", "--threads", "0"], "--threads is 0"),
+    ],
+)
+def test_what_cannot_be_built_is_said_in_one_line(made, tmp_path, capsys, monkeypatch, options, says):
+    monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
+    assert main(["build", *options, "--data", str(made / "text.txt"), "-o", str(tmp_path / "out")]) == 2
+    found = capsys.readouterr().err
+    assert says in found and found.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_compiler_is_one_line(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("barellm.native.build.find_spec", lambda name: None)
+    monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
+    assert main(["build", "shakespeare-char", "--data", str(made / "text.txt"), "-o", str(tmp_path / "out")]) == 2
+    assert "there is no C compiler" in capsys.readouterr().err
+
+
+def test_the_checkpoints_say_what_pythons_say(made):
+    assert train(made, "meta", "--stop", "1").returncode == 0
+    path, _ = checkpoint.find(made / "meta")
+    meta = json.loads((path / "meta.json").read_text())
+    theirs = checkpoint.read_meta(checkpoint.find(made / "python")[0])
+    assert {k: meta[k] for k in ("config", "data", "tokenizer", "versions", "total_steps")} == {
+        k: theirs[k] for k in ("config", "data", "tokenizer", "versions", "total_steps")
+    }
+    assert (meta["step"], meta["samples"], meta["tokens"]) == (1, 2, 32)
