@@ -15,6 +15,7 @@ import xxhash
 
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
+from barellm.native.build import compiler
 from barellm.training import metrics
 
 SIZES = (
@@ -205,7 +206,7 @@ def test_the_hash_is_xxh3(made):
     """Of any number of bytes above 240, in pieces of any size."""
     source = made / "program/source"
     library = made / "hash.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, source / "xxh3.c"], check=True)
+    subprocess.run([*compiler(), "-shared", "-fPIC", "-O2", "-o", library, source / "xxh3.c"], check=True)
     lib = ctypes.CDLL(str(library))
     lib.hash_end.restype = ctypes.c_uint64
     data = np.random.default_rng(0).integers(0, 256, 5000, np.uint8).tobytes()

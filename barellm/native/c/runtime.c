@@ -154,6 +154,7 @@ static int map(struct barellm *s) {
 
 barellm *barellm_open(int threads) {
     int cpus[1024], count = processors(cpus, 1024);
+    *message = 0; /* of an earlier failure */
     if (threads == 0) threads = count < 1 ? 1 : count > most_threads ? most_threads : count;
     if (threads < 1 || threads > most_threads) {
         fail("threads is %d, this program was built for 1 to %lld", threads, (long long)most_threads);
