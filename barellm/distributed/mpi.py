@@ -23,10 +23,10 @@ class MpiRanks:
 
     def __init__(self) -> None:
         try:
-            import mpi4py
+            import mpi4py  # pyright: ignore[reportMissingImports]
 
             mpi4py.rc.finalize = False  # a process that fails must not wait for the others at its end: `close` does
-            from mpi4py import MPI
+            from mpi4py import MPI  # pyright: ignore[reportMissingImports]
         except ImportError as error:  # RuntimeError: mpi4py is here, and no MPI
             raise UserError(f"several processes need mpi4py ({error}): pip install 'barellm[mpi]'") from None
         except RuntimeError as error:
