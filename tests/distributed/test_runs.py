@@ -20,6 +20,9 @@ from barellm.distributed.launch import mpiexec
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install -e '.[mpi]'", exc_type=ImportError)
 
+# Ranks look for each other twice a second: beside other tests two cores have too many processes for that.
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 SIZES = (
     *("--model.layers", "1", "--model.channels", "32", "--model.heads", "2", "--model.max_seq", "8", "--seq", "8"),
@@ -174,7 +177,6 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /
 
 
 @linux
-@pytest.mark.alone
 @pytest.mark.parametrize(
     "number, sign, complaint",
     [
@@ -193,7 +195,6 @@ def test_a_rank_that_is_gone_ends_the_run_in_one_line(place, number, sign, compl
 
 
 @linux
-@pytest.mark.alone
 def test_ctrl_c_saves_once(place):
     started = Started(place, "stopped")
     started.launcher.send_signal(signal.SIGINT)
@@ -205,7 +206,6 @@ def test_ctrl_c_saves_once(place):
 
 
 @linux
-@pytest.mark.alone
 def test_ranks_do_not_outlive_their_launcher(place):
     started = Started(place, "orphans")
     ranks = [started.rank(number) for number in range(2)]

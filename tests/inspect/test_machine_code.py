@@ -27,7 +27,7 @@ WIDEST = {
     "neon": "v",
 }
 PRODUCT = {"amx_bf16": "tdpbf16ps", "avx512_bf16": "vdpbf16ps", "neon_bf16": "bfdot"}
-ANY_PRODUCT = {**PRODUCT, "amx_bf16": "vdpbf16ps", "generic": "mulps", "neon": "fmla"}
+ANY_PRODUCT = {**PRODUCT, "generic": "mulps", "neon": "fmla"}
 FP32_PRODUCT = {"generic": "mulps", "neon_bf16": "fmla", "neon": "fmla"}
 GEMMS = ("product", "weight_gradient")
 
@@ -57,9 +57,11 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
         accumulators = 4 if product == "tdpbf16ps" else tile.rows * tile.vectors
         assert code.inner.multiply_adds == {product: accumulators}, u
         assert code.inner.accumulators == accumulators, u
-        assert (code.inner.stack_references, code.inner.stores) == (0, 0), u
+        tiles = product == "tdpbf16ps"  # 64 cycles a step: an address of what is packed beside it may lie on the stack
+        assert code.inner.stack_references <= tiles and code.inner.stores == 0, u
         # On aarch64 the tile that hangs over the last row may keep a vector of GELU's on the stack.
-        assert name.startswith("neon") or not any(x.accumulators and x.stack_references for x in code.loops), u
+        most = max((x.stack_references for x in code.loops if x.accumulators), default=0)
+        assert name.startswith("neon") or most <= tiles, u
         assert code.inner.loads <= tile.rows + tile.vectors, u
 
 
@@ -84,15 +86,20 @@ def attention(isa, dtype, D, seq=256, kv_heads=2):
 @pytest.mark.parametrize("name", TARGETS)
 def test_attention_inner_loops_have_no_spills(name, dtype, D):
     """Every innermost loop that adds up: the products, the sums of probabilities. Loops that copy may compare with a bound on the
-    stack, once a row; on x86 none of them has a vector there."""
+    stack, once a row, as may the softmax beside AMX tiles; on x86 none of them has a vector there."""
     isa = target(name)
     product = FP32_PRODUCT.get(name, "vfmadd231ps") if dtype == "fp32" else ANY_PRODUCT.get(name, "vfmadd231ps")
     g = attention_blocks.Geometry.of(isa, dtype, D)
     products = {"attention": 2, "attention_backward_keys": 5, "attention_backward_queries": 3}
     for kernel, code in attention(isa, dtype, D).items():
         adding = [loop for loop in code.loops if loop.accumulators]
-        assert all(loop.stack_references == 0 for loop in adding), kernel
         assert name.startswith("neon") or not any(loop.vector_spills for loop in code.loops), kernel
+        if product == "tdpbf16ps":  # a product is a loop of its own for each corner of the result
+            tiles = [x for x in adding if product in x.multiply_adds]
+            assert tiles or kernel not in products, kernel
+            assert all(x.multiply_adds == {product: 4} and not x.stack_references + x.stores for x in tiles), kernel
+            continue
+        assert all(loop.stack_references == 0 for loop in adding), kernel
         if kernel in products:
             tiles = [x for x in adding if x.multiply_adds == {product: g.rows * g.vectors} == {product: x.accumulators}]
             assert len(tiles) == products[kernel], (kernel, [x.multiply_adds for x in adding])
