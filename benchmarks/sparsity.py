@@ -39,11 +39,11 @@ LAYOUTS = (
 Sides = dict[tuple[str, str], Callable[[], Any]]  # (name, "forward" or "both")
 
 
-def program(T: int, heads: int, D: int, layout: Layout | None, *, backward: bool) -> Program:
-    """One attention of fp32, q, k and v being columns of one tensor."""
+def program(T: int, heads: int, D: int, layout: Layout | None, dtype: str, *, backward: bool) -> Program:
+    """One attention, q, k and v being columns of one tensor."""
     p = Program(Store())
     dims, C = (Dim("batch", 1), Dim("seq", T)), heads * D
-    qkv, dout = p.input("qkv", (*dims, 3 * C), "fp32"), p.input("dout", (*dims, C), "fp32")
+    qkv, dout = p.input("qkv", (*dims, 3 * C), dtype), p.input("dout", (*dims, C), dtype)
     operands: dict[str, Any] = dict(zip("qkv", p.split(qkv, 3), strict=True)) | {"heads": heads, "kv_heads": heads}
     kinds = (ops.Attention, ops.AttentionBackward)
     if layout is None:
@@ -54,19 +54,19 @@ def program(T: int, heads: int, D: int, layout: Layout | None, *, backward: bool
         operands["layout"] = layout
     saved = p.apply(kinds[0], **operands)
     if backward:
-        views = p.split(p.activation("dqkv", qkv.shape, "fp32"), 3)
+        views = p.split(p.activation("dqkv", qkv.shape, dtype), 3)
         into = {name: (view, "store") for name, view in zip(("dq", "dk", "dv"), views, strict=True)}
         p.apply(kinds[1], into=into, **operands, out=saved.out, dout=dout, lse=saved.lse)
     return p
 
 
-def ours(T: int, heads: int, D: int, found: dict[str, Layout | None]) -> Sides:
+def ours(T: int, heads: int, D: int, found: dict[str, Layout | None], dtype: str) -> Sides:
     sides: Sides = {}
     r = np.random.default_rng(0)
     qkv, dout = r.standard_normal((1, T, 3 * heads * D)), r.standard_normal((1, T, heads * D))
     for name, layout in found.items():
         for what in ("forward", "both"):
-            session = CpuSession({"op": program(T, heads, D, layout, backward=what == "both")})
+            session = CpuSession({"op": program(T, heads, D, layout, dtype, backward=what == "both")})
             session.write("qkv", qkv)
             if what == "both":
                 session.write("dout", dout)
@@ -74,15 +74,16 @@ def ours(T: int, heads: int, D: int, found: dict[str, Layout | None]) -> Sides:
     return sides
 
 
-def theirs(T: int, heads: int, D: int, found: dict[str, Layout | None], flexed: str) -> Sides:
+def theirs(T: int, heads: int, D: int, found: dict[str, Layout | None], flexed: str, dtype: str) -> Sides:
     """PyTorch: dense with a flag and with a mask, and flex_attention of one layout."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     from torch.nn.functional import scaled_dot_product_attention as dense
 
     torch.set_num_threads(thread_count())
-    q, k, v = (torch.randn(1, heads, T, D, requires_grad=True) for _ in range(3))
-    dout, layout = torch.randn(1, heads, T, D), found[flexed]
+    of = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    q, k, v = (torch.randn(1, heads, T, D, dtype=of, requires_grad=True) for _ in range(3))
+    dout, layout = torch.randn(1, heads, T, D, dtype=of), found[flexed]
     assert layout is not None
     seen = torch.from_numpy(np.stack([layout.dense(h) for h in range(heads)]))[None]
 
@@ -119,12 +120,12 @@ def turns(sides: Sides, rounds: int) -> dict[tuple[str, str], list[float]]:
     return times
 
 
-def measure(T: int, heads: int, D: int, block: int, rounds: int, flexed: str) -> list[dict[str, Any]]:
+def measure(T: int, heads: int, D: int, block: int, rounds: int, flexed: str, dtype: str) -> list[dict[str, Any]]:
     found: dict[str, Layout | None] = {"dense": None}
     found |= {text: layouts.parse(text, length=T, block=block, heads=heads) for text in LAYOUTS}
-    times = turns(ours(T, heads, D, found), rounds)
+    times = turns(ours(T, heads, D, found, dtype), rounds)
     if flexed:
-        times |= turns(theirs(T, heads, D, found, flexed), rounds)
+        times |= turns(theirs(T, heads, D, found, flexed, dtype), rounds)
     rows = []
     for name in dict.fromkeys(name for name, _ in times):
         layout = found.get(name)
@@ -150,16 +151,22 @@ def main() -> None:
     parser.add_argument("--D", type=int, default=64)
     parser.add_argument("--blocks", type=int, nargs="+", default=[64])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--flex", default="", help="the layout that PyTorch does too")
     parser.add_argument("--processor", required=True)
     parser.add_argument("--out", type=Path, required=True)
     a = parser.parse_args()
-    rows = [row for T in a.lengths for block in a.blocks for row in measure(T, a.heads, a.D, block, a.rounds, a.flex)]
+    rows = [
+        row
+        for T in a.lengths
+        for block in a.blocks
+        for row in measure(T, a.heads, a.D, block, a.rounds, a.flex, a.dtype)
+    ]
     about = {
         "processor": a.processor,
         "isa": host().name,
         "threads": thread_count(),
-        "dtype": "fp32",
+        "dtype": a.dtype,
         "rounds": a.rounds,
     }
     a.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")

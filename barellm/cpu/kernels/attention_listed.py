@@ -15,6 +15,7 @@ from typing import Any
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.attention_blocks import (
     KEYS,
     Geometry,
@@ -25,11 +26,12 @@ from barellm.cpu.kernels.attention_blocks import (
     serving,
     sizes,
     stage,
-    weave,
+    weave_left,
 )
 from barellm.cpu.kernels.attention_bounds import PLAIN
 from barellm.cpu.kernels.attention_forward import LOWEST, begin_queries, end_queries, fold_in
 from barellm.cpu.kernels.attention_relative import Distances, Terms, forward_units
+from barellm.cpu.kernels.attention_tiles import tile_registers
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.dtypes import PLANES
 from barellm.program.layouts import WORD
@@ -37,9 +39,10 @@ from barellm.program.ops.base import Op
 from barellm.runtime.lowering import weight_operand
 
 
-def geometry(isa: ISA, dtype: str, D: int, block: int) -> Geometry:
-    """Groups of queries that end where blocks do. Masks and relative terms want tiles in registers."""
-    g = Geometry.of(isa, dtype, D, tiles=False)
+def geometry(isa: ISA, dtype: str, D: int, block: int, *, tiles: bool) -> Geometry:
+    """Groups of queries that end where blocks do. Tiles of AMX must lie in one block, and relative terms, which are what scores
+    begin with, want them in vector registers."""
+    g = Geometry.of(isa, dtype, D, tiles=tiles and block % amx.DEPTH == 0)
     return g if block % g.queries == 0 else replace(g, vectors=1)
 
 
@@ -134,11 +137,11 @@ def layout_attention(
     k: KernelBuilder, out, lse, q, keys, values, rows, masks, relative,
     *, batch, seq, heads, kv_heads, D, strides, block, lists, entries, distances,
 ) -> None:  # fmt: skip
-    g, T = geometry(k.isa, q.dtype, D, block), extent(k, seq)
+    g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), extent(k, seq)
     s, root, unit = blocks_of(k, scratch_units(g, block, distances)), PLAIN.root(k, D), PLAIN.unit(k, D)
     table, blocks = Table(k, rows, masks, block, lists, entries), k.ceil_div(T, block)
     counts = (heads, kv_heads, kv_heads)
-    with k.claim_each(extent(k, batch) * heads * blocks) as claim:
+    with tile_registers(k, g), k.claim_each(extent(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
         row = blocks - 1 - claim % blocks  # the last ones are the longest, if any are
         first = row * block
@@ -156,7 +159,7 @@ def layout_attention(
         with k.loop(begin, end, together(block)) as entry:
             some = k.min(end - entry, together(block))
             gather(k, g, table, ((of[1], s["k"]), (of[2], s["v_rows"])), entry, some, T)
-            v_block = weave(k, g, s["v_rows"], some * block, s["v"])
+            v_block = weave_left(k, g, s["v_rows"], some * block, s["v"])
 
             def gap(i: Value, entry: Value = entry) -> Value:
                 return row - table.listed(entry + i)
@@ -198,7 +201,7 @@ TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": PLANES}
 @lowering("layout_attention", views="q k v", also=TABLES)
 def lower_layout_attention(op: Op, c: Lowering) -> None:
     constants = shape_of(op)
-    g = geometry(c.isa, op.q.dtype, constants["D"], constants["block"])
+    g = geometry(c.isa, op.q.dtype, constants["D"], constants["block"], tiles=op.relative is None)
     c.private(offsets(scratch_units(g, constants["block"], constants["distances"]))[1])
     operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v, "relative": vectors_of(op)}
     c.call(layout_attention, operands | {"rows": op.rows, "masks": op.masks}, constants, writes="out lse")

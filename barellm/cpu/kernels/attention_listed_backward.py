@@ -23,7 +23,7 @@ from typing import Any
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.attention_backward import attention_delta, one_pass
-from barellm.cpu.kernels.attention_blocks import Geometry, Lower, Rows, clear, extent, offsets, stage, weave
+from barellm.cpu.kernels.attention_blocks import Geometry, Lower, Rows, clear, extent, offsets, stage, weave_left
 from barellm.cpu.kernels.attention_bounds import PLAIN
 from barellm.cpu.kernels.attention_head import Head, Operands
 from barellm.cpu.kernels.attention_listed import (
@@ -37,6 +37,7 @@ from barellm.cpu.kernels.attention_listed import (
     vectors_of,
 )
 from barellm.cpu.kernels.attention_relative import Distances, backward_units
+from barellm.cpu.kernels.attention_tiles import tile_registers
 from barellm.cpu.kernels.reductions import add_chunks
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div
@@ -60,6 +61,7 @@ def scratch_units(g: Geometry, block: int, rows: int, distances: Distances | Non
         "v_rows": g.rows_units(staged),
         "k": g.woven_units(staged),
         "p_tile": g.rows * g.queries,
+        "dp_tile": g.rows * g.queries if g.tiles else 0,
         "p": staged * g.queries // g.pair,
         "ds": staged * g.queries // g.pair,
         "ds_woven": staged * g.queries // g.pair,
@@ -88,7 +90,7 @@ class ListedHead(Head):
         self.sums = self.terms if sums else None
 
     def geometry(self, isa: ISA, dtype: str, D: int) -> Geometry:
-        return geometry(isa, dtype, D, self.table.block)
+        return geometry(isa, dtype, D, self.table.block, tiles=self.distances is None)
 
     def units(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
         return scratch_units(self.g, self.table.block, length, self.distances)
@@ -124,11 +126,11 @@ class ListedHead(Head):
         k, g, s, block = self.k, self.g, self.s, self.table.block
         first = row * block
         last = k.min(first + block, self.T)
-        clear(k, s["dq"], block * g.D)
+        clear(k, s["dq"], block * g.deep)
         with k.loop(begin, end, together(block)) as entry:
             some = k.min(end - entry, together(block))
             gather(k, g, self.table, ((self.keys, s["k_rows"]), (self.values, s["v_rows"])), entry, some, self.T)
-            weave(k, g, s["k_rows"], some * block, s["k"])
+            weave_left(k, g, s["k_rows"], some * block, s["k"])
             self.gap = lambda i, entry=entry: row - self.table.listed(entry + i)
             self.stage_terms(some)
             with k.loop(first, last, g.queries) as t:
@@ -139,7 +141,7 @@ class ListedHead(Head):
                 with k.when(both), k.loop(0, some) as i:
                     at = (self.table.listed(entry + i) - i) * (block * g.wide)
                     self.add_dkdv(i * block, (i + 1) * block, s["dk"].at(at), s["dv"].at(at))
-                dq = s["dq"].at((t - first) * g.D)
+                dq = s["dq"].at((t - first) * g.deep)
                 self.add_dq(0, some * block, dq)
                 if self.sums:
                     with self.sums.each_near(some, self.gap) as (gap, i):
@@ -149,7 +151,7 @@ class ListedHead(Head):
         g, block = self.g, self.table.block
         first = row * block
         with self.k.loop(first, self.k.min(first + block, self.T), g.queries) as t:
-            self.store_dq(t, self.s["dq"].at((t - first) * g.D), keep)
+            self.store_dq(t, self.s["dq"].at((t - first) * g.deep), keep)
 
 
 def rows_of_part(k: KernelBuilder, batch: str | int, kv_heads: int, blocks: Value) -> Value:
@@ -177,7 +179,8 @@ def layout_attention_backward_rows(
     keep = [k.keep(mode) for mode in modes]
     per = k.int(1) if relative is None else rows_of_part(k, batch, kv_heads, blocks)
     parts = k.ceil_div(blocks, per)
-    with k.claim_each(shared * k.select(both, k.int(1), parts)) as claim:
+    g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
+    with tile_registers(k, g), k.claim_each(shared * k.select(both, k.int(1), parts)) as claim:
         index = k.select(both, claim, claim // parts)
         own = parts - 1 - claim % parts
         start, stop = k.select(both, k.int(0), own), k.select(both, parts, own + 1)
@@ -189,7 +192,7 @@ def layout_attention_backward_rows(
             )  # fmt: skip
             with k.when(both & member.equals(0)):
                 for name in ("dk", "dv"):
-                    clear(k, h.s[name], blocks * (block * h.g.wide))
+                    clear(k, h.s[name], blocks * (block * g.wide))
             if h.sums:
                 h.sums.clear_padding(together(block))
             with k.loop(start, stop) as place:
@@ -216,7 +219,9 @@ def layout_attention_backward_columns(
     shared, blocks = extent(k, batch) * kv_heads, k.ceil_div(T, block)
     keep = [k.keep(mode) for mode in modes]
     padded = lists // heads * block
-    with k.claim_each(k.select(one_pass(k, shared), k.int(0), shared * blocks)) as claim:
+    g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
+    claims = k.select(one_pass(k, shared), k.int(0), shared * blocks)
+    with tile_registers(k, g), k.claim_each(claims) as claim:
         index, column = claim // blocks, claim % blocks
         with members(k, group) as member:
             head = index % kv_heads * group + member
@@ -224,7 +229,7 @@ def layout_attention_backward_columns(
                 k, operands, index // kv_heads, head, table, padded, relative, distances,
                 sums=False, heads=heads, kv_heads=kv_heads, **shape,
             )  # fmt: skip
-            g, s, j0 = h.g, h.s, column * block
+            s, j0 = h.s, column * block
             count = k.min(T - j0, block)
             with k.when(member.equals(0)):
                 for source, name in ((h.keys, "k_rows"), (h.values, "v_rows")):
@@ -258,7 +263,7 @@ def lower_layout_attention_backward(op: Op, c: Lowering) -> None:
     shape, layout = shape_of(op), op.layout
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))
-    g = geometry(c.isa, op.q.dtype, shape["D"], layout.block)
+    g = geometry(c.isa, op.q.dtype, shape["D"], layout.block, tiles=op.relative is None)
     delta = c.scratch("delta", op.lse.nbytes)
     of_rows = {name: shape[name] for name in ("batch", "seq", "heads", "D")} | {"bounds": PLAIN}
     c.call(attention_delta, {"delta": (part(delta), "fp32"), "out": op.out, "dout": op.dout}, of_rows, writes="delta")
