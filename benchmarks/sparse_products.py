@@ -1,7 +1,7 @@
 """Times of block-sparse products beside dense ones: `python -m benchmarks.sparse_products --processor NAME --out FILE`; with
 `--write`, the table of docs/sparsity.md is made of that file.
 
-y = x W, its input gradient and its weight gradient over 2048 tokens, in fp32. Blocks are drawn evenly, as many in each column. All
+y = x W, its input gradient and its weight gradient over 2048 tokens. Blocks are drawn evenly, as many in each column. All
 sides take turns; each time is a median.
 """
 
@@ -31,11 +31,11 @@ SPARSE = {"forward": ops.BlockMatmul, "dx": ops.BlockMatmulDx, "dw": ops.BlockMa
 NEEDS = {"forward": ("x", "weight"), "dx": ("dy", "weight"), "dw": ("x", "dy")}
 
 
-def session(what: str, layout: BlockLayout | None) -> CpuSession:
-    p = Program(Store())
+def session(what: str, layout: BlockLayout | None, dtype: str) -> CpuSession:
+    p = Program(Store(), compute=dtype)
     shape = (Dim("batch", 1), Dim("seq", TOKENS), WIDTH)
     weight = (WIDTH, WIDTH) if layout is None else (len(layout) * layout.block, layout.block)
-    given: dict[str, Any] = {name: p.input(name, shape, "fp32") for name in NEEDS[what] if name != "weight"}
+    given: dict[str, Any] = {name: p.input(name, shape, dtype) for name in NEEDS[what] if name != "weight"}
     if "weight" in NEEDS[what]:
         given["weight"] = p.parameter("weight", weight)
     if layout is not None:
@@ -68,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--densities", type=float, nargs="+", default=[0.0625, 0.25, 0.5])
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--processor", default="")
     parser.add_argument("--write", action="store_true")
@@ -84,7 +85,7 @@ def main() -> None:
     sides = {}
     for name, layout in layouts.items():
         for what in DENSE:
-            made = session(what, layout)
+            made = session(what, layout, a.dtype)
             sides[name, what] = lambda made=made: made.run("op", batch=1, seq=TOKENS)
     times, rows = turns(sides, a.rounds), []
     for name, layout in layouts.items():
@@ -98,7 +99,7 @@ def main() -> None:
         "processor": a.processor,
         "isa": host().name,
         "threads": thread_count(),
-        "dtype": "fp32",
+        "dtype": a.dtype,
         "rounds": a.rounds,
     }
     a.out.write_text(json.dumps(about | {"tokens": TOKENS, "width": WIDTH, "rows": rows}, indent=1) + "\n")

@@ -13,8 +13,8 @@ It ran on an Intel Xeon with AMX. On processors without, tests emulate its instr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,6 +82,16 @@ def release(k: KernelBuilder) -> None:
     _tile(k, "tilerelease")
 
 
+@contextmanager
+def tile_registers(k: KernelBuilder, used: bool) -> Iterator[None]:
+    """The kernel's whole work, where it may use tiles."""
+    if used:
+        configure(k)
+    yield
+    if used:
+        release(k)
+
+
 def multiply(
     k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[Left, Any]], *, begun: Value | None = None,
     beside: Callable[[Value], None] | None = None,
@@ -89,14 +99,7 @@ def multiply(
     """out (ROWS, SPAN) fp32 = A @ panel, or where it was `begun` out += A @ panel. `parts` has A in pieces that lie one after the
     other along the depth, each with its number of steps. `beside(step)` is done in each step of the first."""
     row = 4 * SPAN
-    if begun is None:
-        _clear_tiles(k)
-    else:
-        with k.when(begun):
-            for i, j in CORNERS:
-                _tile(k, "tileloadd64", 2 * i + j, *_corner(out, i, j, row))
-        with k.otherwise(begun):
-            _clear_tiles(k)
+    begin_sums(k, out, begun, row=row)
     at = panel
     for left, steps in parts:
         with k.loop(0, steps) as s:
@@ -105,6 +108,31 @@ def multiply(
             if beside is not None and left is parts[0][0]:
                 beside(s)
         at = at.bytes(k.int(steps) * (SIDE * row))
+    store_sums(k, out, row=row)
+
+
+def begin_sums(k: KernelBuilder, out: Pointer, begun: Value | None, *, row: int) -> None:
+    """The accumulators become zero, or where it was `begun` out (ROWS, SPAN), whose rows lie `row` bytes apart."""
+    if begun is None:
+        _clear_tiles(k)
+        return
+    with k.when(begun):
+        for i, j in CORNERS:
+            _tile(k, "tileloadd64", 2 * i + j, *_corner(out, i, j, row))
+    with k.otherwise(begun):
+        _clear_tiles(k)
+
+
+def add_steps(k: KernelBuilder, left: Left, panel: Pointer, steps: Any) -> None:
+    """The accumulators += A @ panel over `steps`."""
+    unrolled = isinstance(steps, int)
+    with nullcontext(0) if unrolled else k.loop(0, steps) as s:
+        for u in range(steps) if unrolled else [s]:
+            here = replace(left, pointer=left.pointer.bytes(u * left.step))
+            _multiply_step(k, here, panel.bytes(u * (4 * SIDE * SPAN)), 4 * SPAN)
+
+
+def store_sums(k: KernelBuilder, out: Pointer, *, row: int) -> None:
     for i, j in CORNERS:
         _tile(k, "tilestored64", 2 * i + j, *_corner(out, i, j, row))
 

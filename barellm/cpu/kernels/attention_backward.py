@@ -21,6 +21,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.attention_blocks import (
     KEYS,
     Geometry,
@@ -34,7 +35,7 @@ from barellm.cpu.kernels.attention_bounds import causal_sizes
 from barellm.cpu.kernels.attention_head import Head, scratch_units
 from barellm.cpu.kernels.attention_segments import SEGMENT, attention_backward_segments
 from barellm.cpu.kernels.attention_short import attention_backward_short, backward_units, short
-from barellm.cpu.kernels.attention_tiles import tile_registers, whole_tiles
+from barellm.cpu.kernels.attention_tiles import whole_tiles
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part
@@ -77,7 +78,7 @@ def attention_backward_keys(
     keep = [k.keep(mode) for mode in modes]
     per_head = k.select(together, k.int(1), blocks)
     group = heads // kv_heads
-    with tile_registers(k, Geometry.of(k.isa, q.dtype, D)), k.claim_each(count * per_head) as claim:
+    with amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles), k.claim_each(count * per_head) as claim:
         index, place = claim // per_head, claim % per_head
         # The first block is the longest: a long and a short one in turn, for neighbouring claims are one thread's.
         start = k.select((place & 1).equals(0), place >> 1, per_head - 1 - (place >> 1))
@@ -133,7 +134,7 @@ def attention_backward_queries(
     blocks = k.ceil_div(T, queries)
     keep = k.keep(modes[0])
     claims = k.select(one_pass(k, sequences * kv_heads), k.int(0), sequences * heads * blocks)
-    with tile_registers(k, geometry), k.claim_each(claims) as claim:
+    with amx.tile_registers(k, geometry.tiles), k.claim_each(claims) as claim:
         index = claim // blocks
         h = Head(k, operands, index // heads, index % heads, heads=heads, kv_heads=kv_heads, D=D, **shape)
         g, s = h.g, h.s

@@ -14,6 +14,7 @@ from math import e, log2, sqrt
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.attention_blocks import (
     KEYS,
     Dropout,
@@ -41,7 +42,7 @@ from barellm.cpu.kernels.attention_blocks import (
 )
 from barellm.cpu.kernels.attention_bounds import PLAIN, Bounds, Reach, causal_sizes
 from barellm.cpu.kernels.attention_short import attention_short, forward_units, short
-from barellm.cpu.kernels.attention_tiles import highest_scores, tile_registers, whole_tiles
+from barellm.cpu.kernels.attention_tiles import highest_scores, whole_tiles
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import ln
 from barellm.program.ops.base import Op
@@ -251,7 +252,7 @@ def attention(
     g, T = Geometry.of(k.isa, q.dtype, D), bounds.length(k, seq)
     block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
     dropout = Dropout(rate, stream, heads) if rate else None
-    with tile_registers(k, g), k.claim_each(extent(k, batch) * heads * blocks) as claim:
+    with amx.tile_registers(k, g.tiles), k.claim_each(extent(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
         first = (blocks - 1 - claim % blocks) * block  # the last is the longest: early, so that threads end together
         token, counts = sequence * T, (heads, kv_heads, kv_heads)
@@ -305,7 +306,7 @@ def attention_cached(
     g = Geometry.of(k.isa, q.dtype, D)
     C, T, pos = kv_heads * D, extent(k, seq), k.scalar("pos")
     block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
-    with tile_registers(k, g), k.claim_each(extent(k, batch) * heads * blocks) as claim:
+    with amx.tile_registers(k, g.tiles), k.claim_each(extent(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
         first, kv_head = claim % blocks * block, serving(head, heads, kv_heads)
         queries, to = (Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))

@@ -31,7 +31,6 @@ from barellm.cpu.kernels.attention_blocks import (
 from barellm.cpu.kernels.attention_bounds import PLAIN
 from barellm.cpu.kernels.attention_forward import LOWEST, begin_queries, end_queries, fold_in
 from barellm.cpu.kernels.attention_relative import Distances, Terms, forward_units
-from barellm.cpu.kernels.attention_tiles import tile_registers
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.dtypes import PLANES
 from barellm.program.layouts import WORD
@@ -141,7 +140,7 @@ def layout_attention(
     s, root, unit = blocks_of(k, scratch_units(g, block, distances)), PLAIN.root(k, D), PLAIN.unit(k, D)
     table, blocks = Table(k, rows, masks, block, lists, entries), k.ceil_div(T, block)
     counts = (heads, kv_heads, kv_heads)
-    with tile_registers(k, g), k.claim_each(extent(k, batch) * heads * blocks) as claim:
+    with amx.tile_registers(k, g.tiles), k.claim_each(extent(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
         row = blocks - 1 - claim % blocks  # the last ones are the longest, if any are
         first = row * block

@@ -22,6 +22,7 @@ from typing import Any
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.attention_backward import attention_delta, one_pass
 from barellm.cpu.kernels.attention_blocks import Geometry, Lower, Rows, clear, extent, offsets, stage, weave_left
 from barellm.cpu.kernels.attention_bounds import PLAIN
@@ -37,7 +38,6 @@ from barellm.cpu.kernels.attention_listed import (
     vectors_of,
 )
 from barellm.cpu.kernels.attention_relative import Distances, backward_units
-from barellm.cpu.kernels.attention_tiles import tile_registers
 from barellm.cpu.kernels.reductions import add_chunks
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div
@@ -180,7 +180,7 @@ def layout_attention_backward_rows(
     per = k.int(1) if relative is None else rows_of_part(k, batch, kv_heads, blocks)
     parts = k.ceil_div(blocks, per)
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
-    with tile_registers(k, g), k.claim_each(shared * k.select(both, k.int(1), parts)) as claim:
+    with amx.tile_registers(k, g.tiles), k.claim_each(shared * k.select(both, k.int(1), parts)) as claim:
         index = k.select(both, claim, claim // parts)
         own = parts - 1 - claim % parts
         start, stop = k.select(both, k.int(0), own), k.select(both, parts, own + 1)
@@ -221,7 +221,7 @@ def layout_attention_backward_columns(
     padded = lists // heads * block
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
     claims = k.select(one_pass(k, shared), k.int(0), shared * blocks)
-    with tile_registers(k, g), k.claim_each(claims) as claim:
+    with amx.tile_registers(k, g.tiles), k.claim_each(claims) as claim:
         index, column = claim // blocks, claim % blocks
         with members(k, group) as member:
             head = index % kv_heads * group + member

@@ -15,10 +15,11 @@ from contextlib import nullcontext
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.attention_blocks import KEYS, Geometry, clear, extent, round_up, weave_left
 from barellm.cpu.kernels.attention_bounds import Bounds
 from barellm.cpu.kernels.attention_head import Head
-from barellm.cpu.kernels.attention_tiles import tile_registers, whole_tiles
+from barellm.cpu.kernels.attention_tiles import whole_tiles
 from barellm.cpu.lang import Value
 
 SEGMENT = 2048  # positions at most
@@ -53,7 +54,10 @@ def attention_backward_segments(
     pieces = pieces_of(k, count, blocks, bounds)
     span, group = k.ceil_div(blocks, pieces), heads // kv_heads
     keep = [k.keep(mode) for mode in modes]
-    with tile_registers(k, Geometry.of(k.isa, q.dtype, D)), k.claim_each(count * k.ceil_div(blocks, span)) as claim:
+    with (
+        amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles),
+        k.claim_each(count * k.ceil_div(blocks, span)) as claim,
+    ):
         per_head = k.ceil_div(blocks, span)
         index, own = claim // per_head, claim % per_head * span  # a head of keys, the segment's first block
         first, stop = own * KEYS, k.min((own + span) * KEYS, T)

@@ -7,27 +7,15 @@ tile, the exponentials of the one before fill the vector units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.attention_blocks import Geometry, round_up, scores_of_tiles
 from barellm.cpu.lang import Pointer, Value
 
 Seen = Callable[[Any, int], Value]  # row of a tile, vector -> which lanes' queries see the row's key
 BOTH = 2  # rows of a tile that are packed together
-
-
-@contextmanager
-def tile_registers(k: KernelBuilder, g: Geometry) -> Iterator[None]:
-    """The kernel's whole work, where it may use tiles."""
-    if g.tiles:
-        amx.configure(k)
-    yield
-    if g.tiles:
-        amx.release(k)
 
 
 def whole_tiles(k: KernelBuilder, g: Geometry, seen: Value) -> Value:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, new_tile
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.packing import interleaved
@@ -22,7 +23,7 @@ from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part, rows_of
 
 CHUNK = 512  # tokens that are in strips at a time: 4 MB if x and dy have 1024 columns each, so that strips stay in the third cache
-PACKED = 16  # tokens of a claim while strips are made
+PACKED = 16  # tokens of a claim while strips are made, unless they are a step of AMX's tiles
 NEAR = 256  # steps of a strip that stay in the first cache, beside those of the other operand
 
 
@@ -31,15 +32,32 @@ def strip_units(cut: Cut) -> int:
     return cut.steps(CHUNK) * cut.span + 16
 
 
-def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, block) -> None:
-    """Up to CHUNK tokens of x (tokens, width) as strips [strip][step][column]. Rows are read from one end to the other, for so
-    memory is read fastest; strip by strip it took a fifth longer."""
+def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, block, left) -> None:
+    """Up to CHUNK tokens of x (tokens, width) as strips [strip][step][column], or where they are the `left` operand of AMX tiles
+    [strip][step][column][token]. Rows are read from one end to the other, for so memory is read fastest; strip by strip it took a
+    fifth longer."""
     cut = Cut.of(k.isa, x.dtype, block)
     tokens = k.min(k.extent(dims, inner) - row_begin, CHUNK)
     narrow = cut.span > block
-    with k.when(tokens > 0), k.claim_each(k.ceil_div(tokens, PACKED)) as number:
-        t = number * PACKED
-        some = k.min(tokens - t, PACKED)
+    per = amx.DEPTH if cut.tiles else PACKED
+    with k.when(tokens > 0), k.claim_each(k.ceil_div(tokens, per)) as number:
+        t = number * per
+        some = k.min(tokens - t, per)
+        if cut.tiles:
+            with k.loop(0, width // amx.SPAN) as strip:
+                to, source, col = (
+                    packed.at(strip * strip_units(cut) + t // 2 * cut.span),
+                    x.at(t * width),
+                    strip * amx.SPAN,
+                )
+                if left:
+                    amx.pack_left(k, to, source, col, some, stride=width, width=amx.SPAN, cols=None)
+                else:
+                    interleaved(
+                        k, to, source, col, some, stride=width, width=amx.SPAN, cols=None, beside=True
+                    ).at_once()
+                    amx.pad_panel(k, to, some)
+            return
         with k.loop(0, some, cut.pair) as r, k.loop(0, width // block * cut.strips) as strip:
             col = strip * (block if narrow else cut.span)
             to = packed.at(strip * strip_units(cut) + (t + r) // cut.pair * cut.span)
@@ -63,13 +81,21 @@ def block_gradient(
     def strip(packed: Any, line: Value, i: Value) -> Any:
         return packed.at((line * cut.strips + i) * strip_units(cut))
 
-    with k.when(tokens > 0), k.claim_each(count * cut.strips) as unit:
+    with amx.tile_registers(k, cut.tiles), k.when(tokens > 0), k.claim_each(count * cut.strips) as unit:
         number, i = unit // cut.strips, unit % cut.strips
         left, column = strip(x, places.get(number), i), places.get(number + count)
+        if cut.tiles:
+            again, at = _again(k, row_begin, keep), dweight.at(number * (block * block) + i * (cut.span * block))
+            tiles_of_x = amx.Left(left, amx.LINE, 2 * amx.TILE_BYTES, amx.TILE_BYTES)
+            with k.loop(0, cut.strips) as j:
+                to = at.at(j * cut.span)
+                amx.begin_sums(k, to, again, row=4 * block)
+                amx.add_steps(k, tiles_of_x, strip(dy, column, j), k.ceil_div(tokens, amx.DEPTH))
+                amx.store_sums(k, to, row=4 * block)
+            return
         with k.loop(0, steps, NEAR) as u, k.loop(0, cut.strips) as j:
             some, right = k.min(steps - u, NEAR), strip(dy, column, j).at(u * cut.span)
-            again = (u + row_begin) > 0
-            again = again if keep is None else k.op("i1", f"or i1 {again.ref}, {keep.ref}")
+            again = _again(k, u + row_begin, keep)
             to = dweight.at(number * (block * block) + i * (cut.span * block) + j * cut.span)
             for top, bottom in pairwise(edges):
                 acc = new_tile(k, bottom - top, cut.vectors)
@@ -87,6 +113,12 @@ def block_gradient(
                     to.store(var.value, at, mask)
 
 
+def _again(k: KernelBuilder, tokens: Value, keep: Value | None) -> Value:
+    """Whether there are sums already: of `tokens` before these, or of an earlier micro-batch."""
+    again = tokens > 0
+    return again if keep is None else k.op("i1", f"or i1 {again.ref}, {keep.ref}")
+
+
 @lowering("block_matmul_dw", starts="dweight", also={"places": "i32"})
 def lower_block_matmul_dw(op: Op, c: Lowering) -> None:
     layout = op.layout
@@ -100,7 +132,8 @@ def lower_block_matmul_dw(op: Op, c: Lowering) -> None:
             given: Tensor = op.inputs[name]
             width = int(given.shape[-1])
             operands = {"packed": strips[name], "x": rows_of(given, first, CHUNK, width), "row_begin": first}
-            c.call(pack_strips, operands, where | {"width": width, "block": block}, writes="packed")
+            constants = where | {"width": width, "block": block, "left": name == "x"}
+            c.call(pack_strips, operands, constants, writes="packed")
         operands = strips | {"dweight": op.dweight, "places": op.places, "count": len(layout), "row_begin": first}
         constants = where | {"dtype": op.x.dtype, "block": block, "mode": op.modes["dweight"]}
         c.call(block_gradient, operands, constants, writes="dweight")

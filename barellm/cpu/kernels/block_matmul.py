@@ -9,8 +9,10 @@ list to list. A long list is cut into parts, and their sums are added in order.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, new_tile
 from barellm.cpu.kernels.loops import added, shape_of
 from barellm.cpu.kernels.packing import interleaved, transposed
@@ -25,6 +27,7 @@ from barellm.runtime.lowering import part, weight_operand
 
 TILE_BYTES = 1 << 18  # of the tokens of a claim, which lists share
 LEAST, MOST = 24, 96  # tokens of a claim
+SUMS_ROW = 4 * amx.SPAN  # bytes of a row of results that come from tiles
 WORK = 1 << 18  # multiply-adds of a claim, about
 
 
@@ -73,7 +76,9 @@ def block_product(
         for v, value in enumerate(values):
             to.store(added(k, to, v * k.lanes, masks[v], value, mode), v * k.lanes, masks[v])
 
-    with k.claim(total, k.max(k.min(grain, total // (k.threads * 8)), 1)) as (begin, end), k.loop(begin, end) as unit:
+    sums = own.at(height * stride).as_dtype("fp32")  # of tiles
+    grain = k.max(k.min(grain, total // (k.threads * 8)), 1)
+    with amx.tile_registers(k, cut.tiles), k.claim(total, grain) as (begin, end), k.loop(begin, end) as unit:
         number, segment = unit // segments, unit % segments
         target, slot, first, last = (table.get(segment * 4 + i) for i in range(4))
         row = number * height
@@ -87,24 +92,37 @@ def block_product(
                 else:
                     to.store_raw(source.load_raw(c, mask), c, mask)
         with k.loop(0, cut.strips) as i, k.loop(0, count, rows) as t:
-            acc = new_tile(k, rows, cut.vectors)
             to = out.at((row + t) * K + target * block + i * cut.span)
             for r in range(rows):
                 prefetch_row(k, to.at(r * K), min(cut.span, block), write=True)
+            acc = [] if cut.tiles else new_tile(k, rows, cut.vectors)
+            if cut.tiles:
+                amx.begin_sums(k, sums, None, row=SUMS_ROW)
             with k.loop(first, last) as entry:
                 skip, block_number = table.get(others + entry) * block, table.get(others + entries + entry)
                 panel = packed.at((block_number * cut.strips + i) * (block // cut.pair * cut.span))
                 left = own.at(t * stride + skip)
-                operand = broadcast(k, [left.at(r * stride) for r in range(rows)], 1, cut.pair)
-                accumulate(k, acc, operand, panel, block // cut.pair, cut.pair)
+                if cut.tiles:
+                    amx.add_steps(k, amx.row_major(left, 2 * stride), panel, block // amx.DEPTH)
+                else:
+                    operand = broadcast(k, [left.at(r * stride) for r in range(rows)], 1, cut.pair)
+                    accumulate(k, acc, operand, panel, block // cut.pair, cut.pair)
+
+            def finish(r: Any, values: list[Value], to: Pointer = to, t: Value = t, i: Value = i) -> None:
+                with k.when(slot < 0) if slots else nullcontext():
+                    put(to.at(r * K), values, mode)
+                if slots:
+                    with k.when(slot >= 0):
+                        at = (row + t + r) * (slots * block) + slot * block + i * cut.span
+                        put(partials.at(at), values, "store")
+
+            if cut.tiles:
+                amx.store_sums(k, sums, row=SUMS_ROW)
+                with k.loop(0, k.min(count - t, rows)) as r:
+                    finish(r, [sums.load(r * cut.span + v * k.lanes) for v in range(cut.vectors)])
             for r, values in enumerate([[v.value for v in line] for line in acc]):
                 with k.when(t + r < count):
-                    with k.when(slot < 0) if slots else nullcontext():
-                        put(to.at(r * K), values, mode)
-                    if slots:
-                        with k.when(slot >= 0):
-                            at = (row + t + r) * (slots * block) + slot * block + i * cut.span
-                            put(partials.at(at), values, "store")
+                    finish(r, values)
 
 
 def add_partials(k: KernelBuilder, out, partials, table, segments, cuts, *, dims, inner, K, block, slots, mode) -> None:
@@ -123,7 +141,7 @@ def _product(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists:
     layout, cut = op.layout, Cut.of(c.isa, given.dtype, op.layout.block)
     block, (C, K) = layout.block, (int(given.shape[-1]), int(op.outputs[out].shape[-1]))
     packed = c.scratch("packed", len(layout) * cut.strips * block // cut.pair * cut.span * 4)
-    c.private(4 // cut.pair * own_stride(cut, C) * tile_tokens(cut, C))
+    c.private(4 // cut.pair * own_stride(cut, C) * tile_tokens(cut, C) + amx.ROWS * SUMS_ROW)
     weights = {"packed": (part(packed), "fp32"), "weight": weight_operand(op.weight), "count": len(layout)}
     c.call(pack_blocks, weights, {"block": block, "turned": turned}, writes="packed")
     segments, slots = len(lists.segments), lists.slots

@@ -8,6 +8,7 @@ from typing import Any
 from barellm.cpu.choices import register_tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
+from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.packing import paired
 from barellm.cpu.kernels.register_tile import Left, add_unit
 from barellm.cpu.lang import Pointer, Value, Var
@@ -27,9 +28,12 @@ class Cut:
     lanes: int
     vectors: int
     rows: int
+    tiles: bool = False  # products in AMX's tile registers: two by two of them a strip and `rows`
 
     @classmethod
     def of(cls, isa: ISA, dtype: str, block: int) -> Cut:
+        if amx.uses_tiles(isa, dtype) and block % amx.SPAN == 0:
+            return cls(block, 2, isa.lanes, amx.SPAN // isa.lanes, amx.ROWS, True)
         vectors = 2 if block % (2 * isa.lanes) == 0 else 1
         rows = next(tile.rows for tile in register_tiles(isa) if tile.vectors == vectors)
         return cls(block, 2 if paired(isa, dtype) else 1, isa.lanes, vectors, rows)
