@@ -29,7 +29,7 @@ from barellm.training.course import course
 from barellm.training.ranges_chart import numbers
 from barellm.training.run import with_vocabulary
 
-# By the rule, rates of the second are 50 times those of the first, as its weights are 1 / 0.02 times as large. Both reach beyond the best.
+# Weights of the second are 1 / 0.02 times as large. Both lists reach beyond the best rate.
 RATES = {"plain": (0.001, 0.002, 0.004, 0.008, 0.016), "unit": (0.0125, 0.025, 0.05, 0.1, 0.2)}
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
