@@ -233,10 +233,10 @@ def shakespeare_muon() -> Run:
 
 
 def shakespeare_unit() -> Run:
-    """The model, the text and the batch of shakespeare-char in unit scaling. AdamW's rate is relative to weights that are 50 times
-    as large, so it is 50 times that of shakespeare-char, and the weight decay a fiftieth."""
+    """The model, the text and the batch of shakespeare-char in unit scaling. Weights are 50 times as large, so AdamW's rate is
+    larger too, the best of six that were tried (docs/ranges.md), and the weight decay a fiftieth."""
     base = shakespeare_char()
-    optim = replace(base.optim, lr=0.05, min_lr=0.005, weight_decay=0.002, clip=0.0)
+    optim = replace(base.optim, lr=0.025, min_lr=0.0025, weight_decay=0.002, clip=0.0)
     model = replace(base.model, unit_scaling=True)  # pyright: ignore[reportCallIssue]
     return replace(base, preset="shakespeare-unit", model=model, optim=optim)
 

@@ -1,6 +1,6 @@
 """The picture of docs/ranges.md: what a step of a plain run and one with unit scaling look like.
 
-python benchmarks/unit_scaling.py --data tinyshakespeare.txt --steps 500 --out benchmarks/results/unit-scaling.json \
+python benchmarks/unit_scaling.py --data tinyshakespeare.txt --steps 2000 --out benchmarks/results/unit-scaling.json \
     --folder benchmarks/results/unit-scaling
 python docs/img/ranges.py
 """
