@@ -71,6 +71,11 @@ class OptimConfig(Section, section="optim"):
         "how AdamW's moments of matrices are stored: fp32, 16bit (rounded to nearest) or 16bit-stochastic",
     )
     muon_lr: float = at_least(0, 0.02, "of muon: highest learning rate of matrices of blocks")
+    powersgd: int = at_least(
+        0,
+        0,
+        "ranks exchange each matrix's gradient as two factors of so many columns (docs/ranks.md); 0: the gradient itself",
+    )
     momentum: float = below_one(0.95, "of muon: decay rate of the mean gradient")
     momentum_start: float = below_one(0.85, "of muon: momentum of the first step, where momentum_warmup is not 0")
     momentum_warmup: int = at_least(0, 0, "of muon: steps in which the momentum rises")
@@ -96,6 +101,8 @@ class OptimConfig(Section, section="optim"):
         super().__post_init__()
         if self.name == "muon" and self.muon_lr and not self.lr:
             raise UserError("optim.lr is 0, expected more: muon_lr falls in proportion to it")
+        if self.powersgd and self.name == "speedrun":
+            raise UserError(f"optim.powersgd is {self.powersgd} and optim.name 'speedrun', expected adamw or muon")
         # Who lowered the preset's rate may not know of the other.
         if self.min_lr > self.lr and self.schedule != "constant":
             raise UserError(f"optim.min_lr {self.min_lr} is above optim.lr {self.lr}: lower it too")
@@ -210,3 +217,6 @@ class Config:
         """Raise a UserError for values that do not go together, before anything slow begins."""
         if self.train.seq > self.model.max_seq:
             raise UserError(f"train.seq {self.train.seq} is above model.max_seq {self.model.max_seq}")
+        if self.optim.powersgd and self.train.dtype == "fp16":
+            found = f"optim.powersgd is {self.optim.powersgd} and train.dtype fp16"
+            raise UserError(f"{found}, whose loss scale would change what was left out: expected fp32 or bf16")

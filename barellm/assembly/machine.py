@@ -145,13 +145,19 @@ def build_programs(
 
 
 def shares_of(config: Config, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Sequence[tuple[int, int]]]]:
-    """The parameters and the optimizer's state of a run as one process has them, and the elements of each that each rank holds."""
+    """The parameters and the optimizer's state of a run as one process has them, and the elements of each that each rank holds.
+    What each rank has for itself, as the errors of compressed gradients, lies one below the other."""
     from barellm import models
     from barellm.optim.recipes import shares
 
     store = build_programs(config)["micro"].store
     tensors = {name: t for name, t in store.tensors.items() if t.role in ("parameter", "state")}
-    return tensors, shares(config.optim, models.hidden(config.model), store, ranks)
+    parts = shares(config.optim, models.hidden(config.model), store, ranks)
+    for name, of_ranks in parts.items():
+        t, size = tensors[name], sum(end - first for first, end in of_ranks)
+        if size != t.size:  # each rank has one of its own
+            tensors[name] = Tensor(name, (size // t.size * int(t.shape[0]), *t.shape[1:]), t.dtype, t.role)
+    return tensors, parts
 
 
 def model_flops(programs: dict[str, Program], config: Config) -> int:

@@ -58,6 +58,14 @@ class Dealing:
         for pieces in zip_longest(*of_ranks, fillvalue=()):
             yield [list(theirs) for theirs in pieces]
 
+    def partials(self, p: Program, params: Sequence[Tensor]) -> list[Tensor]:
+        """Append the sums of the gradients over the ranks, and what finds the partial sums of their squares."""
+        self.reduce(p, params)
+        return self.squares(p, params)
+
+    def restore(self, p: Program, params: Sequence[Tensor], scale: Tensor) -> None:
+        """The gradients are as the optimizer wants them already."""
+
     def squares(self, p: Program, params: Sequence[Tensor]) -> list[Tensor]:
         """Append what finds the partial sums of squares of the gradients, those of all shares."""
         from barellm.program import ops

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from barellm.config import OptimConfig
 from barellm.errors import UserError
+from barellm.optim import powersgd
+from barellm.optim.dealing import Dealing
 from barellm.optim.rules import Rule, change, clipped, dealt, update
 
 if TYPE_CHECKING:
@@ -47,8 +49,12 @@ def shares(config: OptimConfig, hidden: str, store: Store, ranks: Ranks) -> dict
     """The elements of each parameter, and of each tensor of the optimizer's state in `store`, that each rank holds. What is the
     same on all of them is left out. `store` has what one process has."""
     table, params = rules(config, hidden), store.of_role("parameter")
+    if config.powersgd:
+        suffix = f".{powersgd.ERROR}"
+        kept = [t for t in store.of_role("state") if t.name.endswith(suffix)]
+        return {t.name: [(r * t.size, (r + 1) * t.size) for r in range(ranks.count)] for t in kept}
     dealing = dealt(table, params, ranks)
-    if dealing is None:
+    if not isinstance(dealing, Dealing):
         return {}
     found = dict(dealing.parts)
     for t in store.of_role("state"):
@@ -67,18 +73,18 @@ def _kept(p: Program) -> Tensor:
 
 def _norm(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
     params = p.store.of_role("parameter")
-    dealing = dealt(_table(p, config, hidden), params, ranks)
+    dealing = dealt(_table(p, config, hidden), params, ranks, config.powersgd)
     clipped(p, params, clip=config.clip, into=_kept(p), dealing=dealing)
 
 
 def _changes(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
     params, table = p.store.of_role("parameter"), _table(p, config, hidden)
-    change(p, table, _kept(p), params=params, dealing=dealt(table, params, ranks))
+    change(p, table, _kept(p), params=params, dealing=dealt(table, params, ranks, config.powersgd))
 
 
 def optimize(p: Program, config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> None:
     """Append the update of all parameters of the store. UserError for Muon where `hidden` names no matrix."""
-    update(p, _table(p, config, hidden), clip=config.clip, ranks=ranks)
+    update(p, _table(p, config, hidden), clip=config.clip, ranks=ranks, powersgd=config.powersgd)
 
 
 def _table(p: Program, config: OptimConfig, hidden: str) -> list[Rule]:

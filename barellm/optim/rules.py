@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol
 
 from barellm.optim.dealing import Dealing, deal
+from barellm.optim.powersgd import Compression
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
@@ -69,21 +70,26 @@ def update(
     clip: float,
     params: Sequence[Tensor] | None = None,
     ranks: Ranks | None = None,
+    powersgd: int = 0,
 ) -> None:
     """Append the update of `params`, or of all parameters of the store: the norm of all their gradients together, one scale for all
     of them that takes it down to `clip` (0: no clipping), then each parameter's own optimizer. Of several `ranks` each updates
-    its share (`optim.dealing`).
+    its share (`optim.dealing`), or all of them where gradients are compressed (`powersgd` columns of a factor; 0: not compressed).
 
     The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
     """
     params = p.store.of_role("parameter") if params is None else params
-    dealing = dealt(rules, params, ranks)
+    dealing = dealt(rules, params, ranks, powersgd)
     scale = p.output("clip", clipped(p, params, clip=clip, dealing=dealing))
     change(p, rules, scale, params=params, dealing=dealing)
 
 
-def dealt(rules: Sequence[Rule], params: Sequence[Tensor], ranks: Ranks | None) -> Dealing | None:
-    """The share of each rank; None where there is one process only."""
+def dealt(
+    rules: Sequence[Rule], params: Sequence[Tensor], ranks: Ranks | None, powersgd: int = 0
+) -> Dealing | Compression | None:
+    """The share of each rank; None where there is one process only, and it compresses nothing."""
+    if powersgd:
+        return Compression(powersgd, ranks)
     if ranks is None or ranks.count == 1:
         return None
     whole, cut = [], []
@@ -93,7 +99,12 @@ def dealt(rules: Sequence[Rule], params: Sequence[Tensor], ranks: Ranks | None) 
 
 
 def clipped(
-    p: Program, params: Sequence[Tensor], *, clip: float, into: Tensor | None = None, dealing: Dealing | None = None
+    p: Program,
+    params: Sequence[Tensor],
+    *,
+    clip: float,
+    into: Tensor | None = None,
+    dealing: Dealing | Compression | None = None,
 ) -> Tensor:
     """Append the norm of the gradients of `params` and the scale that takes it down to `clip`: a tensor [norm, scale], which is
     `into` if given. Gradients that are dealt are added up over the ranks first."""
@@ -103,8 +114,7 @@ def clipped(
     if dealing is None:
         partials = [p.apply(ops.SumSquares, x=p.gradient_of(t)).partials for t in params]
     else:
-        dealing.reduce(p, params)
-        partials = dealing.squares(p, params)
+        partials = dealing.partials(p, params)
     squares = {f"p{i}": t for i, t in enumerate(partials)}
     operands = {"skipped": p.state("skipped", (1,), "i32"), "loss_scale": loss_scale_of(p), **squares}
     scale = p.apply(ops.ClipScale, **operands, clip=clip, into=None if into is None else {"clip": (into, "store")})
@@ -112,10 +122,17 @@ def clipped(
 
 
 def change(
-    p: Program, rules: Sequence[Rule], scale: Tensor, *, params: Sequence[Tensor], dealing: Dealing | None = None
+    p: Program,
+    rules: Sequence[Rule],
+    scale: Tensor,
+    *,
+    params: Sequence[Tensor],
+    dealing: Dealing | Compression | None = None,
 ) -> None:
     """Append the change of each of `params` by the optimizer that the rules give it; nothing changes where scale[1] is NaN. Of
     those that are dealt this rank changes its share, and gets the rest from the others."""
+    if dealing is not None:
+        dealing.restore(p, params, scale)
     first = len(p.ops)
     for optimizer, given in _groups(rules, params).items():
         shares = given if dealing is None else [own for t in given if (own := dealing.own(t)) is not None]

@@ -17,6 +17,7 @@ from barellm import __version__, models, overrides
 from barellm.assembly.machine import Machine, open_machine, shares_of
 from barellm.checkpoint import checkpoint, storage
 from barellm.checkpoint.folder import RunFolder
+from barellm.checkpoint.left_out import LeftOut
 from barellm.checkpoint.shares import Shares
 from barellm.checkpoint.weights import Weights
 from barellm.config import Config
@@ -34,6 +35,7 @@ from barellm.evaluation.text import gzip_bits_per_byte, python_share
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.generation.decode import Decoder, open_decoder
 from barellm.generation.samplers import Sampling
+from barellm.optim import powersgd
 from barellm.runtime.ranks import ALONE, Ranks
 from barellm.training import curve, metrics, ranges, report, together, trackers
 from barellm.training.console import Console, duration, short
@@ -318,7 +320,7 @@ class Run:
             progress, rows = Progress(), []
             storage.replace_file(folder.path / "metrics.jsonl", b"")
         else:
-            checkpoint.load(self.start.path, self.stored, optimizer=True)
+            self._load(self.start.path, machine)
             meta = self.start.meta
             # A checkpoint of an older version does not say how many tokens it has seen.
             tokens = meta.get("tokens", meta["samples"] * self.config.train.seq)
@@ -332,6 +334,17 @@ class Run:
         storage.replace_file(folder.path / "config.json", resolved.encode())
         self._print_intentions(machine, progress)
         return progress, rows
+
+    def _load(self, path: Path, machine: Machine) -> None:
+        """What a checkpoint has, where each rank keeps its share."""
+        source: Any = self.stored
+        if self.config.optim.powersgd:
+            file = path / checkpoint.OPTIMIZER
+            source = LeftOut(self.stored, machine.session, self.ranks, file, suffix=f".{powersgd.ERROR}")
+            if source.blocks != self.ranks.count:
+                was, now = (f"{n} rank{'s' * (n > 1)}" for n in (source.blocks, self.ranks.count))
+                self.console.line(f"what compression has left out on {was} is added up for {now}")
+        checkpoint.load(path, source, optimizer=True)
 
     def _print_intentions(self, machine: Machine, progress: Progress) -> None:
         train, peak = self.config.train, machine.peak()

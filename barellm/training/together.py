@@ -19,6 +19,8 @@ from barellm.runtime.ranks import Ranks
 
 def check(config: Config, *, device: str, ranks: Ranks) -> None:
     """Raise a UserError for what a run with several ranks cannot do."""
+    if config.optim.powersgd and device == "cuda":
+        raise UserError(f"optim.powersgd is {config.optim.powersgd}, and --device is cuda: expected 0, for now")
     if ranks.count == 1:
         return
     train, said = config.train, f"and the run has {ranks.count} ranks"

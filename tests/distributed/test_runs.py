@@ -132,6 +132,19 @@ def test_a_rank_that_is_told_something_else_is_refused(place, more, complaint):
     assert re.fullmatch(f"barellm: error: {complaint}.*", done.stderr.strip()), done.stderr
 
 
+def test_a_compressed_run_goes_on_with_the_same_bytes_or_with_another_number_of_ranks(place):
+    compressed = ("--optim.powersgd", "2")
+    for name in ("whole", "half"):
+        assert run(place, name, *STEPS, *compressed, "--ranks", "2").returncode == 0
+    subprocess.run(["rm", "-r", str(checkpoint.step_folder(place / "half" / "checkpoints", 4))], check=True)
+    subprocess.run(["cp", "-r", str(place / "half"), str(place / "single")], check=True)
+    assert run(place, "half", "--resume", "--ranks", "2").returncode == 0
+    assert tensors(place / "half", 4) == tensors(place / "whole", 4)
+    done = run(place, "single", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "what compression has left out on 2 ranks is added up for 1 rank\n" in done.stdout
+
+
 def test_a_batch_that_ranks_do_not_divide_is_refused_once(place):
     done = run(place, "odd", "--ranks", "5")
     assert done.returncode == 2

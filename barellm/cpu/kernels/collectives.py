@@ -28,18 +28,18 @@ def add_ranks(k: KernelBuilder, y, own, others, n, *, rank, count) -> None:
     sweep_result(k, n, y, vector)
 
 
-@lowering("add_ranks", floats="fp32", spans="own y")
+@lowering("add_ranks", floats="fp32 bf16", spans="own y")
 def lower_add_ranks(op: Op, c: Lowering) -> None:
     operands = {"y": op.y, "own": op.own, "others": op.others, "n": op.own.size}
     c.call(add_ranks, operands, {"rank": op.rank, "count": op.others.shape[0] + 1}, writes="y")
 
 
-@lowering("exchange", floats="fp32", spans="*")
+@lowering("exchange", floats="fp32 bf16", spans="*")
 def lower_exchange(op: Op, c: Lowering) -> None:
     _transfer(op, c, lambda t: [part(t)])
 
 
-@lowering("gather", floats=f"fp32 {PLANES}", spans="*")
+@lowering("gather", floats=f"fp32 bf16 {PLANES}", spans="*")
 def lower_gather(op: Op, c: Lowering) -> None:
     _transfer(op, c, lambda t: [plane(t, number)[0] for number in op.planes(t)] or [part(t)])
 

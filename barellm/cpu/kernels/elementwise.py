@@ -24,6 +24,7 @@ from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import ACTIVATIONS
+from barellm.program.tensor import Span
 
 
 @kernel("add", constants=lambda op: flat(op.y))
@@ -48,11 +49,11 @@ def columns_or_flat(op: Op) -> dict[str, Any]:
     """Constants of a kernel whose result may be a view: then `columns` is how many it has, the elements from one row of the result
     to the next, and whether its rows are whole cache lines; else None."""
     y = op.y
-    columns = None if y.base is y else (int(y.shape[-1]), y.row_stride, whole_lines(op))
+    columns = None if y.base is y or isinstance(y, Span) else (int(y.shape[-1]), y.row_stride, whole_lines(op))
     return {"columns": columns, **shape_of(y), **flat(y)}
 
 
-@kernel("cast", constants=columns_or_flat, views="y")
+@kernel("cast", constants=columns_or_flat, views="y", spans="x y")
 def cast(k: KernelBuilder, y, x, *, columns, inner, dims, width, mode_y) -> None:
     if columns is None:
         sweep_result(k, k.extent(dims) * width, y, x.load, unroll=4, mode=mode_y)

@@ -172,7 +172,7 @@ def sum_squares(k: KernelBuilder, partials, x, n) -> None:
         partials.put(k.sum(fold(sums, add)), chunk)
 
 
-@lowering("sum_squares", floats="fp32", spans="x partials")
+@lowering("sum_squares", floats="fp32 bf16", spans="x partials")
 def lower_sum_squares(op: Op, c: Lowering) -> None:
     c.call(sum_squares, {"partials": op.partials, "x": op.x, "n": op.x.size}, writes="partials")
 

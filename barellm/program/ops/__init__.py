@@ -29,6 +29,7 @@ from barellm.program.ops.muon import (
 )
 from barellm.program.ops.optimizer import AdamW, CautiousAdam, ClipScale, SumSquares
 from barellm.program.ops.pooling import MeanPixels, MeanPixelsBackward
+from barellm.program.ops.powersgd import Factor, Feedback, Householder
 from barellm.program.ops.qk_rotary import QKRotary, QKRotaryBackward
 from barellm.program.ops.quantized import QuantizedMatmul
 from barellm.program.ops.random import ConstantInit, NormalInit, UniformInit
@@ -75,6 +76,8 @@ __all__ = [
     "EmbeddingDwte",
     "Exchange",
     "Exponents",
+    "Factor",
+    "Feedback",
     "FloatBias",
     "GateLogits",
     "GateLogitsBackward",
@@ -87,6 +90,7 @@ __all__ = [
     "GroupNorm",
     "GroupNormDparams",
     "GroupNormDx",
+    "Householder",
     "LastRow",
     "LayerNorm",
     "LayerNormDparams",

@@ -70,13 +70,15 @@ class Transfer(Op):
 
 class Exchange(Transfer):
     """Each rank's part of a gradient goes to that rank: y_i (ranks - 1, n_i) has what the others have found for this rank's
-    elements of tensor number i, by their ranks. `own[i]` is n_i."""
+    elements of tensor number i, by their ranks. `own[i]` is n_i, and `dtypes[i]` its dtype; all are fp32 where none is given."""
 
     name = "exchange"
 
     def infer(self, **inputs: Tensor) -> dict[str, Spec]:
         self.expect(inputs)
-        return {f"y{i}": ((self.ranks.count - 1, n), "fp32") for i, n in enumerate(self.attrs["own"])}
+        own = self.attrs["own"]
+        found = zip(own, self.attrs.get("dtypes", ("fp32",) * len(own)), strict=True)
+        return {f"y{i}": ((self.ranks.count - 1, n), dtype) for i, (n, dtype) in enumerate(found)}
 
     def arriving(self, arrays: Arrays) -> list[tuple[int, np.ndarray]]:
         others = [rank for rank in range(self.ranks.count) if rank != self.ranks.rank]

@@ -1,0 +1,58 @@
+"""Loading what compressed gradients have left out, of which each rank has its own (optim/powersgd.py).
+
+A checkpoint has the errors of all ranks one below the other. As many ranks as before get theirs back, to the bit. Other numbers of
+ranks get sums: what rank r of V had goes to rank r mod W. The sum over all ranks, which is what the training goes on with, stays
+the same but for rounding; the bits do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from barellm.checkpoint import tensorfile
+from barellm.program.tensor import Tensor
+from barellm.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from barellm.runtime.session import Session
+
+
+class LeftOut:
+    """A session as a checkpoint's reader sees it: `stored`, which has all of a run's tensors, but for those whose names end with
+    `suffix`. They have as many blocks of rows as ranks wrote the file, and go to `session`, which is this rank's."""
+
+    def __init__(self, stored: Any, session: Session, ranks: Ranks, file: Path, *, suffix: str) -> None:
+        self._stored, self._session, self._ranks = stored, session, ranks
+        self.tensors: dict[str, Tensor] = dict(stored.tensors)
+        self.blocks = ranks.count
+        entries, _ = tensorfile.read_header(file)
+        self._kept = {name: t for name, t in session.tensors.items() if t.role == "state" and name.endswith(suffix)}
+        for name, t in self._kept.items():
+            self.blocks = _blocks(entries.get(name, {}), t) or ranks.count
+            self.tensors[name] = Tensor(name, (self.blocks * int(t.shape[0]), *t.shape[1:]), t.dtype, t.role)
+
+    def write_rows(self, name: str, lo: int, values: np.ndarray) -> None:
+        if name not in self._kept:
+            self._stored.write_rows(name, lo, values)
+            return
+        rows, done = int(self._kept[name].shape[0]), 0
+        while done < len(values):
+            block, at = divmod(lo + done, rows)
+            piece = values[done : done + rows - at]
+            done += len(piece)
+            if block % self._ranks.count != self._ranks.rank:
+                continue
+            if block >= self._ranks.count:
+                piece = self._session.read_rows(name, at, at + len(piece)) + piece
+            self._session.write_rows(name, at, piece)
+
+
+def _blocks(entry: Mapping[str, Any], t: Tensor) -> int:
+    """How many tensors like `t` an entry of a file has, one below the other; 0 where it has something else."""
+    shape = tuple(entry.get("shape", ()))
+    fits = len(shape) == len(t.shape) and shape[1:] == tuple(t.shape[1:]) and shape[0] % int(t.shape[0]) == 0
+    return shape[0] // int(t.shape[0]) if fits else 0

@@ -1,0 +1,233 @@
+"""PowerSGD: the thin factors of a matrix, their orthonormal basis, and what they leave out.
+
+A matrix is read at the speed of memory, row after row, and is multiplied with all columns of a factor while its rows are in a
+cache. Shapes: grad, error (rows, cols); a factor is (rank, n), one column after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import add
+from typing import Any
+
+from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.loops import GRAIN, across, fold, sweep, zeros
+from barellm.cpu.kernels.reductions import CHUNK_ROWS, CHUNKS, add_chunks, chunks_of_rows, rows_per_chunk
+from barellm.cpu.lang import Pointer, Value
+from barellm.program.ops.base import Op
+from barellm.runtime.lowering import part
+
+CHAINS = 4  # sums side by side
+LEAST = 1e-37  # of the largest number of a column: the inverse of a smaller one is not finite
+ACROSS, DOWN = (2, 4), (4, 2)  # rows and columns of a factor that are multiplied together: 16 registers are enough
+
+
+def tiled(
+    k: KernelBuilder, begin: Value, end: Value, rank: int, tile: tuple[int, int], block: Callable[..., None]
+) -> None:
+    """block(row, rows, column of the factor, columns) for rows [begin, end) and all columns of a factor, `tile` of them at once."""
+    height, width = tile
+    cut = rank - rank % width
+
+    def columns(i: Value, tall: int) -> None:
+        if cut:
+            with k.loop(0, cut, width) as j:
+                block(i, tall, j, width)
+        if cut < rank:
+            block(i, tall, cut, rank - cut)
+
+    whole = begin + ((end - begin) & -height)
+    with k.loop(begin, whole, height) as i:
+        columns(i, height)
+    with k.loop(whole, end) as i:
+        columns(i, 1)
+
+
+def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> None:
+    """y (rank, rows) = M f: sums along the rows of M = grad + error."""
+
+    def block(i, height, j, width):
+        sums = [zeros(k, width) for _ in range(height)]
+
+        def body(c, mask, _):
+            factors = [f.load((j + b) * cols + c, mask) for b in range(width)]
+            for a, of_row in enumerate(sums):
+                m = grad.load((i + a) * cols + c, mask) + error.load((i + a) * cols + c, mask)
+                for total, value in zip(of_row, factors, strict=True):
+                    total.value = k.fma(m, value, total.value)
+
+        across(k, cols, body, unroll=1)
+        for a, of_row in enumerate(sums):
+            for b, total in enumerate(of_row):
+                y.put(k.sum(total.value), (j + b) * rows + i + a)
+
+    with k.claim(rows, max(ACROSS[0], GRAIN // cols)) as (begin, end):
+        tiled(k, begin, end, rank, ACROSS, block)
+
+
+def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank) -> None:
+    """partials (chunks, rank, cols) = M^T f for the rows of each chunk of M = grad + error."""
+    with chunks_of_rows(k, partials, k.int(rows), cols, rank) as (to, begin, end):
+        assert to is not None
+
+        def block(i, height, j, width):
+            factors = [[k.splat(f.get((j + b) * rows + i + a)) for a in range(height)] for b in range(width)]
+
+            def body(c, mask, _):
+                at = [(i + a) * cols + c for a in range(height)]
+                m = [grad.load(x, mask) + error.load(x, mask) for x in at]
+                for b, of_column in enumerate(factors):
+                    total = to.load((j + b) * cols + c, mask)
+                    for value, factor in zip(m, of_column, strict=True):
+                        total = k.fma(value, factor, total)
+                    to.store(total, (j + b) * cols + c, mask)
+
+            across(k, cols, body, unroll=1)
+
+        tiled(k, begin, end, rank, DOWN, block)
+
+
+def add_factors(k: KernelBuilder, y, partials, *, rows, size) -> None:
+    """y (size) = the sum of the chunks' partials, in order."""
+    chunks = k.ceil_div(k.int(rows), rows_per_chunk(k, k.int(rows)))
+    add_chunks(k, y, partials, chunks, size, size, "store")
+
+
+@lowering("factor", floats="fp32", also={"y": "bf16", "f": "bf16"}, spans="y f")
+def lower_factor(op: Op, c: Lowering) -> None:
+    rows, cols = (int(n) for n in op.grad.shape)
+    operands: dict[str, Any] = {"grad": op.grad, "error": op.error, "f": op.f}
+    sizes = {"rows": rows, "cols": cols, "rank": op.attrs["rank"]}
+    if not op.attrs["transposed"]:
+        c.call(factor_across, operands | {"y": op.y}, sizes, writes="y")
+        return
+    size = op.attrs["rank"] * cols
+    chunks = min(CHUNKS, -(-rows // CHUNK_ROWS))
+    partials = (part(c.scratch("partials", 4 * chunks * size)), "fp32")
+    c.call(factor_down, operands | {"partials": partials}, sizes, writes="partials")
+    c.call(add_factors, {"y": op.y, "partials": partials}, {"rows": rows, "size": size}, writes="y")
+
+
+# --- the basis ---
+
+
+def dot(k: KernelBuilder, a: Pointer, b: Pointer, first: Any, n: Any) -> Value:
+    """The sum of the products of elements [first, n)."""
+    sums = zeros(k, CHAINS)
+
+    def body(i, mask, j):
+        sums[j].value = k.fma(a.load(i, mask), b.load(i, mask), sums[j].value)
+
+    sweep(k, first, n, body, unroll=CHAINS)
+    return k.sum(fold(sums, add))
+
+
+def reflect(k: KernelBuilder, x: Pointer, v: Pointer, tau: Value, n: int) -> None:
+    """x -= tau (v x) v."""
+    size = k.splat(tau * dot(k, v, x, 0, n))
+    sweep(k, 0, n, lambda i, mask, j: x.store(x.load(i, mask) - size * v.load(i, mask), i, mask))
+
+
+def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
+    """One thread: the factors of other matrices are for the others. `work` (rank, n) gets the columns of x, scaled so that squares
+    neither vanish nor overflow, and then the reflections."""
+    with k.claim_each(1):
+        with k.loop(0, rank) as j:
+            column, largest = x.at(j * n), k.var_vec(0.0)
+
+            def look(i, mask, _, column=column, largest=largest):
+                value = column.load(i, mask)
+                largest.value = k.max(k.max(value, -value), largest.value)
+
+            sweep(k, 0, n, look)
+            size = k.maximum(largest.value)
+            scale, to = k.splat(k.select(size > LEAST, 1.0 / size, 1.0)), work.at(j * n)
+            sweep(k, 0, n, lambda i, mask, _, a=column, to=to, s=scale: to.store(a.load(i, mask) * s, i, mask))
+        with k.loop(0, rank) as j:
+            v = work.at(j * n)
+            squares, alpha = dot(k, v, v, j + 1, n), v.get(j)
+            norm = k.sqrt(k.fma(alpha, alpha, squares))
+            beta, none = k.select(alpha < 0.0, norm, -norm), squares.equals(0.0)
+            tau, inverse = (beta - alpha) / beta, k.splat(k.select(none, 0.0, 1.0 / (alpha - beta)))
+            sweep(k, j + 1, n, lambda i, mask, _, v=v, s=inverse: v.store(v.load(i, mask) * s, i, mask))
+            sweep(k, 0, j, lambda i, mask, _, v=v: v.store(0.0, i, mask))
+            v.put(1.0, j)
+            taus.put(k.select(none, 0.0, tau), j)
+            with k.loop(j + 1, rank) as later:
+                reflect(k, work.at(later * n), v, taus.get(j), n)
+        with k.loop(0, rank) as j:
+            to = y.at(j * n)
+            sweep(k, 0, n, lambda i, mask, _, to=to: to.store(0.0, i, mask))
+            y.put(1.0, j * n + j)
+        with k.loop(0, rank) as back:
+            last = (rank - 1) - back
+            with k.loop(last, rank) as j:
+                reflect(k, y.at(j * n), work.at(last * n), taus.get(last), n)
+
+
+@lowering("householder", floats="fp32", also={"x": "bf16"}, spans="x")
+def lower_householder(op: Op, c: Lowering) -> None:
+    rank = op.attrs["rank"]
+    work = (part(c.scratch("work", 4 * op.x.size)), "fp32")
+    taus = (part(c.scratch("taus", 4 * rank)), "fp32")
+    constants = {"n": op.x.size // rank, "rank": rank}
+    c.call(householder, {"y": op.y, "x": op.x, "work": work, "taus": taus}, constants, writes="y work taus")
+
+
+# --- what is left out ---
+
+TOGETHER = 2  # vectors of a row
+
+
+def feedback(
+    k: KernelBuilder, grad, error, left_own, left_total, right_own, right_total, clip, *, rows, cols, rank
+) -> None:
+    """error = grad + error - left_own^T right_own; grad = left_total^T right_total. The factors are (rank, rows), (rank, cols)."""
+    ok = clip.get(1)
+    step = TOGETHER * k.lanes
+    cut = cols - cols % step
+
+    def vectors(i: Value, columns: list[tuple[Any, Value | None]]) -> None:
+        at = [i * cols + c for c, _ in columns]
+        masks = [mask for _, mask in columns]
+        left = [k.var(grad.load(x, mask) + error.load(x, mask)) for x, mask in zip(at, masks, strict=True)]
+        found = zeros(k, len(columns))
+        with k.loop(0, rank) as j:
+            own, total = (k.splat(f.get(j * rows + i)) for f in (left_own, left_total))
+            for (c, mask), rest, product in zip(columns, left, found, strict=True):
+                rest.value = k.fma(-own, right_own.load(j * cols + c, mask), rest.value)
+                product.value = k.fma(total, right_total.load(j * cols + c, mask), product.value)
+        for x, mask, rest, product in zip(at, masks, left, found, strict=True):
+            error.store(rest.value, x, mask)
+            grad.store(product.value, x, mask)
+
+    # NaN says that the gradient's norm is not finite: nobody claims anything.
+    with (
+        k.claim(k.select(ok.equals(ok), k.int(rows), 0), max(1, GRAIN // cols)) as (begin, end),
+        k.loop(begin, end) as i,
+    ):
+        if cut:
+            with k.loop(0, cut, step) as c:
+                vectors(i, [(c + j * k.lanes, None) for j in range(TOGETHER)])
+        for c, mask in k.columns(cols - cut):
+            vectors(i, [(cut + c, mask)])
+
+
+def keep_factor(k: KernelBuilder, q, total, clip, n) -> None:
+    """q (n) = total, unless the norm is not finite."""
+    ok = clip.get(1)
+    with k.claim(k.select(ok.equals(ok), n, 0), GRAIN) as (begin, end):
+        sweep(k, begin, end, lambda i, mask, j: q.store(total.load(i, mask), i, mask))
+
+
+@lowering("feedback", floats="fp32", also={"own": "bf16", "total": "bf16"}, spans="own total")
+def lower_feedback(op: Op, c: Lowering) -> None:
+    rows, cols = (int(n) for n in op.grad.shape)
+    left, right = (op.own, op.total), (op.p, op.p)
+    if not op.attrs["tall"]:
+        left, right = right, left
+    operands = {"grad": op.outputs["grad"], "error": op.outputs["error"], "clip": op.clip}
+    operands |= dict(zip(("left_own", "left_total", "right_own", "right_total"), (*left, *right), strict=True))
+    constants = {"rows": rows, "cols": cols, "rank": op.attrs["rank"]}
+    c.call(feedback, operands, constants, writes="grad error")
+    c.call(keep_factor, {"q": op.outputs["q"], "total": op.total, "clip": op.clip, "n": op.q.size}, writes="q")

@@ -1,0 +1,192 @@
+"""Gradients of matrices that travel as two thin factors: PowerSGD with error feedback (Vogels et al. 2019; Ramesh et al. 2021,
+appendix E). The ops are those of program/ops/powersgd.py.
+
+A step ends with four exchanges, however many matrices there are: the factors P of all of them lie side by side, with them the
+gradients of what is too small to compress; then the factors Q'. Each is added up over the ranks, in their order, and given to all.
+Factors travel in 16 bits.
+
+All ranks then have the same gradient, to the bit, and each updates all weights: no weight travels, which would be more than the
+factors are. So the optimizer's state is on every rank, and so is an error as large as the gradient.
+
+Q begins with what the last step has found. It is zero at first: the basis is then of the first coordinates, and the next step goes
+on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from barellm.errors import UserError
+from barellm.program.ops.collectives import Ranks
+
+if TYPE_CHECKING:
+    from barellm.program.builder import Program
+    from barellm.program.tensor import Tensor
+
+ERROR, FACTOR = "error", "factor"  # of a parameter's state: what was left out, and Q
+TRAVELS = "bf16"  # of factors
+Part = tuple[int, int]  # of a tensor's elements: the first, and how many
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What the ranks send of gradients: factors of `rank` columns of the matrices of which these have fewer elements, all else as
+    it is. One process alone compresses too, and sends nothing."""
+
+    rank: int
+    ranks: Ranks | None
+
+    def compresses(self, param: Tensor) -> bool:
+        if len(param.shape) != 2:
+            return False
+        rows, cols = (int(n) for n in param.shape)
+        return self.rank <= min(rows, cols) and self.rank * (rows + cols) < param.size
+
+    def partials(self, p: Program, params: Sequence[Tensor]) -> list[Tensor]:
+        """Append what sums the factors, and the gradients of all that has none, over the ranks. Gives the partial sums of the
+        squares of the whole gradient: P^ is orthonormal, so those of P^ Q'^T are those of Q'. UserError where nothing is
+        compressed."""
+        from barellm.program import ops
+
+        matrices = [t for t in params if self.compresses(t)]
+        rest = [t for t in params if not self.compresses(t)]
+        if not matrices:
+            raise UserError(
+                f"optim.powersgd is {self.rank}: factors would be no smaller than any matrix; expected less"
+            )
+        sides = [_sides(t) for t in matrices]
+        firsts = self._flat(p.activation, "powersgd.p", [short for short, _ in sides], TRAVELS)
+        seconds = self._flat(p.cache, "powersgd.q", [long for _, long in sides], TRAVELS)
+        totals = self._flat(p.cache, "powersgd.q.sum", [long for _, long in sides], TRAVELS)
+        others = _packed(p.activation, "powersgd.rest", [t.size for t in rest], "fp32")
+        for t, into in zip(matrices, firsts, strict=True):
+            self._factor(p, t, self._q(p, t), into, transposed=_tall(t))
+        for t, into in zip(rest, others, strict=True):
+            p.apply(ops.Cast, into={"y": (into, "store")}, x=p.gradient_of(t), dtype="fp32")
+        sums = self._summed(p, [found[0].base for found in (firsts, others) if found])
+        for t, own in zip(matrices, firsts, strict=True):
+            of_all = _same(own, sums[0])
+            p.apply(ops.Householder, into={"y": (self._p(p, t), "store")}, x=of_all, rank=self.rank)
+        for t, own in zip(rest, others, strict=True):
+            p.apply(ops.Cast, into={"y": (p.gradient_of(t), "store")}, x=_same(own, sums[1]), dtype="fp32")
+        for t, into in zip(matrices, seconds, strict=True):
+            self._factor(p, t, self._p(p, t), into, transposed=not _tall(t))
+        self._summed(p, [seconds[0].base], [totals[0].base])
+        return [p.apply(ops.SumSquares, x=x).partials for x in (totals[0].base, *sums[1:])]
+
+    def restore(self, p: Program, params: Sequence[Tensor], scale: Tensor) -> None:
+        """Append what makes the gradients those of all ranks, as the factors have them, and keeps what these leave out. It may be
+        in a program of its own, after that of `partials`."""
+        from barellm.program import ops
+
+        matrices = [t for t in params if self.compresses(t)]
+        long = [long for _, long in map(_sides, matrices)]
+        owns, totals = (self._flat(p.cache, name, long, TRAVELS) for name in ("powersgd.q", "powersgd.q.sum"))
+        for t, own, total in zip(matrices, owns, totals, strict=True):
+            factors: dict[str, Any] = {"p": self._p(p, t), "own": own, "total": total, "q": self._q(p, t)}
+            given = {"grad": p.gradient_of(t), "error": self._error(p, t), "clip": scale}
+            p.apply(ops.Feedback, **given, **factors, rank=self.rank, tall=_tall(t))
+
+    def own(self, param: Tensor) -> Tensor:
+        """What this rank updates of a parameter: all."""
+        return param
+
+    def give(self, p: Program, params: Sequence[Tensor]) -> None:
+        """All ranks have all parameters already."""
+
+    # --- tensors ---
+
+    def _error(self, p: Program, t: Tensor) -> Tensor:
+        return p.state(f"{t.name}.{ERROR}", tuple(int(n) for n in t.shape))
+
+    def _q(self, p: Program, t: Tensor) -> Tensor:
+        return p.state(f"{t.name}.{FACTOR}", (self.rank, _sides(t)[1]))
+
+    def _p(self, p: Program, t: Tensor) -> Tensor:
+        return p.cache(f"{t.name}.basis", (self.rank, _sides(t)[0]), "fp32")
+
+    def _flat(self, declare: Callable[..., Tensor], name: str, sides: Sequence[int], dtype: str) -> list[Tensor]:
+        return _packed(declare, name, [self.rank * n for n in sides], dtype)
+
+    def _factor(self, p: Program, t: Tensor, f: Tensor, into: Tensor, *, transposed: bool) -> None:
+        from barellm.program import ops
+
+        how: dict[str, Any] = {"rank": self.rank, "transposed": transposed, "dtype": into.dtype}
+        given = {"grad": p.gradient_of(t), "error": self._error(p, t), "f": f}
+        p.apply(ops.Factor, into={"y": (into, "store")}, **given, **how)
+
+    # --- ranks ---
+
+    def _summed(self, p: Program, found: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Append what sums tensors over the ranks: each gets a part of each of the others, adds them, and gives them to all."""
+        from barellm.program import ops
+
+        if into is None:
+            into = [p.activation(f"{t.name}.sum", t.shape, t.dtype) for t in found]
+        if self.ranks is None or self.ranks.count == 1:
+            for x, y in zip(found, into, strict=True):
+                p.apply(ops.Cast, into={"y": (y, "store")}, x=x, dtype=y.dtype)
+            return list(into)
+        rank, count = self.ranks.rank, self.ranks.count
+        parts = [(x, y, [_part(x.size, r, count) for r in range(count)]) for x, y in zip(found, into, strict=True)]
+        sent = [(r, x, theirs[r]) for x, _, theirs in parts for r in range(count) if r != rank and theirs[r][1]]
+        own = [(x, y, theirs[rank]) for x, y, theirs in parts if theirs[rank][1]]
+        operands: dict[str, Any] = {f"x{i}": _span(x, part) for i, (_, x, part) in enumerate(sent)}
+        operands |= {"to": [(r,) for r, *_ in sent], "own": [part[1] for *_, part in own]}
+        arrived = p.apply(ops.Exchange, **operands, dtypes=[x.dtype for x, *_ in own], ranks=self.ranks)
+        for (x, y, part), others in zip(own, arrived.outputs.values(), strict=True):
+            p.apply(ops.AddRanks, into={"y": (_span(y, part), "store")}, own=_span(x, part), others=others, rank=rank)
+        wanted = [
+            (r, _span(y, theirs[r])) for _, y, theirs in parts for r in range(count) if r != rank and theirs[r][1]
+        ]
+        p.apply(
+            ops.Gather,
+            into={f"y{i}": (t, "store") for i, (_, t) in enumerate(wanted)},
+            **{f"x{i}": _span(y, part) for i, (_, y, part) in enumerate(own)},
+            to=[tuple(r for r in range(count) if r != rank)] * len(own),
+            source=[r for r, _ in wanted],
+            specs=[(t.shape, t.dtype) for _, t in wanted],
+            exact=p.store.exact,
+            ranks=self.ranks,
+        )
+        return list(into)
+
+
+def _tall(t: Tensor) -> bool:
+    return int(t.shape[0]) > int(t.shape[1])
+
+
+def _sides(t: Tensor) -> tuple[int, int]:
+    """The shorter and the longer side of a matrix: those of P and of Q'."""
+    short, long = sorted(int(n) for n in t.shape)
+    return short, long
+
+
+def _packed(declare: Callable[..., Tensor], name: str, sizes: Sequence[int], dtype: str) -> list[Tensor]:
+    """Parts of one tensor, side by side; none where there are no sizes."""
+    if not sizes:
+        return []
+    whole, first, found = declare(name, (sum(sizes),), dtype), 0, []
+    for n in sizes:
+        found.append(_span(whole, (first, n)))
+        first += n
+    return found
+
+
+def _span(t: Tensor, part: Part) -> Tensor:
+    from barellm.program.tensor import Span
+
+    return Span(t, *part)
+
+
+def _same(part: Tensor, other: Tensor) -> Tensor:
+    """The same elements of another tensor."""
+    return _span(other, (part.first_element, part.size))
+
+
+def _part(size: int, rank: int, count: int) -> Part:
+    """The elements that a rank adds up."""
+    first, end = size * rank // count, size * (rank + 1) // count
+    return first, end - first
