@@ -13,9 +13,10 @@ from barellm.errors import UserError, nearest
 from barellm.models.course import enter, shares
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
+from barellm.program.ranks import Ranks
 from barellm.program.tensor import Tensor
 from barellm.runtime.backend import NAMES, backend
-from barellm.runtime.ranks import ALONE, Ranks
+from barellm.runtime.ranks import ALONE
 
 DEVICES = (*NAMES, "reference")
 ROWS = 4096  # of a matrix that are handed on at a time

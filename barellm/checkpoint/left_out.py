@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from barellm.checkpoint import tensorfile
+from barellm.program.ranks import Ranks
 from barellm.program.tensor import Tensor
-from barellm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from barellm.runtime.ranks import Ranks
+from barellm.program.ranks import Ranks
 
 if TYPE_CHECKING:
     import numpy as np

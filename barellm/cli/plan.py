@@ -11,7 +11,7 @@ from barellm.errors import UserError
 
 if TYPE_CHECKING:
     from barellm.config import Config
-    from barellm.runtime.ranks import Ranks
+    from barellm.program.ranks import Ranks
 
 MOST_SHOWN = 8  # ranks whose memory is shown one by one
 

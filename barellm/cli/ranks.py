@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from barellm.runtime.ranks import Ranks
+from barellm.program.ranks import Ranks
 
 AFTER_S = 2.0  # after which a rank speaks of a mistake that rank 0 has not made: one line is enough where all have
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from barellm.cli.options import Asked, add_configuration, add_device, with_weights
 
 if TYPE_CHECKING:
-    from barellm.runtime.ranks import Ranks
+    from barellm.program.ranks import Ranks
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, ranks: Ranks) -> int:
     """One run, or this rank's part of it."""
     started = time.monotonic()
+    from contextlib import nullcontext
     from pathlib import Path
 
     from barellm import models, overrides
@@ -99,12 +100,8 @@ def _train(args: argparse.Namespace, ranks: Ranks) -> int:
         out = Path(args.out) if args.out is not None else root / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
     config.check()
     steps = find_lr.steps_of(config, changes) if args.find_lr else 0
-    if ranks.rank:  # only the first writes, and only its folder stays
-        import tempfile
-
-        scratch = tempfile.TemporaryDirectory(prefix="barellm-rank-")
-        out = Path(scratch.name)
-    with folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume) as opened:
+    own = folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume)
+    with own if ranks.rank == 0 else nullcontext(own) as opened:  # only the first rank writes
         job = run.Run(
             config,
             start=start,

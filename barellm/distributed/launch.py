@@ -9,13 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from barellm.errors import UserError
 
 MOST = 1 << 16
+SIGN = b"\x1ebarellm rank "  # begins the lines by which ranks tell the launcher who they are
 PR_SET_PDEATHSIG = 1
 
 
@@ -33,49 +33,54 @@ def start(count: int, arguments: Sequence[str]) -> int:
     if not 1 <= count <= MOST:
         raise UserError(f"--ranks is {count}, expected 1 to {MOST}")
     command = [mpiexec(), "-n", str(count), sys.executable, "-m", "barellm", *arguments]
-    with tempfile.TemporaryDirectory(prefix="barellm-") as folder:
-        clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        # A session of its own: Ctrl-C reaches it once, from here.
-        process = subprocess.Popen(
-            command,
-            env=clean | {"BARELLM_RANKS": folder},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )
-        before = {}
-        for number, passed in ((signal.SIGINT,) * 2, (signal.SIGTERM,) * 2, (signal.SIGHUP, signal.SIGTERM)):
-            before[number] = signal.signal(number, lambda n, frame, passed=passed: process.send_signal(passed))
-        try:
-            banner = _pass_on(process)
-            status = process.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if words := _killed(banner, Path(folder)):
-            print(f"barellm: error: {words}", file=sys.stderr)
-            return 1
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    # A session of its own: Ctrl-C reaches it once, from here.
+    process = subprocess.Popen(
+        command,
+        env=clean | {"BARELLM_RANKS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+    )
+    before = {}
+    for number, passed in ((signal.SIGINT,) * 2, (signal.SIGTERM,) * 2, (signal.SIGHUP, signal.SIGTERM)):
+        before[number] = signal.signal(number, lambda n, frame, passed=passed: process.send_signal(passed))
+    try:
+        banner, numbers = _pass_on(process)
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if words := _killed(banner, numbers):
+        print(f"barellm: error: {words}", file=sys.stderr)
+        return 1
     return status
 
 
 def sign_in(rank: int) -> None:
-    """Leave the number of this process for the launcher's last line."""
-    if folder := os.environ.get("BARELLM_RANKS"):
-        (Path(folder) / str(os.getpid())).write_text(str(rank))
+    """Tell the launcher which rank this process is, for its last line: on stdout, in a line that it keeps to itself. No file is
+    needed, which would stay where all are killed."""
+    if os.environ.get("BARELLM_RANKS"):
+        os.write(1, b"%s%d %d\n" % (SIGN, rank, os.getpid()))
 
 
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _pass_on(process: subprocess.Popen[bytes]) -> str:
-    """Write the processes' output to stdout, but for what the launcher itself says: that is given back."""
+def _pass_on(process: subprocess.Popen[bytes]) -> tuple[str, dict[int, int]]:
+    """Write the processes' output to stdout, but for what the launcher itself says: that is given back, and {process: rank}."""
     assert process.stdout is not None
     own: list[str] = []
+    numbers: dict[int, int] = {}
     held: list[bytes] = []  # blank lines and rules: the launcher's banner begins with them
     reader = True  # of the output: it may go away
     for line in process.stdout:
+        if line.startswith(SIGN):
+            rank, number = line[len(SIGN) :].split()
+            numbers[int(number)] = int(rank)
+            continue
         text = line.decode(errors="replace").rstrip()
         if own or "BAD TERMINATION" in text or text.startswith("YOUR APPLICATION TERMINATED"):
             own.append(text)
@@ -93,10 +98,10 @@ def _pass_on(process: subprocess.Popen[bytes]) -> str:
                 reader = False
                 process.send_signal(signal.SIGTERM)
             held = []
-    return "\n".join(own)
+    return "\n".join(own), numbers
 
 
-def _killed(banner: str, folder: Path) -> str:
+def _killed(banner: str, numbers: Mapping[int, int]) -> str:
     """Which rank was killed by what, from the launcher's words; "" if none was."""
     process, signalled = re.search(r"PID (\d+) RUNNING AT (\S+)", banner), re.search(r"\(signal (\d+)\)", banner)
     if not signalled:
@@ -105,7 +110,7 @@ def _killed(banner: str, folder: Path) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     who = "a rank"
     if process:
-        file = folder / process[1]
-        who = f"rank {file.read_text()}" if file.is_file() else "a rank"
+        rank = numbers.get(int(process[1]))
+        who = "a rank" if rank is None else f"rank {rank}"
         who += f" (process {process[1]} on {process[2]})"
     return f"{who} was ended by {name}: the run is ended; go on from its last checkpoint with --resume"

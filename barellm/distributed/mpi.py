@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -37,6 +40,7 @@ class MpiRanks:
         self.rank, self.count = self._world.Get_rank(), self._world.Get_size()
         self._watch = Watch(MPI, self._world.Dup())
         self._readable = self._try_reading()
+        _forget_files()
 
     # --- what runtime.ranks.Ranks says ---
 
@@ -140,6 +144,15 @@ class MpiRanks:
         with self._watch.waiting(patient=patient) as look:
             while not self._mpi.Request.Testall(requests):
                 look()
+
+
+def _forget_files() -> None:
+    """Take away the name of the file that MPICH's ranks of one machine share: all have opened it by now. MPICH does that at its
+    end, and 2 MB of memory stayed behind for each run that was killed."""
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text()
+        for name in set(re.findall(r"/dev/shm/mpich_shm_\w+$", maps, re.MULTILINE)):
+            os.unlink(name)
 
 
 def _pieces(array: np.ndarray) -> list[np.ndarray]:

@@ -12,7 +12,8 @@ import numpy as np
 from barellm.data.examples import ExampleValidation
 from barellm.data.loader import Validation
 from barellm.data.tokenizers import Tokenizer
-from barellm.runtime.ranks import ALONE, Ranks
+from barellm.program.ranks import Ranks
+from barellm.runtime.ranks import ALONE
 from barellm.runtime.session import Session
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from barellm.program.ops.collectives import Ranks
 from barellm.program.ops.optimizer import CHUNK
+from barellm.program.ranks import Ranks
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from barellm.errors import UserError
-from barellm.program.ops.collectives import Ranks
+from barellm.program.ranks import Ranks
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program

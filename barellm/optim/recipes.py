@@ -14,7 +14,7 @@ from barellm.optim.rules import Rule, change, clipped, dealt, update
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program, Store
-    from barellm.program.ops.collectives import Ranks
+    from barellm.program.ranks import Ranks
     from barellm.program.tensor import Tensor
 
 

@@ -23,7 +23,7 @@ from barellm.optim.powersgd import Compression
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
-    from barellm.program.ops.collectives import Ranks
+    from barellm.program.ranks import Ranks
     from barellm.program.tensor import Tensor
 
 

@@ -15,9 +15,10 @@ from barellm.optim.rules import assigned
 from barellm.plans.devices import device_bytes, lower
 from barellm.plans.roofline import Ceiling, primitives
 from barellm.program.ops.base import Op
+from barellm.program.ranks import Ranks
 from barellm.program.tensor import PERSISTENT
 from barellm.runtime.memory import PLURAL, memory_limit
-from barellm.runtime.ranks import ALONE, Planned, Ranks
+from barellm.runtime.ranks import ALONE, Planned
 
 if TYPE_CHECKING:
     from barellm.plans.devices import Built

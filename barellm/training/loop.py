@@ -18,7 +18,8 @@ from barellm.errors import UserError
 from barellm.evaluation import hellaswag
 from barellm.evaluation.validation import Evaluator, Result
 from barellm.models.course import Course, Step
-from barellm.runtime.ranks import Ranks, first
+from barellm.program.ranks import Ranks
+from barellm.runtime.ranks import first
 from barellm.runtime.session import Session
 from barellm.training import report
 from barellm.training.console import Console, duration, in_words, short

@@ -40,13 +40,13 @@ def _line(row: dict[str, Any]) -> bytes:
 
 class Metrics:
     """Appends rows. A full disk does not stop the training: rows wait in memory until they can be written, and
-    `problem` holds the last error. `rows` are all rows of the run."""
+    `problem` holds the last error. `rows` are all rows of the run. Without a path they are written nowhere."""
 
-    def __init__(self, path: Path, *, rows: list[dict[str, Any]] | None = None) -> None:
+    def __init__(self, path: Path | None, *, rows: list[dict[str, Any]] | None = None) -> None:
         self.rows = list(rows or [])
         self.problem: OSError | None = None
-        self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._path = path or Path(os.devnull)
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._end = os.fstat(self._fd).st_size
         self._waiting = b""
 

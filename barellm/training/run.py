@@ -36,7 +36,8 @@ from barellm.evaluation.validation import Evaluator, Result
 from barellm.generation.decode import Decoder, open_decoder
 from barellm.generation.samplers import Sampling
 from barellm.optim import powersgd
-from barellm.runtime.ranks import ALONE, Ranks
+from barellm.program.ranks import Ranks
+from barellm.runtime.ranks import ALONE
 from barellm.training import curve, metrics, ranges, report, together, trackers
 from barellm.training.console import Console, duration, short
 from barellm.training.course import Plain, course
@@ -128,7 +129,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 class Run:
     """One training run, from its seed, from `weights`, or from `start` on. `started`: time.monotonic() when the command began, for
     honest totals. `asked`: whether the user chose the tokenizer, so that shards of another one are refused. `listen`: as the loop
-    has it. `ranks`: the processes of the run, of which this is one; all but rank 0 are silent, and their folder is nobody's."""
+    has it. `ranks`: the processes of the run, of which this is one; all but rank 0 are silent, and write nothing."""
 
     def __init__(
         self,
@@ -224,7 +225,8 @@ class Run:
             self.stored: Any = machine.session  # as checkpoints have it
             if self.ranks.count > 1:
                 self.stored = Shares(machine.session, *shares_of(self.config, self.ranks), self.ranks)
-            folder.need_space(checkpoint.checkpoint_bytes(self.stored))
+            if self.ranks.rank == 0:
+                folder.need_space(checkpoint.checkpoint_bytes(self.stored))
             with Agreed(self.ranks.rank) if self.ranks.count > 1 else Stopping() as stop:
                 self.console.on_lost = lambda: stop.request(141)
                 return self._train(folder, machine, stop)
@@ -241,7 +243,8 @@ class Run:
         progress, rows = self._begin(folder, machine)
         decoder = open_decoder(machine.session, self.config.model, positions=self.config.model.max_seq)
         with ExitStack() as last, ExitStack() as files:
-            log = files.enter_context(closing(metrics.Metrics(folder.path / "metrics.jsonl", rows=rows)))
+            log = metrics.Metrics(None if self.ranks.rank else folder.path / "metrics.jsonl", rows=rows)
+            files.enter_context(closing(log))
             found = folder.path / ranges.FILE
             if found.exists():  # of the run that goes on, or of one that ended before its first checkpoint
                 metrics.truncate(found, step=progress.step)
@@ -287,7 +290,7 @@ class Run:
             return stop.status
 
     def _tracking(self, folder: RunFolder, step: int) -> Tracking:
-        names = trackers.chosen(self.config.train.track)
+        names = () if self.ranks.rank else trackers.chosen(self.config.train.track)
         config = overrides.flat(self.config)
         subject = trackers.subject(folder.path, project=self.config.preset, step=step, config=config) if names else None
         return Tracking(names, subject, say=self.console.line)
@@ -317,21 +320,18 @@ class Run:
             self.console.line(line)
         if self.start is None:
             self.initialize(machine)
-            progress, rows = Progress(), []
-            storage.replace_file(folder.path / "metrics.jsonl", b"")
+            progress = Progress()
         else:
             self._load(self.start.path, machine)
             meta = self.start.meta
             # A checkpoint of an older version does not say how many tokens it has seen.
             tokens = meta.get("tokens", meta["samples"] * self.config.train.seq)
             progress = Progress(meta["step"], meta["total_steps"], meta["seconds"], tokens)
-            rows = metrics.truncate(folder.path / "metrics.jsonl", step=progress.step)
             if meta["machine"]["isa"] != machine.meta()["isa"]:
                 found = f"saved on {meta['machine']['isa']}, going on with {machine.meta()['isa']}"
                 self.console.line(f"warning: {found}: the bits will differ from those of a run never stopped")
             self.console.line(f"resumed from {self.start.path} after {duration(progress.seconds)} of training")
-        resolved = json.dumps(overrides.to_json(self.config), indent=2) + "\n"
-        storage.replace_file(folder.path / "config.json", resolved.encode())
+        rows = [] if self.ranks.rank else self._begin_files(folder, progress.step)
         self._print_intentions(machine, progress)
         return progress, rows
 
@@ -345,6 +345,17 @@ class Run:
                 was, now = (f"{n} rank{'s' * (n > 1)}" for n in (source.blocks, self.ranks.count))
                 self.console.line(f"what compression has left out on {was} is added up for {now}")
         checkpoint.load(path, source, optimizer=True)
+
+    def _begin_files(self, folder: RunFolder, step: int) -> list[dict[str, Any]]:
+        """The resolved configuration, and the rows of the metrics that the run goes on from."""
+        log, rows = folder.path / "metrics.jsonl", []
+        if self.start is None:
+            storage.replace_file(log, b"")
+        else:
+            rows = metrics.truncate(log, step=step)
+        resolved = json.dumps(overrides.to_json(self.config), indent=2) + "\n"
+        storage.replace_file(folder.path / "config.json", resolved.encode())
+        return rows
 
     def _print_intentions(self, machine: Machine, progress: Progress) -> None:
         train, peak = self.config.train, machine.peak()

@@ -14,7 +14,7 @@ from barellm import models
 from barellm.config import Config
 from barellm.errors import UserError
 from barellm.models.course import own
-from barellm.runtime.ranks import Ranks
+from barellm.program.ranks import Ranks
 
 
 def check(config: Config, *, device: str, ranks: Ranks) -> None:

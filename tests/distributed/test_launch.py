@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -27,8 +28,8 @@ Please see the FAQ page for debugging suggestions
 RUN = "step 1\n\n====\n= a table\nstep 2\n"
 
 
-def passed(monkeypatch, output: str) -> tuple[str, str]:
-    """(what the user sees, what the launcher has said)"""
+def passed(monkeypatch, output: str) -> tuple[str, tuple[str, dict[int, int]]]:
+    """(what the user sees, what the launcher has said, with the ranks of processes)"""
     seen = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=seen))
     process = SimpleNamespace(stdout=io.BytesIO(output.encode()))
@@ -37,24 +38,34 @@ def passed(monkeypatch, output: str) -> tuple[str, str]:
 
 
 def test_the_output_of_a_run_passes_as_it_is(monkeypatch):
-    assert passed(monkeypatch, RUN) == (RUN, "")
+    assert passed(monkeypatch, RUN) == (RUN, ("", {}))
 
 
-def test_the_launchers_own_words_do_not(monkeypatch, tmp_path):
-    (tmp_path / "4711").write_text("3")
-    seen, said = passed(monkeypatch, f"{RUN}[mpiexec@node7] Sending Ctrl-C to processes as requested\n{BANNER}")
+def test_the_launchers_own_words_do_not(monkeypatch):
+    signed = "\x1ebarellm rank 3 4711\n\x1ebarellm rank 0 4708\n"
+    seen, said = passed(monkeypatch, f"{signed}{RUN}[mpiexec@node7] Sending Ctrl-C to processes as requested\n{BANNER}")
     assert seen == RUN
     words = "rank 3 (process 4711 on node7) was ended by SIGKILL: the run is ended; go on from its last checkpoint with --resume"
-    assert launch._killed(said, tmp_path) == words
+    assert said[1] == {4711: 3, 4708: 0}
+    assert launch._killed(*said) == words
 
 
-def test_a_rank_that_did_not_sign_in_has_no_number(monkeypatch, tmp_path):
+def test_a_rank_tells_its_number_to_our_launcher_only(monkeypatch, capfd):
+    monkeypatch.delenv("BARELLM_RANKS", raising=False)
+    launch.sign_in(2)
+    assert capfd.readouterr().out == ""
+    monkeypatch.setenv("BARELLM_RANKS", "1")
+    launch.sign_in(2)
+    assert passed(monkeypatch, capfd.readouterr().out) == ("", ("", {os.getpid(): 2}))
+
+
+def test_a_rank_that_did_not_sign_in_has_no_number(monkeypatch):
     _, said = passed(monkeypatch, BANNER)
-    assert launch._killed(said, tmp_path).startswith("a rank (process 4711 on node7) was ended by SIGKILL")
-    assert launch._killed("YOUR APPLICATION TERMINATED: x (signal 999)", tmp_path).startswith(
+    assert launch._killed(*said).startswith("a rank (process 4711 on node7) was ended by SIGKILL")
+    assert launch._killed("YOUR APPLICATION TERMINATED: x (signal 999)", {}).startswith(
         "a rank was ended by signal 999"
     )
-    assert launch._killed("", tmp_path) == ""
+    assert launch._killed("", {}) == ""
 
 
 def test_a_reader_that_goes_away_ends_the_run(monkeypatch):
@@ -65,7 +76,7 @@ def test_a_reader_that_goes_away_ends_the_run(monkeypatch):
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=Closed()))
     signals: list[int] = []
     process = SimpleNamespace(stdout=io.BytesIO(RUN.encode()), send_signal=signals.append)
-    assert launch._pass_on(process) == "" and signals == [15]
+    assert launch._pass_on(process) == ("", {}) and signals == [15]
 
 
 @pytest.mark.parametrize("count", [0, -1, 1 << 17])

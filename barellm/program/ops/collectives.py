@@ -7,34 +7,14 @@ After the update each share is given to all (`Gather`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from barellm.program.dtypes import FORMATS
 from barellm.program.ops.base import Op, Spec, operand_bytes
 from barellm.program.tensor import Tensor, describe
-
-
-class Ranks(Protocol):
-    """The processes of a run, as ops see them."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this one, from 0."""
-        ...
-
-    @property
-    def count(self) -> int: ...
-
-    def prepared(
-        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
-    ) -> Callable[[], None]:
-        """A function that sends arrays to ranks, and fills arrays with what ranks send, in these orders: (rank, contiguous array).
-        It returns when all have arrived."""
-        ...
-
 
 # The arrays that a tensor is: one, or one for each of its planes that travel.
 Arrays = Mapping[str, Sequence[np.ndarray]]

@@ -1,0 +1,41 @@
+"""The processes of a run, which are called ranks, as programs and those who run them see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Ranks(Protocol):
+    """This process among those of its run. All ranks call the same methods in the same order; each call returns when all that it
+    waits for have made it. `patient`: rank 0 may be at work alone, for however long, where the others call already."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this one, from 0."""
+        ...
+
+    @property
+    def count(self) -> int: ...
+
+    def prepared(
+        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
+    ) -> Callable[[], None]:
+        """A function that sends arrays to ranks, and fills arrays with what ranks send, in these orders: (rank, contiguous array).
+        It may be called often, all ranks call theirs, and it returns when all have arrived."""
+        ...
+
+    def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
+        """Everybody's value, by rank. It may be whatever can be pickled."""
+        ...
+
+    def send(self, rank: int, value: Any) -> None:
+        """Give a value to one rank."""
+        ...
+
+    def receive(self, rank: int, *, patient: bool = False) -> Any:
+        """The next value that a rank gives this one."""
+        ...
