@@ -85,7 +85,9 @@ class MpiRanks:
         word = np.frombuffer(os.urandom(8), np.uint8)
         mine = (self._mpi.Get_processor_name(), os.getpid(), (word.ctypes.data, word.nbytes), word.tobytes())
         everybody = self.gather(mine, patient=True)
-        alike = len({name for name, *_ in everybody}) == 1
+        here = {rank: process for rank, (name, process, *_) in enumerate(everybody) if name == mine[0]}
+        self._watch.look_at({rank: process for rank, process in here.items() if rank != self.rank})
+        alike = len(here) == self.count
         able = alike and all(can_read(process, place, found) for _, process, place, found in everybody)
         if not all(self.gather(able)):
             return {}

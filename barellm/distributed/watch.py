@@ -2,6 +2,9 @@
 
 One that is silent, or that the others wait for in vain while it goes on, ends the run on all ranks: whoever notices first says
 in one line which it is, and ends its process; the launcher ends the rest.
+
+A busy machine must not look like a fault. So time is counted by a clock that hardly moves while this process gets no processor,
+and a rank of this machine that is seen at work has longer.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -20,6 +23,7 @@ from barellm.errors import UserError
 
 BEAT_S = 0.5
 LIMIT_S = 20.0  # of silence, or of being late
+AT_WORK = 1.25  # times as long for a rank that is seen at work
 SPINS = 200  # looks in a row before a waiting rank lets others of its machine have the core for longer
 NAP_S = 0.0002
 
@@ -47,21 +51,26 @@ class Watch:
         self._rank, self._limit = comm.Get_rank(), limit_seconds()
         self._fail = fail or self._end
         self._others = [rank for rank in range(comm.Get_size()) if rank != self._rank]
-        now = time.monotonic()
-        self._heard = dict.fromkeys(self._others, now)
+        self._clock = 0.0
+        self._heard = dict.fromkeys(self._others, self._clock)
         self._begun = dict.fromkeys(self._others, 0)
         self._waits = 0  # that this rank has begun
         self._since: float | None = None  # when the wait began in which it is, unless that is patient
+        self._near: dict[int, Process] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
         self._thread.start()
+
+    def look_at(self, processes: Mapping[int, int]) -> None:
+        """Learn the processes of ranks on this machine: {rank: process}."""
+        self._near = {rank: Process(number) for rank, number in processes.items()}
 
     @contextmanager
     def waiting(self, *, patient: bool = False) -> Iterator[Callable[[], None]]:
         """While entered, this rank waits for others: for one that is late only so long, unless it is `patient`. Gives a function to
         call between two looks at what it waits for."""
         self._waits += 1
-        self._since = None if patient else time.monotonic()
+        self._since = None if patient else self._clock
         looks = 0
 
         def look() -> None:
@@ -90,44 +99,62 @@ class Watch:
         last = time.monotonic()
         while not self._over.wait(BEAT_S):
             now = time.monotonic()
-            if now - last > 4 * BEAT_S:  # this process itself was stopped meanwhile: the others may be well
-                self._heard = dict.fromkeys(self._others, now)
-                self._since = None if self._since is None else now
+            # Later than that, this process was stopped or had no processor: what it has not heard says nothing of the others.
+            self._clock += min(now - last, 2 * BEAT_S)
             last = now
             for rank in self._others:
                 if going[rank].Test():
                     outbox[rank][0] = self._waits
                     going[rank] = self._comm.Isend(outbox[rank], rank)
                 while coming[rank].Test():
-                    self._heard[rank], self._begun[rank] = now, int(inbox[rank][0])
+                    self._heard[rank], self._begun[rank] = self._clock, int(inbox[rank][0])
                     coming[rank] = self._comm.Irecv(inbox[rank], rank)
-            if words := self.fault(now):
+            if words := self.fault():
                 self._fail(words)
         for request in coming.values():
             request.Cancel()
             request.Wait()
 
-    def fault(self, now: float) -> str:
+    def fault(self) -> str:
         """What is wrong with which rank; "" if nothing is."""
+        limits = dict.fromkeys(self._others, self._limit)
+        for rank, process in self._near.items():
+            if process.works():
+                limits[rank] *= AT_WORK
         for rank, heard in self._heard.items():
-            if now - heard > self._limit:
-                return f"rank {rank} has not been heard of for {now - heard:.0f} s: the run is ended"
-        since = self._since
-        if since is not None and now - since > self._limit:
-            for rank, begun in self._begun.items():
-                if begun < self._waits:
-                    return f"rank {rank} is {now - since:.0f} s later than the others: the run is ended"
+            if self._clock - heard > limits[rank]:
+                return f"rank {rank} has not been heard of for {self._clock - heard:.0f} s: the run is ended"
+        since, clock = self._since, self._clock
+        for rank, begun in self._begun.items():
+            if since is not None and clock - since > limits[rank] and begun < self._waits:
+                return f"rank {rank} is {clock - since:.0f} s later than the others: the run is ended"
         return ""
 
     def _end(self, words: str) -> None:
-        now = time.monotonic()
-        well = [rank for rank, heard in self._heard.items() if now - heard < self._limit / 2]
-        if min([self._rank, *well]) == self._rank:
-            sys.stdout.flush()
-            os.write(2, f"barellm: error: {words}\n".encode())
-        else:
-            time.sleep(2 * BEAT_S)  # the first end is the launcher's sign to end all
+        well = [rank for rank, heard in self._heard.items() if self._clock - heard < self._limit / 2]
+        if min([self._rank, *well]) != self._rank:
+            time.sleep(6 * BEAT_S)  # that one says it, and its end is the launcher's sign to end all
+        # Here still: the first of those that are well has not noticed, and its line is not to be had.
+        sys.stdout.flush()
+        os.write(2, f"barellm: error: {words}\n".encode())
         end_all(self._comm, 1)
+
+
+class Process:
+    """Another process of this machine."""
+
+    def __init__(self, number: int) -> None:
+        self._stat, self._ticks = f"/proc/{number}/stat", -1
+
+    def works(self) -> bool:
+        """Whether it wants a processor now, or has had one since the last call. False where no system says."""
+        try:
+            with open(self._stat, "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            return False
+        before, self._ticks = self._ticks, int(fields[11]) + int(fields[12])
+        return fields[0] in b"RD" or (fields[0] == b"S" and -1 < before < self._ticks)
 
 
 def end_all(comm: Any, status: int) -> NoReturn:

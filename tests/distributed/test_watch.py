@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,6 +130,79 @@ def test_the_others_learn_of_each_wait(mpi, watched):
 
 
 @pytest.mark.alone
+def test_a_rank_that_is_seen_at_work_has_longer(mpi, watched, monkeypatch):
+    found, said = watched
+    monkeypatch.setattr(watch, "AT_WORK", 4)
+    found._near = {2: SimpleNamespace(works=lambda: True)}
+    mpi.waits[0] = None
+    mpi.waits[2] = None
+    until(lambda: said)
+    assert said[0].startswith("rank 0 has not been heard of")
+    assert found._clock < 0.9
+
+
+@pytest.mark.alone
+def test_a_rank_at_work_that_is_too_late_is_named_too(mpi, watched, monkeypatch):
+    found, said = watched
+    monkeypatch.setattr(watch, "AT_WORK", 2)
+    found._near = {2: SimpleNamespace(works=lambda: True)}
+    mpi.waits[0] = 1
+    with found.waiting():
+        until(lambda: said)
+    assert said == ["rank 2 is 1 s later than the others: the run is ended"]
+    assert found._clock > 0.6
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
+def test_work_is_seen_from_outside():
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        process = watch.Process(child.pid)
+        assert process.works()
+        child.send_signal(signal.SIGSTOP)
+        until(lambda: not process.works())
+        child.send_signal(signal.SIGCONT)
+        until(process.works)
+    finally:
+        child.kill()
+        child.wait()
+    assert not process.works(), "it is gone"
+
+
+def test_sleep_is_no_work_until_time_was_used(tmp_path):
+    process = watch.Process(0)
+    process._stat = str(tmp_path / "stat")
+    seen = []
+    for state, user, system in (
+        ("S", 5, 5),
+        ("S", 5, 5),
+        ("S", 6, 5),
+        ("S", 6, 7),
+        ("T", 9, 9),
+        ("R", 9, 9),
+        ("Z", 9, 9),
+    ):
+        Path(process._stat).write_text(f"7 (a) b) {state} 1 1 1 0 -1 4194304 100 0 0 0 {user} {system} 0 0 20 0 1 0")
+        seen.append(process.works())
+    assert seen == [False, False, True, True, False, True, False]
+
+
+@pytest.mark.parametrize("silent, slept", [((), [0.12]), ((0,), [])], ids=["the first is well", "the first is silent"])
+def test_who_is_not_the_first_speaks_if_the_first_does_not(mpi, monkeypatch, capfd, silent, slept):
+    """Where rank 1 alone misses rank 2, rank 0 does not know, and a run ended without a word."""
+    ended, naps = [], []
+    monkeypatch.setattr(watch, "end_all", lambda comm, status: ended.append(status))
+    found = Watch(mpi, mpi)
+    found.close()
+    monkeypatch.setattr(watch.time, "sleep", naps.append)
+    found._clock = 1.0
+    found._heard = {0: 0.0 if 0 in silent else 1.0, 2: 0.0}
+    found._end("rank 2 is gone")
+    assert (ended, naps) == ([1], pytest.approx(slept))
+    assert capfd.readouterr().err == "barellm: error: rank 2 is gone\n"
+
+
+@pytest.mark.alone
 def test_a_process_that_was_stopped_itself_blames_nobody(mpi, monkeypatch):
     """As after Ctrl-Z and fg: the clock has moved on, and nothing was heard meanwhile."""
     now = [0.0]
@@ -135,7 +213,7 @@ def test_a_process_that_was_stopped_itself_blames_nobody(mpi, monkeypatch):
         now[0] = 1000.0
         time.sleep(0.2)
     found.close()
-    assert said == []
+    assert said == [] and found._clock == pytest.approx(0.04)
 
 
 def test_the_limit_is_a_number_of_seconds(monkeypatch):
