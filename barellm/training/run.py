@@ -245,12 +245,9 @@ class Run:
         with ExitStack() as last, ExitStack() as files:
             log = metrics.Metrics(None if self.ranks.rank else folder.path / "metrics.jsonl", rows=rows)
             files.enter_context(closing(log))
-            found = folder.path / ranges.FILE
-            if found.exists():  # of the run that goes on, or of one that ended before its first checkpoint
-                metrics.truncate(found, step=progress.step)
             watch = None
-            if self.config.train.ranges:
-                watch = files.enter_context(closing(ranges.Watch(found, machine, every=self.config.train.ranges)))
+            if every := self.config.train.ranges:
+                watch = files.enter_context(closing(ranges.Watch(folder.path / ranges.FILE, machine, every=every)))
             tracking = files.enter_context(closing(self._tracking(folder, progress.step)))
             saving = files.enter_context(closing(self._saving(folder, machine, stop)))
             loop = Loop(
@@ -353,6 +350,9 @@ class Run:
             storage.replace_file(log, b"")
         else:
             rows = metrics.truncate(log, step=step)
+        found = folder.path / ranges.FILE
+        if found.exists():  # of the run that goes on, or of one that ended before its first checkpoint
+            metrics.truncate(found, step=step)
         resolved = json.dumps(overrides.to_json(self.config), indent=2) + "\n"
         storage.replace_file(folder.path / "config.json", resolved.encode())
         return rows
