@@ -44,10 +44,10 @@ TURN = 0.1  # seconds of a turn, or one run where that takes longer
 
 
 def session_of(algorithm: str, x: np.ndarray, w: np.ndarray, dtype: str) -> CpuSession:
-    """A convolution of images stored in `dtype` with filters in fp32, as a program of that dtype has them."""
+    """A convolution of images and filters stored in `dtype`. Both lie in the arena: an input would be copied in every run."""
     p = Program(Store())
-    images = p.input("x", x.shape, dtype)
-    p.output("y", p.conv2d(images, p.parameter("w", w.shape), padding=1, algorithm=algorithm))
+    images, filters = (p.parameter(name, a.shape, dtype=dtype) for name, a in (("x", x), ("w", w)))
+    p.output("y", p.conv2d(images, filters, padding=1, algorithm=algorithm))
     session = CpuSession({"op": p})
     session.write("x", x)
     session.write("w", w)
@@ -91,7 +91,7 @@ def measure(
     r = np.random.default_rng(0)
     x = r.standard_normal((N, C, side, side), dtype=np.float32)
     w = r.standard_normal((K, C, 3, 3), dtype=np.float32) / np.float32(np.sqrt(9 * C))
-    x = x.astype(NUMPY[dtype])
+    x, w = (a.astype(NUMPY[dtype]) for a in (x, w))
     sessions = {a: session_of(a, x, w, dtype) for a in algorithms}
     runs: dict[str, Callable[[], Any]] = {a: (lambda s=s: s.run("op")) for a, s in sessions.items()}
     runs |= peers(x, w, bench.threads)

@@ -21,6 +21,7 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "padded": ((3, 5, 7, 7), (13, 3, 3), {"padding": (1, 1)}),
     "strided": ((2, 3, 11, 8), (7, 5, 3), {"stride": (2, 3), "padding": (2, 0)}),
     "strided past the filter": ((2, 3, 9, 7), (4, 1, 2), {"stride": (2, 4)}),
+    "strided past some columns": ((1, 3, 5, 23), (3, 2, 3), {"stride": (1, 4), "padding": (1, 2)}),
     "dilated": ((2, 4, 10, 13), (3, 3, 2), {"dilation": (2, 5), "padding": (1, 4)}),
     "reflected": ((2, 3, 5, 9), (6, 3, 5), {"padding": (2, 3), "reflect": True, "stride": (1, 2)}),
     "mirrored": ((1, 2, 6, 19), (5, 2, 4), {"mirrored": True, "padding": (1, 1), "stride": (1, 2), "dilation": (2, 1)}),

@@ -137,6 +137,35 @@ def store_sums(k: KernelBuilder, out: Pointer, *, row: int) -> None:
         _tile(k, "tilestored64", 2 * i + j, *_corner(out, i, j, row))
 
 
+def multiply_column(
+    k: KernelBuilder, out: Pointer, count: int, left: Callable[[Value], Pointer], right: Pointer, steps: Any, *,
+    begun: Value | None = None,
+) -> None:  # fmt: skip
+    """out (16 count, 16) fp32 = A @ B, or where it was `begun` out += A @ B, with `count` tiles of A one after the other, 4 at
+    most, from `left(step)` on, and one of B. A step reads less that is new than `multiply`'s: where tiles of A are met again in
+    other steps they come from the first cache."""
+    row = ("i64", str(LINE))
+
+    def accumulators(name: str) -> None:
+        for i in range(count):
+            _tile(k, name, i, ("ptr", out.bytes(i * TILE_BYTES).ref), row)
+
+    if begun is None:
+        _clear_tiles(k)
+    else:
+        with k.when(begun):
+            accumulators("tileloadd64")
+        with k.otherwise(begun):
+            _clear_tiles(k)
+    with k.loop(0, steps) as s:
+        at = left(s)
+        _tile(k, "tileloadd64", 7, ("ptr", right.bytes(s * TILE_BYTES).ref), row)
+        for i in range(count):
+            _tile(k, "tileloadd64", 4 + i % 3, ("ptr", at.bytes(i * TILE_BYTES).ref), row)
+            _tile(k, "tdpbf16ps", i, 4 + i % 3, 7)
+    accumulators("tilestored64")
+
+
 def _clear_tiles(k: KernelBuilder) -> None:
     for tile in range(4):
         _tile(k, "tilezero", tile)

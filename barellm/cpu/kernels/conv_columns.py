@@ -7,11 +7,9 @@ them, side by side and in the first cache, and a matrix of all columns is in no 
 
 from __future__ import annotations
 
-from typing import Any
-
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.conv_lines import Grid, Lines, strided
+from barellm.cpu.kernels.conv_lines import Grid, Lines, Moved, strided
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import round_up
 
@@ -33,26 +31,16 @@ def _before(isa: ISA, grid: Grid, lines: int) -> int:
     return round_up(16 * lines + 4 * _slack(isa, grid), 64)
 
 
-class Columns:
+class Columns(Moved):
     """At most `lines` lines of `columns` outputs each, in the scratch from `scratch` on."""
 
     def __init__(
         self, k: KernelBuilder, grid: Grid, x: Pointer, scratch: Pointer, lines: int, columns: int, groups: int
     ) -> None:  # fmt: skip
-        self.k, self.grid, self.most, self.columns, self.groups = k, grid, lines, columns, groups
-        self.plane_of, self.row_of = scratch, scratch.bytes(8 * lines)
+        super().__init__(k, grid, scratch, lines, columns, groups)
+        self.most = lines
         self.pitch = grid.span(columns)  # what a line's last vector writes too far, the next line writes again
         self.lines = Lines(k, grid, x, scratch.bytes(_before(k.isa, grid, lines)), columns, self.pitch)
-
-    def move(self, group: Value, first: Value, many: Value, column: Any) -> None:
-        """From now on it is about the lines [first, first + many) of all images' output, from `column` on."""
-        k, (P, _), (H, W) = self.k, self.grid.outputs, self.grid.size
-        self.many, self.first_column = many, column
-        with k.loop(0, many) as line:
-            n, i = (first + line) // P, (first + line) % P
-            plane = (n * self.groups + group) * (self.grid.channels * H * W)
-            for to, value in ((self.plane_of, plane), (self.row_of, i * self.grid.stride[0])):
-                k.line(f"store {value.typed}, ptr {to.bytes(line * 8).ref}, align 8")
 
     def fill(self, channel: Value, last: Value) -> None:
         """The lines of the channels [channel, last), of each channel by rows of the filter. They are read when all are written: a
@@ -62,9 +50,7 @@ class Columns:
             return
         step = grid.rows[1] - grid.rows[0] if len(grid.rows) > 1 else 0
         with k.loop(channel, last) as c, k.loop(0, len(grid.rows)) as r, k.loop(0, self.many) as line:
-            plane, row = (
-                k.op("i64", f"load i64, ptr {p.bytes(line * 8).ref}, align 8") for p in (self.plane_of, self.row_of)
-            )
+            plane, row = self.place(line)
             number = ((c - channel) * len(grid.rows) + r) * self.most + line
             self.lines.fill(number, plane + c * (H * W), row + r * step + grid.rows[0], self.first_column)
 

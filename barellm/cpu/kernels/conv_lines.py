@@ -46,6 +46,32 @@ class Grid:
         return -(-self.span(outputs) // lanes) * lanes + (self.stride[1] + 1) * lanes
 
 
+class Moved:
+    """What is about at most `lines` lines of `columns` outputs each of one group at a time. For each of the lines it keeps, in the
+    scratch from `scratch` on, where its image's channels begin in x and which row of them it begins to see."""
+
+    def __init__(self, k: KernelBuilder, grid: Grid, scratch: Pointer, lines: int, columns: int, groups: int) -> None:
+        self.k, self.grid, self.columns, self.groups = k, grid, columns, groups
+        self.plane_of, self.row_of = scratch, scratch.bytes(8 * lines)
+
+    def move(self, group: Value, first: Value, many: Value, column: Any) -> None:
+        """From now on it is about the lines [first, first + many) of all images' output, from `column` on."""
+        k, (P, _), (H, W) = self.k, self.grid.outputs, self.grid.size
+        self.many, self.first_column = many, column
+        with k.loop(0, many) as line:
+            n, i = (first + line) // P, (first + line) % P
+            plane = (n * self.groups + group) * (self.grid.channels * H * W)
+            for to, value in ((self.plane_of, plane), (self.row_of, i * self.grid.stride[0])):
+                k.line(f"store {value.typed}, ptr {to.bytes(line * 8).ref}, align 8")
+
+    def place(self, line: Value) -> tuple[Value, Value]:
+        """(element of x, row) of a line."""
+        plane, row = (
+            self.k.op("i64", f"load i64, ptr {p.bytes(line * 8).ref}, align 8") for p in (self.plane_of, self.row_of)
+        )
+        return plane, row
+
+
 class Lines:
     """Makes lines of `outputs` columns at `at`, `pitch` elements from one to the next. Where that is less than what vectors need,
     lines must be filled in the order in which they lie."""
@@ -67,7 +93,7 @@ class Lines:
             return
         begin = k.int(first) * grid.stride[1] + grid.first_column
         if grid.reflect:
-            row = _mirrored(k, row, H)
+            row = mirrored(k, row, H)
         zero = k.to(0.0, k.vec)
         with k.loop(0, span, k.lanes) as c:
             to.store(zero, c)
@@ -84,7 +110,7 @@ class Lines:
                 for low, high in ((begin, k.min(begin + span, 0)), (k.max(begin, W), begin + span)):
                     with k.loop(low, high) as c:
                         at = k.max(
-                            k.min(_mirrored(k, c, W), W - 1), 0
+                            k.min(mirrored(k, c, W), W - 1), 0
                         )  # of a stride, elements that nobody reads may lie far out
                         to.put(source.get(at), c - begin)
 
@@ -132,7 +158,7 @@ def strided(k: KernelBuilder, p: Pointer, stride: int) -> Value:
     return v
 
 
-def _mirrored(k: KernelBuilder, at: Value, size: int) -> Value:
+def mirrored(k: KernelBuilder, at: Value, size: int) -> Value:
     """The index that a reflected one stands for."""
     at = k.max(at, 0 - at)
     return k.min(at, 2 * (size - 1) - at)

@@ -6,11 +6,10 @@ A depth is a channel, a row and a column of the filter; pixels are those of the 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.conv_lines import Grid, Lines
+from barellm.cpu.kernels.conv_lines import Grid, Lines, Moved
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import round_up
 
@@ -30,7 +29,7 @@ def panel_nbytes(isa: ISA, grid: Grid, lines: int, columns: int, pitch: int, cha
     return made_from + round_up(4 * (max(channels * grid.taps, 1) * pitch + isa.lanes), 64)
 
 
-class Panel:
+class Panel(Moved):
     """A panel of at most `lines` lines of `columns` outputs each, in the scratch from `scratch` on."""
 
     def __init__(
@@ -44,21 +43,11 @@ class Panel:
         pitch: int,
         groups: int,
     ) -> None:
-        self.k, self.grid, self.columns, self.pitch, self.groups = k, grid, columns, pitch, groups
-        self.plane_of, self.row_of = scratch, scratch.bytes(8 * lines)
+        super().__init__(k, grid, scratch, lines, columns, groups)
+        self.pitch = pitch
         at_lines = round_up(16 * lines, 64)
         self.lines = Lines(k, grid, x, scratch.bytes(at_lines), columns)
         self.at = scratch.bytes(at_lines + round_up(4 * lines * self.lines.pitch, 64))
-
-    def move(self, group: Value, first: Value, many: Value, column: Any) -> None:
-        """From now on it is about the lines [first, first + many) of all images' output, from `column` on."""
-        k, (P, _), (H, W) = self.k, self.grid.outputs, self.grid.size
-        self.many, self.first_column = many, column
-        with k.loop(0, many) as line:
-            n, i = (first + line) // P, (first + line) % P
-            plane = (n * self.groups + group) * (self.grid.channels * H * W)
-            for to, value in ((self.plane_of, plane), (self.row_of, i * self.grid.stride[0])):
-                k.line(f"store {value.typed}, ptr {to.bytes(line * 8).ref}, align 8")
 
     def pack(self, channel: Value, last: Value, *, pixels: Value | None = None, zeros: int = 1) -> None:
         """The channels [channel, last). So many vectors of `zeros` follow the first `pixels` of each depth."""
@@ -68,9 +57,7 @@ class Panel:
         step = grid.rows[1] - grid.rows[0] if len(grid.rows) > 1 else 0
         with k.loop(channel, last) as c, k.loop(0, len(grid.rows)) as r:
             with k.loop(0, self.many) as line:
-                plane, row = (
-                    k.op("i64", f"load i64, ptr {p.bytes(line * 8).ref}, align 8") for p in (self.plane_of, self.row_of)
-                )
+                plane, row = self.place(line)
                 self.lines.fill(line, plane + c * (H * W), row + r * step + grid.rows[0], self.first_column)
             for s in range(len(grid.columns)):
                 depth = (c - channel) * grid.taps + r * len(grid.columns) + s

@@ -8,9 +8,17 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, dims_of, lowering
 from barellm.cpu.kernels.conv_fft import append_fft
+from barellm.cpu.kernels.conv_filters import Filters, pack_filters
 from barellm.cpu.kernels.conv_gradient import append_weight_gradient
 from barellm.cpu.kernels.conv_lines import Grid
+from barellm.cpu.kernels.conv_pairs import Scratch as PairsScratch
+from barellm.cpu.kernels.conv_pairs import blocks_of as blocks_of_pairs
+from barellm.cpu.kernels.conv_pairs import conv_pairs
+from barellm.cpu.kernels.conv_pairs_gradient import Scratch as GradientScratch
+from barellm.cpu.kernels.conv_pairs_gradient import blocks_of as gradient_blocks
+from barellm.cpu.kernels.conv_pairs_gradient import conv_pairs_gradient
 from barellm.cpu.kernels.conv_product import Scratch, Target, blocks_of, conv_product
+from barellm.cpu.kernels.conv_ways import Way, forward_way, gradient_way
 from barellm.cpu.kernels.loops import put_added, sweep_result
 from barellm.cpu.kernels.winograd import append_winograd
 from barellm.cpu.kernels.winograd_gradient import append_winograd_gradient
@@ -50,7 +58,7 @@ def tile_of(algorithm: str, grid: Grid, target: Target, rows: int, images: int) 
 
 def append_product(
     c: Lowering, *, algorithm: str, out: Any, w: Tensor, a: Any, x: Tensor, groups: int, rows: int, grid: Grid, target: Target,
-    mode: str, turned: bool = False,
+    mode: str, turned: bool = False, elements: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
     """One convolution with what `grid` sees of x: of filters `a`, fp32, as a product has them, which are made of w when they are
     needed. `turned`: w is read the other way round, as the input's gradient does."""
@@ -66,11 +74,46 @@ def append_product(
     if algorithm == "fft":
         append_fft(c, out=out, w=w, x=x, grid=grid, **how, **images_of(x))
         return
-    if m := tile_of(algorithm, grid, target, rows, int(x.shape[0])):
+    way = forward_way(c.isa, x.dtype, grid, rows) if algorithm in ("auto", "direct") else None
+    if way is None and (m := tile_of(algorithm, grid, target, rows, int(x.shape[0]))):
         offset = min(grid.rows), min(grid.columns)
         append_winograd(c, m=m, out=out, w=w, x=x, grid=grid, offset=offset, **how, **images_of(x))
         return
+    if way:
+        append_pairs(
+            c,
+            way,
+            out=out,
+            w=w,
+            x=x,
+            groups=groups,
+            rows=rows,
+            grid=grid,
+            target=target,
+            mode=mode,
+            turned=turned,
+            elements=elements,
+        )
+        return
     append_direct(c, out=out, a=a(), x=x, groups=groups, rows=rows, grid=grid, target=target, mode=mode)
+
+
+def append_pairs(
+    c: Lowering, way: Way, *, out: Any, w: Tensor, x: Tensor, groups: int, rows: int, grid: Grid, target: Target, mode: str,
+    elements: tuple[int, ...], turned: bool,
+) -> None:  # fmt: skip
+    """The same of bf16 images by products of pairs, with filters that are rounded to bf16."""
+    blocks = blocks_of_pairs(c.isa, way.tile, way.tiled, grid, rows, int(x.shape[0]), groups, c.threads)
+    size = int(w.shape[2]) * int(w.shape[3])
+    elements = elements or tuple(range(size))
+    filters = Filters(groups, grid.channels, rows, size, elements, blocks.pairs, blocks.tile.span(c.isa), turned)
+    c.private(
+        max(PairsScratch(c.isa, grid, blocks, dense=target == Target(grid.outputs)).nbytes, filters.private(c.isa))
+    )
+    a = part(c.scratch("filters", filters.nbytes)), "bf16"
+    c.call(pack_filters, {"a": a, "w": w}, {"filters": filters}, writes="a")
+    sizes = {"groups": groups, "columns": rows, "grid": grid, "target": target, "blocks": blocks, "mode": mode}
+    c.call(conv_pairs, {"out": out, "a": a, "x": x}, {**images_of(x), **sizes}, writes="out")
 
 
 def append_direct(
@@ -172,12 +215,12 @@ def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
         out, mode = (part(c.scratch("padded", 4 * N * op.groups * C * H * W)), "fp32"), "store"
     for y, (P, rows, row_at) in enumerate(phases(row_offsets, op.stride[0], H)):
         for x, (Q, columns, column_at) in enumerate(phases(column_offsets, op.stride[1], W)):
-            if not (rows and columns):
-                row_at = column_at = ()
-            grid = Grid(pixels(op.dy), K // op.groups, (P, Q), (1, 1), row_at, column_at)
+            seen = (row_at, column_at) if rows and columns else ((), ())
+            grid = Grid(pixels(op.dy), K // op.groups, (P, Q), (1, 1), *seen)
             append_product(
                 c, algorithm=op.algorithm, out=out, w=op.w, a=partial(turned_filters, c, op, rows, columns), x=op.dy,
                 groups=op.groups, rows=C, grid=grid, target=Target((H, W), (y, x), op.stride), mode=mode, turned=True,
+                elements=tuple(r * S + s for r in rows for s in columns),
             )  # fmt: skip
     if op.reflect:
         sizes = {**images_of(op.dy), "channels": op.groups * C, "size": op.size, "padding": op.padding}
@@ -189,6 +232,17 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     grid = grid_of(op, op.x, *op.size)
     images = {"groups": op.groups, "grid": grid, "mode": op.modes["dw"], **images_of(op.x)}
     rows = int(op.dy.shape[1]) // op.groups
+    way = (
+        gradient_way(c.isa, op.x.dtype, grid, rows)
+        if op.dy.dtype == op.x.dtype and op.algorithm in ("auto", "direct", "fft")
+        else None
+    )
+    if way:
+        blocks = gradient_blocks(c.isa, way.tile, way.tiled, grid, rows, int(op.x.shape[0]), op.groups, c.threads)
+        c.private(GradientScratch(c.isa, grid, blocks).nbytes)
+        operands = {"dw": op.dw, "dy": op.dy, "x": op.x}
+        c.call(conv_pairs_gradient, operands, {**images, "rows": rows, "blocks": blocks}, writes="dw")
+        return
     if m := tile_of(op.algorithm, grid, Target(grid.outputs), rows, int(op.x.shape[0])):
         append_winograd_gradient(c, m=m, dw=op.dw, dy=op.dy, x=op.x, **images)
         return

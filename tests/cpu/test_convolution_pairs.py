@@ -1,0 +1,153 @@
+"""Direct convolutions of bf16 images by products of pairs: AMX tiles, dot instructions, and those of other machines emulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from barellm.cpu import isa as isas
+from barellm.cpu import jit
+from barellm.cpu.kernel import KernelBuilder, Specialisation
+from barellm.cpu.kernels import conv_pairs, conv_pairs_gradient, conv_ways
+from barellm.cpu.kernels.conv_lines import Grid
+from barellm.cpu.step import lower_and_plan
+from barellm.inspect.kernels import X86_TRIPLE
+from barellm.program.builder import Program, Store
+from barellm.program.ops import Conv2dDw
+from tests.conv_cases import FORMS, case
+from tests.cpu.check import ISAS, changed, check_op, isa_named
+from tests.simulators import amx_emulator
+
+OPS = ("conv2d", "conv2d_dx", "conv2d_dw")
+# What every way is tried with; EVERY by one way.
+SOME = ("reflected", "of many channels")
+EVERY = [form for form in ALL if form not in (*SOME, "one pixel", "padded", "of many channels to few")]
+MORE = {
+    "of one element, strided": ((3, 5, 7, 8), (6, 1, 1), {"stride": (2, 2)}),
+    "of one element": ((2, 3, 4, 9), (18, 1, 1), {}),
+    "past the image": ((1, 2, 2, 3), (2, 2, 2), {"padding": (4, 5)}),
+}
+ALL = FORMS | MORE
+KNOWN = isas.ARM if isas.arm() else isas.X86
+
+
+def pairs_in_fp32(k, acc, a, b):
+    """`k.dot` where no instruction does it: the lower and the upper halves of 32 bits are numbers of fp32."""
+    for half in (lambda x: x << 16, lambda x: x & -65536):
+        acc = k.fma(k.bitcast(half(a), k.vec), k.bitcast(half(b), k.vec), acc)
+    return acc
+
+
+def machine(name: str, monkeypatch: pytest.MonkeyPatch) -> isas.ISA:
+    """An ISA whose convolutions take products of pairs of this kind whatever their shape."""
+    tiles = name.endswith("tiles")
+    monkeypatch.setattr(conv_ways, "TILES", 1e9 if tiles else 0.0)
+    monkeypatch.setattr(conv_ways, "DOTS", 1e6)
+    if name == "emulated tiles":
+        monkeypatch.setattr(Specialisation, "ir", amx_emulator.ir)
+        return amx_emulator.ISA_EMULATED
+    if name.endswith("lanes"):
+        monkeypatch.setattr(KernelBuilder, "dot", pairs_in_fp32)
+        lanes = int(name.split()[0])
+        return replace(isa_named(ISAS[0]), lanes=lanes, registers=32, dot="emulated", tiles=False, masked=lanes == 16)
+    return isa_named("amx_bf16" if tiles else next(n for n in ISAS if KNOWN[n].dot))
+
+
+MACHINES = [
+    *(["emulated tiles"] if amx_emulator.EMULATED else []),
+    *(["real tiles"] if "amx_bf16" in ISAS else []),
+    *(["real dots"] if any(KNOWN[n].dot for n in ISAS) else []),
+    "4 lanes",
+]
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("on, form", [(on, form) for on in MACHINES for form in (SOME[1:] if "real" in on else SOME)])
+def test_products_of_pairs(on, name, form, monkeypatch):
+    check_op(isa=machine(on, monkeypatch), **case(name, ALL[form], "bf16"))
+
+
+@pytest.mark.parametrize("form", EVERY)
+@pytest.mark.parametrize("name", OPS)
+def test_products_of_pairs_of_every_form(name, form, monkeypatch):
+    """Sixteen lanes, as the tiles' kernels have them."""
+    check_op(isa=machine("16 lanes", monkeypatch), **case(name, ALL[form], "bf16", "add"))
+
+
+CUT: tuple[Any, ...] = ((3, 38, 6, 5), (35, 3, 3), {"padding": (1, 1)})
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("on", [on for on in MACHINES if "real" in on] or MACHINES[-1:])
+def test_bits_do_not_depend_on_how_a_product_is_cut(on, name, monkeypatch):
+    """One line at a time, a part of the depth and of the output's channels."""
+    isa = machine(on, monkeypatch)
+    whole = check_op(isa=isa, threads=(1,), **case(name, CUT, "bf16"))
+    changed(monkeypatch, conv_pairs, POSITIONS=6, SUMS=4 * 32 * 6, DEPTH=1, LINES=6)
+    monkeypatch.setattr(conv_pairs_gradient, "SUMS", 1)  # its POSITIONS are part of the result's definition
+    cut = check_op(isa=isa, threads=(1, 5), **case(name, CUT, "bf16"))
+    for output, values in whole.items():
+        assert np.array_equal(values.view(np.uint8), cut[output].view(np.uint8)), output
+
+
+@pytest.mark.parametrize("on", MACHINES[-1:])
+def test_blocks_of_several_lines_and_images(on, monkeypatch):
+    """A gradient of filters whose blocks are of two lines, then of two images."""
+    isa = machine(on, monkeypatch)
+    for positions in (12, 80):
+        monkeypatch.setattr(conv_pairs_gradient, "POSITIONS", positions)
+        check_op(isa=isa, **case("conv2d_dw", CUT, "bf16"))
+
+
+def test_the_way_follows_from_the_shape():
+    """Tiles for many channels; dot products where groups are narrow; fp32 for channels each for itself, for dilations that see many
+    lines and for outputs of few pixels."""
+    amx, dots = (isas.cross(name, X86_TRIPLE) for name in ("amx_bf16", "avx512_bf16"))
+
+    def grid(channels: int, size: int = 28, dilation: int = 1, outputs: int | None = None) -> Grid:
+        offsets = (-dilation, 0, dilation)
+        return Grid((size, size), channels, (outputs or size, outputs or size), (1, 1), offsets, offsets)
+
+    def tiled(isa: isas.ISA, g: Grid, width: int) -> list[bool | None]:
+        ways = conv_ways.forward_way(isa, "bf16", g, width), conv_ways.gradient_way(isa, "bf16", g, width)
+        return [way and way.tiled for way in ways]
+
+    assert tiled(amx, grid(64), 64) == [True, True]
+    assert tiled(amx, grid(4), 48) == [False, None]
+    assert tiled(dots, grid(64), 64) == [False, False]
+    assert tiled(amx, grid(1), 1) == [None, None]
+    assert tiled(amx, grid(64, 8, 40), 64) == [None, None]
+    assert tiled(amx, grid(64, 3, 1, 1), 64) == [None, None]
+    assert tiled(amx, grid(64, 5000), 64) == [None, None]
+    assert (
+        conv_ways.forward_way(amx, "fp32", grid(64), 64)
+        is conv_ways.forward_way(isas.X86["avx512"], "bf16", grid(64), 64)
+        is None
+    )
+
+
+@pytest.mark.parametrize("isa, instruction", [
+    (isas.cross("amx_bf16", X86_TRIPLE), "tdpbf16ps"),
+    (isas.cross("avx512_bf16", X86_TRIPLE), "vdpbf16ps"),
+    (isas.cross("neon_bf16", "aarch64-unknown-linux-gnu"), "bfdot"),
+], ids=lambda v: v if isinstance(v, str) else v.name)  # fmt: skip
+def test_images_of_bf16_are_multiplied_by_the_instruction_for_pairs(isa, instruction):
+    """With "auto" too: Winograd's algorithm multiplies fp32."""
+    p = Program(Store())
+    x = p.parameter("x", (1, 64, 28, 28), dtype="bf16")
+    y = p.conv2d(x, p.parameter("w", (64, 64, 3, 3)), padding=1)
+    p.output("dw", p.apply(Conv2dDw, dy=y, x=x, size=(3, 3), **y_attrs(p)).dw)
+    products = 0
+    for spec in lower_and_plan({"p": p}, threads=2, isa=isa).specs:
+        text = jit.target_machine(isa).emit_assembly(jit.module(spec.ir(isa), isa))
+        products += f"\t{instruction}\t" in text
+        assert f"\t{instruction}\t" in text or spec.name == "pack_filters"
+    assert products == 2
+
+
+def y_attrs(p: Program) -> dict[str, Any]:
+    """The attributes of the program's first convolution."""
+    return next(op.attrs for op in p.ops if op.name == "conv2d")
