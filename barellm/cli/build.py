@@ -14,7 +14,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, metavar="N", help="the most threads of a session (default: this machine's)"
     )
     parser.add_argument(
-        "--static", action="store_true", help="train-static too, which needs no shared libraries at all"
+        "--static",
+        action="store_true",
+        help="train-static and sample-static too, which need no shared libraries at all",
+    )
+    parser.add_argument(
+        "--isa", metavar="NAME", help="the instructions of another machine: avx2, avx512_bf16, neon, neon_bf16, ..."
     )
     add_configuration(parser)
 
@@ -23,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from barellm.errors import UserError
+    from barellm.inspect.kernels import isa_named
     from barellm.native.build import build
     from barellm.training.console import Console
     from barellm.training.run import Run
@@ -32,10 +38,11 @@ def run(args: argparse.Namespace) -> int:
     of_run = Path(args.preset or "") / "config.json"
     if args.preset and of_run.is_file():
         args.preset, args.config = None, str(of_run)
+    isa = isa_named(args.isa) if args.isa else None
     config = configuration(args)
     console = Console()
     job = Run(config, start=None, weights=None, device="cpu", console=console, started=time.monotonic(), asked=True)
-    built = build(job, Path(args.out), threads=args.threads, static=args.static)
+    built = build(job, Path(args.out), threads=args.threads, static=args.static, isa=isa)
     for path in sorted(path for path in built.folder.iterdir() if path.is_file()):
         print(f"{path}  {path.stat().st_size:,} bytes")
     quoted = " ".join(f"'{word}'" if "*" in word else word for word in built.command)

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from barellm.assembly.machine import Machine, build_programs, resolved
 from barellm.cpu import compilers, jit, sources
-from barellm.cpu.isa import arm, host
+from barellm.cpu.isa import ISA, arm, host
 from barellm.cpu.lang import sync
 from barellm.cpu.step import LoweredPrograms, lower_and_plan
 from barellm.cpu.threads import allowed_cpus, thread_count
-from barellm.data.kinds import tokenizer_files
 from barellm.data.shards import SHARD_TOKENS, TokenStream, magic_for, write_shard
 from barellm.data.sources import find_shards
 from barellm.errors import UserError
@@ -27,8 +26,8 @@ from barellm.native.source import ORDERS, Image
 from barellm.training.run import Run
 
 C = Path(__file__).parent / "c"
-PARTS = ("runtime.c", "checkpoint.c", "xxh3.c", "image.c")  # of the shared library, besides the kernels
-DRIVER = ("train.c", "shards.c", "settings.c")
+PARTS = ("runtime.c", "sampling.c", "checkpoint.c", "xxh3.c", "image.c")  # of the shared library, besides the kernels
+DRIVERS = {"train": ("train.c", "driver.c", "shards.c", "settings.c"), "sample": ("sample.c", "driver.c")}
 # Without contraction, as Python computes: a rate of the schedule must have the same bits. Tensors are read as bytes and as numbers.
 OPTIONS = (
     "-std=gnu11",
@@ -55,14 +54,33 @@ class Built:
         return [str(self.folder / "train"), "--train", self.train, "--val", self.val]
 
 
-def compiler() -> list[str]:
-    """The command of a C compiler: $CC, the system's, or the package ziglang's. UserError where there is none."""
-    for name in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+def compiler(isa: ISA) -> list[str]:
+    """The command of a C compiler for the machine of `isa`: $CC, the system's, or the package ziglang's. UserError where there is
+    none."""
+    machine = "aarch64" if for_arm(isa) else "x86_64"
+    here = for_arm(isa) == arm()
+    for name in (os.environ.get("CC", ""), *(("cc", "gcc", "clang") if here else (f"{machine}-linux-gnu-gcc",))):
         if name and shutil.which(name.split()[0]):
             return name.split()
     if find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "cc"]
-    raise UserError("there is no C compiler: install cc (Debian: apt install gcc libc6-dev), or pip install ziglang")
+        return [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu"]
+    package = "gcc libc6-dev" if here else f"gcc-{machine.replace('_', '-')}-linux-gnu"
+    raise UserError(
+        f"there is no C compiler for {machine}: install one (Debian: apt install {package}), or pip install ziglang"
+    )
+
+
+def statically(command: list[str]) -> list[str]:
+    """The command for programs that need no shared library: ziglang has a C library for it that is not the usual one."""
+    return [
+        *(word.replace("-linux-gnu", "-linux-musl") if "zig" in "".join(command) else word for word in command),
+        "-static",
+    ]
+
+
+def for_arm(isa: ISA) -> bool:
+    """Whether code of this ISA runs on aarch64."""
+    return isa.triple.startswith(("aarch64", "arm64")) if isa.triple else arm()
 
 
 def check(run: Run) -> None:
@@ -85,21 +103,26 @@ def check(run: Run) -> None:
         raise UserError("barellm build makes programs for Linux, run it there")
 
 
-def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = False) -> Built:
+def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = False, isa: ISA | None = None) -> Built:
     """Make `folder`, which must not be there yet, of a run that nobody has begun. `threads`: the most that a session can have.
-    `static`: the driver alone too, with everything in it. UserError for what cannot be built."""
+    `static`: each driver alone too, with everything in it. `isa`: for which machine, this one unless given. UserError for what
+    cannot be built."""
     check(run)
-    command = compiler()
+    isa = isa or host()
+    command = compiler(isa)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--out {folder} is not empty: name another folder")
-    config = resolved(run.config, "cpu")
+    config = run.config
+    if config.train.dtype == "auto":
+        config = replace(config, train=replace(config.train, dtype="bf16" if isa.dot else "fp32"))
+    config = resolved(config, "cpu")
     programs = build_programs(config)
     threads = threads or thread_count()
-    lowered = lower_and_plan(programs, threads=threads)
+    lowered = lower_and_plan(programs, threads=threads, isa=isa)
     machine = Machine(config, "cpu", None, programs, lowered.plan)
     run.config = config
     meta = json.dumps(run.meta(machine), indent=2)
-    image = Image(config, programs, lowered, host(), meta, tokenizer_files(run.data.tokenizer))
+    image = Image(config, programs, lowered, isa, meta, run.data.tokenizer)
     kernels = objects(lowered)
     source = folder / "source"
     source.mkdir(parents=True)
@@ -119,10 +142,10 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
     shared = [*OPTIONS, "-fPIC", "-fvisibility=default", *PARTS, *names]
     link = ["-shared", "-Wl,--version-script=exported", "-Wl,-z,noexecstack", "-lm", "-o", "../libbarellm.so"]
     _run([*command, *shared, *link], source)
-    rpath = ["-L..", "-lbarellm", "-lm", "-Wl,-rpath,$ORIGIN", "-o", "../train"]
-    _run([*command, *OPTIONS, *DRIVER, *rpath], source)
-    if static:
-        _run([*command, *OPTIONS, "-static", *DRIVER, *PARTS, *names, "-lm", "-o", "../train-static"], source)
+    for name, parts in DRIVERS.items():
+        _run([*command, *OPTIONS, *parts, "-L..", "-lbarellm", "-lm", "-Wl,-rpath,$ORIGIN", "-o", f"../{name}"], source)
+        if static:
+            _run([*statically(command), *OPTIONS, *parts, *PARTS, *names, "-lm", "-o", f"../{name}-static"], source)
     return Built(folder, *patterns(run, folder))
 
 
@@ -130,11 +153,12 @@ def objects(lowered: LoweredPrograms) -> list[bytes]:
     """The kernels and the threads' walk as objects for a linker."""
     import llvmlite.binding as llvm
 
-    isa = replace(lowered.isa, triple=llvm.get_default_triple())
+    isa = replace(lowered.isa, triple=lowered.isa.triple or llvm.get_default_triple())
+    on_arm = for_arm(isa)
     emitters = {spec.key: partial(spec.ir, isa) for spec in lowered.specs}
     kernels = compilers.cached_objects(emitters, isa, processes=min(lowered.threads, len(allowed_cpus())))
-    key = f"sync|{sources.digest(sync.__name__)}|{arm()}|linked"
-    return [*kernels, jit.cached_object(key, isa, lambda: sync.ir(arm=arm(), futex=True))]
+    key = f"sync|{sources.digest(sync.__name__)}|{on_arm}|linked"
+    return [*kernels, jit.cached_object(key, isa, lambda: sync.ir(arm=on_arm, futex=True))]
 
 
 def patterns(run: Run, folder: Path) -> tuple[str, str]:
@@ -159,5 +183,7 @@ def _write(folder: Path, name: str, stream: TokenStream, vocab_size: int) -> Non
 def _run(command: list[str], folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line or "undefined" in line] or [done.stderr]
+        lines = [
+            line for line in done.stderr.splitlines() if "error" in line or "undefined" in line or "multiple" in line
+        ] or [done.stderr]
         raise UserError(f"{' '.join(command[:3])} does not build in {folder}: {lines[0].strip()}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from barellm.cpu import specialisation
 from barellm.cpu.isa import ISA
 from barellm.cpu.lang import sync
 from barellm.cpu.step import LoweredPrograms, barriers
+from barellm.data.kinds import tokenizer_files
+from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.program import scalars
 from barellm.program.builder import Program
@@ -31,6 +34,7 @@ PROGRAMS = ("init", "micro", "update", "eval", "decode")
 OUTPUTS = {"micro": "loss", "update": "clip", "eval": "loss", "decode": "logits"}
 FORMATS = ("fp32", "i32", "bf16", "fp16", "split", "half", "truncated", "e6m9", "ue6m10")
 KEPT = ("fp32", "i32", "bf16", "split", "half", "truncated", "e6m9", "ue6m10")  # those that runtime.c takes apart
+CUT = {"bytes": "BY_BYTE", "chars": "BY_CHARACTER"}  # tokenizers whose texts the program can cut
 ORDERS = ("epoch", "random", "sequential")
 FLAGS = {  # instruction set -> what Linux calls the instructions in /proc/cpuinfo
     "amx_bf16": "amx_tile amx_bf16 avx512_bf16 avx512bw avx512vl avx512dq fma",
@@ -50,7 +54,7 @@ class Image:
     lowered: LoweredPrograms
     isa: ISA
     meta: str
-    tokenizer: Mapping[str, bytes]
+    tokenizer: Tokenizer
     _arguments: list[int] = field(default_factory=list)
     _relocations: list[int] = field(default_factory=list)
 
@@ -64,6 +68,11 @@ class Image:
         for t in self.kept:
             if t.dtype not in KEPT:
                 raise UserError(f"{t.name} is stored as {t.dtype}, expected one of {', '.join(KEPT)}")
+
+    @cached_property
+    def files(self) -> dict[str, bytes]:
+        """The tokenizer's files in a checkpoint."""
+        return tokenizer_files(self.tokenizer)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -81,7 +90,9 @@ class Image:
             "weights_header": tensorfile.header_of(by_role["parameter"])[0],
             "optimizer_header": tensorfile.header_of(by_role["state"])[0],
             "meta_text": self.meta.removeprefix("{\n").removesuffix("\n}").encode(),
-            **{f"tokenizer_{i}": data for i, data in enumerate(self.tokenizer.values())},
+            "token_table": np.cumsum([len(t) for t in self.tokenizer.tokens], dtype="<u4").tobytes()
+            + b"".join(self.tokenizer.tokens),
+            **{f"tokenizer_{i}": data for i, data in enumerate(self.files.values())},
         }
 
     # --- layout.h ---
@@ -167,16 +178,21 @@ class Image:
 
         rows = {}
         for name, data in self.blobs().items():
-            yield f'__asm__(".section .rodata\\n{name}_begin:\\n.incbin \\"{name}.bin\\"\\n{name}_end:\\n.byte 0\\n.previous");'
+            lines = f'.balign 8\\n{name}_begin:\\n.incbin \\"{name}.bin\\"\\n{name}_end:\\n.byte 0'
+            yield f'__asm__(".section .rodata\\n{lines}\\n.previous");'
             yield f'extern const char {name}_begin[] __attribute__((visibility("hidden")));'
             yield f'extern const char {name}_end[] __attribute__((visibility("hidden")));'
             rows[name] = f'{name}_begin, {name}_end, "{xxhash.xxh3_64_hexdigest(data)}"'
         for name in ("weights_header", "optimizer_header", "meta_text"):
             yield f'const struct blob {name} = {{"", {rows[name]}}};'
         yield "const struct blob tokenizer_files[] = {"
-        for i, name in enumerate(self.tokenizer):
+        for i, name in enumerate(self.files):
             yield f'    {{"{name}", {rows[f"tokenizer_{i}"]}}},'
-        yield f"}};\nconst int64_t tokenizer_file_count = {len(self.tokenizer)};"
+        yield f"}};\nconst int64_t tokenizer_file_count = {len(self.files)};"
+        known = self.tokenizer
+        yield from _array("static const int32_t ends[]", sorted(known.ends))
+        numbers = f"{known.vocab_size}, {CUT.get(known.name, 'BY_RULES')}, {known.start}, ends, {len(known.ends)}"
+        yield f'const struct tokenizer tokenizer = {{{{"", {rows["token_table"]}}}, {numbers}}};'
 
     def _run(self) -> Iterable[str]:
         plan, private, config = self.lowered.plan, self.lowered.private, self.config
@@ -195,7 +211,8 @@ class Image:
         yield f"const struct schedule schedule = {{{rates}, {_list(steps)}, {o.schedule.upper()}}};"
         sizes = (train.batch, train.seq, train.accumulate, train.ramp_from, train.ramp_tokens, train.steps, train.seed)
         gradient = float(models.loss_gradient(config.model) or 0.0)
-        yield f"const struct run run = {{{_list(sizes)}, {config.model.vocab_size}, {gradient.hex()}}};"
+        model = f"{config.model.vocab_size}, {int(models.whole(config.model))}"
+        yield f"const struct run run = {{{_list(sizes)}, {model}, {gradient.hex()}}};"
         yield f'const char *const instructions = "{FLAGS.get(self.isa.name, "")}";'
 
     def settings(self, *, final_tokens: int) -> str:

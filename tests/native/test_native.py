@@ -15,6 +15,7 @@ import xxhash
 
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
+from barellm.cpu.isa import host
 from barellm.native.build import compiler
 from barellm.training import metrics
 
@@ -206,7 +207,7 @@ def test_the_hash_is_xxh3(made):
     """Of any number of bytes above 240, in pieces of any size."""
     source = made / "program/source"
     library = made / "hash.so"
-    subprocess.run([*compiler(), "-shared", "-fPIC", "-O2", "-o", library, source / "xxh3.c"], check=True)
+    subprocess.run([*compiler(host()), "-shared", "-fPIC", "-O2", "-o", library, source / "xxh3.c"], check=True)
     lib = ctypes.CDLL(str(library))
     lib.hash_end.restype = ctypes.c_uint64
     data = np.random.default_rng(0).integers(0, 256, 5000, np.uint8).tobytes()
@@ -244,6 +245,44 @@ def test_no_compiler_is_one_line(made, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
     assert main(["build", "shakespeare-char", "--data", str(made / "text.txt"), "-o", str(tmp_path / "out")]) == 2
     assert "there is no C compiler" in capsys.readouterr().err
+
+
+def test_a_program_of_a_runs_folder_and_of_named_shards(made, monkeypatch):
+    """The configuration comes from the run, and shards that say which are for training stay where they are."""
+    monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
+    monkeypatch.setenv("BARELLM_THREADS", "2")
+    shards = made / "program/data"
+    options = ["shakespeare-char", "--data", str(shards), *SIZES, "--data.tokenizer", "bytes", "--steps", "3"]
+    assert main(["train", *options, "--out", str(made / "of-shards")]) == 0
+    assert main(["build", str(made / "of-shards"), "-o", str(made / "again")]) == 0
+    assert not (made / "again/data").exists()
+    command = [made / "again/train", "--train", shards / "*train*.bin", "--val", shards / "*val*.bin"]
+    assert subprocess.run([*command, "--out", made / "of-run"], env={}, capture_output=True).returncode == 0
+    assert numbers(made / "of-run") == numbers(made / "of-shards")
+
+
+ARM = next(filter(shutil.which, ("qemu-aarch64-static", "qemu-aarch64")), None)
+
+
+@pytest.mark.skipif(
+    not (ARM and shutil.which("aarch64-linux-gnu-gcc")), reason="there is no compiler for aarch64 or no emulator of it"
+)
+@pytest.mark.parametrize("isa", ["neon", "neon_bf16"])
+def test_a_program_for_aarch64_runs_in_an_emulator(made, isa, monkeypatch):
+    """Its numbers are Python's on this machine but for roundings, and its checkpoints are as good as any."""
+    monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
+    common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, "--threads", "2", "--isa", isa]
+    assert main(["build", *common, "-o", str(made / isa), "--static", "--dtype", "fp32"]) == 0
+    data = made / "program/data"
+    command = [ARM, "-cpu", "max", made / isa / "train-static", "--train", data / "train_*.bin"]
+    command += ["--val", data / "val_*.bin", "--out", made / f"run-{isa}"]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert main(["train", *common[:-4], "--dtype", "fp32", "--out", str(made / f"python-{isa}")]) == 0
+    theirs, ours = ([row for row in numbers(made / f"{x}-{isa}") if row[0] == "train"] for x in ("python", "run"))
+    assert len(ours) == len(theirs) == 22
+    for a, b in zip(ours, theirs, strict=True):
+        assert a[2:5] == pytest.approx(b[2:5], rel=2e-4), (a, b)
+    resume(made, f"run-{isa}")  # reads the checkpoint of the other machine
 
 
 def test_the_checkpoints_say_what_pythons_say(made):

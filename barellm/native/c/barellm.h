@@ -53,6 +53,30 @@ int barellm_evaluate(barellm *session, const int32_t *tokens, const int32_t *tar
 /* Feed `count` tokens at positions `position` on. logits: `vocabulary` numbers for the token that follows the last of them. */
 int barellm_logits(barellm *session, const int32_t *tokens, int64_t count, int64_t position, float *logits);
 
+/* How a token is chosen. temperature 0 takes the most likely one; top_k 0, top_p 1 and min_p 0 cut nothing, and a repetition
+ * penalty of 1 changes nothing. Draw number i of a text has bits of (seed, i), which are those of `barellm sample --seed`. */
+typedef struct {
+    double temperature, top_p, min_p, repetition;
+    int64_t top_k;
+    uint64_t seed;
+} barellm_sampling;
+
+/* Go on from the first `known` ids of a text, which has room for known + count. Gives how many tokens were drawn, or -1. Where
+ * `each` is not NULL it gets every token as soon as it is known, and ends the text by a result other than 0. */
+int64_t barellm_sample(barellm *session, int32_t *text, int64_t known, int64_t count, const barellm_sampling *how,
+                       int (*each)(int32_t token, void *own), void *own);
+
+/* Ids for a model to go on from a text, at most `room`, which is at least 1 and the bytes of the text: their number, or -1. An
+ * empty text has the id from which texts begin; others need a tokenizer of bytes or of characters. */
+int64_t barellm_prompt(const char *text, int32_t *ids, int64_t room);
+
+/* The bytes that an id stands for, which end with no zero, and whether a text ends with it. */
+const char *barellm_token(int32_t id, int64_t *length);
+int barellm_ends(int32_t id);
+
+/* Positions that barellm_logits has. A text that is longer is fed again from its newer half. */
+int64_t barellm_positions(void);
+
 /* A tensor by its name, such as "wte", row-major in fp32. count: its number of elements, which is checked. */
 int64_t barellm_size(const barellm *session, const char *name); /* elements, or -1 */
 int barellm_read(barellm *session, const char *name, float *values, size_t count);

@@ -41,6 +41,7 @@ struct schedule {
 
 struct run {
     int64_t batch, seq, accumulate, ramp_from, ramp_tokens, steps, seed, vocabulary;
+    int64_t whole; /* the model has no cache: it is fed all of a text for each token */
     double loss_gradient; /* 0: one over the number of targets */
 };
 
@@ -48,6 +49,15 @@ struct blob {
     const char *name;
     const char *begin, *end;
     const char *xxh3_64; /* of files */
+};
+
+struct tokenizer {
+    struct blob table; /* where each token ends, uint32, then their bytes */
+    int64_t count;
+    enum { BY_RULES, BY_BYTE, BY_CHARACTER } by_piece; /* how a text is cut */
+    int32_t start; /* from which a text without a prompt goes on */
+    const int32_t *ends; /* the ids that end a text */
+    int64_t end_count;
 };
 
 extern const struct program programs[];
@@ -64,6 +74,7 @@ extern const struct schedule schedule;
 extern const struct run run;
 extern const char *const instructions; /* flags of /proc/cpuinfo that the code needs, spaces between */
 extern const struct blob weights_header, optimizer_header, meta_text;
+extern const struct tokenizer tokenizer;
 extern const struct blob tokenizer_files[];
 extern const int64_t tokenizer_file_count;
 

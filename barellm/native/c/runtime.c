@@ -14,6 +14,13 @@
 
 #include "runtime.h"
 
+#ifdef __aarch64__
+#include <sys/auxv.h>
+#ifndef HWCAP2_BF16
+#define HWCAP2_BF16 (1 << 14)
+#endif
+#endif
+
 #define HUGE_PAGE ((int64_t)2 << 20)
 
 /* The machine code of sync.py: a walk over a table by all threads. */
@@ -37,10 +44,15 @@ const char *barellm_error(void) { return message; }
 
 static int has_instructions(void) {
     if (!*instructions) return 1;
+#ifdef __aarch64__
+    if (getauxval(AT_HWCAP2) & HWCAP2_BF16) return 1; /* nothing else is asked for on aarch64 */
+    fail("this program was built for a processor with %s, which this one lacks: build it again", instructions);
+    return 0;
+#else
     FILE *file = fopen("/proc/cpuinfo", "r");
     char line[8192], wanted[256], *rest = wanted, *name;
     int found = 0;
-    while (file && !found && fgets(line, sizeof line, file)) found = !strncmp(line, "flags", 5) || !strncmp(line, "Features", 8);
+    while (file && !found && fgets(line, sizeof line, file)) found = !strncmp(line, "flags", 5);
     if (file) fclose(file);
     if (!found) return 1; /* nobody says */
     line[strcspn(line, "\n")] = ' ';
@@ -61,6 +73,7 @@ static int has_instructions(void) {
     }
 #endif
     return 1;
+#endif
 }
 
 static int64_t *place(char *block, int offset) { return (int64_t *)(block + offset); }
@@ -339,6 +352,8 @@ int barellm_evaluate(barellm *s, const int32_t *tokens, const int32_t *targets, 
     *loss = output(s, PROGRAM_EVAL);
     return 0;
 }
+
+int64_t barellm_positions(void) { return programs[PROGRAM_DECODE].seq; }
 
 int barellm_logits(barellm *s, const int32_t *tokens, int64_t count, int64_t position, float *logits) {
     begin(s);

@@ -1,18 +1,15 @@
 /* The driver: trains from shards of tokens, as `barellm train` does, and goes on from its checkpoints. */
 #define _GNU_SOURCE
-#include <dirent.h>
 #include <errno.h>
 #include <math.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <time.h>
-#include <unistd.h>
 
 #include "barellm.h"
+#include "driver.h"
 #include "shards.h"
 
 /* What of the configuration is the loop's (settings.c). */
@@ -25,33 +22,6 @@ static volatile sig_atomic_t stopped;
 
 static void on_signal(int number) { stopped = number; }
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + 1e-9 * t.tv_nsec;
-}
-
-static void end(const char *reason) {
-    fprintf(stderr, "train: error: %s\n", reason);
-    exit(2);
-}
-
-static void must(int wrong) {
-    if (wrong) end(barellm_error());
-}
-
-static void *room(size_t count, size_t size) {
-    void *found = calloc(count, size);
-    if (!found) end("no memory");
-    return found;
-}
-
-static char *option(int argc, char **argv, const char *name, const char *usual) {
-    for (int i = 1; i < argc; i += 2)
-        if (!strcmp(argv[i], name)) return argv[i + 1];
-    return (char *)usual;
-}
-
 static const char USAGE[] =
     "usage: train --train PATTERN --val PATTERN [--out DIR] [--threads N] [--stop STEP]\n"
     "  --train, --val   shards of tokens (.bin), a pattern of names in quotes\n"
@@ -59,16 +29,7 @@ static const char USAGE[] =
     "  --threads N      default: one for each processor\n"
     "  --stop STEP      end behind this step, with a checkpoint, as Ctrl-C does\n";
 
-static void check_options(int argc, char **argv) {
-    static const char *const known[] = {"--train", "--val", "--out", "--threads", "--stop"};
-    for (int i = 1; i < argc; i += 2) {
-        int found = 0;
-        for (size_t k = 0; k < sizeof known / sizeof *known; k++) found |= !strcmp(argv[i], known[k]);
-        if (found && i + 1 < argc) continue;
-        fputs(USAGE, stderr);
-        exit(!strcmp(argv[i], "--help") ? 0 : 2);
-    }
-}
+static const char *const KNOWN[] = {"--train", "--val", "--out", "--threads", "--stop", NULL};
 
 /* The mean loss over windows side by side; of more than `most` tokens over as many, spread evenly. */
 static double evaluate(barellm *s, const struct stream *val, int64_t most, int64_t *targets_seen) {
@@ -101,33 +62,7 @@ static double evaluate(barellm *s, const struct stream *val, int64_t most, int64
     return total / (double)seen;
 }
 
-/* This thread takes part in every step, beside helpers that are pinned to the processors behind the first one. */
-static void pin(void) {
-    const char *asked = getenv("BARELLM_PIN");
-    cpu_set_t set, one;
-    if ((asked && !strcmp(asked, "0")) || sched_getaffinity(0, sizeof set, &set)) return;
-    CPU_ZERO(&one);
-    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
-        if (CPU_ISSET(cpu, &set)) {
-            CPU_SET(cpu, &one);
-            break;
-        }
-    sched_setaffinity(0, sizeof one, &one); /* where it is refused, it runs unpinned */
-}
-
 /* --- the run's folder --- */
-
-static int64_t newest(const char *folder) {
-    DIR *listed = opendir(folder);
-    int64_t found = -1;
-    for (struct dirent *entry; listed && (entry = readdir(listed));) {
-        long long step;
-        int length = 0;
-        if (sscanf(entry->d_name, "step-%lld%n", &step, &length) == 1 && !entry->d_name[length] && step > found) found = step;
-    }
-    if (listed) closedir(listed);
-    return found;
-}
 
 /* metrics.jsonl with the rows that were known when the checkpoint of `step` was written. */
 static FILE *metrics(const char *out, int64_t step) {
@@ -166,8 +101,8 @@ static void look(barellm *s, const struct stream *val, int64_t tokens, FILE *fil
 }
 
 int main(int argc, char **argv) {
-    double started = now(), spent = 0;
-    check_options(argc, argv);
+    double started = seconds_now(), spent = 0;
+    check_options(argc, argv, KNOWN, USAGE);
     const char *out = option(argc, argv, "--out", NULL), *train = option(argc, argv, "--train", NULL), *held = option(argc, argv, "--val", NULL);
     int64_t last = atoll(option(argc, argv, "--stop", "0"));
     if (!train || !held) end("--train and --val name the shards of tokens, expected both");
@@ -195,7 +130,7 @@ int main(int argc, char **argv) {
     signal(SIGINT, on_signal);
     signal(SIGTERM, on_signal);
     printf("%lld parameters, %lld bytes of arena, %lld + %lld tokens, step %lld of %lld, ready after %.3f s\n", (long long)about.parameters,
-           (long long)about.arena_bytes, (long long)text.count, (long long)val.count, (long long)about.step, (long long)about.steps, now() - started);
+           (long long)about.arena_bytes, (long long)text.count, (long long)val.count, (long long)about.step, (long long)about.steps, seconds_now() - started);
     int64_t most = 0, saved = from;
     int32_t *tokens = NULL, *targets = NULL, *window = room(about.seq + 1, 4);
     for (; about.step < about.steps; about = barellm_about(s)) {
@@ -208,7 +143,7 @@ int main(int argc, char **argv) {
             targets = room(rows * seq, 4);
             most = rows;
         }
-        double begin = now();
+        double begin = seconds_now();
         for (int64_t row = 0; row < rows; row++) {
             read_window(&text, window_of(&text, settings.order, settings.seed, seq, about.samples + row), seq + 1, window);
             memcpy(tokens + row * seq, window, 4 * seq);
@@ -216,7 +151,7 @@ int main(int argc, char **argv) {
         }
         barellm_result r;
         must(barellm_step(s, tokens, targets, &r));
-        double took = now() - begin;
+        double took = seconds_now() - begin;
         spent += took;
         barellm_info after = barellm_about(s);
         printf("step %lld/%lld | loss %.6f | norm %.4f | lr %.2e | %.2f ms | %.0f tok/s\n", (long long)after.step, (long long)after.steps, r.loss,
@@ -227,12 +162,12 @@ int main(int argc, char **argv) {
             number(file, "loss", r.loss);
             number(file, "lr", r.lr);
             number(file, "grad_norm", r.norm);
-            fprintf(file, ", \"tokens\": %lld, \"tokens_per_s\": %.1f, \"seconds\": %.3f}\n", (long long)(after.samples * seq), rows * seq / took, now() - started);
+            fprintf(file, ", \"tokens\": %lld, \"tokens_per_s\": %.1f, \"seconds\": %.3f}\n", (long long)(after.samples * seq), rows * seq / took, seconds_now() - started);
             fflush(file);
         }
         int due = settings.checkpoint_every && after.step % settings.checkpoint_every == 0, over = stopped || after.step == last || after.step == after.steps;
         if (out && (due || over) && after.step != saved) {
-            must(barellm_save(s, folder, now() - started));
+            must(barellm_save(s, folder, seconds_now() - started));
             saved = after.step;
         }
         if (stopped || (after.step == last && after.step != after.steps)) {
