@@ -24,6 +24,7 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
     from barellm.errors import UserError
 
     rank, ranks = 0, None
+    launch.sign_in()
     try:
         ranks = MpiRanks()
         rank = ranks.rank
@@ -34,7 +35,6 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
                 f"{count} processes were started, and MPI knows of {ranks.count}: start them with the mpirun of the MPI that "
                 f"mpi4py uses, or srun --mpi=pmi2"
             )
-        launch.sign_in(rank)
         ranks.settle(allowed_cpus()[: thread_count()])
         status = command(args, ranks)
         ranks.close()

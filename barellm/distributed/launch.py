@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from barellm.distributed.guard import Guard
 from barellm.errors import UserError
 
 MOST = 1 << 16
@@ -46,23 +47,27 @@ def start(count: int, arguments: Sequence[str]) -> int:
     before = {}
     for number, passed in ((signal.SIGINT,) * 2, (signal.SIGTERM,) * 2, (signal.SIGHUP, signal.SIGTERM)):
         before[number] = signal.signal(number, lambda n, frame, passed=passed: process.send_signal(passed))
+    guard = Guard(process.pid)
+    guard.start()
     try:
         banner, numbers = _pass_on(process)
         status = process.wait()
     finally:
+        guard.end()
         for number, handler in before.items():
             signal.signal(number, handler)
-    if words := _killed(banner, numbers):
+    if words := guard.words or _killed(banner, guard.numbers | numbers):
         print(f"barellm: error: {words}", file=sys.stderr)
         return 1
     return status
 
 
-def sign_in(rank: int) -> None:
+def sign_in() -> None:
     """Tell the launcher which rank this process is, for its last line: on stdout, in a line that it keeps to itself. No file is
     needed, which would stay where all are killed."""
-    if os.environ.get("BARELLM_RANKS"):
-        os.write(1, b"%s%d %d\n" % (SIGN, rank, os.getpid()))
+    rank = os.environ.get("PMI_RANK", "")
+    if os.environ.get("BARELLM_RANKS") and rank.isdigit():
+        os.write(1, b"%s%d %d\n" % (SIGN, int(rank), os.getpid()))
 
 
 def _end_with_parent() -> None:

@@ -52,10 +52,11 @@ def test_the_launchers_own_words_do_not(monkeypatch):
 
 def test_a_rank_tells_its_number_to_our_launcher_only(monkeypatch, capfd):
     monkeypatch.delenv("BARELLM_RANKS", raising=False)
-    launch.sign_in(2)
+    monkeypatch.setenv("PMI_RANK", "2")
+    launch.sign_in()
     assert capfd.readouterr().out == ""
     monkeypatch.setenv("BARELLM_RANKS", "1")
-    launch.sign_in(2)
+    launch.sign_in()
     assert passed(monkeypatch, capfd.readouterr().out) == ("", ("", {os.getpid(): 2}))
 
 

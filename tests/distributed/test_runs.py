@@ -92,7 +92,7 @@ def test_ranks_train_the_model_of_one_process(place, pair, monkeypatch):
     assert tensorfile.read_header(one) == tensorfile.read_header(two), "the files are those of one process"
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_run_goes_on_with_any_number_of_ranks(place, pair, count):
     """With as many as before the bytes are those of a run never stopped."""
     folder = place / f"again-{count}"

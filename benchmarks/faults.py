@@ -1,0 +1,208 @@
+"""Runs of several processes that are killed, stopped or interrupted at random moments, with what becomes of each.
+
+    python benchmarks/faults.py --trials 100 --out benchmarks/results/faults.json
+
+A trial starts a small run as a user would, does one of these to it at some moment of its life, and waits for its end:
+
+- kill: SIGKILL to one rank
+- stop: SIGSTOP to one rank
+- interrupt: SIGINT (Ctrl-C) to the launcher
+- kill all: SIGKILL to all ranks and to everything that has started them
+
+All but the last must end within 30 s, with one line on stderr; for kill and stop it names the rank. Then every checkpoint must be
+whole, and the run resumed to its end must leave the same bytes as one that was never disturbed. The file has a row for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from barellm.checkpoint import checkpoint
+from barellm.distributed.guard import below, ranks_below
+
+KINDS = ("kill", "stop", "interrupt", "kill all")
+LONGEST_S = 30.0
+STEPS = 240
+START_SHARE = 0.25  # of the trials happen before the first step
+RUN = (
+    *("train", "shakespeare-char", "--steps", str(STEPS), "--batch", "12", "--seq", "8", "--train.eval_tokens", "256"),
+    *(
+        "--model.layers",
+        "1",
+        "--model.channels",
+        "32",
+        "--model.heads",
+        "2",
+        "--model.max_seq",
+        "8",
+        "--optim.warmup",
+        "1",
+    ),
+    *("--train.eval_every", "60", "--train.checkpoint_every", "20", "--train.keep", "99"),
+)
+Bytes = dict[str, bytes]
+
+
+class Trials:
+    """Runs in `place`, each of its own folder. `reference` is what a run leaves that nobody disturbs."""
+
+    def __init__(self, place: Path, ranks: int) -> None:
+        self.place, self.ranks = place, ranks
+        (place / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(400)))
+        begin = time.monotonic()
+        assert self.finished(place / "reference") == (0, "")
+        self.seconds = time.monotonic() - begin
+        self.reference = left(place / "reference")
+
+    def start(self, out: Path, *more: str) -> subprocess.Popen[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "barellm",
+            *RUN,
+            "--data",
+            str(self.place / "text.txt"),
+            "--out",
+            str(out),
+            *more,
+        ]
+        command += ["--ranks", str(self.ranks)]
+        own = os.environ | {"BARELLM_THREADS": "1"}
+        return subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def finished(self, out: Path, *more: str) -> tuple[int, str]:
+        process = self.start(out, *more)
+        error = process.communicate(timeout=300)[1]
+        return process.returncode, error
+
+    def one(self, number: int, seed: int) -> dict[str, Any]:
+        r = random.Random(f"{seed} {number}")
+        kind, rank, out = KINDS[number % len(KINDS)], r.randrange(self.ranks), self.place / f"trial-{number}"
+        process = self.start(out)
+        if r.random() < START_SHARE:
+            time.sleep(r.random() * self.seconds / 2)
+        else:
+            step = r.randrange(STEPS)
+            wait(lambda: process.poll() is not None or seen(out) >= step)
+            time.sleep(r.random() * 0.05)
+        row: dict[str, Any] = {"trial": number, "kind": kind, "rank": rank, "step": seen(out)}
+        row["pid"] = disturb(kind, process, rank)
+        begin = time.monotonic()
+        try:
+            error = process.communicate(timeout=2 * LONGEST_S)[1].strip()
+        except subprocess.TimeoutExpired:
+            disturb("kill all", process, rank)
+            error = process.communicate()[1].strip() + " (hung)"
+        row |= {"seconds": round(time.monotonic() - begin, 2), "status": process.returncode, "said": error}
+        found = checkpoint.steps(out / "checkpoints") if out.is_dir() else []
+        row["broken"] = [str(path) for path in found if checkpoint.problem(path)]
+        row["checkpoints"] = len(found)
+        again = ("--resume",) if (out / "config.json").exists() else ()
+        status, said = self.finished(out, *again)
+        row |= {"resumed": status, "resume_said": said.strip(), "same": status == 0 and left(out) == self.reference}
+        row["well"] = well(row)
+        if row["well"]:
+            shutil.rmtree(out)
+        return row
+
+
+def well(row: dict[str, Any]) -> bool:
+    """Whether all is as it should be. A run may have ended before anything happened to it."""
+    whole = not row["broken"] and row["same"] and row["seconds"] < LONGEST_S
+    if row["kind"] == "kill all" or row["pid"] is None:
+        return whole
+    lines = row["said"].splitlines()
+    if row["kind"] == "interrupt":
+        return whole and row["status"] in (130, 0) and len(lines) <= 1
+    named = len(lines) == 1 and re.match(rf"barellm: error: rank {row['rank']} ", lines[0])
+    return whole and (bool(named) or row["status"] == 0)
+
+
+def disturb(kind: str, process: subprocess.Popen[str], rank: int) -> int | None:
+    """Do it to a run. Gives the process that it was done to; None if the run has ended."""
+    if kind == "interrupt":
+        if process.poll() is not None:
+            return None
+        process.send_signal(signal.SIGINT)
+        return process.pid
+    if kind == "kill all":
+        every = [*below(process.pid), process.pid]
+        for number in every:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        return process.pid
+    found: list[int] = []
+
+    def there() -> bool:
+        found[:] = [number for number, of in ranks_below(process.pid) if of == rank]
+        return bool(found) or process.poll() is not None
+
+    wait(there)
+    with suppress(ProcessLookupError):
+        for number in found:
+            os.kill(number, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            return number
+    return None
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.005)
+
+
+def seen(out: Path) -> int:
+    """The last step in the metrics of a run."""
+    with suppress(OSError, IndexError, ValueError):
+        return int(json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+    return -1
+
+
+def left(out: Path) -> Bytes:
+    """The tensors of a run's last checkpoint."""
+    path = checkpoint.step_folder(out / "checkpoints", STEPS)
+    return {name: (path / name).read_bytes() for name in (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first trial")
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--beside", type=int, default=2, help="trials at a time")
+    parser.add_argument("--out", type=Path, help="rows are added to those of a file that is there")
+    args = parser.parse_args()
+    kept = json.loads(args.out.read_text())["trials"] if args.out and args.out.exists() else []
+    with tempfile.TemporaryDirectory(prefix="barellm-faults-") as folder, ThreadPoolExecutor(args.beside) as pool:
+        trials = Trials(Path(folder), args.ranks)
+        numbers = range(args.first, args.first + args.trials)
+        for row in pool.map(lambda number: trials.one(number, args.seed), numbers):
+            row["ranks"] = args.ranks
+            kept.append(row)
+            print(json.dumps(row), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps({"trials": kept}, indent=1) + "\n")
+    bad = sum(not row["well"] for row in kept)
+    print(
+        f"{len(kept)} trials, {bad} not as they should be, the slowest end {max(row['seconds'] for row in kept):.1f} s"
+    )
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

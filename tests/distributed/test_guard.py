@@ -1,0 +1,105 @@
+"""The launcher's guard: which processes are ranks, and what becomes of a run with one that is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from barellm.distributed import guard
+from barellm.distributed.guard import Guard, ranks_below
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+
+# A launcher with a proxy, and two processes below it.
+TREE = """
+import os, subprocess, sys, time
+if len(sys.argv) == 1:
+    sys.exit(subprocess.call([sys.executable, __file__, "proxy"]))
+for rank in "10":
+    subprocess.Popen(["sleep", "100"], env=os.environ | {"PMI_RANK": rank})
+subprocess.Popen(["sleep", "100"])
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A launcher, and {rank: process}."""
+    script = tmp_path / "tree.py"
+    script.write_text(TREE)
+    process = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
+    ranks: dict[int, int] = {}
+    deadline = time.monotonic() + 20
+    while len(ranks) < 2:
+        assert time.monotonic() < deadline
+        ranks = {rank: number for number, rank in ranks_below(process.pid)}
+    yield process, ranks
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_for(process: int, states: str) -> None:
+    deadline = time.monotonic() + 10
+    while guard._state(process) not in states:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_ranks_are_known_by_their_variables(tree):
+    ranks = tree[1]
+    assert sorted(ranks) == [0, 1]
+    assert {guard.variables(number)["PMI_RANK"] for number in ranks.values()} == {"0", "1"}
+    assert dict(ranks_below(ranks[0])) == {}
+
+
+def test_a_rank_that_stays_stopped_ends_the_run(tree, monkeypatch):
+    process, ranks = tree
+    monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")
+    found = Guard(process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
+    wait_for(ranks[1], "T")
+    assert [found.look(2.0) for _ in range(5)] == [False] * 5
+    assert found.numbers == {number: rank for rank, number in ranks.items()}
+    assert found.look(2.0)
+    assert found.words == f"rank 1 (process {ranks[1]}) has been stopped for 12 s: the run is ended"
+    for number in ranks.values():
+        wait_for(number, "Z")
+
+
+def test_a_rank_that_goes_on_is_let_be(tree, monkeypatch):
+    process, ranks = tree
+    monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")
+    found = Guard(process.pid)
+    for _ in range(3):
+        os.kill(ranks[0], signal.SIGSTOP)
+        wait_for(ranks[0], "T")
+        assert not found.look(8.0)
+        os.kill(ranks[0], signal.SIGCONT)
+        wait_for(ranks[0], "RS")
+        assert not found.look(8.0)
+    assert found.words == ""
+
+
+def test_it_ends_when_asked(monkeypatch):
+    monkeypatch.setattr(guard, "LOOK_S", 0.01)
+    seen: list[float] = []
+    found = Guard(0)
+    monkeypatch.setattr(found, "look", lambda passed: bool(seen.append(passed)))
+    found.start()
+    while len(seen) < 3:
+        time.sleep(0.005)
+    found.end()
+    assert not found.is_alive() and max(seen) <= 0.02
+
+
+def test_a_process_that_is_gone_has_no_state():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert guard._state(gone.pid) == "Z"
+    assert not Path(f"/proc/{gone.pid}").exists() and list(ranks_below(gone.pid)) == []
