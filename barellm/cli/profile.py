@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from barellm.cli.options import add_configuration, add_device, add_stage, configuration
 from barellm.errors import UserError
+
+if TYPE_CHECKING:
+    from barellm.program.ranks import Ranks
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -18,30 +21,45 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="folder for profile.json, timeline.json, profile.svg (default: runs/profile-PRESET-BATCHxSEQ-DTYPE)",
     )
     parser.add_argument("--json", action="store_true", help="print the content of profile.json instead of the table")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="profile the first of N processes of this machine that train together"
+    )
     add_device(parser)
     add_stage(parser)
     add_configuration(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from barellm.cli.ranks import dispatched
+
+    return dispatched("profile", args, _profile)
+
+
+def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     from barellm.assembly.machine import resolved
     from barellm.cli.bench import warm_steps
     from barellm.models.course import only_stage
     from barellm.plans import devices
     from barellm.profiling import profile
+    from barellm.training import together
 
     devices.check(args.device)
     steps = warm_steps(args)
     config = configuration(args)
     config.check()
+    together.check(config, device=args.device, ranks=ranks)
     config = resolved(only_stage(config, args.stage), args.device)
     train = config.train
+    several = f"-{ranks.count}-ranks" * (ranks.count > 1)
     gpu = "-cuda" * (args.device == "cuda")
-    out = Path(args.out or f"runs/profile-{config.preset}-{train.batch}x{train.seq}-{train.dtype}{gpu}")
+    out = Path(args.out or f"runs/profile-{config.preset}-{train.batch}x{train.seq}-{train.dtype}{gpu}{several}")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file, expected a folder")
-    out.mkdir(parents=True, exist_ok=True)
-    result = profile.measure(config, steps=steps, folder=out, device=args.device)
+    if ranks.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+    result = profile.measure(config, steps=steps, folder=out, device=args.device, ranks=ranks)
+    if ranks.rank:
+        return 0
     print(
         json.dumps(result)
         if args.json
@@ -52,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def lines(r: dict[str, Any]) -> list[str]:
     from barellm.cli.bench import ceiling_line, title_line
+    from barellm.profiling import between
 
     step = r["step_s"]
     columns = {"count": 6, "ms": 10, "wait ms": 9, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of bound": 12}
@@ -65,7 +84,8 @@ def lines(r: dict[str, Any]) -> list[str]:
         for symbol, part in row["kernels"].items():
             times = f"{part['s'] * 1e3:>10.3f}{part['wait_s'] * 1e3:>9.3f}{100 * part['s'] / step:>11.2f}"
             found.append(f"  {symbol:<46}{part['calls']:>6}{times}")
-    return found + (_of_threads(r) if r["by_thread"] else _of_gpu(r))
+    found += _of_threads(r) if r["by_thread"] else _of_gpu(r)
+    return found + (between.lines(r["between_ranks"], step) if "between_ranks" in r else [])
 
 
 def _of_gpu(r: dict[str, Any]) -> list[str]:

@@ -11,8 +11,23 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from barellm.program.ranks import Ranks
+from barellm.runtime.ranks import ALONE
 
 AFTER_S = 2.0  # after which a rank speaks of a mistake that rank 0 has not made: one line is enough where all have
+
+
+def dispatched(name: str, args: argparse.Namespace, command: Callable[[argparse.Namespace, Ranks], int]) -> int:
+    """The exit status of the command `name`, which `command` does: in this process, as one of the ranks that a launcher has
+    started, or in as many processes as --ranks asks for."""
+    from barellm.distributed import launch, world
+
+    if (count := world.started_as_one_of()) > 1:
+        run_as_rank(args, count, command)
+    number, several = world.torchrun() or (0, args.ranks or 1)
+    if several == 1:
+        return command(args, ALONE)
+    # The first of torchrun's processes starts them all, for MPI; the others have nothing to do.
+    return 0 if number else launch.start(several, [name, *args.words])
 
 
 def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argparse.Namespace, Ranks], int]) -> NoReturn:

@@ -39,21 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from barellm.distributed import world
-    from barellm.runtime.ranks import ALONE
+    from barellm.cli.ranks import dispatched
 
-    count = world.started_as_one_of()
-    if count > 1:
-        from barellm.cli.ranks import run_as_rank
-
-        return run_as_rank(args, count, _train)
-    number, several = world.torchrun() or (0, args.ranks or 1)
-    if several == 1:
-        return _train(args, ALONE)
-    from barellm.distributed import launch
-
-    # Of torchrun's processes the first starts them all, for MPI; the others have nothing to do.
-    return 0 if number else launch.start(several, ["train", *args.words])
+    return dispatched("train", args, _train)
 
 
 def _train(args: argparse.Namespace, ranks: Ranks) -> int:

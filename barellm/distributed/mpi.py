@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from barellm.distributed import cores as cores_module
-from barellm.distributed.memory import Reading, allow_reading, can_read
+from barellm.distributed.memory import Place, Reading, allow_reading, can_read
 from barellm.distributed.watch import Watch, end_all
 from barellm.errors import UserError
 
@@ -53,31 +53,51 @@ class MpiRanks:
 
         def transfer() -> None:
             if self._readable:
-                self._wait([self._world.Ibarrier()])  # all have what is read now
+                self.meet()  # all have what is read now
             self._send_and_receive(sends, receives)
+            whole = True
             try:
                 for read in readings:
                     read()
-            except OSError:  # its process is gone: the launcher, or the watch, is about to end this one too
-                with self._watch.waiting() as look:
-                    while True:
-                        look()
+            except OSError:
+                whole = False
             if self._readable:
-                self._wait([self._world.Ibarrier()])  # nobody reads any more
+                self.meet(whole=whole)  # nobody reads any more
 
         return transfer
+
+    @property
+    def direct(self) -> bool:
+        return bool(self._readable)
+
+    def places(self, sends: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, list[int]]]:
+        found = self._places(sends)
+        return [(process, [address for address, _ in found[rank]]) for rank, process in self._readable.items()]
+
+    def meet(self, *, whole: bool = True) -> None:
+        if whole:
+            self._wait([self._world.Ibarrier()])
+            return
+        # Its process is gone: the launcher, or the watch, is about to end this one too.
+        with self._watch.waiting() as look:
+            while True:
+                look()
 
     def _readings(
         self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
     ) -> list[Reading]:
         """What is read of the memory of each rank that can be read."""
-        found = []
-        for rank in self._readable:
-            self.send(rank, [(array.ctypes.data, array.nbytes) for to, array in sends if to == rank])
+        found, places = [], self._places(sends)
         for rank, process in self._readable.items():
             arrays = [array for source, array in receives if source == rank]
-            found.append(Reading(process, arrays, self.receive(rank)))
+            found.append(Reading(process, arrays, places[rank]))
         return found
+
+    def _places(self, sends: Sequence[tuple[int, np.ndarray]]) -> dict[int, list[Place]]:
+        """Where each rank that can be read has what it sends to this one."""
+        for rank in self._readable:
+            self.send(rank, [(array.ctypes.data, array.nbytes) for to, array in sends if to == rank])
+        return {rank: self.receive(rank) for rank in self._readable}
 
     def _try_reading(self) -> dict[int, int]:
         """{rank: process} of the others, if all ranks are on one machine and may read each other's memory; else nothing."""

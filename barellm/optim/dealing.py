@@ -60,30 +60,54 @@ class Dealing:
 
     def partials(self, p: Program, params: Sequence[Tensor]) -> list[Tensor]:
         """Append the sums of the gradients over the ranks, and what finds the partial sums of their squares."""
-        self.reduce(p, params)
-        return self.squares(p, params)
+        found = [p.activation(f"{t.name}.partials", (-(-t.size // CHUNK),), "fp32") for t in params]
+        if self.ranks.direct:
+            self._sum_shares(p, params, found)
+        else:
+            self.reduce(p, params)
+            self._squares(p, params, found)
+        self._gather(p, [(t, self._chunks(param)) for t, param in zip(found, params, strict=True)])
+        return found
+
+    def _sum_shares(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
+        """The sums and the partial sums of squares of this rank's share, of what it reads of the others' memory."""
+        from barellm.program import ops
+
+        ranks, into, to = self.ranks, {}, []
+        operands: dict[str, Any] = {}
+        for t in params:
+            for rank, part in enumerate(self.parts[t.name]):
+                if rank != ranks.rank and (theirs := _cut(t, part)) is not None:
+                    operands[f"x{len(operands)}"] = p.gradient_of(theirs)
+                    to.append((rank,))
+        for t, sums in zip(params, partials, strict=True):
+            if (own := self.own(t)) is not None:
+                i = len(into) // 2
+                operands[f"own{i}"] = gradient = p.gradient_of(own)
+                into |= {f"y{i}": (gradient, "store"), f"p{i}": (self._own_chunks(t, sums), "store")}
+                to.append(())
+        p.apply(ops.SumShares, into=into, **operands, to=to, ranks=ranks)
 
     def restore(self, p: Program, params: Sequence[Tensor], scale: Tensor) -> None:
         """The gradients are as the optimizer wants them already."""
 
-    def squares(self, p: Program, params: Sequence[Tensor]) -> list[Tensor]:
-        """Append what finds the partial sums of squares of the gradients, those of all shares."""
+    def _squares(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
+        """The partial sums of squares of this rank's share of the gradients."""
         from barellm.program import ops
+
+        for t, sums in zip(params, partials, strict=True):
+            if (own := self.own(t)) is not None:
+                into = self._own_chunks(t, sums)
+                p.apply(ops.SumSquares, into={"partials": (into, "store")}, x=p.gradient_of(own))
+
+    def _chunks(self, param: Tensor) -> list[Part]:
+        """The partial sums that each rank finds of a parameter's."""
+        return [(-(-first // CHUNK), -(-end // CHUNK)) for first, end in self.parts[param.name]]
+
+    def _own_chunks(self, param: Tensor, partials: Tensor) -> Tensor:
         from barellm.program.tensor import Span
 
-        found: list[Tensor] = []
-        shares: list[tuple[Tensor, Sequence[Part]]] = []
-        for t in params:
-            partials = p.activation(f"{t.name}.partials", (-(-t.size // CHUNK),), "fp32")
-            found.append(partials)
-            parts = [(-(-first // CHUNK), -(-end // CHUNK)) for first, end in self.parts[t.name]]
-            shares.append((partials, parts))
-            if (own := self.own(t)) is not None:
-                first, end = parts[self.ranks.rank]
-                into = Span(partials, first, end - first)
-                p.apply(ops.SumSquares, into={"partials": (into, "store")}, x=p.gradient_of(own))
-        self._gather(p, shares)
-        return found
+        return Span(partials, *_sized(self._chunks(param)[self.ranks.rank]))
 
     def give(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append what gives each rank the parameters that the others have updated."""

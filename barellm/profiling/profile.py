@@ -13,26 +13,29 @@ import numpy as np
 from barellm.config import Config
 from barellm.plans.roofline import measured_ceiling
 from barellm.plans.rows import by_kernel, by_kind, mixes, op_seconds
-from barellm.profiling import chart, device_trace, timeline
+from barellm.profiling import between, chart, device_trace, timeline
 from barellm.profiling.step import StepBench, opened, where_it_ran
 from barellm.profiling.trace import LIMIT, Traces, account, call_seconds, pairs_for, record
+from barellm.program.ranks import Ranks
+from barellm.runtime.ranks import ALONE, first
 
 FILES = {"profile": "profile.json", "timeline": "timeline.json", "picture": "profile.svg"}
 
 
-def measure(config: Config, *, steps: int | None, folder: Path, device: str = "cpu") -> dict[str, Any]:
+def measure(
+    config: Config, *, steps: int | None, folder: Path, device: str = "cpu", ranks: Ranks = ALONE
+) -> dict[str, Any]:
     """Profile steps and return one JSON object about the traced step of median duration, of `steps` or of as many as a few seconds
-    allow. The files of FILES go to `folder`, which exists. `config` has its dtype resolved."""
-    with opened(config, device=device) as (bench, _):
+    allow. The files of FILES go to `folder`, which exists. `config` has its dtype resolved. Of several `ranks` each gets its own
+    object, and the first writes the files."""
+    with opened(config, device=device, ranks=ranks) as (bench, _):
         session, train = bench.machine.session, bench.train
         ceiling = measured_ceiling(device=device)
         ceiling.measure(mixes(session, bench.shares))
-        facts, calls_s, made = (_on_gpu if device == "cuda" else _on_cpu)(bench, steps)
+        facts, calls_s, made = _on_gpu(bench, steps) if device == "cuda" else _on_cpu(bench, steps, ranks)
         ceiling.measure(mixes(session, bench.shares))  # the machine's speed may have changed meanwhile
-        rows, kernels = (
-            by_kind(session, op_seconds(session, calls_s), ceiling, bench.shares),
-            by_kernel(session, calls_s),
-        )
+        of_ops, kernels = op_seconds(session, calls_s), by_kernel(session, calls_s)
+        rows = by_kind(session, of_ops, ceiling, bench.shares)
         for row in rows:
             row["percent_of_step"] = 100 * row["s"] / facts["step_s"]
             row["kernels"] = kernels.get((row["program"], row["op"], row["shape"]), {})
@@ -47,18 +50,22 @@ def measure(config: Config, *, steps: int | None, folder: Path, device: str = "c
             "ceiling": ceiling.to_json(),
             "ops": rows,
         }
+        if ranks.count > 1:
+            result |= {"ranks": ranks.count, "between_ranks": between.exposed(session, of_ops, ranks)}
         title = "{preset} {batch}x{seq} {dtype} {isa}".format(**result)
         events = made(title)
+    if ranks.rank:
+        return result
     (folder / FILES["profile"]).write_text(json.dumps(result, indent=1) + "\n")
     (folder / FILES["timeline"]).write_text(json.dumps(events))
     chart.draw(result, folder / FILES["picture"])
     return result
 
 
-def _on_cpu(bench: StepBench, steps: int | None) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
-    """(facts of the step, seconds of its calls, how to make its timeline)."""
-    traces, session = record(bench, steps or pairs_for(bench)), bench.machine.session
-    step = traces.middle()
+def _on_cpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
+    """(facts of the step, seconds of its calls, how to make its timeline). All ranks look at the step that is rank 0's middle."""
+    traces, session = record(bench, first(ranks, steps or pairs_for(bench))), bench.machine.session
+    step = traces.traced[first(ranks, traces.traced.index(traces.middle()))]
     threads = account(step)
     facts = {
         "step_s": step.seconds / step.steps,

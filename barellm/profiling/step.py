@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -18,6 +18,8 @@ from barellm.assembly.machine import Machine, open_machine
 from barellm.config import Config
 from barellm.models.course import shares
 from barellm.profiling.process import CallCounter, Usage, resident_bytes, seconds_since_start
+from barellm.program.ranks import Ranks
+from barellm.runtime.ranks import ALONE
 from barellm.training.course import course
 
 SEED = 1337
@@ -41,12 +43,14 @@ def one_micro_batch(config: Config) -> Config:
 
 
 class StepBench:
-    """An open machine that steps. Tokens and targets of step i depend on i only."""
+    """An open machine that steps. Tokens and targets of step i depend on i only. Of several `ranks` each takes its rows of them."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, ranks: Ranks = ALONE) -> None:
         self.machine = machine
         self.steps = 0
         self.train = machine.config.train
+        self.rows = self.train.batch // ranks.count
+        self.first = ranks.rank * self.rows
         self.vocabulary = machine.config.model.vocab_size
         alone = one_micro_batch(machine.config)
         self.course, self.shares, self.total = course(alone), shares(alone), self.train.steps or None
@@ -82,11 +86,12 @@ class StepBench:
             at = self.steps
             plan = self.course.step(at, self.total)
             self.course.enter(session, at, self.total)
-            session.write("tokens", tokens)
-            session.write("targets", targets)
+            own = slice(self.first, self.first + self.rows)
+            session.write("tokens", tokens[own])
+            session.write("targets", targets[own])
             micro = run(
-                "micro", batch=train.batch, seq=train.seq, accumulate=int(plan.adds), inv_targets=plan.inv_targets,
-                seed=SEED, step=at + 1, sample=at * train.batch,
+                "micro", batch=self.rows, seq=train.seq, accumulate=int(plan.adds), inv_targets=plan.inv_targets,
+                seed=SEED, step=at + 1, sample=at * train.batch + self.first,
             )  # fmt: skip
             self.loss = float(session.read("loss")[0]) * plan.shown  # as a run does: the update may need its place
             found += [("micro", micro), *((name, run(name, **scalars)) for name, scalars in plan.updates)]
@@ -100,7 +105,7 @@ class StepBench:
 
 
 @contextmanager
-def opened(config: Config, *, device: str = "cpu") -> Iterator[tuple[StepBench, dict[str, Any]]]:
+def opened(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE) -> Iterator[tuple[StepBench, dict[str, Any]]]:
     """A bench after its first step, and what the start took. `config` has its dtype resolved.
 
     first_step_s runs from the start of the process to the end of the first step. Its split: import (the interpreter and modules),
@@ -112,12 +117,12 @@ def opened(config: Config, *, device: str = "cpu") -> Iterator[tuple[StepBench, 
     counter = CallCounter()
     with ExitStack() as stack:
         with counter.watching_new_threads():
-            machine = stack.enter_context(open_machine(config, device=device))
+            machine = stack.enter_context(open_machine(config, device=device, ranks=ranks))
         begun = time.perf_counter()
         machine.initialize(SEED)
         machine.session.synchronize()
         initialised = time.perf_counter()
-        bench = StepBench(machine)
+        bench = StepBench(machine, ranks)
         first = bench.step()
         everything = (imported or 0.0) + time.perf_counter() - start
         split = {
@@ -202,14 +207,14 @@ def where_it_ran(machine: Machine) -> dict[str, Any]:
     return {name: value for name, value in machine.meta().items() if name in names}
 
 
-def serve(config: Config, *, device: str = "cpu") -> None:
-    """Be one side of an interleaved comparison, as barellm.bench.turns wants it."""
-    with opened(config, device=device) as (bench, facts):
+def serve(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE, lines: Iterable[str] | None = None) -> None:
+    """Be one side of an interleaved comparison, as barellm.bench.turns wants it. `lines`: what is asked, else standard input."""
+    with opened(config, device=device, ranks=ranks) as (bench, facts):
         start = where_it_ran(bench.machine) | {"dtype": bench.train.dtype}
         start |= {"arena_bytes": bench.machine.plan.arena_bytes}
         on_device = {"peak_device_bytes": bench.machine.plan.arena_bytes} if device == "cuda" else {}
         print(json.dumps(start | {k: v for k, v in facts.items() if k != "counter"}), flush=True)
-        for line in sys.stdin:
+        for line in sys.stdin if lines is None else lines:
             samples = [bench.step() for _ in range(int(line))]
             turn = {
                 "step_s": [s.seconds for s in samples],

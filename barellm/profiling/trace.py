@@ -26,7 +26,7 @@ SECONDS, FEWEST, MOST = 4.0, 7, 200  # of pairs of steps
 LIMIT = 2.0  # percent of a step that the parts of a thread may miss
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TracedStep:
     """A cycle of `steps` steps. `seconds`: by Python's clock. `begin` and `end`: the processor's counter at the same moments.
     `runs`: programs in their order, and (threads, calls, 3) of that counter for each, one tick being `tick_s` seconds."""

@@ -28,6 +28,20 @@ class Ranks(Protocol):
         It may be called often, all ranks call theirs, and it returns when all have arrived."""
         ...
 
+    @property
+    def direct(self) -> bool:
+        """Whether all ranks are on one machine and may read each other's memory."""
+        ...
+
+    def places(self, sends: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, list[int]]]:
+        """Where `direct` ranks read what each of the others has for this one, in the order of the ranks: its process, and the
+        addresses of its arrays in their order. `sends`: the arrays of this one, and for whom each is."""
+        ...
+
+    def meet(self, *, whole: bool = True) -> None:
+        """Wait until all ranks are here. Not `whole`: what this one has read is not all, for a rank is gone; the run ends."""
+        ...
+
     def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
         """Everybody's value, by rank. It may be whatever can be pickled."""
         ...

@@ -16,10 +16,17 @@ class Alone:
 
     rank: int = 0
     count: int = 1
+    direct: bool = False
 
     def prepared(
         self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
     ) -> Callable[[], None]:
+        raise AssertionError("there is nobody else")
+
+    def places(self, sends: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, list[int]]]:
+        raise AssertionError("there is nobody else")
+
+    def meet(self, *, whole: bool = True) -> None:
         raise AssertionError("there is nobody else")
 
     def gather(self, value: Any, *, patient: bool = False) -> list[Any]:

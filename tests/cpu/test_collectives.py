@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from barellm.cpu.kernel import REGISTRY
 from barellm.cpu.step import CpuSession
+from barellm.distributed.memory import can_read
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.ops.optimizer import CHUNK
 from barellm.program.tensor import Span
 from tests.cpu.check import ISAS, check_op, isa_named, persistent
 
@@ -45,6 +51,88 @@ def test_a_span_is_inside_its_tensor_and_is_refused_by_kernels_that_do_not_know_
             Span(x, first, count)
     op = p.apply(ops.Add, a=Span(x, 3, 5), b=Span(x, 8, 5))
     assert REGISTRY.refusal(op) == "the cpu backend's kernel for add takes no view for a, found a (5,) fp32"
+
+
+class Neighbours:
+    """Rank number `rank` of those that read each other's memory. `theirs[r][i]`: what rank r has found for share i."""
+
+    direct = True
+
+    def __init__(self, rank: int, theirs: list[list[np.ndarray]], process: int) -> None:
+        self.rank, self.count, self.theirs, self.process = rank, len(theirs), theirs, process
+        self.met: list[bool] = []
+
+    def _others(self) -> list[list[np.ndarray]]:
+        return [arrays for rank, arrays in enumerate(self.theirs) if rank != self.rank]
+
+    def prepared(self, sends, receives):
+        assert not sends
+
+        def transfer():
+            found = {rank: iter(arrays) for rank, arrays in enumerate(self.theirs)}
+            for rank, array in receives:
+                array[...] = next(found[rank])
+
+        return transfer
+
+    def places(self, sends):
+        assert not sends
+        return [(self.process, [array.ctypes.data for array in arrays]) for arrays in self._others()]
+
+    def meet(self, *, whole: bool = True) -> None:
+        self.met.append(whole)
+
+
+def shares(sizes: tuple[int, ...], count: int) -> list[list[np.ndarray]]:
+    r = np.random.default_rng(sum(sizes))
+    return [[r.standard_normal(n).astype(np.float32) for n in sizes] for _ in range(count)]
+
+
+WORD = np.arange(8, dtype=np.uint8)
+can = pytest.mark.skipif(
+    not can_read(os.getpid(), (WORD.ctypes.data, WORD.nbytes), WORD.tobytes()),
+    reason="this system forbids to read the memory of a process",
+)
+
+
+@can
+@each_isa
+@pytest.mark.parametrize(
+    "sizes, count, rank", [((1, 17), 2, 0), ((CHUNK + 5, 3), 2, 1), ((2 * CHUNK,), 3, 1), ((4099, CHUNK - 1, 2), 4, 3)]
+)
+def test_what_is_read_of_other_processes_is_added_in_the_order_of_the_ranks(isa, sizes, count, rank):
+    theirs = shares(sizes, count)
+    ranks = Neighbours(rank, theirs, os.getpid())
+    given = {f"own{i}": persistent(values) for i, values in enumerate(theirs[rank])}
+    bounds = {f"y{i}": 1e-6 * count for i in range(len(sizes))} | {f"p{i}": 1e-5 * CHUNK for i in range(len(sizes))}
+    found = check_op(ops.SumShares, isa, given, to=[()] * len(sizes), ranks=ranks, bounds=bounds)
+    for i in range(len(sizes)):
+        total = theirs[0][i]
+        for values in theirs[1:]:
+            total = total + values[i]
+        assert np.array_equal(found[f"y{i}"].astype(np.float32), total), "to the bit"
+    assert ranks.met and all(ranks.met)
+
+
+@can
+def test_a_process_that_cannot_be_read_is_told_at_the_second_meeting():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    theirs = shares((CHUNK + 9,), 2)
+    p = Program(Store())
+    own = p.input("own", (CHUNK + 9,), "fp32")
+    ranks = Neighbours(0, theirs, gone.pid)
+    found = p.apply(ops.SumShares, own0=own, to=[()], ranks=ranks)
+    p.output("y", found.outputs["y0"])
+    session = CpuSession({"op": p}, threads=2)
+    try:
+        session.write("own", theirs[0][0])
+        for process, whole in ((gone.pid, False), (os.getpid(), False)):  # the place of each is asked for once
+            ranks.process = process
+            session.run("op")
+            assert ranks.met[-2:] == [True, whole]
+    finally:
+        session.close()
 
 
 class Doubles:

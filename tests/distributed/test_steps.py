@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from barellm import models
 from barellm.assembly.machine import open_machine, resolved, shares_of
 from barellm.checkpoint.shares import Shares
+from barellm.distributed.memory import can_read
 from barellm.program.dtypes import FORMATS
 from tests.distributed.threads import each_rank
 
@@ -114,12 +116,26 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("options, count, device", RECIPES.values(), ids=RECIPES)
-def test_ranks_train_as_one_process_that_adds_in_their_order(options, count, device, monkeypatch):
+# With ranks that read each other's memory, where this system lets them.
+DIRECT = ("adamw, three ranks", "fp32, accumulated", "normuon that may skip", "the references")
+WORD = np.arange(8, dtype=np.uint8)
+readable = can_read(os.getpid(), (WORD.ctypes.data, WORD.nbytes), WORD.tobytes())
+
+
+@pytest.mark.parametrize(
+    "options, count, device, direct",
+    [
+        pytest.param(*recipe, direct, id=f"{name}, read" if direct else name)
+        for name, recipe in RECIPES.items()
+        for direct in (False, True)
+        if not direct or (readable and name in DIRECT)
+    ],
+)
+def test_ranks_train_as_one_process_that_adds_in_their_order(options, count, device, direct, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "1")
     config = resolved(config_of(**options), device)
     whole, read, clip, nbytes = oracle(config, count, device)
-    results = each_rank(count, lambda ranks: trained(config, ranks, device))
+    results = each_rank(count, lambda ranks: trained(config, ranks, device), direct=direct)
     assert clip[1] < 1.0, "the norm must clip"
     saved = results[0][0]
     assert list(saved) == list(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import queue
 import threading
 from collections import defaultdict
@@ -15,8 +16,10 @@ LONG_S = 60.0
 class ThreadRanks:
     """One of several `runtime.ranks.Ranks`."""
 
-    def __init__(self, rank: int, count: int, boxes: dict[tuple[int, int, str], queue.Queue]) -> None:
-        self.rank, self.count, self._boxes = rank, count, boxes
+    def __init__(
+        self, rank: int, count: int, boxes: dict[tuple[int, int, str], queue.Queue], *, direct: bool = False
+    ) -> None:
+        self.rank, self.count, self._boxes, self.direct = rank, count, boxes, direct
 
     def _put(self, kind: str, rank: int, value: Any) -> None:
         self._boxes[self.rank, rank, kind].put(copy.deepcopy(value))
@@ -36,6 +39,16 @@ class ThreadRanks:
             assert (found.size, found.dtype) == (array.size, array.dtype)
             array[...] = found.reshape(array.shape)
 
+    def places(self, sends):
+        others = [rank for rank in range(self.count) if rank != self.rank]
+        for rank in others:
+            self._put("places", rank, [array.ctypes.data for to, array in sends if to == rank])
+        return [(os.getpid(), self._get("places", rank)) for rank in others]
+
+    def meet(self, *, whole: bool = True) -> None:
+        assert whole
+        self.gather(None)
+
     def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
         for rank in range(self.count):
             self._put("gather", rank, value)
@@ -48,15 +61,15 @@ class ThreadRanks:
         return self._get("value", rank)
 
 
-def each_rank(count: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
-    """What `work` gives for each of `count` ranks, which run side by side."""
+def each_rank(count: int, work: Callable[[ThreadRanks], Any], *, direct: bool = False) -> list[Any]:
+    """What `work` gives for each of `count` ranks, which run side by side. `direct`: they read each other's memory."""
     boxes: dict[tuple[int, int, str], queue.Queue] = defaultdict(queue.Queue)
     results: list[Any] = [None] * count
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(ThreadRanks(rank, count, boxes))
+            results[rank] = work(ThreadRanks(rank, count, boxes, direct=direct))
         except BaseException as error:
             errors.append(error)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from operator import add
 
 import numpy as np
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import sweep_result
+from barellm.cpu.kernels.loops import fold, sweep, sweep_result, zeros
+from barellm.cpu.kernels.reductions import CHAINS
+from barellm.cpu.lang import Pointer, Value
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
+from barellm.program.ops.optimizer import CHUNK
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part, plane
 
@@ -56,3 +61,88 @@ def _transfer(op: Op, c: Lowering, regions: Callable[[Tensor], list[Region]]) ->
         return op.ranks.prepared(op.departing(found), op.arriving(found))
 
     c.extern(prepare, reads, writes)
+
+
+# --- ranks that read each other's memory ---
+
+# A table of i64: the function that reads, whether a reading has failed, the others' processes, and for each share the addresses
+# of what they have for it.
+FUNCTION, FAILED, PROCESSES = 0, 1, 2
+
+
+def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, count) -> None:
+    """y (n) = the gradients of all ranks in their order, and the partial sums of its squares. The others' are read a
+    chunk at a time into this thread's scratch: they come from memory once, and nothing of them goes back there."""
+    others, here = count - 1, k.private()
+    with k.claim_each((n + CHUNK - 1) // CHUNK) as chunk:
+        begin, end = chunk * CHUNK, k.min((chunk + 1) * CHUNK, n)
+        for j in range(others):
+            there = table.get(number * others + (PROCESSES + others + j)) + begin * own.itemsize
+            read_process(k, table, table.get(PROCESSES + j), there, here.at(j * CHUNK), (end - begin) * own.itemsize)
+        sums = zeros(k, CHAINS)
+
+        def body(i, mask, chain):
+            terms = [here.load(i - begin + j * CHUNK, mask) for j in range(others)]
+            terms.insert(rank, own.load(i, mask))
+            total = terms[0]
+            for term in terms[1:]:
+                total = total + term
+            y.store(total, i, mask)
+            sums[chain].value = k.fma(total, total, sums[chain].value)
+
+        sweep(k, begin, end, body, unroll=CHAINS)
+        partials.put(k.sum(fold(sums, add)), chunk)
+
+
+def read_process(k: KernelBuilder, table, process: Value, there: Value, here, nbytes: Value) -> None:
+    """The bytes at the address `there` of another process, to `here`: by Linux's process_vm_readv, of one piece."""
+    pieces = []
+    for address in (k.op("i64", f"ptrtoint ptr {here.ref} to i64"), there):
+        piece = Pointer(k, k.alloca("i64", 2), "i64")
+        piece.put(address, 0)
+        piece.put(nbytes, 1)
+        pieces.append(f"ptr {piece.ref}, i64 1")
+    function = k.op("ptr", f"inttoptr i64 {table.get(FUNCTION).ref} to ptr")
+    number = k.op("i32", f"trunc i64 {process.ref} to i32")
+    found = k.op("i64", f"call i64 {function.ref}(i32 {number.ref}, {', '.join(pieces)}, i64 0)")
+    with k.when(found.differs(nbytes)):
+        table.put(k.int(1), FAILED)
+
+
+@lowering("sum_shares", floats="fp32", spans="*")
+def lower_sum_shares(op: Op, c: Lowering) -> None:
+    ranks, shares = op.ranks, op.shares
+    others = ranks.count - 1
+    table = c.scratch("places", 8 * (PROCESSES + others * (1 + len(shares))))
+    reads = [part(t) for t in op.inputs.values()]
+
+    def begin(arrays: list[np.ndarray]):
+        found = dict(zip(op.inputs, arrays, strict=False))
+        places = ranks.places(op.departing({name: [array] for name, array in found.items()}))
+        of_shares = np.array([addresses for _, addresses in places], np.int64).reshape(others, len(shares)).T
+        processes = [process for process, _ in places]
+        whole = np.array([reader(), 0, *processes, *of_shares.reshape(-1)], np.int64).view(np.uint8)
+
+        def call() -> None:
+            arrays[-1][: whole.size] = whole
+            ranks.meet()
+
+        return call
+
+    def end(arrays: list[np.ndarray]):
+        return lambda: ranks.meet(whole=not arrays[-1].view(np.int64)[FAILED])
+
+    c.extern(begin, reads, [part(table)])
+    c.private(4 * CHUNK * others)
+    for i, own in enumerate(shares):
+        y, partials = op.outputs[f"y{i}"], op.outputs[f"p{i}"]
+        operands = {"y": y, "partials": partials, "own": own, "table": (part(table), "i64"), "number": i, "n": own.size}
+        c.call(sum_share, operands, {"rank": ranks.rank, "count": ranks.count}, writes="y partials")
+    c.extern(end, [part(t) for t in op.outputs.values()], [part(table)])
+
+
+def reader() -> int:
+    """The address of Linux's process_vm_readv."""
+    found = ctypes.cast(ctypes.CDLL(None).process_vm_readv, ctypes.c_void_p).value
+    assert found is not None
+    return found

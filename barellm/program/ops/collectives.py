@@ -14,6 +14,7 @@ import numpy as np
 
 from barellm.program.dtypes import FORMATS
 from barellm.program.ops.base import Op, Spec, operand_bytes
+from barellm.program.ops.optimizer import CHUNK
 from barellm.program.tensor import Tensor, describe
 
 # The arrays that a tensor is: one, or one for each of its planes that travel.
@@ -95,6 +96,15 @@ class Gather(Transfer):
         return sum(operand_bytes(t) if self.planes(t) == [0] else t.nbytes for t in tensors)
 
 
+def _added(own: np.ndarray, others: np.ndarray, rank: int) -> np.ndarray:
+    """The sum of all ranks' values in their order: `own` is of `rank`, the rows of `others` of the rest."""
+    parts = np.insert(others, rank, own.reshape(-1), axis=0)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.reshape(own.shape)
+
+
 class AddRanks(Op):
     """y = what all ranks have found, added in their order: `own` is this one's, and `others` (ranks - 1, n) has the rest."""
 
@@ -106,11 +116,46 @@ class AddRanks(Op):
         return {"y": (own.shape, own.dtype)}
 
     def reference(self, own, others):
-        parts = np.insert(others, self.attrs["rank"], own.reshape(-1), axis=0)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return {"y": total.reshape(own.shape)}
+        return {"y": _added(own, others, self.attrs["rank"])}
 
     def flops(self) -> int:
         return self.others.size
+
+
+class SumShares(Transfer):
+    """y_i = what all ranks have found for this rank's share own_i, added in their order, and p_i = the partial sums of squares of
+    y_i (as `SumSquares`), for ranks that read each other's memory. The inputs that are no shares go to the ranks `to`, those that
+    are to none. What all have for one rank is in one order: that of its shares."""
+
+    name = "sum_shares"
+
+    @property
+    def shares(self) -> list[Tensor]:
+        return [t for name, t in self.inputs.items() if name.startswith("own")]
+
+    def infer(self, **inputs: Tensor) -> dict[str, Spec]:
+        self.expect(inputs)
+        shares = [t for name, t in inputs.items() if name.startswith("own")]
+        sums: dict[str, Spec] = {f"y{i}": (t.shape, t.dtype) for i, t in enumerate(shares)}
+        return sums | {f"p{i}": ((-(-t.size // CHUNK),), "fp32") for i, t in enumerate(shares)}
+
+    def reference(self, **arrays: Any) -> dict[str, np.ndarray]:
+        ranks, found = self.attrs["ranks"], {}
+        owned = [array for name, array in arrays.items() if name.startswith("own")]
+        others = [np.empty((ranks.count - 1, array.size), array.dtype) for array in owned]
+        sources = [rank for rank in range(ranks.count) if rank != ranks.rank]
+        arriving = [(rank, rows[i]) for rows in others for i, rank in enumerate(sources)]
+        sent = {name: [np.ascontiguousarray(array)] for name, array in arrays.items()}
+        ranks.prepared(self.departing(sent), arriving)()
+        for i, (own, rows) in enumerate(zip(owned, others, strict=True)):
+            total = _added(own, rows, ranks.rank)
+            squares = np.add.reduceat(total.reshape(-1) ** 2, np.arange(0, total.size, CHUNK))
+            found |= {f"y{i}": total, f"p{i}": squares}
+        return found
+
+    def flops(self) -> int:
+        return sum((self.ranks.count + 1) * t.size for t in self.shares)
+
+    def bytes(self) -> int:
+        """What is read of all ranks, and what is written."""
+        return sum((self.ranks.count + 1) * t.nbytes for t in self.shares)
