@@ -162,8 +162,8 @@ ROLES = {
     "forward": lambda p: p["op"] in ("linear", "linear_residual", "matmul"),
     "with GELU": lambda p: p["op"] == "linear_gelu",
     "input gradient": lambda p: p["op"].startswith("matmul_dx"),
-    "weight gradient": lambda p: p["op"] == "matmul_dw" and p["mode"] == "store",
-    "added to": lambda p: p["op"] == "matmul_dw" and p["mode"] == "add",
+    "weight gradient": lambda p: p["op"].startswith("matmul_dw") and p["mode"] == "store",
+    "added to": lambda p: p["op"].startswith("matmul_dw") and p["mode"] == "add",
 }
 
 

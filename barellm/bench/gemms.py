@@ -65,7 +65,7 @@ def products(
     chunk = chunk_tokens(model.padded_vocab, 2) if device == "cuda" else CLASSIFIER_TOKENS
     found: dict[str, dict[Product, None]] = {}
     for op in lowered.ops:
-        weight = op.outputs.get("dweight") if op.name == "matmul_dw" else op.inputs.get("weight")
+        weight = op.outputs.get("dweight") if op.name.startswith("matmul_dw") else op.inputs.get("weight")
         if weight is None or not any(one.product for one in primitives(op)):
             continue
         N, K = (int(n) for n in weight.shape)
@@ -76,7 +76,7 @@ def products(
         for kind in kinds:
             one = Product(layer, kind, N, K, count, bias=op.inputs.get("bias") is not None)
             known = found.setdefault(layer, {})
-            known |= dict.fromkeys([one, replace(one, mode="add")] if kind == "matmul_dw" else [one])
+            known |= dict.fromkeys([one, replace(one, mode="add")] if kind.startswith("matmul_dw") else [one])
     order = ("forward", "input_gradient", "weight_gradient")
     return [p for layer in found.values() for p in sorted(layer, key=lambda p: order.index(role_of(p.op)))]
 
@@ -101,7 +101,10 @@ def append(p: Program, product: Product, copy: int) -> None:
 
     weight = p.parameter(f"weight.{copy}", (N, K))
     after = product.op.partition("_")[2]  # residual, or an activation
-    if product.op == "matmul_dw":
+    if product.op.startswith("matmul_dw"):
+        if product.op == "matmul_dw_dbias":
+            into = {"dbias": (p.gradient_of(p.parameter(f"bias.{copy}", (N,))), mode)}
+            p.apply(ops.BiasGrad, into=into, dy=activation("dy", N))
         into = {"dweight": (p.gradient_of(weight), mode)}
         p.apply(ops.MatmulDw, into=into, dy=activation("dy", N), x=activation("x", K))
     elif product.op == "matmul_dx":

@@ -38,11 +38,10 @@ _BF16 = {
     80: (Tile(128, 256, 32, 8, 3), Tile(128, 128, 32, 4, 4), Tile(128, 64, 32, 4, 4), Tile(64, 64, 32, 4, 4)),
     89: (Tile(128, 128, 32, 8, 4), Tile(128, 64, 32, 4, 4), Tile(64, 64, 32, 4, 4)),
     90: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
-    100: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 4), Tile(128, 64, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
 }
-# Other cards do as one of these does: 8.7 has its shared memory; those after sm_100 with tcgen05 too; and the tiles of sm_89,
+# Other cards do as one of these does: 8.7 has the shared memory of 8.0; those with tcgen05 that of 9.0; and the tiles of sm_89,
 # whose 99 KiB and mma are what 8.6 and 12.0 have, run everywhere.
-_ALIKE = {87: 80, 101: 100, 103: 100, 110: 100}
+_ALIKE = {87: 80, 100: 90, 101: 90, 103: 90, 110: 90}
 # The first fp32 tile multiplies for 1024 cycles a turn, longer than a load takes; with a third turn in flight, one form spilled.
 _FP32 = (Tile(128, 64, 16, 8, 2), Tile(64, 64, 16, 4, 3), Tile(32, 64, 16, 4, 3), Tile(32, 32, 16, 2, 3))
 # Of fp32 operands on tensor cores; the largest fills the 99 KiB of sm_89.
@@ -157,19 +156,24 @@ def columns(role: str, rows: int, cols: int, depth: int) -> int:
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """`queries` x `keys` scores at a time in one program."""
+    """`queries` x `keys` scores at a time in one program. `registers`: the most of a thread, where the compiler would take more
+    than let two programs share a multiprocessor; 0 where it decides."""
 
     queries: int
     keys: int
     warps: int
     stages: int
+    registers: int = 0
 
     def __str__(self) -> str:
-        return f"{self.queries}x{self.keys} {self.warps}w {self.stages}s"
+        limit = f" {self.registers}r" if self.registers else ""
+        return f"{self.queries}x{self.keys} {self.warps}w {self.stages}s{limit}"
 
 
 # By (role, columns of a head up to): what neither spills nor overflows shared memory. Before sm_90, and on sm_120, tensor
-# cores take their operands from registers.
+# cores take their operands from registers. On sm_90 two programs share a multiprocessor where heads have 64 columns: the products
+# of one fill the time of the other's exponentials. Three stages: with two, a turn waits for loads that the turn before it issued at
+# its end.
 _ATTENTION = {
     "fp32": {
         ("forward", 64): AttentionTile(32, 32, 8, 1),
@@ -179,13 +183,15 @@ _ATTENTION = {
         ("queries", 128): AttentionTile(32, 32, 16, 1),
     },
     "bf16": {
-        ("forward", 64): AttentionTile(128, 128, 8, 2),
-        ("forward", 128): AttentionTile(128, 64, 8, 2),
+        ("forward", 64): AttentionTile(128, 64, 8, 3, 128),
+        ("forward", 128): AttentionTile(128, 64, 8, 3),
         ("forward", 256): AttentionTile(64, 32, 8, 1),
+        ("keys", 64): AttentionTile(64, 64, 4, 3),
         ("keys", 128): AttentionTile(64, 128, 8, 2),
-        ("shared keys", 64): AttentionTile(64, 128, 8, 2),
-        ("shared keys", 128): AttentionTile(64, 64, 8, 2),
-        ("queries", 128): AttentionTile(128, 64, 8, 2),
+        ("shared keys", 64): AttentionTile(64, 128, 8, 3),
+        ("shared keys", 128): AttentionTile(64, 64, 8, 3),
+        ("queries", 64): AttentionTile(128, 64, 8, 3, 128),
+        ("queries", 128): AttentionTile(128, 64, 8, 3),
         ("few", 128): AttentionTile(16, 64, 4, 2),
         ("many", 128): AttentionTile(64, 64, 4, 2),
     },
@@ -231,7 +237,10 @@ def attention_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile
     or "many" new tokens over a cache. `head`: padded columns of a head. Blocks of keys are 16 or multiples of 32, for the random
     bits; in the forward pass and for dq they divide the block of queries."""
     table = _ATTENTION[_operands(dtype, arch)]
-    role = "keys" if role == "shared keys" and (role, 64) not in table else role
+    if role == "shared keys" and (role, 64) not in table:
+        role = "keys"
+    elif role == "keys" and (f"shared {role}", 64) in table and arch != 90:
+        role = "shared keys"  # with sums in tensor memory, four warps spill
     fits = [(most, t) for (r, most), t in table.items() if r == role and head <= most]
     return min(fits, key=lambda row: row[0])[1] if fits else _ANY_HEAD[dtype]
 
@@ -239,7 +248,7 @@ def attention_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile
 def bounded_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile:
     """The tile for attention whose queries are bounded by windows or documents. There every block has masks, which take registers,
     and blocks that reach far beyond a window compute scores that nobody sees."""
-    t = attention_tile("shared keys" if role == "keys" else role, head, dtype, arch)
+    t = unlimited(attention_tile("shared keys" if role == "keys" else role, head, dtype, arch))
     if role == "forward" and t.queries > 64:
         return AttentionTile(64, 64, 4, 2)
     if role == "keys" and t.keys > 64:
@@ -251,20 +260,40 @@ def bounded_tile(role: str, head: int, dtype: str, arch: int) -> AttentionTile:
     return t
 
 
-_Blocks = dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]]
+def unlimited(t: AttentionTile) -> AttentionTile:
+    """The same without a limit of registers, for forms that would spill under it."""
+    return replace(t, registers=0)
 
-# What the tuner tries besides: queries, keys, warps, stages, in bf16; the most promising first. None spills. On sm_90 four warps do
-# 64 queries or keys in as many registers as eight do 128, twice as many programs at a time.
+
+_Blocks = dict[tuple[str, int], tuple[tuple[int, ...], ...]]
+
+# What the tuner tries besides: queries, keys, warps, stages and where it is limited registers, in bf16; the most promising first.
+# None spills. On sm_90 four warps do 64 queries or keys in as many registers as eight do 128, twice as many programs at a time.
 _TRIED: dict[str, _Blocks] = {
     "bf16": {
-        ("forward", 64): ((128, 128, 8, 3), (128, 128, 8, 4), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3)),
-        ("forward", 128): ((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
-        ("keys", 64): ((64, 64, 4, 2), (64, 128, 8, 3), (64, 64, 4, 3), (32, 128, 8, 3), (64, 128, 8, 1)),
+        ("forward", 64): (
+            (64, 64, 4, 3, 128),
+            (128, 64, 8, 2, 128),
+            (128, 64, 8, 4, 128),
+            (128, 64, 4, 3),
+            (64, 128, 4, 3),
+            (128, 128, 8, 3),
+            (128, 128, 8, 2),
+        ),
+        ("forward", 128): ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
+        ("keys", 64): ((64, 128, 8, 3), (32, 64, 4, 3, 168), (64, 64, 4, 2), (32, 128, 8, 3, 128), (64, 128, 8, 2)),
         ("keys", 128): ((32, 128, 8, 2), (64, 64, 8, 2), (32, 128, 8, 3)),
-        ("shared keys", 64): ((64, 64, 4, 2), (64, 128, 8, 3), (64, 64, 4, 3), (64, 128, 8, 1)),
-        ("shared keys", 128): ((64, 64, 8, 3), (32, 64, 8, 2)),
-        ("queries", 64): ((128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3)),
-        ("queries", 128): ((64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 1)),
+        ("shared keys", 64): ((64, 64, 4, 3), (64, 128, 8, 2), (64, 64, 4, 2), (64, 128, 8, 1)),
+        ("shared keys", 128): ((64, 64, 8, 2), (32, 64, 8, 2)),
+        ("queries", 64): (
+            (64, 64, 4, 3, 168),
+            (128, 64, 8, 2, 128),
+            (128, 64, 8, 3),
+            (64, 64, 4, 3, 128),
+            (128, 128, 8, 2),
+            (128, 32, 8, 3, 128),
+        ),
+        ("queries", 128): ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 1)),
     },
     "bf16 in registers": {
         ("forward", 64): ((64, 64, 4, 3), (128, 128, 8, 3)),
@@ -276,22 +305,13 @@ _TRIED: dict[str, _Blocks] = {
     },
 }
 
-# Which of them do spill, two to four instructions, where sums are in tensor memory.
-_SPILLED: dict[int, _Blocks] = {
-    100: {
-        ("keys", 64): ((64, 64, 4, 3),),
-        ("keys", 128): ((64, 64, 8, 2),),
-        ("queries", 64): ((64, 64, 4, 2), (64, 64, 4, 3)),
-    }
-}
-
 
 def attention_tiles(role: str, head: int, dtype: str, arch: int) -> tuple[AttentionTile, ...]:
-    """All that a kernel of attention may be cut into on this architecture, the default first."""
+    """All that a kernel of attention may be cut into on this architecture, the default first. Those of sm_90 were looked at there
+    only."""
     usual = attention_tile(role, head, dtype, arch)
-    tried = _TRIED.get(_operands(dtype, arch), {}).get((role, head), ())
-    spilled = _SPILLED.get(alike(arch), {}).get((role, head), ())
-    return (usual, *(AttentionTile(*t) for t in tried if t not in spilled and AttentionTile(*t) != usual))
+    tried = _TRIED.get(_operands(dtype, arch), {}).get((role, head), ()) if arch <= 90 or alike(arch) < 90 else ()
+    return (usual, *(AttentionTile(*t) for t in tried if AttentionTile(*t) != usual))
 
 
 def equal_bits(role: str, a: AttentionTile, b: AttentionTile) -> bool:

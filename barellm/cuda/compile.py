@@ -28,7 +28,7 @@ from barellm.errors import UserError
 from barellm.runtime import artefacts
 from barellm.runtime.compilers import Compile, Service, compile_all
 
-FORMAT = 3  # of what is kept
+FORMAT = 4  # of what is kept
 CACHE_NBYTES = 256 << 20  # of cubins on disk
 SHARE = 2  # for each helper process at least
 HEAD = struct.Struct("<q")
@@ -60,7 +60,6 @@ class Code:
     name: str
     arch: int
     threads: int
-    clusters: int  # blocks of a cluster, 1 for none
     shared_bytes: int
     arguments: tuple[str, ...]
     params: tuple[tuple[int, int], ...]
@@ -284,6 +283,7 @@ def code_of(spec: Specialisation, kernel: Any, arch: int) -> Code:
     meta, ptx = kernel.metadata, kernel.asm["ptx"]
     assert not meta.global_scratch_size and not meta.profile_scratch_size, f"{spec.name} asks for scratch in memory"
     assert not meta.launch_pdl and not meta.launch_cooperative_grid, f"{spec.name} asks for a launch that nobody makes"
+    assert meta.num_ctas == 1, f"{spec.name} asks for clusters, which nobody launches"
     arguments = tuple(argument_of(t) for _, t in spec.signature)
     params = _params(ptx)
     assert len(params) == sum(5 if a == "map" else 1 for a in arguments) + 2, (spec, params)
@@ -293,7 +293,7 @@ def code_of(spec: Specialisation, kernel: Any, arch: int) -> Code:
     )
     assert len(descriptors) == arguments.count("map"), (spec, descriptors)
     return Code(
-        meta.name, arch, 32 * meta.num_warps, meta.num_ctas, meta.shared, arguments, params, descriptors, kernel.asm["cubin"]
+        meta.name, arch, 32 * meta.num_warps, meta.shared, arguments, params, descriptors, kernel.asm["cubin"]
     )  # fmt: skip
 
 

@@ -64,7 +64,17 @@ BACKWARD: list[Fusion] = [
     )
 ]
 
-FUSIONS: list[Fusion] = [*NORMS, *BACKWARD, *CLASSIFIER, *CODED, *products(ACTIVATIONS), *quantized(ACTIVATIONS)]
+# The gradients of a weight and of its bias sum the same rows.
+WEIGHT_AND_BIAS = Fusion(
+    "matmul_dw_dbias",
+    [("bias_grad", {}), ("matmul_dw", {"dy": "0.dy"})],
+    inputs={"dy": "0.dy", "x": "1.x"},
+    outputs={"dweight": "1.dweight", "dbias": "0.dbias"},
+)
+
+FUSIONS: list[Fusion] = [
+    *NORMS, *BACKWARD, *CLASSIFIER, *CODED, *products(ACTIVATIONS), *quantized(ACTIVATIONS), WEIGHT_AND_BIAS
+]  # fmt: skip
 
 
 def alike_adam(op: Any) -> tuple[Any, ...]:

@@ -102,18 +102,9 @@ class BoundLaunch:
 def _configured(code: Code, grid: tuple[int, ...]) -> Any:
     cu = driver.bindings()
     config = cu.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid[0] * code.clusters, grid[1], grid[2]
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = code.threads, 1, 1
     config.sharedMemBytes = code.shared_bytes
-    if code.clusters > 1:
-        kinds = cu.CUlaunchAttributeID
-        cluster, schedule = cu.CUlaunchAttribute(), cu.CUlaunchAttribute()
-        cluster.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = code.clusters, 1, 1
-        schedule.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE
-        spread = cu.CUclusterSchedulingPolicy.CU_CLUSTER_SCHEDULING_POLICY_SPREAD
-        schedule.value.clusterSchedulingPolicyPreference = spread
-        config.attrs, config.numAttrs = [cluster, schedule], 2
     return config
 
 

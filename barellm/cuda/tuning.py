@@ -97,8 +97,14 @@ class AttentionSubject:
         """The role under which `choices` has its tiles: a sum over several heads needs more registers."""
         return "shared keys" if self.role == "keys" and self.kv_heads else self.role
 
+    @property
+    def tight(self) -> bool:
+        """Whether it needs every register: random bits of dropout, or columns that no vector divides."""
+        return self.dropout or self.head % 8 > 0
+
     def default(self, arch: int) -> AttentionTile:
-        return choices.attention_tile(self.tiles, choices.padded(self.head), self.dtype, arch)
+        t = choices.attention_tile(self.tiles, choices.padded(self.head), self.dtype, arch)
+        return choices.unlimited(t) if self.tight else t
 
     def choices(self, arch: int) -> tuple[Choice, ...]:
         """Every tile with the default's bits."""
@@ -111,7 +117,8 @@ class AttentionSubject:
         return tuple(t for t in self.all_tiles(arch) if not choices.equal_bits(self.role, t, usual))
 
     def all_tiles(self, arch: int) -> tuple[AttentionTile, ...]:
-        return choices.attention_tiles(self.tiles, choices.padded(self.head), self.dtype, arch)
+        found = choices.attention_tiles(self.tiles, choices.padded(self.head), self.dtype, arch)
+        return tuple(dict.fromkeys(map(choices.unlimited, found))) if self.tight else found
 
 
 Subject = ProductSubject | AttentionSubject

@@ -66,4 +66,4 @@ def descriptor(type_: str) -> Descriptor:
 def code(spec: Specialisation, arch: int, cubin: bytes) -> Code:
     maps = tuple(descriptor(type_) for _, type_ in spec.signature if type_.startswith("tensormap<"))
     threads = ROLES_THREADS if spec.function.dialect == "gluon" else 32 * dict(spec.options)["num_warps"]
-    return Code(spec.name, arch, threads, 1, SHARED, tuple(kinds(spec.signature)), layout(spec.signature), maps, cubin)
+    return Code(spec.name, arch, threads, SHARED, tuple(kinds(spec.signature)), layout(spec.signature), maps, cubin)

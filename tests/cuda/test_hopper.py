@@ -46,6 +46,7 @@ def launch(
     wide=False,
     seed=1,
     group=16,
+    sums=False,
 ):
     """Arguments of the kernel, and what its tensor maps should hold afterwards as (map, float64 result)."""
     draw = np.random.default_rng(seed).standard_normal
@@ -67,7 +68,8 @@ def launch(
         "other_map": Map(out if epilogue in ("add", "start") else other, box) if epilogue in FETCHED else None,
     }
     args = maps | {
-        "bias": Pointer(vector) if bias else None, "scalars": Pointer(scalars), "M": M, "N": N, "K": K, "chunk": chunk or K,
+        "bias": Pointer(vector) if bias else None, "sums": Pointer(np.full(parts * M, np.nan, np.float32)) if sums else None,
+        "scalars": Pointer(scalars), "M": M, "N": N, "K": K, "chunk": chunk or K,
         "group": group,
         "A_TRANSPOSED": role == "tn", "B_TRANSPOSED": role == "nt", "EPILOGUE": epilogue,
         "COLS": cols, "STAGES": stages, "SLOTS": slots,
@@ -83,12 +85,15 @@ def launch(
         result = result * SLOPES[epilogue].slope(before)
     elif epilogue in ("residual", "add") or accumulate:
         result = result + before
+    if sums:
+        rows = [x[:, k : k + (chunk or K)].sum(1) for k in range(0, K, chunk or K)]
+        wanted.append((args["sums"], np.concatenate(rows)))
     return args, [*wanted, (maps["out_map"], result)]
 
 
 def check(wanted) -> None:
     for to, result in wanted:
-        limit = 2.0**-8 if to.dtype == BF16 else 1e-5
+        limit = 2.0**-8 if to.array.dtype == BF16 else 1e-5
         np.testing.assert_allclose(to.array.astype(np.float64), result, rtol=limit, atol=limit)
 
 
@@ -106,6 +111,8 @@ SMALL = {
     "residual": dict(role="nt", M=64, N=256, K=64, cols=128, stages=2, slots=2, epilogue="residual"),
     "start": dict(role="tn", M=256, N=64, K=64, cols=64, stages=2, slots=2, epilogue="start", wide=True),
     "start, adding": dict(role="tn", M=128, N=64, K=64, cols=64, stages=2, slots=2, epilogue="start", wide=True, accumulate=1),
+    "sums, two blocks of columns": dict(role="tn", M=64, N=128, K=128, cols=64, stages=2, slots=2, wide=True, sums=True),
+    "sums in two parts": dict(role="tn", M=130, N=64, K=100, cols=64, stages=2, slots=2, chunk=64, wide=True, sums=True),
 }  # fmt: skip
 
 
@@ -120,6 +127,7 @@ def test_every_order_of_a_small_ring(name):
         check(wanted)
 
 
+SUMS = "sums, two blocks of columns"
 MUTANTS = {
     "the loader's phase flipped": ("nt", "load", "(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
     "no wait for room": ("nt", "load", "hopper.mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)", "pass"),
@@ -129,18 +137,30 @@ MUTANTS = {
     "a third arrival is missing": ("nt", "hopper_gemm", "empty.index(s), count=2", "empty.index(s), count=3"),
     "the lower half waits for ever": ("one product", "multiply", "pred=i < 2", "pred=False"),
     "barriers are not fenced": ("nt", "hopper_gemm", "hopper.fence_async_shared()", "pass"),
-    "the products' phase flipped": ("nt", "multiply", "full.index(s), i // STAGES & 1", "full.index(s), i // STAGES & 1 ^ 1"),
-    "no wait for operands": ("nt", "multiply", "hopper.mbarrier.wait(full.index(s), i // STAGES & 1)", "pass"),
-    "no wait for the product before": ("nt", "multiply", "hopper.warpgroup_mma_wait(1, deps=(acc,))", "acc"),
-    "a stage released too early": ("nt", "multiply", "hopper.warpgroup_mma_wait(1,", "hopper.warpgroup_mma_wait(2,"),
-    "no wait for the last product": ("nt", "multiply", "hopper.warpgroup_mma_wait(0, deps=(acc,))", "acc"),
+    "the products' phase flipped": ("nt", "contract", "i // ring[2].shape[0] & 1", "i // ring[2].shape[0] & 1 ^ 1"),
+    "no wait for operands": (
+        "nt", "contract", "hopper.mbarrier.wait(ring[2].index(i % ring[2].shape[0]), i // ring[2].shape[0] & 1)", "pass"
+    ),
+    "no wait for the product before": ("nt", "contract", "hopper.warpgroup_mma_wait(1, deps=(acc,))", "acc"),
+    "a stage released too early": ("nt", "contract", "hopper.warpgroup_mma_wait(1,", "hopper.warpgroup_mma_wait(2,"),
+    "no wait for the last product": ("nt", "contract", "hopper.warpgroup_mma_wait(0, deps=(acc,))", "acc"),
     "the wrong stage released": (
-        "nt, three stages", "multiply", "(i + STAGES - 1) % STAGES), pred=k > start", "i % STAGES), pred=k > start"
+        "nt, three stages", "release", "(i + STAGES - 1) % STAGES), pred=another", "i % STAGES), pred=another"
     ),
-    "the first step releases a stage": ("nt", "multiply", "pred=k > start", "pred=True"),
+    "the first step releases a stage": ("nt", "contract", "k > start", "True"),
     "a tile's last stage is kept": (
-        "nt", "multiply", "deps=(acc,))\n        hopper.mbarrier.arrive(", "deps=(acc,))\n        (lambda _: None)("
+        "nt", "multiply", "hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))", "pass"
     ),
+    "with sums: no wait for operands": (
+        SUMS, "multiply", "hopper.mbarrier.wait(ring[2].index(i % STAGES), i // STAGES & 1)", "pass"
+    ),
+    "with sums: the phase flipped": (SUMS, "multiply", "i // STAGES & 1", "i // STAGES & 1 ^ 1"),
+    "with sums: a stage released too early": (SUMS, "multiply", "hopper.warpgroup_mma_wait(1,", "hopper.warpgroup_mma_wait(3,"),
+    "with sums: no wait for the last products": (
+        SUMS, "multiply", "hopper.warpgroup_mma_wait(0, deps=(acc, column))", "acc, column"
+    ),
+    "with sums: the first step releases a stage": (SUMS, "multiply", "k > start", "True"),
+    "ones are not fenced": (SUMS, "hopper_gemm", "hopper.fence_async_shared()", "pass"),
     "no fence before a copy out": ("nt", "send", "hopper.fence_async_shared()", "pass"),
     "a slot reused too early": (
         "nn, two blocks of columns", "finish",
@@ -176,6 +196,8 @@ LARGE = {
     "gelu_backward": dict(role="nn", M=129, N=520, K=72, cols=256, epilogue="gelu_backward"),
     "residual": dict(role="nt", M=300, N=264, K=136, cols=128, epilogue="residual", bias=True, wide=True),
     "add": dict(role="tn", M=320, N=264, K=130, cols=256, epilogue="add", wide=True),
+    "sums in parts": dict(role="tn", M=320, N=264, K=500, cols=128, chunk=192, wide=True, sums=True),
+    "sums, adding": dict(role="tn", M=192, N=264, K=130, cols=256, epilogue="add", wide=True, sums=True),
     "start": dict(role="tn", M=320, N=264, K=130, cols=256, epilogue="start", wide=True),
     "start, adding": dict(role="tn", M=320, N=264, K=130, cols=128, epilogue="start", wide=True, accumulate=1),
 }
@@ -280,6 +302,32 @@ def test_bits_do_not_depend_on_the_card_or_the_tile(small_waves, monkeypatch):
             monkeypatch.setattr(choices, "columns", lambda *shape, cols=cols: cols)
             got.append(check_op(op_type, given, bounds={name: 8 * EPS * 320}, target=Target(arch=90, sms=sms))[name])
         assert np.array_equal(*got)
+
+
+@pytest.mark.parametrize("parts, mode, N, kernels", [
+    (1, "store", 128, ["hopper_gemm", "add_parts"]),
+    (3, "start", 192, ["hopper_gemm", "add_parts", "add_parts"]),
+    (3, "add", 130, ["gemm", "add_parts", "bias_grad_partials", "combine"]),  # rows that TMA does not take
+])  # fmt: skip
+def test_a_bias_s_gradient_comes_with_its_weight_s(small_waves, monkeypatch, parts, mode, N, kernels):
+    monkeypatch.setattr(choices, "splits", lambda tiles, rows: parts)
+    monkeypatch.setattr(choices, "most_splits", lambda tiles, rows: parts)
+    p = Program(Store(), compute="bf16")
+    x, dy = (p.input(name, (Dim("batch", 2), Dim("seq", 150), n), "bf16") for name, n in (("x", 72), ("dy", N)))
+    into = {name: p.store.get(name, shape, "fp32", "state") for name, shape in (("dweight", (N, 72)), ("dbias", (N,)))}
+    p.apply(ops.BiasGrad, into={"dbias": (into["dbias"], mode)}, dy=dy)
+    p.apply(ops.MatmulDw, into={"dweight": (into["dweight"], mode)}, dy=dy, x=x)
+    session, oracle = InterpretedSession({"op": p}, target=small_waves), ReferenceSession({"op": p})
+    assert [launch.spec.name for launch in session.lowered["op"].launches] == kernels
+    for i, (name, shape) in enumerate(
+        {"x": (2, 133, 72), "dy": (2, 133, N), "dweight": (N, 72), "dbias": (N,)}.items()
+    ):
+        for s in (session, oracle):
+            s.write(name, stored(operand(*shape, seed=i + 1), "bf16" if len(shape) == 3 else "fp32"))
+    for s in (session, oracle):
+        s.run("op", batch=2, seq=133, accumulate=1)
+    for name in into:
+        np.testing.assert_allclose(session.read(name), oracle.read(name), atol=1e-3, rtol=1e-5)
 
 
 def linear(p: Program, x, w, b):

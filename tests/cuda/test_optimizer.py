@@ -187,12 +187,12 @@ def test_no_parameter_changes_where_the_norm_is_not_finite():
     assert all(np.isfinite(session.read(name)).all() for name in names)
 
 
-def test_gpt2_124m_is_updated_in_four_launches():
+def test_gpt2_124m_is_updated_in_six_launches():
     model = ModelConfig(layers=12)
     optimizer = partial(adamw_of_all, config=OptimConfig())
     _, programs = build(model, batch=1, seq=8, compute="bf16", optimizer=optimizer)
     built = step.lower_and_plan({"update": programs["update"]}, PLAIN)
     names = [launch.spec.name for launch in built.calls["update"]]
-    assert names == ["sum_squares", "clip_scale", "adamw", "adamw"]
+    assert names == ["sum_squares", "clip_scale", *["step_factors", "adamw"] * 2]
     split, plain = (launch.args[0].entries for launch in built.calls["update"][2:])
     assert (split, plain) == (50, 98)  # 4 matrices a layer and both embeddings; the rest are vectors

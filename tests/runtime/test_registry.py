@@ -97,6 +97,7 @@ EXCUSED = {
     **{(op, dtype): SCHEDULED for op in ("sum_squares", "clip_scale", *TOGETHER) for dtype in ("bf16", "fp16")},
     **{(op, "cuda"): "several processes train on CPUs only" for op in TOGETHER},
     **{(op, dtype): SCALES for op in ("delayed_scale", "remember", "float_bias") for dtype in ("bf16", "fp16")},
+    ("matmul_dw_dbias", "cpu"): "each has a kernel of its own",
     ("add_layernorm", "cpu"): "a sum and its norm stay in the second cache between the two",
     ("dropout_add_layernorm", "cpu"): "as without dropout",
     ("add_rmsnorm", "cpu"): "a sum and its norm stay in the second cache between the two",

@@ -64,7 +64,8 @@ class Machine:
     @property
     def start(self) -> State:
         barriers = tuple((0, count, 0) for count in self.counts)
-        return (0,) * len(self.roles), barriers, frozenset(), (None,) * len(self.buffers)
+        filled = tuple("before the roles" if b in self.trace.held else None for b in self.buffers)
+        return (0,) * len(self.roles), barriers, frozenset(), filled
 
     def moves(self, state: State) -> list[Move]:
         """What can happen next. Fault at a standstill, and at an end that leaves something under way."""
@@ -146,6 +147,7 @@ def run(trace: Trace, seed: int) -> None:
     machine, choose = Machine(trace), random.Random(seed)
     shared = {s.key: s for steps in trace.roles for step in steps for s in (*step.reads, step.writes) if s is not None}
     held = {key: np.full(s.shape[:: -1 if s.transposed else 1], np.nan, s.dtype) for key, s in shared.items()}
+    held |= trace.held
     known: list[dict[int, Any]] = [{} for _ in trace.roles]
     late: list[list[Step]] = [[] for _ in trace.roles]  # products and copies out, not yet done
     weights = [choose.choice([1, 1, 8]) for _ in trace.roles]
@@ -181,6 +183,8 @@ def run(trace: Trace, seed: int) -> None:
             known[move.role][id(step.result)] = held[step.reads[0].key].copy()
         elif step.kind == "write":
             held[step.writes.key] = step.value.value(known[move.role]).copy()
+        elif step.kind == "put":
+            step.pointer.array[step.pointer.at[step.mask]] = step.value.value(known[move.role])[step.mask]
 
 
 def execute(spec: Specialisation, values: Sequence[Any], grid: tuple[int, ...], backward: bool) -> None:

@@ -73,7 +73,7 @@ for _name in ("add", "sub", "mul", "truediv", "lt", "gt"):
 
 
 class Pointer:
-    """An address in global memory that is only read: run-time scalars, a bias."""
+    """An address in global memory that no tensor map describes: run-time scalars, a bias, sums."""
 
     def __init__(self, array: np.ndarray, at: Any = 0) -> None:
         self.array, self.at = array, at
@@ -147,12 +147,16 @@ class Shared:
 
     def store(self, value: Lazy) -> None:
         assert value.shape == self.shape and value.dtype == self.dtype, (value.shape, value.dtype, self)
-        TRACE.add(Step("write", writes=self, value=value))
+        if TRACE.current is None:  # by all warps, before there are roles
+            TRACE.held[self.key], TRACE.fenced = value.value({}), False
+        else:
+            TRACE.add(Step("write", writes=self, value=value))
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step of a role. `kind`: wait, arrive, expect, load, mma, mma_wait, read, write, fence, store, store_wait."""
+    """One step of a role. `kind`: wait, arrive, expect, load, mma, mma_wait, read, write, fence, store, store_wait, or put: `value`
+    to global memory, where `mask` has it."""
 
     kind: str
     barrier: tuple[int, int] | None = None
@@ -163,16 +167,20 @@ class Step:
     at: tuple[int, int] = (0, 0)
     value: Lazy | None = None
     result: Lazy | None = None
+    pointer: Pointer | None = None
+    mask: Any = True
 
 
 @dataclass
 class Trace:
-    """What one block does: its barriers' counts, and each role's steps."""
+    """What one block does: its barriers' counts, what it has put into shared memory before its roles begin, and each role's
+    steps."""
 
     program: int
     programs: int
     allocations: list[int] = field(default_factory=list)
     counts: dict[tuple[int, int], int] = field(default_factory=dict)
+    held: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     roles: list[list[Step]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     current: list[Step] | None = None
@@ -253,9 +261,14 @@ def _mma(a: Shared, b: Shared, acc: Lazy, is_async: bool) -> Lazy:
     return leaf
 
 
-def _mma_wait(pending: int, deps: tuple[Lazy]) -> Lazy:
+def _mma_wait(pending: int, deps: tuple[Lazy, ...]) -> Any:
     TRACE.add(Step("mma_wait", number=pending))
-    return deps[0]
+    return deps if len(deps) > 1 else deps[0]
+
+
+def _put(pointer: Pointer, value: Lazy, mask: Any) -> None:
+    assert value.shape == np.shape(pointer.at) == np.shape(mask), (value.shape, pointer.at, mask)
+    TRACE.add(Step("put", value=value, pointer=pointer, mask=mask))
 
 
 class Layout(types.SimpleNamespace):
@@ -267,10 +280,12 @@ class Layout(types.SimpleNamespace):
 
 gl = types.SimpleNamespace(
     float32=np.dtype(np.float32), bfloat16=np.dtype(ml_dtypes.bfloat16), int64="int64", constexpr=None,
-    NVMMADistributedLayout=Layout, SliceLayout=Layout,
+    NVMMADistributedLayout=Layout, SliceLayout=Layout, NVMMASharedLayout=Layout, BlockedLayout=Layout,
     program_id=lambda axis: TRACE.program, num_programs=lambda axis: TRACE.programs,
     cdiv=lambda a, b: -(-a // b), static_range=range, warp_specialize=_specialize, allocate_shared_memory=_allocate,
     zeros=lambda shape, dtype, layout: Lazy(lambda: np.zeros(shape, dtype)),
+    full=lambda shape, value, dtype, layout: Lazy(lambda: np.full(shape, value, dtype)),
+    max=lambda x, axis: Lazy(lambda v: v.max(axis), x), store=_put,
     arange=lambda start, stop, layout: np.arange(start, stop),
     load=_load, max_constancy=lambda mask, count: mask,
     expand_dims=lambda x, axis: Lazy(lambda v: np.expand_dims(v, axis), x),
@@ -290,9 +305,12 @@ hopper = types.SimpleNamespace(
     warpgroup_mma=_mma,
     warpgroup_mma_wait=_mma_wait,
 )
+# Instructions that kernels name, as exactly as fp32 has them.
+ASM = {"rcp.approx.ftz.f32 $0, $1;": lambda x: np.float32(1) / x}
 tl = types.SimpleNamespace(
-    exp2=lambda x: Lazy(np.exp2, x), where=lambda c, x, y: Lazy(np.where, c, x, y), constexpr=None
-)
+    exp2=lambda x: Lazy(np.exp2, x), where=lambda c, x, y: Lazy(np.where, c, x, y), constexpr=None, float32=np.float32,
+    inline_asm_elementwise=lambda asm, constraints, args, *how: Lazy(ASM[asm], *args),
+)  # fmt: skip
 STUBS = {"triton.language": tl, "triton.experimental.gluon.language": gl}
 STUBS["triton.experimental.gluon.language.nvidia.hopper"] = hopper
 

@@ -8,6 +8,7 @@ Triton 3.6.0's own gets these wrong or lets them pass:
 - A masked load without `other` gives zeros: on a GPU the lanes hold anything. Here they hold NaN, and the largest integer;
   and where `other` is a single zero it counts as none, here it does not.
 - A multiply-add rounds twice.
+- It has no instructions by name. Those that kernels use are in gluon_stub.ASM.
 - What lies at an address is nobody's business. Here each pointer knows the bytes that the lowering named for it, by a number in its
   upper 16 bits, and touching others fails.
 
@@ -35,6 +36,7 @@ from triton.runtime.jit import JITFunction
 from barellm.cuda.kernel import Counter, Launch, Sizes, Specialisation, Table, TensorMap
 from barellm.runtime.lowering import Region
 from tests.simulators import gluon_machine, interpreter_types
+from tests.simulators.gluon_stub import ASM
 
 EIGHTS = {tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn), tl.float8e5: np.dtype(ml_dtypes.float8_e5m2)}
 SHORT = {tl.bfloat16: np.dtype(ml_dtypes.bfloat16), **EIGHTS}  # floats that NumPy does not know
@@ -286,6 +288,10 @@ class Builder(stock.InterpreterBuilder):
     def create_fma(self, x, y, z):
         exact = _wide(x).astype(np.float64) * _wide(y) + _wide(z)
         return self._rounded(exact.astype(_wide(z).dtype), z.dtype.scalar)
+
+    def create_inline_asm(self, asm, constraints, values, types, pure, pack):
+        (result,) = [stock.TensorHandle(ASM[asm](*(v.data for v in values)), t.scalar) for t in types]
+        return SimpleNamespace(get_result=lambda i: result)
 
     def binary_op(self, lhs, rhs, op):
         if tl.bfloat16 not in (lhs.dtype.scalar, rhs.dtype.scalar):

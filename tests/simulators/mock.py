@@ -351,11 +351,7 @@ class Gpu:
         assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (code.threads, 1, 1) and code.threads <= 1024
         assert config.sharedMemBytes == code.shared_bytes <= found.shared and extra == 0
         attributes = {a.id.name: a.value for a in config.attrs} if config.numAttrs else {}
-        if code.clusters > 1:
-            assert attributes["CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"].clusterDim.x == code.clusters
-            assert grid[0] % code.clusters == 0
-        else:
-            assert not attributes
+        assert not attributes
         table = (ctypes.c_void_p * len(code.params)).from_address(pointers)
         params = [ctypes.string_at(at, nbytes) for at, (nbytes, _) in zip(table, code.params, strict=True)]
         misplaced = [at for at, (_, align) in zip(table, code.params, strict=True) if at % align]

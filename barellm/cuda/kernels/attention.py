@@ -183,7 +183,7 @@ def tile_of(op: Any, c: Lowering, role: str) -> AttentionTile:
 
 
 def options(t: AttentionTile) -> dict[str, Any]:
-    return {"warps": t.warps, "stages": t.stages}
+    return {"warps": t.warps, "stages": t.stages, "registers": t.registers}
 
 
 @lowering("attention", views="q k v", also={"starts": "i32"})

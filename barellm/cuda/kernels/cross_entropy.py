@@ -11,13 +11,15 @@ from math import e, log2
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Size, lowering, mode
-from barellm.cuda.kernels.common import INV_TARGETS, double, keep, pow2
+from barellm.cuda.kernels.common import INV_TARGETS, LEAST_SUMMED, double, keep, pow2
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.loss_scale import FIRST_SCALE
 
 SCALE_BIAS = constant(127 + FIRST_SCALE)  # of an fp32 exponent, with the power that a new loss scale has
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
 BLOCK = 8192  # columns at a time: 2 x 16 bytes of bf16 for each of 512 threads
+HELD = constant(8)  # columns of a row beside one another that a thread has: 16 bytes of bf16
+LOWEST = constant(-1e38)  # where a maximum begins: columns of which all are padding keep it, and their sums are zeros
 LOSSES = 4096  # at a time where they are summed
 
 
@@ -31,14 +33,17 @@ def columns_of(logits, c, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.conste
 
 @device
 def top_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
-    """The maximum of a row, and the sum of exp(row - maximum)."""
-    top, sums = float("-inf"), tl.zeros((BLOCK,), tl.float32)
+    """The maximum of a row, and the sum of exp(row - maximum). Each eight columns that a thread reads have a maximum and a sum of
+    their own, so that threads meet once, after the row, where a common maximum would stop them in every turn."""
+    top, sums = tl.full((BLOCK // HELD,), LOWEST, tl.float32), tl.zeros((BLOCK // HELD,), tl.float32)
     for c in range(0, VALID, BLOCK):
-        x, _ = columns_of(logits, c, V, VALID, BLOCK)
-        higher = tl.maximum(top, tl.max(x, 0))
-        sums = sums * tl.math.exp2((top - higher) * LOG2_E) + tl.math.exp2((x - higher) * LOG2_E)
+        x = tl.reshape(columns_of(logits, c, V, VALID, BLOCK)[0], (BLOCK // HELD, HELD))
+        higher = tl.maximum(top, tl.max(x, 1))
+        scaled = tl.math.exp2((x - higher[:, None]) * LOG2_E)
+        sums = sums * tl.math.exp2((top - higher) * LOG2_E) + tl.sum(scaled, 1)
         top = higher
-    return top, tl.sum(sums, 0)
+    highest = tl.max(top, 0)
+    return highest, tl.sum(sums * tl.math.exp2((top - highest) * LOG2_E), 0)
 
 
 @device
@@ -122,10 +127,11 @@ def total_loss(loss, losses, scalars, rows, BLOCK: tl.constexpr):
 def launch_rows(
     c: Lowering, function: Any, operands: dict[str, Any], rows: Size, V: int, writes: str, **more: Any
 ) -> None:
-    """Launch one program for each row of V columns."""
-    block = min(BLOCK, max(pow2(V), 32))
+    """Launch one program for each row of V columns. Two with 16 warps share a multiprocessor: one reads while the other writes."""
+    block = min(BLOCK, max(pow2(V), LEAST_SUMMED * HELD.value))
     constants = {"V": V, "VALID": c.op.valid_vocab, "BLOCK": block, **more}
-    c.launch(function, operands, constants, grid=lambda s: (rows(s),), writes=writes, warps=max(block // 512, 1))
+    options = {"warps": block // 512, "registers": 64 if block == BLOCK and function is row_losses else 0}
+    c.launch(function, operands, constants, grid=lambda s: (rows(s),), writes=writes, **options)
 
 
 def launch_total(c: Lowering, losses: Any, rows: Size) -> None:

@@ -6,7 +6,7 @@ Shapes: out (M, N) = a b over depth K, row-major, in three roles:
     nn  a (M, K)  b stored (K, N)    input gradient
     tn  a stored (K, M)  b stored (K, N)    weight gradient: K tokens, in parts that are added in order afterwards
 
-A block of 384 threads does tiles of 128 x COLS, one after the other. Two warpgroups of 240 registers multiply 64 rows each: 128
+A block of 384 threads does tiles of 128 x COLS, one after the other. Two warpgroups of 232 registers multiply 64 rows each: 128
 registers hold 64 x 256 sums. One warp fills a ring of operands, and goes on with the next tile's while a tile is on its way out.
 Operands lie in shared memory as they lie in global memory; what is stored along the other dimension is read transposed by the
 product itself. Edges need no masks: loads beyond a matrix give zeros, stores beyond it are dropped. What each warp does:
@@ -21,21 +21,22 @@ from typing import Any
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, TensorMap
 from barellm.cuda.kernels.epilogue import beside
-from barellm.cuda.kernels.hopper_roles import DEPTH, HALF, ROWS, fetch, load, multiply
+from barellm.cuda.kernels.hopper_roles import DEPTH, HALF, ONES, ROWS, fetch, load, multiply
 from barellm.cuda.kernels.parts import Split, add_up
 from barellm.cuda.lang import gl, gluon, hopper
 from barellm.program.integers import ceil_div
+from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part, view_stride
 
 
 @gluon
 def hopper_gemm(
-    out_map, pre_map, a_map, b_map, other_map, bias, scalars, M, N, K, chunk, group,
+    out_map, pre_map, a_map, b_map, other_map, bias, sums, scalars, M, N, K, chunk, group,
     A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
     COLS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """out (M, N) = a (M, K) times b (K, N), or part p of K, `chunk` long, into rows p M onwards. Persistent: a block does every
-    (number of blocks)-th tile."""
+    (number of blocks)-th tile. `sums`, where it is given: (parts, M), the sums of the rows of a over each part of K."""
     a_ring = gl.allocate_shared_memory(
         a_map.dtype, [2 * STAGES, a_map.block_shape[0], a_map.block_shape[1]], a_map.layout
     )
@@ -56,6 +57,12 @@ def hopper_gemm(
         hopper.mbarrier.init(free.index(s), count=1)
     ahead = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     hopper.mbarrier.init(ahead.index(0), count=1)
+    rows_to = (sums, None)
+    if sums is not None:
+        ROWS_OF_128: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        ones = gl.allocate_shared_memory(a_map.dtype, [1, ONES, DEPTH], ROWS_OF_128)
+        ones.index(0).store(gl.full([ONES, DEPTH], 1.0, a_map.dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
+        rows_to = (sums, ones)
     hopper.fence_async_shared()
 
     sizes = (M, N, K, chunk, group)
@@ -64,18 +71,22 @@ def hopper_gemm(
     # Constants stand where they are passed: one that is put into a variable or a tuple is none any more.
     if other_map is None:
         gl.warp_specialize([
-            (multiply, (out_map, pre_map, bias, scalars, ring, way, ahead, sizes, 0, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, COLS)),
-            (multiply, (out_map, pre_map, bias, scalars, ring, way, ahead, sizes, 1, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, COLS)),
+            (multiply, (out_map, pre_map, bias, scalars, ring, way, ahead, rows_to, sizes,
+                        0, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, COLS)),
+            (multiply, (out_map, pre_map, bias, scalars, ring, way, ahead, rows_to, sizes,
+                        1, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, COLS)),
             (load, (a_map, b_map, ring, sizes, A_TRANSPOSED, B_TRANSPOSED, COLS)),
-        ], [4, 1], [240, 24])  # fmt: skip
+        ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (multiply, (out_map, pre_map, bias, scalars, ring, way, ahead, sizes, 0, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, COLS)),
-            (multiply, (out_map, pre_map, bias, scalars, ring, way, ahead, sizes, 1, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, COLS)),
+            (multiply, (out_map, pre_map, bias, scalars, ring, way, ahead, rows_to, sizes,
+                        0, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, COLS)),
+            (multiply, (out_map, pre_map, bias, scalars, ring, way, ahead, rows_to, sizes,
+                        1, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, COLS)),
             (load, (a_map, b_map, ring, sizes, A_TRANSPOSED, B_TRANSPOSED, COLS)),
             (fetch, (other_map, scalars, way, sizes, 0, EPILOGUE, COLS)),
             (fetch, (other_map, scalars, way, sizes, 1, EPILOGUE, COLS)),
-        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+        ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
 
 
 HALVES = ("bf16", "fp16")  # dtypes of operands
@@ -120,8 +131,10 @@ def fits(
 def launch_product(
     c: Lowering, role: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
     bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
+    dbias: Tensor | None = None, dbias_mode: int = MODES["store"],
 ) -> None:  # fmt: skip
-    """Append one product that `fits`; its arguments are those of `matmul.product`."""
+    """Append one product that `fits`; its arguments are those of `matmul.product`. `dbias` (N), of role "tn": the sum of the rows
+    of a, from the tiles that are multiplied."""
     height, width, depth = _sizes(role, most, N, K)
     usual = choices.columns(role, height, width, depth)
     tiles = ceil_div(height, ROWS.value) * ceil_div(
@@ -138,6 +151,7 @@ def launch_product(
     if parts > 1:
         split = Split(rows, tiles)
         target, out_rows, chunk = c.scratch("partials", (parts, height, width)), _Times(split.count, height), split
+    sums = c.scratch("sums", (parts, height)) if dbias is not None else None
     c.launch(
         hopper_gemm,
         {
@@ -148,7 +162,7 @@ def launch_product(
                 b, N, K, (f.cols, DEPTH.value) if role == "nt" else (DEPTH.value, f.cols)
             ),
             "other_map": _map(other, out_rows, width, _block(other)) if other is not None else None,
-            "bias": bias, "M": M, "N": width, "K": rows if role == "tn" else depth, "chunk": chunk,
+            "bias": bias, "sums": sums, "M": M, "N": width, "K": rows if role == "tn" else depth, "chunk": chunk,
             "group": f.group,
         },
         {
@@ -156,10 +170,12 @@ def launch_product(
             "COLS": f.cols, "STAGES": f.stages, "SLOTS": f.slots,
         },
         grid=_Grid(c.target.sms, M, ceil_div(width, f.cols), split.count if split else None),
-        writes="out_map pre_map",
+        writes="out_map pre_map sums",
     )  # fmt: skip
     if split is not None:
         add_up(c, out, target, split.count, height * width, mode)
+    if sums is not None:
+        add_up(c, dbias, sums, split.count if split else 1, height, dbias_mode)
 
 
 def _sizes(role: str, most: int, N: int, K: int) -> tuple[int, int, int]:

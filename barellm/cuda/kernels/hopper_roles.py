@@ -20,6 +20,7 @@ from barellm.cuda.lang import constant, gl, gluon, hopper
 HALF = constant(64)  # rows that one warpgroup multiplies
 ROWS = constant(choices.ROWS)
 DEPTH = constant(choices.DEPTH)  # 128 bytes of bf16: the widest swizzle
+ONES = constant(8)  # columns of the narrowest product
 
 
 @gluon
@@ -91,16 +92,20 @@ def fetch(other_map, scalars, way, sizes, H: gl.constexpr, EPILOGUE: gl.constexp
 
 @gluon
 def multiply(
-    out_map, pre_map, bias, scalars, ring, way, ahead, sizes,
+    out_map, pre_map, bias, scalars, ring, way, ahead, sums, sizes,
     H: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
     """Multiply half H of each tile and send it out. The tensor cores serve both halves in turn, or the one that is not in its
     epilogue. In step they would be in it at once, so the lower half starts when the upper has done its first product: nothing
-    evens out such a lead, and a longer one would leave too little of the ring for loads on their way."""
-    a_ring, b_ring, full, empty = ring
+    evens out such a lead, and a longer one would leave too little of the ring for loads on their way.
+
+    `sums`: where the sums of a's rows go, (parts, M), and ones to multiply them by; the tiles of the first columns do that."""
+    empty = ring[3]
     M, N, _, chunk, _ = sizes
-    STAGES: gl.constexpr = full.shape[0]
+    STAGES: gl.constexpr = empty.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
+    rows_to, ones = sums
     adding = True
     if EPILOGUE == "start":
         adding = gl.load(scalars + ACCUMULATE) != 0
@@ -112,30 +117,69 @@ def multiply(
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
         m, n, start, stop = place(w, tiles, sizes, COLS)
         acc = gl.zeros((HALF, COLS), gl.float32, LAYOUT)
-        for k in range(start, stop, DEPTH):
-            s = i % STAGES
-            hopper.mbarrier.wait(full.index(s), i // STAGES & 1)
-            a, b = a_ring.index(2 * s + H), b_ring.index(s)
-            if A_TRANSPOSED:
-                a = a.permute((1, 0))
-            if B_TRANSPOSED:
-                b = b.permute((1, 0))
-            acc = hopper.warpgroup_mma(a, b, acc, is_async=True)
-            # One product stays in flight, so the tensor cores never wait for this loop; the stage before it is done with.
-            acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
-            hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=k > start)
-            if H == 0:
-                hopper.mbarrier.arrive(ahead.index(0), pred=i == 1)
-            i += 1
-        total = hopper.warpgroup_mma_wait(0, deps=(acc,))
+        row = start // chunk * M + m + H * HALF
+        if rows_to is not None:
+            if n == 0:
+                column = gl.zeros((HALF, ONES), gl.float32, SUMS)
+                for k in range(start, stop, DEPTH):
+                    hopper.mbarrier.wait(ring[2].index(i % STAGES), i // STAGES & 1)
+                    a, b = operands(ring, i, H, A_TRANSPOSED, B_TRANSPOSED)
+                    column = hopper.warpgroup_mma(a, ones.index(0).permute((1, 0)), column, is_async=True)
+                    acc = hopper.warpgroup_mma(a, b, acc, is_async=True)
+                    acc, column = hopper.warpgroup_mma_wait(1, deps=(acc, column))
+                    release(empty, ahead, i, k > start, H)
+                    i += 1
+                acc, column = hopper.warpgroup_mma_wait(0, deps=(acc, column))
+                at = m + H * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SUMS))
+                gl.store(
+                    rows_to + start // chunk * M + at, gl.max(column, 1), mask=at < M
+                )  # all of its columns are equal
+            else:
+                acc, i = contract(acc, ring, ahead, start, stop, i, H, A_TRANSPOSED, B_TRANSPOSED)
+        else:
+            acc, i = contract(acc, ring, ahead, start, stop, i, H, A_TRANSPOSED, B_TRANSPOSED)
         hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))
 
         if m + H * HALF < M:  # a half without rows has nothing to send; with parts of K the next part's rows lie there
-            row = start // chunk * M + m + H * HALF
-            sent = finish(total, out_map, pre_map, bias, adding, way, row, n, N, sent, H, EPILOGUE)
+            sent = finish(acc, out_map, pre_map, bias, adding, way, row, n, N, sent, H, EPILOGUE)
     if H == 0:
         hopper.mbarrier.arrive(ahead.index(0), pred=i < 2)
     hopper.tma.store_wait(0)
+
+
+@gluon
+def operands(ring, i, H: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr):
+    """Half H of a, and b, of the i-th turn, as a product takes them."""
+    s = i % ring[2].shape[0]
+    a, b = ring[0].index(2 * s + H), ring[1].index(s)
+    if A_TRANSPOSED:
+        a = a.permute((1, 0))
+    if B_TRANSPOSED:
+        b = b.permute((1, 0))
+    return a, b
+
+
+@gluon
+def release(empty, ahead, i, another, H: gl.constexpr):
+    """After the i-th turn's product is on its way: give the stage back of the one before, of the same tile if there is `another`;
+    it is done with."""
+    STAGES: gl.constexpr = empty.shape[0]
+    hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=another)
+    if H == 0:
+        hopper.mbarrier.arrive(ahead.index(0), pred=i == 1)
+
+
+@gluon
+def contract(acc, ring, ahead, start, stop, i, H: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr):
+    """Multiply a tile over [start, stop). One product stays in flight, so the tensor cores never wait for this loop."""
+    for k in range(start, stop, DEPTH):
+        hopper.mbarrier.wait(ring[2].index(i % ring[2].shape[0]), i // ring[2].shape[0] & 1)
+        a, b = operands(ring, i, H, A_TRANSPOSED, B_TRANSPOSED)
+        acc = hopper.warpgroup_mma(a, b, acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
+        release(ring[3], ahead, i, k > start, H)
+        i += 1
+    return hopper.warpgroup_mma_wait(0, deps=(acc,)), i
 
 
 @gluon

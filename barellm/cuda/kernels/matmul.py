@@ -18,6 +18,7 @@ from typing import Any
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, lowering, mode
 from barellm.cuda.kernels import cublaslt, few_rows, hopper
+from barellm.cuda.kernels.columns import bias_grad_partials, lower_sums
 from barellm.cuda.kernels.common import view_strides
 from barellm.cuda.kernels.epilogue import beside, finish_tile
 from barellm.cuda.kernels.parts import Split, add_up
@@ -189,4 +190,19 @@ def lower_product(op: Any, c: Lowering) -> None:
 
 @lowering("matmul_dw", starts="dweight", views="dy x")
 def lower_weight_gradient(op: Any, c: Lowering) -> None:
-    product(c, "tn", out=op.dweight, a=op.dy, b=op.x, mode=mode(op, "dweight"), **shape_of(c, op.x, op.dweight))
+    product(c, "tn", **_gradient_of(op, c))
+
+
+@lowering("matmul_dw_dbias", starts="dweight dbias", views="x")
+def lower_weight_and_bias_gradient(op: Any, c: Lowering) -> None:
+    """On Hopper the bias's gradient comes from the tiles of dy that are in shared memory anyway; else it is a pass of its own."""
+    given = _gradient_of(op, c)
+    if hopper.fits(c, "tn", **given) and not cublaslt.fits(c, **given):
+        hopper.launch_product(c, "tn", **given, dbias=op.dbias, dbias_mode=mode(op, "dbias"))
+        return
+    product(c, "tn", **given)
+    lower_sums(c, bias_grad_partials, op.dy, {"dy": op.dy}, ["dbias"])
+
+
+def _gradient_of(op: Any, c: Lowering) -> dict[str, Any]:
+    return {"out": op.dweight, "a": op.dy, "b": op.x, "mode": mode(op, "dweight"), **shape_of(c, op.x, op.dweight)}

@@ -137,14 +137,29 @@ def lower_clip_scale(op: Any, c: Lowering) -> None:
 
 
 @device
+def step_factors(
+    factors, scalars, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, LR_SCALE: tl.constexpr, CAUTIOUS: tl.constexpr
+):
+    """factors (2) = what a step multiplies by everywhere, from doubles: the rate with both bias corrections, which CAUTIOUS wants,
+    or with the first, and 1 / sqrt of the second. One program does it: in each thread of the update it took 90 instructions of
+    doubles and three calls."""
+    lr, step = double(scalars, LR) * LR_SCALE, tl.load(scalars + STEP).to(tl.float64)
+    rate, root = lr / (1.0 - tl.exp2(step * LOG_BETA1)), tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))
+    if CAUTIOUS:
+        rate *= root
+    tl.store(factors, rate.to(tl.float32))
+    tl.store(factors + 1, (1.0 / root).to(tl.float32))
+
+
+@device
 def adamw(
-    table, clip, scalars,
+    table, clip, factors, scalars,
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, EPSILON: tl.constexpr,
-    LR_SCALE: tl.constexpr, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, CAUTIOUS: tl.constexpr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr, LR_SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, CAUTIOUS: tl.constexpr,
     M_MANTISSA: tl.constexpr, M_SIGNED: tl.constexpr, V_MANTISSA: tl.constexpr, V_SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps): everything read and written once. The step's factors are computed in double.
+    """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps): everything read and written once. `factors`: `step_factors` made them.
     STOCHASTIC: 16-bit moments are rounded so, by the shared words of the parameter's stream. CAUTIOUS: modded-nanogpt's Adam, whose
     eps comes before the second bias, and which takes lr^2 wd p off where that goes the update's way."""
     scale = tl.load(clip + 1)
@@ -157,15 +172,13 @@ def adamw(
         m = pointer(table, entry, M, ENTRIES, tl.float32 if M_MANTISSA is None else tl.int16, 16)
         v = pointer(table, entry, V, ENTRIES, tl.float32 if V_MANTISSA is None else tl.int16, 16)
         grad = pointer(table, entry, GRAD, ENTRIES, tl.float32, 16)
-        lr, step = double(scalars, LR), tl.load(scalars + STEP).to(tl.float64)
-        if LR_SCALE != 1.0:
-            lr = lr * LR_SCALE
+        lr = double(scalars, LR) * LR_SCALE
         decay = lr * number(table, entry, WEIGHT_DECAY, ENTRIES)
-        step_size, root = lr / (1.0 - tl.exp2(step * LOG_BETA1)), tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))
+        rate, unbias = tl.load(factors), tl.load(factors + 1)
         if CAUTIOUS:
-            rate, lost = (step_size * root).to(tl.float32), (lr * decay).to(tl.float32)
+            lost = (lr * decay).to(tl.float32)
         else:
-            rate, unbias, shrink = step_size.to(tl.float32), (1.0 / root).to(tl.float32), (1.0 - decay).to(tl.float32)
+            shrink = (1.0 - decay).to(tl.float32)
         begin = turn * SPAN
         for first in range(begin, tl.minimum(begin + SPAN, n), BLOCK):
             # Four elements at a time: with eight of a 16-bit plane, loads of fp32 would touch each sector twice, and stores go
@@ -213,15 +226,26 @@ def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
         "stream": ("i64", [u.stream or 0 for u in updates]),
     }
     beta1, beta2 = float(op.beta1), float(op.beta2)
-    constants = {
+    both = {"LR_SCALE": float(updates[0].lr_scale), "CAUTIOUS": cautious or None}
+    factors = c.scratch("factors", (2,))
+    c.launch(
+        step_factors, {"factors": factors}, both | {"LOG_BETA1": _log2(beta1), "LOG_BETA2": _log2(beta2)},
+        grid=lambda s: (1,), writes="factors", warps=1,
+    )  # fmt: skip
+    constants = both | {
         **extent(len(updates)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK,
-        "BETA1": beta1, "BETA2": beta2, "LOG_BETA1": _log2(beta1), "LOG_BETA2": _log2(beta2), "EPSILON": float(op.eps),
-        "LR_SCALE": float(updates[0].lr_scale), **weight_constants(params[0]),
-        "STOCHASTIC": updates[0].stream is not None, "CAUTIOUS": cautious or None,
+        "BETA1": beta1, "BETA2": beta2, "EPSILON": float(op.eps), **weight_constants(params[0]),
+        "STOCHASTIC": updates[0].stream is not None,
         **moment_constants("M", ms[0]), **moment_constants("V", vs[0]),
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo", "m", "v"))
-    c.launch(adamw, {"table": table, "clip": updates[0].clip}, constants, grid=lambda s: (programs,), writes="")
+    c.launch(
+        adamw,
+        {"table": table, "clip": updates[0].clip, "factors": factors},
+        constants,
+        grid=lambda s: (programs,),
+        writes="",
+    )
 
 
 TAKES = {"floats": "fp32", "also": {"param": PLANES, "m": "e6m9", "v": "ue6m10"}}

@@ -42,7 +42,7 @@ class Split:
         return ceil_div(self.rows(sizes), self(sizes))
 
 
-def add_up(c: Lowering, out: Any, partials: Tensor, count: Size, n: int, mode: int) -> None:
+def add_up(c: Lowering, out: Any, partials: Tensor, count: Size | int, n: int, mode: int) -> None:
     """Append out (n) = the sum of partials (count, n), in order."""
     c.launch(
         add_parts,

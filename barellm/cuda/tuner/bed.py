@@ -41,11 +41,13 @@ def built(case: Case, work: AnyWork, candidate: Candidate, target: Target) -> tu
 
 
 class Bed:
-    """One piece of work on this machine's GPU. `calls` is the most calls that a turn has."""
+    """One piece of work on this machine's GPU. `calls` is the most calls that a turn has; `sms`: multiprocessors that persistent
+    grids fill, all of the card's unless given."""
 
-    def __init__(self, work: AnyWork, calls: int = MOST_CALLS) -> None:
+    def __init__(self, work: AnyWork, calls: int = MOST_CALLS, sms: int = 0) -> None:
         self.work, self.device, self.calls, self.seconds = work, driver.device(), calls, 0.0
         self.target, self.case = work.target(Target.of(self.device)), case_of(work)
+        self.target = replace(self.target, sms=sms or self.target.sms)
         self.default = self._open(Candidate(work.default(self.target.arch)))
         self.open = [self.default]
         session = self.default

@@ -25,6 +25,7 @@ EPS = 2.0**-24
 # Of the sums of magnitudes of attention: operands of 16 bits round probabilities, then results.
 ATTENTION = {"fp32": 2.0**-16, "bf16": 2.0**-7, "fp16": 2.0**-10}
 SAMPLE = 256  # rows and columns that are held against float64; bits are compared everywhere
+TILE = 128  # rows and columns by which a wrong value's place is told
 PERIOD = 1_000_003  # numbers that are drawn; a prime, so that rows and tiles differ
 SCALARS = {"seed": 5, "step": 2, "sample": 9}  # of attention with dropout
 RATE, STREAM = 0.2, 3
@@ -52,6 +53,7 @@ class Case(ABC):
     def __init__(self, compute: str) -> None:
         self.compute, self.store = compute, Store()
         self.scalars: dict[str, int] = {}
+        self.worst = 0.0  # error over its bound, of all values looked at
 
     def give(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         """A tensor that is there before a run."""
@@ -73,6 +75,25 @@ class Case(ABC):
     @abstractmethod
     def hold(self, read: Read, sizes: Sizes) -> None:
         """Wrong where a value is off."""
+
+    def compare(
+        self, name: str, found: np.ndarray, want: np.ndarray, bound: np.ndarray, at: tuple[Any, Any], sizes: Sizes
+    ) -> None:
+        """Hold values against float64. `at`: the rows and columns that they are of. A reason names the first wrong tile, and how
+        many times its bound the largest error is: 1.3 looks like a bound that is too small, 1000 like a fault."""
+        values = found.astype(np.float64)
+        (half_ulp,) = (f.half_ulp for f in FORMATS.values() if f.kind == "float" and numpy_dtype(f.name) == found.dtype)
+        bound = bound + 1.1 * half_ulp * (np.abs(want) + bound)
+        times = np.nan_to_num(np.abs(values - want) / bound, nan=np.inf)
+        self.worst = max(self.worst, float(times.max()))
+        bad = times > 1
+        if bad.any():
+            r, c = (int(i) for i in np.argwhere(bad)[0])
+            row, column = int(at[0][r]), int(at[1][c])
+            where = f"{name}[{row}, {column}] is {values[r, c]:.6g}, expected {want[r, c]:.6g}"
+            tile = f"first in tile ({row // TILE}, {column // TILE}) of {TILE} x {TILE}"
+            many = f"{int(bad.sum())} of {bad.size} looked at, by up to {times.max():.3g} times the bound"
+            raise Wrong(f"wrong values ({sizes.batch} x {sizes.seq}): {where}; {many}; {tile}")
 
 
 class ProductCase(Case):
@@ -146,7 +167,7 @@ class ProductCase(Case):
             bound = bound + 2.0**-9 * (np.abs(left) @ np.abs(right))
 
         def compare(name: str) -> None:
-            _compare(name, read(name, rows)[:, cols], want, bound, (rows, cols), sizes)
+            self.compare(name, read(name, rows)[:, cols], want, bound, (rows, cols), sizes)
 
         if "bias" in self.store.tensors:
             want = want + of("bias")[cols]
@@ -232,7 +253,7 @@ class AttentionCase(Case):
         relative = ATTENTION[self.work.dtype]
 
         def compare(name: str, values: np.ndarray, want: np.ndarray, size: np.ndarray) -> None:
-            _compare(name, values, want, relative * size + EPS, (picked, own), sizes)
+            self.compare(name, values, want, relative * size + EPS, (picked, own), sizes)
 
         if self.work.role == "keys":
             queries, keys = np.arange(T), picked
@@ -252,7 +273,7 @@ class AttentionCase(Case):
             p = np.exp(s - lse) * dropped
             compare("out", read("out", tokens)[:, own], p @ v, p @ np.abs(v))
             found = read("lse", (sequence * H + head) * T + picked)
-            _compare("lse", found, lse, 2.0**-16 * (1 + np.abs(lse)), (picked, own), sizes)
+            self.compare("lse", found, lse, 2.0**-16 * (1 + np.abs(lse)), (picked, own), sizes)
             return
 
         def slopes(head: int) -> tuple[np.ndarray, ...]:
@@ -291,14 +312,3 @@ class AttentionCase(Case):
 
 def case_of(work: AnyWork) -> Case:
     return ProductCase(work) if isinstance(work, Work) else AttentionCase(work)
-
-
-def _compare(name: str, found: np.ndarray, want: np.ndarray, bound: np.ndarray, at: Any, sizes: Sizes) -> None:
-    values = found.astype(np.float64)
-    (half_ulp,) = (f.half_ulp for f in FORMATS.values() if f.kind == "float" and numpy_dtype(f.name) == found.dtype)
-    bound = bound + 1.1 * half_ulp * (np.abs(want) + bound)
-    bad = ~(np.abs(values - want) <= bound)
-    if bad.any():
-        r, c = (int(i) for i in np.argwhere(bad)[0])
-        where = f"{name}[{at[0][r]}, {at[1][c]}] is {values[r, c]:.6g}, expected {want[r, c]:.6g}"
-        raise Wrong(f"wrong values ({sizes.batch} x {sizes.seq}): {where}; {int(bad.sum())} of {bad.size} looked at")
