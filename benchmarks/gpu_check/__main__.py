@@ -1,9 +1,11 @@
 """Runs the stages, each in a process of its own with a time limit, and holds what they measured against the bars.
 
-    make gpu-check                                  all stages: at most 24 minutes of one GPU
+    make gpu-check STAGES=first                     at most four minutes: whether anything works, and how fast a step is
+    make gpu-check                                  all stages: at most 28 minutes of one GPU
     make gpu-check STAGES=correct OUT=results       a part of them; each part fits into a call of ten minutes
     make gpu-check STAGES=versions,kernels
     python -m benchmarks.gpu_check --summary FILE.json FILE.json
+    python -m benchmarks.gpu_check --fill FOLDER    compiles beforehand, on a machine without a GPU
 
 A stage that fails, hangs or finds its peer missing does not stop the others, and what it had found by then is kept. Everything goes
 to gpu-check.json of the folder OUT after each stage, what they printed to log.txt, and each result that benchmarks/table.py reads
@@ -21,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check import bars, processes
-from benchmarks.gpu_check.stages import GROUPS, STAGES, Stage, run_stage
+from benchmarks.gpu_check import bars, clocks, processes
+from benchmarks.gpu_check.stages import GROUPS, PROBE, STAGES, Stage, run_stage
 
 FILE, LOG = "gpu-check.json", "log.txt"
 MOCK_TIMES = 5  # as long as on a GPU a stage may take where Python does its work
@@ -48,17 +50,27 @@ def main() -> int:
     parser.add_argument(
         "--ship", metavar="FILE", help="only put the winners of a tuned.json among those that the package has"
     )
+    parser.add_argument(
+        "--fill", metavar="FOLDER", help="only compile what the stages launch, for a card of --arch, without a GPU"
+    )
+    parser.add_argument("--arch", type=int, default=90, help="with --fill: compute capability times ten (default 90)")
     parser.add_argument("--list", action="store_true", help="only the stages, with their limits")
     parser.add_argument("--run", metavar="STAGE", help=argparse.SUPPRESS)  # the child process
     args = parser.parse_args()
     if args.run:
         keep = lambda found: write(Path(args.out), json.dumps(found))  # noqa: E731
-        limit_s = next(s.limit_s for s in STAGES if s.name == args.run) * (MOCK_TIMES if args.mock else 1)
+        limit_s = next(s.limit_s for s in (*STAGES, PROBE) if s.name == args.run) * (MOCK_TIMES if args.mock else 1)
         keep(run_stage(args.run, small=args.small, mock=args.mock, keep=keep, limit_s=limit_s))
         return 0
     if args.list:
         for stage in STAGES:
             print(f"{stage.group:<9}{stage.name:<13}{stage.limit_s:>5} s  {stage.what}")
+        return 0
+    if args.fill:
+        from benchmarks.gpu_check.fill import fill
+
+        count, nbytes = fill(Path(args.fill), args.arch)
+        print(f"{count} kernels, {nbytes / 1e6:.1f} MB; on the other machine: BARELLM_CACHE={args.fill} make gpu-check")
         return 0
     if args.ship:
         from barellm.cuda import tuning
@@ -91,8 +103,17 @@ def run_all(stages: list[Stage], out: Path, *, small: bool, mock: bool) -> int:
     result: dict[str, Any] = {"kind": "gpu-check", "small": small, "mock": mock, "stages": {}}
     (out / LOG).write_text("")
     for stage in stages:
+        if why := left_out(stage, result["stages"]):
+            result["stages"][stage.name] = {"status": "left out", "seconds": 0.0, "skipped": why}
+            print(f"== {stage.name}: left out: {why}", flush=True)
+            write(out / FILE, json.dumps(result, indent=1) + "\n")
+            continue
         print(f"== {stage.name}: {stage.what} (at most {stage.limit_s} s)", flush=True)
-        found, text = run_child(stage, small=small, mock=mock)
+        with clocks.watched() as seen:
+            found, text = run_child(stage, small=small, mock=mock)
+        found |= {"clocks": seen} if seen else {}
+        if found["status"] != "done":
+            found["gpu_answers"] = run_child(PROBE, small=small, mock=mock)[0].get("answers", False)
         for name, single in found.pop("files", {}).items():
             write(out / name, json.dumps(single, indent=1) + "\n")
         result["stages"][stage.name] = found
@@ -103,6 +124,15 @@ def run_all(stages: list[Stage], out: Path, *, small: bool, mock: bool) -> int:
     print("\n" + "\n".join(bars.table(result["stages"])))
     print(f"\nwritten: {out / FILE}")
     return 0 if bars.passed(result["stages"]) else 1
+
+
+def left_out(stage: Stage, done: dict[str, Any]) -> str:
+    """Why a stage is not worth its time: what it stands on did not go well, or the GPU does not answer any more."""
+    lost = [name for name, r in done.items() if r.get("gpu_answers") is False]
+    if lost:
+        return f"since {lost[0]} the GPU does not answer"
+    bad = [name for name in stage.after if name in done and not bars.passed({name: done[name]})]
+    return f"{', '.join(bad)} did not go well" if bad else ""
 
 
 def run_child(stage: Stage, *, small: bool, mock: bool) -> tuple[dict[str, Any], str]:

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Iterable
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from barellm import overrides
 from barellm.assembly.machine import open_machine
 from barellm.bench import peers
 from barellm.config import Config
+from barellm.cuda.kernel import Launch
 from barellm.models import preset
 from barellm.profiling.step import SEED, StepBench
 from benchmarks.gpu_check import processes
@@ -28,10 +30,11 @@ from benchmarks.gpu_check.stages import Scale
 
 TINY = {"model.layers": 2, "model.heads": 2, "model.channels": 32, "model.vocab_size": 65, "model.padded_vocab": 65}
 SMALL_TESTS = "test_cast or test_add"  # of the rehearsal: a few of every kind
-TEST_S = 60  # that one kernel test may take: a kernel that hangs ends its process, and the next tests have another
+TEST_S = 20  # that one kernel test may take: a kernel that hangs ends its process, and the next tests have another
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
-STEPS = 10
+LONG = 1024  # tokens of a sequence; with four of them every product of gpt2-124m is large enough for Hopper's kernel
+CASES = {64: 10, LONG: 2}  # steps beside the CPU's, by length
 WORSE, FLOOR = 1.5, 2e-3  # times the CPU's own distance from fp32, and beside it: what bf16 on the GPU may be off
 LOSS_BOUND = 0.02  # nats between bf16 on the GPU and on the CPU, in any of ten steps
 
@@ -57,7 +60,8 @@ def versions(scale: Scale) -> dict[str, Any]:
         print(processes.run([tools["nvidia-smi"]], limit_s=10, together=True).out)
     facts = {"gpu": gpu.name, "arch": gpu.arch, "multiprocessors": gpu.sms, "memory": gpu.nbytes, "driver": gpu.driver}
     pins = [holds(f"triton is {TRITON}", packages["triton"] == TRITON)]
-    found = {"packages": packages, "device": facts, "tools": tools, "doctor": found, "bars": pins}
+    ptxas = os.environ.get("TRITON_PTXAS_PATH", "")  # another ptxas gives other registers
+    found = {"packages": packages, "device": facts, "tools": tools, "ptxas": ptxas, "doctor": found, "bars": pins}
     return found | {"machine": peers.machine("cuda")}
 
 
@@ -139,10 +143,16 @@ def _parameters(driver: Any, kernel: Any) -> list[int]:
 
 
 def graph(scale: Scale) -> dict[str, Any]:
+    """By graphs and launch by launch, at a length at which Hopper's kernel does every product."""
+    return by_graphs(model(scale, seq=LONG))
+
+
+def by_graphs(config: Config) -> dict[str, Any]:
     """Two steps by graphs, two launch by launch, and a replay: equal bits."""
-    digests, losses = {}, {}
+    digests, losses, bars = {}, {}, []
     for kind in ("run", "run_unrolled"):
-        with _bench(model(scale), "cuda") as bench:
+        with opened(config, "cuda") as bench:
+            bars = played(bench.machine.session, config)
             session = bench.machine.session
             losses[kind] = [bench.step(run=getattr(session, kind)).loss for _ in range(2)]
             digests[kind] = session.digest()
@@ -157,58 +167,73 @@ def graph(scale: Scale) -> dict[str, Any]:
         "bars": [
             holds("a graph's bits are those of single launches", same),
             holds("a replay after the update gives another loss", before != replayed),
+            *bars,
         ],
     }
 
 
+def roles(calls: Iterable[Any]) -> set[str]:
+    """What Hopper's kernel does in a step: "nt", "nn" and "tn" products."""
+    constants = [dict(c.spec.constants) for c in calls if isinstance(c, Launch) and c.spec.name == "hopper_gemm"]
+    return {"tn" if c["A_TRANSPOSED"] else "nt" if c["B_TRANSPOSED"] else "nn" for c in constants}
+
+
+def played(session: Any, config: Config) -> list[dict[str, Any]]:
+    """On Hopper, at LONG tokens, the bar that its kernel does every kind of product, and that Triton's does none."""
+    calls = session.calls["micro"]
+    if not session.target.hopper or config.train.seq < LONG:
+        return []
+    plain = [c for c in calls if isinstance(c, Launch) and c.spec.name == "gemm"]
+    return [holds("hopper_gemm plays every role", roles(calls) == {"nt", "nn", "tn"} and not plain)]
+
+
 @contextmanager
-def _bench(config: Config, device: str):
+def opened(config: Config, device: str):
     with open_machine(config, device=device) as machine:
         machine.initialize(SEED)
         yield StepBench(machine)
 
 
 def equal(scale: Scale) -> dict[str, Any]:
-    """Gradients of the first step and losses of ten, in bf16 on the GPU and on the CPU, held against fp32 on the CPU."""
-    config = model(scale)
-    runs = {}
-    for side, device, dtype in (("gpu", "cuda", "bf16"), ("cpu", "cpu", "bf16"), ("fp32", "cpu", "fp32")):
-        runs[side] = _run(overrides.changed(config, {"train.dtype": dtype}), device)
-        print(side, runs[side]["losses"])
-        scale.keep({"losses": {name: r["losses"] for name, r in runs.items()}})
-    rows = []
-    for name, truth in runs["fp32"]["gradients"].items():
-        off = {side: _distance(runs[side]["gradients"][name], truth) for side in ("gpu", "cpu")}
-        limit = WORSE * off["cpu"] + FLOOR
-        rows.append({"gradient": name, **off, "limit": limit, "held": off["gpu"] <= limit})
-    losses = {side: r["losses"] for side, r in runs.items()}
-    apart = max(abs(a - b) for a, b in zip(losses["gpu"], losses["cpu"], strict=True))
-    return {
-        "gradients": rows,
-        "losses": losses,
-        "bars": [
-            bar(
-                "gradients further from fp32 than 1.5x the CPU's bf16",
-                sum(not r["held"] for r in rows),
-                0,
-                at_most=True,
-            ),
-            bar(f"losses of {len(losses['gpu'])} steps, GPU and CPU apart", apart, LOSS_BOUND, at_most=True),
-        ],
-    }
+    """Gradients of the first step and losses of some, in bf16 on the GPU and on the CPU, held against fp32 on the CPU; of short
+    sequences, and of those at which every product on Hopper is its own kernel's."""
+    cases: dict[str, Any] = {}
+    found: dict[str, Any] = {"cases": cases, "bars": []}
+    for seq, steps in CASES.items():
+        config, runs = model(scale, seq=seq), {}
+        for side, device, dtype in (("gpu", "cuda", "bf16"), ("cpu", "cpu", "bf16"), ("fp32", "cpu", "fp32")):
+            runs[side] = _run(overrides.changed(config, {"train.dtype": dtype}), device, steps)
+            print(seq, side, runs[side]["losses"])
+        rows = []
+        for name, truth in runs["fp32"]["gradients"].items():
+            off = {side: distance(runs[side]["gradients"][name], truth) for side in ("gpu", "cpu")}
+            limit = WORSE * off["cpu"] + FLOOR
+            rows.append({"gradient": name, **off, "limit": limit, "held": off["gpu"] <= limit})
+        losses = {side: r["losses"] for side, r in runs.items()}
+        apart = max(abs(a - b) for a, b in zip(losses["gpu"], losses["cpu"], strict=True))
+        cases[f"{config.train.batch} x {config.train.seq}"] = {"gradients": rows, "losses": losses}
+        missed, at = sum(not r["held"] for r in rows), f"4 x {seq}"
+        found["bars"] += [
+            bar(f"{at}: gradients further from fp32 than 1.5x the CPU's bf16", missed, 0, at_most=True),
+            bar(f"{at}: losses of {steps} steps, GPU and CPU apart", apart, LOSS_BOUND, at_most=True),
+            *runs["gpu"]["bars"],
+        ]
+        scale.keep(found)
+    return found
 
 
-def _run(config: Config, device: str) -> dict[str, Any]:
+def _run(config: Config, device: str, steps: int) -> dict[str, Any]:
     """The same initial weights and tokens everywhere: both come from seeds, by counter-based bits."""
-    with _bench(config, device) as bench:
+    with opened(config, device) as bench:
         losses = [bench.step().loss]
         session = bench.machine.session
         gradients = {t.name: session.read(t.name) for t in session.tensors.values() if t.role == "gradient"}
-        losses += [bench.step().loss for _ in range(STEPS - 1)]
-    return {"losses": losses, "gradients": gradients}
+        losses += [bench.step().loss for _ in range(steps - 1)]
+        bars = played(session, config) if device == "cuda" else []
+    return {"losses": losses, "gradients": gradients, "bars": bars}
 
 
-def _distance(a: np.ndarray, truth: np.ndarray) -> float:
+def distance(a: np.ndarray, truth: np.ndarray) -> float:
     difference = float(np.linalg.norm(a.astype(np.float64) - truth))
     return difference / max(float(np.linalg.norm(truth.astype(np.float64))), 1e-30)
 
@@ -221,10 +246,10 @@ def determinism(scale: Scale) -> dict[str, Any]:
 
 def _digest(scale: Scale) -> dict[str, Any]:
     if scale.mock:  # which lives in this process
-        with _bench(model(scale), "cuda") as bench:
+        with opened(model(scale), "cuda") as bench:
             losses = [bench.step().loss for _ in range(2)]
             return {"losses": losses, "digest": bench.machine.session.digest()}
-    config = overrides.flat(model(scale))
+    config = overrides.flat(model(scale, seq=LONG))
     changes = [f"--{key}={value}" for key, value in config.items() if value != overrides.flat(preset("gpt2-124m"))[key]]
     command = [sys.executable, "-m", "barellm", "bench", "step", "gpt2-124m", "--device", "cuda", "--digest", "--json"]
     done = processes.run([*command, "--steps", "5", *changes], limit_s=scale.left_s)

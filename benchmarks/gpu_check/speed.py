@@ -6,6 +6,8 @@ On the mock driver the same code runs on next to nothing; its times are made up,
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -14,6 +16,10 @@ from typing import Any
 
 from barellm.bench import attentions, gemms, peers, turns
 from barellm.config import Config
+from barellm.cuda import choices
+from barellm.cuda.choices import AttentionTile
+from barellm.cuda.tuner import bed
+from barellm.cuda.tuner.work import AttentionWork, Candidate
 from barellm.errors import UserError
 from barellm.plans.devices import device_bytes
 from barellm.profiling import profile
@@ -29,6 +35,32 @@ LAST_S = 12.0  # that a piece of work may go on being tuned when the time is up
 FASTER, TOKENS_S, AT_BATCH = 1.15, 550e3, 64  # than torch.compile; on one H200
 OF_CUBLAS, OF_COPY, WARM_START_S = 0.95, 0.88, 3.0
 STREAMING = ("adamw", "layernorm", "add_layernorm", "cast", "embedding")  # ops of the step that only move bytes
+# How attention on sm_90 was cut before, and with a third stage only.
+BEFORE = {
+    "forward": (AttentionTile(128, 128, 8, 2), AttentionTile(128, 128, 8, 3)),
+    "keys": (AttentionTile(64, 128, 8, 2), AttentionTile(64, 128, 8, 3)),
+    "queries": (AttentionTile(128, 64, 8, 2), AttentionTile(128, 64, 8, 3)),
+}
+COUNTED = (
+    "hopper_gemm",
+    "attention_forward",
+    "attention_dkv",
+    "attention_dq",
+    "row_losses",
+    "layernorm_backward",
+    "adamw",
+)
+METRICS = (
+    "gpu__time_duration.sum",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active",
+    "sm__inst_issued.avg.pct_of_peak_sustained_active",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "launch__registers_per_thread",
+    "launch__occupancy_limit_registers",
+)
 MIB = 1 << 20
 # llm.c at 124M with cuDNN, derived from its allocations: MiB of activations for a sequence of 1024 tokens by what it computes again
 # (-r), bytes a parameter for weights, gradients, moments and master weights, and cuBLASLt's workspace.
@@ -144,6 +176,52 @@ def streaming(scale: Scale) -> dict[str, Any]:
     bars.append(bar("classifier's loss: of copy bandwidth", None if scale.mock else moved / loss_s / copy, OF_COPY))
     name = f"profile-gpt2-124m-{BATCHES[-1]}x{SEQ}-bf16-cuda.json"
     return {"copy_bytes_s": copy, "bars": bars, "files": {name: r}}
+
+
+def sides(scale: Scale) -> dict[str, Any]:
+    """Attention as it is cut, in turns with how it was cut before, in one process: docs/cuda.md has the predictions."""
+    rows, bars = [], []
+    for role, others in BEFORE.items():
+        work = AttentionWork(role, "bf16", *((1, 33, 1) if scale.mock else (BATCHES[0], SEQ, 12)), 64)
+        both = bed.Bed(work, calls=1 if scale.mock else bed.MOST_CALLS)
+        usual = work.default(both.target.arch)
+        tiles = [t for t in others if t != usual]
+        ways = [Candidate(t, other_bits=not choices.equal_bits(role, t, usual)) for t in tiles]
+        ratios = both.time([both.check(way) for way in ways], ROUNDS)
+        for t, ratio in zip(tiles, ratios, strict=True):
+            rows.append(
+                {"work": str(work), "default": str(usual), "default_s": both.seconds, "other": str(t), "ratios": ratio}
+            )
+            print(rows[-1])
+            name = f"attention {role}: time of {t} over that of {usual}"
+            bars.append(bar(name, None if scale.mock else median(ratio), 1.0))
+        both.close()
+        scale.keep({"turns": rows, "bars": bars})
+    return {"turns": rows, "bars": bars}
+
+
+def counters(scale: Scale) -> dict[str, Any]:
+    """What Nsight Compute counts in the kernels that a step spends its time in, as it prints it."""
+    program = shutil.which("ncu")
+    if program is None:
+        return {"skipped": "ncu is not on the PATH"}
+    step = [sys.executable, "-m", "benchmarks.gpu_check.one_step"]
+    kernels = f"regex:^({'|'.join(COUNTED)})$"
+    command = [
+        program,
+        "--csv",
+        "--kernel-name",
+        kernels,
+        "--launch-count",
+        "40",
+        "--metrics",
+        ",".join(METRICS),
+        *step,
+    ]
+    done = processes.run(command, limit_s=scale.left_s)
+    if done.status != 0:
+        raise RuntimeError(done.why)
+    return {"files": {"counters.json": {"kind": "counters", "csv": done.out}}}
 
 
 def tune(scale: Scale) -> dict[str, Any]:

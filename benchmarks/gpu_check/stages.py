@@ -15,30 +15,51 @@ MARGIN_S = 12.0  # before the limit of a stage at which it ends what it has star
 @dataclass(frozen=True)
 class Stage:
     """`module.name` of this folder does it. The limits of a group add up to eight minutes, so that a call of ten minutes holds it
-    with what a machine needs besides."""
+    with what a machine needs besides; those of "first" to four. `after`: stages that must have gone well, where they ran."""
 
     group: str
     module: str
     name: str
     limit_s: int
     what: str
+    after: tuple[str, ...] = ()
 
 
 STAGES = (
-    Stage("correct", "correct", "versions", 30, "what is installed, the driver, the GPU"),
+    Stage("first", "correct", "versions", 20, "what is installed, the driver, the GPU"),
+    Stage("first", "first", "plain", 15, "a product of Triton's"),
+    Stage("first", "first", "tile", 15, "Hopper's product: one tile", ("plain",)),
+    Stage("first", "first", "ring", 20, "its ring goes round; more tiles than blocks; one block, and seven", ("tile",)),
+    Stage("first", "first", "epilogues", 20, "everything that its way out does", ("ring",)),
+    Stage("first", "first", "parts", 10, "a sum over tokens in seven parts", ("ring",)),
+    Stage("first", "first", "heads", 20, "attention forward and backward, T = 128, 1024, 1000", ("plain",)),
+    Stage(
+        "first",
+        "first",
+        "works",
+        40,
+        "each product and kernel of attention of a step of 64 x 1024",
+        ("epilogues", "parts", "heads"),
+    ),
+    Stage("first", "first", "whole", 30, "that step launch by launch, beside cuBLASLt's products", ("works",)),
+    Stage("first", "first", "same", 20, "the same as a graph: equal bits", ("works",)),
+    Stage("first", "first", "pace", 30, "20 timed steps, and what the card can do", ("same",)),
     Stage("correct", "correct", "graph", 50, "a step captured and replayed: the bits of single launches"),
-    Stage("correct", "correct", "kernels", 270, "every kernel test on the device"),
+    Stage("correct", "correct", "kernels", 290, "every kernel test on the device"),
     Stage("correct", "correct", "equal", 130, "ten steps of gpt2-124m beside the CPU backend"),
-    Stage("speed", "speed", "step", 230, "steps of gpt2-124m beside torch.compile, in turns; memory"),
+    Stage("speed", "speed", "step", 200, "steps of gpt2-124m beside torch.compile, in turns; memory"),
     Stage("speed", "speed", "gemm", 120, "each matrix product beside cuBLAS"),
+    Stage("speed", "speed", "sides", 30, "attention in turns with how it was cut before"),
     Stage("speed", "speed", "start", 130, "from the command to the first step, cold and warm"),
     Stage("sound", "correct", "layout", 50, "parameters of every kernel have the bytes that the driver knows"),
-    Stage("sound", "correct", "determinism", 60, "two processes, equal digests"),
+    Stage("sound", "correct", "determinism", 50, "two processes, equal digests"),
     Stage("sound", "speed", "attention", 80, "attention beside PyTorch's flash backend"),
     Stage("sound", "speed", "streaming", 70, "AdamW, LayerNorm, classifier against copy bandwidth"),
-    Stage("sound", "speed", "tune", 110, "tiles of products and attention of gpt2-124m; winners to tuned.json"),
-    Stage("sound", "correct", "sanitizer", 110, "compute-sanitizer's four tools on a small step"),
+    Stage("sound", "speed", "tune", 90, "tiles of products and attention of gpt2-124m; winners to tuned.json"),
+    Stage("sound", "speed", "counters", 60, "Nsight Compute's counters of a step's kernels"),
+    Stage("sound", "correct", "sanitizer", 80, "compute-sanitizer's four tools on a small step"),
 )
+PROBE = Stage("", "first", "probe", 15, "whether the GPU still answers")
 GROUPS = tuple(dict.fromkeys(stage.group for stage in STAGES))
 
 
@@ -61,7 +82,7 @@ class Scale:
 
 def run_stage(name: str, *, small: bool, mock: bool, keep: Keep, limit_s: float) -> dict[str, Any]:
     """In this process."""
-    (stage,) = (s for s in STAGES if s.name == name)
+    (stage,) = (s for s in (*STAGES, PROBE) if s.name == name)
     if mock:
         _mock()
     return getattr(import_module(f"benchmarks.gpu_check.{stage.module}"), name)(Scale(small, mock, keep, limit_s))

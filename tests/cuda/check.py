@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from barellm.cuda import driver
 from barellm.cuda.kernel import Counter, Sizes, Target
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.program.builder import Program
@@ -95,6 +96,11 @@ class Arena:
 class DeviceSession(CudaSession):
     """Programs of the CUDA backend on a GPU, or on what stands for its driver."""
 
+    def __init__(self, programs: dict[str, Program], *, sms: int, tf32: bool) -> None:
+        """`sms`: multiprocessors that persistent grids fill; the card's own where a test does not say."""
+        target = Target.of(driver.device(), tf32=tf32)
+        super().__init__(programs, built=lower_and_plan(programs, replace(target, sms=min(sms, target.sms))))
+
     @property
     def arena(self) -> Arena:
         return Arena(self)
@@ -119,7 +125,7 @@ def check_op(
     if DEVICE == "ptx-sm_90":
         target = replace(target, arch=90)
     if DEVICE in ("mock", "cuda"):  # the GPU decides the target
-        session = partial(DeviceSession, tf32=target.tf32)
+        session = partial(DeviceSession, sms=target.sms, tf32=target.tf32)
         return check_case(case, {"the first run": session, "the second": session})
     return check_case(case, {n: partial(InterpretedSession, target=target, execute=e) for n, e in ways(target).items()})
 
