@@ -1,0 +1,108 @@
+"""Steps of several ranks on one machine, and on machines of their own joined by a slow network, plain and compressed. Needs root.
+
+    python -m benchmarks.slow_network --out FILE [--ranks 2] [--rate 1gbit] [--delay-ms 1] [PRESET and its keys ...]
+
+Each run is `barellm train` with one thread a rank; the machines are network namespaces (benchmarks/namespaces.py). Runs with other
+options of compression and other networks take turns. A time is the median of a run's steps but for the first two. Beside them
+stands what `plans.scale` predicts from the time of one rank alone, with its rows and without anybody to talk to: as many such
+processes run side by side as there are ranks, since they share the machine's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from barellm.distributed.launch import mpiexec
+from benchmarks.namespaces import Network, command
+
+WARM = 2  # steps that are not counted
+QUIET = ("--train.eval_every", "0", "--train.eval_tokens", "256", "--optim.warmup", "1")
+# What MPI is told: messages by TCP, between namespaces that share nothing.
+MESSAGES = {"UCX_TLS": "tcp", "BARELLM_THREADS": "1"}
+
+
+def step_seconds(folder: Path) -> list[float]:
+    """Seconds of each step of a run, those of WARM left out."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["tokens"] / row["step"] / row["tokens_per_s"] for row in rows if row["kind"] == "train"][WARM:]
+
+
+def start(words: Sequence[str], out: Path, before: Sequence[str]) -> subprocess.Popen[bytes]:
+    full = [*before, sys.executable, "-m", "barellm", "train", *words, *QUIET, "--steps", "100000", "--out", str(out)]
+    return subprocess.Popen(full, env=os.environ | MESSAGES, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+
+
+def until(folders: Sequence[Path], running: Sequence[subprocess.Popen[bytes]], steps: int) -> list[list[float]]:
+    """The times of so many steps of runs that go on for ever; then they are ended, before they evaluate or save anything."""
+    try:
+        while True:
+            time.sleep(0.5)
+            if ended := [process for process in running if process.poll() is not None]:
+                raise SystemExit(f"a run has ended: {ended[0].args}")
+            found = [step_seconds(folder) if (folder / "metrics.jsonl").exists() else [] for folder in folders]
+            if min(map(len, found)) >= steps:
+                return found
+    finally:
+        for process in running:
+            process.kill()  # the launcher, whose ranks end with it
+            process.wait()
+
+
+def trained(words: Sequence[str], out: Path, before: Sequence[str], steps: int) -> list[float]:
+    return until([out], [start(words, out, before)], steps)[0]
+
+
+def alone(words: Sequence[str], folder: Path, count: int, steps: int) -> list[float]:
+    """Steps of `count` processes side by side that do not know of each other: those of the slowest."""
+    cores = sorted(os.sched_getaffinity(0))
+    folders = [folder / str(i) for i in range(count)]
+    found = [start(words, out, ["taskset", "-c", str(cores[i % len(cores)])]) for i, out in enumerate(folders)]
+    return max(until(folders, found, steps), key=median)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--delay-ms", type=float, default=1.0)
+    parser.add_argument("--powersgd", default="0,4", help="ranks of compression, with commas; 0: none")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6, help="that are counted, of each run")
+    args, words = parser.parse_known_args()
+    rows: list[dict[str, Any]] = []
+    network = Network(args.ranks, args.rate, args.delay_ms / 1e3)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        launcher = stack.enter_context(network.up())
+        for rank in map(int, args.powersgd.split(",")):
+            option = ["--optim.powersgd", str(rank)]
+            whole = [*words, *option, "--train.batch", str(args.batch)]
+            own = [*words, *option, "--train.batch", str(args.batch // args.ranks)]
+            one = [mpiexec(), "-n", str(args.ranks)]
+            many = command(launcher, network.names(), [])
+            found = {
+                "alone": alone(own, folder / f"a{rank}", args.ranks, args.steps),
+                "memory": trained(whole, folder / f"m{rank}", one, args.steps),
+                "network": trained(whole, folder / f"n{rank}", many, args.steps),
+            }
+            for where, seconds in found.items():
+                rows.append({"powersgd": rank, "where": where, "median_s": median(seconds), "seconds": seconds})
+                print(f"powersgd {rank:>3}  {where:<8} {median(seconds) * 1e3:9.1f} ms", flush=True)
+    result = {"preset": words, "ranks": args.ranks, "batch": args.batch, "rate": args.rate, "delay_ms": args.delay_ms}
+    args.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
