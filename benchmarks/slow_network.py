@@ -3,9 +3,9 @@
     python -m benchmarks.slow_network --out FILE [--ranks 2] [--rate 1gbit] [--delay-ms 1] [PRESET and its keys ...]
 
 Each run is `barellm train` with one thread a rank; the machines are network namespaces (benchmarks/namespaces.py). Runs with other
-options of compression and other networks take turns. A time is the median of a run's steps but for the first two. Beside them
-stands what `plans.scale` predicts from the time of one rank alone, with its rows and without anybody to talk to: as many such
-processes run side by side as there are ranks, since they share the machine's memory.
+options of compression and other networks take turns. A time is the median of a run's steps but for the first two. "alone" is a
+rank with its rows and nobody to talk to: as many such processes run side by side as there are ranks, for they share the machine's
+memory. benchmarks/scale.py compares all with what `barellm plan --link` predicts.
 """
 
 from __future__ import annotations
@@ -80,28 +80,37 @@ def main() -> None:
     parser.add_argument("--powersgd", default="0,4", help="ranks of compression, with commas; 0: none")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6, help="that are counted, of each run")
+    parser.add_argument(
+        "--where", default="alone,memory,network", help="the runs that are done; the file keeps the others"
+    )
     args, words = parser.parse_known_args()
+    about = {"preset": words, "ranks": args.ranks, "batch": args.batch, "rate": args.rate, "delay_ms": args.delay_ms}
     rows: list[dict[str, Any]] = []
+    if args.out.exists():
+        before = json.loads(args.out.read_text())
+        if {key: before[key] for key in about} != about:
+            raise SystemExit(f"{args.out} is about other runs: expected a new file")
+        rows = before["rows"]
     network = Network(args.ranks, args.rate, args.delay_ms / 1e3)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        folder = Path(scratch)
-        launcher = stack.enter_context(network.up())
+        places = args.where.split(",")
+        launcher = stack.enter_context(network.up()) if "network" in places else Path()
+        before_words = {
+            "memory": [mpiexec(), "-n", str(args.ranks)],
+            "network": command(launcher, network.names(), []),
+        }
         for rank in map(int, args.powersgd.split(",")):
-            option = ["--optim.powersgd", str(rank)]
-            whole = [*words, *option, "--train.batch", str(args.batch)]
-            own = [*words, *option, "--train.batch", str(args.batch // args.ranks)]
-            one = [mpiexec(), "-n", str(args.ranks)]
-            many = command(launcher, network.names(), [])
-            found = {
-                "alone": alone(own, folder / f"a{rank}", args.ranks, args.steps),
-                "memory": trained(whole, folder / f"m{rank}", one, args.steps),
-                "network": trained(whole, folder / f"n{rank}", many, args.steps),
-            }
-            for where, seconds in found.items():
+            for where in places:
+                folder = Path(scratch) / f"{where}-{rank}"
+                own = [*words, "--optim.powersgd", str(rank), "--train.batch"]
+                if where == "alone":
+                    seconds = alone([*own, str(args.batch // args.ranks)], folder, args.ranks, args.steps)
+                else:
+                    seconds = trained([*own, str(args.batch)], folder, before_words[where], args.steps)
+                rows = [row for row in rows if (row["powersgd"], row["where"]) != (rank, where)]
                 rows.append({"powersgd": rank, "where": where, "median_s": median(seconds), "seconds": seconds})
-                print(f"powersgd {rank:>3}  {where:<8} {median(seconds) * 1e3:9.1f} ms", flush=True)
-    result = {"preset": words, "ranks": args.ranks, "batch": args.batch, "rate": args.rate, "delay_ms": args.delay_ms}
-    args.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+                print(f"powersgd {rank:>3}  {where:<8} {median(seconds) * 1e3:9.1f} ms {seconds}", flush=True)
+                args.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from barellm.errors import UserError
 
 if TYPE_CHECKING:
     from barellm.config import Config
+    from barellm.plans.roofline import Ceiling
     from barellm.program.ranks import Ranks
 
 MOST_SHOWN = 8  # ranks whose memory is shown one by one
@@ -39,6 +40,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="plan one of N processes that train together (docs/ranks.md)"
+    )
+    parser.add_argument(
+        "--link",
+        metavar="NAME",
+        help="with --ranks: predict a step over this link between them: memory, 1gbit, 1gbit-1ms, 10gbit, 100gbit, ib400, nvlink4 "
+        "(docs/scale.md)",
+    )
+    parser.add_argument(
+        "--utilisation",
+        type=float,
+        default=0.4,
+        metavar="SHARE",
+        help="with --link: the share of the bound that a rank's arithmetic reaches (default: 0.4)",
     )
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
     parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")
@@ -69,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
 
         ceiling = measured_ceiling(device=args.device)
     config = resolved(only_stage(config, args.stage) if args.stage else config, args.device)
+    if args.link:
+        return _scale(args, config, ceiling)
     if args.product:
         return _one_product(args, config.train.dtype)
     ranks = _ranks(args, config)
@@ -103,6 +119,22 @@ def _ranks(args: argparse.Namespace, config: Config) -> Ranks:
     ranks = Planned(0, args.ranks)
     together.check(config, device=args.device, ranks=ranks)
     return ranks
+
+
+def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) -> int:
+    """Print what a step of many ranks would take. Without --measure and --card the arithmetic is that of an H100."""
+    import json
+
+    from barellm.plans import devices, scale
+
+    if args.ranks is None or args.ranks < 1:
+        raise UserError(f"--link is {args.link}, expected --ranks too, at least 1")
+    if not 0 < args.utilisation <= 1:
+        raise UserError(f"--utilisation is {args.utilisation:g}, expected more than 0 and at most 1")
+    ceiling = ceiling or devices.published("h100")
+    found = scale.prediction(config, args.ranks, args.link, ceiling=ceiling, utilisation=args.utilisation)
+    print(json.dumps(found) if args.json else "\n".join(scale.table(found)))
+    return 0
 
 
 def _one_product(args: argparse.Namespace, dtype: str) -> int:
