@@ -63,6 +63,8 @@ class Network:
         """Make the namespaces and their devices; the process that carries packets from one to the other."""
         table = "127.0.0.1 localhost\n" + "".join(f"{address(i)} {name}\n" for i, name in enumerate(names))
         devices = []
+        for name in names:  # of a run that was killed
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
         for i, name in enumerate(names):
             device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
             fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI))

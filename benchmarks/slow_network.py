@@ -5,7 +5,7 @@
 Each run is `barellm train` with one thread a rank; the machines are network namespaces (benchmarks/namespaces.py). Runs with other
 options of compression and other networks take turns. A time is the median of a run's steps but for the first two. "alone" is a
 rank with its rows and nobody to talk to: as many such processes run side by side as there are ranks, for they share the machine's
-memory. benchmarks/scale.py compares all with what `barellm plan --link` predicts.
+memory. With `--predict` the file gets beside all of them what `barellm plan --link` would say.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from barellm import models, overrides
+from barellm.assembly.machine import resolved
+from barellm.config import Config
 from barellm.distributed.launch import mpiexec
+from barellm.plans import scale
+from barellm.plans.roofline import measured_ceiling
 from benchmarks.namespaces import Network, command
 
 WARM = 2  # steps that are not counted
@@ -71,12 +77,52 @@ def alone(words: Sequence[str], folder: Path, count: int, steps: int) -> list[fl
     return max(until(folders, found, steps), key=median)
 
 
+def configured(words: Sequence[str], *, powersgd: int, batch: int) -> Config:
+    """The configuration that these words of a command mean."""
+    base = models.preset(words[0])
+    given = dict(zip(words[1::2], words[2::2], strict=True))
+    short = {"data": "data.source", "dtype": "train.dtype"}
+    found = {short.get(key.removeprefix("--"), key.removeprefix("--")): value for key, value in given.items()}
+    found |= {"optim.powersgd": str(powersgd), "train.batch": str(batch)}
+    return resolved(overrides.changed(base, found), "cpu")
+
+
+def predict(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Add to each row what `plans.scale` says: of the bound of one thread on this machine, a rank's arithmetic reaches the share
+    that it has reached alone, without compression."""
+    ceiling, words, ranks = measured_ceiling(threads=1), about["preset"], about["ranks"]
+
+    def config(powersgd: int) -> Config:
+        return configured(words, powersgd=powersgd, batch=about["batch"])
+
+    bound = scale.work(scale.rows_of(config(0), ranks), 1, ceiling, 1.0)[0].seconds
+    utilisation = bound / next(r["median_s"] for r in rows if (r["where"], r["powersgd"]) == ("alone", 0))
+    about |= {"bound_s": bound, "utilisation": utilisation, "ceiling": ceiling.to_json()}
+    for row in rows:
+        name = {"memory": "memory", "network": about["link"], "alone": "memory"}[row["where"]]
+        one = row["where"] == "alone"
+        found = config(row["powersgd"])
+        given = {"ceiling": ceiling, "utilisation": utilisation}
+        if one:
+            row["predicted_s"] = scale.work(scale.rows_of(found, ranks), 1, **given)[0].seconds
+        else:
+            row["predicted_s"] = scale.prediction(found, ranks, name, **given)["ways"]["direct"]["step_s"]
+        off = row["predicted_s"] / row["median_s"] - 1
+        print(f"powersgd {row['powersgd']:>3}  {row['where']:<8} {row['median_s'] * 1e3:9.1f} ms, predicted "
+              f"{row['predicted_s'] * 1e3:9.1f} ({off:+.1%})")  # fmt: skip
+
+
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no run outlives this one
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--delay-ms", type=float, default=1.0)
+    parser.add_argument(
+        "--predict", action="store_true", help="run nothing: say what was to be expected of the file's runs"
+    )
+    parser.add_argument("--link", default="1gbit-1ms", help="what plans.scale calls this network")
     parser.add_argument("--powersgd", default="0,4", help="ranks of compression, with commas; 0: none")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6, help="that are counted, of each run")
@@ -84,16 +130,28 @@ def main() -> None:
         "--where", default="alone,memory,network", help="the runs that are done; the file keeps the others"
     )
     args, words = parser.parse_known_args()
-    about = {"preset": words, "ranks": args.ranks, "batch": args.batch, "rate": args.rate, "delay_ms": args.delay_ms}
+    about = {
+        "preset": words,
+        "ranks": args.ranks,
+        "batch": args.batch,
+        "rate": args.rate,
+        "delay_ms": args.delay_ms,
+        "link": args.link,
+    }
     rows: list[dict[str, Any]] = []
     if args.out.exists():
         before = json.loads(args.out.read_text())
-        if {key: before[key] for key in about} != about:
+        about, asked = {key: before[key] for key in about}, about
+        if about != asked and not args.predict:
             raise SystemExit(f"{args.out} is about other runs: expected a new file")
         rows = before["rows"]
+    if args.predict:
+        predict(about, rows)
+        args.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        return
     network = Network(args.ranks, args.rate, args.delay_ms / 1e3)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        places = args.where.split(",")
+        places = [where for where in args.where.split(",") if where]
         launcher = stack.enter_context(network.up()) if "network" in places else Path()
         before_words = {
             "memory": [mpiexec(), "-n", str(args.ranks)],

@@ -56,8 +56,8 @@ def link(name: str) -> Link:
 
 @dataclass(frozen=True)
 class Collective:
-    """`nbytes` on each rank, in so many `rounds` that wait for each other. `behind` says what may go on meanwhile: "backward", where
-    it begins with what is there first, "forward", or "" for nothing."""
+    """`nbytes` on each rank, in so many `rounds` that wait for each other. `behind` says what may go on meanwhile: "backward",
+    where it begins with what is there first, "forward", or "" for nothing."""
 
     name: str
     nbytes: float
@@ -75,8 +75,8 @@ class Collective:
 
 @dataclass(frozen=True)
 class Work:
-    """The seconds of one rank's arithmetic in a step: `forward` and `backward` of its last micro-batch, all micro-batches before that
-    one, and the update. `ready`: (seconds since the backward pass began, elements of a gradient that is finished then)."""
+    """The seconds of one rank's arithmetic in a step: `forward` and `backward` of its last micro-batch, all micro-batches before
+    that one, and the update. `ready`: (seconds since the backward pass began, elements of a gradient that is finished then)."""
 
     forward: float
     backward: float
@@ -99,7 +99,8 @@ def rows_of(config: Config, ranks: int) -> Config:
 
 
 def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tuple[Work, Any]:
-    """The arithmetic of a rank whose configuration is `config`, at a share of the bound by `ceiling`; and the store of its programs."""
+    """The arithmetic of a rank whose configuration is `config`, at a share of the bound by `ceiling`; and the store of its
+    programs."""
     from barellm.assembly.machine import build_programs
     from barellm.plans.devices import lower
 

@@ -52,6 +52,7 @@ def test_bytes_are_those_of_the_planned_transfers(count, optim):
     else:
         exchanged = model[0].nbytes
         given = model[1].nbytes + model[2].nbytes
+        assert [c.rounds for c in model[1:]] == [1, 1]
     assert mean["exchange"] == pytest.approx(exchanged * away, rel=2e-3)
     assert mean["gather"] == pytest.approx(given * away, rel=2e-3)
 
@@ -130,6 +131,8 @@ def test_the_work_of_a_rank_is_that_of_its_plan():
 
 def test_a_step_is_arithmetic_and_exchange():
     found = scale.prediction(small(), 3, "10gbit", ceiling=devices.published("h100"), utilisation=0.5)
+    store = build_programs(small())["micro"].store
+    assert found["sent_bytes"] == pytest.approx(2 / 3 * sum(c.nbytes for c in scale.collectives(small(), store, 3)))
     for row in found["ways"].values():
         exchange = sum(row["collectives_s"].values())
         assert row["step_s"] == pytest.approx(found["compute_s"] + exchange)
