@@ -79,6 +79,16 @@ def test_one_rank_speaks_and_writes(place, pair):
     assert meta["machine"]["ranks"] == 2 and meta["config"]["train"]["batch"] == 12
 
 
+def test_ranks_that_send_messages_find_the_bytes_of_those_that_read(place, pair):
+    script = (
+        "import sys; from barellm.distributed.mpi import MpiRanks; MpiRanks._try_reading = lambda ranks: {}; "
+        "from barellm.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = finished([mpiexec(), "-n", "2", sys.executable, "-c", script, *words(place, "messages", *STEPS)], place)
+    assert done.returncode == 0, done.stderr
+    assert tensors(place / "messages", 4) == tensors(place / "pair", 4)
+
+
 def test_ranks_train_the_model_of_one_process(place, pair, monkeypatch):
     for name, value in environment(place).items():
         monkeypatch.setenv(name, value)
