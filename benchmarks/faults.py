@@ -55,6 +55,11 @@ RUN = (
     ),
     *("--train.eval_every", "60", "--train.checkpoint_every", "20", "--train.keep", "99"),
 )
+SAID = (
+    "",
+    "barellm: interrupted",
+    "barellm: stopping after this step; once more to stop at once",
+)  # to a user's Ctrl-C
 Bytes = dict[str, bytes]
 
 
@@ -128,7 +133,7 @@ def well(row: dict[str, Any]) -> bool:
         return whole
     lines = row["said"].splitlines()
     if row["kind"] == "interrupt":
-        return whole and row["status"] in (130, 0) and len(lines) <= 1
+        return whole and row["status"] in (130, 0) and row["said"] in SAID
     named = len(lines) == 1 and re.match(rf"barellm: error: rank {row['rank']} ", lines[0])
     return whole and (bool(named) or row["status"] == 0)
 

@@ -34,12 +34,12 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
     """Does this rank's part of `command`, and ends the process: where one fails, the others wait for it, and none may wait for
     them. Of mistakes rank 0 tells, unless another rank alone has made one."""
     from barellm.cpu.threads import allowed_cpus, thread_count
-    from barellm.distributed import launch
+    from barellm.distributed import launch, world
     from barellm.distributed.mpi import MpiRanks
     from barellm.errors import UserError
 
-    rank, ranks = 0, None
-    launch.sign_in()
+    rank, ranks = world.rank_told(), None
+    launch.sign_in(rank)
     try:
         ranks = MpiRanks()
         rank = ranks.rank

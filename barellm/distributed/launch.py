@@ -62,12 +62,11 @@ def start(count: int, arguments: Sequence[str]) -> int:
     return status
 
 
-def sign_in() -> None:
+def sign_in(rank: int) -> None:
     """Tell the launcher which rank this process is, for its last line: on stdout, in a line that it keeps to itself. No file is
     needed, which would stay where all are killed."""
-    rank = os.environ.get("PMI_RANK", "")
-    if os.environ.get("BARELLM_RANKS") and rank.isdigit():
-        os.write(1, b"%s%d %d\n" % (SIGN, int(rank), os.getpid()))
+    if os.environ.get("BARELLM_RANKS"):
+        os.write(1, b"%s%d %d\n" % (SIGN, rank, os.getpid()))
 
 
 def _end_with_parent() -> None:

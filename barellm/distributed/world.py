@@ -9,6 +9,7 @@ from barellm.errors import UserError
 
 # The size of the world by the launchers that MPI libraries know.
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def started_as_one_of(environment: Mapping[str, str] = os.environ) -> int:
@@ -20,6 +21,11 @@ def started_as_one_of(environment: Mapping[str, str] = os.environ) -> int:
     if tasks > 1 and found == 1 and not any(name.startswith(("PMI", "PMIX")) for name in environment):
         raise UserError(f"srun has started {tasks} processes that do not know of each other: add --mpi=pmi2 to srun")
     return max(found, tasks)
+
+
+def rank_told(environment: Mapping[str, str] = os.environ) -> int:
+    """The rank of this process as its launcher says, which is known before MPI has started; 0 where none says."""
+    return next((int(environment[name]) for name in NUMBERS if environment.get(name, "").isdigit()), 0)
 
 
 def torchrun(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:

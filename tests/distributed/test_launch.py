@@ -52,11 +52,10 @@ def test_the_launchers_own_words_do_not(monkeypatch):
 
 def test_a_rank_tells_its_number_to_our_launcher_only(monkeypatch, capfd):
     monkeypatch.delenv("BARELLM_RANKS", raising=False)
-    monkeypatch.setenv("PMI_RANK", "2")
-    launch.sign_in()
+    launch.sign_in(2)
     assert capfd.readouterr().out == ""
     monkeypatch.setenv("BARELLM_RANKS", "1")
-    launch.sign_in()
+    launch.sign_in(2)
     assert passed(monkeypatch, capfd.readouterr().out) == ("", ("", {os.getpid(): 2}))
 
 
@@ -113,3 +112,18 @@ def test_torchruns_first_process_starts_all_and_the_others_none(tmp_path):
             text=True,
         )
         assert (done.returncode, done.stdout) == (status, said), done.stderr
+
+
+@pytest.mark.parametrize("rank, said", [(0, "barellm: interrupted\n"), (1, "")])
+def test_one_rank_speaks_of_ctrl_c_before_mpi_has_started(rank, said):
+    script = """
+import barellm.distributed.mpi as mpi
+from barellm.cli.ranks import run_as_rank
+def interrupted():
+    raise KeyboardInterrupt
+mpi.MpiRanks = interrupted
+run_as_rank(None, 2, None)
+"""
+    own = os.environ | {"PYTHONPATH": ":".join(sys.path), "PMI_RANK": str(rank)}
+    done = subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, said)
