@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from barellm.distributed import launch
+from barellm.distributed import guard, launch
 from barellm.errors import UserError
 
 BANNER = """
@@ -127,3 +128,43 @@ run_as_rank(None, 2, None)
     own = os.environ | {"PYTHONPATH": ":".join(sys.path), "PMI_RANK": str(rank)}
     done = subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, said)
+
+
+@pytest.fixture
+def launcher(tmp_path, monkeypatch):
+    """A function that puts a script in the place of mpiexec."""
+
+    def put(script: str) -> None:
+        (tmp_path / "mpiexec").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "mpiexec").chmod(0o755)
+        monkeypatch.setattr(launch, "mpiexec", lambda: str(tmp_path / "mpiexec"))
+
+    return put
+
+
+def test_a_run_that_lost_a_rank_fails_in_one_line(launcher, tmp_path, capfd):
+    (tmp_path / "banner").write_text("\x1ebarellm rank 2 4711\n" + BANNER)
+    launcher(f"cat {tmp_path / 'banner'}; exit 9")
+    assert launch.start(3, ["train"]) == 1
+    out, error = capfd.readouterr()
+    assert out == "" and re.fullmatch(
+        r"barellm: error: rank 2 \(process 4711 on node7\) was ended by SIGKILL: .*\n", error
+    )
+
+
+def test_the_status_of_a_run_is_that_of_its_launcher(launcher, capfd):
+    launcher("exit 130")
+    assert launch.start(2, ["train"]) == 130 and capfd.readouterr().err == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+def test_a_rank_that_is_stopped_before_it_has_met_the_others_is_named(launcher, monkeypatch, capfd):
+    """What the guard says counts, and not that the launcher then finds all ranks killed."""
+    monkeypatch.setattr(guard, "LOOK_S", 0.05)
+    monkeypatch.setenv("BARELLM_RANK_LIMIT", "1.1")
+    launcher(
+        "PMI_RANK=0 sleep 60 & PMI_RANK=1 sh -c 'kill -STOP $$' & wait; printf 'BAD TERMINATION (signal 9)\\n'; exit 9"
+    )
+    assert launch.start(2, ["train"]) == 1
+    words = r"barellm: error: rank 1 \(process \d+\) has been stopped for 1 s: the run is ended\n"
+    assert re.fullmatch(words, capfd.readouterr().err)
