@@ -31,7 +31,7 @@ def conv2d(
     Formula: y[n, k, p, q] = sum over c, r, s of w[k, c, r, s] x[n, c, p stride + r dilation - padding, likewise of q and s].
     Options: sizes are a number, or one for rows and one for columns. Beyond the image x is zero or, with `reflect`, its mirror
     image. `mirrored` reads the filter from its end. `algorithm` is "auto", "direct", "winograd2", "winograd4" or "fft".
-    Dtypes: float32 or bfloat16 each; the result has that of x.
+    Dtypes: float32 or bfloat16 each; the result has that of x. With x in bfloat16 direct sums may round w to it.
     Source: `barellm/cpu/kernels/convolution.py`.
 
         y = kernels.conv2d(x, w, padding=1)

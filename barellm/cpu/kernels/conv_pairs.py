@@ -29,7 +29,7 @@ from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
 
-POSITIONS = 1024  # of a claim, about: so often is each element of the filters used when it was read
+POSITIONS = 2048  # of a claim at most, or a line: so often is each element of the filters used when it was read
 SUMS = 1 << 20  # bytes of a claim's sums: half of a second cache of 2 MB
 LINES = 256  # positions of the lines that are transposed at a time
 DEPTH = 576  # of a part, about: one or two chunks of filters of 3 x 3
@@ -64,31 +64,28 @@ def blocks_of(
     chunks = ceil_div(grid.channels, 2 * pairs)
     together = max(1, min(chunks, DEPTH // max(2 * pairs * grid.taps, 1)))
     together = ceil_div(chunks, ceil_div(chunks, together))
-    pitch = Planes(grid, P, 1).pitch
+    pitch, tiles_of_columns = Planes(grid, P, 1).pitch, ceil_div(columns, span)
     most = max(1, min(P, POSITIONS // pitch))
-    lines = ceil_div(P, ceil_div(P, most))
-
-    def cut(several: int, splits: int) -> Blocks:
-        own = ceil_div(ceil_div(columns, span), splits) * span
-        return Blocks(tile, tiled, pairs, together, lines, several, own)
+    depth = chunks * 2 * pairs
 
     def cost(b: Blocks) -> float:
-        positions = round_up(b.lines * pitch, tile.rows) * b.images
-        claims = ceil_div(images, b.images) * ceil_div(P, lines) * groups * ceil_div(columns, b.columns)
-        depth = chunks * 2 * pairs
-        # Cycles of a claim: products, making the panel, finishing, and filters from the third cache.
-        work = positions * (b.columns * (depth * grid.taps / 800 + 0.5) + 0.4 * depth)
-        work += depth * grid.taps * b.columns * 2 / 8
+        planes = b.planes(grid)
+        claims = ceil_div(images, b.images) * ceil_div(P, b.lines) * groups * ceil_div(columns, b.columns)
+        # Cycles of a claim: products and finishing, making the panel, and filters from the third cache.
+        work = planes.positions * b.images * b.columns * (depth * grid.taps / 800 + 0.5)
+        work += 0.4 * depth * planes.size * len(planes.remainders()) * b.images + depth * grid.taps * b.columns / 4
         return ceil_div(claims, threads) * work
 
-    least = max(1, ceil_div(4 * columns * lines * pitch, SUMS))
-    several = range(1, min(images, max(1, POSITIONS // (P * pitch))) + 1) if lines == P else [1]
-    options = [
-        cut(n, splits)
-        for n in several
-        for splits in range(1, ceil_div(columns, span) + 1)
-        if splits >= min(least * n, ceil_div(columns, span))
-    ]
+    def cuts(lines: int, several: int) -> list[Blocks]:
+        """Into as few parts of the columns as their sums allow, or more."""
+        least = min(ceil_div(4 * columns * lines * pitch * several, SUMS), tiles_of_columns)
+        parts = {ceil_div(tiles_of_columns, splits) * span for splits in range(least, tiles_of_columns + 1)}
+        return [Blocks(tile, tiled, pairs, together, lines, several, own) for own in sorted(parts)]
+
+    fewest = ceil_div(P, most)
+    lines = sorted({ceil_div(P, n) for n in range(fewest, min(2 * fewest, P) + 1)})
+    several = range(1, min(images, max(1, POSITIONS // (P * pitch))) + 1)
+    options = [cut for n in lines for m in (several if n == P else [1]) for cut in cuts(n, m)]
     return min(options, key=cost)
 
 
@@ -270,10 +267,24 @@ class Product:
             vector = sums.at(first - column)
             whole = pixels & -lanes
             ends = first + lanes > self.columns
-            with k.loop(0, whole, lanes) as p:
+            begin: Value | int = 0
+            if self.dense and self.mode == "store" and self.out.dtype == "bf16" and self.columns % lanes == 0:
+                begin = pixels & -(2 * lanes)
+                with k.loop(0, begin, 2 * lanes) as p:
+                    self._put_pairs(to, vector, p)
+            with k.loop(begin, whole, lanes) as p:
                 self._put_pixels(to, vector, p, None, ends)
             with k.when(whole < pixels):
                 self._put_pixels(to, vector, whole, pixels - whole, ends)
+
+    def _put_pairs(self, to: Pointer, sums: Pointer, p: Value) -> None:
+        """Twice as many pixels from p on, rounded first: half as many are to be transposed."""
+        k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
+        weave = [x for i in range(lanes) for x in (i, lanes + i)]
+        rows = [k.round_bf16(sums.bytes(self._table(self.places, p + i)).load()) for i in range(2 * lanes)]
+        pairs = [k.bitcast(k.shuffle(a, b, weave), k.ivec) for a, b in zip(rows[::2], rows[1::2], strict=True)]
+        for c, value in enumerate(transpose(k, pairs)):
+            k.line(f"store {value.typed}, ptr {to.at(p + c * size).ref}, align 2")
 
     def _put_pixels(self, to: Pointer, sums: Pointer, p: Value, count: Value | None, ends: Value) -> None:
         """A vector of pixels from p on, or `count` of them, for a vector of columns."""
