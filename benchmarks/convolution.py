@@ -1,7 +1,7 @@
 """The 3 x 3 layers of VGG-16 and ResNet-50, forward, beside PyTorch, and the errors of each algorithm.
 
     python -m benchmarks.convolution --batch 1 --batch 16 --out benchmarks/results/convolution.json
-    python -m benchmarks.convolution --batch 16 --dtype bf16 --algorithm direct --out benchmarks/results/xeon-amx/convolution-bf16.json
+    python -m benchmarks.convolution --batch 16 --dtype bf16 --out benchmarks/results/xeon-amx/convolution-bf16.json
 
 A file of the same processor keeps its rows of other layers and batches, so a run may be done in pieces.
 
