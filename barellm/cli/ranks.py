@@ -52,6 +52,8 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
             )
         ranks.settle(allowed_cpus()[: thread_count()])
         status = command(args, ranks)
+        ranks.gather(None, patient=True)
+        status = launch.tell_end(rank, status)
         ranks.close()
         ranks = None
     except UserError as error:

@@ -50,12 +50,14 @@ def start(count: int, arguments: Sequence[str]) -> int:
     guard = Guard(process.pid)
     guard.start()
     try:
-        banner, numbers = _pass_on(process)
+        banner, numbers, told = _pass_on(process)
         status = process.wait()
     finally:
         guard.end()
         for number, handler in before.items():
             signal.signal(number, handler)
+    if told is not None:  # what happens to a rank after that is of no account
+        return told
     if words := guard.words or _killed(banner, guard.numbers | numbers):
         print(f"barellm: error: {words}", file=sys.stderr)
         return 1
@@ -69,21 +71,37 @@ def sign_in(rank: int) -> None:
         os.write(1, b"%s%d %d\n" % (SIGN, rank, os.getpid()))
 
 
+def tell_end(rank: int, status: int) -> int:
+    """When all ranks have done their work, rank 0 tells the launcher the status of the run. Gives the status with which this
+    process should end: 0 under our launcher. MPI's kills the others once one ends otherwise, and says that they were killed."""
+    if not os.environ.get("BARELLM_RANKS"):
+        return status
+    if rank == 0:
+        sys.stdout.flush()
+        os.write(1, b"%send %d\n" % (SIGN, status))
+    return 0
+
+
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _pass_on(process: subprocess.Popen[bytes]) -> tuple[str, dict[int, int]]:
-    """Write the processes' output to stdout, but for what the launcher itself says: that is given back, and {process: rank}."""
+def _pass_on(process: subprocess.Popen[bytes]) -> tuple[str, dict[int, int], int | None]:
+    """Write the processes' output to stdout, but for what the launcher itself says: that is given back, with {process: rank} and
+    the status that rank 0 has told, if it has."""
     assert process.stdout is not None
     own: list[str] = []
     numbers: dict[int, int] = {}
+    told: int | None = None
     held: list[bytes] = []  # blank lines and rules: the launcher's banner begins with them
     reader = True  # of the output: it may go away
     for line in process.stdout:
         if line.startswith(SIGN):
             rank, number = line[len(SIGN) :].split()
-            numbers[int(number)] = int(rank)
+            if rank == b"end":
+                told = int(number)
+            else:
+                numbers[int(number)] = int(rank)
             continue
         text = line.decode(errors="replace").rstrip()
         if own or "BAD TERMINATION" in text or text.startswith("YOUR APPLICATION TERMINATED"):
@@ -102,7 +120,7 @@ def _pass_on(process: subprocess.Popen[bytes]) -> tuple[str, dict[int, int]]:
                 reader = False
                 process.send_signal(signal.SIGTERM)
             held = []
-    return "\n".join(own), numbers
+    return "\n".join(own), numbers, told
 
 
 def _killed(banner: str, numbers: Mapping[int, int]) -> str:

@@ -121,11 +121,12 @@ class Watch:
         for rank, process in self._near.items():
             if process.works():
                 limits[rank] *= AT_WORK
-        for rank, heard in self._heard.items():
+        for rank, heard in sorted(self._heard.items(), key=lambda item: item[1]):
             if self._clock - heard > limits[rank]:
                 return f"rank {rank} has not been heard of for {self._clock - heard:.0f} s: the run is ended"
         since, clock = self._since, self._clock
-        for rank, begun in self._begun.items():
+        # A rank may be late because it waits for another, which has begun fewer waits, or has been silent for longer.
+        for rank, begun in sorted(self._begun.items(), key=lambda item: (item[1], self._heard[item[0]])):
             if since is not None and clock - since > limits[rank] and begun < self._waits:
                 return f"rank {rank} is {clock - since:.0f} s later than the others: the run is ended"
         return ""

@@ -29,7 +29,7 @@ Please see the FAQ page for debugging suggestions
 RUN = "step 1\n\n====\n= a table\nstep 2\n"
 
 
-def passed(monkeypatch, output: str) -> tuple[str, tuple[str, dict[int, int]]]:
+def passed(monkeypatch, output: str) -> tuple[str, tuple[str, dict[int, int], int | None]]:
     """(what the user sees, what the launcher has said, with the ranks of processes)"""
     seen = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=seen))
@@ -39,7 +39,7 @@ def passed(monkeypatch, output: str) -> tuple[str, tuple[str, dict[int, int]]]:
 
 
 def test_the_output_of_a_run_passes_as_it_is(monkeypatch):
-    assert passed(monkeypatch, RUN) == (RUN, ("", {}))
+    assert passed(monkeypatch, RUN) == (RUN, ("", {}, None))
 
 
 def test_the_launchers_own_words_do_not(monkeypatch):
@@ -48,7 +48,7 @@ def test_the_launchers_own_words_do_not(monkeypatch):
     assert seen == RUN
     words = "rank 3 (process 4711 on node7) was ended by SIGKILL: the run is ended; go on from its last checkpoint with --resume"
     assert said[1] == {4711: 3, 4708: 0}
-    assert launch._killed(*said) == words
+    assert launch._killed(*said[:2]) == words
 
 
 def test_a_rank_tells_its_number_to_our_launcher_only(monkeypatch, capfd):
@@ -57,12 +57,12 @@ def test_a_rank_tells_its_number_to_our_launcher_only(monkeypatch, capfd):
     assert capfd.readouterr().out == ""
     monkeypatch.setenv("BARELLM_RANKS", "1")
     launch.sign_in(2)
-    assert passed(monkeypatch, capfd.readouterr().out) == ("", ("", {os.getpid(): 2}))
+    assert passed(monkeypatch, capfd.readouterr().out) == ("", ("", {os.getpid(): 2}, None))
 
 
 def test_a_rank_that_did_not_sign_in_has_no_number(monkeypatch):
     _, said = passed(monkeypatch, BANNER)
-    assert launch._killed(*said).startswith("a rank (process 4711 on node7) was ended by SIGKILL")
+    assert launch._killed(*said[:2]).startswith("a rank (process 4711 on node7) was ended by SIGKILL")
     assert launch._killed("YOUR APPLICATION TERMINATED: x (signal 999)", {}).startswith(
         "a rank was ended by signal 999"
     )
@@ -77,7 +77,7 @@ def test_a_reader_that_goes_away_ends_the_run(monkeypatch):
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=Closed()))
     signals: list[int] = []
     process = SimpleNamespace(stdout=io.BytesIO(RUN.encode()), send_signal=signals.append)
-    assert launch._pass_on(process) == ("", {}) and signals == [15]
+    assert launch._pass_on(process) == ("", {}, None) and signals == [15]
 
 
 @pytest.mark.parametrize("count", [0, -1, 1 << 17])
@@ -168,3 +168,19 @@ def test_a_rank_that_is_stopped_before_it_has_met_the_others_is_named(launcher, 
     assert launch.start(2, ["train"]) == 1
     words = r"barellm: error: rank 1 \(process \d+\) has been stopped for 1 s: the run is ended\n"
     assert re.fullmatch(words, capfd.readouterr().err)
+
+
+def test_what_happens_after_a_run_has_told_its_status_is_of_no_account(launcher, tmp_path, capfd):
+    """A rank that ends with a status while others still end made MPI's launcher kill them, and a stopped run look broken."""
+    (tmp_path / "out").write_text("step 2\n\x1ebarellm rank end 130\n" + BANNER)
+    launcher(f"cat {tmp_path / 'out'}; exit 9")
+    assert launch.start(2, ["train"]) == 130
+    assert capfd.readouterr() == ("step 2\n", "")
+
+
+@pytest.mark.parametrize("rank, said", [(0, "\x1ebarellm rank end 130\n"), (1, "")])
+def test_the_first_rank_tells_the_status_to_our_launcher_only(monkeypatch, capfd, rank, said):
+    monkeypatch.delenv("BARELLM_RANKS", raising=False)
+    assert launch.tell_end(rank, 130) == 130 and capfd.readouterr().out == ""
+    monkeypatch.setenv("BARELLM_RANKS", "1")
+    assert launch.tell_end(rank, 130) == 0 and capfd.readouterr().out == said

@@ -225,3 +225,15 @@ def test_the_limit_is_a_number_of_seconds(monkeypatch):
         monkeypatch.setenv("BARELLM_RANK_LIMIT", wrong)
         with pytest.raises(UserError, match=f"^BARELLM_RANK_LIMIT is '{wrong}', expected seconds, more than 1$"):
             limit_seconds()
+
+
+def test_the_rank_that_holds_up_a_late_one_is_named(mpi):
+    found = Watch(mpi, mpi)
+    found.close()
+    found._clock, found._since, found._waits = 1.0, 0.5, 5
+    found._heard = {0: 0.9, 2: 0.8}
+    for begun, named in (({0: 4, 2: 3}, 2), ({0: 3, 2: 4}, 0), ({0: 4, 2: 4}, 2), ({0: 4, 2: 5}, 0)):
+        found._begun = begun
+        assert found.fault().startswith(f"rank {named} is ")
+    found._heard = {0: 0.2, 2: 0.1}
+    assert found.fault().startswith("rank 2 has not been heard of")
