@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,41 @@ def test_what_is_wrong_is_said_in_one_line(chars, options, says):
     done = sampled(chars, *options)
     assert done.returncode == 2 and done.stderr.decode().count("\n") == 1 and says in done.stderr.decode(), done.stderr
     assert not done.stdout
+
+
+CALLER = """
+import ctypes, sys
+lib = ctypes.CDLL(sys.argv[1])
+lib.barellm_open.restype, lib.barellm_error.restype = ctypes.c_void_p, ctypes.c_char_p
+lib.barellm_size.restype = lib.barellm_prompt.restype = lib.barellm_sample.restype = ctypes.c_int64
+i64, f64 = ctypes.c_int64, ctypes.c_double
+class How(ctypes.Structure):
+    _fields_ = [(n, f64) for n in ("temperature", "top_p", "min_p", "repetition")] + [("top_k", i64), ("seed", ctypes.c_uint64)]
+how, ids, logits = How(0, 1, 0, 1, 0, 1), (ctypes.c_int32 * 40)(1), (ctypes.c_float * 100)()
+s = ctypes.c_void_p(lib.barellm_open(1))
+def sample(known):
+    return lib.barellm_sample(s, ids, i64(known), i64(3), ctypes.byref(how), None, None)
+def says(words):
+    assert words in lib.barellm_error(), lib.barellm_error()
+assert sample(0) == -1; says(b"the text has no token")
+assert lib.barellm_logits(s, ids, i64(1), i64(-1), logits) == -1; says(b"positions -1 to 0")
+assert lib.barellm_prompt(b"12", ids, i64(1)) == -1; says(b"room for 1 ids, the text may need 2")
+assert sample(1) == 3 and list(ids[1:4]) == [0, 0, 0]  # weights of zero: of equal logits the lowest id
+size = lib.barellm_size(s, b"wte")
+values = (ctypes.c_float * size)(*[float("nan")] * size)
+assert lib.barellm_write(s, b"wte", values, ctypes.c_size_t(size)) == 0
+assert sample(1) == -1; says(b"logits are not finite")
+print("done")
+"""
+
+
+def test_a_caller_gets_errors_and_of_equal_tokens_the_first(chars):
+    command = [sys.executable, "-S", "-c", CALLER, str(chars / "program/libbarellm.so")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def test_a_checkpoints_folder_is_taken_too(chars):
+    path, _ = checkpoint.find(chars / "run")
+    command = [chars / "program/sample", "--run", path, "--tokens", "9"]
+    assert subprocess.run(command, capture_output=True).stdout == sampled(chars, "--tokens", "9").stdout
