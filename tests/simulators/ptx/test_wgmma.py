@@ -54,7 +54,7 @@ FENCED = r"(cp\.async\.wait_group[ \t]+\d+;)\s*fence\.proxy\.async\.shared::cta;
 MUTANTS = {
     "what Triton 3.6 leaves out": (lambda ptx: re.sub(FENCED, r"\1", ptx), "without a fence"),
     "copies are not awaited": (nth(r"cp\.async\.wait_group[^;]*;", ""), "still arriving"),
-    "one group more under way": (nth(r"(cp\.async\.wait_group[ \t]+)0;", r"\g<1>1;"), "still arriving"),
+    "more groups under way": (nth(r"(cp\.async\.wait_group[ \t]+)[1-9]\d*;", r"\g<1>9;"), "still arriving"),
     "copies of other warps are not awaited": (nth(FENCED + r"\s*bar\.sync[^;]*;", r"\1"), "fence|barrier|arriving"),
     "sums are read too early": (nth(r"wgmma\.wait_group\.sync\.aligned[ \t]+0;", ""), ""),
 }
