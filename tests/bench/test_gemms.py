@@ -55,9 +55,9 @@ def test_products_of_another_architecture_are_its_own():
 
 
 def test_a_gpu_does_the_head_in_longer_chunks():
-    found = gemms.products(preset("gpt2-124m").model, 10_000, "cuda")
-    assert {p.tokens for p in found if p.layer == "head"} == {8192}
-    assert {p.tokens for p in found if p.layer != "head"} == {10_000}
+    found = gemms.products(preset("gpt2-124m").model, 40_000, "cuda")
+    assert {p.tokens for p in found if p.layer == "head"} == {32_768}
+    assert {p.tokens for p in found if p.layer != "head"} == {40_000}
 
 
 WITHOUT_BIAS = gemms.Product("mlp.down", "linear_residual", 24, 40, 9)

@@ -96,10 +96,11 @@ class Arena:
 class DeviceSession(CudaSession):
     """Programs of the CUDA backend on a GPU, or on what stands for its driver."""
 
-    def __init__(self, programs: dict[str, Program], *, sms: int, tf32: bool) -> None:
-        """`sms`: multiprocessors that persistent grids fill; the card's own where a test does not say."""
-        target = Target.of(driver.device(), tf32=tf32)
-        super().__init__(programs, built=lower_and_plan(programs, replace(target, sms=min(sms, target.sms))))
+    def __init__(self, programs: dict[str, Program], *, sms: int | None = None, **options: Any) -> None:
+        """`sms`: multiprocessors that persistent grids fill, at most; the card's own where a test does not say."""
+        target = Target.of(driver.device(), **options)
+        target = replace(target, sms=min(sms or target.sms, target.sms))
+        super().__init__(programs, built=lower_and_plan(programs, target))
 
     @property
     def arena(self) -> Arena:
