@@ -8,7 +8,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
 
 from barellm.program.ranks import Ranks
 from barellm.runtime.ranks import ALONE
@@ -22,7 +21,7 @@ def dispatched(name: str, args: argparse.Namespace, command: Callable[[argparse.
     from barellm.distributed import launch, world
 
     if (count := world.started_as_one_of()) > 1:
-        run_as_rank(args, count, command)
+        return run_as_rank(args, count, command)
     number, several = world.torchrun() or (0, args.ranks or 1)
     if several == 1:
         return command(args, ALONE)
@@ -30,9 +29,9 @@ def dispatched(name: str, args: argparse.Namespace, command: Callable[[argparse.
     return 0 if number else launch.start(several, [name, *args.words])
 
 
-def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argparse.Namespace, Ranks], int]) -> NoReturn:
-    """Does this rank's part of `command`, and ends the process: where one fails, the others wait for it, and none may wait for
-    them. Of mistakes rank 0 tells, unless another rank alone has made one."""
+def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argparse.Namespace, Ranks], int]) -> int:
+    """Does this rank's part of `command`, and gives the exit status. Where it fails, it ends the process: the others wait for it,
+    and it may not wait for them. Of mistakes rank 0 tells, unless another rank alone has made one."""
     from barellm.cpu.threads import allowed_cpus, thread_count
     from barellm.distributed import launch, world
     from barellm.distributed.mpi import MpiRanks
@@ -53,9 +52,9 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
         ranks.settle(allowed_cpus()[: thread_count()])
         status = command(args, ranks)
         ranks.gather(None, patient=True)
-        status = launch.tell_end(rank, status)
+        launch.tell_end(rank, status)
         ranks.close()
-        ranks = None
+        return status  # and not os._exit: MPICH takes its leave of the launcher in a handler of the C library's exit
     except UserError as error:
         status = _say(rank, str(error), 2)
     except OSError as error:

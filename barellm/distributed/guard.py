@@ -1,5 +1,8 @@
-"""What the launcher of a run sees of its processes. Ranks watch each other (`distributed.watch`) from their first meeting to their
-last; one that is stopped before or after that would hold up the others for ever."""
+"""What somebody outside sees of the ranks of one machine. Ranks watch each other (`distributed.watch`) from their first meeting to
+their last; one that is stopped, or ends, before or after that would hold up the others for ever.
+
+`barellm train --ranks` looks from the launcher (`Guard`). Under `mpirun` or `srun` the ranks do it themselves (`Fellow`).
+"""
 
 from __future__ import annotations
 
@@ -7,65 +10,115 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from barellm.distributed import world
+from barellm.distributed.ends import Ends
 from barellm.distributed.watch import limit_seconds
 
-LOOK_S = 1.0
+LOOK_S, SOON_S = 1.0, 0.05  # between two looks; until all ranks have been seen
 LATER = 1.25  # times the watch's limit: where the watch is on, it speaks
 
 
 class Guard(threading.Thread):
-    """Kills all ranks below the process `launcher` (mpiexec) where one has been stopped for long. `numbers` is {process: rank} of
-    all that it has seen, and `words` what it has done, or ""."""
+    """Kills all ranks below the process `launcher` (mpiexec) where one has been stopped for long, or has ended long before the
+    others. `count`: how many there will be. `numbers` is {process: rank} of all that it has seen, and `words` what it has done, or
+    "". After `end`, `first` is the rank's process that has ended first, and how (as in `Ends.status`); None where nobody knows."""
 
-    def __init__(self, launcher: int) -> None:
+    def __init__(self, launcher: int, count: int = 0) -> None:
         super().__init__(name="guard", daemon=True)
         self.numbers: dict[int, int] = {}
         self.words = ""
-        self._launcher, self._limit = launcher, LATER * limit_seconds()
-        self._stopped: dict[int, float] = {}  # seconds
-        self._over = threading.Event()
+        self.first: tuple[int, int | None] | None = None
+        self._launcher, self._count, self._limit = launcher, count, LATER * limit_seconds()
+        self._seconds: dict[int, float] = {}  # for which a process has been stopped, or gone
+        self._ends, self._over = Ends(), False
 
     def run(self) -> None:
         last = time.monotonic()
-        while not self._over.wait(LOOK_S):
+        while True:
+            self._ends.wait(LOOK_S if len(self.numbers) >= self._count else SOON_S)
+            if self._over:
+                return
             now = time.monotonic()
             passed, last = min(now - last, 2 * LOOK_S), now  # this process may have been stopped itself
             if self.look(passed):
                 return
 
     def end(self) -> None:
-        self._over.set()
+        self._over = True
+        self._ends.wake()
         self.join()
+        self._ends.wait(0)  # for those that have ended since the last look
+        self.first = next(((process, self._ends.status(process)) for process in self._ends.order), None)
+        self._ends.close()
 
     def look(self, passed: float) -> bool:
         """Look at all ranks, `passed` seconds after the last time. True if it has ended them."""
-        found = dict(ranks_below(self._launcher))
+        found = {process: rank for process, rank in ranks_below(self._launcher) if _state(process) != "Z"}
         self.numbers |= found
-        stopped = [process for process in found if _state(process) in "Tt"]
-        self._stopped = {process: self._stopped.get(process, 0.0) + passed for process in stopped}
-        for process, seconds in self._stopped.items():
+        for process in found:
+            self._ends.follow(process)
+        late = [process for process in self.numbers if process not in found or _state(process) in "Tt"]
+        self._seconds = {process: self._seconds.get(process, 0.0) + passed for process in late if found}
+        for process, seconds in self._seconds.items():
             if seconds > self._limit:
-                self.words = (
-                    f"rank {found[process]} (process {process}) has been stopped for {seconds:.0f} s: the run is ended"
-                )
-                for other in found:
-                    with suppress(ProcessLookupError):
-                        os.kill(other, signal.SIGKILL)
+                who = f"rank {self.numbers[process]} (process {process})"
+                what = "has been stopped for" if process in found else "has been gone for"
+                self.words = f"{who} {what} {seconds:.0f} s: the run is ended"
+                self.kill(found)
                 return True
         return False
 
+    def kill(self, processes: Iterable[int]) -> None:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+class Fellow(Guard):
+    """A guard in a rank, for those that have been started by the same process. Of several the one with the lowest number has the
+    word; the others wait for it a little."""
+
+    def __init__(self) -> None:
+        super().__init__(os.getppid())
+        self._before = self._limit
+
+    def look(self, passed: float) -> bool:
+        well = sorted(rank for process, rank in ranks_below(self._launcher) if _state(process) not in "TtZ")
+        own = world.rank_told()
+        self._limit = self._before + 3 * LOOK_S * (well.index(own) if own in well else 0)
+        return super().look(passed)
+
+    def kill(self, processes: Iterable[int]) -> None:
+        os.write(2, f"barellm: error: {self.words}\n".encode())
+        super().kill(process for process in processes if process != os.getpid())
+        os._exit(1)
+
+
+@contextmanager
+def fellow() -> Iterator[None]:
+    """While entered, this rank looks at the others of its machine, unless `barellm train --ranks` does."""
+    if os.environ.get("BARELLM_RANKS"):
+        yield
+        return
+    found = Fellow()
+    found.start()
+    try:
+        yield
+    finally:
+        found.end()
+
 
 def ranks_below(launcher: int) -> Iterator[tuple[int, int]]:
-    """(process, rank) of the ranks that a launcher of this machine has started, by the variable that MPICH's gives them."""
+    """(process, rank) of the ranks that a launcher of this machine has started, by the variables that it gives them."""
     for process in below(launcher):
         with suppress(OSError):
             found = variables(process)
-            if found.get("PMI_RANK", "").isdigit():
-                yield process, int(found["PMI_RANK"])
+            if any(name in found for name in world.NUMBERS):
+                yield process, world.rank_told(found)
 
 
 def variables(process: int) -> Mapping[str, str]:

@@ -47,7 +47,7 @@ def start(count: int, arguments: Sequence[str]) -> int:
     before = {}
     for number, passed in ((signal.SIGINT,) * 2, (signal.SIGTERM,) * 2, (signal.SIGHUP, signal.SIGTERM)):
         before[number] = signal.signal(number, lambda n, frame, passed=passed: process.send_signal(passed))
-    guard = Guard(process.pid)
+    guard = Guard(process.pid, count)
     guard.start()
     try:
         banner, numbers, told = _pass_on(process)
@@ -56,9 +56,11 @@ def start(count: int, arguments: Sequence[str]) -> int:
         guard.end()
         for number, handler in before.items():
             signal.signal(number, handler)
-    if told is not None:  # what happens to a rank after that is of no account
+    if told is not None:
         return told
-    if words := guard.words or _killed(banner, guard.numbers | numbers):
+    if guard.first and guard.first[1] and os.WIFEXITED(guard.first[1]) and not guard.words:
+        return os.WEXITSTATUS(guard.first[1])  # a rank that ends by itself says why
+    if words := guard.words or _killed(banner, guard.numbers | numbers, guard.first):
         print(f"barellm: error: {words}", file=sys.stderr)
         return 1
     return status
@@ -71,15 +73,12 @@ def sign_in(rank: int) -> None:
         os.write(1, b"%s%d %d\n" % (SIGN, rank, os.getpid()))
 
 
-def tell_end(rank: int, status: int) -> int:
-    """When all ranks have done their work, rank 0 tells the launcher the status of the run. Gives the status with which this
-    process should end: 0 under our launcher. MPI's kills the others once one ends otherwise, and says that they were killed."""
-    if not os.environ.get("BARELLM_RANKS"):
-        return status
-    if rank == 0:
+def tell_end(rank: int, status: int) -> None:
+    """When all ranks have done their work, rank 0 tells our launcher the status of the run. What happens to a rank after that
+    changes nothing."""
+    if rank == 0 and os.environ.get("BARELLM_RANKS"):
         sys.stdout.flush()
         os.write(1, b"%send %d\n" % (SIGN, status))
-    return 0
 
 
 def _end_with_parent() -> None:
@@ -123,16 +122,17 @@ def _pass_on(process: subprocess.Popen[bytes]) -> tuple[str, dict[int, int], int
     return "\n".join(own), numbers, told
 
 
-def _killed(banner: str, numbers: Mapping[int, int]) -> str:
-    """Which rank was killed by what, from the launcher's words; "" if none was."""
-    process, signalled = re.search(r"PID (\d+) RUNNING AT (\S+)", banner), re.search(r"\(signal (\d+)\)", banner)
+def _killed(banner: str, numbers: Mapping[int, int], first: tuple[int, int | None] | None = None) -> str:
+    """Which rank was killed by what, from the launcher's words, or better from `first`, the process that has ended before the
+    others, and how; "" if none was."""
+    told, signalled = re.search(r"PID (\d+) RUNNING AT (\S+)", banner), re.search(r"\(signal (\d+)\)", banner)
     if not signalled:
         return ""
-    number = int(signalled[1])
+    process, status = first or (int(told[1]) if told else None, None)
+    number = os.WTERMSIG(status) if status else int(signalled[1])
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     who = "a rank"
-    if process:
-        rank = numbers.get(int(process[1]))
-        who = "a rank" if rank is None else f"rank {rank}"
-        who += f" (process {process[1]} on {process[2]})"
+    if process is not None:
+        who = f"rank {numbers[process]}" if process in numbers else who
+        who += f" (process {process}" + (f" on {told[2]})" if told else ")")
     return f"{who} was ended by {name}: the run is ended; go on from its last checkpoint with --resume"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import re
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from barellm.distributed import cores as cores_module
+from barellm.distributed.guard import fellow
 from barellm.distributed.memory import Place, Reading, allow_reading, can_read
 from barellm.distributed.watch import Watch, end_all
 from barellm.errors import UserError
@@ -28,18 +30,21 @@ class MpiRanks:
         try:
             import mpi4py  # pyright: ignore[reportMissingImports]
 
+            mpi4py.rc.initialize = False  # see _call
             mpi4py.rc.finalize = False  # a process that fails must not wait for the others at its end: `close` does
             from mpi4py import MPI  # pyright: ignore[reportMissingImports]
         except ImportError as error:  # RuntimeError: mpi4py is here, and no MPI
             raise UserError(f"several processes need mpi4py ({error}): pip install 'barellm[mpi]'") from None
         except RuntimeError as error:
             raise UserError(f"mpi4py finds no MPI ({error}): pip install 'barellm[mpi]'") from None
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise UserError("this MPI was built without MPI_THREAD_MULTIPLE, which barellm needs")
-        self._mpi, self._world = MPI, MPI.COMM_WORLD
-        self.rank, self.count = self._world.Get_rank(), self._world.Get_size()
-        self._watch = Watch(MPI, self._world.Dup())
-        self._readable = self._try_reading()
+        with fellow():
+            _call(MPI, "MPI_Init_thread", None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+            if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+                raise UserError("this MPI was built without MPI_THREAD_MULTIPLE, which barellm needs")
+            self._mpi, self._world = MPI, MPI.COMM_WORLD
+            self.rank, self.count = self._world.Get_rank(), self._world.Get_size()
+            self._watch = Watch(MPI, self._world.Dup())
+            self._readable = self._try_reading()
         _forget_files()
 
     # --- what runtime.ranks.Ranks says ---
@@ -155,8 +160,9 @@ class MpiRanks:
     def close(self) -> None:
         """Wait for all others, then leave them."""
         self.gather(None, patient=True)
-        self._watch.close()
-        self._mpi.Finalize()
+        with fellow():
+            self._watch.close()
+            _call(self._mpi, "MPI_Finalize")
 
     def abort(self, status: int) -> NoReturn:
         """End all ranks at once."""
@@ -166,6 +172,12 @@ class MpiRanks:
         with self._watch.waiting(patient=patient) as look:
             while not self._mpi.Request.Testall(requests):
                 look()
+
+
+def _call(mpi: Any, name: str, *arguments: Any) -> None:
+    """Call one of MPI's own functions, which waits for the other ranks. The guard looks at them meanwhile; mpi4py would hold up all
+    threads of this process."""
+    getattr(ctypes.CDLL(mpi.__file__), name)(*arguments)
 
 
 def _forget_files() -> None:

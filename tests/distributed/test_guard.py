@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import chain, count
 from pathlib import Path
@@ -23,9 +25,10 @@ TREE = """
 import os, subprocess, sys, time
 if len(sys.argv) == 1:
     sys.exit(subprocess.call([sys.executable, __file__, "proxy"]))
-for rank in "10":
-    subprocess.Popen(["sleep", "100"], env=os.environ | {"PMI_RANK": rank})
+ranks = [subprocess.Popen(["sleep", "100"], env=os.environ | {"PMI_RANK": rank}) for rank in "10"]
 subprocess.Popen(["sleep", "100"])
+for rank in ranks:
+    rank.wait()
 time.sleep(100)
 """
 
@@ -72,6 +75,85 @@ def test_a_rank_that_stays_stopped_ends_the_run(tree, monkeypatch):
     assert found.words == f"rank 1 (process {ranks[1]}) has been stopped for 12 s: the run is ended"
     for number in ranks.values():
         wait_for(number, "Z")
+
+
+def test_a_rank_that_has_ended_long_before_the_others_ends_the_run(tree, monkeypatch):
+    process, ranks = tree
+    monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")
+    found = Guard(process.pid)
+    assert not found.look(100.0)
+    os.kill(ranks[0], signal.SIGKILL)
+    wait_for(ranks[0], "Z")
+    assert [found.look(2.0) for _ in range(6)] == [False] * 5 + [True]
+    assert found.words == f"rank 0 (process {ranks[0]}) has been gone for 12 s: the run is ended"
+    wait_for(ranks[1], "Z")
+
+
+def test_when_all_have_ended_nobody_is_missed(tree, monkeypatch):
+    process, ranks = tree
+    found = Guard(process.pid)
+    assert not found.look(1.0)
+    for number in ranks.values():
+        os.kill(number, signal.SIGKILL)
+        wait_for(number, "Z")
+    assert not found.look(100.0) and not found.look(100.0) and found.words == ""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_it_knows_which_rank_has_ended_first(tree, monkeypatch, first):
+    """Whatever the launcher says: MPICH's kills the others at once, and names any of them."""
+    monkeypatch.setattr(guard, "LOOK_S", 60.0)
+    process, ranks = tree
+    found = Guard(process.pid, 2)
+    found.start()
+    while len(found.numbers) < 2:
+        time.sleep(0.005)
+    for rank, sign in ((first, signal.SIGABRT), (1 - first, signal.SIGKILL)):
+        os.kill(ranks[rank], sign)
+        wait_for(ranks[rank], "Z")
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{number}").exists() for number in ranks.values()):  # until it is known how they ended
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    found.end()
+    assert found.first in ((ranks[first], signal.SIGABRT), (ranks[first], None)), "None before Linux 6.15"
+
+
+# Two ranks and their launcher, which is not ours. The second is stopped before it looks at the other.
+FELLOWS = """
+import os, signal, subprocess, sys, time
+from barellm.distributed import guard
+if len(sys.argv) == 1:
+    ranks = [subprocess.Popen([sys.executable, __file__, "rank"], env=os.environ | {"PMI_RANK": n}) for n in "012"]
+    print(*(rank.wait() for rank in ranks))
+    sys.exit()
+guard.LOOK_S = 0.05
+with guard.fellow():
+    if os.environ["PMI_RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+"""
+
+
+def test_ranks_that_another_launcher_has_started_look_at_each_other(tmp_path):
+    (tmp_path / "fellows.py").write_text(FELLOWS)
+    own = {"PYTHONPATH": ":".join(sys.path), "BARELLM_RANK_LIMIT": "1.1"}
+    command = [sys.executable, str(tmp_path / "fellows.py")]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=30)
+    assert re.fullmatch(
+        r"barellm: error: rank 1 \(process \d+\) has been stopped for 1 s: the run is ended\n", done.stderr
+    )
+    assert done.stdout == "1 -9 -9\n", "the first of those that are well ends the others"
+
+
+def test_under_our_launcher_ranks_need_not_look(monkeypatch):
+    monkeypatch.setenv("BARELLM_RANKS", "1")
+    with guard.fellow():
+        assert all(t.name != "guard" for t in threading.enumerate())
+    monkeypatch.delenv("BARELLM_RANKS")
+    with guard.fellow():
+        assert any(t.name == "guard" for t in threading.enumerate())
+    assert all(t.name != "guard" for t in threading.enumerate())
 
 
 def test_a_rank_that_goes_on_is_let_be(tree, monkeypatch):

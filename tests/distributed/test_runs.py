@@ -79,14 +79,22 @@ def test_one_rank_speaks_and_writes(place, pair):
     assert meta["machine"]["ranks"] == 2 and meta["config"]["train"]["batch"] == 12
 
 
+MESSAGES = """
+import atexit, os, sys, time
+from barellm.cli.main import main
+from barellm.distributed.mpi import MpiRanks
+MpiRanks._try_reading = lambda ranks: {}
+atexit.register(lambda: (time.sleep(0.3 * int(os.environ["PMI_RANK"])), print("left"), sys.stdout.flush()))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_ranks_that_send_messages_find_the_bytes_of_those_that_read(place, pair):
-    script = (
-        "import sys; from barellm.distributed.mpi import MpiRanks; MpiRanks._try_reading = lambda ranks: {}; "
-        "from barellm.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    )
-    done = finished([mpiexec(), "-n", "2", sys.executable, "-c", script, *words(place, "messages", *STEPS)], place)
+    """And none is killed while it ends: MPICH's launcher did that where a rank had not taken its leave."""
+    done = finished([mpiexec(), "-n", "2", sys.executable, "-c", MESSAGES, *words(place, "messages", *STEPS)], place)
     assert done.returncode == 0, done.stderr
     assert tensors(place / "messages", 4) == tensors(place / "pair", 4)
+    assert done.stdout.count("left\n") == 2 and "TERMINATION" not in done.stdout
 
 
 def test_ranks_train_the_model_of_one_process(place, pair, monkeypatch):
@@ -215,6 +223,16 @@ def test_a_rank_that_is_gone_ends_the_run_in_one_line(place, number, sign, compl
     status, error, seconds = started.end()
     assert status == 1 and seconds < 10
     assert re.fullmatch(f"barellm: error: {complaint}", error)
+
+
+@linux
+def test_a_rank_that_is_stopped_before_mpi_has_started_ends_the_run_under_mpirun(place):
+    stopped = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    python = [sys.executable, "-m", "barellm", *words(place, "early", "--steps", "4")]
+    done = finished([mpiexec(), "-n", "1", *python, ":", "-n", "1", sys.executable, "-c", stopped], place)
+    assert done.returncode != 0
+    said = r"barellm: error: rank 1 \(process \d+\) has been stopped for \d s: the run is ended\n"
+    assert re.fullmatch(said, done.stderr), done.stderr
 
 
 @linux
