@@ -76,6 +76,10 @@ class OptimConfig(Section, section="optim"):
         0,
         "ranks exchange each matrix's gradient as two factors of so many columns (docs/ranks.md); 0: the gradient itself",
     )
+    overlap: bool = value(
+        True,
+        "ranks that send messages begin while the backward pass goes on, and have room for all that arrives (docs/ranks.md)",
+    )
     momentum: float = below_one(0.95, "of muon: decay rate of the mean gradient")
     momentum_start: float = below_one(0.85, "of muon: momentum of the first step, where momentum_warmup is not 0")
     momentum_warmup: int = at_least(0, 0, "of muon: steps in which the momentum rises")

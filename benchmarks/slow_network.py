@@ -11,6 +11,7 @@ memory. With `--predict` the file gets beside all of them what `barellm plan --l
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -106,10 +107,22 @@ def predict(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         if one:
             row["predicted_s"] = scale.work(scale.rows_of(found, ranks), 1, **given)[0].seconds
         else:
-            row["predicted_s"] = scale.prediction(found, ranks, name, **given)["ways"]["direct"]["step_s"]
+            step = "overlapped_step_s" if row["overlap"] else "step_s"
+            row["predicted_s"] = scale.prediction(found, ranks, name, **given)["ways"]["direct"][step]
         off = row["predicted_s"] / row["median_s"] - 1
-        print(f"powersgd {row['powersgd']:>3}  {row['where']:<8} {row['median_s'] * 1e3:9.1f} ms, predicted "
-              f"{row['predicted_s'] * 1e3:9.1f} ({off:+.1%})")  # fmt: skip
+        print(f"{said(row)} {row['median_s'] * 1e3:9.1f} ms, predicted {row['predicted_s'] * 1e3:9.1f} ({off:+.1%})")
+
+
+def variants(powersgd: str, overlap: str, places: Sequence[str]) -> list[tuple[int, int, str]]:
+    """The runs: columns of factors, whether gradients travel early, where. Early is only what goes by messages as it is."""
+    found = itertools.product(map(int, powersgd.split(",")), map(int, overlap.split(",")), places)
+    return list(
+        dict.fromkeys((rank, int(early and not rank and where == "network"), where) for rank, early, where in found)
+    )
+
+
+def said(row: dict[str, Any]) -> str:
+    return f"powersgd {row['powersgd']:>3}  {'early' if row['overlap'] else 'behind':<7} {row['where']:<8}"
 
 
 def main() -> None:
@@ -124,6 +137,7 @@ def main() -> None:
     )
     parser.add_argument("--link", default="1gbit-1ms", help="what plans.scale calls this network")
     parser.add_argument("--powersgd", default="0,4", help="ranks of compression, with commas; 0: none")
+    parser.add_argument("--overlap", default="1,0", help="with commas: 1 and 0, gradients that travel early or not")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6, help="that are counted, of each run")
     parser.add_argument(
@@ -157,17 +171,18 @@ def main() -> None:
             "memory": [mpiexec(), "-n", str(args.ranks)],
             "network": command(launcher, network.names(), []),
         }
-        for rank in map(int, args.powersgd.split(",")):
-            for where in places:
-                folder = Path(scratch) / f"{where}-{rank}"
-                own = [*words, "--optim.powersgd", str(rank), "--train.batch"]
+        for rank, early, where in variants(args.powersgd, args.overlap, places):
+            with tempfile.TemporaryDirectory(dir=scratch) as name:
+                folder = Path(name) / "run"
+                own = [*words, "--optim.powersgd", str(rank), "--optim.overlap", str(early), "--train.batch"]
                 if where == "alone":
                     seconds = alone([*own, str(args.batch // args.ranks)], folder, args.ranks, args.steps)
                 else:
                     seconds = trained([*own, str(args.batch)], folder, before_words[where], args.steps)
-                rows = [row for row in rows if (row["powersgd"], row["where"]) != (rank, where)]
-                rows.append({"powersgd": rank, "where": where, "median_s": median(seconds), "seconds": seconds})
-                print(f"powersgd {rank:>3}  {where:<8} {median(seconds) * 1e3:9.1f} ms {seconds}", flush=True)
+                key = {"powersgd": rank, "overlap": early, "where": where}
+                rows = [row for row in rows if not key.items() <= row.items()]
+                rows.append(key | {"median_s": median(seconds), "seconds": seconds})
+                print(f"{said(key)} {median(seconds) * 1e3:9.1f} ms {seconds}", flush=True)
                 args.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 

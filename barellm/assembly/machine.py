@@ -126,15 +126,16 @@ def build_programs(
     each takes its share of a batch."""
     from barellm import models
     from barellm.assembly.programs import build
-    from barellm.optim.recipes import updates
+    from barellm.optim.recipes import depart, updates
 
-    train = config.train
+    train, hidden = config.train, models.hidden(config.model)
     _, programs = build(
         config.model,
         batch=train.batch // ranks.count if training or scoring is None else 0,
         seq=train.seq,
         compute=train.dtype,
-        optimizer=updates(config.optim, models.hidden(config.model), ranks) if training else None,
+        optimizer=updates(config.optim, hidden, ranks) if training else None,
+        depart=lambda p: depart(p, config.optim, hidden, ranks),
         recompute=train.recompute,
         ranges=train.ranges > 0,
         decode_batch=0 if positions == 0 else rows,

@@ -25,6 +25,7 @@ def build(
     compute: str | Precision = "fp32",
     optimizer: Callable[[Program], None] | Mapping[str, Callable[[Program], None]] | None = None,
     recompute: bool = False,
+    depart: Callable[[Program], None] | None = None,
     ranges: bool = False,
     decode_batch: int = 0,
     decode_seq: int = 0,
@@ -34,7 +35,8 @@ def build(
     """A store and its programs by name. What is 0 or None is left out.
 
     init    parameters from the scalar seed
-    micro   forward and backward of up to `batch` sequences of up to `seq` tokens; output "loss" (with `optimizer`)
+    micro   forward and backward of up to `batch` sequences of up to `seq` tokens; output "loss" (with `optimizer`); then what
+            `depart` appends
     ranges  with `ranges`: the same, and the exponents of what it touches (`program.observing`)
     update  clip and optimizer, as `optimizer` appends them; where it is a mapping, a program for each of its names
     eval    forward of as many, without dropout; output "loss"
@@ -58,6 +60,8 @@ def build(
             p = programs[name] = Program(store, compute=compute)
             loss = p.output("loss", architecture.forward(p, model, *_inputs(p, batch, seq), training=True))
             gradients = p.backward(loss, recompute=recompute)
+            if depart is not None:
+                depart(p)
             if name == "ranges":
                 observe(p, gradients)
         for name, append in ({"update": optimizer} if callable(optimizer) else optimizer).items():

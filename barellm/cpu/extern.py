@@ -17,9 +17,13 @@ from barellm.runtime.lowering import Region
 Prepare = Callable[[list[np.ndarray]], Callable[[], None]]
 
 
-def extern(k, target) -> None:
-    """The first thread calls the function at the address `target` with the address of this call's arguments."""
-    with k.when(k.thread.equals(0)):
+def extern(k, target, *, scalar: str = "") -> None:
+    """The first thread calls the function at the address `target` with the address of this call's arguments; where a run-time
+    `scalar` is named, only in runs in which that is not 0."""
+    wanted = k.thread.equals(0)
+    if scalar:
+        wanted = wanted & k.scalar(scalar).differs(0)
+    with k.when(wanted):
         function = k.op("ptr", f"inttoptr i64 {target.ref} to ptr")
         k.line(f"call void {function.ref}(ptr %args)")
 

@@ -16,11 +16,13 @@ import numpy as np
 from barellm.distributed import cores as cores_module
 from barellm.distributed.guard import fellow
 from barellm.distributed.memory import Place, Reading, allow_reading, can_read
+from barellm.distributed.transfers import Transfers
 from barellm.distributed.watch import Watch, end_all
 from barellm.errors import UserError
 
-ARRAYS, VALUES = 1, 2  # tags
+ARRAYS, VALUES, EARLY = 1, 2, 3  # tags
 MOST_BYTES = 1 << 30  # of one message: MPI counts in 32 bits
+Arrays = Sequence[tuple[int, np.ndarray]]  # and the ranks that they go to, or come from
 
 
 class MpiRanks:
@@ -44,14 +46,13 @@ class MpiRanks:
             self._mpi, self._world = MPI, MPI.COMM_WORLD
             self.rank, self.count = self._world.Get_rank(), self._world.Get_size()
             self._watch = Watch(MPI, self._world.Dup())
+            self._early = Transfers(MPI.Request.Testall)
             self._readable = self._try_reading()
         _forget_files()
 
     # --- what runtime.ranks.Ranks says ---
 
-    def prepared(
-        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
-    ) -> Callable[[], None]:
+    def prepared(self, sends: Arrays, receives: Arrays) -> Callable[[], None]:
         readings = self._readings(sends, receives)
         sends = [(rank, array) for rank, array in sends if rank not in self._readable]
         receives = [(rank, array) for rank, array in receives if rank not in self._readable]
@@ -59,7 +60,7 @@ class MpiRanks:
         def transfer() -> None:
             if self._readable:
                 self.meet()  # all have what is read now
-            self._send_and_receive(sends, receives)
+            self._wait(self._requests(sends, receives, ARRAYS))
             whole = True
             try:
                 for read in readings:
@@ -71,11 +72,22 @@ class MpiRanks:
 
         return transfer
 
+    def beginning(self, number: int, sends: Arrays, receives: Arrays) -> Callable[[], None]:
+        return lambda: self._early.begin(number, self._requests(sends, receives, EARLY))
+
+    def ending(self, number: int) -> Callable[[], None]:
+        def end() -> None:
+            with self._watch.waiting() as look:
+                while not self._early.over(number):
+                    look()
+
+        return end
+
     @property
     def direct(self) -> bool:
         return bool(self._readable)
 
-    def places(self, sends: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, list[int]]]:
+    def places(self, sends: Arrays) -> list[tuple[int, list[int]]]:
         found = self._places(sends)
         return [(process, [address for address, _ in found[rank]]) for rank, process in self._readable.items()]
 
@@ -88,9 +100,7 @@ class MpiRanks:
             while True:
                 look()
 
-    def _readings(
-        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
-    ) -> list[Reading]:
+    def _readings(self, sends: Arrays, receives: Arrays) -> list[Reading]:
         """What is read of the memory of each rank that can be read."""
         found, places = [], self._places(sends)
         for rank, process in self._readable.items():
@@ -98,7 +108,7 @@ class MpiRanks:
             found.append(Reading(process, arrays, places[rank]))
         return found
 
-    def _places(self, sends: Sequence[tuple[int, np.ndarray]]) -> dict[int, list[Place]]:
+    def _places(self, sends: Arrays) -> dict[int, list[Place]]:
         """Where each rank that can be read has what it sends to this one."""
         for rank in self._readable:
             self.send(rank, [(array.ctypes.data, array.nbytes) for to, array in sends if to == rank])
@@ -118,15 +128,11 @@ class MpiRanks:
             return {}
         return {rank: process for rank, (_, process, *_) in enumerate(everybody) if rank != self.rank}
 
-    def _send_and_receive(
-        self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
-    ) -> None:
-        self._wait(
-            [
-                *(self._world.Irecv(piece, rank, ARRAYS) for rank, array in receives for piece in _pieces(array)),
-                *(self._world.Isend(piece, rank, ARRAYS) for rank, array in sends for piece in _pieces(array)),
-            ]
-        )
+    def _requests(self, sends: Arrays, receives: Arrays, tag: int) -> list[Any]:
+        return [
+            *(self._world.Irecv(piece, rank, tag) for rank, array in receives for piece in _pieces(array)),
+            *(self._world.Isend(piece, rank, tag) for rank, array in sends for piece in _pieces(array)),
+        ]
 
     def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
         own = np.frombuffer(pickle.dumps(value), np.uint8)

@@ -24,15 +24,20 @@ if TYPE_CHECKING:
 # Elements of a share that are exchanged at once: what arrives should still be in a cache when it is added. Exchanges of 32 MB made
 # steps of gpt2-124m on two ranks 1.07 times as long.
 TOGETHER = 1 << 20
+EARLY_ROUNDS = (
+    32  # at least, of gradients that travel during the backward pass; fewer where they would be less than a chunk
+)
 Part = tuple[int, int]  # elements of a tensor, from and to
 
 
 @dataclass(frozen=True)
 class Dealing:
-    """`parts`: of each parameter, by its name, the elements that each rank updates."""
+    """`parts`: of each parameter, by its name, the elements that each rank updates. `early`: gradients begin to travel while the
+    backward pass goes on (`depart`)."""
 
     ranks: Ranks
     parts: Mapping[str, Sequence[Part]]
+    early: bool = False
 
     def own(self, param: Tensor) -> Tensor | None:
         """This rank's share of a parameter: the tensor itself, a span of it, or nothing."""
@@ -43,6 +48,9 @@ class Dealing:
         from barellm.program import ops
 
         ranks = self.ranks
+        if self.early:
+            self._arrive(p, params)
+            return
         for pieces in self._rounds(params):
             sent = [(t, rank) for rank, theirs in enumerate(pieces) if rank != ranks.rank for t in theirs]
             operands: dict[str, Any] = {f"x{i}": p.gradient_of(t) for i, (t, _) in enumerate(sent)}
@@ -52,9 +60,52 @@ class Dealing:
             for own, parts in zip(owned, found.outputs.values(), strict=True):
                 p.apply(ops.AddRanks, into={"y": (own, "store")}, own=own, others=parts, rank=ranks.rank)
 
-    def _rounds(self, params: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
-        """The pieces of each rank's share that are exchanged at once, by rank: TOGETHER elements for each."""
-        of_ranks = [list(_rounds((t, self.parts[t.name][rank]) for t in params)) for rank in range(self.ranks.count)]
+    def depart(self, p: Program, params: Sequence[Tensor]) -> None:
+        """Append to the backward pass what sends the gradients of `params` on their way, each as soon as it is whole, where they
+        are `early`. All ranks send a round when all its gradients are whole, those of their own share too: so all in one order."""
+        from barellm.program import ops
+
+        ranks = self.ranks
+        for number, pieces in enumerate(self._early_rounds(params)):
+            all_ = [(t, (rank,) if rank != ranks.rank else ()) for rank, theirs in enumerate(pieces) for t in theirs]
+            operands: dict[str, Any] = {f"x{i}": p.gradient_of(t) for i, (t, _) in enumerate(all_)}
+            arrived = self._arrived(p, number, pieces)
+            how: dict[str, Any] = {"to": [to for _, to in all_], "own": [t.size for t in pieces[ranks.rank]]}
+            into = {f"y{i}": (t, "store") for i, t in enumerate(arrived)}
+            with p.segment(_place(pieces)):
+                p.apply(ops.BeginExchange, into=into, **operands, **how, number=number, ranks=ranks)
+
+    def _arrive(self, p: Program, params: Sequence[Tensor]) -> None:
+        """Append what waits for each round that `depart` has begun, and adds it."""
+        from barellm.program import ops
+
+        ranks = self.ranks
+        for number, pieces in enumerate(self._early_rounds(params)):
+            arrived = self._arrived(p, number, pieces)
+            with p.segment(_place(pieces)):
+                operands: dict[str, Any] = {f"x{i}": t for i, t in enumerate(arrived)}
+                into = {f"y{i}": (t, "store") for i, t in enumerate(arrived)}
+                p.apply(ops.EndExchange, into=into, **operands, number=number, ranks=ranks)
+                for t, others in zip(pieces[ranks.rank], arrived, strict=True):
+                    own = p.gradient_of(t)
+                    p.apply(ops.AddRanks, into={"y": (own, "store")}, own=own, others=others, rank=ranks.rank)
+
+    def _early_rounds(self, params: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
+        """Rounds in about the order in which a backward pass ends with gradients: that of the forward pass, from its end."""
+        share = sum(t.size for t in params) // self.ranks.count
+        return self._rounds(list(reversed(params)), min(TOGETHER, max(share // EARLY_ROUNDS, CHUNK)))
+
+    def _arrived(self, p: Program, number: int, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The places where a round's pieces of this rank's share arrive, which nobody else uses between two steps."""
+        others = self.ranks.count - 1
+        return [
+            p.cache(f"arrived.{number}.{i}", (others, t.size), "fp32") for i, t in enumerate(pieces[self.ranks.rank])
+        ]
+
+    def _rounds(self, params: Sequence[Tensor], together: int = TOGETHER) -> Iterator[list[list[Tensor]]]:
+        """The pieces of each rank's share that are exchanged at once, by rank: so many elements for each."""
+        shares = [[(t, self.parts[t.name][rank]) for t in params] for rank in range(self.ranks.count)]
+        of_ranks = [list(_rounds(share, together)) for share in shares]
         for pieces in zip_longest(*of_ranks, fillvalue=()):
             yield [list(theirs) for theirs in pieces]
 
@@ -133,10 +184,10 @@ class Dealing:
         )
 
 
-def deal(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor]) -> Dealing:
+def deal(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overlap: bool = False) -> Dealing:
     """Parameters of `whole` are updated by one rank each: those that cost most are dealt first, each to the rank that has least
     to do so far. Those of `cut` are divided into chunks of the norm's partial sums, as many for each rank; what is left over
-    goes to ranks that have least."""
+    goes to ranks that have least. `overlap`: ranks that send messages begin while the backward pass goes on."""
     parts: dict[str, list[Part]] = {}
     load = [0.0] * ranks.count
     for t in sorted(whole, key=_cost, reverse=True):
@@ -153,7 +204,12 @@ def deal(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor]) -> Dea
             parts[t.name].append((at, end))
             held[rank] += end - at
             at = end
-    return Dealing(ranks, parts)
+    return Dealing(ranks, parts, early=overlap and not ranks.direct)
+
+
+def _place(pieces: Sequence[Sequence[Tensor]]) -> str:
+    """What a profile calls the part of the model whose gradients a round has: that of its last parameter."""
+    return ".".join([t for theirs in pieces for t in theirs][-1].base.name.split(".")[:2])
 
 
 def _cost(t: Tensor) -> float:
@@ -174,10 +230,10 @@ def _cut(t: Tensor, part: Part) -> Tensor | None:
     return t if count == t.size else Span(t, first, count)
 
 
-def _rounds(share: Iterable[tuple[Tensor, Part]]) -> Iterator[list[Tensor]]:
-    """A share, cut into runs of TOGETHER elements."""
+def _rounds(share: Iterable[tuple[Tensor, Part]], together: int) -> Iterator[list[Tensor]]:
+    """A share, cut into runs of so many elements."""
     found: list[Tensor] = []
-    room = TOGETHER
+    room = together
     for t, (first, end) in share:
         while first < end:
             count = min(room, end - first)
@@ -187,6 +243,6 @@ def _rounds(share: Iterable[tuple[Tensor, Part]]) -> Iterator[list[Tensor]]:
             first, room = first + count, room - count
             if room == 0:
                 yield found
-                found, room = [], TOGETHER
+                found, room = [], together
     if found:
         yield found

@@ -45,6 +45,15 @@ def updates(config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> dic
     return {"update": lambda p: optimize(p, config, hidden, ranks)}
 
 
+def depart(p: Program, config: OptimConfig, hidden: str, ranks: Ranks) -> None:
+    """Append to a backward pass what sends gradients to other ranks as soon as they are whole, if the update waits for that."""
+    if ranks.count > 1 and config.name != "speedrun":
+        params = p.store.of_role("parameter")
+        dealing = dealt(rules(config, hidden), params, ranks, config.powersgd, config.overlap)
+        if isinstance(dealing, Dealing) and dealing.early:
+            dealing.depart(p, params)
+
+
 def shares(config: OptimConfig, hidden: str, store: Store, ranks: Ranks) -> dict[str, Sequence[tuple[int, int]]]:
     """The elements of each parameter, and of each tensor of the optimizer's state in `store`, that each rank holds. What is the
     same on all of them is left out. `store` has what one process has."""
@@ -73,18 +82,20 @@ def _kept(p: Program) -> Tensor:
 
 def _norm(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
     params = p.store.of_role("parameter")
-    dealing = dealt(_table(p, config, hidden), params, ranks, config.powersgd)
+    dealing = dealt(_table(p, config, hidden), params, ranks, config.powersgd, config.overlap)
     clipped(p, params, clip=config.clip, into=_kept(p), dealing=dealing)
 
 
 def _changes(p: Program, *, config: OptimConfig, hidden: str, ranks: Ranks | None) -> None:
     params, table = p.store.of_role("parameter"), _table(p, config, hidden)
-    change(p, table, _kept(p), params=params, dealing=dealt(table, params, ranks, config.powersgd))
+    dealing = dealt(table, params, ranks, config.powersgd, config.overlap)
+    change(p, table, _kept(p), params=params, dealing=dealing)
 
 
 def optimize(p: Program, config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> None:
     """Append the update of all parameters of the store. UserError for Muon where `hidden` names no matrix."""
-    update(p, _table(p, config, hidden), clip=config.clip, ranks=ranks, powersgd=config.powersgd)
+    how = {"clip": config.clip, "ranks": ranks, "powersgd": config.powersgd, "overlap": config.overlap}
+    update(p, _table(p, config, hidden), **how)
 
 
 def _table(p: Program, config: OptimConfig, hidden: str) -> list[Rule]:

@@ -71,6 +71,7 @@ def update(
     params: Sequence[Tensor] | None = None,
     ranks: Ranks | None = None,
     powersgd: int = 0,
+    overlap: bool = False,
 ) -> None:
     """Append the update of `params`, or of all parameters of the store: the norm of all their gradients together, one scale for all
     of them that takes it down to `clip` (0: no clipping), then each parameter's own optimizer. Of several `ranks` each updates
@@ -79,13 +80,13 @@ def update(
     The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite.
     """
     params = p.store.of_role("parameter") if params is None else params
-    dealing = dealt(rules, params, ranks, powersgd)
+    dealing = dealt(rules, params, ranks, powersgd, overlap)
     scale = p.output("clip", clipped(p, params, clip=clip, dealing=dealing))
     change(p, rules, scale, params=params, dealing=dealing)
 
 
 def dealt(
-    rules: Sequence[Rule], params: Sequence[Tensor], ranks: Ranks | None, powersgd: int = 0
+    rules: Sequence[Rule], params: Sequence[Tensor], ranks: Ranks | None, powersgd: int = 0, overlap: bool = False
 ) -> Dealing | Compression | None:
     """The share of each rank; None where there is one process only, and it compresses nothing."""
     if powersgd:
@@ -95,7 +96,7 @@ def dealt(
     whole, cut = [], []
     for optimizer, given in _groups(rules, params).items():
         (whole if getattr(optimizer, "whole", True) else cut).extend(given)
-    return deal(ranks, whole=whole, cut=cut)
+    return deal(ranks, whole=whole, cut=cut, overlap=overlap)
 
 
 def clipped(

@@ -56,13 +56,13 @@ def link(name: str) -> Link:
 
 @dataclass(frozen=True)
 class Collective:
-    """`nbytes` on each rank, in so many `rounds` that wait for each other. `behind` says what may go on meanwhile: "backward",
-    where it begins with what is there first, "forward", or "" for nothing."""
+    """`nbytes` on each rank, in so many `rounds` that wait for each other. `early`: it begins in the backward pass, with what is
+    there first, where the run asks for that (`optim.overlap`)."""
 
     name: str
     nbytes: float
     rounds: int = 1
-    behind: str = ""
+    early: bool = False
 
     def seconds(self, over: Link, ranks: int, way: str) -> float:
         if ranks == 1:
@@ -152,19 +152,17 @@ def collectives(config: Config, store: Any, ranks: int) -> list[Collective]:
         weights += t.nbytes if t in store.exact or not planes else FORMATS[planes[0]].nbytes(t.size)
     rounds = ceil(elements / ranks / TOGETHER)
     return [
-        Collective("gradients", 4 * elements, rounds, "backward"),
+        Collective("gradients", 4 * elements, rounds, early=True),
         Collective("partial sums of the norm", 4 * ceil(elements / CHUNK)),
-        Collective("weights", weights, 1, "forward"),
+        Collective("weights", weights),
     ]
 
 
 def hidden(collective: Collective, done: Work, over: Link, ranks: int, way: str) -> float:
     """Seconds of a collective that are over before anybody waits for them."""
-    whole = collective.seconds(over, ranks, way)
-    if collective.behind == "forward":
-        return min(whole, done.forward)
-    if collective.behind != "backward":
+    if not collective.early:
         return 0.0
+    whole = collective.seconds(over, ranks, way)
     total = sum(size for _, size in done.ready)
     end = 0.0
     for when, size in done.ready:  # gradients leave as soon as they are there, one behind the other

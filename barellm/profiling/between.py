@@ -7,18 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from barellm.program.ops.collectives import AddRanks, Transfer
+from barellm.program.ops.collectives import AddRanks, EndExchange, Transfer
 from barellm.program.ranks import Ranks
 
 
 def exposed(session: Any, seconds: Mapping[str, np.ndarray], ranks: Ranks) -> list[dict[str, Any]]:
     """Rows in the order of the step: program, segment (None: the op belongs to none), op, `count` of ops, and `s`, their seconds on
-    each rank, those of adding counted. `seconds`: program -> (ops, 2), work and waiting of this rank. No rank computes anything
-    else meanwhile. The rank that comes last to a meeting waits for nobody: what others need more than the quickest is waiting."""
+    each rank, those of adding counted. `seconds`: program -> (ops, 2), work and waiting of this rank. It computes nothing else
+    meanwhile; what has travelled while it did is not in them. The rank that comes last to a meeting waits for nobody: what others
+    need more than the quickest is waiting."""
     own: dict[tuple[str, str | None, str], list[float]] = {}
     for program, values in seconds.items():
         for op, spent in zip(session.lowered[program].ops, values, strict=True):
-            if isinstance(op, (Transfer, AddRanks)):
+            if isinstance(op, (Transfer, EndExchange, AddRanks)):
                 own.setdefault((program, op.segment, op.name), []).append(float(spent.sum()))
     of_all = ranks.gather([(key, sum(spent)) for key, spent in own.items()])
     by_rank = [dict(found) for found in of_all]

@@ -132,26 +132,24 @@ def fuse(
     return _with_observers(ops, observed) if observed else ops
 
 
-def _observed(ops: Sequence[Op]) -> Iterator[tuple[Op, Op | None]]:
-    """The observers among the ops, each with the op that wrote what it reads, or None where that was there before."""
+def _observed(ops: Sequence[Op]) -> Iterator[tuple[Op, dict[Tensor, Op]]]:
+    """The observers among the ops, each with the ops that wrote what it reads; without what was there before."""
     writer: dict[Tensor, Op] = {}
     for op in ops:
         if op.observer:
-            (t,) = op.inputs.values()
-            yield op, writer.get(t.base)
+            yield op, {base: writer[base] for base in _bases(op.inputs) if base in writer}
         else:
             writer |= dict.fromkeys(_bases(op.outputs), op)
 
 
-def _with_observers(ops: list[Op], observed: list[tuple[Op, Op | None]]) -> list[Op]:
-    """The ops and, right behind the op that now writes it, each observer whose value is still written."""
-    now = {part: op for op in ops for part in (op.sequence if isinstance(op, FusedOp) else [op])}
-    behind: dict[Op | None, list[Op]] = {}
-    for observer, writer in observed:
-        (t,) = observer.inputs.values()
-        if writer is None or t.base in _bases(now[writer].outputs):
-            behind.setdefault(writer and now[writer], []).append(observer)
-    return [*behind.get(None, []), *(x for op in ops for x in (op, *behind.get(op, [])))]
+def _with_observers(ops: list[Op], observed: list[tuple[Op, dict[Tensor, Op]]]) -> list[Op]:
+    """The ops and, right behind the last op that now writes what it reads, each observer whose values are still written."""
+    now = {part: i for i, op in enumerate(ops) for part in (op.sequence if isinstance(op, FusedOp) else [op])}
+    behind: dict[int, list[Op]] = {}
+    for observer, writers in observed:
+        if all(base in _bases(ops[now[op]].outputs) for base, op in writers.items()):
+            behind.setdefault(max((now[op] for op in writers.values()), default=-1), []).append(observer)
+    return [*behind.get(-1, []), *(x for i, op in enumerate(ops) for x in (op, *behind.get(i, [])))]
 
 
 _Value = tuple[Tensor, int]  # what a tensor holds after so many writes

@@ -28,6 +28,16 @@ class Ranks(Protocol):
         It may be called often, all ranks call theirs, and it returns when all have arrived."""
         ...
 
+    def beginning(
+        self, number: int, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
+    ) -> Callable[[], None]:
+        """A function that begins what `prepared` does, as transfer `number`, and returns at once."""
+        ...
+
+    def ending(self, number: int) -> Callable[[], None]:
+        """A function that waits until the transfer `number`, which has begun, is over."""
+        ...
+
     @property
     def direct(self) -> bool:
         """Whether all ranks are on one machine and may read each other's memory."""

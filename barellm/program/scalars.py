@@ -53,6 +53,7 @@ declare("momentum", "fp64", "momentum of Muon, which has a schedule")
 declare("mtp_0", "fp64", "weight of the loss of the next token", default=1)
 declare("mtp_1", "fp64", "weight of the loss of the token after it", default=0)
 declare("mtp_2", "fp64", "weight of the loss of the third token", default=0)
+declare("last", says="1: the last micro-batch of a step, after which gradients are whole", default=1)
 
 BUILT_IN = len(SCALARS)
 

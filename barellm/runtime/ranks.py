@@ -23,6 +23,14 @@ class Alone:
     ) -> Callable[[], None]:
         raise AssertionError("there is nobody else")
 
+    def beginning(
+        self, number: int, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
+    ) -> Callable[[], None]:
+        raise AssertionError("there is nobody else")
+
+    def ending(self, number: int) -> Callable[[], None]:
+        raise AssertionError("there is nobody else")
+
     def places(self, sends: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, list[int]]]:
         raise AssertionError("there is nobody else")
 

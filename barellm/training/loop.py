@@ -150,7 +150,8 @@ class Loop:
             watched = self.watch is not None and micro + 1 == count and self.watch.due(step + 1)
             program = "ranges" if watched else "micro"
             self.saving.before(program)
-            session.run(program, accumulate=adds, inv_targets=plan.inv_targets / share, **shape, **random)
+            sizes = {**shape, "accumulate": adds, "last": int(micro + 1 == count)}
+            session.run(program, inv_targets=plan.inv_targets / share, **sizes, **random)
             loss += float(session.read("loss")[0]) * plan.shown
             if watched and self.watch is not None:
                 self.watch.record(step + 1)

@@ -40,7 +40,8 @@ def micro(session, config, step: int, number: int, *, first: int, rows: int) -> 
     session.write("targets", targets)
     counts = {"batch": rows, "seq": SEQ, "inv_targets": 1.0 / (config.train.accumulate * BATCH * SEQ)}
     sample = (step * config.train.accumulate + number) * BATCH + first
-    session.run("micro", **counts, seed=3, step=step + 1, sample=sample, accumulate=int(number > 0))
+    counts |= {"accumulate": int(number > 0), "last": int(number + 1 == config.train.accumulate)}
+    session.run("micro", **counts, seed=3, step=step + 1, sample=sample)
 
 
 def update(session, config, step: int, *, lr: float = 1e-2) -> None:
@@ -116,26 +117,29 @@ RECIPES = {
 }
 
 
-# With ranks that read each other's memory, where this system lets them.
-DIRECT = ("adamw, three ranks", "fp32, accumulated", "normuon that may skip", "the references")
+OTHER_WAYS = ("adamw, three ranks", "fp32, accumulated", "normuon that may skip", "the references")
 WORD = np.arange(8, dtype=np.uint8)
 readable = can_read(os.getpid(), (WORD.ctypes.data, WORD.nbytes), WORD.tobytes())
 
 
+# The ways of the gradients: messages while the backward pass goes on, messages behind it, and reading.
+WAYS = ("", "behind", "read") if readable else ("", "behind")
+
+
 @pytest.mark.parametrize(
-    "options, count, device, direct",
+    "options, count, device, way",
     [
-        pytest.param(*recipe, direct, id=f"{name}, read" if direct else name)
+        pytest.param(*recipe, way, id=f"{name}, {way}".removesuffix(", "))
         for name, recipe in RECIPES.items()
-        for direct in (False, True)
-        if not direct or (readable and name in DIRECT)
+        for way in WAYS
+        if not way or name in OTHER_WAYS
     ],
 )
-def test_ranks_train_as_one_process_that_adds_in_their_order(options, count, device, direct, monkeypatch):
+def test_ranks_train_as_one_process_that_adds_in_their_order(options, count, device, way, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "1")
-    config = resolved(config_of(**options), device)
+    config = resolved(config_of(**options, overlap=way != "behind"), device)
     whole, read, clip, nbytes = oracle(config, count, device)
-    results = each_rank(count, lambda ranks: trained(config, ranks, device), direct=direct)
+    results = each_rank(count, lambda ranks: trained(config, ranks, device), direct=way == "read")
     assert clip[1] < 1.0, "the norm must clip"
     saved = results[0][0]
     assert list(saved) == list(whole)
@@ -150,8 +154,9 @@ def test_ranks_train_as_one_process_that_adds_in_their_order(options, count, dev
 
 
 def test_a_norm_that_is_not_finite_on_one_rank_changes_nothing_on_all(monkeypatch):
+    """It is put where it was found before anything is sent."""
     monkeypatch.setenv("BARELLM_THREADS", "1")
-    config = resolved(config_of(), "cpu")
+    config = resolved(config_of(overlap=False), "cpu")
 
     def broken(ranks):
         with open_machine(config, device="cpu", ranks=ranks) as machine:

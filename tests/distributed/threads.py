@@ -20,6 +20,7 @@ class ThreadRanks:
         self, rank: int, count: int, boxes: dict[tuple[int, int, str], queue.Queue], *, direct: bool = False
     ) -> None:
         self.rank, self.count, self._boxes, self.direct = rank, count, boxes, direct
+        self._going: dict[int, Any] = {}
 
     def _put(self, kind: str, rank: int, value: Any) -> None:
         self._boxes[self.rank, rank, kind].put(copy.deepcopy(value))
@@ -30,12 +31,30 @@ class ThreadRanks:
     def prepared(self, sends, receives):
         return lambda: self._transfer(sends, receives)
 
+    def beginning(self, number, sends, receives):
+        """What is sent is taken at once: a gradient that changes later would arrive wrong."""
+
+        def begin() -> None:
+            self._send(sends, f"round {number}")
+            self._going[number] = receives
+
+        return begin
+
+    def ending(self, number):
+        return lambda: self._receive(self._going.pop(number), f"round {number}")
+
     def _transfer(self, sends, receives) -> None:
+        self._send(sends, "array")
+        self._receive(receives, "array")
+
+    def _send(self, sends, kind: str) -> None:
         for rank, array in sends:
             assert array.flags.c_contiguous
-            self._put("array", rank, array.reshape(-1))
+            self._put(kind, rank, array.reshape(-1))
+
+    def _receive(self, receives, kind: str) -> None:
         for rank, array in receives:
-            found = self._get("array", rank)
+            found = self._get(kind, rank)
             assert (found.size, found.dtype) == (array.size, array.dtype)
             array[...] = found.reshape(array.shape)
 

@@ -27,18 +27,22 @@ def small(*, batch: int = 6, accumulate: int = 1, **optim):
 
 
 def sent(config, rank: int, count: int) -> dict[str, int]:
-    """Bytes that a rank's planned transfers send, by op."""
+    """Bytes that a rank's planned transfers send, by op, in the backward pass and behind it."""
     found: dict[str, int] = {}
-    for op in build_programs(config, ranks=Planned(rank, count))["update"].ops:
-        if op.name in ("exchange", "gather"):
+    programs = build_programs(config, ranks=Planned(rank, count))
+    for op in (*programs["micro"].ops, *programs["update"].ops):
+        if op.name in ("begin_exchange", "exchange", "gather"):
+            kind = op.name.removeprefix("begin_")
             for (name, t), to in zip(op.inputs.items(), op.attrs["to"], strict=True):
                 nbytes = operand_bytes(t) if name in op.rounded else t.nbytes
-                found[op.name] = found.get(op.name, 0) + nbytes * len(to)
+                found[kind] = found.get(kind, 0) + nbytes * len(to)
     return found
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("optim", [{}, {"powersgd": 4}, {"name": "muon"}], ids=["adamw", "powersgd", "muon"])
+@pytest.mark.parametrize(
+    "optim", [{}, {"overlap": False}, {"powersgd": 4}, {"name": "muon"}], ids=["adamw", "behind", "powersgd", "muon"]
+)
 def test_bytes_are_those_of_the_planned_transfers(count, optim):
     config = small(**optim)
     store = build_programs(config)["micro"].store
@@ -58,7 +62,7 @@ def test_bytes_are_those_of_the_planned_transfers(count, optim):
 
 
 def test_rounds_are_those_of_the_program():
-    config = small(batch=2)
+    config = small(batch=2, overlap=False)
     model = replace(config.model, channels=640, heads=2, layers=3)
     config = replace(config, model=model)
     programs = build_programs(config, ranks=Planned(0, 2))
@@ -89,14 +93,12 @@ def test_what_overlaps_is_hidden_until_it_is_late():
     done = Work(forward=2.0, backward=4.0, before=0.0, update=1.0, ready=[(1.0, 10), (4.0, 10)])
     over = Link(0.0, 100.0, 0.0, "")
 
-    def behind(nbytes: float, what: str) -> float:
-        return scale.hidden(Collective("x", nbytes, 1, what), done, over, 2, "direct")
+    def hidden(nbytes: float, *, early: bool) -> float:
+        return scale.hidden(Collective("x", nbytes, 1, early), done, over, 2, "direct")
 
-    assert behind(400, "backward") == pytest.approx(1.0)  # 2 s: one while the second half is computed, one behind it
-    assert behind(1600, "backward") == pytest.approx(3.0)  # 8 s, from 1 s to 9 s: 5 s too late
-    assert behind(200, "forward") == pytest.approx(1.0)
-    assert behind(800, "forward") == pytest.approx(2.0)
-    assert behind(200, "") == 0.0
+    assert hidden(400, early=True) == pytest.approx(1.0)  # 2 s: one while the second half is computed, one behind it
+    assert hidden(1600, early=True) == pytest.approx(3.0)  # 8 s, from 1 s to 9 s: 5 s too late
+    assert hidden(400, early=False) == 0.0
 
 
 def test_ranks_share_rows_or_micro_batches():

@@ -30,15 +30,15 @@ def test_every_rank_sees_what_all_spend_on_each_exchange(results):
     (ours, theirs), folder = results
     rows = ours["between_ranks"]
     assert [row["s"] for row in rows] == [row["s"] for row in theirs["between_ranks"]]
-    assert [(row["program"], row["op"]) for row in rows] == [
-        ("update", "exchange"), ("update", "add_ranks"), ("update", "gather"),
-    ]  # fmt: skip
-    assert rows[2]["count"] == 2, "of partial sums and of weights"
-    of_ops = {row["op"]: row["s"] for row in ours["ops"]}
-    for row in rows[:2]:
-        total = sum(r["s"] for r in ours["ops"] if r["op"] == row["op"])
-        assert row["s"][0] == pytest.approx(total), of_ops
-        assert len(row["s"]) == 2 and min(row["s"]) > 0
+    kinds = [("micro", "begin_exchange"), ("update", "end_exchange"), ("update", "add_ranks"), ("update", "gather")]
+    assert list(dict.fromkeys((row["program"], row["op"]) for row in rows)) == kinds
+    assert rows[-1]["count"] == 2, "of partial sums and of weights"
+    for kind in kinds[:3]:
+        of_kind = [row for row in rows if (row["program"], row["op"]) == kind]
+        assert len({row["segment"] for row in of_kind}) == len(of_kind), "a row for each part of the model"
+        total = sum(r["s"] for r in ours["ops"] if r["op"] == kind[1])
+        assert sum(row["s"][0] for row in of_kind) == pytest.approx(total)
+        assert all(len(row["s"]) == 2 and min(row["s"]) > 0 for row in of_kind)
     assert sorted(p.name for p in (folder / "0").iterdir()) == sorted(profile.FILES.values())
     assert not list((folder / "1").iterdir()), "one rank writes"
     assert json.loads((folder / "0" / "profile.json").read_text())["ranks"] == 2

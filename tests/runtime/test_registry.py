@@ -87,7 +87,17 @@ COMPUTE = tuple(PRECISIONS)  # dtypes that a program may compute in
 OPTIMIZER = "fp32 numbers, or the formats of storage that the last column names"
 SCHEDULED = "gradients and their sums are fp32 in every program"
 SCALES = "scales and what they are made of are fp32 in every program"
-TOGETHER = ("add_ranks", "exchange", "gather", "sum_shares", "factor", "feedback", "householder")
+TOGETHER = (
+    "add_ranks",
+    "begin_exchange",
+    "end_exchange",
+    "exchange",
+    "gather",
+    "sum_shares",
+    "factor",
+    "feedback",
+    "householder",
+)
 EXCUSED = {
     **{
         (op, dtype): OPTIMIZER

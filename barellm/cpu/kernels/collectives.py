@@ -18,6 +18,8 @@ from barellm.program.ops.optimizer import CHUNK
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part, plane
 
+Arrays = list[tuple[int, np.ndarray]]  # and the rank that they go to, or come from
+
 
 def add_ranks(k: KernelBuilder, y, own, others, n, *, rank, count) -> None:
     """y (n) = the gradients of all ranks, in their order; those of the other ranks are others (count - 1, n)."""
@@ -44,13 +46,35 @@ def lower_exchange(op: Op, c: Lowering) -> None:
     _transfer(op, c, lambda t: [part(t)])
 
 
+@lowering("begin_exchange", floats="fp32 bf16", spans="*")
+def lower_begin_exchange(op: Op, c: Lowering) -> None:
+    def begin(sends: Arrays, receives: Arrays) -> Callable[[], None]:
+        return op.ranks.beginning(op.number, sends, receives)
+
+    _transfer(op, c, lambda t: [part(t)], begin, scalar="last")
+
+
+@lowering("end_exchange", floats="fp32 bf16")
+def lower_end_exchange(op: Op, c: Lowering) -> None:
+    c.extern(lambda arrays: op.ranks.ending(op.number), [], [part(t) for t in op.outputs.values()])
+
+
 @lowering("gather", floats=f"fp32 bf16 {PLANES}", spans="*")
 def lower_gather(op: Op, c: Lowering) -> None:
     _transfer(op, c, lambda t: [plane(t, number)[0] for number in op.planes(t)] or [part(t)])
 
 
-def _transfer(op: Op, c: Lowering, regions: Callable[[Tensor], list[Region]]) -> None:
-    """A transfer between ranks of the bytes of the arena; `regions` names those of a tensor that travel."""
+def _transfer(
+    op: Op,
+    c: Lowering,
+    regions: Callable[[Tensor], list[Region]],
+    travel: Callable[[Arrays, Arrays], Callable[[], None]] | None = None,
+    *,
+    scalar: str = "",
+) -> None:
+    """A transfer between ranks of the bytes of the arena; `regions` names those of a tensor that travel. `travel(sends, receives)`
+    gives what a run calls: the ranks' `prepared` does where none is given."""
+    travel = travel or op.ranks.prepared
     named = {name: regions(t) for name, t in (op.inputs | op.outputs).items()}
     reads = [region for name in op.inputs for region in named[name]]
     writes = [region for name in op.outputs for region in named[name]]
@@ -58,9 +82,9 @@ def _transfer(op: Op, c: Lowering, regions: Callable[[Tensor], list[Region]]) ->
     def prepare(arrays: list[np.ndarray]):
         left = iter(arrays)
         found = {name: [next(left) for _ in places] for name, places in named.items()}
-        return op.ranks.prepared(op.departing(found), op.arriving(found))
+        return travel(op.departing(found), op.arriving(found))
 
-    c.extern(prepare, reads, writes)
+    c.extern(prepare, reads, writes, scalar=scalar)
 
 
 # --- ranks that read each other's memory ---

@@ -3,7 +3,7 @@
 from barellm.program.ops.attention import Attention, AttentionBackward, AttentionCached
 from barellm.program.ops.binary import BinaryMatmul, PackSigns, StraightThrough, UnpackSigns
 from barellm.program.ops.block_matmul import BlockMatmul, BlockMatmulDw, BlockMatmulDx
-from barellm.program.ops.collectives import AddRanks, Exchange, Gather, SumShares
+from barellm.program.ops.collectives import AddRanks, BeginExchange, EndExchange, Exchange, Gather, SumShares
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx
 from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward, TokenLosses
 from barellm.program.ops.documents import BigramIds, CuSeqlens, DocumentStarts
@@ -50,6 +50,7 @@ __all__ = [
     "Attention",
     "AttentionBackward",
     "AttentionCached",
+    "BeginExchange",
     "Bias",
     "BiasGrad",
     "BigramIds",
@@ -74,6 +75,7 @@ __all__ = [
     "Embedding",
     "EmbeddingDwpe",
     "EmbeddingDwte",
+    "EndExchange",
     "Exchange",
     "Exponents",
     "Factor",

@@ -1,14 +1,15 @@
 """What the ranks of a run do together: ranks are processes that each hold a whole model and a share of its optimizer's state.
 
 A gradient is summed where it is needed: every rank gets, for its own share, the gradients that the others have found
-(`Exchange`), and adds them to its own in the order of the ranks (`AddRanks`), so that the sum's bits depend on nothing else.
+(`Exchange`, or `BeginExchange` and `EndExchange` where they travel while the backward pass goes on), and adds them to its own in
+the order of the ranks (`AddRanks`), so that the sum's bits depend on nothing else.
 After the update each share is given to all (`Gather`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,7 +47,9 @@ class Transfer(Op):
             raise ValueError(f"{self.name} is given {len(inputs)} tensors, expected {len(self.attrs['to'])}")
 
     def bytes(self) -> int:
-        return sum(t.nbytes for t in (*self.inputs.values(), *self.outputs.values()))
+        """Those that are sent, and those that arrive."""
+        sent = [t for t, to in zip(self.inputs.values(), self.attrs["to"], strict=True) if to]
+        return sum(t.nbytes for t in (*sent, *self.outputs.values()))
 
 
 class Exchange(Transfer):
@@ -65,6 +68,37 @@ class Exchange(Transfer):
         others = [rank for rank in range(self.ranks.count) if rank != self.ranks.rank]
         rows = [array.reshape(len(others), -1) for name in self.outputs for array in arrays[name]]
         return [(rank, row[i]) for row in rows for i, rank in enumerate(others)]
+
+
+class BeginExchange(Exchange):
+    """The same, begun in the last micro-batch of a step (the scalar `last`) as soon as these gradients are whole, and not waited
+    for: `EndExchange` of the same `number` does that. y_i are caches. It stands behind the ops that find the gradients, and no op
+    is fused another way because of it."""
+
+    name = "begin_exchange"
+    scalars = ("last",)
+    observer: ClassVar[bool] = True
+
+    def reference(self, *, last: int, **arrays: Any) -> dict[str, np.ndarray]:
+        if last:
+            return super().reference(**arrays)
+        return {name: np.zeros(t.size) for name, t in self.outputs.items()}
+
+
+class EndExchange(Op):
+    """Waits until the exchange `number` is over. y_i is x_i, into which it has written meanwhile."""
+
+    name = "end_exchange"
+
+    def infer(self, **inputs: Tensor) -> dict[str, Spec]:
+        return {name.replace("x", "y"): (t.shape, t.dtype) for name, t in inputs.items()}
+
+    def reference(self, **arrays: np.ndarray) -> dict[str, np.ndarray]:
+        return {name.replace("x", "y"): array for name, array in arrays.items()}
+
+    def bytes(self) -> int:
+        """None: what arrives is counted where it begins to travel."""
+        return 0
 
 
 class Gather(Transfer):

@@ -1,0 +1,123 @@
+"""Messages that travel while the ranks compute, and where a backward pass sends them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from barellm import models
+from barellm.assembly.machine import build_programs, resolved
+from barellm.distributed.transfers import Transfers
+from barellm.plans.devices import lower
+from barellm.program.ops.collectives import BeginExchange, EndExchange
+from barellm.runtime.ranks import Planned
+
+
+class Requests:
+    """Requests that are done when their list has been tested so often."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.inside = threading.Lock()
+
+    def test(self, requests) -> bool:
+        assert self.inside.acquire(blocking=False), "two threads test at once"
+        (name,) = requests
+        self.left[name] -= 1
+        self.inside.release()
+        return self.left[name] <= 0
+
+
+def wait(what) -> None:
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_messages_travel_while_nobody_waits():
+    requests = Requests()
+    transfers = Transfers(requests.test)
+    for turn in range(2):  # the numbers come again in every step
+        requests.left = {"a": 5, "b": 9}
+        transfers.begin(0, ["a"])
+        transfers.begin(1, ["b"])
+        wait(lambda: max(requests.left.values()) <= 0)
+        assert transfers.over(0) and transfers.over(1), turn
+
+
+def test_a_rank_that_waits_asks_too():
+    requests = Requests()
+    requests.left = {"a": 10**9, "b": 10**9}
+    transfers = Transfers(requests.test)
+    transfers.begin(3, ["a"])
+    transfers.begin(7, ["b"])
+    assert not transfers.over(3)
+    requests.left["a"] = 1
+    wait(lambda: transfers.over(3))
+    assert not transfers.over(7)
+    with pytest.raises(AssertionError, match="transfer 7 has not ended yet"):
+        transfers.begin(7, ["b"])
+    requests.left["b"] = 1
+    wait(lambda: transfers.over(7))
+
+
+def config_of(**optim):
+    preset = models.preset("shakespeare-char")
+    model = replace(preset.model, layers=4, channels=256, heads=2)
+    return resolved(
+        replace(preset, model=model, optim=replace(preset.optim, **optim), train=replace(preset.train, batch=6)), "cpu"
+    )
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("optim", [{}, {"name": "muon"}], ids=["adamw", "muon"])
+def test_gradients_leave_as_soon_as_they_are_whole(optim, count):
+    """Behind the op that writes them last, in one order on all ranks, which is that of the update's waits; and no op is fused
+    another way."""
+    orders = []
+    for rank in range(count):
+        found = {
+            early: lower(build_programs(config_of(**optim, overlap=early), ranks=Planned(rank, count)), "cpu")
+            for early in (True, False)
+        }
+        ops = found[True].lowered["micro"].ops
+        plain = found[False].lowered["micro"].ops
+        assert Counter(op.name for op in ops if op.name != "begin_exchange") == Counter(op.name for op in plain)
+        last, first = {}, None
+        for i, op in enumerate(ops):
+            if not isinstance(op, BeginExchange):
+                written = [t.base for t in op.outputs.values() if t.base.role == "gradient"]
+                last |= dict.fromkeys(written, i)
+                first = i if written and first is None else first
+        begun = [(i, op) for i, op in enumerate(ops) if isinstance(op, BeginExchange)]
+        for i, op in begun:
+            whole = max(last[t.base] for t in op.inputs.values())
+            assert i > whole
+            assert all(isinstance(between, BeginExchange) for between in ops[whole + 1 : i]), "at once"
+        half = (first + len(ops)) / 2
+        assert sum(i < half for i, _ in begun) >= len(begun) // 4, "they leave all along the way"
+        sent = {t.base for _, op in begun for t in op.inputs.values()}
+        assert sent == {t for t in last}, "all gradients"
+        assert sum(t.size for _, op in begun for t in op.inputs.values()) == sum(t.size for t in sent), "each once"
+        orders.append([op.number for _, op in begun])
+        assert {op.segment for _, op in begun} >= {"h.0", "h.1", "h.2", "h.3"}
+        ends = [op.number for op in found[True].lowered["update"].ops if isinstance(op, EndExchange)]
+        assert sorted(orders[-1]) == ends == list(range(len(ends))) and len(ends) > 8
+        assert not any(isinstance(op, EndExchange) for op in found[False].lowered["update"].ops)
+    assert all(order == orders[0] for order in orders)
+
+
+def test_what_arrives_has_room_until_it_is_added():
+    """As much as this rank's share of the gradient, from each other rank."""
+    plans = {}
+    for early in (True, False):
+        config = config_of(overlap=early)
+        plans[early] = lower(build_programs(config, ranks=Planned(0, 3)), "cpu").plan.persistent_bytes
+    parameters = build_programs(config_of())["micro"].store.of_role("parameter")
+    share = 4 * sum(t.size for t in parameters) / 3
+    assert plans[True] - plans[False] == pytest.approx(2 * share, rel=0.1)
