@@ -6,7 +6,6 @@ import copy
 import os
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +22,14 @@ class ThreadRanks:
         self._going: dict[int, Any] = {}
 
     def _put(self, kind: str, rank: int, value: Any) -> None:
-        self._boxes[self.rank, rank, kind].put(copy.deepcopy(value))
+        self._box(self.rank, rank, kind).put(copy.deepcopy(value))
 
     def _get(self, kind: str, rank: int) -> Any:
-        return self._boxes[rank, self.rank, kind].get(timeout=LONG_S)
+        return self._box(rank, self.rank, kind).get(timeout=LONG_S)
+
+    def _box(self, source: int, to: int, kind: str) -> queue.Queue:
+        """One for all threads: a defaultdict may make two at once, and keep one."""
+        return self._boxes.setdefault((source, to, kind), queue.Queue())
 
     def prepared(self, sends, receives):
         return lambda: self._transfer(sends, receives)
@@ -82,7 +85,7 @@ class ThreadRanks:
 
 def each_rank(count: int, work: Callable[[ThreadRanks], Any], *, direct: bool = False) -> list[Any]:
     """What `work` gives for each of `count` ranks, which run side by side. `direct`: they read each other's memory."""
-    boxes: dict[tuple[int, int, str], queue.Queue] = defaultdict(queue.Queue)
+    boxes: dict[tuple[int, int, str], queue.Queue] = {}
     results: list[Any] = [None] * count
     errors: list[BaseException] = []
 
