@@ -1,4 +1,4 @@
-"""Runs of several processes that are killed, stopped or interrupted at random moments, with what becomes of each.
+"""Runs of several processes that are killed, stopped, held up or interrupted at random moments, with what becomes of each.
 
     python benchmarks/faults.py --trials 100 --out benchmarks/results/faults.json
 
@@ -6,16 +6,21 @@ A trial starts a small run as a user would, does one of these to it at some mome
 
 - kill: SIGKILL to one rank
 - stop: SIGSTOP to one rank
+- hold: the main thread of one rank is held by ptrace, so that the rank says that it is there, and does nothing
+- slow: one rank is stopped and continued again and again for some seconds, and must not be taken for a lost one
 - interrupt: SIGINT (Ctrl-C) to the launcher
 - kill all: SIGKILL to all ranks and to everything that has started them
 
-All but the last must end within 30 s, with one line on stderr; for kill and stop it names the rank. Then every checkpoint must be
-whole, and the run resumed to its end must leave the same bytes as one that was never disturbed. The file has a row for each.
+The moment is in the start of a run, in its steps, in an evaluation, while a checkpoint is written, or in the start of a run that
+was killed and is resumed. All but the last kind must end within 30 s, with one line on stderr; for kill, stop and hold it names the
+rank. Nothing may stay of its processes. Then every checkpoint must be whole, and the run resumed to its end must leave the same
+bytes as one that was never disturbed. The file has a row for each.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -25,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,15 +38,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from barellm.checkpoint import checkpoint
+from barellm.checkpoint import checkpoint, storage
 from barellm.distributed.guard import below, ranks_below
 
-KINDS = ("kill", "stop", "interrupt", "kill all")
+KINDS = ("kill", "stop", "hold", "slow", "interrupt", "kill all")
+MOMENTS = ("start", "steps", "evaluation", "saving", "resume")
 LONGEST_S = 30.0
 STEPS = 240
-START_SHARE = 0.25  # of the trials happen before the first step
+EVERY, SAVES = 60, 20  # steps between two evaluations, and between two checkpoints
+EVALUATION_S, SLOW_S = 0.15, 6.0
+SEIZE, INTERRUPT = 0x4206, 0x4207  # requests of ptrace
 RUN = (
-    *("train", "shakespeare-char", "--steps", str(STEPS), "--batch", "12", "--seq", "8", "--train.eval_tokens", "256"),
+    *("train", "shakespeare-char", "--steps", str(STEPS), "--batch", "12", "--seq", "8", "--train.eval_tokens", "8192"),
     *(
         "--model.layers",
         "1",
@@ -53,7 +62,7 @@ RUN = (
         "--optim.warmup",
         "1",
     ),
-    *("--train.eval_every", "60", "--train.checkpoint_every", "20", "--train.keep", "99"),
+    *("--train.eval_every", str(EVERY), "--train.checkpoint_every", str(SAVES), "--train.keep", "99"),
 )
 SAID = (
     "",
@@ -68,7 +77,7 @@ class Trials:
 
     def __init__(self, place: Path, ranks: int) -> None:
         self.place, self.ranks = place, ranks
-        (place / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(400)))
+        (place / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
         begin = time.monotonic()
         assert self.finished(place / "reference") == (0, "")
         self.seconds = time.monotonic() - begin
@@ -95,18 +104,42 @@ class Trials:
         error = process.communicate(timeout=300)[1]
         return process.returncode, error
 
+    def moment(self, name: str, r: random.Random, out: Path, process: subprocess.Popen[str]) -> None:
+        """Wait for it."""
+
+        def until(condition: Callable[[], bool], *, pause: float = 0.005) -> None:
+            wait(lambda: process.poll() is not None or condition(), pause=pause)
+
+        if name == "steps":
+            step = r.randrange(STEPS)
+            until(lambda: seen(out) >= step)
+            time.sleep(r.random() * 0.05)
+        elif name == "evaluation":
+            step = EVERY * r.randrange(1, STEPS // EVERY + 1)
+            until(lambda: seen(out) >= step)
+            time.sleep(r.random() * EVALUATION_S)
+        elif name == "saving":
+            step = SAVES * r.randrange(1, STEPS // SAVES + 1)
+            until(lambda: seen(out) >= step - 1, pause=0.001)
+            temporary = out / "checkpoints" / f"{storage.TEMPORARY}step-{step:06d}"
+            until(lambda: temporary.exists() or seen(out) > step, pause=0.0002)
+            time.sleep(r.random() * 0.01)
+        else:  # the time until a first step is about a third of that of all
+            time.sleep(r.random() * self.seconds / 3)
+
     def one(self, number: int, seed: int) -> dict[str, Any]:
         r = random.Random(f"{seed} {number}")
-        kind, rank, out = KINDS[number % len(KINDS)], r.randrange(self.ranks), self.place / f"trial-{number}"
+        kind, moment = KINDS[number % len(KINDS)], MOMENTS[number // len(KINDS) % len(MOMENTS)]
+        rank, out = r.randrange(self.ranks), self.place / f"trial-{number}"
         process = self.start(out)
-        if r.random() < START_SHARE:
-            time.sleep(r.random() * self.seconds / 2)
-        else:
-            step = r.randrange(STEPS)
-            wait(lambda: process.poll() is not None or seen(out) >= step)
-            time.sleep(r.random() * 0.05)
-        row: dict[str, Any] = {"trial": number, "kind": kind, "rank": rank, "step": seen(out)}
-        row["pid"] = disturb(kind, process, rank)
+        if moment == "resume":
+            self.moment("steps", r, out, process)
+            disturb("kill all", process, rank)
+            process.communicate()
+            process = self.start(out, *resumed(out))
+        self.moment(moment, r, out, process)
+        row: dict[str, Any] = {"trial": number, "ranks": self.ranks, "kind": kind, "moment": moment, "rank": rank}
+        row |= {"step": seen(out), "pid": disturb(kind, process, rank)}
         begin = time.monotonic()
         try:
             error = process.communicate(timeout=2 * LONGEST_S)[1].strip()
@@ -114,11 +147,11 @@ class Trials:
             disturb("kill all", process, rank)
             error = process.communicate()[1].strip() + " (hung)"
         row |= {"seconds": round(time.monotonic() - begin, 2), "status": process.returncode, "said": error}
+        row["behind"] = behind(out)
         found = checkpoint.steps(out / "checkpoints") if out.is_dir() else []
         row["broken"] = [str(path) for path in found if checkpoint.problem(path)]
         row["checkpoints"] = len(found)
-        again = ("--resume",) if (out / "config.json").exists() else ()
-        status, said = self.finished(out, *again)
+        status, said = self.finished(out, *resumed(out))
         row |= {"resumed": status, "resume_said": said.strip(), "same": status == 0 and left(out) == self.reference}
         row["well"] = well(row)
         if row["well"]:
@@ -126,14 +159,34 @@ class Trials:
         return row
 
 
+def resumed(out: Path) -> tuple[str, ...]:
+    """What goes on with a run that may not have begun yet."""
+    return ("--resume",) if (out / "config.json").exists() else ()
+
+
+def behind(out: Path) -> int:
+    """How many processes there still are of a run that has ended, two seconds later."""
+    for _ in range(20):
+        found = 0
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                found += str(out).encode() in path.read_bytes()
+        if not found:
+            return 0
+        time.sleep(0.1)
+    return found
+
+
 def well(row: dict[str, Any]) -> bool:
     """Whether all is as it should be. A run may have ended before anything happened to it."""
-    whole = not row["broken"] and row["same"] and row["seconds"] < LONGEST_S
+    whole = not row["broken"] and not row["behind"] and row["same"] and row["seconds"] < LONGEST_S
     if row["kind"] == "kill all" or row["pid"] is None:
         return whole
-    lines = row["said"].splitlines()
     if row["kind"] == "interrupt":
         return whole and row["status"] in (130, 0) and row["said"] in SAID
+    if row["kind"] == "slow":
+        return whole and (row["status"], row["said"]) == (0, "")
+    lines = row["said"].splitlines()
     named = len(lines) == 1 and re.match(rf"barellm: error: rank {row['rank']} ", lines[0])
     return whole and (bool(named) or row["status"] == 0)
 
@@ -160,14 +213,47 @@ def disturb(kind: str, process: subprocess.Popen[str], rank: int) -> int | None:
     wait(there)
     with suppress(ProcessLookupError):
         for number in found:
-            os.kill(number, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            DISTURBANCES[kind](number)
             return number
     return None
 
 
-def wait(condition: Callable[[], bool]) -> None:
+def hold(process: int) -> None:
+    """Until it is killed. A thread of its own does it, for the system tells whoever holds a process of its end, and nobody else
+    before."""
+    held = threading.Event()
+
+    def holder() -> None:
+        call = ctypes.CDLL(None).ptrace
+        with suppress(ChildProcessError):
+            done = [call(request, process, None, None) for request in (SEIZE, INTERRUPT)]
+            held.set()
+            while not any(done) and os.WIFSTOPPED(os.waitpid(process, 0)[1]):
+                pass
+
+    threading.Thread(target=holder, daemon=True).start()
+    held.wait()
+
+
+def slow(process: int) -> None:
+    end = time.monotonic() + SLOW_S
+    while time.monotonic() < end:
+        for sign, seconds in ((signal.SIGSTOP, 1.0), (signal.SIGCONT, 0.1)):
+            os.kill(process, sign)
+            time.sleep(seconds)
+
+
+DISTURBANCES: dict[str, Callable[[int], None]] = {
+    "kill": lambda process: os.kill(process, signal.SIGKILL),
+    "stop": lambda process: os.kill(process, signal.SIGSTOP),
+    "hold": hold,
+    "slow": slow,
+}
+
+
+def wait(condition: Callable[[], bool], *, pause: float = 0.005) -> None:
     while not condition():
-        time.sleep(0.005)
+        time.sleep(pause)
 
 
 def seen(out: Path) -> int:
@@ -197,7 +283,6 @@ def main() -> int:
         trials = Trials(Path(folder), args.ranks)
         numbers = range(args.first, args.first + args.trials)
         for row in pool.map(lambda number: trials.one(number, args.seed), numbers):
-            row["ranks"] = args.ranks
             kept.append(row)
             print(json.dumps(row), flush=True)
             if args.out:
