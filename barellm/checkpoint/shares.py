@@ -2,15 +2,16 @@
 
 Every rank reads a checkpoint itself, and keeps its share. To save, rank 0 writes the files and asks the others for the rows of
 which it has none, piece by piece: no rank ever holds more than a piece of what is not its own. So the files are those of one
-process, and a run goes on with any number of ranks.
+process, and a run goes on with any number of ranks. While the training goes on, threads do that, and read snapshots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from barellm.checkpoint.snapshot import Snapshot, pieces_of
 from barellm.program.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Request = tuple[str, int, int]  # a tensor, and its elements from and to
 class Shares:
     """A session of one rank as if it had all. `tensors`: every parameter and state, as one process has it. `parts`: the elements
     [from, to) of each that each rank holds; what is not in it is on every rank the same. Of a parameter all ranks have something,
-    which may be rounded, and the rank that holds it has it exactly."""
+    which may be rounded, and the rank that holds it has it exactly. `beside`: threads read it, beside the run."""
 
     def __init__(
         self,
@@ -33,9 +34,29 @@ class Shares:
         tensors: Mapping[str, Tensor],
         parts: Mapping[str, Sequence[tuple[int, int]]],
         ranks: Ranks,
+        *,
+        beside: bool = False,
     ) -> None:
         self.tensors = dict(tensors)
-        self._session, self._parts, self._ranks = session, parts, ranks
+        self._session, self._parts, self._ranks, self._beside = session, parts, ranks, beside
+
+    def snapshot(self, names: Collection[str], *, threads: int) -> tuple[Shares, Snapshot]:
+        """What these tensors are now, as a thread of each rank saves it, and the part of that which this rank has."""
+        pieces = []
+        for name, lo, hi in pieces_of(self.tensors, names):
+            width = _width(self.tensors[name])
+            first, end = self._part(name, self._ranks.rank)
+            a, b = max(first, lo * width), min(end, hi * width)
+            if a < b:
+                pieces.append((name, *self._rows(name, a, b)))
+        found = Snapshot(self._session, pieces, threads=threads, waits=False)
+        return Shares(found, self.tensors, self._parts, self._ranks, beside=True), found  # pyright: ignore[reportArgumentType]
+
+    def _part(self, name: str, rank: int) -> tuple[int, int]:
+        """The elements of a tensor, from and to, that a rank gives to a checkpoint."""
+        if name in self._parts:
+            return self._parts[name][rank]
+        return (0, self.tensors[name].size) if rank == 0 else (0, 0)
 
     # --- loading, on each rank ---
 
@@ -64,12 +85,12 @@ class Shares:
             yield
         finally:
             for rank in range(1, self._ranks.count):
-                self._ranks.send(rank, None)
+                self._ranks.send(rank, None, beside=self._beside)
 
     def serve(self) -> None:
         """On the other ranks: give rank 0 what it asks for, until it has all."""
-        while (request := self._ranks.receive(0, patient=True)) is not None:
-            self._ranks.send(0, self._own(*request))
+        while (request := self._ranks.receive(0, patient=True, beside=self._beside)) is not None:
+            self._ranks.send(0, self._own(*request), beside=self._beside)
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         """Leading rows [lo, hi), exactly, on rank 0."""
@@ -77,27 +98,35 @@ class Shares:
 
         t = self.tensors[name]
         begin, end = lo * _width(t), hi * _width(t)
-        if name not in self._parts:
-            return self._session.read_rows(name, lo, hi)
         found = []
-        for rank, (first, last) in enumerate(self._parts[name]):
+        for rank in range(self._ranks.count):
+            first, last = self._part(name, rank)
             a, b = max(first, begin), min(last, end)
             if a >= b:
                 continue
-            if rank != self._ranks.rank:
-                self._ranks.send(rank, (name, a, b))
-            found.append(self._own(name, a, b) if rank == self._ranks.rank else self._ranks.receive(rank))
+            if rank == self._ranks.rank:
+                found.append(self._own(name, a, b))
+                continue
+            self._ranks.send(rank, (name, a, b), beside=self._beside)
+            found.append(self._ranks.receive(rank, beside=self._beside))
         return np.concatenate(found).reshape(hi - lo, *t.shape[1:])
 
     def _own(self, name: str, a: int, b: int) -> np.ndarray:
         """Elements [a, b) of a tensor, which this rank holds."""
-        own, first = self._session.tensors[name], 0
-        if own.role != "parameter":
-            first = self._parts[name][self._ranks.rank][0]
-        width = _width(own)
-        low, high = (a - first) // width, -(-(b - first) // width)
+        low, high = self._rows(name, a, b)
         rows = self._session.read_rows(name, low, high).reshape(-1)
-        return rows[a - first - low * width : b - first - low * width]
+        skipped = a - self._first(name) - low * _width(self._session.tensors[name])
+        return rows[skipped : skipped + b - a]
+
+    def _rows(self, name: str, a: int, b: int) -> tuple[int, int]:
+        """The leading rows, from and to, of what this rank has of a tensor, in which its elements [a, b) are."""
+        first, width = self._first(name), _width(self._session.tensors[name])
+        return (a - first) // width, -(-(b - first) // width)
+
+    def _first(self, name: str) -> int:
+        """The element of a tensor with which what this rank has of it begins."""
+        whole = name not in self._parts or self._session.tensors[name].role == "parameter"
+        return 0 if whole else self._parts[name][self._ranks.rank][0]
 
 
 def _width(t: Tensor) -> int:

@@ -8,7 +8,7 @@ copied.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -26,18 +26,22 @@ Piece = tuple[str, int, int]  # a tensor's name and its leading rows, from and t
 SPARE = 256 << 20  # bytes of memory that copies leave free
 
 
-class Snapshot:
-    """A `checkpoint.Source`: `read_rows` gives each piece once, in the order in which `tensorfile.write` asks."""
+def pieces_of(tensors: Mapping[str, Any], names: Collection[str]) -> Iterator[Piece]:
+    """The pieces in which `tensorfile.write` asks for these tensors."""
+    for name in names:
+        for lo, hi in tensorfile.pieces(tensors[name].shape, tensorfile.itemsize(tensors[name])):
+            yield name, lo, hi
 
-    def __init__(self, session: Source, names: Collection[str], *, threads: int) -> None:
+
+class Snapshot:
+    """A `checkpoint.Source` of some pieces of a session's tensors: `read_rows` gives each once, in any order of tensors. `waits`:
+    whether `keep` may wait for the reader."""
+
+    def __init__(self, session: Source, pieces: Iterable[Piece], *, threads: int, waits: bool = True) -> None:
         self.tensors: Mapping[str, Any] = session.tensors
         self.copied = 0  # bytes, so far
-        self._session, self._threads = session, threads
-        self._left: dict[Piece, None] = {
-            (name, lo, hi): None
-            for name in names
-            for lo, hi in tensorfile.pieces(self.tensors[name].shape, tensorfile.itemsize(self.tensors[name]))
-        }
+        self._session, self._threads, self._waits = session, threads, waits
+        self._left: dict[Piece, None] = dict.fromkeys(pieces)
         self._copies: dict[Piece, np.ndarray] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -56,14 +60,18 @@ class Snapshot:
             due = [piece for piece in self._left if piece[0] in names and piece not in self._copies]
             if not due:
                 return
-            nbytes = sum(self._nbytes(piece) for piece in due)
-            if nbytes + SPARE <= available():
+            nbytes = sum(map(self._nbytes, due))
+            if not self._waits or has_room(nbytes):
                 with ThreadPoolExecutor(self._threads) as pool:
                     for copies in pool.map(self._copy, _blocks(due)):
                         self._copies |= copies
                 self.copied += nbytes
                 return
         self._over.wait()
+
+    def fits(self) -> bool:
+        """Whether there is memory for copies of all that is left."""
+        return has_room(sum(map(self._nbytes, self._left)))
 
     def _copy(self, block: Sequence[Piece]) -> dict[Piece, np.ndarray]:
         """Copies of neighbouring pieces of one tensor, in memory of their own: large, for the system gives that huge pages."""
@@ -81,6 +89,10 @@ class Snapshot:
         self._over.set()
         with self._lock:
             self._left, self._copies = {}, {}
+
+
+def has_room(nbytes: int) -> bool:
+    return nbytes + SPARE <= available()
 
 
 def _blocks(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

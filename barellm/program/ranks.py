@@ -56,10 +56,10 @@ class Ranks(Protocol):
         """Everybody's value, by rank. It may be whatever can be pickled."""
         ...
 
-    def send(self, rank: int, value: Any) -> None:
-        """Give a value to one rank."""
+    def send(self, rank: int, value: Any, *, beside: bool = False) -> None:
+        """Give a value to one rank. `beside`: a thread does it that works beside the run, and is received by another."""
         ...
 
-    def receive(self, rank: int, *, patient: bool = False) -> Any:
+    def receive(self, rank: int, *, patient: bool = False, beside: bool = False) -> Any:
         """The next value that a rank gives this one."""
         ...

@@ -40,10 +40,10 @@ class Alone:
     def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
         return [value]
 
-    def send(self, rank: int, value: Any) -> None:
+    def send(self, rank: int, value: Any, *, beside: bool = False) -> None:
         raise AssertionError("there is nobody else")
 
-    def receive(self, rank: int, *, patient: bool = False) -> Any:
+    def receive(self, rank: int, *, patient: bool = False, beside: bool = False) -> Any:
         raise AssertionError("there is nobody else")
 
 

@@ -298,7 +298,7 @@ class Run:
         return Spikes(loss_limit=optim.skip_loss_z, norm_limit=optim.skip_norm_z, state=state)
 
     def _saving(self, folder: RunFolder, machine: Machine, stop: Stopping) -> Saving:
-        kind = Saving if self.ranks.count == 1 else partial(SharedSaving, rank=self.ranks.rank)
+        kind = Saving if self.ranks.count == 1 else partial(SharedSaving, ranks=self.ranks)
         return kind(
             folder.checkpoints,
             self.stored,

@@ -12,7 +12,8 @@ from typing import Any
 
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.shares import Shares
-from barellm.checkpoint.snapshot import Snapshot
+from barellm.checkpoint.snapshot import Snapshot, pieces_of
+from barellm.program.ranks import Ranks
 from barellm.runtime.session import Session
 from barellm.training.console import Console, duration
 from barellm.training.stopping import Stopping
@@ -69,9 +70,10 @@ class Saving:
         """Start to save, and return."""
         self.wait()
         begin = time.perf_counter()
-        snapshot = Snapshot(self.session, self._names(point), threads=self._threads)
+        names = self._names(point)
+        snapshot = Snapshot(self.session, pieces_of(self.session.tensors, names), threads=self._threads)
         if not self._shared:
-            snapshot.keep(self._names(point))
+            snapshot.keep(names)
         self.writer = _Writer(point, snapshot, lambda: self._write(snapshot, point))
         self.writer.stalled = time.perf_counter() - begin
         self.writer.start()
@@ -168,35 +170,44 @@ class Saving:
 
 
 class SharedSaving(Saving):
-    """The same of a run with several ranks, which each hold a share of what is saved: rank 0 writes, the others give it their
-    shares, and the training waits. `shares` is the session."""
+    """The same of a run with several ranks, which each hold a share of what is saved: rank 0 writes, and the others give it their
+    shares. On the way a thread of each rank does that, where all have memory for copies of what the next update changes; else the
+    training waits, since ranks that wait for memory at different times would look lost. `shares` is the session."""
 
-    def __init__(self, folder: Path, shares: Shares, *, rank: int, **how: Any) -> None:
+    def __init__(self, folder: Path, shares: Shares, *, ranks: Ranks, **how: Any) -> None:
         super().__init__(folder, shares, **how)  # pyright: ignore[reportArgumentType]
-        self._shares, self._rank = shares, rank
+        self._shares, self._ranks = shares, ranks
 
     def begin(self, point: Point) -> None:
-        self.now_or_warn(point)
+        self.wait()
+        begin = time.perf_counter()
+        shares, snapshot = self._shares.snapshot(self._names(point), threads=self._threads)
+        if not all(self._ranks.gather(snapshot.fits(), patient=True)):
+            self.now_or_warn(point)
+            return
+        self.writer = _Writer(point, snapshot, lambda: self._given(shares, lambda: self._write(shares, point)))
+        self.writer.stalled = time.perf_counter() - begin
+        self.writer.start()
+
+    def _given(self, shares: Shares, write: Callable[[], Any]) -> Any:
+        """What `write` gives on rank 0, while the others serve it."""
+        if self._ranks.rank:
+            return shares.serve()
+        with shares.served():
+            return write()
 
     def now_or_warn(self, point: Point) -> bool:
-        if self._rank:
-            self._shares.serve()
-            return True
-        with self._shares.served():
-            return super().now_or_warn(point)
+        return self._given(self._shares, lambda: super(SharedSaving, self).now_or_warn(point)) is not False
 
     def last(self, point: Point) -> None:
-        if self._rank:
-            self._shares.serve()
-            return
-        with self._shares.served():
-            super().last(point)
+        self.wait()
+        self._given(self._shares, lambda: super(SharedSaving, self).last(point))
 
 
 class _Writer(threading.Thread):
     """One save. `stalled` are the seconds in which the training waited for it."""
 
-    def __init__(self, point: Point, snapshot: Snapshot, write: Callable[[], Path]) -> None:
+    def __init__(self, point: Point, snapshot: Snapshot, write: Callable[[], Path | None]) -> None:
         super().__init__(name="checkpoint")
         self.point, self.snapshot, self._write = point, snapshot, write
         self.path: Path | None = None

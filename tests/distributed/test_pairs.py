@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,16 +35,19 @@ class Rank:
         self.config, self.session, self.ranks = config, machine.session, ranks
         self.shares = Shares(machine.session, *shares_of(config, ranks), ranks)
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, before: Callable[[str], None] = lambda program: None) -> None:
         session, rows = self.session, BATCH // self.ranks.count
         first, shape = self.ranks.rank * rows, (2, BATCH, SEQ)
         drawn = np.random.default_rng(step).integers(0, self.config.model.vocab_size, shape).astype(np.int32)
         for name, values in zip(("tokens", "targets"), drawn[:, first : first + rows], strict=True):
             session.write(name, values)
         counts = {"batch": rows, "seq": SEQ, "inv_targets": 1.0 / (BATCH * SEQ), "accumulate": 0}
+        before("micro")
         session.run("micro", **counts, seed=3, step=step + 1, sample=step * BATCH + first)
         if self.config.optim.skips:
+            before("norm")
             session.run("norm")
+        before("update")
         session.run("update", lr=1e-2, step=step + 1, seed=3, momentum=0.9)
 
     def whole(self) -> Values:

@@ -213,8 +213,16 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /
     [
         (0, signal.SIGKILL, r"rank 0 \(process \d+ on \S+\) was ended by SIGKILL: the run is ended; go on from .*"),
         (1, signal.SIGKILL, r"rank 1 \(process \d+ on \S+\) was ended by SIGKILL: the run is ended; go on from .*"),
-        (0, signal.SIGSTOP, r"rank 0 has not been heard of for \d s: the run is ended"),
-        (1, signal.SIGSTOP, r"rank 1 has not been heard of for \d s: the run is ended"),
+        (
+            0,
+            signal.SIGSTOP,
+            r"rank 0 (has not been heard of|\(process \d+\) has been stopped) for \d s: the run is ended",
+        ),
+        (
+            1,
+            signal.SIGSTOP,
+            r"rank 1 (has not been heard of|\(process \d+\) has been stopped) for \d s: the run is ended",
+        ),
     ],
 )
 def test_a_rank_that_is_gone_ends_the_run_in_one_line(place, number, sign, complaint):

@@ -76,11 +76,11 @@ class ThreadRanks:
             self._put("gather", rank, value)
         return [self._get("gather", rank) for rank in range(self.count)]
 
-    def send(self, rank: int, value: Any) -> None:
-        self._put("value", rank, value)
+    def send(self, rank: int, value: Any, *, beside: bool = False) -> None:
+        self._put("beside" if beside else "value", rank, value)
 
-    def receive(self, rank: int, *, patient: bool = False) -> Any:
-        return self._get("value", rank)
+    def receive(self, rank: int, *, patient: bool = False, beside: bool = False) -> Any:
+        return self._get("beside" if beside else "value", rank)
 
 
 def each_rank(count: int, work: Callable[[ThreadRanks], Any], *, direct: bool = False) -> list[Any]:

@@ -65,7 +65,7 @@ def test_only_rows_that_nobody_has_read_yet_are_copied(monkeypatch, piece):
     monkeypatch.setattr(tensorfile, "PIECE", piece)
     session = FakeSession()
     before = {name: array.copy() for name, array in session.arrays.items()}
-    found = snapshot.Snapshot(session, ["w", "b", "w.m"], threads=2)
+    found = snapshot.Snapshot(session, snapshot.pieces_of(session.tensors, ["w", "b", "w.m"]), threads=2)
 
     def read(name):
         t = session.tensors[name]
@@ -85,13 +85,13 @@ def test_only_rows_that_nobody_has_read_yet_are_copied(monkeypatch, piece):
 def test_without_memory_what_is_not_due_waits_for_nobody(monkeypatch):
     monkeypatch.setattr(snapshot, "available", lambda: 0)
     session = FakeSession()
-    snapshot.Snapshot(session, ["w"], threads=1).keep(["b", "w.m"])  # it would never return
+    snapshot.Snapshot(session, [("w", 0, 5)], threads=1).keep(["b", "w.m"])  # it would never return
 
 
 def test_without_memory_for_copies_the_training_waits_for_the_writer(monkeypatch):
     monkeypatch.setattr(snapshot, "available", lambda: snapshot.SPARE + 59)
     session = FakeSession()
-    found = snapshot.Snapshot(session, ["w"], threads=1)
+    found = snapshot.Snapshot(session, [("w", 0, 5)], threads=1)
     training = threading.Thread(target=found.keep, args=(["w"],))
     training.start()
     training.join(0.05)
