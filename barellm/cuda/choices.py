@@ -6,7 +6,7 @@ is a function of the shape alone. Both count programs against WAVE, the multipro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from barellm.program.integers import ceil_div
 
@@ -157,17 +157,19 @@ def columns(role: str, rows: int, cols: int, depth: int) -> int:
 @dataclass(frozen=True)
 class AttentionTile:
     """`queries` x `keys` scores at a time in one program. `registers`: the most of a thread, where the compiler would take more
-    than let two programs share a multiprocessor; 0 where it decides."""
+    than let two programs share a multiprocessor; 0 where it decides. `roles`: by warps that load and warps that multiply, in a
+    kernel of its own (kernels/hopper_attention.py), where `stages` are of its rings."""
 
     queries: int
     keys: int
     warps: int
     stages: int
     registers: int = 0
+    roles: bool = field(default=False, kw_only=True)
 
     def __str__(self) -> str:
         limit = f" {self.registers}r" if self.registers else ""
-        return f"{self.queries}x{self.keys} {self.warps}w {self.stages}s{limit}"
+        return f"{self.queries}x{self.keys} {self.warps}w {self.stages}s{limit}{' roles' if self.roles else ''}"
 
 
 # By (role, columns of a head up to): what neither spills nor overflows shared memory. Before sm_90, and on sm_120, tensor
@@ -265,6 +267,10 @@ def unlimited(t: AttentionTile) -> AttentionTile:
     return replace(t, registers=0)
 
 
+# By columns of a head: the forward pass by warps with roles. Its blocks of keys give other bits than the defaults, so it is
+# measured beside them (gpu-check's `sides`, `tune`), and taken only by making it the default here.
+ROLES = {64: AttentionTile(128, 128, 4, 4, roles=True), 128: AttentionTile(128, 128, 4, 2, roles=True)}
+
 _Blocks = dict[tuple[str, int], tuple[tuple[int, ...], ...]]
 
 # What the tuner tries besides: queries, keys, warps, stages and where it is limited registers, in bf16; the most promising first.
@@ -317,4 +323,4 @@ def attention_tiles(role: str, head: int, dtype: str, arch: int) -> tuple[Attent
 def equal_bits(role: str, a: AttentionTile, b: AttentionTile) -> bool:
     """Whether both give the same bits. Gradients are chains over the keys, or the queries, in their order, of probabilities that
     each has its own; what a block adds beyond the diagonal are zeros. The forward pass scales its sums for every block of keys."""
-    return role != "forward" or a.keys == b.keys
+    return role != "forward" or (a.keys, a.roles) == (b.keys, b.roles)

@@ -23,7 +23,7 @@ from barellm.runtime.tuning import Database, Entry, requested
 SHIPPED = Path(__file__).with_name("tuned.json")  # what was measured on cards that people have: nothing yet
 KERNELS = (
     "matmul", "hopper", "hopper_roles", "epilogue", "activations", "parts", "attention", "attention_backward",
-    "attention_bounds", "attention_rows", "random", "common",
+    "attention_bounds", "attention_rows", "hopper_attention", "random", "common",
 )  # fmt: skip
 SOURCES = ("choices.py", "tuning.py", *(f"kernels/{name}.py" for name in KERNELS))
 
@@ -118,7 +118,10 @@ class AttentionSubject:
 
     def all_tiles(self, arch: int) -> tuple[AttentionTile, ...]:
         found = choices.attention_tiles(self.tiles, choices.padded(self.head), self.dtype, arch)
-        return tuple(dict.fromkeys(map(choices.unlimited, found))) if self.tight else found
+        if self.tight:
+            return tuple(dict.fromkeys(map(choices.unlimited, found)))
+        with_roles = arch == 90 and self.role == "forward" and self.dtype != "fp32" and self.head in choices.ROLES
+        return (*found, choices.ROLES[self.head]) if with_roles else found
 
 
 Subject = ProductSubject | AttentionSubject

@@ -49,7 +49,9 @@ STAGES = (
     Stage("correct", "correct", "equal", 130, "ten steps of gpt2-124m beside the CPU backend"),
     Stage("speed", "speed", "step", 200, "steps of gpt2-124m beside torch.compile, in turns; memory"),
     Stage("speed", "speed", "gemm", 120, "each matrix product beside cuBLAS"),
-    Stage("speed", "speed", "sides", 30, "attention in turns with how it was cut before"),
+    Stage(
+        "speed", "speed", "sides", 30, "attention in turns with how it was cut before, and with warps that have roles"
+    ),
     Stage("speed", "speed", "start", 130, "from the command to the first step, cold and warm"),
     Stage("sound", "correct", "layout", 50, "parameters of every kernel have the bytes that the driver knows"),
     Stage("sound", "correct", "determinism", 50, "two processes, equal digests"),

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from barellm.cuda import choices, tuning
 from barellm.cuda.compile import Code, compiled
 from barellm.cuda.kernel import Target
 from barellm.cuda.step import lower_and_plan
 from tests.cuda.sass import INSTRUCTION, disassembled
-from tests.cuda.test_golden import GPT2, build
+from tests.cuda.test_golden import GPT2, attention_specs, build
 
 pytestmark = [pytest.mark.slow, pytest.mark.proof("barellm/cuda", "barellm/program/ops", "tests/cuda")]
 
@@ -46,6 +47,25 @@ def step() -> dict[str, tuple[Code, str]]:
     codes = compiled(specs, 90, processes=1).values()
     texts = disassembled([*codes], 90)
     return {code.name: (code, text) for code, text in zip(codes, texts, strict=True)}
+
+
+@pytest.mark.parametrize("D, most", [(64, 425), (128, 465)])
+def test_the_exponentials_of_warps_with_roles_lie_between_the_waits(D, most):
+    """Scores are waited for while the sums are under way, the sums behind all exponentials; at most so many instructions for the 64
+    scores of a thread."""
+    subject = tuning.AttentionSubject("forward", "bf16", 2, 64, 1, D)
+    with tuning.forced(subject, choices.ROLES[D]):
+        (spec,) = [s for s in attention_specs(D, "bf16", 90) if s.name == "hopper_attention"]
+    codes = compiled([spec], 90, processes=1).values()
+    found = [loop for loop in loops(disassembled([*codes], 90)[0]) if any(op.startswith("HGMMA") for op, _ in loop)]
+    assert len(found) == 2  # one for each half
+    for loop in found:
+        assert len(loop) <= most
+        order = "".join(WAITED[args] if op == "WARPGROUP.DEPBAR.LE" else "e" for op, args in loop if op in ORDERED)
+        assert re.fullmatch("se{66}a", order), order
+
+
+ORDERED, WAITED = ("MUFU.EX2", "WARPGROUP.DEPBAR.LE"), {"gsb0, 0x1": "s", "gsb0, 0x0": "a"}
 
 
 @pytest.mark.parametrize("name, left", [("attention_forward", 2), ("attention_dkv", 3), ("attention_dq", 2)])

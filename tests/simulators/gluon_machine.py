@@ -159,6 +159,8 @@ def run(trace: Trace, seed: int) -> None:
             late[role].remove(step)
             arrays = [r.of(held[r.key]) for r in step.reads]
             if kind == "mma":
+                if step.registers is not None:
+                    arrays.insert(0, step.registers.value(known[role]))
                 product = arrays[0].astype(np.float64) @ arrays[1].astype(
                     np.float64
                 )  # or BLAS's order would be in the bits

@@ -29,12 +29,15 @@ BARRIER = "barrier"  # the layout that tells barriers from data
 
 
 class Lazy:
-    """A value that is computed when its step runs. `like` has its shape and dtype."""
+    """A value that is computed when its step runs. `like` has its shape and dtype. `under_way`: it is a product's, and its role has
+    not waited for it, so that only another product may add to it."""
 
     __array_ufunc__ = None
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self.function, self.args = function, args
+        self.function, self.args, self.under_way = function, args, False
+        if any(isinstance(a, Lazy) and a.under_way for a in args):
+            raise Fault("a product is read before it is waited for")
         with np.errstate(all="ignore"):
             self.like = function(*(a.like if isinstance(a, Lazy) else a for a in args))
         self.shape, self.dtype = self.like.shape, self.like.dtype
@@ -67,7 +70,7 @@ def _operator(function: Callable[..., Any], swapped: bool = False) -> Callable[[
     return lambda self, other: Lazy(function, other, self) if swapped else Lazy(function, self, other)
 
 
-for _name in ("add", "sub", "mul", "truediv", "lt", "gt"):
+for _name in ("add", "sub", "mul", "truediv", "lt", "gt", "ge"):
     setattr(Lazy, f"__{_name}__", _operator(getattr(operator, _name)))
     setattr(Lazy, f"__r{_name}__", _operator(getattr(operator, _name), swapped=True))
 
@@ -77,6 +80,7 @@ class Pointer:
 
     def __init__(self, array: np.ndarray, at: Any = 0) -> None:
         self.array, self.at = array, at
+        self.dtype = types.SimpleNamespace(element_ty=array.dtype)
 
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.array, self.at + more)
@@ -169,6 +173,7 @@ class Step:
     result: Lazy | None = None
     pointer: Pointer | None = None
     mask: Any = True
+    registers: Lazy | None = None  # of a product: its first operand, where that is not read from shared memory
 
 
 @dataclass
@@ -254,15 +259,24 @@ def _copy_out(to: Map, at: list[int], source: Shared) -> None:
     TRACE.add(Step("store", reads=(source,), map=to, at=tuple(at)))
 
 
-def _mma(a: Shared, b: Shared, acc: Lazy, is_async: bool) -> Lazy:
+def _mma(a: Shared | Lazy, b: Shared, acc: Lazy, is_async: bool, use_acc: bool = True) -> Lazy:
     assert is_async and a.shape[1] == b.shape[0] and acc.shape == (a.shape[0], b.shape[1])
     leaf = Lazy(lambda: np.zeros(acc.shape, np.float32))
-    TRACE.add(Step("mma", reads=(a, b), value=acc, result=leaf))
+    leaf.under_way = True
+    first = acc if use_acc else Lazy(lambda: np.zeros(acc.shape, np.float32))
+    if isinstance(a, Shared):
+        TRACE.add(Step("mma", reads=(a, b), value=first, result=leaf))
+    else:
+        assert a.dtype == b.dtype, (a.dtype, b.dtype)
+        TRACE.add(Step("mma", reads=(b,), value=first, result=leaf, registers=a))
     return leaf
 
 
 def _mma_wait(pending: int, deps: tuple[Lazy, ...]) -> Any:
     TRACE.add(Step("mma_wait", number=pending))
+    products = [step.result for step in TRACE.current or () if step.kind == "mma"]
+    for product in products[: max(0, len(products) - pending)]:
+        product.under_way = False
     return deps if len(deps) > 1 else deps[0]
 
 
@@ -281,15 +295,18 @@ class Layout(types.SimpleNamespace):
 gl = types.SimpleNamespace(
     float32=np.dtype(np.float32), bfloat16=np.dtype(ml_dtypes.bfloat16), int64="int64", constexpr=None,
     NVMMADistributedLayout=Layout, SliceLayout=Layout, NVMMASharedLayout=Layout, BlockedLayout=Layout,
+    DotOperandLayout=Layout,
     program_id=lambda axis: TRACE.program, num_programs=lambda axis: TRACE.programs,
-    cdiv=lambda a, b: -(-a // b), static_range=range, warp_specialize=_specialize, allocate_shared_memory=_allocate,
+    cdiv=lambda a, b: -(-a // b), cast=lambda x, dtype: x, static_range=range, warp_specialize=_specialize,
+    allocate_shared_memory=_allocate,
     zeros=lambda shape, dtype, layout: Lazy(lambda: np.zeros(shape, dtype)),
     full=lambda shape, value, dtype, layout: Lazy(lambda: np.full(shape, value, dtype)),
-    max=lambda x, axis: Lazy(lambda v: v.max(axis), x), store=_put,
+    max=lambda x, axis: Lazy(lambda v: v.max(axis), x), sum=lambda x, axis: Lazy(lambda v: v.sum(axis), x), store=_put,
+    maximum=lambda x, y: Lazy(np.maximum, x, y), exp2=lambda x: Lazy(np.exp2, x), log2=lambda x: Lazy(np.log2, x),
     arange=lambda start, stop, layout: np.arange(start, stop),
     load=_load, max_constancy=lambda mask, count: mask,
-    expand_dims=lambda x, axis: Lazy(lambda v: np.expand_dims(v, axis), x),
-    convert_layout=lambda x, layout, assert_trivial: x,
+    expand_dims=lambda x, axis: Lazy(lambda v: np.expand_dims(v, axis), x) if isinstance(x, Lazy) else np.expand_dims(x, axis),
+    convert_layout=lambda x, layout, assert_trivial=False: x,
     where=lambda condition, x, y: Lazy(lambda v: np.where(condition, v, np.float32(y)), x),
 )  # fmt: skip
 hopper = types.SimpleNamespace(

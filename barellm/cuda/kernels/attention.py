@@ -21,6 +21,7 @@ from typing import Any
 from barellm.cuda import choices, tuning
 from barellm.cuda.choices import AttentionTile, padded
 from barellm.cuda.kernel import Lowering, lowering
+from barellm.cuda.kernels import hopper_attention
 from barellm.cuda.kernels.attention_bounds import LOWEST, bounds_of, first_seen, heat_of
 from barellm.cuda.kernels.attention_rows import beside, keep_rows, rows_of
 from barellm.cuda.kernels.common import SAMPLE, row_strides
@@ -190,6 +191,8 @@ def options(t: AttentionTile) -> dict[str, Any]:
 def lower_attention(op: Any, c: Lowering) -> None:
     constants = constants_of(op)
     t = tile_of(op, c, "forward")
+    if t.roles:
+        return hopper_attention.launch_forward(op, c, t, constants["UNIT"])
     c.launch(
         attention_forward,
         operands_of(op) | {"out": op.out, "lse": op.lse, "seq": positions(op), "stream": int(op.stream)},

@@ -18,7 +18,11 @@ MADE = {
     "nn": ("", *SLOPES),
     "tn": ("", "add", "start"),
 }  # epilogues that a bed has
-KERNEL = {"forward": "attention_forward", "keys": "attention_dkv", "queries": "attention_dq"}
+KERNELS = {
+    "forward": ("attention_forward", "hopper_attention"),
+    "keys": ("attention_dkv",),
+    "queries": ("attention_dq",),
+}
 OF_PEAK = 0.4  # of a product's rate that attention reaches, to tell what takes longest
 
 
@@ -76,7 +80,7 @@ class AttentionWork(tuning.AttentionSubject):
         return target
 
     def times(self, call: Call) -> bool:
-        return isinstance(call, Launch) and call.spec.name == KERNEL[self.role]
+        return isinstance(call, Launch) and call.spec.name in KERNELS[self.role]
 
     def __str__(self) -> str:
         dropout = " dropout" if self.dropout else ""

@@ -12,6 +12,7 @@ import pytest
 from barellm.cuda.choices import form
 from barellm.cuda.kernel import POINTER, Specialisation
 from barellm.cuda.kernels.hopper import hopper_gemm
+from barellm.cuda.lang import DeviceFunction
 from tests.cuda import test_hopper
 from tests.simulators.gluon_stub import Map
 from tests.simulators.gluon_stub import Pointer as Vector
@@ -42,17 +43,16 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def argument(name: str, value: Any) -> tuple[str, Parameter] | None:
+def argument(value: Any, *, written: bool, fixed: bool) -> tuple[str, Parameter] | None:
     """A parameter's type and value, as a launch has them; None for a constant of the code."""
     if isinstance(value, Map):
         rows, columns = value.array.shape
-        at = pointer(value.array, writable=name in ("out_map", "pre_map"))
         box = (value.block_shape[0], value.block_shape[1])
         type_ = f"tensormap<{DTYPES[value.dtype.name]}[{box[0]},{box[1]}]>"
-        return type_, Box(at, rows, columns, columns, box)
+        return type_, Box(pointer(value.array, writable=written), rows, columns, columns, box)
     if isinstance(value, Vector):
-        return POINTER[DTYPES[value.array.dtype.name]], pointer(value.array, writable=name == "sums")
-    return ("i32", value) if name in ("M", "N", "K", "chunk", "group") else None
+        return POINTER[DTYPES[value.array.dtype.name]], pointer(value.array, writable=written)
+    return None if fixed or value is None else ("i32", value)
 
 
 def pointer(array: np.ndarray, *, writable: bool) -> Pointer:
@@ -60,13 +60,17 @@ def pointer(array: np.ndarray, *, writable: bool) -> Pointer:
     return Pointer(start, start, start + array.nbytes, writable)
 
 
-def specialised(args: dict[str, Any]) -> tuple[Specialisation, list[Parameter]]:
-    found = {name: argument(name, args[name]) for name in hopper_gemm.parameters}
+def specialised(kernel: DeviceFunction, args: dict[str, Any], writes: str) -> tuple[Specialisation, list[Parameter]]:
+    """A Gluon kernel as a launch has it, with the arguments that the model of the machine takes."""
+    found = {
+        name: argument(args[name], written=name in writes.split(), fixed=name in kernel.constants)
+        for name in kernel.parameters
+    }
     signature = {name: given for name, given in found.items() if given is not None}
     constants = tuple(sorted((name, args[name]) for name, given in found.items() if given is None))
     options = (("num_stages", 3), ("num_warps", 4))
     aligned = tuple(name for name, (type_, _) in signature.items() if type_.startswith("*"))
-    spec = Specialisation(hopper_gemm, tuple((n, t) for n, (t, _) in signature.items()), constants, options, aligned)
+    spec = Specialisation(kernel, tuple((n, t) for n, (t, _) in signature.items()), constants, options, aligned)
     return spec, [value for _, value in signature.values()]
 
 
@@ -75,7 +79,7 @@ def run(name: str, blocks: int, how: Run, mutate: Any = None) -> list[np.ndarray
     config = FORMS[name]
     f = form(config["cols"], fetched=config.get("epilogue") in test_hopper.FETCHED)
     args, wanted = test_hopper.launch(**config, stages=f.stages, slots=f.slots)
-    spec, values = specialised(args)
+    spec, values = specialised(hopper_gemm, args, "out_map pre_map sums")
     code = launch.code_of(spec, 90)
     if mutate is not None:
         code = replace(code, cubin=mutate(code.cubin.decode()).encode())
