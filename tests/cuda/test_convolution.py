@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from barellm.cuda.kernels import winograd
+from barellm.cuda.kernels import conv_positions
 from barellm.cuda.step import lower_and_plan
 from barellm.program.builder import Program, Store
 from tests.conv_cases import FORMS, NORMS, WINOGRAD, case, mean_case, norm_case, winograd_case
@@ -42,10 +42,34 @@ def test_winograds_algorithm_in_half_the_bits_is_added(name):
     check_op(**winograd_case(name, WINOGRAD["one tile"], "winograd4", "bf16", "add"))
 
 
+FOURIER = {
+    "seven by five": ((2, 2, 13, 19), (3, 7, 5), {"padding": (3, 1), "mirrored": True}),
+    "one row, reflected": ((1, 2, 5, 14), (4, 1, 8), {"groups": 2, "padding": (2, 3), "reflect": True}),
+    "eleven rows": ((1, 1, 33, 5), (1, 11, 2), {"padding": (0, 1)}),
+}
+
+
+@pytest.mark.parametrize(
+    "name, form, how",
+    [
+        ("conv2d", "seven by five", ("bf16", "add")),
+        ("conv2d", "eleven rows", ()),
+        ("conv2d_dx", "one row, reflected", ()),
+        ("conv2d_dw", "seven by five", ()),
+        pytest.param("conv2d", "one row, reflected", (), marks=pytest.mark.slow),
+        pytest.param("conv2d_dx", "seven by five", (), marks=pytest.mark.slow),
+        pytest.param("conv2d_dw", "one row, reflected", ("bf16", "add"), marks=pytest.mark.slow),
+        pytest.param("conv2d_dw", "eleven rows", (), marks=pytest.mark.slow),
+    ],
+)
+def test_large_filters_by_fourier_transforms(name, form, how):
+    check_op(**winograd_case(name, FOURIER[form], "fft", *how))
+
+
 @pytest.mark.parametrize("name", ["conv2d", "conv2d_dw"])
 def test_tiles_that_more_than_one_pass_does_and_a_pass_without_any(name, monkeypatch):
     """Passes of 512 tiles, in two parts for the gradient of the filters: one image has 520 tiles, the two that are planned 1040."""
-    monkeypatch.setattr(winograd, "PASS", 512 * 16 * 2)
+    monkeypatch.setattr(conv_positions, "PASS", 512 * 16 * 2)
     check_op(**winograd_case(name, ((1, 1, 54, 42), (1, 3, 3), {}), "winograd2"))
 
 
@@ -53,9 +77,9 @@ def test_tiles_that_more_than_one_pass_does_and_a_pass_without_any(name, monkeyp
     "algorithm, kernels",
     [
         ("auto", "conv_product conv_weight_gradient add_parts"),
-        ("fft", "conv_product conv_weight_gradient add_parts"),
-        ("winograd2", "winograd_filters winograd_tiles winograd_product winograd_images winograd_gradient"),
-        ("winograd4", "winograd_filters winograd_tiles winograd_product winograd_images winograd_gradient"),
+        ("fft", "fft_filters fft_tiles multiply_positions fft_images fft_gradient"),
+        ("winograd2", "winograd_filters winograd_tiles multiply_positions winograd_images winograd_gradient"),
+        ("winograd4", "winograd_filters winograd_tiles multiply_positions winograd_images winograd_gradient"),
     ],
 )
 def test_the_kernels_of_each_algorithm(algorithm, kernels):

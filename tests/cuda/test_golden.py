@@ -228,16 +228,18 @@ def images_specs(compute: str) -> dict[Specialisation, str]:
     return one_of_each({s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".images"))})
 
 
-def winograd_specs(compute: str, algorithm: str, *, tf32: bool = False) -> dict[Specialisation, str]:
-    """Winograd's algorithm forward and backward, one convolution of it padded with its mirror image."""
+def positions_specs(compute: str, algorithm: str, size: int = 3, *, tf32: bool = False) -> dict[Specialisation, str]:
+    """An algorithm over positions forward and backward, one convolution of it padded with its mirror image."""
     p = Program(Store(), compute=compute)
     h = p.input("x", (Dim("batch", 64), 64, 56, 56), compute)
     for name, reflect in (("a", False), ("b", True)):
-        h = p.conv2d(h, p.parameter(f"{name}.w", (64, 64, 3, 3)), padding=1, reflect=reflect, algorithm=algorithm)
+        w = p.parameter(f"{name}.w", (64, 64, size, size))
+        h = p.conv2d(h, w, padding=size // 2, reflect=reflect, algorithm=algorithm)
     x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
     p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
     found = lower_and_plan({"micro": p}, Target(90, tf32=tf32)).specs
-    return {s: op for s, op in found.items() if s.function.module.endswith(".winograd")}
+    modules = (".winograd", ".conv_fft", ".conv_positions")
+    return {s: op for s, op in found.items() if s.function.module.endswith(modules)}
 
 
 def layout_specs(compute: str, distances: int = 0) -> dict[Specialisation, str]:
@@ -309,9 +311,11 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "products of signs": sign_specs,
     "images bf16": lambda: images_specs("bf16"),
     "images fp32": lambda: images_specs("fp32"),
-    "winograd2 fp32": lambda: winograd_specs("fp32", "winograd2"),
-    "winograd4 fp32": lambda: winograd_specs("fp32", "winograd4"),
-    "winograd4 bf16 in TF32": lambda: winograd_specs("bf16", "winograd4", tf32=True),
+    "winograd2 fp32": lambda: positions_specs("fp32", "winograd2"),
+    "winograd4 fp32": lambda: positions_specs("fp32", "winograd4"),
+    "winograd4 bf16 in TF32": lambda: positions_specs("bf16", "winograd4", tf32=True),
+    "Fourier transforms of 16 fp32": lambda: positions_specs("fp32", "fft", 7),
+    "Fourier transforms of 32 bf16": lambda: positions_specs("bf16", "fft", 11),
     "unit scaling bf16": unit_scaling_specs,
     "rows of 32k fp32": lambda: row_specs(32768, "fp32", backward=False),
     "rows of 16k bf16": lambda: row_specs(16384, "bf16", backward=False),

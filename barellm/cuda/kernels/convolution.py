@@ -13,10 +13,11 @@ from typing import Any
 
 from barellm.cuda import choices
 from barellm.cuda.kernel import MODES, Lowering, lowering, mode
+from barellm.cuda.kernels import conv_fft, winograd
 from barellm.cuda.kernels.common import keep
 from barellm.cuda.kernels.conv_pixels import images_of, seen, seen_constants, step_of
+from barellm.cuda.kernels.conv_positions import Forward, Gradient, append_forward, append_gradient
 from barellm.cuda.kernels.parts import Split, add_up
-from barellm.cuda.kernels.winograd import append_winograd, append_winograd_gradient, tile_of
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx, phases
@@ -121,12 +122,19 @@ def image_of(at, NUMBER: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
     return place, there
 
 
+def ways(algorithm: str, R: int, S: int) -> tuple[Forward, Gradient] | None:
+    """The ways over positions, None for the direct algorithm. "auto" is that: nobody has compared them on a GPU yet."""
+    if algorithm == "fft":
+        return conv_fft.ways(R, S)
+    return winograd.ways(int(algorithm[-1])) if algorithm.startswith("winograd") else None
+
+
 def append_product(
     c: Lowering, *, algorithm: str, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]
 ) -> None:
     """Append one convolution. `constants`: of `conv_product`, but for those of its tile."""
-    if m := tile_of(algorithm):
-        append_winograd(c, m=m, out=out, a=a, x=x, rows=rows, constants=constants)
+    if found := ways(algorithm, constants["R"], constants["S"]):
+        append_forward(c, found[0], out=out, a=a, x=x, rows=rows, constants=constants)
         return
     pixels = images_of(x, constants["P"] * constants["Q"])
     constants |= {"M": rows, "TF32": c.target.tf32 or None, "BM": ROWS, "BN": PIXELS, "BK": DEPTH}
@@ -218,8 +226,8 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
         "M": K,
         "CHANNELS": C,
     }
-    if m := tile_of(op.algorithm):
-        append_winograd_gradient(c, m=m, dw=op.dw, dy=op.dy, x=op.x, constants=constants, mode=mode(op, "dw"))
+    if found := ways(op.algorithm, R, S):
+        append_gradient(c, found[1], dw=op.dw, dy=op.dy, x=op.x, constants=constants, mode=mode(op, "dw"))
         return
     constants |= {"TF32": c.target.tf32 or None, "BM": ROWS, "BN": wide, "BK": DEPTH}
     tiles = ceil_div(K, ROWS) * ceil_div(C * R * S, wide)
