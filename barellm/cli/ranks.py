@@ -32,7 +32,7 @@ def dispatched(name: str, args: argparse.Namespace, command: Callable[[argparse.
 def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argparse.Namespace, Ranks], int]) -> int:
     """Does this rank's part of `command`, and gives the exit status. Where it fails, it ends the process: the others wait for it,
     and it may not wait for them. Of mistakes rank 0 tells, unless another rank alone has made one."""
-    from barellm.cpu.threads import allowed_cpus, thread_count
+    from barellm.cpu.threads import cores
     from barellm.distributed import launch, world
     from barellm.distributed.mpi import MpiRanks
     from barellm.errors import UserError
@@ -49,7 +49,7 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
                 f"{count} processes were started, and MPI knows of {ranks.count}: start them with the mpirun of the MPI that "
                 f"mpi4py uses, or srun --mpi=pmi2"
             )
-        ranks.settle(allowed_cpus()[: thread_count()])
+        ranks.settle(cores())  # also where BARELLM_THREADS is less: that is how many each rank has
         status = command(args, ranks)
         ranks.gather(None, patient=True)
         launch.tell_end(rank, status)

@@ -59,9 +59,13 @@ def thread_count() -> int:
         if not asked.isdigit() or not 1 <= int(asked) <= most:
             raise UserError(f"BARELLM_THREADS is {asked!r}, expected a number from 1 to {most} on this machine")
         return int(asked)
-    quota = cgroup.cpu_limit()
-    cores = len(allowed_cpus())
-    return max(1, min(cores, int(quota) if quota else cores))
+    return len(cores())
+
+
+def cores() -> list[int]:
+    """The processors on which threads run at the same time: as many of `allowed_cpus` as the control group's quota grants."""
+    quota, allowed = cgroup.cpu_limit(), allowed_cpus()
+    return allowed[: max(1, int(quota))] if quota else allowed
 
 
 def _native(isa: ISA) -> Library:

@@ -16,6 +16,7 @@ import pytest
 
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.cli.main import main
+from barellm.cpu.threads import cores
 from barellm.distributed.launch import mpiexec
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install -e '.[mpi]'", exc_type=ImportError)
@@ -263,3 +264,20 @@ def test_ranks_do_not_outlive_their_launcher(place):
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+SETTLED = """
+import argparse, os
+from barellm.cli.ranks import run_as_rank
+run_as_rank(argparse.Namespace(ranks=None), 2, lambda args, ranks: print(sorted(os.sched_getaffinity(0)), flush=True) or 0)
+"""
+
+
+@pytest.mark.skipif(len(cores()) < 2, reason="one core")
+def test_ranks_of_one_thread_each_have_cores_of_their_own(place, monkeypatch):
+    """BARELLM_THREADS is a rank's, and says nothing of the cores that are dealt: two ranks have run on one."""
+    monkeypatch.setenv("BARELLM_THREADS", "1")
+    done = finished([mpiexec(), "-n", "2", sys.executable, "-c", SETTLED], place)
+    assert done.returncode == 0, done.stderr
+    first, second = (set(json.loads(found)) for found in re.findall(r"\[.*?\]", done.stdout))
+    assert first and second and not first & second
