@@ -25,6 +25,7 @@ from barellm.cuda.kernel import Launch, Sizes, Target
 from barellm.cuda.tuner import bed
 from barellm.cuda.tuner.work import AnyWork, AttentionWork, Work, works_of
 from barellm.profiling import step as one_step
+from barellm.program.integers import ceil_div
 from barellm.runtime.tuner.child import Wrong
 from benchmarks.gpu_check import correct
 from benchmarks.gpu_check.bars import bar, holds
@@ -100,9 +101,12 @@ def hoppers(parts: int = 1) -> Iterator[None]:
         yield
 
 
-def product(role: str, rows: int, cols: int, depth: int, epilogue: str = "") -> Work:
-    """Hopper's kernel does it, or on another card Triton's."""
+def product(scale: Scale, role: str, rows: int, cols: int, depth: int, epilogue: str = "") -> Work:
+    """Hopper's kernel does it, or on another card Triton's. In a rehearsal a quarter of each size: the interpreter takes a second
+    for what a GPU does in a microsecond."""
     kernel = "hopper" if Target.of(driver.device()).hopper else "triton"
+    if scale.small:
+        rows, cols, depth = (ceil_div(n, 32) * 8 for n in (rows, cols, depth))
     return Work(role, "bf16", rows, cols, depth, kernel, epilogue if kernel == "hopper" else "")
 
 
@@ -114,27 +118,29 @@ def plain(scale: Scale) -> dict[str, Any]:
 def tile(scale: Scale) -> dict[str, Any]:
     """One tile, one turn of the ring."""
     with hoppers():
-        return prove(scale, [(product("nt", 128, 256, 64), 0), (product("nn", 128, 256, 64), 0)])
+        return prove(scale, [(product(scale, role, 128, 256, 64), 0) for role in ("nt", "nn")])
 
 
 def ring(scale: Scale) -> dict[str, Any]:
     """The ring goes round within a tile; from tile to tile, where blocks have several; one block and seven have them all."""
-    few = [(product("nt", 896, 1280, 576), sms) for sms in (1, 7)]
-    many = [(product("nt", 896, 4864, 576), 0), (product("nn", 2560, 5120, 128), 0)]
+    few = [(product(scale, "nt", 896, 1280, 576), sms) for sms in (1, 7)]
+    many = [(product(scale, "nt", 896, 4864, 576), 0), (product(scale, "nn", 2560, 5120, 128), 0)]
     with hoppers():
-        return prove(scale, [(product("nt", 128, 256, 576), 0), *few, *([] if scale.small else many)])
+        return prove(scale, [(product(scale, "nt", 128, 256, 576), 0), *few, *([] if scale.small else many)])
 
 
 def epilogues(scale: Scale) -> dict[str, Any]:
     """All that a product takes along, with more tiles than blocks."""
     with hoppers():
-        return prove(scale, [(product(role, 512, 768, 320, kind), sms) for role, kind in EPILOGUES for sms in (0, 7)])
+        return prove(
+            scale, [(product(scale, role, 512, 768, 320, kind), sms) for role, kind in EPILOGUES for sms in (0, 7)]
+        )
 
 
 def parts(scale: Scale) -> dict[str, Any]:
     """A weight gradient in seven parts."""
     with hoppers(parts=7):
-        return prove(scale, [(product("tn", 768, 768, 2000), sms) for sms in (0, 7)])
+        return prove(scale, [(product(scale, "tn", 768, 768, 2000), sms) for sms in (0, 7)])
 
 
 def heads(scale: Scale) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """`make gpu-check`, rehearsed: stages end, fail and hang each by itself; the table of bars says what was reached."""
 
 import json
-import subprocess
-import sys
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,6 +127,33 @@ def test_clocks_are_summed_up():
     assert clocks.summary("") == {}
 
 
+def test_clocks_are_watched_while_a_stage_runs(tmp_path, monkeypatch):
+    """By a program that is called as nvidia-smi is, five times a second, and ended with the stage."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\necho $$ > {tmp_path}/pid\n'
+        "echo 1755, 2619, 688.10, 61, 100\necho 1980, 2619, 300, 60, 40\necho noise >&2\n"
+        f"touch {tmp_path}/ready\nexec sleep 60\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with clocks.watched() as found:
+        assert found == {}
+        end = time.monotonic() + 30
+        while not (tmp_path / "ready").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+    assert found["samples"] == 2 and found["sm_mhz"] == [1755, 1867.5, 1980] and found["busy_percent"] == [40, 70, 100]
+    assert (tmp_path / "arguments").read_text().split() == [
+        "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu,utilization.gpu", "--format=csv,noheader,nounits",
+        "--loop-ms=200",
+    ]  # fmt: skip
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    with clocks.watched() as found:
+        pass
+    assert found == {}
+
+
 def test_four_long_sequences_are_all_hopper_s():
     """As the stages `graph`, `equal` and `determinism` run them; of four short ones Triton does some."""
     plays = {}
@@ -203,20 +230,8 @@ def test_its_products_are_large_enough_for_hopper_s_kernels():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [s.name for s in STAGES if s.name != "versions"])
-def test_every_stage_runs_on_the_mock(stage, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu_check",
-        "--small",
-        "--mock",
-        "--stages",
-        stage,
-        "--out",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
+def test_every_stage_runs_on_the_mock(stage, tmp_path, capfd):
+    assert runner.run_all(runner.chosen(stage), tmp_path, small=True, mock=True) == 0, capfd.readouterr().out[-4000:]
     found = json.loads((tmp_path / "gpu-check.json").read_text())["stages"][stage]
     assert found["status"] == "done"
     assert found.get("skipped") == WITHOUT_MOCK.get(stage) or "is not on the PATH" in found["skipped"]
