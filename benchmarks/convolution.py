@@ -1,7 +1,8 @@
-"""The 3 x 3 layers of VGG-16 and ResNet-50, forward, beside PyTorch, and the errors of each algorithm.
+"""The 3 x 3 layers of VGG-16 and ResNet-50, or layers of large filters, forward, beside PyTorch, and the errors of each algorithm.
 
     python -m benchmarks.convolution --batch 1 --batch 16 --out benchmarks/results/convolution.json
     python -m benchmarks.convolution --batch 16 --dtype bf16 --out benchmarks/results/xeon-amx/convolution-bf16.json
+    python -m benchmarks.convolution --batch 1 --large --out benchmarks/results/xeon-amx/convolution-large.json
 
 A file of the same processor keeps its rows of other layers and batches, so a run may be done in pieces.
 
@@ -26,20 +27,26 @@ from barellm.cpu.step import CpuSession
 from barellm.program.builder import Program, Store
 from barellm.program.ops.convolution import Conv2d
 
-# name -> channels in, pixels of a side, channels out
+# name -> channels in and out, pixels of a side, rows and columns of a filter
 LAYERS = {
-    "VGG 64, 224": (64, 224, 64),
-    "VGG 128, 112": (128, 112, 128),
-    "VGG 256, 56": (256, 56, 256),
-    "VGG 512, 28": (512, 28, 512),
-    "VGG 512, 14": (512, 14, 512),
-    "ResNet 64, 56": (64, 56, 64),
-    "ResNet 128, 28": (128, 28, 128),
-    "ResNet 256, 14": (256, 14, 256),
-    "ResNet 512, 7": (512, 7, 512),
+    "VGG 64, 224": (64, 224, 3),
+    "VGG 128, 112": (128, 112, 3),
+    "VGG 256, 56": (256, 56, 3),
+    "VGG 512, 28": (512, 28, 3),
+    "VGG 512, 14": (512, 14, 3),
+    "ResNet 64, 56": (64, 56, 3),
+    "ResNet 128, 28": (128, 28, 3),
+    "ResNet 256, 14": (256, 14, 3),
+    "ResNet 512, 7": (512, 7, 3),
+}
+LARGE = {
+    f"{size} x {size}: {C}, {side}": (C, side, size)
+    for size in (5, 7, 9, 11, 15, 21)
+    for C, side in ((32, 112), (128, 56))
 }
 NUMPY = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 ALGORITHMS = ("direct", "winograd2", "winograd4")
+LARGE_ALGORITHMS = ("direct", "fft")
 TURN = 0.1  # seconds of a turn, or one run where that takes longer
 
 
@@ -47,7 +54,7 @@ def session_of(algorithm: str, x: np.ndarray, w: np.ndarray, dtype: str) -> CpuS
     """A convolution of images and filters stored in `dtype`. Both lie in the arena: an input would be copied in every run."""
     p = Program(Store())
     images, filters = (p.parameter(name, a.shape, dtype=dtype) for name, a in (("x", x), ("w", w)))
-    p.output("y", p.conv2d(images, filters, padding=1, algorithm=algorithm))
+    p.output("y", p.conv2d(images, filters, padding=w.shape[2] // 2, algorithm=algorithm))
     session = CpuSession({"op": p})
     session.write("x", x)
     session.write("w", w)
@@ -66,7 +73,7 @@ def peers(x: np.ndarray, w: np.ndarray, threads: int) -> dict[str, Callable[[], 
 
         def run(tx=tx, tw=tw) -> None:
             with torch.inference_mode():
-                torch.nn.functional.conv2d(tx, tw, padding=1)
+                torch.nn.functional.conv2d(tx, tw, padding=w.shape[2] // 2)
 
         found[name] = run
     return found
@@ -87,10 +94,11 @@ def measure(
     N: int, name: str, rounds: int, bench: Bench, bandwidth: float, algorithms: tuple[str, ...], dtype: str
 ) -> dict[str, Any]:
     """One layer: samples of each variant, and the bound of the direct algorithm."""
-    C, side, K = LAYERS[name]
+    C, side, size = (LAYERS | LARGE)[name]
+    K = C
     r = np.random.default_rng(0)
     x = r.standard_normal((N, C, side, side), dtype=np.float32)
-    w = r.standard_normal((K, C, 3, 3), dtype=np.float32) / np.float32(np.sqrt(9 * C))
+    w = r.standard_normal((K, C, size, size), dtype=np.float32) / np.float32(size * np.sqrt(C))
     x, w = (a.astype(NUMPY[dtype]) for a in (x, w))
     sessions = {a: session_of(a, x, w, dtype) for a in algorithms}
     runs: dict[str, Callable[[], Any]] = {a: (lambda s=s: s.run("op")) for a, s in sessions.items()}
@@ -105,7 +113,7 @@ def measure(
             samples[variant].append(turn(run))
     for session in sessions.values():
         session.close()
-    flops = 2 * 9 * N * C * K * side * side
+    flops = 2 * size * size * N * C * K * side * side
     nbytes = x.nbytes + w.nbytes + x.itemsize * N * K * side * side
     peak = max(peaks)
     bound = max(flops / peak, nbytes / bandwidth)
@@ -114,17 +122,17 @@ def measure(
     return row
 
 
-def errors(C: int) -> dict[str, float]:
+def errors(C: int, size: int = 3, algorithms: tuple[str, ...] = ALGORITHMS) -> dict[str, float]:
     """The largest error of each algorithm relative to the RMS of the result: 60 tiles of 4 x 4, unit-normal pixels."""
     r = np.random.default_rng(C)
-    x = r.standard_normal((60, C, 6, 6), dtype=np.float32)
-    w = r.standard_normal((1, C, 3, 3), dtype=np.float32) / np.float32(np.sqrt(9 * C))
+    x = r.standard_normal((60, C, size + 3, size + 3), dtype=np.float32)
+    w = r.standard_normal((1, C, size, size), dtype=np.float32) / np.float32(size * np.sqrt(C))
     attrs = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "reflect": False, "mirrored": False}
     exact = Conv2d({}, attrs).reference(x.astype(np.float64), w.astype(np.float64))["y"]
     found = {}
     from barellm import kernels
 
-    for algorithm in ALGORITHMS:
+    for algorithm in algorithms:
         y = kernels.conv2d(x, w, algorithm=algorithm)
         found[algorithm] = float(np.abs(y - exact).max() / np.sqrt((exact**2).mean()))
     return found
@@ -143,19 +151,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, action="append", required=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layer", action="append", choices=LAYERS, help="these only")
-    parser.add_argument("--algorithm", action="append", choices=ALGORITHMS, help="these only")
+    parser.add_argument("--layer", action="append", choices=LAYERS | LARGE, help="these only")
+    parser.add_argument(
+        "--large", action="store_true", help="layers of large filters, directly and by Fourier transforms"
+    )
+    parser.add_argument("--algorithm", action="append", choices=(*ALGORITHMS, "fft"), help="these only")
     parser.add_argument("--dtype", choices=NUMPY, default="fp32", help="of the images")
     parser.add_argument("--processor", default="", help="what to call the machine in the file")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     bench = Bench()
     bandwidth = bench.bandwidth((1, 1, 0))
-    algorithms = tuple(args.algorithm or ALGORITHMS)
+    layers, all_of_them = (LARGE, LARGE_ALGORITHMS) if args.large else (LAYERS, ALGORITHMS)
+    algorithms = tuple(args.algorithm or all_of_them)
     rows = [
         measure(N, name, args.rounds, bench, bandwidth, algorithms, args.dtype)
         for N in args.batch
-        for name in args.layer or LAYERS
+        for name in args.layer or layers
     ]
     facts = {"processor": args.processor or describe()["processor"], "isa": bench.isa.name, "threads": bench.threads}
     result = {
@@ -164,7 +176,7 @@ def main() -> None:
         "dtype": args.dtype,
         "bandwidth": bandwidth,
         "rows": [*others(args.out, facts["processor"], rows), *rows],
-        "errors": {C: errors(C) for C in (64, 512)},
+        "errors": {C: errors(C, *((11, algorithms) if args.large else ())) for C in (64, 512)},
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
