@@ -92,9 +92,19 @@ def check(run: Run) -> None:
         ("train.minutes", config.train.minutes, "0: say --train.minutes 0 and --steps N"),
         ("optim.skip_loss_z", config.optim.skip_loss_z, "0"),
         ("optim.skip_norm_z", config.optim.skip_norm_z, "0"),
+        ("train.grace", config.train.grace, "0: the program saves after its step"),
+        ("train.ranges", config.train.ranges, "0"),
+        ("train.hellaswag", config.train.hellaswag, "none"),
+        ("train.track", config.train.track, "none"),
+        (
+            "train.init_from",
+            config.train.init_from,
+            "none: make a run of it by barellm train, and go on from its checkpoint",
+        ),
     ):
         if value:
-            raise UserError(f"{key} is {value:g}, and a program without Python does not do that, expected {expected}")
+            said = f"{value:g}" if isinstance(value, (int, float)) else repr(value)
+            raise UserError(f"{key} is {said}, and a program without Python does not do that, expected {expected}")
     if config.data.order not in ORDERS:
         raise UserError(f"data.order is {config.data.order!r}, a program has {', '.join(ORDERS)}")
     if run.data.examples is not None:

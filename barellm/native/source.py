@@ -210,6 +210,7 @@ class Image:
         rates = _list(float(x).hex() for x in numbers)
         yield f"const struct schedule schedule = {{{rates}, {_list(steps)}, {o.schedule.upper()}}};"
         sizes = (train.batch, train.seq, train.accumulate, train.ramp_from, train.ramp_tokens, train.steps, train.seed)
+        sizes += (train.keep, train.milestones)
         gradient = float(models.loss_gradient(config.model) or 0.0)
         model = f"{config.model.vocab_size}, {int(models.whole(config.model))}"
         yield f"const struct run run = {{{_list(sizes)}, {model}, {gradient.hex()}}};"
@@ -218,8 +219,9 @@ class Image:
     def settings(self, *, final_tokens: int) -> str:
         """What only the driver needs to know."""
         train = self.config.train
-        numbers = (train.seed, train.eval_every, train.eval_tokens, final_tokens, train.checkpoint_every)
-        fields = "int64_t seed, eval_every, eval_tokens, final_tokens, checkpoint_every"
+        every = (train.checkpoint_every, train.milestones, train.sample_every)
+        numbers = (train.seed, train.eval_every, train.eval_tokens, final_tokens, *every)
+        fields = "int64_t seed, eval_every, eval_tokens, final_tokens, checkpoint_every, milestones, sample_every"
         order = ORDERS.index(self.config.data.order)
         return (
             f"#include <stdint.h>\nextern const struct settings {{ int order; {fields}; }} settings;\n"

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import ctypes
 import json
+import platform
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import xxhash
 
+from barellm import models
+from barellm.assembly.machine import build_programs, resolved
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.cpu.isa import host
-from barellm.native.build import compiler
+from barellm.cpu.step import lower_and_plan
+from barellm.data.tokenizers import Bytes
+from barellm.errors import UserError
+from barellm.native.build import check, compiler
+from barellm.native.source import Image
 from barellm.training import metrics
 
 SIZES = (
@@ -25,7 +36,7 @@ SIZES = (
         "--batch",
         "2",
         "--steps",
-        "22",
+        "100",
         "--train.accumulate",
         "3",
         "--train.ramp_from",
@@ -33,8 +44,9 @@ SIZES = (
         "--train.ramp_tokens",
         "300",
     ),
-    *("--model.dropout", "0.1", "--optim.clip", "0.5", "--optim.warmup", "5", "--train.eval_every", "6"),
-    *("--train.eval_tokens", "128", "--train.checkpoint_every", "9"),
+    *("--model.dropout", "0.1", "--optim.clip", "0.5", "--optim.warmup", "5", "--train.eval_every", "20"),
+    *("--train.eval_tokens", "128", "--train.checkpoint_every", "15", "--train.milestones", "40", "--train.keep", "3"),
+    *("--train.sample_every", "50"),
 )
 FILES = (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)
 
@@ -61,12 +73,14 @@ def made(tmp_path_factory) -> Path:
 def train(folder: Path, out: str, *more: str, program: str = "train") -> subprocess.CompletedProcess:
     data = folder / "program" / "data"
     command = [folder / "program" / program, "--train", data / "train_*.bin", "--val", data / "val_*.bin"]
-    return subprocess.run([*command, "--out", folder / out, *more], env={}, capture_output=True, text=True)
+    return subprocess.run(
+        [*command, "--out", folder / out, *more], env={}, capture_output=True, text=True, errors="replace"
+    )
 
 
 def final(run: Path) -> list[bytes]:
     path, wrong = checkpoint.find(run)
-    assert path.name == "step-000022" and not wrong
+    assert path.name == "step-000100" and not wrong
     return [(path / name).read_bytes() for name in FILES]
 
 
@@ -75,6 +89,12 @@ def numbers(run: Path) -> list[tuple]:
     keys = ("kind", "step", "loss", "lr", "grad_norm", "tokens", "val_nats", "targets")
     rows = [row for row in metrics.read(run / "metrics.jsonl") if row["kind"] in ("train", "eval")]
     return [tuple(row.get(key) for key in keys) for row in rows]
+
+
+def texts(out: str) -> dict[int, str]:
+    """What the program has printed of texts, by step."""
+    found = re.findall(r"sample of step (\d+): (.*?)\n(?=step \d+/|digest )", out, re.DOTALL)
+    return {int(step): text for step, text in found}
 
 
 def resume(folder: Path, run: str) -> None:
@@ -90,24 +110,32 @@ def test_a_program_takes_the_steps_of_python(made, program, threads):
     assert done.returncode == 0, done.stderr
     assert numbers(made / out) == numbers(made / "python")
     assert final(made / out) == final(made / "python")
+    folders = [sorted(p.name for p in (made / run / "checkpoints").iterdir()) for run in (out, "python")]
+    assert folders[0] == folders[1] == [f"step-{n:06}" for n in (40, 75, 80, 90, 100)], (
+        "milestones, and the newest three"
+    )
+    drawn = texts(done.stdout)
+    rows = {row["step"]: row["text"] for row in metrics.read(made / "python/metrics.jsonl") if row["kind"] == "sample"}
+    assert drawn.keys() == rows.keys() == {50, 100}
+    assert drawn[50] == rows[50] and drawn[100].startswith(rows[100]), "the last one is longer than Python's"
 
 
 def test_python_goes_on_where_a_program_stopped(made):
-    assert train(made, "there", "--stop", "7").returncode == 0
+    assert train(made, "there", "--stop", "37").returncode == 0
     resume(made, "there")
     assert (numbers(made / "there"), final(made / "there")) == (numbers(made / "python"), final(made / "python"))
 
 
 def test_a_program_goes_on_where_python_stopped(made):
     shutil.copytree(made / "python", made / "back")
-    shutil.rmtree(made / "back/checkpoints/step-000022")  # of step 18 is the one before
+    shutil.rmtree(made / "back/checkpoints/step-000100")  # of step 90 is the one before
     assert train(made, "back").returncode == 0
     assert (numbers(made / "back"), final(made / "back")) == (numbers(made / "python"), final(made / "python"))
 
 
 def test_a_damaged_checkpoint_is_refused_in_one_line(made):
     shutil.copytree(made / "python", made / "damaged")
-    path = made / "damaged/checkpoints/step-000022" / checkpoint.OPTIMIZER
+    path = made / "damaged/checkpoints/step-000100" / checkpoint.OPTIMIZER
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -227,7 +255,12 @@ def test_the_hash_is_xxh3(made):
         (["nobody"], "unknown preset"),
         (["shakespeare-char", "--data.order", "llmc"], "data.order is 'llmc'"),
         (["shakespeare-char", "--optim.skip_loss_z", "3"], "optim.skip_loss_z is 3"),
+        (["shakespeare-char", "--data.order", "documents"], "data.order is 'documents'"),
         (["shakespeare-char", "--train.minutes", "1"], "train.minutes is 1"),
+        (["shakespeare-char", "--optim.skip_norm_z", "3"], "optim.skip_norm_z is 3"),
+        (["shakespeare-char", "--train.grace", "2.5"], "train.grace is 2.5"),
+        (["shakespeare-char", "--train.ranges", "4"], "train.ranges is 4"),
+        (["shakespeare-char", "--train.track", "tensorboard"], "train.track is 'tensorboard'"),
         (["shakespeare-char", "--threads", "0"], "--threads is 0"),
     ],
 )
@@ -271,7 +304,18 @@ ARM = next(filter(shutil.which, ("qemu-aarch64-static", "qemu-aarch64")), None)
 def test_a_program_for_aarch64_runs_in_an_emulator(made, isa, monkeypatch):
     """Its numbers are Python's on this machine but for roundings, and its checkpoints are as good as any."""
     monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
-    common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, "--threads", "2", "--isa", isa]
+    common = [
+        "shakespeare-char",
+        "--data",
+        str(made / "text.txt"),
+        *SIZES,
+        "--steps",
+        "22",
+        "--threads",
+        "2",
+        "--isa",
+        isa,
+    ]
     assert main(["build", *common, "-o", str(made / isa), "--static", "--dtype", "fp32"]) == 0
     data = made / "program/data"
     command = [ARM, "-cpu", "max", made / isa / "train-static", "--train", data / "train_*.bin"]
@@ -294,3 +338,45 @@ def test_the_checkpoints_say_what_pythons_say(made):
         k: theirs[k] for k in ("config", "data", "tokenizer", "versions", "total_steps")
     }
     assert (meta["step"], meta["samples"], meta["tokens"]) == (1, 2, 32)
+
+
+REFUSED = {"minutes", "grace", "ranges", "hellaswag", "track", "init_from"}
+NOT_HERE = {"hellaswag_every", "matmul", "tf32"}  # they say nothing without train.hellaswag, and on a CPU
+OTHER = {"dtype": "bf16", "recompute": True, "batch": 3, "seq": 8, "ramp_from": 2, "ramp_tokens": 400}
+
+
+def image_of(config) -> str:
+    """All C that is written of a configuration."""
+    config = resolved(config, "cpu")
+    programs = build_programs(config)
+    image = Image(config, programs, lower_and_plan(programs, threads=1), host(), "{}", Bytes())
+    return image.source() + image.settings(final_tokens=64)
+
+
+def test_no_key_of_training_is_lost():
+    """Each changes the program, or is refused where it says anything."""
+    preset = models.preset("shakespeare-char")
+    model = replace(preset.model, layers=1, heads=2, channels=32, max_seq=16)
+    train = replace(
+        preset.train, batch=2, seq=16, ramp_from=1, ramp_tokens=300, accumulate=3, dtype="fp32", minutes=0.0
+    )
+    config = replace(preset, model=model, train=train)
+    for key in ("hellaswag", "init_from"):
+        job = SimpleNamespace(config=replace(config, train=replace(train, **{key: "some"})), data=None)
+        with pytest.raises(UserError, match=f"^train.{key} is 'some', and a program without Python does not do that"):
+            check(job)
+    plain = image_of(config)
+    for key in {f.name for f in fields(train)} - REFUSED - NOT_HERE:
+        changed = replace(train, **{key: OTHER[key] if key in OTHER else getattr(train, key) + 1})
+        assert image_of(replace(config, train=changed)) != plain, key
+
+
+@pytest.mark.skipif(not find_spec("ziglang"), reason="the package ziglang is not installed")
+def test_ziglang_links_a_program_of_the_same_bits(made, monkeypatch):
+    monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
+    monkeypatch.setenv("CC", f"{sys.executable} -m ziglang cc -target {platform.machine()}-linux-gnu")
+    common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, "--threads", "2"]
+    assert main(["build", *common, "-o", str(made / "zig/program"), "--static"]) == 0
+    for program in ("train", "train-static"):
+        assert train(made / "zig", program, program=program).returncode == 0
+        assert final(made / "zig" / program) == final(made / "python")

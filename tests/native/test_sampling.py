@@ -29,7 +29,7 @@ def built(folder: Path, preset: str, *more: str) -> Path:
         assert main(["build", *options]) == 0
     data = folder / "program/data"
     command = [folder / "program/train", "--train", data / "train_*.bin", "--val", data / "val_*.bin", "--out"]
-    done = subprocess.run([*command, folder / "run"], capture_output=True, text=True)
+    done = subprocess.run([*command, folder / "run"], capture_output=True, text=True, errors="replace")
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -141,7 +141,7 @@ print("done")
 
 def test_a_caller_gets_errors_and_of_equal_tokens_the_first(chars):
     command = [sys.executable, "-S", "-c", CALLER, str(chars / "program/libbarellm.so")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 

@@ -83,7 +83,7 @@ int barellm_read(barellm *session, const char *name, float *values, size_t count
 int barellm_write(barellm *session, const char *name, const float *values, size_t count);
 
 /* A checkpoint folder of barellm's own format, which `barellm train --resume` reads, and the other way round. Saving writes
- * FOLDER/step-NNNNNN, whole or not at all; loading takes such a folder and checks its sizes and checksums. */
+ * FOLDER/step-NNNNNN, whole or not at all, and removes older ones as train.keep and train.milestones of the run say; loading takes such a folder and checks its sizes and checksums. */
 int barellm_save(barellm *session, const char *folder, double seconds);
 int barellm_load(barellm *session, const char *path);
 

@@ -1,5 +1,6 @@
 /* Tensors as fp32, and checkpoints: barellm's own folders, written whole or not at all. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -186,6 +187,8 @@ static int write_text(const char *folder, const char *name, const char *text, si
     return wrong;
 }
 
+static int milestone(int64_t step) { return run.milestones && step && step % run.milestones == 0; }
+
 static int fill(struct barellm *s, const char *folder, double seconds) {
     char weights[256], optimizer[256], meta[256], *text = NULL, *manifest = NULL;
     int64_t done = micro_batches_before(s->step) * run.batch;
@@ -194,8 +197,9 @@ static int fill(struct barellm *s, const char *folder, double seconds) {
     if (write_tensors(s, folder, "optimizer.safetensors", &optimizer_header, 's', optimizer, sizeof optimizer)) return -1;
     int length = asprintf(&text,
         "{\n  \"format\": 1,\n  \"step\": %lld,\n%.*s,\n  \"total_steps\": %lld,\n  \"samples\": %lld,\n  \"tokens\": %lld,\n"
-        "  \"seconds\": %.3f,\n  \"milestone\": false\n}\n",
-        (long long)s->step, (int)count, meta_text.begin, (long long)s->total, (long long)done, (long long)(done * run.seq), seconds);
+        "  \"seconds\": %.3f,\n  \"milestone\": %s\n}\n",
+        (long long)s->step, (int)count, meta_text.begin, (long long)s->total, (long long)done, (long long)(done * run.seq), seconds,
+        milestone(s->step) ? "true" : "false");
     if (length < 0) return fail("no memory for meta.json");
     int wrong = write_text(folder, "meta.json", text, length, meta, sizeof meta);
     free(text);
@@ -213,15 +217,59 @@ static int fill(struct barellm *s, const char *folder, double seconds) {
     return wrong || sync_folder(folder) ? -1 : 0;
 }
 
-static const char *const NAMES[] = {"weights.safetensors", "optimizer.safetensors", "meta.json", "manifest.json"};
+/* Of barellm's own checkpoints; one between two micro-batches has gradients too. */
+static const char *const NAMES[] = {"weights.safetensors", "optimizer.safetensors", "meta.json", "manifest.json", "gradients.safetensors"};
+enum { NAME_COUNT = sizeof NAMES / sizeof *NAMES };
 
 static void remove_files(const char *folder) {
     char path[4096];
-    for (int i = 0; i < 4 + tokenizer_file_count; i++) {
-        snprintf(path, sizeof path, "%s/%s", folder, i < 4 ? NAMES[i] : tokenizer_files[i - 4].name);
+    for (int i = 0; i < NAME_COUNT + tokenizer_file_count; i++) {
+        snprintf(path, sizeof path, "%s/%s", folder, i < NAME_COUNT ? NAMES[i] : tokenizer_files[i - NAME_COUNT].name);
         unlink(path);
     }
     rmdir(folder);
+}
+
+/* All of a small file, with a zero behind it. */
+static char *text_of(const char *folder, const char *name) {
+    char path[4096];
+    struct stat about;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *f = fopen(path, "rb");
+    char *text = f && !fstat(fileno(f), &about) ? malloc(about.st_size + 1) : NULL;
+    if (text) text[fread(text, 1, about.st_size, f)] = 0;
+    else fail("%s: %s", path, strerror(errno));
+    if (f) fclose(f);
+    return text;
+}
+
+/* Remove all but the newest `run.keep` checkpoints up to a step; a later one comes of steps that are done again. Those that say that
+ * they are milestones stay, whatever this run was asked for. */
+static int thin(const char *folder, int64_t last) {
+    for (;;) {
+        char path[4000], doomed[4000];
+        int64_t oldest = -1, count = 0;
+        DIR *listed = opendir(folder);
+        if (!listed) return fail("%s: %s", folder, strerror(errno));
+        for (struct dirent *entry; (entry = readdir(listed));) {
+            long long step;
+            int length = 0;
+            if (sscanf(entry->d_name, "step-%lld%n", &step, &length) != 1 || entry->d_name[length] || step > last) continue;
+            snprintf(path, sizeof path, "%s/%s", folder, entry->d_name);
+            char *meta = text_of(path, "meta.json");
+            int stays = meta && strstr(meta, "\"milestone\": true");
+            free(meta);
+            if (stays) continue;
+            count++;
+            if (oldest < 0 || step < oldest) oldest = step;
+        }
+        closedir(listed);
+        if (count <= run.keep) return 0;
+        snprintf(path, sizeof path, "%s/step-%06lld", folder, (long long)oldest);
+        snprintf(doomed, sizeof doomed, "%s/.tmp-step-%06lld", folder, (long long)oldest);
+        if (rename(path, doomed)) return fail("%s: %s", path, strerror(errno)); /* half of one never looks like a checkpoint */
+        remove_files(doomed);
+    }
 }
 
 int barellm_save(barellm *s, const char *folder, double seconds) {
@@ -237,20 +285,7 @@ int barellm_save(barellm *s, const char *folder, double seconds) {
         return -1;
     }
     if (rename(temporary, target)) return fail("%s: %s", target, strerror(errno));
-    return sync_folder(folder);
-}
-
-/* All of a small file, with a zero behind it. */
-static char *text_of(const char *folder, const char *name) {
-    char path[4096];
-    struct stat about;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    FILE *f = fopen(path, "rb");
-    char *text = f && !fstat(fileno(f), &about) ? malloc(about.st_size + 1) : NULL;
-    if (text) text[fread(text, 1, about.st_size, f)] = 0;
-    else fail("%s: %s", path, strerror(errno));
-    if (f) fclose(f);
-    return text;
+    return sync_folder(folder) ? -1 : thin(folder, s->step);
 }
 
 static int verify(const char *folder, const char *manifest, const char *name) {

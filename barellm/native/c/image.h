@@ -40,7 +40,7 @@ struct schedule {
 };
 
 struct run {
-    int64_t batch, seq, accumulate, ramp_from, ramp_tokens, steps, seed, vocabulary;
+    int64_t batch, seq, accumulate, ramp_from, ramp_tokens, steps, seed, keep, milestones, vocabulary;
     int64_t whole; /* the model has no cache: it is fed all of a text for each token */
     double loss_gradient; /* 0: one over the number of targets */
 };

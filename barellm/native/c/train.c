@@ -15,8 +15,10 @@
 /* What of the configuration is the loop's (settings.c). */
 extern const struct settings {
     int order;
-    int64_t seed, eval_every, eval_tokens, final_tokens, checkpoint_every;
+    int64_t seed, eval_every, eval_tokens, final_tokens, checkpoint_every, milestones, sample_every;
 } settings;
+
+enum { DRAWN = 160 }; /* tokens of a text on the way */
 
 static volatile sig_atomic_t stopped;
 
@@ -100,6 +102,29 @@ static void look(barellm *s, const struct stream *val, int64_t tokens, FILE *fil
     fflush(file);
 }
 
+/* --- a text on the way --- */
+
+static int write_token(int32_t token, void *own) {
+    int64_t length;
+    const char *bytes = barellm_token(token, &length);
+    (void)own;
+    if (barellm_ends(token)) return 1;
+    if (bytes) fwrite(bytes, 1, length, stdout);
+    return 0;
+}
+
+/* What `barellm train` shows behind this step. */
+static void draw(barellm *s) {
+    int64_t step = barellm_about(s).step;
+    barellm_sampling how = {.temperature = 0.8, .top_p = 0.95, .repetition = 1, .seed = ((uint64_t)settings.seed << 32) + ((uint64_t)step << 8)};
+    int32_t text[1 + DRAWN];
+    int64_t known = barellm_prompt("", text, 1);
+    must(known < 0);
+    printf("sample of step %lld: ", (long long)step);
+    must(barellm_sample(s, text, known, DRAWN, &how, write_token, NULL) < 0);
+    putchar('\n');
+}
+
 int main(int argc, char **argv) {
     double started = seconds_now(), spent = 0;
     check_options(argc, argv, KNOWN, USAGE);
@@ -135,6 +160,7 @@ int main(int argc, char **argv) {
     int32_t *tokens = NULL, *targets = NULL, *window = room(about.seq + 1, 4);
     for (; about.step < about.steps; about = barellm_about(s)) {
         if (settings.eval_every && about.step % settings.eval_every == 0) look(s, &val, settings.eval_tokens, file);
+        if (settings.sample_every && about.step && about.step % settings.sample_every == 0) draw(s);
         int64_t rows = about.micro_batches * about.batch, seq = about.seq;
         if (rows > most) {
             free(tokens);
@@ -165,7 +191,8 @@ int main(int argc, char **argv) {
             fprintf(file, ", \"tokens\": %lld, \"tokens_per_s\": %.1f, \"seconds\": %.3f}\n", (long long)(after.samples * seq), rows * seq / took, seconds_now() - started);
             fflush(file);
         }
-        int due = settings.checkpoint_every && after.step % settings.checkpoint_every == 0, over = stopped || after.step == last || after.step == after.steps;
+        int due = (settings.checkpoint_every && after.step % settings.checkpoint_every == 0) || (settings.milestones && after.step % settings.milestones == 0);
+        int over = stopped || after.step == last || after.step == after.steps;
         if (out && (due || over) && after.step != saved) {
             must(barellm_save(s, folder, seconds_now() - started));
             saved = after.step;
@@ -177,6 +204,7 @@ int main(int argc, char **argv) {
         }
     }
     look(s, &val, settings.final_tokens, file);
+    draw(s);
     printf("digest %016llx\n", (unsigned long long)barellm_digest(s));
     if (file) fclose(file);
     barellm_close(s);
