@@ -73,6 +73,14 @@ def test_tiles_that_more_than_one_pass_does_and_a_pass_without_any(name, monkeyp
     check_op(**winograd_case(name, ((1, 1, 54, 42), (1, 3, 3), {}), "winograd2"))
 
 
+@pytest.mark.slow
+def test_a_gradient_by_fourier_transforms_in_parts(monkeypatch):
+    """Two parts of 128 tiles, of which the second has 37: what the choice of parts gives to no shape of today."""
+    monkeypatch.setattr(conv_positions.choices, "splits", lambda tiles, rows: 2)
+    monkeypatch.setattr(conv_positions, "PASS", 256 * 384 * 3)
+    check_op(**winograd_case("conv2d_dw", ((1, 1, 137, 98), (2, 8, 1), {}), "fft"))
+
+
 @pytest.mark.parametrize(
     "algorithm, kernels",
     [
