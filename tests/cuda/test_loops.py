@@ -11,7 +11,7 @@ from barellm.cuda import choices, tuning
 from barellm.cuda.compile import Code, compiled
 from barellm.cuda.kernel import Target
 from barellm.cuda.step import lower_and_plan
-from tests.cuda.sass import INSTRUCTION, disassembled
+from tests.cuda.sass import INSTRUCTION, disassembled, overwritten
 from tests.cuda.test_golden import GPT2, attention_specs, build
 
 pytestmark = [pytest.mark.slow, pytest.mark.proof("barellm/cuda", "barellm/program/ops", "tests/cuda")]
@@ -57,8 +57,10 @@ def test_the_exponentials_of_warps_with_roles_lie_between_the_waits(D, most):
     with tuning.forced(subject, choices.ROLES[D]):
         (spec,) = [s for s in attention_specs(D, "bf16", 90) if s.name == "hopper_attention"]
     codes = compiled([spec], 90, processes=1).values()
-    found = [loop for loop in loops(disassembled([*codes], 90)[0]) if any(op.startswith("HGMMA") for op, _ in loop)]
-    assert len(found) == 2  # one for each half
+    (sass,) = disassembled([*codes], 90)
+    found = [loop for loop in loops(sass) if any(op.startswith("HGMMA") for op, _ in loop)]
+    assert len(found) == 2 and not overwritten(sass)  # a loop for each half
+    assert overwritten(re.sub(r"(\n.*HGMMA.* R\d+, R(\d+), gdesc.*)", r"\1\n /*0000*/ MOV R\2, RZ ;", sass, count=1))
     for loop in found:
         assert len(loop) <= most
         order = "".join(WAITED[args] if op == "WARPGROUP.DEPBAR.LE" else "e" for op, args in loop if op in ORDERED)

@@ -285,6 +285,11 @@ def _put(pointer: Pointer, value: Lazy, mask: Any) -> None:
     TRACE.add(Step("put", value=value, pointer=pointer, mask=mask))
 
 
+def _along(axis: int, n: int) -> int:
+    assert axis == 0, "grids of these kernels have one axis"
+    return n
+
+
 class Layout(types.SimpleNamespace):
     """Where elements lie does not change what they are."""
 
@@ -296,7 +301,7 @@ gl = types.SimpleNamespace(
     float32=np.dtype(np.float32), bfloat16=np.dtype(ml_dtypes.bfloat16), int64="int64", constexpr=None,
     NVMMADistributedLayout=Layout, SliceLayout=Layout, NVMMASharedLayout=Layout, BlockedLayout=Layout,
     DotOperandLayout=Layout,
-    program_id=lambda axis: TRACE.program, num_programs=lambda axis: TRACE.programs,
+    program_id=lambda axis: _along(axis, TRACE.program), num_programs=lambda axis: _along(axis, TRACE.programs),
     cdiv=lambda a, b: -(-a // b), cast=lambda x, dtype: x, static_range=range, warp_specialize=_specialize,
     allocate_shared_memory=_allocate,
     zeros=lambda shape, dtype, layout: Lazy(lambda: np.zeros(shape, dtype)),
