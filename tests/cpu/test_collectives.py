@@ -15,7 +15,7 @@ from barellm.distributed.memory import can_read
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.ops.optimizer import CHUNK
-from barellm.program.tensor import Span
+from barellm.program.tensor import Span, Tensor
 from tests.cpu.check import ISAS, check_op, isa_named, persistent
 
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
@@ -167,3 +167,24 @@ def test_a_call_out_of_a_step_sees_what_was_written_before_it_and_is_seen_after_
             assert np.array_equal(session.read("y").reshape(-1), 8 * values[5 : 5 + n // 2])
     finally:
         session.close()
+
+
+def test_what_a_share_costs():
+    """Of three ranks: two additions an element, and the square and its addition; three are read and one is written."""
+    p = Program(Store())
+    own = [p.input(f"own{i}", (n,), "fp32") for i, n in enumerate((CHUNK + 9, 5))]
+    op = p.apply(ops.SumShares, own0=own[0], own1=own[1], to=[(), ()], ranks=Neighbours(1, [[]] * 3, 0))
+    assert op.flops() == 4 * (CHUNK + 14) and op.bytes() == 4 * 4 * (CHUNK + 14)
+
+
+def test_the_planes_of_a_parameter_that_travel():
+    """The upper one, which products read; both if somebody reads the parameter as it is; of what has no planes the whole."""
+    p = Program(Store())
+    rounded, exact = (Tensor(name, (4, 6), "split", "parameter") for name in ("rounded", "exact"))
+    plain = Tensor("plain", (5,), "fp32", "parameter")
+    inputs = {f"x{i}": t for i, t in enumerate((rounded, exact, plain))}
+    op = p.apply(
+        ops.Gather, **inputs, to=[(1,)] * 3, source=[], specs=[], exact={exact}, ranks=Neighbours(0, [[]] * 2, 0)
+    )
+    assert [op.planes(t) for t in (rounded, exact, plain)] == [[0], [0, 1], []]
+    assert op.rounded == ("x0",) and op.bytes() == 2 * 24 + 4 * 24 + 4 * 5

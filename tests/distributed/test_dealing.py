@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from barellm.optim.dealing import deal
+from barellm.optim.dealing import _cost, deal
 from barellm.program.ops.optimizer import CHUNK
 from barellm.program.tensor import Span, Tensor
 from tests.distributed.threads import ThreadRanks
@@ -47,6 +47,15 @@ def test_matrices_that_cost_most_are_dealt_first():
     dealing = deal(ThreadRanks(0, 2, {}), whole=WHOLE, cut=[])
     owners = {name: [end > first for first, end in parts].index(True) for name, parts in dealing.parts.items()}
     assert owners == {"m3": 0, "m2": 1, "m1": 1, "m0": 1, "m4": 1}
+
+
+def test_what_costs_most_is_an_iteration_and_not_the_size():
+    """An iteration over (n, m) multiplies n x m x min(n, m) times; what is no matrix counts as often as it has elements."""
+    shapes = {"flat": (2, 300), "square": (16, 16), "cube": (10, 10, 10), "other": (12, 15)}
+    dealing = deal(ThreadRanks(0, 2, {}), whole=[parameter(name, *shape) for name, shape in shapes.items()], cut=[])
+    owners = {name: [end > first for first, end in parts].index(True) for name, parts in dealing.parts.items()}
+    assert owners == {"square": 0, "other": 1, "flat": 1, "cube": 1}
+    assert [_cost(parameter("p", *shape)) for shape in shapes.values()] == [1200, 4096, 1000, 2160]
 
 
 def test_a_rank_holds_a_span_the_whole_or_nothing():

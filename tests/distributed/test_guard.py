@@ -104,10 +104,14 @@ def test_it_knows_which_rank_has_ended_first(tree, monkeypatch, first):
     """Whatever the launcher says: MPICH's kills the others at once, and names any of them."""
     monkeypatch.setattr(guard, "LOOK_S", 60.0)
     process, ranks = tree
+    looks: list[float] = []
     found = Guard(process.pid, 2)
     found.start()
     while len(found.numbers) < 2:
         time.sleep(0.005)
+    monkeypatch.setattr(found, "look", lambda passed: looks.append(passed))
+    time.sleep(3 * guard.SOON_S)
+    assert len(looks) < 2, "it has seen all, and may take its time"
     for rank, sign in ((first, signal.SIGABRT), (1 - first, signal.SIGKILL)):
         os.kill(ranks[rank], sign)
         wait_for(ranks[rank], "Z")
