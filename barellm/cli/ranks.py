@@ -33,12 +33,12 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
     """Does this rank's part of `command`, and gives the exit status. Where it fails, it ends the process: the others wait for it,
     and it may not wait for them. Of mistakes rank 0 tells, unless another rank alone has made one."""
     from barellm.cpu.threads import cores
-    from barellm.distributed import launch, world
+    from barellm.distributed import sign, world
     from barellm.distributed.mpi import MpiRanks
     from barellm.errors import UserError
 
     rank, ranks = world.rank_told(), None
-    launch.sign_in(rank)
+    sign.sign_in(rank)
     try:
         ranks = MpiRanks()
         rank = ranks.rank
@@ -52,7 +52,8 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
         ranks.settle(cores())  # also where BARELLM_THREADS is less: that is how many each rank has
         status = command(args, ranks)
         ranks.gather(None, patient=True)
-        launch.tell_end(rank, status)
+        if rank == 0:
+            sign.tell_end(status)
         ranks.close()
         return status  # and not os._exit: MPICH takes its leave of the launcher in a handler of the C library's exit
     except UserError as error:

@@ -18,7 +18,7 @@ from barellm.distributed import world
 from barellm.distributed.ends import Ends
 from barellm.distributed.watch import limit_seconds
 
-LOOK_S, SOON_S = 1.0, 0.05  # between two looks; until all ranks have been seen
+LOOK_S, SOON_S = 1.0, 0.01  # between two looks; until all ranks have been seen
 LATER = 1.25  # times the watch's limit: where the watch is on, it speaks
 
 

@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
-from barellm.distributed.guard import Guard
+from barellm.distributed.guard import Guard, below
+from barellm.distributed.sign import SIGN
 from barellm.errors import UserError
 
 MOST = 1 << 16
-SIGN = b"\x1ebarellm rank "  # begins the lines by which ranks tell the launcher who they are
 PR_SET_PDEATHSIG = 1
 
 
@@ -44,18 +46,32 @@ def start(count: int, arguments: Sequence[str]) -> int:
         start_new_session=True,
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
-    before = {}
-    for number, passed in ((signal.SIGINT,) * 2, (signal.SIGTERM,) * 2, (signal.SIGHUP, signal.SIGTERM)):
-        before[number] = signal.signal(number, lambda n, frame, passed=passed: process.send_signal(passed))
+    numbers: dict[int, int] = {}
+    ended = 0
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        nonlocal ended
+        if len(numbers) == count:
+            process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            return
+        ended = 128 + number  # a rank that still imports modules would answer with a traceback, and has nothing to save
+        for other in [*below(process.pid), process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(other, signal.SIGKILL)
+
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     guard = Guard(process.pid, count)
     guard.start()
     try:
-        banner, numbers, told = _pass_on(process)
+        banner, told = _pass_on(process, numbers)
         status = process.wait()
     finally:
         guard.end()
         for number, handler in before.items():
             signal.signal(number, handler)
+    if ended:
+        print("barellm: interrupted", file=sys.stderr)
+        return ended
     if told is not None:
         return told
     if guard.first and guard.first[1] and os.WIFEXITED(guard.first[1]) and not guard.words:
@@ -66,31 +82,15 @@ def start(count: int, arguments: Sequence[str]) -> int:
     return status
 
 
-def sign_in(rank: int) -> None:
-    """Tell the launcher which rank this process is, for its last line: on stdout, in a line that it keeps to itself. No file is
-    needed, which would stay where all are killed."""
-    if os.environ.get("BARELLM_RANKS"):
-        os.write(1, b"%s%d %d\n" % (SIGN, rank, os.getpid()))
-
-
-def tell_end(rank: int, status: int) -> None:
-    """When all ranks have done their work, rank 0 tells our launcher the status of the run. What happens to a rank after that
-    changes nothing."""
-    if rank == 0 and os.environ.get("BARELLM_RANKS"):
-        sys.stdout.flush()
-        os.write(1, b"%send %d\n" % (SIGN, status))
-
-
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _pass_on(process: subprocess.Popen[bytes]) -> tuple[str, dict[int, int], int | None]:
-    """Write the processes' output to stdout, but for what the launcher itself says: that is given back, with {process: rank} and
-    the status that rank 0 has told, if it has."""
+def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple[str, int | None]:
+    """Write the processes' output to stdout, but for what the launcher itself says: that is given back, with the status of the
+    run, if a rank has told it. `numbers` gets {process: rank}."""
     assert process.stdout is not None
     own: list[str] = []
-    numbers: dict[int, int] = {}
     told: int | None = None
     held: list[bytes] = []  # blank lines and rules: the launcher's banner begins with them
     reader = True  # of the output: it may go away
@@ -98,7 +98,7 @@ def _pass_on(process: subprocess.Popen[bytes]) -> tuple[str, dict[int, int], int
         if line.startswith(SIGN):
             rank, number = line[len(SIGN) :].split()
             if rank == b"end":
-                told = int(number)
+                told = int(number) if told is None else told
             else:
                 numbers[int(number)] = int(rank)
             continue
@@ -119,7 +119,7 @@ def _pass_on(process: subprocess.Popen[bytes]) -> tuple[str, dict[int, int], int
                 reader = False
                 process.send_signal(signal.SIGTERM)
             held = []
-    return "\n".join(own), numbers, told
+    return "\n".join(own), told
 
 
 def _killed(banner: str, numbers: Mapping[int, int], first: tuple[int, int | None] | None = None) -> str:
@@ -128,11 +128,10 @@ def _killed(banner: str, numbers: Mapping[int, int], first: tuple[int, int | Non
     told, signalled = re.search(r"PID (\d+) RUNNING AT (\S+)", banner), re.search(r"\(signal (\d+)\)", banner)
     if not signalled:
         return ""
-    process, status = first or (int(told[1]) if told else None, None)
+    process, status = first or (int(told[1]) if told else -1, None)
     number = os.WTERMSIG(status) if status else int(signalled[1])
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    who = "a rank"
-    if process is not None:
-        who = f"rank {numbers[process]}" if process in numbers else who
-        who += f" (process {process}" + (f" on {told[2]})" if told else ")")
+    # What the launcher says of a process that nobody knows may be about another one.
+    where = f" on {told[2]}" if told else ""
+    who = f"rank {numbers[process]} (process {process}{where})" if process in numbers else "a rank"
     return f"{who} was ended by {name}: the run is ended; go on from its last checkpoint with --resume"

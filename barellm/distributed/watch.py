@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from barellm.distributed.sign import tell_end
 from barellm.errors import UserError
 
 BEAT_S = 0.5
@@ -160,6 +161,7 @@ class Process:
 
 def end_all(comm: Any, status: int) -> NoReturn:
     """End this process and all others of the run, also those that do not answer."""
+    tell_end(status)
     threading.Timer(BEAT_S * 4, os._exit, (status,)).start()  # where MPI cannot
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it would say so, in words of its own
     comm.Abort(status)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 
-from barellm.distributed import guard, launch
+from barellm.distributed import guard, launch, sign
 from barellm.errors import UserError
 
 BANNER = """
@@ -30,12 +32,13 @@ RUN = "step 1\n\n====\n= a table\nstep 2\n"
 
 
 def passed(monkeypatch, output: str) -> tuple[str, tuple[str, dict[int, int], int | None]]:
-    """(what the user sees, what the launcher has said, with the ranks of processes)"""
+    """(what the user sees, what the launcher has said, with the ranks of processes, and the status that was told)"""
     seen = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=seen))
     process = SimpleNamespace(stdout=io.BytesIO(output.encode()))
-    said = launch._pass_on(process)
-    return seen.getvalue().decode(), said
+    numbers: dict[int, int] = {}
+    said, told = launch._pass_on(process, numbers)
+    return seen.getvalue().decode(), (said, numbers, told)
 
 
 def test_the_output_of_a_run_passes_as_it_is(monkeypatch):
@@ -53,16 +56,16 @@ def test_the_launchers_own_words_do_not(monkeypatch):
 
 def test_a_rank_tells_its_number_to_our_launcher_only(monkeypatch, capfd):
     monkeypatch.delenv("BARELLM_RANKS", raising=False)
-    launch.sign_in(2)
+    sign.sign_in(2)
     assert capfd.readouterr().out == ""
     monkeypatch.setenv("BARELLM_RANKS", "1")
-    launch.sign_in(2)
+    sign.sign_in(2)
     assert passed(monkeypatch, capfd.readouterr().out) == ("", ("", {os.getpid(): 2}, None))
 
 
 def test_a_rank_that_did_not_sign_in_has_no_number(monkeypatch):
     _, said = passed(monkeypatch, BANNER)
-    assert launch._killed(*said[:2]).startswith("a rank (process 4711 on node7) was ended by SIGKILL")
+    assert launch._killed(*said[:2]).startswith("a rank was ended by SIGKILL")
     assert launch._killed("YOUR APPLICATION TERMINATED: x (signal 999)", {}).startswith(
         "a rank was ended by signal 999"
     )
@@ -77,7 +80,7 @@ def test_a_reader_that_goes_away_ends_the_run(monkeypatch):
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=Closed()))
     signals: list[int] = []
     process = SimpleNamespace(stdout=io.BytesIO(RUN.encode()), send_signal=signals.append)
-    assert launch._pass_on(process) == ("", {}, None) and signals == [15]
+    assert launch._pass_on(process, {}) == ("", None) and signals == [15]
 
 
 @pytest.mark.parametrize("count", [0, -1, 1 << 17])
@@ -157,7 +160,7 @@ def test_a_run_that_lost_a_rank_fails_in_one_line(launcher, tmp_path, capfd):
     [
         ((4708, None), "rank 0 (process 4708 on node7) was ended by SIGKILL: "),
         ((4708, 6), "rank 0 (process 4708 on node7) was ended by SIGABRT: "),
-        ((99, 0), "a rank (process 99 on node7) was ended by SIGKILL: "),
+        ((99, 0), "a rank was ended by SIGKILL: "),
     ],
 )
 def test_what_the_guard_has_seen_counts_more_than_the_launchers_words(first, said):
@@ -167,10 +170,30 @@ def test_what_the_guard_has_seen_counts_more_than_the_launchers_words(first, sai
 def test_a_rank_that_has_said_itself_why_it_ends_gives_the_status(launcher, monkeypatch, tmp_path, capfd):
     (tmp_path / "banner").write_text(BANNER)
     launcher(f"cat {tmp_path / 'banner'}; exit 9")
+    end = launch.Guard.end
     for first, status in ((512, 2), (9, 1), (None, 1)):
-        monkeypatch.setattr(launch.Guard, "end", lambda guard, first=first: setattr(guard, "first", (4711, first)))
+        monkeypatch.setattr(launch.Guard, "end", lambda g, first=first: (end(g), setattr(g, "first", (4711, first))))
         assert launch.start(2, ["train"]) == status
         assert ("was ended by SIGKILL" in capfd.readouterr().err) == (status == 1)
+
+
+@pytest.mark.parametrize(
+    "sign, signed, status, said",
+    [
+        (signal.SIGINT, "0", 130, "barellm: interrupted\n"),
+        (signal.SIGTERM, "", 143, "barellm: interrupted\n"),
+        (signal.SIGINT, "01", 7, ""),
+        (signal.SIGHUP, "01", 8, ""),
+    ],
+)
+def test_a_signal_is_for_the_ranks_once_all_can_answer_it(launcher, capfd, sign, signed, status, said):
+    """Before that one that still imports modules would say more than a line."""
+    signs = "; ".join(f"printf '\\036barellm rank {rank} 100{rank}\\n'" for rank in signed) or ":"
+    launcher(f"trap 'exit 7' INT; trap 'exit 8' TERM; {signs}; sleep 60 & while :; do wait; done")
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), sign))
+    timer.start()
+    assert launch.start(2, ["train"]) == status
+    assert capfd.readouterr() == ("", said)
 
 
 def test_the_status_of_a_run_is_that_of_its_launcher(launcher, capfd):
@@ -200,11 +223,24 @@ def test_what_happens_after_a_run_has_told_its_status_is_of_no_account(launcher,
     assert capfd.readouterr() == ("step 2\n", "")
 
 
-@pytest.mark.parametrize("rank, said", [(0, "\x1ebarellm rank end 130\n"), (1, "")])
-def test_the_first_rank_tells_the_status_to_our_launcher_only(monkeypatch, capfd, rank, said):
+def test_the_status_is_told_to_our_launcher_only(monkeypatch, capfd):
     monkeypatch.delenv("BARELLM_RANKS", raising=False)
-    launch.tell_end(rank, 130)
+    sign.tell_end(130)
     assert capfd.readouterr().out == ""
     monkeypatch.setenv("BARELLM_RANKS", "1")
-    launch.tell_end(rank, 130)
-    assert capfd.readouterr().out == said
+    sign.tell_end(130)
+    sign.tell_end(1)
+    assert passed(monkeypatch, capfd.readouterr().out) == ("", ("", {}, 130)), "the first counts"
+
+
+@pytest.mark.parametrize("ours, told", [(True, "\x1ebarellm rank end 1\n"), (False, "")])
+def test_a_rank_that_ends_all_says_so(ours, told):
+    """MPI's launcher kills the others, and would have one of them named besides."""
+    script = """
+from types import SimpleNamespace
+from barellm.distributed.watch import end_all
+end_all(SimpleNamespace(Abort=lambda status: None), 1)
+"""
+    own = {"PYTHONPATH": ":".join(sys.path)} | ({"BARELLM_RANKS": "1"} if ours else {})
+    done = subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, told)
