@@ -89,16 +89,15 @@ def configured(words: Sequence[str], *, powersgd: int, batch: int) -> Config:
 
 
 def predict(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Add to each row what `plans.scale` says: of the bound of one thread on this machine, a rank's arithmetic reaches the share
-    that it has reached alone, without compression."""
+    """Add to each row what `plans.scale` says, with the utilisation that gives the step of a rank alone, without compression."""
     ceiling, words, ranks = measured_ceiling(threads=1), about["preset"], about["ranks"]
 
     def config(powersgd: int) -> Config:
         return configured(words, powersgd=powersgd, batch=about["batch"])
 
-    bound = scale.work(scale.rows_of(config(0), ranks), 1, ceiling, 1.0)[0].seconds
-    utilisation = bound / next(r["median_s"] for r in rows if (r["where"], r["powersgd"]) == ("alone", 0))
-    about |= {"bound_s": bound, "utilisation": utilisation, "ceiling": ceiling.to_json()}
+    alone = next(r["median_s"] for r in rows if (r["where"], r["powersgd"]) == ("alone", 0))
+    utilisation = scale.reached(scale.rows_of(config(0), ranks), ceiling, alone)
+    about |= {"utilisation": utilisation, "ceiling": ceiling.to_json()}
     for row in rows:
         name = {"memory": "memory", "network": about["link"], "alone": "memory"}[row["where"]]
         one = row["where"] == "alone"

@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.4,
         metavar="SHARE",
-        help="with --link: the share of the bound that a rank's arithmetic reaches (default: 0.4)",
+        help="with --link: the share of the peak that a rank's products reach (default: 0.4)",
     )
     parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
     parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")

@@ -23,6 +23,7 @@ from barellm.errors import UserError, nearest
 from barellm.plans.roofline import NAMED, Ceiling
 
 WAYS = ("direct", "ring", "tree")
+STREAMED = 0.85  # of memory's rate: what kernels that mostly move bytes were seen to reach is 0.82 to 0.95
 TRIPS = 3  # over the link, of a large message: it is announced, asked for, and sent
 
 
@@ -52,6 +53,15 @@ def link(name: str) -> Link:
     if name not in LINKS:
         raise UserError(f"unknown link {name!r}{nearest(name, LINKS)} (known: {', '.join(LINKS)})")
     return LINKS[name]
+
+
+def reached(config: Config, ceiling: Ceiling, seconds: float) -> float:
+    """The `utilisation` with which `work` gives so many seconds of one rank's step."""
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if work(config, 1, ceiling, middle)[0].seconds > seconds else (low, middle)
+    return high
 
 
 @dataclass(frozen=True)
@@ -99,8 +109,8 @@ def rows_of(config: Config, ranks: int) -> Config:
 
 
 def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tuple[Work, Any]:
-    """The arithmetic of a rank whose configuration is `config`, at a share of the bound by `ceiling`; and the store of its
-    programs."""
+    """The arithmetic of a rank whose configuration is `config`, and the store of its programs. Of the rates of
+    `ceiling`, operations reach the share `utilisation`, and bytes STREAMED."""
     from barellm.assembly.machine import build_programs
     from barellm.plans.devices import lower
 
@@ -108,7 +118,7 @@ def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tu
     built, store = lower(programs, "cpu"), programs["micro"].store
 
     def seconds(op: Any) -> float:
-        return ceiling.seconds(op) / utilisation
+        return max(ceiling.operations(op) / utilisation, ceiling.traffic(op) / STREAMED)
 
     micro, at = built.lowered["micro"].ops, 0.0
     forward, finished = None, {}
@@ -220,7 +230,7 @@ def table(n: dict[str, Any]) -> list[str]:
         f"{n['preset']} on {n['ranks']:,} ranks, predicted and not run",
         f"link {over['name']}: {over['latency_s'] * 1e6:g} us, {over['rate'] / 1e9:g} GB/s each way; {over['about']}",
         f"each rank: {n['batch']} x {n['accumulate']} sequences of {n['seq']:,} tokens; all: {n['tokens']:,} tokens a step",
-        f"arithmetic: {n['compute_s'] * 1e3:,.1f} ms, at {n['utilisation']:.0%} of the bound ({n['ceiling']})",
+        f"arithmetic: {n['compute_s'] * 1e3:,.1f} ms, at {n['utilisation']:.0%} of the peak ({n['ceiling']})",
         f"each rank sends {n['sent_bytes'] / 1e6:,.1f} MB a step"
         + (f", as factors of {n['powersgd']} columns" if n["powersgd"] else ""),
         "",

@@ -111,19 +111,25 @@ def test_ranks_share_rows_or_micro_batches():
 
 def test_the_work_of_a_rank_is_that_of_its_plan():
     ceiling = devices.published("h100")
+    slow = {dtype: rate / 30 for dtype, rate in ceiling.flops.items()}  # so that products of this size are bound by it
+    ceiling = replace(ceiling, flops=slow)
     config = small(batch=2, accumulate=3)
     done, store = scale.work(config, 1, ceiling, 0.5)
     half, _ = scale.work(config, 1, ceiling, 0.25)
-    assert half.seconds == pytest.approx(2 * done.seconds)
+    assert done.seconds < half.seconds < 2 * done.seconds, "some ops are bound by bytes"
+    assert scale.reached(config, ceiling, half.seconds) == pytest.approx(0.25, rel=1e-3)
+    assert scale.reached(config, ceiling, 0.0) == 1.0, "less than the bound is the bound"
     assert done.before == pytest.approx(2 * (done.forward + done.backward))
     assert 0.2 < done.forward / (done.forward + done.backward) < 0.5
     assert done.ready[-1][0] <= done.backward * (1 + 1e-9) and done.ready[0][0] >= 0
     assert sum(size for _, size in done.ready) == sum(t.size for t in store.of_role("gradient"))
     built = devices.lower(build_programs(config), "cpu")
-    bound = sum(
-        times * ceiling.seconds(op) for name, times in (("micro", 3), ("update", 1)) for op in built.lowered[name].ops
+    expected = sum(
+        times * max(ceiling.operations(op) / 0.5, ceiling.traffic(op) / scale.STREAMED)
+        for name, times in (("micro", 3), ("update", 1))
+        for op in built.lowered[name].ops
     )
-    assert done.seconds == pytest.approx(2 * bound)
+    assert done.seconds == pytest.approx(expected)
     dealt, _ = scale.work(config, 4, ceiling, 0.5)
     added = 8 * sum(size for _, size in done.ready) / 4 / ceiling.bandwidth[4, 4, 0]
     assert dealt.update == pytest.approx(done.update / 4 + added)
@@ -154,7 +160,7 @@ def test_the_command_predicts(capsys):
     assert main([*words, "--optim.powersgd", "2", "--utilisation", "0.8"]) == 0
     out = capsys.readouterr().out
     assert "shakespeare-char on 1,024 ranks, predicted and not run" in out and "as factors of 2 columns" in out
-    assert "at 80% of the bound" in out and "factors Q, given" in out
+    assert "at 80% of the peak" in out and "factors Q, given" in out
 
 
 @pytest.mark.parametrize(
