@@ -189,7 +189,7 @@ def test_a_rank_that_has_said_itself_why_it_ends_gives_the_status(launcher, monk
 def test_a_signal_is_for_the_ranks_once_all_can_answer_it(launcher, capfd, sign, signed, status, said):
     """Before that one that still imports modules would say more than a line."""
     signs = "; ".join(f"printf '\\036barellm rank {rank} 100{rank}\\n'" for rank in signed) or ":"
-    launcher(f"trap 'exit 7' INT; trap 'exit 8' TERM; {signs}; sleep 60 & while :; do wait; done")
+    launcher(f"trap 'kill $!; exit 7' INT; trap 'kill $!; exit 8' TERM; {signs}; sleep 60 & while :; do wait; done")
     timer = threading.Timer(0.3, os.kill, (os.getpid(), sign))
     timer.start()
     assert launch.start(2, ["train"]) == status
