@@ -1,8 +1,7 @@
 """Which of several processes ended first, and how.
 
-MPICH's launcher kills all ranks once it misses one, and then names whichever of them had the lowest number among the first that it
-looked at. So the order is found here, by files that stand for processes (pidfd, Linux 5.3): they are ready in the order in which
-the processes end.
+A launcher that is told to end all ranks once it misses one then names any of them. So the order is found here, by files that stand
+for processes (pidfd, Linux 5.3): they are ready in the order in which the processes end.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import os
 import selectors
 import struct
 from contextlib import suppress
+from pathlib import Path
 
 # ioctl PIDFD_GET_INFO with struct pidfd_info of linux/pidfd.h, of which the first and the last field of 64 bytes count.
 INFO_BYTES, EXIT = 64, 1 << 3
@@ -48,18 +48,27 @@ class Ends:
         os.write(self._awake, b"\0")
 
     def status(self, process: int) -> int | None:
-        """How a process ended that is followed, as `os.waitpid` has it, when whoever started it knows; None where the system does
-        not tell others (Linux before 6.15)."""
+        """How a process ended that is followed, as `os.waitpid` has it; None where it goes on, or where whoever started it has
+        asked already and the system does not tell others then (Linux before 6.15)."""
         answer = bytearray(INFO_BYTES)
         struct.pack_into("Q", answer, 0, EXIT)
         try:
             fcntl.ioctl(self._files[process], GET_INFO, answer)
         except OSError:
-            return None
+            return _status_of_zombie(process)
         (told,), (status,) = struct.unpack_from("Q", answer), struct.unpack_from("i", answer, INFO_BYTES - 4)
-        return status if told & EXIT else None
+        return status if told & EXIT else _status_of_zombie(process)
 
     def close(self) -> None:
         self._selector.close()
         for file in (*self._files.values(), self._asleep, self._awake):
             os.close(file)
+
+
+def _status_of_zombie(process: int) -> int | None:
+    """The status that nobody has asked for yet."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[-1]) if fields[0] == "Z" else None

@@ -19,20 +19,23 @@ from barellm.distributed.ends import Ends
 from barellm.distributed.watch import limit_seconds
 
 LOOK_S, SOON_S = 1.0, 0.01  # between two looks; until all ranks have been seen
+FAILED_S = 3.0  # for which the others may go on after a rank that has ended by itself, and not well
+NEVER_SEEN = 0  # stands for processes that have ended before the first look
 LATER = 1.25  # times the watch's limit: where the watch is on, it speaks
 
 
 class Guard(threading.Thread):
     """Kills all ranks below the process `launcher` (mpiexec) where one has been stopped for long, or has ended long before the
-    others. `count`: how many there will be. `numbers` is {process: rank} of all that it has seen, and `words` what it has done, or
-    "". After `end`, `first` is the rank's process that has ended first, and how (as in `Ends.status`); None where nobody knows."""
+    others. `count`: how many there will be. `alone`: the launcher does nothing where one is killed or fails, and this does it.
+    `numbers` is {process: rank} of all that it has seen, and `words` what it has done, or "". After `end`, `first` is the
+    rank's process that has ended first, and how (as in `Ends.status`); None where nobody knows."""
 
-    def __init__(self, launcher: int, count: int = 0) -> None:
+    def __init__(self, launcher: int, count: int = 0, alone: bool = False) -> None:
         super().__init__(name="guard", daemon=True)
         self.numbers: dict[int, int] = {}
         self.words = ""
         self.first: tuple[int, int | None] | None = None
-        self._launcher, self._count, self._limit = launcher, count, LATER * limit_seconds()
+        self._launcher, self._count, self._alone, self._limit = launcher, count, alone, LATER * limit_seconds()
         self._seconds: dict[int, float] = {}  # for which a process has been stopped, or gone
         self._ends, self._over = Ends(), False
 
@@ -62,10 +65,17 @@ class Guard(threading.Thread):
         for process in found:
             self._ends.follow(process)
         late = [process for process in self.numbers if process not in found or _state(process) in "Tt"]
+        if self._alone and len(self.numbers) < self._count:
+            late.append(NEVER_SEEN)
         self._seconds = {process: self._seconds.get(process, 0.0) + passed for process in late if found}
         for process, seconds in self._seconds.items():
-            if seconds > self._limit:
-                who = f"rank {self.numbers[process]} (process {process})"
+            if self._alone and process in self._ends.order and (status := self._ends.status(process)) != 0:
+                killed = status is not None and os.WIFSIGNALED(status)
+                if killed or seconds > FAILED_S:
+                    self.kill(found)
+                    return True
+            elif seconds > self._limit:
+                who = f"rank {self.numbers[process]} (process {process})" if process in self.numbers else "a rank"
                 what = "has been stopped for" if process in found else "has been gone for"
                 self.words = f"{who} {what} {seconds:.0f} s: the run is ended"
                 self.kill(found)

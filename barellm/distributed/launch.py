@@ -35,7 +35,18 @@ def start(count: int, arguments: Sequence[str]) -> int:
     """Run `barellm ARGUMENTS` as `count` processes of this machine, and give the exit status. Signals go on to all of them."""
     if not 1 <= count <= MOST:
         raise UserError(f"--ranks is {count}, expected 1 to {MOST}")
-    command = [mpiexec(), "-n", str(count), sys.executable, "-m", "barellm", *arguments]
+    program = mpiexec()
+    alone = _lets_us_end_ranks(program)
+    command = [
+        program,
+        *(["-disable-auto-cleanup"] if alone else []),
+        "-n",
+        str(count),
+        sys.executable,
+        "-m",
+        "barellm",
+        *arguments,
+    ]
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     # A session of its own: Ctrl-C reaches it once, from here.
     process = subprocess.Popen(
@@ -60,7 +71,7 @@ def start(count: int, arguments: Sequence[str]) -> int:
                 os.kill(other, signal.SIGKILL)
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    guard = Guard(process.pid, count)
+    guard = Guard(process.pid, count, alone)
     guard.start()
     try:
         banner, told = _pass_on(process, numbers)
@@ -80,6 +91,14 @@ def start(count: int, arguments: Sequence[str]) -> int:
         print(f"barellm: error: {words}", file=sys.stderr)
         return 1
     return status
+
+
+def _lets_us_end_ranks(program: str) -> bool:
+    """Whether this launcher can leave it to our guard to end all ranks once one is gone. MPICH's does so itself as soon as a socket
+    of one closes, before that one has quite ended: the ranks then end in any order, and nobody knows which was the first."""
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return False
+    return b"HYDRA" in subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True).stdout
 
 
 def _end_with_parent() -> None:
@@ -123,15 +142,14 @@ def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple
 
 
 def _killed(banner: str, numbers: Mapping[int, int], first: tuple[int, int | None] | None = None) -> str:
-    """Which rank was killed by what, from the launcher's words, or better from `first`, the process that has ended before the
-    others, and how; "" if none was."""
-    told, signalled = re.search(r"PID (\d+) RUNNING AT (\S+)", banner), re.search(r"\(signal (\d+)\)", banner)
-    if not signalled:
-        return ""
+    """Which rank was killed by what, from `first`, the process that has ended before the others, and how; where that is not known
+    from the launcher's words. "" if none was."""
+    told, signalled = re.search(r"PID (\d+) RUNNING AT", banner), re.search(r"\(signal (\d+)\)", banner)
     process, status = first or (int(told[1]) if told else -1, None)
-    number = os.WTERMSIG(status) if status else int(signalled[1])
+    number = os.WTERMSIG(status) if status else int(signalled[1]) if signalled else 0
+    if not number:
+        return ""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     # What the launcher says of a process that nobody knows may be about another one.
-    where = f" on {told[2]}" if told else ""
-    who = f"rank {numbers[process]} (process {process}{where})" if process in numbers else "a rank"
+    who = f"rank {numbers[process]} (process {process})" if process in numbers else "a rank"
     return f"{who} was ended by {name}: the run is ended; go on from its last checkpoint with --resume"

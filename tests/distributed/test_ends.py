@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,6 +67,20 @@ def test_a_status_is_that_of_waitpid(ends):
     process.communicate(b"\n")
     until(ends, 1)
     assert ends.status(process.pid) == (7 << 8 if TELLS else None)
+
+
+def test_a_status_that_nobody_has_asked_for_is_known_on_every_system(ends, sleepers, monkeypatch):
+    def refuse(*args: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr("barellm.distributed.ends.fcntl", SimpleNamespace(ioctl=refuse))
+    ends.follow(sleepers[0].pid)
+    assert ends.status(sleepers[0].pid) is None, "it goes on"
+    sleepers[0].terminate()
+    until(ends, 1)
+    assert ends.status(sleepers[0].pid) == signal.SIGTERM
+    sleepers[0].wait()
+    assert ends.status(sleepers[0].pid) is None
 
 
 def test_one_that_is_gone_already_is_not_followed(ends):

@@ -99,6 +99,51 @@ def test_when_all_have_ended_nobody_is_missed(tree, monkeypatch):
     assert not found.look(100.0) and not found.look(100.0) and found.words == ""
 
 
+PIDFD = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no files for processes here")
+
+
+@PIDFD
+def test_where_the_launcher_does_not_it_ends_the_others_as_soon_as_one_is_killed(tree, monkeypatch):
+    monkeypatch.setattr(guard, "FAILED_S", 60.0)
+    process, ranks = tree
+    found = Guard(process.pid, 2, alone=True)
+    found.start()
+    while len(found.numbers) < 2:
+        time.sleep(0.005)
+    os.kill(ranks[1], signal.SIGABRT)
+    wait_for(ranks[0], "Z")
+    found.join()
+    found.end()
+    assert found.words == "" and found.first is not None
+    assert found.first[0] == ranks[1] and found.first[1] in (signal.SIGABRT, None)
+
+
+@PIDFD
+@pytest.mark.parametrize("alone, status, looks", [(True, 1 << 8, 2), (True, None, 2), (True, 0, 6), (False, 1 << 8, 6)])
+def test_the_others_may_go_on_for_a_while_after_one_that_ends_by_itself(tree, monkeypatch, alone, status, looks):
+    """And longer after one that has ended well, or where it is the launcher who looks."""
+    process, ranks = tree
+    monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")
+    found = Guard(process.pid, 2, alone)
+    assert not found.look(100.0)
+    os.kill(ranks[0], signal.SIGKILL)
+    wait_for(ranks[0], "Z")
+    found._ends.wait(10)
+    monkeypatch.setattr(found._ends, "status", lambda process: status)
+    assert [found.look(2.0) for _ in range(looks)] == [False] * (looks - 1) + [True]
+    said = f"rank 0 (process {ranks[0]}) has been gone for 12 s: the run is ended"
+    assert found.words == (said if looks == 6 else "")
+    wait_for(ranks[1], "Z")
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_rank_that_has_ended_before_the_first_look_is_missed(tree, monkeypatch, alone):
+    monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")
+    found = Guard(tree[0].pid, 3, alone)
+    assert [found.look(2.0) for _ in range(6)] == [False] * 5 + [alone]
+    assert found.words == ("a rank has been gone for 12 s: the run is ended" if alone else "")
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_it_knows_which_rank_has_ended_first(tree, monkeypatch, first):
     """Whatever the launcher says: MPICH's kills the others at once, and names any of them."""

@@ -49,7 +49,7 @@ def test_the_launchers_own_words_do_not(monkeypatch):
     signed = "\x1ebarellm rank 3 4711\n\x1ebarellm rank 0 4708\n"
     seen, said = passed(monkeypatch, f"{signed}{RUN}[mpiexec@node7] Sending Ctrl-C to processes as requested\n{BANNER}")
     assert seen == RUN
-    words = "rank 3 (process 4711 on node7) was ended by SIGKILL: the run is ended; go on from its last checkpoint with --resume"
+    words = "rank 3 (process 4711) was ended by SIGKILL: the run is ended; go on from its last checkpoint with --resume"
     assert said[1] == {4711: 3, 4708: 0}
     assert launch._killed(*said[:2]) == words
 
@@ -102,7 +102,9 @@ def test_torchruns_first_process_starts_all_and_the_others_none(tmp_path):
     """With a launcher that tells what it is asked."""
     python = tmp_path / "python"
     python.symlink_to(sys.executable)
-    (tmp_path / "mpiexec").write_text('#!/bin/sh\nprintf "%s " "$@"\necho "${RANK-no}" "${WORLD_SIZE-no}"\nexit 7\n')
+    (tmp_path / "mpiexec").write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit\nprintf "%s " "$@"\necho "${RANK-no}" "${WORLD_SIZE-no}"\nexit 7\n'
+    )
     (tmp_path / "mpiexec").chmod(0o755)
     script = (
         f"import sys; sys.executable = {str(python)!r}; from barellm.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -138,7 +140,7 @@ def launcher(tmp_path, monkeypatch):
     """A function that puts a script in the place of mpiexec."""
 
     def put(script: str) -> None:
-        (tmp_path / "mpiexec").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "mpiexec").write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{script}\n')
         (tmp_path / "mpiexec").chmod(0o755)
         monkeypatch.setattr(launch, "mpiexec", lambda: str(tmp_path / "mpiexec"))
 
@@ -150,21 +152,37 @@ def test_a_run_that_lost_a_rank_fails_in_one_line(launcher, tmp_path, capfd):
     launcher(f"cat {tmp_path / 'banner'}; exit 9")
     assert launch.start(3, ["train"]) == 1
     out, error = capfd.readouterr()
-    assert out == "" and re.fullmatch(
-        r"barellm: error: rank 2 \(process 4711 on node7\) was ended by SIGKILL: .*\n", error
-    )
+    assert out == "" and re.fullmatch(r"barellm: error: rank 2 \(process 4711\) was ended by SIGKILL: .*\n", error)
 
 
 @pytest.mark.parametrize(
     "first, said",
     [
-        ((4708, None), "rank 0 (process 4708 on node7) was ended by SIGKILL: "),
-        ((4708, 6), "rank 0 (process 4708 on node7) was ended by SIGABRT: "),
+        ((4708, None), "rank 0 (process 4708) was ended by SIGKILL: "),
+        ((4708, 6), "rank 0 (process 4708) was ended by SIGABRT: "),
         ((99, 0), "a rank was ended by SIGKILL: "),
     ],
 )
 def test_what_the_guard_has_seen_counts_more_than_the_launchers_words(first, said):
     assert launch._killed(BANNER, {4711: 3, 4708: 0}, first).startswith(said)
+
+
+def test_what_the_guard_has_seen_needs_no_words_of_the_launcher():
+    assert launch._killed("", {4708: 0}, (4708, 9)).startswith("rank 0 (process 4708) was ended by SIGKILL: ")
+    assert launch._killed("", {4708: 0}, (4708, None)) == launch._killed("", {4708: 0}, (4708, 0)) == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs files for processes")
+@pytest.mark.parametrize(
+    "version, leave", [("HYDRA build details:", "-disable-auto-cleanup -n 2"), ("mpirun (Open MPI)", "-n 2")]
+)
+def test_only_mpichs_launcher_is_told_to_leave_the_ranks_to_us(tmp_path, monkeypatch, capfd, version, leave):
+    script = f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}" && exit\nprintf "%s " "$@"\n'
+    (tmp_path / "mpiexec").write_text(script)
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setattr(launch, "mpiexec", lambda: str(tmp_path / "mpiexec"))
+    assert launch.start(2, ["train"]) == 0
+    assert capfd.readouterr().out.startswith(f"{leave} {sys.executable} ")
 
 
 def test_a_rank_that_has_said_itself_why_it_ends_gives_the_status(launcher, monkeypatch, tmp_path, capfd):
