@@ -35,6 +35,7 @@ class LazyModule:
 
 tl = LazyModule("triton.language")
 gl = LazyModule("triton.experimental.gluon.language")
+ampere = LazyModule("triton.experimental.gluon.language.nvidia.ampere")
 hopper = LazyModule("triton.experimental.gluon.language.nvidia.hopper")
 
 

@@ -45,8 +45,9 @@ STAGES = (
     Stage("first", "first", "same", 20, "the same as a graph: equal bits", ("works",)),
     Stage("first", "first", "pace", 30, "20 timed steps, and what the card can do", ("same",)),
     Stage("correct", "correct", "graph", 50, "a step captured and replayed: the bits of single launches"),
-    Stage("correct", "correct", "kernels", 290, "every kernel test on the device"),
+    Stage("correct", "correct", "kernels", 270, "every kernel test on the device"),
     Stage("correct", "correct", "equal", 130, "ten steps of gpt2-124m beside the CPU backend"),
+    Stage("correct", "signs", "signs", 30, "products of signs: exact by tensor cores and by popc, and in turns"),
     Stage("speed", "speed", "step", 200, "steps of gpt2-124m beside torch.compile, in turns; memory"),
     Stage("speed", "speed", "gemm", 120, "each matrix product beside cuBLAS"),
     Stage(

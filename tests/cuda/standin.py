@@ -9,6 +9,7 @@ from cuda.bindings import driver as real
 
 from barellm.cuda.compile import Code, Descriptor
 from barellm.cuda.kernel import Specialisation
+from tests.simulators.gluon_stub import has_roles
 
 ROW = 128  # bytes of a row of shared memory as the tensor memory accelerator fills it: the widest swizzle
 SHARED = 64 << 10
@@ -65,5 +66,6 @@ def descriptor(type_: str) -> Descriptor:
 
 def code(spec: Specialisation, arch: int, cubin: bytes) -> Code:
     maps = tuple(descriptor(type_) for _, type_ in spec.signature if type_.startswith("tensormap<"))
-    threads = ROLES_THREADS if spec.function.dialect == "gluon" else 32 * dict(spec.options)["num_warps"]
+    roles = spec.function.dialect == "gluon" and has_roles(spec.function)
+    threads = ROLES_THREADS if roles else 32 * dict(spec.options)["num_warps"]
     return Code(spec.name, arch, threads, SHARED, tuple(kinds(spec.signature)), layout(spec.signature), maps, cubin)

@@ -195,15 +195,20 @@ def exponents_specs() -> dict[Specialisation, str]:
 
 
 def sign_specs() -> dict[Specialisation, str]:
-    """Products of signs at GPT-2's width, with their gradients."""
+    """Products of signs at GPT-2's width, with their gradients; also of one row, and as cards count whose tensor cores do not."""
     p = Program(Store(), compute="bf16")
     x = p.input("x", (Dim("batch", 64), Dim("seq", 1024), 768), "fp32")
     h = p.binary_linear(p.linear(x, p.parameter("w0", (768, 768))), p.parameter("w1", (768, 768)))
     rows = (Dim("batch", 64), Dim("seq", 1024))
     p.output("loss", p.classifier(h, p.parameter("head", (64, 768)), p.input("targets", rows), valid_vocab=64))
     p.backward(p.named["loss"])
-    names = ("pack_signs", "unpack_signs", "straight_through", "binary_matmul")
-    return {s: op for s, op in lower_and_plan({"p": p}, Target(90)).specs.items() if s.name in names}
+    one = Program(Store(), compute="bf16")
+    row = one.input("x", (Dim("batch", 1), Dim("seq", 1), 2000), "fp32")
+    one.output("y", one.binary_linear(row, one.parameter("w", (1000, 2000))))
+    names = ("pack_signs", "unpack_signs", "straight_through", "binary_mma")
+    found = {s: op for s, op in lower_and_plan({"p": p, "one": one}, Target(90)).specs.items() if s.name in names}
+    others = lower_and_plan({"p": p}, Target(100)).specs
+    return found | {s: op for s, op in others.items() if s.name == "binary_matmul"}
 
 
 def stream_specs() -> dict[Specialisation, str]:

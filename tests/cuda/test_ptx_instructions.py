@@ -26,6 +26,7 @@ def one(instruction: str, given: np.ndarray, out: str) -> np.ndarray:
 
 
 FLOATS = np.array([0.0, -0.0, 1.5, -2.5, 0.5, 1e10, -1e10, np.inf, -np.inf, np.nan, 2.5, 1e-40, -3e-39, 255.7], "f4")
+PAIRS = np.array([0x3F80BF80, 0xC0003F01, 0x80000000, 0x00018001, 0xFF807F80], "u4")  # of bf16
 MOST, LEAST = 2**31 - 1, -(2**31)
 INTEGERS = np.array([0, 1, -1, 2, 31, 32, 2**31 - 1, -(2**31), 12345, -98765], "i4")
 
@@ -54,6 +55,8 @@ INTEGERS = np.array([0, 1, -1, 2, 31, 32, 2**31 - 1, -(2**31), 12345, -98765], "
         ("bfe.s32 %r2, %r1, 0, 4", np.arange(-8, 8, dtype="i4") & 15, np.r_[-8:8].astype("i4")),
         ("bfe.u32 %r2, %r1, 28, 14", INTEGERS, INTEGERS.view("u4") >> 28),
         ("prmt.b32 %r2, %r1, 0, 0x0123", INTEGERS, INTEGERS.byteswap()),
+        ("abs.bf16x2 %r2, %r1", PAIRS, PAIRS & 0x7FFF7FFF),
+        ("neg.bf16x2 %r2, %r1", PAIRS, PAIRS ^ 0x80008000),
         ("popc.b32 %r2, %r1", INTEGERS, np.array([bin(v).count("1") for v in INTEGERS.view("u4").tolist()], "u4")),
         ("clz.b32 %r2, %r1", INTEGERS, np.array([32 - v.bit_length() for v in INTEGERS.view("u4").tolist()], "u4")),
         ("cvt.s64.s32 %rd6, %r1", INTEGERS, INTEGERS.astype("i8")),

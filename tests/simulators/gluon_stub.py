@@ -337,7 +337,11 @@ STUBS = {"triton.language": tl, "triton.experimental.gluon.language": gl}
 STUBS["triton.experimental.gluon.language.nvidia.hopper"] = hopper
 
 
-def materialised(function: DeviceFunction, edits: dict[str, tuple[str, str]] | None = None) -> Callable[..., None]:
+def materialised(
+    function: DeviceFunction,
+    edits: dict[str, tuple[str, str]] | None = None,
+    stubs: dict[str, Any] = STUBS,
+) -> Callable[..., None]:
     """The function over the stubs. `edits`: {function: (old, new)} in the source of those it calls, for tests of the tests."""
     edits = dict(edits or {})
     spaces: dict[str, dict[str, Any]] = {}
@@ -348,7 +352,7 @@ def materialised(function: DeviceFunction, edits: dict[str, tuple[str, str]] | N
         made = spaces[module] = {}
         for name, value in vars(sys.modules[module]).items():
             if isinstance(value, LazyModule):
-                made[name] = STUBS[value.module]
+                made[name] = stubs[value.module]
             elif isinstance(value, constant):
                 made[name] = value.value
             elif isinstance(value, DeviceFunction) and value.module != module:
@@ -362,6 +366,11 @@ def materialised(function: DeviceFunction, edits: dict[str, tuple[str, str]] | N
     found = space(function.module)[function.name]
     assert not edits, f"no function to edit: {sorted(edits)}"
     return found
+
+
+def has_roles(kernel: DeviceFunction) -> bool:
+    """Whether the warps of a Gluon kernel have roles, or all do the same."""
+    return "warp_specialize" in kernel.function.__code__.co_names
 
 
 def _function(device: DeviceFunction, names: dict[str, Any], edit: tuple[str, str] | None) -> Callable[..., Any]:

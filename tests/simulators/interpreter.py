@@ -35,8 +35,8 @@ from triton.runtime.jit import JITFunction
 
 from barellm.cuda.kernel import Counter, Launch, Sizes, Specialisation, Table, TensorMap
 from barellm.runtime.lowering import Region
-from tests.simulators import gluon_machine, interpreter_types
-from tests.simulators.gluon_stub import ASM
+from tests.simulators import gluon_block, gluon_machine, interpreter_types
+from tests.simulators.gluon_stub import ASM, has_roles
 
 EIGHTS = {tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn), tl.float8e5: np.dtype(ml_dtypes.float8_e5m2)}
 SHORT = {tl.bfloat16: np.dtype(ml_dtypes.bfloat16), **EIGHTS}  # floats that NumPy does not know
@@ -144,7 +144,7 @@ def execute(
     has them."""
     if spec.function.dialect == "gluon":
         with interpreting():
-            gluon_machine.execute(spec, values, grid, backward)
+            (gluon_machine if has_roles(spec.function) else gluon_block).execute(spec, values, grid, backward)
         return
     nx, ny, nz = (*grid, 1, 1)[:3]
     blocks = blocks or [(x, y, z) for z in range(nz) for y in range(ny) for x in range(nx)]

@@ -1,8 +1,8 @@
 """Signs in words of 32 bits, and their products. Shapes: x, signs (rows, K), words (rows, W), b (N, W), y (rows, N), with W =
 ceil(K / 32).
 
-Ones are counted by popc, 16 words a clock and multiprocessor on Hopper. The tensor cores' products of single bits (mma with b1
-operands) have no words in Triton: such an instruction takes a fragment of registers, which cannot be named there.
+Products are done by tensor cores where they multiply single bits (binary_mma.py), from sm_80 to sm_90. Later cards have no such
+instruction, and ptxas would make a call of it. There ones are counted by popc, 16 words a clock and multiprocessor.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernels import binary_mma
+from barellm.cuda.kernels.binary_mma import ones
 from barellm.cuda.kernels.common import flat, keep, pow2, sweep
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import PLANES
@@ -89,14 +91,6 @@ def lower_straight_through(op: Any, c: Lowering) -> None:
 
 
 @device
-def ones(x):
-    """How many bits of each word (uint32) are set. The compiler knows this arithmetic and makes one instruction of it, popc."""
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    return (((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
-
-
-@device
 def binary_matmul(
     y, a, b, scalars, rows, N: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, MODE: tl.constexpr,
@@ -116,6 +110,9 @@ def binary_matmul(
 
 @lowering("binary_matmul", starts="y", also={"a": "i32", "b": "i32"})
 def lower_binary_matmul(op: Any, c: Lowering) -> None:
+    if binary_mma.FIRST <= c.target.arch <= binary_mma.LAST:
+        binary_mma.launch(op, c)
+        return
     (N, W), rows = (int(n) for n in op.b.shape), c.rows(op.y)
     wide = min(TILE, max(16, pow2(N)))
     c.launch(

@@ -75,16 +75,15 @@ def _simple(*opcodes: str, floats: Callable[..., Array] | None, integers: Callab
     @op(*opcodes)
     def run(m: Machine, i: Instruction, threads: Array) -> None:
         type_ = i.modifiers[-1]
-        if type_ == "f16x2" and floats is not None:
+        if type_ in ("f16x2", "bf16x2") and floats is not None:
+            half = np.dtype(np.float16) if type_ == "f16x2" else BF16
             words = [np.broadcast_to(m.read(o, threads, "b32"), threads.shape) for o in i.operands[1:]]
-            halves = floats(*(np.ascontiguousarray(word).view(np.float16) for word in words))
-            m.write(i.operands[0], threads, halves.view(np.uint32))
+            halves = floats(*(np.ascontiguousarray(word).view(half).astype(np.float32) for word in words))
+            m.write(i.operands[0], threads, halves.astype(half).view(np.uint32))
             return
         function = floats if TYPES[type_].kind in "fV" else integers
         if function is None:
             raise Fault(f"no machine knows {i.opcode}")
-        if type_ == "bf16x2":
-            type_ = "b32"
         give(m, i, threads, np.asarray(function(*values_of(m, i, threads, type_)), TYPES[type_]))
 
 

@@ -1,7 +1,8 @@
 """Where the elements of a matrix lie: in the registers of a warp, and in shared memory as a descriptor of wgmma has it. By the PTX
 ISA's sections on mma, ldmatrix and wgmma; pure functions of arrays.
 
-A register holds 32 bits: two elements of bf16 or f16, the lower half first, or one of tf32 or fp32. A lane's number is 4 g + t.
+A register holds 32 bits: two elements of bf16 or f16, the lower half first, one of tf32, fp32 or s32, or 32 of b1, the lowest
+first. A lane's number is 4 g + t.
 """
 
 from __future__ import annotations
@@ -35,26 +36,28 @@ def b_fragment(registers: np.ndarray, kind: str) -> np.ndarray:
     return split.transpose(*batch, r, t, e, g).reshape(*parts.shape[1:-2], n * 4 * width, 8)
 
 
-def c_fragment(registers: np.ndarray) -> np.ndarray:
-    """The sums (..., 16, 2 n) from n registers of fp32: register 4 j + 2 h + e has row g + 8 h, column 8 j + 2 t + e."""
+def c_fragment(registers: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+    """The sums (..., 16, 2 n) from n registers of fp32 or s32: register 4 j + 2 h + e has row g + 8 h, column 8 j + 2 t + e."""
     n = len(registers)
-    split = registers.view(np.float32).reshape(n // 4, 2, 2, *registers.shape[1:-1], 8, 4)
+    split = registers.view(dtype).reshape(n // 4, 2, 2, *registers.shape[1:-1], 8, 4)
     j, h, e, *batch, g, t = range(split.ndim)
     return split.transpose(*batch, h, g, j, t, e).reshape(*registers.shape[1:-1], 16, 2 * n)
 
 
-def c_registers(sums: np.ndarray) -> np.ndarray:
+def c_registers(sums: np.ndarray, dtype: type = np.float32) -> np.ndarray:
     """The inverse of `c_fragment`: registers (n, ..., 32)."""
     *batch, rows, cols = sums.shape
     assert rows == 16
-    split = sums.astype(np.float32).reshape(*batch, 2, 8, cols // 8, 4, 2)
+    split = sums.astype(dtype).reshape(*batch, 2, 8, cols // 8, 4, 2)
     first = len(batch)
     h, g, j, t, e = range(first, first + 5)
     return split.transpose(j, h, e, *range(first), g, t).reshape(cols // 2, *batch, LANES).view(np.uint32)
 
 
 def elements(registers: np.ndarray, kind: str) -> np.ndarray:
-    """fp32 of each element, on a new last axis: 2 of bf16 or f16, 1 of tf32, of which tensor cores see 19 bits."""
+    """fp32 of each element, on a new last axis: 2 of bf16 or f16, 1 of tf32, of which tensor cores see 19 bits, 32 of b1."""
+    if kind == "b1":
+        return (registers[..., None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)).astype(np.float32)
     if kind == "tf32":
         return (registers & np.uint32(0xFFFFE000)).view(np.float32)[..., None]
     if kind == "f16":

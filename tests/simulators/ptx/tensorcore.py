@@ -89,6 +89,9 @@ def mma(m: Machine, i: Instruction, threads: np.ndarray) -> None:
     m.whole(threads)
     rows, cols, depth = shape_of(i)
     assert (rows, cols) == (16, 8) and i.modifiers[1:5:3] == ("aligned", "col"), i.text
+    if i.modifiers[-2:] == ("and", "popc"):
+        bits(m, i, threads, depth)
+        return
     dtypes = i.modifiers[-4:]
     assert dtypes[0] == dtypes[3] == "f32" and dtypes[1] == dtypes[2], i.text
     a = fragments.a_fragment(registers(m, i.operands[1], threads), dtypes[1])
@@ -97,6 +100,16 @@ def mma(m: Machine, i: Instruction, threads: np.ndarray) -> None:
     with np.errstate(all="ignore"):
         sums = fragments.c_fragment(registers(m, i.operands[3], threads)) + a @ b
     keep(m, i.operands[0], threads, fragments.c_registers(sums))
+
+
+def bits(m: Machine, i: Instruction, threads: np.ndarray, depth: int) -> None:
+    """Counts, in s32, of the places where a row of one-bit elements and a column of them both are one."""
+    assert i.modifiers[-6:-2] == ("s32", "b1", "b1", "s32") and depth == 256, i.text
+    a = fragments.a_fragment(registers(m, i.operands[1], threads), "b1")
+    b = fragments.b_fragment(registers(m, i.operands[2], threads), "b1")
+    assert a.shape[-1] == b.shape[-2] == depth, i.text
+    sums = fragments.c_fragment(registers(m, i.operands[3], threads), np.int32) + (a @ b).astype(np.int32)
+    keep(m, i.operands[0], threads, fragments.c_registers(sums, np.int32))
 
 
 # --- wgmma ---

@@ -69,6 +69,30 @@ def test_operands_of_tf32():
     assert (found[0] == np.array([[number(r, c) for c in range(8)] for r in range(8)])).all()
 
 
+def test_operands_of_single_bits():
+    """mma.m16n8k256 of .b1: row and column of a_i and b_i, bit i mod 32 of register i / 32; and of a sum in s32."""
+    r = np.random.default_rng(5)
+    a, b = r.integers(0, 2, (16, 256)), r.integers(0, 2, (256, 8))
+    a_registers, b_registers = np.zeros((4, 1, 32), np.uint32), np.zeros((2, 1, 32), np.uint32)
+    for lane in range(32):
+        group, thread = lane >> 2, lane % 4
+        for i in range(128):
+            row = group if i < 32 or 64 <= i < 96 else group + 8
+            col = thread * 32 + (i & 0x1F) + (0 if i < 64 else 128)
+            a_registers[i // 32, 0, lane] |= np.uint32(a[row, col] << i % 32)
+        for i in range(64):
+            row = thread * 32 + (i & 0x1F) + (0 if i < 32 else 128)
+            b_registers[i // 32, 0, lane] |= np.uint32(b[row, group] << i % 32)
+    assert (fragments.a_fragment(a_registers, "b1")[0] == a).all()
+    assert (fragments.b_fragment(b_registers, "b1")[0] == b).all()
+    sums = r.integers(-(2**31), 2**31, (1, 16, 8)).astype(np.int32)
+    registers = fragments.c_registers(sums, np.int32)
+    for lane in range(32):
+        for i in range(4):
+            assert registers[i, 0, lane].view(np.int32) == sums[0, lane // 4 + 8 * (i // 2), lane % 4 * 2 + (i & 1)]
+    assert (fragments.c_fragment(registers, np.int32) == sums).all()
+
+
 @pytest.mark.parametrize("cols", [8, 16, 256])
 def test_sums(cols):
     """wgmma's "Matrix fragments for .f32": row and column of d_i in the thread of a warp; mma's are those of 8 columns."""
