@@ -26,8 +26,9 @@ from barellm.runtime.lowering import Region
 assert gpu and GPU_RUNGS
 DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 REGISTERS, SHARED_KIB, THREADS, BLOCKS = 65536, 228, 2048, 32  # of a multiprocessor of Hopper
-# LDSM and STSM move four or eight pieces of 8 x 8 numbers between registers and shared memory with one instruction.
-SHOWN = ("FFMA", "HGMMA", "LDG", "STG", "LDS", "LDSM", "STS", "STSM", "UTMALDG", "UTMASTG", "BAR")
+# LDSM and STSM move four or eight pieces of 8 x 8 numbers between registers and shared memory with one instruction. "multicast":
+# those of UTMALDG that write into the shared memory of several blocks.
+SHOWN = ("FFMA", "HGMMA", "LDG", "STG", "LDS", "LDSM", "STS", "STSM", "UTMALDG", "multicast", "UTMASTG", "BAR")
 SCALARS_BYTES = 4096
 ROWS_CHECKED = 64
 
@@ -43,7 +44,9 @@ def facts_of(code: Code) -> dict[str, Any]:
     """What ptxas says of a kernel, and how often it has the instructions that matter."""
     sass = device_code.disassembled(code.cubin)
     found = device_code.read(code.cubin, shared=code.shared_bytes, sass=sass)
-    names = Counter(m[1].split(".")[0] for m in re.finditer(device_code.INSTRUCTION, sass))
+    words = [m[1].split(".") for m in re.finditer(device_code.INSTRUCTION, sass)]
+    names = Counter(name for name, *_ in words)
+    names["multicast"] = sum("MULTICAST" in rest for _, *rest in words)
     wide = {name: n for name, n in found.widths.items() if name.endswith(".128")}
     return {
         "threads": code.threads,
@@ -63,7 +66,7 @@ def facts(rungs: list[GpuRung], size: int) -> list[dict[str, Any]]:
     rows = []
     for r, spec in specs.items():
         head = {"number": r.number, "name": r.name, "file": r.file, "changes": r.changes, "dtype": r.dtype}
-        rows.append(head | facts_of(codes[spec]))
+        rows.append(head | facts_of(r.mended(spec, codes[spec])))
     return rows
 
 
@@ -83,7 +86,8 @@ class OnGpu:
             self.memory[tensor].write(0, np.ascontiguousarray(values).reshape(-1).view(np.uint8), context.stream)
         self.scalars = driver.DeviceMemory(SCALARS_BYTES)
         self.scalars.fill(0, 0, SCALARS_BYTES, context.stream)
-        self.kernel = Kernel(bench.compiled([launch.spec], device.arch, processes=1)[launch.spec], device)
+        code = bench.compiled([launch.spec], device.arch, processes=1)[launch.spec]
+        self.kernel = Kernel(rung.mended(launch.spec, code), device)
         self.bound = BoundLaunch(launch, self.kernel, Sizes(), self._address, self.scalars.address)
 
     def _address(self, region: Any) -> int:

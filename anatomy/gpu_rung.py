@@ -8,20 +8,25 @@ memory, who waits.
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from barellm.cuda.kernel import Launch, Lowering, Target, TensorMap
+from barellm.cuda.compile import Code, triton_compile
+from barellm.cuda.kernel import Launch, Lowering, Specialisation, Target, TensorMap
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import part
 
 HOPPER = Target(arch=90)
 GPU_RUNGS: list[GpuRung] = []
+Mend = Callable[[str], str]
 
 
 @dataclass
@@ -64,9 +69,12 @@ class Product:
 
 @dataclass(frozen=True)
 class GpuRung:
+    """`mend`: what is changed in the PTX that Triton makes of the kernel, where it has no words for it."""
+
     name: str
     build: Callable[[Product], None]
     dtype: str
+    mend: Mend | None = None
 
     @property
     def number(self) -> int:
@@ -90,12 +98,43 @@ class GpuRung:
         assert isinstance(launch, Launch)
         return product, launch
 
+    def ptx(self, spec: Specialisation) -> str:
+        """The rung's PTX for sm_90a, mended."""
+        return (self.mend or str)(triton_compile(spec, HOPPER.arch).asm["ptx"])
 
-def gpu_rung(name: str, *, dtype: str) -> Callable[[Callable[[Product], None]], Callable[[Product], None]]:
+    def mended(self, spec: Specialisation, code: Code) -> Code:
+        """The machine code, of the mended PTX where the rung mends it. Only that is compiled again."""
+        return replace(code, cubin=assembled(self.ptx(spec))) if self.mend else code
+
+
+def assembled(ptx: str) -> bytes:
+    """The machine code that ptxas makes of PTX for sm_90a, with the options that Triton gives it."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        command = [
+            knobs.nvidia.ptxas.path,
+            "-lineinfo",
+            "-suppress-debug-info",
+            "--gpu-name=sm_90a",
+            source,
+            "-o",
+            cubin,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return cubin.read_bytes()
+
+
+def gpu_rung(
+    name: str, *, dtype: str, mend: Mend | None = None
+) -> Callable[[Callable[[Product], None]], Callable[[Product], None]]:
     """Make a function that launches a product the next rung of the GPU's ladder."""
 
     def add(build: Callable[[Product], None]) -> Callable[[Product], None]:
-        GPU_RUNGS.append(GpuRung(name, build, dtype))
+        GPU_RUNGS.append(GpuRung(name, build, dtype, mend))
         return build
 
     return add

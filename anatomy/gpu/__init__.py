@@ -13,4 +13,5 @@ from anatomy.gpu import r10_roles  # noqa: F401
 from anatomy.gpu import r11_persistent  # noqa: F401
 from anatomy.gpu import r12_tma_stores  # noqa: F401
 from anatomy.gpu import r13_hilbert  # noqa: F401
-from anatomy.gpu import r14_shipped  # noqa: F401
+from anatomy.gpu import r14_clusters  # noqa: F401
+from anatomy.gpu import r15_shipped  # noqa: F401

@@ -37,6 +37,7 @@ class Barrier:
     missing: int = field(init=False)
     nbytes: int = 0
     arrived: int = 0  # copies
+    told: bool = False  # to other blocks of the cluster
     known: np.ndarray | None = None
     past: np.ndarray | None = None
 
@@ -66,7 +67,7 @@ def _barrier(m: Machine, address: int) -> Barrier:
 def _each(m: Machine, i: Instruction, threads: np.ndarray, operand: Address) -> list[tuple[int, int, int]]:
     """(thread, warp, address) of each thread."""
     at = np.broadcast_to(m.address(operand, threads), threads.shape).astype(np.int64)
-    m.check_shared(at.astype(np.uint64), threads, 8)
+    m.check_shared(at.astype(np.uint64), threads, 8, anywhere="shared::cluster" in i.modifiers)
     return [(int(t), int(t) // LANES, int(a)) for t, a in zip(threads, at, strict=True)]
 
 
@@ -96,7 +97,13 @@ def arrive(m: Machine, i: Instruction, threads: np.ndarray) -> None:
 
 
 def _seen(m: Machine, warp: int, at: int) -> None:
-    """The mbarrier must have been made, as far as this warp can know."""
+    """The mbarrier must have been made, as far as this warp can know. Another block's must be told, and its block be there."""
+    block = m.block_of(at)
+    if block != warp // m.block_warps:
+        if not _barrier(m, at).told:
+            raise Fault("an mbarrier of another block was not fenced for its cluster")
+        if m.ended.reshape(-1, m.block_warps)[block].all():
+            raise Fault("an mbarrier's block has ended")
     m.order.read(np.array([warp]), m.order.at(np.array([at]), 8))
 
 
@@ -194,15 +201,25 @@ def _inside(box: Box, descriptor: Descriptor, row: int, column: int) -> tuple[sl
 
 @op("cp.async.bulk.tensor")
 def copy(m: Machine, i: Instruction, threads: np.ndarray) -> None:
-    """One box, by each active thread."""
+    """One box, by each active thread; of multicast, to each block whose rank is a bit of the mask, and to its mbarrier."""
     loads = "mbarrier::complete_tx::bytes" in i.opcode
-    assert "2d" in i.modifiers and "multicast" not in i.opcode and "im2col" not in i.opcode, i.text
+    assert "2d" in i.modifiers and "im2col" not in i.opcode, i.text
     for thread in threads.tolist():
         one = np.array([thread])
         if loads:
-            to, source, at = i.operands
+            to, source, at, *mask = i.operands
             assert isinstance(to, Address) and isinstance(source, Address) and isinstance(at, Address)
-            _load(m, i, thread, int(m.address(to, one)[0]), source, int(m.address(at, one)[0]))
+            assert bool(mask) == ("multicast::cluster" in i.modifiers), i.text
+            places = np.concatenate([m.address(to, one), m.address(at, one)])
+            if mask:
+                bits = int(m.read(mask[0], one, "u16").flat[0])
+                assert 0 < bits < 1 << m.cluster, f"a copy to blocks {bits:#b} of a cluster of {m.cluster}"
+                ranks = [np.array([rank]) for rank in range(m.cluster) if bits >> rank & 1]
+                everywhere = [m.elsewhere(places, one, rank) for rank in ranks]
+            else:
+                everywhere = [places]
+            for start, barrier in everywhere:
+                _load(m, i, thread, int(start), source, int(barrier))
         else:
             to, source = i.operands
             assert isinstance(to, Address) and isinstance(source, Address)
@@ -212,7 +229,9 @@ def copy(m: Machine, i: Instruction, threads: np.ndarray) -> None:
 def _load(m: Machine, i: Instruction, thread: int, start: int, source: Address, at: int) -> None:
     box, descriptor, row, column = _box(m, i, thread, source)
     to = slots(descriptor, start)
-    m.check_shared(to.reshape(-1).astype(np.uint64), np.array([thread]), 16)
+    m.check_shared(
+        to.reshape(-1).astype(np.uint64), np.array([thread]), 16, anywhere="multicast::cluster" in i.modifiers
+    )
     _seen(m, thread // LANES, at)
     if m.order.unfenced[m.order.at(np.array([at]), 8)].any():
         raise Fault("the mbarrier of a copy was made without a fence")

@@ -34,6 +34,7 @@ def branch_by_index(m: Machine, i: Instruction, active: Array, warps: Array) -> 
 @move("ret", "exit")
 def end(m: Machine, i: Instruction, active: Array, warps: Array) -> Moves:
     gone = warps[:0] if not len(active) else m.whole(active)
+    m.ended[gone] = True
     return [(i.number + 1, np.setdiff1d(warps, gone))]
 
 

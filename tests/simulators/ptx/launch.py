@@ -15,7 +15,7 @@ from barellm.cuda.compile import Code, Descriptor
 from barellm.cuda.kernel import Specialisation
 from barellm.runtime import artefacts
 from tests.simulators.interpreter import Box, Memory, Parameter, Pointer, Words
-from tests.simulators.ptx import arithmetic, asynchronous, flow, lanes, memory, tensorcore  # noqa: F401  (fill the registry)
+from tests.simulators.ptx import arithmetic, asynchronous, cluster, flow, lanes, memory, tensorcore  # noqa: F401  (fill the registry)
 from tests.simulators.ptx.machine import PARAMETERS_AT, WINDOW, Counts, Machine, Run
 from tests.simulators.ptx.parse import parse
 
@@ -59,8 +59,11 @@ def execute(
     packed, maps = pack(spec, code, values, operands)
     nx, ny, nz = (*grid, 1, 1)[:3]
     blocks = np.array([(x, y, z) for z in range(nz) for y in range(ny) for x in range(nx)])
-    blocks = blocks[np.random.default_rng(run.seed).permutation(len(blocks))]
-    step = max(1, TOGETHER // code.threads)
+    size = kernel.cluster
+    assert nx % size == 0, f"{spec.name}: a grid of {nx} blocks in clusters of {size}"
+    clusters = np.random.default_rng(run.seed).permutation(len(blocks) // size)
+    blocks = blocks.reshape(-1, size, 3)[clusters].reshape(-1, 3)
+    step = max(1, TOGETHER // code.threads // size) * size
     for k in range(0, len(blocks), step):
         some = [tuple(block) for block in blocks[k : k + step].tolist()]
         machine = Machine(

@@ -154,7 +154,8 @@ class Machine:
         self.shared = np.empty((n + 1, 1 << WINDOW), np.uint8)
         self.shared[:, :shared_bytes] = run.poison
         self.shared = self.shared.reshape(-1)
-        self.order = Order(n, self.block_warps, shared_bytes)
+        self.cluster = kernel.cluster
+        self.order = Order(n, self.block_warps, shared_bytes, self.cluster)
         self.registers: dict[str, Array] = {}
         self.kinds = {name: _storage(type_) for name, type_ in kernel.registers.items()}
         self.specials = self._specials(np.array(blocks, np.uint32).reshape(n, 3), grid)
@@ -165,6 +166,7 @@ class Machine:
         self.expected = np.zeros((n, 16), np.int64)
         self.waiting = np.full(len(self.all_warps), -1)  # for which barrier a warp waits
         self.resume = np.zeros(len(self.all_warps), np.int64)
+        self.ended = np.zeros(len(self.all_warps), bool)
 
     def _specials(self, blocks: Array, grid: tuple[int, int, int]) -> dict[str, Array]:
         tid = np.arange(self.threads, dtype=np.uint32)
@@ -173,7 +175,9 @@ class Machine:
         found |= {f"%ctaid.{axis}": np.repeat(blocks[:, k], self.threads) for k, axis in enumerate("xyz")}
         constants = {f"%nctaid.{axis}": size for axis, size in zip("xyz", grid, strict=True)}
         constants |= {"%ntid.x": self.threads, "%ntid.y": 1, "%ntid.z": 1, "%tid.y": 0, "%tid.z": 0}
-        constants |= {"%cluster_ctarank": 0, "%cluster_ctaid.x": 0}
+        rank = blocks[:, 0] % self.kernel.cluster
+        assert (rank == np.arange(n) % self.kernel.cluster).all(), "blocks of a cluster run at once, in their order"
+        found |= {name: np.repeat(rank, self.threads) for name in ("%cluster_ctarank", "%cluster_ctaid.x")}
         return found | {name: np.full(len(self.everyone), value, np.uint32) for name, value in constants.items()}
 
     # --- what instructions read and write ---
@@ -247,6 +251,10 @@ class Machine:
     def blocks(self, threads: Array) -> Array:
         return threads // self.threads
 
+    def block_of(self, address: int) -> int:
+        """Whose shared memory an address is in."""
+        return (address >> WINDOW) - 1
+
     def window(self, threads: Array) -> Array:
         """The address at which the shared memory of a thread's block begins."""
         return (self.blocks(threads).astype(np.uint64) + np.uint64(1)) << np.uint64(WINDOW)
@@ -262,9 +270,26 @@ class Machine:
             raise Fault("only some threads of a warp take part")
         return found
 
-    def check_shared(self, addresses: Array, threads: Array, nbytes: int, align: int | None = None) -> None:
-        """Fault where bytes are not all in the shared memory of the thread's own block, or begin where they must not."""
+    def elsewhere(self, addresses: Array, threads: Array, rank: Array) -> Array:
+        """The addresses, in the shared memory of the block of that rank in the threads' cluster."""
+        own = self.specials["%cluster_ctarank"][threads].astype(np.int64)
+        return (addresses.astype(np.int64) + (rank.astype(np.int64) - own << WINDOW)).astype(addresses.dtype)
+
+    def check_shared(
+        self, addresses: Array, threads: Array, nbytes: int, align: int | None = None, *, anywhere: bool = False
+    ) -> None:
+        """Fault where bytes are not all in the shared memory of the thread's own block, or begin where they must not. `anywhere`:
+        of some block of its cluster."""
         start = self.window(threads)
+        if anywhere:
+            rank = (
+                (addresses >> np.uint64(WINDOW)).astype(np.int64)
+                - 1
+                - self.blocks(threads) // self.cluster * self.cluster
+            )
+            if ((rank < 0) | (rank >= self.cluster)).any():
+                raise Fault("an address is in no block of the cluster")
+            start = self.elsewhere(start, threads, rank)
         outside = (addresses < start) | (addresses + np.uint64(nbytes) > start + np.uint64(self.shared_bytes))
         if outside.any():
             at = int(addresses[outside][0]) - int(start[outside][0])

@@ -51,14 +51,16 @@ class Held:
 
 
 class Order:
-    """Of the accesses of some blocks, in words of `WORD` bytes. Warps are numbered over all blocks."""
+    """Of the accesses of some blocks, in words of `WORD` bytes. Warps are numbered over all blocks. Those of a `cluster` of blocks
+    work on each other's memory, as warps of one block do; below, a block with its warps is the whole cluster, if there is one."""
 
-    def __init__(self, blocks: int, block_warps: int, nbytes: int) -> None:
-        self.block_warps, self.words = block_warps, -(-nbytes // WORD)
-        local = np.tile(np.arange(block_warps), blocks)
-        self.seen = np.zeros((blocks * block_warps, block_warps + MOST_BARRIERS), np.int32)
+    def __init__(self, blocks: int, block_warps: int, nbytes: int, cluster: int = 1) -> None:
+        self.windows, self.words = cluster, -(-nbytes // WORD)
+        self.block_warps = block_warps = block_warps * cluster
+        local = np.tile(np.arange(block_warps), blocks // cluster)
+        self.seen = np.zeros((len(local), block_warps + MOST_BARRIERS), np.int32)
         self.seen[np.arange(len(local)), local] = 1
-        self.actors = np.full(blocks, block_warps)
+        self.actors = np.full(blocks // cluster, block_warps)
         count = blocks * self.words
         self.writer, self.written = np.full(count, -1, np.int16), np.zeros(count, np.int32)
         self.reads = np.zeros((block_warps, count), np.int32)
@@ -113,8 +115,9 @@ class Order:
     def fence(self, warps: Array) -> None:
         """What a warp wrote, or knows that others wrote, is there for the async proxy."""
         found = np.flatnonzero(self.unfenced)
-        for warp in warps[np.isin(warps // self.block_warps, found // self.words)]:
-            mine = found[found // self.words == warp // self.block_warps]
+        block = found // (self.words * self.windows)
+        for warp in warps[np.isin(warps // self.block_warps, block)]:
+            mine = found[block == warp // self.block_warps]
             self.unfenced[mine[self.seen[warp, self.writer[mine]] >= self.written[mine]]] = False
 
     # --- what goes on beside them ---

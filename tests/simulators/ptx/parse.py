@@ -96,13 +96,14 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """`most_registers`: of a thread. `registers`: name -> PTX type. `labels`: name -> number of the instruction behind it.
-    `tables`: of brx.idx."""
+    """`most_registers`: of a thread. `cluster`: blocks along x of one. `registers`: name -> PTX type. `labels`: name -> number of
+    the instruction behind it. `tables`: of brx.idx."""
 
     name: str
     target: str
     threads: int
     most_registers: int
+    cluster: int
     parameters: tuple[Parameter, ...]
     shared: tuple[str, ...]
     registers: dict[str, str]
@@ -127,11 +128,13 @@ def parse(ptx: str) -> Kernel:
     (target,) = re.findall(r"\.target (\w+)", head)
     threads = re.search(r"\.reqntid (\d+)", entry[3])
     most = re.search(r"\.maxnreg (\d+)", entry[3])
+    cluster = re.search(r"\.reqnctapercluster (\d+)(?:, 1, 1)?\s", entry[3])
     body = Body()
     body.read(ptx[entry.end() :])
     shared = re.findall(r"\.extern \.shared \.align \d+ \.b8 ([\w$]+)\[\]", head)
     return Kernel(
-        entry[1], target, int(threads[1]) if threads else 0, int(most[1]) if most else 255, _parameters(entry[2]),
+        entry[1], target, int(threads[1]) if threads else 0, int(most[1]) if most else 255,
+        int(cluster[1]) if cluster else 1, _parameters(entry[2]),
         tuple(shared), body.registers, tuple(body.instructions), body.labels, body.tables,
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""Rung 14, shipped: the kernel that barellm trains with on Hopper, called as it is. It has rung 12's structure and adds what
+"""Rung 15, shipped: the kernel that barellm trains with on Hopper, called as it is. It has rung 12's structure and adds what
 training needs: operands stored along either dimension, weight gradients in parts, bias, GELU and residual in the way out,
 which goes in blocks of 8 KiB so that the ring has four buffers. The lower half of a tile starts one product after the upper,
-so that one of them multiplies while the other stores. Read on in barellm/cuda/kernels/hopper.py. What is missing above it are
-clusters, two blocks that share their loads of B: Triton 3.6 has no multicast.
+so that one of them multiplies while the other stores. It has no clusters: rung 14 must first show on a GPU what they gain.
+Read on in barellm/cuda/kernels/hopper.py.
 """
 
 from __future__ import annotations
