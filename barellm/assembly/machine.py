@@ -16,7 +16,7 @@ from barellm.program.planner import Plan
 from barellm.program.ranks import Ranks
 from barellm.program.tensor import Tensor
 from barellm.runtime.backend import NAMES, backend
-from barellm.runtime.ranks import ALONE
+from barellm.runtime.ranks import ALONE, apart
 
 DEVICES = (*NAMES, "reference")
 ROWS = 4096  # of a matrix that are handed on at a time
@@ -186,7 +186,7 @@ def open_machine(
     trained or initialised then, only loaded."""
     check_device(device)
     config = resolved(config, device)
-    train = config.train
+    train, ranks = config.train, apart(ranks) if device == "cuda" else ranks
     programs = build_programs(config, training=training, positions=positions, rows=rows, scoring=scoring, ranks=ranks)
     programs = {name: p for name, p in programs.items() if not only or name in only}
     matrices: dict[str, Matrix] = {}

@@ -80,10 +80,12 @@ class Device:
     nbytes: int
     shared_bytes: int  # dynamic shared memory that a block may ask for
     driver: int
+    uuid: str = ""  # which no other GPU has
 
 
-def device() -> Device:
-    """The first GPU that CUDA_VISIBLE_DEVICES leaves. UserError where there is none that barellm can use."""
+def device(number: int = 0) -> Device:
+    """The GPU for rank `number` of this machine, of those that CUDA_VISIBLE_DEVICES leaves: the only one, where its launcher has
+    left it one. UserError where there is none that barellm can use."""
     cu = bindings()
     try:
         status = int(cu.cuInit(0)[0])
@@ -97,9 +99,14 @@ def device() -> Device:
     if version < OLDEST_DRIVER:
         found, oldest = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, OLDEST_DRIVER))
         raise UserError(f"the NVIDIA driver knows CUDA {found}, barellm's kernels need {oldest}: update the driver")
-    if not call("cuDeviceGetCount"):
+    count = int(call("cuDeviceGetCount"))
+    if not count:
         raise UserError("device cuda needs a GPU, and the NVIDIA driver sees none (CUDA_VISIBLE_DEVICES?)")
-    handle = call("cuDeviceGet", 0)
+    if count > 1 and number >= count:
+        raise UserError(
+            f"this machine has {count} GPUs, and rank number {number} on it (from 0) has none: start at most {count} here"
+        )
+    handle = call("cuDeviceGet", number if count > 1 else 0)
 
     def attribute(name: str) -> int:
         return int(call("cuDeviceGetAttribute", getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), handle))
@@ -116,6 +123,7 @@ def device() -> Device:
         int(call("cuDeviceTotalMem", handle)),
         attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         version,
+        bytes(call("cuDeviceGetUuid_v2", handle).bytes).hex(),
     )
 
 
@@ -175,6 +183,11 @@ class DeviceMemory:
             call("cuMemsetD8Async", self.address + start, value, nbytes, stream)
 
 
+def seen(address: int, nbytes: int) -> np.ndarray:
+    """The GPU's bytes at an address as an array that this process must not read: for what follows from where they lie."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
 class PinnedMemory:
     """A piece of memory of the host that the GPU reads while the processor goes on. `array` shows it as uint8."""
 
@@ -200,6 +213,10 @@ class Event:
         """While a graph is captured: each of its launches records the event."""
         external = bindings().CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
         call("cuEventRecordWithFlags", self.handle, stream, int(external))
+
+    def hold(self, stream: Any) -> None:
+        """What is put on the stream from now on waits for it. While a graph is captured, the stream becomes a part of that."""
+        call("cuStreamWaitEvent", stream, self.handle, 0)
 
     def wait(self) -> None:
         """Block until it is reached; at once where it was never recorded."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from barellm.cuda.kernels.activations import ACTIVATIONS
+from barellm.cuda.kernels.collectives import sum_unit
 from barellm.cuda.kernels.common import matrix_unit, unit_of
 from barellm.program.fusion import Fusion
 from barellm.program.grouping import Alike
@@ -90,6 +91,7 @@ GROUPS: dict[str, Alike] = {
     "uniform_init": lambda op: (op.param.dtype, op.param.shape[-1], unit_of(op.param)),
     "constant_init": lambda op: (op.param.dtype, unit_of(op.param)),
     "sum_squares": lambda op: unit_of(op.x),
+    "add_ranks": lambda op: (op.rank, op.others.shape[0], sum_unit(op)),
     "adamw": alike_adam,
     "cautious_adam": alike_adam,
     "muon_momentum": lambda op: (op.clip, op.u.dtype, matrix_unit(op, op.grad), op.nesterov),

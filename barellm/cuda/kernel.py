@@ -243,7 +243,30 @@ class LibraryProduct:
         return self.spec.mode == "start"
 
 
-Call = Launch | LibraryProduct
+@dataclass(frozen=True)
+class TravelSpec:
+    """What kind of transfer it is: the name of its op."""
+
+    op: str
+    name: str = "nccl"
+
+    def symbol(self) -> str:
+        return f"{self.name}_{self.op}"
+
+
+@dataclass
+class Travel:
+    """Bytes that go to other ranks and come from them: those of an `ops.collectives.Transfer`. `regions`: of each of its operands
+    those that travel. `beside`: it begins in the last micro-batch of a step, and what follows it does not wait; all is there when
+    the program has ended."""
+
+    spec: TravelSpec
+    op: Any
+    regions: dict[str, list[Region]]
+    beside: bool = False
+
+
+Call = Launch | LibraryProduct | Travel
 
 
 @dataclass

@@ -8,6 +8,7 @@ run's are written while the last one's are still on their way.
 from __future__ import annotations
 
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,13 +33,16 @@ from barellm.cuda.kernel import (
     Specialisation,
     Table,
     Target,
+    Travel,
 )
 from barellm.cuda.launch import BoundLaunch, Kernel
+from barellm.cuda.nccl import BoundTravel, Communicator, Ending
 from barellm.errors import UserError
 from barellm.program import scalars
 from barellm.program.builder import Program
 from barellm.program.dtypes import numpy_dtype
 from barellm.program.ops.base import Op
+from barellm.program.ops.collectives import Transfer
 from barellm.program.planner import Plan
 from barellm.program.tensor import Tensor
 from barellm.runtime import poison
@@ -46,6 +50,7 @@ from barellm.runtime.arena import ArenaSession, laps, sizes_of
 from barellm.runtime.cgroup import cpu_limit
 from barellm.runtime.lowering import LoweredProgram, Region, decodes, plan_lowered
 from barellm.runtime.memory import check_fits
+from barellm.runtime.ranks import ALONE
 
 ALIGN = 512  # bytes, of the arena
 GRAPHS = 16  # kept, of those used last
@@ -118,11 +123,13 @@ def lower_and_plan(programs: dict[str, Program], target: Target) -> LoweredProgr
 
 @dataclass(frozen=True)
 class Run:
-    """The key of a graph: the program, its sizes and, where a library's product asks for it, `accumulate`."""
+    """The key of a graph: the program, its sizes and, where a library's product asks for it, `accumulate`; where transfers begin in
+    it, `last`."""
 
     program: str
     sizes: Sizes
     accumulate: bool = False
+    last: bool = False
 
 
 class Fill:
@@ -133,6 +140,9 @@ class Fill:
 
     def run(self, stream: Any) -> None:
         self.memory.fill(poison.BYTE, self.start, self.nbytes, stream)
+
+
+Bound = BoundLaunch | BoundProduct | BoundTravel | Ending | Fill
 
 
 class Turn:
@@ -158,7 +168,8 @@ class CudaSession(ArenaSession):
     ) -> None:
         """`built`: what the programs were lowered to, else it is done here, with products by `matmul`, in `tf32` or not."""
         lap = laps()
-        self.device = device or driver.device()
+        self.ranks = next((op.ranks for p in programs.values() for op in p.ops if isinstance(op, Transfer)), ALONE)
+        self.device = device or driver.device(self.ranks.number)
         self.context = driver.Context(self.device)
         self.stream = self.context.stream
         built = built or lower_and_plan(programs, Target.of(self.device, matmul, tf32))
@@ -173,9 +184,12 @@ class CudaSession(ArenaSession):
         self.kernels = {spec: Kernel(code, self.device) for spec, code in codes.items()}
         products = {n: [c for c in calls if isinstance(c, LibraryProduct)] for n, calls in self.calls.items()}
         self._by_accumulate = {name for name, found in products.items() if any(p.by_accumulate for p in found)}
-        self._by_library = {name for name, found in products.items() if found}
+        travels = {n: [c for c in calls if isinstance(c, Travel)] for n, calls in self.calls.items()}
+        self._by_last = {name for name, found in travels.items() if any(t.beside for t in found)}
+        self._by_library = {name for name in self.calls if products[name] or travels[name]}
         self._ran: set[Run] = set()
-        self.cublas = Cublas() if self._by_library else None
+        self.cublas = Cublas() if any(products.values()) else None
+        self._communicator: Communicator | None = None
         self.seconds["load"] = lap()
         self._map_arena(built.tables)
         self.write_constants()
@@ -232,17 +246,28 @@ class CudaSession(ArenaSession):
             return self._tables[region]
         return self.base + self.plan.offsets[region.tensor] + region.start
 
-    def _bound(self, run: Run) -> list[BoundLaunch | BoundProduct | Fill]:
+    def _bound(self, run: Run) -> list[Bound]:
         low, dead = self.lowered[run.program], poison.deaths(self.plan, run.program) if self.guards else {}
-        bound: list[BoundLaunch | BoundProduct | Fill] = []
+        bound: list[Bound] = []
         for i, op in enumerate(low.ops):
             bound += [self._bind(call, run) for call in low.of[op].launches]
             bound += [Fill(op, self.memory, self._skip + self.plan.offsets[t], t.nbytes) for t in dead.get(i, ())]
+        if any(isinstance(call, BoundTravel) and call.begins for call in bound):
+            bound[-1] = Ending(bound[-1], self.communicator())
         return bound
 
-    def _bind(self, call: Call, run: Run) -> BoundLaunch | BoundProduct:
+    def communicator(self) -> Communicator:
+        """The one of all ranks, which they make when each is about to send for the first time: before, one of them may be at work
+        for the others."""
+        if self._communicator is None:
+            self._communicator = Communicator(self.ranks, self.device)
+        return self._communicator
+
+    def _bind(self, call: Call, run: Run) -> Bound:
         if isinstance(call, Launch):
             return BoundLaunch(call, self.kernels[call.spec], run.sizes, self._address, self._scalars)
+        if isinstance(call, Travel):
+            return BoundTravel(call, self.communicator(), self._address, last=run.last)
         assert self.cublas is not None
         return BoundProduct(call, self.cublas, run.sizes, self._address, run.accumulate)
 
@@ -279,10 +304,12 @@ class CudaSession(ArenaSession):
     def _run(self, program: str) -> Run:
         """The run that begins. A program without batch or length is the same for all."""
         sizes = Sizes.of({name: self._scalar(name) for name in self._limits[program]})
-        return Run(program, sizes, program in self._by_accumulate and bool(self._scalar("accumulate")))
+        accumulate = program in self._by_accumulate and bool(self._scalar("accumulate"))
+        return Run(program, sizes, accumulate, program in self._by_last and bool(self._scalar("last")))
 
     def _captures(self, run: Run) -> bool:
-        """Whether a graph may be captured: of a library's calls not before they ran once, since it loads its code in the first."""
+        """Whether a graph may be captured: of a library's calls not before they ran once, since it loads its code in the first, or
+        connects ranks."""
         ready = run.program not in self._by_library or run in self._ran
         self._ran.add(run)
         return ready
@@ -311,7 +338,7 @@ class CudaSession(ArenaSession):
 
     def timed(self, program: str, **values: Any) -> list[tuple[Op, float]]:
         """A run, with the milliseconds that the GPU spent on each launch and the op that it is for, in their order."""
-        bound: list[BoundLaunch | BoundProduct | Fill] = []
+        bound: list[Bound] = []
         events: list[driver.Event] = []
 
         def enqueue(record: Callable[[driver.Event, Any], None]) -> None:
@@ -381,9 +408,14 @@ class CudaSession(ArenaSession):
     def close(self) -> None:
         """Wait for what runs, and give the GPU's memory back. Safe to call twice."""
         if self.memory.free.alive:
+            failed = sys.exc_info()[0] is not None
+            if self._communicator and failed:
+                self._communicator.close(failed=True)  # what waits for other ranks on the GPU ends
             self.context.synchronize()
             for graph in self._graphs.values():
                 graph.free()
+            if self._communicator and not failed:
+                self._communicator.close()
             for kernel in self.kernels.values():
                 kernel.unload()
             self.memory.free()

@@ -123,6 +123,7 @@ class MpiRanks:
         mine = (self._mpi.Get_processor_name(), os.getpid(), (word.ctypes.data, word.nbytes), word.tobytes())
         everybody = self.gather(mine, patient=True)
         here = {rank: process for rank, (name, process, *_) in enumerate(everybody) if name == mine[0]}
+        self.number = list(here).index(self.rank)
         self._watch.look_at({rank: process for rank, process in here.items() if rank != self.rank})
         alike = len(here) == self.count
         able = alike and all(can_read(process, place, found) for _, process, place, found in everybody)
@@ -170,9 +171,7 @@ class MpiRanks:
         """Deal the processor's `cores` to the ranks of this machine."""
         name = self._mpi.Get_processor_name()
         found = self.gather((name, cores_module.usable()))
-        here = [mask for other, mask in found if other == name]
-        number = sum(other == name for other, _ in found[: self.rank])
-        cores_module.settle(here, number, cores)
+        cores_module.settle([mask for other, mask in found if other == name], self.number, cores)
 
     def close(self) -> None:
         """Wait for all others, then leave them."""

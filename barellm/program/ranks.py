@@ -21,6 +21,11 @@ class Ranks(Protocol):
     @property
     def count(self) -> int: ...
 
+    @property
+    def number(self) -> int:
+        """The number of this one among those of its machine, from 0."""
+        ...
+
     def prepared(
         self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]]
     ) -> Callable[[], None]:
@@ -54,6 +59,10 @@ class Ranks(Protocol):
 
     def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
         """Everybody's value, by rank. It may be whatever can be pickled."""
+        ...
+
+    def abort(self, status: int) -> None:
+        """End all ranks at once, with this exit status."""
         ...
 
     def send(self, rank: int, value: Any, *, beside: bool = False) -> None:

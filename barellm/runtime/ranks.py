@@ -1,9 +1,9 @@
-"""Runs of one process, and one rank that is planned without the others."""
+"""Runs of one process, one rank that is planned without the others, and ranks on GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from barellm.program.ranks import Ranks
 
@@ -16,6 +16,7 @@ class Alone:
 
     rank: int = 0
     count: int = 1
+    number: int = 0
     direct: bool = False
 
     def prepared(
@@ -40,6 +41,9 @@ class Alone:
     def gather(self, value: Any, *, patient: bool = False) -> list[Any]:
         return [value]
 
+    def abort(self, status: int) -> None:
+        raise AssertionError("there is nobody else")
+
     def send(self, rank: int, value: Any, *, beside: bool = False) -> None:
         raise AssertionError("there is nobody else")
 
@@ -55,6 +59,20 @@ class Planned(Alone):
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
+
+
+class _Apart:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.direct = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
+
+
+def apart(ranks: Ranks) -> Ranks:
+    """The same ranks, whose tensors lie where processes do not read each other's memory: on GPUs."""
+    return cast(Ranks, _Apart(ranks))
 
 
 def first(ranks: Ranks, value: Any) -> Any:

@@ -26,8 +26,6 @@ def check(config: Config, *, device: str, ranks: Ranks) -> None:
     train, said = config.train, f"and the run has {ranks.count} ranks"
     if train.batch % ranks.count:
         raise UserError(f"train.batch is {train.batch}, {said}, which do not divide it: each takes as many sequences")
-    if device == "cuda":
-        raise UserError(f"--device is cuda, {said}: several ranks run on processors only, for now")
     if own(config) is not None:
         raise UserError(f"the runs of {models.name_of(config.model)} have stages, {said}: expected another preset")
     for key, value in (("train.ranges", train.ranges), ("train.grace", train.grace)):

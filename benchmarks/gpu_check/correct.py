@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 import sys
+import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,9 +22,11 @@ from barellm import overrides
 from barellm.assembly.machine import open_machine
 from barellm.bench import peers
 from barellm.config import Config
+from barellm.cuda import driver, nccl
 from barellm.cuda.kernel import Launch
 from barellm.models import preset
 from barellm.profiling.step import SEED, StepBench
+from barellm.runtime.ranks import ALONE
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.bars import bar, holds
 from benchmarks.gpu_check.stages import Scale
@@ -259,6 +262,47 @@ def _digest(scale: Scale) -> dict[str, Any]:
         raise RuntimeError(done.why)
     result = json.loads(done.out.splitlines()[-1])
     return {name: result[name] for name in ("losses", "digest")}
+
+
+def loop(scale: Scale) -> dict[str, Any]:
+    """A communicator of one rank, whose bytes travel from the GPU to itself: a transfer, and one in a graph that is replayed while
+    the stream beside it goes on. Two GPUs would show more: barellm train --ranks 2 --device cuda."""
+    if not scale.mock and find_spec("nccl") is None:
+        return {"skipped": "nccl4py is not installed"}
+    nbytes = 1 << (12 if scale.small else 28)
+    context = driver.Context(driver.device())
+    memory = driver.DeviceMemory(3 * nbytes)
+    made = nccl.Communicator(ALONE, context.device)
+    rows = []
+
+    def travel() -> None:
+        made.exchange([(0, memory.address, nbytes)], [(0, memory.address + nbytes, nbytes)], context.stream)
+        memory.fill(7, 2 * nbytes, nbytes, context.stream)
+        made.join(context.stream)
+
+    def arrived(value: int, start: Callable[[], None]) -> dict[str, Any]:
+        memory.fill(value, 0, nbytes, context.stream)
+        memory.fill(0, nbytes, 2 * nbytes, context.stream)
+        start()
+        found = memory.read(nbytes, 3 * nbytes, context.stream)
+        return holds(
+            "bytes arrive, and the rest goes on", bool((found[:nbytes] == value).all() and (found[nbytes:] == 7).all())
+        )
+
+    rows.append(arrived(3, travel))
+    graph = driver.Graph(context.stream, travel)
+    rows += [arrived(value, lambda: graph.launch(context.stream)) for value in (4, 5)]
+    version = None if scale.mock else int(nccl.call("get_version"))
+    context.synchronize()
+    begin = time.perf_counter()
+    for _ in range(10):
+        graph.launch(context.stream)
+    context.synchronize()
+    seconds = (time.perf_counter() - begin) / 10
+    graph.free()
+    made.close()
+    memory.free()
+    return {"version": version, "gb_per_s": nbytes / seconds / 1e9, "bars": rows}
 
 
 def sanitizer(scale: Scale) -> dict[str, Any]:

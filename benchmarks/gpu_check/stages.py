@@ -56,6 +56,7 @@ STAGES = (
     Stage("speed", "speed", "start", 130, "from the command to the first step, cold and warm"),
     Stage("sound", "correct", "layout", 50, "parameters of every kernel have the bytes that the driver knows"),
     Stage("sound", "correct", "determinism", 50, "two processes, equal digests"),
+    Stage("sound", "correct", "loop", 30, "NCCL: bytes of the GPU to itself, in a graph, beside other work"),
     Stage("sound", "speed", "attention", 80, "attention beside PyTorch's flash backend"),
     Stage("sound", "speed", "streaming", 70, "AdamW, LayerNorm, classifier against copy bandwidth"),
     Stage("sound", "speed", "tune", 90, "tiles of products and attention of gpt2-124m; winners to tuned.json"),
@@ -98,11 +99,14 @@ def _mock() -> None:
     from barellm.cuda import bench
     from tests.simulators.mock import Gpu
     from tests.simulators.mock_cublas import MockCublas
+    from tests.simulators.mock_nccl import Nccl
 
     patch = MonkeyPatch()
     gpu = Gpu()
     gpu.install(patch)
     MockCublas(gpu).install(patch)
+    nccl = Nccl(lambda: gpu)
+    patch.setattr("barellm.cuda.nccl.bindings", lambda: nccl)
     tiles = {"fp32": (16, 16, 16, 4), "bf16": (16, 16, 16, 4)}
     for name, value in {"NBYTES": 32 * bench.BLOCK, "TURNS": 1, "TRIALS": 1, "REPEATS": 1, "TILES": tiles}.items():
         patch.setattr(bench, name, value)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from barellm.assembly.machine import build_programs
 from barellm.assembly.programs import build
 from barellm.config import OptimConfig
 from barellm.cuda import compile as cuda_compile
@@ -27,7 +28,7 @@ from barellm.cuda.kernel import MODES, Lowering, Specialisation, Target
 from barellm.cuda.kernels.hopper import fits, launch_product
 from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner.work import KERNELS
-from barellm.models import HIDDEN
+from barellm.models import HIDDEN, preset
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.models.llama3 import Config as Llama
 from barellm.optim import normuon
@@ -41,6 +42,7 @@ from barellm.program.ops.base import Op
 from barellm.program.ops.elementwise import ACTIVATIONS
 from barellm.program.ops.tausworthe import GENERATORS
 from barellm.program.tensor import Dim, Tensor
+from barellm.runtime.ranks import Planned
 from tests.cases import attention_both, bounded
 from tests.cuda.proven_kernels import prove
 from tests.cuda.sass import Row, label, row_of, rows, wrong
@@ -185,6 +187,14 @@ def unit_scaling_specs() -> dict[Specialisation, str]:
     return one_of_each({spec: op for spec, op in found.items() if spec.name == "rescale"})
 
 
+def ranks_specs() -> dict[Specialisation, str]:
+    """What the second of three ranks launches in the update that one process does not, and what it launches on shares."""
+    config = preset("gpt2-124m")
+    config = replace(config, model=GPT2, train=replace(config.train, batch=6, dtype="bf16"))
+    found = lower_and_plan({"update": build_programs(config, ranks=Planned(1, 3))["update"]}, Target(90)).specs
+    return one_of_each({s: op for s, op in found.items() if s.name in ("add_ranks", "sum_squares", "adamw")})
+
+
 def exponents_specs() -> dict[Specialisation, str]:
     """Histograms of an activation in bf16 and of a gradient in fp32."""
     p = Program(Store(), compute="bf16")
@@ -311,6 +321,7 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "muon fp32": lambda: muon_specs("fp32"),
     "gates bf16": lambda: gates_specs("bf16"),
     "record 74's updates": record_specs,
+    "a rank's update": ranks_specs,
     "exponents": exponents_specs,
     "dropout by streams": stream_specs,
     "products of signs": sign_specs,

@@ -19,6 +19,7 @@ class ThreadRanks:
         self, rank: int, count: int, boxes: dict[tuple[int, int, str], queue.Queue], *, direct: bool = False
     ) -> None:
         self.rank, self.count, self._boxes, self.direct = rank, count, boxes, direct
+        self.number = rank
         self._going: dict[int, Any] = {}
 
     def _put(self, kind: str, rank: int, value: Any) -> None:
@@ -75,6 +76,9 @@ class ThreadRanks:
         for rank in range(self.count):
             self._put("gather", rank, value)
         return [self._get("gather", rank) for rank in range(self.count)]
+
+    def abort(self, status: int) -> None:
+        raise AssertionError(f"rank {self.rank} ends all with status {status}")
 
     def send(self, rank: int, value: Any, *, beside: bool = False) -> None:
         self._put("beside" if beside else "value", rank, value)

@@ -105,7 +105,8 @@ EXCUSED = {
         for dtype in ("bf16", "fp16")
     },
     **{(op, dtype): SCHEDULED for op in ("sum_squares", "clip_scale", *TOGETHER) for dtype in ("bf16", "fp16")},
-    **{(op, "cuda"): "several processes train on CPUs only" for op in TOGETHER},
+    ("sum_shares", "cuda"): "a rank does not read the memory of another's GPU",
+    **{(op, "cuda"): "gradients are compressed on CPUs only" for op in ("factor", "feedback", "householder")},
     **{(op, dtype): SCALES for op in ("delayed_scale", "remember", "float_bias") for dtype in ("bf16", "fp16")},
     ("matmul_dw_dbias", "cpu"): "each has a kernel of its own",
     ("add_layernorm", "cpu"): "a sum and its norm stay in the second cache between the two",

@@ -33,13 +33,61 @@ LAUNCH_MS = 0.25  # what an event sees of each launch
 
 
 @dataclass
+class Node:
+    """Work of a graph, from the stream with this handle, after the nodes with the numbers `after`."""
+
+    work: Callable[[], None]
+    stream: int
+    after: frozenset[int]
+
+
+@dataclass
+class Capture:
+    """A graph as streams build it: `origin` is the one where it began, and where all must have come together at its end."""
+
+    origin: int
+    mode: Any
+    nodes: list[Node] = field(default_factory=list)
+    events: dict[int, frozenset[int]] = field(default_factory=dict)  # recorded, each after these nodes
+    waited: set[int] = field(default_factory=set)
+    spoilt: bool = False
+
+    def in_order(self, *, late: bool) -> list[Callable[[], None]]:
+        """The work in an order that its dependences allow: what other streams do as `late` as they may, or as early."""
+        if all(node.stream == self.origin for node in self.nodes):
+            return [node.work for node in self.nodes]
+        left, done, found = list(range(len(self.nodes))), set[int](), []
+        while left:
+            ready = [i for i in left if self.nodes[i].after <= done]
+            chosen = min(ready, key=lambda i: ((self.nodes[i].stream != self.origin) == late, i))
+            left.remove(chosen)
+            done.add(chosen)
+            found.append(self.nodes[chosen].work)
+        return found
+
+    def before(self, ends: frozenset[int]) -> set[int]:
+        """These nodes and all that come before them."""
+        found = set(ends)
+        for i in reversed(range(len(self.nodes))):
+            if i in found:
+                found |= self.nodes[i].after
+        return found
+
+
+@dataclass
 class Stream:
-    """Work in its order. While a graph is captured it goes there."""
+    """Work in its order. While a graph is captured it goes there, after the nodes `ends`."""
 
     queue: list[Callable[[], None]] = field(default_factory=list)
-    captured: list[Callable[[], None]] | None = None
-    mode: Any = None  # of the capture
-    spoilt: bool = False
+    captured: Capture | None = None
+    ends: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class Token:
+    """An event that is recorded: who waits for it waits for this, also where it is recorded again."""
+
+    reached: bool = False
 
 
 class Gpu:
@@ -52,17 +100,21 @@ class Gpu:
         sms: int = 3,
         memory: int = 1 << 30,
         version: int = 13000,
+        count: int = 1,
+        late: bool = True,
         execute: interpreter.Execute = interpreter.execute,
     ) -> None:
         self.execute = execute
-        self.arch, self.sms, self.memory, self.version = arch, sms, memory, version
+        self.arch, self.sms, self.memory, self.version, self.count = arch, sms, memory, version, count
+        self.uuid = bytes(16)
+        self.late = late  # what other streams than its own do in a graph
         self.allocated: dict[int, Any] = {}  # address -> bytes of the device
         self.pinned: dict[int, Any] = {}
         self.streams: list[Stream] = []
         self.known: dict[bytes, tuple[Specialisation, Code]] = {}  # by cubin
         self.functions: list[SimpleNamespace] = []
-        self.graphs: list[list[Callable[[], None]] | None] = []
-        self.events: list[float | None] = []
+        self.graphs: list[Capture | None] = []
+        self.events: list[float | Token | None] = []
         self.clock = 0.0
         self.cost: Callable[[Specialisation], float] = lambda spec: 1.0  # of LAUNCH_MS
         self.launched: list[tuple[str, tuple[int, ...]]] = []
@@ -110,11 +162,14 @@ class Gpu:
         return OK, self.version
 
     def cuDeviceGetCount(self):
-        return OK, 1
+        return OK, self.count
 
     def cuDeviceGet(self, index):
-        assert index == 0
-        return OK, 0
+        assert 0 <= index < self.count
+        return OK, index
+
+    def cuDeviceGetUuid_v2(self, device):
+        return OK, SimpleNamespace(bytes=self.uuid[:-1] + bytes([device]))
 
     def cuDeviceGetName(self, length, device):
         return OK, b"Mock GPU".ljust(length, b"\0")
@@ -153,9 +208,9 @@ class Gpu:
         """What a function that may wait for the GPU returns while this thread captures: unless the capture is relaxed, that spoils
         it."""
         relaxed = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        hit = [s for s in self.streams if s.captured is not None and s.mode != relaxed]
-        for stream in hit:
-            stream.spoilt = True
+        hit = [s.captured for s in self.streams if s.captured is not None and s.captured.mode != relaxed]
+        for capture in hit:
+            capture.spoilt = True
         return (real.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,) if hit else None
 
     def cuMemFree(self, address):
@@ -211,7 +266,12 @@ class Gpu:
 
     def _put(self, handle: Any, work: Callable[[], Any]) -> None:
         stream = self._at(handle)
-        (stream.queue if stream.captured is None else stream.captured).append(work)
+        if stream.captured is None:
+            stream.queue.append(work)
+            return
+        nodes = stream.captured.nodes
+        nodes.append(Node(work, int(handle), stream.ends))
+        stream.ends = frozenset({len(nodes) - 1})
 
     def cuStreamCreate(self, flags):
         assert flags == 1, "a stream that waits for the default one"
@@ -219,12 +279,29 @@ class Gpu:
         return OK, len(self.streams)
 
     def cuStreamDestroy(self, stream):
+        assert self._at(stream).captured is None
         return (OK,)
 
-    def _drain(self, until: Callable[[], bool] = lambda: False) -> None:
-        for stream in self.streams:
-            while stream.queue and not until():
+    def _drain(self, until: Callable[[], bool] = lambda: False, but: int = 0) -> None:
+        """Do what streams have to do, one after the other, but for the stream `but`."""
+        for handle, stream in enumerate(self.streams, 1):
+            while handle != but and stream.queue and not until():
                 stream.queue.pop(0)()
+
+    def cuStreamWaitEvent(self, stream, event, flags):
+        assert flags == 0
+        at, state = self._at(stream), self.events[event]
+        captures = {id(s.captured): s.captured for s in self.streams if s.captured is not None}
+        capture = next((c for c in captures.values() if event in c.events), None)
+        if capture is None:
+            assert at.captured is None, "work of a graph waits for an event that no graph has"
+            if isinstance(state, Token):
+                at.queue.append(lambda: self._drain(lambda: state.reached, but=int(stream)))
+            return (OK,)
+        assert at.captured in (None, capture), "one stream in two graphs"
+        at.captured, at.ends = capture, at.ends | capture.events[event]
+        capture.waited.add(event)
+        return (OK,)
 
     def cuStreamSynchronize(self, stream):
         assert self._at(stream).captured is None, "synchronised while a graph is captured"
@@ -239,18 +316,21 @@ class Gpu:
         return (OK,)
 
     def cuEventRecord(self, event, stream):
-        assert self._at(stream).captured is None, "an event that only orders work of the graph"
-        token = object()
-        self.events[event] = token  # pyright: ignore
+        if (capture := self._at(stream).captured) is not None:
+            capture.events[event] = self._at(stream).ends
+            return (OK,)
+        token = self.events[event] = Token()
         self._put(stream, partial(self._reach, event, token))
         return (OK,)
 
     def cuEventRecordWithFlags(self, event, stream, flags):
-        assert flags == 1 and self._at(stream).captured is not None
+        assert flags == 1 and self._at(stream).captured is not None, "an event that only orders work of the graph"
         self._put(stream, partial(self._reach, event, None))
         return (OK,)
 
-    def _reach(self, event: int, token: object) -> None:
+    def _reach(self, event: int, token: Token | None) -> None:
+        if token is not None:
+            token.reached = True
         if token is None or self.events[event] is token:
             self.events[event] = self.clock
 
@@ -263,18 +343,26 @@ class Gpu:
 
     def cuStreamBeginCapture(self, stream, mode):
         assert self._at(stream).captured is None
-        self._at(stream).captured, self._at(stream).mode, self._at(stream).spoilt = [], mode, False
+        self._at(stream).captured, self._at(stream).ends = Capture(int(stream), mode), frozenset()
         return (OK,)
 
     def cuStreamEndCapture(self, stream):
-        self.graphs.append(self._at(stream).captured)
-        self._at(stream).captured = None
-        if self._at(stream).spoilt:
+        capture = self._at(stream).captured
+        assert capture is not None and capture.origin == int(stream), "a capture ends where it began"
+        self.graphs.append(capture)
+        joined = capture.before(self._at(stream).ends)
+        others = [s for s in self.streams if s.captured is capture]
+        for one in others:
+            one.captured, one.ends = None, frozenset()
+        if capture.spoilt:
             return real.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, 0
+        assert set(capture.events) == capture.waited, "an event of the graph that nothing waits for"
+        if len(joined) < len(capture.nodes):
+            return real.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNJOINED, 0
         return OK, len(self.graphs) - 1
 
     def cuGraphInstantiate(self, graph, flags):
-        self.graphs.append(list(self.graphs[graph]))
+        self.graphs.append(self.graphs[graph])
         return OK, len(self.graphs) - 1
 
     def cuGraphDestroy(self, graph):
@@ -291,8 +379,9 @@ class Gpu:
         return (OK,)
 
     def cuGraphLaunch(self, graph, stream):
-        assert self.graphs[graph] is not None
-        for work in self.graphs[graph]:
+        captured = self.graphs[graph]
+        assert captured is not None
+        for work in captured.in_order(late=self.late):
             self._put(stream, work)
         return (OK,)
 

@@ -37,11 +37,13 @@ SPAN = (
     4 * BLOCK
 )  # elements of one parameter that a program updates: what it looks up and the step's factors count little then
 SUM_FIELDS = ("first", "units", "x", "partials")
-UPDATE_FIELDS = ("first", "units", "param", "lo", "m", "v", "grad", "decay", "stream")
+UPDATE_FIELDS = ("first", "units", "param", "lo", "m", "v", "grad", "decay", "stream", "origin")
 GROWTH = constant(GROWTH_STEPS)
 LEAST_POWER, MOST_POWER = constant(LEAST_SCALE - FIRST_SCALE), constant(MOST_SCALE - FIRST_SCALE)
 UNITS, X, PARTIALS = (constant(SUM_FIELDS.index(name)) for name in ("units", "x", "partials"))
-PARAM, LO, M, V, GRAD, WEIGHT_DECAY, STREAM = (constant(UPDATE_FIELDS.index(name)) for name in UPDATE_FIELDS[2:])
+PARAM, LO, M, V, GRAD, WEIGHT_DECAY, STREAM, ORIGIN = (
+    constant(UPDATE_FIELDS.index(name)) for name in UPDATE_FIELDS[2:]
+)
 
 
 @device
@@ -57,10 +59,10 @@ def sum_squares(
         i = chunk * CHUNK + first + tl.arange(0, BLOCK)
         v = tl.load(x + i, mask=i < n, other=0.0)
         total += v * v
-    tl.store(pointer(table, entry, PARTIALS, ENTRIES, tl.float32, 16) + chunk, tl.sum(total, 0))
+    tl.store(pointer(table, entry, PARTIALS, ENTRIES, tl.float32, 4) + chunk, tl.sum(total, 0))
 
 
-@lowering("sum_squares", floats="fp32")
+@lowering("sum_squares", floats="fp32", spans="x partials")
 def lower_sum_squares(op: Any, c: Lowering) -> None:
     sums: list[Any] = members(op)
     unit = unit_of(sums[0].x)
@@ -189,7 +191,7 @@ def adamw(
             if STOCHASTIC:
                 stream = integer(table, entry, STREAM, ENTRIES)
                 k0, k1 = sample_key(scalars, tl.full((), 0, tl.int64), stream)
-                bits = shared_words(k0, k1, first, BLOCK)
+                bits = shared_words(k0, k1, integer(table, entry, ORIGIN, ENTRIES) + first, BLOCK)
                 dither_m, dither_v = (bits & 0x3FFF).to(tl.int32), (bits >> 19).to(tl.int32)
             g = tl.load(grad + i, mask=mask, other=0.0) * scale
             mean = BETA1 * load_moment(m, i, mask, M_MANTISSA, M_SIGNED) + (1.0 - BETA1) * g
@@ -224,6 +226,7 @@ def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
         "grad": column(u.grad for u in updates),
         "decay": ("fp64", [float(u.weight_decay) for u in updates]),
         "stream": ("i64", [u.stream or 0 for u in updates]),
+        "origin": ("i64", [u.grad.first_element for u in updates]),  # in the whole tensor, of a rank's share
     }
     beta1, beta2 = float(op.beta1), float(op.beta2)
     both = {"LR_SCALE": float(updates[0].lr_scale), "CAUTIOUS": cautious or None}
@@ -248,7 +251,7 @@ def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
     )
 
 
-TAKES = {"floats": "fp32", "also": {"param": PLANES, "m": "e6m9", "v": "ue6m10"}}
+TAKES = {"floats": "fp32", "also": {"param": PLANES, "m": "e6m9", "v": "ue6m10"}, "spans": "param grad"}
 
 
 @lowering("adamw", **TAKES)

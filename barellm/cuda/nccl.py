@@ -1,0 +1,168 @@
+"""Ranks on GPUs: bytes travel between their memories by NVIDIA's NCCL, through its own Python bindings (nccl4py).
+
+Only sends and receives are used, many at a time: a sum of NCCL's would add in an order of its own. All go to one stream of the
+communicator, which the stream that computes waits for at once, or at the end of its program. So they are parts of captured
+graphs, and the host waits for none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from barellm.cuda import driver
+from barellm.cuda.kernel import Travel
+from barellm.errors import UserError
+from barellm.program.ranks import Ranks
+from barellm.runtime.lowering import Region
+from barellm.runtime.ranks import first
+
+INSTALL = "pip install -e '.[nccl]' where barellm's pyproject.toml is"
+BYTES = 1  # ncclUint8: what travels is bytes, whatever they mean
+WELL = (0, 7)  # ncclSuccess, ncclInProgress
+LOOK_S = 1.0  # between two looks for what went wrong beside the calls
+Piece = tuple[int, int, int]  # a rank, an address, and bytes from there
+
+
+def bindings() -> Any:
+    """`nccl.bindings.nccl`."""
+    if importlib.util.find_spec("nccl") is None:
+        raise UserError(f"several ranks on GPUs need the package nccl4py, which is not installed: {INSTALL}")
+    return importlib.import_module("nccl.bindings.nccl")
+
+
+def call(name: str, *args: Any) -> Any:
+    """What a function of NCCL gives. A bad status, or a library that is not there, is a UserError in one line."""
+    nccl = bindings()
+    try:
+        return getattr(nccl, name)(*args)
+    except nccl.NCCLError as error:
+        raise UserError(f"NCCL's {name} failed: {_line(error)}") from None
+    except RuntimeError as error:  # the finder of libraries
+        raise UserError(f"several ranks on GPUs need NVIDIA's NCCL ({_line(error)}): {INSTALL}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+class Communicator:
+    """All ranks of a run, each with its own GPU, whose context is current. It is made by all of them together."""
+
+    def __init__(self, ranks: Ranks, device: driver.Device) -> None:
+        self.ranks = ranks
+        check_own(ranks, device)
+        cu = driver.bindings()
+        told: bytes | UserError | None = None
+        if ranks.rank == 0:
+            try:
+                told = bytes(memoryview(call("get_unique_id")))
+            except UserError as error:
+                told = error
+        told = first(ranks, told)
+        if isinstance(told, UserError):
+            raise told
+        self.handle = call("comm_init_rank", ranks.count, bindings().UniqueId.from_buffer(told), ranks.rank)
+        self.stream = driver.call("cuStreamCreate", int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self._fork, self._join = driver.Event(), driver.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="nccl", daemon=True)
+        self._thread.start()
+
+    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], stream: Any) -> None:
+        """Send and receive all of these, in these orders for each rank, after what is on `stream` now. `join` waits for it."""
+        self._fork.record(stream)
+        self._fork.hold(self.stream)
+        call("group_start")
+        for name, pieces in (("send", sends), ("recv", receives)):
+            for rank, address, nbytes in pieces:
+                call(name, address, nbytes, BYTES, rank, self.handle, int(self.stream))
+        call("group_end")
+
+    def join(self, stream: Any) -> None:
+        """What is put on `stream` from now on waits for all that travels."""
+        self._join.record(self.stream)
+        self._join.hold(stream)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the others, who do the same, when nothing travels any more; `failed`: they may not, and nobody is waited for."""
+        self._over.set()
+        self._thread.join()
+        call("comm_abort" if failed else "comm_destroy", self.handle)
+        driver.call("cuStreamDestroy", self.stream)
+
+    def _look(self) -> None:
+        """Ends the run where a link or another rank fails while the GPU waits for it: the host would wait for ever."""
+        while not self._over.wait(LOOK_S):
+            try:
+                status = int(call("comm_get_async_error", self.handle))
+                why = "" if status in WELL else call("get_last_error", self.handle) or f"status {status}"
+            except UserError as error:
+                why = str(error)
+            if why:
+                self.fail(why)
+                return
+
+    def fail(self, why: str) -> None:
+        sys.stdout.flush()
+        words = f"rank {self.ranks.rank}: NCCL cannot go on ({' '.join(why.split())}): the run is ended"
+        os.write(2, f"barellm: error: {words}\n".encode())
+        self.ranks.abort(1)
+
+
+def check_own(ranks: Ranks, device: driver.Device) -> None:
+    """Raise a UserError on all ranks where two have one GPU."""
+    owners: dict[str, int] = {}
+    for rank, uuid in enumerate(ranks.gather(device.uuid, patient=True)):
+        if uuid in owners:
+            raise UserError(
+                f"ranks {owners[uuid]} and {rank} have the same GPU (UUID {uuid}), expected one for each: NCCL needs that"
+            )
+        owners[uuid] = rank
+
+
+class BoundTravel:
+    """A transfer of a program, by addresses. One that begins beside what follows does so only where `last` says that the run is of
+    a step's last micro-batch."""
+
+    def __init__(
+        self, travel: Travel, communicator: Communicator, address: Callable[[Region], int], *, last: bool
+    ) -> None:
+        self.op, self._beside, self._communicator = travel.op, travel.beside, communicator
+        self.begins = travel.beside and last
+        self._idle = travel.beside and not last
+        arrays = {
+            name: [driver.seen(address(region), region.stop - region.start) for region in regions]
+            for name, regions in travel.regions.items()
+        }
+        self._sends = _pieces(travel.op.departing(arrays))
+        self._receives = _pieces(travel.op.arriving(arrays))
+
+    def run(self, stream: Any) -> None:
+        if self._idle:
+            return
+        self._communicator.exchange(self._sends, self._receives, stream)
+        if not self._beside:
+            self._communicator.join(stream)
+
+
+class Ending:
+    """The last call of a program in which transfers have begun that nothing waited for: it waits for them."""
+
+    def __init__(self, call: Any, communicator: Communicator) -> None:
+        self.op, self._call, self._communicator = call.op, call, communicator
+
+    def run(self, stream: Any) -> None:
+        self._call.run(stream)
+        self._communicator.join(stream)
+
+
+def _pieces(arrays: Sequence[tuple[int, np.ndarray]]) -> list[Piece]:
+    return [(rank, array.ctypes.data, array.nbytes) for rank, array in arrays]
