@@ -12,6 +12,7 @@ from barellm.assembly.programs import build
 from barellm.assembly.quantized import Quantizing, quantize_programs
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Target
+from barellm.cuda.kernels.quantized_mma import BF16, FP16, TURN
 from barellm.cuda.step import lower_and_plan
 from barellm.inspect import device_code
 from barellm.models import preset
@@ -22,8 +23,10 @@ from barellm.program.quantization import packed_matrix, scheme
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import normal
+from tests.cuda import check
 from tests.cuda.check import InterpretedSession, check_op
 from tests.quantized_cases import CASES, case
+from tests.simulators.ptx.snippet import run_on
 
 
 @pytest.mark.parametrize("weights, dtype, shape", CASES, ids=str)
@@ -31,6 +34,39 @@ def test_product(weights, dtype, shape):
     c = case(weights, dtype, shape)
     given = c.pop("given")
     check_op(ops.QuantizedMatmul, given, **{**c, "plan": (shape[0], shape[1] + 8)})
+
+
+@pytest.mark.parametrize("target", [90, 80])
+@pytest.mark.parametrize(
+    "weights, dtype, shape", [("int4", "bf16", (1, 7, 37, 1096)), ("int4/64", "fp16", (1, 8, 16, 72))], ids=str
+)
+def test_a_product_on_tensor_cores_as_it_is_compiled(weights, dtype, shape, target, monkeypatch):
+    monkeypatch.setattr(check, "DEVICE", "ptx")
+    c = case(weights, dtype, shape)
+    check_op(ops.QuantizedMatmul, c.pop("given"), **c, target=Target(target))
+
+
+def test_the_kernel_is_chosen_by_format_and_shape():
+    """Of tensor cores only for 4-bit integers, 16 bits and whole blocks."""
+    wanted = {("int4", "bf16", 64), ("int4/128", "fp16", 72)}
+    for weights, dtype, K in [
+        *wanted,
+        ("int4", "fp32", 64),
+        ("int4", "bf16", 63),
+        ("nf4", "bf16", 64),
+        ("int8", "bf16", 64),
+    ]:
+        p = Program(Store(), compute=dtype)
+        how = scheme(weights)
+        codes, scales = how.shapes(32, K)
+        operands = {
+            "codes": p.store.get("codes", codes, how.codes, "parameter"),
+            "scales": p.store.get("scales", scales, "fp16", "parameter"),
+        }
+        x = p.input("x", (Dim("batch", 1), Dim("seq", 4), K), dtype)
+        p.output("y", p.apply(ops.QuantizedMatmul, x=x, **operands, weights=weights, columns=32).y)
+        names = {s.name for s in lower_and_plan({"op": p}, Target(90)).specs}
+        assert ("quantized_mma" in names) == ((weights, dtype, K) in wanted) == ("quantized_few_rows" not in names)
 
 
 @pytest.mark.parametrize("weights", ["int4", "nf4"])
@@ -103,16 +139,61 @@ def longest_loop(sass: str) -> list[str]:
     return max((code[a:b] for a, b in inner), key=len)
 
 
-@pytest.mark.parametrize("weights, most", [("int4", 6.5), ("nf4", 16.0), ("int8", 7.0)])
-def test_an_element_takes_few_instructions_and_nothing_spills(weights, most):
-    """All instructions of a turn of the loop, loads and addresses too, over the elements that a thread multiplies in it."""
-    _, programs = build(preset("gpt2-124m").model, compute="bf16", decode_batch=1)
+@pytest.mark.parametrize(
+    "weights, compute, most",
+    [("int4", "bf16", 2.8), ("int4", "fp16", 2.6), ("int4", "fp32", 6.5), ("nf4", "bf16", 16.0), ("int8", "bf16", 7.0)],
+)
+def test_an_element_takes_few_instructions_and_nothing_spills(weights, compute, most):
+    """All instructions of a turn of the loop, loads and addresses too, over the elements that a thread multiplies in it: by one
+    row, and on tensor cores by eight."""
+    _, programs = build(preset("gpt2-124m").model, compute=compute, decode_batch=1)
     programs = {"decode": programs["decode"]}
     quantize_programs(programs, weights)
-    found = [c for c in lower_and_plan(programs, Target(90)).calls["decode"] if c.spec.name == "quantized_few_rows"]
+    wide = weights == "int4" and compute != "fp32"
+    name = "quantized_mma" if wide else "quantized_few_rows"
+    found = [c for c in lower_and_plan(programs, Target(90)).calls["decode"] if c.spec.name == name]
     call = next(c for c in found if dict(c.spec.constants)["K"] == 3072)
     code = device_code.read(cubin := triton_compile(call.spec, 90).asm["cubin"], shared=0)
     loop = longest_loop(device_code.disassembled(cubin))
-    each = dict(call.spec.constants)["BB"] * 128 / (32 * dict(call.spec.options)["num_warps"])
-    assert loop.count("FFMA") >= each / 2 and code.spills == 0 and code.registers <= 200
+    if wide:
+        each = TURN.value * 128 / 32
+        assert sum(word.startswith("HMMA.16816.F32") for word in loop) == each / 8 and code.registers <= 64
+    else:
+        each = dict(call.spec.constants)["BB"] * 128 / (32 * dict(call.spec.options)["num_warps"])
+        assert loop.count("FFMA") >= each / 2 and code.registers <= 200
+    assert code.spills == 0
     assert len(loop) / each <= most
+
+
+@pytest.mark.parametrize("dtype, asm", [("bf16", BF16), ("fp16", FP16)])
+def test_an_instruction_makes_each_code_of_every_word_exact(dtype, asm):
+    """All words of 16 bits in both halves, as the PTX machine runs them: a product with the columns of the identity gives the
+    operand itself, in the places that the ISA's figures have."""
+    low = np.arange(1 << 16)
+    high = (low * 40503 + 77) % (1 << 16)
+    words = (low | high << 16).astype(np.uint32).reshape(-1, 8, 4)  # (warps, g, t)
+    names = {f"${k}": f"%r{k + 1}" for k in range(16)}
+    text = re.sub(r"\$\d+", lambda found: names[found[0]], asm.value)
+    for k, row in np.ndindex(2, 8):  # four elements on or not; the row of x that is one at this element of this lane
+        t, e = divmod(row, 2)
+        one = {"bf16": 0x3F80, "fp16": 0x3C00}[dtype] << 16 * e
+        body = f"""
+        ld.global.b32 %r5, [%rd3];
+        mov.u32 %r30, %laneid;
+        setp.eq.u32 %p1, %r30, {4 * row + t};
+        selp.b32 %r{9 + k}, {one}, 0, %p1;
+        mov.b32 %r{10 - k}, 0;
+        {" ".join(f"mov.b32 %r{n}, 0;" for n in range(13, 17))}
+        {text}
+        """
+        found = {}
+        for h in range(2):  # sums of columns 2 t and 2 t + 1, in row g and in row g + 8
+            stored = body + f"st.global.b32 [%rd4], %r{1 + 2 * h}; st.global.b32 [%rd4+4], %r{2 + 2 * h};"
+            result = np.zeros(len(low), "u8")
+            run_on(stored, words.reshape(-1).astype("u8"), result, threads=len(low))
+            found[h] = result.view(np.float32).reshape(-1, 8, 8)
+        for h in range(2):
+            nibble = (words[:, :, t] >> (16 * h + 8 * e + 4 * k) & 15).astype(np.float32) - 8
+            wanted = np.zeros_like(found[h])
+            wanted[:, :, row] = nibble
+            assert (found[h] == wanted).all(), (k, row, h)

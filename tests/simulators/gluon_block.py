@@ -11,14 +11,17 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from barellm.cuda.kernel import Specialisation
 from barellm.cuda.kernels.binary_mma import AND_POPC
+from barellm.cuda.kernels.quantized_mma import BF16, FP16
+from tests.simulators import gluon_stub
 from tests.simulators.gluon_machine import DTYPES, _memory
 from tests.simulators.gluon_stub import Fault, Layout, materialised
 
-TYPES = DTYPES | {"i32": np.dtype(np.int32)}
+TYPES = DTYPES | {"i32": np.dtype(np.int32)}  # of operands
 GARBAGE = 0x5A
 
 
@@ -147,21 +150,38 @@ def _and_popc(a: Values, b: Values, total: Values) -> Values:
     return total + np.bitwise_count(np.asarray(common).view(np.uint32)).sum(-1, dtype=np.int32)
 
 
-ASM = {AND_POPC.value: _and_popc}
+def _codes(x: Any) -> Callable[[Values, Values, Values], Values]:
+    """Sums (warps, 2, 8, 4, 2) of 16 columns, odd ones apart, and 8 rows. Words (warps, ., 8, 4, .) have the codes of two columns,
+    four elements each; pairs (warps, ., 8, 4, 2), of the rows, two elements of `x` each."""
+
+    def multiplied(words: Values, pairs: Values, sums: Values) -> Values:
+        nibbles = (np.asarray(words)[:, 0, :, :, 0, None] >> np.arange(0, 32, 4)) & 15  # (warps, 8, 4, 8)
+        value = nibbles.reshape(*nibbles.shape[:3], 2, 2, 2) - 8.0  # column, element, four elements on
+        given = np.ascontiguousarray(pairs[:, 0]).view(x).astype(np.float64).reshape(*pairs.shape[:1], 8, 4, 2, 2)
+        found = np.einsum("wgthbe,wnteb->whgn", value, given).reshape(sums.shape)
+        return (sums + found).astype(np.float32)
+
+    return multiplied
+
+
+ASM = {AND_POPC.value: _and_popc, BF16.value: _codes(ml_dtypes.bfloat16), FP16.value: _codes(np.float16)}
+LAYOUTS = ("NVMMADistributedLayout", "DistributedLinearLayout", "SwizzledSharedLayout", "BlockedLayout", "SliceLayout",
+           "DotOperandLayout")  # fmt: skip
 gl = types.SimpleNamespace(
     int32=np.dtype(np.int32), uint32=np.dtype(np.uint32), int64=np.dtype(np.int64), float32=np.dtype(np.float32),
-    constexpr=None, NVMMADistributedLayout=Layout, SwizzledSharedLayout=Layout, BlockedLayout=Layout, SliceLayout=Layout,
-    DotOperandLayout=Layout, static_range=range, cdiv=lambda a, b: -(-a // b),
-    program_id=lambda axis: (*BLOCK.at, 0, 0)[axis], allocate_shared_memory=_allocate,
+    constexpr=None, **dict.fromkeys(LAYOUTS, Layout), static_range=range, cdiv=lambda a, b: -(-a // b),
+    program_id=lambda axis: values(np.int32((*BLOCK.at, 0, 0)[axis])), allocate_shared_memory=_allocate,
     zeros=lambda shape, dtype, layout: values(np.zeros(shape, dtype)),
     arange=lambda start, stop, layout: values(np.arange(start, stop, dtype=np.int32)),
-    sum=lambda x, axis: x.sum(axis, dtype=x.dtype), expand_dims=np.expand_dims,
-    broadcast=lambda x, y: [values(v) for v in np.broadcast_arrays(x, y)], convert_layout=_convert,
+    sum=lambda x, axis: x.sum(axis, dtype=x.dtype), expand_dims=np.expand_dims, convert_layout=_convert, store=_store,
+    load=lambda at, mask=None, other=0: at.read(mask, other),
+    broadcast=lambda x, y: [values(v) for v in np.broadcast_arrays(x, y)],
     inline_asm_elementwise=lambda asm, constraints, args, *how, **more: ASM[asm](*args),
 )  # fmt: skip
 tl = types.SimpleNamespace(
-    constexpr=None, load=lambda at, mask=None, other=0: at.read(mask, other), store=_store, uint32=gl.uint32
-)
+    constexpr=None, load=gl.load, store=_store, uint32=gl.uint32, float32=gl.float32, exp2=np.exp2, where=np.where,
+    inline_asm_elementwise=lambda asm, constraints, args, *how: gluon_stub.ASM[asm](*args),
+)  # fmt: skip
 ampere = types.SimpleNamespace(
     async_copy=types.SimpleNamespace(
         async_copy_global_to_shared=lambda to, pointers, mask: BLOCK.copy(to, pointers, mask),

@@ -5,11 +5,11 @@ BLOCK_WORDS of a block. Of 4-bit codes the word j of a block has eight: those of
 lower half, for the elements k and k + 1 in turn of bytes and, in the upper halves of the bytes, k + 4 and k + 5. Of 8-bit codes
 a word has four columns of one element.
 
-A few rows: a program reads a tile of 16 columns, TOGETHER blocks at a time, and turns the words into numbers in registers. It reads
-them again for each row, from the second cache. An integer of 4 bits becomes an fp32 by a magic exponent: the bits of a number
-2^m + n are those of 2^m with n in its last places, so a mask, an "or" and one subtraction make n - 8, exactly. (With 16-bit
-halves the same takes 2^10 in fp16 and 2^7 in bf16.) A value of a table is cut out of four constants of 64 bits. More rows: the
-matrix is written out in the dtype of x, and multiplied as any other.
+A few rows of 16 bits and 4-bit integers are multiplied on tensor cores (quantized_mma.py). Of others, a program reads a tile of 16
+columns, TOGETHER blocks at a time, and turns the words into numbers in registers. It reads them again for each row, from the second
+cache. An integer of 4 bits becomes an fp32 by a magic exponent: the bits of a number 2^m + n are those of 2^m with n in its last
+places, so a mask, an "or" and one subtraction make n - 8, exactly. A value of a table is cut out of four constants of 64 bits. More
+rows: the matrix is written out in the dtype of x, and multiplied as any other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from barellm.cuda import choices
 from barellm.cuda.kernel import MODES, Lowering, Size, Sizes, lowering
+from barellm.cuda.kernels import quantized_mma
 from barellm.cuda.kernels.common import pow2, view_strides
 from barellm.cuda.kernels.epilogue import beside, finish_part
 from barellm.cuda.kernels.few_rows import Few, More
@@ -197,9 +198,13 @@ def lower_quantized(op: Any, c: Lowering) -> None:
     written, other = beside(op.outputs.get("pre"), op.inputs.get("residual"), epilogue)
     operands = {"out": op.y, "pre": written, "x": op.x, "codes": words_of(op.codes), "scales": op.scales}
     operands |= {"bias": op.inputs.get("bias"), "other": other, "rows": few}
-    constants = constants_of(how, N, K) | {"BB": BB, "MODE": MODES["store"], "EPILOGUE": epilogue}
-    constants |= view_strides(x=op.x, out=op.y, pre=written, other=other)
-    c.launch(quantized_few_rows, operands, constants, grid=If(few, ceil_div(N, TILE)), writes="out pre")
+    grid = If(few, ceil_div(N, TILE))
+    if quantized_mma.fits(how, op.x):
+        quantized_mma.launch(c, op, how, operands, grid, epilogue=epilogue, mode=MODES["store"])
+    else:
+        constants = constants_of(how, N, K) | {"BB": BB, "MODE": MODES["store"], "EPILOGUE": epilogue}
+        constants |= view_strides(x=op.x, out=op.y, pre=written, other=other)
+        c.launch(quantized_few_rows, operands, constants, grid=grid, writes="out pre")
     if most > choices.FEW:
         more = More(rows)
         weight = append_numbers(c, op, more)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tests.simulators.ptx.machine import BF16, TYPES, Array, Fault, Machine, op
-from tests.simulators.ptx.parse import Instruction, Pair, Vector
+from tests.simulators.ptx.parse import Instruction, Number, Pair, Vector
 
 TINY = np.float32(2.0**-126)  # the smallest float that is not subnormal
 HALF = np.uint64((1 << 28) - 1)  # bits of a double that are all zero where it lies between two floats or at one
@@ -245,10 +245,12 @@ def multiply(m: Machine, i: Instruction, threads: Array) -> None:
 @op("fma")
 def fma(m: Machine, i: Instruction, threads: Array) -> None:
     type_ = i.modifiers[-1]
-    if type_ == "bf16x2":
-        a, b, c = (np.broadcast_to(m.read(o, threads, "b32"), threads.shape) for o in i.operands[1:])
-        halves = (np.ascontiguousarray(v).view(BF16) for v in (a, b, c))
-        return give(m, i, threads, _narrow(fused(*halves)).view(np.uint32))
+    if type_ in ("bf16x2", "f16x2"):
+        words = (np.broadcast_to(m.read(o, threads, "b32"), threads.shape) for o in i.operands[1:])
+        half = BF16 if type_ == "bf16x2" else np.dtype(np.float16)
+        found = fused(*(np.ascontiguousarray(v).view(half) for v in words))
+        narrow = _narrow(found) if type_ == "bf16x2" else found.astype(np.float16)
+        return m.write(i.operands[0], threads, narrow.view(np.uint32))
     a, b, c = values_of(m, i, threads, type_)
     if type_ == "bf16":
         return give(m, i, threads, _narrow(fused(a, b, c)))
@@ -323,6 +325,19 @@ def compared(name: str, a: Array, b: Array) -> Array:
     if name in COMPARE:
         return COMPARE[name](a, b) & ~unordered
     return COMPARE[name.removesuffix("u")](a, b) | unordered
+
+
+@op("lop3.b32")
+def lop3(m: Machine, i: Instruction, threads: Array) -> None:
+    """A function of three bits at each place: bit 4 a + 2 b + c of the table."""
+    table = i.operands[4]
+    assert isinstance(table, Number)
+    a, b, c = (m.read(o, threads, "u32") for o in i.operands[1:4])
+    found = np.zeros(threads.shape, np.uint32)
+    for k in range(8):  # by the ISA: of 0xF0, 0xCC and 0xAA the function's value is the table
+        if table.bits >> k & 1:
+            found |= (a if k & 4 else ~a) & (b if k & 2 else ~b) & (c if k & 1 else ~c)
+    m.write(i.operands[0], threads, found)
 
 
 @op("setp")
