@@ -20,6 +20,7 @@ import pytest
 
 from barellm.assembly.machine import build_programs
 from barellm.assembly.programs import build
+from barellm.assembly.quantized import quantize_programs
 from barellm.config import OptimConfig
 from barellm.cuda import compile as cuda_compile
 from barellm.cuda import step, tuning
@@ -221,6 +222,20 @@ def sign_specs() -> dict[Specialisation, str]:
     return found | {s: op for s, op in others.items() if s.name == "binary_matmul"}
 
 
+def few_bits_specs() -> dict[Specialisation, str]:
+    """What decodes with weights of few bits, by each format and in both dtypes of 16 bits."""
+    found: dict[Specialisation, str] = {}
+    for weights, compute in (("int4", "bf16"), ("int4", "fp16"), ("nf4", "bf16"), ("int8", "bf16")):
+        _, programs = build(GPT2, batch=1, seq=8, compute=compute, decode_batch=1)
+        programs = {"decode": programs["decode"]}
+        quantize_programs(programs, weights)
+        found |= {s: op for s, op in lower_and_plan(programs, Target(90)).specs.items() if s.name in FEW_BITS}
+    return one_of_each(found)
+
+
+FEW_BITS = ("quantized_few_rows", "quantized_mma", "written_out")
+
+
 def stream_specs() -> dict[Specialisation, str]:
     """Dropout by both generators at GPT-2's width."""
     found: dict[Specialisation, str] = {}
@@ -325,6 +340,7 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "exponents": exponents_specs,
     "dropout by streams": stream_specs,
     "products of signs": sign_specs,
+    "weights of few bits": few_bits_specs,
     "images bf16": lambda: images_specs("bf16"),
     "images fp32": lambda: images_specs("fp32"),
     "winograd2 fp32": lambda: positions_specs("fp32", "winograd2"),
