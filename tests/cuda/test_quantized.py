@@ -46,6 +46,28 @@ def test_a_product_on_tensor_cores_as_it_is_compiled(weights, dtype, shape, targ
     check_op(ops.QuantizedMatmul, c.pop("given"), **c, target=Target(target))
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_residual_is_added_on_the_way_out(rows):
+    c = case("int4", "bf16", (1, rows, 37, 72))
+    given, bound = c["given"], c["bounds"]["y"]
+    p = Program(Store(), compute="bf16")
+    shape = (Dim("batch", 1), Dim("seq", 8))
+    x, residual = p.input("x", (*shape, 72), "bf16"), p.input("residual", (*shape, 37), "fp32")
+    names = {"codes": "u4", "scales": "fp16"}
+    operands = {k: p.store.get(k, given[k].values.shape, dtype, "parameter") for k, dtype in names.items()}
+    y = p.apply(ops.QuantizedMatmul, x=x, **operands, weights="int4", columns=37).y
+    p.output("y", p.add(residual, y))
+    session = InterpretedSession({"op": p})
+    assert [op.name for op in session.lowered["op"].ops] == ["quantized_linear_residual"]
+    added = normal(1, rows, 37, seed=5).astype(np.float32)
+    for name, values in {**{k: g.values for k, g in given.items()}, "residual": added}.items():
+        session.write(name, values)
+    session.run("op", batch=1, seq=rows)
+    w = packed_matrix(given["codes"].values.astype(np.uint8), given["scales"].values, scheme("int4"), 37, 72)
+    wanted = given["x"].values @ w.T + added
+    assert (abs(session.read("y") - wanted) <= bound + 2.0**-20 * abs(wanted)).all()
+
+
 def test_the_kernel_is_chosen_by_format_and_shape():
     """Of tensor cores only for 4-bit integers, 16 bits and whole blocks."""
     wanted = {("int4", "bf16", 64), ("int4/128", "fp16", 72)}

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering
-from barellm.cuda.kernels.activations import slope_of, value_of
+from barellm.cuda.kernels.activations import value_of
 from barellm.cuda.kernels.common import keep
 from barellm.cuda.lang import constant, gl, gluon
 from barellm.program.quantization import BLOCK, INTEGERS, Scheme
@@ -123,9 +123,8 @@ def quantized_mma(
     if pre is not None:
         gl.store(pre + (row * PRE_ROW + column), y, mask=inside)
         y = value_of(y, EPILOGUE)
-    elif other is not None:
-        read = gl.load(other + (row * OTHER_ROW + column), mask=inside, other=0.0).to(gl.float32)
-        y = y + read if EPILOGUE == "residual" else y * slope_of(read, EPILOGUE)
+    elif other is not None:  # a residual
+        y += gl.load(other + (row * OTHER_ROW + column), mask=inside, other=0.0).to(gl.float32)
     keep(out + (row * OUT_ROW + column), inside, y, scalars, MODE)
 
 
