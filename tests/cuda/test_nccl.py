@@ -117,7 +117,11 @@ def pair(machine: Machine, work: Any, count: int = 2) -> list[Any]:
         memory = driver.DeviceMemory(256)
         memory.fill(ranks.rank, 0, 256, context.stream)
         found = nccl.Communicator(ranks, context.device)
-        return work(found, memory, context)
+        try:
+            return work(found, memory, context)
+        finally:
+            found._over.set()
+            found._thread.join()
 
     return each_rank(count, one)
 
