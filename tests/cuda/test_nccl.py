@@ -350,8 +350,9 @@ def test_a_session_that_fails_waits_for_nobody(machine, monkeypatch):
     monkeypatch.setattr(Nccl, "comm_destroy", lambda made, comm: setattr(comm, "alive", False))
     with pytest.raises(RuntimeError, match="something else"):
         each_rank(2, work)
-    assert [comm.aborted for comm in sorted(machine.nccl.comms, key=lambda comm: comm.rank)] == [True, False]
-    assert machine.nccl.left() == [] and not machine.gpus[0].allocated
+    first, second = sorted(machine.nccl.comms, key=lambda comm: comm.rank)
+    assert (first.aborted, second.aborted) == (True, False)
+    assert machine.nccl.left() == [] and not first.gpu.allocated
 
 
 def test_no_word_of_the_mock_is_other_than_nccl4pys():
