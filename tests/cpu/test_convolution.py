@@ -6,7 +6,9 @@ import pytest
 
 from barellm.cpu.kernel import Lowering
 from barellm.cpu.kernels.winograd_transform import linear
+from barellm.cpu.step import lower_and_plan
 from barellm.program.builder import Program, Store
+from barellm.program.ops.convolution import Conv2dDx
 from barellm.program.winograd import input_matrix
 from tests.conv_cases import FORMS, LARGE, WINOGRAD, case, winograd_case
 from tests.cpu.check import ISAS, check_op, isa_named
@@ -45,6 +47,37 @@ def test_winograds_algorithm_in_half_the_bits_is_added(isa, name):
 @pytest.mark.parametrize("name", OPS[:2])
 def test_large_filters_by_fourier_transforms(form, name):
     check_op(isa=isa_named(""), **winograd_case(name, LARGE[form], "fft"))
+
+
+@pytest.mark.parametrize(
+    "images, channels, pixels, filters, faster, how",
+    [
+        # Measured (benchmarks/results/xeon-amx/convolution-large.json, docs/convolution.md).
+        (1, 32, 112, 7, True, {}),
+        (1, 32, 112, 21, True, {}),
+        (1, 128, 56, 9, True, {}),
+        (1, 128, 56, 5, False, {}),
+        (1, 128, 56, 11, False, {}),
+        (1, 128, 56, 15, True, {}),
+        (1, 64, 28, 7, False, {}),
+        (2, 64, 56, 11, True, {}),
+        # What transforms do not do, or with too much memory.
+        (1, 32, 112, 21, False, {"stride": 2}),
+        (1, 32, 112, 7, False, {"dilation": 2}),
+        (1, 32, 112, 25, False, {}),
+        (4, 512, 224, 21, False, {}),
+        (4, 512, 224, 21, True, {"groups": 16}),
+    ],
+)
+def test_large_filters_are_transformed_unasked_where_that_is_faster(images, channels, pixels, filters, faster, how):
+    p = Program(Store())
+    x = p.parameter("x", (images, channels, pixels, pixels))
+    w = p.parameter("w", (channels, channels // how.get("groups", 1), filters, filters))
+    y = p.output("y", p.conv2d(x, w, padding=filters // 2, **how))
+    p.output("dx", p.apply(Conv2dDx, dy=y, w=w, size=(pixels, pixels), **p.ops[-1].attrs).dx)
+    calls = lower_and_plan({"op": p}, isa=isa_named("avx512"), threads=2).calls["op"]
+    transformed = dict.fromkeys(call.op.name for call in calls if call.spec.name == "fft_input")
+    assert list(transformed) == ["conv2d", "conv2d_dx"] * faster
 
 
 def test_scratch_that_is_too_small_shows(monkeypatch):

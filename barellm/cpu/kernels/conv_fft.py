@@ -34,6 +34,9 @@ from barellm.program.integers import ceil_div, round_up
 from barellm.runtime.lowering import part
 
 RUN = 64  # tiles of a claim of the input's transform, at most: they see F^2 pixels each
+LEAST, LARGEST = 5, 23  # rows and columns of filters for which a convolution is done so unasked
+PRODUCTS, TRANSFORMS, FILTERS = 1.66, 55.0, 365.0  # what each costs, in direct multiply-adds: of one, and of an element
+MOST_BYTES = 256 << 20  # of transformed filters, where nobody has asked for them
 
 Complex = tuple[Value, "Value | None"]  # None: the imaginary part is zero
 
@@ -248,6 +251,24 @@ def append_fft(
         c.call(
             fft_product, {"y": out, "u": u, "v": v, **where}, {**images, "form": form, "F": F, "mode": mode}, writes="y"
         )
+
+
+def fft_pays(isa: ISA, grid: Grid, rows: int, images: int, groups: int) -> bool:
+    """Whether this algorithm is the faster one by a tenth, by a model of what it does beside the direct products: products of
+    tiles, their transforms, and those of the filters, which are read again for each block of tiles. Fitted to twelve layers with
+    filters of 5 x 5 to 21 x 21 (benchmarks/results/xeon-amx/convolution-large.json), of which it has 1.8 to 3.6 where it is the
+    faster one, and no wrong choice."""
+    R, S = len(grid.rows), len(grid.columns)
+    if max(R, S) > LARGEST or min(R, S) < LEAST:
+        return False
+    F = size_of(R, S)
+    m, C = F + 1 - max(R, S), grid.channels
+    span = next(t for t in tiles(isa, "fp32") if t.vectors == 2).span(isa)
+    count = images * ceil_div(grid.outputs[0], m) * ceil_div(grid.outputs[1], m)
+    products = 3 * F * half(F) * rows * C * round_up(count, span)
+    work = PRODUCTS * products + TRANSFORMS * count * (C + rows) * F * F + FILTERS * rows * C * F * F
+    direct = R * S * images * grid.outputs[0] * grid.outputs[1] * rows * C
+    return 1.1 * work < direct and 12 * F * half(F) * groups * rows * C <= MOST_BYTES
 
 
 def size_of(R: int, S: int) -> int:

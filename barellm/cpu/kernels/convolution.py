@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, dims_of, lowering
-from barellm.cpu.kernels.conv_fft import append_fft
+from barellm.cpu.kernels.conv_fft import append_fft, fft_pays
 from barellm.cpu.kernels.conv_filters import Filters, pack_filters
 from barellm.cpu.kernels.conv_gradient import append_weight_gradient
 from barellm.cpu.kernels.conv_lines import Grid
@@ -46,14 +46,19 @@ def grid_of(op: Any, x: Tensor | tuple[int, ...], R: int, S: int) -> Grid:
 def tile_of(algorithm: str, grid: Grid, target: Target, rows: int, images: int) -> int:
     """The m of Winograd's m x m tiles that does a convolution, 0 for the direct kernel. With "auto" it is 4 where that is faster:
     many channels on both sides, and enough tiles to pay for the filters' transform."""
-    fits = len(grid.rows) == len(grid.columns) == 3 and grid.stride == (1, 1) and target == Target(grid.outputs)
-    fits = fits and all({abs(b - a) for a, b in pairwise(line)} == {1} for line in (grid.rows, grid.columns))
+    fits = len(grid.rows) == len(grid.columns) == 3 and simple(grid, target)
     if not fits or algorithm in ("direct", "fft"):
         return 0
     if algorithm != "auto":
         return int(algorithm[-1])
     P, Q = grid.outputs
     return 4 if min(grid.channels, rows) >= LEAST_CHANNELS and images * P * Q >= LEAST_PIXELS else 0
+
+
+def simple(grid: Grid, target: Target) -> bool:
+    """Whether all outputs are wanted, each for its own window of neighbours: what the algorithms over tiles do."""
+    adjacent = all({abs(b - a) for a, b in pairwise(line)} <= {1} for line in (grid.rows, grid.columns))
+    return grid.stride == (1, 1) and target == Target(grid.outputs) and adjacent
 
 
 def append_product(
@@ -71,11 +76,13 @@ def append_product(
         "flip": flip,
         "mode": mode,
     }
-    if algorithm == "fft":
+    way = forward_way(c.isa, x.dtype, grid, rows) if algorithm in ("auto", "direct") else None
+    images = int(x.shape[0])
+    pays = algorithm == "auto" and way is None and simple(grid, target) and fft_pays(c.isa, grid, rows, images, groups)
+    if algorithm == "fft" or pays:
         append_fft(c, out=out, w=w, x=x, grid=grid, **how, **images_of(x))
         return
-    way = forward_way(c.isa, x.dtype, grid, rows) if algorithm in ("auto", "direct") else None
-    if way is None and (m := tile_of(algorithm, grid, target, rows, int(x.shape[0]))):
+    if way is None and (m := tile_of(algorithm, grid, target, rows, images)):
         offset = min(grid.rows), min(grid.columns)
         append_winograd(c, m=m, out=out, w=w, x=x, grid=grid, offset=offset, **how, **images_of(x))
         return
