@@ -13,13 +13,14 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
-from barellm import models
-from barellm.assembly.machine import build_programs, resolved
+from barellm import models, overrides
+from barellm.assembly.machine import build_programs, open_machine, resolved
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.cpu.isa import host
@@ -133,14 +134,56 @@ def test_a_program_goes_on_where_python_stopped(made):
     assert (numbers(made / "back"), final(made / "back")) == (numbers(made / "python"), final(made / "python"))
 
 
-def test_a_damaged_checkpoint_is_refused_in_one_line(made):
-    shutil.copytree(made / "python", made / "damaged")
-    path = made / "damaged/checkpoints/step-000100" / checkpoint.OPTIMIZER
+@pytest.mark.parametrize(
+    "name, cut, says",
+    [
+        (checkpoint.OPTIMIZER, 0, "the checksum of {path} is "),
+        ("meta.json", 0, "the checksum of {path} is "),
+        (checkpoint.WEIGHTS, 4, "{path} has {bytes} bytes, expected "),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_in_one_line(made, tmp_path, name, cut, says):
+    shutil.copytree(made / "python", tmp_path / "damaged")
+    path = tmp_path / "damaged/checkpoints/step-000100" / name
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    path.write_bytes(content)
-    done = train(made, "damaged")
-    assert done.returncode == 2 and f"checksum of {path} is" in done.stderr and done.stderr.count("\n") == 1
+    path.write_bytes(content[: len(content) - cut])
+    done = train(made, str(tmp_path / "damaged"))
+    said = says.format(path=path, bytes=len(content) - cut)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(made, tmp_path):
+    more = [
+        "--data",
+        str(made / "text.txt"),
+        *SIZES,
+        "--model.layers",
+        "1",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "small"),
+    ]
+    assert main(["train", "shakespeare-char", *more]) == 0
+    done = train(made, str(tmp_path / "small"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"{checkpoint.WEIGHTS} has other tensors than this program: it is of another model" in done.stderr
+
+
+def test_folders_of_others_and_of_a_save_that_was_killed_are_no_checkpoints(made, tmp_path):
+    """A copy that somebody made stays and does not count; what is half written is written anew. The seconds of a run go on."""
+    run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    assert train(made, str(run), "--stop", "15").returncode == 0
+    seconds = checkpoint.read_meta(folder / "step-000015")["seconds"]
+    shutil.copytree(folder / "step-000015", folder / "step-000010-copy")
+    (folder / ".tmp-step-000030").mkdir()
+    (folder / ".tmp-step-000030" / checkpoint.WEIGHTS).write_bytes(b"half")
+    assert train(made, str(run), "--stop", "75").returncode == 0
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step-000010-copy", *(f"step-{n:06}" for n in (40, 45, 60, 75))
+    ]  # fmt: skip
+    assert checkpoint.read_meta(folder / "step-000075")["seconds"] > seconds + 0.01
 
 
 def test_it_needs_no_python_and_no_llvm(made):
@@ -229,6 +272,41 @@ def test_every_format_of_weights_and_moments_is_kept(made, dtype, options):
     assert [[(path / name).read_bytes() for name in FILES] for path in found][1:] == [
         [(found[0] / name).read_bytes() for name in FILES]
     ]
+    config = overrides.from_json(checkpoint.read_meta(found[0])["config"])
+    rounds_as_python(made / dtype / "program" / "libbarellm.so", config)
+
+
+def rounds_as_python(program: Path, config: Any) -> None:
+    """Numbers of every size, and those between two that a format has: the same bytes in a program's memory as in a session's."""
+    lib = ctypes.CDLL(str(program))
+    lib.barellm_open.restype, lib.barellm_digest.restype = ctypes.c_void_p, ctypes.c_uint64
+    opened = ctypes.c_void_p(lib.barellm_open(1))
+    assert lib.barellm_initialize(opened) == 0
+    r = np.random.default_rng(3)
+    with open_machine(config, device="cpu") as machine:
+        machine.initialize(0)
+        session = machine.session
+        for name, t in session.tensors.items():
+            if t.role not in ("parameter", "state") or t.dtype == "i32":
+                continue
+            bits = r.integers(0, 1 << 32, t.size, dtype=np.uint32)
+            bits[::3] = bits[::3] & 0xFFFFF000 | 0x1000  # halfway between two numbers of fp16
+            bits[1::3] = bits[1::3] & 0xFFFFE000 | r.choice([0x1000, 0x2000, 0xFFF, 0x8000], bits[1::3].size)
+            values = bits.view(np.float32).reshape(t.shape)
+            most = 65504.0 if t.dtype == "half" else 1e30  # where a sum of squares or a weight may be
+            values = np.where(np.isfinite(values) & (abs(values) < most), values, np.float32(0.1)).astype(np.float32)
+            if t.dtype == "ue6m10":
+                values = abs(values)
+            session.write_rows(name, 0, values)
+            of = (opened, name.encode(), values.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), ctypes.c_size_t(t.size))
+            assert lib.barellm_write(*of) == 0
+            back = np.empty_like(values)
+            assert lib.barellm_read(*of[:2], back.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), of[3]) == 0
+            assert np.array_equal(back, session.read_rows(name, 0, t.shape[0])), (name, t.dtype)
+        for name in ("skipped",):
+            session.write_rows(name, 0, np.zeros(1, np.int32))
+        assert f"{lib.barellm_digest(opened):016x}" == session.digest()
+    lib.barellm_close(opened)
 
 
 def test_the_hash_is_xxh3(made):

@@ -45,7 +45,6 @@ static void get(const struct barellm *s, const struct tensor *t, int64_t first, 
     case HALF: memcpy(out, at + (2 * t->size + 3) / 4 * 4 + 4 * first, 4 * count); return;
     case BF16: for (int64_t i = 0; i < count; i++) out[i] = (uint32_t)low[i] << 16; return;
     case SPLIT: for (int64_t i = 0; i < count; i++) out[i] = ((uint32_t)low[i] << 16) + (uint32_t)(int32_t)(int16_t)second[i]; return;
-    case TRUNCATED: for (int64_t i = 0; i < count; i++) out[i] = (uint32_t)low[i] << 16 | second[i]; return;
     default: for (int64_t i = 0; i < count; i++) out[i] = decode16(t->format, low[i]); return;
     }
 }
@@ -74,9 +73,6 @@ static void put(struct barellm *s, const struct tensor *t, int64_t first, int64_
     case BF16: for (int64_t i = 0; i < count; i++) low[i] = (in[i] + 0x7fff + (in[i] >> 16 & 1)) >> 16; return;
     case SPLIT:
         for (int64_t i = 0; i < count; i++) low[i] = (in[i] + 0x8000) >> 16, second[i] = in[i];
-        return;
-    case TRUNCATED:
-        for (int64_t i = 0; i < count; i++) low[i] = in[i] >> 16, second[i] = in[i];
         return;
     default: for (int64_t i = 0; i < count; i++) low[i] = encode16(t->format, in[i]); return;
     }
