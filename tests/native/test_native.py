@@ -7,6 +7,7 @@ import json
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -132,6 +133,25 @@ def test_a_program_goes_on_where_python_stopped(made):
     shutil.rmtree(made / "back/checkpoints/step-000100")  # of step 90 is the one before
     assert train(made, "back").returncode == 0
     assert (numbers(made / "back"), final(made / "back")) == (numbers(made / "python"), final(made / "python"))
+
+
+def test_ctrl_c_saves_and_no_row_is_written_twice(made, tmp_path):
+    """Interrupted at some step, then ended behind one that is evaluated and saved, then whole."""
+    run, data = tmp_path / "run", made / "program" / "data"
+    command = [made / "program/train", "--train", data / "train_*.bin", "--val", data / "val_*.bin", "--out", run]
+    # Nobody reads on before the signal, and a page of lines holds half of the run at most: it cannot end first.
+    with subprocess.Popen(command, env={}, stdout=subprocess.PIPE, bufsize=0, pipesize=4096) as process:
+        assert process.stdout is not None
+        seen = b""
+        while b"\nstep 3/" not in seen:
+            seen += process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read().decode(errors="replace")
+    (stopped,) = re.findall(r"^stopped after step (\d+)$", rest, re.MULTILINE)
+    assert process.returncode == 130 and checkpoint.find(run)[0].name == f"step-{int(stopped):06}"
+    assert train(made, str(run), "--stop", "60").returncode == 0
+    assert train(made, str(run)).returncode == 0
+    assert numbers(run) == numbers(made / "python") and final(run) == final(made / "python")
 
 
 @pytest.mark.parametrize(
