@@ -12,14 +12,14 @@ from barellm.assembly.programs import build
 from barellm.assembly.quantized import Quantizing, quantize_programs
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Target
-from barellm.cuda.kernels.quantized_mma import BF16, FP16, TURN
+from barellm.cuda.kernels.quantized_mma import BF16, FP16, NORMAL_BF16, NORMAL_FP16, TURN
 from barellm.cuda.step import lower_and_plan
 from barellm.inspect import device_code
 from barellm.models import preset
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.quantization import packed_matrix, scheme
+from barellm.program.quantization import INTEGERS, NORMAL_QUANTILES, packed_matrix, scheme
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import normal
@@ -38,7 +38,7 @@ def test_product(weights, dtype, shape):
 
 @pytest.mark.parametrize("target", [90, 80])
 @pytest.mark.parametrize(
-    "weights, dtype, shape", [("int4", "bf16", (1, 7, 37, 1096)), ("int4/64", "fp16", (1, 8, 16, 72))], ids=str
+    "weights, dtype, shape", [("int4", "bf16", (1, 7, 37, 1096)), ("nf4", "fp16", (1, 8, 16, 72))], ids=str
 )
 def test_a_product_on_tensor_cores_as_it_is_compiled(weights, dtype, shape, target, monkeypatch):
     monkeypatch.setattr(check, "DEVICE", "ptx")
@@ -69,8 +69,8 @@ def test_a_residual_is_added_on_the_way_out(rows):
 
 
 def test_the_kernel_is_chosen_by_format_and_shape():
-    """Of tensor cores only for 4-bit integers, 16 bits and whole blocks."""
-    wanted = {("int4", "bf16", 64), ("int4/128", "fp16", 72)}
+    """Of tensor cores only for 4-bit codes, 16 bits and whole blocks."""
+    wanted = {("int4", "bf16", 64), ("int4/128", "fp16", 72), ("nf4", "bf16", 64)}
     for weights, dtype, K in [
         *wanted,
         ("int4", "fp32", 64),
@@ -163,7 +163,14 @@ def longest_loop(sass: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "weights, compute, most",
-    [("int4", "bf16", 2.8), ("int4", "fp16", 2.6), ("int4", "fp32", 6.5), ("nf4", "bf16", 16.0), ("int8", "bf16", 7.0)],
+    [
+        ("int4", "bf16", 2.8),
+        ("int4", "fp16", 2.6),
+        ("int4", "fp32", 6.5),
+        ("nf4", "bf16", 4.9),
+        ("nf4", "fp32", 16.0),
+        ("int8", "bf16", 7.0),
+    ],
 )
 def test_an_element_takes_few_instructions_and_nothing_spills(weights, compute, most):
     """All instructions of a turn of the loop, loads and addresses too, over the elements that a thread multiplies in it: by one
@@ -171,7 +178,7 @@ def test_an_element_takes_few_instructions_and_nothing_spills(weights, compute, 
     _, programs = build(preset("gpt2-124m").model, compute=compute, decode_batch=1)
     programs = {"decode": programs["decode"]}
     quantize_programs(programs, weights)
-    wide = weights == "int4" and compute != "fp32"
+    wide = weights != "int8" and compute != "fp32"
     name = "quantized_mma" if wide else "quantized_few_rows"
     found = [c for c in lower_and_plan(programs, Target(90)).calls["decode"] if c.spec.name == name]
     call = next(c for c in found if dict(c.spec.constants)["K"] == 3072)
@@ -187,8 +194,16 @@ def test_an_element_takes_few_instructions_and_nothing_spills(weights, compute, 
     assert len(loop) / each <= most
 
 
-@pytest.mark.parametrize("dtype, asm", [("bf16", BF16), ("fp16", FP16)])
-def test_an_instruction_makes_each_code_of_every_word_exact(dtype, asm):
+@pytest.mark.parametrize(
+    "dtype, asm, table",
+    [
+        ("bf16", BF16, INTEGERS),
+        ("fp16", FP16, INTEGERS),
+        ("bf16", NORMAL_BF16, NORMAL_QUANTILES),
+        ("fp16", NORMAL_FP16, NORMAL_QUANTILES),
+    ],
+)
+def test_an_instruction_makes_each_code_of_every_word_exact(dtype, asm, table):
     """All words of 16 bits in both halves, as the PTX machine runs them: a product with the columns of the identity gives the
     operand itself, in the places that the ISA's figures have."""
     low = np.arange(1 << 16)
@@ -215,7 +230,7 @@ def test_an_instruction_makes_each_code_of_every_word_exact(dtype, asm):
             run_on(stored, words.reshape(-1).astype("u8"), result, threads=len(low))
             found[h] = result.view(np.float32).reshape(-1, 8, 8)
         for h in range(2):
-            nibble = (words[:, :, t] >> (16 * h + 8 * e + 4 * k) & 15).astype(np.float32) - 8
+            nibble = np.array(table, np.float32)[words[:, :, t] >> (16 * h + 8 * e + 4 * k) & 15]
             wanted = np.zeros_like(found[h])
             wanted[:, :, row] = nibble
             assert (found[h] == wanted).all(), (k, row, h)

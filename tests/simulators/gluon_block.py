@@ -16,7 +16,8 @@ import numpy as np
 
 from barellm.cuda.kernel import Specialisation
 from barellm.cuda.kernels.binary_mma import AND_POPC
-from barellm.cuda.kernels.quantized_mma import BF16, FP16
+from barellm.cuda.kernels.quantized_mma import BF16, FP16, NORMAL_BF16, NORMAL_FP16
+from barellm.program.quantization import INTEGERS, NORMAL_QUANTILES
 from tests.simulators import gluon_stub
 from tests.simulators.gluon_machine import DTYPES, _memory
 from tests.simulators.gluon_stub import Fault, Layout, materialised
@@ -150,13 +151,13 @@ def _and_popc(a: Values, b: Values, total: Values) -> Values:
     return total + np.bitwise_count(np.asarray(common).view(np.uint32)).sum(-1, dtype=np.int32)
 
 
-def _codes(x: Any) -> Callable[[Values, Values, Values], Values]:
+def _codes(x: Any, table: tuple[float, ...]) -> Callable[[Values, Values, Values], Values]:
     """Sums (warps, 2, 8, 4, 2) of 16 columns, odd ones apart, and 8 rows. Words (warps, ., 8, 4, .) have the codes of two columns,
     four elements each; pairs (warps, ., 8, 4, 2), of the rows, two elements of `x` each."""
 
     def multiplied(words: Values, pairs: Values, sums: Values) -> Values:
         nibbles = (np.asarray(words)[:, 0, :, :, 0, None] >> np.arange(0, 32, 4)) & 15  # (warps, 8, 4, 8)
-        value = nibbles.reshape(*nibbles.shape[:3], 2, 2, 2) - 8.0  # column, element, four elements on
+        value = np.array(table)[nibbles.reshape(*nibbles.shape[:3], 2, 2, 2)]  # column, element, four elements on
         given = np.ascontiguousarray(pairs[:, 0]).view(x).astype(np.float64).reshape(*pairs.shape[:1], 8, 4, 2, 2)
         found = np.einsum("wgthbe,wnteb->whgn", value, given).reshape(sums.shape)
         return (sums + found).astype(np.float32)
@@ -164,7 +165,9 @@ def _codes(x: Any) -> Callable[[Values, Values, Values], Values]:
     return multiplied
 
 
-ASM = {AND_POPC.value: _and_popc, BF16.value: _codes(ml_dtypes.bfloat16), FP16.value: _codes(np.float16)}
+ASM = {AND_POPC.value: _and_popc}
+for _dtype, _integers, _normal in ((ml_dtypes.bfloat16, BF16, NORMAL_BF16), (np.float16, FP16, NORMAL_FP16)):
+    ASM |= {_integers.value: _codes(_dtype, INTEGERS), _normal.value: _codes(_dtype, NORMAL_QUANTILES)}
 LAYOUTS = ("NVMMADistributedLayout", "DistributedLinearLayout", "SwizzledSharedLayout", "BlockedLayout", "SliceLayout",
            "DotOperandLayout")  # fmt: skip
 gl = types.SimpleNamespace(

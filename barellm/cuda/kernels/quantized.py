@@ -5,7 +5,7 @@ BLOCK_WORDS of a block. Of 4-bit codes the word j of a block has eight: those of
 lower half, for the elements k and k + 1 in turn of bytes and, in the upper halves of the bytes, k + 4 and k + 5. Of 8-bit codes
 a word has four columns of one element.
 
-A few rows of 16 bits and 4-bit integers are multiplied on tensor cores (quantized_mma.py). Of others, a program reads a tile of 16
+A few rows of 16 bits and 4-bit codes are multiplied on tensor cores (quantized_mma.py). Of others, a program reads a tile of 16
 columns, TOGETHER blocks at a time, and turns the words into numbers in registers. It reads them again for each row, from the second
 cache. An integer of 4 bits becomes an fp32 by a magic exponent: the bits of a number 2^m + n are those of 2^m with n in its last
 places, so a mask, an "or" and one subtraction make n - 8, exactly. A value of a table is cut out of four constants of 64 bits. More

@@ -1,4 +1,4 @@
-"""Products of up to 8 rows with weights of 4-bit integers on tensor cores: each code is read once, for all rows.
+"""Products of up to 8 rows with weights of 4 bits on tensor cores: each code is read once, for all rows.
 
 Shapes: x (rows, K) of 16 bits, read as words of two elements; codes (tiles, BLOCKS, 16 words), scales (tiles, GROUPS, 16), y (rows,
 N). A word of codes has the elements k, k + 1, k + 4 and k + 5 of two neighbouring columns: all eight that a thread has of an
@@ -10,18 +10,20 @@ words of two blocks go to the 32 lanes of a warp, and the codes become numbers i
     fma     minus 136 (1032), in pairs: the code's value is left, exactly
 
 That is 12 instructions for 8 weights (10 in fp16, where a code may stand four places higher: no shift), and one for their
-products with 8 rows. Sums are fp32; a group's are multiplied by its scale. The warps of a program take parts of a tile's depth.
+products with 8 rows. The numbers of nf4 are looked up in registers by prmt (`looked_up`). Sums are fp32; a group's are multiplied
+by its scale. The warps of a program take parts of a tile's depth.
 """
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 from barellm.cuda.kernel import Lowering
 from barellm.cuda.kernels.activations import value_of
 from barellm.cuda.kernels.common import keep
 from barellm.cuda.lang import constant, gl, gluon
-from barellm.program.quantization import BLOCK, INTEGERS, Scheme
+from barellm.program.quantization import BLOCK, INTEGERS, NORMAL_QUANTILES, Scheme
 from barellm.runtime.lowering import part, view_stride
 
 WARPS = constant(8)
@@ -63,6 +65,27 @@ fma.rn.f16x2 a2, a2, part, most;
 fma.rn.f16x2 a3, a3, part, most;
 mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {a0, a1, a2, a3}, {$8, $9}, {$12, $13, $14, $15};
 }""")  # fmt: skip
+
+
+def looked_up(form: str, kind: str) -> str:
+    """The instructions for nf4: `form` as `struct` and `kind` as the product have the dtype of x. Bytes of the table's 16 numbers
+    are cut out of registers, eight at a time, by three bits of each code; the fourth bit says of which eight."""
+    numbers = b"".join(struct.pack("<f", v)[2:] if kind == "bf16" else struct.pack(form, v) for v in NORMAL_QUANTILES)
+    low, high = (struct.unpack("<4I", numbers[first::2]) for first in (0, 1))
+    lines = []
+    for column in range(2):
+        lines += ["shr.u32 w, $4, 16;" if column else "mov.b32 w, $4;", "and.b32 s, w, 0x7777;", "shr.u32 t, w, 1;"]
+        lines += ["lop3.b32 t, t, 0x4444, 0x3210, 0xea;"]
+        for name, words in (("low", low), ("high", high)):
+            lines += [f"prmt.b32 p, {words[0]}, {words[1]}, s;", f"prmt.b32 q, {words[2]}, {words[3]}, s;"]
+            lines += [f"prmt.b32 {name}, p, q, t;"]
+        lines += [f"prmt.b32 a{column}, low, high, 0x6240;", f"prmt.b32 a{2 + column}, low, high, 0x7351;"]
+    product = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    lines += [f"{product} {{$0, $1, $2, $3}}, {{a0, a1, a2, a3}}, {{$8, $9}}, {{$12, $13, $14, $15}};"]
+    return "\n".join(["{", ".reg .b32 w, s, t, p, q, low, high, a0, a1, a2, a3;", *lines, "}"])
+
+
+NORMAL_BF16, NORMAL_FP16 = constant(looked_up("", "bf16")), constant(looked_up("<e", "f16"))
 REGISTERS = constant("=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f")
 
 
@@ -70,11 +93,11 @@ REGISTERS = constant("=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f")
 def quantized_mma(
     out, pre, x, codes, scales, bias, other, scalars, rows,
     N: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr,
-    EPILOGUE: gl.constexpr, MODE: gl.constexpr,
+    NORMAL: gl.constexpr, EPILOGUE: gl.constexpr, MODE: gl.constexpr,
     X_ROW: gl.constexpr, OUT_ROW: gl.constexpr, PRE_ROW: gl.constexpr, OTHER_ROW: gl.constexpr,
 ):  # fmt: skip
-    """16 columns of out, all rows. GROUP blocks share a scale. HALF: x is fp16. NAME_ROW: elements from a row to the next, of x
-    words."""
+    """16 columns of out, all rows. GROUP blocks share a scale. HALF: x is fp16. NORMAL: codes of nf4. NAME_ROW: elements from a
+    row to the next, of x words."""
     # (warp, odd column, pair of columns, lane of four, one of two): a thread has four sums.
     SUMS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 0, 0, 1], [0, 1, 0, 0, 0]],
@@ -110,7 +133,7 @@ def quantized_mma(
                 words = gl.load(codes + block * 16 + word, mask=block < BLOCKS, other=0)
                 block = first + g + s + x_block
                 pairs = gl.load(x + x_at + block * 4, mask=(block < BLOCKS) & (x_row < rows), other=0)
-                some = multiplied(words, pairs, some, HALF)
+                some = multiplied(words, pairs, some, HALF, NORMAL)
             total += some * scale
 
     COLUMNS: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
@@ -129,25 +152,30 @@ def quantized_mma(
 
 
 @gluon
-def multiplied(words, pairs, sums, HALF: gl.constexpr):
+def multiplied(words, pairs, sums, HALF: gl.constexpr, NORMAL: gl.constexpr):
     """sums, plus the products of two blocks: one instruction's operands become tensors with the layout of its sums."""
     LIKE: gl.constexpr = sums.type.layout
     words = gl.convert_layout(words.reshape([WARPS, 1, 8, 4, 1]), LIKE, assert_trivial=True)
     pairs = gl.convert_layout(pairs.reshape([WARPS, 1, 8, 4, 2]), LIKE, assert_trivial=True)
     words, pairs = gl.broadcast(words, sums)[0], gl.broadcast(pairs, sums)[0]
-    if HALF:
-        found = gl.inline_asm_elementwise(FP16, REGISTERS, [words, pairs, sums], gl.float32, is_pure=True, pack=4)
+    if NORMAL:
+        CODES: gl.constexpr = NORMAL_FP16 if HALF else NORMAL_BF16
     else:
-        found = gl.inline_asm_elementwise(BF16, REGISTERS, [words, pairs, sums], gl.float32, is_pure=True, pack=4)
-    return found
+        CODES: gl.constexpr = FP16 if HALF else BF16
+    return gl.inline_asm_elementwise(CODES, REGISTERS, [words, pairs, sums], gl.float32, is_pure=True, pack=4)
 
 
 def fits(how: Scheme, x: Any) -> bool:
-    """Whether a product of few rows takes this kernel: 4-bit integers, and x of 16 bits in whole blocks, whose words lie as words
+    """Whether a product of few rows takes this kernel: 4-bit codes, and x of 16 bits in whole blocks, whose words lie as words
     must."""
     K = int(x.shape[-1])
     whole = K % BLOCK == 0 and (view_stride(x) or K) % 2 == 0 and part(x).start % ALIGN == 0
-    return how.table == INTEGERS and how.group // BLOCK in GROUPS_OF_BLOCKS and x.dtype in DTYPES and whole
+    return (
+        how.table in (INTEGERS, NORMAL_QUANTILES)
+        and how.group // BLOCK in GROUPS_OF_BLOCKS
+        and x.dtype in DTYPES
+        and whole
+    )
 
 
 def launch(c: Lowering, op: Any, how: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int) -> None:
@@ -156,7 +184,8 @@ def launch(c: Lowering, op: Any, how: Scheme, operands: dict[str, Any], grid: An
     stride = {name: view_stride(operands[name]) or N for name in ("out", "pre", "other") if operands[name] is not None}
     constants = {
         "N": N, "K": K, "BLOCKS": K // BLOCK, "GROUPS": how.groups(K), "GROUP": how.group // BLOCK,
-        "HALF": op.x.dtype == "fp16", "EPILOGUE": epilogue, "MODE": mode, "X_ROW": (view_stride(op.x) or K) // 2,
+        "HALF": op.x.dtype == "fp16", "NORMAL": how.table != INTEGERS,
+        "EPILOGUE": epilogue, "MODE": mode, "X_ROW": (view_stride(op.x) or K) // 2,
         **{f"{name.upper()}_ROW": stride.get(name) for name in ("out", "pre", "other")},
     }  # fmt: skip
     words = operands | {"x": (part(op.x), "i32")}
