@@ -194,16 +194,16 @@ def test_a_checkpoint_of_another_model_is_refused(made, tmp_path):
 def test_folders_of_others_and_of_a_save_that_was_killed_are_no_checkpoints(made, tmp_path):
     """A copy that somebody made stays and does not count; what is half written is written anew. The seconds of a run go on."""
     run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
-    assert train(made, str(run), "--stop", "15").returncode == 0
-    seconds = checkpoint.read_meta(folder / "step-000015")["seconds"]
-    shutil.copytree(folder / "step-000015", folder / "step-000010-copy")
-    (folder / ".tmp-step-000030").mkdir()
-    (folder / ".tmp-step-000030" / checkpoint.WEIGHTS).write_bytes(b"half")
+    assert train(made, str(run), "--stop", "60").returncode == 0
+    seconds = checkpoint.read_meta(folder / "step-000060")["seconds"]
+    shutil.copytree(folder / "step-000060", folder / "step-000010-copy")
+    (folder / ".tmp-step-000075").mkdir()
+    (folder / ".tmp-step-000075" / checkpoint.WEIGHTS).write_bytes(b"half")
     assert train(made, str(run), "--stop", "75").returncode == 0
     assert sorted(path.name for path in folder.iterdir()) == [
         "step-000010-copy", *(f"step-{n:06}" for n in (40, 45, 60, 75))
     ]  # fmt: skip
-    assert checkpoint.read_meta(folder / "step-000075")["seconds"] > seconds + 0.01
+    assert checkpoint.read_meta(folder / "step-000075")["seconds"] > seconds
 
 
 def test_it_needs_no_python_and_no_llvm(made):
