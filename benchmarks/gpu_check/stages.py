@@ -54,12 +54,12 @@ STAGES = (
         "speed", "speed", "sides", 30, "attention in turns with how it was cut before, and with warps that have roles"
     ),
     Stage("speed", "speed", "start", 130, "from the command to the first step, cold and warm"),
-    Stage("sound", "correct", "layout", 50, "parameters of every kernel have the bytes that the driver knows"),
-    Stage("sound", "correct", "determinism", 50, "two processes, equal digests"),
+    Stage("sound", "correct", "layout", 40, "parameters of every kernel have the bytes that the driver knows"),
+    Stage("sound", "correct", "determinism", 40, "two processes, equal digests"),
     Stage("sound", "correct", "loop", 30, "NCCL: bytes of the GPU to itself, in a graph, beside other work"),
     Stage("sound", "speed", "attention", 80, "attention beside PyTorch's flash backend"),
     Stage("sound", "speed", "streaming", 70, "AdamW, LayerNorm, classifier against copy bandwidth"),
-    Stage("sound", "speed", "tune", 90, "tiles of products and attention of gpt2-124m; winners to tuned.json"),
+    Stage("sound", "speed", "tune", 80, "tiles of products and attention of gpt2-124m; winners to tuned.json"),
     Stage("sound", "speed", "counters", 60, "Nsight Compute's counters of a step's kernels"),
     Stage("sound", "correct", "sanitizer", 80, "compute-sanitizer's four tools on a small step"),
 )
