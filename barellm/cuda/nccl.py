@@ -154,13 +154,13 @@ class BoundTravel:
 
 
 class Ending:
-    """The last call of a program in which transfers have begun that nothing waited for: it waits for them."""
+    """Behind the last call of a program in which transfers have begun that nothing waited for: it waits for them. `op` is that of
+    call number `last`, the latest that has begun."""
 
-    def __init__(self, call: Any, communicator: Communicator) -> None:
-        self.op, self._call, self._communicator = call.op, call, communicator
+    def __init__(self, op: Any, last: int, communicator: Communicator) -> None:
+        self.op, self.last, self._communicator = op, last, communicator
 
     def run(self, stream: Any) -> None:
-        self._call.run(stream)
         self._communicator.join(stream)
 
 

@@ -252,8 +252,9 @@ class CudaSession(ArenaSession):
         for i, op in enumerate(low.ops):
             bound += [self._bind(call, run) for call in low.of[op].launches]
             bound += [Fill(op, self.memory, self._skip + self.plan.offsets[t], t.nbytes) for t in dead.get(i, ())]
-        if any(isinstance(call, BoundTravel) and call.begins for call in bound):
-            bound[-1] = Ending(bound[-1], self.communicator())
+        begun = [i for i, call in enumerate(bound) if isinstance(call, BoundTravel) and call.begins]
+        if begun:
+            bound.append(Ending(bound[begun[-1]].op, begun[-1], self.communicator()))
         return bound
 
     def communicator(self) -> Communicator:
@@ -337,7 +338,8 @@ class CudaSession(ArenaSession):
         turn.copied.record(self.stream)
 
     def timed(self, program: str, **values: Any) -> list[tuple[Op, float]]:
-        """A run, with the milliseconds that the GPU spent on each launch and the op that it is for, in their order."""
+        """A run, with the milliseconds that the GPU spent on each launch and the op that it is for, in their order. Waiting for
+        other ranks at the end of a program counts for the last transfer that has begun."""
         bound: list[Bound] = []
         events: list[driver.Event] = []
 
@@ -365,6 +367,10 @@ class CudaSession(ArenaSession):
 
         self._run_by(start, program, values)
         times = [after.since(before) for before, after in pairwise(events)]
+        ending = bound[-1]
+        if isinstance(ending, Ending):
+            bound.pop()
+            times[ending.last] += times.pop()
         return [(launch.op, ms) for launch, ms in zip(bound, times, strict=True)]
 
     def run_unrolled(self, program: str, **values: Any) -> None:

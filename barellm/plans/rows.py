@@ -64,7 +64,8 @@ def by_kind(
             row["flops"] += shares[program] * op.flops()
             row["bytes"] += shares[program] * op.bytes()
     for row in rows.values():
-        row["percent_of_bound"] = 100 * row["bound_s"] / row["s"]
+        # A GPU needs no time for a transfer that only begins.
+        row["percent_of_bound"] = 100 * row["bound_s"] / row["s"] if row["s"] else 0.0
     return list(rows.values())
 
 
@@ -97,6 +98,8 @@ def shape(op: Op) -> str:
     if isinstance(op, GroupedOp):
         return f"all {len(op.sequence)}"
     operands = [*op.inputs.items(), *op.outputs.items()]
+    if not operands:
+        return "none"  # an exchange of which nothing is this rank's
     weights = [t for name, t in operands if name in ("weight", "dweight")]
     t = weights[0] if weights else max((t for _, t in operands), key=lambda t: t.size)
     return "x".join(str(int(n)) for n in t.shape)

@@ -53,11 +53,15 @@ class DeviceTraces:
         return {name: np.median([step.calls_s[name] for step in self.timed], axis=0) for name in self.timed[0].calls_s}
 
 
-def record(bench: StepBench, steps: int | None) -> DeviceTraces:
-    """`steps` pairs of steps, or as many as a few seconds allow."""
-    count = steps or round(min(max(SECONDS / bench.step().seconds, LEAST), MOST))
+def pairs_for(bench: StepBench) -> int:
+    """How many pairs of steps a few seconds allow. It takes one."""
+    return round(min(max(SECONDS / bench.step().seconds, LEAST), MOST))
+
+
+def record(bench: StepBench, steps: int) -> DeviceTraces:
+    """`steps` pairs of steps."""
     timed, usual = [], []
-    for i in range(count):
+    for i in range(steps):
         for traced in (True, False) if i % 2 == 0 else (False, True):
             if traced:
                 launches = [(name, np.array([ms / 1e3 for _, ms in found])) for name, found in bench.timed()]

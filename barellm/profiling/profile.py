@@ -32,7 +32,7 @@ def measure(
         session, train = bench.machine.session, bench.train
         ceiling = measured_ceiling(device=device)
         ceiling.measure(mixes(session, bench.shares))
-        facts, calls_s, made = _on_gpu(bench, steps) if device == "cuda" else _on_cpu(bench, steps, ranks)
+        facts, calls_s, made = _on_gpu(bench, steps, ranks) if device == "cuda" else _on_cpu(bench, steps, ranks)
         ceiling.measure(mixes(session, bench.shares))  # the machine's speed may have changed meanwhile
         of_ops, kernels = op_seconds(session, calls_s), by_kernel(session, calls_s)
         rows = by_kind(session, of_ops, ceiling, bench.shares)
@@ -77,9 +77,10 @@ def _on_cpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str
     return facts, call_seconds(step), lambda title: timeline.events(session, step, title=title)
 
 
-def _on_gpu(bench: StepBench, steps: int | None) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
+def _on_gpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
     """The same for a GPU. What a usual step takes longer than its launches is idling: the GPU waits for the host."""
-    traces, session = device_trace.record(bench, steps), bench.machine.session
+    count = first(ranks, steps or device_trace.pairs_for(bench))
+    traces, session = device_trace.record(bench, count), bench.machine.session
     step, usual = traces.middle(), median(traces.usual_s)
     facts = {
         "step_s": max(usual, step.seconds / step.steps),

@@ -19,11 +19,13 @@ from barellm.cuda import bench, driver, nccl, step
 from barellm.cuda.kernels import optimizer as cuda_optimizer
 from barellm.errors import UserError
 from barellm.optim import dealing
+from barellm.profiling import profile
 from barellm.program.ops import collectives as program_collectives
 from barellm.program.ops import optimizer as program_optimizer
 from tests.distributed import test_steps
 from tests.distributed.test_steps import RECIPES, config_of, oracle, trained
 from tests.distributed.threads import ThreadRanks, each_rank
+from tests.profiling.conftest import CEILING
 from tests.simulators import interpreter, mock, mock_nccl
 from tests.simulators.mock import Gpu
 from tests.simulators.mock_nccl import Nccl
@@ -107,6 +109,28 @@ def test_ranks_train_as_one_process_that_adds_in_their_order(recipe, late, overl
             assert np.array_equal(theirs[name].view(np.uint8), values.view(np.uint8)), (rank, name)
     assert len(machine.nccl.comms) == count and machine.nccl.left() == []
     assert not any(comm.aborted for comm in machine.nccl.comms)
+
+
+def test_a_profile_says_what_ranks_spend_on_each_exchange(monkeypatch, tmp_path):
+    machine = Machine()
+    machine.install(monkeypatch)
+    monkeypatch.setattr(profile, "measured_ceiling", lambda device: CEILING)
+    config = small(monkeypatch, **RECIPES["adamw"][0])
+    ours, theirs = each_rank(
+        2, lambda ranks: profile.measure(config, steps=1, folder=tmp_path, device="cuda", ranks=ranks)
+    )
+    rows = ours["between_ranks"]
+    assert [row["s"] for row in rows] == [row["s"] for row in theirs["between_ranks"]]
+    seconds: dict[tuple[str, str], np.ndarray] = {}
+    for row in rows:
+        key = (row["program"], row["op"])
+        seconds[key] = seconds.get(key, np.zeros(2)) + row["s"]
+    assert not seconds.pop(("update", "end_exchange")).any(), "the graph of the backward pass has waited"
+    assert list(seconds) == [("micro", "begin_exchange"), ("update", "add_ranks"), ("update", "gather")]
+    assert all(s.min() > 0 for s in seconds.values())
+    begun = [row["s"] for row in rows if row["op"] == "begin_exchange"]
+    assert not any(map(sum, begun[:-1])) and min(begun[-1]) > 0, "the wait at a pass's end is that of what began last"
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(profile.FILES.values())
 
 
 def pair(machine: Machine, work: Any, count: int = 2) -> list[Any]:

@@ -20,21 +20,29 @@ def config_of(preset: str = "shakespeare-char", **sections):
 
 
 @pytest.mark.parametrize(
-    "config, device, words",
+    "config, words",
     [
-        (config_of(train={"batch": 7}), "cpu", "train.batch is 7, and the run has 2 ranks, which do not divide it"),
-        (config_of(), "cuda", "--device is cuda, and the run has 2 ranks: several ranks run on processors only"),
-        (config_of("speedrun", train={"batch": 2}), "cpu", "the runs of speedrun have stages, and the run has 2 ranks"),
-        (config_of(train={"ranges": 3}), "cpu", "train.ranges is 3, and the run has 2 ranks: expected 0"),
-        (config_of(train={"grace": 2.5}), "cpu", "train.grace is 2.5, and the run has 2 ranks: expected 0"),
-        (config_of(data={"order": "llmc"}), "cpu", "data.order is 'llmc', and the run has 2 ranks"),
+        (config_of(train={"batch": 7}), "train.batch is 7, and the run has 2 ranks, which do not divide it"),
+        (config_of("speedrun", train={"batch": 2}), "the runs of speedrun have stages, and the run has 2 ranks"),
+        (config_of(train={"ranges": 3}), "train.ranges is 3, and the run has 2 ranks: expected 0"),
+        (config_of(train={"grace": 2.5}), "train.grace is 2.5, and the run has 2 ranks: expected 0"),
+        (config_of(data={"order": "llmc"}), "data.order is 'llmc', and the run has 2 ranks"),
     ],
 )
-def test_what_ranks_cannot_do_is_refused(config, device, words):
-    with pytest.raises(UserError) as refused:
-        together.check(config, device=device, ranks=Planned(0, 2))
-    assert str(refused.value).startswith(words)
-    together.check(config, device=device, ranks=ALONE)
+def test_what_ranks_cannot_do_is_refused(config, words):
+    for device in ("cpu", "cuda"):
+        with pytest.raises(UserError) as refused:
+            together.check(config, device=device, ranks=Planned(0, 2))
+        assert str(refused.value).startswith(words)
+        together.check(config, device=device, ranks=ALONE)
+
+
+@pytest.mark.parametrize("ranks", [ALONE, Planned(0, 2)])
+def test_gradients_are_not_compressed_on_gpus(ranks):
+    config = config_of(optim={"powersgd": 4})
+    together.check(config, device="cpu", ranks=ranks)
+    with pytest.raises(UserError, match=r"^optim.powersgd is 4, and --device is cuda: expected 0, for now$"):
+        together.check(config, device="cuda", ranks=ranks)
 
 
 def test_the_speedruns_optimizer_is_not_dealt():

@@ -15,7 +15,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from tests.simulators.mock import Gpu
+from tests.simulators.mock import LAUNCH_MS, Gpu
 
 LONG_S = 20.0
 ID_BYTES = 128
@@ -198,6 +198,7 @@ class Nccl:
             return  # what waits for others ends
         assert comm.alive, "bytes travel over a communicator that is gone"
         comm.groups += 1
+        comm.gpu.clock += LAUNCH_MS
         for p in sends:
             data = ctypes.string_at(p.address, p.nbytes)
             self._box(comm.world, comm.rank, p.peer).put((p.kind, data))
