@@ -24,7 +24,10 @@ TILE_ROWS, TILE_PANELS = (
     512,
     12,
 )  # of a claim of AMX tiles: its sums and a part of its rows fill half of a second cache of 2 MiB
-TILE_BUSY = 2  # of these claims a thread at least: each of them reads all of the left operand
+# Parts of the depth that follow each other for one panel of a weight with rows along the depth: so much of a row is one piece of
+# memory, which the processor fetches ahead. The rows of a claim wait in the second cache meanwhile.
+TILE_TURN = 3
+TILE_BUSY = 1  # of these claims a thread at least: each of them reads all of the left operand
 LEFT_BYTES = 3 << 18  # of a weight gradient's packed block of dy: beside two panels it nearly fits the second cache
 CLAIMS = 16  # at least so many claims a weight gradient: enough for many threads, few enough to pack little
 SMALL = 1 << 26  # half as many below so many multiply-adds, and where chunks of tokens make them longer

@@ -6,13 +6,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-from barellm.cpu.choices import BUSY, TILE_BUSY, Choice, Tile
+from barellm.cpu.choices import BUSY, TILE_BUSY, TILE_TURN, Choice, Tile
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.epilogue import Epilogue
-from barellm.cpu.kernels.packing import Packing, Panels, interleaved, panel_bytes
+from barellm.cpu.kernels.packing import LINE, Packing, Panels, interleaved, panel_bytes
 from barellm.cpu.kernels.packing import transposed as transposed_panel
 from barellm.cpu.kernels.register_tile import block_of
 from barellm.cpu.lang import Pointer, Value
@@ -23,8 +24,10 @@ class Claims(ABC):
     """One thread's part of out (rows, cols) = epilogue(a (rows, depth) @ weight).
 
     During a claim `first`, `whole` and `last` are its first row, the row behind its last whole tile and the row behind its last
-    one. During the multiplication of a panel, `col` is its first column, `p` the part of the depth, `length` how deep that is,
-    `ends` whether it is the last one (None where there is only one), and `finish` what becomes of the sums.
+    one. A panel is multiplied with `turn` parts of the depth one after the other, from `begin` on, then the next panel with its;
+    `turns` of these go over the whole depth. During the multiplication of a panel, `col` is its first column, `p` the part of the
+    depth, `length` how deep that is, `ends` whether it is the last one (None where there is only one), and `finish` what becomes
+    of the sums.
     """
 
     def __init__(
@@ -44,6 +47,8 @@ class Claims(ABC):
         self.blocks = k.max(k.select(few, k.ceil_div(rows, choice.rows), long_blocks), 0)
         self.block = even_rows(k, rows, self.blocks, self.tile)
         self.tiles = amx.uses_tiles(k.isa, a.dtype)
+        self.turn = min(TILE_TURN, self.parts) if self.tiles and transposed else 1
+        self.turns = ceil_div(self.parts, self.turn)
         busy = TILE_BUSY if self.tiles else BUSY // 2
         self.groups = panel_groups(k, self.panels, choice.columns // self.span, self.blocks, busy)
         self.scratch, self.nbytes = k.private("i32"), panel_bytes(k.isa, a.dtype, part, self.span)
@@ -62,8 +67,8 @@ class Claims(ABC):
             self.first = row_block * self.block
             self.last = k.min(self.first + self.block, self.rows)
             self.whole = self.last - (self.last - self.first) % self.tile.rows
-            parts_in_turn = k.loop(0, self.parts) if self.parts > 1 else nullcontext(k.int(0))
-            with parts_in_turn as self.p, k.loop(self.first_panel, self.last_panel) as self.index:
+            turns = k.loop(0, self.parts, self.turn) if self.turns > 1 else nullcontext(k.int(0))
+            with turns as self.begin, k.loop(self.first_panel, self.last_panel) as self.index, self._parts() as self.p:
                 self.col = self.index * self.span
                 self.finish = self.make_finish(self.col)
                 self.ends = (self.p + 1).equals(self.parts) if self.parts > 1 else None
@@ -71,18 +76,28 @@ class Claims(ABC):
                 self.number = self.index * self.parts + self.p
                 self.multiply_panel(self.two.take(self.number))
 
-    def follow(self, turns: Value) -> None:
-        """Have the next panel packed beside the whole tiles of this one, in `turns` calls. Next come the group's other panels, then
-        the next part of its depth, then the next claim."""
+    def _parts(self) -> Any:
+        """The parts of a turn, one after the other."""
+        k = self.k
+        if self.turn == 1:
+            return nullcontext(self.begin)
+        return k.loop(self.begin, k.min(self.begin + self.turn, self.parts))
+
+    def follow(self, calls: Value) -> None:
+        """Have what is multiplied next packed beside the whole tiles of this panel, in `calls` calls: the next part of the turn,
+        then the group's other panels, then the next turn, then the next claim."""
         k = self.k
         _, after = self._blocks_of(self.unit + 1)
         wanted, after = self.unit + 1 < self.blocks * self.groups, after * self.panels // self.groups * self.parts
-        if self.ends is not None:
-            wanted = wanted | (self.p + 1 < self.parts)
-            after = k.select(self.ends, after, self.first_panel * self.parts + self.p + 1)
+        if self.turns > 1:
+            more = self.begin + self.turn < self.parts
+            wanted, after = wanted | more, k.select(more, self.first_panel * self.parts + self.begin + self.turn, after)
         same = self.index + 1 < self.last_panel
-        wanted, after = wanted | same, k.select(same, self.number + self.parts, after)
-        self.two.follow(after, wanted, turns)
+        wanted, after = wanted | same, k.select(same, (self.index + 1) * self.parts + self.begin, after)
+        if self.turn > 1:
+            within = self.p + 1 < k.min(self.begin + self.turn, self.parts)
+            wanted, after = wanted | within, k.select(within, self.number + 1, after)
+        self.two.follow(after, wanted, calls)
 
     def _blocks_of(self, unit: Value) -> tuple[Value, Value]:
         return block_of(unit, self.choice, self.blocks, self.groups)
@@ -100,10 +115,20 @@ class Claims(ABC):
         if self.transposed:
             even = part % 8 == 0 and self.depth % 8 == 0
             sizes = {"cols": self.cols, "stride": self.depth, "depth": length, "even": even, "span": self.span}
-            return transposed_panel(k, into, self.weight.at(p * part), col, **sizes)
+            fetch = partial(self._fetch, col + self.span, p) if self.tiles else None
+            return transposed_panel(k, into, self.weight.at(p * part), col, fetch=fetch, **sizes)
         ragged = self.cols if self.cols % self.span else None
         w = self.weight.at(p * (part * self.cols))
         return interleaved(k, into, w, col, length, stride=self.cols, width=self.span, cols=ragged, beside=self.tiles)
+
+    def _fetch(self, col: Value, p: Value, i: Value) -> None:
+        """Beside chunk i of the packing of part p: fetch lines of the next panel, from column `col` on, which is packed a turn
+        later. They are fetched in the order in which they lie in memory, so that the processor sees a stream and fetches on."""
+        k, each = self.k, self.turn * self.part * self.weight.itemsize // LINE
+        at = (p % self.turn) * (self.part * self.span * self.weight.itemsize // LINE) + i * 4
+        piece = self.weight.at((col + at // each) * self.depth + p // self.turn * (self.turn * self.part))
+        for line in range(4):
+            k.prefetch(piece.bytes((at % each + line) * LINE), near=False)
 
 
 def panel_groups(k: KernelBuilder, panels: int, most: int, blocks: Value, busy: int) -> Value:

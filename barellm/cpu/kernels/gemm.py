@@ -151,8 +151,7 @@ class RegisterProduct(Claims):
 
 class AmxProduct(Claims):
     """Tiles of rows in AMX tile registers, a part of the depth at a time: a panel's part stays in the first cache while all rows of
-    the claim pass, and the next one is packed beside. Sums wait in scratch, tile by tile; those of all panels of a claim are
-    finished together, so that whole lines of the result are written."""
+    the claim pass, and the next one is packed beside. Sums wait in scratch, tile by tile, for the next part."""
 
     def __init__(self, k: KernelBuilder, *operands: Any, **sizes: Any) -> None:
         super().__init__(k, *operands, **sizes)
@@ -178,7 +177,7 @@ class AmxProduct(Claims):
         """A tile of rows, or the first `count` of one."""
         k = self.k
         a = self.a.at(row * self.stride + self.p * self.part)
-        sums = self._held(self.index, row)
+        sums = self._held(row)
         rest = self.depth - (self.parts - 1) * self.part
         how: dict[str, Any] = {"begun": self.p > 0 if self.parts > 1 else None, "stride": self.stride}
         if count is None:
@@ -187,7 +186,6 @@ class AmxProduct(Claims):
         def multiply(depth: int) -> None:
             amx.multiply_rows(k, sums, a, count, panel, self.copied, depth=depth, **how)
 
-        last = (self.index + 1).equals(self.last_panel)
         if self.ends is None or rest == self.part:
             multiply(self.part if self.parts > 1 else self.depth)
         else:
@@ -195,8 +193,12 @@ class AmxProduct(Claims):
                 multiply(rest)
             with k.otherwise(self.ends):
                 multiply(self.part)
-        with k.when(last if self.ends is None else last & self.ends):
-            self._finish(row, self.tile.rows if count is None else count)
+        with (
+            nullcontext() if self.ends is None else k.when(self.ends),
+            k.loop(0, self.tile.rows if count is None else count) as r,
+        ):
+            for v in range(self.tile.vectors):
+                self.finish.put(row + r, v, sums.load(r * self.span + v * k.lanes))
 
     def _beside(self, row: Value, step: Value) -> None:
         """What is done in a step of the tile at `row`: packing, and fetching the lines of the result in the last part."""
@@ -206,19 +208,12 @@ class AmxProduct(Claims):
             for i in range(max(each, 1)):
                 self.finish.fetch(row + step * each + i)
 
-    def _held(self, index: Value, row: Value) -> Pointer:
-        """The sums of a tile of rows and of a panel."""
-        tiles = self.block // self.tile.rows
-        at = (index - self.first_panel) * tiles + (row - self.first) // self.tile.rows
+    def _held(self, row: Value) -> Pointer:
+        """The sums of a tile of rows, those of other panels beside them where they wait for the next turn."""
+        at = (row - self.first) // self.tile.rows
+        if self.turns > 1:
+            at = at + (self.index - self.first_panel) * (self.block // self.tile.rows)
         return self.held.at(at * (self.tile.rows * self.span))
-
-    def _finish(self, row: Value, count: Any) -> None:
-        """Finish `count` rows of all panels of the claim."""
-        k = self.k
-        with k.loop(0, count) as r, k.loop(self.first_panel, self.last_panel) as index:
-            finish, sums = self.make_finish(index * self.span), self._held(index, row).at(r * self.span)
-            for v in range(self.tile.vectors):
-                finish.put(row + r, v, sums.load(v * k.lanes))
 
 
 def product(

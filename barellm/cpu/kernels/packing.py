@@ -114,10 +114,11 @@ def transposed(
     depth: Any,
     even: bool,
     span: int,
+    fetch: Callable[[Value], None] | None = None,
 ) -> Packing:
     """Panel columns `col`... of w (cols, stride), `depth` of each; `even`: always a whole number of chunks. A chunk is 4 units of
     `lanes` columns: 16 bytes of each become groups of vectors, and in each group 4 x 4 units are transposed. Columns beyond the
-    last repeat it: their products are computed and never stored."""
+    last repeat it: their products are computed and never stored. `fetch(i)` fetches what is packed later, beside chunk i."""
     pair = paired(k.isa, w.dtype)
     lanes, elements = k.lanes, 8 if pair else 4
     hangs_over = cols % span != 0
@@ -127,13 +128,16 @@ def transposed(
     def row(i: Any) -> Pointer:
         return w.at((k.min(col + i, cols - 1) if hangs_over else col + i) * stride)
 
-    def chunk(i: Value) -> None:
-        c, d = i // each * lanes, i % each * elements
+    def fetch_ahead(i: Value) -> None:
         for lead, near in ((NEAR, True), (FAR, False)):
             j = i + lead
             later = w.at((col + j // each * lanes + i % 4 * (lanes // 4)) * stride + j % each * elements)
             for r in range(lanes // 4):  # a line has four chunks, and each fetches a quarter of the lines
                 k.prefetch(later.at(r * stride), near=near)
+
+    def chunk(i: Value) -> None:
+        c, d = i // each * lanes, i % each * elements
+        (fetch or fetch_ahead)(i)
         four = [k.concat([_units(k, row(c + (r + g)).at(d), pair) for g in range(0, lanes, 4)]) for r in range(4)]
         for u, vector in enumerate(transpose_groups(k, four)):
             out.store_raw(vector, (d // (elements // 4) + u) * span + c)
