@@ -14,6 +14,7 @@ from typing import Any
 LABEL = re.compile(r"^(\.?L[\w$.]+):")
 INSTRUCTION = re.compile(r"^\s+([a-z][\w.]*)(?:\s+(.*))?$")
 MULTIPLY_ADD = re.compile(r"^(vdpbf16ps|tdpbf16ps|vfn?madd\w+|vfn?msub\w+|v?mulp[sd]|fml[as]|bfdot|bfmmla|bfmlal[bt])$")
+TILES = "tdpbf16ps"
 X86_JUMP = re.compile(r"^j[a-z]+$")
 ARM_JUMP = re.compile(r"^(b|b\.\w+|cbn?z|tbn?z)$")
 MEMORY = {"x86": re.compile(r"\("), "arm": re.compile(r"\[")}
@@ -30,7 +31,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop that holds no other. Counts are of one turn."""
+    """A loop that holds no other, or one that multiplies tiles and packs in loops beside them, which are not counted. Counts are of
+    one turn."""
 
     label: str
     instructions: int
@@ -72,8 +74,12 @@ def read(assembly: str) -> Code:
     stack = _stack_registers(code, kind)
     names = {at: name for name, at in labels.items()}
     loops = natural_loops(code, labels)
-    inner = [(header, body) for header, body in loops.items() if not any(o != header and o in body for o in loops)]
-    found = [_loop(names[header], [code[i] for i in sorted(body)], kind, stack) for header, body in sorted(inner)]
+    found = []
+    for header, body in sorted(loops.items()):
+        held = set().union(*(loops[other] for other in loops if other != header and other in body))
+        own = [code[i] for i in sorted(body - held)]
+        if not held or any(i.mnemonic == TILES for i in own):
+            found.append(_loop(names[header], own, kind, stack))
     return Code(len(code), _references(code, stack), _widest(code), found)
 
 

@@ -125,7 +125,9 @@ def test_products_become_tile_instructions(cpu):
         products += 1
         inner = machine_code.read(text).inner
         assert inner.multiply_adds == {"tdpbf16ps": 4} and inner.accumulators == 4, u
-        assert (inner.loads, inner.stores, inner.stack_references) == (4, 0, 0), u
+        assert (inner.stores, inner.vector_spills) == (0, 0), u
+        if u.spec.name == "product":  # it has a loop that packs nothing beside
+            assert (inner.loads, inner.stack_references) == (4, 0), u
     assert products >= 10
 
 

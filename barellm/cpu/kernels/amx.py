@@ -294,13 +294,6 @@ def pack_left(
         squares(whole, tail=True)
 
 
-def multiply_packed(k: KernelBuilder, out: Pointer, block: Pointer, row: Value, panel: Pointer, depth: Value) -> None:
-    """out = rows [row, row + ROWS) of a block that `pack_left` made from `depth` rows, @ panel."""
-    steps = k.ceil_div(depth, DEPTH)
-    below = steps * TILE_BYTES
-    multiply(k, out, panel, [(Left(block.bytes((row // SIDE) * below), 4 * SIDE, TILE_BYTES, below), steps)])
-
-
 def _tile(k: KernelBuilder, name: str, *args: int | tuple[str, str]) -> None:
     """An intrinsic whose tile registers are constants: LLVM's own allocation of tiles needs passes that do not run here."""
     kinds = ["i8 immarg" if isinstance(a, int) else a[0] for a in args]

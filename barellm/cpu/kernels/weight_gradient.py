@@ -12,7 +12,7 @@ from typing import Any
 from barellm.cpu.choices import Choice, Tile, chunk_of
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels import amx
+from barellm.cpu.kernels import amx, gradient_tiles
 from barellm.cpu.kernels.packing import LeftBlock, Packing, Panels, interleaved, paired, panel_bytes
 from barellm.cpu.kernels.register_tile import block_of, bursts, prefetch_row, tile_product
 from barellm.cpu.lang import Pointer, Value
@@ -31,21 +31,44 @@ def weight_gradient(
     `strides`: elements from a row to the next, of operands that are views. `scale` multiplies the sums of each chunk."""
     dy_row, x_row = (dict(strides).get(name, width) for name, width in (("dy", N), ("x", K)))
     tile, height, columns = choice.tile, choice.rows, choice.columns
-    pair = paired(k.isa, dy.dtype)
     span, chunk = tile.span(k.isa), chunk_of(k.isa)
     tokens = k.min(k.extent(dims, inner) - row_begin, row_limit)
-    scratch, nbytes = k.private("i32"), panel_bytes(k.isa, dy.dtype, chunk, span)
-    left_at = scratch.bytes(2 * nbytes)
     keep = k.keep(mode)
+    nontemporal = N * K * 4 >= NONTEMPORAL and K % span == 0 and mode != "add"
+
+    def again(t: Value) -> Value:
+        """Whether the chunk of tokens that starts at t is added to what is there."""
+        return t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
+
+    def put(add: bool, row: Value, col: Value, values: list[Value], masks: list[Value | None]) -> None:
+        for v, value in enumerate(values):
+            at = row * K + col + v * k.lanes
+            value = value if scale is None else value * scale
+            if add:
+                value = value + dweight.load(at, masks[v])
+            dweight.store(value, at, masks[v], nontemporal=nontemporal and not add)
+
+    def masks_of(col: Value) -> list[Value | None]:
+        return [k.mask_first(K - col - v * k.lanes) if K % span else None for v in range(tile.vectors)]
+
+    if amx.uses_tiles(k.isa, dy.dtype):
+
+        def put_rows(t: Value, row: Value, count: Value, col: Value, sums: Pointer) -> None:
+            add, masks = again(t), masks_of(col)
+            for adds, chosen in ((True, k.when), (False, k.otherwise)):
+                with chosen(add), k.loop(0, count) as r:
+                    values = [sums.load(r * span + v * k.lanes) for v in range(tile.vectors)]
+                    put(adds, row + r, col, values, masks)
+
+        sizes: dict[str, Any] = {"N": N, "K": K, "dy_row": dy_row, "x_row": x_row, "choice": choice}
+        gradient_tiles.multiply(k, dy, x, tokens, put=put_rows, **sizes)
+        return
+
+    pair = paired(k.isa, dy.dtype)
+    scratch, nbytes = k.private("i32"), panel_bytes(k.isa, dy.dtype, chunk, span)
     row_blocks, column_blocks = ceil_div(N, height), ceil_div(K, columns)
     heights = [min(height, N - n) for n in range(0, N, height)]
-    nontemporal = N * K * 4 >= NONTEMPORAL and K % span == 0 and mode != "add"
-    buffer, held = None, k.var(-1)
     rests = sorted({n % tile.rows for n in heights} - {0})  # rows of a block that are no whole tile
-    if amx.uses_tiles(k.isa, dy.dtype):
-        buffer = Pointer(k, k.alloca("float", tile.rows * span), "fp32")
-        amx.configure(k)
-        rests = []
 
     def pack(into: Pointer, number: Value) -> Packing:
         """Columns number % K of the chunk of tokens that starts at number // K."""
@@ -61,10 +84,11 @@ def weight_gradient(
         return dy.at(t * dy_row), first, k.min(first + height, N), k.min(tokens - t, chunk)
 
     # Rows move through one register, so 16 are enough for packing beside a tile: gemm.py's transposes need more.
-    two, spare = Panels(k, scratch, nbytes, pack), not amx.uses_tiles(k.isa, dy.dtype)
+    two = Panels(k, scratch, nbytes, pack)
     inside = all(i * height + round_up(n, tile.rows) <= N for i, n in enumerate(heights))
     left_block = LeftBlock(
-        k, left_at, dtype=dy.dtype, rows=tile.rows, cols=N, stride=dy_row, most=k.min(tokens, chunk), inside=inside, block=block
+        k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=tile.rows, cols=N, stride=dy_row, most=k.min(tokens, chunk),
+        inside=inside, block=block,
     )  # fmt: skip
 
     with k.when(tokens > 0), k.claim_each(row_blocks * column_blocks) as unit:
@@ -76,32 +100,22 @@ def weight_gradient(
             depth = k.min(tokens - t, chunk)
             units = (depth + 1) >> 1 if pair else depth
             calls = bursts(k, tile, units)  # in each tile
-            rows_number = t * row_blocks + row_block
-            if buffer is None:
-                left_block.take(rows_number, calls)
-            else:
-                with k.when(held.value.differs(rows_number)):
-                    held.value, packed = rows_number, _packed(k.isa, choice)
-                    hangs = N if N % height or packed != height else None
-                    amx.pack_left(k, left_at, dy.at(t * dy_row), n0, depth, stride=dy_row, width=packed, cols=hangs)
-            again = t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
+            left_block.take(t * row_blocks + row_block, calls)
+            adds = again(t)
             with k.loop(k0, k1, span) as col:
                 number = t * K + col
                 panel = two.take(number)
-                if buffer is not None:
-                    amx.pad_panel(k, panel, depth)
-                if spare:
-                    same, more = col + span < k1, t + chunk < tokens
-                    _, after = block_of(unit + 1, choice, row_blocks, column_blocks)
-                    after = k.select(more, (t + chunk) * K + k0, after * columns)
-                    after = k.select(same, number + span, after)
-                    wanted = same | more | (unit + 1 < row_blocks * column_blocks)
-                    two.follow(after, wanted, (n1 - n0) // tile.rows * calls)
-                masks = [k.mask_first(K - col - v * k.lanes) if K % span else None for v in range(tile.vectors)]
+                same, more = col + span < k1, t + chunk < tokens
+                _, after = block_of(unit + 1, choice, row_blocks, column_blocks)
+                after = k.select(more, (t + chunk) * K + k0, after * columns)
+                after = k.select(same, number + span, after)
+                wanted = same | more | (unit + 1 < row_blocks * column_blocks)
+                two.follow(after, wanted, (n1 - n0) // tile.rows * calls)
+                masks = masks_of(col)
 
                 def multiply(row: Value, small: Tile, panel: Pointer = panel, col: Value = col, masks=masks) -> None:
                     """Rows from `row` on, as many as `small` has."""
-                    base = left_block.tile(row - n0) if buffer is None else left_at
+                    base = left_block.tile(row - n0)
 
                     def left(r: int, u: Value) -> Value:
                         type_ = "i32" if pair else "float"
@@ -110,63 +124,31 @@ def weight_gradient(
 
                     def ahead(r: Value) -> None:
                         target = dweight.at((row + r) * K + col)
-                        if nontemporal:
-                            with k.when(again):
-                                prefetch_row(k, target, span, write=True)
-                        else:
+                        with k.when(adds) if nontemporal else nullcontext():
                             prefetch_row(k, target, span, write=True)
 
                     def some() -> None:
                         two.some()
                         left_block.some()
 
-                    sums: list[list[Value]] = []
-                    if buffer is not None:
-                        amx.multiply_packed(k, buffer, left_at, row - n0, panel, depth)
-                    else:
-                        sums = tile_product(
-                            k, small, left, panel, units, pair, ahead=ahead, beside=some if spare else None
-                        )
-
-                    def put_row(r: Any, values: list[Value], add: bool) -> None:
-                        for v, value in enumerate(values):
-                            at = (row + r) * K + col + v * k.lanes
-                            value = value if scale is None else value * scale
-                            if add:
-                                value = value + dweight.load(at, masks[v])
-                            dweight.store(value, at, masks[v], nontemporal=nontemporal and not add)
-
-                    def put(add: bool) -> None:
-                        if buffer is not None:
-                            with k.loop(0, k.min(n1 - row, tile.rows)) as r:
-                                held = [buffer.load(r * span + v * k.lanes) for v in range(tile.vectors)]
-                                put_row(r, held, add)
-                        for r, values in enumerate(sums):
-                            put_row(r, values, add)
-
-                    with k.when(again):
-                        put(True)
-                    with k.otherwise(again):
-                        put(False)
+                    sums = tile_product(k, small, left, panel, units, pair, ahead=ahead, beside=some)
+                    for add, chosen in ((True, k.when), (False, k.otherwise)):
+                        with chosen(adds):
+                            for r, values in enumerate(sums):
+                                put(add, row + r, col, values, masks)
 
                 with k.loop(n0, whole, tile.rows) as row:
                     multiply(row, tile)
                 for rest in rests:
                     with k.when((n1 - whole).equals(rest)) if len(set(heights)) > 1 else nullcontext():
                         multiply(whole, Tile(rest, tile.vectors))
-                if spare:
-                    two.followed()
-    if buffer is not None:
-        amx.release(k)
-
-
-def _packed(isa: ISA, choice: Choice) -> int:
-    """Columns of dy in the left block."""
-    return round_up(round_up(choice.rows, choice.tile.rows), isa.lanes)
+                two.followed()
 
 
 def gradient_private(isa: ISA, dtype: str, tokens: int, choice: Choice) -> int:
     """The scratch of a thread, in bytes. `tokens` is the largest number of tokens of a run."""
+    if amx.uses_tiles(isa, dtype):
+        return gradient_tiles.private_bytes(isa, dtype, tokens, choice)
     chunk = chunk_of(isa)
-    left = panel_bytes(isa, dtype, min(tokens, chunk), _packed(isa, choice))
+    left = panel_bytes(isa, dtype, min(tokens, chunk), round_up(round_up(choice.rows, choice.tile.rows), isa.lanes))
     return 2 * panel_bytes(isa, dtype, chunk, choice.tile.span(isa)) + left
