@@ -57,11 +57,15 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
         accumulators = 4 if product == "tdpbf16ps" else tile.rows * tile.vectors
         assert code.inner.multiply_adds == {product: accumulators}, u
         assert code.inner.accumulators == accumulators, u
-        tiles = product == "tdpbf16ps"  # 64 cycles a step: an address of what is packed beside it may lie on the stack
-        assert code.inner.stack_references <= tiles and code.inner.stores == 0, u
+        assert code.inner.stores == 0, u
+        # A step of AMX takes 64 cycles: addresses of what is packed beside it may lie on the stack, but no vector.
+        spills = [
+            x.vector_spills if product == "tdpbf16ps" else x.stack_references
+            for x in [code.inner, *code.loops]
+            if x.accumulators
+        ]
         # On aarch64 the tile that hangs over the last row may keep a vector of GELU's on the stack.
-        most = max((x.stack_references for x in code.loops if x.accumulators), default=0)
-        assert name.startswith("neon") or most <= tiles, u
+        assert spills[0] == 0 and (name.startswith("neon") or max(spills) == 0), u
         assert code.inner.loads <= tile.rows + tile.vectors, u
 
 
