@@ -10,9 +10,11 @@ from itertools import cycle
 import numpy as np
 import pytest
 
+from barellm.assembly.machine import build_programs
 from barellm.assembly.programs import build
 from barellm.cli import main
 from barellm.config import OptimConfig
+from barellm.cpu import isa as isas
 from barellm.cpu import tuning
 from barellm.cpu.choices import Choice, Tile
 from barellm.cpu.isa import host
@@ -21,8 +23,11 @@ from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.tuner import candidates, selftest, tuner
 from barellm.cpu.tuner.bed import Bed
 from barellm.cpu.tuner.work import Candidate, works_of
+from barellm.inspect import kernels
+from barellm.models import preset
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.optim.adamw import adamw
+from barellm.overrides import changed
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim, View
@@ -186,6 +191,22 @@ def test_candidates_fit_and_the_default_comes_first():
         assert made[0] == work.default(host()) and len(set(made)) == len(made) <= candidates.MOST + 1
         for c in made[1:]:
             assert tuning.from_entry(tuning.to_entry(c), host(), work.dtype) == c
+
+
+def test_products_on_amx_tiles_are_tried_with_other_claims():
+    config = changed(
+        preset("gpt2-124m"), {"model.layers": 1, "train.batch": 4, "train.seq": 256, "train.dtype": "bf16"}
+    )
+    isa = isas.cross("amx_bf16", kernels.X86_TRIPLE)
+    built = lower_and_plan(build_programs(config), isa=isa, threads=2)
+    found = {}
+    for work in works_of(built.calls["micro"]):
+        made = candidates.candidates(work, isa, 2)
+        assert made[0] == work.default(isa) and len(set(made)) == len(made) <= candidates.MOST + 1
+        assert all(tuning.from_entry(tuning.to_entry(c), isa, "bf16") == c for c in made)
+        found[work.role, work.cols] = {(c.rows, c.columns) for c in made}
+    assert found["forward", 2304] == {(rows, columns) for rows in (256, 512, 1024) for columns in (192, 384, 768)}
+    assert len(found["weight_gradient", 768]) > 5
 
 
 @pytest.mark.alone

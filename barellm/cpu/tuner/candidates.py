@@ -11,6 +11,7 @@ from math import ceil
 from barellm.cpu import processor
 from barellm.cpu.choices import BUSY, ORDERS, Choice, chunk_of, tiles
 from barellm.cpu.isa import ISA
+from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.packing import paired
 from barellm.cpu.tuner.work import Work
 from barellm.program.dtypes import itemsize
@@ -18,6 +19,7 @@ from barellm.program.integers import round_up
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 HEIGHTS = (24, 48, 96, 192, 384)  # rows of a weight gradient's claim: its packed left block has them
+TILE_HEIGHTS, TILE_PANELS = (256, 512, 1024), (6, 12, 24)  # of a claim of AMX tiles: its sums fit the L2, or nearly
 HOPELESS = 1.4  # times the model's best
 MOST = 16
 PACK_INTERLEAVED, PACK_TRANSPOSED = 2.5, 5.0  # cycles for a vector of a panel
@@ -27,10 +29,17 @@ BYTES_A_CYCLE = 6.0  # of one core from beyond its L2
 def candidates(work: Work, isa: ISA, threads: int) -> list[Choice]:
     """The default first, then the others by the model's cost."""
     first = work.default(isa)
+    if _on_tiles(work, isa):
+        return [first, *(c for c in possible(work, isa) if c != first)]
     costs = {choice: cost(work, choice, isa, threads) for choice in possible(work, isa)}
     best = min(costs.values())
     hopeful = sorted((c for c in costs if c != first and costs[c] <= HOPELESS * best), key=lambda c: costs[c])
     return [first, *hopeful[:MOST]]
+
+
+def _on_tiles(work: Work, isa: ISA) -> bool:
+    """Whether it is a product on AMX tiles, which the model does not know: its claims are few, and all are tried."""
+    return amx.uses_tiles(isa, work.dtype) and work.role != "weight_gradient"
 
 
 def possible(work: Work, isa: ISA) -> list[Choice]:
@@ -42,6 +51,9 @@ def possible(work: Work, isa: ISA) -> list[Choice]:
         if work.role == "weight_gradient":
             heights = {round_up(min(h, work.rows), tile.rows) for h in HEIGHTS}
             widths = {round_up(ceil(whole / n), span) for n in SPLITS}
+        elif _on_tiles(work, isa):
+            heights = {round_up(min(h, work.rows), tile.rows) for h in TILE_HEIGHTS}
+            widths = {round_up(min(n * span, whole), span) for n in TILE_PANELS}
         else:
             heights = {round_up(ceil(work.rows / n), tile.rows) for n in SPLITS}
             widths = {span}
