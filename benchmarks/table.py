@@ -22,6 +22,7 @@ PARTS = {
     "after_last_step_s": "end",
 }
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
+PROCESSORS = {"": "two cores of Zen 4", "xeon-amx": "two cores of an Intel Xeon with AMX"}  # by folder of RESULTS
 
 
 def peers_table(results: dict[str, dict]) -> list[str]:
@@ -251,24 +252,35 @@ def _many(count: int, word: str) -> str:
     return f"{count} {word}{'s' * (count != 1)}"
 
 
-def measured() -> dict[str, dict]:
-    """Every file of benchmarks/results, by shape."""
-    files = {f"benchmarks/results/{p.name}": json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json"))}
+def measured(folder: str) -> dict[str, dict]:
+    """The files of a processor's folder of benchmarks/results, by shape. Those of several shapes have tables of their own."""
+    paths = sorted((RESULTS / folder).glob("*.json"))
+    files = {f"benchmarks/results/{p.relative_to(RESULTS)}": json.loads(p.read_text()) for p in paths}
     order = ("preset", "dtype", "seq", "batch", "recompute")
-    return dict(sorted(files.items(), key=lambda item: [(item[1].get(k) is not None, item[1].get(k)) for k in order]))
+    single = {name: r for name, r in files.items() if not any(isinstance(r.get(k), list) for k in order)}
+    return dict(sorted(single.items(), key=lambda item: [(item[1].get(k) is not None, item[1].get(k)) for k in order]))
+
+
+def beside_peers(files: dict[str, dict]) -> dict[str, dict]:
+    return {name: r for name, r in files.items() if r.get("kind") == "peers"}
 
 
 def parts() -> dict[Path, str]:
-    """What stands between the marks of each file."""
-    files = measured()
-    results = {name: r for name, r in files.items() if r.get("kind") == "peers"}
-    if not results:
+    """What stands between the marks of each file: steps of every processor, and first steps in README of the first one only."""
+    front, details = ["![Steps of every variant relative to ours, and the bound](docs/img/bench.svg)"], []
+    for folder, processor in PROCESSORS.items():
+        files = measured(folder)
+        if not (results := beside_peers(files)):
+            continue
+        title = f"**On {processor}:**"
+        steps, others = ([f"- {line}" for line in some] for some in (machine_line(results), facts(files)))
+        starts = start_table(results)
+        front += [title, "\n".join(peers_table(results)), *([] if folder else ["\n".join(starts)])]
+        made = [steps, others, starts if folder else [], gemm_table(files), optimizers_table(files)]
+        details += [title, *("\n".join(lines) for lines in made if lines)]
+    if not details:
         return {README: "Nothing is measured yet: `barellm bench step PRESET --peers all` fills benchmarks/results/."}
-    picture = ["![Steps of every variant relative to ours, and the bound](docs/img/bench.svg)"]
-    front = (picture, peers_table(results), start_table(results))
-    steps, others = ([f"- {line}" for line in some] for some in (machine_line(results), facts(files)))
-    details = [part for part in (steps, others, gemm_table(files), optimizers_table(files)) if part]
-    return {path: "\n\n".join("\n".join(x) for x in some) for path, some in ((README, front), (DETAILS, details))}
+    return {README: "\n\n".join(front), DETAILS: "\n\n".join(details)}
 
 
 def main() -> int:
@@ -276,8 +288,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    results = [r for r in measured().values() if r.get("kind") == "peers"]
-    stale = results and (not chart.FILE.exists() or escape(chart.words(results)) not in chart.FILE.read_text())
+    results = list(beside_peers(measured("")).values())
+    stale = not chart.FILE.exists() or escape(chart.words(results)) not in chart.FILE.read_text()
     differing = [chart.FILE] if stale else []
     for path, words in parts().items():
         text = path.read_text()

@@ -72,6 +72,9 @@ def test_the_tables_and_the_chart_are_made_from_the_files(result, table, tmp_pat
     (tmp_path / "a.json").write_text(json.dumps(result))
     (tmp_path / "b.json").write_text(json.dumps(result | {"ratios": {"slow": 17.5}, "best_peer": "slow"}))
     (tmp_path / "other.json").write_text('{"kind": "other"}')
+    (tmp_path / "xeon-amx").mkdir()
+    (tmp_path / "xeon-amx" / "c.json").write_text(json.dumps(result | {"ours_s": 0.0625}))
+    (tmp_path / "xeon-amx" / "many.json").write_text('{"kind": "other", "batch": [1, 16]}')
     readme, details = tmp_path / "README.md", tmp_path / "results.md"
     for name, path in (("ROOT", tmp_path), ("README", readme), ("DETAILS", details)):
         monkeypatch.setattr(table, name, path)
@@ -83,6 +86,10 @@ def test_the_tables_and_the_chart_are_made_from_the_files(result, table, tmp_pat
     text = readme.read_text()
     assert "| **2.00x** | 3.00x | benchmarks/results/a.json |" in text
     assert text.endswith("after\n") and "earlier" not in text
+    zen, xeon = text.split("**On two cores of an Intel Xeon with AMX:**")
+    assert "benchmarks/results/b.json" in zen and "62.5 ms" not in zen and "first step from cold caches" in zen
+    assert "| 62.5 ms |" in xeon and "results/xeon-amx/c.json" in xeon and "first step from cold caches" not in xeon
+    assert "first step from cold caches" in details.read_text()
     assert run(table, "--check", monkeypatch) == 0
     picture = (tmp_path / "bench.svg").read_text()
     assert all(f">{words}</text>" in picture for words in ("1.00x", "2.00x", "3.00x", "17.50x (cut)"))
