@@ -18,6 +18,7 @@ from typing import Any
 from barellm import models, overrides
 from barellm.bench.turns import Variant, interleave
 from barellm.config import Config
+from barellm.cpu import isa
 from barellm.cpu.threads import logical_cpus
 from barellm.errors import UserError, nearest
 from barellm.models import gpt2
@@ -230,6 +231,11 @@ def description(kind: str, config: Config, device: str = "cpu") -> dict[str, Any
         "moments": config.optim.moments,
         "machine": machine(device),
     }
+
+
+def results() -> Path:
+    """The project's own results of processors like this one (benchmarks/table.py names the folders)."""
+    return FOLDER / "results" / "xeon-amx" if isa.host().tiles else FOLDER / "results"
 
 
 def write_tables() -> None:

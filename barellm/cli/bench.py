@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--publish",
         action="store_true",
-        help="put the result among the project's own in benchmarks/results/ and make the README's tables again",
+        help="put the result among the project's own in benchmarks/results/, by processor, and make the README's tables again",
     )
     parser.add_argument(
         "--tokens", metavar="LIST", help="gemm: numbers of tokens (default: batch x seq), as in 256,1024"
@@ -219,9 +219,9 @@ def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | 
         return Path(args.out)
     if r["kind"] not in ("peers", "scaling") and not (r["kind"] == "attention" and "peer" in r):
         return None
-    from barellm.bench.peers import FOLDER
+    from barellm.bench import peers
 
-    folder = FOLDER / "results" if args.publish else Path("runs", "bench")
+    folder = peers.results() if args.publish else Path("runs", "bench")
     return folder / f"{'-'.join(_name(args, config, r))}.json"
 
 

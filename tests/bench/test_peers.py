@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from barellm.bench import peers, turns
 from barellm.bench.turns import Variant
 from barellm.cli import bench, main
 from barellm.cli.options import Parser, configuration
+from barellm.cpu import isa
 from barellm.errors import UserError
 from barellm.models import course, preset
 from barellm.optim.adamw import adamw
@@ -206,18 +208,21 @@ def test_peers_need_a_checkout(monkeypatch, tmp_path):
         peers.chosen("torch")
 
 
-def test_without_words_the_step_is_measured_and_all_of_it_is_written(result, monkeypatch, tmp_path):
-    """`bench --interleave 3 --peers all --publish`: a file among the results, then the tables."""
+@pytest.mark.parametrize("tiles, folder", [(False, "results"), (True, "results/xeon-amx")])
+def test_without_words_the_step_is_measured_and_all_of_it_is_written(tiles, folder, result, monkeypatch, tmp_path):
+    """`bench --interleave 3 --peers all --publish`: a file among the results of such processors, then the tables."""
     wrote = []
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(peers, "measure", lambda c, p, rounds, report, device: wrote.append((p, rounds)) or result)
     monkeypatch.setattr(peers, "write_tables", lambda: wrote.append("tables"))
     monkeypatch.setattr(peers, "peer_script", Path)
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    host = isa.host()
+    monkeypatch.setattr(isa, "host", lambda: replace(host, tiles=tiles))
     assert main.main(["bench", "--interleave", "3", "--peers", "all", "--publish"]) == 0
     assert wrote == [({"torch": ""}, 3), "tables"]
     name = f"default-8x256-{config('default').train.dtype}.json"
-    assert json.loads((tmp_path / "results" / name).read_text()) == json.loads(json.dumps(result))
+    assert json.loads((tmp_path / folder / name).read_text()) == json.loads(json.dumps(result))
 
 
 @pytest.mark.parametrize(
