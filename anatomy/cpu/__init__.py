@@ -11,3 +11,4 @@ from anatomy.cpu import r08_amx  # noqa: F401
 from anatomy.cpu import r09_prefetch  # noqa: F401
 from anatomy.cpu import r10_threads  # noqa: F401
 from anatomy.cpu import r11_shipped  # noqa: F401
+from anatomy.cpu import r12_shipped_pairs  # noqa: F401

@@ -98,7 +98,7 @@ TILES = {
     "neon": (12, 2),
     "neon_bf16": (12, 2),
 }
-TILED = [n for n in NAMES if n not in SCALAR and n not in ("AMX tiles", "shipped")]
+TILED = [n for n in NAMES if n not in SCALAR and n not in ("AMX tiles", "shipped", "shipped, 16 bits")]
 
 
 def inner_loop(name, isa):
@@ -135,6 +135,16 @@ def test_amx_multiplies_four_tiles_with_four_loads():
     inner = machine_code.read(jit.assembly(rung("AMX tiles").specialised(96, 96, 96).ir(isa), isa)).inner
     assert (inner.multiply_adds, inner.loads, inner.stores) == ({"tdpbf16ps": 4}, 4, 0)
     assert rung("AMX tiles").step(isa) == (4 * 2 * 16 * 16 * 32, 4 * 16 * 64)
+
+
+@pytest.mark.parametrize("isa, instruction, at_once", [
+    ("avx2", "vfmadd231ps", 12), ("avx512_bf16", "vdpbf16ps", 24), ("amx_bf16", "tdpbf16ps", 4)
+])  # fmt: skip
+def test_the_shipped_kernel_takes_what_the_processor_has_for_16_bits(isa, instruction, at_once):
+    inner, target = inner_loop("shipped, 16 bits", isa)
+    assert inner.multiply_adds == {instruction: at_once}
+    operations = {"vfmadd231ps": 2 * 8, "vdpbf16ps": 4 * 16, "tdpbf16ps": 2 * 16 * 16 * 32}[instruction]
+    assert rung("shipped, 16 bits").step(target)[0] == at_once * operations
 
 
 def test_rungs_that_a_machine_cannot_run_are_compiled_for_one_that_can():
@@ -184,8 +194,8 @@ def test_the_command_measures_prints_and_draws(threads, monkeypatch, tmp_path, c
 
 
 @pytest.mark.parametrize("words, line", [
-    (["--rungs", "3-1"], "--rungs '3-1' has '3-1', expected numbers from 1 to 11 such as 1,4-6"),
-    (["--rungs", "12"], "--rungs '12' has '12', expected numbers from 1 to 11 such as 1,4-6"),
+    (["--rungs", "3-1"], "--rungs '3-1' has '3-1', expected numbers from 1 to 12 such as 1,4-6"),
+    (["--rungs", "13"], "--rungs '13' has '13', expected numbers from 1 to 12 such as 1,4-6"),
     (["--size", "0"], "--size is 0, expected 1 or more"),
 ])  # fmt: skip
 def test_mistakes_are_answered_in_a_line(words, line, capsys, tmp_path):

@@ -1,0 +1,35 @@
+"""Rung 12, shipped in 16 bits: the same kernel on bf16, as a model's products are trained. It takes the fastest thing that the
+processor has: AMX tiles (rung 8), dot products of pairs (rung 7), or fp32 made from bf16 while a panel is packed. To rung 8 it
+adds that only 256 of the depth are multiplied at a time. So much of a panel stays in the first cache while all rows pass, and
+the sums wait in the second cache for the next part. Read on in barellm/cpu/kernels/amx.py.
+"""
+
+from anatomy.rung import rung
+from barellm.cpu.choices import default
+from barellm.cpu.kernels import amx
+from barellm.cpu.kernels.gemm import product, product_private
+
+
+def choice_of(isa, N, K):
+    return default(isa, "input_gradient", "bf16", N, K, K)
+
+
+def step(isa):
+    """On tiles that of rung 8; on vectors those of rung 7, whose numbers are half as long."""
+    if isa.tiles:
+        return 4 * 16384, 4 * amx.TILE_BYTES
+    tile = choice_of(isa, 1 << 12, 1 << 12).tile
+    numbers = tile.rows * tile.span(isa) * (2 if isa.dot else 1)
+    return 2 * numbers, 4 * (tile.rows + tile.span(isa))
+
+
+def scratch(isa, N, K):
+    return product_private(isa, "bf16", K, choice_of(isa, N, K))
+
+
+@rung("shipped, 16 bits", step=step, dtype="bf16", threads=True, scratch=scratch)
+def shipped_pairs(k, c, a, b, *, M, N, K):
+    product(
+        k, c, None, a, b, None, None, k.int(0), k.int(M), cols=N, depth=K, transposed=False, dims=(), inner=M,
+        epilogues=(), mode="store", choice=choice_of(k.isa, N, K),
+    )  # fmt: skip
