@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from barellm.cpu import jit
 from barellm.cpu.kernel import KernelBuilder, Specialisation
 from barellm.cpu.kernels import conv_pairs, conv_pairs_gradient, conv_ways
 from barellm.cpu.kernels.conv_lines import Grid
+from barellm.cpu.kernels.conv_planes import Planes
 from barellm.cpu.step import lower_and_plan
 from barellm.inspect.kernels import X86_TRIPLE
 from barellm.program.builder import Program, Store
@@ -151,3 +153,26 @@ def test_images_of_bf16_are_multiplied_by_the_instruction_for_pairs(isa, instruc
 def y_attrs(p: Program) -> dict[str, Any]:
     """The attributes of the program's first convolution."""
     return next(op.attrs for op in p.ops if op.name == "conv2d")
+
+
+def shared_is_zero(planes: Planes, pitch: int) -> bool:
+    """Whether every position that a line of `pitch` shares with the next one lies behind the image's columns for it, and before
+    them for the next, in all planes."""
+    (remainders, first, reach), grid = planes.columns, planes.grid
+
+    def column(position: int, remainder: int) -> int:
+        return (position + first) * grid.stride[1] + remainder
+
+    shared = [(position, i) for position in range(pitch, grid.outputs[1] + reach) for i in remainders]
+    return all(column(p, i) >= grid.size[1] and column(p - pitch, i) < 0 for p, i in shared)
+
+
+def test_lines_are_as_near_each_other_as_the_zeros_between_them_allow():
+    shorter, sizes = 0, ((1, 2, 5, 8), (1, 3, 4, 7), (1, 2, 4), (1, 2, 3), range(-5, 3))
+    for width, outputs, filters, stride, first in product(*sizes):
+        columns = tuple(first + i for i in range(filters))
+        planes = Planes(Grid((1, width), 1, (1, outputs), (1, stride), (0,), columns), lines=2, together=16)
+        assert shared_is_zero(planes, planes.pitch)
+        assert not any(shared_is_zero(planes, pitch) for pitch in range(outputs, planes.pitch))
+        shorter += planes.pitch < outputs + planes.columns[2]
+    assert shorter > 100
