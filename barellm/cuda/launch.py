@@ -39,6 +39,8 @@ class Kernel:
             most = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             driver.call("cuKernelSetAttribute", most, code.shared_bytes, self.kernel, device.handle)
         self.function = driver.call("cuKernelGetFunction", self.kernel)
+        # The driver loads code lazily: otherwise it would come with the first launch, or with the first graph that has one.
+        driver.call("cuFuncLoad", self.function)
 
     def unload(self) -> None:
         """Unload the kernel. Nothing may launch it any more."""

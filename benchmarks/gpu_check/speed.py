@@ -6,8 +6,6 @@ On the mock driver the same code runs on next to nothing; its times are made up,
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -41,26 +39,6 @@ OTHERS = {
     "queries": (AttentionTile(128, 64, 8, 2), AttentionTile(128, 64, 8, 3)),
     "forward": (AttentionTile(128, 128, 8, 2), AttentionTile(128, 128, 8, 3), choices.ROLES[64]),
 }
-COUNTED = (
-    "hopper_gemm",
-    "attention_forward",
-    "attention_dkv",
-    "attention_dq",
-    "row_losses",
-    "layernorm_backward",
-    "adamw",
-)
-METRICS = (
-    "gpu__time_duration.sum",
-    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active",
-    "sm__inst_issued.avg.pct_of_peak_sustained_active",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "lts__throughput.avg.pct_of_peak_sustained_elapsed",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "launch__registers_per_thread",
-    "launch__occupancy_limit_registers",
-)
 MIB = 1 << 20
 # llm.c at 124M with cuDNN, derived from its allocations: MiB of activations for a sequence of 1024 tokens by what it computes again
 # (-r), bytes a parameter for weights, gradients, moments and master weights, and cuBLASLt's workspace.
@@ -199,30 +177,6 @@ def sides(scale: Scale) -> dict[str, Any]:
         both.close()
         scale.keep({"turns": rows, "bars": bars})
     return {"turns": rows, "bars": bars}
-
-
-def counters(scale: Scale) -> dict[str, Any]:
-    """What Nsight Compute counts in the kernels that a step spends its time in, as it prints it."""
-    program = shutil.which("ncu")
-    if program is None:
-        return {"skipped": "ncu is not on the PATH"}
-    step = [sys.executable, "-m", "benchmarks.gpu_check.one_step"]
-    kernels = f"regex:^({'|'.join(COUNTED)})$"
-    command = [
-        program,
-        "--csv",
-        "--kernel-name",
-        kernels,
-        "--launch-count",
-        "40",
-        "--metrics",
-        ",".join(METRICS),
-        *step,
-    ]
-    done = processes.run(command, limit_s=scale.left_s)
-    if done.status != 0:
-        raise RuntimeError(done.why)
-    return {"files": {"counters.json": {"kind": "counters", "csv": done.out}}}
 
 
 def tune(scale: Scale) -> dict[str, Any]:

@@ -60,7 +60,7 @@ STAGES = (
     Stage("sound", "speed", "attention", 80, "attention beside PyTorch's flash backend"),
     Stage("sound", "speed", "streaming", 70, "AdamW, LayerNorm, classifier against copy bandwidth"),
     Stage("sound", "speed", "tune", 80, "tiles of products and attention of gpt2-124m; winners to tuned.json"),
-    Stage("sound", "speed", "counters", 60, "Nsight Compute's counters of a step's kernels"),
+    Stage("sound", "counters", "counters", 60, "Nsight Compute's counters of each kernel of a step"),
     Stage("sound", "correct", "sanitizer", 80, "compute-sanitizer's four tools on a small step"),
 )
 PROBE = Stage("", "first", "probe", 15, "whether the GPU still answers")

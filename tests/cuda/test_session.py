@@ -101,6 +101,31 @@ def test_a_graph_is_captured_once_for_its_sizes_and_few_are_kept(gpu, monkeypatc
     assert np.array_equal(session.read("y"), np.ones((1, 1, C)))
 
 
+def test_code_is_on_the_gpu_before_anything_is_launched(gpu):
+    """The mock refuses a launch of a function that was not loaded, and loading while a graph is captured."""
+    session = opened()
+    assert len(gpu.functions) == len(session.kernels) == gpu.calls.count("cuFuncLoad")
+    assert all(f.loaded for f in gpu.functions) and "cuLaunchKernelEx" not in gpu.calls
+    gpu.functions[0].loaded = False
+    session.write("x", np.ones((1, 1, C)))
+    with pytest.raises(AssertionError, match="is not loaded before its first launch"):
+        session.run("p", batch=1, seq=1)
+        session.run("q", batch=1, seq=1)
+
+
+def test_a_profiler_sees_what_is_meant_for_it(gpu):
+    session = opened()
+    names = [spec.name for spec in session.kernels]
+    assert names and not gpu.profiled
+    session.write("x", np.ones((1, 1, C)))
+    with pytest.raises(KeyError), driver.profiled():
+        session.run_unrolled("p", batch=1, seq=1)
+        seen = [spec.name for spec in gpu.profiled]
+        raise KeyError
+    session.run_unrolled("p", batch=1, seq=1)
+    assert seen and [spec.name for spec in gpu.profiled] == seen
+
+
 def test_memory_may_be_given_back_while_a_graph_is_captured(gpu):
     """Python collects what it likes when it likes."""
     session = opened()

@@ -118,6 +118,8 @@ class Gpu:
         self.clock = 0.0
         self.cost: Callable[[Specialisation], float] = lambda spec: 1.0  # of LAUNCH_MS
         self.launched: list[tuple[str, tuple[int, ...]]] = []
+        self.profiling = False
+        self.profiled: list[Specialisation] = []  # what was launched while a profiler looked
         self.calls: list[str] = []
         self.errors: dict[str, int] = {}  # function -> the status that it returns instead
 
@@ -264,6 +266,9 @@ class Gpu:
     def _at(self, handle: Any) -> Stream:
         return self.streams[int(handle) - 1]
 
+    def _capturing(self) -> bool:
+        return any(stream.captured is not None for stream in self.streams)
+
     def _put(self, handle: Any, work: Callable[[], Any]) -> None:
         stream = self._at(handle)
         if stream.captured is None:
@@ -390,7 +395,7 @@ class Gpu:
     def cuLibraryLoadData(self, cubin, *options):
         assert options == ([], [], 0, [], [], 0)
         spec, code = self.known[cubin]
-        self.functions.append(SimpleNamespace(spec=spec, code=code, shared=48 << 10))
+        self.functions.append(SimpleNamespace(spec=spec, code=code, shared=48 << 10, loaded=False))
         return OK, len(self.functions) - 1
 
     def cuLibraryUnload(self, library):
@@ -405,6 +410,19 @@ class Gpu:
 
     def cuKernelGetFunction(self, kernel):
         return OK, kernel
+
+    def cuFuncLoad(self, function):
+        assert not self._capturing(), "code that is loaded while a graph is captured"
+        self.functions[function].loaded = True
+        return (OK,)
+
+    def cuProfilerStart(self):
+        self.profiling = True
+        return (OK,)
+
+    def cuProfilerStop(self):
+        self.profiling = False
+        return (OK,)
 
     def cuKernelGetParamInfo(self, kernel, index):
         code: Code = self.functions[kernel].code
@@ -433,6 +451,9 @@ class Gpu:
     def cuLaunchKernelEx(self, config, function, pointers, extra):
         found = self.functions[function]
         assert found.spec is not None, "code that was unloaded"
+        assert found.loaded, f"{found.code.name} is not loaded before its first launch"
+        if self.profiling:
+            self.profiled.append(found.spec)
         code: Code = found.code
         grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
         limits = (2**31 - 1, 65535, 65535)
