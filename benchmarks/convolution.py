@@ -50,12 +50,17 @@ LARGE_ALGORITHMS = ("direct", "fft")
 TURN = 0.1  # seconds of a turn, or one run where that takes longer
 
 
-def session_of(algorithm: str, x: np.ndarray, w: np.ndarray, dtype: str) -> CpuSession:
-    """A convolution of images and filters stored in `dtype`. Both lie in the arena: an input would be copied in every run."""
+def program(algorithm: str, x: tuple[int, ...], w: tuple[int, ...], dtype: str) -> Program:
+    """A convolution of images and filters of these shapes, stored in `dtype`. Both lie in the arena: an input would be copied in
+    every run."""
     p = Program(Store())
-    images, filters = (p.parameter(name, a.shape, dtype=dtype) for name, a in (("x", x), ("w", w)))
-    p.output("y", p.conv2d(images, filters, padding=w.shape[2] // 2, algorithm=algorithm))
-    session = CpuSession({"op": p})
+    images, filters = (p.parameter(name, shape, dtype=dtype) for name, shape in (("x", x), ("w", w)))
+    p.output("y", p.conv2d(images, filters, padding=w[2] // 2, algorithm=algorithm))
+    return p
+
+
+def session_of(algorithm: str, x: np.ndarray, w: np.ndarray, dtype: str) -> CpuSession:
+    session = CpuSession({"op": program(algorithm, x.shape, w.shape, dtype)})
     session.write("x", x)
     session.write("w", w)
     return session

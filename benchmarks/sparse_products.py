@@ -31,10 +31,14 @@ SPARSE = {"forward": ops.BlockMatmul, "dx": ops.BlockMatmulDx, "dw": ops.BlockMa
 NEEDS = {"forward": ("x", "weight"), "dx": ("dy", "weight"), "dw": ("x", "dy")}
 
 
-def session(what: str, layout: BlockLayout | None, dtype: str) -> CpuSession:
+def weight_shape(layout: BlockLayout | None, width: int) -> tuple[int, int]:
+    return (width, width) if layout is None else (len(layout) * layout.block, layout.block)
+
+
+def program(what: str, layout: BlockLayout | None, dtype: str, *, tokens: int, width: int) -> Program:
+    """One product; without a layout a dense one."""
     p = Program(Store(), compute=dtype)
-    shape = (Dim("batch", 1), Dim("seq", TOKENS), WIDTH)
-    weight = (WIDTH, WIDTH) if layout is None else (len(layout) * layout.block, layout.block)
+    shape, weight = (Dim("batch", 1), Dim("seq", tokens), width), weight_shape(layout, width)
     given: dict[str, Any] = {name: p.input(name, shape, dtype) for name in NEEDS[what] if name != "weight"}
     if "weight" in NEEDS[what]:
         given["weight"] = p.parameter("weight", weight)
@@ -43,7 +47,14 @@ def session(what: str, layout: BlockLayout | None, dtype: str) -> CpuSession:
         given |= {name: p.constant(name, layout.tables[name], "i32") for name in read} | {"layout": layout}
     op = p.apply((DENSE if layout is None else SPARSE)[what], **given)
     p.output("result", next(iter(op.outputs.values())))
-    made = CpuSession({"op": p})
+    return p
+
+
+def session(what: str, layout: BlockLayout | None, dtype: str) -> CpuSession:
+    made, weight = (
+        CpuSession({"op": program(what, layout, dtype, tokens=TOKENS, width=WIDTH)}),
+        weight_shape(layout, WIDTH),
+    )
     r = np.random.default_rng(0)
     for name in NEEDS[what]:
         made.write(name, r.standard_normal(weight if name == "weight" else (1, TOKENS, WIDTH)))

@@ -43,7 +43,7 @@ def program(T: int, heads: int, D: int, layout: Layout | None, dtype: str, *, ba
     """One attention, q, k and v being columns of one tensor."""
     p = Program(Store())
     dims, C = (Dim("batch", 1), Dim("seq", T)), heads * D
-    qkv, dout = p.input("qkv", (*dims, 3 * C), dtype), p.input("dout", (*dims, C), dtype)
+    qkv = p.input("qkv", (*dims, 3 * C), dtype)
     operands: dict[str, Any] = dict(zip("qkv", p.split(qkv, 3), strict=True)) | {"heads": heads, "kv_heads": heads}
     kinds = (ops.Attention, ops.AttentionBackward)
     if layout is None:
@@ -54,6 +54,7 @@ def program(T: int, heads: int, D: int, layout: Layout | None, dtype: str, *, ba
         operands["layout"] = layout
     saved = p.apply(kinds[0], **operands)
     if backward:
+        dout = p.input("dout", (*dims, C), dtype)
         views = p.split(p.activation("dqkv", qkv.shape, dtype), 3)
         into = {name: (view, "store") for name, view in zip(("dq", "dk", "dv"), views, strict=True)}
         p.apply(kinds[1], into=into, **operands, out=saved.out, dout=dout, lse=saved.lse)

@@ -25,7 +25,8 @@ from barellm.program.tensor import Dim
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TOKENS = {"cpu": 4096, "cuda": 32768}  # of a case; a longer sequence is alone
 WIDTH = 768  # 12 heads of 64, 6 of 128
-TURN = 0.25  # seconds that a turn should take
+TURN = {"cpu": 0.25, "cuda": 0.1}  # seconds that a turn should take; a GPU is timed by its own clock
+BACKENDS = ("flash", "cudnn", "efficient")  # of PyTorch's on a GPU, in 16 bits; each takes turns
 LONG = 0.1  # seconds of a call that needs no call before it to warm the caches
 PAUSE = 0.05  # seconds before a turn: the other's threads stop spinning
 WHATS = ("forward", "both")
@@ -53,33 +54,40 @@ def flops(case: AttentionSizes, what: str) -> int:
     return (2 if what == "forward" else 7) * 2 * D * B * H * (T * (T + 1) // 2)
 
 
+def programs(case: AttentionSizes) -> dict[str, Program]:
+    """The forward pass alone, as "forward", and with the backward pass for all three operands, as "both"."""
+    dims = Dim("batch", case["batch"]), Dim("seq", case["seq"])
+    C, dtype, kv_heads = case["heads"] * case["D"], case["dtype"], case.get("kv_heads", case["heads"])
+    widths = C, kv_heads * case["D"], kv_heads * case["D"]
+    store = Store()
+    made = {what: Program(store) for what in WHATS}
+    attrs = {"heads": case["heads"], "kv_heads": kv_heads, "rate": 0.0, "stream": 0}
+    for what, p in made.items():
+        qkv = p.input("qkv", (*dims, sum(widths)), dtype)
+        operands = dict(zip("qkv", p.split(qkv, widths), strict=True))
+        saved = p.apply(ops.Attention, **operands, **attrs)
+        p.output("out", saved.out)
+        if what == "both":
+            dout = p.input("dout", (*dims, C), dtype)
+            dqkv = p.output("dqkv", p.activation("dqkv", qkv.shape, dtype))
+            into = {f"d{n}": (view, "store") for n, view in zip("qkv", p.split(dqkv, widths), strict=True)}
+            back = {**operands, "out": saved.out, "dout": dout, "lse": saved.lse}
+            p.apply(ops.AttentionBackward, into=into, **back, **attrs)
+    return made
+
+
 class OurAttention:
     """Our kernels on normally distributed data. `run("forward")` does the forward pass. `run("both")` also does the backward pass
     for all three operands."""
 
     def __init__(self, case: AttentionSizes, device: str = "cpu") -> None:
-        dims = Dim("batch", case["batch"]), Dim("seq", case["seq"])
-        C, dtype, kv_heads = case["heads"] * case["D"], case["dtype"], case.get("kv_heads", case["heads"])
-        widths = C, kv_heads * case["D"], kv_heads * case["D"]
-        store = Store()
-        programs = {what: Program(store) for what in WHATS}
-        attrs = {"heads": case["heads"], "kv_heads": kv_heads, "rate": 0.0, "stream": 0}
-        for what, p in programs.items():
-            qkv = p.input("qkv", (*dims, sum(widths)), dtype)
-            operands = dict(zip("qkv", p.split(qkv, widths), strict=True))
-            saved = p.apply(ops.Attention, **operands, **attrs)
-            p.output("out", saved.out)
-            if what == "both":
-                dout = p.input("dout", (*dims, C), dtype)
-                dqkv = p.output("dqkv", p.activation("dqkv", qkv.shape, dtype))
-                into = {f"d{n}": (view, "store") for n, view in zip("qkv", p.split(dqkv, widths), strict=True)}
-                back = {**operands, "out": saved.out, "dout": dout, "lse": saved.lse}
-                p.apply(ops.AttentionBackward, into=into, **back, **attrs)
-        self.session = devices.open_session(programs, device)
+        C = case["heads"] * case["D"]
+        width = C + 2 * case.get("kv_heads", case["heads"]) * case["D"]
+        self.session = devices.open_session(programs(case), device)
         self.sizes = {"batch": case["batch"], "seq": case["seq"]}
         random = np.random.default_rng(0)
-        for name, width in (("qkv", sum(widths)), ("dout", C)):
-            shape = (case["batch"], case["seq"], width)
+        for name, columns in (("qkv", width), ("dout", C)):
+            shape = (case["batch"], case["seq"], columns)
             self.session.write(name, random.standard_normal(shape, np.float32))
         for what in WHATS:
             self.session.run(what, **self.sizes)
@@ -103,7 +111,7 @@ def measure(
     share: int = 1,
 ) -> dict[str, Any]:
     """Measure attention and return one JSON object, with a row for each size, for "forward" and "both". With `torch`, each round
-    has a turn of ours and one of PyTorch's."""
+    has a turn of ours and one of PyTorch's, on a GPU one of each of its BACKENDS."""
     all_cases, load = cases(dtype, lengths, device, share), os.getloadavg()
     rows: list[dict[str, Any]] = []
     script = peer_script("torch_attention.py") if torch else None
@@ -115,8 +123,9 @@ def measure(
         for i, case in enumerate(all_cases):
             ours = OurAttention(case, device)
             turns = partial(
-                peer_process.samples, ours.run, peer, i, rounds=rounds, turn_s=TURN, long_s=LONG, pause=_pause
-            )
+                peer_process.samples, ours.run, peer, i, rounds=rounds, turn_s=TURN[device], long_s=LONG, pause=_pause,
+                backends=BACKENDS if device == "cuda" and dtype != "fp32" else (),
+            )  # fmt: skip
             try:
                 for what in WHATS:
                     peak = bench.peak(dtype)  # near to what is held against it: the machine's speed changes
@@ -147,7 +156,8 @@ def _pause() -> None:
 
 def row(case: AttentionSizes, what: str, turns: dict[str, list[list[float]]], peak: float) -> dict[str, Any]:
     """`of_square`: our seconds over what the whole square of scores would take at the peak; below 1, the masked half cannot have
-    been computed. `ratio`: the median over rounds of PyTorch's median over ours."""
+    been computed. `ratio`: the median over rounds of PyTorch's median over ours. Of several backends of PyTorch's each has one in
+    `ratios`, and what is said of the peer is said of the fastest."""
     by_turn = {name: [median(samples) for samples in found] for name, found in turns.items()}
     ours, work = median(by_turn["ours"]), flops(case, what)
     made = case | {
@@ -159,9 +169,12 @@ def row(case: AttentionSizes, what: str, turns: dict[str, list[list[float]]], pe
         "of_square": ours * peak / (work * 2 * case["seq"] / (case["seq"] + 1)),
         "turns_s": turns,
     }
-    if "peer" in by_turn:
-        made["peer_s"] = median(by_turn["peer"])
-        made["ratio"] = median(p / o for o, p in zip(by_turn["ours"], by_turn["peer"], strict=True))
+    peers = {name: found for name, found in by_turn.items() if name != "ours"}
+    ratios = {n: median(p / o for o, p in zip(by_turn["ours"], found, strict=True)) for n, found in peers.items()}
+    if peers:
+        best = min(peers, key=lambda name: median(peers[name]))
+        made |= {"peer_s": median(peers[best]), "ratio": ratios[best]}
+        made |= {"ratios": ratios, "backend": best} if best != "peer" else {}
     return made
 
 
@@ -169,5 +182,5 @@ def line(r: dict[str, Any]) -> str:
     heads = f"{r['heads']} over {r['kv_heads']}" if "kv_heads" in r else f"{r['heads']}"
     sizes = f"{r['batch']} x {r['seq']}, {heads} heads of {r['D']}"
     rate = f"{r['ours_s'] * 1e3:>10.2f} ms{r['flops'] / r['ours_s'] / 1e9:>8.0f} GFLOP/s{r['percent_of_peak']:>5.0f} % of peak"
-    ratio = f"{r['ratio']:>8.2f}x PyTorch's" if "ratio" in r else ""
+    ratio = f"{r['ratio']:>8.2f}x PyTorch's {r.get('backend', '')}".rstrip() if "ratio" in r else ""
     return f"{sizes:<28}{r['what']:<9}{rate}{r['of_square']:>7.2f} of the square's time{ratio}"

@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 
+class PeerError(RuntimeError):
+    """A call of a peer's failed, and its process goes on: it has no kernel for the case, say."""
+
+
 class Peer:
     """Stopped between its turns. `facts`: what it says of itself."""
 
@@ -34,9 +38,13 @@ class Peer:
         for count in (warm_up, calls) if warm_up else (calls,):
             self._process.stdin.write(json.dumps({"case": case, "what": what, "calls": count}) + "\n")
             self._process.stdin.flush()
-            seconds = self._answer()["s"]
+            answer = self._answer()
+            if "error" in answer:
+                break
         self._process.send_signal(signal.SIGSTOP)
-        return seconds
+        if "error" in answer:
+            raise PeerError(f"PyTorch's side could not do {what!r}: {answer['error']}")
+        return answer["s"]
 
     def end(self) -> None:
         self._process.kill()
@@ -66,24 +74,42 @@ def opened(
 
 
 def samples(
-    ours: Any, peer: Peer | None, case: int, *, what: str, rounds: int, turn_s: float, long_s: float, pause: Any
+    ours: Any,
+    peer: Peer | None,
+    case: int,
+    *,
+    what: str,
+    rounds: int,
+    turn_s: float,
+    long_s: float,
+    pause: Any,
+    backends: tuple[str, ...] = (),
 ) -> dict[str, list[list[float]]]:
     """Seconds of calls of each side by turn. `ours(what, calls)`: seconds of so many calls of ours; `turn_s`: what a turn should
-    take; a call of `long_s` needs no call before it; `pause()` is called before each turn."""
-    once = ours(what, 1)[0]
-    if peer:
-        peer.run(case, what, calls=1, warm_up=0)
-        once = max(once, peer.run(case, what, calls=1, warm_up=0)[0])
+    take; a call of `long_s` needs no call before it; `pause()` is called before each turn. `backends`: of the peer, each of which
+    takes turns under its own name, but for those that cannot do it."""
+    once, sides = ours(what, 1)[0], {"ours": what}
+    asked = {name: f"{what} {name}" for name in backends} or {"peer": what}
+    for name, call in asked.items() if peer else ():
+        assert peer
+        try:
+            peer.run(case, call, calls=1, warm_up=0)
+            once = max(once, peer.run(case, call, calls=1, warm_up=0)[0])
+        except PeerError:
+            if not backends:
+                raise
+        else:
+            sides[name] = call
     calls, warm_up = max(1, round(turn_s / once)), int(once < long_s)
 
     def turn(name: str) -> list[float]:
         pause()
-        if name == "peer":
-            assert peer
-            return peer.run(case, what, calls=calls, warm_up=warm_up)
-        return ours(what, warm_up + calls)[warm_up:]
+        if name == "ours":
+            return ours(what, warm_up + calls)[warm_up:]
+        assert peer
+        return peer.run(case, sides[name], calls=calls, warm_up=warm_up)
 
-    found: dict[str, list[list[float]]] = {"ours": [], "peer": []} if peer else {"ours": []}
+    found: dict[str, list[list[float]]] = {name: [] for name in sides}
     for i in range(rounds):
         for name in list(found) if i % 2 else reversed(list(found)):
             found[name].append(turn(name))

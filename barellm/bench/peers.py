@@ -160,7 +160,15 @@ def variants(config: Config, peers: dict[str, str], device: str = "cpu") -> list
 def _torch_variants(device: str) -> list[tuple[str, str, dict[str, str], str]]:
     """(mode, name, environment, why). Nothing is known to set on a GPU."""
     if device == "cuda":
-        return [(mode, f"torch {mode}", {}, "flash attention, fused AdamW") for mode in MODES]
+        return [
+            (
+                mode,
+                f"torch {mode}",
+                {},
+                "scaled_dot_product_attention as PyTorch does it ('attention' says how), fused AdamW",
+            )
+            for mode in MODES
+        ]
     found = environments().items()
     return [(mode, f"torch {mode}, {name}", e["set"], e["why"]) for name, e in found for mode in MODES]
 

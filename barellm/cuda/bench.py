@@ -44,6 +44,34 @@ def replay_seconds(context: driver.Context, start: Callable[[], None], repeats: 
     return end.since(begin) / 1e3 / repeats
 
 
+def single(
+    function: DeviceFunction,
+    kinds: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    warps: int = 4,
+    aligned: tuple[str, ...] = (),
+) -> Specialisation:
+    """A kernel without an op."""
+    options = (("num_stages", 1), ("num_warps", warps))
+    return Specialisation(function, tuple(kinds.items()), tuple(sorted(constants.items())), options, aligned)
+
+
+def peak_kernel(dtype: str) -> Specialisation:
+    """The kernel that `Bench.peak` launches."""
+    rows, cols, depth, warps = TILES[dtype]
+    kinds = {"out": "*fp32", "a": f"*{dtype}", "b": f"*{dtype}", "turns": "i32"}
+    constants = {"ROWS": rows, "COLS": cols, "DEPTH": depth}
+    return single(machine.peak, kinds, constants, warps=warps, aligned=("out", "a", "b"))
+
+
+def bandwidth_kernel(mix: tuple[int, int, int]) -> Specialisation:
+    """The kernel that `Bench.bandwidth` launches."""
+    kinds = dict.fromkeys(("a", "b", "c"), "*fp32") | {"n": "i32"}
+    constants = dict(zip(("READ", "WRITE", "UPDATE"), mix, strict=True)) | {"BLOCK": BLOCK}
+    return single(machine.move, kinds, constants, aligned=("a", "b", "c"))
+
+
 class Bench:
     """Runs single kernels on this machine's GPU."""
 
@@ -56,16 +84,14 @@ class Bench:
         leave. TF32 is not used. That of "fp8" is not measured: data sheets have twice the rate of bf16."""
         if dtype == "fp8":
             return 2 * self.peak("bf16")
-        rows, cols, depth, warps = TILES[dtype]
+        rows, cols, depth, _ = TILES[dtype]
         blocks = 2 * self.device.sms
         noise = np.random.default_rng(0).standard_normal(depth * (rows + cols)).astype(numpy_dtype(dtype))
         out, operands = driver.DeviceMemory(4 * blocks), driver.DeviceMemory(noise.nbytes)
         operands.write(0, noise.view(np.uint8), self.context.stream)
         pointers = {"a": operands.address, "b": operands.address + noise.nbytes // (rows + cols) * rows}
-        constants = {"ROWS": rows, "COLS": cols, "DEPTH": depth}
-        kinds = {"out": "*fp32", "a": f"*{dtype}", "b": f"*{dtype}", "turns": "i32"}
         arguments = pointers | {"out": out.address, "turns": TURNS}
-        best = self._best(machine.peak, kinds, arguments, constants, blocks, warps)
+        best = self._best(peak_kernel(dtype), arguments, blocks)
         for memory in (out, operands):
             memory.free()
         return 2.0 * rows * cols * depth * TURNS * blocks / best
@@ -79,28 +105,17 @@ class Bench:
         memory.fill(0, 0, memory.nbytes, self.context.stream)
         starts = {"a": 0, "b": read, "c": read + write}
         arguments = {name: memory.address + 4 * n * at for name, at in starts.items()} | {"n": n}
-        kinds = dict.fromkeys(("a", "b", "c"), "*fp32") | {"n": "i32"}
-        constants = {"READ": read, "WRITE": write, "UPDATE": update, "BLOCK": BLOCK}
-        best = self._best(machine.move, kinds, arguments, constants, n // BLOCK, 4)
+        best = self._best(bandwidth_kernel(mix), arguments, n // BLOCK)
         memory.free()
         return 4.0 * n * (read + write + 2 * update) / best
 
-    def _best(
-        self,
-        function: DeviceFunction,
-        kinds: dict[str, str],
-        arguments: dict[str, int],
-        constants: dict[str, Any],
-        blocks: int,
-        warps: int,
-    ) -> float:
+    def _best(self, spec: Specialisation, arguments: dict[str, int], blocks: int) -> float:
         """The least seconds of a launch, of TRIALS."""
-        pointers = tuple(name for name, kind in kinds.items() if kind[0] == "*")
-        single = Single(self.device, function, kinds, constants, warps=warps, aligned=pointers)
-        bound = single.bound(arguments, blocks)
+        kernel = Single(self.device, spec)
+        bound = kernel.bound(arguments, blocks)
         enqueue = lambda: bound.run(self.context.stream)  # noqa: E731
         best = min(graph_seconds(self.context, enqueue, REPEATS) for _ in range(TRIALS))
-        single.kernel.unload()
+        kernel.kernel.unload()
         return best
 
     def close(self) -> None:
@@ -110,19 +125,9 @@ class Bench:
 class Single:
     """A kernel without an op, loaded."""
 
-    def __init__(
-        self,
-        device: driver.Device,
-        function: DeviceFunction,
-        kinds: dict[str, str],
-        constants: dict[str, Any],
-        *,
-        warps: int = 4,
-        aligned: tuple[str, ...] = (),
-    ) -> None:
-        options = (("num_stages", 1), ("num_warps", warps))
-        self.spec = Specialisation(function, tuple(kinds.items()), tuple(sorted(constants.items())), options, aligned)
-        self.kernel = Kernel(compiled([self.spec], device.arch, processes=1)[self.spec], device)
+    def __init__(self, device: driver.Device, spec: Specialisation) -> None:
+        self.spec = spec
+        self.kernel = Kernel(compiled([spec], device.arch, processes=1)[spec], device)
 
     def bound(self, arguments: dict[str, int], blocks: int) -> BoundLaunch:
         args = [arguments[name] for name, _ in self.spec.signature]
@@ -137,9 +142,14 @@ class Comparison:
     MOST = 1 << 31  # bytes at a time
 
     def __init__(self, device: driver.Device) -> None:
-        kinds = {"found": "*i32", "a": "*i16", "b": "*i16", "n": "i32", "blocks": "i32"}
-        self.differences = Single(device, machine.differences, kinds, {"BLOCK": self.BLOCK})
+        self.differences = Single(device, self.kernel())
         self.found = driver.DeviceMemory(4 * self.PROGRAMS)
+
+    @classmethod
+    def kernel(cls) -> Specialisation:
+        """What it launches."""
+        kinds = {"found": "*i32", "a": "*i16", "b": "*i16", "n": "i32", "blocks": "i32"}
+        return single(machine.differences, kinds, {"BLOCK": cls.BLOCK})
 
     def first(
         self, a: driver.DeviceMemory, b: driver.DeviceMemory, start: int, stop: int, shift: int, stream: Any

@@ -1,7 +1,7 @@
 """Runs the stages, each in a process of its own with a time limit, and holds what they measured against the bars.
 
     make gpu-check STAGES=first                     at most four minutes: whether anything works, and how fast a step is
-    make gpu-check                                  all stages: at most 28 minutes of one GPU
+    make gpu-check                                  all stages: at most 36 minutes of one GPU
     make gpu-check STAGES=correct OUT=results       a part of them; each part fits into a call of ten minutes
     make gpu-check STAGES=versions,kernels
     python -m benchmarks.gpu_check --summary FILE.json FILE.json

@@ -3,46 +3,169 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.machine import build_programs, products
+from barellm.bench import attentions, gemms
+from barellm.config import Config
+from barellm.cuda import bench
 from barellm.cuda.compile import cache_folder, compiled
 from barellm.cuda.kernel import Specialisation, Target
-from barellm.cuda.step import lower_and_plan, processes
+from barellm.cuda.step import LoweredPrograms, lower_and_plan, processes
 from barellm.cuda.tuner.bed import built
 from barellm.cuda.tuner.cases import case_of
-from barellm.cuda.tuner.work import candidates, works_of
-from benchmarks.gpu_check.correct import LONG, model
+from barellm.cuda.tuner.work import AnyWork, Candidate, candidates, refined, rivals
+from barellm.plans.roofline import NAMED, mix_of
+from barellm.program.builder import Program, Store
+from benchmarks.gpu_check import apart, craft, first, signs, small_step, speed
+from benchmarks.gpu_check.correct import CASES, LONG, model
 from benchmarks.gpu_check.stages import Scale
 
+Kernels = Iterable[Specialisation]
 FULL = Scale(small=False, mock=False)
-RUNS = (
-    (64, 1024, "bf16"),
-    (32, 1024, "bf16"),
-    (4, LONG, "bf16"),
-    (4, 64, "bf16"),
-    (4, 64, "fp32"),
-)  # batch, length, dtype
 
 
-def needed(arch: int) -> dict[Specialisation, None]:
-    """Every kernel of the stages' steps, of each piece of work of the largest, and of the ways to do it that `tune` tries."""
-    target, found = Target(arch), {}
-    for batch, seq, dtype in RUNS:
-        for matmul in ("own", "cublaslt"):
-            programs = build_programs(model(FULL, batch=batch, seq=seq, dtype=dtype))
-            found |= dict.fromkeys(lower_and_plan(programs, replace(target, matmul=matmul)).specs)
-    for work in works_of(build_programs(model(FULL, batch=64, seq=1024)), target):
-        case = case_of(work)
-        for candidate in candidates(work, target):
-            found |= dict.fromkeys(built(case, work, candidate, target)[1].specs)
-    return found
+def lowered(config: Config, target: Target, matmul: str = "own") -> tuple[dict[str, Program], LoweredPrograms]:
+    programs = build_programs(config)
+    return programs, lower_and_plan(programs, replace(target, **products(config.train, "cuda") | {"matmul": matmul}))
+
+
+def step(config: Config, target: Target, *matmuls: str) -> Iterator[Specialisation]:
+    """Of a training step, by our products or by whom else `matmuls` names."""
+    for matmul in matmuls or ("own",):
+        yield from lowered(config, target, matmul)[1].specs
+
+
+def rates(config: Config, target: Target) -> Iterator[Specialisation]:
+    """What measures the machine for the bounds of a step."""
+    programs, made = lowered(config, target)
+    ops = [op for p in programs.values() for op in p.ops] + [op for low in made.lowered.values() for op in low.ops]
+    yield from map(bench.bandwidth_kernel, {*NAMED.values(), *map(mix_of, ops)})
+    yield from peaks()
+
+
+def peaks() -> Kernels:
+    return map(bench.peak_kernel, ("fp32", "bf16"))
+
+
+def rung(name: str, scale: Scale, target: Target) -> Iterator[Specialisation]:
+    yield bench.Comparison.kernel()
+    yield from first.RUNGS[name].kernels(scale, target)
+
+
+def ways(work: AnyWork, tried: Iterable[Candidate], target: Target) -> Iterator[Specialisation]:
+    """A piece of work done in each of these ways."""
+    case, target = case_of(work), work.target(target)
+    for candidate in tried:
+        yield from built(case, work, candidate, target)[1].specs
+
+
+def pace(scale: Scale, target: Target) -> Iterator[Specialisation]:
+    yield from step(first.whole_step(scale), target)
+    yield from rates(first.whole_step(scale), target)
+
+
+def equal(scale: Scale, target: Target) -> Iterator[Specialisation]:
+    for seq in CASES:
+        yield from step(model(scale, seq=seq), target)
+
+
+def layout(scale: Scale, target: Target) -> Iterator[Specialisation]:
+    for dtype in ("bf16", "fp32"):
+        yield from step(model(scale, dtype=dtype), target)
+
+
+def steps(scale: Scale, target: Target) -> Iterator[Specialisation]:
+    """Of the stage `step`, which is rehearsed with a short one."""
+    for config in [model(scale)] if scale.mock else [model(scale, batch=n, seq=speed.SEQ) for n in speed.BATCHES]:
+        yield from step(config, target)
+        yield from rates(config, target)
+
+
+def gemm(scale: Scale, target: Target) -> Iterator[Specialisation]:
+    config = speed.gemm_model(scale)
+    yield from peaks()
+    options = products(config.train, "cuda")
+    for one in gemms.products(config.model, config.train.seq, "cuda", compute=config.train.dtype, **options):
+        for product, matmul in ((one, "own"), (gemms.alone(one), "cublaslt")):
+            p = Program(Store(), compute=config.train.dtype)
+            gemms.append(p, product, 0)
+            yield from lower_and_plan({"p": p}, replace(target, matmul=matmul)).specs
+
+
+def sides(scale: Scale, target: Target) -> Iterator[Specialisation]:
+    yield bench.Comparison.kernel()
+    for work, tiles in speed.sides_of(scale, target):
+        yield from ways(work, map(Candidate, (work.default(target.arch), *tiles)), target)
+
+
+def attention(scale: Scale, target: Target) -> Iterator[Specialisation]:
+    yield from peaks()
+    for case in attentions.cases(speed.attention_dtype(scale), speed.attention_lengths(scale), "cuda"):
+        yield from lower_and_plan(attentions.programs(case), target).specs
+
+
+def streaming(scale: Scale, target: Target) -> Iterator[Specialisation]:
+    config = speed.streaming_model(scale)
+    yield from step(config, target)
+    yield from rates(config, target)
+
+
+def tune(scale: Scale, target: Target) -> Iterator[Specialisation]:
+    """Every candidate, every order of its tiles, and what would give other bits."""
+    yield bench.Comparison.kernel()
+    for work in speed.tuned(scale, target):
+        usual = candidates(work, target)
+        orders = [one for candidate in usual for one in refined(candidate)]
+        yield from ways(work, [*usual, *orders, *rivals(work, target)], target)
+
+
+def sanitizer(scale: Scale, target: Target) -> Iterator[Specialisation]:
+    for config in small_step.configs():
+        yield from step(config, target)
+    for program in small_step.programs(**small_step.SIZES):
+        yield from lower_and_plan({"product": program}, target).specs
+
+
+def craft_of(name: str, scale: Scale, target: Target) -> Kernels:
+    return apart.kernels(craft.CASES[name](scale), target)
+
+
+# By stage. `kernels` compiles what its tests make up, and `start` begins with caches that are empty on purpose; the others that are
+# not here launch nothing of ours.
+KERNELS: dict[str, Callable[[Scale, Target], Kernels]] = {
+    **{name: partial(rung, name) for name in first.RUNGS},
+    "whole": lambda scale, target: step(first.whole_step(scale), target, "own", "cublaslt"),
+    "same": lambda scale, target: step(first.whole_step(scale), target),
+    "pace": pace,
+    "graph": lambda scale, target: step(model(scale, seq=LONG), target),
+    "equal": equal,
+    "signs": lambda scale, target: signs.kernels(scale, target),
+    "step": steps,
+    "gemm": gemm,
+    "sides": sides,
+    "layout": layout,
+    "determinism": lambda scale, target: step(model(scale, seq=LONG), target),
+    "attention": attention,
+    "streaming": streaming,
+    "tune": tune,
+    "counters": lambda scale, target: step(first.whole_step(scale), target),
+    "sanitizer": sanitizer,
+    **{name: partial(craft_of, name) for name in craft.CASES},
+}
+
+
+def needed(target: Target, scale: Scale = FULL) -> dict[Specialisation, None]:
+    """Every kernel of the stages."""
+    return {spec: None for kernels in KERNELS.values() for spec in kernels(scale, target)}
 
 
 def fill(folder: Path, arch: int) -> tuple[int, int]:
     """How many kernels the folder has then, and their bytes. It is one for BARELLM_CACHE."""
     with patch.dict(os.environ, {"BARELLM_CACHE": str(folder.resolve())}):
-        count = len(compiled(needed(arch), arch, processes=processes()))
+        count = len(compiled(needed(Target(arch)), arch, processes=processes()))
         return count, sum(f.stat().st_size for f in cache_folder().glob("*.cubin"))

@@ -8,8 +8,9 @@ whose first wrong tile stands beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -21,9 +22,11 @@ from barellm.bench import gemms
 from barellm.config import Config
 from barellm.cuda import choices, driver
 from barellm.cuda.bench import Bench
-from barellm.cuda.kernel import Launch, Sizes, Target
+from barellm.cuda.kernel import Launch, Sizes, Specialisation, Target
 from barellm.cuda.tuner import bed
-from barellm.cuda.tuner.work import AnyWork, AttentionWork, Work, works_of
+from barellm.cuda.tuner.cases import case_of
+from barellm.cuda.tuner.work import AnyWork, AttentionWork, Candidate, Work, works_of
+from barellm.plans.roofline import NAMED
 from barellm.profiling import step as one_step
 from barellm.program.integers import ceil_div
 from barellm.runtime.tuner.child import Wrong
@@ -46,32 +49,54 @@ def probe(scale: Scale) -> dict[str, Any]:
     return {"answers": bool((kept.read(0, 512, memory.stream) == 7).all())}
 
 
-def prove(scale: Scale, cases: Iterable[tuple[AnyWork, int]]) -> dict[str, Any]:
-    """Each piece of work, on as many multiprocessors as are named (0: all), held against float64 and for stray bytes."""
-    rows: list[dict[str, Any]] = []
-    for work, sms in cases:
-        if scale.left_s <= 1.0:
-            rows.append({"work": str(work), "sms": sms, "left out": "no time"})
-            continue
-        row: dict[str, Any] = {"work": str(work), "sms": sms}
-        with announced(row["work"], sms):
-            try:
-                done = bed.Bed(work, calls=1, sms=sms)
-                row["worst"] = done.case.worst
-                done.close()
-            except Wrong as wrong:
-                row["wrong"] = str(wrong)
-        print(row, flush=True)
-        rows.append(row)
-        scale.keep({"cases": rows})
-    told = [row["worst"] for row in rows if "worst" in row]
-    return {
-        "cases": rows,
-        "bars": [
-            bar("wrong cases", sum("wrong" in row for row in rows), 0, at_most=True),
-            bar("largest error over its bound", max(told, default=None), 1.0, at_most=True),
-        ],
-    }
+@dataclass(frozen=True)
+class Rung:
+    """What a rung proves. `cases`: pieces of work, each with the multiprocessors that it has (0: all). `parts`: 0, or sums over
+    tokens are in so many, and small products go to Hopper's kernel too."""
+
+    cases: Callable[[Scale, Target], list[tuple[AnyWork, int]]]
+    parts: int = 0
+
+    @contextmanager
+    def _cut(self) -> Iterator[None]:
+        with hoppers(self.parts) if self.parts else nullcontext():
+            yield
+
+    def kernels(self, scale: Scale, target: Target) -> Iterator[Specialisation]:
+        """What its pieces of work launch."""
+        with self._cut():
+            for work, _ in self.cases(scale, target):
+                usual = Candidate(work.default(target.arch))
+                yield from bed.built(case_of(work), work, usual, work.target(target))[1].specs
+
+    def prove(self, scale: Scale) -> dict[str, Any]:
+        """Each piece of work, held against float64 and for stray bytes."""
+        rows: list[dict[str, Any]] = []
+        with self._cut():
+            for work, sms in self.cases(scale, Target.of(driver.device())):
+                rows.append(_proved(work, sms) if scale.left_s > 1.0 else {"work": str(work), "left out": "no time"})
+                print(rows[-1], flush=True)
+                scale.keep({"cases": rows})
+        told = [row["worst"] for row in rows if "worst" in row]
+        return {
+            "cases": rows,
+            "bars": [
+                bar("wrong cases", sum("wrong" in row for row in rows), 0, at_most=True),
+                bar("largest error over its bound", max(told, default=None), 1.0, at_most=True),
+            ],
+        }
+
+
+def _proved(work: AnyWork, sms: int) -> dict[str, Any]:
+    """A row: the largest error over its bound, or what is wrong."""
+    row: dict[str, Any] = {"work": str(work), "sms": sms}
+    with announced(row["work"], sms):
+        try:
+            done = bed.Bed(work, calls=1, sms=sms)
+        except Wrong as wrong:
+            return row | {"wrong": str(wrong)}
+        done.close()
+        return row | {"worst": done.case.worst}
 
 
 @contextmanager
@@ -101,65 +126,100 @@ def hoppers(parts: int = 1) -> Iterator[None]:
         yield
 
 
-def product(scale: Scale, role: str, rows: int, cols: int, depth: int, epilogue: str = "") -> Work:
+def product(scale: Scale, target: Target, role: str, rows: int, cols: int, depth: int, epilogue: str = "") -> Work:
     """Hopper's kernel does it, or on another card Triton's. In a rehearsal a quarter of each size: the interpreter takes a second
     for what a GPU does in a microsecond."""
-    kernel = "hopper" if Target.of(driver.device()).hopper else "triton"
+    kernel = "hopper" if target.hopper else "triton"
     if scale.small:
         rows, cols, depth = (ceil_div(n, 32) * 8 for n in (rows, cols, depth))
     return Work(role, "bf16", rows, cols, depth, kernel, epilogue if kernel == "hopper" else "")
 
 
+def _plain(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+    return [(Work("nt", "bf16", 200, 328, 136), 0), (Work("nn", "fp32", 64, 96, 40), 0)]
+
+
+def _tile(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+    return [(product(scale, target, role, 128, 256, 64), 0) for role in ("nt", "nn")]
+
+
+def _ring(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+    """Within a tile; one block and seven that have several tiles each; more tiles than the card has blocks."""
+    few = [(product(scale, target, "nt", 896, 1280, 576), sms) for sms in (1, 7)]
+    many = [(product(scale, target, "nt", 896, 4864, 576), 0), (product(scale, target, "nn", 2560, 5120, 128), 0)]
+    return [(product(scale, target, "nt", 128, 256, 576), 0), *few, *([] if scale.small else many)]
+
+
+def _epilogues(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+    """With more tiles than blocks."""
+    return [(product(scale, target, role, 512, 768, 320, kind), sms) for role, kind in EPILOGUES for sms in (0, 7)]
+
+
+def _parts(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+    return [(product(scale, target, "tn", 768, 768, 2000), sms) for sms in (0, 7)]
+
+
+def _heads(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+    lengths = (33,) if scale.small else (128, 1024, 1000)
+    roles = ("forward", "keys", "queries")
+    return [(AttentionWork(role, "bf16", 2, T, 12, 64), 0) for T in lengths for role in roles]
+
+
+def _works(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+    """Those that take longest first."""
+    found = works_of(build_programs(whole_step(scale)), target)
+    return [(work, 0) for work in (found[:2] if scale.mock else found)]
+
+
+RUNGS = {
+    "plain": Rung(_plain),
+    "tile": Rung(_tile, parts=1),
+    "ring": Rung(_ring, parts=1),
+    "epilogues": Rung(_epilogues, parts=1),
+    "parts": Rung(_parts, parts=7),
+    "heads": Rung(_heads),
+    "works": Rung(_works),
+}
+
+
 def plain(scale: Scale) -> dict[str, Any]:
     """Triton's product, whose tiles need no tensor map."""
-    return prove(scale, [(Work("nt", "bf16", 200, 328, 136), 0), (Work("nn", "fp32", 64, 96, 40), 0)])
+    return RUNGS["plain"].prove(scale)
 
 
 def tile(scale: Scale) -> dict[str, Any]:
     """One tile, one turn of the ring."""
-    with hoppers():
-        return prove(scale, [(product(scale, role, 128, 256, 64), 0) for role in ("nt", "nn")])
+    return RUNGS["tile"].prove(scale)
 
 
 def ring(scale: Scale) -> dict[str, Any]:
     """The ring goes round within a tile; from tile to tile, where blocks have several; one block and seven have them all."""
-    few = [(product(scale, "nt", 896, 1280, 576), sms) for sms in (1, 7)]
-    many = [(product(scale, "nt", 896, 4864, 576), 0), (product(scale, "nn", 2560, 5120, 128), 0)]
-    with hoppers():
-        return prove(scale, [(product(scale, "nt", 128, 256, 576), 0), *few, *([] if scale.small else many)])
+    return RUNGS["ring"].prove(scale)
 
 
 def epilogues(scale: Scale) -> dict[str, Any]:
     """All that a product takes along, with more tiles than blocks."""
-    with hoppers():
-        return prove(
-            scale, [(product(scale, role, 512, 768, 320, kind), sms) for role, kind in EPILOGUES for sms in (0, 7)]
-        )
+    return RUNGS["epilogues"].prove(scale)
 
 
 def parts(scale: Scale) -> dict[str, Any]:
     """A weight gradient in seven parts."""
-    with hoppers(parts=7):
-        return prove(scale, [(product(scale, "tn", 768, 768, 2000), sms) for sms in (0, 7)])
+    return RUNGS["parts"].prove(scale)
 
 
 def heads(scale: Scale) -> dict[str, Any]:
     """Attention forward, for keys and for queries."""
-    lengths = (33,) if scale.small else (128, 1024, 1000)
-    roles = ("forward", "keys", "queries")
-    return prove(scale, [(AttentionWork(role, "bf16", 2, T, 12, 64), 0) for T in lengths for role in roles])
+    return RUNGS["heads"].prove(scale)
+
+
+def works(scale: Scale) -> dict[str, Any]:
+    """Every product and kernel of attention of the step, untimed; those that take longest first."""
+    return RUNGS["works"].prove(scale)
 
 
 def whole_step(scale: Scale, **changes: Any) -> Config:
     batch, seq = STEP
     return overrides.changed(correct.model(scale, batch=batch, seq=seq), changes)
-
-
-def works(scale: Scale) -> dict[str, Any]:
-    """Every product and kernel of attention of the step, untimed; those that take longest first."""
-    target = Target.of(driver.device())
-    found = works_of(build_programs(whole_step(scale)), target)
-    return prove(scale, [(work, 0) for work in (found[:2] if scale.mock else found)])
 
 
 def whole(scale: Scale) -> dict[str, Any]:
@@ -206,6 +266,6 @@ def pace(scale: Scale) -> dict[str, Any]:
     ceiling = 2.0 * n**3 / timed.warm()
     timed.close()
     meter = Bench()
-    copy = meter.bandwidth((1, 1, 0))
+    copy = meter.bandwidth(NAMED["copy"])
     meter.close()
     return {"step": found, "cublaslt_flops": ceiling, "copy_bytes_s": copy, "bars": [holds("it was timed", True)]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 
 from barellm.cuda import driver
-from barellm.cuda.kernel import Target
+from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.kernels import binary_mma
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.plans import devices
@@ -25,21 +26,38 @@ ROUNDS, REPLAYS = 5, 20
 FASTER = 3.0  # than popc, for the first two; docs/binary.md has the arithmetic
 
 
-def opened(target: Target, rows: int, N: int, K: int) -> CudaSession:
-    """A session with the product alone, of words that are packed already."""
+def sizes(scale: Scale) -> tuple[tuple[int, int, int], ...]:
+    return ((65, 70, 300),) if scale.small else SIZES
+
+
+def program(rows: int, N: int, K: int) -> Program:
+    """The product alone, of words that are packed already."""
     store = Store()
     p = Program(store, compute="fp32")
     W = -(-K // 32)
     a = p.input("a", (Dim("batch", 1), Dim("seq", rows), W), "i32")
     p.output("y", p.apply(ops.BinaryMatmul, a=a, b=store.get("b", (N, W), "i32", "state"), columns=K, dtype="fp32").y)
+    return p
+
+
+def opened(target: Target, rows: int, N: int, K: int) -> CudaSession:
+    p = program(rows, N, K)
     return CudaSession({"product": p}, built=lower_and_plan({"product": p}, target))
+
+
+def kernels(scale: Scale, target: Target) -> Iterator[Specialisation]:
+    """What the stage launches."""
+    for size in sizes(scale):
+        yield from lower_and_plan({"product": program(*size)}, target).specs
+        with patch.object(binary_mma, "LAST", 0):
+            yield from lower_and_plan({"product": program(*size)}, target).specs
 
 
 def signs(scale: Scale) -> dict[str, Any]:
     """Both agree with NumPy's product of the signs; seconds of each."""
     rows_, bars = [], []
     target = Target.of(driver.device())
-    for rows, N, K in ((65, 70, 300),) if scale.small else SIZES:
+    for rows, N, K in sizes(scale):
         r = np.random.default_rng(rows)
         x, weight = (r.standard_normal(shape).astype(np.float32) for shape in ((rows, K), (N, K)))
         found: dict[str, Any] = {"size": [rows, N, K]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from barellm.assembly.machine import open_machine
 from barellm.bench.gemms import Product, append, fill
+from barellm.config import Config
 from barellm.plans.devices import open_session
 from barellm.profiling.step import SEED, StepBench
 from barellm.program.builder import Program, Store
@@ -14,21 +15,33 @@ from benchmarks.gpu_check.stages import Scale
 PRODUCTS = (("linear_gelu", "store"), ("linear_residual", "store"), ("matmul_dx_gelu", "store"), ("matmul_dw", "add"))
 
 
+SIZES = {"N": 640, "K": 640, "tokens": 2048}
+
+
+def configs() -> list[Config]:
+    return [model(Scale(small=True, mock=False), dtype=dtype) for dtype in ("bf16", "fp32")]
+
+
 def steps() -> None:
-    for dtype in ("bf16", "fp32"):
-        with open_machine(model(Scale(small=True, mock=False), dtype=dtype), device="cuda") as machine:
+    for config in configs():
+        with open_machine(config, device="cuda") as machine:
             machine.initialize(SEED)
             bench = StepBench(machine)
-            print(dtype, [bench.step().loss for _ in range(2)])
+            print(config.train.dtype, [bench.step().loss for _ in range(2)])
     print("two steps done")
+
+
+def programs(*, N: int, K: int, tokens: int) -> list[Program]:
+    made = [Program(Store(), compute="bf16") for _ in PRODUCTS]
+    for program, (op, mode) in zip(made, PRODUCTS, strict=True):
+        append(program, Product("", op, N, K, tokens, mode), 0)
+    return made
 
 
 def products(*, N: int, K: int, tokens: int) -> list[str]:
     """Each once; the kernels that did them."""
     done = []
-    for op, mode in PRODUCTS:
-        program = Program(Store(), compute="bf16")
-        append(program, Product("", op, N, K, tokens, mode), 0)
+    for program in programs(N=N, K=K, tokens=tokens):
         session = open_session({"product": program}, "cuda")
         fill(session)
         session.run("product", batch=1, seq=tokens)
@@ -40,4 +53,4 @@ def products(*, N: int, K: int, tokens: int) -> list[str]:
 
 if __name__ == "__main__":
     steps()
-    print(products(N=640, K=640, tokens=2048))
+    print(products(**SIZES))

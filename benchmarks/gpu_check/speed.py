@@ -6,18 +6,21 @@ On the mock driver the same code runs on next to nothing; its times are made up,
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from barellm.assembly.machine import build_programs
 from barellm.bench import attentions, gemms, peers, turns
 from barellm.config import Config
-from barellm.cuda import choices
+from barellm.cuda import choices, driver, tuning
 from barellm.cuda.choices import AttentionTile
-from barellm.cuda.tuner import bed
-from barellm.cuda.tuner.work import AttentionWork, Candidate
+from barellm.cuda.kernel import Target
+from barellm.cuda.tuner import bed, tuner
+from barellm.cuda.tuner.work import AnyWork, AttentionWork, Candidate, Work, works_of
 from barellm.errors import UserError
 from barellm.plans.devices import device_bytes
 from barellm.profiling import profile
@@ -77,6 +80,8 @@ def _steps(config: Config, batch: int, found: dict[str, Any]) -> None:
     r = peers.summary(config, variants, rounds=ROUNDS, steps=steps, device="cuda")
     mib = {v.name: v.peak_device_bytes / MIB for v in variants}
     theirs = llmc_mib(batch)
+    for v in variants[1:]:  # which of PyTorch's backends it was faster than
+        print(f"attention of {v.name}: {v.facts.get('attention')}")
     found["steps"].append(r | {"memory_mib": mib, "llmc_mib": theirs})
     found["files"][f"gpt2-124m-{batch}x{SEQ}-bf16-cuda.json"] = r
     bars = found["bars"]
@@ -99,12 +104,17 @@ def _cublas() -> str:
     return "cublaslt"
 
 
+def gemm_model(scale: Scale) -> Config:
+    """Its tokens are those of one long sequence."""
+    return model(scale, batch=1, seq=9 if scale.small else BATCHES[-1] * SEQ)
+
+
 def gemm(scale: Scale) -> dict[str, Any]:
     """Each product of the step in each role with what is fused to it, beside cuBLAS without."""
     if scale.mock:
         gemms.MOST_COPIES, gemms.TABLE_SECONDS = 1, 0.0
-    tokens = 9 if scale.small else BATCHES[-1] * SEQ
-    config = model(scale, batch=1, seq=tokens)
+    config = gemm_model(scale)
+    tokens = config.train.seq
     rows, bars = [], []
 
     def report(p: dict[str, Any]) -> None:
@@ -119,26 +129,37 @@ def gemm(scale: Scale) -> dict[str, Any]:
     return r | {"bars": bars, "files": {f"gemm-gpt2-124m-{tokens}-bf16-cuda.json": r}}
 
 
+def attention_lengths(scale: Scale) -> tuple[int, ...]:
+    return (9,) if scale.small else (512, 1024, 2048, 8192)
+
+
+def attention_dtype(scale: Scale) -> str:
+    return "fp32" if scale.mock else "bf16"
+
+
 def attention(scale: Scale) -> dict[str, Any]:
-    """Causal attention over lengths, beside PyTorch's flash backend."""
-    lengths = (512, 1024, 2048, 8192)
+    """Causal attention over lengths, beside each of PyTorch's backends that this card has."""
+    lengths, dtype = attention_lengths(scale), attention_dtype(scale)
     if scale.small:
-        lengths = (9,)
         attentions.TOKENS, attentions.WIDTH, attentions.PAUSE = {"cuda": 18}, 128, 0.0
-        attentions.TURN = 0.0
-    rounds, dtype = (1, "fp32") if scale.mock else (ROUNDS, "bf16")
+        attentions.TURN = {"cuda": 0.0}
+    rounds = 1 if scale.mock else ROUNDS
     r = attentions.measure(dtype, torch=not scale.mock, rounds=rounds, report=print, lengths=lengths, device="cuda")
     bars = [
-        bar(f"T {c['seq']}, heads of {c['D']}, {c['what']}: times as fast as flash", c["ratio"], 1.0, "x")
+        bar(f"T {c['seq']}, heads of {c['D']}, {c['what']}: times as fast as {name}", c["ratios"].get(name), 1.0, "x")
         for c in r["cases"]
-        if "ratio" in c
+        for name in (attentions.BACKENDS if "ratios" in c else ())
     ]
     return r | {"bars": bars, "files": {"attention-bf16-cuda.json": r}}
 
 
+def streaming_model(scale: Scale) -> Config:
+    return model(scale, batch=BATCHES[-1], seq=SEQ)
+
+
 def streaming(scale: Scale) -> dict[str, Any]:
     """Bytes that must move over the time that it takes in the step, as a share of a copy's rate."""
-    config = model(scale, batch=BATCHES[-1], seq=SEQ)
+    config = streaming_model(scale)
     with TemporaryDirectory() as folder:
         r = profile.measure(config, steps=1 if scale.mock else 7, folder=Path(folder), device="cuda")
     copy = r["ceiling"]["bandwidth"]["copy"]
@@ -156,47 +177,52 @@ def streaming(scale: Scale) -> dict[str, Any]:
     return {"copy_bytes_s": copy, "bars": bars, "files": {name: r}}
 
 
+def sides_of(scale: Scale, target: Target) -> Iterator[tuple[AttentionWork, list[AttentionTile]]]:
+    """Each kernel of attention, with the other ways to cut it that this card can run."""
+    for role, others in OTHERS.items():
+        work = AttentionWork(role, "bf16", *((1, 33, 1) if scale.mock else (BATCHES[0], SEQ, 12)), 64)
+        usual = work.default(target.arch)
+        yield work, [t for t in others if t != usual and (target.hopper or not t.roles)]
+
+
 def sides(scale: Scale) -> dict[str, Any]:
     """Attention as it is cut, in turns with how it was cut before and with warps that have roles, in one process: docs/cuda.md has
     the predictions."""
     rows, bars = [], []
-    for role, others in OTHERS.items():
-        work = AttentionWork(role, "bf16", *((1, 33, 1) if scale.mock else (BATCHES[0], SEQ, 12)), 64)
+    for work, tiles in sides_of(scale, Target.of(driver.device())):
         both = bed.Bed(work, calls=1 if scale.mock else bed.MOST_CALLS)
         usual = work.default(both.target.arch)
-        tiles = [t for t in others if t != usual and (both.target.hopper or not t.roles)]
-        ways = [Candidate(t, other_bits=not choices.equal_bits(role, t, usual)) for t in tiles]
+        ways = [Candidate(t, other_bits=not choices.equal_bits(work.role, t, usual)) for t in tiles]
         ratios = both.time([both.check(way) for way in ways], ROUNDS)
         for t, ratio in zip(tiles, ratios, strict=True):
             rows.append(
                 {"work": str(work), "default": str(usual), "default_s": both.seconds, "other": str(t), "ratios": ratio}
             )
             print(rows[-1])
-            name = f"attention {role}: time of {t} over that of {usual}"
+            name = f"attention {work.role}: time of {t} over that of {usual}"
             bars.append(bar(name, None if scale.mock else median(ratio), 1.0, at_most=t.roles))
         both.close()
         scale.keep({"turns": rows, "bars": bars})
     return {"turns": rows, "bars": bars}
 
 
+def tuned(scale: Scale, target: Target) -> list[AnyWork]:
+    """What is tuned: the pieces of work of a step, and the products of one in TF32."""
+    works = works_of(build_programs(model(scale, batch=BATCHES[0], seq=SEQ)), target)
+    if scale.mock:
+        return [next(w for w in works if isinstance(w, kind)) for kind in (Work, AttentionWork)]
+    fp32 = build_programs(model(scale, batch=BATCHES[0], seq=SEQ, dtype="fp32"))
+    return works + [w for w in works_of(fp32, replace(target, tf32=True)) if w.dtype == "tf32"]
+
+
 def tune(scale: Scale) -> dict[str, Any]:
     """How products and attention of a step are cut best, what takes longest first, as far as the time goes; then products in TF32.
     Every candidate is proved before it is timed; one that is wrong is a bar missed. The winners: `python -m benchmarks.gpu_check
     --ship`."""
-    from barellm.assembly.machine import build_programs
-    from barellm.cuda import driver, tuning
-    from barellm.cuda.kernel import Target
-    from barellm.cuda.tuner import tuner, work
-
     if scale.mock:
         tuner.CHILD = "tests.cuda.tuner_child"
     target = Target.of(driver.device())
-    works = work.works_of(build_programs(model(scale, batch=BATCHES[0], seq=SEQ)), target)
-    if scale.mock:
-        works = [next(w for w in works if isinstance(w, kind)) for kind in (work.Work, work.AttentionWork)]
-    else:
-        fp32 = build_programs(model(scale, batch=BATCHES[0], seq=SEQ, dtype="fp32"))
-        works += [w for w in work.works_of(fp32, replace(target, tf32=True)) if w.dtype == "tf32"]
+    works = tuned(scale, target)
     rows: list[dict[str, Any]] = []
     entries: dict[str, Any] = {}
     found = {"works": len(works), "tuned": rows, "files": {"tuned.json": {"kind": "tuned", "entries": entries}}}

@@ -57,11 +57,17 @@ STAGES = (
     Stage("sound", "correct", "layout", 40, "parameters of every kernel have the bytes that the driver knows"),
     Stage("sound", "correct", "determinism", 40, "two processes, equal digests"),
     Stage("sound", "correct", "loop", 30, "NCCL: bytes of the GPU to itself, in a graph, beside other work"),
-    Stage("sound", "speed", "attention", 80, "attention beside PyTorch's flash backend"),
+    Stage("sound", "speed", "attention", 100, "attention beside PyTorch's backends: flash, cuDNN, efficient"),
     Stage("sound", "speed", "streaming", 70, "AdamW, LayerNorm, classifier against copy bandwidth"),
     Stage("sound", "speed", "tune", 80, "tiles of products and attention of gpt2-124m; winners to tuned.json"),
-    Stage("sound", "counters", "counters", 60, "Nsight Compute's counters of each kernel of a step"),
     Stage("sound", "correct", "sanitizer", 80, "compute-sanitizer's four tools on a small step"),
+    Stage("ops", "craft", "convolution", 110, "convolution by each algorithm beside cuDNN"),
+    Stage("ops", "craft", "blocks", 50, "products with block-sparse weights beside dense ones of cuBLAS"),
+    Stage("ops", "craft", "layout_attention", 90, "attention by layout beside dense attention and flex_attention"),
+    Stage("ops", "craft", "few", 50, "products of few rows with weights of 16, 8 and 4 bits: bytes a second"),
+    Stage("ops", "craft", "rows", 50, "softmax, LayerNorm, RMSNorm of rows of 32,768 numbers"),
+    Stage("ops", "craft", "bits", 40, "random bits by Threefry, taus88, LFSR113: bytes a second"),
+    Stage("ops", "counters", "counters", 80, "Nsight Compute's counters of each kernel of a step"),
 )
 PROBE = Stage("", "first", "probe", 15, "whether the GPU still answers")
 GROUPS = tuple(dict.fromkeys(stage.group for stage in STAGES))
@@ -88,21 +94,21 @@ def run_stage(name: str, *, small: bool, mock: bool, keep: Keep, limit_s: float)
     """In this process."""
     (stage,) = (s for s in (*STAGES, PROBE) if s.name == name)
     if mock:
-        _mock()
+        from pytest import MonkeyPatch
+
+        from tests.simulators.mock import Gpu
+
+        rehearsed_on(Gpu(), MonkeyPatch())
     return getattr(import_module(f"benchmarks.gpu_check.{stage.module}"), name)(Scale(small, mock, keep, limit_s))
 
 
-def _mock() -> None:
-    """The tests' driver for the rest of this process, and measurements of the machine that do next to nothing."""
-    from pytest import MonkeyPatch
-
+def rehearsed_on(gpu: Any, patch: Any) -> None:
+    """From now on, or as long as the patch lasts, the tests' driver `gpu` in the place of a GPU's, and measurements of the machine
+    that do next to nothing."""
     from barellm.cuda import bench
-    from tests.simulators.mock import Gpu
     from tests.simulators.mock_cublas import MockCublas
     from tests.simulators.mock_nccl import Nccl
 
-    patch = MonkeyPatch()
-    gpu = Gpu()
     gpu.install(patch)
     MockCublas(gpu).install(patch)
     nccl = Nccl(lambda: gpu)

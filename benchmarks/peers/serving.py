@@ -1,5 +1,5 @@
 """What a peer's process does whose calls are timed in turns with ours: prints a JSON line about itself, then answers each line
-{"case", "what", "calls"} of standard input with the seconds of that many calls.
+{"case", "what", "calls"} of standard input with the seconds of that many calls, or the error of one that failed.
 
 On a GPU the calls of a turn are queued one behind the other and each gets the mean, by the GPU's own clock.
 """
@@ -27,10 +27,14 @@ def serve(cases: list[dict[str, Any]], make: Callable[..., dict[str, Call]], dev
     at, made = -1, {}
     for line in sys.stdin:
         asked = json.loads(line)
-        if asked["case"] != at:
-            at, made = asked["case"], {}
-            made = make(device=device, **cases[at])
-        print(json.dumps({"s": seconds(made[asked["what"]], asked["calls"], device)}), flush=True)
+        try:
+            if asked["case"] != at:
+                at, made = -1, {}
+                at, made = asked["case"], make(device=device, **cases[asked["case"]])
+            answer: dict[str, Any] = {"s": seconds(made[asked["what"]], asked["calls"], device)}
+        except RuntimeError as error:  # it has no kernel for this case, say
+            answer = {"error": str(error).strip().partition("\n")[0]}
+        print(json.dumps(answer), flush=True)
 
 
 def seconds(call: Call, calls: int, device: str) -> list[float]:

@@ -1,9 +1,9 @@
 """What every PyTorch twin of a model does as a peer: training steps on random tokens (forward, backward, and what ends a step: clip
 and fused AdamW unless a twin says otherwise), on the CPU or a GPU, in a process that waits for its turns.
 
-After the first step it prints a JSON line, then reads lines "N" from standard input, runs N steps for each and prints their seconds
-and its peak memory so far. On a GPU nobody waits for it between the steps of a turn: each of them gets the mean, and the losses and
-the memory are read at the end.
+After the first step it prints a JSON line, on a GPU also which backend of attention a step uses. Then it reads lines "N" from
+standard input, runs N steps for each and prints their seconds and its peak memory so far. On a GPU nobody waits for it between
+the steps of a turn: each of them gets the mean, and the losses and the memory are read at the end.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -21,6 +22,10 @@ import torch
 import torch.nn as nn
 
 COMMON = {"layers": 12, "heads": 12, "channels": 768, "vocab": 50304, "batch": 4, "seq": 64}
+
+KERNELS = re.compile(
+    r"^(?!aten::|autograd::|\W).*(flash_|fmha|sdpa)"
+)  # on a GPU: flash attention's, xFormers', cuDNN's
 
 
 def since_start() -> float:
@@ -50,6 +55,23 @@ def adamw(model: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=fused, foreach=False)
 
 
+def attention_of(step: Callable[[], object], device: str) -> dict[str, list[str]]:
+    """Which backends of scaled_dot_product_attention a step uses: those of PyTorch's ops that it calls ("flash", "efficient",
+    "cudnn", "math"), and on a GPU the names of the kernels that are those of attention."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as seen:
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    names = {event.key for event in seen.key_averages()}
+    ops = {
+        found[1] for name in names if (found := re.match(r"aten::_scaled_dot_product_(?:attention_)?([a-z]+)", name))
+    }
+    return {"ops": sorted(ops), "kernels": sorted(name[:120] for name in names if KERNELS.search(name))}
+
+
 def arguments(own: dict[str, Any], words: list[str] | None = None) -> argparse.Namespace:
     """The options that all twins have, and `own` of this one: name -> default. Flags are 0 or 1."""
     p = argparse.ArgumentParser()
@@ -59,6 +81,7 @@ def arguments(own: dict[str, Any], words: list[str] | None = None) -> argparse.N
     p.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument("--threads", type=int, default=0)
+    p.add_argument("--attention", action="store_true", help="also on the CPU, tell which backend of attention ran")
     return p.parse_args(words)
 
 
@@ -129,8 +152,12 @@ def serve(
         }
 
     (loss,), (seconds,) = steps(1)
-    machine = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if a.device == "cuda" else {}
-    print(json.dumps({"first_step_s": since_start(), "import_s": imported, "step_s": seconds, "loss": loss, **machine,
+    first_step_s, facts = since_start(), {}
+    if a.device == "cuda":
+        facts |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    if a.device == "cuda" or a.attention:
+        facts |= {"attention": attention_of(step, a.device)}
+    print(json.dumps({"first_step_s": first_step_s, "import_s": imported, "step_s": seconds, "loss": loss, **facts,
                       "version": torch.__version__, "threads": torch.get_num_threads()}), flush=True)  # fmt: skip
     for line in sys.stdin:
         before = resource.getrusage(resource.RUSAGE_SELF)

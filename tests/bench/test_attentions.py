@@ -1,11 +1,12 @@
 """bench attention: what is counted, how turns are compared, and runs of the real sides."""
 
+import importlib
 import json
 import sys
 
 import pytest
 
-from barellm.bench import attentions
+from barellm.bench import attentions, peer_process
 from barellm.cli import main
 from barellm.cpu.backend import Bench
 
@@ -63,6 +64,91 @@ def test_a_row_is_of_medians_by_turn():
     assert (r["ours_s"], r["peer_s"], r["ratio"]) == (3, 8, 3)  # ratios of turns: 3, 2, 10 / 3
     assert r["percent_of_peak"] == pytest.approx(100 * 2 / 3)
     assert r["of_square"] == pytest.approx(3 / 2 * 100 / 198)
+
+
+def test_of_several_backends_each_has_a_ratio_and_the_fastest_is_the_peer():
+    case = {"batch": 2, "seq": 99, "heads": 3, "D": 64, "dtype": "bf16"}
+    turns = {"ours": [[2.0], [4.0]], "flash": [[4.0], [4.0]], "cudnn": [[3.0], [4.0]], "efficient": [[8.0], [8.0]]}
+    r = attentions.row(case, "both", turns, 1.0)
+    assert r["ratios"] == {"flash": 1.5, "cudnn": 1.25, "efficient": 3.0}
+    assert (r["backend"], r["peer_s"], r["ratio"]) == ("cudnn", 3.5, 1.25)
+    assert attentions.line(r).rstrip().endswith("1.25x PyTorch's cudnn")
+    alone = attentions.row(case, "both", {"ours": [[2.0]], "peer": [[3.0]]}, 1.0)
+    assert "ratios" not in alone and attentions.line(alone).endswith("1.50x PyTorch's")
+
+
+class FakePeer:
+    """Its calls take as many seconds as their names are long; "cudnn" has none of them."""
+
+    def __init__(self):
+        self.asked = []
+
+    def run(self, case, what, *, calls, warm_up):
+        if what.endswith("cudnn"):
+            raise peer_process.PeerError("PyTorch's side could not do it")
+        self.asked.append((case, what, calls, warm_up))
+        return [float(len(what))] * calls
+
+
+def test_backends_take_turns_but_for_those_that_a_card_lacks():
+    peer, ours = FakePeer(), lambda what, calls: [2.0] * calls
+    options = {"what": "both", "rounds": 3, "turn_s": 42.0, "long_s": 9.0, "pause": lambda: None}
+    found = peer_process.samples(ours, peer, 4, **options, backends=("flash", "cudnn", "efficient"))
+    assert found == {"ours": [[2.0] * 3] * 3, "flash": [[10.0] * 3] * 3, "efficient": [[14.0] * 3] * 3}
+    turns = peer.asked[4:]  # two calls of each before, to learn how long they take
+    assert [what for _, what, *_ in turns] == ["both efficient", "both flash"] + ["both flash", "both efficient"] * 1 + [
+        "both efficient", "both flash"
+    ]  # fmt: skip
+    assert {(case, calls, warm_up) for case, _, calls, warm_up in turns} == {(4, 3, 0)}
+    alone = peer_process.samples(ours, None, 4, **options, backends=("flash",))
+    assert set(alone) == {"ours"}
+    peer.run = FakePeer.run.__get__(peer)
+    with pytest.raises(peer_process.PeerError):
+        peer_process.samples(ours, peer, 4, **options | {"what": "cudnn"})
+
+
+def test_a_call_that_fails_does_not_end_the_peer(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import json, sys\nprint(json.dumps({}), flush=True)\nfor line in sys.stdin:\n    what = json.loads(line)['what']\n"
+        "    print(json.dumps({'error': 'no kernel'} if what == 'bad' else {'s': [1.0]}), flush=True)\n"
+    )
+    with peer_process.opened(script, [], device="cuda", environment={}) as peer:
+        assert peer.run(0, "good", calls=1, warm_up=1) == [1.0]
+        with pytest.raises(peer_process.PeerError, match="could not do 'bad': no kernel"):
+            peer.run(0, "bad", calls=1, warm_up=1)
+        assert peer.run(0, "good", calls=1, warm_up=0) == [1.0]
+
+
+@pytest.mark.oracle
+def test_pytorch_itself_by_backends(monkeypatch):
+    """On a CPU it has flash attention and none of cuDNN's; what it takes by itself is told by the step's twin."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.undo()  # the real script
+    case = {"batch": 1, "seq": 16, "heads": 2, "D": 16, "dtype": "bf16"}
+    script = attentions.peer_script("torch_attention.py")
+    with peer_process.opened(script, [case], device="cpu", environment={}) as peer:
+        for what in ("both flash", "forward flash", "both", "forward"):
+            assert peer.run(0, what, calls=1, warm_up=0)[0] > 0
+        with pytest.raises(peer_process.PeerError, match="both cudnn"):
+            peer.run(0, "both cudnn", calls=1, warm_up=0)
+        assert peer.run(0, "both", calls=1, warm_up=0)[0] > 0
+    monkeypatch.syspath_prepend(script.parent)
+    step = importlib.import_module("torch_step")
+    q = torch.randn(1, 2, 16, 16, requires_grad=True)
+
+    def attend(**options):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True, **options).sum().backward()
+
+    assert step.attention_of(attend, "cpu") == {"ops": ["flash"], "kernels": []}
+    assert step.attention_of(lambda: attend(dropout_p=0.5), "cpu")["ops"] == ["math"]
+    assert step.attention_of(lambda: q + q, "cpu") == {"ops": [], "kernels": []}
+    names = ["void pytorch_flash::flash_fwd_kernel<>", "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(P)",
+             "cudnn_generated_fort_native_sdpa_sm90_flash_fprop"]  # fmt: skip
+    assert all(step.KERNELS.search(name) for name in names)
+    assert not any(
+        step.KERNELS.search(n) for n in ("aten::_flash_attention_forward", "triton_poi_fused_add_0", "sm90_gemm")
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
