@@ -209,12 +209,11 @@ _ATTENTION = {
         ("many", 128): AttentionTile(64, 64, 4, 2),
     },
 }
-WHOLE_HEAD = {
-    "fp32": 128,
-    "bf16": 256,
-    "fp16": 256,
-}  # columns up to which dk and dv of a block of keys are in one program's registers
-PIECE = 64  # columns of a program beyond that
+# Columns of a head up to which dk and dv of a block of keys are in one program's registers. Beyond that, which is fp32 with more
+# than 128 columns, a program has PIECE of them and computes the scores again: with all 256 it would spill (on sm_90a by 301 LDL
+# and STL).
+WHOLE_HEAD = {"fp32": 128, "bf16": 256, "fp16": 256}
+PIECE = 64
 _ANY_HEAD = {
     "fp32": AttentionTile(16, 16, 8, 1),
     "bf16": AttentionTile(32, 32, 8, 1),

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from barellm.cuda import choices, tuning
 from barellm.cuda.compile import Code, compiled
-from barellm.cuda.kernel import Target
+from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import lower_and_plan
+from barellm.cuda.tuner.bed import built
+from barellm.cuda.tuner.cases import case_of
+from barellm.cuda.tuner.work import Candidate, Work
 from tests.cuda.sass import INSTRUCTION, disassembled, overwritten
 from tests.cuda.test_golden import GPT2, attention_specs, build
 
@@ -19,17 +24,45 @@ pytestmark = [pytest.mark.slow, pytest.mark.proof("barellm/cuda", "barellm/progr
 REGISTERS, SHARED = 65536, 228 << 10  # of a multiprocessor; a block takes 1 KiB of shared memory besides its own
 
 
-def loops(sass: str) -> Iterator[list[tuple[str, str]]]:
-    """The instructions and operands of each innermost loop."""
-    code = [(int(m[1], 16), m[2], m[3]) for m in map(INSTRUCTION.match, sass.splitlines()) if m]
-    backward = [
+Instructions = list[tuple[int, str, str]]  # (address, name, operands)
+
+
+def spans(code: Instructions, *, innermost: bool = True) -> list[tuple[int, int]]:
+    """The first and last address of each loop, or of each innermost one."""
+    backward = {
         (int(to[1], 16), at)
         for at, op, args in code
         if op == "BRA" and (to := re.search(r"0x([0-9a-f]+)", args)) and int(to[1], 16) < at
+    }
+    return [
+        (first, last)
+        for first, last in backward
+        if not innermost or not any(first <= a and b <= last and (a, b) != (first, last) for a, b in backward)
     ]
-    for first, last in set(backward):
-        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in backward):
-            yield [(op, args) for at, op, args in code if first <= at <= last]
+
+
+def within(code: Instructions, span: tuple[int, int]) -> list[tuple[str, str]]:
+    return [(op, args) for at, op, args in code if span[0] <= at <= span[1]]
+
+
+def loops(sass: str) -> Iterator[list[tuple[str, str]]]:
+    """The instructions and operands of each innermost loop."""
+    code = [(int(m[1], 16), m[2], m[3]) for m in map(INSTRUCTION.match, sass.splitlines()) if m]
+    for span in spans(code):
+        yield within(code, span)
+
+
+def epilogues(sass: str) -> list[tuple[int, int]]:
+    """Of each half of a product on Hopper: the instructions between the end of the loop of products and the end of the loop over
+    tiles around it, and how many of them are MUFU."""
+    code = [(int(m[1], 16), m[2], m[3]) for m in map(INSTRUCTION.match, sass.splitlines()) if m]
+    found = []
+    for inner in (loop for loop in spans(code) if any(op.startswith("HGMMA") for op, _ in within(code, loop))):
+        around = [loop for loop in spans(code, innermost=False) if loop[0] <= inner[0] and inner[1] < loop[1]]
+        last = min(loop[1] for loop in around)
+        after = [op for at, op, _ in code if inner[1] < at <= last]
+        found.append((len(after), sum(op.startswith("MUFU") for op in after)))
+    return found
 
 
 def blocks(code: Code) -> int:
@@ -85,3 +118,56 @@ def test_threads_of_a_row_meet_in_no_loop(step):
     found = [loop for loop in loops(sass) if any(op.startswith("MUFU") for op, _ in loop)]
     assert len(found) == 2 and blocks(code) == 2  # the sums, then the gradient
     assert not [op for loop in found for op, _ in loop if op.startswith(("BAR", "SHFL"))]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "cuda_gemm.md"
+# The names that docs/cuda_gemm.md has for epilogues, in its code and in its table: (role, epilogue of a product, bias)
+EPILOGUES = {
+    "none": ("none", ("nn", "", False)),
+    "bias": ("bias", ("nt", "", True)),
+    "gelu": ("bias, GELU (writes two matrices)", ("nt", "gelu", True)),
+    "gelu_backward": ("times GELU's slope (reads a matrix)", ("nn", "gelu_backward", False)),
+    "residual": ("bias, residual (reads a matrix)", ("nt", "residual", True)),
+    "dweight": ("none, weight gradients", ("tn", "", False)),
+}
+
+
+def products_of(step: dict[str, Any]) -> dict[tuple[str, str, bool], Specialisation]:
+    """Hopper's products by (role, epilogue, bias): those of a step, and one with a residual, which no step of GPT-2 has."""
+    work = Work("nt", "bf16", 32768, 768, 768, "hopper", "residual")
+    made = [*step, *built(case_of(work), work, Candidate(work.default(90)), Target())[1].specs]
+    found = {}
+    for spec in (spec for spec in made if spec.name == "hopper_gemm"):
+        c = dict(spec.constants)
+        role = "tn" if c["A_TRANSPOSED"] else "nt" if c["B_TRANSPOSED"] else "nn"
+        if "sums" in c:  # of weight gradients the form without the bias's
+            found[role, c["EPILOGUE"], "bias" in dict(spec.signature)] = spec
+    return found
+
+
+@pytest.mark.proof("docs/cuda_gemm.md")
+def test_epilogues_have_as_many_instructions_as_the_arithmetic_says():
+    """In the table and in the code of docs/cuda_gemm.md."""
+    _, programs = build(GPT2, batch=64, seq=1024, compute="bf16", optimizer=lambda p: None)
+    specs = products_of(lower_and_plan({"micro": programs["micro"]}, Target()).specs)
+    text = PAGE.read_text()
+    for name, (title, key) in EPILOGUES.items():
+        assert dict(specs[key].constants)["COLS"] == 256
+        (code,) = compiled([specs[key]], 90, processes=1).values()
+        halves = epilogues(*disassembled([code], 90))
+        assert len(halves) == 2
+        instructions, mufu = max(halves)
+        assert re.search(rf'"{name}": \({instructions}, {mufu}, \d, \d\)', text), (name, halves)
+        assert re.search(rf"\| {re.escape(title)} \| \w+ \| {instructions} \| {mufu or ''} ?\|", text), (name, halves)
+
+
+@pytest.mark.proof("docs/cuda_gemm.md")
+def test_warpgroups_that_multiply_have_as_many_registers_as_the_page_says():
+    """Before and after the warps with roles part: ptxas says how many a thread begins with, USETMAXREG what each has then."""
+    _, programs = build(GPT2, batch=64, seq=1024, compute="bf16", optimizer=lambda p: None)
+    spec = products_of(lower_and_plan({"micro": programs["micro"]}, Target()).specs)["nt", "gelu", True]
+    (code,) = compiled([spec], 90, processes=1).values()
+    (sass,) = disassembled([code], 90)
+    counts = {int(n, 0) for n in re.findall(r"USETMAXREG\S*\s+(0x\w+)", sass)}
+    (told,) = re.findall(r"takes 128 of the (\d+) registers", PAGE.read_text())
+    assert max(counts) == int(told)
