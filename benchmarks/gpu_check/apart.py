@@ -27,6 +27,7 @@ from benchmarks.gpu_check.stages import Scale
 
 ROUNDS, TURN_S, LONG_S, PAUSE_S = 3, 0.04, 0.1, 0.02
 GIVEN = ("input", "parameter", "state")  # roles of tensors that hold numbers before the op runs
+NOISE = 1 << 20  # random numbers, again and again
 SCALARS = {"seed": 1, "step": 1, "sample": 0}
 
 
@@ -104,7 +105,7 @@ def _turns(
 
 def _fill(session: CudaSession) -> None:
     """Random normal bf16 in every operand, also in inputs: as pairs they are fp32 numbers as normal, and fp16 or codes too."""
-    block = np.random.default_rng(1).standard_normal(1 << 20).astype(ml_dtypes.bfloat16).view(np.uint8)
+    block = np.random.default_rng(1).standard_normal(NOISE).astype(ml_dtypes.bfloat16).view(np.uint8)
     for t, start in session.plan.offsets.items():
         if t.role in GIVEN:
             for at in range(0, t.nbytes, block.size):

@@ -79,8 +79,9 @@ def test_what_the_time_does_not_reach_is_told(measured):
 
 
 def test_operands_hold_numbers_and_tables_stay(monkeypatch):
-    """Random numbers everywhere but in what the program itself wrote."""
+    """Random numbers everywhere but in what the program itself wrote, also where a tensor has more than are drawn."""
     rehearsed_on(Gpu(), monkeypatch)
+    monkeypatch.setattr(apart, "NOISE", 64)
     seen = {}
 
     def look(session, program, calls, **sizes):
@@ -94,7 +95,7 @@ def test_operands_hold_numbers_and_tables_stay(monkeypatch):
     numbers = {name: found.view(np.float32) for (name, *_), found in seen.items() if name in ("x", "weight")}
     assert set(numbers) == {"x", "weight"}
     for found in numbers.values():
-        assert np.isfinite(found).all() and 0.5 < found.std() < 2
+        assert found.size > 64 and np.isfinite(found).all() and found.all() and 0.5 < found.std() < 2
     tables = [a.view(np.int32) for (_, role), a in seen.items() if role == "constant"]
     assert tables and all(a.min() >= -1 and a.max() < 1 << 16 for a in tables)
 
@@ -132,3 +133,22 @@ def test_bytes_of_weights_of_few_bits():
     numbers = 50304 * 4096
     assert nbytes["bf16"] == 2 * numbers and nbytes["int8"] == numbers + 2 * 50304
     assert nbytes["int4"] == numbers * 4.5 / 8 and nbytes["nf4"] == numbers * 4.25 / 8
+
+
+@pytest.mark.parametrize("name", ["few", "rows", "bits"])
+def test_bytes_are_those_that_the_op_must_move(name):
+    """But for what is small beside them: statistics, a norm's weight, the few rows themselves."""
+    for one in craft.CASES[name](Scale(small=False, mock=False)):
+        (op,) = one.program().ops
+        assert one.nbytes <= op.bytes() < 1.02 * one.nbytes, one.name
+
+
+def test_what_is_measured_and_asked_for():
+    """Of sparse kernels a time of their density and a little; of rows the longest."""
+    cases = craft.block_products(Scale(small=False, mock=False))
+    assert {one.against["dense"] for one in cases} == {round(1 / (density + 0.08), 2) for density in (1 / 16, 1 / 4)}
+    windows = [one.peer["window"] for one in craft.attentions(Scale(small=False, mock=False))]
+    flexed = ["flex" in one.against for one in craft.attentions(Scale(small=False, mock=False))]
+    assert windows == [256, 256, 0, 0, 0, 0] and flexed == [window > 0 for window in windows]
+    rows = [(one.peer["backward"], one.peer["columns"]) for one in craft.long_rows(Scale(small=False, mock=False))]
+    assert rows == [(False, 32768)] * 3 + [(True, 16384)] * 3  # as many as each has in registers
