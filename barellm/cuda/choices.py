@@ -158,7 +158,7 @@ def columns(role: str, rows: int, cols: int, depth: int) -> int:
 class AttentionTile:
     """`queries` x `keys` scores at a time in one program. `registers`: the most of a thread, where the compiler would take more
     than let two programs share a multiprocessor; 0 where it decides. `roles`: by warps that load and warps that multiply, in a
-    kernel of its own (kernels/hopper_attention.py), where `stages` are of its rings."""
+    kernel of its own (kernels/hopper_attention.py, hopper_attention_backward.py), where `stages` are of its rings."""
 
     queries: int
     keys: int
@@ -269,6 +269,13 @@ def unlimited(t: AttentionTile) -> AttentionTile:
 # By columns of a head: the forward pass by warps with roles. Its blocks of keys give other bits than the defaults, so it is
 # measured beside them (gpu-check's `sides`, `tune`), and taken only by making it the default here.
 ROLES = {64: AttentionTile(128, 128, 4, 4, roles=True), 128: AttentionTile(128, 128, 4, 2, roles=True)}
+# The same of the backward pass, by role and columns. Its sums have the default's order, but equal bits are for a GPU to show.
+ROLES_BACKWARD = {
+    ("keys", 64): AttentionTile(64, 128, 4, 4, roles=True),
+    ("keys", 128): AttentionTile(64, 128, 4, 2, roles=True),
+    ("queries", 64): AttentionTile(128, 64, 4, 4, roles=True),
+    ("queries", 128): AttentionTile(128, 64, 4, 2, roles=True),
+}
 
 _Blocks = dict[tuple[str, int], tuple[tuple[int, ...], ...]]
 
@@ -322,4 +329,11 @@ def attention_tiles(role: str, head: int, dtype: str, arch: int) -> tuple[Attent
 def equal_bits(role: str, a: AttentionTile, b: AttentionTile) -> bool:
     """Whether both give the same bits. Gradients are chains over the keys, or the queries, in their order, of probabilities that
     each has its own; what a block adds beyond the diagonal are zeros. The forward pass scales its sums for every block of keys."""
-    return role != "forward" or (a.keys, a.roles) == (b.keys, b.roles)
+    return a.roles == b.roles and (role != "forward" or a.keys == b.keys)
+
+
+def with_roles(role: str, head: int, dtype: str, arch: int) -> AttentionTile | None:
+    """The tile of the kernel whose warps have roles; None where it does not go."""
+    if arch != 90 or dtype == "fp32":
+        return None
+    return ROLES.get(head) if role == "forward" else ROLES_BACKWARD.get((role, head))

@@ -23,7 +23,7 @@ from barellm.runtime.tuning import Database, Entry, requested
 SHIPPED = Path(__file__).with_name("tuned.json")  # what was measured on cards that people have: nothing yet
 KERNELS = (
     "matmul", "hopper", "hopper_roles", "epilogue", "activations", "parts", "attention", "attention_backward",
-    "attention_bounds", "attention_rows", "hopper_attention", "random", "common",
+    "attention_bounds", "attention_rows", "hopper_attention", "hopper_attention_backward", "random", "common",
 )  # fmt: skip
 SOURCES = ("choices.py", "tuning.py", *(f"kernels/{name}.py" for name in KERNELS))
 
@@ -120,8 +120,8 @@ class AttentionSubject:
         found = choices.attention_tiles(self.tiles, choices.padded(self.head), self.dtype, arch)
         if self.tight:
             return tuple(dict.fromkeys(map(choices.unlimited, found)))
-        with_roles = arch == 90 and self.role == "forward" and self.dtype != "fp32" and self.head in choices.ROLES
-        return (*found, choices.ROLES[self.head]) if with_roles else found
+        other = choices.with_roles(self.role, self.head, self.dtype, arch)
+        return (*found, other) if other else found
 
 
 Subject = ProductSubject | AttentionSubject

@@ -38,8 +38,8 @@ OF_CUBLAS, OF_COPY, WARM_START_S = 0.95, 0.88, 3.0
 STREAMING = ("adamw", "layernorm", "add_layernorm", "cast", "embedding")  # ops of the step that only move bytes
 # How attention on sm_90 was cut before, and with a third stage only; last, since it may hang, by warps with roles.
 OTHERS = {
-    "keys": (AttentionTile(64, 128, 8, 2), AttentionTile(64, 128, 8, 3)),
-    "queries": (AttentionTile(128, 64, 8, 2), AttentionTile(128, 64, 8, 3)),
+    "keys": (AttentionTile(64, 128, 8, 2), AttentionTile(64, 128, 8, 3), choices.ROLES_BACKWARD["keys", 64]),
+    "queries": (AttentionTile(128, 64, 8, 2), AttentionTile(128, 64, 8, 3), choices.ROLES_BACKWARD["queries", 64]),
     "forward": (AttentionTile(128, 128, 8, 2), AttentionTile(128, 128, 8, 3), choices.ROLES[64]),
 }
 MIB = 1 << 20

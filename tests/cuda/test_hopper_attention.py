@@ -201,10 +201,13 @@ def test_it_is_no_choice_where_it_does_not_fit():
         return [t.roles for t in tuning.AttentionSubject(**fields | changes).all_tiles(changes.pop("arch", 90))]
 
     assert sum(names()) == 1
-    for changes in ({"dtype": "fp32"}, {"head": 96}, {"dropout": True}, {"role": "queries"}, {"role": "keys"}):
-        assert not any(names(**changes)), changes
-    assert not any(t.roles for t in tuning.AttentionSubject("forward", "bf16", 1, 256, 2, 64).all_tiles(80))
+    for role in ("forward", "queries", "keys"):
+        assert sum(names(role=role)) == 1
+        for changes in ({"dtype": "fp32"}, {"head": 96}, {"dropout": True}):
+            assert not any(names(role=role, **changes)), changes
+        assert not any(t.roles for t in tuning.AttentionSubject(role, "bf16", 1, 256, 2, 64).all_tiles(80))
     usual = choices.attention_tile("forward", 64, "bf16", 90)
+    assert not choices.equal_bits("keys", choices.ROLES_BACKWARD["keys", 64], AttentionTile(64, 128, 8, 2))
     assert not choices.equal_bits("forward", choices.ROLES[64], AttentionTile(128, 128, 8, 2)) and not usual.roles
 
 

@@ -146,7 +146,7 @@ def run(trace: Trace, seed: int) -> None:
     be, or at once; some copies and roles are slow throughout."""
     machine, choose = Machine(trace), random.Random(seed)
     shared = {s.key: s for steps in trace.roles for step in steps for s in (*step.reads, step.writes) if s is not None}
-    held = {key: np.full(s.shape[:: -1 if s.transposed else 1], np.nan, s.dtype) for key, s in shared.items()}
+    held = {key: np.full(s.stored, np.nan, s.dtype) for key, s in shared.items()}
     held |= trace.held
     known: list[dict[int, Any]] = [{} for _ in trace.roles]
     late: list[list[Step]] = [[] for _ in trace.roles]  # products and copies out, not yet done
@@ -182,7 +182,7 @@ def run(trace: Trace, seed: int) -> None:
         elif step.kind in ("mma_wait", "store_wait"):
             finish(move.role, step.kind.removesuffix("_wait"), step.number)
         elif step.kind == "read":
-            known[move.role][id(step.result)] = held[step.reads[0].key].copy()
+            known[move.role][id(step.result)] = step.reads[0].of(held[step.reads[0].key]).copy()
         elif step.kind == "write":
             held[step.writes.key] = step.value.value(known[move.role]).copy()
         elif step.kind == "put":

@@ -120,13 +120,14 @@ class Map:
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory: an allocation, one buffer or barrier of it, or that buffer transposed."""
+    """Shared memory: an allocation, one buffer or barrier of it, that buffer transposed, or some of its columns."""
 
     allocation: int
     shape: tuple[int, ...]
     dtype: Any
     at: int | None = None
     transposed: bool = False
+    sliced: tuple[int, int] | None = None  # the first of its columns, and how many the buffer has
 
     @property
     def key(self) -> tuple[int, int]:
@@ -141,7 +142,20 @@ class Shared:
         assert tuple(order) == (1, 0)
         return Shared(self.allocation, self.shape[::-1], self.dtype, self.at, not self.transposed)
 
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        rows, columns = self.shape
+        assert dim == 1 and not self.transposed and start + length <= columns
+        return Shared(self.allocation, (rows, length), self.dtype, self.at, sliced=(start, columns))
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape of the whole buffer as it lies in memory."""
+        shape = self.shape[::-1] if self.transposed else self.shape
+        return (shape[0], self.sliced[1]) if self.sliced else shape
+
     def of(self, stored: np.ndarray) -> np.ndarray:
+        if self.sliced:
+            stored = stored[:, self.sliced[0] : self.sliced[0] + self.shape[1]]
         return stored.T if self.transposed else stored
 
     def load(self, layout: Any) -> Lazy:
@@ -300,7 +314,7 @@ class Layout(types.SimpleNamespace):
 gl = types.SimpleNamespace(
     float32=np.dtype(np.float32), bfloat16=np.dtype(ml_dtypes.bfloat16), int64="int64", constexpr=None,
     NVMMADistributedLayout=Layout, SliceLayout=Layout, NVMMASharedLayout=Layout, BlockedLayout=Layout,
-    DotOperandLayout=Layout,
+    DotOperandLayout=Layout, DistributedLinearLayout=Layout,
     program_id=lambda axis: _along(axis, TRACE.program), num_programs=lambda axis: _along(axis, TRACE.programs),
     cdiv=lambda a, b: -(-a // b), cast=lambda x, dtype: x, static_range=range, warp_specialize=_specialize,
     allocate_shared_memory=_allocate,

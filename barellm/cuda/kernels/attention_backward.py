@@ -9,7 +9,8 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any
 
-from barellm.cuda.choices import PIECE, WHOLE_HEAD
+from barellm.cuda import choices
+from barellm.cuda.choices import PIECE, WHOLE_HEAD, AttentionTile, padded
 from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.attention import (
     LOG2_E,
@@ -25,12 +26,10 @@ from barellm.cuda.kernels.attention import (
 from barellm.cuda.kernels.attention_bounds import first_seen, heat_of, stop_of
 from barellm.cuda.kernels.attention_rows import beside, columns_of, keep_rows, over_columns, rows_of
 from barellm.cuda.kernels.common import SAMPLE, row_strides
+from barellm.cuda.kernels.hopper_attention_backward import STATS, launch_backward
 from barellm.cuda.kernels.random import sample_key
-from barellm.cuda.lang import constant, device, tl
+from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
-
-# Numbers a query in the scratch of the backward pass, of which two are used, or three where queries are bounded.
-STATS = constant(4)
 
 
 @device
@@ -270,7 +269,35 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     )  # fmt: skip
     constants |= {"ROOT": 1 / sqrt(head["D"])}
     operands |= operands_of(op) | {"stream": int(op.stream)}
-    t = tile_of(op, c, "keys")
+    t = cut(op, c, "keys", "dk", "dv")
+    if t.roles:
+        launch_backward(op, c, t, stats, constants["UNIT"], keys=True)
+    else:
+        launch_keys(op, c, t, operands, constants)
+    t = cut(op, c, "queries", "dq")
+    if t.roles:
+        return launch_backward(op, c, t, stats, constants["UNIT"], keys=False)
+    written = {"DQ_MODE": mode(op, "dq"), **row_strides(dq=op.dq)}
+    c.launch(
+        attention_dq,
+        operands | {"dq": op.dq},
+        constants | written | {"BM": t.queries, "BN": t.keys},
+        grid=blocks(op, op.heads, t.queries), writes="dq", **options(t),
+    )  # fmt: skip
+
+
+def cut(op: Any, c: Lowering, role: str, *results: str) -> AttentionTile:
+    """How dk and dv, or dq, are cut. Warps with roles only store: where a result is added to, it is as by default."""
+    t = tile_of(op, c, role)
+    if t.roles and any(op.modes[name] != "store" for name in results):
+        shared = role == "keys" and op.heads != op.kv_heads
+        D = int(op.out.shape[-1]) // op.heads
+        return choices.attention_tile(f"shared {role}" if shared else role, padded(D), op.q.dtype, c.target.arch)
+    return t
+
+
+def launch_keys(op: Any, c: Lowering, t: AttentionTile, operands: dict[str, Any], constants: dict[str, Any]) -> None:
+    """Append dk and dv by warps that all do the same."""
     DP = constants["DP"]
     DC = DP if WHOLE_HEAD[op.q.dtype] >= DP else PIECE
     written = {"DK_MODE": mode(op, "dk"), "DV_MODE": mode(op, "dv"), **row_strides(dk=op.dk, dv=op.dv)}
@@ -279,12 +306,4 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
         operands | {"dk": op.dk, "dv": op.dv},
         constants | written | {"BM": t.queries, "BN": t.keys, "DC": DC},
         grid=blocks(op, op.kv_heads, t.keys, ceil_div(constants["D"], DC)), writes="dk dv", **options(t),
-    )  # fmt: skip
-    t = tile_of(op, c, "queries")
-    written = {"DQ_MODE": mode(op, "dq"), **row_strides(dq=op.dq)}
-    c.launch(
-        attention_dq,
-        operands | {"dq": op.dq},
-        constants | written | {"BM": t.queries, "BN": t.keys},
-        grid=blocks(op, op.heads, t.queries), writes="dq", **options(t),
     )  # fmt: skip

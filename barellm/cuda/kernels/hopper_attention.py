@@ -137,8 +137,9 @@ def attend(
 
 @gluon
 def scores(q, k, SCORES: gl.constexpr):
-    """Start q (64, D) times the keys' (BLOCK, D), transposed."""
-    none = gl.zeros((HALF, BLOCK), gl.float32, SCORES)
+    """Start q (64, D) times k, transposed."""
+    KEYS: gl.constexpr = k.shape[0]
+    none = gl.zeros((HALF, KEYS), gl.float32, SCORES)
     return hopper.warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
 
 
@@ -164,15 +165,21 @@ def finish(
     D: gl.constexpr,
 ):
     """Write the queries of a half that are in the sequence."""
-    WAY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     m = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
     gl.store(lse + head * seq + m, (top + gl.log2(total)) * LN_2, mask=m < seq)
     scale = gl.convert_layout(1.0 / total, gl.SliceLayout(1, SUMS), assert_trivial=True)
-    y = gl.convert_layout((acc * gl.expand_dims(scale, 1)).to(out.dtype.element_ty), WAY)
+    to = out + gl.cast(head // H * seq, gl.int64) * (H * D) + head % H * D
+    put_rows(to, acc * gl.expand_dims(scale, 1), first, seq, D, H * D)
+
+
+@gluon
+def put_rows(to, y, first, seq, D: gl.constexpr, ROW: gl.constexpr):
+    """Write the rows of y (HALF, D), from `first` on, that are in the sequence. Rows of the matrix lie ROW apart."""
+    WAY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    y = gl.convert_layout(y.to(to.dtype.element_ty), WAY)
     m = gl.expand_dims(first + gl.arange(0, HALF, layout=gl.SliceLayout(1, WAY)), 1)
     column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, WAY)), 0)
-    to = out + gl.cast(head // H * seq, gl.int64) * (H * D) + head % H * D
-    gl.store(to + m * (H * D) + column, y, mask=(m < seq) & (column < D))
+    gl.store(to + m * ROW + column, y, mask=(m < seq) & (column < D))
 
 
 @gluon

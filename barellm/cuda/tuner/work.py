@@ -20,8 +20,8 @@ MADE = {
 }  # epilogues that a bed has
 KERNELS = {
     "forward": ("attention_forward", "hopper_attention"),
-    "keys": ("attention_dkv",),
-    "queries": ("attention_dq",),
+    "keys": ("attention_dkv", "hopper_attention_backward"),
+    "queries": ("attention_dq", "hopper_attention_backward"),
 }
 OF_PEAK = 0.4  # of a product's rate that attention reaches, to tell what takes longest
 
