@@ -1,7 +1,9 @@
-"""Attention's gradients by warps with roles: their own functions over the model of the machine, small launches in every order, larger
-ones in drawn orders; and the op beside its reference, where the kernels are chosen."""
+"""Attention's gradients by warps with roles: their own functions over the model of the machine, small launches in every order,
+larger ones in drawn orders; and the op beside its reference, where the kernels are chosen."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -210,7 +212,7 @@ def test_drawn_orders_of_a_whole_launch(name, keys):
 class Session(InterpretedSession):
     """Of a card that has Hopper's kernels."""
 
-    launched: list[list[str]] = []
+    launched: ClassVar[list[list[str]]] = []
 
     def __init__(self, programs):
         super().__init__(programs, target=Target(arch=90, sms=3))
