@@ -13,9 +13,10 @@ in shared memory
     stats_ring (S, STEP, 4)          lse and delta of the queries
 
 The exponentials are computed while g is multiplied, and what follows while dv is. The last product is waited for in its own turn:
-it reads registers, and ptxas lets no product overlap anything if such a one is under way across a loop. Streams go up, so that dq's last block has the mask and of dk's the first. Blocks beyond the diagonal of one half only are
-given back unread. Tensor maps end with the batch and not with a sequence: the next sequence's queries in a last, partial block get
-the probability zero, so they and their dout must be finite.
+it reads registers, and ptxas lets no product overlap anything if such a one is under way across a loop. Streams go up, so that dq's
+last block has the mask and of dk's the first. Blocks beyond the diagonal of one half only are given back unread. Tensor maps end
+with the batch and not with a sequence: the next sequence's queries in a last, partial block get the probability zero, so they and
+their dout must be finite.
 """
 
 from __future__ import annotations
