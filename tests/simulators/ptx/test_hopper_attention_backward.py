@@ -74,7 +74,11 @@ MUTANTS: dict[str, tuple[str, Any, str]] = {
         nth(r"(expect_tx[^;]*), 17408;", r"\1, 16384;"),
         "arriv|overwritten|one arrival",
     ),
-    "arrivals expected": ("keys of 64", nth(r"(mbarrier\.init[^;]*), 2;", r"\1, 1;", 2), "overwritten|arriv|nobody can go on"),
+    "arrivals expected": (
+        "keys of 64",
+        nth(r"(mbarrier\.init[^;]*), 2;", r"\1, 1;", 2),
+        "overwritten|arriv|nobody can go on",
+    ),
     "mbarriers are not fenced": (
         "queries of 64",
         nth(r"fence\.proxy\.async\.shared::cta;", ""),
