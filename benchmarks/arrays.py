@@ -21,6 +21,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else PyTorch's threads spin while ours work
 
+import ml_dtypes
 import numpy as np
 import torch
 
@@ -35,7 +36,7 @@ Run = Callable[[], Any]
 
 @dataclass
 class Case:
-    """`mix`: tensors read and written; `nbytes` and `flops` of one call; `runs` by variant."""
+    """`mix`: tensors read and written; `nbytes` and `flops` of one call, whose products are of `dtype`; `runs` by variant."""
 
     name: str
     shape: str
@@ -43,6 +44,7 @@ class Case:
     runs: dict[str, Run]
     mix: tuple[int, int] = (1, 1)
     flops: int = 0
+    dtype: str = "fp32"
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     def measure(self) -> None:
@@ -113,14 +115,31 @@ def product(M: int, K: int, N: int, kind: Any = np.float32) -> Case:
     return Case("matmul" if size == 4 else "matmul bf16", f"{M} x {K} x {N}", nbytes, runs, (1, 0), 2 * M * K * N)
 
 
-def attention(B: int, T: int, H: int, D: int) -> Case:
-    q, k, v = normal(B, T, H, D), normal(B, T, H, D), normal(B, T, H, D)
-    tq, tk, tv = (torch.from_numpy(a).transpose(1, 2) for a in (q, k, v))
+def attention(B: int, T: int, H: int, D: int, *, causal: bool = True, dtype: str = "fp32") -> list[Case]:
+    """Attention, forward and backward. The backward pass has four products: the scores that are computed again are not counted."""
+    kinds = {"fp32": (np.float32, torch.float32), "bf16": (ml_dtypes.bfloat16, torch.bfloat16)}
+    kind, torch_kind = kinds[dtype]
+    q, k, v = (normal(B, T, H, D).astype(kind) for _ in range(3))
+    leaves = [torch.from_numpy(normal(B, T, H, D)).transpose(1, 2).to(torch_kind).requires_grad_() for _ in range(3)]
+    tq, tk, tv = (a.detach() for a in leaves)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    out, pull = kernels.vjp(kernels.attention, q, k, v, causal=causal)
+    y = sdpa(*leaves, is_causal=causal)
     runs: dict[str, Run] = {
-        "ours": lambda: kernels.attention(q, k, v),
-        "torch": lambda: torch.nn.functional.scaled_dot_product_attention(tq, tk, tv, is_causal=True),
+        "ours": lambda: kernels.attention(q, k, v, causal=causal),
+        "into": lambda: kernels.attention(q, k, v, causal=causal, out=out),
+        "torch": lambda: sdpa(tq, tk, tv, is_causal=causal),
     }
-    return Case("attention", f"{B} x {T} x {H} x {D}", 16 * q.size, runs, (1, 0), 2 * B * T * (T + 1) * H * D)
+    back: dict[str, Run] = {
+        "ours": lambda: pull(q),
+        "torch": lambda: torch.autograd.grad(y, leaves, tq, retain_graph=True),
+    }
+    name = "attention" + ("" if causal else " over all keys") + ("" if dtype == "fp32" else f" {dtype}")
+    shape, pairs = f"{B} x {T} x {H} x {D}", B * H * (T * (T + 1) // 2 if causal else T * T)
+    return [
+        Case(name, shape, 4 * q.nbytes, runs, (1, 0), 4 * pairs * D, dtype),
+        Case(f"{name} backward", shape, 8 * q.nbytes, back, (1, 0), 8 * pairs * D, dtype),
+    ]
 
 
 def largest(count: int, C: int, K: int) -> Case:
@@ -137,7 +156,9 @@ def cases() -> list[Case]:
         found += rows(1 << 23 >> (C - 1).bit_length() if C < 10_000 else 8_000_008 // C, C)
     found += [product(n, n, n) for n in (16, 64, 512, 2048)]
     found += [product(M, 4096, 4096) for M in (1, 4, 16, 64)]
-    return [*found, attention(1, 1024, 12, 64), largest(1, 50_257, 50), largest(64, 50_257, 50)]
+    for causal in (True, False):
+        found += attention(1, 1024, 12, 64, causal=causal) + attention(1, 1024, 12, 64, causal=causal, dtype="bf16")
+    return [*found, largest(1, 50_257, 50), largest(64, 50_257, 50)]
 
 
 def main() -> None:
@@ -148,7 +169,7 @@ def main() -> None:
     torch.set_num_threads(thread_count())
     bench = Bench()
     bounds = {f"{r}:{w}": bench.bandwidth((r, w, 0)) for r, w in ((1, 0), (1, 1), (2, 1))}
-    peak = bench.peak("fp32")
+    peaks = {dtype: bench.peak(dtype) for dtype in ("fp32", "bf16")}
     bench.close()
     results: list[dict[str, Any]] = []
     for case in cases():
@@ -157,13 +178,13 @@ def main() -> None:
         case.measure()
         best = {name: median(s) for name, s in case.samples.items()}
         ours = best.get("into", best["ours"])
-        bound = max(case.nbytes / bounds[f"{case.mix[0]}:{case.mix[1]}"], case.flops / peak)
+        bound = max(case.nbytes / bounds[f"{case.mix[0]}:{case.mix[1]}"], case.flops / peaks[case.dtype])
         print(f"{case.name:20} {case.shape:22}", *(f"{n} {1e6 * t:.0f} us" for n, t in best.items()),
               f"{100 * bound / ours:.0f} % of the bound", sep="  ", flush=True)  # fmt: skip
         results.append({"name": case.name, "shape": case.shape, "nbytes": case.nbytes, "flops": case.flops,
                         "bound_s": bound, "samples_s": case.samples})  # fmt: skip
     facts = {"processor": host().cpu, "isa": host().name, "threads": thread_count(), "torch": torch.__version__}
-    facts |= {"bytes_per_s": bounds, "flops_per_s": peak}
+    facts |= {"bytes_per_s": bounds, "flops_per_s": peaks["fp32"], "bf16_flops_per_s": peaks["bf16"]}
     args.out.write_text(json.dumps(facts | {"cases": results}, indent=1) + "\n")
 
 

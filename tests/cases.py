@@ -239,9 +239,15 @@ def packed_views(H: int, G: int, D: int, tensor: str = "qkv", prefix: str = "") 
     return {prefix + name: (tensor, firsts[name], widths[name]) for name in widths}
 
 
-def attention_operands(B: int, T: int, H: int, G: int, D: int, dtype: str, *, packed: bool, size: float = 1.0):
-    """(q, k, v), `check_op`'s operands and views of them."""
-    qkv = stored(size * normal(B, T, (H + 2 * G) * D), dtype)
+def attention_operands(
+    B: int, T: int, H: int, G: int, D: int, dtype: str, *, packed: bool, size: float = 1.0, below: float = 0.0
+):
+    """(q, k, v), `check_op`'s operands and views of them. Scores are some `below` 0."""
+    qkv = size * normal(B, T, (H + 2 * G) * D)
+    if below:
+        far = sqrt(below * sqrt(D))
+        qkv[..., : H * D : D], qkv[..., H * D : (H + G) * D : D] = far, -far
+    qkv = stored(qkv, dtype)
     views = packed_views(H, G, D)
     three = {name: qkv[..., first : first + width] for name, (_, first, width) in views.items()}
     if packed:
@@ -266,11 +272,11 @@ def first_positions(documents: Sequence[int], B: int, T: int) -> np.ndarray:
     return np.stack([[max(s for s in row if s <= t) for t in range(T)] for row in at])
 
 
-def forward_case(shape, dtype, rate=0.0, size=1.0, groups=0, packed=True, **more) -> dict:
+def forward_case(shape, dtype, rate=0.0, size=1.0, groups=0, packed=True, below=0.0, **more) -> dict:
     """What `check_op` wants for an attention of (batch, length, heads, head size); `more`: as `bounded` gives it."""
     B, T, H, D = shape
     groups = groups or H
-    three, given, views = attention_operands(B, T, H, groups, D, dtype, packed=packed, size=size)
+    three, given, views = attention_operands(B, T, H, groups, D, dtype, packed=packed, size=size, below=below)
     attrs, starts = attention_attrs(H, groups, rate, shape, given, more)
     exact = Exact(*three, attrs, starts)
     bounds = {"out": exact.out_bound(dtype), "lse": exact.lse_bound(dtype)}
@@ -290,10 +296,10 @@ def used(attrs: dict) -> dict:
     return {name: BOUNDS[name] for name in (attrs.get("window"), attrs.get("scale")) if name}
 
 
-def backward_case(shape, dtype, rate=0.0, groups=0, packed=True, **more) -> dict:
+def backward_case(shape, dtype, rate=0.0, groups=0, packed=True, below=0.0, **more) -> dict:
     B, T, H, D = shape
     groups = groups or H
-    three, given, views = attention_operands(B, T, H, groups, D, dtype, packed=packed)
+    three, given, views = attention_operands(B, T, H, groups, D, dtype, packed=packed, below=below)
     dout = stored(normal(B, T, H * D, seed=2), dtype)
     attrs, starts = attention_attrs(H, groups, rate, shape, given, more)
     exact = Exact(*three, attrs, starts)

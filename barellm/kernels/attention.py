@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from barellm.program.tensor import Tensor
 
 
-def _attention(p: Program, q: Tensor, k: Tensor, v: Tensor, *, heads: int, kv_heads: int) -> Tensor:
-    return p.attention(q, k, v, heads=heads, kv_heads=kv_heads)
+def _attention(p: Program, q: Tensor, k: Tensor, v: Tensor, *, heads: int, kv_heads: int, causal: bool) -> Tensor:
+    return p.attention(q, k, v, heads=heads, kv_heads=kv_heads, causal=causal)
 
 
 _ATTENTION = Rule(
@@ -60,15 +60,16 @@ def attention(
     layout: Layout | None = None,
     out: Array | None = None,
 ) -> Array:
-    """Self-attention (Vaswani et al. 2017), with shared keys where G < H (grouped queries, Ainslie et al. 2023), causal or over the
-    blocks of keys that a layout lists for each head (Child et al. 2019), where it may have relative terms (Shaw et al. 2018).
+    """Self-attention (Vaswani et al. 2017), with shared keys where G < H (grouped queries, Ainslie et al. 2023), causal, over all
+    keys, or over the blocks of keys that a layout lists for each head (Child et al. 2019), where it may have relative terms (Shaw
+    et al. 2018).
 
     Shapes: q (B, T, H, D), k and v (B, T, G, D), H a multiple of G -> (B, T, H, D). Head h reads the keys of head h G / H. relative
     (M, H, D), with a layout only: a vector for each head and distance. Row m is the distance m from a query back to its key;
     in a layout that looks ahead M is odd and row m is the distance m - (M - 1) / 2.
-    Formula: out = softmax(q k^T / sqrt(D)) v for each head, over the keys that are not later than the query, or over those that
-    `layout` shows, which may look ahead where `causal` is False. With `relative` query i scores key j by
-    q_i (k_j + r_(i-j)) / sqrt(D), where r is 0 for distances without a row.
+    Formula: out = softmax(q k^T / sqrt(D)) v for each head, over the keys that are not later than the query, with `causal` False
+    over all T keys, or over those that `layout` shows, which may look ahead where `causal` is False. With `relative` query i scores
+    key j by q_i (k_j + r_(i-j)) / sqrt(D), where r is 0 for distances without a row.
     Dtypes: float32 or bfloat16, the same for all. Sums and softmax are fp32. T x T scores are never stored.
     Source: `barellm/cpu/kernels/attention_forward.py`, `attention_backward.py`, `attention_listed.py`, `attention_relative.py`.
 
@@ -76,6 +77,7 @@ def attention(
         y = kernels.attention(q, k, v, layout=near)
         out, pull = kernels.vjp(kernels.attention, q, k, v)
         dq, dk, dv = pull(dout)
+        y = kernels.attention(q, k, v, causal=False)  # as encoders do
         out, pull = kernels.vjp(kernels.attention, q, k, v, relative, layout=near)
         dq, dk, dv, drelative = pull(dout)
     """
@@ -87,6 +89,8 @@ def attention(
         return call(_LISTED, given, out, layout=layout, kv_heads=heads[1])[0]
     if relative is not None:
         raise ValueError("attention is given relative terms and no layout, expected a layout")
-    if causal is not True:
-        raise ValueError(f"attention without a layout is causal: causal is {causal!r}, expected True")
-    return call(_ATTENTION, {"q": q, "k": k, "v": v}, out, heads=heads[0], kv_heads=heads[1])[0]
+    if getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4 and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"attention is given {q.shape[1]} queries and {k.shape[1]} keys, expected as many: it is of a sequence to itself"
+        )
+    return call(_ATTENTION, {"q": q, "k": k, "v": v}, out, heads=heads[0], kv_heads=heads[1], causal=bool(causal))[0]

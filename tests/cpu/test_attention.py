@@ -222,6 +222,40 @@ def test_bounded(isa, shape, groups, bounds, dtype):
     check_op(ops.AttentionBackward, isa, **backward_case(shape, dtype, **more), modes=added)
 
 
+# (batch, length, heads, head size), heads of keys, dropout: lengths beside the edges of tiles, groups and blocks of 64 and 128
+WHOLE = [
+    ((1, 1, 1, 1), 1, 0.0),
+    ((2, 7, 3, 5), 3, 0.3),
+    ((2, 33, 2, 32), 1, 0.0),
+    ((1, 64, 4, 20), 2, 0.3),
+    ((1, 131, 2, 64), 2, 0.0),
+    ((1, 257, 3, 24), 1, 0.0),
+]
+
+
+@each_isa
+@pytest.mark.parametrize("shape, groups, rate", WHOLE, ids=str)
+@each_dtype
+def test_over_all_keys(isa, shape, groups, rate, dtype):
+    more = {"groups": groups, "packed": groups > 1, "causal": False}
+    check_op(ops.Attention, isa, **forward_case(shape, dtype, rate, **more), plan=(shape[0] + 1, shape[1] + 20))
+    added = dict.fromkeys(("dq", "dk", "dv"), "add") if groups > 1 else {"dk": "add"}
+    check_op(ops.AttentionBackward, isa, **backward_case(shape, dtype, rate, **more), modes=added)
+
+
+@each_isa
+@each_dtype
+def test_keys_beyond_the_last_count_for_nothing_where_scores_are_far_below_zero(isa, dtype):
+    """Without a mask their probability would be infinite there, as their score is 0."""
+    check_op(ops.Attention, isa, **forward_case((2, 3, 2, 16), dtype, below=200.0, causal=False))
+    check_op(ops.AttentionBackward, isa, **backward_case((2, 3, 2, 16), dtype, below=200.0, causal=False))
+
+
+@pytest.mark.parametrize("heads", [1, 7])
+def test_schedules_over_all_keys_give_the_same_bits(heads):
+    check_op(ops.AttentionBackward, isa_named(ISAS[0]), **backward_case((1, 150, heads, 16), "bf16", causal=False))
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_segments_of_a_long_sequence(groups, monkeypatch):
     """Segments of two blocks: five of them however few threads there are."""
@@ -253,6 +287,14 @@ each_emulated = pytest.mark.parametrize("isa", EMULATED, ids=["amx emulated"] * 
 def test_emulated_tiles(isa, shape, groups):
     check_op(ops.Attention, isa, **forward_case(shape, "bf16", groups=groups), threads=(1, 5))
     check_op(ops.AttentionBackward, isa, **backward_case(shape, "bf16", groups=groups), threads=(1, 5))
+
+
+@each_emulated
+@pytest.mark.usefixtures("emulated")
+def test_emulated_tiles_over_all_keys(isa):
+    more = {"groups": 1, "causal": False}
+    check_op(ops.Attention, isa, **forward_case((1, 135, 2, 24), "bf16", 0.3, **more), threads=(2,))
+    check_op(ops.AttentionBackward, isa, **backward_case((1, 135, 2, 24), "bf16", 0.3, **more), threads=(1, 5))
 
 
 @each_emulated

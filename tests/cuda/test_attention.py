@@ -143,6 +143,22 @@ def test_bounded(shape, groups, bounds, dtype):
     )
 
 
+@pytest.mark.parametrize(
+    "shape, groups, rate", [((2, 67, 2, 20), 2, 0.0), ((1, 130, 4, 16), 2, 0.3), ((1, 64, 1, 32), 1, 0.0)]
+)
+@each_dtype
+def test_over_all_keys(shape, groups, rate, dtype):
+    more = {"groups": groups, "packed": groups == 2, "causal": False}
+    check_op(ops.Attention, **forward_case(shape, dtype, rate, **more), plan=(shape[0] + 1, shape[1] + 20))
+    check_op(ops.AttentionBackward, **backward_case(shape, dtype, rate, **more), modes=ADDED)
+
+
+def test_keys_beyond_the_last_count_for_nothing_where_scores_are_far_below_zero():
+    """Without a mask their probability would be infinite there, as their score is 0."""
+    check_op(ops.Attention, **forward_case((2, 3, 2, 16), "fp32", below=200.0, causal=False))
+    check_op(ops.AttentionBackward, **backward_case((2, 3, 2, 16), "fp32", below=200.0, causal=False))
+
+
 def test_bounded_with_dropout():
     more = bounded(33, starts=[50], paired=True)
     check_op(ops.Attention, **forward_case((1, 80, 4, 16), "bf16", 0.3, **more))

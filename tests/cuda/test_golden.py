@@ -325,6 +325,8 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "odd Llama fp32": lambda: llama_specs(ODD_LLAMA, 3, "fp32"),
     "speedrun's head bf16": lambda: transposed_specs("bf16"),
     "speedrun's head fp32": lambda: transposed_specs("fp32"),
+    "attention over all keys bf16": lambda: attention_specs(64, "bf16", 90, 2, 1, causal=False),
+    "attention over all keys fp32": lambda: attention_specs(64, "fp32", 90, 2, 2, causal=False),
     "attention by layout bf16": lambda: layout_specs("bf16"),
     "attention by layout fp32": lambda: layout_specs("fp32"),
     "attention with relative terms bf16": lambda: layout_specs("bf16", 100),

@@ -11,9 +11,12 @@ from barellm.cuda import choices, tuning
 from barellm.cuda.choices import AttentionTile
 from barellm.cuda.kernel import Target
 from barellm.cuda.kernels.hopper_attention import hopper_attention
+from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner import bed
 from barellm.cuda.tuner.work import AttentionWork, Candidate
 from barellm.program import ops
+from barellm.program.builder import Program, Store
+from barellm.program.tensor import Dim
 from tests.cases import forward_case
 from tests.check import Case, check_case
 from tests.cuda.check import InterpretedSession
@@ -209,6 +212,17 @@ def test_it_is_no_choice_where_it_does_not_fit():
     usual = choices.attention_tile("forward", 64, "bf16", 90)
     assert not choices.equal_bits("keys", choices.ROLES_BACKWARD["keys", 64], AttentionTile(64, 128, 8, 2))
     assert not choices.equal_bits("forward", choices.ROLES[64], AttentionTile(128, 128, 8, 2)) and not usual.roles
+
+
+def test_attention_over_all_keys_is_the_default_s_even_where_roles_are_tuned():
+    subject = tuning.AttentionSubject("forward", "bf16", 2, 64, 2, 64)
+    for causal, module in ((True, "hopper_attention"), (False, "attention")):
+        p = Program(Store(), compute="bf16")
+        q = p.input("q", (Dim("batch", 2), Dim("seq", 64), 128), "bf16")
+        p.output("out", p.attention(q, q, q, heads=2, causal=causal))
+        with tuning.forced(subject, choices.ROLES[64]):
+            (spec,) = lower_and_plan({"op": p}, Target(arch=90)).specs
+        assert spec.function.module.endswith(f".{module}")
 
 
 def test_the_tuner_s_bed_measures_it_beside_the_default(monkeypatch):

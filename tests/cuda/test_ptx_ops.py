@@ -71,6 +71,11 @@ def test_attention_backward():
     check_op(ops.AttentionBackward, **backward_case((1, 67, 1, 16), "bf16"))
 
 
+def test_attention_over_all_keys():
+    check_op(ops.Attention, **forward_case((1, 71, 2, 16), "bf16", causal=False), plan=(2, 90))
+    check_op(ops.AttentionBackward, **backward_case((1, 71, 1, 16), "bf16", causal=False))
+
+
 def test_gradients_of_shared_keys():
     check_op(ops.AttentionBackward, **backward_case((1, 67, 2, 16), "bf16", groups=1))
 

@@ -54,7 +54,8 @@ def attention(q, k, v, relative=None, causal=True, layout=None):
         distance = m if causal else m - len(relative) // 2
         there = np.eye(T, k=-distance) / np.sqrt(D)
         s = s + np.einsum("bthd,hd,ts->bhts", q, row, there)
-    seen = np.tri(T, dtype=bool) if layout is None else np.stack([layout.dense(h) for h in range(heads)])
+    dense = np.tri(T, dtype=bool) if causal else np.ones((T, T), bool)
+    seen = dense if layout is None else np.stack([layout.dense(h) for h in range(heads)])
     p = np.exp(np.where(seen, s, -np.inf))
     return np.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), v)
 
@@ -94,6 +95,12 @@ CASES = {
         kernels.attention,
         attention,
         [((2, 7, 4, 5), (2, 7, 2, 5), (2, 7, 2, 5)), ((1, 1, 1, 1),) * 3, ((1, 67, 3, 16),) * 3],
+    ),
+    "attention over all keys": Case(
+        kernels.attention,
+        attention,
+        [((2, 7, 4, 5), (2, 7, 2, 5), (2, 7, 2, 5)), ((1, 1, 1, 1),) * 3, ((1, 67, 3, 16),) * 3],
+        {"causal": False},
     ),
     "blocksparse_matmul": Case(
         kernels.blocksparse_matmul,

@@ -200,8 +200,8 @@ REFUSED = [
         "attention expects q (B, T, H, D), it has shape (3, 5)",
     ),
     (
-        lambda: kernels.attention(*[ONE.reshape(1, 1, 3, 5)] * 3, causal=False),
-        "attention without a layout is causal: causal is False, expected True",
+        lambda: kernels.attention(ONE.reshape(1, 3, 1, 5), *[ONE.reshape(1, 5, 1, 3)] * 2, causal=False),
+        "attention is given 3 queries and 5 keys, expected as many: it is of a sequence to itself",
     ),
     (
         lambda: kernels.attention(*[ONE.reshape(1, 1, 3, 5)] * 3, ONE.reshape(1, 3, 5)),

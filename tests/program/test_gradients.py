@@ -47,6 +47,11 @@ CASES = {
         dict.fromkeys("qkv", (B, T, C)),
         {"heads": 3, "kv_heads": 3, "rate": 0.3, "stream": 4},
     ),
+    "attention over all keys": (
+        ops.Attention,
+        {"q": (B, T, 2 * C), "k": (B, T, C), "v": (B, T, C)},
+        {"heads": 4, "kv_heads": 2, "rate": 0.2, "stream": 1, "causal": False},
+    ),
     "attention of groups": (
         ops.Attention,
         {"q": (B, T, 2 * C), "k": (B, T, C // 2), "v": (B, T, C // 2)},

@@ -280,10 +280,25 @@ def test_attention_counts_the_pairs_of_the_widest_window():
         ({"window": "w"}, 28),
         ({"window": "w", "most_window": 2}, 1 + 2 + 5 * 3),
         ({"window": "w", "most_window": 50}, 28),
+        ({"causal": False}, 49),
         ({"window": "w", "most_window": 2, "paired": True}, (1 + 2 + 12 * 3) / 2),
     ):
         op = p.apply(ops.Attention, **x, **ATTENTION, **more)
         assert op.flops() == 2 * 2 * 2 * pairs * 8
+
+
+@pytest.mark.parametrize(
+    "more, says", [({"window": "w"}, "window"), ({"paired": True, "window": "w"}, "paired, window")]
+)
+def test_attention_over_all_keys_has_no_bounds(more, says):
+    with pytest.raises(ValueError, match=f"attention that is not causal expects no {says}: q "):
+        Program(Store()).apply(ops.Attention, **{name: t(2, 7, 8) for name in "qkv"}, **ATTENTION, causal=False, **more)
+
+
+def test_attention_over_all_keys_has_no_documents():
+    x = {name: t(2, 7, 8) for name in "qkv"}
+    with pytest.raises(ValueError, match="attention that is not causal expects no starts: q "):
+        Program(Store()).apply(ops.Attention, **x, starts=t(2, 7), **ATTENTION, causal=False)
 
 
 def test_a_scalar_of_another_kind_is_no_window():

@@ -31,11 +31,10 @@ from barellm.cpu.kernels.attention_blocks import (
     round_up,
     weave_left,
 )
-from barellm.cpu.kernels.attention_bounds import causal_sizes
+from barellm.cpu.kernels.attention_bounds import dense_sizes
 from barellm.cpu.kernels.attention_head import Head, scratch_units
 from barellm.cpu.kernels.attention_segments import SEGMENT, attention_backward_segments
 from barellm.cpu.kernels.attention_short import attention_backward_short, backward_units, short
-from barellm.cpu.kernels.attention_tiles import whole_tiles
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part
@@ -109,9 +108,9 @@ def attention_backward_keys(
                 with nullcontext() if first is None else k.when(first):
                     for acc in sums:
                         clear(k, acc, round_up(k, seen_keys, g.rows) * g.wide)
-                with k.loop(j0 // g.queries * g.queries, T, g.queries) as t:
+                with k.loop(h.first_query(j0), T, g.queries) as t:
                     shift, deltas = h.stage_queries(t, woven=True)
-                    seen = whole_tiles(k, g, k.min(seen_keys, t + g.queries - j0))
+                    seen = h.seen(j0, seen_keys, t)
                     h.probabilities(j0, t, 0, seen, shift, deltas, straight=True)
                     h.add_dkdv(0, seen, sums[0], sums[1])
                     with k.when(together):
@@ -141,10 +140,11 @@ def attention_backward_queries(
         t = (blocks - 1 - claim % blocks) * queries
         shift, deltas = h.stage_queries(t, woven=False)
         clear(k, s["dq"], g.deep * queries)
-        with k.loop(0, k.min(t + queries, T), KEYS) as j0:
+        end = k.min(t + queries, T) if h.length is None else h.length
+        with k.loop(0, end, KEYS) as j0:
             seen_keys = h.stage_keys(j0)
             weave_left(k, g, s["k_rows"], seen_keys, s["k"])
-            seen = whole_tiles(k, g, k.min(seen_keys, t + queries - j0))
+            seen = h.seen(j0, seen_keys, t)
             h.probabilities(j0, t, 0, seen, shift, deltas, straight=False)
             h.add_dq(0, seen, s["dq"])
         h.store_dq(t, s["dq"], keep)
@@ -152,7 +152,7 @@ def attention_backward_queries(
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Op, c: Lowering) -> None:
-    shape, length = causal_sizes(op), op.fold * int(op.out.shape[1])
+    shape, length = dense_sizes(op), op.fold * int(op.out.shape[1])
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))
     g = Geometry.of(c.isa, op.q.dtype, shape["D"])

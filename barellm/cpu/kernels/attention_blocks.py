@@ -418,17 +418,23 @@ class Lower:
         return k.max(self.first - j0, 0) & -g.rows
 
 
-def crosses(g: Geometry, key: Value, position: Value, lower: Lower | None) -> Value:
-    """Whether some query of the group from `position` on may not see some key of the tile from `key` on."""
+def crosses(g: Geometry, key: Value, position: Value, lower: Lower | None, length: Value | None) -> Value:
+    """Whether some query of the group from `position` on may not see some key of the tile from `key` on. Where every query sees
+    all keys, `length` is their number, and else None."""
+    if length is not None:
+        return (key + g.rows) > length
     late = (key + (g.rows - 1)) > position
     return late if lower is None else late | (key < lower.last)
 
 
 def visible(
-    k: KernelBuilder, g: Geometry, key: Value, position: Value, lower: Lower | None
+    k: KernelBuilder, g: Geometry, key: Value, position: Value, lower: Lower | None, length: Value | None
 ) -> Callable[[Any, int], Value]:
     """A function from (row of a tile, vector) to the lanes of queries from `position` on that may see the row's key, `key` +
-    row."""
+    row. `length` as for `crosses`."""
+    if length is not None:
+        left = length - key
+        return lambda r, v: k.splat(left - r) > 0
     gap = k.splat(key - position)
     if lower is None:
         return lambda r, v: (gap + (r - v * g.lanes)) <= k.iota()

@@ -1,4 +1,4 @@
-"""How far back queries of attention see, at run time: windows, documents, paired heads.
+"""What queries of attention see: the keys before their own or all, and at run time windows, documents, paired heads.
 
 A `Reach` answers two questions about positions: which key is the first that a query sees, and which query is the last that sees a
 key. Neither answer decreases along a sequence, so that a block of queries needs the keys from its first query's first one on, and
@@ -19,15 +19,17 @@ from barellm.program.ops.base import Op
 
 
 class Bounds(NamedTuple):
-    """Constants of a causal attention: positions of a token (2 of paired heads), and the names of its run-time scalars."""
+    """Constants of an attention: positions of a token (2 of paired heads), the names of its run-time scalars, and whether queries
+    see no later keys."""
 
     fold: int = 1
     window: str | None = None
     scale: str | None = None
+    causal: bool = True
 
     @classmethod
     def of(cls, op: Op) -> Bounds:
-        return cls(op.fold, op.window, op.scale)
+        return cls(op.fold, op.window, op.scale, op.causal)
 
     def length(self, k: KernelBuilder, seq: str | int) -> Value:
         """Positions of a sequence."""
@@ -54,8 +56,8 @@ class Bounds(NamedTuple):
 PLAIN = Bounds()
 
 
-def causal_sizes(op: Op) -> dict[str, Any]:
-    """Constants of the kernels of a causal attention. Heads are those of the long sequence where they are paired."""
+def dense_sizes(op: Op) -> dict[str, Any]:
+    """Constants of the kernels of a dense attention. Heads are those of the long sequence where they are paired."""
     constants, bounds = sizes(op), Bounds.of(op)
     folded = {name: constants[name] // bounds.fold for name in ("heads", "kv_heads")}
     return constants | folded | {"bounds": bounds}

@@ -3,7 +3,8 @@
 Shapes: q, out (B, T, heads * D), keys and values (B, T, kv_heads * D), lse (B, heads, T); caches (B, maxT, kv_heads * D). Rows
 of q, keys and values may lie any `strides` apart. A claim is one block of queries of one head; it walks the keys that its queries
 may see, KEYS at a time, and keeps the maximum and the sum of each query in lanes (Milakov and Gimelshein 2018, Dao et al. 2022).
-Keys later than the last query of a block are never touched, nor are those that its window or its document excludes.
+In causal attention, keys later than the last query of a block are never touched, nor are those that its window or its document
+excludes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from barellm.cpu.kernels.attention_blocks import (
     visible,
     weave_left,
 )
-from barellm.cpu.kernels.attention_bounds import PLAIN, Bounds, Reach, causal_sizes
+from barellm.cpu.kernels.attention_bounds import PLAIN, Bounds, Reach, dense_sizes
 from barellm.cpu.kernels.attention_short import attention_short, forward_units, short
 from barellm.cpu.kernels.attention_tiles import highest_scores, whole_tiles
 from barellm.cpu.lang import Pointer, Value
@@ -85,9 +86,10 @@ def scratch_units(g: Geometry, rate: float = 0.0, bounded: bool = False) -> dict
 def attend(
     k: KernelBuilder, g: Geometry, q: Rows, keys: Rows, values: Rows, out: Rows, lse: Pointer | None, first: Value,
     last: Value, pos: Value, dropout: Dropout | None = None, head: Value | None = None, sample_key: Any = None,
-    bounds: Bounds = PLAIN, reach: Reach | None = None,
+    bounds: Bounds = PLAIN, reach: Reach | None = None, length: Value | None = None,
 ) -> None:  # fmt: skip
-    """Queries [first, last) of one head, the query t at position pos + t; rows 0 of q, keys, values, out and lse are token 0."""
+    """Queries [first, last) of one head, the query t at position pos + t; rows 0 of q, keys, values, out and lse are token 0.
+    Where every query sees all keys, `length` is their number."""
     s = blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, reach is not None))
     root, unit = bounds.root(k, g.D), bounds.unit(k, g.D)
     least = s["least"].as_dtype("i32")
@@ -98,7 +100,7 @@ def attend(
         if reach:
             reach.fill(k, g, t, least.at(at * g.queries))
 
-    end = pos + last
+    end = pos + last if length is None else length
     with k.loop(reach.first(k, first) & -KEYS if reach else 0, end, KEYS) as j0:
         count = k.min(end - j0, KEYS)
         stage(k, g, keys.start(j0), count, round_up(k, count, g.rows), s["k"])
@@ -106,13 +108,14 @@ def attend(
         v_block = weave_left(k, g, s["v_rows"], count, s["v"])
         with k.loop(first, last, g.queries) as t:
             # Keys of this block that the group's queries see.
-            seen = whole_tiles(k, g, k.min(pos + k.min(t + g.queries, last) - j0, KEYS))
+            stop = pos + k.min(t + g.queries, last) if length is None else length
+            seen = whole_tiles(k, g, k.min(stop - j0, KEYS))
             at = (t - first) // g.queries
             lower = reach.lower(k, g, t, least.at(at * g.queries)) if reach else None
             begin = lower.begin(k, g, j0) if lower else 0
             with k.when(seen > begin):
                 fill = dropout and partial(dropout.fill, k, g, s["keep"], sample_key, head, t, j0, seen)
-                edges = partial(edges_of, k, g, j0, pos + t, lower)
+                edges = partial(edges_of, k, g, j0, pos + t, lower, length)
                 fold_in(k, g, s, at, v_block, begin, seen, unit, edges, fill)
 
     with k.loop(first, last, g.queries) as t:
@@ -173,10 +176,11 @@ Start = Callable[[Value], list[list[Value]]]
 
 
 def edges_of(
-    k: KernelBuilder, g: Geometry, j0: Value, position: Value, lower: Lower | None, j: Value
+    k: KernelBuilder, g: Geometry, j0: Value, position: Value, lower: Lower | None, length: Value | None, j: Value
 ) -> tuple[Value, Callable[[], Seen]]:
-    """`Edges` where a query sees the keys before its own, from `lower` on."""
-    return crosses(g, j0 + j, position, lower), lambda: visible(k, g, j0 + j, position, lower)
+    """`Edges` where a query sees the keys before its own, from `lower` on, or all keys up to `length`."""
+    key = j0 + j
+    return crosses(g, key, position, lower, length), lambda: visible(k, g, key, position, lower, length)
 
 
 def score_block(
@@ -264,12 +268,13 @@ def attention(
         attend(
             k, g, *of, to, lse.at((sequence * heads + head) * T), first, k.min(first + block, T), k.int(0), dropout, head,
             dropout.key(k, sequence) if dropout else None, bounds, Reach.of(k, bounds, T, starts, sequence),
+            None if bounds.causal else T,
         )  # fmt: skip
 
 
 @lowering("attention", views="q k v", also={"starts": "i32"})
 def lower_attention(op: Op, c: Lowering) -> None:
-    constants = causal_sizes(op)
+    constants = dense_sizes(op)
     g = Geometry.of(c.isa, op.q.dtype, constants["D"])
     operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v}
     if op.plain and short(c.isa, op.q.dtype, g.D, int(op.out.shape[1]), op.rate):

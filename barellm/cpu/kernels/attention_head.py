@@ -38,7 +38,7 @@ from barellm.cpu.kernels.attention_blocks import (
     weave,
 )
 from barellm.cpu.kernels.attention_bounds import Bounds, Reach
-from barellm.cpu.kernels.attention_tiles import Seen, each_pair
+from barellm.cpu.kernels.attention_tiles import Seen, each_pair, whole_tiles
 from barellm.cpu.lang import Pointer, Value
 
 
@@ -88,6 +88,7 @@ class Head:
         self.rate = rate
         self.root, self.unit = bounds.root(k, D), bounds.unit(k, D)
         self.T, self.head = bounds.length(k, seq), head
+        self.length = None if bounds.causal else self.T  # the keys that every query sees
         token, counts = sequence * self.T, 2 * (heads, kv_heads, kv_heads)
         tensors = zip((q, keys, values, dq, dkeys, dvalues), counts, strides, strict=True)
         rows = [bounds.rows(p, token, serving(head, heads, n), D=D, heads=n, stride=stride) for p, n, stride in tensors]
@@ -114,6 +115,15 @@ class Head:
         stage(k, g, self.keys.start(j0), count, round_up(k, count, g.rows), s["k_rows"])
         stage(k, g, self.values.start(j0), count, round_up(k, count, g.rows), s["v_rows"])
         return count
+
+    def first_query(self, j0: Value) -> Any:
+        """The first group of queries of which one sees a key from j0 on."""
+        return j0 // self.g.queries * self.g.queries if self.length is None else 0
+
+    def seen(self, j0: Value, count: Value, t: Value) -> Value:
+        """How many of the `count` keys from j0 on the queries of the group from t on compute."""
+        some = self.k.min(count, t + self.g.queries - j0) if self.length is None else count
+        return whole_tiles(self.k, self.g, some)
 
     def stage_queries(self, t: Value, *, woven: bool) -> tuple[list[Value], list[Value]]:
         """Q and dO of a block turned (and woven); -lse and delta of its queries in lanes."""
@@ -237,7 +247,8 @@ class Head:
         self, key: Value, t: Value, lower: Lower | None
     ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
         """Whether not every query of the group sees all keys of the tile from `key` on, and a function that tells which do."""
-        return crosses(self.g, key, t, lower), lambda: visible(self.k, self.g, key, t, lower)
+        length = self.length
+        return crosses(self.g, key, t, lower, length), lambda: visible(self.k, self.g, key, t, lower, length)
 
     def add_dkdv(self, begin: Any, seen: Value, dk: Pointer, dv: Pointer) -> None:
         """dV += (P M)^T dO and dK, before scaling, += dS^T Q for the keys [begin, seen) of a block, over the group's queries."""

@@ -19,7 +19,6 @@ from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.attention_blocks import KEYS, Geometry, clear, extent, round_up, weave_left
 from barellm.cpu.kernels.attention_bounds import Bounds
 from barellm.cpu.kernels.attention_head import Head
-from barellm.cpu.kernels.attention_tiles import whole_tiles
 from barellm.cpu.lang import Value
 
 SEGMENT = 2048  # positions at most
@@ -98,7 +97,7 @@ def add_segment(
         with k.loop(k.max(j0, first), last, g.queries) as t:
             lower = h.lower(t)
             assert lower is not None
-            begin, seen = lower.begin(k, g, j0), whole_tiles(k, g, k.min(count, t + g.queries - j0))
+            begin, seen = lower.begin(k, g, j0), h.seen(j0, count, t)
             shift, deltas = h.stage_queries(t, woven=True)
             h.probabilities(j0, t, begin, seen, shift, deltas, straight=True, lower=lower)
             with k.when(mine):

@@ -1,5 +1,5 @@
-"""Causal attention, forward (Dao et al. 2022, Dao 2023), and what its backward pass (attention_backward.py) shares with it: no
-T x T in memory, no block above the diagonal visited.
+"""Attention, causal or over all keys, forward (Dao et al. 2022, Dao 2023), and what its backward pass (attention_backward.py)
+shares with it: no T x T in memory, no block above the diagonal visited if it is causal.
 
 Shapes: q, out (B, T, H * D), k, v (B, T, G * D), lse (B, H, T) fp32; a head's D columns are padded to DP, a power of two. Each of
 the G heads of keys and values serves SHARE = H / G heads of queries that follow one another. Rows of a tensor lie as many elements
@@ -9,9 +9,8 @@ in units of ln 2, so that each probability is one fma and one exp2.
 Where windows or documents bound what queries see (attention_bounds.py), blocks that none of a program's queries sees are not
 visited. Paired heads are a sequence of twice the length: H, T and C are then of that one, rows of a tensor come in twos.
 
-Over the P = T (T + 1) / 2 pairs of a head the forward pass does 4 P D operations. Moved are q, k, v, out and lse once, and keys and
-values from the second cache T / 128 times.
-"""
+Over the P = T (T + 1) / 2 pairs of a head, or T^2, the forward pass does 4 P D operations. Moved are q, k, v, out and lse once, and
+keys and values from the second cache T / 128 times."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from barellm.cuda import choices, tuning
 from barellm.cuda.choices import AttentionTile, padded
 from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels import hopper_attention
-from barellm.cuda.kernels.attention_bounds import LOWEST, bounds_of, first_seen, heat_of
+from barellm.cuda.kernels.attention_bounds import BEYOND, LATER, LOWEST, NOTHING, bounds_of, first_seen, heat_of, hidden
 from barellm.cuda.kernels.attention_rows import beside, keep_rows, rows_of
 from barellm.cuda.kernels.common import SAMPLE, row_strides
 from barellm.cuda.kernels.random import calls, sample_key, words
@@ -51,7 +50,7 @@ def kept(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 @device
 def visit(
     acc, total, top, q, k_rows, v_rows, m0, begin, end, count, least, unit, key, head,
-    CAUSAL: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    MASK: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     K_ROW: tl.constexpr, V_ROW: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Do the softmax as it goes over the keys [begin, end): acc (BM, DP), total and top (BM). `least` (BM,), where there is one,
@@ -59,8 +58,7 @@ def visit(
     for n0 in range(begin, end, BN):
         k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP, APART)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if CAUSAL:
-            s = tl.where(m0 + tl.arange(0, BM)[:, None] >= n0 + tl.arange(0, BN)[None, :], s, float("-inf"))
+        s = hidden(s, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, float("-inf"))
         if least is not None:
             s = tl.where(least[:, None] <= n0 + tl.arange(0, BN)[None, :], s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1) * unit)
@@ -80,10 +78,11 @@ def attention_forward(
     out, lse, q, k, v, starts, scalars, seq, stream,
     UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    WINDOW: tl.constexpr, HEAT: tl.constexpr, FOLD: tl.constexpr, BOUNDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WINDOW: tl.constexpr, HEAT: tl.constexpr, CAUSAL: tl.constexpr, FOLD: tl.constexpr, BOUNDED: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """A program is a block of queries of one head; the last block has the most keys and starts first. Only keys from the block's
-    first query on need the mask."""
+    first query on need the mask, and where all keys are seen, those of the last block if it is not whole."""
     C: tl.constexpr = H * D
     APART: tl.constexpr = (FOLD - 1) * (H // SHARE) * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -108,13 +107,17 @@ def attention_forward(
         top = tl.full((BM,), LOWEST, tl.float32)
     else:
         top = tl.full((BM,), float("-inf"), tl.float32)
+    if CAUSAL:
+        clear, stop = m0, min(m0 + BM, seq)
+    else:
+        clear, stop = seq // BN * BN, seq
     acc, total, top = visit(
-        acc, total, top, queries, k, v, m0, begin, m0, seq, least, unit, key, head,
-        False, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
+        acc, total, top, queries, k, v, m0, begin, clear, seq, least, unit, key, head,
+        NOTHING, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
     )  # fmt: skip
     acc, total, top = visit(
-        acc, total, top, queries, k, v, m0, m0, min(m0 + BM, seq), seq, least, unit, key, head,
-        True, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
+        acc, total, top, queries, k, v, m0, clear, stop, seq, least, unit, key, head,
+        LATER if CAUSAL else BEYOND, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
     )  # fmt: skip
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (top + tl.math.log2(total)) * LN_2, mask=m < seq)
@@ -180,7 +183,10 @@ def tile_of(op: Any, c: Lowering, role: str) -> AttentionTile:
     heads, kv_heads = op.heads // op.fold, op.kv_heads // op.fold if op.kv_heads != op.heads else 0
     sizes = op.fold * length, heads, C // op.heads, threshold(op.rate) > 0, kv_heads
     subject = tuning.AttentionSubject(role, op.q.dtype, batch, *sizes)
-    return tuning.choose(c.target, subject)
+    t = tuning.choose(c.target, subject)
+    if t.roles and not op.causal:  # the kernel of warps with roles stops at the diagonal
+        return choices.attention_tile(role, padded(C // op.heads), op.q.dtype, c.target.arch)
+    return t
 
 
 def options(t: AttentionTile) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Causal attention, backward (Dao 2023): shapes as in attention.py, and dq and dout like q, dk and dv like k.
+"""Attention, causal or over all keys, backward (Dao 2023): shapes as in attention.py, and dq and dout like q, dk and dv like k.
 
 Over the P pairs of a head that are seen it does 14 P D operations, of which 4 P D compute scores again and 2 P D the products
 dout v^T a second time: keys and queries each have a kernel of their own, so that no sum meets another program's.
@@ -23,7 +23,7 @@ from barellm.cuda.kernels.attention import (
     positions,
     tile_of,
 )
-from barellm.cuda.kernels.attention_bounds import first_seen, heat_of, stop_of
+from barellm.cuda.kernels.attention_bounds import BEYOND, LATER, NOTHING, first_seen, heat_of, hidden, stop_of
 from barellm.cuda.kernels.attention_rows import beside, columns_of, keep_rows, over_columns, rows_of
 from barellm.cuda.kernels.common import SAMPLE, row_strides
 from barellm.cuda.kernels.hopper_attention_backward import STATS, launch_backward
@@ -111,11 +111,12 @@ def attention_dkv(
     dk, dv, q, k, v, dout, stats, starts, scalars, seq, stream, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     ROOT: tl.constexpr, DK_MODE: tl.constexpr, DV_MODE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    DK_ROW: tl.constexpr, DV_ROW: tl.constexpr, WINDOW: tl.constexpr, HEAT: tl.constexpr, FOLD: tl.constexpr,
-    BOUNDED: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DK_ROW: tl.constexpr, DV_ROW: tl.constexpr, WINDOW: tl.constexpr, HEAT: tl.constexpr, CAUSAL: tl.constexpr,
+    FOLD: tl.constexpr, BOUNDED: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program is a block of BN keys of one head; it visits the queries from the block's first key on, with the mask those beside
-    its keys. Of wide heads it does DC columns, axis 2 of the grid, and finds the scores anew: nothing DP wide is in registers.
+    its keys, or all queries with no mask: what keys beyond the last one get is not written. Of wide heads it does DC columns, axis
+    2 of the grid, and finds the scores anew: nothing DP wide is in registers.
 
     Of several heads that it serves the sum is one chain, in their order, in one loop with the mask everywhere: a loop in a loop
     would keep the addresses of both of its parts in registers, which heads of 128 columns do not have. So is what windows and
@@ -145,7 +146,9 @@ def attention_dkv(
     if DC == DP:
         keys, values = rows_of(k, n0, seq, K_ROW, BN, D, DP, K_APART), rows_of(v, n0, seq, V_ROW, BN, D, DP, K_APART)
     k_sum, v_sum = tl.zeros((BN, DC), tl.float32), tl.zeros((BN, DC), tl.float32)
-    begin, stop = n0 // BM * BM, seq
+    begin, stop = 0, seq
+    if CAUSAL:
+        begin = n0 // BM * BM
     if BOUNDED:
         if starts is not None:
             starts += sequence.to(tl.int64) * (seq // FOLD)
@@ -157,12 +160,14 @@ def attention_dkv(
                 True, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
             )  # fmt: skip
     elif SHARE == 1:
-        clear = min(tl.cdiv(n0 + BN, BM) * BM, seq)
-        for m0 in range(begin, clear, BM):
-            k_sum, v_sum = add_queries(
-                k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, unit, key, group,
-                True, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
-            )  # fmt: skip
+        clear = 0
+        if CAUSAL:
+            clear = min(tl.cdiv(n0 + BN, BM) * BM, seq)
+            for m0 in range(begin, clear, BM):
+                k_sum, v_sum = add_queries(
+                    k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, unit, key, group,
+                    True, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
+                )  # fmt: skip
         for m0 in range(clear, seq, BM):
             k_sum, v_sum = add_queries(
                 k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, unit, key, group,
@@ -175,7 +180,7 @@ def attention_dkv(
             k_sum, v_sum = add_queries(
                 k_sum, v_sum, keys, values, q + served * D, k, v, dout + served * D, stats + STATS * (served * seq),
                 m0, n0, seq, first, unit, key, group * SHARE + served,
-                True, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
+                CAUSAL, THRESHOLD, SCALE, H, D, DP, Q_ROW, K_ROW, V_ROW, Q_APART, K_APART, BOUNDED, DC, BM, BN,
             )  # fmt: skip
     root = ROOT
     if HEAT >= 0:
@@ -188,7 +193,7 @@ def attention_dkv(
 @device
 def add_keys(
     dq, q, do, k_rows, v_rows, top, delta, m0, begin, end, count, least, unit, key, head,
-    CAUSAL: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    MASK: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     K_ROW: tl.constexpr, V_ROW: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Add the part of the keys [begin, end) to dq (BM, DP)."""
@@ -196,8 +201,7 @@ def add_keys(
         k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP, APART)
         v = rows_of(v_rows, n0, count, V_ROW, BN, D, DP, APART)
         p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * unit - top[:, None])
-        if CAUSAL:
-            p = tl.where(m0 + tl.arange(0, BM)[:, None] >= n0 + tl.arange(0, BN)[None, :], p, 0.0)
+        p = hidden(p, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, 0.0)
         if least is not None:
             p = tl.where(least[:, None] <= n0 + tl.arange(0, BN)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
@@ -212,7 +216,8 @@ def attention_dq(
     dq, q, k, v, dout, stats, starts, scalars, seq, stream, UNIT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     ROOT: tl.constexpr, DQ_MODE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, DQ_ROW: tl.constexpr,
-    WINDOW: tl.constexpr, HEAT: tl.constexpr, FOLD: tl.constexpr, BOUNDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WINDOW: tl.constexpr, HEAT: tl.constexpr, CAUSAL: tl.constexpr, FOLD: tl.constexpr, BOUNDED: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """A program is a block of BM queries of one head, as in the forward pass."""
     C: tl.constexpr = H * D
@@ -240,13 +245,17 @@ def attention_dq(
         if starts is not None:
             starts += sequence.to(tl.int64) * (seq // FOLD)
         begin = first_seen(starts, scalars, m0, WINDOW, FOLD) // BN * BN
+    if CAUSAL:
+        clear, stop = m0, min(m0 + BM, seq)
+    else:
+        clear, stop = seq // BN * BN, seq
     total = add_keys(
-        total, queries, do, k, v, top, delta, m0, begin, m0, seq, least, unit, key, head,
-        False, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
+        total, queries, do, k, v, top, delta, m0, begin, clear, seq, least, unit, key, head,
+        NOTHING, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
     )  # fmt: skip
     total = add_keys(
-        total, queries, do, k, v, top, delta, m0, m0, min(m0 + BM, seq), seq, least, unit, key, head,
-        True, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
+        total, queries, do, k, v, top, delta, m0, clear, stop, seq, least, unit, key, head,
+        LATER if CAUSAL else BEYOND, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
     )  # fmt: skip
     root = ROOT
     if HEAT >= 0:

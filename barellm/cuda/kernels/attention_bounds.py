@@ -1,5 +1,6 @@
-"""How far back queries of attention see, at run time: windows of WINDOW keys (a run-time scalar, by its place; -1 for none) and
-documents (`starts`, of the sequence's tokens, or None). FOLD: positions of a token, 2 of paired heads."""
+"""What queries of attention see: CAUSAL 1 no later key, 0 all keys; and how far back, at run time: windows of WINDOW keys (a
+run-time scalar, by its place; -1 for none) and documents (`starts`, of the sequence's tokens, or None). FOLD: positions of a token,
+2 of paired heads."""
 
 from __future__ import annotations
 
@@ -9,8 +10,23 @@ from barellm.cuda.kernels.common import double
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.scalars import SCALARS
 
+NOTHING, LATER, BEYOND = (
+    constant(0),
+    constant(1),
+    constant(2),
+)  # what a mask hides: keys later than the query, or than the last
 LOWEST = constant(-1e30)  # where a maximum begins if the first keys of a block may be none of a query's
 WIDEST = constant(1 << 30)
+
+
+@device
+def hidden(x, m, n, count, MASK: tl.constexpr, other: tl.constexpr):
+    """x, of queries m and keys n that broadcast to its shape, or `other` where MASK hides the key."""
+    if MASK == LATER:
+        x = tl.where(m >= n, x, other)
+    elif MASK == BEYOND:
+        x = tl.where(n < count, x, other)
+    return x
 
 
 @device
@@ -55,4 +71,8 @@ def bounds_of(op: Any) -> dict[str, int]:
     """The constants of an attention's bounds. HEAT: the place of its scale, -1 for the usual one."""
     at = {"WINDOW": op.window, "HEAT": op.scale}
     places = {name: SCALARS[scalar].index if scalar else -1 for name, scalar in at.items()}
-    return places | {"FOLD": op.fold, "BOUNDED": int(op.window is not None or op.starts is not None)}
+    return places | {
+        "CAUSAL": int(op.causal),
+        "FOLD": op.fold,
+        "BOUNDED": int(op.window is not None or op.starts is not None),
+    }

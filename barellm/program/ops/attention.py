@@ -1,12 +1,13 @@
-"""Causal attention. Shapes: q, out (B, T, H*D); k, v (B, T, G*D), head h owning columns h*D .. (h+1)*D; lse (B, H, T) fp32.
+"""Attention of each query to the keys up to its own (causal), or to all of them. Shapes: q, out (B, T, H*D); k, v (B, T, G*D), head
+h owning columns h*D .. (h+1)*D; lse (B, H, T) fp32.
 
 Each of the G heads of k and v serves H / G heads of q, one after the other (grouped queries, Ainslie et al. 2023); G = H is plain
 attention. q, k and v may be views of one packed tensor. The scale is 1 / sqrt(D), or a run-time scalar above 0. T x T exists in the
 references only.
 
-How far back a query at position t sees can be bounded twice, by numbers that each run passes. With a `window` w its keys are
-t - w .. t (Beltagy et al. 2020), and with `starts` (B, T) none lies before starts[b, t], the first position of its document. Starts
-do not decrease along a row, and none is later than its own position.
+How far back a query at position t of causal attention sees can be bounded twice, by numbers that each run passes. With a `window` w
+its keys are t - w .. t (Beltagy et al. 2020), and with `starts` (B, T) none lies before starts[b, t], the first position of its
+document. Starts do not decrease along a row, and none is later than its own position.
 
 Paired heads (modded-nanogpt, 2026) share keys: the row of a token is read as two positions, 2t with the first half of its heads
 and 2t + 1 with the second. So the sequence has 2T positions and H / 2 heads, lse is (B, H / 2, T, 2), starts count tokens and the
@@ -61,12 +62,15 @@ def join_heads(x: np.ndarray) -> np.ndarray:
 
 
 def scores(
-    q: np.ndarray, k: np.ndarray, pos: int = 0, *, scale: float | None = None, first: np.ndarray | int = 0
-) -> np.ndarray:
-    """Scaled q k^T (B, H, T, S), -inf where the key is later than the query, query t being at position pos + t, or where it is
-    before the `first` (B, 1, T, 1) that the query sees."""
+    q: np.ndarray, k: np.ndarray, pos: int = 0,
+    *, scale: float | None = None, first: np.ndarray | int = 0, causal: bool = True,
+) -> np.ndarray:  # fmt: skip
+    """Scaled q k^T (B, H, T, S), in causal attention -inf where the key is later than the query, query t being at position pos + t,
+    or where it is before the `first` (B, 1, T, 1) that the query sees."""
     s = q @ k.transpose(0, 1, 3, 2)
     s = s / sqrt(q.shape[-1]) if scale is None else s * scale
+    if not causal:
+        return s
     key = np.arange(k.shape[2])[None, :]
     later = key > pos + np.arange(q.shape[2])[:, None]
     return np.where(later | (key < first), -np.inf, s)
@@ -86,15 +90,17 @@ def keep_probabilities(q: np.ndarray, op: Op, seed: int, step: int, sample: int)
     return np.stack(mask).reshape(B, T, H, T).transpose(0, 2, 1, 3)
 
 
-class Causal(Op):
-    """Attributes: heads, kv_heads; `rate` and `stream` of the attention dropout; `window` and `scale`, the names of run-time
-    scalars or None; `most_window`, the widest window that is planned for, 0 for the whole sequence; `paired`. Only scalars that are
-    used are asked for."""
+class Dense(Op):
+    """Attributes: `causal`, whether a query sees no later key (True), or all keys; heads, kv_heads; `rate` and `stream` of the
+    attention dropout; `window` and `scale`, the names of run-time scalars or None; `most_window`, the widest window that is planned
+    for, 0 for the whole sequence; `paired`. Only scalars that are used are asked for."""
 
     optional = ("starts",)
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
-        super().__init__(inputs, {"window": None, "scale": None, "most_window": 0, "paired": False} | attrs)
+        super().__init__(
+            inputs, {"causal": True, "window": None, "scale": None, "most_window": 0, "paired": False} | attrs
+        )
         random = ("seed", "step", "sample") if self.rate else ()
         self.scalars = (*random, *(name for name in (self.window, self.scale) if name))
 
@@ -106,12 +112,15 @@ class Causal(Op):
     @property
     def plain(self) -> bool:
         """Whether every query sees all keys before its own, in the usual heads and scale."""
-        return not (self.window or self.scale or self.paired) and self.starts is None
+        return self.causal and not (self.window or self.scale or self.paired) and self.starts is None
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> None:
         check_heads(self.name, self.heads, self.kv_heads, q, k, v)
         if self.paired and (self.heads % 2 or self.kv_heads % 2):
             raise ValueError(f"paired {self.name} expects even numbers of heads: {self.heads}, {self.kv_heads} of keys")
+        if not self.causal and (self.paired or self.window or starts is not None):
+            found = [name for name in ("paired", "window", "starts") if getattr(self, name)]
+            raise ValueError(f"{self.name} that is not causal expects no {', '.join(found)}: {describe(q=q)}")
         if starts is not None and (starts.shape != q.shape[:2] or starts.dtype != "i32"):
             raise ValueError(f"{self.name} expects starts (B, T) i32: {describe(q=q, starts=starts)}")
 
@@ -149,23 +158,26 @@ class Causal(Op):
 
     def scores(self, q: np.ndarray, k: np.ndarray, starts: np.ndarray | None, named: dict[str, Any]) -> np.ndarray:
         first = self.first_seen(q.shape[2], starts, named.get(self.window))
-        return scores(q, k, scale=named.get(self.scale), first=first)
+        return scores(q, k, scale=named.get(self.scale), first=first, causal=self.causal)
 
     def keep(self, q: np.ndarray, named: dict[str, Any]) -> np.ndarray | float:
         """Multipliers of the dropout."""
         return keep_probabilities(q, self, *(named.get(name, 0) for name in ("seed", "step", "sample")))
 
     def products(self, count: int) -> int:
-        """Operations of `count` products over all pairs of a query and a key that the widest window shows it, documents apart."""
+        """Operations of `count` products over all pairs of a query and a key that it sees, by the widest window, documents
+        apart."""
         B, T, C = (int(n) for n in self.out.shape)
         length = self.fold * T
+        if not self.causal:
+            return count * B * 2 * length**2 * C
         most = min(length, self.most_window + 1) if self.window and self.most_window else length
         pairs = most * (most + 1) // 2 + (length - most) * most
         return count * B * 2 * pairs * (C // self.fold)
 
 
-class Attention(Causal):
-    """out = dropout(softmax(causal(q k^T * scale))) v per head (Vaswani et al. 2017); lse: log of the denominator."""
+class Attention(Dense):
+    """out = dropout(softmax(masked(q k^T * scale))) v per head (Vaswani et al. 2017); lse: log of the denominator."""
 
     name = "attention"
     product = True
@@ -189,11 +201,11 @@ class Attention(Causal):
         g.write(AttentionBackward, targets, **operands, dout=g.cast(out, self.out.dtype), **self.attrs)
 
     def flops(self) -> int:
-        """Two products over the causal half, T (T + 1) / 2 pairs, or over what the widest window leaves of it."""
+        """Two products over T^2 pairs, of causal attention T (T + 1) / 2 or what the widest window leaves of them."""
         return self.products(2)
 
 
-class AttentionBackward(Causal):
+class AttentionBackward(Dense):
     """dq, dk, dv from dout. With P = exp(s - lse), M the dropout multipliers and delta = sum(dout * out):
 
     dv = (P * M)^T dout,  ds = P * (M * (dout v^T) - delta),  dq = ds k * scale,  dk = ds^T q * scale;
@@ -279,6 +291,7 @@ class Calls(Graph):
         *,
         heads: int,
         kv_heads: int = 0,
+        causal: bool = True,
         dropout: float = 0.0,
         window: str | None = None,
         most_window: int = 0,
@@ -286,8 +299,9 @@ class Calls(Graph):
         starts: Tensor | None = None,
         paired: bool = False,
     ) -> Tensor:
-        """Causal self-attention: q (B, T, heads * D), k and v (B, T, kv_heads * D) -> (B, T, heads * D). They may be views of one
-        product (`split`); `kv_heads` 0 means as many as `heads`.
+        """Self-attention: q (B, T, heads * D), k and v (B, T, kv_heads * D) -> (B, T, heads * D). They may be views of one product
+        (`split`); `kv_heads` 0 means as many as `heads`. With `causal` False each query sees all keys; it has neither window nor
+        starts nor paired heads then.
 
         `window` and `scale` name run-time scalars: how many keys before its own a query sees (`most_window` says for how many to
         plan, 0 for all), and what multiplies the scores. `starts` (B, T) has the first position of each token's document."""
@@ -303,7 +317,7 @@ class Calls(Graph):
                         f"attention expects a scalar of kind {kind}, {name} is {scalars.SCALARS[name].kind}"
                     )
         attrs = {"heads": heads, "kv_heads": kv_heads or heads, "rate": dropout, "stream": self.random_stream(dropout)}
-        attrs |= {"window": window, "most_window": most_window, "scale": scale, "paired": paired}
+        attrs |= {"causal": causal, "window": window, "most_window": most_window, "scale": scale, "paired": paired}
         return self.apply(Attention, q=q, k=k, v=v, starts=starts, **attrs).out
 
     def attention_cached(
