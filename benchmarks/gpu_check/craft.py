@@ -61,23 +61,23 @@ def bits(scale: Scale) -> dict[str, Any]:
 
 
 def convolutions(scale: Scale) -> list[Case]:
-    wanted = [
-        (name, *sizes, dtype, conv.ALGORITHMS) for name, sizes in conv.LAYERS.items() for dtype in ("fp32", "bf16")
-    ]
+    """The layers that the peer has too: as many channels in as out, of stride 1."""
+    equal = {name: x for name, x in conv.LAYERS.items() if x == conv.Layer(x.C, x.C, x.side, x.size)}
+    wanted = [(name, layer, dtype, conv.ALGORITHMS) for name, layer in equal.items() for dtype in ("fp32", "bf16")]
     wanted += [
-        (name, *conv.LARGE[name], "fp32", conv.LARGE_ALGORITHMS) for name in ("7 x 7: 128, 56", "15 x 15: 32, 112")
+        (name, conv.LARGE[name], "fp32", conv.LARGE_ALGORITHMS) for name in ("7 x 7: 128, 56", "15 x 15: 32, 112")
     ]
     batch = 16
     if scale.small:  # the interpreter takes a while for a Fourier transform
-        batch, wanted = 1, [("3 x 3", 1, 4, 3, "fp32", conv.ALGORITHMS)]
+        batch, wanted = 1, [("3 x 3", conv.Layer(1, 1, 4), "fp32", conv.ALGORITHMS)]
     found = []
-    for name, C, side, size, dtype, algorithms in wanted:
+    for name, layer, dtype, algorithms in wanted:
         group = f"{dtype} {name}, {batch} images"
-        x, w = (batch, C, side, side), (C, C, size, size)
-        peer = {"op": "conv2d", "dtype": dtype, "batch": batch, "channels": C, "side": side, "size": size}
+        sizes = {"batch": batch, "channels": layer.C, "side": layer.side, "size": layer.size}
+        peer = {"op": "conv2d", "dtype": dtype} | sizes
         against = {"contiguous": 1.0, "channels_last": 1.0}
         for algorithm in algorithms:
-            make = partial(conv.program, algorithm, x, w, dtype)
+            make = partial(conv.program, "forward", algorithm, layer, batch, dtype)
             found.append(Case(f"{group}, {algorithm}", make, {}, peer, against, group=group))
     return found
 

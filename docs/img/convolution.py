@@ -1,8 +1,10 @@
-"""Draws docs/img/convolution.svg from benchmarks/results/convolution.json: `python docs/img/convolution.py`, in the root folder."""
+"""Draws docs/img/convolution.svg from benchmarks/results/xeon-amx/convolution-fp32.json: `python docs/img/convolution.py`, in the
+root folder."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,7 +15,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "convolution.json"
+RESULT = ROOT / "benchmarks" / "results" / "xeon-amx" / "convolution-fp32.json"
 COLOURS = {
     "direct": "#9aa5b1",
     "winograd2": "#7fb4e0",
@@ -32,12 +34,16 @@ def draw(result: dict[str, Any]) -> Any:
         len(batches) + 1, 1, figsize=(9, 3 * len(batches) + 2.2), height_ratios=[3] * len(batches) + [2]
     )
     for ax, batch in zip(axes, batches, strict=False):
-        rows = [row for row in result["rows"] if row["batch"] == batch]
+        of = {"batch": batch, "pass": "forward"}
+        rows = [
+            row for row in result["rows"] if COLOURS.keys() <= row["samples_s"].keys() and of.items() <= row.items()
+        ]
         for i, (variant, colour) in enumerate(COLOURS.items()):
             heights = [row["flops"] / median(row["samples_s"][variant]) / row["peak_flops"] for row in rows]
             ax.bar([x + 0.16 * (i - 2) for x in range(len(rows))], heights, 0.15, color=colour, label=variant)
         ax.axhline(1, color=INK, linewidth=0.8)
-        ax.set_xticks(range(len(rows)), [row["layer"].replace(", ", "\n") for row in rows])
+        names = [re.sub(", | (?=->)|(?<=depthwise) ", "\n", row["layer"]) for row in rows]
+        ax.set_xticks(range(len(rows)), names, fontsize=7)
         ax.set_ylabel("direct operations / peak")
         ax.set_title(f"batch {batch}", loc="left", fontsize=9)
         ax.spines[["top", "right"]].set_visible(False)
@@ -62,6 +68,4 @@ def draw(result: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    draw(json.loads(RESULT.read_text())).savefig(
-        RESULT.parents[2] / "docs" / "img" / "convolution.svg", metadata={"Date": None}
-    )
+    draw(json.loads(RESULT.read_text())).savefig(ROOT / "docs" / "img" / "convolution.svg", metadata={"Date": None})

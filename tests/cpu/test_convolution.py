@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from barellm.cpu.kernel import Lowering
+from barellm.cpu.kernels import conv_fft_gradient
 from barellm.cpu.kernels.winograd_transform import linear
 from barellm.cpu.step import lower_and_plan
 from barellm.program.builder import Program, Store
@@ -13,6 +14,8 @@ from barellm.program.winograd import input_matrix
 from tests.conv_cases import FORMS, LARGE, WINOGRAD, case, winograd_case
 from tests.cpu.check import ISAS, check_op, isa_named
 
+# Tiles of 10 x 10 outputs: 2 x 5 x 7, more than two blocks of them on every machine.
+TURNS = {"in many turns": ((2, 2, 47, 66), (3, 7, 7), {"padding": (3, 3), "reflect": True})}
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
 OPS = ("conv2d", "conv2d_dx", "conv2d_dw")
 
@@ -44,9 +47,22 @@ def test_winograds_algorithm_in_half_the_bits_is_added(isa, name):
 
 
 @pytest.mark.parametrize("form", LARGE)
-@pytest.mark.parametrize("name", OPS[:2])
+@pytest.mark.parametrize("name", OPS)
 def test_large_filters_by_fourier_transforms(form, name):
     check_op(isa=isa_named(""), **winograd_case(name, LARGE[form], "fft"))
+
+
+@each_isa
+@pytest.mark.parametrize("name", OPS)
+def test_fourier_transforms_in_half_the_bits_are_added(isa, name):
+    check_op(isa=isa, **winograd_case(name, LARGE["seven by five"], "fft", "bf16", "add"))
+
+
+@pytest.mark.parametrize("form", ["seven by five", "in many turns"])
+def test_the_gradient_of_filters_by_fourier_transforms_in_turns(form, monkeypatch):
+    """A turn has one block of tiles, and the sums of the turns before are added."""
+    monkeypatch.setattr(conv_fft_gradient, "V_BYTES", 0)
+    check_op(isa=isa_named(""), **winograd_case("conv2d_dw", (LARGE | TURNS)[form], "fft"))
 
 
 @pytest.mark.parametrize(

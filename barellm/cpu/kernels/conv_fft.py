@@ -15,7 +15,6 @@ from __future__ import annotations
 from math import cos, pi, sin
 from typing import Any
 
-from barellm.cpu.choices import tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering
 from barellm.cpu.kernels.conv_lines import Grid, strided
@@ -27,6 +26,7 @@ from barellm.cpu.kernels.winograd import (
     each_channel,
     multiply_positions,
     run_of,
+    tile_of_products,
     write_pixels,
 )
 from barellm.cpu.lang import Pointer, Value
@@ -35,7 +35,8 @@ from barellm.runtime.lowering import part
 
 RUN = 64  # tiles of a claim of the input's transform, at most: they see F^2 pixels each
 LEAST, LARGEST = 5, 23  # rows and columns of filters for which a convolution is done so unasked
-PRODUCTS, TRANSFORMS, FILTERS = 1.66, 55.0, 365.0  # what each costs, in direct multiply-adds: of one, and of an element
+# What each costs, in direct multiply-adds of the same pass: a product, an element of a transformed tile, and one of a filter.
+COSTS = {"images": (1.66, 55.0, 365.0), "filters": (1.77, 83.0, 245.0)}
 MOST_BYTES = 256 << 20  # of transformed filters, where nobody has asked for them
 
 Complex = tuple[Value, "Value | None"]  # None: the imaginary part is zero
@@ -91,12 +92,14 @@ def store_half(k: KernelBuilder, to: Pointer, row: list[Value]) -> None:
         to.store(im if im is not None else 0.0, (2 * f + 1) * k.lanes)
 
 
-def each_frequency(k: KernelBuilder, rows: Pointer, F: int, put: Any) -> None:
-    """put(frequency, re, im) for the transform of the columns of `rows` (F, F / 2 + 1, re and im)."""
-    pitch = 2 * half(F) * k.lanes
+def each_frequency(k: KernelBuilder, rows: Pointer, F: int, put: Any, count: int) -> None:
+    """put(frequency, re, im) for the transform of the columns of `rows` (F, F / 2 + 1, re and im), of which the first `count` are
+    there and the others zero."""
+    pitch, zero = 2 * half(F) * k.lanes, k.to(0.0, k.vec)
     with k.loop(0, half(F)) as column:
         at = rows.at(column * (2 * k.lanes))
-        x: list[Complex] = [(at.load(i * pitch), at.load(i * pitch + k.lanes)) for i in range(F)]
+        x: list[Complex] = [(at.load(i * pitch), at.load(i * pitch + k.lanes)) for i in range(count)]
+        x += [(zero, zero)] * (F - count)
         for i, (re, im) in enumerate(transform(k, x, -1)):
             assert im is not None
             put(column + i * half(F), re, im)
@@ -127,8 +130,6 @@ def fft_filters(
         line, first = unit // blocks, unit % blocks * k.lanes
         mask = k.mask_first(k.int(depth) - first) if depth % k.lanes else None
         of = w.at(line // rows * (rows * depth * R * S) + line % rows * row_step + first * step)
-        with k.loop(0, F * half(F) * 2) as i:
-            buffer.store(0.0, i * k.lanes)
         for r in range(R):
             row = [_lanes(k, of.at(t), step, depth, first) for t in taps[r]] + [zero] * (F - S)
             store_half(k, buffer.at(r * pitch), row)
@@ -138,7 +139,7 @@ def fft_filters(
             for plane, v in enumerate((re, -im - re, re - im)):
                 to.at((frequency * 3 + plane) * size).store(v, 0, mask)
 
-        each_frequency(k, buffer, F, put)
+        each_frequency(k, buffer, F, put, R)
 
 
 def _lanes(k: KernelBuilder, p: Pointer, step: int, depth: int, first: Value) -> Value:
@@ -154,26 +155,39 @@ def _lanes(k: KernelBuilder, p: Pointer, step: int, depth: int, first: Value) ->
 
 
 def fft_input(
-    k: KernelBuilder, v, x, first, limit, *, dims, count: int, groups: int, grid: Grid, F: int, span: int
+    k: KernelBuilder,
+    v,
+    x,
+    first,
+    limit,
+    *,
+    dims,
+    count: int,
+    groups: int,
+    grid: Grid,
+    F: int,
+    span: int,
+    filters: bool = False,
 ) -> None:
-    """v (blocks, groups, planes, channels, span): Re + Im, Re and Im of the tiles' transforms in blocks [first, first + limit)."""
-    C, planes = grid.channels, 3 * F * half(F)
+    """v (blocks, groups, planes, channels, span): Re + Im, Re and Im of the tiles' transforms in blocks [first, first + limit), or
+    what `fft_filters` has of its filters. Where there is no tile they are zero."""
+    C, planes, n = grid.channels, 3 * F * half(F), len(grid.rows)
     buffer = k.private().bytes(input_nbytes(k.isa, grid, span))
     of = {"dims": dims, "count": count, "groups": groups, "grid": grid, "span": span, "most": RUN}
     with each_channel(k, x, first, limit, **of) as r:
-        r.panel.pack(r.channel, r.channel + 1)
+        r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * grid.outputs[1], zeros=span // k.lanes)
         with k.loop(0, r.many) as block, k.loop(0, span, k.lanes) as lanes:
             to = v.at((((r.begin + block) * groups + r.group) * planes * C + r.channel) * span + lanes)
             at = r.panel.at.at(r.skip + block * span + lanes)
-            with k.loop(0, F) as i:
-                row = [at.load((i * F + j) * r.panel.pitch) for j in range(F)]
+            with k.loop(0, n) as i:
+                row = [at.load((i * n + j) * r.panel.pitch) for j in range(n)] + [k.to(0.0, k.vec)] * (F - n)
                 store_half(k, buffer.at(i * (2 * half(F) * k.lanes)), row)
 
             def put(frequency: Value, re: Value, im: Value, to=to) -> None:
-                for plane, value in enumerate((re + im, re, im)):
+                for plane, value in enumerate((re, -im - re, re - im) if filters else (re + im, re, im)):
                     to.at((frequency * 3 + plane) * (C * span)).store(value)
 
-            each_frequency(k, buffer, F, put)
+            each_frequency(k, buffer, F, put, n)
 
 
 def input_nbytes(isa: ISA, grid: Grid, span: int) -> int:
@@ -224,7 +238,7 @@ def append_fft(
         grid.size, C, (ceil_div(size[0], m), ceil_div(size[1], m)), (m, m), tuple(min(grid.rows) + i for i in range(F)),
         tuple(min(grid.columns) + i for i in range(F)), grid.reflect,
     )  # fmt: skip
-    tile = next(t for t in tiles(c.isa, "fp32") if t.vectors == 2)
+    tile = tile_of_products(c.isa)
     span = tile.span(c.isa)
     filters = max(1, 2 * M_BYTES // (4 * planes * span) // tile.rows) * tile.rows
     filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.rows)
@@ -253,20 +267,21 @@ def append_fft(
         )
 
 
-def fft_pays(isa: ISA, grid: Grid, rows: int, images: int, groups: int) -> bool:
+def fft_pays(isa: ISA, made: str, grid: Grid, rows: int, images: int, groups: int) -> bool:
     """Whether this algorithm is the faster one by a tenth, by a model of what it does beside the direct products: products of
-    tiles, their transforms, and those of the filters, which are read again for each block of tiles. Fitted to twelve layers with
-    filters of 5 x 5 to 21 x 21 (benchmarks/results/xeon-amx/convolution-large.json), of which it has 1.8 to 3.6 where it is the
-    faster one, and no wrong choice."""
+    tiles, their transforms, and those of the filters, which are read again for each block of tiles. `made`: "images", or "filters"
+    for their gradient. Fitted to layers with filters of 5 x 5 to 21 x 21 (benchmarks/results/xeon-amx/convolution-large.json), of
+    which the slower way is taken in none by more than a tenth."""
     R, S = len(grid.rows), len(grid.columns)
     if max(R, S) > LARGEST or min(R, S) < LEAST:
         return False
     F = size_of(R, S)
     m, C = F + 1 - max(R, S), grid.channels
-    span = next(t for t in tiles(isa, "fp32") if t.vectors == 2).span(isa)
+    span = tile_of_products(isa).span(isa)
     count = images * ceil_div(grid.outputs[0], m) * ceil_div(grid.outputs[1], m)
     products = 3 * F * half(F) * rows * C * round_up(count, span)
-    work = PRODUCTS * products + TRANSFORMS * count * (C + rows) * F * F + FILTERS * rows * C * F * F
+    product, transformed, of_filters = COSTS[made]
+    work = product * products + transformed * count * (C + rows) * F * F + of_filters * rows * C * F * F
     direct = R * S * images * grid.outputs[0] * grid.outputs[1] * rows * C
     return 1.1 * work < direct and 12 * F * half(F) * groups * rows * C <= MOST_BYTES
 

@@ -6,8 +6,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, dims_of, lowering
+from barellm.cpu.kernels.conv_choice import tile_for
 from barellm.cpu.kernels.conv_fft import append_fft, fft_pays
+from barellm.cpu.kernels.conv_fft_gradient import append_fft_gradient
 from barellm.cpu.kernels.conv_filters import Filters, pack_filters
 from barellm.cpu.kernels.conv_gradient import append_weight_gradient
 from barellm.cpu.kernels.conv_lines import Grid
@@ -20,14 +23,12 @@ from barellm.cpu.kernels.conv_pairs_gradient import conv_pairs_gradient
 from barellm.cpu.kernels.conv_product import Scratch, Target, blocks_of, conv_product
 from barellm.cpu.kernels.conv_ways import Way, forward_way, gradient_way
 from barellm.cpu.kernels.loops import put_added, sweep_result
-from barellm.cpu.kernels.winograd import append_winograd
+from barellm.cpu.kernels.winograd import append_winograd, tile_of_products
 from barellm.cpu.kernels.winograd_gradient import append_winograd_gradient
 from barellm.cpu.lang import Value
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx, phases, pixels
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.lowering import part
-
-LEAST_CHANNELS, LEAST_PIXELS = 48, 512  # from which on Winograd's algorithm is faster
 
 
 def images_of(t: Tensor) -> dict[str, Any]:
@@ -43,22 +44,26 @@ def grid_of(op: Any, x: Tensor | tuple[int, ...], R: int, S: int) -> Grid:
     return Grid((int(H), int(W)), int(C) // op.groups, outputs, op.stride, rows, columns, op.reflect)
 
 
-def tile_of(algorithm: str, grid: Grid, target: Target, rows: int, images: int) -> int:
-    """The m of Winograd's m x m tiles that does a convolution, 0 for the direct kernel. With "auto" it is 4 where that is faster:
-    many channels on both sides, and enough tiles to pay for the filters' transform."""
+def tile_of(isa: ISA, which: str, algorithm: str, grid: Grid, target: Target, rows: int, images: int) -> int:
+    """The m of Winograd's m x m tiles that does a pass of a convolution, 0 for the direct kernel. With "auto" it is what should be
+    the fastest."""
     fits = len(grid.rows) == len(grid.columns) == 3 and simple(grid, target)
     if not fits or algorithm in ("direct", "fft"):
         return 0
     if algorithm != "auto":
         return int(algorithm[-1])
-    P, Q = grid.outputs
-    return 4 if min(grid.channels, rows) >= LEAST_CHANNELS and images * P * Q >= LEAST_PIXELS else 0
+    return tile_for(which, grid.channels, rows, images, grid.outputs, tile_of_products(isa).span(isa))
 
 
 def simple(grid: Grid, target: Target) -> bool:
     """Whether all outputs are wanted, each for its own window of neighbours: what the algorithms over tiles do."""
     adjacent = all({abs(b - a) for a, b in pairwise(line)} <= {1} for line in (grid.rows, grid.columns))
     return grid.stride == (1, 1) and target == Target(grid.outputs) and adjacent
+
+
+def fft_suits(isa: ISA, made: str, grid: Grid, target: Target, rows: int, images: int, groups: int) -> bool:
+    """Whether Fourier transforms are the fastest way, where nobody asked for one."""
+    return simple(grid, target) and fft_pays(isa, made, grid, rows, images, groups)
 
 
 def append_product(
@@ -77,12 +82,12 @@ def append_product(
         "mode": mode,
     }
     way = forward_way(c.isa, x.dtype, grid, rows) if algorithm in ("auto", "direct") else None
-    images = int(x.shape[0])
-    pays = algorithm == "auto" and way is None and simple(grid, target) and fft_pays(c.isa, grid, rows, images, groups)
+    images, which = int(x.shape[0]), "dx" if turned else "forward"
+    pays = algorithm == "auto" and way is None and fft_suits(c.isa, "images", grid, target, rows, images, groups)
     if algorithm == "fft" or pays:
         append_fft(c, out=out, w=w, x=x, grid=grid, **how, **images_of(x))
         return
-    if way is None and (m := tile_of(algorithm, grid, target, rows, images)):
+    if way is None and (m := tile_of(c.isa, which, algorithm, grid, target, rows, images)):
         offset = min(grid.rows), min(grid.columns)
         append_winograd(c, m=m, out=out, w=w, x=x, grid=grid, offset=offset, **how, **images_of(x))
         return
@@ -241,16 +246,21 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     rows = int(op.dy.shape[1]) // op.groups
     way = (
         gradient_way(c.isa, op.x.dtype, grid, rows)
-        if op.dy.dtype == op.x.dtype and op.algorithm in ("auto", "direct", "fft")
+        if op.dy.dtype == op.x.dtype and op.algorithm in ("auto", "direct")
         else None
     )
+    target, N = Target(grid.outputs), int(op.x.shape[0])
+    pays = op.algorithm == "auto" and way is None and fft_suits(c.isa, "filters", grid, target, rows, N, op.groups)
+    if op.algorithm == "fft" or pays:
+        append_fft_gradient(c, dw=op.dw, dy=op.dy, x=op.x, **images)
+        return
     if way:
-        blocks = gradient_blocks(c.isa, way.tile, way.tiled, grid, rows, int(op.x.shape[0]), op.groups, c.threads)
+        blocks = gradient_blocks(c.isa, way.tile, way.tiled, grid, rows, N, op.groups, c.threads)
         c.private(GradientScratch(c.isa, grid, blocks).nbytes)
         operands = {"dw": op.dw, "dy": op.dy, "x": op.x}
         c.call(conv_pairs_gradient, operands, {**images, "rows": rows, "blocks": blocks}, writes="dw")
         return
-    if m := tile_of(op.algorithm, grid, Target(grid.outputs), rows, int(op.x.shape[0])):
+    if m := tile_of(c.isa, "dw", op.algorithm, grid, target, rows, N):
         append_winograd_gradient(c, m=m, dw=op.dw, dy=op.dy, x=op.x, **images)
         return
     append_weight_gradient(c, op.dw, op.dy, op.x, **images)

@@ -78,12 +78,17 @@ def form_of(isa: ISA, m: int, x: Grid, offset: tuple[int, int], size: tuple[int,
         x.size, x.channels, (ceil_div(size[0], m), ceil_div(size[1], m)), (m, m),
         tuple(offset[0] + i for i in range(n)), tuple(offset[1] + i for i in range(n)), x.reflect,
     )  # fmt: skip
-    tile = next(t for t in tiles(isa, "fp32") if t.vectors == 2)
+    tile = tile_of_products(isa)
     span = tile.span(isa)
     group = max(1, min(8, GROUP_BYTES // (4 * n * n * x.channels * span)))
     filters = max(1, M_BYTES // (4 * n * n * group * span) // tile.rows) * tile.rows
     filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.rows)
     return Form(m, grid, size, groups, rows, tile, group, filters)
+
+
+def tile_of_products(isa: ISA) -> Tile:
+    """The register tile of the products over positions, two vectors wide: so many tiles of an image make a block."""
+    return next(t for t in tiles(isa, "fp32") if t.vectors == 2)
 
 
 def winograd_filters(

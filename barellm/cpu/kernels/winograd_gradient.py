@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.choices import tiles
 from barellm.cpu.kernel import KernelBuilder, Lowering
 from barellm.cpu.kernels.conv_gradient import TILES
 from barellm.cpu.kernels.conv_lines import Grid
 from barellm.cpu.kernels.loops import put_added
-from barellm.cpu.kernels.winograd import append_transform
+from barellm.cpu.kernels.winograd import append_transform, tile_of_products
 from barellm.cpu.kernels.winograd_transform import both_ways
 from barellm.cpu.lang import Value
 from barellm.program.integers import ceil_div
@@ -106,7 +105,7 @@ def append_winograd_gradient(
         grid.reflect,
     )  # fmt: skip
     of_dy = Grid((P, Q), rows, outputs, (m, m), tuple(range(m)), tuple(range(m)))
-    span = next(t for t in tiles(c.isa, "fp32") if t.vectors == 2).span(c.isa)
+    span = tile_of_products(c.isa).span(c.isa)
     blocks = ceil_div(int(x.shape[0]) * outputs[0] * outputs[1], span)
     limit = min(blocks, BLOCKS)
     made = {

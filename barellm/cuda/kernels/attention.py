@@ -82,7 +82,8 @@ def attention_forward(
     BN: tl.constexpr,
 ):  # fmt: skip
     """A program is a block of queries of one head; the last block has the most keys and starts first. Only keys from the block's
-    first query on need the mask, and where all keys are seen, those of the last block if it is not whole."""
+    first query on need the mask. Where all keys are seen every block has one, for keys beyond the last: ptxas waits for each
+    product of a loop over whole blocks with a second one for the rest."""
     C: tl.constexpr = H * D
     APART: tl.constexpr = (FOLD - 1) * (H // SHARE) * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -107,16 +108,15 @@ def attention_forward(
         top = tl.full((BM,), LOWEST, tl.float32)
     else:
         top = tl.full((BM,), float("-inf"), tl.float32)
+    stop = seq
     if CAUSAL:
-        clear, stop = m0, min(m0 + BM, seq)
-    else:
-        clear, stop = seq // BN * BN, seq
+        acc, total, top = visit(
+            acc, total, top, queries, k, v, m0, begin, m0, seq, least, unit, key, head,
+            NOTHING, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
+        )  # fmt: skip
+        begin, stop = m0, min(m0 + BM, seq)
     acc, total, top = visit(
-        acc, total, top, queries, k, v, m0, begin, clear, seq, least, unit, key, head,
-        NOTHING, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
-    )  # fmt: skip
-    acc, total, top = visit(
-        acc, total, top, queries, k, v, m0, clear, stop, seq, least, unit, key, head,
+        acc, total, top, queries, k, v, m0, begin, stop, seq, least, unit, key, head,
         LATER if CAUSAL else BEYOND, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
     )  # fmt: skip
     m = m0 + tl.arange(0, BM)

@@ -245,16 +245,15 @@ def attention_dq(
         if starts is not None:
             starts += sequence.to(tl.int64) * (seq // FOLD)
         begin = first_seen(starts, scalars, m0, WINDOW, FOLD) // BN * BN
+    stop = seq
     if CAUSAL:
-        clear, stop = m0, min(m0 + BM, seq)
-    else:
-        clear, stop = seq // BN * BN, seq
+        total = add_keys(
+            total, queries, do, k, v, top, delta, m0, begin, m0, seq, least, unit, key, head,
+            NOTHING, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
+        )  # fmt: skip
+        begin, stop = m0, min(m0 + BM, seq)
     total = add_keys(
-        total, queries, do, k, v, top, delta, m0, begin, clear, seq, least, unit, key, head,
-        NOTHING, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
-    )  # fmt: skip
-    total = add_keys(
-        total, queries, do, k, v, top, delta, m0, clear, stop, seq, least, unit, key, head,
+        total, queries, do, k, v, top, delta, m0, begin, stop, seq, least, unit, key, head,
         LATER if CAUSAL else BEYOND, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
     )  # fmt: skip
     root = ROOT

@@ -1,0 +1,68 @@
+"""Which algorithm does a convolution with 3 x 3 filters where nobody asks for one: the one that a model says is the fastest.
+
+A pass sums over C channels and makes K. What each algorithm does is counted, and every count has a cost in direct multiply-adds at
+the processor's peak: that of the forward pass, of the input's gradient, whose filters lie the other way round, and of the filters'
+gradient. With the pixels of the result, T tiles of m x m of them, both in whole vectors, and n = m + 2:
+
+    direct      9 C K pixels products; 9 C K of the filters, or of their gradient; K pixels results; 9 C pixels columns, which cost
+                more where a line of the image is shorter than a vector
+    Winograd    n^2 C K T products; n^2 C K of the filters; n^2 C T of what tiles see; n^2 K T of results, or of dy's tiles
+
+The costs are fitted to the 3 x 3 layers of VGG-16 and ResNet-50 with 1 and 16 images on an Intel Xeon with AMX
+(benchmarks/results/xeon-amx/convolution-fp32.json), by least squares of the relative error. docs/convolution.md says how the choice
+does on layers that it was not fitted to.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from barellm.program.integers import ceil_div, round_up
+
+LANES = 16  # pixels of a line, from which on columns are whole vectors
+
+
+class Costs(NamedTuple):
+    products: float
+    filters: float
+    results: float
+    inputs: float
+
+
+# By pass: "forward", "dx", "dw"; by m, 0 for the direct algorithm.
+COSTS: dict[str, dict[int, Costs]] = {
+    "forward": {
+        0: Costs(products=1.33, filters=23.6, results=18.0, inputs=9.24),
+        2: Costs(products=2.17, filters=26.5, results=36.1, inputs=47.8),
+        4: Costs(products=2.33, filters=34.6, results=33.3, inputs=120.0),
+    },
+    "dx": {
+        0: Costs(products=1.22, filters=154.0, results=0.0, inputs=15.9),
+        2: Costs(products=2.19, filters=74.1, results=0.0, inputs=79.2),
+        4: Costs(products=2.11, filters=59.7, results=58.7, inputs=118.0),
+    },
+    "dw": {
+        0: Costs(products=1.96, filters=351.0, results=31.3, inputs=19.0),
+        2: Costs(products=1.96, filters=182.0, results=55.0, inputs=57.5),
+        4: Costs(products=2.29, filters=160.0, results=75.7, inputs=102.0),
+    },
+}
+
+
+def tile_for(which: str, C: int, K: int, images: int, outputs: tuple[int, int], span: int) -> int:
+    """The m of Winograd's m x m tiles that is the fastest, 0 for the direct algorithm. `span`: tiles of whole vectors."""
+    P, Q = outputs
+
+    def time(m: int) -> float:
+        cost = COSTS[which][m]
+        if m == 0:
+            pixels = images * P * Q
+            columns = cost.inputs * C * pixels * (1 + LANES / Q)
+            work = cost.products * C * K * round_up(pixels, span) + cost.filters * C * K + columns
+            return 9 * work + cost.results * K * pixels
+        tiles = images * ceil_div(P, m) * ceil_div(Q, m)
+        whole = round_up(tiles, span)
+        work = cost.products * C * K * whole + cost.filters * C * K + cost.inputs * C * whole + cost.results * K * tiles
+        return (m + 2) ** 2 * work
+
+    return min(COSTS[which], key=time)
