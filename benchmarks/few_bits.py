@@ -25,7 +25,7 @@ import numpy as np
 from barellm import models
 from barellm.assembly.machine import Machine, open_machine
 from barellm.bench.decoding import weight_bytes
-from barellm.cpu.backend import Bench, describe
+from barellm.cpu.backend import Bench, default_dtype, describe
 from barellm.cpu.processor import name as processor
 
 POSITIONS, FIRST = 256, 32
@@ -118,7 +118,7 @@ def main() -> None:
         variants: dict[str, Any] = {}
         for name in args.variants:
             print(name, time.strftime("%H:%M:%S"), file=sys.stderr)
-            dtype, weights = (name, "") if name in ("fp32", "bf16") else ("fp32", name)
+            dtype, weights = (name, "") if name in ("fp32", "bf16") else (default_dtype(), name)
             one = replace(config, train=replace(config.train, dtype=dtype, batch=1))
             variants[name] = Ours(
                 stack.enter_context(

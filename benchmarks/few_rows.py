@@ -25,7 +25,7 @@ from barellm.cpu.backend import Bench, describe
 from barellm.cpu.choices import default
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import gemm
-from barellm.cpu.kernels.few_rows import few_private, few_rows
+from barellm.cpu.kernels.few_rows import few_choices, few_private, few_rows
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.processor import name as processor
 from barellm.kernels.arrays import address
@@ -56,6 +56,7 @@ class Table:
         }
         operands: tuple[str | None, ...] = ("fp32", None, dtype, dtype, None, None)
         emit: Any = few_rows
+        constants["choice"] = few_choices(bench.isa, dtype, cols, depth)[0]
         if kind == "packed":
             emit, operands = gemm.product, (*operands, "int", "int")
             constants |= {"transposed": True, "choice": default(bench.isa, "forward", dtype, cols, depth, 64)}

@@ -16,6 +16,7 @@ ROLES = (
     "input_gradient",
     "weight_gradient",
 )  # the first words of a role; behind them what follows the product
+FEW_ROLE = "few"  # the first word of products of few rows
 ORDERS = ("rows", "columns")
 BLOCK, LONG_BLOCK = 384, 1152  # rows that share one packing of a weight panel: multiples of every tile's rows
 BUSY = 8  # claims a thread of long blocks, half as many where a claim is several panels, to even out disturbances
@@ -79,6 +80,19 @@ class Choice:
     def __str__(self) -> str:
         rows = f"{self.rows}" if self.rows == self.long_rows else f"{self.rows}/{self.long_rows}"
         return f"{self.tile.rows}x{self.tile.vectors}v,{rows}x{self.columns},{self.order}"
+
+
+@dataclass(frozen=True)
+class FewChoice:
+    """How a product of few rows walks its weight: a claim has `spans` of columns, of which so many are read `together`, tiles on
+    AMX; `fetch`: whether the kernel asks for those that come next, or leaves that to the processor. No bit depends on it."""
+
+    spans: int
+    together: int
+    fetch: bool
+
+    def __str__(self) -> str:
+        return f"{self.spans} spans,{self.together} together,{'fetched' if self.fetch else 'not fetched'}"
 
 
 def tiles(isa: ISA, dtype: str) -> list[Tile]:

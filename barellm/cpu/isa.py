@@ -34,14 +34,40 @@ class ISA:
     # How the ones of vectors are counted: "words" of 32 bits by an instruction (AVX512-VPOPCNTDQ), "nibbles" by a table of 16 bytes
     # (pshufb), or "bytes" (cnt on Arm; elsewhere LLVM's arithmetic).
     popcount: str = "bytes"
+    byte_dot: bool = False  # adds products of unsigned and signed bytes to lanes of 32 bits (vpdpbusd)
 
 
 X86 = {
     "amx_bf16": ISA(
-        "amx_bf16", "", "sapphirerapids", "+amx-tile,+amx-bf16", 16, 32, True, "x86", True, True, True, True, "words"
+        "amx_bf16",
+        "",
+        "sapphirerapids",
+        "+amx-tile,+amx-bf16",
+        16,
+        32,
+        True,
+        "x86",
+        True,
+        True,
+        True,
+        True,
+        "words",
+        True,
     ),
     "avx512_bf16": ISA(
-        "avx512_bf16", "", "x86-64-v4", "+avx512bf16", 16, 32, True, "x86", True, True, True, popcount="nibbles"
+        "avx512_bf16",
+        "",
+        "x86-64-v4",
+        "+avx512bf16,+avx512vnni",
+        16,
+        32,
+        True,
+        "x86",
+        True,
+        True,
+        True,
+        popcount="nibbles",
+        byte_dot=True,
     ),
     "avx512": ISA("avx512", "", "x86-64-v4", "", 16, 32, True, half=True, masked=True, popcount="nibbles"),
     "avx2": ISA("avx2", "", "x86-64-v3", "", 8, 16, True, half=True, popcount="nibbles"),
@@ -53,8 +79,8 @@ ARM = {
     "generic": ISA("generic", "", "generic", "+neon", 4, 32, True, half=True),
 }
 NEEDS = {
-    "amx_bf16": ("amx-tile", "amx-bf16", "avx512bf16", "avx512bw", "avx512vl", "avx512dq", "fma"),
-    "avx512_bf16": ("avx512bf16", "avx512bw", "avx512vl", "avx512dq", "fma"),
+    "amx_bf16": ("amx-tile", "amx-bf16", "avx512bf16", "avx512vnni", "avx512bw", "avx512vl", "avx512dq", "fma"),
+    "avx512_bf16": ("avx512bf16", "avx512vnni", "avx512bw", "avx512vl", "avx512dq", "fma"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
     "avx2": ("avx2", "fma", "bmi2"),
     "neon_bf16": ("bf16",),

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from barellm.cpu import jit, processor, sources
-from barellm.cpu.choices import ORDERS, Choice, Tile, default, tiles
+from barellm.cpu.choices import FEW_ROLE, ORDERS, Choice, FewChoice, Tile, default, tiles
 from barellm.cpu.isa import ISA
+from barellm.cpu.kernels.few_rows import FEW, few_choices
 from barellm.runtime.tuning import Database, requested
+
+TUNED = ("barellm.cpu.kernels.gemm", "barellm.cpu.kernels.weight_gradient", "barellm.cpu.kernels.few_rows")
 
 
 @cache
@@ -20,7 +23,7 @@ def _opened(folder: Path, version: str) -> Database:
 
 def version() -> str:
     """Timings hold as long as the products are made from the same files, by the same compiler."""
-    return _version(sources.digest("barellm.cpu.kernels.gemm", "barellm.cpu.kernels.weight_gradient"), jit.versions())
+    return _version(sources.digest(*TUNED), jit.versions())
 
 
 @cache
@@ -51,7 +54,9 @@ def count(isa: ISA, threads: int) -> int:
     return sum(at.startswith(machine(isa, threads)) for at in database().entries)
 
 
-def to_entry(choice: Choice) -> dict[str, Any]:
+def to_entry(choice: Choice | FewChoice) -> dict[str, Any]:
+    if isinstance(choice, FewChoice):
+        return {"spans": choice.spans, "together": choice.together, "fetch": choice.fetch}
     return {
         "tile": [choice.tile.rows, choice.tile.vectors],
         "rows": [choice.rows, choice.long_rows],
@@ -76,21 +81,38 @@ def from_entry(entry: Any, isa: ISA, dtype: str) -> Choice:
     return choice
 
 
+def few_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -> FewChoice:
+    """The same of a product of few rows."""
+    ways = few_choices(isa, dtype, cols, depth)
+    found = [way for way in ways if to_entry(way) == entry]
+    if not found:
+        raise ValueError(f"expected spans, together, fetch of one of {len(ways)} ways, found {entry!r}")
+    return found[0]
+
+
+def choose_few(isa: ISA, role: str, dtype: str, cols: int, depth: int, threads: int) -> FewChoice:
+    """As `choose`, for a product of few rows, however many a run has."""
+    return _tuned(isa, threads, (role, dtype, cols, depth, FEW)) or few_choices(isa, dtype, cols, depth)[0]
+
+
 def choose(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int, threads: int) -> Choice:
     """The choice for a product whose result is (rows, cols) and whose contraction has `depth` elements: the tuned one, else the
     default. Sizes that a run may lessen (tokens: the rows of most roles, the depth of weight gradients) are the planned ones."""
     return _tuned(isa, threads, (role, dtype, cols, depth, rows)) or default(isa, role, dtype, cols, depth, rows)
 
 
-def _tuned(isa: ISA, threads: int, product: tuple[str, str, int, int, int]) -> Choice | None:
+def _tuned(isa: ISA, threads: int, product: tuple[str, str, int, int, int]) -> Any:
     if isa.triple or not requested():  # another machine's code
         return None
     found = database()
     entry = found.entries.get(key(isa, threads, *product)) if found.entries else None
     if entry is None:
         return None
+    role, dtype, cols, depth, _ = product
     try:
-        return from_entry(entry.get("choice"), isa, product[1])
+        if role.startswith(FEW_ROLE):
+            return few_from_entry(entry.get("choice"), isa, dtype, cols, depth)
+        return from_entry(entry.get("choice"), isa, dtype)
     except ValueError as error:
         found.ignore(f"{found.path}, {key(isa, threads, *product)!r}", str(error))
         return None

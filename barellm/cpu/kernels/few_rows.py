@@ -6,8 +6,8 @@ multiply-adds of vectors along the depth, whose lanes are added at the end; so i
 Several columns go together, since a chain alone would wait for its own sums. More rows than one go in pairs, which find the columns
 that the first pair read in the first cache.
 
-What memory gives depends on how much of it is on its way. A core's first cache asks for some twenty lines at a time, so while some
-columns are multiplied, those that come next are fetched, in the order in which they lie and evenly over all pairs of rows.
+What memory gives depends on how much of it is on its way. A processor that does not read far enough ahead by itself is helped: while
+some columns are multiplied, those that come next are fetched, in the order in which they lie and evenly over all pairs of rows.
 
 Shapes: a (rows, depth), weight (cols, depth), out (rows, cols).
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from barellm.cpu.choices import Tile
+from barellm.cpu.choices import FewChoice, Tile
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import few_tiles
@@ -54,6 +54,17 @@ class Cut:
         return round_up(LEAST_SPAN, lcm(self.columns, self.lanes))
 
 
+def few_choices(isa: ISA, dtype: str, cols: int, depth: int) -> list[FewChoice]:
+    """The ways to walk a weight, the one that is taken untuned first. A processor with AMX tiles reads ahead by itself, and faster
+    than one can ask it to: each request takes one of the sixteen places for lines that are on their way. AMD's wait for requests."""
+    on_tiles = few_tiles.fits(isa, dtype, cols, depth)
+    together = few_tiles.TOGETHER if on_tiles else (Cut.of(isa).columns, Cut.of(isa).columns // 2)
+    most = max(1, ceil_div(cols, span_of(isa, dtype, cols, depth)) // 8)
+    ways = [FewChoice(n, t, f) for n in (1, 2, 4) if n <= most for t in together for f in (False, True)]
+    first = FewChoice(1, together[0], not isa.tiles)
+    return [first, *(way for way in ways if way != first)]
+
+
 def few_private(isa: ISA, depth: int) -> int:
     """Bytes of a thread's own scratch: the sums of a claim, and those that are kept between two parts of the depth, or tiles."""
     return _sums_bytes(isa) + tiles_private(isa, depth)
@@ -73,10 +84,11 @@ class FewRows:
     """One thread's part of a product with FEW rows at most."""
 
     def __init__(
-        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, *, cols: int, depth: int, stride: int
-    ) -> None:
+        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, *, cols: int, depth: int, stride: int,
+        choice: FewChoice,
+    ) -> None:  # fmt: skip
         """`stride`: elements from a row of a to the next."""
-        self.k, self.a, self.weight, self.rows = k, a, weight, rows
+        self.k, self.a, self.weight, self.rows, self.choice = k, a, weight, rows, choice
         self.cols, self.depth, self.stride = cols, depth, stride
         self.cut, self.dot = Cut.of(k.isa), paired(k.isa, a.dtype)
         self.unit = k.lanes * (2 if a.dtype == "bf16" else 1)  # elements of a chain's next link or two
@@ -88,7 +100,11 @@ class FewRows:
         self.tiles = None
         if few_tiles.fits(k.isa, a.dtype, cols, depth):
             scratch = self.sums.bytes(_sums_bytes(k.isa))
-            self.tiles = few_tiles.FewTiles(k, a, weight, rows, scratch, cols=cols, depth=depth, stride=stride)
+            sizes = {"cols": cols, "depth": depth, "stride": stride}
+            self.tiles = few_tiles.FewTiles(k, a, weight, rows, scratch, choice=choice, **sizes)
+            self.wide = self.cut.columns
+        else:
+            self.wide = choice.together
         parts = max(1, round(self.cut.columns * depth * self.itemsize / PART_BYTES))
         self.part = round_up(ceil_div(depth, parts), self.unit)
 
@@ -97,8 +113,8 @@ class FewRows:
         k, span, tiles = self.k, self.span, self.tiles
         if tiles:
             tiles.begin()
-        with k.claim(ceil_div(self.cols, span), 1) as (begin, _):
-            column = begin * span
+        with k.claim(ceil_div(self.cols, span), self.choice.spans) as (begin, end), k.loop(begin, end) as at:
+            column = at * span
             if tiles:
                 tiles.multiply(column, self.sums, self.width)
             else:
@@ -117,7 +133,7 @@ class FewRows:
             self._pairs(column)
 
     def _one_row(self, column: Value) -> None:
-        k, wide = self.k, self.cut.columns
+        k, wide = self.k, self.wide
         with k.loop(0, self.cut.span, wide) as c:
             chains = self._chains(1, wide)
             columns = self._columns(column + c, wide)
@@ -125,7 +141,7 @@ class FewRows:
             self._add_lanes(chains[0], self.sums.at(c))
 
     def _pairs(self, column: Value) -> None:
-        k, wide = self.k, self.cut.columns
+        k, wide = self.k, self.wide
         parts, pairs = ceil_div(self.depth, self.part), k.ceil_div(self.rows, PAIR)
         with k.loop(0, self.cut.span, wide) as c:
             columns = self._columns(column + c, wide)
@@ -170,7 +186,7 @@ class FewRows:
         behind = len(right) * self.depth * self.itemsize
         ahead = right[0].bytes(behind + (done - first // self.unit) * step)
         with k.loop(first, whole, self.unit) as d:
-            for line in range(0, each, LINE):
+            for line in range(0, each if self.choice.fetch else 0, LINE):
                 k.prefetch(ahead.bytes(d // self.unit * step + line))
             self._unit([x.at(d) for x in left], [w.at(d) for w in right], chains)
         if not self.depth % self.unit:
@@ -264,7 +280,7 @@ def sums_of_lanes(k: KernelBuilder, vectors: list[Value]) -> Value:
 
 def few_rows(
     k: KernelBuilder, out, second, a, weight, bias, other, *, cols: int, depth: int, dims: tuple[str, ...], inner: int,
-    epilogues: tuple[str, ...], mode: str, strides: tuple[tuple[str, int], ...] = (), factor: float = 1.0,
+    epilogues: tuple[str, ...], mode: str, choice: FewChoice, strides: tuple[tuple[str, int], ...] = (), factor: float = 1.0,
 ) -> None:  # fmt: skip
     """out (rows, cols) = a (rows, depth) @ weight.T and then the `epilogues`, for FEW rows at most; nothing if a run has more."""
     rows, apart = k.extent(dims, inner), dict(strides)
@@ -275,4 +291,5 @@ def few_rows(
         return Epilogue(k, col, Tile(1, vectors), out, second, bias, other, factor=factor, **how)
 
     with k.when(rows <= FEW):
-        FewRows(k, a, weight, rows, cols=cols, depth=depth, stride=apart.get("a", depth)).run(finish)
+        sizes = {"cols": cols, "depth": depth, "stride": apart.get("a", depth)}
+        FewRows(k, a, weight, rows, choice=choice, **sizes).run(finish)

@@ -8,6 +8,7 @@ bits do not depend on the other rows.
 
 from __future__ import annotations
 
+from barellm.cpu.choices import FewChoice
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
@@ -17,6 +18,7 @@ from barellm.program.integers import round_up
 
 MOST = 64  # rows of x
 SPAN = 64  # columns of the result that a claim has
+TOGETHER = (1, 2, 4)  # tiles of the weight that are multiplied side by side where x is one tile wide, the best first
 WIDTHS = (amx.SIDE, amx.SPAN, MOST)  # rows of x as packed
 
 
@@ -34,9 +36,10 @@ class FewTiles:
     """One thread's part of a product of `rows` rows of a (rows, depth), `stride` elements apart, with a weight (cols, depth)."""
 
     def __init__(
-        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, scratch: Pointer, *, cols: int, depth: int, stride: int
+        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, scratch: Pointer, *, cols: int, depth: int, stride: int,
+        choice: FewChoice,
     ) -> None:  # fmt: skip
-        self.k, self.a, self.weight, self.rows = k, a, weight, rows
+        self.k, self.a, self.weight, self.rows, self.choice = k, a, weight, rows, choice
         self.cols, self.depth, self.stride = cols, depth, stride
         self.x = scratch.as_dtype("i32")
         self.out = scratch.bytes(round_up(2 * MOST * depth, 64)).as_dtype("fp32")
@@ -78,18 +81,17 @@ class FewTiles:
                                 sums.store(line, (first + i) * pitch + half)
 
     def _product(self, at: Pointer, width: int) -> None:
-        """The sums of SPAN rows of the weight, four tiles at a time. Meanwhile as many bytes behind them are fetched, in the order
-        in which they lie: what this thread most likely claims next."""
+        """The sums of SPAN rows of the weight. With few tiles at a time they are read nearly as they lie, which the processor sees
+        and reads ahead. Where it is asked to fetch, those are as many bytes behind them, which this thread most likely claims next."""
         k, side = self.k, amx.SIDE
-        high = 4 if width == side else 2  # tiles of the weight, and of x
-        wide = 4 // high
+        high, wide = (self.choice.together, 1) if width == side else (2, 2)  # tiles of the weight, and of x
         behind = SPAN * 2 * self.depth
         for top in range(0, SPAN, high * side):
             for first in range(0, width, wide * side):
-                for tile in range(4):
+                for tile in range(high * wide):
                     amx._tile(k, "tilezero", tile)
                 with k.loop(0, self.depth // amx.DEPTH) as s:
-                    if first == 0:
+                    if first == 0 and self.choice.fetch:
                         fetched = high * amx.TILE_BYTES
                         ahead = at.bytes(behind + top * 2 * self.depth + s * fetched)
                         for line in range(0, fetched, amx.LINE):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from barellm.cpu.choices import FEW_ROLE
 from barellm.cpu.kernel import Lowering, lowering
 from barellm.cpu.kernels import gemm, weight_gradient
 from barellm.cpu.kernels.cross_entropy import ALL_ROWS
 from barellm.cpu.kernels.few_rows import FEW, few_private, few_rows
 from barellm.cpu.kernels.loops import shape_of
-from barellm.cpu.tuning import choose
+from barellm.cpu.tuning import choose, choose_few
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
@@ -21,6 +22,11 @@ CHEAP = ("bias", "rescale")  # epilogues that no choice depends on
 def role_of(transposed: bool, epilogues: tuple[str, ...]) -> str:
     """The name of a product where its choice is kept. Its bias and a factor make no difference to it."""
     return "_".join(["forward" if transposed else "input_gradient", *(name for name in epilogues if name not in CHEAP)])
+
+
+def few_role_of(epilogues: tuple[str, ...]) -> str:
+    """The same of a product of few rows."""
+    return role_of(True, epilogues).replace("forward", FEW_ROLE)
 
 
 def tokens_of(like: Tensor, rows: tuple[int, int]) -> int:
@@ -58,7 +64,8 @@ def append_product(
     most = tokens_of(like, rows)
     if c.few_rows and transposed and rows == (0, ALL_ROWS):
         c.private(few_private(c.isa, depth))
-        c.call(few_rows, operands, constants, writes="out second")
+        few = choose_few(c.isa, few_role_of(epilogues), a_dtype, cols, depth, c.threads)
+        c.call(few_rows, operands, constants | {"choice": few}, writes="out second")
         if most <= FEW:
             return
         constants |= {"least": FEW + 1}

@@ -16,6 +16,7 @@ import xxhash
 from barellm.cpu import jit
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernels import gemm, weight_gradient
+from barellm.cpu.kernels.few_rows import few_private
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.threads import Pool
 from barellm.cpu.tuner.work import Candidate, Operand, Work
@@ -74,7 +75,9 @@ class Bed:
         libraries = [jit.Library([jit.compile_object(spec.ir(self.isa), self.isa)], self.isa) for spec in specs]
         addresses = [lib.address(spec.symbol()) for lib, spec in zip(libraries, specs, strict=True)]
         work, choice = self.work, candidate.choice
-        if work.role == "weight_gradient":
+        if work.few:
+            nbytes = few_private(self.isa, work.depth)
+        elif work.role == "weight_gradient":
             nbytes = weight_gradient.gradient_private(self.isa, work.dtype, work.depth, choice)
         else:
             nbytes = gemm.product_private(self.isa, work.dtype, work.depth, choice)
@@ -151,7 +154,7 @@ class Bed:
             left, right = d.initial("dy")[:tokens][:, rows].T, d.initial("x")[:tokens][:, cols]
         else:
             left, weight = d.initial("a")[rows], d.initial("weight")
-            right = weight[cols].T if constants["transposed"] else weight[:, cols]
+            right = weight[cols].T if constants.get("transposed", True) else weight[:, cols]
         left, right = left.astype(np.float64), right.astype(np.float64)
         x = left @ right
         # One chain of fp32 additions: errors walk at random over the partial sums.
@@ -230,7 +233,7 @@ class Bed:
         self.pool.close()
 
     def _seconds(self, loaded: Loaded, table: tuple[int, Any], records: int) -> float:
-        self._bind(loaded, self.work.tokens, 0)
+        self._bind(loaded, self.work.timed, 0)
         start = time.perf_counter()
         self.pool.run(table[0], records)
         return time.perf_counter() - start

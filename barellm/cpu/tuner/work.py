@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from barellm.cpu import tuning
-from barellm.cpu.choices import Choice, default
+from barellm.cpu.choices import FEW_ROLE, Choice, FewChoice, default
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Call, Emit, Specialisation, positional
 from barellm.cpu.kernels import gemm, weight_gradient
-from barellm.cpu.kernels.linear import role_of, tokens_of
+from barellm.cpu.kernels.few_rows import FEW, few_choices, few_rows
+from barellm.cpu.kernels.linear import few_role_of, role_of, tokens_of
 from barellm.program.dtypes import itemsize
 from barellm.runtime.lowering import Region
 
@@ -48,14 +49,26 @@ class Work:
         return self.depth if self.role == "weight_gradient" else self.rows
 
     @property
+    def few(self) -> bool:
+        """Whether it is a product of few rows: right for up to FEW, and timed for one, as text is written."""
+        return self.role.startswith(FEW_ROLE)
+
+    @property
+    def timed(self) -> int:
+        """Tokens of a run that is timed."""
+        return 1 if self.few else self.tokens
+
+    @property
     def flops(self) -> int:
-        return 2 * self.rows * self.cols * self.depth
+        return 2 * (self.timed if self.few else self.rows) * self.cols * self.depth
 
     @property
     def sizes(self) -> dict[str, int]:
         return {"rows": self.rows, "cols": self.cols, "depth": self.depth}
 
-    def default(self, isa: ISA) -> Choice:
+    def default(self, isa: ISA) -> Choice | FewChoice:
+        if self.few:
+            return few_choices(isa, self.dtype, self.cols, self.depth)[0]
         return default(isa, self.role, self.dtype, self.cols, self.depth, self.rows)
 
     def key(self, isa: ISA, threads: int) -> str:
@@ -69,7 +82,7 @@ class Work:
 class Candidate:
     """A way to do the work: the choice, and a kernel other than its own where a self-test injects one."""
 
-    choice: Choice
+    choice: Choice | FewChoice
     emit: Emit | None = None
 
     def spec(self, of: Specialisation) -> Specialisation:
@@ -84,7 +97,7 @@ def works_of(calls: Iterable[Call]) -> list[Work]:
     """The products among `calls`, each once, those with most operations first."""
     found: dict[tuple[str, str, int, int, int], dict[Specialisation, tuple[int, tuple[Operand | None, ...]]]] = {}
     for call in calls:
-        if call.spec.emit not in (gemm.product, weight_gradient.weight_gradient):
+        if call.spec.emit not in (gemm.product, weight_gradient.weight_gradient, few_rows):
             continue
         product, operands = _described(call)
         specs = found.setdefault(product, {})
@@ -109,16 +122,18 @@ def _described(call: Call) -> tuple[tuple[str, str, int, int, int], tuple[Operan
     args = iter(call.args)
     given = {name: next(args) for name, kind in zip(names, kinds, strict=True) if kind}
     dtypes = dict(zip(names, kinds, strict=True))
-    limit, inputs = given["row_limit"], call.op.inputs
+    few = call.spec.emit is few_rows
+    limit, inputs = FEW if few else given["row_limit"], call.op.inputs
     assert isinstance(limit, int)
-    tokens = tokens_of(inputs["x"] if "x" in inputs else inputs["dy"], (0, limit))
+    tokens = FEW if few else tokens_of(inputs["x"] if "x" in inputs else inputs["dy"], (0, limit))
     if call.spec.emit is weight_gradient.weight_gradient:
         N, K = constants["N"], constants["K"]
         product = ("weight_gradient", dtypes["dy"], K, tokens, N)
         shapes = {"dweight": (N, K), "dy": (tokens, N), "x": (tokens, K)}
     else:
-        cols, depth, transposed = constants["cols"], constants["depth"], constants["transposed"]
-        product = (role_of(transposed, constants["epilogues"]), dtypes["a"], cols, depth, tokens)
+        cols, depth, transposed = constants["cols"], constants["depth"], constants.get("transposed", True)
+        role = few_role_of(constants["epilogues"]) if few else role_of(transposed, constants["epilogues"])
+        product = (role, dtypes["a"], cols, depth, tokens)
         shapes = dict.fromkeys(("out", "second", "other"), (tokens, cols))
         shapes |= {"a": (tokens, depth), "bias": (cols,), "weight": (cols, depth) if transposed else (depth, cols)}
     operands = [
