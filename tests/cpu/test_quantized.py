@@ -10,6 +10,7 @@ from barellm.assembly.quantized import Quantizing, quantize_programs
 from barellm.cpu import jit
 from barellm.cpu.isa import ISA, cross
 from barellm.cpu.kernel import Specialisation
+from barellm.cpu.kernels import quantized_digits
 from barellm.cpu.kernels.quantized import quantized_few_rows
 from barellm.cpu.step import CpuSession, Lowered
 from barellm.inspect import machine_code
@@ -17,10 +18,10 @@ from barellm.inspect.kernels import ARM_TRIPLE, X86_TRIPLE
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.quantization import packed_matrix, scheme
+from barellm.program.quantization import pack, packed_matrix, quantize, scheme
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
-from tests.cases import normal
+from tests.cases import normal, operands
 from tests.cpu.check import ISAS, check_op, isa_named
 from tests.quantized_cases import CASES, case
 
@@ -154,7 +155,7 @@ def test_an_element_takes_few_instructions(weights, name, x, most):
 @pytest.mark.parametrize(
     "name, triple, few, many",
     [
-        ("amx_bf16", X86_TRIPLE, ("vpshufb", "vdpbf16ps"), "tdpbf16ps"),
+        ("amx_bf16", X86_TRIPLE, ("vpshufb", "vpdpbusd"), "tdpbf16ps"),
         ("avx512", X86_TRIPLE, ("vpshufb", "vfmadd"), "vfmadd"),
         ("neon_bf16", ARM_TRIPLE, ("tbl", "bfdot"), "bfdot"),
     ],
@@ -169,3 +170,77 @@ def test_other_processors_look_up_in_registers_too(name, triple, few, many):
     p.apply(ops.QuantizedMatmul, x=x, **operands, weights="nf4", columns=33)
     first, second = (jit.assembly(call.spec.ir(isa), isa) for call in Lowered(p, isa, 2).calls)
     assert all(word in first for word in few) and many in second
+
+
+def session_of(isa: ISA, weights: str, dtype: str, codes, scales, rows: int, columns: int, depth: int) -> CpuSession:
+    """A session whose only op multiplies up to `rows` rows with these codes."""
+    p = Program(Store())
+    x = p.input("x", (Dim("batch", 1), Dim("seq", rows), depth), dtype)
+    held = p.store.get("codes", codes.shape, scheme(weights).codes, "parameter")
+    factors = p.store.get("scales", scales.shape, "fp16", "parameter")
+    op = p.apply(ops.QuantizedMatmul, x=x, codes=held, scales=factors, weights=weights, columns=columns)
+    p.output("y", op.outputs["y"])
+    session = CpuSession({"op": p}, isa=isa, threads=2)
+    session.write("codes", codes)
+    session.write("scales", scales)
+    return session
+
+
+def multiplied(session: CpuSession, x: np.ndarray) -> np.ndarray:
+    session.write("x", x[None])
+    session.run("op", batch=1, seq=len(x))
+    return session.read("y")[0].copy()
+
+
+@each_isa
+@pytest.mark.parametrize("weights", ["int4", "nf4", "int8"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_row_of_digits_has_the_same_bits_in_any_company(isa, weights, dtype):
+    """Sums of whole numbers do not depend on the order; the powers of two of a row are its own."""
+    if not isa.byte_dot:
+        pytest.skip("no digits on this ISA")
+    given = case(weights, dtype, (1, 4, 35, 150))["given"]
+    session = session_of(isa, weights, dtype, given["codes"].values, given["scales"].values, 4, 35, 150)
+    x = normal(4, 150) * np.float32(10.0) ** np.arange(-3, 1)[:, None].astype(np.float32)
+    found = [multiplied(session, x[:rows]) for rows in (4, 3, 2, 1)]
+    session.close()
+    assert np.isfinite(found[0]).all() and found[0].any(1).all()
+    for some in found:
+        assert np.array_equal(some, found[0][: len(some)])
+
+
+@each_isa
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, 1e-38, 1e36])
+def test_groups_of_extreme_numbers(isa, value):
+    """What is not finite makes its row so and no other; zeros give zeros, the smallest nearly, and large ones do not overflow."""
+    given = case("int4", "fp32", (1, 2, 17, 64))["given"]
+    codes, scales = given["codes"].values, given["scales"].values
+    session = session_of(isa, "int4", "fp32", codes, scales, 2, 17, 64)
+    x = np.zeros((2, 64), np.float32)
+    x[0, 35], x[1] = value, 1.0
+    got = multiplied(session, x)
+    session.close()
+    assert np.isfinite(got[1]).all()
+    if np.isfinite(value):
+        w = packed_matrix(codes, scales.astype(np.float64), scheme("int4"), 17, 64)
+        assert np.allclose(got[0], x[0].astype(np.float64) @ w.T, rtol=1e-6, atol=1e-32)
+    else:
+        assert not np.isfinite(got[0]).any()
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_digits_are_near_the_largest_of_their_group(isa, dtype):
+    """A matrix of ones on the diagonal reads each number by itself: off by half a unit of the last digit at most."""
+    if not isa.byte_dot:
+        pytest.skip("no digits on this ISA")
+    how = scheme("int4")
+    session = session_of(isa, "int4", dtype, *pack(*quantize(np.eye(64, dtype=np.float32), how), how), 1, 64, 64)
+    bits = quantized_digits.BITS[quantized_digits.digits_of(dtype)]
+    x = operands((1, 1, 1, 64), dtype)[0].values.reshape(1, 64).astype(np.float32)
+    got = multiplied(session, x)[0]
+    session.close()
+    largest = np.abs(x.reshape(2, 32)).max(1)
+    unit = np.repeat(2.0 ** (np.floor(np.log2(largest)) + 1 - bits), 32)
+    error = np.abs(got - x[0].astype(np.float64))
+    assert (error <= unit / 2 + {"bf16": 2.0**-9, "fp32": 2.0**-24}[dtype] * np.abs(x[0])).all()

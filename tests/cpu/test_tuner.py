@@ -209,6 +209,51 @@ def test_products_on_amx_tiles_are_tried_with_other_claims():
     assert len(found["weight_gradient", 768]) > 5
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_products_of_few_rows_are_tuned_and_keep_their_bits(dtype):
+    """Every way is right in a bed, goes through the database, and writes the text that the default writes."""
+    built = build(MODEL, batch=1, seq=8, compute=dtype, decode_batch=1)[1]
+    decode = {"decode": built["decode"]}
+
+    def written() -> tuple[list, bytes]:
+        session = CpuSession(decode, threads=2)
+        for name, t in session.tensors.items():
+            if t.role == "parameter":
+                session.write_rows(
+                    name, 0, np.random.default_rng(len(name)).standard_normal(t.shape).astype(np.float32)
+                )
+        for pos, count in ((0, 5), (5, 1)):
+            session.write("tokens", np.arange(count, dtype=np.int32)[None] + 3)
+            session.run("decode", batch=1, seq=count, pos=pos)
+        choices = [dict(c.spec.constants)["choice"] for c in session.calls["decode"] if c.spec.name == "few_rows"]
+        found = session.read("logits").tobytes()
+        session.close()
+        return choices, found
+
+    found = [w for w in works_of(lower_and_plan(decode, threads=2).calls["decode"]) if w.few]
+    assert {w.role for w in found} == {"few", "few_gelu", "few_residual"} and {w.timed for w in found} == {1}
+    before, text = written()
+    for work in found:
+        ways = candidates.candidates(work, host(), 2)
+        assert ways[0] == work.default(host()) and len(set(ways)) == len(ways) > 3
+        bed = Bed(work, host(), 2, 1 << 16)
+        for way in ways[1:]:
+            bed.check(Candidate(way))
+        bed.close()
+    tune_to({work: candidates.candidates(work, host(), 2)[-1] for work in found})
+    after, tuned = written()
+    assert all(a != b for a, b in zip(before, after, strict=True)) and tuned == text
+
+
+def test_an_entry_of_few_rows_that_is_no_way_is_ignored(capsys):
+    isa = host()
+    key = tuning.key(isa, 2, "few", "fp32", 40, 40, 64)
+    tuning.database().change({key: {"choice": {"spans": 3, "together": 99, "fetch": True}}})
+    want = tuning.few_choices(isa, "fp32", 40, 40)[0]
+    assert tuning.choose_few(isa, "few", "fp32", 40, 40, 2) == want
+    assert "expected spans, together, fetch" in capsys.readouterr().err
+
+
 @pytest.mark.alone
 def test_faulty_candidates_are_rejected_with_the_reason():
     trials = selftest.self_test(threads=2, limit=3.0)

@@ -6,8 +6,8 @@ multiply-adds of vectors along the depth, whose lanes are added at the end; so i
 Several columns go together, since a chain alone would wait for its own sums. More rows than one go in pairs, which find the columns
 that the first pair read in the first cache.
 
-What memory gives depends on how much of it is on its way. A processor that does not read far enough ahead by itself is helped: while
-some columns are multiplied, those that come next are fetched, in the order in which they lie and evenly over all pairs of rows.
+What memory gives depends on how much of it is on its way. A processor that does not read far enough ahead is helped: while some
+columns are multiplied, those that come next are fetched, in the order in which they lie and evenly over all pairs of rows.
 
 Shapes: a (rows, depth), weight (cols, depth), out (rows, cols).
 """
@@ -55,8 +55,8 @@ class Cut:
 
 
 def few_choices(isa: ISA, dtype: str, cols: int, depth: int) -> list[FewChoice]:
-    """The ways to walk a weight, the one that is taken untuned first. A processor with AMX tiles reads ahead by itself, and faster
-    than one can ask it to: each request takes one of the sixteen places for lines that are on their way. AMD's wait for requests."""
+    """The ways to walk a weight, the one that is taken untuned first. A processor with AMX tiles reads ahead by itself, faster than
+    by requests, each of which takes one of few places for lines on their way. AMD's processors read more with requests."""
     on_tiles = few_tiles.fits(isa, dtype, cols, depth)
     together = few_tiles.TOGETHER if on_tiles else (Cut.of(isa).columns, Cut.of(isa).columns // 2)
     most = max(1, ceil_div(cols, span_of(isa, dtype, cols, depth)) // 8)

@@ -82,7 +82,7 @@ class FewTiles:
 
     def _product(self, at: Pointer, width: int) -> None:
         """The sums of SPAN rows of the weight. With few tiles at a time they are read nearly as they lie, which the processor sees
-        and reads ahead. Where it is asked to fetch, those are as many bytes behind them, which this thread most likely claims next."""
+        and reads ahead. Where it is asked to, it fetches as many bytes behind them, which this thread most likely claims next."""
         k, side = self.k, amx.SIDE
         high, wide = (self.choice.together, 1) if width == side else (2, 2)  # tiles of the weight, and of x
         behind = SPAN * 2 * self.depth

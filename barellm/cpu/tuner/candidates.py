@@ -7,9 +7,10 @@ claims that the slowest thread gets more than the others. It need not be exact: 
 from __future__ import annotations
 
 from math import ceil
+from typing import Any
 
 from barellm.cpu import processor
-from barellm.cpu.choices import BUSY, ORDERS, Choice, FewChoice, chunk_of, tiles
+from barellm.cpu.choices import BUSY, ORDERS, Choice, chunk_of, tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.few_rows import few_choices
@@ -27,12 +28,11 @@ PACK_INTERLEAVED, PACK_TRANSPOSED = 2.5, 5.0  # cycles for a vector of a panel
 BYTES_A_CYCLE = 6.0  # of one core from beyond its L2
 
 
-def candidates(work: Work, isa: ISA, threads: int) -> list[Choice] | list[FewChoice]:
+def candidates(work: Work, isa: ISA, threads: int) -> list[Any]:
     """The default first, then the others by the model's cost. The ways of few rows are few, and all are tried."""
     if work.few:
         return few_choices(isa, work.dtype, work.cols, work.depth)
     first = work.default(isa)
-    assert isinstance(first, Choice)
     if _on_tiles(work, isa):
         return [first, *(c for c in possible(work, isa) if c != first)]
     costs = {choice: cost(work, choice, isa, threads) for choice in possible(work, isa)}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from barellm.cpu import tuning
-from barellm.cpu.choices import FEW_ROLE, Choice, FewChoice, default
+from barellm.cpu.choices import FEW_ROLE, default
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Call, Emit, Specialisation, positional
 from barellm.cpu.kernels import gemm, weight_gradient
@@ -66,7 +67,8 @@ class Work:
     def sizes(self) -> dict[str, int]:
         return {"rows": self.rows, "cols": self.cols, "depth": self.depth}
 
-    def default(self, isa: ISA) -> Choice | FewChoice:
+    def default(self, isa: ISA) -> Any:
+        """The choice where nothing was tuned: a FewChoice if `few`, else a Choice."""
         if self.few:
             return few_choices(isa, self.dtype, self.cols, self.depth)[0]
         return default(isa, self.role, self.dtype, self.cols, self.depth, self.rows)
@@ -82,7 +84,7 @@ class Work:
 class Candidate:
     """A way to do the work: the choice, and a kernel other than its own where a self-test injects one."""
 
-    choice: Choice | FewChoice
+    choice: Any  # a Choice, or of few rows a FewChoice
     emit: Emit | None = None
 
     def spec(self, of: Specialisation) -> Specialisation:
