@@ -121,21 +121,24 @@ def _summary(row: dict[str, Any]) -> list[str]:
     others = [x for x in code["loops"] if inner and x["label"] != inner["label"] and x["stack_references"]]
     lines += [f"  also {x['label']:<16}{x['stack_references']} stack references" for x in others]
     if "weights" in row["constants"]:
-        lines += [f"  {line}" for line in _of_a_weight(code["loops"], code["widest"])]
+        lines += [f"  {line}" for line in _of_a_weight(row, code["loops"], code["widest"])]
     return lines
 
 
-def _of_a_weight(loops: list[dict[str, Any]], widest: str) -> list[str]:
+def _of_a_weight(row: dict[str, Any], loops: list[dict[str, Any]], widest: str) -> list[str]:
     """Instructions for each weight in the loops of a kernel that turns codes into numbers in registers: those with the fewest
-    multiply-adds are of one row."""
+    multiply-adds are of one row. Where bytes are multiplied, a lane of a product has four, and a weight takes several products."""
+    from barellm.cpu.kernels.quantized_digits import products_of_a_weight
+
     lanes = {"zmm": 16, "ymm": 8}.get(widest, 4)
-    counts = [
-        (
-            x["instructions"],
-            sum(n * (2 if "dot" in name or "dpbf16" in name else 1) for name, n in x["multiply_adds"].items()),
-        )
-        for x in loops
-    ]
+    pairs = {"vdpbf16ps": 2, "bfdot": 2}
+    adds = [x["multiply_adds"] for x in loops]
+    if any("vpdpbusd" in found for found in adds):
+        each = 4 / products_of_a_weight(row["constants"]["weights"], row["operands"][2])
+        weights = [int(each * found.get("vpdpbusd", 0)) for found in adds]
+    else:
+        weights = [sum(n * pairs.get(name, 1) for name, n in found.items()) for found in adds]
+    counts = [(x["instructions"], each) for x, each in zip(loops, weights, strict=True)]
     counts = [(instructions, lanes * each) for instructions, each in counts if each]
     if not counts:
         return []

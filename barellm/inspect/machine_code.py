@@ -13,12 +13,16 @@ from typing import Any
 
 LABEL = re.compile(r"^(\.?L[\w$.]+):")
 INSTRUCTION = re.compile(r"^\s+([a-z][\w.]*)(?:\s+(.*))?$")
-MULTIPLY_ADD = re.compile(r"^(vdpbf16ps|tdpbf16ps|vfn?madd\w+|vfn?msub\w+|v?mulp[sd]|fml[as]|bfdot|bfmmla|bfmlal[bt])$")
+MULTIPLY_ADD = re.compile(
+    r"^(vdpbf16ps|tdpbf16ps|vpdpbusd|vfn?madd\w+|vfn?msub\w+|v?mulp[sd]|fml[as]|bfdot|bfmmla|bfmlal[bt])$"
+)
 TILES = "tdpbf16ps"
 X86_JUMP = re.compile(r"^j[a-z]+$")
 ARM_JUMP = re.compile(r"^(b|b\.\w+|cbn?z|tbn?z)$")
 MEMORY = {"x86": re.compile(r"\("), "arm": re.compile(r"\[")}
-ACCUMULATE = re.compile(r"^(vdpbf16ps|tdpbf16ps|vfn?madd231\w+|v?addp[sd]|fml[as]|fadd|bfdot|bfmmla|bfmlal[bt])$")
+ACCUMULATE = re.compile(
+    r"^(vdpbf16ps|tdpbf16ps|vpdpbusd|vfn?madd231\w+|v?addp[sd]|fml[as]|fadd|bfdot|bfmmla|bfmlal[bt])$"
+)
 VECTOR = re.compile(r"%(tmm\d+)|%[xyz]mm(\d+)|\b[vq](\d+)\b")
 WIDTHS = {"zmm": 64, "ymm": 32, "xmm": 16, "v": 16}  # bytes; aarch64's q3 is v3
 

@@ -20,7 +20,7 @@ from barellm.cpu.kernels.packing import LINE
 from barellm.cpu.kernels.quantized_few import AHEAD, FEW, FewRows
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.integers import ceil_div, round_up
-from barellm.program.quantization import BLOCK, TILE, Scheme
+from barellm.program.quantization import BLOCK, TILE, Scheme, scheme
 
 WHOLE_ROW = 64  # elements of a group of x where the weight has a scale for a whole row
 BITS = {
@@ -66,6 +66,11 @@ def whole(how: Scheme) -> Whole:
     numbers = tuple(v / unit + offset * BASE for v in how.table)
     assert all(n == int(n) and 0 <= n < BASE * BASE for n in numbers), how
     return Whole(unit, offset, tuple(int(n) for n in numbers))
+
+
+def products_of_a_weight(weights: str, dtype: str) -> int:
+    """Products of bytes that a weight takes: those of each of its digits with each digit of a number of x."""
+    return whole(scheme(weights)).digits * digits_of(dtype)
 
 
 def group_of(how: Scheme) -> int:
