@@ -14,7 +14,8 @@ A trial starts a small run as a user would, does one of these to it at some mome
 The moment is in the start of a run, in its steps, in an evaluation, while a checkpoint is written, or in the start of a run that
 was killed and is resumed. All but the last kind must end within 30 s, with one line on stderr; for kill, stop and hold it names the
 rank. Nothing may stay of its processes. Then every checkpoint must be whole, and the run resumed to its end must leave the same
-bytes as one that was never disturbed. The file has a row for each.
+bytes as one that was never disturbed. The file has a row for each. With --messages the ranks send each other messages, as those of
+several machines do; else they read each other's memory.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ Bytes = dict[str, bytes]
 
 
 class Trials:
-    """Runs in `place`, each of its own folder. `reference` is what a run leaves that nobody disturbs."""
+    """Runs in `place`, each of its own folder, whose ranks send messages or read each other's memory. `reference` is what a run leaves
+    that nobody disturbs."""
 
-    def __init__(self, place: Path, ranks: int) -> None:
-        self.place, self.ranks = place, ranks
+    def __init__(self, place: Path, ranks: int, *, messages: bool = False) -> None:
+        self.place, self.ranks, self.messages = place, ranks, messages
         (place / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
         begin = time.monotonic()
         assert self.finished(place / "reference") == (0, "")
@@ -96,7 +98,7 @@ class Trials:
             *more,
         ]
         command += ["--ranks", str(self.ranks)]
-        own = os.environ | {"BARELLM_THREADS": "1"}
+        own = os.environ | {"BARELLM_THREADS": "1", "BARELLM_MESSAGES": str(int(self.messages))}
         return subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def finished(self, out: Path, *more: str) -> tuple[int, str]:
@@ -138,7 +140,8 @@ class Trials:
             process.communicate()
             process = self.start(out, *resumed(out))
         self.moment(moment, r, out, process)
-        row: dict[str, Any] = {"trial": number, "ranks": self.ranks, "kind": kind, "moment": moment, "rank": rank}
+        row: dict[str, Any] = {"trial": number, "ranks": self.ranks, "messages": self.messages}
+        row |= {"kind": kind, "moment": moment, "rank": rank}
         row |= {"step": seen(out), "pid": disturb(kind, process, rank)}
         begin = time.monotonic()
         try:
@@ -276,11 +279,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--beside", type=int, default=2, help="trials at a time")
+    parser.add_argument("--messages", action="store_true", help="ranks send messages, as between machines")
     parser.add_argument("--out", type=Path, help="rows are added to those of a file that is there")
     args = parser.parse_args()
     kept = json.loads(args.out.read_text())["trials"] if args.out and args.out.exists() else []
     with tempfile.TemporaryDirectory(prefix="barellm-faults-") as folder, ThreadPoolExecutor(args.beside) as pool:
-        trials = Trials(Path(folder), args.ranks)
+        trials = Trials(Path(folder), args.ranks, messages=args.messages)
         numbers = range(args.first, args.first + args.trials)
         for row in pool.map(lambda number: trials.one(number, args.seed), numbers):
             kept.append(row)
