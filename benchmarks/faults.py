@@ -74,8 +74,8 @@ Bytes = dict[str, bytes]
 
 
 class Trials:
-    """Runs in `place`, each of its own folder, whose ranks send messages or read each other's memory. `reference` is what a run leaves
-    that nobody disturbs."""
+    """Runs in `place`, each of its own folder, whose ranks send messages or read each other's memory. `reference` is what a run
+    leaves that nobody disturbs."""
 
     def __init__(self, place: Path, ranks: int, *, messages: bool = False) -> None:
         self.place, self.ranks, self.messages = place, ranks, messages

@@ -58,7 +58,7 @@ def _train(args: argparse.Namespace, ranks: Ranks) -> int:
     from barellm.training.console import Console
 
     silent = open(os.devnull, "w") if ranks.rank else None  # noqa: SIM115  (to the end of the process)
-    console = Console(json_lines=args.json, stream=silent)
+    console = Console(json_lines=args.json, stream=silent, several=ranks.count > 1)
     check_device(args.device)
     asked = Asked.of(args)
     name = asked.preset

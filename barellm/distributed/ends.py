@@ -10,7 +10,6 @@ import fcntl
 import os
 import selectors
 import struct
-from contextlib import suppress
 from pathlib import Path
 
 # ioctl PIDFD_GET_INFO with struct pidfd_info of linux/pidfd.h, of which the first and the last field of 64 bytes count.
@@ -29,12 +28,16 @@ class Ends:
         self._selector.register(self._asleep, selectors.EVENT_READ)
 
     def follow(self, process: int) -> None:
-        """Take note of when it ends; nothing where the system cannot say, or it is gone already."""
-        if process in self._files or not hasattr(os, "pidfd_open"):
+        """Take note of when it ends: now, where it is gone already. Nothing where the system cannot say."""
+        if process in self._files or process in self.order or not hasattr(os, "pidfd_open"):
             return
-        with suppress(OSError):
+        try:
             file = self._files[process] = os.pidfd_open(process)
             self._selector.register(file, selectors.EVENT_READ, process)
+        except ProcessLookupError:
+            self.order.append(process)
+        except OSError:
+            pass
 
     def wait(self, seconds: float) -> None:
         """Until one ends, `wake` is called, or the time is over."""
@@ -54,7 +57,7 @@ class Ends:
         struct.pack_into("Q", answer, 0, EXIT)
         try:
             fcntl.ioctl(self._files[process], GET_INFO, answer)
-        except OSError:
+        except (KeyError, OSError):
             return _status_of_zombie(process)
         (told,), (status,) = struct.unpack_from("Q", answer), struct.unpack_from("i", answer, INFO_BYTES - 4)
         return status if told & EXIT else _status_of_zombie(process)

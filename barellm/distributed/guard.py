@@ -18,7 +18,7 @@ from barellm.distributed import world
 from barellm.distributed.ends import Ends
 from barellm.distributed.watch import limit_seconds
 
-LOOK_S, SOON_S = 1.0, 0.01  # between two looks; until all ranks have been seen
+LOOK_S, SOON_S = 1.0, 0.002  # between two looks; until all ranks have been seen
 FAILED_S = 3.0  # for which the others may go on after a rank that has ended by itself, and not well
 NEVER_SEEN = 0  # stands for processes that have ended before the first look
 LATER = 1.25  # times the watch's limit: where the watch is on, it speaks
@@ -26,16 +26,17 @@ LATER = 1.25  # times the watch's limit: where the watch is on, it speaks
 
 class Guard(threading.Thread):
     """Kills all ranks below the process `launcher` (mpiexec) where one has been stopped for long, or has ended long before the
-    others. `count`: how many there will be. `alone`: the launcher does nothing where one is killed or fails, and this does it.
+    others. `count`: how many there will be. `alone`: this ends all where one is killed, or `failed_s` seconds after one has failed.
     `numbers` is {process: rank} of all that it has seen, and `words` what it has done, or "". After `end`, `first` is the
     rank's process that has ended first, and how (as in `Ends.status`); None where nobody knows."""
 
-    def __init__(self, launcher: int, count: int = 0, alone: bool = False) -> None:
+    def __init__(self, launcher: int, count: int = 0, alone: bool = False, failed_s: float = FAILED_S) -> None:
         super().__init__(name="guard", daemon=True)
         self.numbers: dict[int, int] = {}
         self.words = ""
         self.first: tuple[int, int | None] | None = None
-        self._launcher, self._count, self._alone, self._limit = launcher, count, alone, LATER * limit_seconds()
+        self._launcher, self._count, self._alone, self._failed_s = launcher, count, alone, failed_s
+        self._limit = LATER * limit_seconds()
         self._seconds: dict[int, float] = {}  # for which a process has been stopped, or gone
         self._ends, self._over = Ends(), False
 
@@ -71,7 +72,7 @@ class Guard(threading.Thread):
         for process, seconds in self._seconds.items():
             if self._alone and process in self._ends.order and (status := self._ends.status(process)) != 0:
                 killed = status is not None and os.WIFSIGNALED(status)
-                if killed or seconds > FAILED_S:
+                if killed or seconds > self._failed_s:
                     self.kill(found)
                     return True
             elif seconds > self._limit:

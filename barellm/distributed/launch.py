@@ -9,16 +9,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from barellm.distributed import launchers
 from barellm.distributed.guard import Guard, below
 from barellm.distributed.sign import SIGN
 from barellm.errors import UserError
 
 MOST = 1 << 16
+LAST_WORDS_S = 5.0  # for what a rank has said to arrive after all have ended
 PR_SET_PDEATHSIG = 1
 
 
@@ -35,18 +38,8 @@ def start(count: int, arguments: Sequence[str]) -> int:
     """Run `barellm ARGUMENTS` as `count` processes of this machine, and give the exit status. Signals go on to all of them."""
     if not 1 <= count <= MOST:
         raise UserError(f"--ranks is {count}, expected 1 to {MOST}")
-    program = mpiexec()
-    alone = _lets_us_end_ranks(program)
-    command = [
-        program,
-        *(["-disable-auto-cleanup"] if alone else []),
-        "-n",
-        str(count),
-        sys.executable,
-        "-m",
-        "barellm",
-        *arguments,
-    ]
+    launcher = launchers.known(mpiexec())
+    command = launcher.command(count, sys.executable, "-m", "barellm", *arguments)
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     # A session of its own: Ctrl-C reaches it once, from here.
     process = subprocess.Popen(
@@ -54,6 +47,7 @@ def start(count: int, arguments: Sequence[str]) -> int:
         env=clean | {"BARELLM_RANKS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
@@ -63,7 +57,10 @@ def start(count: int, arguments: Sequence[str]) -> int:
     def receive(number: int, frame: FrameType | None) -> None:
         nonlocal ended
         if len(numbers) == count:
-            process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            number = signal.SIGTERM if number == signal.SIGHUP else number
+            for other in (process.pid,) if launcher.passes_signals else numbers:
+                with suppress(ProcessLookupError):
+                    os.kill(other, number)
             return
         ended = 128 + number  # a rank that still imports modules would answer with a traceback, and has nothing to save
         for other in [*below(process.pid), process.pid]:
@@ -71,11 +68,14 @@ def start(count: int, arguments: Sequence[str]) -> int:
                 os.kill(other, signal.SIGKILL)
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    guard = Guard(process.pid, count, alone)
+    guard = Guard(process.pid, count, launcher.alone, launcher.failed_s)
     guard.start()
+    errors = _Errors(process)
+    errors.start()
     try:
         banner, told = _pass_on(process, numbers)
         status = process.wait()
+        errors.join(LAST_WORDS_S)
     finally:
         guard.end()
         for number, handler in before.items():
@@ -87,18 +87,29 @@ def start(count: int, arguments: Sequence[str]) -> int:
         return told
     if guard.first and guard.first[1] and os.WIFEXITED(guard.first[1]) and not guard.words:
         return os.WEXITSTATUS(guard.first[1])  # a rank that ends by itself says why
-    if words := guard.words or _killed(banner, guard.numbers | numbers, guard.first):
+    if words := guard.words or _killed(banner + errors.own, guard.numbers | numbers, guard.first, count):
         print(f"barellm: error: {words}", file=sys.stderr)
         return 1
+    if status and not errors.others:  # nobody else says why
+        sys.stderr.write(errors.own)
     return status
 
 
-def _lets_us_end_ranks(program: str) -> bool:
-    """Whether this launcher can leave it to our guard to end all ranks once one is gone. MPICH's does so itself as soon as a socket
-    of one closes, before that one has quite ended: the ranks then end in any order, and nobody knows which was the first."""
-    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
-        return False
-    return b"HYDRA" in subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True).stdout
+class _Errors(threading.Thread):
+    """Passes on what the ranks say on stderr. `own`: what their launcher has said there, and `others`: whether anybody else has."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(name="errors", daemon=True)
+        assert process.stderr is not None
+        self.own, self.others, self._lines = "", False, process.stderr
+
+    def run(self) -> None:
+        self.own = launchers.pass_on_errors(self._lines, self._write)
+
+    def _write(self, line: bytes) -> None:
+        self.others = True
+        with suppress(OSError):  # nobody reads any more
+            os.write(2, line)
 
 
 def _end_with_parent() -> None:
@@ -141,15 +152,19 @@ def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple
     return "\n".join(own), told
 
 
-def _killed(banner: str, numbers: Mapping[int, int], first: tuple[int, int | None] | None = None) -> str:
+def _killed(
+    banner: str, numbers: Mapping[int, int], first: tuple[int, int | None] | None = None, count: int = 0
+) -> str:
     """Which rank was killed by what, from `first`, the process that has ended before the others, and how; where that is not known
-    from the launcher's words. "" if none was."""
-    told, signalled = re.search(r"PID (\d+) RUNNING AT", banner), re.search(r"\(signal (\d+)\)", banner)
+    from the launcher's words. "" if none was. Where less than `count` ranks have been seen, one may have ended before that."""
+    told = re.search(r"PID (\d+) (?:RUNNING AT|on node)", banner)
+    signalled = re.search(r"\bsignal (\d+) ?[()]", banner)
     process, status = first or (int(told[1]) if told else -1, None)
     number = os.WTERMSIG(status) if status else int(signalled[1]) if signalled else 0
     if not number:
         return ""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     # What the launcher says of a process that nobody knows may be about another one.
-    who = f"rank {numbers[process]} (process {process})" if process in numbers else "a rank"
+    sure = process in numbers and (first is None or len(numbers) >= count)
+    who = f"rank {numbers[process]} (process {process})" if sure else "a rank"
     return f"{who} was ended by {name}: the run is ended; go on from its last checkpoint with --resume"

@@ -7,6 +7,7 @@ import ctypes
 import os
 import pickle
 import re
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,11 +19,12 @@ from barellm.distributed import cores as cores_module
 from barellm.distributed.guard import fellow
 from barellm.distributed.memory import Place, Reading, allow_reading, can_read
 from barellm.distributed.transfers import Transfers
-from barellm.distributed.watch import Watch, end_all
+from barellm.distributed.watch import Watch, end_all, limit_seconds
 from barellm.errors import UserError
 
 ARRAYS, VALUES, EARLY, BESIDE = 1, 2, 3, 4  # tags
 BESIDE_NAP_S = 0.001  # in which the run has the processor
+LOST = 2.0  # times the watch's limit
 MOST_BYTES = 1 << 30  # of one message: MPI counts in 32 bits
 Arrays = Sequence[tuple[int, np.ndarray]]  # and the ranks that they go to, or come from
 
@@ -46,9 +48,11 @@ class MpiRanks:
             if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
                 raise UserError("this MPI was built without MPI_THREAD_MULTIPLE, which barellm needs")
             self._mpi, self._world = MPI, MPI.COMM_WORLD
+            for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):  # errors become exceptions: else MPI ends this process
+                comm.Set_errhandler(MPI.ERRORS_RETURN)
             self.rank, self.count = self._world.Get_rank(), self._world.Get_size()
             self._watch = Watch(MPI, self._world.Dup())
-            self._early = Transfers(MPI.Request.Testall)
+            self._early = Transfers(self._done)
             self._readable = self._try_reading()
         _forget_files()
 
@@ -150,7 +154,7 @@ class MpiRanks:
     def send(self, rank: int, value: Any, *, beside: bool = False) -> None:
         if beside:
             request = self._world.isend(value, rank, BESIDE)
-            while not request.Test():
+            while not self._done([request]):
                 time.sleep(BESIDE_NAP_S)
             return
         self._wait([self._world.isend(value, rank, VALUES)], patient=True)
@@ -187,8 +191,17 @@ class MpiRanks:
 
     def _wait(self, requests: list[Any], *, patient: bool = False) -> None:
         with self._watch.waiting(patient=patient) as look:
-            while not self._mpi.Request.Testall(requests):
+            while not self._done(requests):
                 look()
+
+    def _done(self, requests: list[Any]) -> bool:
+        """Whether all are. Where MPI fails, the process of another rank is gone: the guard, the launcher or the watch is about to
+        end this one too, and says which. So nothing happens here until they have had time to."""
+        try:
+            return self._mpi.Request.Testall(requests)
+        except self._mpi.Exception:
+            time.sleep(LOST * limit_seconds())
+            raise
 
 
 def _call(mpi: Any, name: str, *arguments: Any) -> None:
@@ -198,12 +211,15 @@ def _call(mpi: Any, name: str, *arguments: Any) -> None:
 
 
 def _forget_files() -> None:
-    """Take away the name of the file that MPICH's ranks of one machine share: all have opened it by now. MPICH does that at its
-    end, and 2 MB of memory stayed behind for each run that was killed."""
-    with contextlib.suppress(OSError):
-        maps = Path("/proc/self/maps").read_text()
-        for name in set(re.findall(r"/dev/shm/mpich_shm_\w+$", maps, re.MULTILINE)):
+    """Take away the names of the files that the ranks of one machine share, and Open MPI's folder of them: all have opened them by
+    now. MPI does that at its end, and some MB stayed behind for each run that was killed."""
+    maps = Path("/proc/self/maps").read_text() if os.path.exists("/proc/self/maps") else ""
+    for name in set(re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment)\S+$", maps, re.MULTILINE)):
+        with contextlib.suppress(OSError):
             os.unlink(name)
+    folder = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
+    if re.fullmatch(r"ompi\.\d+", folder.name):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _pieces(array: np.ndarray) -> list[np.ndarray]:

@@ -58,6 +58,7 @@ class Watch:
         self._waits = 0  # that this rank has begun
         self._since: float | None = None  # when the wait began in which it is, unless that is patient
         self._near: dict[int, Process] = {}
+        self.at_fault = -1
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
         self._thread.start()
@@ -97,43 +98,53 @@ class Watch:
         coming = {rank: self._comm.Irecv(inbox[rank], rank) for rank in self._others}
         going: dict[int, Any] = dict.fromkeys(self._others, self._mpi.REQUEST_NULL)
         outbox = {rank: np.zeros(1, np.int64) for rank in self._others}
-        last = time.monotonic()
+        last, gone = time.monotonic(), set()  # ranks that MPI itself misses: they are silent from now on
         while not self._over.wait(BEAT_S):
             now = time.monotonic()
             # Later than that, this process was stopped or had no processor: what it has not heard says nothing of the others.
             self._clock += min(now - last, 2 * BEAT_S)
             last = now
             for rank in self._others:
-                if going[rank].Test():
-                    outbox[rank][0] = self._waits
-                    going[rank] = self._comm.Isend(outbox[rank], rank)
-                while coming[rank].Test():
-                    self._heard[rank], self._begun[rank] = self._clock, int(inbox[rank][0])
-                    coming[rank] = self._comm.Irecv(inbox[rank], rank)
+                if rank in gone:
+                    continue
+                try:
+                    if going[rank].Test():
+                        outbox[rank][0] = self._waits
+                        going[rank] = self._comm.Isend(outbox[rank], rank)
+                    while coming[rank].Test():
+                        self._heard[rank], self._begun[rank] = self._clock, int(inbox[rank][0])
+                        coming[rank] = self._comm.Irecv(inbox[rank], rank)
+                except self._mpi.Exception:
+                    gone.add(rank)
             if words := self.fault():
                 self._fail(words)
-        for request in coming.values():
-            request.Cancel()
-            request.Wait()
+        for rank, request in coming.items():
+            if rank not in gone:
+                request.Cancel()
+                request.Wait()
 
     def fault(self) -> str:
-        """What is wrong with which rank; "" if nothing is."""
+        """What is wrong with which rank, which is then `at_fault`; "" if nothing is."""
         limits = dict.fromkeys(self._others, self._limit)
         for rank, process in self._near.items():
             if process.works():
                 limits[rank] *= AT_WORK
         for rank, heard in sorted(self._heard.items(), key=lambda item: item[1]):
             if self._clock - heard > limits[rank]:
+                self.at_fault = rank
                 return f"rank {rank} has not been heard of for {self._clock - heard:.0f} s: the run is ended"
         since, clock = self._since, self._clock
         # A rank may be late because it waits for another, which has begun fewer waits, or has been silent for longer.
         for rank, begun in sorted(self._begun.items(), key=lambda item: (item[1], self._heard[item[0]])):
             if since is not None and clock - since > limits[rank] and begun < self._waits:
+                self.at_fault = rank
                 return f"rank {rank} is {clock - since:.0f} s later than the others: the run is ended"
         return ""
 
     def _end(self, words: str) -> None:
-        well = [rank for rank, heard in self._heard.items() if self._clock - heard < self._limit / 2]
+        # One that is late may be heard of all the same.
+        heard = [rank for rank, last in self._heard.items() if self._clock - last < self._limit / 2]
+        well = [rank for rank in heard if rank != self.at_fault]
         if min([self._rank, *well]) != self._rank:
             time.sleep(6 * BEAT_S)  # that one says it, and its end is the launcher's sign to end all
         # Here still: the first of those that are well has not noticed, and its line is not to be had.

@@ -14,17 +14,18 @@ from typing import Any, TextIO
 
 class Console:
     """`json_lines`: stdout carries JSON objects only, one a line. Otherwise text; `progress` overwrites itself in a
-    terminal and becomes a line every `PLAIN_S` seconds elsewhere."""
+    terminal and becomes a line every `PLAIN_S` seconds elsewhere. `several`: a launcher passes the output on, which may give
+    each of its processes a terminal of its own and write to a file."""
 
     LIVE_S = 0.2
     PLAIN_S = 5.0
     INSIDE_S = 60.0
     SHORT_S = 1.0  # evaluations and texts up to here say nothing on the way
 
-    def __init__(self, *, json_lines: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(self, *, json_lines: bool = False, stream: TextIO | None = None, several: bool = False) -> None:
         self.stream = stream or sys.stdout
         self.json_lines = json_lines
-        self.live = not json_lines and self.stream.isatty()
+        self.live = not json_lines and not several and self.stream.isatty()
         self._open = False  # a live line stands in the terminal
         self._next = 0.0
         self.on_lost: Callable[[], None] | None = None

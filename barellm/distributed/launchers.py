@@ -1,0 +1,73 @@
+"""The launchers of MPI libraries: how each is asked for ranks of this machine, and which of the words on stderr are its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from barellm.distributed.guard import FAILED_S
+
+RULE = b"-" * 74  # above and below what Open MPI's launcher says
+OURS, MPICHS = b"barellm: ", (b"[mpiexec@", b"[proxy:")  # beginnings of lines
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The program mpiexec of one MPI library. `alone`: our guard ends all ranks where one is killed or fails, `failed_s` seconds
+    after one that has ended by itself. `passes_signals`: those that it gets reach the ranks, and it goes on until they end."""
+
+    program: str
+    options: tuple[str, ...] = ()
+    alone: bool = False
+    failed_s: float = FAILED_S
+    passes_signals: bool = True
+
+    def command(self, count: int, *arguments: str) -> list[str]:
+        """What starts a program as `count` ranks."""
+        return [self.program, *self.options, "-n", str(count), *arguments]
+
+
+def known(program: str) -> Launcher:
+    """The launcher at the path `program`, by what it says of its version.
+
+    MPICH's ends all ranks as soon as a socket of one closes, before that one has quite ended: they then end in any order, and
+    nobody knows which was the first. So it is told to leave that to us, where the system tells of processes that end.
+
+    Open MPI's refuses to work for root or to start more ranks than there are cores, and keeps each on one core, unless it is asked
+    for something else. After Ctrl-C it kills all ranks within half a second, before they have saved; and after one rank has failed
+    too, so that nothing is gained if the guard waits."""
+    version = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True).stdout
+    follows = sys.platform == "linux" and hasattr(os, "pidfd_open")
+    if b"Open MPI" in version:
+        root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
+        options = (*root, "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none")
+        return Launcher(program, options, alone=follows, failed_s=0.0, passes_signals=False)
+    if b"HYDRA" in version and follows:
+        return Launcher(program, ("-disable-auto-cleanup",), alone=True)
+    return Launcher(program)
+
+
+def pass_on_errors(lines: Iterable[bytes], write: Callable[[bytes], object]) -> str:
+    """`write` the lines of a run's stderr, but for what the launcher itself says: that is given back."""
+    own: list[bytes] = []
+    banner: list[bytes] | None = None  # of Open MPI, as far as it has come
+    for line in lines:
+        line = line.removeprefix(b"\0")  # which Open MPI writes behind a banner
+        rule = line.strip() == RULE
+        if rule and banner is None:
+            banner = [line]
+        elif rule:
+            own += [*(banner or []), line]
+            banner = None
+        elif banner is not None and not line.startswith(OURS):
+            banner.append(line)
+        elif line.startswith(MPICHS):
+            own.append(line)
+        elif line:
+            write(line)
+    for line in banner or []:  # it was no banner
+        write(line)
+    return b"".join(own).decode(errors="replace")
