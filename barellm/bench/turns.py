@@ -155,12 +155,14 @@ def interleave(
             report(f"{v.name}: first step {v.facts['first_step_s']:.2f} s after its start, then {v.samples[0]:.4f} s")
         trial = {v.name: v.samples[0] for v in variants}
         steps = max(1, round(TURN / max(trial.values())))
+        # The same for all: one whose trial happened to be long would have no caches filled, and others would.
+        warm_up = int(min(trial.values()) < LONG)
         for v in variants:
             v.turns.clear()
         for i in range(rounds):
             for v in variants[i % len(variants) :] + variants[: i % len(variants)]:
                 time.sleep(PAUSE)
-                v.turn(steps, warm_up=int(trial[v.name] < LONG))
+                v.turn(steps, warm_up=warm_up)
             latest = ", ".join(f"{v.name} {median(v.turns[-1]['step_s']):.4f}" for v in variants)
             report(f"round {i + 1} of {rounds}: {latest}")
     return steps

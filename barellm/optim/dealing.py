@@ -121,23 +121,50 @@ class Dealing:
         return found
 
     def _sum_shares(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
-        """The sums and the partial sums of squares of this rank's share, of what it reads of the others' memory."""
+        """The sums and the partial sums of squares of this rank's share, of what it reads of the others' memory: an op for each
+        part of the model. The ranks meet before the first, when all have their gradients, and after the last."""
         from barellm.program import ops
 
-        ranks, into, to = self.ranks, {}, []
+        groups = self._groups(list(zip(params, partials, strict=True)))
+        for number, group in enumerate(groups):
+            operands, into, to = self._shares_of(p, group)
+            meets = (number == 0, number == len(groups) - 1)
+            with p.segment(_place([[t for t, _ in group]])):
+                p.apply(ops.SumShares, into=into, **operands, to=to, meets=meets, ranks=self.ranks)
+
+    def _groups(self, params: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+        """Runs of parameters, each of one part of the model, or of a few where one of them has nothing for one of the ranks: what
+        ranks do together has the same number of ops on all of them, each with something to do."""
+        groups: list[list[tuple[Tensor, Tensor]]] = []
+        whole = True
+        for t, sums in params:
+            if whole and (not groups or _place([[t]]) != _place([[groups[-1][-1][0]]])):
+                groups.append([])
+            groups[-1].append((t, sums))
+            whole = all(any(_sized(self.parts[x.name][r])[1] for x, _ in groups[-1]) for r in range(self.ranks.count))
+        if not whole and len(groups) > 1:
+            groups[-2:] = [groups[-2] + groups[-1]]
+        return groups
+
+    def _shares_of(
+        self, p: Program, params: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[dict[str, Any], dict[str, Any], list[tuple[int, ...]]]:
+        """Operands, results and `to` of the op that sums this rank's share of them."""
         operands: dict[str, Any] = {}
-        for t in params:
+        into: dict[str, Any] = {}
+        to: list[tuple[int, ...]] = []
+        for t, _ in params:
             for rank, part in enumerate(self.parts[t.name]):
-                if rank != ranks.rank and (theirs := _cut(t, part)) is not None:
+                if rank != self.ranks.rank and (theirs := _cut(t, part)) is not None:
                     operands[f"x{len(operands)}"] = p.gradient_of(theirs)
                     to.append((rank,))
-        for t, sums in zip(params, partials, strict=True):
+        for t, sums in params:
             if (own := self.own(t)) is not None:
                 i = len(into) // 2
                 operands[f"own{i}"] = gradient = p.gradient_of(own)
                 into |= {f"y{i}": (gradient, "store"), f"p{i}": (self._own_chunks(t, sums), "store")}
                 to.append(())
-        p.apply(ops.SumShares, into=into, **operands, to=to, ranks=ranks)
+        return operands, into, to
 
     def restore(self, p: Program, params: Sequence[Tensor], scale: Tensor) -> None:
         """The gradients are as the optimizer wants them already."""

@@ -100,6 +100,9 @@ def test_long_steps_need_no_step_before_them(fake):
     v = fake("long", 2 * turns.LONG)
     assert interleave([v], rounds=2, report=lambda line: None) == 1
     assert v.samples == [2 * turns.LONG] * 2 and [t["warm_up_s"] for t in v.turns] == [[], []]
+    both = [fake("long too", 2 * turns.LONG), fake("short", 0.5)]
+    assert interleave(both, rounds=1, report=lambda line: None) == 1
+    assert [v.turns[0]["warm_up_s"] for v in both] == [[9.0]] * 2, "beside one that warms up, all do"
 
 
 def test_what_does_not_fit_beside_the_others_is_started_for_each_turn(fake, monkeypatch):

@@ -135,6 +135,30 @@ def test_a_process_that_cannot_be_read_is_told_at_the_second_meeting():
         session.close()
 
 
+@can
+@pytest.mark.parametrize("process_gone", [False, True])
+def test_ops_for_parts_of_a_model_meet_before_the_first_and_after_the_last(process_gone):
+    """Any of them tells of a process that cannot be read, and the ranks go no further together."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    theirs = [[np.full(CHUNK + 9, rank + 1.0, np.float32)] for rank in range(2)]
+    ranks = Neighbours(0, theirs, gone.pid if process_gone else os.getpid())
+    p = Program(Store())
+    for i, meets in enumerate(((True, False), (False, False), (False, True))):
+        own = p.input(f"own{i}", (CHUNK + 9,), "fp32")
+        p.output(f"y{i}", p.apply(ops.SumShares, own0=own, to=[()], meets=meets, ranks=ranks).outputs["y0"])
+    session = CpuSession({"op": p}, threads=2)
+    try:
+        for i in range(3):
+            session.write(f"own{i}", theirs[0][0])
+        session.run("op")
+        assert ranks.met == ([True, False, False, False] if process_gone else [True, True])
+        if not process_gone:
+            assert all(np.all(session.read(f"y{i}") == 3) for i in range(3))
+    finally:
+        session.close()
+
+
 class Doubles:
     """Ranks of which the other sends back the double of what it gets."""
 

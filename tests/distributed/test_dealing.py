@@ -66,3 +66,15 @@ def test_a_rank_holds_a_span_the_whole_or_nothing():
     assert sum(t.size for t in spans if t is not None) == long.size
     assert sorted(d.own(short) is None for d in dealings) == [False, True]
     assert short in [d.own(short) for d in dealings]
+
+
+def test_each_part_of_the_model_that_all_ranks_share_is_summed_by_itself():
+    """One of which a rank has nothing is summed with the next, and at the end with the one before."""
+    sizes = {"h.0.a": 4 * CHUNK, "h.0.b": 3, "h.1.a": 1, "h.2.a": 4 * CHUNK, "h.3.a": 2 * CHUNK, "ln.b": 1}
+    params = [parameter(name, n) for name, n in sizes.items()]
+    for rank in range(2):
+        found = deal(ThreadRanks(rank, 2, {}), whole=[], cut=params)._groups([(t, t) for t in params])
+        names = [[t.name for t, _ in group] for group in found]
+        assert names == [["h.0.a", "h.0.b"], ["h.1.a", "h.2.a"], ["h.3.a", "ln.b"]]
+    (only,) = deal(ThreadRanks(0, 2, {}), whole=[], cut=params[1:3])._groups([(t, t) for t in params[1:3]])
+    assert [t.name for t, _ in only] == ["h.0.b", "h.1.a"]

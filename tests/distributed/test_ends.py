@@ -83,12 +83,15 @@ def test_a_status_that_nobody_has_asked_for_is_known_on_every_system(ends, sleep
     assert ends.status(sleepers[0].pid) is None
 
 
-def test_one_that_is_gone_already_is_not_followed(ends):
+def test_one_that_is_gone_already_has_ended_before_those_that_go_on(ends, sleepers):
     process = subprocess.Popen(["true"])
     process.wait()
-    ends.follow(process.pid)
-    ends.wait(0)
-    assert ends.order == []
+    for number in (process.pid, sleepers[0].pid, process.pid):
+        ends.follow(number)
+    sleepers[0].kill()
+    until(ends, 2)
+    assert ends.order == [process.pid, sleepers[0].pid]
+    assert ends.status(process.pid) is None, "nobody knows how"
 
 
 def test_who_waits_can_be_woken(ends, sleepers):

@@ -104,9 +104,8 @@ PIDFD = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no files for p
 
 @PIDFD
 def test_where_the_launcher_does_not_it_ends_the_others_as_soon_as_one_is_killed(tree, monkeypatch):
-    monkeypatch.setattr(guard, "FAILED_S", 60.0)
     process, ranks = tree
-    found = Guard(process.pid, 2, alone=True)
+    found = Guard(process.pid, 2, alone=True, failed_s=60.0)
     found.start()
     while len(found.numbers) < 2:
         time.sleep(0.005)
@@ -134,6 +133,21 @@ def test_the_others_may_go_on_for_a_while_after_one_that_ends_by_itself(tree, mo
     said = f"rank 0 (process {ranks[0]}) has been gone for 12 s: the run is ended"
     assert found.words == (said if looks == 6 else "")
     wait_for(ranks[1], "Z")
+
+
+@PIDFD
+@pytest.mark.parametrize("status, ends", [(1 << 8, True), (None, True), (0, False)])
+def test_it_waits_for_nobody_after_a_failure_where_the_launcher_does_not_either(tree, monkeypatch, status, ends):
+    process, ranks = tree
+    found = Guard(process.pid, 2, alone=True, failed_s=0.0)
+    assert not found.look(100.0)
+    os.kill(ranks[0], signal.SIGKILL)
+    wait_for(ranks[0], "Z")
+    found._ends.wait(10)
+    monkeypatch.setattr(found._ends, "status", lambda process: status)
+    assert found.look(0.01) == ends
+    if ends:
+        wait_for(ranks[1], "Z")
 
 
 @pytest.mark.parametrize("alone", [True, False])

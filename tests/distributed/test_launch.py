@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from barellm.distributed import guard, launch, sign
+from barellm.distributed import guard, launch, launchers, sign
 from barellm.errors import UserError
 
 BANNER = """
@@ -174,9 +175,15 @@ def test_what_the_guard_has_seen_needs_no_words_of_the_launcher():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs files for processes")
 @pytest.mark.parametrize(
-    "version, leave", [("HYDRA build details:", "-disable-auto-cleanup -n 2"), ("mpirun (Open MPI)", "-n 2")]
+    "version, leave",
+    [
+        ("HYDRA build details:", "-disable-auto-cleanup -n 2"),
+        ("mpirun (Open MPI) 5.0", "--map-by :OVERSUBSCRIBE --bind-to none -n 2"),
+        ("another", "-n 2"),
+    ],
 )
-def test_only_mpichs_launcher_is_told_to_leave_the_ranks_to_us(tmp_path, monkeypatch, capfd, version, leave):
+def test_each_launcher_is_asked_for_ranks_as_it_wants(tmp_path, monkeypatch, capfd, version, leave):
+    monkeypatch.setattr(launchers.os, "geteuid", lambda: 1000)
     script = f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}" && exit\nprintf "%s " "$@"\n'
     (tmp_path / "mpiexec").write_text(script)
     (tmp_path / "mpiexec").chmod(0o755)
@@ -262,3 +269,70 @@ end_all(SimpleNamespace(Abort=lambda status: None), 1)
     own = {"PYTHONPATH": ":".join(sys.path)} | ({"BARELLM_RANKS": "1"} if ours else {})
     done = subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, told)
+
+
+OPEN_MPI = (
+    b"-" * 74
+    + b"\nprterun noticed that process rank 1 with PID 4711 on node vm exited on\nsignal 9 (Killed).\n"
+    + b"-" * 74
+    + b"\n\0"
+)
+PROXY = (
+    b"[proxy:0@vm] main (pmip.c:183): demux engine error waiting for event\n[mpiexec@vm] control_cb: assert failed\n"
+)
+
+
+@pytest.mark.parametrize(
+    "lines, passed, own",
+    [
+        (b"a\n" + PROXY + b"b\n", b"a\nb\n", PROXY),
+        (OPEN_MPI + b"barellm: error: x\n", b"barellm: error: x\n", OPEN_MPI[:-1]),
+        (OPEN_MPI + OPEN_MPI, b"", 2 * OPEN_MPI[:-1]),
+        (
+            OPEN_MPI[:80] + b"\nbarellm: error: x\nit goes on\n",
+            b"barellm: error: x\n" + OPEN_MPI[:80] + b"\nit goes on\n",
+            b"",
+        ),
+        (b"Traceback:\n  --- x ---\nno end", b"Traceback:\n  --- x ---\nno end", b""),
+    ],
+    ids=["MPICH", "Open MPI", "twice", "no banner", "neither"],
+)
+def test_what_a_launcher_says_on_stderr_is_kept_back(lines, passed, own):
+    seen: list[bytes] = []
+    found = launchers.pass_on_errors(lines.splitlines(keepends=True), seen.append)
+    assert (b"".join(seen), found.encode()) == (passed, own)
+
+
+def test_open_mpis_words_name_a_rank_too():
+    words = "rank 1 (process 4711) was ended by SIGKILL: "
+    assert launch._killed(OPEN_MPI.decode(), {4711: 1}).startswith(words)
+
+
+def test_no_rank_is_named_where_one_may_have_ended_before_it_was_seen():
+    assert launch._killed("", {4708: 0}, (4708, 9), 2).startswith("a rank was ended by SIGKILL")
+    assert launch._killed("", {4708: 0, 4709: 1}, (4708, 9), 2).startswith("rank 0 (process 4708) was ended by SIGKILL")
+
+
+@pytest.mark.parametrize("status, line, shown", [(3, "", True), (3, "why\n", False), (0, "", False)])
+def test_a_launchers_words_are_shown_where_nobody_else_says_why(launcher, tmp_path, capfd, status, line, shown):
+    """As where Open MPI finds no room for so many ranks."""
+    banner = b"-" * 74 + b"\nThere are not enough slots\n" + b"-" * 74 + b"\n"
+    (tmp_path / "words").write_bytes(line.encode() + banner)
+    launcher(f"cat {tmp_path / 'words'} >&2; exit {status}")
+    assert launch.start(2, ["train"]) == status
+    assert capfd.readouterr().err == line + banner.decode() * shown
+
+
+def test_signals_go_to_the_ranks_themselves_where_their_launcher_would_kill_them(
+    launcher, tmp_path, monkeypatch, capfd
+):
+    rank = "trap 'echo rank got it; exit 143' TERM; printf '\\036barellm rank %s %s\\n' $1 $$; while :; do sleep 0.01; done"
+    (tmp_path / "rank").write_text(rank)
+    start = "; ".join(f"sh {tmp_path / 'rank'} {number} & " for number in "01").replace("& ;", "&")
+    launcher(f"trap 'echo launcher got it' TERM; {start} wait; wait; exit 1")
+    known = launchers.known
+    monkeypatch.setattr(launch.launchers, "known", lambda program: replace(known(program), passes_signals=False))
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    launch.start(2, ["train"])
+    assert capfd.readouterr().out == "rank got it\nrank got it\n"

@@ -17,6 +17,8 @@ import pytest
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.cli.main import main
 from barellm.cpu.threads import cores
+from barellm.distributed import launchers
+from barellm.distributed.guard import below, ranks_below
 from barellm.distributed.launch import mpiexec
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install -e '.[mpi]'", exc_type=ImportError)
@@ -53,6 +55,23 @@ def finished(command: list[str], place: Path) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=environment(place), cwd=place, capture_output=True, text=True, timeout=60)
 
 
+def by_mpi(place: Path, *programs: list[str]) -> subprocess.CompletedProcess[str]:
+    """Programs for Python as ranks that MPI's own launcher starts, one of each; one program is for two ranks."""
+    launcher = launchers.known(mpiexec())
+    count = 2 if len(programs) == 1 else 1
+    command = launcher.command(count, sys.executable, *programs[0])
+    for program in programs[1:]:
+        command += [":", "-n", "1", sys.executable, *program]
+    return finished([word for word in command if word != "-disable-auto-cleanup"], place)
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    """What the ranks have said on stderr, without the words of Open MPI's launcher, which `barellm train --ranks` keeps back."""
+    lines: list[bytes] = []
+    launchers.pass_on_errors(done.stderr.encode().splitlines(keepends=True), lines.append)
+    return b"".join(lines).decode().strip()
+
+
 def run(place: Path, out: str, *more: str) -> subprocess.CompletedProcess[str]:
     return finished([sys.executable, "-m", "barellm", *words(place, out, *more)], place)
 
@@ -81,9 +100,10 @@ def test_one_rank_speaks_and_writes(place, pair):
 
 
 MESSAGES = """
-import atexit, os, sys, time
+import atexit, sys, time
 from barellm.cli.main import main
-atexit.register(lambda: (time.sleep(0.3 * int(os.environ["PMI_RANK"])), print("left"), sys.stdout.flush()))
+from barellm.distributed.world import rank_told
+atexit.register(lambda: (time.sleep(0.3 * rank_told()), print("left"), sys.stdout.flush()))
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -91,7 +111,7 @@ sys.exit(main(sys.argv[1:]))
 def test_ranks_that_send_messages_find_the_bytes_of_those_that_read(place, pair, monkeypatch):
     """And none is killed while it ends: MPICH's launcher did that where a rank had not taken its leave."""
     monkeypatch.setenv("BARELLM_MESSAGES", "1")
-    done = finished([mpiexec(), "-n", "2", sys.executable, "-c", MESSAGES, *words(place, "messages", *STEPS)], place)
+    done = by_mpi(place, ["-c", MESSAGES, *words(place, "messages", *STEPS)])
     assert done.returncode == 0, done.stderr
     assert tensors(place / "messages", 4) == tensors(place / "pair", 4)
     assert done.stdout.count("left\n") == 2 and "TERMINATION" not in done.stdout
@@ -144,10 +164,10 @@ def test_a_run_goes_on_with_any_number_of_ranks(place, pair, count):
     ids=["configuration", "text", "missing"],
 )
 def test_a_rank_that_is_told_something_else_is_refused(place, more, complaint):
-    python = [sys.executable, "-m", "barellm", *words(place, "other", "--steps", "4")]
-    done = finished([mpiexec(), "-n", "1", *python, ":", "-n", "1", *python, *more], place)
+    told = ["-m", "barellm", *words(place, "other", "--steps", "4")]
+    done = by_mpi(place, told, [*told, *more])
     assert done.returncode == 2
-    assert re.fullmatch(f"barellm: error: {complaint}.*", done.stderr.strip()), done.stderr
+    assert re.fullmatch(f"barellm: error: {complaint}.*", said(done)), done.stderr
 
 
 def test_a_compressed_run_goes_on_with_the_same_bytes_or_with_another_number_of_ranks(place):
@@ -163,11 +183,56 @@ def test_a_compressed_run_goes_on_with_the_same_bytes_or_with_another_number_of_
     assert "what compression has left out on 2 ranks is added up for 1 rank\n" in done.stdout
 
 
+SPIKES = """
+import sys
+from pathlib import Path
+from barellm.cli.main import main
+from barellm.distributed.world import rank_told
+from barellm.training.spikes import Spikes
+look, place = Spikes.look, Path(sys.argv.pop(1))
+def told(self, **numbers):
+    why = look(self, **numbers)
+    with open(place / f"spikes-{rank_told()}", "a") as file:
+        file.write(f"{numbers} {why}\\n")
+    return why
+Spikes.look = told
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_all_ranks_skip_the_same_spikes(place):
+    """They look at the same numbers. One that went on alone would wait for the others in vain."""
+    more = ("--steps", "180", "--train.eval_every", "0", "--optim.skip_norm_z", "1.5")
+    done = by_mpi(place, ["-c", SPIKES, str(place), *words(place, "spiky", *more)])
+    assert done.returncode == 0, done.stderr
+    first, second = ((place / f"spikes-{rank}").read_text().splitlines() for rank in range(2))
+    assert first == second and len(first) == 180
+    skipped = sum("deviations above" in line for line in first)
+    assert 0 < skipped < 52 and done.stdout.count("skipped: its norm") == skipped
+
+
+OTHER_VERSION = """
+import sys, barellm
+barellm.__version__ = "0.0.9"
+from barellm.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_of_another_version_is_refused(place):
+    told = words(place, "version", "--steps", "4")
+    done = by_mpi(place, ["-m", "barellm", *told], ["-c", OTHER_VERSION, *told])
+    assert done.returncode == 2
+    found = re.fullmatch(r"barellm: error: .*0\.0\.9 .*on rank 1, and .* on rank 0.*", said(done))
+    assert found, done.stderr
+    assert not (place / "version").exists()
+
+
 def test_a_batch_that_ranks_do_not_divide_is_refused_once(place):
     done = run(place, "odd", "--ranks", "5")
     assert done.returncode == 2
-    said = "train.batch is 12, and the run has 5 ranks, which do not divide it: each takes as many sequences"
-    assert done.stderr.strip() == f"barellm: error: {said}"
+    line = "train.batch is 12, and the run has 5 ranks, which do not divide it: each takes as many sequences"
+    assert done.stderr.strip() == f"barellm: error: {line}"
 
 
 class Started:
@@ -185,10 +250,7 @@ class Started:
 
     def rank(self, number: int) -> int:
         """Its process."""
-        found = self.launcher.pid
-        for _ in range(2):  # mpiexec, and its proxy on this machine
-            (found,) = children(found)
-        return sorted(children(found))[number]
+        return {rank: process for process, rank in ranks_below(self.launcher.pid)}[number]
 
     def end(self) -> tuple[int, str, float]:
         """Exit status, stderr, and the seconds that it took."""
@@ -198,10 +260,6 @@ class Started:
         finally:
             self.launcher.kill()
         return self.launcher.returncode, error.strip(), time.monotonic() - begin
-
-
-def children(process: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -236,11 +294,10 @@ def test_a_rank_that_is_gone_ends_the_run_in_one_line(place, number, sign, compl
 @linux
 def test_a_rank_that_is_stopped_before_mpi_has_started_ends_the_run_under_mpirun(place):
     stopped = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    python = [sys.executable, "-m", "barellm", *words(place, "early", "--steps", "4")]
-    done = finished([mpiexec(), "-n", "1", *python, ":", "-n", "1", sys.executable, "-c", stopped], place)
+    done = by_mpi(place, ["-m", "barellm", *words(place, "early", "--steps", "4")], ["-c", stopped])
     assert done.returncode != 0
-    said = r"barellm: error: rank 1 \(process \d+\) has been stopped for \d s: the run is ended\n"
-    assert re.fullmatch(said, done.stderr), done.stderr
+    line = r"barellm: error: rank 1 \(process \d+\) has been stopped for \d s: the run is ended"
+    assert re.fullmatch(line, said(done)), done.stderr
 
 
 @linux
@@ -252,6 +309,26 @@ def test_ctrl_c_saves_once(place):
     assert error == "barellm: stopping after this step; once more to stop at once"
     (saved,) = checkpoint.steps(place / "stopped" / "checkpoints")
     assert checkpoint.problem(saved) is None
+
+
+@linux
+def test_ranks_that_are_all_killed_go_on_to_the_same_bytes(place):
+    """By SIGKILL to them and to all that have started them, in the middle of a run that saves."""
+    steps = ("--steps", "40", "--train.checkpoint_every", "5", "--train.eval_every", "10", "--train.keep", "99")
+    assert run(place, "calm", *steps, "--ranks", "2").returncode == 0
+    command = [sys.executable, "-m", "barellm", *words(place, "killed", *steps, "--ranks", "2")]
+    launcher = subprocess.Popen(command, env=environment(place), cwd=place, stdout=subprocess.DEVNULL)
+    folder = place / "killed" / "checkpoints"
+    while not (folder.exists() and checkpoint.steps(folder)):
+        assert launcher.poll() is None
+        time.sleep(0.001)
+    for process in [*below(launcher.pid), launcher.pid]:
+        os.kill(process, signal.SIGKILL)
+    launcher.wait()
+    assert not checkpoint.step_folder(folder, 40).exists(), "it was killed too late to show anything"
+    done = run(place, "killed", "--resume", "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    assert tensors(place / "killed", 40) == tensors(place / "calm", 40)
 
 
 @linux
@@ -276,7 +353,7 @@ run_as_rank(argparse.Namespace(ranks=None), 2, lambda args, ranks: print(sorted(
 def test_ranks_of_one_thread_each_have_cores_of_their_own(place, monkeypatch):
     """BARELLM_THREADS is a rank's, and says nothing of the cores that are dealt: two ranks have run on one."""
     monkeypatch.setenv("BARELLM_THREADS", "1")
-    done = finished([mpiexec(), "-n", "2", sys.executable, "-c", SETTLED], place)
+    done = by_mpi(place, ["-c", SETTLED])
     assert done.returncode == 0, done.stderr
     first, second = (set(json.loads(found)) for found in re.findall(r"\[.*?\]", done.stdout))
     assert first and second and not first & second

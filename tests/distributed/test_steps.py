@@ -198,6 +198,50 @@ def test_two_ranks_find_the_gradient_of_the_whole_batch(monkeypatch):
     np.testing.assert_allclose(alone[1], pair[1], atol=2e-4)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_find_the_gradient_of_the_whole_batch_in_every_tensor(accumulate, monkeypatch):
+    """What each ends with for its share, all shares together, and what the ranks would add, beside one process with all rows."""
+    monkeypatch.setenv("BARELLM_THREADS", "1")
+    config = resolved(config_of(dtype="fp32", accumulate=accumulate, overlap=False), "cpu")
+
+    def gradients(ranks):
+        with open_machine(config, device="cpu", ranks=ranks) as machine:
+            session, rows = machine.session, BATCH // ranks.count
+            machine.initialize(7)
+            for number in range(accumulate):
+                micro(session, config, 0, number, first=ranks.rank * rows, rows=rows)
+            return {name: session.read(name) for name, t in session.tensors.items() if t.role == "gradient"}
+
+    (whole,) = each_rank(1, gradients)
+    for count in (2, 3):
+        parts = each_rank(count, gradients)
+        assert all(list(found) == list(whole) for found in parts)
+        for name, values in whole.items():
+            total = np.sum([found[name].astype(np.float64) for found in parts], axis=0)
+            assert np.abs(values).max() > 0, name
+            error = np.abs(total - values).max() / np.abs(values).max()
+            assert error < 1e-5, (count, name, error)
+            assert not np.allclose(parts[0][name] * count, values, rtol=1e-3), "each has rows of its own"
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "behind"])
+@pytest.mark.parametrize("options", [{}, {"name": "muon"}], ids=["adamw", "muon"])
+def test_the_threads_of_a_rank_change_no_bit(options, way, monkeypatch):
+    config = resolved(config_of(**options), "cpu")
+    found = []
+    for threads in (1, 3):
+        monkeypatch.setenv("BARELLM_THREADS", str(threads))
+        found.append(each_rank(2, lambda ranks: trained(config, ranks, "cpu"), direct=way == "read"))
+    one, several = found
+    assert one[0][0].keys() == several[0][0].keys()
+    assert all(np.array_equal(values, several[0][0][name]) for name, values in one[0][0].items())
+    for (_, read, clip, _), (_, their_read, their_clip, _) in zip(one, several, strict=True):
+        assert np.array_equal(clip, their_clip)
+        assert all(
+            np.array_equal(values.view(np.uint8), their_read[name].view(np.uint8)) for name, values in read.items()
+        )
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_what_is_loaded_in_pieces_is_what_is_saved(count, monkeypatch):
     """Whatever piece of a tensor comes, a rank keeps its share of it."""

@@ -17,16 +17,25 @@ from barellm.distributed.watch import Watch, limit_seconds
 from barellm.errors import UserError
 
 
+class Lost(RuntimeError):
+    """What MPI raises where the process at the other end is gone."""
+
+
 class Request:
-    """Of a message that arrives when `done` is set."""
+    """Of a message that arrives when `done` is set, or fails when `lost` is, after which nobody may ask for it."""
 
     def __init__(self, done: bool = False) -> None:
-        self.done, self.cancelled = done, False
+        self.done, self.cancelled, self.lost = done, False, False
 
     def Test(self) -> bool:
+        assert self.lost is not None, "it has failed before"
+        if self.lost:
+            self.lost = None
+            raise Lost
         return self.done
 
     def Cancel(self) -> None:
+        assert self.lost is not None, "it has failed"
         self.cancelled = True
 
     def Wait(self) -> None:
@@ -36,7 +45,7 @@ class Request:
 class Mpi:
     """A communicator of three ranks, of which this is rank 1. `waits`: what the others say next; None: they are silent."""
 
-    REQUEST_NULL = Request(done=True)
+    REQUEST_NULL, Exception = Request(done=True), Lost
 
     def __init__(self) -> None:
         self.waits: dict[int, int | None] = {0: 0, 2: 0}
@@ -106,6 +115,16 @@ def test_nobody_is_at_fault_while_all_are_heard_of(mpi, watched):
 def test_a_silent_rank_is_named(mpi, watched):
     _, said = watched
     mpi.waits[2] = None
+    until(lambda: said)
+    assert said == ["rank 2 has not been heard of for 0 s: the run is ended"]
+
+
+@pytest.mark.alone
+def test_a_rank_that_mpi_misses_is_silent(mpi, watched):
+    """It is named as one that says nothing, and the watch goes on with the others."""
+    _, said = watched
+    until(lambda: mpi.sent)
+    mpi.boxes[2][1].lost = True
     until(lambda: said)
     assert said == ["rank 2 has not been heard of for 0 s: the run is ended"]
 
@@ -202,6 +221,20 @@ def test_who_is_not_the_first_speaks_if_the_first_does_not(mpi, monkeypatch, cap
     assert capfd.readouterr().err == "barellm: error: rank 2 is gone\n"
 
 
+@pytest.mark.parametrize("late, slept", [(0, []), (2, [0.12])])
+def test_one_that_is_late_is_not_waited_for_to_say_so(mpi, monkeypatch, late, slept):
+    """It may be heard of: two ranks waited for the words of rank 0, which was held, and then both spoke."""
+    naps = []
+    monkeypatch.setattr(watch, "end_all", lambda comm, status: None)
+    found = Watch(mpi, mpi)
+    found.close()
+    monkeypatch.setattr(watch.time, "sleep", naps.append)
+    found._clock, found._since, found._waits = 1.0, 0.5, 5
+    found._heard, found._begun = {0: 1.0, 2: 1.0}, {0: 5, 2: 5} | {late: 4}
+    found._end(found.fault())
+    assert naps == pytest.approx(slept)
+
+
 @pytest.mark.alone
 def test_a_process_that_was_stopped_itself_blames_nobody(mpi, monkeypatch):
     """As after Ctrl-Z and fg: the clock has moved on, and nothing was heard meanwhile."""
@@ -236,4 +269,4 @@ def test_the_rank_that_holds_up_a_late_one_is_named(mpi):
         found._begun = begun
         assert found.fault().startswith(f"rank {named} is ")
     found._heard = {0: 0.2, 2: 0.1}
-    assert found.fault().startswith("rank 2 has not been heard of")
+    assert found.fault().startswith("rank 2 has not been heard of") and found.at_fault == 2

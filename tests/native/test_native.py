@@ -51,10 +51,11 @@ SIZES = (
     *("--train.sample_every", "50"),
 )
 FILES = (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)
+COMPILERS = ("cc", "gcc", "clang")
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="barellm build makes programs for Linux"),
-    pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler"),
+    pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C compiler"),
 ]
 
 
@@ -270,6 +271,66 @@ def test_two_sessions_in_a_python_without_numpy(made):
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 
+TOGETHER = """
+import ctypes, sys, threading
+lib = ctypes.CDLL(sys.argv[1])
+lib.barellm_open.restype = ctypes.c_void_p
+lib.barellm_digest.restype, lib.barellm_digest.argtypes = ctypes.c_uint64, [ctypes.c_void_p]
+STEPS = 40
+meeting = threading.Barrier(2)
+def train(threads, shift, together, found):
+    ids = (ctypes.c_int32 * 96)(*((i + shift) % 7 for i in range(96)))
+    session = ctypes.c_void_p(lib.barellm_open(threads))
+    assert lib.barellm_initialize(session) == 0
+    digests = []
+    for _ in range(STEPS):
+        if together:
+            meeting.wait(60)
+        assert lib.barellm_step(session, ids, ids, None) == 0
+        digests.append(lib.barellm_digest(session))
+    lib.barellm_close(session)
+    found[shift] = digests
+alone, found = {}, {}
+for n, shift in ((1, 0), (2, 3)):
+    train(n, shift, False, alone)
+threads = [threading.Thread(target=train, args=(n, shift, True, found)) for n, shift in ((1, 0), (2, 3))]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert found == alone and alone[0] != alone[3] and len(set(alone[0])) == STEPS
+print("done")
+"""
+
+
+def test_two_sessions_step_at_the_same_time_in_two_threads(made):
+    """Each with the bits of one that steps alone: ctypes lets go of Python while a step runs."""
+    command = [sys.executable, "-S", "-c", TOGETHER, str(made / "program/libbarellm.so")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def test_the_c_code_of_the_page_takes_a_step(made, tmp_path):
+    page = (Path(__file__).parents[2] / "docs/native.md").read_text()
+    (code,) = re.findall(r"```c\n(.*?)```", page, re.DOTALL)
+    call = "if (barellm_step(s, tokens, targets, &r)) puts(barellm_error());"
+    assert call in code
+    ids = "int32_t tokens[96], targets[96]; for (int i = 0; i < 96; i++) tokens[i] = targets[i] = i % 7;"
+    shown = f'printf("%d %d %.3f\\n", (int)about.batch, (int)about.seq, r.loss);\n{call.replace("tokens", "wrong", 1)}'
+    wrong = "int32_t wrong[96] = {1000000};"
+    body = code.replace(call, f"{call}\n{shown}")
+    (tmp_path / "main.c").write_text(
+        f'#include "barellm.h"\n#include <stdio.h>\nint main(void) {{ {ids} {wrong}\n{body} return 0; }}\n'
+    )
+    program = made / "program"
+    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-I", str(program), "-L", str(program), "-lbarellm"]
+    build = [*compiler(host()), str(tmp_path / "main.c"), *flags, f"-Wl,-rpath,{program}", "-o", str(tmp_path / "main")]
+    built = subprocess.run(build, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([tmp_path / "main"], env={}, capture_output=True, text=True)
+    assert re.fullmatch(r"2 16 [1-9]\.\d{3}\ntokens\[0\] is 1000000, expected an id from 0 to \d+\n", done.stdout), done
+
+
 @pytest.mark.parametrize("dtype, options", [("bf16", ("--optim.moments", "16bit")), ("fp16", ())])
 def test_every_format_of_weights_and_moments_is_kept(made, dtype, options):
     more = [*SIZES, "--dtype", dtype, "--model.layers", "1", "--steps", "3", "--train.checkpoint_every", "2", *options]
@@ -479,3 +540,36 @@ def test_ziglang_links_a_program_of_the_same_bits(made, monkeypatch):
     for program in ("train", "train-static"):
         assert train(made / "zig", program, program=program).returncode == 0
         assert final(made / "zig" / program) == final(made / "python")
+
+
+ZIG = """
+import json, os, pathlib, subprocess, sys
+pathlib.Path(__file__).with_name("asked.jsonl").open("a").write(json.dumps(sys.argv[1:]) + "\\n")
+assert sys.argv[1] == "cc" and sys.argv[2] == "-target"
+sys.exit(subprocess.call([COMPILER, *sys.argv[4:]]))
+"""
+
+
+def test_without_a_compiler_the_package_ziglang_is_asked(made, tmp_path, monkeypatch):
+    """One that hands everything to this system's compiler, but for the target."""
+    (found,) = [command for name in COMPILERS if (command := shutil.which(name))][:1]
+    (tmp_path / "ziglang").mkdir()
+    (tmp_path / "ziglang" / "__init__.py").touch()
+    (tmp_path / "ziglang" / "__main__.py").write_text(ZIG.replace("COMPILER", repr(found)))
+    monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    which = shutil.which
+    monkeypatch.setattr("barellm.native.build.shutil.which", lambda name: None if name in COMPILERS else which(name))
+    common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, "--threads", "2"]
+    assert main(["build", *common, "-o", str(made / "stub/program"), "--static"]) == 0
+    asked = [json.loads(line) for line in (tmp_path / "ziglang" / "asked.jsonl").read_text().splitlines()]
+    machine = platform.machine()
+    targets = (
+        {words[2] for words in asked if "-static" not in words},
+        {words[2] for words in asked if "-static" in words},
+    )
+    assert targets == ({f"{machine}-linux-gnu"}, {f"{machine}-linux-musl"})
+    assert train(made / "stub", "run").returncode == 0
+    assert final(made / "stub" / "run") == final(made / "python")

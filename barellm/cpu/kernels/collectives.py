@@ -149,12 +149,18 @@ def lower_sum_shares(op: Op, c: Lowering) -> None:
 
         def call() -> None:
             arrays[-1][: whole.size] = whole
-            ranks.meet()
+            if op.meets[0]:
+                ranks.meet()
 
         return call
 
     def end(arrays: list[np.ndarray]):
-        return lambda: ranks.meet(whole=not arrays[-1].view(np.int64)[FAILED])
+        def call() -> None:
+            failed = bool(arrays[-1].view(np.int64)[FAILED])
+            if failed or op.meets[1]:
+                ranks.meet(whole=not failed)
+
+        return call
 
     c.extern(begin, reads, [part(table)])
     c.private(4 * CHUNK * others)

@@ -159,9 +159,14 @@ class AddRanks(Op):
 class SumShares(Transfer):
     """y_i = what all ranks have found for this rank's share own_i, added in their order, and p_i = the partial sums of squares of
     y_i (as `SumSquares`), for ranks that read each other's memory. The inputs that are no shares go to the ranks `to`, those that
-    are to none. What all have for one rank is in one order: that of its shares."""
+    are to none. What all have for one rank is in one order: that of its shares. `meets`: whether the ranks meet before it and
+    after it, where the op is one of several that do this for parts of the model; both, unless it says so."""
 
     name = "sum_shares"
+
+    @property
+    def meets(self) -> tuple[bool, bool]:
+        return self.attrs.get("meets", (True, True))
 
     @property
     def shares(self) -> list[Tensor]:
