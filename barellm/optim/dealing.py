@@ -129,7 +129,8 @@ class Dealing:
         for number, group in enumerate(groups):
             operands, into, to = self._shares_of(p, group)
             meets = (number == 0, number == len(groups) - 1)
-            with p.segment(_place([[t for t, _ in group]])):
+            largest = max((t for t, _ in group), key=lambda t: t.size)
+            with p.segment(_place([[largest]])):
                 p.apply(ops.SumShares, into=into, **operands, to=to, meets=meets, ranks=self.ranks)
 
     def _groups(self, params: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:

@@ -121,3 +121,16 @@ def test_what_arrives_has_room_until_it_is_added():
     parameters = build_programs(config_of())["micro"].store.of_role("parameter")
     share = 4 * sum(t.size for t in parameters) / 3
     assert plans[True] - plans[False] == pytest.approx(2 * share, rel=0.1)
+
+
+def test_ranks_that_read_sum_the_gradient_of_each_part_of_the_model_by_itself():
+    """In the order of the forward pass, under the name of what is largest in it, meeting once before all and once after."""
+    ranks = Planned(1, 2)
+    ranks.direct = True
+    programs = build_programs(config_of(), ranks=ranks)
+    ops = [op for op in programs["update"].ops if op.name == "sum_shares"]
+    assert [op.segment for op in ops] == ["wte", "h.0", "h.1", "h.2", "h.3"]
+    assert [op.meets for op in ops] == [(True, False), *[(False, False)] * 3, (False, True)]
+    shares = [t for op in ops for t in op.shares]
+    assert {t.base for t in shares} <= set(programs["update"].store.of_role("gradient"))
+    assert len({(t.base, getattr(t, "first", 0)) for t in shares}) == len(shares), "each once"
