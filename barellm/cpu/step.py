@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,14 +16,17 @@ from typing import Any
 import numpy as np
 
 from barellm.cpu import compilers, jit
-from barellm.cpu.fuse import FUSIONS
+from barellm.cpu.fuse import table
 from barellm.cpu.isa import ISA, host
 from barellm.cpu.kernel import REGISTRY, Call, Lowering, Specialisation
+from barellm.cpu.kernels.amx import uses_tiles
 from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
 from barellm.cpu.poison import with_poison
 from barellm.cpu.threads import Pool, allowed_cpus, thread_count
 from barellm.program.builder import Program
+from barellm.program.ops.base import Op
 from barellm.program.planner import Plan
+from barellm.program.squares import Kept, from_memory, summed_where_stored
 from barellm.program.tensor import Tensor
 from barellm.runtime import poison
 from barellm.runtime.arena import ArenaSession, laps, sizes_of
@@ -31,6 +34,7 @@ from barellm.runtime.lowering import LoweredProgram, Region, decodes, plan_lower
 from barellm.runtime.memory import check_fits
 
 HUGE = 2 << 20
+AGAIN = "squares"  # the program that sums the squares of gradients again
 
 
 class Lowered(LoweredProgram[Lowering]):
@@ -41,7 +45,9 @@ class Lowered(LoweredProgram[Lowering]):
         import barellm.cpu.kernels  # noqa: F401  (fills the registry)
 
         few = decodes(program) if few_rows is None else few_rows
-        super().__init__(program, table=FUSIONS, registry=REGISTRY, lowering=lambda op: Lowering(op, isa, threads, few))
+        super().__init__(
+            program, table=table(isa), registry=REGISTRY, lowering=lambda op: Lowering(op, isa, threads, few)
+        )
 
     @property
     def calls(self) -> list[Call]:
@@ -75,10 +81,13 @@ def barriers(calls: list[Call], address: Any) -> list[bool]:
 
 @dataclass(frozen=True)
 class LoweredPrograms:
-    """Programs as calls, with an address for every byte; nothing is allocated. `private`: each thread's own scratch."""
+    """Programs as calls, with an address for every byte; nothing is allocated. `private`: each thread's own scratch. `kept`: sums
+    of squares of gradients that the programs which store these leave for others."""
 
     isa: ISA
     threads: int
+    programs: Mapping[str, Program]  # as they were lowered
+    kept: Kept
     lowered: dict[str, Lowered]
     plan: Plan
     calls: dict[str, list[Call]]
@@ -100,12 +109,16 @@ class LoweredPrograms:
 
 
 def lower_and_plan(
-    programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None
+    programs: Mapping[str, Program], *, threads: int | None = None, isa: ISA | None = None, written: bool = False
 ) -> LoweredPrograms:
-    """The memory that a session of `programs` allocates, to the byte, and the calls that it runs."""
+    """The memory that a session of `programs` allocates, to the byte, and the calls that it runs. With `written` gradients may be
+    written from outside: a program more, AGAIN, sums the squares of those in memory, if programs keep such sums."""
     isa, threads = isa or host(), threads or thread_count()
+    store, compute = (given := next(iter(programs.values()))).store, given.compute
+    programs, kept = summed_where_stored(programs, takes=partial(_sums_squares, isa))
+    if written and kept:
+        programs = {**programs, AGAIN: from_memory(store, kept, compute)}
     lowered = {name: Lowered(p, isa, threads) for name, p in programs.items()}
-    store = next(iter(programs.values())).store
     # Each thread's own scratch is on the map like everything else.
     private_bytes = -(-max(max(low.private_bytes for low in lowered.values()), 64) // 4096) * 4096
     private = store.get("threads.private", (threads, private_bytes // 2), "bf16", "cache")
@@ -116,7 +129,16 @@ def lower_and_plan(
             name: with_poison(low.ops, {op: low.of[op].calls for op in low.ops}, made, name)
             for name, low in lowered.items()
         }
-    return LoweredPrograms(isa, threads, lowered, made, calls, private)
+    return LoweredPrograms(isa, threads, programs, kept, lowered, made, calls, private)
+
+
+def _sums_squares(isa: ISA, writer: Op) -> bool:
+    """Whether the kernel of an op that stores a gradient can sum its squares on the way (`fuse.SQUARES`)."""
+    return writer.name == "matmul_dw" and uses_tiles(isa, writer.x.dtype)
+
+
+def _reads(p: Program, tensors: Collection[Tensor]) -> bool:
+    return any(t in tensors for op in p.ops for t in op.inputs.values())
 
 
 class CpuSession(ArenaSession):
@@ -124,9 +146,11 @@ class CpuSession(ArenaSession):
 
     def __init__(self, programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None) -> None:
         lap = laps()
-        built = lower_and_plan(programs, threads=threads, isa=isa)
+        built = lower_and_plan(programs, threads=threads, isa=isa, written=True)
         check_fits(built.plan, what=sizes_of(programs))
-        super().__init__(programs, built.plan)
+        super().__init__(built.programs, built.plan)
+        self._squared, self._written = {t.name: sums for t, sums in built.kept.items()}, False
+        self._norms = {name for name, p in built.programs.items() if _reads(p, self._squared.values())}
         self.isa, self.threads = built.isa, built.threads
         self.lowered, self.calls, self.specs = built.lowered, built.calls, built.specs
         private = built.private
@@ -188,6 +212,16 @@ class CpuSession(ArenaSession):
             self._keep += [table, args, *(c.keeps for c in calls if c.keeps is not None)]
 
     # --- running ---
+
+    def run(self, program: str, **values: Any) -> None:
+        if self._written and program in self._norms:
+            super().run(AGAIN)
+            self._written = False
+        super().run(program, **values)
+
+    def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
+        super().write_rows(name, lo, array)
+        self._written |= name in self._squared
 
     def new_stamps(self) -> dict[str, np.ndarray]:
         """Room for a trace: program -> (threads, calls, 3) int64, `pool.now()` before a call, after it, and after its barrier."""

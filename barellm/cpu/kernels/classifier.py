@@ -73,7 +73,7 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
             )  # fmt: skip
             dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
             mode = op.modes["dweight"] if first == 0 else "add"
-            append_weight_gradient(c, op.dweight, dy, by, x, mode, rows=chunk)
+            append_weight_gradient(c, op.dweight, dy, by, x, mode, rows=chunk, squares=op.outputs.get("squares"))
     operands = {"loss": op.loss, "losses": (part(losses), "fp32")}
     c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
 

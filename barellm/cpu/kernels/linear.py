@@ -77,15 +77,23 @@ def append_product(
 
 
 def append_weight_gradient(
-    c: Lowering, dweight: Tensor, dy: Any, x: Any, like: Tensor, mode: str, rows=(0, ALL_ROWS)
+    c: Lowering,
+    dweight: Tensor,
+    dy: Any,
+    x: Any,
+    like: Tensor,
+    mode: str,
+    rows=(0, ALL_ROWS),
+    squares: Tensor | None = None,
 ) -> None:
+    """`squares` gets the sums of squares of the blocks of what is stored; a later call overwrites those of an earlier one."""
     N, K = (int(n) for n in dweight.shape)
     dtype = dy[1] if isinstance(dy, tuple) else dy.dtype
     choice = choose(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N, c.threads)
     c.private(weight_gradient.gradient_private(c.isa, dtype, tokens_of(like, rows), choice))
-    operands = {"dweight": dweight, "dy": dy, "x": x, "row_begin": rows[0], "row_limit": rows[1]}
+    operands = {"dweight": dweight, "dy": dy, "x": x, "row_begin": rows[0], "row_limit": rows[1], "squares": squares}
     constants = {"N": N, "K": K, "mode": mode, "choice": choice, **shape_of(like), **views_of(dy=dy, x=x)}
-    c.call(weight_gradient.weight_gradient, operands, constants, writes="dweight")
+    c.call(weight_gradient.weight_gradient, operands, constants, writes="dweight squares")
 
 
 @lowering("product", adds="y dx", also={"weight": PLANES}, views="x y pre residual dy dx")
@@ -109,4 +117,5 @@ def product(op: Op, c: Lowering) -> None:
 
 @lowering("matmul_dw", starts="dweight", views="dy x")
 def matmul_dw(op: Op, c: Lowering) -> None:
-    append_weight_gradient(c, op.dweight, op.dy, op.x, op.x, op.modes["dweight"])
+    mode, squares = op.modes["dweight"], op.outputs.get("squares")
+    append_weight_gradient(c, op.dweight, op.dy, op.x, op.x, mode, squares=squares)

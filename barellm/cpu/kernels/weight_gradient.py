@@ -15,6 +15,7 @@ from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx, gradient_tiles
 from barellm.cpu.kernels.packing import LeftBlock, Packing, Panels, interleaved, paired, panel_bytes
 from barellm.cpu.kernels.register_tile import block_of, bursts, prefetch_row, tile_product
+from barellm.cpu.kernels.squares import BlockSum, block_number
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
@@ -22,13 +23,14 @@ NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the 
 
 
 def weight_gradient(
-    k: KernelBuilder, dweight, dy, x, row_begin, row_limit,
+    k: KernelBuilder, dweight, dy, x, row_begin, row_limit, squares=None,
     *, N: int, K: int, dims: tuple[str, ...], inner: int, mode: str, choice: Choice, strides: tuple[tuple[str, int], ...] = (),
     scale: Value | None = None,
 ) -> None:  # fmt: skip
     """dweight (N, K) = dy (tokens, N).T @ x (tokens, K). Both operands are packed with tokens woven into pairs. Tokens are
     [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; dy and x point to the first of them.
-    `strides`: elements from a row to the next, of operands that are views. `scale` multiplies the sums of each chunk."""
+    `strides`: elements from a row to the next, of operands that are views. `scale` multiplies the sums of each chunk. `squares`:
+    sums of squares of what is stored, block by block (squares.py). The blocks are those of AMX tiles, so only these give them."""
     dy_row, x_row = (dict(strides).get(name, width) for name, width in (("dy", N), ("x", K)))
     tile, height, columns = choice.tile, choice.rows, choice.columns
     span, chunk = tile.span(k.isa), chunk_of(k.isa)
@@ -40,13 +42,17 @@ def weight_gradient(
         """Whether the chunk of tokens that starts at t is added to what is there."""
         return t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
 
-    def put(add: bool, row: Value, col: Value, values: list[Value], masks: list[Value | None]) -> None:
-        for v, value in enumerate(values):
+    def put(add: bool, row: Value, col: Value, sums: list[Value], masks: list[Value | None]) -> list[Value]:
+        """Store vectors of a row; gives what is stored."""
+        stored = []
+        for v, value in enumerate(sums):
             at = row * K + col + v * k.lanes
             value = value if scale is None else value * scale
             if add:
                 value = value + dweight.load(at, masks[v])
             dweight.store(value, at, masks[v], nontemporal=nontemporal and not add)
+            stored.append(value)
+        return stored
 
     def masks_of(col: Value) -> list[Value | None]:
         return [k.mask_first(K - col - v * k.lanes) if K % span else None for v in range(tile.vectors)]
@@ -55,15 +61,21 @@ def weight_gradient(
 
         def put_rows(t: Value, row: Value, count: Value, col: Value, sums: Pointer) -> None:
             add, masks = again(t), masks_of(col)
+            block = None if squares is None else BlockSum(k)
             for adds, chosen in ((True, k.when), (False, k.otherwise)):
                 with chosen(add), k.loop(0, count) as r:
                     values = [sums.load(r * span + v * k.lanes) for v in range(tile.vectors)]
-                    put(adds, row + r, col, values, masks)
+                    stored = put(adds, row + r, col, values, masks)
+                    if block is not None:
+                        inside = zip(stored, masks, strict=True)
+                        block.add_row([x if mask is None else k.select(mask, x, 0.0) for x, mask in inside])
+            if block is not None:
+                block.put(squares, block_number(row, col, K))
 
         sizes: dict[str, Any] = {"N": N, "K": K, "dy_row": dy_row, "x_row": x_row, "choice": choice}
         gradient_tiles.multiply(k, dy, x, tokens, put=put_rows, **sizes)
         return
-
+    assert squares is None, "blocks of squares are those of AMX tiles"
     pair = paired(k.isa, dy.dtype)
     scratch, nbytes = k.private("i32"), panel_bytes(k.isa, dy.dtype, chunk, span)
     row_blocks, column_blocks = ceil_div(N, height), ceil_div(K, columns)

@@ -15,6 +15,8 @@ from barellm.cpu.kernels import gemm, weight_gradient
 from barellm.cpu.kernels.few_rows import FEW, few_choices, few_rows
 from barellm.cpu.kernels.linear import few_role_of, role_of, tokens_of
 from barellm.program.dtypes import itemsize
+from barellm.program.integers import ceil_div
+from barellm.program.ops.optimizer import BLOCK
 from barellm.runtime.lowering import Region
 
 
@@ -132,6 +134,7 @@ def _described(call: Call) -> tuple[tuple[str, str, int, int, int], tuple[Operan
         N, K = constants["N"], constants["K"]
         product = ("weight_gradient", dtypes["dy"], K, tokens, N)
         shapes = {"dweight": (N, K), "dy": (tokens, N), "x": (tokens, K)}
+        shapes["squares"] = ceil_div(N, BLOCK), ceil_div(K, BLOCK)
     else:
         cols, depth, transposed = constants["cols"], constants["depth"], constants.get("transposed", True)
         role = few_role_of(constants["epilogues"]) if few else role_of(transposed, constants["epilogues"])

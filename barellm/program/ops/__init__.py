@@ -27,7 +27,7 @@ from barellm.program.ops.muon import (
     MuonUpdate,
     NorMuonScales,
 )
-from barellm.program.ops.optimizer import AdamW, CautiousAdam, ClipScale, SumSquares
+from barellm.program.ops.optimizer import AdamW, BlockSquares, CautiousAdam, ClipScale, SumSquares
 from barellm.program.ops.pooling import MeanPixels, MeanPixelsBackward
 from barellm.program.ops.powersgd import Factor, Feedback, Householder
 from barellm.program.ops.qk_rotary import QKRotary, QKRotaryBackward
@@ -58,6 +58,7 @@ __all__ = [
     "BlockMatmul",
     "BlockMatmulDw",
     "BlockMatmulDx",
+    "BlockSquares",
     "Cast",
     "CautiousAdam",
     "ClipScale",

@@ -1,0 +1,70 @@
+"""Squares of gradients, summed where the gradients are stored instead of where the norm is wanted.
+
+An update reads each gradient twice: for the norm, and to change the weight. The first time can be spared where the kernel of a
+product adds up the squares of what it stores. A step may have several micro-batches: each of them overwrites the sums, and those
+of the last one are those of the gradient that the update finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+
+from barellm.program.builder import Program, Store
+from barellm.program.ops.base import Op
+from barellm.program.ops.optimizer import BlockSquares, SumSquares
+from barellm.program.tensor import Tensor
+
+Kept = dict[Tensor, Tensor]  # gradient -> the sums of its squares, which outlive a run
+
+
+def summed_where_stored(
+    programs: Mapping[str, Program], takes: Callable[[Op], bool]
+) -> tuple[Mapping[str, Program], Kept]:
+    """Programs that do the same, and what they keep: the squares of a gradient are summed (`BlockSquares`) behind the op that
+    stores it, and not (`SumSquares`) by the program that wants the norm. That is done for matrices that have one writer in each
+    program that writes them, if `takes(writer)`, and none in a program that wants the norm: what others store is not final."""
+    writers: dict[Tensor, list[tuple[str, Op]]] = {}
+    wanted: dict[Tensor, set[str]] = {}
+    for name, p in programs.items():
+        for op in p.ops:
+            for base in {t.base for t in op.outputs.values() if t.base.role == "gradient"}:
+                writers.setdefault(base, []).append((name, op))
+            if isinstance(op, SumSquares):
+                wanted.setdefault(op.x, set()).add(name)
+    kept: Kept = {}
+    for x, readers in wanted.items():
+        found = writers.get(x, [])
+        names = {name for name, _ in found}
+        final = len(names) == len(found) > 0 and names.isdisjoint(readers)
+        if final and len(x.shape) == 2 and all(x in op.outputs.values() and takes(op) for _, op in found):
+            ((shape, dtype),) = BlockSquares({"x": x}, {}).infer(x).values()
+            kept[x] = programs[found[0][0]].store.get(f"{x.name}.squares", shape, dtype, "cache")
+    return ({name: _rewritten(p, kept) for name, p in programs.items()} if kept else programs), kept
+
+
+def from_memory(store: Store, kept: Kept, compute: str) -> Program:
+    """The program that finds the sums of gradients as they are in memory."""
+    p = Program(store, compute=compute)
+    for x, sums in kept.items():
+        p.apply(BlockSquares, into={"partials": (sums, "store")}, x=x)
+    return p
+
+
+def _rewritten(p: Program, kept: Kept) -> Program:
+    made = copy(p)
+    made.ops = []
+    instead: dict[Tensor, Tensor] = {}
+    for op in p.ops:
+        if isinstance(op, SumSquares) and op.x in kept:
+            instead[op.partials] = kept[op.x]
+            continue
+        if not instead.keys().isdisjoint(op.inputs.values()):
+            op = copy(op)
+            op.inputs = {name: instead.get(t, t) for name, t in op.inputs.items()}
+        made.ops.append(op)
+        for t in op.outputs.values():
+            if t in kept:
+                with made.segment(op.segment):
+                    made.apply(BlockSquares, into={"partials": (kept[t], "store")}, x=t)
+    return made
