@@ -99,7 +99,7 @@ def test_fusions_and_ops_are_counted():
     micro = [row for row in numbers["ops"] if row["program"] == "micro"]
     accumulate = numbers["accumulate"]
     assert sum(row["count"] for row in micro) == accumulate * len(built.lowered["micro"].ops)
-    primitive = build_programs(config_of())["micro"].ops
+    primitive = built.programs["micro"].ops
     assert numbers["programs"]["micro"]["ops"] == len(primitive)
     flops = sum(row["flops"] for row in micro)
     assert flops == accumulate * sum(op.flops() for op in primitive)

@@ -1,0 +1,136 @@
+"""Products and weight gradients on AMX tiles whose depth goes in several parts, turns and chunks, against the float64 references.
+
+Part lengths are those that are shipped, where the depth is long; and short ones, so that small operands have many parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from barellm.cpu import choices
+from barellm.cpu.kernel import Specialisation
+from barellm.cpu.kernels import amx, claims, gemm, linear
+from barellm.program import ops
+from tests.cases import as_operand, chain_bound, operands
+from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named
+from tests.cpu.test_gemm import every_choice
+from tests.simulators import amx_emulator
+from tests.simulators.amx_emulator import EMULATED
+
+TILES = [isa_named(name) for name in ISAS if name == "amx_bf16"] or EMULATED  # of both only the real one: time
+each_tiles = pytest.mark.parametrize("isa", TILES, ids=lambda isa: isa.name)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    monkeypatch.setattr(Specialisation, "ir", amx_emulator.ir)
+
+
+def panels_of(monkeypatch, panels: int, rows: int = 0) -> None:
+    """Claims of so many panels, and of at most so many rows."""
+    choose = linear.choose
+
+    def other(*shape):
+        choice = choose(*shape)
+        high = {"rows": rows, "long_rows": rows} if rows else {}
+        return replace(choice, columns=panels * choice.tile.span(shape[0]), **high)
+
+    monkeypatch.setattr(linear, "choose", other)
+
+
+def check_products(isa, shape, threads=(1, 2)) -> None:
+    """Forward, and the gradient of the input, whose depth is the number of rows of the weight."""
+    x, dy, weight = operands(shape, "bf16")
+    values = as_operand(weight, "bf16")
+    bounds = {"y": chain_bound(x.values, values.T)}
+    check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds=bounds, threads=threads)
+    bounds = {"dx": chain_bound(dy.values, values)}
+    check_op(ops.MatmulDx, isa, {"dy": dy, "weight": weight}, bounds=bounds, threads=threads)
+
+
+@pytest.mark.parametrize("depth, parts", [
+    (256, [256]), (257, [160, 97]), (850, [224, 224, 224, 178]), (1600, [256] * 6 + [64]), (3000, [256] * 11 + [184])
+], ids=str)  # fmt: skip
+def test_parts_are_whole_steps_but_for_the_last(depth, parts):
+    part = amx.depth_part(depth)
+    assert [min(part, depth - at) for at in range(0, depth, part)] == parts
+
+
+@each_tiles
+@pytest.mark.parametrize("depth", [850, 1600, 3000])
+@pytest.mark.parametrize("panels", [1, 12])
+def test_long_depths(isa, depth, panels, monkeypatch):
+    """4, 7 and 12 parts; forward they go in turns of three, and the last turn of the first two is shorter."""
+    assert gemm.depth_part(isa, "bf16", depth) * 3 < depth
+    panels_of(monkeypatch, panels)
+    check_products(isa, (1, 35, 67, depth))
+    check_products(isa, (1, 35, depth, 67))
+
+
+@each_tiles
+@pytest.mark.parametrize("turn", [1, 2, 3, 7])
+@pytest.mark.parametrize("panels, rows", [(1, 0), (3, 0), (2, 32)])
+@pytest.mark.parametrize("N, K", [(213, 139), (131, 224)])
+def test_short_parts_in_turns(isa, turn, panels, rows, N, K, monkeypatch):
+    """Parts of 32: five and seven of them in turns of any length; claims of one panel and of several, of one tile and of more."""
+    changed(monkeypatch, amx, PART=32)
+    changed(monkeypatch, claims, TILE_TURN=turn)
+    panels_of(monkeypatch, panels, rows)
+    check_products(isa, (1, 77, N, K), threads=(2,))
+
+
+@each_tiles
+@pytest.mark.parametrize("part", [32, 64, 256])
+def test_no_choice_changes_a_bit_of_parts(isa, part, monkeypatch):
+    changed(monkeypatch, amx, PART=part)
+    x, dy, weight = operands((1, 70, 131, 301), "bf16")
+    cases = [
+        (ops.Matmul, "y", {"x": x, "weight": weight}), (ops.MatmulDx, "dx", {"dy": dy, "weight": weight}),
+        (ops.MatmulDw, "dweight", {"dy": dy, "x": x}),
+    ]  # fmt: skip
+    for op_type, output, given in cases:
+        first = None
+        for choice in every_choice(isa):
+            monkeypatch.setattr(linear, "choose", lambda *shape, choice=choice: choice)
+            got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,))[output]
+            assert first is None or np.array_equal(got, first), (op_type.name, choice)
+            first = got
+
+
+@each_tiles
+@pytest.mark.parametrize("tokens, chunk", [(850, 2048), (1600, 600), (3000, 2048), (513, 512)])
+def test_weight_gradients_of_many_tokens(isa, tokens, chunk, monkeypatch):
+    """Parts of 256 tokens; the last part, and the last chunk, are shorter."""
+    changed(monkeypatch, choices, CHUNKS={32: chunk})
+    check_gradient(isa, (1, tokens, 35, 67), {"accumulate": 1}, threads=(2,))
+
+
+def check_gradient(isa, shape, scalars, threads=(1, 2), plan=None) -> None:
+    x, dy, _ = operands(shape, "bf16")
+    flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
+    bounds = {"dweight": chain_bound(flat[0].T, flat[1]) + 2 * EPS}
+    how = {"modes": {"dweight": "start"}, "scalars": scalars, "threads": threads, "plan": plan}
+    check_op(ops.MatmulDw, isa, {"dy": dy, "x": x}, bounds=bounds, **how)
+
+
+@each_tiles
+@pytest.mark.parametrize("part, chunk", [(32, 2048), (32, 64), (64, 150), (32, 33), (256, 40)])
+@pytest.mark.parametrize("panels, rows", [(1, 32), (2, 64), (4, 96)])
+def test_weight_gradients_in_short_parts_and_chunks(isa, part, chunk, panels, rows, monkeypatch):
+    """Several chunks of tokens, of several parts each; claims of one tile and of more."""
+    changed(monkeypatch, choices, CHUNKS={32: chunk})
+    changed(monkeypatch, amx, PART=part)
+    panels_of(monkeypatch, panels, rows)
+    for tokens, accumulate in ((170, 0), (97, 1)):
+        check_gradient(isa, (1, tokens, 131, 100), {"accumulate": accumulate}, threads=(2,))
+
+
+@each_tiles
+@pytest.mark.parametrize("actual", [(1, 1), (2, 33), (3, 70)])
+def test_weight_gradients_of_fewer_tokens_than_planned(isa, actual, monkeypatch):
+    changed(monkeypatch, choices, CHUNKS={32: 100})
+    changed(monkeypatch, amx, PART=32)
+    check_gradient(isa, (*actual, 40, 70), {"accumulate": 0}, plan=(3, 70))
