@@ -6,11 +6,11 @@ Each column of a block is one chain over its rows, whoever computes it, so both 
 from __future__ import annotations
 
 from operator import add
+from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.loops import fold, zeros
 from barellm.cpu.lang import Pointer, Value
-from barellm.program.integers import ceil_div
 from barellm.program.ops.base import Op
 from barellm.program.ops.optimizer import BLOCK
 
@@ -30,12 +30,12 @@ class BlockSum:
         partials.put(self.k.sum(fold(self.chains, add)), number)
 
 
-def block_number(row: Value, col: Value, columns: int) -> Value:
+def block_number(row: Value, col: Value, columns: Any) -> Value:
     """The number of the block that begins at `row` and `col` of a matrix with so many columns."""
-    return row // BLOCK * ceil_div(columns, BLOCK) + col // BLOCK
+    return row // BLOCK * ((columns + (BLOCK - 1)) // BLOCK) + col // BLOCK
 
 
-def block_squares(k: KernelBuilder, partials, x, rows, *, columns) -> None:
+def block_squares(k: KernelBuilder, partials, x, rows, columns) -> None:
     """partials (ceil(rows / BLOCK), ceil(columns / BLOCK)) = sums of squares of blocks of x (rows, columns)."""
     with k.claim_each((rows + (BLOCK - 1)) // BLOCK) as band, k.loop(0, columns, BLOCK) as col:
         block, first = BlockSum(k), band * BLOCK
@@ -49,5 +49,5 @@ def block_squares(k: KernelBuilder, partials, x, rows, *, columns) -> None:
 @lowering("block_squares", floats="fp32")
 def lower_block_squares(op: Op, c: Lowering) -> None:
     rows, columns = (int(n) for n in op.x.shape)
-    operands = {"partials": op.partials, "x": op.x, "rows": rows}
-    c.call(block_squares, operands, {"columns": columns}, writes="partials")
+    operands = {"partials": op.partials, "x": op.x, "rows": rows, "columns": columns}
+    c.call(block_squares, operands, writes="partials")
