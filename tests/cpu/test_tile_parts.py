@@ -10,11 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from barellm.cpu import choices
+from barellm.cpu import choices, jit
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import amx, claims, gemm, linear
+from barellm.cpu.step import CpuSession
 from barellm.program import ops
-from tests.cases import as_operand, chain_bound, operands
+from tests.cases import as_operand, chain_bound, check_network, operands
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named
 from tests.cpu.test_gemm import every_choice
 from tests.simulators import amx_emulator
@@ -134,3 +135,42 @@ def test_weight_gradients_of_fewer_tokens_than_planned(isa, actual, monkeypatch)
     changed(monkeypatch, choices, CHUNKS={32: 100})
     changed(monkeypatch, amx, PART=32)
     check_gradient(isa, (*actual, 40, 70), {"accumulate": 0}, plan=(3, 70))
+
+
+@each_tiles
+@pytest.mark.parametrize("most", [0, 1 << 30], ids=["past the caches", "cached"])
+@pytest.mark.parametrize("activation", ["gelu", "relu2"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_whole_lines_of_results(isa, most, activation, bias, monkeypatch):
+    """Columns that panels divide, so that rows of 16 bits and of fp32, of one result and of two, are stored a line at a time."""
+    changed(monkeypatch, gemm, PAST_BYTES=most)
+    network = {"compute": "bf16", "limit": 2e-2, "bias": bias, "sizes": (64, 96, 53), "activation": activation}
+    check_network(lambda programs: CpuSession(programs, isa=isa, threads=2), **network)
+
+
+@each_tiles
+def test_the_same_bits_past_the_caches(isa, monkeypatch):
+    x, _, weight = operands((1, 45, 64, 290), "bf16")
+    bounds = {"y": chain_bound(x.values, as_operand(weight, "bf16").T)}
+    found = []
+    for most in (0, 1 << 30):
+        changed(monkeypatch, gemm, PAST_BYTES=most)
+        found.append(check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds=bounds, threads=(1, 2))["y"])
+    assert np.array_equal(*found)
+
+
+@each_tiles
+@pytest.mark.parametrize("dtype, instruction", [("bf16", "vmovntps"), ("fp32", "vmovntps")])
+def test_what_goes_past_the_caches_goes_a_line_at_a_time(isa, dtype, instruction):
+    def stores(cols: int) -> list[str]:
+        def emit(k, out, a, weight):
+            gemm.product(
+                k, out, None, a, weight, None, None, k.int(0), k.int(64), cols=cols, depth=64, transposed=True, dims=(),
+                inner=64, epilogues=(), mode="store", choice=choices.default(isa, "forward", "bf16", cols, 64, 64),
+            )  # fmt: skip
+
+        text = jit.assembly(Specialisation(emit, (dtype, "bf16", "bf16"), ()).ir(isa), isa)
+        return [line for line in text.splitlines() if "vmovnt" in line]
+
+    assert stores(64) and all("zmm" in line and instruction in line for line in stores(64))
+    assert not stores(65), "rows that do not begin with a line"

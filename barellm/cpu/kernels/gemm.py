@@ -26,6 +26,7 @@ from barellm.cpu.kernels.register_tile import left_rows, tile_product
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.elementwise import SLOPES
 
+PAST_BYTES = 1 << 20  # results of AMX tiles that are larger leave the caches: they are written past them
 LATER = 512  # depth of a tile that is long enough to finish another one beside it
 
 
@@ -197,8 +198,7 @@ class AmxProduct(Claims):
             nullcontext() if self.ends is None else k.when(self.ends),
             k.loop(0, self.tile.rows if count is None else count) as r,
         ):
-            for v in range(self.tile.vectors):
-                self.finish.put(row + r, v, sums.load(r * self.span + v * k.lanes))
+            self.finish.put_row(row + r, [sums.load(r * self.span + v * k.lanes) for v in range(self.tile.vectors)])
 
     def _beside(self, row: Value, step: Value) -> None:
         """What is done in a step of the tile at `row`: packing, and fetching the lines of the result in the last part."""
@@ -236,26 +236,31 @@ def product(
 
     multiply(
         k, (RegisterProduct, AmxProduct), run, out, second, a, bias, other, cols=cols, depth=depth, epilogues=epilogues,
-        mode=mode, choice=choice, strides=dict(strides), scale=scale, factor=factor,
+        mode=mode, choice=choice, strides=dict(strides), scale=scale, factor=factor, rows=rows,
     )  # fmt: skip
 
 
 def multiply(
     k: KernelBuilder, kinds: tuple[type[RegisterProduct], type[AmxProduct]], run: Callable[..., None], out, second, a, bias, other,
     *, cols: int, depth: int, epilogues: tuple[str, ...], mode: str, choice: Choice, strides: Mapping[str, int],
-    scale: Value | None = None, factor: float = 1.0,
+    scale: Value | None = None, factor: float = 1.0, rows: Value | None = None,
 ) -> None:  # fmt: skip
     """Calls `run(kind, finish, **sizes)` of the kind, on register tiles or on AMX tiles, that this machine has for the dtype
-    of a."""
+    of a. `rows` is given where the results are rows of (rows, cols) that begin with a cache line."""
     part = depth_part(k.isa, a.dtype, depth)
     long = [name for name in epilogues if (emitter := emitter_of(name)) and emitter.long]
     through_memory = bool(long)
     tiles = amx.uses_tiles(k.isa, a.dtype)
+    past = None
+    if tiles and rows is not None and mode == "store" and cols % choice.tile.span(k.isa) == 0:
+        results = {"out": out, "second": second}
+        if not results.keys() & strides.keys():
+            past = rows * (cols * sum(p.itemsize for p in results.values() if p is not None)) > PAST_BYTES
 
     def finish(col: Value) -> Epilogue:
         early = not tiles and not through_memory and part == depth
         how: dict[str, Any] = {"cols": cols, "epilogues": epilogues, "mode": mode, "early": early, "scale": scale}
-        how |= {"strides": strides, "factor": factor}
+        how |= {"strides": strides, "factor": factor, "past": past}
         return Epilogue(k, col, choice.tile, out, second, bias, other, **how)
 
     sizes: dict[str, Any] = {"cols": cols, "depth": depth, "part": part, "choice": choice}
