@@ -80,7 +80,13 @@ class Epilogue:
         return {name: at[stride] for name, stride in self.stride.items()}
 
     def _follow(
-        self, name: str, x: Value, at: dict[str, Value], bias: Value | None, mask: Value | None, before: list | None = None
+        self,
+        name: str,
+        x: Value,
+        at: dict[str, Value],
+        bias: Value | None,
+        mask: Value | None,
+        before: list | None = None,
     ) -> Value:
         """x after an epilogue. An activation adds its input to the list `before`, or stores it where there is none."""
         if name == "bias":
