@@ -2,13 +2,14 @@
 `--write`, the table of docs/sparsity.md is made of that file.
 
 y = x W, its input gradient and its weight gradient over 2048 tokens. Blocks are drawn evenly, as many in each column. All
-sides take turns; each time is a median.
+sides take turns, with `--torch` PyTorch's dense product too; each time is a median.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +26,7 @@ from barellm.program.tensor import Dim
 from benchmarks.sparsity import turns
 
 TOKENS, WIDTH = 2048, 1024
+TORCH = "PyTorch, dense"
 MORE = 0.08  # the aim: a time of the density and so much of the dense one
 DENSE = {"forward": ops.Matmul, "dx": ops.MatmulDx, "dw": ops.MatmulDw}
 SPARSE = {"forward": ops.BlockMatmul, "dx": ops.BlockMatmulDx, "dw": ops.BlockMatmulDw}
@@ -61,15 +63,26 @@ def session(what: str, layout: BlockLayout | None, dtype: str) -> CpuSession:
     return made
 
 
+def torch_product(what: str, dtype: str) -> Callable[[], Any]:
+    """PyTorch's dense product of the same sizes."""
+    import torch
+
+    torch.set_num_threads(thread_count())
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    x, dy, weight = (torch.randn(rows, WIDTH).to(kind) for rows in (TOKENS, TOKENS, WIDTH))
+    return {"forward": lambda: x @ weight, "dx": lambda: dy @ weight.T, "dw": lambda: x.T @ dy}[what]
+
+
 def write(path: Path) -> None:
     """Replace the table between the page's marks."""
     page, mark = Path(__file__).parents[1] / "docs" / "sparsity.md", ("<!-- products -->\n", "<!-- /products -->")
     lines = ["| blocks of | density | aim | forward | input gradient | weight gradient |", "|---|---|---|---|---|---|"]
     for row in json.loads(path.read_text())["rows"]:
+        times, density = " | ".join(f"{row['to_dense'][what]:.2f}" for what in DENSE), row["density"]
         if row["block"]:
-            times = " | ".join(f"{row['to_dense'][what]:.2f}" for what in DENSE)
-            density = row["density"]
             lines.append(f"| {row['block']} | {density:.4f} | {density + MORE:.2f} | {times} |")
+        elif row["side"] == TORCH:
+            lines.append(f"| {TORCH} | | | {times} |")
     before, rest = page.read_text().split(mark[0])
     table = "\n".join(lines)
     page.write_text(f"{before}{mark[0]}{table}\n{mark[1]}{rest.split(mark[1])[1]}")
@@ -82,6 +95,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--processor", default="")
+    parser.add_argument("--torch", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     a = parser.parse_args()
@@ -98,6 +112,9 @@ def main() -> None:
         for what in DENSE:
             made = session(what, layout, a.dtype)
             sides[name, what] = lambda made=made: made.run("op", batch=1, seq=TOKENS)
+    if a.torch:
+        layouts[TORCH] = None
+        sides |= {(TORCH, what): torch_product(what, a.dtype) for what in DENSE}
     times, rows = turns(sides, a.rounds), []
     for name, layout in layouts.items():
         ms = {what: 1e3 * median(times[name, what]) for what in DENSE}

@@ -13,7 +13,7 @@ from barellm.optim.adamw import AdamW
 from barellm.optim.rules import Rule, update
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.ops.optimizer import BLOCK
+from barellm.program.ops.block_squares import BLOCK
 from barellm.program.tensor import Dim
 from tests.cases import normal
 from tests.cpu.check import EPS, ISAS, changed, check_op, isa_named, persistent, run_fused, stored

@@ -12,7 +12,7 @@ from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.loops import fold, zeros
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
-from barellm.program.ops.optimizer import BLOCK
+from barellm.program.ops.block_squares import BLOCK
 
 
 class BlockSum:

@@ -16,7 +16,7 @@ from barellm.cpu.kernels.few_rows import FEW, few_choices, few_rows
 from barellm.cpu.kernels.linear import few_role_of, role_of, tokens_of
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div
-from barellm.program.ops.optimizer import BLOCK
+from barellm.program.ops.block_squares import BLOCK
 from barellm.runtime.lowering import Region
 
 

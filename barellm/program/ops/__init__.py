@@ -3,6 +3,7 @@
 from barellm.program.ops.attention import Attention, AttentionBackward, AttentionCached
 from barellm.program.ops.binary import BinaryMatmul, PackSigns, StraightThrough, UnpackSigns
 from barellm.program.ops.block_matmul import BlockMatmul, BlockMatmulDw, BlockMatmulDx
+from barellm.program.ops.block_squares import BlockSquares
 from barellm.program.ops.collectives import AddRanks, BeginExchange, EndExchange, Exchange, Gather, SumShares
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx
 from barellm.program.ops.cross_entropy import CrossEntropy, CrossEntropyBackward, TokenLosses
@@ -27,7 +28,7 @@ from barellm.program.ops.muon import (
     MuonUpdate,
     NorMuonScales,
 )
-from barellm.program.ops.optimizer import AdamW, BlockSquares, CautiousAdam, ClipScale, SumSquares
+from barellm.program.ops.optimizer import AdamW, CautiousAdam, ClipScale, SumSquares
 from barellm.program.ops.pooling import MeanPixels, MeanPixelsBackward
 from barellm.program.ops.powersgd import Factor, Feedback, Householder
 from barellm.program.ops.qk_rotary import QKRotary, QKRotaryBackward

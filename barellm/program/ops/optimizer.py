@@ -14,7 +14,6 @@ from barellm.program.tensor import Tensor, describe
 
 STATE_DTYPES = (("fp32", "fp32"), ("e6m9", "ue6m10"))  # of m and v
 CHUNK = 65536  # elements per partial sum of squares: fixed, so that the sum's bits depend on the shape only
-BLOCK = 32  # rows and columns of a matrix per partial sum of squares, where these are taken block by block
 
 
 class SumSquares(Op):
@@ -27,25 +26,6 @@ class SumSquares(Op):
 
     def reference(self, x):
         return {"partials": np.add.reduceat(x.reshape(-1) ** 2, np.arange(0, x.size, CHUNK))}
-
-    def flops(self) -> int:
-        return 2 * self.x.size
-
-
-class BlockSquares(Op):
-    """partials[i, j] = sum of squares of rows 32 i .. 32 (i + 1) and columns 32 j .. 32 (j + 1) of x (N, K): what a kernel that
-    writes x block by block can add up on the way."""
-
-    name = "block_squares"
-
-    def infer(self, x: Tensor) -> dict[str, Spec]:
-        if len(x.shape) != 2:
-            raise ValueError(f"block_squares expects a matrix: {describe(x=x)}")
-        return {"partials": (tuple(-(-int(n) // BLOCK) for n in x.shape), "fp32")}
-
-    def reference(self, x):
-        rows, columns = (np.arange(0, n, BLOCK) for n in x.shape)
-        return {"partials": np.add.reduceat(np.add.reduceat(x**2, rows, axis=0), columns, axis=1)}
 
     def flops(self) -> int:
         return 2 * self.x.size

@@ -1,0 +1,30 @@
+"""Sums of squares of a matrix's blocks. They are an op apart from `SumSquares`: kernels of products take BLOCK from here, and their
+code should not depend on the optimizers'."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from barellm.program.ops.base import Op, Spec
+from barellm.program.tensor import Tensor, describe
+
+BLOCK = 32  # rows and columns of a matrix per partial sum: fixed, so that the sum's bits depend on the shape only
+
+
+class BlockSquares(Op):
+    """partials[i, j] = sum of squares of rows 32 i .. 32 (i + 1) and columns 32 j .. 32 (j + 1) of x (N, K): what a kernel that
+    writes x block by block can add up on the way."""
+
+    name = "block_squares"
+
+    def infer(self, x: Tensor) -> dict[str, Spec]:
+        if len(x.shape) != 2:
+            raise ValueError(f"block_squares expects a matrix: {describe(x=x)}")
+        return {"partials": (tuple(-(-int(n) // BLOCK) for n in x.shape), "fp32")}
+
+    def reference(self, x):
+        rows, columns = (np.arange(0, n, BLOCK) for n in x.shape)
+        return {"partials": np.add.reduceat(np.add.reduceat(x**2, rows, axis=0), columns, axis=1)}
+
+    def flops(self) -> int:
+        return 2 * self.x.size
