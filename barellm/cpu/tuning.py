@@ -10,7 +10,6 @@ from typing import Any
 from barellm.cpu import jit, processor, sources
 from barellm.cpu.choices import FEW_ROLE, ORDERS, Choice, FewChoice, Tile, default, tiles
 from barellm.cpu.isa import ISA
-from barellm.cpu.kernels.few_rows import FEW, few_choices
 from barellm.runtime.tuning import Database, requested
 
 TUNED = ("barellm.cpu.kernels.gemm", "barellm.cpu.kernels.weight_gradient", "barellm.cpu.kernels.few_rows")
@@ -83,6 +82,8 @@ def from_entry(entry: Any, isa: ISA, dtype: str) -> Choice:
 
 def few_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -> FewChoice:
     """The same of a product of few rows."""
+    from barellm.cpu.kernels.few_rows import few_choices  # kernels import this module
+
     ways = few_choices(isa, dtype, cols, depth)
     found = [way for way in ways if to_entry(way) == entry]
     if not found:
@@ -92,6 +93,8 @@ def few_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -> F
 
 def choose_few(isa: ISA, role: str, dtype: str, cols: int, depth: int, threads: int) -> FewChoice:
     """As `choose`, for a product of few rows, however many a run has."""
+    from barellm.cpu.kernels.few_rows import FEW, few_choices  # kernels import this module
+
     return _tuned(isa, threads, (role, dtype, cols, depth, FEW)) or few_choices(isa, dtype, cols, depth)[0]
 
 

@@ -133,7 +133,7 @@ def test_products_become_tile_instructions(cpu):
 
 def test_permission_that_is_refused_leaves_avx512(monkeypatch):
     features = dict.fromkeys(
-        ["amx-tile", "amx-bf16", "avx512bf16", "avx512bw", "avx512vl", "avx512dq", "avx512f", "fma"], True
+        ["amx-tile", "amx-bf16", "avx512bf16", "avx512vnni", "avx512bw", "avx512vl", "avx512dq", "avx512f", "fma"], True
     )
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
