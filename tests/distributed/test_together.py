@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from barellm import models
 from barellm.errors import UserError
 from barellm.runtime.ranks import ALONE, Planned, first
-from barellm.training import together
+from barellm.training import stopping, together
+from barellm.training.loop import Loop
 from barellm.training.stopping import Agreed
 from tests.distributed.threads import each_rank
 
@@ -96,6 +100,45 @@ def test_a_signal_to_one_rank_counts_when_all_have_agreed():
         return before, bool(stop), stop.status
 
     assert each_rank(2, stopped) == [(False, True, 130)] * 2
+
+
+@pytest.mark.parametrize("signalled", [{0}, {1}, {0, 1}])
+def test_a_signal_that_comes_while_ranks_tell_each_other_counts_in_the_next_step(signalled):
+    """One rank stopped for a signal of which it had not told, and the others waited for it in their next step for ever."""
+
+    def steps(ranks):
+        stop, gather = Agreed(ranks.rank), ranks.gather
+        stop.tells = False
+
+        def late(value):
+            found = gather(value)
+            if ranks.rank in signalled and not stop.status:
+                stop._receive(signal.SIGINT, None)
+            return found
+
+        ranks.gather = late
+        loop = cast(Any, SimpleNamespace(ranks=ranks, stop=stop))
+        return [(Loop._meet(loop, 1.5), bool(stop)) for _ in range(3)]
+
+    assert each_rank(3, steps) == [[(4.5, False), (4.5, True), (4.5, True)]] * 3
+
+
+@pytest.mark.parametrize("rank, said", [(0, 1), (1, 0)])
+def test_a_rank_that_has_heard_of_a_signal_takes_its_own_for_the_first(rank, said, monkeypatch, capfd):
+    """Ctrl-C reaches the ranks one after the other: the last of them ended at once, without a checkpoint."""
+
+    def ended(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(stopping.os, "_exit", ended)
+    with Agreed(rank) as stop:
+        stop.agree([143, 143])
+        assert stop and stop.status == 143
+        signal.raise_signal(signal.SIGINT)
+        assert stop and stop.status == 143
+        assert capfd.readouterr().err.count("stopping after this step") == said
+        with pytest.raises(SystemExit, match="^143$"):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_the_version_knows_the_sources():
