@@ -157,7 +157,7 @@ class MpiRanks:
             while not self._done([request]):
                 time.sleep(BESIDE_NAP_S)
             return
-        self._wait([self._world.isend(value, rank, VALUES)], patient=True)
+        self._wait([self._world.isend(value, rank, VALUES)], one=rank, patient=True)
 
     def receive(self, rank: int, *, patient: bool = False, beside: bool = False) -> Any:
         message = None
@@ -165,7 +165,7 @@ class MpiRanks:
             while (message := self._world.improbe(rank, BESIDE)) is None:
                 time.sleep(BESIDE_NAP_S)
             return message.recv()
-        with self._watch.waiting(patient=patient) as look:
+        with self._watch.waiting(one=rank, patient=patient) as look:
             while (message := self._world.improbe(rank, VALUES)) is None:
                 look()
         return message.recv()
@@ -189,8 +189,8 @@ class MpiRanks:
         """End all ranks at once."""
         end_all(self._world, status)
 
-    def _wait(self, requests: list[Any], *, patient: bool = False) -> None:
-        with self._watch.waiting(patient=patient) as look:
+    def _wait(self, requests: list[Any], *, one: int | None = None, patient: bool = False) -> None:
+        with self._watch.waiting(one=one, patient=patient) as look:
             while not self._done(requests):
                 look()
 

@@ -1,7 +1,8 @@
-"""Noticing that a rank is gone. Each tells the others twice a second that it is there, and how many waits it has begun.
+"""Noticing that a rank is gone. Each tells the others twice a second that it is there, and how many waits it has begun: for all
+ranks, and for the one that it tells.
 
-One that is silent, or that the others wait for in vain while it goes on, ends the run on all ranks: whoever notices first says
-in one line which it is, and ends its process; the launcher ends the rest.
+One that is silent, or that the others wait for in vain while it goes on, or waits for something else, ends the run on all ranks:
+whoever notices first says in one line which it is, and ends its process; the launcher ends the rest.
 
 A busy machine must not look like a fault. So time is counted by a clock that hardly moves while this process gets no processor,
 and a rank of this machine that is seen at work has longer.
@@ -25,6 +26,7 @@ from barellm.errors import UserError
 BEAT_S = 0.5
 LIMIT_S = 20.0  # of silence, or of being late
 AT_WORK = 1.25  # times as long for a rank that is seen at work
+AHEAD = 2.0  # times as long for a rank that may be waiting for this one: it has the word
 SPINS = 200  # looks in a row before a waiting rank lets others of its machine have the core for longer
 NAP_S = 0.0002
 
@@ -54,8 +56,10 @@ class Watch:
         self._others = [rank for rank in range(comm.Get_size()) if rank != self._rank]
         self._clock = 0.0
         self._heard = dict.fromkeys(self._others, self._clock)
-        self._begun = dict.fromkeys(self._others, 0)
-        self._waits = 0  # that this rank has begun
+        # The waits that ranks have begun: for all, in which they have the same order, and for one, as two ranks have it.
+        self._begun, self._with_us = dict.fromkeys(self._others, 0), dict.fromkeys(self._others, 0)
+        self._waits, self._with = 0, dict.fromkeys(self._others, 0)
+        self._one: int | None = None  # the rank for which this one waits, unless that is for all
         self._since: float | None = None  # when the wait began in which it is, unless that is patient
         self._near: dict[int, Process] = {}
         self.at_fault = -1
@@ -68,10 +72,14 @@ class Watch:
         self._near = {rank: Process(number) for rank, number in processes.items()}
 
     @contextmanager
-    def waiting(self, *, patient: bool = False) -> Iterator[Callable[[], None]]:
-        """While entered, this rank waits for others: for one that is late only so long, unless it is `patient`. Gives a function to
-        call between two looks at what it waits for."""
-        self._waits += 1
+    def waiting(self, *, one: int | None = None, patient: bool = False) -> Iterator[Callable[[], None]]:
+        """While entered, this rank waits for what all do together, or for a message to or from `one`: for one that is late only so
+        long, unless it is `patient`. Gives a function to call between two looks at what it waits for."""
+        if one is None:
+            self._waits += 1
+        else:
+            self._with[one] += 1
+        self._one = one
         self._since = None if patient else self._clock
         looks = 0
 
@@ -94,10 +102,10 @@ class Watch:
         self._thread.join()
 
     def _beat(self) -> None:
-        inbox = {rank: np.zeros(1, np.int64) for rank in self._others}
+        inbox = {rank: np.zeros(2, np.int64) for rank in self._others}
         coming = {rank: self._comm.Irecv(inbox[rank], rank) for rank in self._others}
         going: dict[int, Any] = dict.fromkeys(self._others, self._mpi.REQUEST_NULL)
-        outbox = {rank: np.zeros(1, np.int64) for rank in self._others}
+        outbox = {rank: np.zeros(2, np.int64) for rank in self._others}
         last, gone = time.monotonic(), set()  # ranks that MPI itself misses: they are silent from now on
         while not self._over.wait(BEAT_S):
             now = time.monotonic()
@@ -109,10 +117,11 @@ class Watch:
                     continue
                 try:
                     if going[rank].Test():
-                        outbox[rank][0] = self._waits
+                        outbox[rank][:] = self._waits, self._with[rank]
                         going[rank] = self._comm.Isend(outbox[rank], rank)
                     while coming[rank].Test():
-                        self._heard[rank], self._begun[rank] = self._clock, int(inbox[rank][0])
+                        self._heard[rank] = self._clock
+                        self._begun[rank], self._with_us[rank] = (int(n) for n in inbox[rank])
                         coming[rank] = self._comm.Irecv(inbox[rank], rank)
                 except self._mpi.Exception:
                     gone.add(rank)
@@ -133,10 +142,14 @@ class Watch:
             if self._clock - heard > limits[rank]:
                 self.at_fault = rank
                 return f"rank {rank} has not been heard of for {self._clock - heard:.0f} s: the run is ended"
-        since, clock = self._since, self._clock
+        since, clock, one = self._since, self._clock, self._one
+        if since is None:
+            return ""
+        missed = one is None or self._with_us[one] < self._with[one]
         # A rank may be late because it waits for another, which has begun fewer waits, or has been silent for longer.
         for rank, begun in sorted(self._begun.items(), key=lambda item: (item[1], self._heard[item[0]])):
-            if since is not None and clock - since > limits[rank] and begun < self._waits:
+            late = missed and (begun < self._waits or rank == one)
+            if late and clock - since > limits[rank] * (AHEAD if begun > self._waits else 1):
                 self.at_fault = rank
                 return f"rank {rank} is {clock - since:.0f} s later than the others: the run is ended"
         return ""

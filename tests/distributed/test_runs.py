@@ -300,6 +300,33 @@ def test_a_rank_that_is_stopped_before_mpi_has_started_ends_the_run_under_mpirun
     assert re.fullmatch(line, said(done)), done.stderr
 
 
+APART = """
+import argparse, sys
+from barellm.cli.ranks import run_as_rank
+
+def together(ranks):
+    ranks.gather(None)
+
+def asks(ranks):
+    ranks.send(1 - ranks.rank, None)
+    ranks.receive(1 - ranks.rank)
+
+def serves(ranks):
+    ranks.receive(1 - ranks.rank, patient=True)
+
+work = [eval(name) for name in sys.argv[1:]]
+run_as_rank(argparse.Namespace(ranks=None), 2, lambda args, ranks: work[ranks.rank](ranks) or 0)
+"""
+
+
+@pytest.mark.parametrize("first, second, late", [("together", "serves", 1), ("asks", "together", 0)])
+def test_ranks_that_wait_for_different_things_end_in_one_line(place, first, second, late):
+    """As where one saves for the last time, and the other goes on: each had begun as many waits, and nobody spoke."""
+    done = by_mpi(place, ["-c", APART, first, second])
+    assert done.returncode != 0
+    assert re.fullmatch(rf"barellm: error: rank {late} is \d s later than the others: the run is ended", said(done))
+
+
 @linux
 def test_ctrl_c_saves_once(place):
     started = Started(place, "stopped")

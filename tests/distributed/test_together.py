@@ -137,7 +137,7 @@ def test_a_rank_that_has_heard_of_a_signal_takes_its_own_for_the_first(rank, sai
         signal.raise_signal(signal.SIGINT)
         assert stop and stop.status == 143
         assert capfd.readouterr().err.count("stopping after this step") == said
-        with pytest.raises(SystemExit, match="^143$"):
+        with pytest.raises(SystemExit, match=r"^143$"):
             signal.raise_signal(signal.SIGINT)
 
 

@@ -43,14 +43,16 @@ class Request:
 
 
 class Mpi:
-    """A communicator of three ranks, of which this is rank 1. `waits`: what the others say next; None: they are silent."""
+    """A communicator of three ranks, of which this is rank 1. `waits` and `with_us`: how many waits for all and for this rank the
+    others have begun, as they say next; None: they are silent."""
 
     REQUEST_NULL, Exception = Request(done=True), Lost
 
     def __init__(self) -> None:
         self.waits: dict[int, int | None] = {0: 0, 2: 0}
+        self.with_us = {0: 0, 2: 0}
         self.boxes: dict[int, tuple[np.ndarray, Request]] = {}
-        self.sent: list[tuple[int, int]] = []
+        self.sent: list[tuple[int, int, int]] = []
 
     def Get_rank(self) -> int:
         return 1
@@ -63,14 +65,15 @@ class Mpi:
         return self.boxes[rank][1]
 
     def Isend(self, box, rank) -> Request:
-        self.sent.append((rank, int(box[0])))
+        self.sent.append((rank, int(box[0]), int(box[1])))
         self.arrive()
         return Request(done=True)
 
     def arrive(self) -> None:
         for rank, (box, request) in self.boxes.items():
             if self.waits[rank] is not None and not request.done:
-                box[0], request.done = self.waits[rank], True
+                box[:] = self.waits[rank], self.with_us[rank]
+                request.done = True
 
 
 @pytest.fixture
@@ -139,13 +142,64 @@ def test_a_rank_that_is_waited_for_in_vain_is_named(mpi, watched):
 
 
 @pytest.mark.alone
+def test_a_rank_that_waits_for_one_while_all_others_meet_is_named(mpi, watched):
+    """However many messages it waits for: it does not come to where the others are."""
+    found, said = watched
+    mpi.waits, mpi.with_us = {0: 0, 2: 1}, {0: 7, 2: 0}
+    with found.waiting():
+        until(lambda: said)
+    assert said == ["rank 0 is 0 s later than the others: the run is ended"]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("rank, ahead", [(0, 0), (2, 0), (2, 1)])
+def test_a_rank_whose_message_does_not_come_is_named(mpi, watched, rank, ahead):
+    """One that seems to wait for this rank has longer, for it has the word."""
+    found, said = watched
+    mpi.waits, mpi.with_us = {0: 1, 2: 1}, {0: 1, 2: 1}
+    mpi.waits[rank] += ahead
+    with found.waiting():
+        pass
+    for _ in range(2):
+        with found.waiting(one=rank):
+            time.sleep(0.2)
+    mpi.with_us[2 - rank] = 0
+    with found.waiting(one=rank):
+        until(lambda: said)
+    assert said == [f"rank {rank} is {ahead} s later than the others: the run is ended"]
+
+
+@pytest.mark.alone
+def test_a_rank_whose_message_does_not_come_may_wait_for_another(mpi, watched):
+    found, said = watched
+    mpi.waits = {0: 0, 2: 1}
+    with found.waiting():
+        pass
+    with found.waiting(one=2):
+        until(lambda: said)
+    assert said == ["rank 0 is 0 s later than the others: the run is ended"]
+
+
+@pytest.mark.alone
+def test_a_message_that_both_wait_for_may_be_long(mpi, watched):
+    found, said = watched
+    mpi.with_us[2] = 1
+    with found.waiting(one=2):
+        time.sleep(0.6)
+    assert not said
+
+
+@pytest.mark.alone
 def test_the_others_learn_of_each_wait(mpi, watched):
     found, _ = watched
     for _ in range(3):
         with found.waiting() as look:
             look()
-    until(lambda: mpi.sent and mpi.sent[-1][1] == 3)
-    assert {rank for rank, _ in mpi.sent} == {0, 2}
+    for _ in range(2):
+        with found.waiting(one=2):
+            pass
+    until(lambda: {(0, 3, 0), (2, 3, 2)} <= set(mpi.sent))
+    assert {rank for rank, *_ in mpi.sent} == {0, 2}
 
 
 @pytest.mark.alone
