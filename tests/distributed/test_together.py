@@ -102,9 +102,15 @@ def test_a_signal_to_one_rank_counts_when_all_have_agreed():
     assert each_rank(2, stopped) == [(False, True, 130)] * 2
 
 
+def ended(status: int) -> None:
+    """Stands for the end of the process."""
+    raise SystemExit(status)
+
+
 @pytest.mark.parametrize("signalled", [{0}, {1}, {0, 1}])
-def test_a_signal_that_comes_while_ranks_tell_each_other_counts_in_the_next_step(signalled):
+def test_a_signal_that_comes_while_ranks_tell_each_other_counts_in_the_next_step(signalled, monkeypatch):
     """One rank stopped for a signal of which it had not told, and the others waited for it in their next step for ever."""
+    monkeypatch.setattr(stopping.os, "_exit", ended)
 
     def steps(ranks):
         stop, gather = Agreed(ranks.rank), ranks.gather
@@ -126,9 +132,6 @@ def test_a_signal_that_comes_while_ranks_tell_each_other_counts_in_the_next_step
 @pytest.mark.parametrize("rank, said", [(0, 1), (1, 0)])
 def test_a_rank_that_has_heard_of_a_signal_takes_its_own_for_the_first(rank, said, monkeypatch, capfd):
     """Ctrl-C reaches the ranks one after the other: the last of them ended at once, without a checkpoint."""
-
-    def ended(status: int) -> None:
-        raise SystemExit(status)
 
     monkeypatch.setattr(stopping.os, "_exit", ended)
     with Agreed(rank) as stop:
