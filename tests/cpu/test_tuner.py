@@ -19,6 +19,7 @@ from barellm.cpu import tuning
 from barellm.cpu.choices import Choice, Tile
 from barellm.cpu.isa import host
 from barellm.cpu.kernels import gemm
+from barellm.cpu.kernels.few_rows import few_choices
 from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.tuner import candidates, selftest, tuner
 from barellm.cpu.tuner.bed import Bed
@@ -249,7 +250,7 @@ def test_an_entry_of_few_rows_that_is_no_way_is_ignored(capsys):
     isa = host()
     key = tuning.key(isa, 2, "few", "fp32", 40, 40, 64)
     tuning.database().change({key: {"choice": {"spans": 3, "together": 99, "fetch": True}}})
-    want = tuning.few_choices(isa, "fp32", 40, 40)[0]
+    want = few_choices(isa, "fp32", 40, 40)[0]
     assert tuning.choose_few(isa, "few", "fp32", 40, 40, 2) == want
     assert "expected spans, together, fetch" in capsys.readouterr().err
 
