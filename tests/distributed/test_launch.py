@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from barellm.distributed import guard, launch, launchers, sign
+from barellm.distributed import guard, launch, launchers, sign, watch
 from barellm.errors import UserError
 
 BANNER = """
@@ -269,6 +269,22 @@ end_all(SimpleNamespace(Abort=lambda status: None), 1)
     own = {"PYTHONPATH": ":".join(sys.path)} | ({"BARELLM_RANKS": "1"} if ours else {})
     done = subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, told)
+
+
+def test_what_a_rank_says_is_read_before_it_ends_all(monkeypatch, capfd):
+    """MPICH's launcher drops what it has not read by then: the only line of a run that failed was lost now and then."""
+    happened: list[object] = []
+
+    def ended(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: happened.append(seconds >= 0.2))
+    monkeypatch.setattr(watch.threading, "Timer", lambda *how: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(watch.os, "dup2", lambda *files: happened.append("silent"))
+    monkeypatch.setattr(watch.os, "_exit", ended)
+    with pytest.raises(SystemExit, match=r"^1$"):
+        watch.end_all(SimpleNamespace(Abort=lambda status: happened.append("end")), 1)
+    assert happened == [True, "silent", "end"]
 
 
 OPEN_MPI = (
