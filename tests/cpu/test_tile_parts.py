@@ -160,8 +160,8 @@ def test_the_same_bits_past_the_caches(isa, monkeypatch):
 
 
 @each_tiles
-@pytest.mark.parametrize("dtype, instruction", [("bf16", "vmovntps"), ("fp32", "vmovntps")])
-def test_what_goes_past_the_caches_goes_a_line_at_a_time(isa, dtype, instruction):
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_what_goes_past_the_caches_goes_a_line_at_a_time(isa, dtype):
     def stores(cols: int) -> list[str]:
         def emit(k, out, a, weight):
             gemm.product(
@@ -172,5 +172,5 @@ def test_what_goes_past_the_caches_goes_a_line_at_a_time(isa, dtype, instruction
         text = jit.assembly(Specialisation(emit, (dtype, "bf16", "bf16"), ()).ir(isa), isa)
         return [line for line in text.splitlines() if "vmovnt" in line]
 
-    assert stores(64) and all("zmm" in line and instruction in line for line in stores(64))
+    assert stores(64) and all("zmm" in line for line in stores(64))
     assert not stores(65), "rows that do not begin with a line"
