@@ -118,6 +118,7 @@ class Recorder:
                 (self.passed if report.passed else self.failed).add(str(name))  # a skipped proof proves nothing
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        ran = self.passed or self.failed  # `--collect-only` would forget all that is on record
+        if ran and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             record = {name: digest(name) for name in self.passed - self.failed}
             PROVEN.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")

@@ -92,6 +92,7 @@ def test_what_passes_is_recorded_and_left_out_until_it_changes(project, side_by_
     last, record = run(project, *side_by_side, write=True)
     assert last.startswith("2 passed") and record.keys() == {"tests/test_small.py code"}
     assert run(project)[0].startswith("no tests ran")
+    assert run(project, "--collect-only", write=True)[1] == record  # what has not run was not proved wrong
     (project / "tests/deeper.py").write_text("limit = 1")
     assert run(project)[0].startswith("1 failed, 1 passed")
     assert run(project, *side_by_side, write=True)[1] == {}  # one case of two failed

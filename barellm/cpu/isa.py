@@ -20,12 +20,12 @@ class ISA:
     """
 
     name: str
-    triple: str  # "": the host's
-    cpu: str
-    features: str
-    lanes: int
-    registers: int
-    fma: bool
+    triple: str = ""  # "": the host's
+    cpu: str = "generic"
+    features: str = ""
+    lanes: int = 4
+    registers: int = 32
+    fma: bool = True
     dot: str = ""
     bf16_round: bool = False
     half: bool = False  # converts between fp16 and fp32 in one instruction
@@ -40,43 +40,39 @@ class ISA:
 X86 = {
     "amx_bf16": ISA(
         "amx_bf16",
-        "",
-        "sapphirerapids",
-        "+amx-tile,+amx-bf16",
-        16,
-        32,
-        True,
-        "x86",
-        True,
-        True,
-        True,
-        True,
-        "words",
-        True,
+        cpu="sapphirerapids",
+        features="+amx-tile,+amx-bf16",
+        lanes=16,
+        registers=32,
+        dot="x86",
+        bf16_round=True,
+        half=True,
+        masked=True,
+        tiles=True,
+        popcount="words",
+        byte_dot=True,
     ),
     "avx512_bf16": ISA(
         "avx512_bf16",
-        "",
-        "x86-64-v4",
-        "+avx512bf16,+avx512vnni",
-        16,
-        32,
-        True,
-        "x86",
-        True,
-        True,
-        True,
+        cpu="x86-64-v4",
+        features="+avx512bf16,+avx512vnni",
+        lanes=16,
+        registers=32,
+        dot="x86",
+        bf16_round=True,
+        half=True,
+        masked=True,
         popcount="nibbles",
         byte_dot=True,
     ),
-    "avx512": ISA("avx512", "", "x86-64-v4", "", 16, 32, True, half=True, masked=True, popcount="nibbles"),
-    "avx2": ISA("avx2", "", "x86-64-v3", "", 8, 16, True, half=True, popcount="nibbles"),
-    "generic": ISA("generic", "", "x86-64", "", 4, 16, False),
+    "avx512": ISA("avx512", cpu="x86-64-v4", lanes=16, registers=32, half=True, masked=True, popcount="nibbles"),
+    "avx2": ISA("avx2", cpu="x86-64-v3", lanes=8, registers=16, half=True, popcount="nibbles"),
+    "generic": ISA("generic", cpu="x86-64", lanes=4, registers=16, fma=False),
 }
 ARM = {
-    "neon_bf16": ISA("neon_bf16", "", "generic", "+v8.2a,+neon,+bf16", 4, 32, True, "neon", True, True),
-    "neon": ISA("neon", "", "generic", "+neon", 4, 32, True, half=True),
-    "generic": ISA("generic", "", "generic", "+neon", 4, 32, True, half=True),
+    "neon_bf16": ISA("neon_bf16", features="+v8.2a,+neon,+bf16", dot="neon", bf16_round=True, half=True),
+    "neon": ISA("neon", features="+neon", half=True),
+    "generic": ISA("generic", features="+neon", half=True),
 }
 NEEDS = {
     "amx_bf16": ("amx-tile", "amx-bf16", "avx512bf16", "avx512vnni", "avx512bw", "avx512vl", "avx512dq", "fma"),

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 # What is counted, by how a mnemonic begins. HGMMA (of 8 bits QGMMA), HMMA, UTCHMMA: tensor cores of Hopper, before, after;
-# WARPGROUP: where Hopper's begin, and are waited for; UTMA*: bulk copies of the tensor memory accelerator; LDGSTS: copies to shared
-# memory that nobody waits for; BAR, SYNCS: barriers.
-COUNTED = ("HGMMA", "QGMMA", "WARPGROUP", "HMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "LDG", "LDGSTS", "STG", "LDS",
-           "STS", "LDL", "STL", "FFMA", "FADD", "MUFU", "SHFL", "BAR", "SYNCS", "ATOMG", "RED")  # fmt: skip
+# IMMA, BMMA: of bytes and of single bits; WARPGROUP: where Hopper's begin, and are waited for; UTMA*: bulk copies of the tensor
+# memory accelerator; LDGSTS: copies to shared memory that nobody waits for; BAR, SYNCS: barriers.
+COUNTED = ("HGMMA", "QGMMA", "WARPGROUP", "HMMA", "IMMA", "BMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "LDG", "LDGSTS",
+           "STG", "LDS", "STS", "LDL", "STL", "FFMA", "FADD", "MUFU", "SHFL", "BAR", "SYNCS", "ATOMG", "RED")  # fmt: skip
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 USAGE = re.compile(r"Function \S+:\s*\n\s*REG:(\d+) STACK:(\d+)")
 

@@ -183,7 +183,7 @@ def test_what_ptxas_makes_of_a_product(rows, N, tile):
     assert not found.spills and not found.stack
     names = Counter(re.findall(r"\s(BMMA[.\w]*|LDSM[.\w]*|POPC|LDS\.128)\s", sass))
     blocks = tile // 2 // 8  # of 8 rows, and of 8 columns, of a warp
-    assert names.pop("BMMA.168256.AND.POPC") == 4 * blocks // 2 * blocks
+    assert names.pop("BMMA.168256.AND.POPC") == found.counts["BMMA"] == 4 * blocks // 2 * blocks
     assert names.pop("LDSM.16.M88.4") == 4 * 2 * blocks // 2
     assert names["POPC"] == 2 * 32 * tile // 128
     assert 2 * found.registers * 128 <= 65536 and 2 * (found.shared + 1024) <= 233472
