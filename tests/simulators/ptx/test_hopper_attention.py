@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,8 @@ import pytest
 from barellm.cuda import choices
 from barellm.cuda.kernels.hopper_attention import hopper_attention
 from tests.cuda import test_hopper_attention
-from tests.simulators.ptx import launch
 from tests.simulators.ptx.machine import Run
-from tests.simulators.ptx.test_hopper_products import nth, specialised
+from tests.simulators.ptx.test_hopper_products import execute, nth
 
 pytestmark = pytest.mark.proof("barellm/cuda", "tests/simulators")
 
@@ -28,11 +26,7 @@ def run(name: str, blocks: int, how: Run, mutate: Any = None) -> list[np.ndarray
     """Results of one launch, which must be right."""
     config = FORMS[name]
     args, wanted = test_hopper_attention.launch(**config, stages=choices.ROLES[config["D"]].stages)
-    spec, values = specialised(hopper_attention, args, "out lse")
-    code = launch.code_of(spec, 90)
-    if mutate is not None:
-        code = replace(code, cubin=mutate(code.cubin.decode()).encode())
-    launch.execute(spec, values, (blocks,), arch=90, run=how, code=code)
+    execute(hopper_attention, args, "out lse", blocks, how, mutate)
     test_hopper_attention.check(wanted)
     return [got.copy() for got, _, _ in wanted]
 

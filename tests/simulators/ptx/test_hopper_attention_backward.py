@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.cuda import test_hopper_attention_backward
 from tests.simulators.mock import Gpu
 from tests.simulators.ptx import launch
 from tests.simulators.ptx.machine import Run
-from tests.simulators.ptx.test_hopper_products import nth, specialised
+from tests.simulators.ptx.test_hopper_products import execute, nth
 
 pytestmark = pytest.mark.proof("barellm/cuda", "tests/simulators")
 
@@ -35,11 +34,7 @@ def run(name: str, blocks: int, how: Run, mutate: Any = None) -> list[np.ndarray
     config = FORMS[name]
     tile = choices.ROLES_BACKWARD["keys" if config["keys"] else "queries", config["D"]]
     args, wanted = test_hopper_attention_backward.launch(**config, stages=tile.stages)
-    spec, values = specialised(hopper_attention_backward, args, "dx dy")
-    code = launch.code_of(spec, 90)
-    if mutate is not None:
-        code = replace(code, cubin=mutate(code.cubin.decode()).encode())
-    launch.execute(spec, values, (blocks,), arch=90, run=how, code=code)
+    execute(hopper_attention_backward, args, "dx dy", blocks, how, mutate)
     test_hopper_attention_backward.check(wanted)
     return [got.copy() for got, _, _ in wanted]
 

@@ -74,16 +74,23 @@ def specialised(kernel: DeviceFunction, args: dict[str, Any], writes: str) -> tu
     return spec, [value for _, value in signature.values()]
 
 
+def execute(
+    kernel: DeviceFunction, args: dict[str, Any], writes: str, blocks: int, how: Run, mutate: Any = None
+) -> None:
+    """Run a Gluon kernel as it is compiled for sm_90a, its PTX changed by `mutate`; `writes`: the arguments that it writes."""
+    spec, values = specialised(kernel, args, writes)
+    code = launch.code_of(spec, 90)
+    if mutate is not None:
+        code = replace(code, cubin=mutate(code.cubin.decode()).encode())
+    launch.execute(spec, values, (blocks,), arch=90, run=how, code=code)
+
+
 def run(name: str, blocks: int, how: Run, mutate: Any = None) -> list[np.ndarray]:
     """Results of one launch, which must be right."""
     config = FORMS[name]
     f = form(config["cols"], fetched=config.get("epilogue") in test_hopper.FETCHED)
     args, wanted = test_hopper.launch(**config, stages=f.stages, slots=f.slots)
-    spec, values = specialised(hopper_gemm, args, "out_map pre_map sums")
-    code = launch.code_of(spec, 90)
-    if mutate is not None:
-        code = replace(code, cubin=mutate(code.cubin.decode()).encode())
-    launch.execute(spec, values, (blocks,), arch=90, run=how, code=code)
+    execute(hopper_gemm, args, "out_map pre_map sums", blocks, how, mutate)
     test_hopper.check(wanted)
     return [to.array.copy() for to, _ in wanted]
 
