@@ -31,6 +31,19 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "of many channels": ((2, 70, 5, 4), (19, 3, 3), {"padding": (1, 1)}),
     "of a long line": ((1, 2, 2, 611), (3, 2, 3), {"padding": (0, 1)}),
 }
+# Groups of one channel: tiles of some lines and of one, vectors and parts of them, filters too large to be unrolled, long lines.
+DEPTHWISE: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "padded": ((3, 4, 13, 35), (4, 3, 3), {"groups": 4, "padding": (1, 1)}),
+    "of three filters each": ((2, 3, 9, 17), (9, 3, 3), {"groups": 3, "padding": (1, 1), "mirrored": True}),
+    "strided": ((2, 3, 19, 38), (6, 3, 3), {"groups": 3, "padding": (1, 1), "stride": (2, 2)}),
+    "strided past the filter": ((2, 2, 11, 23), (2, 2, 1), {"groups": 2, "stride": (3, 4)}),
+    "dilated": ((1, 3, 21, 20), (3, 3, 2), {"groups": 3, "padding": (4, 3), "dilation": (5, 3)}),
+    "reflected": ((2, 3, 10, 18), (3, 5, 3), {"groups": 3, "padding": (4, 2), "reflect": True, "stride": (2, 1)}),
+    "of large filters": ((1, 2, 22, 27), (2, 13, 21), {"groups": 2, "padding": (6, 10)}),
+    "of very wide filters": ((1, 2, 5, 90), (2, 3, 64), {"groups": 2, "padding": (1, 9)}),
+    "of long lines": ((1, 2, 3, 1700), (2, 3, 3), {"groups": 2, "padding": (1, 1)}),
+    "in several turns": ((1, 2, 70, 150), (2, 3, 3), {"groups": 2, "padding": (1, 1)}),
+}
 
 
 def images(values: np.ndarray, dtype: str = "fp32") -> Given:

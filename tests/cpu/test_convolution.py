@@ -11,7 +11,7 @@ from barellm.cpu.step import lower_and_plan
 from barellm.program.builder import Program, Store
 from barellm.program.ops.convolution import Conv2dDx
 from barellm.program.winograd import input_matrix
-from tests.conv_cases import FORMS, LARGE, WINOGRAD, case, winograd_case
+from tests.conv_cases import DEPTHWISE, FORMS, LARGE, WINOGRAD, case, winograd_case
 from tests.cpu.check import ISAS, check_op, isa_named
 
 # Tiles of 10 x 10 outputs: 2 x 5 x 7, more than two blocks of them on every machine.
@@ -31,6 +31,20 @@ def test_a_direct_convolution_of_every_form(form, name):
 def test_a_direct_convolution_in_half_the_bits_is_added(isa, name):
     check_op(isa=isa, **case(name, FORMS["dilated"], "bf16", "add"))
     check_op(isa=isa, **case(name, FORMS["grouped"], "fp16"))
+
+
+@pytest.mark.parametrize("form", DEPTHWISE)
+@each_isa
+@pytest.mark.parametrize("name", OPS)
+def test_a_convolution_of_each_channel_by_itself(isa, form, name):
+    check_op(isa=isa, **case(name, DEPTHWISE[form]))
+
+
+@each_isa
+@pytest.mark.parametrize("name", OPS)
+def test_a_convolution_of_each_channel_in_half_the_bits_is_added(isa, name):
+    check_op(isa=isa, **case(name, DEPTHWISE["padded"], "bf16", "add"))
+    check_op(isa=isa, **case(name, DEPTHWISE["strided"], "fp16", "add"))
 
 
 @pytest.mark.parametrize("form", WINOGRAD)

@@ -8,6 +8,7 @@ from typing import Any
 
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, dims_of, lowering
+from barellm.cpu.kernels import conv_depthwise
 from barellm.cpu.kernels.conv_choice import tile_for
 from barellm.cpu.kernels.conv_fft import append_fft, fft_pays
 from barellm.cpu.kernels.conv_fft_gradient import append_fft_gradient
@@ -81,6 +82,9 @@ def append_product(
         "flip": flip,
         "mode": mode,
     }
+    if algorithm in ("auto", "direct") and conv_depthwise.suits(grid, rows):
+        append_depthwise(c, out=out, a=a(), x=x, groups=groups, rows=rows, grid=grid, target=target, mode=mode)
+        return
     way = forward_way(c.isa, x.dtype, grid, rows) if algorithm in ("auto", "direct") else None
     images, which = int(x.shape[0]), "dx" if turned else "forward"
     pays = algorithm == "auto" and way is None and fft_suits(c.isa, "images", grid, target, rows, images, groups)
@@ -126,6 +130,16 @@ def append_pairs(
     c.call(pack_filters, {"a": a, "w": w}, {"filters": filters}, writes="a")
     sizes = {"groups": groups, "columns": rows, "grid": grid, "target": target, "blocks": blocks, "mode": mode}
     c.call(conv_pairs, {"out": out, "a": a, "x": x}, {**images_of(x), **sizes}, writes="out")
+
+
+def append_depthwise(
+    c: Lowering, *, out: Any, a: Any, x: Tensor, groups: int, rows: int, grid: Grid, target: Target, mode: str
+) -> None:
+    """The same where each group has one channel of x."""
+    blocks = conv_depthwise.blocks_of(c.isa, grid, gradient=False)
+    c.private(conv_depthwise.nbytes(c.isa, grid, blocks, 1))
+    sizes = {"groups": groups, "rows": rows, "grid": grid, "target": target, "blocks": blocks, "mode": mode}
+    c.call(conv_depthwise.conv_depthwise, {"out": out, "a": a, "x": x}, {**images_of(x), **sizes}, writes="out")
 
 
 def append_direct(
@@ -244,6 +258,13 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     grid = grid_of(op, op.x, *op.size)
     images = {"groups": op.groups, "grid": grid, "mode": op.modes["dw"], **images_of(op.x)}
     rows = int(op.dy.shape[1]) // op.groups
+    operands = {"dw": op.dw, "dy": op.dy, "x": op.x}
+    if op.algorithm in ("auto", "direct") and conv_depthwise.suits(grid, rows):
+        blocks = conv_depthwise.blocks_of(c.isa, grid, gradient=True)
+        c.private(conv_depthwise.nbytes(c.isa, grid, blocks, grid.taps))
+        sizes = {**images, "rows": rows, "blocks": blocks}
+        c.call(conv_depthwise.conv_depthwise_gradient, operands, sizes, writes="dw")
+        return
     way = (
         gradient_way(c.isa, op.x.dtype, grid, rows)
         if op.dy.dtype == op.x.dtype and op.algorithm in ("auto", "direct")
@@ -257,7 +278,6 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     if way:
         blocks = gradient_blocks(c.isa, way.tile, way.tiled, grid, rows, N, op.groups, c.threads)
         c.private(GradientScratch(c.isa, grid, blocks).nbytes)
-        operands = {"dw": op.dw, "dy": op.dy, "x": op.x}
         c.call(conv_pairs_gradient, operands, {**images, "rows": rows, "blocks": blocks}, writes="dw")
         return
     if m := tile_of(c.isa, "dw", op.algorithm, grid, target, rows, N):
