@@ -42,6 +42,7 @@ DEPTHWISE: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = 
     "of large filters": ((1, 2, 22, 27), (2, 13, 21), {"groups": 2, "padding": (6, 10)}),
     "of very wide filters": ((1, 2, 5, 90), (2, 3, 64), {"groups": 2, "padding": (1, 9)}),
     "of long lines": ((1, 2, 3, 1700), (2, 3, 3), {"groups": 2, "padding": (1, 1)}),
+    "strided of long lines": ((1, 2, 2, 2101), (2, 1, 3), {"groups": 2, "padding": (0, 1), "stride": (1, 2)}),
     "in several turns": ((1, 2, 70, 150), (2, 3, 3), {"groups": 2, "padding": (1, 1)}),
 }
 
