@@ -332,6 +332,20 @@ def test_the_default_tile_is_the_one_that_takes_least_time(isa, cols, tile):
     assert (found.rows, found.vectors) == tile
 
 
+@pytest.mark.parametrize("level1, depth, dtype, role, tile", [
+    (32 << 10, 1024, "fp32", "forward", (6, 4)),  # eight places for twelve rows
+    (32 << 10, 1024, "bf16", "forward", (12, 2)),  # rows are in two sets
+    (32 << 10, 2048, "bf16", "input_gradient", (6, 4)),
+    (32 << 10, 1000, "fp32", "forward", (12, 2)),  # rows are all over the cache
+    (32 << 10, 1024, "fp32", "weight_gradient", (12, 2)),  # rows are packed
+    (48 << 10, 1024, "fp32", "forward", (12, 2)),  # twelve places
+])  # fmt: skip
+def test_the_default_tile_has_rows_that_the_first_cache_holds(level1, depth, dtype, role, tile, monkeypatch):
+    monkeypatch.setattr(choices.processor, "caches", lambda: {1: level1})
+    found = choices.default(isas.X86["avx512_bf16"], role, dtype, 1024, depth, 256).tile
+    assert (found.rows, found.vectors) == tile
+
+
 @pytest.mark.parametrize("isa", [*isas.X86.values(), *isas.ARM.values()], ids=[*isas.X86, *isas.ARM])
 @pytest.mark.parametrize("tokens", [256, 1024, 4096])
 @pytest.mark.parametrize("rows, cols", [(2304, 768), (768, 3072), (50304, 768), (1600, 1600), (1600, 6400), (384, 128)])
