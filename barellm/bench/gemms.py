@@ -20,7 +20,7 @@ import numpy as np
 from barellm.assembly.machine import products as by_whom
 from barellm.assembly.programs import build
 from barellm.bench import peer_process
-from barellm.bench.peers import description, peer_script
+from barellm.bench.peers import description, environments, peer_script
 from barellm.config import Config, ModelConfig
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES
 from barellm.cpu.step import CpuSession
@@ -245,11 +245,12 @@ def measure(
     samples: list[list[tuple[float, ...]]] = [[] for _ in all_products]
     sweeps = rounds if device == "cpu" else 1
     script = peer_script("torch_gemm.py") if peer == "torch" else None
+    environment = environments()["tuned"] if script and device == "cpu" else {"set": {}}
     cases = [case(product, dtype, device) for product in all_products]
-    theirs = {"peer": "cuBLASLt"} if peer else {}
+    theirs: dict[str, Any] = {"peer": "cuBLASLt"} if peer else {}
     try:
         with (
-            peer_process.opened(script, cases, device=device, environment={}) as process,
+            peer_process.opened(script, cases, device=device, environment=environment["set"]) as process,
             contextlib.ExitStack() as ends,
         ):
             for sweep, (i, product) in itertools.product(range(sweeps), enumerate(all_products)):
@@ -267,10 +268,23 @@ def measure(
                     report(rows[-1])
                 ends.close()
             if process:
-                theirs = {"peer": f"PyTorch {process.facts['version']}"}
+                theirs = {"peer": f"PyTorch {process.facts['version']}", "peer_threads": process.facts["threads"]}
+                theirs |= {"environment": environment} if device == "cpu" else {}
     finally:
         bench.close()
     return {**description("gemm", config, device), **options, **theirs, "rounds": rounds, "products": rows}
+
+
+def beside_peer(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Of the rows that have a peer, by role: the least, the median and the greatest number of times that ours is as fast as the
+    peer's, "warm" and "cold"."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for role in dict.fromkeys(role_of(row["op"]) for row in rows):
+        of_role = [row for row in rows if role_of(row["op"]) == role]
+        for kind in ("warm", "cold"):
+            times = sorted(row[f"times_peer_{kind}"] for row in of_role)
+            found.setdefault(role, {})[kind] = [times[0], median(times), times[-1]]
+    return found
 
 
 def alone(product: Product) -> Product:

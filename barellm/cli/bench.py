@@ -31,8 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         metavar="LIST",
-        help="step, ops, attention, on a GPU gemm: beside other programs: all that are installed, torch, llmc=PATH; for gemm torch "
-        "or cublaslt",
+        help="step, ops, attention, gemm: beside other programs: all that are installed, torch, llmc=PATH; for gemm torch, or on a "
+        "GPU cublaslt",
     )
     parser.add_argument(
         "--interleave",
@@ -173,10 +173,12 @@ def _rounds(args: argparse.Namespace) -> int:
     rounds = 7 if args.interleave is None else args.interleave
     if rounds < 1:
         raise UserError(f"--interleave is {rounds}, expected at least 1")
-    if args.peers is not None and what == ("gemm" if on_cpu else "ops"):
-        raise UserError(f"--peers is not for bench {what} on {args.device}")
+    if args.peers is not None and what == "ops" and not on_cpu:
+        raise UserError(f"--peers is not for bench ops on {args.device}")
+    if args.peers == "cublaslt" and what == "gemm" and on_cpu:
+        raise UserError("--peers cublaslt is for bench gemm --device cuda: on a CPU it knows --peers torch")
     if args.peers is not None and what == "scaling":
-        raise UserError("--peers is for step, ops and attention")
+        raise UserError("--peers is for step, ops, gemm and attention")
     if what == "scaling" and not on_cpu:
         raise UserError("bench scaling is about the threads of a processor: --device is cuda, expected cpu")
     return rounds
@@ -192,7 +194,7 @@ def _peers(args: argparse.Namespace) -> tuple[dict[str, str] | None, str]:
 
     chosen = peers.chosen(args.peers)
     if args.what != "step" and list(chosen) != ["torch"]:
-        more = ", or --peers cublaslt" if args.what == "gemm" else ""
+        more = ", or --peers cublaslt" if args.what == "gemm" and args.device == "cuda" else ""
         raise UserError(f"bench {args.what} knows PyTorch's ops only: --peers torch{more}")
     return chosen, "torch"
 
@@ -264,7 +266,7 @@ def _tokens(args: argparse.Namespace, config: Config) -> list[int]:
 def _gemm_line(r: dict[str, Any]) -> str:
     shape = f"{r['tokens']} x {r['N']} x {r['K']}"
     name = f"{r['layer']:<13}{r['op']:<17}{r['mode']:<7}{shape:<20}"
-    peer = f"{r['times_peer_cold']:>7.2f}x the peer's cold" if "times_peer_cold" in r else ""
+    peer = f"{r['times_peer_warm']:>7.2f}x{r['times_peer_cold']:>6.2f}x the peer" if "times_peer_cold" in r else ""
     return f"{name}{r['warm_s'] * 1e3:>9.3f} ms{r['warm_percent']:>7.1f} % of peak warm{r['cold_percent']:>7.1f} % cold{peer}"
 
 
@@ -273,7 +275,16 @@ def _gemm_summary(r: dict[str, Any]) -> list[str]:
     from barellm.plans.devices import where
 
     what = "{preset}, {dtype}, ".format(**r) + where(r["machine"])
-    return [f"{what}, {len(r['products'])} products: at least {least['warm']:.1f} % warm, {least['cold']:.1f} % cold"]
+    lines = [f"{what}, {len(r['products'])} products: at least {least['warm']:.1f} % warm, {least['cold']:.1f} % cold"]
+    if "peer" not in r:
+        return lines
+    from barellm.bench.gemms import beside_peer
+
+    lines.append(f"times as fast as {r['peer']} (which adds no bias, activation or residual), least, median, greatest:")
+    for role, kinds in beside_peer(r["products"]).items():
+        times = "".join(f"  {kind} " + " ".join(f"{n:.2f}" for n in numbers) for kind, numbers in kinds.items())
+        lines.append(f"  {role.replace('_', ' '):<16}{times}")
+    return lines
 
 
 def title_line(r: dict[str, Any]) -> str:

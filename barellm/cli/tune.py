@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from barellm.runtime.tuner.decision import Verdict
     from barellm.runtime.tuning import Database
 
-HEAD = f"{'kernel':<44}{'default':<28}{'best':<28}{'GFLOP/s':>8}{'gain':>8}  {'tried':>5}  rejected"
+HEAD = f"{'kernel':<44}{'default':<28}{'best':<48}{'GFLOP/s':>8}{'gain':>8}  {'tried':>5}  rejected"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +135,7 @@ def _minutes(args: argparse.Namespace) -> float:
 def _line(v: Verdict) -> str:
     best = "the same" if v.best == v.default else str(v.best)
     gain = f"{100 * (1 / v.ratio - 1):+.1f} %" if v.best != v.default else ""
-    return f"{v.work!s:<44}{v.default!s:<28}{best:<28}{v.gflops:>8.1f}{gain:>8}  {v.tried:>5}  {len(v.rejected)}"
+    return f"{v.work!s:<44}{v.default!s:<28}{best:<48}{v.gflops:>8.1f}{gain:>8}  {v.tried:>5}  {len(v.rejected)}"
 
 
 def _clear(args: argparse.Namespace) -> int:

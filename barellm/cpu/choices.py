@@ -1,13 +1,15 @@
 """How a matrix product is cut: the register tile, what one claim computes, the order of the claims.
 
-Only speed depends on a choice, never a bit of the result: each element is one accumulation chain over the whole contraction,
-and where that is split (weight gradients: in chunks of tokens) the shape alone says how. So the split is no choice.
+Only speed depends on a choice, never a bit of the result: each element is one accumulation chain over the whole contraction. Parts
+of the depth that follow each other leave it one, for its sum waits in fp32. Where it is split into sums of their own (weight
+gradients: in chunks of tokens) the shape alone says how, so that split is no choice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from barellm.cpu import processor
 from barellm.cpu.isa import ISA
 from barellm.program.integers import ceil_div, round_up
 
@@ -18,6 +20,7 @@ ROLES = (
 )  # the first words of a role; behind them what follows the product
 FEW_ROLE = "few"  # the first word of products of few rows
 ORDERS = ("rows", "columns")
+AHEAD = ("fetch", "pack", "nothing")
 BLOCK, LONG_BLOCK = 384, 1152  # rows that share one packing of a weight panel: multiples of every tile's rows
 BUSY = 8  # claims a thread of long blocks, half as many where a claim is several panels, to even out disturbances
 SUMS_BYTES = 3 << 18  # of a long block's sums, kept between two parts of the depth
@@ -36,11 +39,17 @@ PART_BYTES = 1536  # of a column of a packed panel: longer ones are multiplied i
 NARROW_PART_BYTES = (
     4096  # where 16 registers make panels narrow: as much in the caches, and sums go to memory less often
 )
+PART_UNIT = 32  # a part of the depth is a multiple of it
 WHOLE_BYTES = 3328  # but for pairs of bf16 up to so many; fp32 would begin cold with twice as much to pack unhidden
 CHUNKS = {32: 2048, 16: 512}  # tokens of a weight gradient's chunk, by register count: `chunk_of` says why
 SHORT = 1024  # tokens: a packed block of fewer is short
 
 ENOUGH, IN_FLIGHT = 6, 8  # multiply-adds in turn that keep a processor about busy, and busy
+
+SETS_BYTES = (
+    4096  # lines so far apart lie in one set of the first cache, which has a place for each so many of its bytes
+)
+CROWDED = 1.1  # how much longer a tile takes whose rows have no place in their set (6 to 17 % on Zen 4)
 
 # Vectors a panel -> rows of the tile, by register count: accumulators + panel + one broadcast fit.
 TILES = {32: {3: 8, 2: 12, 4: 6, 1: 24}, 16: {2: 6, 3: 4, 1: 12}}
@@ -69,17 +78,27 @@ class Choice:
     """A claim computes `rows` x `columns` of the result in tiles, or less for an even share; `long_rows` instead of `rows`
     where each thread has BUSY claims then: only the run knows how many rows and threads there are. `rows` are multiples of
     the tile's, but for a weight gradient's default, and `columns` of its panel's. `order`: what stays the same from one claim
-    to the next as long as possible, the block of "rows" or that of "columns"."""
+    to the next as long as possible, the block of "rows" or that of "columns".
+
+    `part`: of the depth that is multiplied at a time; None: `part_of` says it. `ahead`: what is done while a tile is multiplied,
+    but on AMX tiles. "fetch" asks for the memory that comes next (rows, lines of the result) and packs the next panel, where the
+    registers allow that; "pack" only packs; with "nothing" a panel is packed when it is wanted, and the loop over the depth is in
+    one piece. A processor that starts two multiply-adds a cycle has half as many cycles for everything else.
+    """
 
     tile: Tile
     rows: int
     long_rows: int
     columns: int
     order: str = "rows"
+    part: int | None = None
+    ahead: str = AHEAD[0]
 
     def __str__(self) -> str:
         rows = f"{self.rows}" if self.rows == self.long_rows else f"{self.rows}/{self.long_rows}"
-        return f"{self.tile.rows}x{self.tile.vectors}v,{rows}x{self.columns},{self.order}"
+        part = f",{self.part} deep" if self.part else ""
+        ahead = "" if self.ahead == AHEAD[0] else f",{self.ahead} ahead"
+        return f"{self.tile.rows}x{self.tile.vectors}v,{rows}x{self.columns},{self.order}{part}{ahead}"
 
 
 @dataclass(frozen=True)
@@ -111,14 +130,29 @@ def register_tiles(isa: ISA) -> list[Tile]:
 
 
 def part_of(isa: ISA, depth: int, itemsize: int) -> int:
-    """Depth of a product that is packed and multiplied at a time; `itemsize` of a packed element. Sums are kept in fp32 between two
-    parts, so each element is one accumulation chain still. A panel of a whole long depth would leave the second cache, and its
-    columns in a row-major weight displace each other there."""
+    """Depth of a product that is packed and multiplied at a time where no choice says it; `itemsize` of a packed element. Sums are
+    kept in fp32 between two parts, so each element is one accumulation chain still. A panel of a whole long depth would leave the
+    second cache, and its columns in a row-major weight displace each other there."""
     if itemsize == 2 and depth * itemsize <= WHOLE_BYTES:
         return depth
-    most = PART_BYTES if isa.registers == 32 else NARROW_PART_BYTES
-    parts = max(1, (depth * itemsize + most // 2) // most)
-    return min(ceil_div(depth, 32 * parts) * 32, depth)
+    return even_part(depth, itemsize, PART_BYTES if isa.registers == 32 else NARROW_PART_BYTES)
+
+
+def even_part(depth: int, itemsize: int, nbytes: int) -> int:
+    """The depth of parts that are as long as each other, about `nbytes` of a packed column."""
+    parts = max(1, (depth * itemsize + nbytes // 2) // nbytes)
+    return min(ceil_div(depth, PART_UNIT * parts) * PART_UNIT, depth)
+
+
+def packed_itemsize(isa: ISA, dtype: str) -> int:
+    """Bytes of an element in a packed panel."""
+    return 2 if dtype == "bf16" and isa.dot else 4
+
+
+def claim_columns(isa: ISA, tile: Tile, *, parts: bool) -> int:
+    """Columns of a claim. Where the depth goes in parts, a block of the left operand is read once for all its panels."""
+    span = tile.span(isa)
+    return max(SUMS_BYTES // (4 * LONG_BLOCK * span) if parts else 1, 1) * span
 
 
 def chunk_of(isa: ISA) -> int:
@@ -127,13 +161,17 @@ def chunk_of(isa: ISA) -> int:
     return CHUNKS[isa.registers]
 
 
-def default_tile(isa: ISA, dtype: str, cols: int) -> Tile:
+def default_tile(isa: ISA, dtype: str, cols: int, pitch: int = 0) -> Tile:
     """The panel width that takes the least time for `cols` columns and the padding behind them; the wider one where equal, for it
     loads less. Each step loads `rows` + `vectors` times, and as many loads as multiply-adds fit into a cycle: a tile that is one
-    vector wide waits for its loads."""
+    vector wide waits for its loads. `pitch`: bytes from a row of the left operand to the next, where rows are read as they lie.
+    Those of a tile then may displace each other in the first cache at each step."""
+    ways = processor.caches().get(1, processor.TYPICAL[1]) // SETS_BYTES
 
     def cost(tile: Tile) -> float:
-        return round_up(cols, tile.span(isa)) * max(1.0, (tile.rows + tile.vectors) / (tile.rows * tile.vectors))
+        loads = (tile.rows + tile.vectors) / (tile.rows * tile.vectors)
+        crowded = pitch > 0 and pitch % SETS_BYTES == 0 and tile.rows > ways
+        return round_up(cols, tile.span(isa)) * max(1.0, loads) * (CROWDED if crowded else 1.0)
 
     return min(tiles(isa, dtype), key=cost)
 
@@ -145,15 +183,14 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
     from barellm.cpu.kernels import amx  # kernels import this module
 
     assert role.startswith(ROLES), role
-    tile = default_tile(isa, dtype, cols)
+    pitch = 0 if role == "weight_gradient" else depth * (4 if dtype == "fp32" else 2)
+    tile = default_tile(isa, dtype, cols, pitch)
     span = tile.span(isa)
-    itemsize = 2 if dtype == "bf16" and isa.dot else 4  # packed
+    itemsize = packed_itemsize(isa, dtype)
     if role != "weight_gradient":
         if amx.uses_tiles(isa, dtype):
             return Choice(tile, TILE_ROWS, TILE_ROWS, TILE_PANELS * span)
-        # Where the depth goes in parts, a block of the left operand is read once for all panels of a claim.
-        panels = SUMS_BYTES // (4 * LONG_BLOCK * span) if part_of(isa, depth, itemsize) < depth else 1
-        return Choice(tile, BLOCK, LONG_BLOCK, max(panels, 1) * span)
+        return Choice(tile, BLOCK, LONG_BLOCK, claim_columns(isa, tile, parts=part_of(isa, depth, itemsize) < depth))
     chunk = min(depth, chunk_of(isa))  # tokens of a packed block
     most = max(LEFT_BYTES // (chunk * itemsize), tile.rows)
     # A claim packs its block of dy again for each chunk: of several, fewer and longer claims pack less.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm.cpu import jit, processor, sources
-from barellm.cpu.choices import FEW_ROLE, ORDERS, Choice, FewChoice, Tile, default, tiles
+from barellm.cpu.choices import AHEAD, FEW_ROLE, ORDERS, PART_UNIT, Choice, FewChoice, Tile, default, tiles
 from barellm.cpu.isa import ISA
 from barellm.runtime.tuning import Database, requested
 
@@ -61,22 +61,34 @@ def to_entry(choice: Choice | FewChoice) -> dict[str, Any]:
         "rows": [choice.rows, choice.long_rows],
         "columns": choice.columns,
         "order": choice.order,
+        "part": choice.part,
+        "ahead": choice.ahead,
     }
 
 
-def from_entry(entry: Any, isa: ISA, dtype: str) -> Choice:
-    """The choice that an entry stands for. It is a ValueError if it is no choice for this ISA."""
+def from_entry(entry: Any, isa: ISA, role: str, dtype: str, depth: int) -> Choice:
+    """The choice that an entry stands for. It is a ValueError if it is no choice for this product on this ISA."""
+    from barellm.cpu.kernels import amx  # kernels import choices
+
     try:
         tile = Tile(*entry["tile"])
-        choice = Choice(tile, *entry["rows"], columns=entry["columns"], order=entry["order"])
+        named = {name: entry[name] for name in ("columns", "order", "part", "ahead")}
+        choice = Choice(tile, *entry["rows"], **named)
         sizes = (tile.rows, tile.vectors, choice.rows, choice.long_rows, choice.columns)
         plain = all(type(n) is int and 0 < n < 1 << 24 for n in sizes) and choice.order in ORDERS
     except (KeyError, TypeError) as error:
-        raise ValueError(f"expected tile, rows, columns, order ({error!r})") from error
+        raise ValueError(f"expected tile, rows, columns, order, part, ahead ({error!r})") from error
     if not plain or choice.rows % tile.rows or choice.long_rows % tile.rows or choice.columns % tile.span(isa):
         raise ValueError(f"blocks must be multiples of the tile: {choice}")
     if tile not in tiles(isa, dtype):
         raise ValueError(f"{isa.name} has no tile of {tile.rows} x {tile.vectors} vectors for {dtype}")
+    part, on_tiles = choice.part, amx.uses_tiles(isa, dtype)
+    if choice.ahead not in AHEAD or (on_tiles and choice.ahead != AHEAD[0]):
+        raise ValueError(f"{choice.ahead!r} is nothing that {role} in {dtype} can do ahead")
+    if part is not None:
+        fits = type(part) is int and (part == depth or (0 < part < depth and part % PART_UNIT == 0))
+        if on_tiles or role == "weight_gradient" or not fits:
+            raise ValueError(f"{part!r} of a depth of {depth} is no part that {role} in {dtype} can have")
     return choice
 
 
@@ -115,7 +127,7 @@ def _tuned(isa: ISA, threads: int, product: tuple[str, str, int, int, int]) -> A
     try:
         if role.startswith(FEW_ROLE):
             return few_from_entry(entry.get("choice"), isa, dtype, cols, depth)
-        return from_entry(entry.get("choice"), isa, dtype)
+        return from_entry(entry.get("choice"), isa, role, dtype, depth)
     except ValueError as error:
         found.ignore(f"{found.path}, {key(isa, threads, *product)!r}", str(error))
         return None

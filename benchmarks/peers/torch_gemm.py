@@ -1,6 +1,7 @@
-"""PyTorch's matrix products (cuBLAS on a GPU) without bias, GELU or residual, as a process that waits for its turns (serving.py).
-Arguments: a JSON list of cases {"op", "N", "K", "tokens", "dtype", "copies"}, and the device. Calls: "warm", the same operands
-again and again, or "cold", `copies` of them in turn. The result has the operands' dtype, for weight gradients too.
+"""PyTorch's matrix products (cuBLAS on a GPU, MKL or oneDNN on a CPU) without bias, GELU or residual, as a process that waits for
+its turns (serving.py). Arguments: a JSON list of cases {"op", "N", "K", "tokens", "dtype", "copies"}, and the device. Calls:
+"warm", the same operands again and again, or "cold", `copies` of them in turn. The result has the operands' dtype, for weight
+gradients too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from serving import Call, serve
 
 
 def calls(*, device: str, op: str, N: int, K: int, tokens: int, dtype: str, copies: int) -> dict[str, Call]:
-    kind = {"dtype": torch.bfloat16 if dtype == "bf16" else torch.float32, "device": device}
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    kind = {"dtype": kinds[dtype], "device": device}
     left, right, result = {
         "forward": ((tokens, K), (N, K), (tokens, N)),
         "input_gradient": ((tokens, N), (N, K), (tokens, K)),

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from barellm.bench import gemms
-from barellm.cli import main
+from barellm.bench import gemms, peers
+from barellm.cli import bench, main
 from barellm.cpu.isa import host
 from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES
 from barellm.cpu.step import Lowered
@@ -180,8 +180,8 @@ def test_rows_are_medians_of_rounds_that_go_through_all_products(monkeypatch):
 
     @contextlib.contextmanager
     def opened(script, cases, *, device, environment):
-        told.append((script, cases, device))
-        yield SimpleNamespace(facts={"version": "9.9"}, run=run)
+        told.append((script, cases, device, environment))
+        yield SimpleNamespace(facts={"version": "9.9", "threads": 2}, run=run)
 
     monkeypatch.setattr(gemms, "Timed", OnPaper)
     monkeypatch.setattr(gemms, "open_bench", lambda device: machine)
@@ -193,7 +193,9 @@ def test_rows_are_medians_of_rounds_that_go_through_all_products(monkeypatch):
     assert [result[name] for name in ("kind", "peer", "rounds")] == ["gemm", "PyTorch 9.9", 3]
     assert rows == reported and [row["tokens"] for row in rows] == [9] * many + [40] * many
     assert OnPaper.made[: 2 * many] * 3 == OnPaper.made and not OnPaper.open and machine.asked[-1] == "closed"
-    ((script, cases, device),) = told
+    ((script, cases, device, environment),) = told
+    assert environment == peers.environments()["tuned"]["set"] == result["environment"]["set"]
+    assert result["peer_threads"] == 2
     assert (script, device) == (Path("torch_gemm.py"), "cpu")
     for at, (row, case, product) in enumerate(zip(rows, cases, OnPaper.made, strict=False)):
         assert {name: row[name] for name in vars(product)} == vars(product)
@@ -259,3 +261,45 @@ def test_a_share_of_the_peak_is_that_of_the_dtype(dtype, seconds):
     product = gemms.Product("w", "matmul", 100, 100, 100)
     row = gemms._row(product, SimpleNamespace(ops=[op], nbytes=1), [(*peaks, 4.0, 8.0)], dtype)  # pyright: ignore
     assert (row["warm_percent"], row["cold_percent"]) == (25 * seconds, 12.5 * seconds)
+
+
+def test_times_as_fast_as_the_peer_are_told_by_role():
+    def row(op: str, warm: float, cold: float) -> dict:
+        shape = {"layer": "mlp", "op": op, "mode": "store", "N": 8, "K": 8, "tokens": 8, "warm_s": 1e-3}
+        percents = {"warm_percent": 50.0, "cold_percent": 40.0}
+        return {**shape, **percents, "times_peer_warm": warm, "times_peer_cold": cold}
+
+    rows = [
+        row("linear_gelu", 3.0, 0.5),
+        row("matmul_dx", 0.75, 0.25),
+        row("matmul", 1.0, 2.0),
+        row("linear_residual", 2.0, 4.0),
+    ]
+    told = gemms.beside_peer(rows)
+    assert told == {
+        "forward": {"warm": [1.0, 2.0, 3.0], "cold": [0.5, 2.0, 4.0]},
+        "input_gradient": {"warm": [0.75] * 3, "cold": [0.25] * 3},
+    }
+    machine = {"device": "cpu", "isa": "avx2", "threads": 2}
+    result = {"preset": "p", "dtype": "fp32", "machine": machine, "products": rows, "peer": "PyTorch 9"}
+    first, second, *roles = bench._gemm_summary(result)
+    assert "at least 50.0 % warm, 40.0 % cold" in first and "PyTorch 9" in second
+    assert [line.split() for line in roles] == [
+        ["forward", "warm", "1.00", "2.00", "3.00", "cold", "0.50", "2.00", "4.00"],
+        ["input", "gradient", "warm", "0.75", "0.75", "0.75", "cold", "0.25", "0.25", "0.25"],
+    ]
+    assert "0.75x  0.25x the peer" in bench._gemm_line(rows[1])
+    del result["peer"]
+    assert bench._gemm_summary(result) == [first]
+
+
+@pytest.mark.parametrize("words, message", [
+    ("gemm --peers cublaslt", "--device cuda"),
+    ("gemm --peers llmc=x", "bench gemm knows PyTorch's ops only: --peers torch"),
+    ("scaling --peers torch", "--peers is for step, ops, gemm and attention"),
+])  # fmt: skip
+def test_peers_that_a_measurement_does_not_know_are_refused(words, message, refused, monkeypatch, tmp_path):
+    (tmp_path / "x").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    what, *more = words.split()
+    assert message in refused("bench", what, "shakespeare-char", *more)

@@ -280,6 +280,44 @@ def test_every_choice_gives_equal_bits(op_type, output, parts, dtype, monkeypatc
         first = got
 
 
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
+def test_parts_of_a_choice_and_work_ahead_change_no_bit(isa, dtype, op_type, monkeypatch):
+    """Parts of 32 and of 64, of which the last is shorter and odd, and the whole depth; of weight gradients there is one."""
+    x, dy, weight = operands((1, 61, 107, 131), dtype)
+    values = as_operand(weight, dtype)
+    given, output, depth, bound = {
+        ops.Matmul: ({"x": x, "weight": weight}, "y", 131, lambda: chain_bound(x.values, values.T)),
+        ops.MatmulDx: ({"dy": dy, "weight": weight}, "dx", 107, lambda: chain_bound(dy.values, values)),
+        ops.MatmulDw: ({"dy": dy, "x": x}, "dweight", None, lambda: 1e-2),
+    }[op_type]
+    real, first, used = linear.choose, None, set()
+    for part in (None,) if depth is None else (32, 64, depth):
+        for ahead in choices.AHEAD:
+
+            def choose(*shape, part=part, ahead=ahead):
+                usual = real(*shape)
+                used.add((part, ahead))
+                return replace(usual, part=part, ahead=ahead, columns=2 * usual.tile.span(isa))
+
+            monkeypatch.setattr(linear, "choose", choose)
+            got = check_op(op_type, isa, given, bounds={output: bound()}, threads=(1, 2))[output]
+            assert first is None or np.array_equal(got, first), (part, ahead)
+            first = got
+    assert len(used) == (3 if depth is None else 9)
+
+
+def test_scratch_holds_what_a_choice_needs():
+    """Two panels as deep as a part, and the sums of a claim only where there are several parts."""
+    isa, choice = isas.X86["avx512"], Choice(choices.Tile(8, 3), 16, 24, 96)
+    panels = {part: 2 * part * 48 * 4 for part in (64, 384, 1000)}
+    sums = 4 * 24 * 96
+    assert gemm.product_private(isa, "fp32", 1000, replace(choice, part=64)) == panels[64] + sums
+    assert gemm.product_private(isa, "fp32", 1000, replace(choice, part=1000)) == panels[1000]
+    assert gemm.product_private(isa, "fp32", 768, choice) == panels[384] + sums
+
+
 @pytest.mark.parametrize("isa, cols, tile", [
     ("avx2", 768, (6, 2)),
     ("avx2", 1000, (6, 2)),  # one vector would pad nothing, and load more often than it multiplies
@@ -291,6 +329,20 @@ def test_every_choice_gives_equal_bits(op_type, output, parts, dtype, monkeypatc
 ])  # fmt: skip
 def test_the_default_tile_is_the_one_that_takes_least_time(isa, cols, tile):
     found = choices.default_tile(isas.X86[isa], "fp32", cols)
+    assert (found.rows, found.vectors) == tile
+
+
+@pytest.mark.parametrize("level1, depth, dtype, role, tile", [
+    (32 << 10, 1024, "fp32", "forward", (6, 4)),  # eight places for twelve rows
+    (32 << 10, 1024, "bf16", "forward", (12, 2)),  # rows are in two sets
+    (32 << 10, 2048, "bf16", "input_gradient", (6, 4)),
+    (32 << 10, 1000, "fp32", "forward", (12, 2)),  # rows are all over the cache
+    (32 << 10, 1024, "fp32", "weight_gradient", (12, 2)),  # rows are packed
+    (48 << 10, 1024, "fp32", "forward", (12, 2)),  # twelve places
+])  # fmt: skip
+def test_the_default_tile_has_rows_that_the_first_cache_holds(level1, depth, dtype, role, tile, monkeypatch):
+    monkeypatch.setattr(choices.processor, "caches", lambda: {1: level1})
+    found = choices.default(isas.X86["avx512_bf16"], role, dtype, 1024, depth, 256).tile
     assert (found.rows, found.vectors) == tile
 
 

@@ -18,7 +18,7 @@ from barellm.cpu import isa as isas
 from barellm.cpu import tuning
 from barellm.cpu.choices import Choice, Tile
 from barellm.cpu.isa import host
-from barellm.cpu.kernels import gemm
+from barellm.cpu.kernels import amx, gemm
 from barellm.cpu.kernels.few_rows import few_choices
 from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.tuner import candidates, selftest, tuner
@@ -35,6 +35,7 @@ from barellm.program.tensor import Dim, View
 from barellm.runtime.tuner import decision
 from barellm.runtime.tuner.decision import Verdict
 from barellm.runtime.tuner.worker import Lost
+from tests.cpu.check import changed as changed_constants
 
 MODEL = ModelConfig(layers=2, heads=2, channels=40, vocab_size=131, max_seq=24)
 TINY = (
@@ -50,6 +51,9 @@ TINY = (
     "--seq",
     "8",
 )
+
+
+WAY = {"tile": [8, 3], "rows": [8, 8], "columns": 48, "order": "rows", "part": None, "ahead": "fetch"}
 
 
 @pytest.fixture(autouse=True)
@@ -120,13 +124,13 @@ def test_the_database_counts_what_holds_here(monkeypatch):
 
 
 @pytest.mark.parametrize("entry, words", [
-    ({"choice": {"tile": [8, 3]}}, "expected tile, rows, columns, order"),
-    ({"choice": None}, "expected tile, rows, columns, order"),
-    ({"choice": {"tile": [31, 7], "rows": [31, 31], "columns": 7 * 16, "order": "rows"}}, "no tile of 31 x 7"),
-    ({"choice": {"tile": [8, 3], "rows": [9, 9], "columns": 48, "order": "rows"}}, "multiples of the tile"),
-    ({"choice": {"tile": [8, 3], "rows": [8, 8], "columns": -48, "order": "rows"}}, "multiples of the tile"),
-    ({"choice": {"tile": [8, 3], "rows": [8.0, 8], "columns": 48, "order": "rows"}}, "multiples of the tile"),
-    ({"choice": {"tile": [8, 3], "rows": [8, 8], "columns": 48, "order": "spiral"}}, "multiples of the tile"),
+    ({"choice": {"tile": [8, 3]}}, "expected tile, rows, columns, order, part, ahead"),
+    ({"choice": None}, "expected tile, rows, columns, order, part, ahead"),
+    ({"choice": WAY | {"tile": [31, 7], "rows": [31, 31], "columns": 7 * 16}}, "no tile of 31 x 7"),
+    ({"choice": WAY | {"rows": [9, 9]}}, "multiples of the tile"),
+    ({"choice": WAY | {"columns": -48}}, "multiples of the tile"),
+    ({"choice": WAY | {"rows": [8.0, 8]}}, "multiples of the tile"),
+    ({"choice": WAY | {"order": "spiral"}}, "multiples of the tile"),
 ])  # fmt: skip
 def test_entries_that_make_no_sense_are_ignored(entry, words, capsys):
     before = used()
@@ -137,10 +141,36 @@ def test_entries_that_make_no_sense_are_ignored(entry, words, capsys):
 
 
 def test_a_choice_survives_the_database():
-    choice = Choice(Tile(8, 3), 16, 32, 3 * host().lanes, "columns")
-    if choice.tile in {c.tile for c in candidates.possible(works()[0], host())}:
-        entry = json.loads(json.dumps(tuning.to_entry(choice)))
-        assert tuning.from_entry(entry, host(), works()[0].dtype) == choice
+    isa = isas.X86["avx512"]
+    choice = Choice(Tile(8, 3), 16, 32, 3 * isa.lanes, "columns", 64, "nothing")
+    entry = json.loads(json.dumps(tuning.to_entry(choice)))
+    assert tuning.from_entry(entry, isa, "forward", "fp32", 100) == choice
+    assert str(choice) == "8x3v,16/32x48,columns,64 deep,nothing ahead"
+
+
+@pytest.mark.parametrize("part, ahead, role, isa, words", [
+    (64, "fetch", "forward", "avx512", ""),
+    (100, "pack", "input_gradient", "avx512_bf16", ""),  # the whole depth need not be a multiple
+    (None, "nothing", "weight_gradient", "avx512", ""),
+    (0, "fetch", "forward", "avx512", "0 of a depth of 100"),
+    (-32, "fetch", "forward", "avx512", "-32 of a depth of 100"),
+    (48, "fetch", "forward", "avx512", "48 of a depth of 100"),
+    (128, "fetch", "forward", "avx512", "128 of a depth of 100"),
+    (64.0, "fetch", "forward", "avx512", "64.0 of a depth of 100"),
+    (64, "fetch", "weight_gradient", "avx512", "no part that weight_gradient"),  # its chunks are part of what it is
+    (64, "fetch", "forward", "amx_bf16", "no part that forward"),  # its tiles have their own
+    (None, "pack", "forward", "amx_bf16", "'pack' is nothing that forward"),
+    (None, "all", "forward", "avx512", "'all' is nothing that forward"),
+])  # fmt: skip
+def test_parts_and_work_ahead_that_a_product_cannot_have_are_refused(part, ahead, role, isa, words):
+    isa, dtype = isas.X86[isa], "bf16"
+    tile = candidates.tiles(isa, dtype)[0]
+    entry = tuning.to_entry(Choice(tile, 2 * tile.rows, 2 * tile.rows, tile.span(isa), "rows", part, ahead))
+    if not words:
+        assert tuning.from_entry(entry, isa, role, dtype, 100).part == part
+        return
+    with pytest.raises(ValueError, match=words):
+        tuning.from_entry(entry, isa, role, dtype, 100)
 
 
 def test_works_are_what_lowering_asks_for():
@@ -191,7 +221,125 @@ def test_candidates_fit_and_the_default_comes_first():
         made = candidates.candidates(work, host(), 2)
         assert made[0] == work.default(host()) and len(set(made)) == len(made) <= candidates.MOST + 1
         for c in made[1:]:
-            assert tuning.from_entry(tuning.to_entry(c), host(), work.dtype) == c
+            assert tuning.from_entry(tuning.to_entry(c), host(), work.role, work.dtype, work.depth) == c
+
+
+def a_work(op_type, rows, cols, depth, isa, dtype="fp32"):
+    """One product with a result of (rows, cols) from `depth`, as a training program has it."""
+    store = Store()
+    p = Program(store, compute=dtype)
+    tokens = (Dim("batch", 1), Dim("seq", depth if op_type is ops.MatmulDw else rows))
+    if op_type is ops.MatmulDw:
+        given = {"dy": p.input("dy", (*tokens, rows), dtype), "x": p.input("x", (*tokens, cols), dtype)}
+    elif op_type is ops.MatmulDx:
+        given = {
+            "dy": p.input("dy", (*tokens, depth), dtype),
+            "weight": store.get("w", (depth, cols), dtype, "parameter"),
+        }
+    else:
+        given = {
+            "x": p.input("x", (*tokens, depth), dtype),
+            "weight": store.get("w", (cols, depth), dtype, "parameter"),
+        }
+    p.output("result", next(iter(p.apply(op_type, **given).outputs.values())))  # pyright: ignore[reportArgumentType]
+    (work,) = works_of(lower_and_plan({"op": p}, isa=isa, threads=2).calls["op"])
+    return work
+
+
+def test_the_best_is_refined_in_its_parts_and_in_what_is_done_ahead(monkeypatch):
+    monkeypatch.setattr(candidates.processor, "caches", lambda: {2: 1 << 20})
+    isa = isas.X86["avx512"]
+    work = a_work(ops.Matmul, 256, 768, 768, isa)
+    best = Choice(Tile(8, 3), 128, 128, 48, "columns")
+    found = candidates.refined(work, best, isa)
+    assert len(set(found)) == len(found) == 3 * 3 * 3 - 1 and best not in found
+    assert {(c.tile.rows, c.part, c.ahead) for c in (best, *found)} == {
+        (rows, part, ahead)
+        for rows in (8, 12, 6)
+        for part in (None, 192, 768)  # of 1536 bytes, which is the default; of 768; all of it
+        for ahead in ("fetch", "pack", "nothing")
+    }
+    # Sums wait for the next part beside each other, and go nowhere where there is one part.
+    assert {(c.tile.rows, c.part, c.columns) for c in found if c.tile.rows != 6} == {
+        (8, None, 48), (8, 192, 144), (8, 768, 48), (12, None, 160), (12, 192, 160), (12, 768, 32),
+    }  # fmt: skip
+    assert {(c.rows, c.long_rows, c.order) for c in found} == {(n, n, "columns") for n in (128, 132)}
+    for c in found:
+        assert tuning.from_entry(json.loads(json.dumps(tuning.to_entry(c))), isa, work.role, "fp32", 768) == c
+    # From the best in parts, the other way round.
+    assert best in candidates.refined(work, found[0], isa)
+
+
+def test_panels_that_leave_the_second_cache_are_not_tried(monkeypatch):
+    isa = isas.X86["avx512"]
+    work = a_work(ops.MatmulDx, 256, 768, 3072, isa)
+
+    def whole(level2: int) -> set[int]:
+        monkeypatch.setattr(candidates.processor, "caches", lambda: {2: level2})
+        return {c.tile.rows for c in candidates.refined(work, work.default(isa), isa) if c.part == 3072}
+
+    assert whole(2 << 20) == {6, 8, 12} and whole(1 << 20) == {12} and whole(1 << 18) == set()
+
+
+def test_what_cannot_be_refined_is_not():
+    tiles, vectors, narrow = isas.X86["amx_bf16"], isas.X86["avx512_bf16"], isas.X86["avx2"]
+    for op_type in (ops.Matmul, ops.MatmulDw):
+        work = a_work(op_type, 96, 96, 96, tiles, "bf16")
+        assert not candidates.refined(work, work.default(tiles), tiles)
+    gradient = a_work(ops.MatmulDw, 96, 96, 96, vectors, "bf16")
+    best = replace(gradient.default(vectors), ahead="pack")
+    assert candidates.refined(gradient, best, vectors) == [replace(best, ahead=a) for a in ("fetch", "nothing")]
+    # With 16 registers nothing is packed beside a product's tile, only fetched.
+    work = a_work(ops.Matmul, 96, 96, 96, narrow)
+    assert {c.ahead for c in candidates.refined(work, work.default(narrow), narrow)} == {"fetch", "nothing"}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_refinements_keep_the_bits_of_every_product(dtype, monkeypatch):
+    """The deepest of each role of a model, with what is fused to it. A tile that an activation's slope follows is finished beside
+    the next, as only deep ones are."""
+    changed_constants(monkeypatch, gemm, LATER=1)
+    monkeypatch.setattr(candidates, "PARTS", (128,))
+    isa = host()
+    made = build(MODEL, batch=2, seq=24, compute=dtype, optimizer=lambda p: adamw(p, OptimConfig()))[1]
+    found = sorted(works_of(lower_and_plan(made, threads=2).calls["micro"]), key=lambda work: work.depth)
+    deepest = {work.role: work for work in found}
+    assert deepest.keys() >= {"forward_gelu", "forward_residual", "input_gradient_gelu_backward", "weight_gradient"}
+    for work in deepest.values():
+        usual = work.default(isa)
+        ways = [c for c in candidates.refined(work, usual, isa) if c.tile == usual.tile]
+        assert len(ways) >= 1 or amx.uses_tiles(isa, dtype)
+        bed = Bed(work, isa, 2, 1 << 16)
+        for way in ways:
+            bed.check(Candidate(way))
+        bed.close()
+
+
+@pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
+def test_code_has_what_is_done_ahead_and_no_more(op_type):
+    """A fetch of the result, of rows where the depth goes in parts; the packing of a panel once more, beside a tile."""
+    isa = isas.X86["avx512"]
+    work = a_work(op_type, 64, 96, 768, isa)
+
+    def code(ahead: str) -> tuple[int, int]:
+        ir = Candidate(replace(work.default(isa), ahead=ahead)).spec(work.specs[0]).ir(isa)
+        return ir.count("call void @llvm.prefetch"), ir.count("br label")
+
+    fetch, pack, nothing = (code(ahead) for ahead in ("fetch", "pack", "nothing"))
+    assert fetch[0] > pack[0] > nothing[0] and pack[1] > nothing[1]
+
+
+def test_a_prompt_of_many_rows_is_run_with_as_many():
+    """A decoding program has a kernel for few rows, so the one for many does nothing with them."""
+    calls = lower_and_plan(build(replace(MODEL, max_seq=128), batch=1, seq=8, decode_batch=1)[1], threads=2).calls[
+        "decode"
+    ]
+    many = [w for w in works_of(calls) if not w.few]
+    assert many and {dict(s.constants)["least"] for w in many for s in w.specs} == {65}
+    bed = Bed(many[0], host(), 2, 1 << 16)
+    assert {tokens for _, tokens, _ in bed.runs} == {65, 127, 128}
+    bed.check(Candidate(many[0].default(host())))
+    bed.close()
 
 
 def test_products_on_amx_tiles_are_tried_with_other_claims():
@@ -204,7 +352,7 @@ def test_products_on_amx_tiles_are_tried_with_other_claims():
     for work in works_of(built.calls["micro"]):
         made = candidates.candidates(work, isa, 2)
         assert made[0] == work.default(isa) and len(set(made)) == len(made) <= candidates.MOST + 1
-        assert all(tuning.from_entry(tuning.to_entry(c), isa, "bf16") == c for c in made)
+        assert all(tuning.from_entry(tuning.to_entry(c), isa, work.role, "bf16", work.depth) == c for c in made)
         found[work.role, work.cols] = {(c.rows, c.columns) for c in made}
     assert found["forward", 2304] == {(rows, columns) for rows in (256, 512, 1024) for columns in (192, 384, 768)}
     assert len(found["weight_gradient", 768]) > 5
@@ -312,6 +460,8 @@ def test_only_a_clear_winner_is_chosen(first, wins):
     verdict = decision.decide(Scripted({a: cycle(first), b: cycle([1.5])}), work, [a, b], default_of(work))  # pyright: ignore
     assert verdict.best == (a.choice if wins else work.default(host()))
     assert verdict.tried == 2 and not verdict.rejected
+    assert verdict.timed[-1] == (str(b.choice), 1.5) and verdict.timed[0][0] == str(a.choice)
+    assert verdict.to_json()["timed"][-1] == {"candidate": str(b.choice), "ratio": 1.5}
 
 
 def test_a_candidate_that_hangs_while_it_is_timed_is_rejected():
@@ -371,6 +521,8 @@ def test_command_keeps_what_was_found_when_interrupted(monkeypatch, capsys):
         if seen:
             raise KeyboardInterrupt
         seen.append(work)
+        assert [c.choice for c in more["refined"](default)] == candidates.refined(work, default.choice, host())
+        more["refined"] = decision.nothing
         verdict = real(worker, work, choices[:2], default, **more)
         return replace(verdict, best=choices[0].choice, ratio=0.8)
 

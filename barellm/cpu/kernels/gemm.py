@@ -2,9 +2,10 @@
 
 Shapes: a (rows, depth) row-major activations; weight (cols, depth) forward, (depth, cols) for the input gradient; out (rows, cols).
 
-The arithmetic hides the memory: while a tile is multiplied, the lines that it will write or read are prefetched and a part of the
-next panel is packed. Where GELU's slope comes behind, the tile before is finished meanwhile too: its loads and look-ups fill what
-the multiplier leaves. GELU itself is slower so: its division holds the multiplier up wherever it stands.
+The arithmetic hides the memory, unless the choice says otherwise: while a tile is multiplied, the lines that it will write or read
+are prefetched and a part of the next panel is packed. Where GELU's slope comes behind, the tile before is finished meanwhile too:
+its loads and look-ups fill what the multiplier leaves. GELU itself is slower so: its division holds the multiplier up wherever it
+stands.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from barellm.cpu.choices import Choice, Tile, part_of
+from barellm.cpu.choices import Choice, Tile, packed_itemsize, part_of
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
@@ -39,7 +40,9 @@ class RegisterProduct(Claims):
     ) -> None:
         """`through_memory`: the epilogue wants sums from memory. `slope`: a tile may be finished beside the next one."""
         super().__init__(k, a, *operands, **sizes)
-        self.pair, self.spare = paired(k.isa, a.dtype), beside(k.isa, a.dtype)
+        ahead = self.choice.ahead
+        self.pair, self.fetch = paired(k.isa, a.dtype), ahead == "fetch"
+        self.spare = ahead != "nothing" and beside(k.isa, a.dtype)
         self.held: Pointer | None = None
         if self.parts > 1:
             self.held = self.scratch.bytes(2 * self.nbytes).as_dtype("fp32")
@@ -90,20 +93,21 @@ class RegisterProduct(Claims):
         )
         units = self.length // 2 if self.pair else self.length
         begun = (self.p > 0, self._held_row(row, 0)) if self.parts > 1 else None
-        ahead = partial(self._ahead, row) if count is None else None
+        ahead = partial(self._ahead, row) if count is None and (self.fetch or self.spare) else None
         return tile_product(
             k, tile, left, self.panel, units, self.pair, tail=tail, ahead=ahead, sums=begun, ends=self.ends
         )
 
     def _ahead(self, row: Value, r: Value) -> None:
-        """Do the work beside row r of the tile at `row`: fetch ahead, and finish rows of the tile before."""
+        """Do the work beside row r of the tile at `row`: fetch ahead, finish rows of the tile before, and pack."""
         k = self.k
         with k.when(self.ends) if self.ends is not None else nullcontext():
-            self.finish.fetch(row + r)
+            if self.fetch:
+                self.finish.fetch(row + r)
             if self.later:
                 with k.when(row > self.first):
                     self._finish_row(row - self.tile.rows, r)
-        if self.parts > 1:
+        if self.fetch and self.parts > 1:
             # The next tile's rows; each is a stream of its own, too short for the processor to see it.
             for line in range(0, self.part * self.a.itemsize, LINE):
                 k.prefetch(self.left.at((row + self.tile.rows + r) * self.stride).bytes(line), near=False)
@@ -247,7 +251,7 @@ def multiply(
 ) -> None:  # fmt: skip
     """Calls `run(kind, finish, **sizes)` of the kind, on register tiles or on AMX tiles, that this machine has for the dtype
     of a. `rows` is given where the results are rows of (rows, cols) that begin with a cache line."""
-    part = depth_part(k.isa, a.dtype, depth)
+    part = depth_part(k.isa, a.dtype, depth, choice)
     long = [name for name in epilogues if (emitter := emitter_of(name)) and emitter.long]
     through_memory = bool(long)
     tiles = amx.uses_tiles(k.isa, a.dtype)
@@ -272,17 +276,17 @@ def multiply(
         run(kinds[0], finish, through_memory=through_memory, slope=slope, **sizes)
 
 
-def depth_part(isa: ISA, dtype: str, depth: int) -> int:
+def depth_part(isa: ISA, dtype: str, depth: int, choice: Choice) -> int:
     """Depth that is packed and multiplied at a time."""
     if amx.uses_tiles(isa, dtype):
         return amx.depth_part(depth)
-    return part_of(isa, depth, 2 if paired(isa, dtype) else 4)
+    return choice.part or part_of(isa, depth, packed_itemsize(isa, dtype))
 
 
 def product_private(isa: ISA, dtype: str, depth: int, choice: Choice) -> int:
     """Bytes: two packed panels; the sums of a claim, those of vector registers only between two parts of the depth; the copied
     left operand of AMX."""
-    part, span = depth_part(isa, dtype, depth), choice.tile.span(isa)
+    part, span = depth_part(isa, dtype, depth, choice), choice.tile.span(isa)
     tiles = amx.uses_tiles(isa, dtype)
     sums = 4 * max(choice.rows, choice.long_rows) * choice.columns if part < depth or tiles else 0
     return 2 * panel_bytes(isa, dtype, part, span) + sums + (amx.left_bytes(part) if tiles else 0)

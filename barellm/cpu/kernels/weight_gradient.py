@@ -96,6 +96,7 @@ def weight_gradient(
         return dy.at(t * dy_row), first, k.min(first + height, N), k.min(tokens - t, chunk)
 
     # Rows move through one register, so 16 are enough for packing beside a tile: gemm.py's transposes need more.
+    fetch, spare = choice.ahead == "fetch", choice.ahead != "nothing"
     two = Panels(k, scratch, nbytes, pack)
     inside = all(i * height + round_up(n, tile.rows) <= N for i, n in enumerate(heights))
     left_block = LeftBlock(
@@ -118,11 +119,12 @@ def weight_gradient(
                 number = t * K + col
                 panel = two.take(number)
                 same, more = col + span < k1, t + chunk < tokens
-                _, after = block_of(unit + 1, choice, row_blocks, column_blocks)
-                after = k.select(more, (t + chunk) * K + k0, after * columns)
-                after = k.select(same, number + span, after)
-                wanted = same | more | (unit + 1 < row_blocks * column_blocks)
-                two.follow(after, wanted, (n1 - n0) // tile.rows * calls)
+                if spare:
+                    _, after = block_of(unit + 1, choice, row_blocks, column_blocks)
+                    after = k.select(more, (t + chunk) * K + k0, after * columns)
+                    after = k.select(same, number + span, after)
+                    wanted = same | more | (unit + 1 < row_blocks * column_blocks)
+                    two.follow(after, wanted, (n1 - n0) // tile.rows * calls)
                 masks = masks_of(col)
 
                 def multiply(row: Value, small: Tile, panel: Pointer = panel, col: Value = col, masks=masks) -> None:
@@ -135,6 +137,8 @@ def weight_gradient(
                         return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
 
                     def ahead(r: Value) -> None:
+                        if not fetch:
+                            return
                         target = dweight.at((row + r) * K + col)
                         with k.when(adds) if nontemporal else nullcontext():
                             prefetch_row(k, target, span, write=True)
@@ -143,7 +147,8 @@ def weight_gradient(
                         two.some()
                         left_block.some()
 
-                    sums = tile_product(k, small, left, panel, units, pair, ahead=ahead, beside=some)
+                    together = {"ahead": ahead, "beside": some} if spare else {}
+                    sums = tile_product(k, small, left, panel, units, pair, **together)
                     for add, chosen in ((True, k.when), (False, k.otherwise)):
                         with chosen(adds):
                             for r, values in enumerate(sums):
@@ -154,7 +159,8 @@ def weight_gradient(
                 for rest in rests:
                     with k.when((n1 - whole).equals(rest)) if len(set(heights)) > 1 else nullcontext():
                         multiply(whole, Tile(rest, tile.vectors))
-                two.followed()
+                if spare:
+                    two.followed()
 
 
 def gradient_private(isa: ISA, dtype: str, tokens: int, choice: Choice) -> int:

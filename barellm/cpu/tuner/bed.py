@@ -60,13 +60,16 @@ class Bed:
         self.default = default
 
     def _runs(self) -> list[tuple[int, int, int]]:
-        """The runs, as (specialisation, tokens, accumulate): all tokens, one, a prime, all but one; gradients stored and added
-        to."""
+        """The runs, as (specialisation, tokens, accumulate): all tokens, one, a prime, all but one, or the least that it is for;
+        gradients stored and added to."""
         most = self.work.tokens
         runs = []
         for i, spec in enumerate(self.work.specs):
-            modes = (0, 1) if dict(spec.constants)["mode"] == "start" else (0,)
-            runs += [(i, tokens, m) for tokens in sorted({most, 1, min(37, most), max(1, most - 1)}) for m in modes]
+            constants = dict(spec.constants)
+            modes = (0, 1) if constants["mode"] == "start" else (0,)
+            least = max(1, constants.get("least", 0))
+            counts = {max(n, least) for n in (most, 1, min(37, most), most - 1)}
+            runs += [(i, tokens, m) for tokens in sorted(counts) for m in modes]
         return runs
 
     def load(self, candidate: Candidate) -> Loaded:

@@ -2,19 +2,34 @@
 
 The model counts cycles of one core for the whole product: multiply-adds, packing, what must come from beyond the L2, and the
 claims that the slowest thread gets more than the others. It need not be exact: it only skips what it puts far behind its best.
+
+Of the best of those, what the model does not know is tried: how deep the parts are, and what is done beside a tile.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
 from barellm.cpu import processor
-from barellm.cpu.choices import BUSY, ORDERS, Choice, chunk_of, tiles
+from barellm.cpu.choices import (
+    AHEAD,
+    BUSY,
+    ORDERS,
+    Choice,
+    Tile,
+    chunk_of,
+    claim_columns,
+    even_part,
+    packed_itemsize,
+    part_of,
+    tiles,
+)
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.few_rows import few_choices
-from barellm.cpu.kernels.packing import paired
+from barellm.cpu.kernels.packing import beside, paired, panel_bytes
 from barellm.cpu.tuner.work import Work
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import round_up
@@ -22,6 +37,7 @@ from barellm.program.integers import round_up
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 HEIGHTS = (24, 48, 96, 192, 384)  # rows of a weight gradient's claim: its packed left block has them
 TILE_HEIGHTS, TILE_PANELS = (256, 512, 1024), (6, 12, 24)  # of a claim of AMX tiles: its sums fit the L2, or nearly
+PARTS = (768, 1536, 3072)  # bytes of a packed column in a part of the depth; the whole depth is tried too
 HOPELESS = 1.4  # times the model's best
 MOST = 16
 PACK_INTERLEAVED, PACK_TRANSPOSED = 2.5, 5.0  # cycles for a vector of a panel
@@ -60,13 +76,50 @@ def possible(work: Work, isa: ISA) -> list[Choice]:
             widths = {round_up(min(n * span, whole), span) for n in TILE_PANELS}
         else:
             heights = {round_up(ceil(work.rows / n), tile.rows) for n in SPLITS}
-            widths = {span}
+            parts = part_of(isa, work.depth, packed_itemsize(isa, work.dtype)) < work.depth
+            widths = {span, min(claim_columns(isa, tile, parts=parts), whole)}
         for rows in sorted(heights):
             for columns in sorted(widths):
                 one = rows >= work.rows or columns >= whole
                 for order in ORDERS[:1] if one else ORDERS:
                     found[Choice(tile, rows, rows, columns, order)] = None
     return list(found)
+
+
+def refined(work: Work, best: Any, isa: ISA) -> list[Any]:
+    """The choices that differ from the `best` in the depth of a part and in what is done ahead, of each tile that need not wait for
+    its loads; of a weight gradient, whose chunks are no choice, in what is done ahead."""
+    if work.few or amx.uses_tiles(isa, work.dtype):
+        return []
+    if work.role == "weight_gradient":
+        return [replace(best, ahead=ahead) for ahead in AHEAD if ahead != best.ahead]
+    found: dict[Choice, None] = {}
+    aheads = AHEAD if beside(isa, work.dtype) else (AHEAD[0], AHEAD[-1])
+    for tile in {best.tile: None} | {t: None for t in tiles(isa, work.dtype) if t.vectors > 1}:
+        for part in _parts(work, tile, isa):
+            for ahead in aheads:
+                found[_with(work, best, tile, part, ahead, isa)] = None
+    return [c for c in found if c != best]
+
+
+def _with(work: Work, best: Choice, tile: Tile, part: int | None, ahead: str, isa: ISA) -> Choice:
+    """The `best` choice with another tile, part and work ahead: its blocks are as high, and what waits between two parts fits."""
+    if (tile, part) == (best.tile, best.part):
+        return replace(best, ahead=ahead)
+    deep = part or part_of(isa, work.depth, packed_itemsize(isa, work.dtype))
+    whole = round_up(work.cols, tile.span(isa))
+    columns = min(claim_columns(isa, tile, parts=deep < work.depth), whole)
+    rows, long_rows = (round_up(n, tile.rows) for n in (best.rows, best.long_rows))
+    return Choice(tile, rows, long_rows, columns, best.order, part, ahead)
+
+
+def _parts(work: Work, tile: Tile, isa: ISA) -> list[int | None]:
+    """What a part of the depth may be: None for what it is by default, then others of which two panels fit the second cache."""
+    size = packed_itemsize(isa, work.dtype)
+    fits = processor.caches().get(2, processor.TYPICAL[2]) // 2
+    depths = {even_part(work.depth, size, nbytes): None for nbytes in PARTS} | {work.depth: None}
+    depths.pop(part_of(isa, work.depth, size), None)
+    return [None, *(d for d in depths if panel_bytes(isa, work.dtype, d, tile.span(isa)) <= fits)]
 
 
 def cost(work: Work, choice: Choice, isa: ISA, threads: int) -> float:
@@ -98,6 +151,6 @@ def cost(work: Work, choice: Choice, isa: ISA, threads: int) -> float:
         beyond = row_blocks * work.depth * work.cols * size
         if (min(block, work.rows) + span) * work.depth * size > level2:
             beyond += panels * work.rows * work.depth * size
-        claims = row_blocks * panels
+        claims = row_blocks * ceil(panels * span / choice.columns)
     uneven = ceil(claims / threads) * threads / claims
     return (products + packing + beyond / BYTES_A_CYCLE) * uneven

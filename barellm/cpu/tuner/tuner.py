@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from barellm.cpu import tuning
 from barellm.cpu.isa import ISA
-from barellm.cpu.tuner.candidates import candidates
+from barellm.cpu.tuner.candidates import candidates, refined
 from barellm.cpu.tuner.work import Candidate, Work
 from barellm.runtime.tuner import decision
 from barellm.runtime.tuner.decision import LIMIT, Verdict
@@ -27,6 +27,7 @@ def tune(
         works,
         open_worker(threads=threads, footprint=footprint, limit=LIMIT),
         candidates=lambda work: [Candidate(c) for c in candidates(work, isa, threads)],
+        refined=lambda work, best: [Candidate(c) for c in refined(work, best.choice, isa)],
         keep=lambda verdict: keep(verdict, isa, threads),
         seconds=seconds,
         each=each,

@@ -36,7 +36,7 @@ def tune(works: Iterable[AnyWork], target: Target, *, seconds: float, each: Call
         keep=lambda verdict: keep(verdict, target),
         seconds=seconds,
         each=each,
-        refined=refined,
+        refined=lambda _, best: refined(best),
         rivals=lambda work: rivals(work, target),
     )
 

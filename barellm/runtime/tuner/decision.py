@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,7 +21,8 @@ AGREE = 0.8  # less than the default's time in this share of the rounds, in two 
 
 @dataclass
 class Verdict:
-    """The result for one piece of work. `best` is the default if nothing is clearly faster."""
+    """The result for one piece of work. `best` is the default if nothing is clearly faster. `timed`: what each candidate that was
+    right took in a few rounds, over the default's time: an estimate, from which no winner is made."""
 
     work: Any  # `role`, `dtype`, `sizes` by name, `flops`
     default: Any
@@ -32,6 +34,7 @@ class Verdict:
     rival: tuple[str, float] | None = (
         None  # what would be faster than the best, but has other bits; its time over the default's
     )
+    timed: list[tuple[str, float]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         w = self.work
@@ -40,6 +43,7 @@ class Verdict:
             "default": str(self.default), "best": str(self.best), "ratio": self.ratio, "default_s": self.default_s,
             "gflops": self.gflops, "tried": self.tried,
             "rejected": [{"candidate": name, "reason": reason} for name, reason in self.rejected],
+            "timed": [{"candidate": name, "ratio": round(ratio, 4)} for name, ratio in self.timed],
             **({"rival": self.rival} if self.rival else {}),
         }  # fmt: skip
 
@@ -58,11 +62,11 @@ def nothing(_: Any) -> list[Any]:
 
 def tune(
     works: Iterable[Any], worker: Worker, *, candidates: Candidates, keep: Callable[[Verdict], None],
-    seconds: float, each: Callable[[Verdict], None], refined: Candidates = nothing, rivals: Candidates = nothing,
+    seconds: float, each: Callable[[Verdict], None], refined: Callable[[Any, Any], list[Any]], rivals: Candidates = nothing,
 ) -> list[Verdict]:  # fmt: skip
     """Tune one piece of work after the other and `keep` each result at once: an interrupt loses only the one in progress. After
-    `seconds` none is begun, and the one in progress tries nothing more. `candidates(work)`: the default first. `refined(best)`:
-    what else to try when the best of them is known. `rivals(work)`: what has other bits, to be timed and told, never kept."""
+    `seconds` none is begun, and the one in progress tries nothing more. `candidates(work)`: the default first. `refined(work,
+    best)`: what else to try when the best of them is known. `rivals(work)`: what has other bits: timed and told, never kept."""
     end = time.monotonic() + seconds
     verdicts = []
     try:
@@ -71,7 +75,8 @@ def tune(
                 break
             default, *others = candidates(work)
             try:
-                verdict = decide(worker, work, others, default, refined=refined, rivals=rivals(work), end=end)
+                more = partial(refined, work)
+                verdict = decide(worker, work, others, default, refined=more, rivals=rivals(work), end=end)
             except Lost as why:  # with the default: the work stays as it is
                 worker.close()
                 verdict = Verdict(work, default.choice, default.choice, 1.0, 0.0, 0, [(str(default), str(why))])
@@ -92,6 +97,7 @@ def decide(
     worker.open(work)
     rejected: dict[Any, str] = {}
     default_s: list[float] = []
+    timed: dict[Any, float] = {}
     tried = 0
 
     def contest(contestants: list[Any], rounds: int) -> dict[Any, list[float]]:
@@ -116,6 +122,7 @@ def decide(
                 rejected[candidate] = reason
             else:
                 found |= {c: median(ratios) for c, ratios in contest([candidate], SCREEN).items()}
+        timed.update(found)
         return {c: ratio for c, ratio in found.items() if ratio < 1.0}
 
     def fastest_of(faster: dict[Any, float], than: float) -> tuple[Any, float] | None:
@@ -137,6 +144,7 @@ def decide(
     reasons = [(str(c), reason) for c, reason in rejected.items()]
     default_time = median(default_s) if default_s else 0.0
     verdict = Verdict(work, default.choice, winner.choice, ratio, default_time, tried, reasons)
+    verdict.timed = sorted(((str(c), ratio) for c, ratio in timed.items()), key=lambda pair: pair[1])
     verdict.rival = (str(rival[0]), rival[1]) if rival else None
     return verdict
 
