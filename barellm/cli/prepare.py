@@ -117,9 +117,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(result))
     else:
         empty = f" ({result['empty_documents']:,} empty ones left out)" if result["empty_documents"] else ""
-        print(f"{args.out}: {result['documents']:,} documents{empty}, {result['text_bytes']:,} bytes of text")
+        plural = "s" * (result["documents"] != 1)
+        print(f"{args.out}: {result['documents']:,} document{plural}{empty}, {result['text_bytes']:,} bytes of text")
         print(
-            f"{args.out}: {result['shards']} shards, {counts['train']} training and {counts['val']} validation tokens"
+            f"{args.out}: {result['shards']} shards, {counts['train']:,} training and {counts['val']:,} validation tokens"
         )
     return 0
 
