@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             doing = "going on with" if work.begun else "tokenizing"
             console.line(f"{doing} {corpus.name} ({tokenizer.name}, {tokenizer.vocab_size} ids)")
+            tokenizer.encode("a")  # GPT-2's vocabulary may not be here: an error before anything is written
             try:
                 manifest = work.fill(job, progress=console.tokenizing())
             except KeyboardInterrupt:
