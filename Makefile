@@ -31,8 +31,8 @@ oracle: $(VENV)/.oracle
 	$(BIN)/python -m pytest -m oracle $(PYTEST)
 
 lint: $(VENV)/.linted
-	$(BIN)/ruff check anatomy barellm tests benchmarks docs
-	$(BIN)/ruff format --check anatomy barellm tests benchmarks docs
+	$(BIN)/ruff check anatomy barellm tests benchmarks docs examples
+	$(BIN)/ruff format --check anatomy barellm tests benchmarks docs examples
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The documentation as pages for a browser, in build/site. A broken link is an error.

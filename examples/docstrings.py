@@ -28,12 +28,14 @@ def examples(source: str) -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python examples/docstrings.py FILE.jsonl")
     root, found = Path(sysconfig.get_path("stdlib")), {}
     warnings.simplefilter("ignore", SyntaxWarning)
     for path in sorted(root.rglob("*.py")):
         if not LEFT_OUT & set(path.relative_to(root).parts):
             try:
-                found |= {one["prompt"]: one for one in examples(path.read_text())}
+                found |= {one["prompt"]: one for one in examples(path.read_text(encoding="utf-8"))}
             except (SyntaxError, UnicodeDecodeError):
                 continue  # files that are wrong on purpose
     with open(sys.argv[1], "w") as file:

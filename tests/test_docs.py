@@ -20,7 +20,7 @@ from barellm.cli.main import COMMANDS, parsed
 from barellm.cpu.isa import X86
 from barellm.cpu.kernel import REGISTRY
 from barellm.cpu.step import lower_and_plan
-from barellm.models import preset
+from barellm.models import preset, presets
 from barellm.overrides import changed
 from barellm.training.console import in_words
 from barellm.training.report import closing
@@ -183,3 +183,9 @@ def test_the_table_of_arenas_is_what_is_planned():
             programs = build_programs(changed(config, {"train.recompute": again}))
             arena = lower_and_plan(programs, threads=2, isa=X86["avx512_bf16"]).plan.arena_bytes
             assert f"{arena / 2**20:,.1f}" == wanted, (name, again)
+
+
+def test_the_page_of_optimizers_names_the_presets_that_use_muon():
+    text = (ROOT / "docs" / "optimizers.md").read_text()
+    said = re.search(r"The presets ([^.]*?) use Muon", text)
+    assert said and set(re.findall(r"`([\w-]+)`", said[1])) == {n for n in presets() if preset(n).optim.name == "muon"}

@@ -184,8 +184,18 @@ def find(path: Path, *, optimizer: bool = True) -> tuple[Path, list[str]]:
             if good is None:
                 raise UserError(f"no checkpoint in {folder} is whole: {'; '.join(wrong)}")
             return good, wrong
+    runs = [run for run in path.iterdir() if steps(run / "checkpoints")] if path.is_dir() else []
+    if runs:
+        newest_run = max(runs, key=lambda run: run.stat().st_mtime)
+        raise UserError(f"{path} has no checkpoint, did you mean {newest_run}?")
     hint = "expected a folder with checkpoints/step-... (barellm import makes one of other programs' models)"
     raise UserError(f"{path} has no checkpoint, {hint}")
+
+
+def holds_any(path: Path) -> bool:
+    """Whether a path is a checkpoint, or has some, whole or not."""
+    is_one = (path / MANIFEST).exists() or path.name.startswith("step-")
+    return is_one or any(steps(folder) for folder in (path / "checkpoints", path))
 
 
 def read_meta(path: Path) -> dict[str, Any]:

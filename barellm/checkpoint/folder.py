@@ -14,10 +14,11 @@ from barellm.errors import UserError
 
 class RunFolder:
     """While entered, this process alone writes to `path`. A new run wants a folder that is not there or empty; a resumed
-    one a folder with checkpoints. With `numbered` a path that is taken becomes path-2, path-3 and so on: names made of the time
-    are equal where several runs start in one second. A folder that was made here and stayed empty is removed again."""
+    one a folder with checkpoints. `resume` None is like False, for commands that cannot go on with a folder. With
+    `numbered` a path that is taken becomes path-2, path-3 and so on: names made of the time are equal where several runs
+    start in one second. A folder that was made here and stayed empty is removed again."""
 
-    def __init__(self, path: Path, *, resume: bool, numbered: bool = False) -> None:
+    def __init__(self, path: Path, *, resume: bool | None, numbered: bool = False) -> None:
         self.path = path
         self.resume = resume
         self.numbered = numbered
@@ -35,7 +36,8 @@ class RunFolder:
         elif self.path.exists() and not self.path.is_dir():
             raise UserError(f"--out {self.path} is a file, expected a folder")
         if not self.resume and self.path.is_dir() and any(self.path.iterdir()):
-            raise UserError(f"--out {self.path} is not empty: go on with --resume, or name another folder")
+            hint = "name another folder" if self.resume is None else "go on with --resume, or name another folder"
+            raise UserError(f"--out {self.path} is not empty: {hint}")
         own = [self.path] * (self.numbered or not self.path.exists())
         self.path.mkdir(parents=True, exist_ok=True)
         self._made = [*own, *above]

@@ -173,7 +173,8 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     else:
         per_byte = "" if total["bits_per_byte"] is None else f", {total['bits_per_byte']:.4f} bits per byte"
         said = f"{total['nats_per_token']:.4f} nats per token{per_byte}"
-        print(f"{checkpoint.path}: {said} ({total['tokens']:,} tokens of {total['documents']:,} documents of {name})")
+        several = f"{total['documents']:,} document{'s' * (total['documents'] != 1)}"
+        print(f"{checkpoint.path}: {said} ({total['tokens']:,} tokens of {several} of {name})")
     return 0
 
 

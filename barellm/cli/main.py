@@ -68,9 +68,9 @@ def run_command(argv: Sequence[str]) -> int:
         raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)} (known: {', '.join(COMMANDS)})")
     from importlib import import_module
 
-    from barellm.environment import warn_of_unknown
+    from barellm import environment
 
-    warn_of_unknown()
+    environment.check()
     module = import_module(f"barellm.cli.{name}")
     return module.run(parsed(argv))
 

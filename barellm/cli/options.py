@@ -131,7 +131,13 @@ class Asked:
 
     def base(self) -> Config:
         """The preset."""
-        return models.preset(self.preset or models.usual())
+        name = self.preset or models.usual()
+        if name not in models.presets() and Path(name).exists():
+            raise UserError(
+                f"{name} is a file or folder, expected the name of a preset: a text is named with --data, a run or "
+                "configuration with --config, a model with --model"
+            )
+        return models.preset(name)
 
     def changes(self, config: Config) -> dict[str, Any]:
         """{key: value} for `config`, the command line over the file."""

@@ -219,7 +219,8 @@ def _tables(n: dict[str, Any]) -> list[str]:
     calls = ", ".join(f"{name} {n['programs'][name]['calls']}" for name in n["step"])
     what = "launches" if n["device"] == "cuda" else "calls"
     lines += ["", f"fusions: {fused}", f"{what}: {calls}", f"kernels to compile: {n['kernels']}"]
-    lines.append(f"a step: {n['tokens']:,} tokens in {n['accumulate']} micro-batches, {n['model_flops']:,} model FLOPs")
+    batches = f"{n['accumulate']} micro-batch{'es' * (n['accumulate'] != 1)}"
+    lines.append(f"a step: {n['tokens']:,} tokens in {batches}, {n['model_flops']:,} model FLOPs")
     if timed:
         peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in n["ceiling"]["flops"].items())
         rates = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in n["ceiling"]["bandwidth"].items())

@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             doing = "going on with" if work.begun else "tokenizing"
             console.line(f"{doing} {corpus.name} ({tokenizer.name}, {tokenizer.vocab_size} ids)")
+            tokenizer.encode("a")  # GPT-2's vocabulary may not be here: an error before anything is written
             try:
                 manifest = work.fill(job, progress=console.tokenizing())
             except KeyboardInterrupt:
@@ -117,9 +118,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(result))
     else:
         empty = f" ({result['empty_documents']:,} empty ones left out)" if result["empty_documents"] else ""
-        print(f"{args.out}: {result['documents']:,} documents{empty}, {result['text_bytes']:,} bytes of text")
+        plural = "s" * (result["documents"] != 1)
+        print(f"{args.out}: {result['documents']:,} document{plural}{empty}, {result['text_bytes']:,} bytes of text")
         print(
-            f"{args.out}: {result['shards']} shards, {counts['train']} training and {counts['val']} validation tokens"
+            f"{args.out}: {result['shards']} shards, {counts['train']:,} training and {counts['val']:,} validation tokens"
         )
     return 0
 

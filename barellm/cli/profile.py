@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +56,16 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     out = Path(args.out or f"runs/profile-{config.preset}-{train.batch}x{train.seq}-{train.dtype}{gpu}{several}")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file, expected a folder")
+    new = ranks.rank == 0 and not out.exists()
     if ranks.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-    result = profile.measure(config, steps=steps, folder=out, device=args.device, ranks=ranks)
+    try:
+        result = profile.measure(config, steps=steps, folder=out, device=args.device, ranks=ranks)
+    except BaseException:
+        if new:
+            with suppress(OSError):  # what was written stays
+                out.rmdir()
+        raise
     if ranks.rank:
         return 0
     print(

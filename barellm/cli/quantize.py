@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     weights = of_checkpoint(checkpoint.path)
     forward = {"eval": build_programs(checkpoint.config, training=False, positions=0)["eval"]}
     kept = {name: m for name, m in quantize_programs(forward, args.weights).items() if not m.stays}
-    with RunFolder(Path(args.out), resume=False) as folder:
+    with RunFolder(Path(args.out), resume=None) as folder:
         meta = checkpoints.read_meta(checkpoint.path) | {"source": str(checkpoint.path), "weights": args.weights}
         moments, meta["calibration"] = {}, None
         if args.tokens:

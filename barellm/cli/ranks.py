@@ -19,7 +19,10 @@ def dispatched(name: str, args: argparse.Namespace, command: Callable[[argparse.
     """The exit status of the command `name`, which `command` does: in this process, as one of the ranks that a launcher has
     started, or in as many processes as --ranks asks for."""
     from barellm.distributed import launch, world
+    from barellm.errors import UserError
 
+    if args.ranks is not None and args.ranks < 1:
+        raise UserError(f"--ranks is {args.ranks}, expected at least 1")
     if (count := world.started_as_one_of()) > 1:
         return run_as_rank(args, count, command)
     number, several = world.torchrun() or (0, args.ranks or 1)

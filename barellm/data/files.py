@@ -45,7 +45,7 @@ def find_files(sources: Iterable[str], layout: Layout, skipped: Skipped) -> list
             if path.is_dir():
                 inside = files_of(path, layout, skipped)
                 if not inside:
-                    raise UserError(f"folder {path} has no text and no .bin shards. {str(skipped) or 'it is empty'}")
+                    raise UserError(f"folder {path} has no text and no .bin shards: {str(skipped) or 'it is empty'}")
             else:
                 inside = [path]
             for one in inside:

@@ -283,6 +283,10 @@ def _records(path: Path, found: Iterator[bytes], at: int) -> Iterator[tuple[str,
             where = f"{path}, line {number}"
             try:
                 yield where, json.loads(line), at
+            except json.JSONDecodeError as error:
+                # What is missing at the end of the line is not at the beginning of the next one.
+                column = min(error.pos, len(error.doc.rstrip())) + 1
+                raise UserError(f"{where} is no JSON: {error.msg} at column {column}") from error
             except ValueError as error:
                 raise UserError(f"{where} is no JSON: {error}") from error
             except RecursionError as error:

@@ -62,7 +62,7 @@ def save(
             state.step,
         )
         meta |= _training(config, state)
-    with RunFolder(out, resume=False) as folder:
+    with RunFolder(out, resume=None) as folder:
         folder.need_space(checkpoint.checkpoint_bytes(source))
         files = tokenizer_files(tokenizer)
         return checkpoint.save(folder.checkpoints, source, step=step, meta=meta, tokenizer=files, keep=1)

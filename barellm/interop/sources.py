@@ -33,6 +33,8 @@ def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
         ):  # of other kinds such a folder has none, and its files do not matter
             weights = replace(weights, tokenizer=vocabulary.read(path, weights.model.vocab_size))
     else:
+        if not checkpoint.holds_any(path):
+            raise UserError(f"{path} holds no model, expected {KNOWN}")
         step, wrong = checkpoint.find(path)
         for text in wrong:
             print(f"barellm: warning: skipped {text}", file=sys.stderr)

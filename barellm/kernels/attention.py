@@ -47,6 +47,7 @@ _LISTED = Rule(
     ("B L H D",),
     _listed,
     dict.fromkeys(("rows", "columns", "masks"), ("i32",)),
+    optional=("relative",),
 )
 
 
@@ -83,6 +84,10 @@ def attention(
     """
     heads = [a.shape[2] if getattr(a, "ndim", 0) == 4 else 1 for a in (q, k)]
     if layout is not None:
+        from barellm.program.layouts import Layout
+
+        if not isinstance(layout, Layout):
+            raise TypeError(f"attention expects a Layout, layout is of type {type(layout).__name__}")
         if causal and not layout.causal:
             raise ValueError("attention is given a layout that looks ahead and causal True, expected causal=False")
         given = {"q": q, "k": k, "v": v, "relative": relative, **layout.tables}

@@ -42,5 +42,7 @@ def vjp(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> tuple
         _recording.tape = outer
     if len(tape) != 1:
         name = getattr(function, "__name__", str(function))
-        raise TypeError(f"vjp expects a function of barellm.kernels; {name} made {len(tape)} calls of such functions")
+        raise TypeError(
+            f"vjp expects a function of barellm.kernels that has gradients; {name} made {len(tape)} calls of such functions"
+        )
     return y, tape[0]

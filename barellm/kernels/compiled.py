@@ -149,7 +149,7 @@ def run(
 ) -> list[Array]:
     """The results of a rule on arrays, the first one in `out` if that is given. Where there is a `tape`, the call's Pull goes
     there."""
-    taken = {k: checked(rule.name, k, a) for k, a in given.items() if a is not None}
+    taken = {k: checked(rule.name, k, a) for k, a in given.items() if a is not None or k not in rule.optional}
     flipped = {k for k in rule.flips if k in taken and _lies_transposed(taken[k])}
     read = {k: ready(a.T if k in flipped else a) for k, a in taken.items()}
     key = (rule, tape is None, *((k, a.shape, a.dtype, k in flipped) for k, a in read.items()), *options.items())

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from barellm import environment
 from barellm.cpu import compilers, jit
 from barellm.cpu.isa import host
 from barellm.cpu.kernel import Call
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.step import Lowered, barriers
 from barellm.cpu.threads import Pool, thread_count
-from barellm.environment import warn_of_unknown
 from barellm.kernels.arrays import ALIGN, address
 from barellm.program import scalars
 from barellm.program.builder import Program, Store
@@ -58,7 +58,7 @@ class Machine:
     """A pool of threads as a session has it, a thread's worth of the same for short work, and scratch memory that grows."""
 
     def __init__(self) -> None:
-        warn_of_unknown()
+        environment.check()
         self.pid, self.isa, self.threads = os.getpid(), host(), thread_count()
         self.pool, self.here = Pool(self.threads, self.isa), Pool(1, self.isa)
         self.lock = threading.Lock()

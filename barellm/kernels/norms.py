@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from barellm.kernels.call import call
+from barellm.kernels.options import real
 from barellm.kernels.rule import Rule
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ def _softmax(p: Program, x: Tensor, *, scale: float) -> Tensor:
     return p.softmax(x, scale=scale)
 
 
-_LAYERNORM = Rule("layernorm", {"x": "... C", "weight": "C", "bias": "C"}, ("... C",), _layernorm)
-_RMSNORM = Rule("rmsnorm", {"x": "... C", "weight": "C"}, ("... C",), _rmsnorm)
+_LAYERNORM = Rule("layernorm", {"x": "... C", "weight": "C", "bias": "C"}, ("... C",), _layernorm, optional=("bias",))
+_RMSNORM = Rule("rmsnorm", {"x": "... C", "weight": "C"}, ("... C",), _rmsnorm, optional=("weight",))
 _SOFTMAX = Rule("softmax", {"x": "... C"}, ("... C",), _softmax)
 
 
@@ -44,7 +45,8 @@ def layernorm(
         y, pull = kernels.vjp(kernels.layernorm, x, weight, bias)
         dx, dweight, dbias = pull(dy)
     """
-    return call(_LAYERNORM, {"x": x, "weight": weight, "bias": bias}, out, eps=float(eps))[0]
+    eps = real("layernorm", "eps", eps, least=0.0)
+    return call(_LAYERNORM, {"x": x, "weight": weight, "bias": bias}, out, eps=eps)[0]
 
 
 def rmsnorm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, out: Array | None = None) -> Array:
@@ -57,7 +59,8 @@ def rmsnorm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, out: Ar
 
         y = kernels.rmsnorm(x, weight)
     """
-    return call(_RMSNORM, {"x": x, "weight": weight}, out, eps=float(eps))[0]
+    eps = real("rmsnorm", "eps", eps, least=0.0)
+    return call(_RMSNORM, {"x": x, "weight": weight}, out, eps=eps)[0]
 
 
 def softmax(x: Array, *, scale: float = 1.0, out: Array | None = None) -> Array:
@@ -70,4 +73,4 @@ def softmax(x: Array, *, scale: float = 1.0, out: Array | None = None) -> Array:
 
         y = kernels.softmax(logits)
     """
-    return call(_SOFTMAX, {"x": x}, out, scale=float(scale))[0]
+    return call(_SOFTMAX, {"x": x}, out, scale=real("softmax", "scale", scale))[0]

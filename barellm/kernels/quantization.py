@@ -7,6 +7,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
+    from barellm.program.quantization import Scheme
+
+
+def _scheme(name: str, format: str) -> Scheme:
+    from barellm.program import quantization
+
+    if not isinstance(format, str):
+        raise TypeError(f"{name} expects format as a text such as 'int4', it is of type {type(format).__name__}")
+    return quantization.scheme(format)
 
 
 def quantize(w: Array, format: str = "int4") -> tuple[Array, Array]:
@@ -20,13 +29,18 @@ def quantize(w: Array, format: str = "int4") -> tuple[Array, Array]:
 
         codes, scales = kernels.quantize(w, "nf4")
     """
+    import numpy as np
+
     from barellm.kernels.arrays import checked, format_name
     from barellm.program import quantization
 
     if checked("quantize", "w", w).ndim != 2 or not w.size:
         raise ValueError(f"quantize expects w (N, K) with at least one element, it has shape {w.shape}")
     format_name("quantize", "w", w, ("fp32", "bf16"))
-    return quantization.quantize(w, quantization.scheme(format))
+    how = _scheme("quantize", format)
+    if not np.isfinite(w).all():
+        raise ValueError("quantize expects finite numbers, w has NaN or infinity")
+    return quantization.quantize(w, how)
 
 
 def dequantize(codes: Array, scales: Array, format: str = "int4") -> Array:
@@ -41,7 +55,7 @@ def dequantize(codes: Array, scales: Array, format: str = "int4") -> Array:
     from barellm.kernels.arrays import checked
     from barellm.program import quantization
 
-    how = quantization.scheme(format)
+    how = _scheme("dequantize", format)
     wanted = "int8" if how.codes == "i8" else "uint8"
     if checked("dequantize", "codes", codes).dtype != wanted or codes.ndim != 2:
         raise ValueError(f"dequantize expects codes (N, K) {wanted} of {format}, found {codes.shape} {codes.dtype}")

@@ -12,7 +12,8 @@ class Rule:
     """What an array function is made of. `build(p, **arguments, **options)` appends the ops to a Program and returns the result, or
     a tuple of results. `shapes` has the legend of each argument and `results` that of each result (`arrays`), in which an option
     that is an integer is a size. `formats` are the dtypes that an argument may have, float32 and bfloat16 unless given. An
-    argument in `flips` is taken transposed too: build gets it as it lies, and the option `NAME_flipped`."""
+    argument in `flips` is taken transposed too: build gets it as it lies, and the option `NAME_flipped`. An argument in `optional`
+    may be None, and build gets None for it."""
 
     name: str
     shapes: Mapping[str, str]
@@ -20,3 +21,4 @@ class Rule:
     build: Callable[..., Any]
     formats: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     flips: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from operator import index
 from typing import TYPE_CHECKING
 
 from barellm.kernels.call import call
+from barellm.kernels.options import whole
 from barellm.kernels.rule import Rule
 
 if TYPE_CHECKING:
@@ -31,5 +31,5 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
 
         values, indices = kernels.top_k(logits, 50)
     """
-    values, indices = call(_TOP_K, {"x": x}, K=index(k))
+    values, indices = call(_TOP_K, {"x": x}, K=whole("top_k", "k", k))
     return values, indices

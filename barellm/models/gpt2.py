@@ -45,7 +45,7 @@ class Config(ModelConfig):
     dropout_bits: str = one_of(
         DROPOUT_BITS,
         "threefry",
-        "generator of the residual stream's dropout (attention's is always threefry)",
+        "generator of the residual stream's dropout: threefry, taus88 or lfsr113 (attention's is always threefry)",
         of_run=True,
     )
     unit_scaling: bool = value(

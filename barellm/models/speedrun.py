@@ -126,8 +126,8 @@ class Config(ModelConfig):
     fp8: str = one_of(
         ("off", "static", "delayed", "floating"),
         "off",
-        "the classifier's products in training in 8 bits: with scales that never change, with those of the largest numbers before, "
-        "or in 1-4-3 bits with a floating bias",
+        "the classifier's products in training in 8 bits (docs/fp8.md): off, static (scales that never change), delayed (scales "
+        "of the largest numbers before), or floating (1-4-3 bits with a floating bias)",
     )
 
     def __post_init__(self) -> None:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from barellm.errors import UserError
 from barellm.program.graph import Store
 from barellm.program.ops.base import Op
 from barellm.program.tensor import PERSISTENT, Tensor
 
 ALIGN = 64  # bytes: a cache line, and the widest vector
+MOST_BYTES = 1 << 60  # of all tensors together: sums of their sizes stay within 64-bit integers
 GOOD_ENOUGH = 1.001  # workspace over its lower bound: no further order is tried
 
 Lifetimes = dict[Tensor, tuple[int, int]]  # first and last op, both included
@@ -115,6 +117,7 @@ def place(lives: dict[str, Lifetimes], store: Store, guard: int = 0) -> Plan:
             offsets[t] = base
             base += _aligned(t.nbytes) + guard
     persistent = sum(t.nbytes for t in offsets)
+    _check_addressable([*offsets, *(t for spans in lives.values() for t in spans)])
     workspace = 0
     peaks = {}
     for program, spans in lives.items():
@@ -145,6 +148,17 @@ def overlaps(plan: Plan, lives: dict[str, Lifetimes] | None = None) -> Iterator[
             together = (first[i + 1 : stop] <= last[i]) & (last[i + 1 : stop] >= first[i])
             for j in np.flatnonzero(together) + i + 1:
                 yield f"{program or 'persistent'}: {t.name} and {ts[j].name} share bytes while both are alive"
+
+
+def _check_addressable(tensors: Sequence[Tensor]) -> None:
+    """UserError for sizes whose sums would overflow the 64-bit integers that addresses are."""
+    largest = max(tensors, key=lambda t: t.nbytes, default=None)
+    if largest is not None and sum(t.nbytes for t in tensors) > MOST_BYTES:
+        shape = " x ".join(str(int(n)) for n in largest.shape)
+        raise UserError(
+            f"{largest.name} ({shape}) alone needs {largest.nbytes / 2**20:.1f} MiB: no machine can address such a program, "
+            "choose smaller sizes"
+        )
 
 
 def _aligned(nbytes: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from barellm.environment import warn_of_unknown
+from barellm import environment
 from barellm.program import scalars
 from barellm.program.builder import Program
 from barellm.program.dtypes import FORMATS, decode, encode, numpy_dtype
@@ -32,7 +32,7 @@ class ArenaSession(ABC):
         self.tensors: dict[str, Tensor] = dict(next(iter(programs.values())).store.tensors)
         self.guards: Guards | None = None  # in debug mode
         self._block = ScalarBlock()
-        warn_of_unknown()
+        environment.check()
         self._defaults = scalars.defaults()
         self.standing: dict[str, Any] = {}
         self._needed = {name: needed_scalars(p) for name, p in programs.items()}

@@ -102,6 +102,8 @@ def resume_from(
     free = {key: value for key, value in changes.items() if key in FREE_KEYS}
     if meta and "train.steps" in free and free["train.steps"] != saved["train.steps"]:
         meta["total_steps"] = max(free["train.steps"], meta["step"])
+        if free["train.steps"] < meta["step"]:
+            console.line(f"warning: the run is at step {meta['step']} already, past train.steps {free['train.steps']}")
     return overrides.changed(config, free), changes, Start(path, meta) if meta else None
 
 

@@ -16,6 +16,7 @@ import pytest
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.data.shards import write_shard
+from barellm.errors import UserError
 from barellm.training import saving
 from tests.cli.conftest import TINY
 
@@ -107,6 +108,16 @@ def test_unknown_key(refused, out):
     assert "unknown option --model.layer, did you mean '--model.layers'?" in refused("train", "--model.layer", "3")
 
 
+def test_a_text_in_the_place_of_a_preset(refused, out, text):
+    message = refused("train", text, "--out", out)
+    assert f"{text} is a file or folder, expected the name of a preset: a text is named with --data" in message
+
+
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_no_process_is_too_few(refused, command):
+    assert refused(command, "--ranks", "0") == "--ranks is 0, expected at least 1"
+
+
 def test_missing_configuration_file(refused, out, tmp_path):
     assert "No such file" in refused("train", "--config", tmp_path / "no.toml", "--out", out)
 
@@ -132,6 +143,7 @@ def test_heads_that_do_not_divide_channels(refused, out, text):
         (["--schedule", "linear", "--optim.cooldown", "nan"], "optim.cooldown is 'nan', expected a number"),
         (["--optim.beta1", "1"], "optim.beta1 is 1.0, expected 0 <= beta1 < 1"),
         (["--optim.moments", "bf16"], "optim.moments is 'bf16', expected fp32, 16bit or 16bit-stochastic"),
+        (["--model.channels", str(10**9)], "no machine can address such a program, choose smaller sizes"),
         (["--model.layers", "100000"], "model.layers is 100000, expected at most 1024"),
         (["--dtype", "fp8"], "train.dtype is 'fp8', expected auto, fp32, bf16 or fp16"),
         (["--device", "gpu"], "unknown device 'gpu'"),
@@ -200,10 +212,12 @@ def test_a_python_without_the_packages(refused, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [["sample"], ["eval"]])
-def test_no_checkpoint(refused, tmp_path, command):
+def test_no_checkpoint(refused, trained, tmp_path, command):
     assert "does not exist" in refused(*command, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "has no checkpoint" in refused(*command, tmp_path / "empty")
+    message = refused(*command, trained.parent)  # the folder above the run
+    assert message == f"{trained.parent} has no checkpoint, did you mean {trained}?"
     (tmp_path / "run-20260101-120000").mkdir()
     assert f"did you mean {tmp_path / 'run-20260101-120000'}?" in refused(*command, tmp_path / "run")
 
@@ -272,6 +286,17 @@ def test_a_folder_that_cannot_be_written(locked, refused, tiny, name):
     message = refused(*tiny(out=locked / name))
     assert str(locked) in message and ("Permission denied" in message or "Read-only file system" in message)
     assert not list(locked.iterdir())
+
+
+def test_a_profile_that_is_refused_leaves_no_folder(refused, tmp_path, monkeypatch):
+    from barellm.profiling import profile
+
+    def measure(*args, **options):
+        raise UserError("no GPU")
+
+    monkeypatch.setattr(profile, "measure", measure)
+    assert refused("profile", "shakespeare-char", "--out", tmp_path / "new") == "no GPU"
+    assert not (tmp_path / "new").exists()
 
 
 def test_bench_says_before_it_measures_that_it_cannot_write(locked, refused, monkeypatch):

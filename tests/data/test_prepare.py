@@ -313,6 +313,19 @@ def test_mistakes_are_named(text, tmp_path):
         run(out, "--out", tmp_path / "again", "--tokenizer", "bytes")
 
 
+def test_a_vocabulary_that_is_nowhere_leaves_nothing_begun(text, tmp_path, monkeypatch, capsys):
+    import tiktoken.load
+
+    def offline(*_):
+        raise ConnectionError
+
+    monkeypatch.setattr(tiktoken.load, "read_file_cached", offline)
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="GPT-2's vocabulary is not on this machine"):
+        run(text, "--out", tmp_path / "out", "--tokenizer", "gpt2")
+    assert not list(tmp_path.glob("out*")) and capsys.readouterr().err.count("downloading") == 1
+
+
 def test_a_long_text_says_how_far_it_is(text, tmp_path, monkeypatch, capsys):
     """Bytes done of all bytes of both parts, the validation part first; a short text says nothing."""
     monkeypatch.setattr("barellm.data.encoding.GROUP", 100)

@@ -71,7 +71,8 @@ def test_records_longer_than_a_block_come_in_several(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"text": "a"', "line 2 is no JSON"),
+        ('{"text": "a"', "line 2 is no JSON: Expecting ',' delimiter at column 13$"),
+        ('{"text": b}', "line 2 is no JSON: Expecting value at column 10$"),
         ('{"txt": "a", "id": 1}', "line 2 has no text in a field 'text', it has: txt, id"),
         ('{"text": 3}', "line 2 has no text in a field 'text', it has: text"),
         ("[1]", "line 2 has no text in a field 'text', it has: list"),

@@ -152,7 +152,7 @@ def test_sources_that_are_none(tmp_path, begin, refused):
     known = "expected a run or checkpoint of barellm, a folder of Hugging Face's, or a file of llm.c"
     assert refused(*begin(tmp_path / "nowhere")) == f"{tmp_path / 'nowhere'} does not exist, {known}"
     (tmp_path / "empty").mkdir()
-    assert f"{tmp_path / 'empty'} has no checkpoint" in refused(*begin(tmp_path / "empty"))
+    assert refused(*begin(tmp_path / "empty")) == f"{tmp_path / 'empty'} holds no model, {known}"
     assert "is not a model of llm.c" in refused(*begin(tmp_path / "text.txt"))
 
 

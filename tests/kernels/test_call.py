@@ -19,6 +19,7 @@ from tests.kernels.cases import BFLOAT16, CASES, FLOAT32
 
 EVERY = pytest.mark.parametrize("name", CASES)
 ONE = np.ones((3, 5), np.float32)
+IMAGE = np.ones((2, 2, 3, 3), np.float32)  # also a filter as large as the image
 NEAR, AHEAD = (layouts.parse("all", length=3, block=16, heads=1, causal=causal) for causal in (True, False))
 
 
@@ -225,9 +226,45 @@ REFUSED = [
     ),
     (
         lambda: kernels.vjp(np.sum, ONE),
-        "vjp expects a function of barellm.kernels; sum made 0 calls of such functions",
+        "vjp expects a function of barellm.kernels that has gradients; sum made 0 calls of such functions",
+    ),
+    (lambda: kernels.matmul(None, ONE), "matmul expects NumPy arrays, a is of type NoneType"),  # pyright: ignore
+    (lambda: kernels.layernorm(ONE, None), "layernorm expects NumPy arrays, weight is of type NoneType"),  # pyright: ignore
+    (lambda: kernels.layernorm(ONE, ONE[0], eps=-1e-5), "layernorm expects a finite eps of at least 0, it is -1e-05"),
+    (lambda: kernels.rmsnorm(ONE, eps=np.nan), "rmsnorm expects a finite eps of at least 0, it is nan"),
+    (lambda: kernels.rmsnorm(ONE, eps="1e-5"), "rmsnorm expects eps as a number, it is '1e-5'"),  # pyright: ignore
+    (lambda: kernels.softmax(ONE, scale=ONE), "softmax expects scale as a number, it is of type ndarray"),  # pyright: ignore
+    (
+        lambda: kernels.softmax(ONE, scale=0),
+        "softmax expects x (..., C) and a scale above 0, it is 0.0: x (batch<=3, 5) fp32",
+    ),
+    (lambda: kernels.top_k(ONE, 2.5), "top_k expects k as an integer, it is 2.5"),  # pyright: ignore
+    (
+        lambda: kernels.attention(*[ONE.reshape(1, 3, 1, 5)] * 3, layout=np.eye(3)),  # pyright: ignore
+        "attention expects a Layout, layout is of type ndarray",
+    ),
+    (
+        lambda: kernels.conv2d(IMAGE, IMAGE, stride=(1, 1, 2)),  # pyright: ignore
+        "conv2d expects stride as an integer or two, it is (1, 1, 2)",
+    ),
+    (
+        lambda: kernels.conv2d(IMAGE, IMAGE, padding="same"),  # pyright: ignore
+        "conv2d expects padding as an integer or two, it is 'same'",
+    ),
+    (lambda: kernels.conv2d(IMAGE, IMAGE, groups=1.5), "conv2d expects groups as an integer, it is 1.5"),  # pyright: ignore
+    (lambda: kernels.quantize(ONE * np.inf), "quantize expects finite numbers, w has NaN or infinity"),
+    (
+        lambda: kernels.quantize(ONE, None),  # pyright: ignore
+        "quantize expects format as a text such as 'int4', it is of type NoneType",
     ),
 ]
+
+
+def test_sizes_may_be_whatever_counts_as_integers():
+    """Those of a list, and NumPy's own: the image is as wide as the filter, so its stride does not matter."""
+    whole = kernels.conv2d(IMAGE, IMAGE)
+    for stride in ([1, 2], (np.int64(1), 2), np.int64(1)):
+        assert np.array_equal(kernels.conv2d(IMAGE, IMAGE, stride=stride), whole)  # pyright: ignore
 
 
 @pytest.mark.parametrize("mistake, says", REFUSED, ids=[says for _, says in REFUSED])

@@ -87,14 +87,24 @@ def test_more_threads_than_can_work_are_refused(monkeypatch):
 def test_a_misspelt_variable_is_named_once(monkeypatch, capsys):
     monkeypatch.setenv("BARELLM_THREAD", "2")
     monkeypatch.setenv("BARELLM_ISA", "")
-    environment.warn_of_unknown.cache_clear()
-    environment.warn_of_unknown()
-    environment.warn_of_unknown()
+    environment.check.cache_clear()
+    environment.check()
+    environment.check()
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if "BARELLM_THREAD" in line] == [
         "barellm: warning: nothing reads BARELLM_THREAD, did you mean 'BARELLM_THREADS'?"
     ]
     assert not any("BARELLM_ISA" in line for line in lines)
+
+
+@pytest.mark.parametrize("name, found", [("BARELLM_POISON", "yes"), ("BARELLM_PIN", "2"), ("BARELLM_WAIT", "sleep")])
+def test_a_switch_that_is_neither_on_nor_off(monkeypatch, name, found):
+    monkeypatch.setenv(name, found)
+    environment.check.cache_clear()
+    with pytest.raises(UserError, match=f"{name} is '{found}', expected (0 or 1|futex or condition), or unset"):
+        environment.check()
+    monkeypatch.setenv(name, "")
+    environment.check()
 
 
 def test_every_variable_is_known():

@@ -235,6 +235,16 @@ def test_after_its_cooldown_a_run_goes_on_at_the_full_rate(fake, command, tmp_pa
     assert rates(fake) == pytest.approx([1e-3] * 3 + [1e-3 - 1.8e-4 * i for i in range(1, 6)])
 
 
+def test_fewer_steps_than_are_done_change_nothing_and_are_said(fake, command, tmp_path, capsys):
+    assert main(command("run", *WSD)) == 0
+    before = numbers(tmp_path / "run")
+    rates(fake)
+    capsys.readouterr()
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "5"]) == 0
+    assert "warning: the run is at step 12 already, past train.steps 5" in capsys.readouterr().out
+    assert rates(fake) == [] and numbers(tmp_path / "run") == before
+
+
 def test_a_cooldown_is_chosen_when_the_end_is(fake, command, tmp_path, capsys):
     """A trunk with no end in sight, stopped, and then cooled down over its last steps."""
 
