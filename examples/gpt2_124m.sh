@@ -4,7 +4,8 @@
 #     bash examples/gpt2_124m.sh FOLDER
 # Interrupted or killed, the same command goes on where it was.
 set -euo pipefail
-cd "${1:?usage: bash examples/gpt2_124m.sh FOLDER}"
+mkdir -p "${1:?usage: bash examples/gpt2_124m.sh FOLDER}"
+cd "$1"
 
 barellm doctor
 [ -f shards/shards.json ] || barellm prepare fineweb-edu:10BT --out shards

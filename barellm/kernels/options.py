@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isfinite
 from operator import index
 from typing import Any
@@ -31,9 +30,12 @@ def whole(name: str, option: str, found: Any) -> int:
 
 def whole_or_pair(name: str, option: str, found: Any) -> int | tuple[int, int]:
     """The option as an int, or as one for rows and one for columns."""
-    if isinstance(found, Sequence) and not isinstance(found, str) and len(found) == 2:
-        return whole(name, option, found[0]), whole(name, option, found[1])
+    several = isinstance(found, list | tuple)
+    sizes = list(found) if several else [found]
     try:
-        return index(found)
+        numbers = [index(size) for size in sizes]
     except TypeError:
-        raise TypeError(f"{name} expects {option} as an integer or two, it is {found!r}") from None
+        numbers = []
+    if len(numbers) != (2 if several else 1):
+        raise TypeError(f"{name} expects {option} as an integer or two, it is {found!r}")
+    return (numbers[0], numbers[1]) if several else numbers[0]
