@@ -332,6 +332,17 @@ def test_the_default_tile_is_the_one_that_takes_least_time(isa, cols, tile):
     assert (found.rows, found.vectors) == tile
 
 
+@pytest.mark.parametrize("depth, itemsize, nbytes, part", [
+    (40, 4, 1536, 40),  # no part is deeper than the depth
+    (768, 4, 1536, 384),
+    (1000, 4, 1536, 352),  # 352, 352, 296
+    (1000, 2, 3072, 1000),
+    (3072, 2, 768, 384),
+])  # fmt: skip
+def test_parts_are_as_deep_as_each_other(depth, itemsize, nbytes, part):
+    assert choices.even_part(depth, itemsize, nbytes) == part
+
+
 @pytest.mark.parametrize("level1, depth, dtype, role, tile", [
     (32 << 10, 1024, "fp32", "forward", (6, 4)),  # eight places for twelve rows
     (32 << 10, 1024, "bf16", "forward", (12, 2)),  # rows are in two sets
