@@ -30,7 +30,7 @@ def mpiexec() -> str:
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if found is None:
-        raise UserError("--ranks needs an MPI with mpiexec, and there is none: pip install 'barellm[mpi]'")
+        raise UserError("several processes need an MPI with mpiexec, and there is none: pip install 'barellm[mpi]'")
     return found
 
 
@@ -49,7 +49,7 @@ def start(count: int, arguments: Sequence[str]) -> int:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        preexec_fn=end_with_parent,
     )
     numbers: dict[int, int] = {}
     ended = 0
@@ -112,8 +112,10 @@ class _Errors(threading.Thread):
             os.write(2, line)
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent() -> None:
+    """Ask the system for SIGTERM to this process when the one that has started it ends. Nothing where it cannot: Linux can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple[str, int | None]:

@@ -94,7 +94,8 @@ def test_without_an_mpi_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(
-        UserError, match=r"^--ranks needs an MPI with mpiexec, and there is none: pip install 'barellm\[mpi\]'$"
+        UserError,
+        match=r"^several processes need an MPI with mpiexec, and there is none: pip install 'barellm\[mpi\]'$",
     ):
         launch.mpiexec()
 
@@ -262,13 +263,14 @@ def test_the_status_is_told_to_our_launcher_only(monkeypatch, capfd):
 def test_a_rank_that_ends_all_says_so(ours, told):
     """MPI's launcher kills the others, and would have one of them named besides."""
     script = """
+import os
 from types import SimpleNamespace
 from barellm.distributed.watch import end_all
-end_all(SimpleNamespace(Abort=lambda status: None), 1)
+end_all(SimpleNamespace(Abort=lambda status: os.write(2, b"MPI's own words")), 1)
 """
     own = {"PYTHONPATH": ":".join(sys.path)} | ({"BARELLM_RANKS": "1"} if ours else {})
     done = subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, told)
+    assert (done.returncode, done.stdout, done.stderr) == (1, told, "")
 
 
 def test_what_a_rank_says_is_read_before_it_ends_all(monkeypatch, capfd):
