@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ from barellm.errors import UserError
 MOST = 1 << 16
 LAST_WORDS_S = 5.0  # for what a rank has said to arrive after all have ended
 PR_SET_PDEATHSIG = 1
+STOPPING = b"barellm: stopping after this step"  # what training.stopping says to a first signal, behind a blank line
 
 
 def mpiexec() -> str:
@@ -73,7 +74,7 @@ def start(count: int, arguments: Sequence[str]) -> int:
     errors = _Errors(process)
     errors.start()
     try:
-        banner, told = _pass_on(process, numbers)
+        banner, told = _pass_on(process, numbers, errors.end)
         status = process.wait()
         errors.join(LAST_WORDS_S)
     finally:
@@ -96,17 +97,25 @@ def start(count: int, arguments: Sequence[str]) -> int:
 
 
 class _Errors(threading.Thread):
-    """Passes on what the ranks say on stderr. `own`: what their launcher has said there, and `others`: whether anybody else has."""
+    """Passes on what the ranks say on stderr. `own`: what their launcher has said there, and `others`: whether anybody else has.
+
+    Open MPI's launcher ends the others of a run that has failed by SIGTERM, and lets those that were stopped go on for that. After
+    `end`, a rank that then says that it stops has nothing to tell."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         super().__init__(name="errors", daemon=True)
         assert process.stderr is not None
-        self.own, self.others, self._lines = "", False, process.stderr
+        self.own, self.others, self._lines, self._over = "", False, process.stderr, False
+
+    def end(self) -> None:
+        self._over = True
 
     def run(self) -> None:
         self.own = launchers.pass_on_errors(self._lines, self._write)
 
     def _write(self, line: bytes) -> None:
+        if self._over and (line == b"\n" or line.startswith(STOPPING)):
+            return
         self.others = True
         with suppress(OSError):  # nobody reads any more
             os.write(2, line)
@@ -118,9 +127,11 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple[str, int | None]:
+def _pass_on(
+    process: subprocess.Popen[bytes], numbers: dict[int, int], ended: Callable[[], object] = lambda: None
+) -> tuple[str, int | None]:
     """Write the processes' output to stdout, but for what the launcher itself says: that is given back, with the status of the
-    run, if a rank has told it. `numbers` gets {process: rank}."""
+    run, if a rank has told it; `ended` is called as soon as one has. `numbers` gets {process: rank}."""
     assert process.stdout is not None
     own: list[str] = []
     told: int | None = None
@@ -131,6 +142,7 @@ def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple
             rank, number = line[len(SIGN) :].split()
             if rank == b"end":
                 told = int(number) if told is None else told
+                ended()
             else:
                 numbers[int(number)] = int(rank)
             continue

@@ -16,6 +16,7 @@ import pytest
 
 from barellm.distributed import guard, launch, launchers, sign, watch
 from barellm.errors import UserError
+from barellm.training import stopping
 
 BANNER = """
 ===================================================================================
@@ -247,6 +248,22 @@ def test_what_happens_after_a_run_has_told_its_status_is_of_no_account(launcher,
     launcher(f"cat {tmp_path / 'out'}; exit 9")
     assert launch.start(2, ["train"]) == 130
     assert capfd.readouterr() == ("step 2\n", "")
+
+
+@pytest.mark.parametrize("ends, said", [(True, False), (False, True)])
+def test_a_rank_that_is_ended_with_a_run_that_has_failed_does_not_say_that_it_stops(launcher, capfd, ends, said):
+    """Open MPI's launcher sends SIGTERM then, also to a rank that was stopped, which answered as to Ctrl-C."""
+    end = "printf '\\036barellm rank end 1\\n'; sleep 0.2;" * ends
+    launcher(f"echo 'barellm: error: why' >&2; {end} printf '\\n{launch.STOPPING.decode()}; once more\\n' >&2; exit 1")
+    assert launch.start(2, ["train"]) == 1
+    words = f"\n{launch.STOPPING.decode()}; once more\n"
+    assert capfd.readouterr() == ("", "barellm: error: why\n" + words * said)
+
+
+def test_the_words_of_a_rank_that_stops_are_known(capfd):
+    with stopping.Stopping():
+        signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err.splitlines()[1].encode().startswith(launch.STOPPING)
 
 
 def test_the_status_is_told_to_our_launcher_only(monkeypatch, capfd):
