@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -52,12 +52,14 @@ def start(count: int, arguments: Sequence[str]) -> int:
         start_new_session=True,
         preexec_fn=end_with_parent,
     )
+    errors = _Errors(process, stops=launcher.passes_signals)
     numbers: dict[int, int] = {}
     ended = 0
 
     def receive(number: int, frame: FrameType | None) -> None:
         nonlocal ended
         if len(numbers) == count:
+            errors.stops = True
             number = signal.SIGTERM if number == signal.SIGHUP else number
             for other in (process.pid,) if launcher.passes_signals else numbers:
                 with suppress(ProcessLookupError):
@@ -71,10 +73,9 @@ def start(count: int, arguments: Sequence[str]) -> int:
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     guard = Guard(process.pid, count, launcher.alone, launcher.failed_s)
     guard.start()
-    errors = _Errors(process)
     errors.start()
     try:
-        banner, told = _pass_on(process, numbers, errors.end)
+        banner, told = _pass_on(process, numbers)
         status = process.wait()
         errors.join(LAST_WORDS_S)
     finally:
@@ -99,26 +100,29 @@ def start(count: int, arguments: Sequence[str]) -> int:
 class _Errors(threading.Thread):
     """Passes on what the ranks say on stderr. `own`: what their launcher has said there, and `others`: whether anybody else has.
 
-    Open MPI's launcher ends the others of a run that has failed by SIGTERM, and lets those that were stopped go on for that. After
-    `end`, a rank that then says that it stops has nothing to tell."""
+    `stops`: whether a rank may say that it stops. Open MPI's launcher ends the ranks of a run that has failed by SIGTERM, and lets
+    those that were stopped go on for that: what they say to it would stand beside the line that names the one at fault. So there
+    it counts only after a signal of the user's."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], stops: bool) -> None:
         super().__init__(name="errors", daemon=True)
         assert process.stderr is not None
-        self.own, self.others, self._lines, self._over = "", False, process.stderr, False
-
-    def end(self) -> None:
-        self._over = True
+        self.own, self.others, self.stops = "", False, stops
+        self._lines, self._blank = process.stderr, b""
 
     def run(self) -> None:
         self.own = launchers.pass_on_errors(self._lines, self._write)
 
     def _write(self, line: bytes) -> None:
-        if self._over and (line == b"\n" or line.startswith(STOPPING)):
+        blank, self._blank = self._blank, b""
+        if not self.stops and line == b"\n":
+            self._blank = blank + line  # it may belong to the next line
+            return
+        if not self.stops and line.startswith(STOPPING):
             return
         self.others = True
         with suppress(OSError):  # nobody reads any more
-            os.write(2, line)
+            os.write(2, blank + line)
 
 
 def end_with_parent() -> None:
@@ -127,11 +131,9 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _pass_on(
-    process: subprocess.Popen[bytes], numbers: dict[int, int], ended: Callable[[], object] = lambda: None
-) -> tuple[str, int | None]:
+def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple[str, int | None]:
     """Write the processes' output to stdout, but for what the launcher itself says: that is given back, with the status of the
-    run, if a rank has told it; `ended` is called as soon as one has. `numbers` gets {process: rank}."""
+    run, if a rank has told it. `numbers` gets {process: rank}."""
     assert process.stdout is not None
     own: list[str] = []
     told: int | None = None
@@ -142,7 +144,6 @@ def _pass_on(
             rank, number = line[len(SIGN) :].split()
             if rank == b"end":
                 told = int(number) if told is None else told
-                ended()
             else:
                 numbers[int(number)] = int(rank)
             continue

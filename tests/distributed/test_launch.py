@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -31,6 +32,19 @@ This typically refers to a problem with your application.
 Please see the FAQ page for debugging suggestions
 """
 RUN = "step 1\n\n====\n= a table\nstep 2\n"
+
+
+def send(sign: signal.Signals, seconds: float) -> None:
+    """Send a signal to this process `seconds` after something has begun to listen to it. Before that it would end the tests."""
+    before = signal.getsignal(sign)
+
+    def later() -> None:
+        while signal.getsignal(sign) == before:
+            time.sleep(0.01)
+        time.sleep(seconds)
+        os.kill(os.getpid(), sign)
+
+    threading.Thread(target=later, daemon=True).start()
 
 
 def passed(monkeypatch, output: str) -> tuple[str, tuple[str, dict[int, int], int | None]]:
@@ -217,8 +231,7 @@ def test_a_signal_is_for_the_ranks_once_all_can_answer_it(launcher, capfd, sign,
     """Before that one that still imports modules would say more than a line."""
     signs = "; ".join(f"printf '\\036barellm rank {rank} 100{rank}\\n'" for rank in signed) or ":"
     launcher(f"trap 'kill $!; exit 7' INT; trap 'kill $!; exit 8' TERM; {signs}; sleep 60 & while :; do wait; done")
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), sign))
-    timer.start()
+    send(sign, 0.3)
     assert launch.start(2, ["train"]) == status
     assert capfd.readouterr() == ("", said)
 
@@ -250,14 +263,30 @@ def test_what_happens_after_a_run_has_told_its_status_is_of_no_account(launcher,
     assert capfd.readouterr() == ("step 2\n", "")
 
 
-@pytest.mark.parametrize("ends, said", [(True, False), (False, True)])
-def test_a_rank_that_is_ended_with_a_run_that_has_failed_does_not_say_that_it_stops(launcher, capfd, ends, said):
-    """Open MPI's launcher sends SIGTERM then, also to a rank that was stopped, which answered as to Ctrl-C."""
-    end = "printf '\\036barellm rank end 1\\n'; sleep 0.2;" * ends
-    launcher(f"echo 'barellm: error: why' >&2; {end} printf '\\n{launch.STOPPING.decode()}; once more\\n' >&2; exit 1")
+@pytest.fixture
+def direct(monkeypatch):
+    """The launcher is one whose ranks get signals from us, as Open MPI's."""
+    known = launchers.known
+    monkeypatch.setattr(launch.launchers, "known", lambda program: replace(known(program), passes_signals=False))
+
+
+def test_a_rank_that_its_launcher_ends_does_not_say_that_it_stops(launcher, direct, capfd):
+    """Open MPI's launcher sends SIGTERM when a rank is lost, also to one that was stopped, which answered as to Ctrl-C."""
+    stops = f"\\n{launch.STOPPING.decode()}; once more\\n"
+    launcher(f"printf 'a\\n\\nb\\n\\n{stops}barellm: error: why\\n{stops}' >&2; exit 1")
     assert launch.start(2, ["train"]) == 1
-    words = f"\n{launch.STOPPING.decode()}; once more\n"
-    assert capfd.readouterr() == ("", "barellm: error: why\n" + words * said)
+    assert capfd.readouterr() == ("", "a\n\nb\nbarellm: error: why\n")
+
+
+def test_a_rank_that_stops_for_a_signal_of_the_users_says_so(launcher, direct, tmp_path, capfd):
+    stops = f"\\n{launch.STOPPING.decode()}\\n"
+    (tmp_path / "rank").write_text(
+        f"trap 'printf \"{stops}\" >&2; exit 143' TERM; printf '\\036barellm rank 0 %s\\n' $$; while :; do sleep 0.01; done"
+    )
+    launcher(f"sh {tmp_path / 'rank'}; exit 1")
+    send(signal.SIGTERM, 0.5)
+    launch.start(1, ["train"])
+    assert capfd.readouterr().err == f"\n{launch.STOPPING.decode()}\n"
 
 
 def test_the_words_of_a_rank_that_stops_are_known(capfd):
@@ -358,16 +387,11 @@ def test_a_launchers_words_are_shown_where_nobody_else_says_why(launcher, tmp_pa
     assert capfd.readouterr().err == line + banner.decode() * shown
 
 
-def test_signals_go_to_the_ranks_themselves_where_their_launcher_would_kill_them(
-    launcher, tmp_path, monkeypatch, capfd
-):
+def test_signals_go_to_the_ranks_themselves_where_their_launcher_would_kill_them(launcher, direct, tmp_path, capfd):
     rank = "trap 'echo rank got it; exit 143' TERM; printf '\\036barellm rank %s %s\\n' $1 $$; while :; do sleep 0.01; done"
     (tmp_path / "rank").write_text(rank)
     start = "; ".join(f"sh {tmp_path / 'rank'} {number} & " for number in "01").replace("& ;", "&")
     launcher(f"trap 'echo launcher got it' TERM; {start} wait; wait; exit 1")
-    known = launchers.known
-    monkeypatch.setattr(launch.launchers, "known", lambda program: replace(known(program), passes_signals=False))
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+    send(signal.SIGTERM, 0.5)
     launch.start(2, ["train"])
     assert capfd.readouterr().out == "rank got it\nrank got it\n"
