@@ -188,7 +188,7 @@ def well(row: dict[str, Any]) -> bool:
     if row["kind"] == "kill all" or row["pid"] is None:
         return whole
     if row["kind"] == "interrupt":
-        # Python itself ends by the signal if that came while a string was executed, as in a dataclass: a shell calls both 130.
+        # `python -m` ends by the signal if that came in an exec of text, which dataclasses use: a shell calls both 130.
         return whole and row["status"] in (130, -signal.SIGINT, 0) and row["said"] in SAID
     if row["kind"] == "slow":
         return whole and (row["status"], row["said"]) == (0, "")
