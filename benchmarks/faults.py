@@ -36,10 +36,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from barellm.checkpoint import checkpoint, storage
+from barellm.cpu.processor import brand, name
 from barellm.distributed.guard import below, ranks_below
 
 KINDS = ("kill", "stop", "hold", "slow", "interrupt", "kill all")
@@ -186,7 +188,8 @@ def well(row: dict[str, Any]) -> bool:
     if row["kind"] == "kill all" or row["pid"] is None:
         return whole
     if row["kind"] == "interrupt":
-        return whole and row["status"] in (130, 0) and row["said"] in SAID
+        # `python -m` ends by the signal if that came in an exec of text, which dataclasses use: a shell calls both 130.
+        return whole and row["status"] in (130, -signal.SIGINT, 0) and row["said"] in SAID
     if row["kind"] == "slow":
         return whole and (row["status"], row["said"]) == (0, "")
     lines = row["said"].splitlines()
@@ -272,6 +275,14 @@ def left(out: Path) -> Bytes:
     return {name: (path / name).read_bytes() for name in (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)}
 
 
+def mpi() -> str:
+    """The MPI of this environment, with its version."""
+    for package in ("mpich", "openmpi"):
+        with suppress(metadata.PackageNotFoundError):
+            return f"{package} {metadata.version(package)}"
+    return ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100)
@@ -282,7 +293,11 @@ def main() -> int:
     parser.add_argument("--messages", action="store_true", help="ranks send messages, as between machines")
     parser.add_argument("--out", type=Path, help="rows are added to those of a file that is there")
     args = parser.parse_args()
-    kept = json.loads(args.out.read_text())["trials"] if args.out and args.out.exists() else []
+    found = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    about = {"processor": brand() or name(), "mpi": mpi()}
+    kept = found.pop("trials", [])
+    if found not in ({}, about):
+        raise SystemExit(f"{args.out} has trials of {found}, and this is {about}: expected a new file")
     with tempfile.TemporaryDirectory(prefix="barellm-faults-") as folder, ThreadPoolExecutor(args.beside) as pool:
         trials = Trials(Path(folder), args.ranks, messages=args.messages)
         numbers = range(args.first, args.first + args.trials)
@@ -290,7 +305,7 @@ def main() -> int:
             kept.append(row)
             print(json.dumps(row), flush=True)
             if args.out:
-                args.out.write_text(json.dumps({"trials": kept}, indent=1) + "\n")
+                args.out.write_text(json.dumps(about | {"trials": kept}, indent=1) + "\n")
     bad = sum(not row["well"] for row in kept)
     print(
         f"{len(kept)} trials, {bad} not as they should be, the slowest end {max(row['seconds'] for row in kept):.1f} s"

@@ -25,11 +25,16 @@ def dispatched(name: str, args: argparse.Namespace, command: Callable[[argparse.
         raise UserError(f"--ranks is {args.ranks}, expected at least 1")
     if (count := world.started_as_one_of()) > 1:
         return run_as_rank(args, count, command)
-    number, several = world.torchrun() or (0, args.ranks or 1)
+    torchrun = world.torchrun()
+    number, several = torchrun or (0, args.ranks or 1)
     if several == 1:
         return command(args, ALONE)
     # The first of torchrun's processes starts them all, for MPI; the others have nothing to do.
-    return 0 if number else launch.start(several, [name, *args.words])
+    if number:
+        return 0
+    if torchrun:
+        launch.end_with_parent()  # it ends its processes, unless it is killed itself
+    return launch.start(several, [name, *args.words])
 
 
 def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argparse.Namespace, Ranks], int]) -> int:

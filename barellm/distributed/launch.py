@@ -23,6 +23,7 @@ from barellm.errors import UserError
 MOST = 1 << 16
 LAST_WORDS_S = 5.0  # for what a rank has said to arrive after all have ended
 PR_SET_PDEATHSIG = 1
+STOPPING = b"barellm: stopping after this step"  # what training.stopping says to a first signal, behind a blank line
 
 
 def mpiexec() -> str:
@@ -30,7 +31,7 @@ def mpiexec() -> str:
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if found is None:
-        raise UserError("--ranks needs an MPI with mpiexec, and there is none: pip install 'barellm[mpi]'")
+        raise UserError("several processes need an MPI with mpiexec, and there is none: pip install 'barellm[mpi]'")
     return found
 
 
@@ -49,14 +50,16 @@ def start(count: int, arguments: Sequence[str]) -> int:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        preexec_fn=end_with_parent,
     )
+    errors = _Errors(process, stops=launcher.passes_signals)
     numbers: dict[int, int] = {}
     ended = 0
 
     def receive(number: int, frame: FrameType | None) -> None:
         nonlocal ended
         if len(numbers) == count:
+            errors.stops = True
             number = signal.SIGTERM if number == signal.SIGHUP else number
             for other in (process.pid,) if launcher.passes_signals else numbers:
                 with suppress(ProcessLookupError):
@@ -70,7 +73,6 @@ def start(count: int, arguments: Sequence[str]) -> int:
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     guard = Guard(process.pid, count, launcher.alone, launcher.failed_s)
     guard.start()
-    errors = _Errors(process)
     errors.start()
     try:
         banner, told = _pass_on(process, numbers)
@@ -96,24 +98,37 @@ def start(count: int, arguments: Sequence[str]) -> int:
 
 
 class _Errors(threading.Thread):
-    """Passes on what the ranks say on stderr. `own`: what their launcher has said there, and `others`: whether anybody else has."""
+    """Passes on what the ranks say on stderr. `own`: what their launcher has said there, and `others`: whether anybody else has.
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    `stops`: whether a rank may say that it stops. Open MPI's launcher ends the ranks of a run that has failed by SIGTERM, and lets
+    those that were stopped go on for that: what they say to it would stand beside the line that names the one at fault. So there
+    it counts only after a signal of the user's."""
+
+    def __init__(self, process: subprocess.Popen[bytes], stops: bool) -> None:
         super().__init__(name="errors", daemon=True)
         assert process.stderr is not None
-        self.own, self.others, self._lines = "", False, process.stderr
+        self.own, self.others, self.stops = "", False, stops
+        self._lines, self._blank = process.stderr, b""
 
     def run(self) -> None:
         self.own = launchers.pass_on_errors(self._lines, self._write)
 
     def _write(self, line: bytes) -> None:
+        blank, self._blank = self._blank, b""
+        if not self.stops and line == b"\n":
+            self._blank = blank + line  # it may belong to the next line
+            return
+        if not self.stops and line.startswith(STOPPING):
+            return
         self.others = True
         with suppress(OSError):  # nobody reads any more
-            os.write(2, line)
+            os.write(2, blank + line)
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent() -> None:
+    """Ask the system for SIGTERM to this process when the one that has started it ends. Nothing where it cannot: Linux can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple[str, int | None]:

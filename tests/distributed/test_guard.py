@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from barellm.distributed import guard
-from barellm.distributed.guard import Guard, ranks_below
+from barellm.distributed.guard import Fellow, Guard, ranks_below
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
@@ -61,6 +61,16 @@ def test_ranks_are_known_by_their_variables(tree):
     assert sorted(ranks) == [0, 1]
     assert {guard.variables(number)["PMI_RANK"] for number in ranks.values()} == {"0", "1"}
     assert dict(ranks_below(ranks[0])) == {}
+
+
+def test_a_variable_may_have_equals_signs_in_it():
+    """As those of a launcher that hands on options, and of whoever starts the run."""
+    own = {"PMI_RANK": "0", "OPTIONS": "a=1 b=2", "NONE": ""}
+    with subprocess.Popen(["sleep", "100"], env=own) as process:
+        try:
+            assert guard.variables(process.pid) == own
+        finally:
+            process.kill()
 
 
 def test_a_rank_that_stays_stopped_ends_the_run(tree, monkeypatch):
@@ -118,7 +128,9 @@ def test_where_the_launcher_does_not_it_ends_the_others_as_soon_as_one_is_killed
 
 
 @PIDFD
-@pytest.mark.parametrize("alone, status, looks", [(True, 1 << 8, 2), (True, None, 2), (True, 0, 6), (False, 1 << 8, 6)])
+@pytest.mark.parametrize(
+    "alone, status, looks", [(True, 1 << 8, 4), (True, None, 4), (True, 0, 11), (False, 1 << 8, 11)]
+)
 def test_the_others_may_go_on_for_a_while_after_one_that_ends_by_itself(tree, monkeypatch, alone, status, looks):
     """And longer after one that has ended well, or where it is the launcher who looks."""
     process, ranks = tree
@@ -129,9 +141,9 @@ def test_the_others_may_go_on_for_a_while_after_one_that_ends_by_itself(tree, mo
     wait_for(ranks[0], "Z")
     found._ends.wait(10)
     monkeypatch.setattr(found._ends, "status", lambda process: status)
-    assert [found.look(2.0) for _ in range(looks)] == [False] * (looks - 1) + [True]
-    said = f"rank 0 (process {ranks[0]}) has been gone for 12 s: the run is ended"
-    assert found.words == (said if looks == 6 else "")
+    assert [found.look(1.0) for _ in range(looks)] == [False] * (looks - 1) + [True]
+    said = f"rank 0 (process {ranks[0]}) has been gone for 11 s: the run is ended"
+    assert found.words == (said if looks == 11 else "")
     wait_for(ranks[1], "Z")
 
 
@@ -207,6 +219,25 @@ def test_ranks_that_another_launcher_has_started_look_at_each_other(tmp_path):
         r"barellm: error: rank 1 \(process \d+\) has been stopped for 1 s: the run is ended\n", done.stderr
     )
     assert done.stdout == "1 -9 -9\n", "the first of those that are well ends the others"
+
+
+@pytest.mark.parametrize("own, stopped, seconds", [(0, 2, 10), (1, 2, 12), (3, 2, 14), (1, 0, 10), (2, 2, 10)])
+def test_ranks_have_the_word_one_after_the_other(monkeypatch, own, stopped, seconds):
+    """The first of those that are well has it at the limit of 10 s, each other one three looks later than the one before it. One
+    that is not well itself may not wait for others."""
+    monkeypatch.setattr(guard, "LOOK_S", 2 / 3)
+    monkeypatch.setenv("BARELLM_RANK_LIMIT", "8")
+    monkeypatch.setenv("PMI_RANK", str(own))
+    first = 1 << 23  # more than any process has
+    monkeypatch.setattr(guard, "ranks_below", lambda launcher: [(first + rank, rank) for rank in range(4)])
+    monkeypatch.setattr(guard, "_state", lambda process: "T" if process == first + stopped else "S")
+    ended: list[list[int]] = []
+    monkeypatch.setattr(Fellow, "kill", lambda self, processes: ended.append(list(processes)))
+    found = Fellow()
+    assert [found.look(1.0) for _ in range(seconds + 1)] == [False] * seconds + [True]
+    who = f"rank {stopped} (process {first + stopped})"
+    assert found.words == f"{who} has been stopped for {seconds + 1} s: the run is ended"
+    assert ended == [[first + rank for rank in range(4)]]
 
 
 def test_under_our_launcher_ranks_need_not_look(monkeypatch):

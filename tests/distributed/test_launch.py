@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import pytest
 
 from barellm.distributed import guard, launch, launchers, sign, watch
 from barellm.errors import UserError
+from barellm.training import stopping
 
 BANNER = """
 ===================================================================================
@@ -30,6 +32,19 @@ This typically refers to a problem with your application.
 Please see the FAQ page for debugging suggestions
 """
 RUN = "step 1\n\n====\n= a table\nstep 2\n"
+
+
+def send(sign: signal.Signals, seconds: float) -> None:
+    """Send a signal to this process `seconds` after something has begun to listen to it. Before that it would end the tests."""
+    before = signal.getsignal(sign)
+
+    def later() -> None:
+        while signal.getsignal(sign) == before:
+            time.sleep(0.01)
+        time.sleep(seconds)
+        os.kill(os.getpid(), sign)
+
+    threading.Thread(target=later, daemon=True).start()
 
 
 def passed(monkeypatch, output: str) -> tuple[str, tuple[str, dict[int, int], int | None]]:
@@ -94,7 +109,8 @@ def test_without_an_mpi_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(
-        UserError, match=r"^--ranks needs an MPI with mpiexec, and there is none: pip install 'barellm\[mpi\]'$"
+        UserError,
+        match=r"^several processes need an MPI with mpiexec, and there is none: pip install 'barellm\[mpi\]'$",
     ):
         launch.mpiexec()
 
@@ -215,8 +231,7 @@ def test_a_signal_is_for_the_ranks_once_all_can_answer_it(launcher, capfd, sign,
     """Before that one that still imports modules would say more than a line."""
     signs = "; ".join(f"printf '\\036barellm rank {rank} 100{rank}\\n'" for rank in signed) or ":"
     launcher(f"trap 'kill $!; exit 7' INT; trap 'kill $!; exit 8' TERM; {signs}; sleep 60 & while :; do wait; done")
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), sign))
-    timer.start()
+    send(sign, 0.3)
     assert launch.start(2, ["train"]) == status
     assert capfd.readouterr() == ("", said)
 
@@ -248,6 +263,38 @@ def test_what_happens_after_a_run_has_told_its_status_is_of_no_account(launcher,
     assert capfd.readouterr() == ("step 2\n", "")
 
 
+@pytest.fixture
+def direct(monkeypatch):
+    """The launcher is one whose ranks get signals from us, as Open MPI's."""
+    known = launchers.known
+    monkeypatch.setattr(launch.launchers, "known", lambda program: replace(known(program), passes_signals=False))
+
+
+def test_a_rank_that_its_launcher_ends_does_not_say_that_it_stops(launcher, direct, capfd):
+    """Open MPI's launcher sends SIGTERM when a rank is lost, also to one that was stopped, which answered as to Ctrl-C."""
+    stops = f"\\n{launch.STOPPING.decode()}; once more\\n"
+    launcher(f"printf 'a\\n\\nb\\n\\n{stops}barellm: error: why\\n{stops}' >&2; exit 1")
+    assert launch.start(2, ["train"]) == 1
+    assert capfd.readouterr() == ("", "a\n\nb\nbarellm: error: why\n")
+
+
+def test_a_rank_that_stops_for_a_signal_of_the_users_says_so(launcher, direct, tmp_path, capfd):
+    stops = f"\\n{launch.STOPPING.decode()}\\n"
+    (tmp_path / "rank").write_text(
+        f"trap 'printf \"{stops}\" >&2; exit 143' TERM; printf '\\036barellm rank 0 %s\\n' $$; while :; do sleep 0.01; done"
+    )
+    launcher(f"sh {tmp_path / 'rank'}; exit 1")
+    send(signal.SIGTERM, 0.5)
+    launch.start(1, ["train"])
+    assert capfd.readouterr().err == f"\n{launch.STOPPING.decode()}\n"
+
+
+def test_the_words_of_a_rank_that_stops_are_known(capfd):
+    with stopping.Stopping():
+        signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err.splitlines()[1].encode().startswith(launch.STOPPING)
+
+
 def test_the_status_is_told_to_our_launcher_only(monkeypatch, capfd):
     monkeypatch.delenv("BARELLM_RANKS", raising=False)
     sign.tell_end(130)
@@ -262,13 +309,14 @@ def test_the_status_is_told_to_our_launcher_only(monkeypatch, capfd):
 def test_a_rank_that_ends_all_says_so(ours, told):
     """MPI's launcher kills the others, and would have one of them named besides."""
     script = """
+import os
 from types import SimpleNamespace
 from barellm.distributed.watch import end_all
-end_all(SimpleNamespace(Abort=lambda status: None), 1)
+end_all(SimpleNamespace(Abort=lambda status: os.write(2, b"MPI's own words")), 1)
 """
     own = {"PYTHONPATH": ":".join(sys.path)} | ({"BARELLM_RANKS": "1"} if ours else {})
     done = subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, told)
+    assert (done.returncode, done.stdout, done.stderr) == (1, told, "")
 
 
 def test_what_a_rank_says_is_read_before_it_ends_all(monkeypatch, capfd):
@@ -339,16 +387,11 @@ def test_a_launchers_words_are_shown_where_nobody_else_says_why(launcher, tmp_pa
     assert capfd.readouterr().err == line + banner.decode() * shown
 
 
-def test_signals_go_to_the_ranks_themselves_where_their_launcher_would_kill_them(
-    launcher, tmp_path, monkeypatch, capfd
-):
+def test_signals_go_to_the_ranks_themselves_where_their_launcher_would_kill_them(launcher, direct, tmp_path, capfd):
     rank = "trap 'echo rank got it; exit 143' TERM; printf '\\036barellm rank %s %s\\n' $1 $$; while :; do sleep 0.01; done"
     (tmp_path / "rank").write_text(rank)
     start = "; ".join(f"sh {tmp_path / 'rank'} {number} & " for number in "01").replace("& ;", "&")
     launcher(f"trap 'echo launcher got it' TERM; {start} wait; wait; exit 1")
-    known = launchers.known
-    monkeypatch.setattr(launch.launchers, "known", lambda program: replace(known(program), passes_signals=False))
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+    send(signal.SIGTERM, 0.5)
     launch.start(2, ["train"])
     assert capfd.readouterr().out == "rank got it\nrank got it\n"
