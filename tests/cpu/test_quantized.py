@@ -36,6 +36,14 @@ def test_product(isa, weights, dtype, shape):
     check_op(ops.QuantizedMatmul, isa, given, threads=(1, 3), **c)
 
 
+@each_isa
+@pytest.mark.parametrize("weights, dtype, depth", [("int8", "fp32", 9), ("int4", "bf16", 15), ("nf4/32", "fp16", 150)])
+def test_few_rows_keep_to_the_scratch_that_they_ask_for(isa, weights, dtype, depth):
+    """No run has more rows, so there is no product of panels, whose larger scratch would hide what is written behind theirs."""
+    c = case(weights, dtype, (1, 4, 19, depth)) | {"plan": (1, 4)}
+    check_op(ops.QuantizedMatmul, isa, c.pop("given"), threads=(1, 2), **c)
+
+
 @pytest.mark.parametrize("isa", [isa_named(ISAS[0])], ids=ISAS[:1])
 @pytest.mark.parametrize("weights", ["int4", "nf4"])
 @pytest.mark.parametrize("rows", [4, 8], ids=["in registers", "in panels"])
