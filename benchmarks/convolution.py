@@ -9,13 +9,16 @@ A file of the same processor and dtype keeps its rows of other layers, batches a
 `benchmarks/convolution_table.py` makes the tables of docs/convolution.md of it.
 
 Every layer is run by each algorithm in turns with PyTorch in both of its memory formats; all samples are kept. The peak is measured
-beside each layer, and the bandwidth once. Products of bf16 images have no Winograd's algorithm where the processor multiplies bf16.
+beside each layer, and the bandwidth once. What the environment says to malloc is kept too: results of PyTorch are new memory
+each time (benchmarks/peers/environments.json has what to set). Products of bf16 images have no algorithm of Winograd where the
+processor multiplies bf16.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -266,6 +269,7 @@ def main() -> None:
     ]
     facts = {"processor": args.processor or describe()["processor"], "isa": bench.isa.name, "threads": bench.threads}
     facts |= {"dtype": args.dtype, "bandwidth": bandwidth}
+    facts["malloc"] = {name: value for name, value in os.environ.items() if "MALLOC_" in name or "GLIBC_" in name}
     result = {
         "kind": "convolution",
         **facts,

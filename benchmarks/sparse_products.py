@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,7 @@ from benchmarks.sparsity import turns
 
 TOKENS, WIDTH = 2048, 1024
 TORCH = "PyTorch, dense"
+REST = 0.01  # seconds between PyTorch and what follows: its threads spin for some milliseconds when they have nothing to do
 MORE = 0.08  # the aim: a time of the density and so much of the dense one
 DENSE = {"forward": ops.Matmul, "dx": ops.MatmulDx, "dw": ops.MatmulDw}
 SPARSE = {"forward": ops.BlockMatmul, "dx": ops.BlockMatmulDx, "dw": ops.BlockMatmulDw}
@@ -115,6 +117,7 @@ def main() -> None:
     if a.torch:
         layouts[TORCH] = None
         sides |= {(TORCH, what): torch_product(what, a.dtype) for what in DENSE}
+        sides["rest", ""] = lambda: time.sleep(REST)
     times, rows = turns(sides, a.rounds), []
     for name, layout in layouts.items():
         ms = {what: 1e3 * median(times[name, what]) for what in DENSE}

@@ -17,7 +17,7 @@ BITS = {"int4": 4, "nf4": 4}
 
 
 def main() -> None:
-    speed = json.loads((RESULTS / "few-bits-gpt2-774m.json").read_text())
+    speed = json.loads((RESULTS / "zen4" / "few-bits-gpt2-774m.json").read_text())
     loss = json.loads((RESULTS / "few-bits-loss-default.json").read_text())["nats"]
     matplotlib.rcParams.update({"svg.hashsalt": "barellm", "font.size": 9, "text.color": INK, "axes.edgecolor": PEER})
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.4, 3.1), gridspec_kw={"wspace": 0.35})
@@ -26,10 +26,9 @@ def main() -> None:
     rates = [row["tokens_per_s"] for _, row in rows]
     left.barh(names, rates, color=[PEER if name.startswith("llama") else OURS for name in names])
     for i, (rate, (_, row)) in enumerate(zip(rates, rows, strict=True)):
-        left.text(
-            rate, i, f" {rate:.1f}  ({100 * row['of_bandwidth']:.0f} % of memory)", va="center", color=SOFT, fontsize=8
-        )
-    left.set(title=f"{speed['preset']}: tokens/s, 2 threads", xlim=(0, max(rates) * 1.5))
+        label = f" {rate:.1f}  ({row['bytes'] * rate / 1e9:.0f} GB/s)"
+        left.text(rate, i, label, va="center", color=SOFT, fontsize=8)
+    left.set(title=f"{speed['preset']}: tokens/s, Zen 4, 2 threads", xlim=(0, max(rates) * 1.5))
     for name, nats in loss.items():
         kind, _, group = name.partition("/")
         if kind in BITS and group.isdigit():

@@ -1,5 +1,5 @@
 """Draws docs/img/binary.svg, how signs are multiplied and what that is worth: `python docs/img/signs.py` from the repository's
-root. Times come from benchmarks/results/binary.json."""
+root. Times come from benchmarks/results/zen4/binary.json."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def picture() -> Any:
     row(axes, 184, "xor", [str(bit) for bit in differ], [ROSE if bit else MINT for bit in differ])
     ones = sum(differ)
     text(axes, 104, 222, f"{ones} signs differ: product = 8 - 2 x {ones} = {8 - 2 * ones}", size=10)
-    found = json.loads((HERE.parents[1] / "benchmarks/results/binary.json").read_text())
+    found = json.loads((HERE.parents[1] / "benchmarks/results/zen4/binary.json").read_text())
     text(axes, 520, 12, "times as fast as our fp32 product", size=11, weight="bold")
-    text(axes, 520, 30, "AVX2, one thread; packed already, and with packing", size=8.5, colour=SOFT)
+    text(axes, 520, 30, "AVX-512 (Zen 4), one thread; packed already, and with packing", size=8.5, colour=SOFT)
     for i, size in enumerate(found["rows"]):
-        y, unit = 52 + 40 * i, 20
+        y, unit = 52 + 40 * i, 12
         name = " x ".join(str(n) for n in size["size"])
         text(axes, 620, y + 13, name, size=8.5, colour=SOFT, va="center", ha="right")
         for j, (key, colour) in enumerate((("signs_times_faster", SKY), ("both_times_faster", MINT))):

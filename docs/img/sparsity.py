@@ -1,5 +1,5 @@
 """Draws docs/img/sparsity.svg, `python docs/img/sparsity.py`: layouts of attention as grids of blocks, and the time of attention
-over their density, from benchmarks/results/sparsity.json."""
+over their density, from benchmarks/results/zen4/sparsity-fp32.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def main() -> None:
         axes.set(title=f"{text}\n{len(layout.masks)} masks, density {layout.density:.2f}", xticks=[], yticks=[])
         axes.title.set_fontsize(8)
     axes = figure.add_subplot(grid[:, 3:])
-    rows = [r for r in json.loads((ROOT / "benchmarks/results/sparsity.json").read_text())["rows"] if r["density"]]
+    rows = [
+        r for r in json.loads((ROOT / "benchmarks/results/zen4/sparsity-fp32.json").read_text())["rows"] if r["density"]
+    ]
     for what, mark, label in (("forward", "o", "forward"), ("both", "s", "forward and backward")):
         axes.plot([r["density"] for r in rows], [r[f"{what}_to_dense"] for r in rows], mark, label=label, ms=5)
     axes.plot([0, 1], [0, 1], color=SOFT, lw=0.8, label="density")

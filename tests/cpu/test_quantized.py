@@ -22,10 +22,16 @@ from barellm.program.quantization import pack, packed_matrix, quantize, scheme
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
 from tests.cases import normal, operands
-from tests.cpu.check import ISAS, check_op, isa_named
+from tests.cpu.check import ISAS, changed, check_op, isa_named
 from tests.quantized_cases import CASES, case
 
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+
+
+@pytest.fixture
+def all_digits(monkeypatch):
+    """Products of bytes wherever there is the instruction, also where another kernel is faster."""
+    changed(monkeypatch, quantized_digits, AS_NUMBERS={})
 
 
 @each_isa
@@ -34,6 +40,24 @@ def test_product(isa, weights, dtype, shape):
     c = case(weights, dtype, shape)
     given = c.pop("given")
     check_op(ops.QuantizedMatmul, isa, given, threads=(1, 3), **c)
+
+
+@each_isa
+@pytest.mark.parametrize("weights, dtype, shape", CASES, ids=str)
+def test_product_of_digits(all_digits, isa, weights, dtype, shape):
+    """Every format by products of bytes, as the format's fastest kernel or not."""
+    if not isa.byte_dot:
+        pytest.skip("no digits on this ISA")
+    c = case(weights, dtype, shape)
+    check_op(ops.QuantizedMatmul, isa, c.pop("given"), threads=(1, 3), **c)
+
+
+@each_isa
+@pytest.mark.parametrize("weights, dtype, depth", [("int8", "fp32", 9), ("int4", "bf16", 15), ("nf4/32", "fp16", 150)])
+def test_few_rows_keep_to_the_scratch_that_they_ask_for(isa, weights, dtype, depth):
+    """No run has more rows, so there is no product of panels, whose larger scratch would hide what is written behind theirs."""
+    c = case(weights, dtype, (1, 4, 19, depth)) | {"plan": (1, 4)}
+    check_op(ops.QuantizedMatmul, isa, c.pop("given"), threads=(1, 2), **c)
 
 
 @pytest.mark.parametrize("isa", [isa_named(ISAS[0])], ids=ISAS[:1])
@@ -207,7 +231,7 @@ def multiplied(session: CpuSession, x: np.ndarray) -> np.ndarray:
 @each_isa
 @pytest.mark.parametrize("weights", ["int4", "nf4", "int8"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_row_of_digits_has_the_same_bits_in_any_company(isa, weights, dtype):
+def test_a_row_of_digits_has_the_same_bits_in_any_company(all_digits, isa, weights, dtype):
     """Sums of whole numbers do not depend on the order; the powers of two of a row are its own."""
     if not isa.byte_dot:
         pytest.skip("no digits on this ISA")

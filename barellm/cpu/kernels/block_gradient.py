@@ -13,7 +13,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, new_tile
+from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, isa_of, new_tile
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.packing import interleaved
 from barellm.cpu.lang import Value
@@ -36,9 +36,9 @@ def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, b
     """Up to CHUNK tokens of x (tokens, width) as strips [strip][step][column], or where they are the `left` operand of AMX tiles
     [strip][step][column][token]. Rows are read from one end to the other, for so memory is read fastest; strip by strip it took a
     fifth longer."""
+    k.use(isa_of(k.isa, block))
     cut = Cut.of(k.isa, x.dtype, block)
     tokens = k.min(k.extent(dims, inner) - row_begin, CHUNK)
-    narrow = cut.span > block
     per = amx.DEPTH if cut.tiles else PACKED
     with k.when(tokens > 0), k.claim_each(k.ceil_div(tokens, per)) as number:
         t = number * per
@@ -59,11 +59,10 @@ def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, b
                     amx.pad_panel(k, to, some)
             return
         with k.loop(0, some, cut.pair) as r, k.loop(0, width // block * cut.strips) as strip:
-            col = strip * (block if narrow else cut.span)
             to = packed.at(strip * strip_units(cut) + (t + r) // cut.pair * cut.span)
             interleaved(
-                k, to, x.at((t + r) * width), col, k.min(some - r, cut.pair), stride=width, width=cut.span,
-                cols=col + block if narrow else None,
+                k, to, x.at((t + r) * width), strip * cut.span, k.min(some - r, cut.pair), stride=width, width=cut.span,
+                cols=None,
             ).at_once()  # fmt: skip
 
 
@@ -71,12 +70,12 @@ def block_gradient(
     k: KernelBuilder, dweight, x, dy, places, count, row_begin, *, dtype, dims, inner, block, mode
 ) -> None:
     """dweight += x^T dy over up to CHUNK tokens from `row_begin` on, both in strips."""
+    k.use(isa_of(k.isa, block))
     cut, keep = Cut.of(k.isa, dtype, block), k.keep(mode)
-    masks, high = cut.masks(k), min(cut.span, block)
     tokens = k.min(k.extent(dims, inner) - row_begin, CHUNK)  # below 0 in a planned chunk that this run does not reach
     steps = cut.steps(tokens)
-    tiles = ceil_div(high, cut.rows)
-    edges = [high * i // tiles for i in range(tiles + 1)]
+    tiles = ceil_div(cut.span, cut.rows)
+    edges = [cut.span * i // tiles for i in range(tiles + 1)]
 
     def strip(packed: Any, line: Value, i: Value) -> Any:
         return packed.at((line * cut.strips + i) * strip_units(cut))
@@ -100,17 +99,17 @@ def block_gradient(
             for top, bottom in pairwise(edges):
                 acc = new_tile(k, bottom - top, cut.vectors)
                 places_of = [
-                    (x, r * block + v * k.lanes, masks[v])
+                    (x, r * block + v * k.lanes)
                     for r, line in zip(range(top, bottom), acc, strict=True)
                     for v, x in enumerate(line)
                 ]
                 with k.when(again):
-                    for var, at, mask in places_of:
-                        var.value = to.load(at, mask)
+                    for var, at in places_of:
+                        var.value = to.load(at)
                 lines = [left.at(u * cut.span + r) for r in range(top, bottom)]
                 accumulate(k, acc, broadcast(k, lines, cut.span, cut.pair), right, some, cut.pair)
-                for var, at, mask in places_of:
-                    to.store(var.value, at, mask)
+                for var, at in places_of:
+                    to.store(var.value, at)
 
 
 def _again(k: KernelBuilder, tokens: Value, keep: Value | None) -> Value:

@@ -13,7 +13,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, new_tile
+from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, isa_of, new_tile
 from barellm.cpu.kernels.loops import added, shape_of
 from barellm.cpu.kernels.packing import interleaved, transposed
 from barellm.cpu.kernels.register_tile import prefetch_row
@@ -33,6 +33,7 @@ WORK = 1 << 18  # multiply-adds of a claim, about
 
 def pack_blocks(k: KernelBuilder, packed, weight, count, *, block, turned) -> None:
     """Each block of the weight in strips of its columns, or where `turned` of its rows."""
+    k.use(isa_of(k.isa, block))
     cut = Cut.of(k.isa, weight.dtype, block)
     strip = block // cut.pair * cut.span
     with k.claim_each(count) as number:
@@ -64,8 +65,9 @@ def block_product(
 ) -> None:  # fmt: skip
     """out (tokens, K) = x (tokens, C) times the blocks that the table lists for each column of out. In the table `skipped` numbers
     lie between `segments` and `entries`. Parts of long lists go to `partials` (tokens, slots * block)."""
+    k.use(isa_of(k.isa, block))
     cut = Cut.of(k.isa, x.dtype, block)
-    masks, rows = cut.masks(k), cut.rows
+    rows = cut.rows
     others = segments * 4 + skipped
     height, tokens = tile_tokens(cut, C), k.extent(dims, inner)
     total = k.ceil_div(tokens, height) * segments
@@ -74,7 +76,7 @@ def block_product(
 
     def put(to: Pointer, values: list[Value], mode: str) -> None:
         for v, value in enumerate(values):
-            to.store(added(k, to, v * k.lanes, masks[v], value, mode), v * k.lanes, masks[v])
+            to.store(added(k, to, v * k.lanes, None, value, mode), v * k.lanes)
 
     sums = own.at(height * stride).as_dtype("fp32")  # of tiles
     grain = k.max(k.min(grain, total // (k.threads * 8)), 1)
@@ -94,7 +96,7 @@ def block_product(
         with k.loop(0, cut.strips) as i, k.loop(0, count, rows) as t:
             to = out.at((row + t) * K + target * block + i * cut.span)
             for r in range(rows):
-                prefetch_row(k, to.at(r * K), min(cut.span, block), write=True)
+                prefetch_row(k, to.at(r * K), cut.span, write=True)
             acc = [] if cut.tiles else new_tile(k, rows, cut.vectors)
             if cut.tiles:
                 amx.begin_sums(k, sums, None, row=SUMS_ROW)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from barellm.cpu.choices import register_tiles
@@ -12,16 +12,20 @@ from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.packing import paired
 from barellm.cpu.kernels.register_tile import Left, add_unit
 from barellm.cpu.lang import Pointer, Value, Var
-from barellm.program.integers import ceil_div
 
 TURN = 8  # units of depth that are multiplied between two tests of the loop
+
+
+def isa_of(isa: ISA, block: int) -> ISA:
+    """The instruction set with vectors that are no wider than a block. A processor that multiplies and adds a vector of 512 bits a
+    cycle does two of 256 in that time; others lose nothing, since half of the wider vectors would be empty."""
+    return replace(isa, lanes=min(isa.lanes, block))
 
 
 @dataclass(frozen=True)
 class Cut:
     """Strips of `vectors` vectors of columns, and tiles of up to `rows` rows. Packed operands are made of strips; a strip has one
-    32-bit unit a column and step of the depth, where a step is `pair` numbers. Where a block is narrower than a vector, the rest
-    of its strip is zero."""
+    32-bit unit a column and step of the depth, where a step is `pair` numbers."""
 
     block: int
     pair: int
@@ -32,6 +36,8 @@ class Cut:
 
     @classmethod
     def of(cls, isa: ISA, dtype: str, block: int) -> Cut:
+        """Of a kernel that uses `isa_of` the same block."""
+        isa = isa_of(isa, block)
         if amx.uses_tiles(isa, dtype) and block % amx.SPAN == 0:
             return cls(block, 2, isa.lanes, amx.SPAN // isa.lanes, amx.ROWS, True)
         vectors = 2 if block % (2 * isa.lanes) == 0 else 1
@@ -46,14 +52,10 @@ class Cut:
     @property
     def strips(self) -> int:
         """Strips of a block."""
-        return ceil_div(self.block, self.span)
+        return self.block // self.span
 
     def steps(self, depth: Any) -> Any:
         return (depth + 1) >> 1 if self.pair == 2 else depth
-
-    def masks(self, k: KernelBuilder) -> list[Value | None]:
-        """The mask of each vector of a strip."""
-        return [None] * self.vectors if self.block % self.lanes == 0 else [k.mask_first(self.block)]
 
 
 def new_tile(k: KernelBuilder, rows: int, vectors: int) -> list[list[Var]]:

@@ -60,8 +60,8 @@ class Codes:
         """The same 4-bit codes as pairs of bf16: a vector of i32 for elements 0 and 1, and so on."""
         k = self.k
         both = k.op(self.bytes, f"load {self.bytes}, ptr {block.bytes(k.int(column) * 4).ref}, align 1")
-        for shift in (0, 4):
-            codes = both >> 4 if shift else both & 15
+        for upper in (False, True):
+            codes = both >> 4 if upper else both & 15
             low, high = (self._look_up(table, codes) for table in (self.low, self.high))
             for half in (0, 8):
                 order = [

@@ -44,7 +44,7 @@ def quantized_few_rows(
 
     with k.when(rows <= FEW):
         sizes = {"cols": cols, "depth": depth, "weights": weights, "stride": apart.get("a", depth)}
-        kind = DigitRows if multiplies_bytes(k.isa) else FewRows
+        kind = DigitRows if multiplies_bytes(k.isa, weights) else FewRows
         kind(k, x, codes, scales, rows, **sizes).run(finish)
 
 
@@ -150,7 +150,7 @@ def append_quantized(
 
 def _private(isa: ISA, weights: str, dtype: str, depth: int) -> int:
     """Bytes of a thread's own scratch for x."""
-    if multiplies_bytes(isa):
+    if multiplies_bytes(isa, weights):
         return digits_private(scheme(weights), dtype, depth)
     return FEW * round_up(depth, max(BLOCK, isa.lanes)) * 4
 

@@ -30,11 +30,14 @@ BITS = {
 BASE = 256
 LEAST_EXPONENT = 32  # of fp32's field: smaller groups are rounded as if they reached 2^-95
 LANE = 4  # bytes that the instruction adds up
+# Formats whose products are faster with numbers in registers (quantized_few.py), by instruction set: Zen 4 starts a product of
+# pairs of bf16 as often as one of bytes, and has two ports that shuffle, where a Xeon has one (docs/few_bits.md has the speeds).
+AS_NUMBERS = {"avx512_bf16": ("nf4", "int8")}
 
 
-def multiplies_bytes(isa: ISA) -> bool:
-    """Whether products with few bits are done so."""
-    return isa.byte_dot
+def multiplies_bytes(isa: ISA, weights: str) -> bool:
+    """Whether products with weights of this scheme are done so."""
+    return isa.byte_dot and weights.partition("/")[0] not in AS_NUMBERS.get(isa.name, ())
 
 
 def digits_of(dtype: str) -> int:

@@ -15,14 +15,18 @@ class Builder:
     """Emits one function. Subclassed by what kernels see (`cpu.kernel.KernelBuilder`)."""
 
     def __init__(self, isa: ISA) -> None:
-        self.isa = isa
-        self.lanes = isa.lanes
-        self.vec = f"<{isa.lanes} x float>"
-        self.ivec = f"<{isa.lanes} x i32>"
+        self.use(isa)
         self.lines: list[str] = []
         self.slots: list[str] = []
         self.declared: set[str] = set()
         self.count = 0
+
+    def use(self, isa: ISA) -> None:
+        """What follows is for this instruction set: that of the function, perhaps with fewer lanes."""
+        self.isa = isa
+        self.lanes = isa.lanes
+        self.vec = f"<{isa.lanes} x float>"
+        self.ivec = f"<{isa.lanes} x i32>"
 
     # --- text ---
 
