@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from barellm.assembly.machine import build_programs
 from barellm.cpu import jit, step
 from barellm.cpu.isa import ISA, cross
-from barellm.cpu.kernel import Specialisation
+from barellm.cpu.kernel import KernelBuilder, Specialisation
 from barellm.cpu.kernels import few_rows, few_tiles
+from barellm.cpu.lang import Pointer
+from barellm.cpu.lang.vector import sums_of_lanes
 from barellm.cpu.step import CpuSession, Lowered
 from barellm.generation.decode import MOST_TOGETHER
 from barellm.inspect import machine_code
@@ -20,6 +23,7 @@ from barellm.models import preset
 from barellm.overrides import changed as changed_config
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import itemsize
 from barellm.program.tensor import Dim
 from barellm.runtime.lowering import decodes
 from tests.cases import VIEWED, as_operand, chain_bound, check_network, normal, operands, viewed_case
@@ -152,7 +156,7 @@ def test_the_sum_of_each_vectors_lanes(lanes):
             return np.concatenate([a, b])[order]
 
     vectors = np.arange(lanes * lanes).reshape(lanes, lanes) ** 2
-    assert np.array_equal(few_rows.sums_of_lanes(Shuffles(), list(vectors)), vectors.sum(1))  # pyright: ignore
+    assert np.array_equal(sums_of_lanes(Shuffles(), list(vectors)), vectors.sum(1))  # pyright: ignore
 
 
 @pytest.mark.parametrize("name", ["avx2", "avx512_bf16"])
@@ -163,9 +167,9 @@ def test_loads_claim_the_alignment_of_one_bf16(name):
     assert set(loads) == {"2"}, loads
 
 
-def spec_of(dtype: str, isa: ISA, depth: int = 768) -> Specialisation:
+def spec_of(dtype: str, isa: ISA, depth: int = 768, **choice: int) -> Specialisation:
     constants = {"cols": 768, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
-    constants |= {"choice": few_rows.few_choices(isa, dtype, 768, depth)[0]}
+    constants |= {"choice": replace(few_rows.few_choices(isa, dtype, 768, depth)[0], **choice)}
     return Specialisation(few_rows.few_rows, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items())))
 
 
@@ -176,14 +180,57 @@ def loops_of(isa: ISA, dtype: str) -> list[machine_code.Loop]:
 
 @pytest.mark.parametrize("name", ["avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_loops_of_one_row_and_of_two_keep_their_sums_in_registers(name, dtype):
+def test_the_loops_of_one_row_and_of_tiles_keep_their_sums_in_registers(name, dtype):
     isa = cross(name, ARM_TRIPLE if "neon" in name else X86_TRIPLE)
-    one, two = sorted(loops_of(isa, dtype), key=lambda loop: loop.products)
-    cut = few_rows.Cut.of(isa)
+    loops, cut = loops_of(isa, dtype), few_rows.Cut.of(isa, dtype)
     links = 2 if dtype == "bf16" and not isa.dot else 1
-    assert (one.products, two.products) == (links * cut.columns, links * 2 * cut.columns)
-    for loop in (one, two):
-        assert loop.vector_spills == 0, loop
+    tiles = [links * rows * cut.wide for rows in {cut.rows, few_rows.LOW}]
+    assert sorted(loop.products for loop in loops) == sorted([links * cut.columns, *tiles])
+    assert not any(loop.vector_spills for loop in loops), loops
+
+
+@each_isa
+@pytest.mark.parametrize("rows", [4, 5, 11, 32])
+@pytest.mark.parametrize("dtype, depth", [("fp32", 1024), ("bf16", 2048), ("fp16", 2048), ("fp32", 2048)])
+def test_columns_a_multiple_of_a_page_apart(isa, dtype, depth, rows, monkeypatch):
+    """The first tile of rows copies them for the others, in every part of the depth."""
+    assert depth * itemsize(dtype) % few_rows.PAGE == 0
+    changed(monkeypatch, few_rows, PART_BYTES=5000)
+    check_matmul(isa, dtype, (1, rows, 50, depth))
+
+
+@pytest.mark.parametrize("name", ["generic", "avx2", "avx512_bf16", "neon"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("part", [512, few_rows.PART_BYTES])
+def test_what_waits_in_a_threads_scratch_has_its_place_there(name, dtype, part, monkeypatch):
+    """Sums of a claim, sums between parts and copies lie behind each other, for every depth whose columns are copied."""
+    monkeypatch.setattr(few_rows, "PART_BYTES", part)
+    isa = cross(name, ARM_TRIPLE if name == "neon" else X86_TRIPLE)
+    for depth in range(few_rows.PAGE // itemsize(dtype), 1 << 15, few_rows.PAGE // itemsize(dtype)):
+        choice = few_rows.few_choices(isa, dtype, 768, depth)[0]
+        k = KernelBuilder(isa)
+        made = few_rows.FewRows(
+            k,
+            Pointer(k, "%a", dtype),
+            Pointer(k, "%weight", dtype),
+            k.int(9),
+            cols=768,
+            depth=depth,
+            stride=depth,
+            choice=choice,
+        )
+        assert made.parts * made.part >= depth > (made.parts - 1) * made.part and len(made.copies) == made.cut.wide
+        assert made.pitch >= made.part * itemsize(dtype) and made.pitch % few_rows.PAGE
+        kept = 4 * few_rows.FEW * made.cut.span * k.lanes
+        sums = 4 * ((few_rows.FEW - 1) * made.width + made.span + k.lanes)
+        assert sums + kept + made.cut.wide * made.pitch <= few_rows.few_private(isa, depth)
+
+
+@pytest.mark.parametrize("fetch, asked", [(0, set()), (1, {"3"}), (2, {"2"})])
+def test_what_comes_next_is_asked_into_the_cache_of_the_choice(fetch, asked):
+    spec = spec_of("fp32", cross("avx2", X86_TRIPLE), fetch=fetch)
+    ir = spec.ir(cross("avx2", X86_TRIPLE))
+    assert set(re.findall(r"prefetch.p0\(ptr %\w+, i32 0, i32 (\d), i32 1\)", ir)) == asked
 
 
 def test_texts_side_by_side_are_no_more_than_have_the_bits_of_one():

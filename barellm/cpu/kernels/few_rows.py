@@ -3,11 +3,12 @@
 To multiply few rows costs what reading the weight costs. So nothing is packed: each row of the weight, which is a column of the
 result, is read where it lies, from its first byte to its last, beside a few others. An element of the result is one chain of
 multiply-adds of vectors along the depth, whose lanes are added at the end; so its bits do not depend on how many rows there are.
-Several columns go together, since a chain alone would wait for its own sums. More rows than one go in pairs, which find the columns
-that the first pair read in the first cache.
+Several columns go together, since a chain alone would wait for its own sums. More rows than one go in tiles: where there are 32
+registers, four rows with six columns take 10 loads for 24 multiply-adds. All rows pass by a block of columns, part of the depth
+by part, before the next block. Parts keep the block near, and the sums wait in this thread's scratch from one part to the next.
 
 What memory gives depends on how much of it is on its way. A processor that does not read far enough ahead is helped: while some
-columns are multiplied, those that come next are fetched, in the order in which they lie and evenly over all pairs of rows.
+columns are multiplied, those that come next are fetched, in the order in which they are needed and evenly over all tiles.
 
 Shapes: a (rows, depth), weight (cols, depth), out (rows, cols).
 """
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from barellm.cpu.choices import FewChoice, Tile
+from barellm.cpu.choices import FETCHES, FewChoice, Tile
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import few_tiles
@@ -27,57 +28,88 @@ from barellm.cpu.kernels.epilogue import Epilogue
 from barellm.cpu.kernels.few_tiles import tiles_private
 from barellm.cpu.kernels.packing import LINE, paired
 from barellm.cpu.lang import Pointer, Value, Var
+from barellm.cpu.lang.vector import sums_of_lanes
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div, round_up
 
 FEW = 64  # rows at most
-PAIR = 2  # rows of a tile where there are several
 LEAST_SPAN = 24  # columns of a claim, at least
-PART_BYTES = 3 << 12  # of the columns of a pair, read again for each pair: beside x they stay in the first cache
+PART_BYTES = 30 << 10  # of a block of columns, which every tile reads again
+CHUNK = 2  # units of the depth between two requests for what comes next
+LOW = 2  # rows of the last tile, where no more are left
+PAGE = 4096  # bytes after which a first cache puts lines into the same places
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How an ISA cuts a product: columns of a tile, and those of a claim."""
+    """How an ISA cuts a product: columns that one row is multiplied with at a time, `rows` x `wide` columns of a tile, and the
+    columns of a claim."""
 
     columns: int
+    rows: int
+    wide: int
     lanes: int
 
     @classmethod
-    def of(cls, isa: ISA) -> Cut:
-        if isa.registers == 32:
-            return cls(8, isa.lanes)
-        return cls(6 if isa.fma else 4, isa.lanes)  # without fma the product needs a register
+    def of(cls, isa: ISA, dtype: str) -> Cut:
+        # Without fma the product needs a register, and so do halves of pairs where no mask is part of an instruction.
+        halves = dtype == "bf16" and not isa.dot and not isa.masked
+        wide = 6 if isa.fma and not halves else 4
+        return cls(8, 4, wide, isa.lanes) if isa.registers == 32 else cls(6 if isa.fma else 4, 2, wide, isa.lanes)
 
     @property
     def span(self) -> int:
-        return round_up(LEAST_SPAN, lcm(self.columns, self.lanes))
+        return round_up(LEAST_SPAN, lcm(self.columns, self.wide, self.lanes))
 
 
 def few_choices(isa: ISA, dtype: str, cols: int, depth: int) -> list[FewChoice]:
     """The ways to walk a weight, the one that is taken untuned first. A processor with AMX tiles reads ahead by itself, faster than
-    by requests, each of which takes one of few places for lines on their way. AMD's processors read more with requests."""
+    by requests, each of which takes one of few places for lines on their way. Zen 4 reads most with requests into its second cache,
+    Zen 3 with requests into its first."""
     on_tiles = few_tiles.fits(isa, dtype, cols, depth)
-    together = few_tiles.TOGETHER if on_tiles else (Cut.of(isa).columns, Cut.of(isa).columns // 2)
+    together = few_tiles.TOGETHER if on_tiles else (Cut.of(isa, dtype).columns, Cut.of(isa, dtype).columns // 2)
     most = max(1, ceil_div(cols, span_of(isa, dtype, cols, depth)) // 8)
-    ways = [FewChoice(n, t, f) for n in (1, 2, 4) if n <= most for t in together for f in (False, True)]
-    first = FewChoice(1, together[0], not isa.tiles)
+    ways = [FewChoice(n, t, f) for n in (1, 2, 4) if n <= most for t in together for f in FETCHES]
+    first = FewChoice(1, together[0], 0 if isa.tiles else 2 if isa.masked else 1)
     return [first, *(way for way in ways if way != first)]
 
 
 def few_private(isa: ISA, depth: int) -> int:
-    """Bytes of a thread's own scratch: the sums of a claim, and those that are kept between two parts of the depth, or tiles."""
-    return _sums_bytes(isa) + tiles_private(isa, depth)
+    """Bytes of a thread's own scratch: the sums of a claim, those that wait between two parts of the depth, copies of columns, and
+    what tiles need."""
+    return _sums_bytes(isa) + _kept_bytes(isa) + _copies_bytes(isa) + tiles_private(isa, depth)
 
 
 def span_of(isa: ISA, dtype: str, cols: int, depth: int) -> int:
     """Columns of a claim."""
-    return few_tiles.SPAN if few_tiles.fits(isa, dtype, cols, depth) else Cut.of(isa).span
+    return few_tiles.SPAN if few_tiles.fits(isa, dtype, cols, depth) else Cut.of(isa, dtype).span
 
 
 def _sums_bytes(isa: ISA) -> int:
-    cut = Cut.of(isa)
-    return 4 * FEW * (max(cut.span, few_tiles.SPAN) + cut.lanes + cut.columns * cut.lanes)
+    cut = Cut.of(isa, "fp32")  # the span of every dtype
+    return 4 * FEW * (max(cut.span, few_tiles.SPAN) + cut.lanes)
+
+
+def _kept_bytes(isa: ISA) -> int:
+    cut = Cut.of(isa, "fp32")  # the span of every dtype
+    return 4 * FEW * cut.span * cut.lanes
+
+
+def _copies_bytes(isa: ISA) -> int:
+    """At most: the depth goes in as many parts as make a block nearest to PART_BYTES, which are rounded up to whole vectors."""
+    return 3 * PART_BYTES // 2 + 2 * LINE * Cut.of(isa, "fp32").wide
+
+
+@dataclass(frozen=True)
+class Block:
+    """Columns over the part [first, last) of the depth: where the part begins in each. `tiles`: how many tiles of rows pass by.
+    `ahead(n)`: byte n of the block that comes next."""
+
+    columns: list[Pointer]
+    first: Value
+    last: Value
+    tiles: Value
+    ahead: Callable[[Value], Pointer]
 
 
 class FewRows:
@@ -90,23 +122,28 @@ class FewRows:
         """`stride`: elements from a row of a to the next."""
         self.k, self.a, self.weight, self.rows, self.choice = k, a, weight, rows, choice
         self.cols, self.depth, self.stride = cols, depth, stride
-        self.cut, self.dot = Cut.of(k.isa), paired(k.isa, a.dtype)
+        self.cut, self.dot = Cut.of(k.isa, a.dtype), paired(k.isa, a.dtype)
         self.unit = k.lanes * (2 if a.dtype == "bf16" else 1)  # elements of a chain's next link or two
         self.itemsize = itemsize(a.dtype)
         self.span = span_of(k.isa, a.dtype, cols, depth)
         self.width = self.span + k.lanes  # of a row of sums, whose last vector may hang over
         self.sums = k.private()
-        self.kept = self.sums.at(FEW * self.width)
+        scratch = self.sums.bytes(_sums_bytes(k.isa))
+        self.kept, copies = scratch, scratch.bytes(_kept_bytes(k.isa))
         self.tiles = None
         if few_tiles.fits(k.isa, a.dtype, cols, depth):
-            scratch = self.sums.bytes(_sums_bytes(k.isa))
             sizes = {"cols": cols, "depth": depth, "stride": stride}
-            self.tiles = few_tiles.FewTiles(k, a, weight, rows, scratch, choice=choice, **sizes)
-            self.wide = self.cut.columns
-        else:
-            self.wide = choice.together
-        parts = max(1, round(self.cut.columns * depth * self.itemsize / PART_BYTES))
+            self.tiles = few_tiles.FewTiles(
+                k, a, weight, rows, copies.bytes(_copies_bytes(k.isa)), choice=choice, **sizes
+            )
+        parts = max(1, round(self.cut.wide * depth * self.itemsize / PART_BYTES))
         self.part = round_up(ceil_div(depth, parts), self.unit)
+        self.parts = ceil_div(depth, self.part)
+        # Columns a multiple of a page apart displace each other in the first cache, and rows of x do too. So the first tile of rows
+        # leaves copies side by side to the others.
+        self.pitch = self.part * self.itemsize + LINE
+        apart = depth * self.itemsize % PAGE == 0
+        self.copies = [copies.bytes(i * self.pitch).as_dtype(a.dtype) for i in range(self.cut.wide)] if apart else []
 
     def run(self, finish: Callable[[Value], Epilogue]) -> None:
         """`finish(column)` makes the epilogue of a claim."""
@@ -127,76 +164,125 @@ class FewRows:
             tiles.end()
 
     def _multiply_vectors(self, column: Value) -> None:
-        with self.k.when(self.rows.equals(1)):
+        one = self.rows.equals(1)
+        with self.k.when(one):
             self._one_row(column)
-        with self.k.when(self.rows > 1):
-            self._pairs(column)
+        with self.k.otherwise(one):
+            self._blocks(column)
 
     def _one_row(self, column: Value) -> None:
-        k, wide = self.k, self.wide
+        k, wide = self.k, self.choice.together
         with k.loop(0, self.cut.span, wide) as c:
+            columns = self._columns(column + c, wide, k.int(0))
+            ahead = columns[0].at(wide * self.depth)
             chains = self._chains(1, wide)
-            columns = self._columns(column + c, wide)
-            self._multiply([self.a], columns, chains, k.int(0), k.int(self.depth), k.int(1), k.int(0))
+            self._multiply(
+                [self.a], Block(columns, k.int(0), k.int(self.depth), k.int(1), ahead.bytes), columns, chains, k.int(0)
+            )
             self._add_lanes(chains[0], self.sums.at(c))
 
-    def _pairs(self, column: Value) -> None:
-        k, wide = self.k, self.wide
-        parts, pairs = ceil_div(self.depth, self.part), k.ceil_div(self.rows, PAIR)
-        with k.loop(0, self.cut.span, wide) as c:
-            columns = self._columns(column + c, wide)
-            with k.loop(0, parts) as p, k.loop(0, self.rows, PAIR) as row:
-                first = p * self.part
-                last = k.min(first + self.part, self.depth)
-                held = self.kept.at(row * (wide * k.lanes))
-                both = [row, k.min(row + 1, self.rows - 1)]  # an odd last row is multiplied twice
-                chains = self._chains(PAIR, wide)
-                if parts > 1:
-                    with k.when(p > 0):
-                        for i, chain in enumerate(x for of_row in chains for x in of_row):
-                            chain.value = held.load(i * k.lanes)
-                left = [self.a.at(r * self.stride) for r in both]
-                done = (first * pairs + row // PAIR * (last - first)) // self.unit
-                self._multiply(left, columns, chains, first, last, pairs, done)
-                if parts > 1:
-                    with k.when(p < parts - 1):
-                        for i, chain in enumerate(x for of_row in chains for x in of_row):
-                            held.store(chain.value, i * k.lanes)
-                for r, of_row in zip(both, chains, strict=True):
-                    self._add_lanes(of_row, self.sums.at(r * self.width + c))
+    def _blocks(self, column: Value) -> None:
+        """Tiles of all rows, block after block: the columns of the claim over one part of the depth, then over the next."""
+        k, cut = self.k, self.cut
+        high = (self.rows + 1) // cut.rows * cut.rows  # rows of high tiles, the last of which may have a row less
+        tiles = high // cut.rows + k.ceil_div(self.rows - high, LOW)
+        copied = self.rows > cut.rows
+        with k.loop(0, self.parts) as p, k.loop(0, cut.span, cut.wide) as c:
+            first = p * self.part
+            columns = self._columns(column + c, cut.wide, first)
+            block = Block(columns, first, k.min(first + self.part, self.depth), tiles, self._next(columns[0], c))
+            near, begin = columns, k.int(0)
+            if self.copies:
+                with k.when(copied):
+                    self._tile(block, columns, p, c, begin, cut.rows, begin, self.copies)
+                near, begin = self._chosen(copied, self.copies, columns), k.select(copied, k.int(cut.rows), 0)
+            with k.loop(begin, high, cut.rows) as row:
+                self._tile(block, near, p, c, row, cut.rows, row // cut.rows)
+            if cut.rows > LOW:
+                with k.when(high < self.rows):
+                    self._tile(block, near, p, c, high, LOW, tiles - 1)
+
+    def _next(self, at: Value, c: Value) -> Callable[[Value], Pointer]:
+        """Where the bytes of the block behind the one at column c of the claim lie, whose first column is `at`: the next columns,
+        or the first ones over the next part."""
+        k, cut = self.k, self.cut
+        if self.parts == 1:
+            return at.at(cut.wide * self.depth).bytes
+        ends = c.equals(cut.span - cut.wide)
+        start = at.at(
+            k.select(ends, k.int(self.part - (cut.span - cut.wide) * self.depth), k.int(cut.wide * self.depth))
+        )
+        part, beside = self.part * self.itemsize, self.depth * self.itemsize
+        return lambda n: start.bytes(n // part * beside + n % part)
+
+    def _chosen(self, condition: Value, these: list[Pointer], those: list[Pointer]) -> list[Pointer]:
+        texts = [f"select {condition.typed}, ptr {a.ref}, ptr {b.ref}" for a, b in zip(these, those, strict=True)]
+        return [Pointer(self.k, self.k.op("ptr", text).ref, self.a.dtype) for text in texts]
+
+    def _tile(
+        self, block: Block, columns: list[Pointer], p: Value, c: Value, row: Value, rows: int, turn: Value,
+        copies: list[Pointer] | None = None,
+    ) -> None:  # fmt: skip
+        """`rows` rows from `row` on; where fewer are left, the last one again."""
+        k, cut = self.k, self.cut
+        numbers = [k.min(row + i, self.rows - 1) for i in range(rows)]
+        chains = self._chains(rows, cut.wide)
+        kept = self.kept.at((c * FEW + row * cut.wide) * k.lanes)
+        each = [chain for of_row in chains for chain in of_row]
+        if self.parts > 1:
+            with k.when(p > 0):
+                for i, chain in enumerate(each):
+                    chain.value = kept.load(i * k.lanes)
+        self._multiply(
+            [self.a.at(r * self.stride + block.first) for r in numbers], block, columns, chains, turn, copies
+        )
+        ends = p.equals(self.parts - 1)
+        if self.parts > 1:
+            with k.otherwise(ends):
+                for i, chain in enumerate(each):
+                    kept.store(chain.value, i * k.lanes)
+        with k.when(ends):
+            for r, of_row in zip(numbers, chains, strict=True):
+                self._add_lanes(of_row, self.sums.at(r * self.width + c))
 
     def _chains(self, rows: int, columns: int) -> list[list[Var]]:
         return [[self.k.var_vec(0.0) for _ in range(columns)] for _ in range(rows)]
 
-    def _columns(self, first: Value, count: int) -> list[Pointer]:
-        """The rows of the weight; of those behind the last one that one."""
+    def _columns(self, first: Value, count: int, depth: Value) -> list[Pointer]:
+        """The rows of the weight from element `depth` on; of those behind the last one that one."""
         k = self.k
         at = [k.min(first + i, self.cols - 1) if self.cols % self.cut.span else first + i for i in range(count)]
-        return [self.weight.at(c * self.depth) for c in at]
+        return [self.weight.at(c * self.depth + depth) for c in at]
 
     def _multiply(
-        self, left: list[Pointer], right: list[Pointer], chains: list[list[Var]], first: Value, last: Value, times: Value,
-        done: Value,
+        self, left: list[Pointer], block: Block, columns: list[Pointer], chains: list[list[Var]], turn: Value,
+        copies: list[Pointer] | None = None,
     ) -> None:  # fmt: skip
-        """Adds the products of the depth [first, last) to the chains. Meanwhile the columns that come next are fetched, evenly over
-        the `times` that these are multiplied, of which so many units are `done`."""
-        k, each = self.k, len(right) * self.unit * self.itemsize
-        whole = first + (last - first) // self.unit * self.unit
-        step = k.int(each) // times
-        behind = len(right) * self.depth * self.itemsize
-        ahead = right[0].bytes(behind + (done - first // self.unit) * step)
-        with k.loop(first, whole, self.unit) as d:
-            for line in range(0, each if self.choice.fetch else 0, LINE):
-                k.prefetch(ahead.bytes(d // self.unit * step + line))
-            self._unit([x.at(d) for x in left], [w.at(d) for w in right], chains)
-        if not self.depth % self.unit:
+        """Adds the products of rows, each given where the block's part of the depth begins, with the block's columns to the chains.
+        Meanwhile so many bytes of the next block are fetched that all tiles, of which this is number `turn`, fetch it all. Whole
+        units are read from `columns` and written to `copies`."""
+        k, unit, size = self.k, self.unit, block.last - block.first
+        whole = size // unit * unit
+        chunk = CHUNK * unit if self.choice.fetch else self.depth
+        step = k.int(len(block.columns) * chunk * self.itemsize) // block.tiles
+        lines, done = k.ceil_div(step, LINE), turn * k.ceil_div(whole, chunk)
+        with k.loop(0, whole, chunk) as begin:
+            if self.choice.fetch:
+                at = block.ahead((done + begin // chunk) * step)
+                with k.loop(0, lines) as line:
+                    k.prefetch(at.bytes(line * LINE), near=self.choice.fetch == 1)
+            with k.loop(begin, k.min(begin + chunk, whole), unit) as d:
+                self._unit([x.at(d) for x in left], [w.at(d) for w in columns], chains)
+                for column, copy in zip(columns, copies or (), strict=False):
+                    self._copy_unit(column.at(d), copy.at(d))
+        if not self.depth % unit:
             return
-        with k.when(last.equals(self.depth)):
-            rest = self.depth % self.unit
+        with k.when(block.last.equals(self.depth)):
+            rest = self.depth % unit
             for u in range(0, rest, k.lanes):
-                mask, at = None if rest - u >= k.lanes else k.mask_first(rest - u), self.depth - rest + u
+                mask, at = None if rest - u >= k.lanes else k.mask_first(rest - u), whole + u
                 xs = [x.load(at, mask) for x in left]
-                for c, w in enumerate(right):
+                for c, w in enumerate(block.columns):
                     self._link(xs, w.load(at, mask), chains, c)
 
     def _unit(self, left: list[Pointer], right: list[Pointer], chains: list[list[Var]]) -> None:
@@ -216,6 +302,11 @@ class FewRows:
             xs = [x.load() for x in left]
             for c, w in enumerate(right):
                 self._link(xs, w.load(), chains, c)
+
+    def _copy_unit(self, source: Pointer, target: Pointer) -> None:
+        k, bits = self.k, f"<{self.unit * self.itemsize // 4} x i32>"
+        value = k.op(bits, f"load {bits}, ptr {source.ref}, align {self.itemsize}")
+        k.line(f"store {value.typed}, ptr {target.ref}, align {self.itemsize}")
 
     def _link(self, xs: list[Value], w: Value, chains: list[list[Var]], column: int) -> None:
         for x, of_row in zip(xs, chains, strict=True):
@@ -248,34 +339,6 @@ def _upper(k: KernelBuilder, p: Pointer) -> Value:
     raw = k.op(half, f"load {half}, ptr {p.ref}, align {p.itemsize}")
     mask = Value(k, half, "<" + ", ".join(["i16 0, i16 -1"] * k.lanes) + ">")
     return k.bitcast(raw & mask, k.vec)
-
-
-def sums_of_lanes(k: KernelBuilder, vectors: list[Value]) -> Value:
-    """The sum of each of `lanes` vectors' lanes, side by side. Two vectors become one by two shuffles of one instruction each and
-    an addition: twice inside each group of four lanes, then across groups."""
-    n = k.lanes
-    groups = [list(range(g, g + 4)) for g in range(0, n, 4)]
-
-    def join(a: Value, b: Value, low: list[int], high: list[int]) -> Value:
-        return k.shuffle(a, b, low) + k.shuffle(a, b, high)
-
-    def both(order: list[list[int]]) -> list[int]:
-        return [i for part in order for i in part]
-
-    inside = [
-        [both([[g[i], n + g[i], g[i + 1], n + g[i + 1]] for g in groups]) for i in (0, 2)],
-        [both([[g[i], g[i + 1], n + g[i], n + g[i + 1]] for g in groups]) for i in (0, 2)],
-    ]
-    across = []
-    times = len(groups)  # how often the sums of the same vectors are there, one group after the other
-    while times > 1:
-        half = times // 2
-        picked = [[g for i, g in enumerate(groups) if (i // half) % 2 == which] for which in (0, 1)]
-        across.append([both(p + [[n + i for i in g] for g in p]) for p in picked])
-        times = half
-    for low, high in inside + across:
-        vectors = [join(a, b, low, high) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
-    return vectors[0]
 
 
 def few_rows(
