@@ -16,6 +16,7 @@ Shapes: a (rows, depth), weight (cols, depth), out (rows, cols).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -35,7 +36,6 @@ from barellm.program.integers import ceil_div, round_up
 FEW = 64  # rows at most
 LEAST_SPAN = 24  # columns of a claim, at least
 PART_BYTES = 30 << 10  # of a block of columns, which every tile reads again
-CHUNK = 2  # units of the depth between two requests for what comes next
 LOW = 2  # rows of the last tile, where no more are left
 PAGE = 4096  # bytes after which a first cache puts lines into the same places
 
@@ -52,10 +52,11 @@ class Cut:
 
     @classmethod
     def of(cls, isa: ISA, dtype: str) -> Cut:
-        # Without fma the product needs a register, and so do halves of pairs where no mask is part of an instruction.
-        halves = dtype == "bf16" and not isa.dot and not isa.masked
-        wide = 6 if isa.fma and not halves else 4
-        return cls(8, 4, wide, isa.lanes) if isa.registers == 32 else cls(6 if isa.fma else 4, 2, wide, isa.lanes)
+        if isa.registers == 32:
+            halves = dtype == "bf16" and not isa.dot and not isa.masked  # which wait in registers of their own
+            return cls(8, 4, 4 if halves else 6, isa.lanes)
+        n = 6 if isa.fma else 4  # without fma the product needs a register
+        return cls(n, 2, n, isa.lanes)
 
     @property
     def span(self) -> int:
@@ -102,14 +103,19 @@ def _copies_bytes(isa: ISA) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """Columns over the part [first, last) of the depth: where the part begins in each. `tiles`: how many tiles of rows pass by.
-    `ahead(n)`: byte n of the block that comes next."""
+    """Columns over the part [first, last) of the depth, which is number `part`: where the part begins in each, and which column of
+    the claim the first of them is. `tiles`: how many tiles of rows pass by. `ahead`: the first byte of the block that comes next,
+    whose columns have `run` bytes; those of the next one follow them, or begin `apart` bytes further."""
 
     columns: list[Pointer]
+    column: Value
+    part: Value
     first: Value
     last: Value
     tiles: Value
-    ahead: Callable[[Value], Pointer]
+    ahead: Pointer
+    run: int = 0
+    apart: int = 0
 
 
 class FewRows:
@@ -176,9 +182,8 @@ class FewRows:
             columns = self._columns(column + c, wide, k.int(0))
             ahead = columns[0].at(wide * self.depth)
             chains = self._chains(1, wide)
-            self._multiply(
-                [self.a], Block(columns, k.int(0), k.int(self.depth), k.int(1), ahead.bytes), columns, chains, k.int(0)
-            )
+            block = Block(columns, c, k.int(0), k.int(0), k.int(self.depth), k.int(1), ahead)
+            self._multiply([self.a], block, columns, chains, k.int(0))
             self._add_lanes(chains[0], self.sums.at(c))
 
     def _blocks(self, column: Value) -> None:
@@ -190,60 +195,59 @@ class FewRows:
         with k.loop(0, self.parts) as p, k.loop(0, cut.span, cut.wide) as c:
             first = p * self.part
             columns = self._columns(column + c, cut.wide, first)
-            block = Block(columns, first, k.min(first + self.part, self.depth), tiles, self._next(columns[0], c))
+            last = k.min(first + self.part, self.depth)
+            block = Block(columns, c, p, first, last, tiles, **self._next(columns[0], c))
             near, begin = columns, k.int(0)
             if self.copies:
                 with k.when(copied):
-                    self._tile(block, columns, p, c, begin, cut.rows, begin, self.copies)
+                    self._tile(block, columns, begin, cut.rows, begin, self.copies)
                 near, begin = self._chosen(copied, self.copies, columns), k.select(copied, k.int(cut.rows), 0)
             with k.loop(begin, high, cut.rows) as row:
-                self._tile(block, near, p, c, row, cut.rows, row // cut.rows)
+                self._tile(block, near, row, cut.rows, row // cut.rows)
             if cut.rows > LOW:
                 with k.when(high < self.rows):
-                    self._tile(block, near, p, c, high, LOW, tiles - 1)
+                    self._tile(block, near, high, LOW, tiles - 1)
 
-    def _next(self, at: Value, c: Value) -> Callable[[Value], Pointer]:
-        """Where the bytes of the block behind the one at column c of the claim lie, whose first column is `at`: the next columns,
-        or the first ones over the next part."""
+    def _next(self, at: Pointer, c: Value) -> dict[str, Any]:
+        """Where the block behind the one at column c of the claim lies, whose first column is `at`: the next columns, or the first
+        ones over the next part."""
         k, cut = self.k, self.cut
+        beside = cut.wide * self.depth
         if self.parts == 1:
-            return at.at(cut.wide * self.depth).bytes
+            return {"ahead": at.at(beside)}
         ends = c.equals(cut.span - cut.wide)
-        start = at.at(
-            k.select(ends, k.int(self.part - (cut.span - cut.wide) * self.depth), k.int(cut.wide * self.depth))
-        )
-        part, beside = self.part * self.itemsize, self.depth * self.itemsize
-        return lambda n: start.bytes(n // part * beside + n % part)
+        ahead = at.at(k.select(ends, k.int(self.part - (cut.span - cut.wide) * self.depth), beside))
+        return {"ahead": ahead, "run": self.part * self.itemsize, "apart": (self.depth - self.part) * self.itemsize}
 
     def _chosen(self, condition: Value, these: list[Pointer], those: list[Pointer]) -> list[Pointer]:
+        """`these` where the condition holds, else `those`."""
         texts = [f"select {condition.typed}, ptr {a.ref}, ptr {b.ref}" for a, b in zip(these, those, strict=True)]
         return [Pointer(self.k, self.k.op("ptr", text).ref, self.a.dtype) for text in texts]
 
     def _tile(
-        self, block: Block, columns: list[Pointer], p: Value, c: Value, row: Value, rows: int, turn: Value,
+        self, block: Block, columns: list[Pointer], row: Value, rows: int, turn: Value,
         copies: list[Pointer] | None = None,
     ) -> None:  # fmt: skip
-        """`rows` rows from `row` on; where fewer are left, the last one again."""
+        """`rows` rows from `row` on, which are tile number `turn`; where fewer are left, the last one again."""
         k, cut = self.k, self.cut
         numbers = [k.min(row + i, self.rows - 1) for i in range(rows)]
         chains = self._chains(rows, cut.wide)
-        kept = self.kept.at((c * FEW + row * cut.wide) * k.lanes)
+        kept = self.kept.at((block.column * FEW + row * cut.wide) * k.lanes)
         each = [chain for of_row in chains for chain in of_row]
         if self.parts > 1:
-            with k.when(p > 0):
+            with k.when(block.part > 0):
                 for i, chain in enumerate(each):
                     chain.value = kept.load(i * k.lanes)
-        self._multiply(
-            [self.a.at(r * self.stride + block.first) for r in numbers], block, columns, chains, turn, copies
-        )
-        ends = p.equals(self.parts - 1)
+        left = [self.a.at(r * self.stride + block.first) for r in numbers]
+        self._multiply(left, block, columns, chains, turn, copies)
+        ends = block.part.equals(self.parts - 1)
         if self.parts > 1:
             with k.otherwise(ends):
                 for i, chain in enumerate(each):
                     kept.store(chain.value, i * k.lanes)
         with k.when(ends):
             for r, of_row in zip(numbers, chains, strict=True):
-                self._add_lanes(of_row, self.sums.at(r * self.width + c))
+                self._add_lanes(of_row, self.sums.at(r * self.width + block.column))
 
     def _chains(self, rows: int, columns: int) -> list[list[Var]]:
         return [[self.k.var_vec(0.0) for _ in range(columns)] for _ in range(rows)]
@@ -262,19 +266,23 @@ class FewRows:
         Meanwhile so many bytes of the next block are fetched that all tiles, of which this is number `turn`, fetch it all. Whole
         units are read from `columns` and written to `copies`."""
         k, unit, size = self.k, self.unit, block.last - block.first
-        whole = size // unit * unit
-        chunk = CHUNK * unit if self.choice.fetch else self.depth
-        step = k.int(len(block.columns) * chunk * self.itemsize) // block.tiles
-        lines, done = k.ceil_div(step, LINE), turn * k.ceil_div(whole, chunk)
-        with k.loop(0, whole, chunk) as begin:
+        whole, each = size // unit * unit, len(columns) * unit * self.itemsize
+        step = k.int(each) // block.tiles
+        begin, run = turn * (whole // unit) * step, block.run
+        place = k.var(begin // run * (run + block.apart) + begin % run if run else begin)
+        left_over = k.var(run - begin % run) if run else None
+        with k.loop(0, whole, unit) as d:
             if self.choice.fetch:
-                at = block.ahead((done + begin // chunk) * step)
-                with k.loop(0, lines) as line:
-                    k.prefetch(at.bytes(line * LINE), near=self.choice.fetch == 1)
-            with k.loop(begin, k.min(begin + chunk, whole), unit) as d:
-                self._unit([x.at(d) for x in left], [w.at(d) for w in columns], chains)
-                for column, copy in zip(columns, copies or (), strict=False):
-                    self._copy_unit(column.at(d), copy.at(d))
+                self._fetch(block.ahead.bytes(place.value), each, step, one=len(left) == 1)
+                place.value = place.value + step
+                if left_over:
+                    rest = left_over.value - step
+                    ends = rest <= 0
+                    place.value = k.select(ends, place.value + block.apart, place.value)
+                    left_over.value = k.select(ends, rest + run, rest)
+            self._unit([x.at(d) for x in left], [w.at(d) for w in columns], chains)
+            for column, copy in zip(columns, copies or (), strict=False):
+                self._copy_unit(column.at(d), copy.at(d))
         if not self.depth % unit:
             return
         with k.when(block.last.equals(self.depth)):
@@ -303,7 +311,19 @@ class FewRows:
             for c, w in enumerate(right):
                 self._link(xs, w.load(), chains, c)
 
+    def _fetch(self, at: Pointer, most: int, count: Value, *, one: bool) -> None:
+        """Ask for `count` bytes from `at` on, or up to twice as many lines: a branch that goes one way throughout a product costs
+        less than a loop. There are `most` at most, and so many if the tile is `one` row."""
+        k, first = self.k, 0
+        while first * LINE < most:
+            last = min(max(1, 2 * first), ceil_div(most, LINE))
+            with nullcontext() if one or not first else k.when(count > first * LINE):
+                for line in range(first, last):
+                    k.prefetch(at.bytes(line * LINE), near=self.choice.fetch == 1)
+            first = last
+
     def _copy_unit(self, source: Pointer, target: Pointer) -> None:
+        """Copy the bytes of a unit as they are."""
         k, bits = self.k, f"<{self.unit * self.itemsize // 4} x i32>"
         value = k.op(bits, f"load {bits}, ptr {source.ref}, align {self.itemsize}")
         k.line(f"store {value.typed}, ptr {target.ref}, align {self.itemsize}")
