@@ -36,6 +36,7 @@ from barellm.program.integers import ceil_div, round_up
 FEW = 64  # rows at most
 LEAST_SPAN = 24  # columns of a claim, at least
 PART_BYTES = 30 << 10  # of a block of columns, which every tile reads again
+COPIED = 8  # rows up to which columns are multiplied where they lie, wherever that is
 LOW = 2  # rows of the last tile, where no more are left
 PAGE = 4096  # bytes after which a first cache puts lines into the same places
 
@@ -145,8 +146,7 @@ class FewRows:
         parts = max(1, round(self.cut.wide * depth * self.itemsize / PART_BYTES))
         self.part = round_up(ceil_div(depth, parts), self.unit)
         self.parts = ceil_div(depth, self.part)
-        # Columns a multiple of a page apart displace each other in the first cache, and rows of x do too. So the first tile of rows
-        # leaves copies side by side to the others.
+        # Columns a multiple of a page apart displace each other in the first cache, and rows of x do too. Copies lie side by side.
         self.pitch = self.part * self.itemsize + LINE
         apart = depth * self.itemsize % PAGE == 0
         self.copies = [copies.bytes(i * self.pitch).as_dtype(a.dtype) for i in range(self.cut.wide)] if apart else []
@@ -191,18 +191,13 @@ class FewRows:
         k, cut = self.k, self.cut
         high = (self.rows + 1) // cut.rows * cut.rows  # rows of high tiles, the last of which may have a row less
         tiles = high // cut.rows + k.ceil_div(self.rows - high, LOW)
-        copied = self.rows > cut.rows
         with k.loop(0, self.parts) as p, k.loop(0, cut.span, cut.wide) as c:
             first = p * self.part
             columns = self._columns(column + c, cut.wide, first)
             last = k.min(first + self.part, self.depth)
             block = Block(columns, c, p, first, last, tiles, **self._next(columns[0], c))
-            near, begin = columns, k.int(0)
-            if self.copies:
-                with k.when(copied):
-                    self._tile(block, columns, begin, cut.rows, begin, self.copies)
-                near, begin = self._chosen(copied, self.copies, columns), k.select(copied, k.int(cut.rows), 0)
-            with k.loop(begin, high, cut.rows) as row:
+            near = self._copied(block) if self.copies else columns
+            with k.loop(0, high, cut.rows) as row:
                 self._tile(block, near, row, cut.rows, row // cut.rows)
             if cut.rows > LOW:
                 with k.when(high < self.rows):
@@ -219,15 +214,19 @@ class FewRows:
         ahead = at.at(k.select(ends, k.int(self.part - (cut.span - cut.wide) * self.depth), beside))
         return {"ahead": ahead, "run": self.part * self.itemsize, "apart": (self.depth - self.part) * self.itemsize}
 
-    def _chosen(self, condition: Value, these: list[Pointer], those: list[Pointer]) -> list[Pointer]:
-        """`these` where the condition holds, else `those`."""
-        texts = [f"select {condition.typed}, ptr {a.ref}, ptr {b.ref}" for a, b in zip(these, those, strict=True)]
-        return [Pointer(self.k, self.k.op("ptr", text).ref, self.a.dtype) for text in texts]
+    def _copied(self, block: Block) -> list[Pointer]:
+        """Where a block's columns are multiplied: copies of their whole units, if there are enough rows for that."""
+        k, many, bits = self.k, self.rows > COPIED, f"<{self.unit * self.itemsize // 4} x i32>"
+        whole = (block.last - block.first) // self.unit * self.unit
+        with k.when(many), k.loop(0, whole, self.unit) as d:
+            for column, copy in zip(block.columns, self.copies, strict=True):
+                value = k.op(bits, f"load {bits}, ptr {column.at(d).ref}, align {self.itemsize}")
+                k.line(f"store {value.typed}, ptr {copy.at(d).ref}, align {self.itemsize}")
+        pairs = zip(self.copies, block.columns, strict=True)
+        texts = [f"select {many.typed}, ptr {copy.ref}, ptr {column.ref}" for copy, column in pairs]
+        return [Pointer(k, k.op("ptr", text).ref, self.a.dtype) for text in texts]
 
-    def _tile(
-        self, block: Block, columns: list[Pointer], row: Value, rows: int, turn: Value,
-        copies: list[Pointer] | None = None,
-    ) -> None:  # fmt: skip
+    def _tile(self, block: Block, columns: list[Pointer], row: Value, rows: int, turn: Value) -> None:
         """`rows` rows from `row` on, which are tile number `turn`; where fewer are left, the last one again."""
         k, cut = self.k, self.cut
         numbers = [k.min(row + i, self.rows - 1) for i in range(rows)]
@@ -239,7 +238,7 @@ class FewRows:
                 for i, chain in enumerate(each):
                     chain.value = kept.load(i * k.lanes)
         left = [self.a.at(r * self.stride + block.first) for r in numbers]
-        self._multiply(left, block, columns, chains, turn, copies)
+        self._multiply(left, block, columns, chains, turn)
         ends = block.part.equals(self.parts - 1)
         if self.parts > 1:
             with k.otherwise(ends):
@@ -259,12 +258,11 @@ class FewRows:
         return [self.weight.at(c * self.depth + depth) for c in at]
 
     def _multiply(
-        self, left: list[Pointer], block: Block, columns: list[Pointer], chains: list[list[Var]], turn: Value,
-        copies: list[Pointer] | None = None,
-    ) -> None:  # fmt: skip
+        self, left: list[Pointer], block: Block, columns: list[Pointer], chains: list[list[Var]], turn: Value
+    ) -> None:
         """Adds the products of rows, each given where the block's part of the depth begins, with the block's columns to the chains.
         Meanwhile so many bytes of the next block are fetched that all tiles, of which this is number `turn`, fetch it all. Whole
-        units are read from `columns` and written to `copies`."""
+        units are read from `columns`."""
         k, unit, size = self.k, self.unit, block.last - block.first
         whole, each = size // unit * unit, len(columns) * unit * self.itemsize
         step = k.int(each) // block.tiles
@@ -281,8 +279,6 @@ class FewRows:
                     place.value = k.select(ends, place.value + block.apart, place.value)
                     left_over.value = k.select(ends, rest + run, rest)
             self._unit([x.at(d) for x in left], [w.at(d) for w in columns], chains)
-            for column, copy in zip(columns, copies or (), strict=False):
-                self._copy_unit(column.at(d), copy.at(d))
         if not self.depth % unit:
             return
         with k.when(block.last.equals(self.depth)):
@@ -321,12 +317,6 @@ class FewRows:
                 for line in range(first, last):
                     k.prefetch(at.bytes(line * LINE), near=self.choice.fetch == 1)
             first = last
-
-    def _copy_unit(self, source: Pointer, target: Pointer) -> None:
-        """Copy the bytes of a unit as they are."""
-        k, bits = self.k, f"<{self.unit * self.itemsize // 4} x i32>"
-        value = k.op(bits, f"load {bits}, ptr {source.ref}, align {self.itemsize}")
-        k.line(f"store {value.typed}, ptr {target.ref}, align {self.itemsize}")
 
     def _link(self, xs: list[Value], w: Value, chains: list[list[Var]], column: int) -> None:
         for x, of_row in zip(xs, chains, strict=True):
