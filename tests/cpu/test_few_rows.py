@@ -12,7 +12,7 @@ from barellm.assembly.machine import build_programs
 from barellm.cpu import jit, step
 from barellm.cpu.isa import ISA, cross
 from barellm.cpu.kernel import KernelBuilder, Specialisation
-from barellm.cpu.kernels import few_rows, few_tiles
+from barellm.cpu.kernels import few_rows, few_tiles, linear
 from barellm.cpu.lang import Pointer
 from barellm.cpu.lang.vector import sums_of_lanes
 from barellm.cpu.step import CpuSession, Lowered
@@ -28,8 +28,13 @@ from barellm.program.tensor import Dim
 from barellm.runtime.lowering import decodes
 from tests.cases import VIEWED, as_operand, chain_bound, check_network, normal, operands, viewed_case
 from tests.cpu.check import ISAS, changed, check_op, isa_named
+from tests.simulators import amx_emulator
+from tests.simulators.amx_emulator import EMULATED
 
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+each_tiled = pytest.mark.parametrize(
+    "isa", [*(isa_named(n) for n in ISAS), *EMULATED], ids=[*ISAS, *("amx emulated" for _ in EMULATED)]
+)
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 # (batch, seq, N, K): one, primes, one more and one less than tiles, claims, vectors and pairs of rows; 66 rows are not few.
 SHAPES = [(1, 1, 1, 1), (1, 1, 65, 31), (1, 2, 23, 33), (1, 5, 50, 129), (7, 9, 47, 64), (2, 32, 49, 17), (2, 33, 9, 5)]
@@ -39,6 +44,12 @@ SHAPES = [(1, 1, 1, 1), (1, 1, 65, 31), (1, 2, 23, 33), (1, 5, 50, 129), (7, 9, 
 def asked(monkeypatch):
     """Every program may have few rows."""
     monkeypatch.setattr(step, "decodes", lambda program: True)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Kernels of the emulated ISA get functions for their tile instructions."""
+    monkeypatch.setattr(Specialisation, "ir", amx_emulator.ir)
 
 
 def check_matmul(isa: ISA, dtype: str, shape: tuple[int, int, int, int]) -> None:
@@ -54,7 +65,8 @@ def test_matmul(isa, dtype, shape):
     check_matmul(isa, dtype, shape)
 
 
-@each_isa
+@each_tiled
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     "shape", [(1, 1, 64, 32), (1, 16, 100, 96), (1, 17, 129, 64), (1, 33, 64, 32), (7, 9, 191, 32)], ids=str
 )
@@ -79,11 +91,34 @@ def test_columns_of_wider_tensors(isa, dtype):
         check_op(ops.Matmul, isa, **viewed_case(ops.Matmul, viewed, dtype, "add" if viewed[1] else "store"))
 
 
-@each_isa
+@each_tiled
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("dtype, cols, depth", [("fp32", 37, 101), ("bf16", 37, 101), ("bf16", 101, 64)])
 def test_a_row_has_the_same_bits_in_any_company(isa, dtype, cols, depth, monkeypatch):
     """Text that is written alone is the text that is written in a batch."""
     changed(monkeypatch, few_rows, PART_BYTES=768)
+    found = products(isa, dtype, cols, depth, (64, 63, 17, 5, 2, 1))
+    assert np.isfinite(found[0]).all()
+    for some in found:
+        assert np.array_equal(some, found[0][: len(some)]), len(some)
+
+
+@each_tiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype, cols, depth", [("fp32", 37, 1024), ("bf16", 37, 101), ("bf16", 101, 64)])
+def test_every_way_to_walk_a_weight_has_the_same_bits(isa, dtype, cols, depth, monkeypatch):
+    ways = few_rows.few_choices(isa, dtype, cols, depth)
+    assert len(set(ways)) == len(ways) >= 6
+    found = []
+    for way in ways:
+        monkeypatch.setattr(linear, "choose_few", lambda *product, way=way: way)
+        found.append(products(isa, dtype, cols, depth, (1, 33)))
+    for some in found:
+        assert all(np.array_equal(a, b) for a, b in zip(some, found[0], strict=True))
+
+
+def products(isa: ISA, dtype: str, cols: int, depth: int, rows: tuple[int, ...]) -> list[np.ndarray]:
+    """The first n rows of one x times one weight, for each n of `rows`."""
     p = Program(Store(), compute=dtype)
     x = p.input("x", (Dim("batch", 64), depth), dtype)
     weight = p.parameter("weight", (cols, depth))
@@ -92,14 +127,12 @@ def test_a_row_has_the_same_bits_in_any_company(isa, dtype, cols, depth, monkeyp
     values = normal(64, depth)
     session.write("weight", normal(cols, depth, seed=3))
     found = []
-    for rows in (64, 63, 17, 5, 2, 1):
-        session.write("x", values[:rows])
-        session.run("op", batch=rows)
+    for n in rows:
+        session.write("x", values[:n])
+        session.run("op", batch=n)
         found.append(session.read("y").copy())
     session.close()
-    assert np.isfinite(found[0]).all()
-    for some in found:
-        assert np.array_equal(some, found[0][: len(some)]), len(some)
+    return found
 
 
 def test_only_decoding_may_have_few_rows(monkeypatch):
