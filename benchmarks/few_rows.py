@@ -113,7 +113,9 @@ def tuned_choices(bench: Bench, dtype: str, roles: list[str]) -> dict[str, Any]:
         p.output(role, p.linear(x, weight))
     works = works_of(Lowered(p, bench.isa, bench.threads, few_rows=True).calls)
     few = [work for work in works if work.few]
-    verdicts = tune(few, bench.isa, threads=bench.threads, footprint=COLD, seconds=600, each=print)
+    verdicts = tune(
+        few, bench.isa, threads=bench.threads, footprint=COLD, seconds=600, each=lambda v: print(v.work, v.best)
+    )
     best = {(v.work.cols, v.work.depth): v.best for v in verdicts}
     return {role: best[ROLES[role]] for role in roles}
 
@@ -153,9 +155,9 @@ def page() -> str:
     """docs/few_rows.md with the tables between its marks as the files have them."""
     text = PAGE.read_text()
     for name, folder in TABLES.items():
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, rest = text.split(begin)
-        text = before + begin + table(folder) + end + rest.split(end)[1]
+        text = f"{before}{begin}{table(folder)}\n{end}{rest.split(end)[1]}"
     return text
 
 

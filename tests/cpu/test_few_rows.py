@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from barellm.assembly.machine import build_programs
 from barellm.cpu import jit, step
+from barellm.cpu.backend import Bench
 from barellm.cpu.isa import ISA, cross
 from barellm.cpu.kernel import KernelBuilder, Specialisation
 from barellm.cpu.kernels import few_rows, few_tiles, linear
@@ -21,10 +23,11 @@ from barellm.inspect import machine_code
 from barellm.inspect.kernels import ARM_TRIPLE, X86_TRIPLE
 from barellm.models import preset
 from barellm.overrides import changed as changed_config
-from barellm.program import ops
+from barellm.program import ops, scalars
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import itemsize
 from barellm.program.tensor import Dim
+from barellm.runtime.arena import ScalarBlock
 from barellm.runtime.lowering import decodes
 from tests.cases import VIEWED, as_operand, chain_bound, check_network, normal, operands, viewed_case
 from tests.cpu.check import ISAS, changed, check_op, isa_named
@@ -264,6 +267,48 @@ def test_what_comes_next_is_asked_into_the_cache_of_the_choice(fetch, asked):
     spec = spec_of("fp32", cross("avx2", X86_TRIPLE), fetch=fetch)
     ir = spec.ir(cross("avx2", X86_TRIPLE))
     assert set(re.findall(r"prefetch.p0\(ptr %\w+, i32 0, i32 (\d), i32 1\)", ir)) == asked
+
+
+@each_isa
+@pytest.mark.parametrize("dtype, depth, part", [("fp32", 768, 30 << 10), ("bf16", 192, 30 << 10), ("fp32", 1024, 6000)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 23, 64])
+def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch):
+    """Every line of the weight behind the first block, in one part of the depth or in several. Each request leaves a mark beside
+    the weight, as far from its beginning as what it asks for."""
+    monkeypatch.setattr(few_rows, "PART_BYTES", part)
+    cols = 3 * few_rows.Cut.of(isa, dtype).span
+    nbytes = cols * depth * itemsize(dtype)
+    memory = np.zeros(
+        2 * nbytes + (1 << 20), np.uint8
+    )  # a weight, and marks; the last block asks for what lies behind it
+    behind = 64 * (nbytes // 64 + 4096)
+
+    def mark(k, p, near):
+        k.line(f"store i8 1, ptr {p.bytes(behind).ref}, align 1")
+
+    monkeypatch.setattr(KernelBuilder, "prefetch", mark)
+    if few_rows.few_tiles.fits(isa, dtype, cols, depth):
+        pytest.skip("tiles fetch in another order")
+    weight = (memory.ctypes.data + 63) & ~63
+    x, out, scalar = np.zeros((rows, depth), np.float32), np.zeros((rows, cols), np.float32), ScalarBlock()
+    private = np.zeros(few_rows.few_private(isa, depth) + 64, np.uint8)
+    choice = replace(few_rows.few_choices(isa, dtype, cols, depth)[0], fetch=1)
+    constants = {"cols": cols, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
+    constants |= {"choice": choice}
+    spec = Specialisation(few_rows.few_rows, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items())))
+    scalar.ints[scalars.SCALARS["batch"].index] = rows
+    monkeypatch.setattr(jit, "cached_object", lambda key, isa, ir: jit.compile_object(ir(), isa))
+    with closing(Bench(1, isa)) as bench:
+        bench.pool.bind(scalar.address, (private.ctypes.data + 63) & ~63, private.nbytes - 64, memory=(private, scalar))
+        bench.timed(spec, [out.ctypes.data, x.ctypes.data, weight], repeats=1)
+    marks = memory[weight - memory.ctypes.data + behind :][:nbytes].reshape(-1, 64).any(1).reshape(cols, -1)
+    made = few_rows.FewRows(
+        KernelBuilder(isa), *(Pointer(KernelBuilder(isa), "%p", dtype),) * 2, KernelBuilder(isa).int(rows), cols=cols, depth=depth,
+        stride=depth, choice=choice,
+    )  # fmt: skip
+    first = made.cut.columns if rows == 1 else made.cut.wide
+    marks[:first, : -(-made.part * itemsize(dtype) // 64) if rows > 1 else None] = True
+    assert marks.mean() > 0.9  # where a column ends, up to a turn of the loop is left out
 
 
 def test_texts_side_by_side_are_no_more_than_have_the_bits_of_one():

@@ -195,7 +195,7 @@ class FewRows:
             first = p * self.part
             columns = self._columns(column + c, cut.wide, first)
             last = k.min(first + self.part, self.depth)
-            block = Block(columns, c, p, first, last, tiles, **self._next(columns[0], c))
+            block = Block(columns, c, p, first, last, tiles, **self._next(columns[0], c, p))
             near = self._copied(block) if self.copies else columns
             with k.loop(0, high, cut.rows) as row:
                 self._tile(block, near, row, cut.rows, row // cut.rows)
@@ -203,15 +203,17 @@ class FewRows:
                 with k.when(high < self.rows):
                     self._tile(block, near, high, LOW, tiles - 1)
 
-    def _next(self, at: Pointer, c: Value) -> dict[str, Any]:
-        """Where the block behind the one at column c of the claim lies, whose first column is `at`: the next columns, or the first
-        ones over the next part."""
+    def _next(self, at: Pointer, c: Value, p: Value) -> dict[str, Any]:
+        """Where the block behind the one at column c of the claim and part p lies, whose first column is `at`: the next columns, or
+        the first ones over the next part, or those of the next claim."""
         k, cut = self.k, self.cut
         beside = cut.wide * self.depth
         if self.parts == 1:
             return {"ahead": at.at(beside)}
-        ends = c.equals(cut.span - cut.wide)
-        ahead = at.at(k.select(ends, k.int(self.part - (cut.span - cut.wide) * self.depth), beside))
+        back = k.select(
+            p.equals(self.parts - 1), beside - p * self.part, self.part - (cut.span - cut.wide) * self.depth
+        )
+        ahead = at.at(k.select(c.equals(cut.span - cut.wide), back, beside))
         return {"ahead": ahead, "run": self.part * self.itemsize, "apart": (self.depth - self.part) * self.itemsize}
 
     def _copied(self, block: Block) -> list[Pointer]:
