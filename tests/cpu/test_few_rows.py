@@ -302,10 +302,9 @@ def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch
         bench.pool.bind(scalar.address, (private.ctypes.data + 63) & ~63, private.nbytes - 64, memory=(private, scalar))
         bench.timed(spec, [out.ctypes.data, x.ctypes.data, weight], repeats=1)
     marks = memory[weight - memory.ctypes.data + behind :][:nbytes].reshape(-1, 64).any(1).reshape(cols, -1)
-    made = few_rows.FewRows(
-        KernelBuilder(isa), *(Pointer(KernelBuilder(isa), "%p", dtype),) * 2, KernelBuilder(isa).int(rows), cols=cols, depth=depth,
-        stride=depth, choice=choice,
-    )  # fmt: skip
+    k = KernelBuilder(isa)
+    a, w = (Pointer(k, name, dtype) for name in ("%a", "%weight"))
+    made = few_rows.FewRows(k, a, w, k.int(rows), cols=cols, depth=depth, stride=depth, choice=choice)
     first = made.cut.columns if rows == 1 else made.cut.wide
     marks[:first, : -(-made.part * itemsize(dtype) // 64) if rows > 1 else None] = True
     assert marks.mean() > 0.9  # where a column ends, up to a turn of the loop is left out
