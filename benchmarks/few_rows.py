@@ -1,21 +1,23 @@
-"""Products of 1 to 64 rows with gpt2-124m's matrices, as a share of what memory and the multiplier allow, in turns with the kernel
-that packs.
+"""Products of 1 to 64 rows with gpt2-124m's matrices, as a share of what memory and the multiplier allow: `python -m
+benchmarks.few_rows --dtype bf16 --out FILE`. In turns with the kernel that packs, with `--torch` PyTorch's `F.linear` on the same
+numbers, behind ours in each turn, and with `--tuned` what the tuner chose, which tunes first. `--write` makes the tables of
+docs/few_rows.md.
 
-    python -m benchmarks.few_rows --dtype bf16 --out benchmarks/results/few-rows-bf16.json
-
-Each product goes through weights that no cache holds together, random normal numbers. In every round plain reading of as much
-memory and the peak of multiply-adds of the dtype are measured too. The bound is the larger of the time of reading the weight at the
-best rate seen and the time of the operations at the best peak seen.
+Each product goes through weights that no cache holds together, random normal numbers. Beside the products, plain reading of as much
+memory and the peak of multiply-adds of the dtype are measured. The bound is the larger of the time of reading the weight and the
+time of the operations at the median peak. Memory gives more to some ways of reading than to a plain loop, so its rate is the median
+of plain reading or that of the product that reads fastest, whichever is higher.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -25,49 +27,43 @@ from barellm.cpu.backend import Bench, describe
 from barellm.cpu.choices import default
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import gemm
-from barellm.cpu.kernels.few_rows import few_choices, few_private, few_rows
+from barellm.cpu.kernels.few_rows import FEW, few_choices, few_private, few_rows
 from barellm.cpu.lang.sync import RECORD_NBYTES
-from barellm.cpu.processor import name as processor
+from barellm.cpu.step import Lowered
+from barellm.cpu.tuner.tuner import tune
+from barellm.cpu.tuner.work import works_of
 from barellm.kernels.arrays import address
 from barellm.program import scalars
+from barellm.program.builder import Program, Store
 from barellm.program.dtypes import encode, itemsize
 from barellm.program.integers import round_up
+from barellm.program.tensor import Dim
 from barellm.runtime.arena import ScalarBlock
 
 ROLES = {"qkv": (2304, 768), "proj": (768, 768), "fc": (3072, 768), "fcproj": (768, 3072), "head": (50304, 768)}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-COLD = 96 << 20  # bytes that a walk reads at least: three times the last cache
+KINDS = {"few": "ours", "packed": "packing", "torch": "PyTorch"}  # and what the tables call them
+COLD = 192 << 20  # bytes that a walk reads at least: several times the last cache
+SPINNING = 0.3  # seconds after which PyTorch's threads, which wait for more work for a while, leave the cores to ours
 PRIVATE = 1 << 22  # bytes of a thread's own scratch: what either kernel asks for is less
+PAGE, RESULTS = Path(__file__).parents[1] / "docs" / "few_rows.md", Path(__file__).parent / "results"
+TABLES = {"zen4": RESULTS, "xeon": RESULTS / "xeon-amx"}  # by the marks of the page
 
 
-class Table:
-    """A walk over as many weights of a product as memory holds."""
+class Walk:
+    """A walk of one of our kernels over as many weights of a product as memory holds."""
 
-    def __init__(
-        self, bench: Bench, kind: str, dtype: str, cols: int, depth: int, memory: dict[str, np.ndarray]
-    ) -> None:
-        constants: dict[str, Any] = {
-            "cols": cols,
-            "depth": depth,
-            "dims": ("batch",),
-            "inner": 1,
-            "epilogues": (),
-            "mode": "store",
-        }
+    def __init__(self, bench: Bench, emit: Any, dtype: str, cols: int, depth: int, choice: Any, memory: dict) -> None:
+        constants = {"cols": cols, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
         operands: tuple[str | None, ...] = ("fp32", None, dtype, dtype, None, None)
-        emit: Any = few_rows
-        constants["choice"] = few_choices(bench.isa, dtype, cols, depth)[0]
-        if kind == "packed":
-            emit, operands = gemm.product, (*operands, "int", "int")
-            constants |= {"transposed": True, "choice": default(bench.isa, "forward", dtype, cols, depth, 64)}
-        spec = Specialisation(emit, operands, tuple(sorted(constants.items())))
+        if emit is gemm.product:
+            operands, constants = (*operands, "int", "int"), constants | {"transposed": True}
+        spec = Specialisation(emit, operands, tuple(sorted((constants | {"choice": choice}).items())))
         self.code = jit.Library([jit.cached_object(spec.key, bench.isa, lambda: spec.ir(bench.isa))], bench.isa)
         self.bench, nbytes = bench, cols * depth * itemsize(dtype)
         self.calls = memory["weights"].nbytes // nbytes
-        self.args = np.array(
-            [[address(memory["out"]), address(memory["x"]), address(memory["weights"]) + i * nbytes, 0, 1 << 40]
-             for i in range(self.calls)]
-        )  # fmt: skip
+        first = [address(memory[name]) for name in ("out", "x", "weights")]
+        self.args = np.array([[*first[:2], first[2] + i * nbytes, 0, 1 << 40] for i in range(self.calls)])
         words = RECORD_NBYTES // 8
         self.memory = np.zeros((self.calls + 1) * words, np.int64)
         skip = -address(self.memory) % RECORD_NBYTES // 8
@@ -75,76 +71,165 @@ class Table:
         for i in range(self.calls):
             self.records[i, :3] = self.code.address(spec.symbol()), address(self.args[i]), 1
 
-    def seconds(self) -> float:
-        """Of one product."""
-        start = time.perf_counter()
+    def __call__(self, rows: int) -> float:
+        """Seconds of one product."""
+        start = perf_counter()
         self.bench.pool.run(address(self.records), self.calls)
-        return (time.perf_counter() - start) / self.calls
+        return (perf_counter() - start) / self.calls
+
+
+def torch_walk(threads: int, cols: int, depth: int, memory: dict[str, np.ndarray]) -> Callable[[int], float]:
+    """The same walk of PyTorch's."""
+    import torch
+
+    torch.set_num_threads(threads)
+
+    def shaped(name: str) -> Any:
+        stored = memory[name]
+        count = stored.size // (cols * depth) if name == "weights" else FEW
+        shape = (count, cols, depth) if name == "weights" else (count, depth)
+        found = torch.from_numpy(stored.view(np.int16) if stored.itemsize == 2 else stored)
+        found = found.view(torch.bfloat16) if stored.itemsize == 2 else found
+        return found[: count * depth * (cols if name == "weights" else 1)].view(shape)
+
+    x, weights = shaped("x"), shaped("weights")
+
+    def walk(rows: int) -> float:
+        some, start = x[:rows], perf_counter()
+        with torch.inference_mode():
+            for weight in weights:
+                torch.nn.functional.linear(some, weight)
+        return (perf_counter() - start) / len(weights)
+
+    return walk
+
+
+def tuned_choices(bench: Bench, dtype: str, roles: list[str]) -> dict[str, Any]:
+    """What the tuner finds best for one row, by role, as `barellm tune` does it."""
+    p = Program(Store(), compute=dtype)
+    for role in roles:
+        cols, depth = ROLES[role]
+        x, weight = p.input(f"x {role}", (Dim("batch", FEW), depth), dtype), p.parameter(f"w {role}", (cols, depth))
+        p.output(role, p.linear(x, weight))
+    works = works_of(Lowered(p, bench.isa, bench.threads, few_rows=True).calls)
+    few = [work for work in works if work.few]
+    verdicts = tune(
+        few, bench.isa, threads=bench.threads, footprint=COLD, seconds=600, each=lambda v: print(v.work, v.best)
+    )
+    best = {(v.work.cols, v.work.depth): v.best for v in verdicts}
+    return {role: best[ROLES[role]] for role in roles}
+
+
+def rate_of(result: dict[str, Any]) -> float:
+    """Bytes/s of memory in the run of a file."""
+    nbytes = itemsize(result["dtype"])
+    fastest = [
+        ROLES[row["role"]][0] * ROLES[row["role"]][1] * nbytes / median(row["seconds"]) for row in result["products"]
+    ]
+    return max(median(result["reading"]), *fastest)
+
+
+def shares(result: dict[str, Any]) -> dict[tuple[str, int, str], float]:
+    """The share of the bound of each (role, rows, kernel) of a file: medians."""
+    rate, peak, found = rate_of(result), median(result["peak"]), {}
+    for row in result["products"]:
+        cols, depth = ROLES[row["role"]]
+        bound = max(cols * depth * itemsize(result["dtype"]) / rate, 2 * row["rows"] * cols * depth / peak)
+        found[row["role"], row["rows"], row["kernel"]] = bound / median(row["seconds"])
+    return found
+
+
+def table(folder: Path) -> str:
+    """The shares in the files of a processor, in percent, with the kernels of a cell in the order of KINDS."""
+    lines = ["| | rows | " + " | ".join(ROLES) + " |", "|---" * (2 + len(ROLES)) + "|"]
+    for dtype in ("bf16", "fp32"):
+        found = shares(json.loads((folder / f"few-rows-{dtype}.json").read_text()))
+        kinds = [kind for kind in KINDS if any(key[2] == kind for key in found)]
+        for rows in ROWS:
+            cells = [" / ".join(f"{100 * found[role, rows, kind]:.0f}" for kind in kinds) for role in ROLES]
+            lines.append(f"| {dtype} | {rows} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """docs/few_rows.md with the tables between its marks as the files have them."""
+    text = PAGE.read_text()
+    for name, folder in TABLES.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}{table(folder)}\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--kinds", nargs="+", choices=("few", "packed"), default=["few", "packed"])
+    parser.add_argument("--torch", action="store_true")
+    parser.add_argument("--tuned", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processor", default="", help="its name, if not the one that the system tells")
+    parser.add_argument("--write", action="store_true")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    facts, block = describe(), ScalarBlock()
+    a = parser.parse_args()
+    if a.write:
+        PAGE.write_text(page())
+        return
+    block = ScalarBlock()
     with closing(Bench()) as bench:
-        largest, most = max(cols * depth for cols, depth in ROLES.values()), max(args.rows)
+        largest, most = max(cols * depth for cols, depth in ROLES.values()), max(a.rows)
         r = np.random.default_rng(1)
 
         def drawn(count: int) -> np.ndarray:
-            return encode(r.standard_normal(count, np.float32), args.dtype)[0]
+            return encode(r.standard_normal(count, np.float32), a.dtype)[0]
 
         memory = {
-            "weights": drawn(max(COLD // itemsize(args.dtype), largest)),
-            "x": drawn(most * max(depth for _, depth in ROLES.values())),
+            "weights": drawn(max(COLD // itemsize(a.dtype), largest)),
+            "x": drawn(FEW * max(depth for _, depth in ROLES.values())),
             "out": np.zeros(most * max(cols for cols, _ in ROLES.values()), np.float32),
             "private": np.zeros((bench.threads + 1) * PRIVATE, np.uint8),
         }
         assert max(few_private(bench.isa, depth) for _, depth in ROLES.values()) <= PRIVATE
         bench.pool.bind(block.address, round_up(address(memory["private"]), 64), PRIVATE, memory=memory)
-        tables = {
-            (role, kind): Table(bench, kind, args.dtype, *ROLES[role], memory)
-            for role in args.roles
-            for kind in args.kinds
-        }
-        seconds: dict[str, list[float]] = {}
+        chosen = tuned_choices(bench, a.dtype, a.roles) if a.tuned else {}
+        walks: dict[tuple[str, str], Callable[[int], float]] = {}
+        for role in a.roles:
+            cols, depth = ROLES[role]
+            untuned = few_choices(bench.isa, a.dtype, cols, depth)[0]
+            ways = {"few": untuned, "packed": default(bench.isa, "forward", a.dtype, cols, depth, FEW)}
+            ways = {kind: way for kind, way in ways.items() if kind in a.kinds} | (
+                {"tuned": chosen[role]} if chosen else {}
+            )
+            for kind, way in ways.items():
+                emit = gemm.product if kind == "packed" else few_rows
+                walks[role, kind] = Walk(bench, emit, a.dtype, cols, depth, way, memory)
+            if a.torch:
+                walks[role, "torch"] = torch_walk(bench.threads, cols, depth, memory)
+        seconds: dict[tuple[str, int, str], list[float]] = {}
         reading, peaks = [], []
-        for turn in range(args.rounds + 1):
-            reading.append(bench.bandwidth((8, 0, 0), 1 << 27))
-            peaks.append(bench.peak(args.dtype))
-            for rows in args.rows:
+        for turn in range(a.rounds + 1):
+            reading.append(bench.bandwidth((8, 0, 0), COLD))
+            peaks.append(bench.peak(a.dtype))
+            for rows in a.rows:
                 block.ints[scalars.SCALARS["batch"].index] = rows
-                for (role, kind), table in tables.items():
-                    found = table.seconds()
+                if a.torch:
+                    sleep(SPINNING)
+                for (role, kind), walk in sorted(walks.items(), key=lambda item: item[0][1] == "torch"):
+                    found = walk(rows)
                     if turn:  # the first round fills tables of addresses
-                        seconds.setdefault(f"{role} {rows} {kind}", []).append(found)
-    rate, peak = max(reading), max(peaks)
-    rows_of_table = []
-    for key, found in seconds.items():
-        role, rows, kind = key.split()
-        cols, depth = ROLES[role]
-        bound = max(cols * depth * itemsize(args.dtype) / rate, 2 * int(rows) * cols * depth / peak)
-        best, median = min(found), statistics.median(found)
-        row = {"role": role, "rows": int(rows), "kernel": kind, "bound_s": bound, "of_bound": bound / median}
-        rows_of_table.append(row | {"best_of_bound": bound / best, "seconds": found})
+                        seconds.setdefault((role, rows, kind), []).append(found)
+    products = [{"role": r, "rows": n, "kernel": kind, "seconds": found} for (r, n, kind), found in seconds.items()]
+    result = describe() | ({"processor": a.processor} if a.processor else {})
+    result |= {"dtype": a.dtype, "reading": reading, "peak": peaks, "products": products}
+    result |= {"choices": {role: str(choice) for role, choice in chosen.items()}} if chosen else {}
+    for (role, rows, kind), share in shares(result).items():
         print(
-            f"{key:<18}{1e6 * median:9.0f} us {bound / median:6.0%} of the bound, best {bound / best:.0%}", flush=True
+            f"{role:<7}{rows:>3} {kind:<7}{1e6 * median(seconds[role, rows, kind]):9.0f} us {share:5.0%} of the bound"
         )
-    result = {
-        "processor": processor(),
-        **facts,
-        "dtype": args.dtype,
-        "reading": reading,
-        "peak": peaks,
-        "products": rows_of_table,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if a.out:
+        a.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

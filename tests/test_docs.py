@@ -114,6 +114,11 @@ def test_the_reference_is_what_the_docstrings_say(monkeypatch):
     assert reference.FILE.read_text() == reference.page(), "run: python docs/reference.py"
 
 
+def test_the_tables_of_few_rows_are_those_of_their_files():
+    few_rows = import_module("benchmarks.few_rows")
+    assert few_rows.PAGE.read_text() == few_rows.page(), "run: python -m benchmarks.few_rows --write"
+
+
 def test_the_house_is_as_drawn():
     spec = importlib.util.spec_from_file_location("make", ROOT / "docs" / "img" / "make.py")
     assert spec and spec.loader

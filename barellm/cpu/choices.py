@@ -21,6 +21,7 @@ ROLES = (
 FEW_ROLE = "few"  # the first word of products of few rows
 ORDERS = ("rows", "columns")
 AHEAD = ("fetch", "pack", "nothing")
+FETCHES = (0, 1, 2)  # caches that a FewChoice may ask for
 BLOCK, LONG_BLOCK = 384, 1152  # rows that share one packing of a weight panel: multiples of every tile's rows
 BUSY = 8  # claims a thread of long blocks, half as many where a claim is several panels, to even out disturbances
 SUMS_BYTES = 3 << 18  # of a long block's sums, kept between two parts of the depth
@@ -103,15 +104,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class FewChoice:
-    """How a product of few rows walks its weight: a claim has `spans` of columns, of which so many are read `together`, tiles on
-    AMX; `fetch`: whether the kernel asks for those that come next, or leaves that to the processor. No bit depends on it."""
+    """How a product of few rows walks its weight: a claim has `spans` of columns, of which one row is multiplied with so many
+    `together`, tiles on AMX; `fetch`: the cache into which the kernel asks for those that come next, 1 or 2, or 0 where it leaves
+    that to the processor. No bit depends on it."""
 
     spans: int
     together: int
-    fetch: bool
+    fetch: int
 
     def __str__(self) -> str:
-        return f"{self.spans} spans,{self.together} together,{'fetched' if self.fetch else 'not fetched'}"
+        return (
+            f"{self.spans} spans,{self.together} together,{f'fetched to {self.fetch}' if self.fetch else 'not fetched'}"
+        )
 
 
 def tiles(isa: ISA, dtype: str) -> list[Tile]:

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from barellm.assembly.machine import build_programs
 from barellm.cpu import jit, step
+from barellm.cpu.backend import Bench
 from barellm.cpu.isa import ISA, cross
-from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels import few_rows, few_tiles
+from barellm.cpu.kernel import KernelBuilder, Specialisation
+from barellm.cpu.kernels import few_rows, few_tiles, linear
+from barellm.cpu.lang import Pointer
+from barellm.cpu.lang.vector import sums_of_lanes
 from barellm.cpu.step import CpuSession, Lowered
 from barellm.generation.decode import MOST_TOGETHER
 from barellm.inspect import machine_code
 from barellm.inspect.kernels import ARM_TRIPLE, X86_TRIPLE
 from barellm.models import preset
 from barellm.overrides import changed as changed_config
-from barellm.program import ops
+from barellm.program import ops, scalars
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import itemsize
 from barellm.program.tensor import Dim
+from barellm.runtime.arena import ScalarBlock
 from barellm.runtime.lowering import decodes
 from tests.cases import VIEWED, as_operand, chain_bound, check_network, normal, operands, viewed_case
 from tests.cpu.check import ISAS, changed, check_op, isa_named
+from tests.simulators import amx_emulator
+from tests.simulators.amx_emulator import EMULATED
 
 each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS)
+each_tiled = pytest.mark.parametrize(
+    "isa", [*(isa_named(n) for n in ISAS), *EMULATED], ids=[*ISAS, *("amx emulated" for _ in EMULATED)]
+)
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 # (batch, seq, N, K): one, primes, one more and one less than tiles, claims, vectors and pairs of rows; 66 rows are not few.
 SHAPES = [(1, 1, 1, 1), (1, 1, 65, 31), (1, 2, 23, 33), (1, 5, 50, 129), (7, 9, 47, 64), (2, 32, 49, 17), (2, 33, 9, 5)]
@@ -35,6 +47,12 @@ SHAPES = [(1, 1, 1, 1), (1, 1, 65, 31), (1, 2, 23, 33), (1, 5, 50, 129), (7, 9, 
 def asked(monkeypatch):
     """Every program may have few rows."""
     monkeypatch.setattr(step, "decodes", lambda program: True)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Kernels of the emulated ISA get functions for their tile instructions."""
+    monkeypatch.setattr(Specialisation, "ir", amx_emulator.ir)
 
 
 def check_matmul(isa: ISA, dtype: str, shape: tuple[int, int, int, int]) -> None:
@@ -50,7 +68,8 @@ def test_matmul(isa, dtype, shape):
     check_matmul(isa, dtype, shape)
 
 
-@each_isa
+@each_tiled
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     "shape", [(1, 1, 64, 32), (1, 16, 100, 96), (1, 17, 129, 64), (1, 33, 64, 32), (7, 9, 191, 32)], ids=str
 )
@@ -75,11 +94,34 @@ def test_columns_of_wider_tensors(isa, dtype):
         check_op(ops.Matmul, isa, **viewed_case(ops.Matmul, viewed, dtype, "add" if viewed[1] else "store"))
 
 
-@each_isa
+@each_tiled
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("dtype, cols, depth", [("fp32", 37, 101), ("bf16", 37, 101), ("bf16", 101, 64)])
 def test_a_row_has_the_same_bits_in_any_company(isa, dtype, cols, depth, monkeypatch):
     """Text that is written alone is the text that is written in a batch."""
     changed(monkeypatch, few_rows, PART_BYTES=768)
+    found = products(isa, dtype, cols, depth, (64, 63, 17, 5, 2, 1))
+    assert np.isfinite(found[0]).all()
+    for some in found:
+        assert np.array_equal(some, found[0][: len(some)]), len(some)
+
+
+@each_tiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype, cols, depth", [("fp32", 37, 1024), ("bf16", 37, 101), ("bf16", 101, 64)])
+def test_every_way_to_walk_a_weight_has_the_same_bits(isa, dtype, cols, depth, monkeypatch):
+    ways = few_rows.few_choices(isa, dtype, cols, depth)
+    assert len(set(ways)) == len(ways) >= 6
+    found = []
+    for way in ways:
+        monkeypatch.setattr(linear, "choose_few", lambda *product, way=way: way)
+        found.append(products(isa, dtype, cols, depth, (1, 33)))
+    for some in found:
+        assert all(np.array_equal(a, b) for a, b in zip(some, found[0], strict=True))
+
+
+def products(isa: ISA, dtype: str, cols: int, depth: int, rows: tuple[int, ...]) -> list[np.ndarray]:
+    """The first n rows of one x times one weight, for each n of `rows`."""
     p = Program(Store(), compute=dtype)
     x = p.input("x", (Dim("batch", 64), depth), dtype)
     weight = p.parameter("weight", (cols, depth))
@@ -88,14 +130,12 @@ def test_a_row_has_the_same_bits_in_any_company(isa, dtype, cols, depth, monkeyp
     values = normal(64, depth)
     session.write("weight", normal(cols, depth, seed=3))
     found = []
-    for rows in (64, 63, 17, 5, 2, 1):
-        session.write("x", values[:rows])
-        session.run("op", batch=rows)
+    for n in rows:
+        session.write("x", values[:n])
+        session.run("op", batch=n)
         found.append(session.read("y").copy())
     session.close()
-    assert np.isfinite(found[0]).all()
-    for some in found:
-        assert np.array_equal(some, found[0][: len(some)]), len(some)
+    return found
 
 
 def test_only_decoding_may_have_few_rows(monkeypatch):
@@ -152,7 +192,7 @@ def test_the_sum_of_each_vectors_lanes(lanes):
             return np.concatenate([a, b])[order]
 
     vectors = np.arange(lanes * lanes).reshape(lanes, lanes) ** 2
-    assert np.array_equal(few_rows.sums_of_lanes(Shuffles(), list(vectors)), vectors.sum(1))  # pyright: ignore
+    assert np.array_equal(sums_of_lanes(Shuffles(), list(vectors)), vectors.sum(1))  # pyright: ignore
 
 
 @pytest.mark.parametrize("name", ["avx2", "avx512_bf16"])
@@ -163,9 +203,9 @@ def test_loads_claim_the_alignment_of_one_bf16(name):
     assert set(loads) == {"2"}, loads
 
 
-def spec_of(dtype: str, isa: ISA, depth: int = 768) -> Specialisation:
+def spec_of(dtype: str, isa: ISA, depth: int = 768, **choice: int) -> Specialisation:
     constants = {"cols": 768, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
-    constants |= {"choice": few_rows.few_choices(isa, dtype, 768, depth)[0]}
+    constants |= {"choice": replace(few_rows.few_choices(isa, dtype, 768, depth)[0], **choice)}
     return Specialisation(few_rows.few_rows, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items())))
 
 
@@ -176,14 +216,98 @@ def loops_of(isa: ISA, dtype: str) -> list[machine_code.Loop]:
 
 @pytest.mark.parametrize("name", ["avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_loops_of_one_row_and_of_two_keep_their_sums_in_registers(name, dtype):
+def test_the_loops_of_one_row_and_of_tiles_keep_their_sums_in_registers(name, dtype):
     isa = cross(name, ARM_TRIPLE if "neon" in name else X86_TRIPLE)
-    one, two = sorted(loops_of(isa, dtype), key=lambda loop: loop.products)
-    cut = few_rows.Cut.of(isa)
+    loops, cut = loops_of(isa, dtype), few_rows.Cut.of(isa, dtype)
     links = 2 if dtype == "bf16" and not isa.dot else 1
-    assert (one.products, two.products) == (links * cut.columns, links * 2 * cut.columns)
-    for loop in (one, two):
-        assert loop.vector_spills == 0, loop
+    tiles = [links * rows * cut.wide for rows in {cut.rows, few_rows.LOW}]
+    assert sorted(loop.products for loop in loops) == sorted([links * cut.columns, *tiles])
+    assert not any(loop.vector_spills for loop in loops), loops
+
+
+@each_isa
+@pytest.mark.parametrize("rows", [5, 8, 9, 32])
+@pytest.mark.parametrize("dtype, depth", [("fp32", 1024), ("bf16", 2048), ("fp16", 2048), ("fp32", 2048)])
+def test_columns_a_multiple_of_a_page_apart(isa, dtype, depth, rows, monkeypatch):
+    """From nine rows on they are copied, in every part of the depth."""
+    assert depth * itemsize(dtype) % few_rows.PAGE == 0
+    changed(monkeypatch, few_rows, PART_BYTES=5000)
+    check_matmul(isa, dtype, (1, rows, 50, depth))
+
+
+@pytest.mark.parametrize("name", ["generic", "avx2", "avx512_bf16", "neon"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("part", [512, few_rows.PART_BYTES])
+def test_what_waits_in_a_threads_scratch_has_its_place_there(name, dtype, part, monkeypatch):
+    """Sums of a claim, sums between parts and copies lie behind each other, for every depth whose columns are copied."""
+    monkeypatch.setattr(few_rows, "PART_BYTES", part)
+    isa = cross(name, ARM_TRIPLE if name == "neon" else X86_TRIPLE)
+    for depth in range(few_rows.PAGE // itemsize(dtype), 1 << 15, few_rows.PAGE // itemsize(dtype)):
+        choice = few_rows.few_choices(isa, dtype, 768, depth)[0]
+        k = KernelBuilder(isa)
+        made = few_rows.FewRows(
+            k,
+            Pointer(k, "%a", dtype),
+            Pointer(k, "%weight", dtype),
+            k.int(9),
+            cols=768,
+            depth=depth,
+            stride=depth,
+            choice=choice,
+        )
+        assert made.parts * made.part >= depth > (made.parts - 1) * made.part and len(made.copies) == made.cut.wide
+        assert made.pitch >= made.part * itemsize(dtype) and made.pitch % few_rows.PAGE
+        kept = 4 * few_rows.FEW * made.cut.span * k.lanes
+        sums = 4 * ((few_rows.FEW - 1) * made.width + made.span + k.lanes)
+        assert sums + kept + made.cut.wide * made.pitch <= few_rows.few_private(isa, depth)
+
+
+@pytest.mark.parametrize("fetch, asked", [(0, set()), (1, {"3"}), (2, {"2"})])
+def test_what_comes_next_is_asked_into_the_cache_of_the_choice(fetch, asked):
+    spec = spec_of("fp32", cross("avx2", X86_TRIPLE), fetch=fetch)
+    ir = spec.ir(cross("avx2", X86_TRIPLE))
+    assert set(re.findall(r"prefetch.p0\(ptr %\w+, i32 0, i32 (\d), i32 1\)", ir)) == asked
+
+
+@each_isa
+@pytest.mark.parametrize("dtype, depth, part", [("fp32", 768, 30 << 10), ("bf16", 192, 30 << 10), ("fp32", 1024, 6000)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 23, 64])
+def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch):
+    """Every line of the weight behind the first block, in one part of the depth or in several. Each request leaves a mark beside
+    the weight, as far from its beginning as what it asks for."""
+    monkeypatch.setattr(few_rows, "PART_BYTES", part)
+    cols = 3 * few_rows.Cut.of(isa, dtype).span
+    nbytes = cols * depth * itemsize(dtype)
+    memory = np.zeros(
+        2 * nbytes + (1 << 20), np.uint8
+    )  # a weight, and marks; the last block asks for what lies behind it
+    behind = 64 * (nbytes // 64 + 4096)
+
+    def mark(k, p, near):
+        k.line(f"store i8 1, ptr {p.bytes(behind).ref}, align 1")
+
+    monkeypatch.setattr(KernelBuilder, "prefetch", mark)
+    if few_rows.few_tiles.fits(isa, dtype, cols, depth):
+        pytest.skip("tiles fetch in another order")
+    weight = (memory.ctypes.data + 63) & ~63
+    x, out, scalar = np.zeros((rows, depth), np.float32), np.zeros((rows, cols), np.float32), ScalarBlock()
+    private = np.zeros(few_rows.few_private(isa, depth) + 64, np.uint8)
+    choice = replace(few_rows.few_choices(isa, dtype, cols, depth)[0], fetch=1)
+    constants = {"cols": cols, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
+    constants |= {"choice": choice}
+    spec = Specialisation(few_rows.few_rows, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items())))
+    scalar.ints[scalars.SCALARS["batch"].index] = rows
+    monkeypatch.setattr(jit, "cached_object", lambda key, isa, ir: jit.compile_object(ir(), isa))
+    with closing(Bench(1, isa)) as bench:
+        bench.pool.bind(scalar.address, (private.ctypes.data + 63) & ~63, private.nbytes - 64, memory=(private, scalar))
+        bench.timed(spec, [out.ctypes.data, x.ctypes.data, weight], repeats=1)
+    marks = memory[weight - memory.ctypes.data + behind :][:nbytes].reshape(-1, 64).any(1).reshape(cols, -1)
+    k = KernelBuilder(isa)
+    a, w = (Pointer(k, name, dtype) for name in ("%a", "%weight"))
+    made = few_rows.FewRows(k, a, w, k.int(rows), cols=cols, depth=depth, stride=depth, choice=choice)
+    first = made.cut.columns if rows == 1 else made.cut.wide
+    marks[:first, : -(-made.part * itemsize(dtype) // 64) if rows > 1 else None] = True
+    assert marks.mean() > 0.9  # where a column ends, up to a turn of the loop is left out
 
 
 def test_texts_side_by_side_are_no_more_than_have_the_bits_of_one():

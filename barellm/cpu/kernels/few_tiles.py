@@ -95,7 +95,7 @@ class FewTiles:
                         fetched = high * amx.TILE_BYTES
                         ahead = at.bytes(behind + top * 2 * self.depth + s * fetched)
                         for line in range(0, fetched, amx.LINE):
-                            k.prefetch(ahead.bytes(line), near=False)
+                            k.prefetch(ahead.bytes(line), near=self.choice.fetch == 1)
                     b = self.x.bytes(s * (amx.LINE * width) + 4 * first)
                     for j in range(wide):
                         amx._tile(k, "tileloadd64", 7 - j, ("ptr", b.bytes(amx.LINE * j).ref), ("i64", str(4 * width)))

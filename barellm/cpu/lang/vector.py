@@ -238,3 +238,31 @@ def transpose(k: Builder, rows: list[Value]) -> list[Value]:
     for i in range(4):
         out[i::4] = gather([four[i] for four in columns])
     return out
+
+
+def sums_of_lanes(k: Builder, vectors: list[Value]) -> Value:
+    """The sum of each of `lanes` vectors' lanes, side by side. Two vectors become one by two shuffles of one instruction each and
+    an addition: twice inside each group of four lanes, then across groups."""
+    n = k.lanes
+    groups = [list(range(g, g + 4)) for g in range(0, n, 4)]
+
+    def join(a: Value, b: Value, low: list[int], high: list[int]) -> Value:
+        return k.shuffle(a, b, low) + k.shuffle(a, b, high)
+
+    def both(order: list[list[int]]) -> list[int]:
+        return [i for part in order for i in part]
+
+    inside = [
+        [both([[g[i], n + g[i], g[i + 1], n + g[i + 1]] for g in groups]) for i in (0, 2)],
+        [both([[g[i], g[i + 1], n + g[i], n + g[i + 1]] for g in groups]) for i in (0, 2)],
+    ]
+    across = []
+    times = len(groups)  # how often the sums of the same vectors are there, one group after the other
+    while times > 1:
+        half = times // 2
+        picked = [[g for i, g in enumerate(groups) if (i // half) % 2 == which] for which in (0, 1)]
+        across.append([both(p + [[n + i for i in g] for g in p]) for p in picked])
+        times = half
+    for low, high in inside + across:
+        vectors = [join(a, b, low, high) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+    return vectors[0]
