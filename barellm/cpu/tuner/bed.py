@@ -29,6 +29,10 @@ GUARD = 4096  # bytes before and after each operand
 SAMPLE = (384, 384)  # rows and columns of the result that are held against float64; bits are compared everywhere
 EPS = 2.0**-24
 ROUNDING = {"fp32": EPS, "bf16": 2.0**-8}
+SLOPE_ERROR = {
+    "fp32": 8 * EPS,
+    "bf16": 1e-5,
+}  # of an activation's slope, which comes of tables where it is rounded to bf16
 FRESH = frozenset({"a", "dy"})  # what the op before has just written: in cache when the product starts
 TURN_SECONDS = 2e-3  # of one turn of a candidate
 MOST_SETS = 16
@@ -172,6 +176,7 @@ class Bed:
             if name in ("bias", "residual"):
                 x = x + at("other" if name == "residual" else name)
             elif name in SLOPES:
+                bound = bound + SLOPE_ERROR[work.dtype] * np.abs(x)
                 x = x * SLOPES[name].slope(at("other"))
             else:
                 result["second"], x = x, ACTIVATIONS[name].value(x)
