@@ -14,12 +14,14 @@ from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels.loops import GRAIN, across, fold, sweep, zeros
 from barellm.cpu.kernels.reductions import CHUNK_ROWS, CHUNKS, add_chunks, chunks_of_rows, rows_per_chunk
 from barellm.cpu.lang import Pointer, Value
+from barellm.program.integers import round_up
 from barellm.program.ops.base import Op
 from barellm.runtime.lowering import part
 
 CHAINS = 4  # sums side by side
 LEAST = 1e-37  # of the largest number of a column: the inverse of a smaller one is not finite
-ACROSS, DOWN = (2, 4), (4, 2)  # rows and columns of a factor that are multiplied together: 16 registers are enough
+# Rows and columns of a factor that are multiplied together, by register count.
+ACROSS, DOWN = {16: (2, 4), 32: (4, 6)}, {16: (4, 2), 32: (4, 6)}
 
 
 def tiled(
@@ -61,8 +63,9 @@ def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> N
             for b, total in enumerate(of_row):
                 y.put(k.sum(total.value), (j + b) * rows + i + a)
 
-    with k.claim(rows, max(ACROSS[0], GRAIN // cols)) as (begin, end):
-        tiled(k, begin, end, rank, ACROSS, block)
+    tile = ACROSS[k.isa.registers]
+    with k.claim(rows, round_up(max(1, GRAIN // cols), tile[0])) as (begin, end):
+        tiled(k, begin, end, rank, tile, block)
 
 
 def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank) -> None:
@@ -84,7 +87,7 @@ def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank)
 
             across(k, cols, body, unroll=1)
 
-        tiled(k, begin, end, rank, DOWN, block)
+        tiled(k, begin, end, rank, DOWN[k.isa.registers], block)
 
 
 def add_factors(k: KernelBuilder, y, partials, *, rows, size) -> None:
@@ -177,40 +180,48 @@ def lower_householder(op: Op, c: Lowering) -> None:
 # --- what is left out ---
 
 TOGETHER = 2  # vectors of a row
+TALL = {16: 2, 32: 4}  # rows for which a vector of the right factors is loaded once, by register count
 
 
 def feedback(
     k: KernelBuilder, grad, error, left_own, left_total, right_own, right_total, clip, *, rows, cols, rank
 ) -> None:
     """error = grad + error - left_own^T right_own; grad = left_total^T right_total. The factors are (rank, rows), (rank, cols)."""
-    ok = clip.get(1)
+    ok, tall = clip.get(1), TALL[k.isa.registers]
+
+    def tile(i: Value, height: int, columns: list[tuple[Any, Value | None]]) -> None:
+        at = [[((i + a) * cols + c, mask) for c, mask in columns] for a in range(height)]
+        left = [[k.var(grad.load(*x) + error.load(*x)) for x in of_row] for of_row in at]
+        found = [zeros(k, len(columns)) for _ in range(height)]
+        with k.loop(0, rank) as j:
+            own, total = ([f.load(j * cols + c, mask) for c, mask in columns] for f in (right_own, right_total))
+            for a in range(height):
+                less, more = (k.splat(f.get(j * rows + i + a)) for f in (left_own, left_total))
+                for rest, product, u, v in zip(left[a], found[a], own, total, strict=True):
+                    rest.value = k.fma(-less, u, rest.value)
+                    product.value = k.fma(more, v, product.value)
+        for row, rests, products in zip(at, left, found, strict=True):
+            for x, rest, product in zip(row, rests, products, strict=True):
+                error.store(rest.value, *x)
+                grad.store(product.value, *x)
+
+    def strip(begin: Value, end: Value, columns: list[tuple[Any, Value | None]]) -> None:
+        """All rows of a claim find the right factors' columns in the caches."""
+        whole = begin + ((end - begin) & -tall)
+        for first, last, height in ((begin, whole, tall), (whole, end, 1)):
+            with k.loop(first, last, height) as i:
+                tile(i, height, columns)
+
     step = TOGETHER * k.lanes
     cut = cols - cols % step
-
-    def vectors(i: Value, columns: list[tuple[Any, Value | None]]) -> None:
-        at = [i * cols + c for c, _ in columns]
-        masks = [mask for _, mask in columns]
-        left = [k.var(grad.load(x, mask) + error.load(x, mask)) for x, mask in zip(at, masks, strict=True)]
-        found = zeros(k, len(columns))
-        with k.loop(0, rank) as j:
-            own, total = (k.splat(f.get(j * rows + i)) for f in (left_own, left_total))
-            for (c, mask), rest, product in zip(columns, left, found, strict=True):
-                rest.value = k.fma(-own, right_own.load(j * cols + c, mask), rest.value)
-                product.value = k.fma(total, right_total.load(j * cols + c, mask), product.value)
-        for x, mask, rest, product in zip(at, masks, left, found, strict=True):
-            error.store(rest.value, x, mask)
-            grad.store(product.value, x, mask)
-
+    grain = round_up(max(1, GRAIN // cols), tall)
     # NaN says that the gradient's norm is not finite: nobody claims anything.
-    with (
-        k.claim(k.select(ok.equals(ok), k.int(rows), 0), max(1, GRAIN // cols)) as (begin, end),
-        k.loop(begin, end) as i,
-    ):
+    with k.claim(k.select(ok.equals(ok), k.int(rows), 0), grain) as (begin, end):
         if cut:
             with k.loop(0, cut, step) as c:
-                vectors(i, [(c + j * k.lanes, None) for j in range(TOGETHER)])
+                strip(begin, end, [(c + j * k.lanes, None) for j in range(TOGETHER)])
         for c, mask in k.columns(cols - cut):
-            vectors(i, [(cut + c, mask)])
+            strip(begin, end, [(cut + c, mask)])
 
 
 def keep_factor(k: KernelBuilder, q, total, clip, n) -> None:
