@@ -190,7 +190,7 @@ def test_which_peers_are_chosen(monkeypatch, tmp_path):
         ("--peers all --interleave 0", "--interleave is 0"),
         ("ops --peers llmc=/x", "is no file"),
         (f"ops --peers llmc={sys.executable}", "PyTorch's ops only"),
-        ("scaling --peers torch", "--peers is for step, ops and attention"),
+        ("scaling --peers torch", "--peers is for step, ops, gemm and attention"),
     ],
 )
 def test_mistakes_are_told_in_a_line(words, message, monkeypatch, capsys):

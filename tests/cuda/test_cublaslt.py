@@ -227,4 +227,4 @@ def test_a_mistake_is_one_line(capsys):
     assert main.main(["train", "--matmul", "mkl", "--steps", "1"]) == 2
     assert "train.matmul is 'mkl', expected own or cublaslt" in capsys.readouterr().err
     assert main.main(["bench", "gemm", "--peers", "cublaslt"]) == 2
-    assert "--peers is not for bench gemm on cpu" in capsys.readouterr().err
+    assert "--peers cublaslt is for bench gemm --device cuda" in capsys.readouterr().err

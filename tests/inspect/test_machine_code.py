@@ -72,7 +72,7 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_tile_with_too_many_accumulators_is_seen_to_spill(name, monkeypatch):
     isa = target(name)
-    monkeypatch.setattr(choices, "default_tile", lambda isa, dtype, cols: choices.Tile(isa.registers // 2, 3))
+    monkeypatch.setattr(choices, "default_tile", lambda isa, *_: choices.Tile(isa.registers // 2, 3))
     spec = next(u.spec for u in kernels.used_by(gpt2("fp32"), isa) if u.spec.name == "product")
     assert kernels.summary(spec, isa).inner.stack_references > 0
 
