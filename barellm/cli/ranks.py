@@ -33,7 +33,7 @@ def dispatched(name: str, args: argparse.Namespace, command: Callable[[argparse.
     if number:
         return 0
     if torchrun:
-        launch.end_with_parent()  # it ends its processes, unless it is killed itself
+        launch.end_behind_parent()  # it ends its processes, unless it is killed itself
     return launch.start(several, [name, *args.words])
 
 

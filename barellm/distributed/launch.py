@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -50,7 +51,7 @@ def start(count: int, arguments: Sequence[str]) -> int:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=end_with_parent,
+        preexec_fn=_end_with_parent,
     )
     errors = _Errors(process, stops=launcher.passes_signals)
     numbers: dict[int, int] = {}
@@ -125,8 +126,25 @@ class _Errors(threading.Thread):
             os.write(2, blank + line)
 
 
-def end_with_parent() -> None:
-    """Ask the system for SIGTERM to this process when the one that has started it ends. Nothing where it cannot: Linux can."""
+def end_behind_parent() -> None:
+    """Send SIGTERM to this process once, when the one that has started it has ended. Nothing where no process can be waited for
+    but children. PR_SET_PDEATHSIG is not for that: it may come once for each thread of the parent, and a second signal stops a run
+    at once."""
+    if sys.platform != "linux":
+        return
+    try:
+        parent = os.pidfd_open(os.getppid())
+    except OSError:  # Linux before 5.3
+        return
+
+    def wait() -> None:
+        select.select([parent], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
