@@ -33,6 +33,8 @@ def taken(row: dict[str, Any]) -> str:
     if "auto" in row["samples_s"] or "winograd4" not in row["samples_s"]:
         return "auto" if "auto" in row["samples_s"] else "direct"
     layer, which = LAYERS[row["layer"]], row["pass"]
+    if layer.groups == layer.C:
+        return "direct"
     C, K = (layer.K, layer.C) if which == "dx" else (layer.C, layer.K)
     span = tile_of_products(host()).span(host())
     m = tile_for(which, C // layer.groups, K // layer.groups, row["batch"], (layer.outputs, layer.outputs), span)
