@@ -334,7 +334,10 @@ def test_a_prompt_of_many_rows_is_run_with_as_many():
     calls = lower_and_plan(build(replace(MODEL, max_seq=128), batch=1, seq=8, decode_batch=1)[1], threads=2).calls[
         "decode"
     ]
-    many = [w for w in works_of(calls) if not w.few]
+    found = works_of(calls)
+    many = [w for w in found if not w.few]
+    for work in found:  # one row of a few is timed, and all rows of the others
+        assert work.flops == 2 * (1 if work.few else work.rows) * work.cols * work.depth
     assert many and {dict(s.constants)["least"] for w in many for s in w.specs} == {65}
     bed = Bed(many[0], host(), 2, 1 << 16)
     assert {tokens for _, tokens, _ in bed.runs} == {65, 127, 128}
