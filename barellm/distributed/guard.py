@@ -133,7 +133,8 @@ def ranks_below(launcher: int) -> Iterator[tuple[int, int]]:
 
 
 def variables(process: int) -> Mapping[str, str]:
-    """The environment with which a process of this user was started. OSError where no system says, or it is gone."""
+    """The environment with which a process of this user was started; none in the middle of its start. OSError where no system says,
+    or it is gone."""
     lines = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
     return dict(line.split("=", 1) for line in lines if "=" in line)
 

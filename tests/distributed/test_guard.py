@@ -66,11 +66,11 @@ def test_ranks_are_known_by_their_variables(tree):
 def test_a_variable_may_have_equals_signs_in_it():
     """As those of a launcher that hands on options, and of whoever starts the run."""
     own = {"PMI_RANK": "0", "OPTIONS": "a=1 b=2", "NONE": ""}
-    with subprocess.Popen(["sleep", "100"], env=own) as process:
-        try:
-            assert guard.variables(process.pid) == own
-        finally:
-            process.kill()
+    with subprocess.Popen(["cat"], env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(b"x")
+        process.stdin.flush()
+        assert process.stdout.read(1) == b"x"  # it runs: in the middle of its start the system shows no variables
+        assert guard.variables(process.pid) == own
 
 
 def test_a_rank_that_stays_stopped_ends_the_run(tree, monkeypatch):
