@@ -164,7 +164,7 @@ class Watch:
         # Here still: the first of those that are well has not noticed, and its line is not to be had.
         sys.stdout.flush()
         os.write(2, f"barellm: error: {words}\n".encode())
-        end_all(self._comm, 1)
+        end_all(self._mpi.COMM_WORLD, 1)  # of a copy MPICH ends this process only, and srun lets the others be
 
 
 class Process:
@@ -184,11 +184,11 @@ class Process:
         return fields[0] in b"RD" or (fields[0] == b"S" and -1 < before < self._ticks)
 
 
-def end_all(comm: Any, status: int) -> NoReturn:
-    """End this process and all others of the run, also those that do not answer."""
+def end_all(world: Any, status: int) -> NoReturn:
+    """End this process and all others of the communicator `world`, also those that do not answer."""
     tell_end(status)
     threading.Timer(BEAT_S * 4, os._exit, (status,)).start()  # where MPI cannot
     time.sleep(LAST_WORDS_S)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it would say so, in words of its own
-    comm.Abort(status)
+    world.Abort(status)
     os._exit(status)
