@@ -55,7 +55,7 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
         if ranks.count != count:
             raise UserError(
                 f"{count} processes were started, and MPI knows of {ranks.count}: start them with the mpirun of the MPI that "
-                f"mpi4py uses, or srun --mpi=pmi2"
+                f"mpi4py uses, or srun --mpi=pmi2 (Open MPI: pmix)"
             )
         ranks.settle(cores())  # also where BARELLM_THREADS is less: that is how many each rank has
         status = command(args, ranks)

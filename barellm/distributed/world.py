@@ -13,13 +13,18 @@ NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def started_as_one_of(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes an MPI launcher has started; 1 where nobody has. UserError where srun has, and MPI cannot know."""
+    """How many processes an MPI launcher has started; 1 where nobody has. UserError where srun has, and MPI cannot
+    know: in its first process; the others end."""
     sizes = [int(environment[name]) for name in SIZES if environment.get(name, "").isdigit()]
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     tasks = int(tasks) if tasks.isdigit() else 1
     found = max(sizes, default=1)
     if tasks > 1 and found == 1 and not any(name.startswith(("PMI", "PMIX")) for name in environment):
-        raise UserError(f"srun has started {tasks} processes that do not know of each other: add --mpi=pmi2 to srun")
+        if rank_told(environment):
+            raise SystemExit(2)  # the first process says it
+        raise UserError(
+            f"srun has started {tasks} processes that do not know of each other: add --mpi=pmi2 to srun, or --mpi=pmix for Open MPI"
+        )
     return max(found, tasks)
 
 
