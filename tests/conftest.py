@@ -10,6 +10,7 @@ import pytest
 
 from barellm import models
 from barellm.cli.main import main
+from barellm.cpu import step
 from barellm.cpu.threads import thread_count
 from barellm.runtime.artefacts import cache_folder
 from barellm.runtime.memory import memory_limit
@@ -54,6 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """A control group may allow fewer processors than pytest-xdist counts, and less memory than they would fill."""
     return max(1, min(thread_count(), memory_limit()[0] // WORKER_BYTES))
+
+
+@pytest.fixture(autouse=True)
+def one_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every core has a worker, a session starts no process that helps it to compile."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        monkeypatch.setattr(step, "allowed_cpus", lambda: (0,))
 
 
 @pytest.fixture

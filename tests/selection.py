@@ -9,6 +9,8 @@ A test marked `proof("barellm/cuda", ...)` is slow, and its outcome depends on t
 out where tests/proven.json has it for just these (tests/proofs.py). It always runs where it is named on the command line.
 
 Where an instruction set makes the same code of an fp32 kernel as another one, the kernel is tested on one of them (`same_code`).
+What is left of avx512 has the vectors of avx512_bf16 and multiplies and rounds bf16 as avx2 does. On a machine with both, a test
+runs there with each dtype and each other word of its parameters, and not with each of its shapes (`_meetings`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import pytest
 from tests import proofs
 
 WIDE = ("avx512_bf16", "avx512")  # of which fp32 kernels have equal code, as those of amx_bf16
+BETWEEN = {"avx512": {"avx512_bf16", "avx2"}}  # an instruction set, and those of which it has nothing but parts
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -36,11 +39,16 @@ def add_options(parser: pytest.Parser) -> None:
 
 def lacks_mark(path: Path, expression: str) -> bool:
     """Whether no test of a file can be meant by `-m "not this and that"`, as the file does not name one of the marks that it
-    wants. Other kinds of expressions say nothing about files."""
+    wants, or has one that it does not want for all its tests. Other kinds of expressions say nothing about files."""
     if path.suffix != ".py" or not re.fullmatch(r"(not )?\w+( and (not )?\w+)*", expression):
         return False
-    wanted = [term for term in expression.split(" and ") if not term.startswith("not ")]
-    return bool(wanted) and not all(f"mark.{mark}" in path.read_text() for mark in wanted)
+    text = path.read_text()
+    terms = expression.split(" and ")
+    unwanted = [term.removeprefix("not ") for term in terms if term.startswith("not ")]
+    wanted = [term for term in terms if not term.startswith("not ")]
+    return any(f"\npytestmark = pytest.mark.{mark}\n" in text for mark in unwanted) or any(
+        f"mark.{mark}" not in text for mark in wanted
+    )
 
 
 def parameters(item: pytest.Item) -> dict[str, Any]:
@@ -70,8 +78,10 @@ def pairs(items: list[pytest.Item]) -> list[pytest.Item]:
         tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     kept: set[int] = set()
     for cases in tests.values():
+        isas = {isa_of(item) for item in cases}
+        between = {isa for isa, others in BETWEEN.items() if isas >= others}
         bits: dict[Any, int] = {}  # two values -> a bit of their own
-        met = [sum(1 << bits.setdefault(two, len(bits)) for two in _meetings(item)) for item in cases]
+        met = [sum(1 << bits.setdefault(two, len(bits)) for two in _meetings(item, between)) for item in cases]
         missing = (1 << len(bits)) - 1
         while missing:
             best = max(range(len(cases)), key=lambda i: (met[i] & missing).bit_count())
@@ -80,14 +90,20 @@ def pairs(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if id(item) in kept]
 
 
-def _meetings(item: pytest.Item) -> list[tuple[Any, ...]]:
-    """Which values of two parameters come together in a case. Names that are listed together are one parameter."""
+def _meetings(item: pytest.Item, between: set[str]) -> list[tuple[Any, ...]]:
+    """Which values of two parameters come together in a case. Names that are listed together are one parameter. An instruction set
+    that is `between` others meets only words."""
     given = parameters(item)
     lists = [mark.args[0] for mark in item.iter_markers("parametrize")]
     groups = [names.replace(",", " ").split() if isinstance(names, str) else list(names) for names in lists]
     groups += [[name] for name in given.keys() - {name for group in groups for name in group}]
-    values = [(*names, *(id(given[name]) for name in names)) for names in sorted(groups)]
-    return list(combinations(values, 2)) or [tuple(values)]
+    values = {tuple(names): (*names, *(id(given[name]) for name in names)) for names in sorted(groups)}
+    met = list(combinations(values, 2))
+    if isa_of(item) not in between:
+        return [(values[one], values[other]) for one, other in met] or [tuple(values.values())]
+    words = {names for names in values if "isa" not in names and all(isinstance(given[name], str) for name in names)}
+    some = [two for two in met if not any("isa" in names for names in two) or words & {*two}]
+    return [("isa", isa_of(item)), *((values[one], values[other]) for one, other in some)]
 
 
 def quick(items: list[pytest.Item], best: str) -> list[pytest.Item]:

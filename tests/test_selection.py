@@ -88,14 +88,36 @@ def test_values_that_are_listed_together_are_one_parameter():
     assert len(selection.pairs([case for case in cases if case.callspec.params["isa"] == "a"])) == 4  # pyright: ignore
 
 
+def test_an_instruction_set_between_two_others_meets_words_but_no_shapes():
+    values = {"isa": ["avx512_bf16", "avx512", "avx2"], "shape": [(1, 1), (2, 3), (1, 37)], "dtype": ["fp16", "bf16"]}
+
+    def kept_of(isas: list[str]) -> list[dict]:
+        given = values | {"isa": isas}
+        cases = [
+            item(f"tests/cpu/test_x.py::test_y[{n}]", **dict(zip(given, case, strict=True)))
+            for n, case in enumerate(product(*given.values()))
+        ]
+        return [c.callspec.params for c in selection.pairs(cases)]  # pyright: ignore
+
+    kept = kept_of(values["isa"])
+    assert {c["dtype"] for c in kept if c["isa"] == "avx512"} == {"fp16", "bf16"}
+    assert sum(c["isa"] == "avx512" for c in kept) == 2
+    for isa in ("avx512_bf16", "avx2"):
+        assert {c["shape"] for c in kept if c["isa"] == isa} == set(values["shape"])
+    assert {(c["shape"], c["dtype"]) for c in kept} == set(product(values["shape"], values["dtype"]))
+    for others in (["avx512", "avx2"], ["avx512_bf16", "avx512"]):  # a processor without bf16; a test of wide registers
+        assert {c["shape"] for c in kept_of(others) if c["isa"] == "avx512"} == set(values["shape"])
+
+
 @pytest.mark.parametrize("expression, read", [
     ("alone", ["alone", "both"]), ("not oracle and alone", ["alone", "both"]), ("alone and oracle", ["both"]),
-    ("not oracle and not alone", ["alone", "both", "none"]), ("", ["alone", "both", "none"]),
-    ("alone or oracle", ["alone", "both", "none"]),
+    ("not oracle and not alone", ["alone", "both", "none"]), ("", ["alone", "both", "none", "whole"]),
+    ("alone or oracle", ["alone", "both", "none", "whole"]), ("oracle", ["both", "whole"]),
 ])  # fmt: skip
 def test_files_without_the_mark_that_is_asked_for_are_not_read(tmp_path, expression, read):
     mark = "@pytest.mark."
     texts = {"alone": f"{mark}alone", "both": f"{mark}alone\n{mark}oracle", "none": ""}
+    texts["whole"] = "import pytest\n\npytestmark = pytest.mark.oracle\n"
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
     assert [name for name in texts if not selection.lacks_mark(tmp_path / f"{name}.py", expression)] == read

@@ -29,7 +29,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         ops = [item for item in items if isinstance(item, pytest.Function) and _checks_an_op(item)]
         chosen = ops + [item for item in items if item in compiled and check.DEVICE == "ptx"]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    here = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in here])
     items[:] = chosen
 
 

@@ -20,15 +20,20 @@ SMALL = Scale(small=True, mock=True)
 NOTHING = {"versions", "kernels", "loop", "start"}  # of ours, or on purpose
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A Hopper card whose launches do nothing. What stages set for a rehearsal is as before when the test ends."""
-    made = Gpu(arch=90, sms=132, execute=lambda spec, values, grid: None)
-    rehearsed_on(made, monkeypatch)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stages set for a rehearsal is as it was when the test ends."""
     for module, name in ((gemms, "MOST_COPIES"), (gemms, "TABLE_SECONDS"), (tuner, "CHILD")):
         monkeypatch.setattr(module, name, getattr(module, name))
     for name in ("TOKENS", "WIDTH", "PAUSE", "TURN"):
         monkeypatch.setattr(attentions, name, getattr(attentions, name))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A Hopper card whose launches do nothing."""
+    made = Gpu(arch=90, sms=132, execute=lambda spec, values, grid: None)
+    rehearsed_on(made, monkeypatch)
+    as_before(monkeypatch)
     monkeypatch.setattr(bed.Bed, "_prove", lambda *_: None)  # nothing is written, so nothing is right
     monkeypatch.setattr(bench.Comparison, "_first", lambda *_: None)
     monkeypatch.setattr(decision, "tune", lambda works, worker, *, candidates, **rest: [candidates(w) for w in works])

@@ -30,6 +30,8 @@ from tests.fp8_cases import (
 )
 from tests.softcap_cases import WEIGHTS, transposed_network
 
+pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+
 ADA = Target(arch=89)  # the first that multiplies 8 bits, without Hopper's own products
 
 

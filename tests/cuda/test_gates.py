@@ -23,6 +23,8 @@ from tests.gates_cases import (
     turns,
 )
 
+pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+
 
 @turns(LOGITS)
 def test_gate_logits(shape, dtype, mode):

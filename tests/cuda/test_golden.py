@@ -51,7 +51,8 @@ from tests.gates_cases import small_model
 from tests.layout_cases import layout_both
 from tests.softcap_cases import transposed_network
 
-pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program/ops", "tests/cuda")
+RECORDS = ("tests/cuda/golden.json", "tests/cuda/proven_kernels.json")
+pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program/ops", *RECORDS)
 
 GOLDEN = Path(__file__).with_name("golden.json")
 # One block has every shape that twelve have.

@@ -19,7 +19,7 @@ from barellm.cuda.tuner.work import Candidate, Work
 from tests.cuda.sass import INSTRUCTION, disassembled, overwritten
 from tests.cuda.test_golden import GPT2, attention_specs, build
 
-pytestmark = [pytest.mark.slow, pytest.mark.proof("barellm/cuda", "barellm/program/ops", "tests/cuda")]
+pytestmark = [pytest.mark.slow, pytest.mark.proof("barellm/cuda", "barellm/program/ops")]
 
 REGISTERS, SHARED = 65536, 228 << 10  # of a multiprocessor; a block takes 1 KiB of shared memory besides its own
 

@@ -27,6 +27,8 @@ from tests.muon_cases import (
 )
 from tests.optim import test_normuon
 
+pytestmark = pytest.mark.proof("barellm/cuda", "barellm/optim", "barellm/program", "barellm/runtime")
+
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 each_shape = pytest.mark.parametrize("shape", MATRICES, ids=str)
 FINITE = pytest.mark.parametrize("scale", [0.5, np.nan], ids=["finite", "nan"])
@@ -120,7 +122,6 @@ def test_muon_updates_truncated_weights():
     check_op(ops.MuonUpdate, **update_case((7, 131), "bf16", 0.3, True, True, storage="truncated"))
 
 
-@pytest.mark.proof("barellm/cuda", "barellm/optim", "barellm/program", "tests/optim/test_normuon.py")
 def test_the_ends_of_record_74s_steps_are_theirs():
     """One of each kind, tied and untied, beside NumPy (tests/optim/test_normuon.py)."""
     ours = InterpretedSession(test_normuon.programs())

@@ -25,6 +25,8 @@ from tests.softcap_cases import (
     transposed_rows,
 )
 
+pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 
 

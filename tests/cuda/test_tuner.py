@@ -76,6 +76,7 @@ def _off_by_a_bit(bed: Bed, name: str) -> None:
     memory.write(at, byte, bed.default.stream)
 
 
+@pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
 @pytest.mark.parametrize("role", ["forward", "keys", "queries"])
 @pytest.mark.parametrize("dropout, heads, kv_heads", [(False, 1, 0), (True, 1, 0), (True, 2, 1)])
 def test_attention_s_tiles_have_one_result(role, dropout, heads, kv_heads, monkeypatch):
