@@ -14,7 +14,7 @@ each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 SHAPES = [((1, 1, 1), 1), ((2, 3, 7), 7), ((1, 5, 65), 3), ((3, 7, 1000), 17), ((1, 2, 4099), 64)]
 
 
-def rows_of(shape: tuple[int, ...], kind: str) -> np.ndarray:
+def rows_of(shape: tuple[int, ...], kind: str, dtype: str = "fp32") -> np.ndarray:
     x = normal(*shape)
     if kind == "ties":
         return np.round(2 * x) / 2
@@ -24,7 +24,7 @@ def rows_of(shape: tuple[int, ...], kind: str) -> np.ndarray:
         flat[:, 1::5] = np.inf
         flat[0] = 0.0
         flat[0, ::2] = -0.0
-        flat[-1] *= 1e-40
+        flat[-1] *= 1e-36 if dtype == "bf16" else 1e-40  # AVX512-BF16's conversion makes zeros of denormals
     return x
 
 
@@ -33,7 +33,7 @@ def rows_of(shape: tuple[int, ...], kind: str) -> np.ndarray:
 @pytest.mark.parametrize("shape, K", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["normals", "ties", "extremes"])
 def test_top_k(isa, dtype, shape, K, kind):
-    x = tokens(rows_of(shape, kind), dtype)
+    x = tokens(rows_of(shape, kind, dtype), dtype)
     found = check_op(ops.TopK, isa, {"x": x}, K=K, plan=(shape[0] + 1, shape[1] + 2))
     order = np.argsort(-x.values, -1, kind="stable")[..., :K]
     assert np.array_equal(found["indices"], order)

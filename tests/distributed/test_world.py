@@ -18,6 +18,7 @@ from barellm.errors import UserError
         ({"OMPI_COMM_WORLD_SIZE": "3"}, 3),
         ({"SLURM_STEP_NUM_TASKS": "8", "PMIX_RANK": "0"}, 8),
         ({"SLURM_STEP_NUM_TASKS": "1"}, 1),
+        ({"SLURM_STEP_NUM_TASKS": "some"}, 1),
         ({"SLURM_NTASKS": "8"}, 1),  # a batch script, which runs once
         ({"WORLD_SIZE": "4", "RANK": "0"}, 1),
     ],

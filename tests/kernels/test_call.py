@@ -12,7 +12,7 @@ import pytest
 
 from barellm import kernels
 from barellm.cpu import compilers
-from barellm.kernels import arrays, compiled, machine
+from barellm.kernels import arrays, compiled, machine, options
 from barellm.program import layouts
 from tests.cli.test_start import HEAVY, modules_after
 from tests.kernels.cases import BFLOAT16, CASES, FLOAT32
@@ -279,3 +279,10 @@ def test_an_out_that_is_read_only_is_refused():
     out.flags.writeable = False
     with pytest.raises(ValueError, match="expects an out that can be written"):
         kernels.rmsnorm(ONE, out=out)
+
+
+def test_options_are_taken_as_they_are_given():
+    """The least number is allowed; of two integers the first is for rows."""
+    assert options.real("layernorm", "eps", 0, least=0.0) == 0.0
+    assert options.whole_or_pair("conv2d", "stride", [2, 3]) == (2, 3)
+    assert options.whole_or_pair("conv2d", "stride", np.int64(2)) == 2
