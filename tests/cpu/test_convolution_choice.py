@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from barellm import kernels
-from barellm.cpu.isa import ISA, cross
+from barellm.cpu.isa import ISA, cross, host
 from barellm.cpu.kernels.conv_choice import COSTS, PAIRS, Costs, tile_for
 from barellm.cpu.kernels.conv_fft import fft_pays
 from barellm.cpu.kernels.conv_lines import Grid
@@ -23,13 +23,13 @@ from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx
 from benchmarks.convolution import EVERY
 from tests.cpu.check import isa_named
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "xeon-amx"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "xeon-amx"  # other machines' lie beside
 NAMES = {0: "direct", 2: "winograd2", 4: "winograd4"}
 SPAN = 32  # tiles of a block where they were measured
 
 
-def rows_of(file: str) -> list[dict[str, Any]]:
-    rows = json.loads((RESULTS / file).read_text())["rows"]
+def rows_of(file: str, machine: str = RESULTS.name) -> list[dict[str, Any]]:
+    rows = json.loads((RESULTS.parent / machine / file).read_text())["rows"]
     return [row for row in rows if "winograd4" in row["samples_s"] and EVERY[row["layer"]].groups == 1]
 
 
@@ -37,7 +37,7 @@ def lost(row: dict[str, Any], span: int = SPAN, costs: dict[str, dict[int, Costs
     """The time of the algorithm that is taken, over that of the best one."""
     layer, which = EVERY[row["layer"]], row.get("pass", "forward")
     C, K = (layer.K, layer.C) if which == "dx" else (layer.C, layer.K)
-    times = {m: median(row["samples_s"][name]) for m, name in NAMES.items()}
+    times = {m: median(row["samples_s"][name]) for m, name in NAMES.items() if name in row["samples_s"]}
     m = tile_for(costs[which], C, K, row["batch"], (layer.outputs, layer.outputs), span)
     return times[m] / min(times.values())
 
@@ -60,16 +60,18 @@ def test_what_is_taken_loses_little_on_zen_3():
 
 
 @pytest.mark.parametrize("which", PAIRS)
-def test_what_images_of_bf16_take_without_amx_loses_little(which):
-    """Beside the pairs of bf16 that were the only way before, which lose more."""
-    rows = [r for r in json.loads((RESULTS.parent / "zen4" / "convolution-bf16.json").read_text())["rows"]
-            if "winograd4" in r["samples_s"] and r["pass"] == which]  # fmt: skip
+@pytest.mark.parametrize(
+    "file, count, most, mean",
+    [("convolution-bf16.json", 24, 1.15, 1.02), ("convolution-bf16-unseen.json", 20, 1.26, 1.03)],
+)
+def test_what_images_of_bf16_take_without_amx_loses_little(which, file, count, most, mean):
+    """On the layers that the costs were fitted to, and on others: less than pairs alone lose."""
+    rows = [row for row in rows_of(file, "zen4") if row["pass"] == which]
     found = [lost(row, costs=PAIRS) for row in rows]
-    pairs = [
-        median(s["direct"]) / min(median(s[name]) for name in NAMES.values()) for s in (r["samples_s"] for r in rows)
-    ]
-    assert len(found) == 24
-    assert max(found) <= 1.15 and sum(found) / 24 <= 1.02 < sum(pairs) / 24
+    pairs = [lost(row, costs={which: {0: PAIRS[which][0]}}) for row in rows]
+    assert len(found) == count
+    assert max(found) <= most and max(found) < max(pairs)
+    assert sum(found) / count <= mean < sum(pairs) / count
 
 
 @pytest.mark.parametrize("which, made", [("forward", "images"), ("dw", "filters")])
@@ -168,8 +170,8 @@ def test_kernels_of_images_of_bf16(isa, channels, pixels, images, names):
 def test_images_of_bf16_lose_nothing_by_what_is_taken(rectified):
     """The error of the result and of both gradients beside float64, with filters of fp32: not above that of direct sums, which
     round the filters to bf16 where pairs are multiplied. The filters' gradient is in fp32, of products that are exact: there the
-    error is some roundings of fp32, a thousandth of bf16's."""
-    r, (N, C, side) = np.random.default_rng(1), (1, 128, 56)
+    error is some roundings of fp32, a thousandth of bf16's, and the largest one not above that of sums of pairs."""
+    r, (N, C, side) = np.random.default_rng(1), (2, 128, 56)
     x, dy = (r.standard_normal((N, C, side, side)) for _ in range(2))
     x = np.maximum(x, 0) if rectified else x
     w = (r.standard_normal((C, C, 3, 3)) / (3 * np.sqrt(C))).astype(np.float32)
@@ -182,14 +184,18 @@ def test_images_of_bf16_lose_nothing_by_what_is_taken(rectified):
         "dw": Conv2dDw({}, how | {"size": (3, 3)}).reference(results, images)["dw"],
     }
 
-    def errors(algorithm: str) -> dict[str, float]:
-        """Root mean squares, relative to those of the result."""
+    def errors(algorithm: str) -> dict[str, tuple[float, float]]:
+        """Root mean square and largest, relative to the root mean square of the result."""
         y, pull = kernels.vjp(kernels.conv2d, x, w, padding=1, algorithm=algorithm)
-        found = dict(zip(exact, (y, *pull(dy)), strict=True))
-        return {n: np.sqrt(((found[n].astype(np.float64) - e) ** 2).mean() / (e**2).mean()) for n, e in exact.items()}
+        found = {}
+        for (name, e), made in zip(exact.items(), (y, *pull(dy)), strict=True):
+            off = (made.astype(np.float64) - e) / np.sqrt((e**2).mean())
+            found[name] = float(np.sqrt((off**2).mean())), float(np.abs(off).max())
+        return found
 
     direct, auto = errors("direct"), errors("auto")
-    assert auto["y"] <= 1.001 * direct["y"] and auto["dx"] <= 1.001 * direct["dx"], (direct, auto)
-    once = auto["y"] < 2**-9 and auto["dx"] < 2**-9  # rounded at the end
-    assert once or auto == direct, (direct, auto)
-    assert auto["dw"] < 1e-6 < 2**-9 / 1000, auto
+    for name in ("y", "dx"):
+        assert auto[name][0] <= 1.001 * direct[name][0], (direct, auto)
+        assert auto[name][0] < 2**-9 or auto == direct, (direct, auto)  # rounded once, at the end
+    assert auto["dw"][0] < 2**-9 / 1000, auto
+    assert auto["dw"][1] <= direct["dw"][1] or host().dot != "x86", (direct, auto)
