@@ -166,15 +166,15 @@ def test_kernels_of_images_of_bf16(isa, channels, pixels, images, names):
     assert kernels_of(channels, pixels, 3, images, "bf16", cross(isa, X86_TRIPLE)) == names
 
 
-@pytest.mark.parametrize("rectified", [False, True])
-def test_images_of_bf16_lose_nothing_by_what_is_taken(rectified):
-    """The error of the result and of both gradients beside float64, with filters of fp32: not above that of direct sums, which
-    round the filters to bf16 where pairs are multiplied. The filters' gradient is in fp32, of products that are exact: there the
+@pytest.mark.parametrize("rectified, filters_of", [(False, np.float32), (True, np.float32), (True, ml_dtypes.bfloat16)])
+def test_images_of_bf16_lose_nothing_by_what_is_taken(rectified, filters_of):
+    """The error of the result and of both gradients beside float64: not above that of direct sums, which round filters of fp32 to
+    bf16 where pairs are multiplied. With them the filters' gradient is in fp32, of products that are exact: there the
     error is some roundings of fp32, a thousandth of bf16's, and the largest one not above that of sums of pairs."""
     r, (N, C, side) = np.random.default_rng(1), (2, 128, 56)
     x, dy = (r.standard_normal((N, C, side, side)) for _ in range(2))
     x = np.maximum(x, 0) if rectified else x
-    w = (r.standard_normal((C, C, 3, 3)) / (3 * np.sqrt(C))).astype(np.float32)
+    w = (r.standard_normal((C, C, 3, 3)) / (3 * np.sqrt(C))).astype(filters_of)
     x, dy = x.astype(ml_dtypes.bfloat16), dy.astype(ml_dtypes.bfloat16)
     how = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "reflect": False, "mirrored": False}
     images, filters, results = (a.astype(np.float64) for a in (x, w, dy))
@@ -197,5 +197,6 @@ def test_images_of_bf16_lose_nothing_by_what_is_taken(rectified):
     for name in ("y", "dx"):
         assert auto[name][0] <= 1.001 * direct[name][0], (direct, auto)
         assert auto[name][0] < 2**-9 or auto == direct, (direct, auto)  # rounded once, at the end
-    assert auto["dw"][0] < 2**-9 / 1000, auto
-    assert auto["dw"][1] <= direct["dw"][1] or host().dot != "x86", (direct, auto)
+    if filters_of is np.float32:
+        assert auto["dw"][0] < 2**-9 / 1000, auto
+        assert auto["dw"][1] <= direct["dw"][1] or host().dot != "x86", (direct, auto)
