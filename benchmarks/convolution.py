@@ -10,8 +10,8 @@ A file of the same processor and dtype keeps its rows of other layers, batches a
 
 Every layer is run by each algorithm in turns with PyTorch in both of its memory formats; all samples are kept. The peak is measured
 beside each layer, and the bandwidth once. What the environment says to malloc is kept too: results of PyTorch are new memory
-each time (benchmarks/peers/environments.json has what to set). Products of bf16 images have no algorithm of Winograd where the
-processor multiplies bf16.
+each time (benchmarks/peers/environments.json has what to set). bf16 images are run by "auto" alone where the
+processor has AMX, since that is what it takes for them.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def main() -> None:
     bench = Bench()
     bandwidth = bench.bandwidth((1, 1, 0))
     layers, all_of_them = (LARGE, LARGE_ALGORITHMS) if args.large else (LAYERS, ALGORITHMS)
-    if args.dtype == "bf16":
+    if args.dtype == "bf16" and bench.isa.tiles:
         all_of_them = ("auto",)
     algorithms = tuple(args.algorithm or all_of_them)
     rows = [

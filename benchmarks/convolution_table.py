@@ -15,7 +15,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from barellm.cpu.isa import host
-from barellm.cpu.kernels.conv_choice import tile_for
+from barellm.cpu.kernels.conv_choice import COSTS, PAIRS, tile_for
 from barellm.cpu.kernels.winograd import tile_of_products
 from benchmarks.convolution import ALGORITHMS, LAYERS, PASSES
 
@@ -28,8 +28,8 @@ def shares(row: dict[str, Any]) -> dict[str, float]:
     return found | {"peer": max(found["torch"], found["torch channels last"])}
 
 
-def taken(row: dict[str, Any]) -> str:
-    """What "auto" takes."""
+def taken(row: dict[str, Any], dtype: str) -> str:
+    """What "auto" takes for images of `dtype`, which without AMX may be multiplied as pairs of bf16."""
     if "auto" in row["samples_s"] or "winograd4" not in row["samples_s"]:
         return "auto" if "auto" in row["samples_s"] else "direct"
     layer, which = LAYERS[row["layer"]], row["pass"]
@@ -37,7 +37,8 @@ def taken(row: dict[str, Any]) -> str:
         return "direct"
     C, K = (layer.K, layer.C) if which == "dx" else (layer.C, layer.K)
     span = tile_of_products(host()).span(host())
-    m = tile_for(which, C // layer.groups, K // layer.groups, row["batch"], (layer.outputs, layer.outputs), span)
+    costs = PAIRS if dtype == "bf16" and host().dot else COSTS
+    m = tile_for(costs[which], C // layer.groups, K // layer.groups, row["batch"], (layer.outputs, layer.outputs), span)
     return f"winograd{m}" if m else "direct"
 
 
@@ -48,7 +49,7 @@ def algorithms(rows: list[dict[str, Any]]) -> None:
         print("\n" + " | ".join(titles).strip() + f"\n|---{'|---' * 6}|")
         for row in rows:
             if (row["batch"], row["pass"]) == (batch, "forward"):
-                of, auto = shares(row), taken(row)
+                of, auto = shares(row), taken(row, "fp32")
                 each = (f"{of[a]:.2f}" if a in of else "" for a in ALGORITHMS)
                 print(
                     f"| {row['layer']} | {' | '.join(each)} | {auto} | {of['peer']:.2f} | {of[auto] / of['peer']:.2f} |"
@@ -65,7 +66,7 @@ def passes(rows: list[dict[str, Any]], dtype: str) -> None:
             cells = []
             for which in PASSES:
                 (row,) = (r for r in rows if (r["layer"], r["batch"], r["pass"]) == (name, batch, which))
-                of, auto = shares(row), taken(row)
+                of, auto = shares(row), taken(row, dtype)
                 ratios[which].append(of[auto] / of["peer"])
                 cells.append(f"{of[auto]:.2f} | {of['peer']:.2f} | {ratios[which][-1]:.2f}")
             print(f"| {name} | {' | '.join(cells)} |")

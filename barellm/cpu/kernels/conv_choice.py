@@ -11,6 +11,10 @@ gradient. With the pixels of the result, T tiles of m x m of them, both in whole
 The costs are fitted to the 3 x 3 layers of VGG-16 and ResNet-50 with 1 and 16 images on an Intel Xeon with AMX
 (benchmarks/results/xeon-amx/convolution-fp32.json), by least squares of the relative error. docs/convolution.md says how the choice
 does on layers that it was not fitted to.
+
+Where the processor multiplies pairs of bf16 and has no AMX, direct sums of bf16 images are twice as fast as those of fp32, and
+Winograd's algorithm in fp32 is still the faster one with many channels and pixels. Those costs are fitted to the same layers on
+Zen 4 (benchmarks/results/zen4/convolution-bf16.json). There, tiles of 2 x 2 pixels were the fastest nowhere.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ class Costs(NamedTuple):
     inputs: float
 
 
-# By pass: "forward", "dx", "dw"; by m, 0 for the direct algorithm.
+# By pass: "forward", "dx", "dw"; by m, 0 for the direct algorithm. Of products in fp32:
 COSTS: dict[str, dict[int, Costs]] = {
     "forward": {
         0: Costs(products=1.33, filters=23.6, results=18.0, inputs=9.24),
@@ -49,12 +53,30 @@ COSTS: dict[str, dict[int, Costs]] = {
 }
 
 
-def tile_for(which: str, C: int, K: int, images: int, outputs: tuple[int, int], span: int) -> int:
-    """The m of Winograd's m x m tiles that is the fastest, 0 for the direct algorithm. `span`: tiles of whole vectors."""
+# Where direct products are of pairs of bf16, in multiply-adds at the peak of those:
+PAIRS: dict[str, dict[int, Costs]] = {
+    "forward": {
+        0: Costs(products=1.11, filters=14.9, results=0.0, inputs=3.02),
+        4: Costs(products=2.69, filters=48.4, results=46.3, inputs=92.8),
+    },
+    "dx": {
+        0: Costs(products=1.13, filters=25.3, results=0.0, inputs=0.0),
+        4: Costs(products=2.42, filters=61.7, results=116.0, inputs=48.9),
+    },
+    "dw": {
+        0: Costs(products=1.06, filters=32.5, results=0.0, inputs=17.8),
+        4: Costs(products=2.56, filters=172.0, results=92.5, inputs=102.0),
+    },
+}
+
+
+def tile_for(costs: dict[int, Costs], C: int, K: int, images: int, outputs: tuple[int, int], span: int) -> int:
+    """The m of Winograd's m x m tiles that is the fastest, 0 for the direct algorithm, by the `costs` of a pass. `span`: tiles of
+    whole vectors."""
     P, Q = outputs
 
     def time(m: int) -> float:
-        cost = COSTS[which][m]
+        cost = costs[m]
         if m == 0:
             pixels = images * P * Q
             columns = cost.inputs * C * pixels * (1 + LANES / Q)
@@ -65,4 +87,4 @@ def tile_for(which: str, C: int, K: int, images: int, outputs: tuple[int, int], 
         work = cost.products * C * K * whole + cost.filters * C * K + cost.inputs * C * whole + cost.results * K * tiles
         return (m + 2) ** 2 * work
 
-    return min(COSTS[which], key=time)
+    return min(costs, key=time)

@@ -9,7 +9,7 @@ from typing import Any
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, dims_of, lowering
 from barellm.cpu.kernels import conv_depthwise
-from barellm.cpu.kernels.conv_choice import tile_for
+from barellm.cpu.kernels.conv_choice import COSTS, PAIRS, tile_for
 from barellm.cpu.kernels.conv_fft import append_fft, fft_pays
 from barellm.cpu.kernels.conv_fft_gradient import append_fft_gradient
 from barellm.cpu.kernels.conv_filters import Filters, pack_filters
@@ -45,15 +45,20 @@ def grid_of(op: Any, x: Tensor | tuple[int, ...], R: int, S: int) -> Grid:
     return Grid((int(H), int(W)), int(C) // op.groups, outputs, op.stride, rows, columns, op.reflect)
 
 
-def tile_of(isa: ISA, which: str, algorithm: str, grid: Grid, target: Target, rows: int, images: int) -> int:
+def tile_of(
+    isa: ISA, which: str, algorithm: str, grid: Grid, target: Target, rows: int, images: int, way: Way | None
+) -> int:
     """The m of Winograd's m x m tiles that does a pass of a convolution, 0 for the direct kernel. With "auto" it is what should be
-    the fastest."""
+    the fastest; `way`: the pairs that the direct kernel would multiply, if any. AMX tiles are faster than any products of fp32."""
     fits = len(grid.rows) == len(grid.columns) == 3 and simple(grid, target)
     if not fits or algorithm in ("direct", "fft"):
         return 0
     if algorithm != "auto":
         return int(algorithm[-1])
-    return tile_for(which, grid.channels, rows, images, grid.outputs, tile_of_products(isa).span(isa))
+    if way and isa.tiles:
+        return 0
+    costs = PAIRS if way else COSTS
+    return tile_for(costs[which], grid.channels, rows, images, grid.outputs, tile_of_products(isa).span(isa))
 
 
 def simple(grid: Grid, target: Target) -> bool:
@@ -91,7 +96,7 @@ def append_product(
     if algorithm == "fft" or pays:
         append_fft(c, out=out, w=w, x=x, grid=grid, **how, **images_of(x))
         return
-    if way is None and (m := tile_of(c.isa, which, algorithm, grid, target, rows, images)):
+    if m := tile_of(c.isa, which, algorithm, grid, target, rows, images, way):
         offset = min(grid.rows), min(grid.columns)
         append_winograd(c, m=m, out=out, w=w, x=x, grid=grid, offset=offset, **how, **images_of(x))
         return
@@ -275,12 +280,12 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     if op.algorithm == "fft" or pays:
         append_fft_gradient(c, dw=op.dw, dy=op.dy, x=op.x, **images)
         return
+    if m := tile_of(c.isa, "dw", op.algorithm, grid, target, rows, N, way):
+        append_winograd_gradient(c, m=m, dw=op.dw, dy=op.dy, x=op.x, **images)
+        return
     if way:
         blocks = gradient_blocks(c.isa, way.tile, way.tiled, grid, rows, N, op.groups, c.threads)
         c.private(GradientScratch(c.isa, grid, blocks).nbytes)
         c.call(conv_pairs_gradient, operands, {**images, "rows": rows, "blocks": blocks}, writes="dw")
-        return
-    if m := tile_of(c.isa, "dw", op.algorithm, grid, target, rows, N):
-        append_winograd_gradient(c, m=m, dw=op.dw, dy=op.dy, x=op.x, **images)
         return
     append_weight_gradient(c, op.dw, op.dy, op.x, **images)
