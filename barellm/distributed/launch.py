@@ -130,7 +130,7 @@ def end_behind_parent() -> None:
     """Send SIGTERM to this process once, when the one that has started it has ended. Nothing where no process can be waited for
     but children. PR_SET_PDEATHSIG is not for that: it may come once for each thread of the parent, and a second signal stops a run
     at once."""
-    if sys.platform != "linux":
+    if not hasattr(os, "pidfd_open"):
         return
     try:
         parent = os.pidfd_open(os.getppid())

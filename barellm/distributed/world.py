@@ -13,8 +13,8 @@ NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def started_as_one_of(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes an MPI launcher has started; 1 where nobody has. UserError where srun has, and MPI cannot
-    know: in its first process; the others end."""
+    """How many processes an MPI launcher has started; 1 where nobody has. Where srun has, and MPI cannot
+    know: UserError in its first process, SystemExit in the others."""
     sizes = [int(environment[name]) for name in SIZES if environment.get(name, "").isdigit()]
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     tasks = int(tasks) if tasks.isdigit() else 1

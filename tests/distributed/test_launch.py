@@ -319,6 +319,33 @@ end_all(SimpleNamespace(Abort=lambda status: os.write(2, b"MPI's own words")), 1
     assert (done.returncode, done.stdout, done.stderr) == (1, told, "")
 
 
+# A parent with a second thread, and its child, which tells each SIGTERM and ends a while after the first.
+FAMILY = """
+import os, signal, subprocess, sys, threading, time
+if len(sys.argv) == 1:
+    threading.Thread(target=lambda: subprocess.run([sys.executable, __file__, "child"])).start()
+    time.sleep(60)
+from barellm.distributed import launch
+told = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), told.set()))
+launch.end_behind_parent()
+print("ready", flush=True)
+told.wait(20)
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no files for processes here")
+def test_the_end_of_the_parent_is_told_once(tmp_path):
+    (tmp_path / "family.py").write_text(FAMILY)
+    own = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, str(tmp_path / "family.py")]
+    with subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "ready\n"
+        parent.kill()
+        assert parent.stdout.read() == "told\n"  # and the child has ended
+
+
 def test_what_a_rank_says_is_read_before_it_ends_all(monkeypatch, capfd):
     """MPICH's launcher drops what it has not read by then: the only line of a run that failed was lost now and then."""
     happened: list[object] = []
