@@ -94,16 +94,16 @@ def test_a_tokenizer_whose_rules_are_not_there(tmp_path, capfd):
 @pytest.mark.parametrize("options, says", [
     (("--prompt", "12?"), "? at byte 2 is not among the"),
     (("--prompt", "1é"), "é at byte 1 is not among the"),
-    (("--ids", "1,x"), "--ids has something else"),
-    (("--ids", "1,1000"), "id is 1000, expected 0 to"),
+    (("--ids", "1,x"), "one of --ids is x, expected a whole number from 0 to"),
+    (("--ids", "1,1000"), "one of --ids is 1000, expected"),
     (("--prompt", "1", "--ids", "1"), "choose one"),
     (("--temperature", "-1"), "temperature is -1"),
     (("--temperature", "hot"), "--temperature is hot, expected a number"),
-    (("--top-k", "-1"), "top_k is -1"),
+    (("--top-k", "-1"), "--top-k is -1, expected a whole number"),
     (("--top-p", "0"), "top_p is 0"),
     (("--min-p", "2"), "min_p is 2"),
     (("--repetition", "0"), "repetition is 0"),
-    (("--tokens", "0"), "--tokens is below 1"),
+    (("--tokens", "0"), "--tokens is 0, expected a whole number from 1"),
     (("--run", "nowhere"), "nowhere"),
     (("--threads", "1000"), "threads is 1000"),
 ])  # fmt: skip
@@ -131,6 +131,9 @@ assert sample(0) == -1; says(b"the text has no token")
 assert lib.barellm_logits(s, ids, i64(1), i64(-1), logits) == -1; says(b"positions -1 to 0")
 assert lib.barellm_prompt(b"12", ids, i64(1)) == -1; says(b"room for 1 ids, the text may need 2")
 assert sample(1) == 3 and list(ids[1:4]) == [0, 0, 0]  # weights of zero: of equal logits the lowest id
+how.top_k = -1
+assert sample(1) == -1; says(b"top_k is -1")
+how.top_k = 0
 size = lib.barellm_size(s, b"wte")
 values = (ctypes.c_float * size)(*[float("nan")] * size)
 assert lib.barellm_write(s, b"wte", values, ctypes.c_size_t(size)) == 0

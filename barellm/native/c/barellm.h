@@ -1,6 +1,6 @@
 /* A model that trains: what `barellm build` made of one configuration. No Python and no LLVM are needed at run time.
  *
- * Every function that returns int gives 0, or -1 with the reason in one line at barellm_error(). A session is used by one thread at
+ * Every function that returns int gives 0, or less with the reason in one line at barellm_error(). A session is used by one thread at
  * a time; several sessions may live in one process. The calling thread takes part in the work. */
 #ifndef BARELLM_H
 #define BARELLM_H
@@ -83,9 +83,15 @@ int barellm_read(barellm *session, const char *name, float *values, size_t count
 int barellm_write(barellm *session, const char *name, const float *values, size_t count);
 
 /* A checkpoint folder of barellm's own format, which `barellm train --resume` reads, and the other way round. Saving writes
- * FOLDER/step-NNNNNN, whole or not at all, and removes older ones as train.keep and train.milestones of the run say; loading takes such a folder and checks its sizes and checksums. */
+ * FOLDER/step-NNNNNN, whole and on the disk or not at all, also where a damaged one has its name. It removes what unfinished saves
+ * left, and older checkpoints as train.keep and train.milestones of the run say, unless the last step's loss or norm was not finite.
+ * -2 where the disk is full. Loading takes such a folder and checks its sizes and checksums: -2 where it is damaged. */
 int barellm_save(barellm *session, const char *folder, double seconds);
 int barellm_load(barellm *session, const char *path);
+
+/* The highest step below `below` that a folder has a checkpoint of, damaged or not: -1 where it has none, -2 where it cannot be
+ * listed. */
+int64_t barellm_newest(const char *folder, int64_t below);
 
 /* XXH3-64 of the bytes of all parameters and states, by name: equal for any number of threads. */
 uint64_t barellm_digest(const barellm *session);

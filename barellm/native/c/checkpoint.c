@@ -124,35 +124,94 @@ uint64_t barellm_digest(const barellm *s) {
 
 /* --- files --- */
 
+/* What is wrong with a path: -2 where the disk is full, as barellm_save has it. */
+static int io(const char *path) {
+    int full = errno == ENOSPC || errno == EDQUOT;
+    return fail("%s: %s", path, strerror(errno)) - full;
+}
+
 struct file {
-    FILE *stream;
+    int fd;
     struct hash hash;
     char path[4096];
 };
 
 static int add(struct file *f, const void *data, size_t count) {
     hash_add(&f->hash, data, count);
-    return fwrite(data, 1, count, f->stream) == count ? 0 : fail("%s: %s", f->path, strerror(errno));
+    for (const char *at = data; count;) {
+        ssize_t done = write(f->fd, at, count);
+        if (done < 0 && errno != EINTR) return io(f->path);
+        if (done > 0) at += done, count -= done;
+    }
+    return 0;
 }
 
 static int make(struct file *f, const char *folder, const char *name) {
     snprintf(f->path, sizeof f->path, "%s/%s", folder, name);
     hash_begin(&f->hash);
-    f->stream = fopen(f->path, "wb");
-    return f->stream ? 0 : fail("%s: %s", f->path, strerror(errno));
+    f->fd = open(f->path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    return f->fd < 0 ? io(f->path) : 0;
 }
 
 static int finish(struct file *f, int wrong) {
-    if (!wrong && (fflush(f->stream) || fsync(fileno(f->stream)))) wrong = fail("%s: %s", f->path, strerror(errno));
-    fclose(f->stream);
+    if (!wrong && fsync(f->fd)) wrong = io(f->path);
+    close(f->fd);
     return wrong;
 }
 
 static int sync_folder(const char *path) {
-    int fd = open(path, O_RDONLY | O_DIRECTORY);
-    int wrong = fd < 0 || fsync(fd);
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int wrong = fd < 0 || fsync(fd) ? io(path) : 0;
     if (fd >= 0) close(fd);
-    return wrong ? fail("%s: %s", path, strerror(errno)) : 0;
+    return wrong;
+}
+
+/* Remove a flat folder or a file, without a message; a link is not followed. */
+static int remove_flat(const char *path) {
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC), wrong = 0;
+    DIR *listed = fd < 0 ? NULL : fdopendir(fd);
+    if (!listed) return unlink(path);
+    for (struct dirent *entry; !wrong && (entry = readdir(listed));)
+        if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..")) wrong = unlinkat(fd, entry->d_name, 0);
+    closedir(listed);
+    return wrong ? wrong : rmdir(path);
+}
+
+/* Remove what unfinished saves and removals left. */
+static int remove_temporaries(const char *folder) {
+    char path[4096];
+    DIR *listed = opendir(folder);
+    int wrong = listed ? 0 : io(folder);
+    for (struct dirent *entry; !wrong && (entry = readdir(listed));) {
+        if (strncmp(entry->d_name, ".tmp-", 5)) continue;
+        snprintf(path, sizeof path, "%s/%s", folder, entry->d_name);
+        if (remove_flat(path)) wrong = io(path);
+    }
+    if (listed) closedir(listed);
+    return wrong;
+}
+
+/* It is renamed first: a removal that is cut short never looks like a checkpoint. */
+static int remove_step(const char *folder, int64_t step) {
+    char path[4000], doomed[4000];
+    snprintf(path, sizeof path, "%s/step-%06lld", folder, (long long)step);
+    snprintf(doomed, sizeof doomed, "%s/.tmp-step-%06lld", folder, (long long)step);
+    return rename(path, doomed) || remove_flat(doomed) ? io(path) : 0;
+}
+
+int64_t barellm_newest(const char *folder, int64_t below) {
+    DIR *listed = opendir(folder);
+    int64_t found = -1;
+    if (!listed) return errno == ENOENT ? -1 : (io(folder), -2);
+    for (struct dirent *entry; errno = 0, (entry = readdir(listed));) {
+        char name[32];
+        long long step = strncmp(entry->d_name, "step-", 5) ? -1 : strtoll(entry->d_name + 5, NULL, 10);
+        snprintf(name, sizeof name, "step-%06lld", step);
+        if (step > found && step < below && !strcmp(entry->d_name, name)) found = step;
+    }
+    if (errno) found = (io(folder), -2);
+    closedir(listed);
+    return found;
 }
 
 static int write_tensors(struct barellm *s, const char *folder, const char *name, const struct blob *header, char role, char *entry, size_t room) {
@@ -177,11 +236,15 @@ static int write_tensors(struct barellm *s, const char *folder, const char *name
 
 static int write_text(const char *folder, const char *name, const char *text, size_t count, char *entry, size_t room) {
     struct file f;
-    if (make(&f, folder, name)) return -1;
-    int wrong = finish(&f, add(&f, text, count));
+    int wrong = make(&f, folder, name);
+    if (wrong) return wrong;
+    wrong = finish(&f, add(&f, text, count));
     if (entry) snprintf(entry, room, "    \"%s\": {\"bytes\": %zu, \"xxh3_64\": \"%016llx\"}", name, count, (unsigned long long)hash_end(&f.hash));
     return wrong;
 }
+
+/* What a session goes on from. */
+static const char *const NAMES[] = {"weights.safetensors", "optimizer.safetensors", "meta.json"};
 
 static int milestone(int64_t step) { return run.milestones && step && step % run.milestones == 0; }
 
@@ -189,15 +252,16 @@ static int fill(struct barellm *s, const char *folder, double seconds) {
     char weights[256], optimizer[256], meta[256], *text = NULL, *manifest = NULL;
     int64_t done = micro_batches_before(s->step) * run.batch;
     size_t count = meta_text.end - meta_text.begin;
-    if (write_tensors(s, folder, "weights.safetensors", &weights_header, 'p', weights, sizeof weights)) return -1;
-    if (write_tensors(s, folder, "optimizer.safetensors", &optimizer_header, 's', optimizer, sizeof optimizer)) return -1;
+    int wrong = write_tensors(s, folder, NAMES[0], &weights_header, 'p', weights, sizeof weights);
+    if (!wrong) wrong = write_tensors(s, folder, NAMES[1], &optimizer_header, 's', optimizer, sizeof optimizer);
+    if (wrong) return wrong;
     int length = asprintf(&text,
         "{\n  \"format\": 1,\n  \"step\": %lld,\n%.*s,\n  \"total_steps\": %lld,\n  \"samples\": %lld,\n  \"tokens\": %lld,\n"
         "  \"seconds\": %.3f,\n  \"milestone\": %s\n}\n",
         (long long)s->step, (int)count, meta_text.begin, (long long)s->total, (long long)done, (long long)(done * run.seq), seconds,
         milestone(s->step) ? "true" : "false");
     if (length < 0) return fail("no memory for meta.json");
-    int wrong = write_text(folder, "meta.json", text, length, meta, sizeof meta);
+    wrong = write_text(folder, NAMES[2], text, length, meta, sizeof meta);
     free(text);
     char *files = calloc(1, 512 * (tokenizer_file_count + 1));
     for (int64_t i = 0; i < tokenizer_file_count && files && !wrong; i++) {
@@ -210,20 +274,7 @@ static int fill(struct barellm *s, const char *folder, double seconds) {
     if (!wrong) wrong = write_text(folder, "manifest.json", manifest, length, NULL, 0);
     free(manifest);
     free(files);
-    return wrong || sync_folder(folder) ? -1 : 0;
-}
-
-/* Of barellm's own checkpoints; one between two micro-batches has gradients too. */
-static const char *const NAMES[] = {"weights.safetensors", "optimizer.safetensors", "meta.json", "manifest.json", "gradients.safetensors"};
-enum { NAME_COUNT = sizeof NAMES / sizeof *NAMES };
-
-static void remove_files(const char *folder) {
-    char path[4096];
-    for (int i = 0; i < NAME_COUNT + tokenizer_file_count; i++) {
-        snprintf(path, sizeof path, "%s/%s", folder, i < NAME_COUNT ? NAMES[i] : tokenizer_files[i - NAME_COUNT].name);
-        unlink(path);
-    }
-    rmdir(folder);
+    return wrong ? wrong : sync_folder(folder);
 }
 
 /* All of a small file, with a zero behind it. */
@@ -239,53 +290,9 @@ static char *text_of(const char *folder, const char *name) {
     return text;
 }
 
-/* Remove all but the newest `run.keep` checkpoints up to a step; a later one comes of steps that are done again. Those that say that
- * they are milestones stay, whatever this run was asked for. */
-static int thin(const char *folder, int64_t last) {
-    for (;;) {
-        char path[4000], doomed[4000];
-        int64_t oldest = -1, count = 0;
-        DIR *listed = opendir(folder);
-        if (!listed) return fail("%s: %s", folder, strerror(errno));
-        for (struct dirent *entry; (entry = readdir(listed));) {
-            long long step;
-            int length = 0;
-            if (sscanf(entry->d_name, "step-%lld%n", &step, &length) != 1 || entry->d_name[length] || step > last) continue;
-            snprintf(path, sizeof path, "%s/%s", folder, entry->d_name);
-            char *meta = text_of(path, "meta.json");
-            int stays = meta && strstr(meta, "\"milestone\": true");
-            free(meta);
-            if (stays) continue;
-            count++;
-            if (oldest < 0 || step < oldest) oldest = step;
-        }
-        closedir(listed);
-        if (count <= run.keep) return 0;
-        snprintf(path, sizeof path, "%s/step-%06lld", folder, (long long)oldest);
-        snprintf(doomed, sizeof doomed, "%s/.tmp-step-%06lld", folder, (long long)oldest);
-        if (rename(path, doomed)) return fail("%s: %s", path, strerror(errno)); /* half of one never looks like a checkpoint */
-        remove_files(doomed);
-    }
-}
-
-int barellm_save(barellm *s, const char *folder, double seconds) {
-    char temporary[4000], target[4000];
-    snprintf(temporary, sizeof temporary, "%s/.tmp-step-%06lld", folder, (long long)s->step);
-    snprintf(target, sizeof target, "%s/step-%06lld", folder, (long long)s->step);
-    if (!access(target, F_OK)) return 0; /* the same step of the same run has the same bits */
-    if (mkdir(folder, 0777) && errno != EEXIST) return fail("%s: %s", folder, strerror(errno));
-    remove_files(temporary);
-    if (mkdir(temporary, 0777)) return fail("%s: %s", temporary, strerror(errno));
-    if (fill(s, temporary, s->seconds + seconds)) {
-        remove_files(temporary);
-        return -1;
-    }
-    if (rename(temporary, target)) return fail("%s: %s", target, strerror(errno));
-    return sync_folder(folder) ? -1 : thin(folder, s->step);
-}
-
-static int verify(const char *folder, const char *manifest, const char *name) {
-    char path[4096], wanted[128], buffer[65536], digest[17] = "";
+/* `known`: the same file of this program. It stands in for the checksum of few bytes, which xxh3.c does not have. */
+static int verify(const char *folder, const char *manifest, const char *name, const struct blob *known) {
+    char path[4096], wanted[128], buffer[65536], digest[17] = "", found[17];
     unsigned long long size = 0;
     snprintf(wanted, sizeof wanted, "\"%s\":", name);
     const char *entry = strstr(manifest, wanted), *bytes = entry ? strstr(entry, "\"bytes\":") : NULL;
@@ -294,15 +301,62 @@ static int verify(const char *folder, const char *manifest, const char *name) {
         return fail("%s: manifest.json does not list %s", folder, name);
     snprintf(path, sizeof path, "%s/%s", folder, name);
     FILE *f = fopen(path, "rb");
-    if (!f) return fail("%s: %s", path, strerror(errno));
+    if (!f) return errno == ENOENT ? fail("%s: %s is missing", folder, name) : io(path);
     struct hash h;
     hash_begin(&h);
     for (size_t count; (count = fread(buffer, 1, sizeof buffer, f));) hash_add(&h, buffer, count);
     fclose(f);
-    if (h.bytes != size) return fail("%s has %llu bytes, expected %llu", path, (unsigned long long)h.bytes, size);
-    char found[17];
-    snprintf(found, sizeof found, "%016llx", (unsigned long long)hash_end(&h));
-    return strcmp(found, digest) ? fail("the checksum of %s is %s, expected %s", path, found, digest) : 0;
+    if (h.bytes != size) return fail("%s: %s has %llu bytes, expected %llu", folder, name, (unsigned long long)h.bytes, size);
+    if (size > 240) snprintf(found, sizeof found, "%016llx", (unsigned long long)hash_end(&h));
+    else if (!known || size != (size_t)(known->end - known->begin) || memcmp(buffer, known->begin, size)) strcpy(found, "another");
+    else strcpy(found, known->xxh3_64);
+    return strcmp(found, digest) ? fail("%s: the checksum of %s is %s, expected %s", folder, name, found, digest) : 0;
+}
+
+/* -2 with the reason where a step's folder is not whole. */
+static int problem(const char *folder) {
+    char *manifest = text_of(folder, "manifest.json");
+    int wrong = !manifest;
+    const char *end = manifest ? strstr(manifest, "\n  }\n}\n") : NULL;
+    if (manifest && (!end || end[7] || !strstr(manifest, "\"format\": 1,"))) wrong = fail("%s: manifest.json is damaged, or of another version", folder);
+    for (int i = 0; i < 3 && !wrong; i++) wrong = verify(folder, manifest, NAMES[i], NULL);
+    for (int i = 0; i < tokenizer_file_count && !wrong; i++) wrong = verify(folder, manifest, tokenizer_files[i].name, &tokenizer_files[i]);
+    free(manifest);
+    return wrong ? -2 : 0;
+}
+
+/* Remove all but the newest `run.keep` checkpoints up to a step; a later one comes of steps that are done again. Those that say that
+ * they are milestones stay, whatever this run was asked for. */
+static int thin(const char *folder, int64_t last) {
+    int64_t step = last + 1, count = 0;
+    int wrong = 0;
+    while (!wrong && (step = barellm_newest(folder, step)) >= 0) {
+        char path[4000];
+        snprintf(path, sizeof path, "%s/step-%06lld", folder, (long long)step);
+        char *meta = text_of(path, "meta.json");
+        if (!(meta && strstr(meta, "\"milestone\": true")) && ++count > run.keep) wrong = remove_step(folder, step);
+        free(meta);
+    }
+    return wrong;
+}
+
+int barellm_save(barellm *s, const char *folder, double seconds) {
+    char temporary[4000], target[4000];
+    int wrong = 0;
+    snprintf(target, sizeof target, "%s/..", folder);
+    if (!mkdir(folder, 0777)) wrong = sync_folder(target);
+    else if (errno != EEXIST) wrong = io(folder);
+    snprintf(temporary, sizeof temporary, "%s/.tmp-step-%06lld", folder, (long long)s->step);
+    snprintf(target, sizeof target, "%s/step-%06lld", folder, (long long)s->step);
+    if (!wrong) wrong = remove_temporaries(folder);
+    if (!wrong && !access(target, F_OK) && problem(target)) wrong = remove_step(folder, s->step);
+    if (!wrong && access(target, F_OK)) { /* the same step of the same run has the same bits */
+        wrong = mkdir(temporary, 0777) ? io(temporary) : fill(s, temporary, s->seconds + seconds);
+        if (!wrong && rename(temporary, target)) wrong = io(target);
+        if (wrong) remove_flat(temporary);
+        else wrong = sync_folder(folder);
+    }
+    return wrong || s->not_finite ? wrong : thin(folder, s->step); /* weights that diverged push no other ones out */
 }
 
 static int read_tensors(struct barellm *s, const char *folder, const char *name, const struct blob *header, char role) {
@@ -328,25 +382,29 @@ static int read_tensors(struct barellm *s, const char *folder, const char *name,
     return wrong;
 }
 
-static int number(const char *meta, const char *key, double *value) {
+/* A number of meta.json that has only these digits, up to `most`. */
+static int number(const char *folder, const char *meta, const char *key, const char *digits, double most, double *value) {
     char line[64];
     snprintf(line, sizeof line, "\n  \"%s\": ", key); /* two spaces: not one of the configuration's */
-    const char *at = strstr(meta, line);
-    return at && sscanf(at + strlen(line), "%lf", value) == 1 ? 0 : fail("meta.json has no %s, expected what barellm writes there", key);
+    const char *at = strstr(meta, line), *rest = at ? at + strlen(line) : "";
+    size_t count = strspn(rest, digits);
+    *value = strtod(rest, NULL);
+    if (count && (rest[count] == ',' || rest[count] == '\n') && *value <= most) return 0;
+    return fail("%s: meta.json has no %s up to %.0f, expected what barellm writes there", folder, key, most);
 }
 
 int barellm_load(barellm *s, const char *path) {
     double step = 0, total = 0, seconds = 0;
-    char *manifest = text_of(path, "manifest.json"), *meta = manifest ? text_of(path, "meta.json") : NULL;
-    int wrong = !meta;
-    for (int i = 0; i < 3 && !wrong; i++) wrong = verify(path, manifest, NAMES[i]);
-    wrong = wrong || number(meta, "step", &step) || number(meta, "total_steps", &total) || number(meta, "seconds", &seconds);
+    if (problem(path)) return -2;
+    char *meta = text_of(path, "meta.json");
+    int wrong = !meta || number(path, meta, "total_steps", "0123456789", 0x1p31, &total) || number(path, meta, "step", "0123456789", total, &step);
+    wrong = wrong || number(path, meta, "seconds", "0123456789.", 1e12, &seconds);
     wrong = wrong || read_tensors(s, path, NAMES[0], &weights_header, 'p') || read_tensors(s, path, NAMES[1], &optimizer_header, 's');
-    free(manifest);
     free(meta);
     if (wrong) return -1;
     s->step = (int64_t)step;
     s->total = (int64_t)total;
     s->seconds = seconds;
+    s->not_finite = 0;
     return 0;
 }

@@ -1,14 +1,15 @@
 /* What both drivers have: options, errors in one line, a pinned thread, a run's checkpoints. */
 #define _GNU_SOURCE
-#include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <sched.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
-#include "barellm.h"
 #include "driver.h"
 
 double seconds_now(void) {
@@ -17,13 +18,31 @@ double seconds_now(void) {
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-void end(const char *reason) {
-    fprintf(stderr, "%s: error: %s\n", program_invocation_short_name, reason);
+static void say(const char *kind, const char *form, va_list list) {
+    fflush(stdout); /* in a log of both, what was before comes before */
+    fprintf(stderr, "%s: ", kind);
+    vfprintf(stderr, form, list);
+    fputc('\n', stderr);
+}
+
+void warn(const char *form, ...) {
+    va_list list;
+    va_start(list, form);
+    say("warning", form, list);
+    va_end(list);
+}
+
+void end(const char *form, ...) {
+    char kind[256];
+    va_list list;
+    va_start(list, form);
+    snprintf(kind, sizeof kind, "%s: error", program_invocation_short_name);
+    say(kind, form, list);
     exit(2);
 }
 
 void must(int wrong) {
-    if (wrong) end(barellm_error());
+    if (wrong) end("%s", barellm_error());
 }
 
 void *room(size_t count, size_t size) {
@@ -39,7 +58,26 @@ char *option(int argc, char **argv, const char *name, const char *usual) {
     return found;
 }
 
-void check_options(int argc, char **argv, const char *const *known, const char *usage) {
+uint64_t whole(const char *name, const char *value, uint64_t least, uint64_t most) {
+    errno = 0;
+    uint64_t found = strtoull(value, NULL, 10);
+    if (!*value || value[strspn(value, "0123456789")] || errno || found < least || found > most)
+        end("%s is %.100s, expected a whole number from %llu to %llu", name, value, (unsigned long long)least, (unsigned long long)most);
+    return found;
+}
+
+double number(const char *name, const char *value) {
+    char *rest;
+    double found = strtod(value, &rest);
+    if (!*value || *rest || value[strspn(value, "0123456789+-.eE")]) end("%s is %.100s, expected a number", name, value);
+    return found;
+}
+
+void start(int argc, char **argv, const char *const *known, const char *usage) {
+    int fd;
+    do fd = open("/dev/null", O_RDWR);
+    while (fd >= 0 && fd <= 2); /* a stream that is closed: no file of the run may get its number */
+    close(fd);
     for (int i = 1; i < argc; i += 2) {
         int found = 0;
         for (const char *const *name = known; *name; name++) found |= !strcmp(argv[i], *name);
@@ -63,15 +101,19 @@ void pin(void) {
     sched_setaffinity(0, sizeof one, &one); /* where it is refused, it runs unpinned */
 }
 
-int64_t newest(const char *folder) {
-    DIR *listed = opendir(folder);
-    int64_t found = -1;
-    for (struct dirent *entry; listed && (entry = readdir(listed));) {
-        long long step;
-        int length = 0;
-        if (sscanf(entry->d_name, "step-%lld%n", &step, &length) == 1 && !entry->d_name[length] && step > found) found = step;
+int64_t resume(barellm *s, const char *run) {
+    char folder[4096], path[4200];
+    int64_t step = INT64_MAX, skipped = 0;
+    snprintf(folder, sizeof folder, "%s/checkpoints", run);
+    while ((step = barellm_newest(folder, step)) >= 0) {
+        snprintf(path, sizeof path, "%s/step-%06lld", folder, (long long)step);
+        int wrong = barellm_load(s, path);
+        if (!wrong) return step;
+        must(wrong != -2);
+        warn("skipped %s", barellm_error());
+        skipped++;
     }
-    if (listed) closedir(listed);
-    return found;
+    must(step < -1);
+    if (skipped) end("no checkpoint in %s is whole", folder);
+    return -1;
 }
-

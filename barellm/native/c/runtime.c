@@ -337,7 +337,9 @@ int barellm_step(barellm *s, const int32_t *tokens, const int32_t *targets, bare
     set_number(s, SCALAR_MOMENTUM, momentum(s->step, s->total));
     walk(s, PROGRAM_UPDATE);
     s->step++;
-    if (result) *result = (barellm_result){loss, output(s, PROGRAM_UPDATE), lr};
+    barellm_result found = {loss, output(s, PROGRAM_UPDATE), lr};
+    s->not_finite = isfinite(found.loss) && isfinite(found.norm) ? 0 : s->not_finite + 1;
+    if (result) *result = found;
     return 0;
 }
 

@@ -18,7 +18,7 @@ struct barellm {
     int64_t mapped_bytes, *arguments;
     char *table[PROGRAMS];
     int64_t scalars[SCALARS];
-    int64_t step, total;
+    int64_t step, total, not_finite; /* not_finite: the last steps in a row whose loss or norm was not */
     double seconds; /* of the sessions before, from a checkpoint */
 };
 

@@ -1,10 +1,9 @@
 /* The driver that writes text from a run's newest checkpoint, as `barellm sample` does. */
-#include <errno.h>
+#define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "barellm.h"
 #include "driver.h"
 
 static const char USAGE[] =
@@ -30,51 +29,38 @@ static int each(int32_t token, void *own) {
     return 0;
 }
 
-static double number(int argc, char **argv, const char *name, const char *usual) {
-    char *value = option(argc, argv, name, usual), *rest, wrong[256];
-    double found = strtod(value, &rest);
-    if (!*value || *rest) {
-        snprintf(wrong, sizeof wrong, "%s is %.100s, expected a number", name, value);
-        end(wrong);
-    }
-    return found;
-}
-
-/* The numbers of a list with commas between. */
-static int64_t list(const char *text, int32_t *ids) {
+/* The ids of a list with commas between. */
+static int64_t list(char *value, int32_t *ids, int64_t vocabulary) {
     int64_t count = 0;
-    for (char *rest; *text; text = *rest ? rest + 1 : rest) {
-        ids[count++] = strtol(text, &rest, 10);
-        if (rest == text || (*rest && *rest != ',')) end("--ids has something else than numbers with commas between");
+    while (value) {
+        char *one = strsep(&value, ",");
+        ids[count++] = whole("one of --ids", one, 0, vocabulary - 1);
     }
     return count;
 }
 
 int main(int argc, char **argv) {
-    check_options(argc, argv, KNOWN, USAGE);
-    const char *run = option(argc, argv, "--run", NULL), *prompt = option(argc, argv, "--prompt", NULL), *ids = option(argc, argv, "--ids", NULL);
+    start(argc, argv, KNOWN, USAGE);
+    const char *run = option(argc, argv, "--run", NULL), *prompt = option(argc, argv, "--prompt", NULL);
+    char *ids = option(argc, argv, "--ids", NULL);
     if (!run) end("--run names a run or a checkpoint, expected it");
     if (prompt && ids) end("--prompt and --ids are two ways to say what the text begins with: choose one");
-    int64_t count = number(argc, argv, "--tokens", "256"), longest = strlen(prompt ? prompt : ids ? ids : "") + 1, known;
-    if (count < 1) end("--tokens is below 1");
+    int64_t count = whole("--tokens", option(argc, argv, "--tokens", "256"), 1, INT32_MAX), longest = strlen(prompt ? prompt : ids ? ids : "") + 1, known;
     barellm_sampling how = {
-        .temperature = number(argc, argv, "--temperature", "0.8"), .top_p = number(argc, argv, "--top-p", "1"),
-        .min_p = number(argc, argv, "--min-p", "0"), .repetition = number(argc, argv, "--repetition", "1"),
-        .top_k = number(argc, argv, "--top-k", "0"), .seed = strtoull(option(argc, argv, "--seed", "1337"), NULL, 10),
+        .temperature = number("--temperature", option(argc, argv, "--temperature", "0.8")),
+        .top_p = number("--top-p", option(argc, argv, "--top-p", "1")),
+        .min_p = number("--min-p", option(argc, argv, "--min-p", "0")),
+        .repetition = number("--repetition", option(argc, argv, "--repetition", "1")),
+        .top_k = whole("--top-k", option(argc, argv, "--top-k", "0"), 0, INT32_MAX),
+        .seed = whole("--seed", option(argc, argv, "--seed", "1337"), 0, UINT64_MAX),
     };
-    barellm *s = barellm_open(number(argc, argv, "--threads", "0"));
-    if (!s) end(barellm_error());
+    barellm *s = barellm_open(whole("--threads", option(argc, argv, "--threads", "0"), 0, INT32_MAX));
+    must(!s);
     pin();
-    char folder[4096], path[4200];
-    snprintf(folder, sizeof folder, "%s/checkpoints", run);
-    int64_t step = newest(folder);
-    if (step < 0) snprintf(path, sizeof path, "%s", run);
-    else snprintf(path, sizeof path, "%s/step-%06lld", folder, (long long)step);
-    must(barellm_load(s, path));
+    if (resume(s, run) < 0) must(barellm_load(s, run));
     int32_t *text = room(longest + count, sizeof *text);
-    known = ids ? list(ids, text) : barellm_prompt(prompt ? prompt : "", text, longest);
+    known = ids ? list(ids, text, barellm_about(s).vocabulary) : barellm_prompt(prompt ? prompt : "", text, longest);
     must(known < 0);
-    for (int64_t i = 0, length; i < known; i++) must(!barellm_token(text[i], &length));
     if (prompt) fputs(prompt, stdout);
     else if (ids)
         for (int64_t i = 0; i < known; i++) write_token(text[i]);

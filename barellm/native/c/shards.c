@@ -1,57 +1,61 @@
 #include "shards.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #define HEADER 1024
 #define ROUNDS 6
 
-static int open_shard(struct part *p, const char *path, char *wrong, int room) {
+static char reason[8192];
+
+static const char *open_shard(struct part *p, const char *path) {
     struct stat about;
-    int fd = open(path, O_RDONLY);
-    if (fd < 0 || fstat(fd, &about)) return snprintf(wrong, room, "cannot read %s", path), -1;
     int32_t header[3] = {0};
-    int64_t size = about.st_size, known = size >= HEADER && read(fd, header, sizeof header) == sizeof header;
+    p->path = strdup(path);
+    p->fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (!p->path || p->fd < 0 || fstat(p->fd, &about)) return snprintf(reason, sizeof reason, "cannot read %s: %s", path, strerror(errno)), reason;
+    int64_t size = about.st_size, known = pread(p->fd, header, sizeof header, 0) == sizeof header;
     p->width = header[0] == 20240520 && header[1] == 1 ? 2 : header[0] == 20240801 && header[1] == 7 ? 4 : 0;
     p->count = header[2];
-    if (!known || !p->width || p->count < 1 || size != HEADER + p->count * p->width) {
-        close(fd);
-        return snprintf(wrong, room, "%s is not a shard of tokens: magic %d, version %d, %d tokens in %lld bytes", path, header[0], header[1], header[2], (long long)size), -1;
-    }
-    char *at = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
-    close(fd);
-    if (at == MAP_FAILED) return snprintf(wrong, room, "cannot map %s", path), -1;
-    p->tokens = (unsigned char *)at + HEADER;
-    return 0;
+    if (known && p->width && p->count >= 1 && size == HEADER + p->count * p->width) return NULL;
+    return snprintf(reason, sizeof reason, "%s is not a shard of tokens: magic %d, version %d, %d tokens in %lld bytes", path, header[0], header[1], header[2], (long long)size), reason;
 }
 
-int open_stream(struct stream *s, const char *pattern, char *wrong, int room) {
+const char *open_stream(struct stream *s, const char *pattern) {
     glob_t found;
+    struct rlimit files;
+    const char *wrong = NULL;
     memset(s, 0, sizeof *s);
-    if (glob(pattern, 0, NULL, &found)) return snprintf(wrong, room, "no shard of tokens matches %s", pattern), -1;
-    int bad = found.gl_pathc > 1024 ? snprintf(wrong, room, "%s matches more than 1024 shards", pattern), -1 : 0;
-    for (size_t i = 0; i < found.gl_pathc && !bad; i++) {
-        bad = open_shard(&s->part[i], found.gl_pathv[i], wrong, room);
+    if (!getrlimit(RLIMIT_NOFILE, &files)) files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files); /* shards stay open */
+    if (glob(pattern, 0, NULL, &found)) return snprintf(reason, sizeof reason, "no shard of tokens matches %s", pattern), reason;
+    if (found.gl_pathc > 1024) wrong = (snprintf(reason, sizeof reason, "%s matches more than 1024 shards", pattern), reason);
+    for (size_t i = 0; i < found.gl_pathc && !wrong; i++) {
+        wrong = open_shard(&s->part[i], found.gl_pathv[i]);
         s->count += s->part[i].count;
         s->parts++;
     }
     globfree(&found);
-    return bad;
+    return wrong;
 }
 
-void read_window(const struct stream *s, int64_t start, int64_t count, int32_t *out) {
+const char *read_window(const struct stream *s, int64_t first, int64_t count, int32_t *out) {
     const struct part *p = s->part;
-    for (; start >= p->count; p++) start -= p->count;
-    for (int64_t i = 0; i < count; i++, start++) {
-        if (start == p->count) p++, start = 0;
-        const unsigned char *at = p->tokens + start * p->width;
-        out[i] = at[0] | at[1] << 8 | (p->width == 4 ? at[2] << 16 | (uint32_t)at[3] << 24 : 0);
+    for (; first >= p->count; p++) first -= p->count;
+    for (int64_t n; count; count -= n, out += n, first = 0, p++) {
+        n = p->count - first < count ? p->count - first : count;
+        unsigned char *at = (unsigned char *)out + (4 - p->width) * n; /* behind what the tokens before it become */
+        ssize_t size = n * p->width, found = pread(p->fd, at, size, HEADER + first * p->width);
+        if (found != size)
+            return snprintf(reason, sizeof reason, "%s: %s", p->path, found < 0 ? strerror(errno) : "it has become shorter while the program read it"), reason;
+        for (int64_t i = 0; i < n; i++, at += p->width) out[i] = at[0] | at[1] << 8 | (p->width == 4 ? at[2] << 16 | (uint32_t)at[3] << 24 : 0);
     }
+    return NULL;
 }
 
 /* splitmix64 (Steele, Lea, Flood 2014), and a Feistel network on it that permutes 0 to size - 1 (Black and Rogaway 2002). */

@@ -1,14 +1,17 @@
 /* The driver: trains from shards of tokens, as `barellm train` does, and goes on from its checkpoints. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
-#include "barellm.h"
 #include "driver.h"
 #include "shards.h"
 
@@ -19,10 +22,8 @@ extern const struct settings {
 } settings;
 
 enum { DRAWN = 160 }; /* tokens of a text on the way */
-
-static volatile sig_atomic_t stopped;
-
-static void on_signal(int number) { stopped = number; }
+enum { NOT_FINITE_LIMIT = 10 }; /* steps in a row whose loss or norm is not finite, which end the run */
+enum { FULL_DISK_S = 3600, FULL_DISK_PAUSE_S = 10 }; /* the last save waits for room so long, and tries so often */
 
 static const char USAGE[] =
     "usage: train --train PATTERN --val PATTERN [--out DIR] [--threads N] [--stop STEP]\n"
@@ -33,180 +34,305 @@ static const char USAGE[] =
 
 static const char *const KNOWN[] = {"--train", "--val", "--out", "--threads", "--stop", NULL};
 
-/* The mean loss over windows side by side; of more than `most` tokens over as many, spread evenly. */
-static double evaluate(barellm *s, const struct stream *val, int64_t most, int64_t *targets_seen) {
-    barellm_info about = barellm_about(s);
-    int64_t seq = about.seq, all = (val->count - 1 + seq - 1) / seq, windows = all, seen = 0;
+/* --- signals, and an output that nobody reads --- */
+
+static volatile sig_atomic_t stopped; /* the signal */
+
+static void tell(const char *text) {
+    int before = errno;
+    if (write(2, text, strlen(text)) < 0) errno = before; /* nobody reads any more */
+}
+
+static void on_signal(int number) {
+    if (stopped) {
+        tell("\nbarellm: stopped at once, without a checkpoint of the last steps\n");
+        _exit(128 + stopped);
+    }
+    stopped = number;
+    tell("\nbarellm: stopping after this step; once more to stop at once\n");
+}
+
+static void catch_signals(void) {
+    signal(SIGINT, on_signal);
+    signal(SIGTERM, on_signal);
+    if (signal(SIGHUP, on_signal) == SIG_IGN) signal(SIGHUP, SIG_IGN); /* nohup */
+    signal(SIGPIPE, SIG_IGN);
+}
+
+/* A reader that went away ends the run after this step; a full disk behind the stream costs the text only. */
+static void shown(void) {
+    if (fflush(stdout) && (errno == EPIPE || errno == EIO) && !stopped) stopped = SIGPIPE;
+}
+
+/* --- the run's folder --- */
+
+static barellm *session;
+static const char *out; /* NULL: nothing is kept */
+static char folder[4096];
+static int64_t saved = -1;
+static double started;
+
+static int save(void) {
+    int64_t step = barellm_about(session).step;
+    int wrong = barellm_save(session, folder, seconds_now() - started);
+    if (!wrong) saved = step;
+    return wrong;
+}
+
+/* A save that fails costs only itself: older checkpoints stay, and the training goes on. */
+static void save_or_warn(void) {
+    if (save()) warn("no checkpoint of step %lld: %s", (long long)barellm_about(session).step, barellm_error());
+}
+
+/* Nothing else holds these weights: if the disk is full, wait for room. Ctrl-C gives up. */
+static void save_last(void) {
+    int before = stopped, wrong;
+    if (!out || barellm_about(session).step == saved) return;
+    for (int left = FULL_DISK_S; (wrong = save()); left -= FULL_DISK_PAUSE_S) {
+        if (wrong != -2 || left <= 0 || stopped != before) end("%s", barellm_error());
+        warn("%s. The last checkpoint is tried again every %d s, %d s more. Ctrl-C gives up", barellm_error(), FULL_DISK_PAUSE_S, left);
+        sleep(FULL_DISK_PAUSE_S);
+    }
+}
+
+/* End for a reason that is not the weights': they are saved first. */
+static void give_up(const char *why) {
+    char reason[8192];
+    snprintf(reason, sizeof reason, "%s", why);
+    int64_t step = barellm_about(session).step;
+    if (out && step && step != saved) save_or_warn();
+    end("%s", reason);
+}
+
+static void go_on(int wrong) {
+    if (wrong) give_up(barellm_error());
+}
+
+/* Rows of metrics.jsonl. A full disk does not stop the training: rows wait until they can be written. */
+static struct {
+    int fd, full;
+    off_t end;
+    char *waiting, path[4200];
+    size_t count;
+} rows = {.fd = -1};
+
+static void keep(const char *line, size_t count) {
+    char *more = realloc(rows.waiting, rows.count + count);
+    if (!more) return;
+    memcpy(more + rows.count, line, count);
+    rows.waiting = more;
+    rows.count += count;
+}
+
+static int write_rows(void) {
+    size_t at = 0;
+    for (ssize_t done; at < rows.count && (done = pwrite(rows.fd, rows.waiting + at, rows.count - at, rows.end)) > 0; at += done) rows.end += done;
+    memmove(rows.waiting, rows.waiting + at, rows.count -= at);
+    return rows.count != 0;
+}
+
+static void record(const char *form, ...) __attribute__((format(printf, 1, 2)));
+
+static void record(const char *form, ...) {
+    char line[512];
+    va_list list;
+    if (rows.fd < 0) return;
+    va_start(list, form);
+    keep(line, vsnprintf(line, sizeof line, form, list));
+    va_end(list);
+    int full = write_rows();
+    if (full && !rows.full) warn("metrics wait in memory: %s: %s", rows.path, strerror(errno));
+    rows.full = full;
+}
+
+/* This process alone writes to --out. metrics.jsonl keeps the rows that were known when the checkpoint of `step` was written. */
+static int lock(void) {
+    if (mkdir(out, 0777) && errno != EEXIST) end("--out %s: %s", out, strerror(errno));
+    int fd = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) return fd;
+    if (fd >= 0 && errno == EWOULDBLOCK) end("another barellm process is writing to %s", out);
+    end("--out %s: %s", out, strerror(errno));
+}
+
+static void open_rows(int locked, int64_t step) {
+    char fresh[4200], *line = NULL;
+    size_t size = 0;
+    snprintf(rows.path, sizeof rows.path, "%s/metrics.jsonl", out);
+    snprintf(fresh, sizeof fresh, "%s/.tmp-metrics.jsonl", out);
+    FILE *old = fopen(rows.path, "r");
+    int wrong = !old && errno != ENOENT;
+    for (ssize_t length; old && (length = getline(&line, &size, old)) > 0;) {
+        char *at = strstr(line, "\"step\": ");
+        if (!at || (size_t)length != strlen(line) || length < 3 || strcmp(line + length - 2, "}\n")) break; /* a kill cut it short */
+        int64_t of = strtoll(at + 8, NULL, 10);
+        if (of < step || (of == step && strstr(line, "\"kind\": \"train\""))) keep(line, length);
+    }
+    wrong = wrong || (old && ferror(old)) || (unlink(fresh) && errno != ENOENT);
+    if (!wrong) rows.fd = open(fresh, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (wrong || rows.fd < 0 || write_rows() || fsync(rows.fd) || rename(fresh, rows.path) || fsync(locked)) end("%s: %s", rows.path, strerror(errno));
+    if (old) fclose(old);
+    free(line);
+}
+
+struct text {
+    char text[32];
+};
+
+static struct text json(double value) {
+    struct text found = {"null"};
+    if (isfinite(value)) snprintf(found.text, sizeof found.text, "%.17g", value);
+    return found;
+}
+
+/* --- validation, and a text on the way --- */
+
+static void window(const struct stream *s, int64_t first, int64_t count, int32_t *ids) {
+    const char *wrong = read_window(s, first, count, ids);
+    if (wrong) give_up(wrong);
+}
+
+/* The mean loss over windows side by side; of more than `most` tokens over as many, spread evenly. Whether it was not stopped. */
+static int evaluate(const struct stream *val, int64_t most) {
+    barellm_info about = barellm_about(session);
+    int64_t seq = about.seq, all = (val->count - 1 + seq - 1) / seq, windows = all, seen = 0, bytes = 0, length;
     if (most && (most / seq > 1 ? most / seq : 1) < windows) windows = most / seq > 1 ? most / seq : 1;
-    int32_t *tokens = room(about.batch * seq, 4), *targets = room(about.batch * seq, 4), *window = room(seq + 1, 4);
+    int32_t *tokens = room(about.batch * seq, 4), *targets = room(about.batch * seq, 4), *ids = room(seq + 1, 4);
     double total = 0;
-    for (int64_t first = 0; first < windows; first += about.batch) {
-        int64_t rows = windows - first < about.batch ? windows - first : about.batch, counted = 0;
-        for (int64_t row = 0; row < rows; row++) {
+    for (int64_t first = 0; first < windows && !stopped; first += about.batch) {
+        int64_t count = windows - first < about.batch ? windows - first : about.batch, counted = 0;
+        for (int64_t row = 0; row < count; row++) {
             int64_t start = (first + row) * all / windows * seq;
             int64_t valid = val->count - 1 - start < seq ? val->count - 1 - start : seq;
-            read_window(val, start, valid + 1, window);
+            window(val, start, valid + 1, ids);
             for (int64_t i = 0; i < seq; i++) {
-                tokens[row * seq + i] = i < valid ? window[i] : 0;
-                targets[row * seq + i] = i < valid ? window[i + 1] : -1;
+                tokens[row * seq + i] = i < valid ? ids[i] : 0;
+                targets[row * seq + i] = i < valid ? ids[i + 1] : -1;
+                if (i < valid && barellm_token(ids[i + 1], &length)) bytes += length;
             }
             counted += valid;
         }
         double loss;
-        must(barellm_evaluate(s, tokens, targets, rows, seq, &loss));
+        go_on(barellm_evaluate(session, tokens, targets, count, seq, &loss));
         total += loss * (double)counted;
         seen += counted;
     }
     free(tokens);
     free(targets);
-    free(window);
-    *targets_seen = seen;
-    return total / (double)seen;
+    free(ids);
+    if (stopped) return 0;
+    double nats = total / (double)seen, bits = bytes ? nats * (double)seen / 0.6931471805599453 / (double)bytes : NAN;
+    printf("val loss %.6f\n", nats);
+    record("{\"kind\": \"eval\", \"step\": %lld, \"val_nats\": %s, \"val_bits_per_byte\": %s, \"targets\": %lld}\n", (long long)about.step,
+           json(nats).text, json(bits).text, (long long)seen);
+    return 1;
 }
-
-/* --- the run's folder --- */
-
-/* metrics.jsonl with the rows that were known when the checkpoint of `step` was written. */
-static FILE *metrics(const char *out, int64_t step) {
-    char path[4096], fresh[4096];
-    snprintf(path, sizeof path, "%s/metrics.jsonl", out);
-    snprintf(fresh, sizeof fresh, "%s/.tmp-metrics.jsonl", out);
-    FILE *old = fopen(path, "r"), *file = fopen(fresh, "w");
-    char *line = NULL;
-    size_t size = 0;
-    while (file && old && getline(&line, &size, old) > 0) {
-        char *at = strstr(line, "\"step\": ");
-        long long of = at ? atoll(at + 8) : 0;
-        int own = strstr(line, "\"kind\": \"train\"") != NULL;
-        if (at && (of < step || (own && of == step))) fputs(line, file);
-    }
-    free(line);
-    if (old) fclose(old);
-    if (!file || rename(fresh, path)) end("cannot write metrics.jsonl in --out");
-    return file;
-}
-
-static void number(FILE *file, const char *name, double value) {
-    if (isfinite(value)) fprintf(file, ", \"%s\": %.17g", name, value);
-    else fprintf(file, ", \"%s\": null", name);
-}
-
-static void look(barellm *s, const struct stream *val, int64_t tokens, FILE *file) {
-    int64_t step = barellm_about(s).step, targets;
-    double loss = evaluate(s, val, tokens, &targets);
-    printf("val loss %.6f\n", loss);
-    if (!file) return;
-    fprintf(file, "{\"kind\": \"eval\", \"step\": %lld", (long long)step);
-    number(file, "val_nats", loss);
-    fprintf(file, ", \"val_bits_per_byte\": null, \"targets\": %lld}\n", (long long)targets);
-    fflush(file);
-}
-
-/* --- a text on the way --- */
 
 static int write_token(int32_t token, void *own) {
     int64_t length;
     const char *bytes = barellm_token(token, &length);
     (void)own;
-    if (barellm_ends(token)) return 1;
+    if (barellm_ends(token) || stopped) return 1;
     if (bytes) fwrite(bytes, 1, length, stdout);
     return 0;
 }
 
 /* What `barellm train` shows behind this step. */
-static void draw(barellm *s) {
-    int64_t step = barellm_about(s).step;
+static void draw(void) {
+    int64_t step = barellm_about(session).step;
     barellm_sampling how = {.temperature = 0.8, .top_p = 0.95, .repetition = 1, .seed = ((uint64_t)settings.seed << 32) + ((uint64_t)step << 8)};
     int32_t text[1 + DRAWN];
     int64_t known = barellm_prompt("", text, 1);
-    must(known < 0);
+    go_on(known < 0);
     printf("sample of step %lld: ", (long long)step);
-    must(barellm_sample(s, text, known, DRAWN, &how, write_token, NULL) < 0);
+    go_on(barellm_sample(session, text, known, DRAWN, &how, write_token, NULL) < 0);
     putchar('\n');
 }
 
-int main(int argc, char **argv) {
-    double started = seconds_now(), spent = 0;
-    check_options(argc, argv, KNOWN, USAGE);
-    const char *out = option(argc, argv, "--out", NULL), *train = option(argc, argv, "--train", NULL), *held = option(argc, argv, "--val", NULL);
-    int64_t last = atoll(option(argc, argv, "--stop", "0"));
-    if (!train || !held) end("--train and --val name the shards of tokens, expected both");
-    static struct stream text, val;
-    char wrong[8192], folder[4096], path[4096];
-    if (open_stream(&text, train, wrong, sizeof wrong) || open_stream(&val, held, wrong, sizeof wrong)) end(wrong);
-    barellm *s = barellm_open(atoi(option(argc, argv, "--threads", "0")));
-    if (!s) end(barellm_error());
-    pin();
-    barellm_info about = barellm_about(s);
-    if (text.count < about.seq + 1 || val.count < 2) end("the shards have fewer tokens than one sequence");
-    FILE *file = NULL;
-    int64_t from = -1;
-    if (out) {
-        if (mkdir(out, 0777) && errno != EEXIST) end("--out cannot be made");
-        snprintf(folder, sizeof folder, "%s/checkpoints", out);
-        from = newest(folder);
+/* --- the loop --- */
+
+static barellm_result step(const struct stream *train) {
+    static int32_t *tokens, *targets, *ids;
+    static int64_t most;
+    barellm_info about = barellm_about(session);
+    int64_t count = about.micro_batches * about.batch, seq = about.seq;
+    if (!ids) ids = room(seq + 1, 4);
+    if (count > most) {
+        free(tokens);
+        free(targets);
+        tokens = room(count * seq, 4);
+        targets = room(count * seq, 4);
+        most = count;
     }
-    if (from >= 0) {
-        snprintf(path, sizeof path, "%s/step-%06lld", folder, (long long)from);
-        must(barellm_load(s, path));
-    } else must(barellm_initialize(s));
-    about = barellm_about(s);
-    if (out) file = metrics(out, about.step);
-    signal(SIGINT, on_signal);
-    signal(SIGTERM, on_signal);
+    double begin = seconds_now();
+    for (int64_t row = 0; row < count; row++) {
+        window(train, window_of(train, settings.order, settings.seed, seq, about.samples + row), seq + 1, ids);
+        memcpy(tokens + row * seq, ids, 4 * seq);
+        memcpy(targets + row * seq, ids + 1, 4 * seq);
+    }
+    barellm_result r;
+    go_on(barellm_step(session, tokens, targets, &r));
+    double took = seconds_now() - begin;
+    barellm_info after = barellm_about(session);
+    printf("step %lld/%lld | loss %.6f | norm %.4f | lr %.2e | %.2f ms | %.0f tok/s\n", (long long)after.step, (long long)after.steps, r.loss,
+           r.norm, r.lr, 1e3 * took, count * seq / took);
+    shown();
+    record("{\"kind\": \"train\", \"step\": %lld, \"loss\": %s, \"lr\": %s, \"grad_norm\": %s, \"tokens\": %lld, \"tokens_per_s\": %.1f, \"seconds\": %.3f}\n",
+           (long long)after.step, json(r.loss).text, json(r.lr).text, json(r.norm).text, (long long)(after.samples * seq), count * seq / took,
+           seconds_now() - started);
+    return r;
+}
+
+static void diverged(barellm_result r) {
+    char held[4300] = "";
+    int64_t newest = out ? barellm_newest(folder, INT64_MAX) : -1;
+    if (newest >= 0) snprintf(held, sizeof held, "; %s/step-%06lld is the last checkpoint", folder, (long long)newest);
+    end("loss or gradient norm was not finite for %d steps up to step %lld (loss %g, norm %g): try a lower optim.lr or a longer optim.warmup%s",
+        NOT_FINITE_LIMIT, (long long)barellm_about(session).step, r.loss, r.norm, held);
+}
+
+static int due(int64_t every, int64_t step) { return every && step && step % every == 0; }
+
+int main(int argc, char **argv) {
+    started = seconds_now();
+    start(argc, argv, KNOWN, USAGE);
+    const char *train = option(argc, argv, "--train", NULL), *held = option(argc, argv, "--val", NULL), *wrong;
+    int64_t last = whole("--stop", option(argc, argv, "--stop", "0"), 0, INT64_MAX), from = -1, not_finite = 0;
+    out = option(argc, argv, "--out", NULL);
+    if (!train || !held) end("--train and --val name the shards of tokens, expected both");
+    if (out && strlen(out) > 3900) end("--out has %zu bytes, expected 3900 at most", strlen(out));
+    static struct stream text, val;
+    if ((wrong = open_stream(&text, train)) || (wrong = open_stream(&val, held))) end("%s", wrong);
+    session = barellm_open(whole("--threads", option(argc, argv, "--threads", "0"), 0, INT32_MAX));
+    must(!session);
+    pin();
+    barellm_info about = barellm_about(session);
+    if (text.count < about.seq + 1 || val.count < 2) end("the shards have fewer tokens than one sequence");
+    if (out) {
+        int locked = lock();
+        snprintf(folder, sizeof folder, "%s/checkpoints", out);
+        from = resume(session, out);
+        open_rows(locked, from < 0 ? 0 : from);
+    }
+    if (from < 0) must(barellm_initialize(session));
+    catch_signals();
+    about = barellm_about(session);
     printf("%lld parameters, %lld bytes of arena, %lld + %lld tokens, step %lld of %lld, ready after %.3f s\n", (long long)about.parameters,
            (long long)about.arena_bytes, (long long)text.count, (long long)val.count, (long long)about.step, (long long)about.steps, seconds_now() - started);
-    int64_t most = 0, saved = from;
-    int32_t *tokens = NULL, *targets = NULL, *window = room(about.seq + 1, 4);
-    for (; about.step < about.steps; about = barellm_about(s)) {
-        if (settings.eval_every && about.step % settings.eval_every == 0) look(s, &val, settings.eval_tokens, file);
-        if (settings.sample_every && about.step && about.step % settings.sample_every == 0) draw(s);
-        int64_t rows = about.micro_batches * about.batch, seq = about.seq;
-        if (rows > most) {
-            free(tokens);
-            free(targets);
-            tokens = room(rows * seq, 4);
-            targets = room(rows * seq, 4);
-            most = rows;
-        }
-        double begin = seconds_now();
-        for (int64_t row = 0; row < rows; row++) {
-            read_window(&text, window_of(&text, settings.order, settings.seed, seq, about.samples + row), seq + 1, window);
-            memcpy(tokens + row * seq, window, 4 * seq);
-            memcpy(targets + row * seq, window + 1, 4 * seq);
-        }
-        barellm_result r;
-        must(barellm_step(s, tokens, targets, &r));
-        double took = seconds_now() - begin;
-        spent += took;
-        barellm_info after = barellm_about(s);
-        printf("step %lld/%lld | loss %.6f | norm %.4f | lr %.2e | %.2f ms | %.0f tok/s\n", (long long)after.step, (long long)after.steps, r.loss,
-               r.norm, r.lr, 1e3 * took, rows * seq / took);
-        fflush(stdout);
-        if (file) {
-            fprintf(file, "{\"kind\": \"train\", \"step\": %lld", (long long)after.step);
-            number(file, "loss", r.loss);
-            number(file, "lr", r.lr);
-            number(file, "grad_norm", r.norm);
-            fprintf(file, ", \"tokens\": %lld, \"tokens_per_s\": %.1f, \"seconds\": %.3f}\n", (long long)(after.samples * seq), rows * seq / took, seconds_now() - started);
-            fflush(file);
-        }
-        int due = (settings.checkpoint_every && after.step % settings.checkpoint_every == 0) || (settings.milestones && after.step % settings.milestones == 0);
-        int over = stopped || after.step == last || after.step == after.steps;
-        if (out && (due || over) && after.step != saved) {
-            must(barellm_save(s, folder, seconds_now() - started));
-            saved = after.step;
-        }
-        if (stopped || (after.step == last && after.step != after.steps)) {
-            printf("stopped after step %lld\n", (long long)after.step);
-            printf("digest %016llx\n", (unsigned long long)barellm_digest(s));
-            return stopped ? 128 + stopped : 0;
-        }
+    for (; about.step < about.steps && !stopped && !(last && about.step >= last); about = barellm_about(session)) {
+        if (settings.eval_every && about.step % settings.eval_every == 0 && !evaluate(&val, settings.eval_tokens)) break;
+        if (due(settings.sample_every, about.step) && !not_finite) draw();
+        barellm_result r = step(&text);
+        int64_t done = about.step + 1;
+        not_finite = isfinite(r.loss) && isfinite(r.norm) ? 0 : not_finite + 1;
+        if (not_finite == NOT_FINITE_LIMIT) diverged(r);
+        /* Weights that diverged push no good ones out. The last step is saved below. */
+        if (out && !not_finite && !stopped && done != about.steps && (due(settings.checkpoint_every, done) || due(settings.milestones, done))) save_or_warn();
     }
-    look(s, &val, settings.final_tokens, file);
-    draw(s);
-    printf("digest %016llx\n", (unsigned long long)barellm_digest(s));
-    if (file) fclose(file);
-    barellm_close(s);
-    return 0;
+    save_last();
+    int over = about.step == about.steps && evaluate(&val, settings.final_tokens);
+    if (over) draw();
+    else printf("stopped after step %lld\n", (long long)about.step);
+    printf("digest %016llx\n", (unsigned long long)barellm_digest(session));
+    barellm_close(session);
+    return over ? 0 : stopped ? 128 + stopped : 0;
 }
