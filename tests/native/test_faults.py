@@ -297,6 +297,17 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(program, tmp_path)
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_whose_checkpoints_cannot_be_listed_does_not_begin_anew(program, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(program.folder / "begun", run)
+    (run / "checkpoints").rename(tmp_path / "elsewhere")
+    (run / "checkpoints").write_text("")
+    before = (run / "metrics.jsonl").read_bytes()
+    done = program.train(run)
+    assert (done.returncode, done.stderr) == (2, f"train: error: {run}/checkpoints: Not a directory\n")
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_later_checkpoint_that_is_damaged_does_not_count(program, tmp_path):
     """With train.keep 1 it would push out the one that the run goes on from."""
     run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
@@ -445,7 +456,9 @@ def test_a_stream_of_several_shards_is_that_of_one(program, tmp_path, monkeypatc
     assert counts == [1000] * (len(tokens) // 1000) + [len(tokens) % 1000]
     for name in ("narrow", "wide", "cut"):
         run = tmp_path / f"run-{name}"
-        assert subprocess.run(program.command(run, data=tmp_path / name), env={}, capture_output=True).returncode == 0
+        few = ["sh", "-c", 'ulimit -Sn 8; exec "$@"', "sh"]  # open files, below what all shards are
+        command = [*few, *program.command(run, data=tmp_path / name)]
+        assert subprocess.run(command, env={}, capture_output=True).returncode == 0
         assert state(run) == state(program.folder / "whole")
 
 
