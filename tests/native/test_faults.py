@@ -76,10 +76,10 @@ class Program:
         return self.calls(run)
 
     @contextmanager
-    def halted(self, run: Path, call: int, *options: str, data: Path | None = None) -> Iterator[Any]:
+    def halted(self, run: Path, call: int, *, data: Path | None = None, streams: str = "") -> Iterator[Any]:
         """A process that stands still before a call, and goes on behind the block."""
         env = self.environment(run, first=call, do="stop")
-        command = self.command(run, *options, data=data)
+        command = ["sh", "-c", f'exec "$@" {streams}', "sh", *self.command(run, data=data)]
         with subprocess.Popen(
             command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         ) as process:
@@ -141,6 +141,7 @@ def with_files(path: Path, **changed: bytes) -> None:
 def test_a_program_that_is_killed_at_any_call_loses_nothing(program, tmp_path):
     """With half of the bytes written where the call is a write. The checkpoint from before is there, and the run ends alike."""
     expected = state(program.folder / "whole")
+    assert [step for kind, step, *_ in expected[-1] if kind == "train"] == list(range(1, STEPS + 1))
     shutil.copytree(program.folder / "begun", tmp_path / "counted")
     calls = program.logged(tmp_path / "counted")
     kinds = {line.split()[0] for line in calls}
@@ -426,6 +427,13 @@ def test_streams_that_are_closed_or_full_cost_the_text_only(program, tmp_path, s
     assert state(tmp_path / "run") == state(program.folder / "whole")
 
 
+def test_no_file_of_a_run_gets_the_number_of_a_closed_stream(program, tmp_path):
+    """What is printed would go into it."""
+    with program.halted(tmp_path / "run", 1, streams="<&- >&- 2>&-") as process:
+        found = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)]
+    assert found == ["/dev/null"] * 3 and process.returncode == 0
+
+
 def test_a_reader_that_went_away_ends_the_run_with_a_checkpoint(program, tmp_path):
     with subprocess.Popen(program.command(tmp_path / "run"), env={}, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -481,13 +489,16 @@ def test_a_shard_of_another_size_than_it_says_is_refused(program, tmp_path, chan
 def test_a_shard_that_is_cut_short_meanwhile_costs_no_step(program, tmp_path, name):
     """The steps before are saved, and the line names the file. Nothing is trained on zeros."""
     shards = copied(program, tmp_path / "data")
-    run, call = tmp_path / "run", program.first_save(tmp_path)
-    with program.halted(run, call, data=tmp_path / "data") as process:
+    run = tmp_path / "run"
+    calls = program.logged(tmp_path / "counted")
+    first = next(i for i, line in enumerate(calls, 1) if line.endswith("/step-000004"))
+    rows = [i for i, line in enumerate(calls, 1) if i > first and line.startswith("pwrite")]
+    with program.halted(run, rows[2], data=tmp_path / "data") as process:  # behind step 6
         os.truncate(getattr(shards, name), 1024 + 20)
     said = f"train: error: {getattr(shards, name)}: it has become shorter while the program read it\n"
     assert (process.returncode, process.said) == (2, said)
     path, wrong = checkpoint.find(run)
-    assert checkpoint.step_of(path) >= 4 and not wrong
+    assert path.name == "step-000006" and not wrong
     assert program.train(run).returncode == 0
     assert state(run)[1:] == state(program.folder / "whole")[1:]
 
@@ -564,4 +575,10 @@ def test_an_id_that_equals_the_vocabulary_is_refused(program):
 
     assert tried(V - 1) == [True] * 7 and tried(V) == [False] * 7
     assert lib.barellm_error().decode() == f"id is {V}, expected 0 to {V - 1}"
+    # Of a long text the model is fed the end alone; the penalty for repetition looks at all of it.
+    how[3] = 2
+    text = (ctypes.c_int32 * 100)(V)
+    sizes = ctypes.c_int64(99), ctypes.c_int64(1)
+    assert lib.barellm_sample(session, text, *sizes, how.ctypes.data_as(ctypes.c_void_p), None, None) == -1
+    assert lib.barellm_error().decode() == f"text[0] is {V}, expected an id from 0 to {V - 1}"
     lib.barellm_close(session)
