@@ -1,4 +1,4 @@
-"""Is the machine code of two builds the same? Written before a change that must change none (a renaming, moved files), compared after it.
+"""Is the machine code of two builds the same? For a change that must change none (a renaming, moved files).
 
     python -m benchmarks.same_code write before.json            # in the old tree: about five minutes on two cores
     python -m benchmarks.same_code write after.json             # in the new one
