@@ -13,10 +13,11 @@ from barellm.errors import UserError
 
 
 class RunFolder:
-    """While entered, this process alone writes to `path`. A new run wants a folder that is not there or empty; a resumed
-    one a folder with checkpoints. `resume` None is like False, for commands that cannot go on with a folder. With
-    `numbered` a path that is taken becomes path-2, path-3 and so on: names made of the time are equal where several runs
-    start in one second. A folder that was made here and stayed empty is removed again."""
+    """While entered, this process alone writes to `path`. A new run wants a folder that is not there, empty, or with nothing
+    but what a killed process left of an unfinished save; a resumed one a folder with checkpoints. `resume` None is like
+    False, for commands that cannot resume. With `numbered` a path that is taken becomes path-2, path-3 and so on: names
+    made of the time are equal where several runs start in one second. A folder that was made here and stayed empty is
+    removed again."""
 
     def __init__(self, path: Path, *, resume: bool | None, numbered: bool = False) -> None:
         self.path = path
@@ -35,16 +36,15 @@ class RunFolder:
             self.path = made_new(self.path)
         elif self.path.exists() and not self.path.is_dir():
             raise UserError(f"--out {self.path} is a file, expected a folder")
-        if not self.resume and self.path.is_dir() and any(self.path.iterdir()):
-            hint = "name another folder" if self.resume is None else "go on with --resume, or name another folder"
-            raise UserError(f"--out {self.path} is not empty: {hint}")
+        if not self.resume and self.path.is_dir():
+            self._need_nothing_finished()
         own = [self.path] * (self.numbered or not self.path.exists())
         self.path.mkdir(parents=True, exist_ok=True)
         self._made = [*own, *above]
         try:
             self._take_lock()
+            storage.remove_temporaries(self.path)
             probe = self.path / f"{storage.TEMPORARY}probe"
-            probe.unlink(missing_ok=True)
             storage.write_file(probe, b"")
             probe.unlink()
             if self.checkpoints.is_dir():
@@ -53,6 +53,16 @@ class RunFolder:
             self.__exit__(None, None, None)
             raise
         return self
+
+    def _need_nothing_finished(self) -> None:
+        """UserError where the folder holds a run, a checkpoint or somebody's files. What a kill or a full disk left of an
+        unfinished save is nobody's: it is removed once the lock is taken, and the same command works."""
+        finished = [entry.name for entry in _finished(self.path) if entry != self.checkpoints]
+        if self.checkpoints.is_dir():
+            finished += [f"checkpoints/{entry.name}" for entry in _finished(self.checkpoints)]
+        if finished:
+            hint = "name another folder" if self.resume is None else "resume it with --resume, or name another folder"
+            raise UserError(f"--out {self.path} is not empty (it has {min(finished)}): {hint}")
 
     def _take_lock(self) -> None:
         import fcntl
@@ -65,6 +75,8 @@ class RunFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         with contextlib.suppress(OSError):
+            self.checkpoints.rmdir()
+        with contextlib.suppress(OSError):
             for folder in self._made:
                 folder.rmdir()
         if self._lock >= 0:
@@ -76,6 +88,10 @@ class RunFolder:
         free = status.f_bavail * status.f_frsize
         if free < nbytes:
             raise UserError(f"a checkpoint needs {nbytes} bytes in {self.path}, free are {free}")
+
+
+def _finished(folder: Path) -> list[Path]:
+    return [entry for entry in folder.iterdir() if not entry.name.startswith(storage.TEMPORARY)]
 
 
 def made_new(path: Path) -> Path:

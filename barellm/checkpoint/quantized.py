@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from barellm.checkpoint import checkpoint, tensorfile
+from barellm.data import mapping
 from barellm.errors import UserError
 from barellm.program.integers import ceil_div
 from barellm.program.quantization import TILE, Scheme
@@ -112,3 +113,4 @@ def load(path: Path, loading: Loading, parameters: Mapping[str, Tensor], schemes
         for lo in range(0, len(codes), AT_ONCE):
             rows = slice(lo, lo + AT_ONCE)
             loading.write_codes(name, lo, restored(codes[rows], schemes[name], int(t.shape[1])), scales[rows])
+    mapping.check()

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from barellm.data.mapping import check
+from barellm.errors import UserError
+
 system: Any = os
 
 # Files of so many bytes go past the system's cache, from a buffer whose address and length are multiples of ALIGN. The cache would
@@ -155,9 +158,10 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         yield temporary
         sync_folder(temporary)
+        check()  # what was copied into it
         system.rename(temporary, target)
         sync_folder(target.parent)
-    except (OSError, KeyboardInterrupt):
+    except (OSError, UserError, KeyboardInterrupt):
         # This error is the one to report, whatever the removal says; the next save removes what is left.
         with contextlib.suppress(OSError):
             remove_folder(temporary)
@@ -184,6 +188,7 @@ def new_path(target: Path) -> Iterator[Path]:
         system.unlink(temporary)
     try:
         yield temporary
+        check()
         system.replace(temporary, target)
         sync_folder(target.parent)
     except BaseException:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from barellm.checkpoint.storage import NewFile
+from barellm.data import mapping
 from barellm.errors import UserError
 from barellm.program.dtypes import FORMATS
 
@@ -126,10 +127,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 def mapped(path: Path) -> dict[str, np.ndarray]:
     """{name: array} of a safetensors file, read when it is used. UserError for what the file does not hold whole."""
-    import numpy as np
 
     entries, start = read_header(path)
-    data = np.memmap(path, np.uint8, "r")[start:]
+    data = mapping.mapped(path)[start:]
     arrays = {}
     for name, entry in entries.items():
         try:

@@ -14,6 +14,7 @@ from barellm import models, overrides
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.config import Config, ModelConfig
 from barellm.data.kinds import load_tokenizer
+from barellm.data.mapping import check
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.fields import entries
@@ -81,6 +82,7 @@ class Weights:
         for name, t in self.tensors.items():
             for lo, hi in tensorfile.pieces(t.shape, itemsize=4):
                 session.write_rows(name, lo, self.read_rows(name, lo, hi))
+        check()
 
     def without_tokenizer(self, option: str) -> UserError:
         """The message if nothing says which tokenizer it is. It names the command's option that could."""

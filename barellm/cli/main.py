@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -93,25 +95,18 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 a mistake that the user can mend (one line on stderr), 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
+    open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample that the terminal's encoding lacks must not end a run
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(help_text())
-        return 0 if argv else 2
-    if argv[0] in ("-V", "--version"):
-        from barellm import __version__
-
-        print(f"barellm {__version__}")
-        return 0
     try:
-        return run_command(argv)
+        status = help_or_command(argv)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("barellm: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `barellm sample ... | head`
-        import os
-
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 141
     except ModuleNotFoundError as error:  # a Python into which nothing was installed, where another has it
         if (error.name or "barellm").startswith("barellm"):
@@ -120,8 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{sys.executable} lacks the package {error.name}: pip install -e . where barellm's pyproject.toml is"
         )
     except OSError as error:
-        name = f"{error.filename}: " if error.filename is not None else ""
-        return fail(f"{name}{error.strerror or error}")
+        where = error.filename
+        try:
+            sys.stdout.flush()
+        except OSError:  # what it holds cannot be written: this is the error, and it would be raised at exit again
+            drop_output()
+            where = "standard output" if where is None else where
+        return fail(f"{f'{where}: ' if where is not None else ''}{error.strerror or error}")
     except ValueError as error:
         from barellm.errors import UserError
 
@@ -130,7 +130,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(str(error))
 
 
+def help_or_command(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version"):
+        from barellm import __version__
+
+        print(f"barellm {__version__}")
+        return 0
+    return run_command(argv)
+
+
+def open_closed_streams() -> None:
+    """A standard stream that the caller closed (`>&-`, some daemons) becomes /dev/null. Else the next file that is opened, a
+    checkpoint say, gets its number, and whatever a library writes to standard error."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, so this one, or it is somebody's
+            setattr(sys, name, open(null, mode, closefd=False))  # noqa: SIM115
+
+
+def drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def fail(message: str) -> int:
-    sys.stdout.flush()
-    print("barellm: error: " + " ".join(message.split()), file=sys.stderr)
+    for stream, text in ((sys.stdout, ""), (sys.stderr, "barellm: error: " + " ".join(message.split()) + "\n")):
+        with contextlib.suppress(OSError):  # `2>/dev/full`: the exit status tells
+            stream.write(text)
+            stream.flush()
     return 2

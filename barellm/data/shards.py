@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from barellm.data.cache import cache_folder, new_file
+from barellm.data.mapping import check, mapped
 from barellm.errors import UserError
 
 HEADER_BYTES = 1024
@@ -71,8 +72,7 @@ def open_shard(path: Path) -> np.ndarray:
         raise UserError(f"{path} has {size} bytes, its header says {count} tokens: expected {expected}")
     if count == 0:
         raise UserError(f"{path} holds no tokens")
-    # A plain ndarray view: slicing np.memmap itself costs 3 us a slice in Python.
-    return np.memmap(path, dtype, "r", offset=HEADER_BYTES, shape=(count,)).view(np.ndarray)
+    return mapped(path, dtype, offset=HEADER_BYTES, shape=count)
 
 
 def inspect_shard(path: Path) -> tuple[int, str]:
@@ -84,6 +84,7 @@ def inspect_shard(path: Path) -> tuple[int, str]:
             block = tokens[start : start + BLOCK]
             largest = max(largest, int(block.max()))
             digest.update(block.data)
+        check()
         return {"largest": largest, "digest": digest.hexdigest()}
 
     found = remembered(path, walk)
@@ -121,7 +122,7 @@ class TokenStream:
         return int(self.ends[-1]) if self.parts else 0
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Fills `out` (one axis, any integer dtype) with the tokens from `start`."""
+        """Fills `out` (one axis, any integer dtype) with the tokens from `start`. LostFile: a shard was cut short meanwhile."""
         assert start >= 0 and start + len(out) <= len(self)
         part = int(np.searchsorted(self.ends, start, side="right")) if len(self.parts) > 1 else 0
         offset = start - (int(self.ends[part - 1]) if part else 0)
@@ -130,6 +131,7 @@ class TokenStream:
             piece = self.parts[part][offset : offset + len(out) - done]
             out[done : done + len(piece)] = piece
             done, part, offset = done + len(piece), part + 1, 0
+        check(self.parts)
 
     def array(self, start: int, stop: int) -> np.ndarray:
         """A copy of the tokens [start, stop), int32."""

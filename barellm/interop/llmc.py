@@ -14,6 +14,7 @@ import numpy as np
 from barellm.checkpoint import storage, tensorfile
 from barellm.checkpoint.weights import Weights, parameters
 from barellm.data.gpt2 import VOCAB, Gpt2
+from barellm.data.mapping import mapped
 from barellm.errors import UserError
 from barellm.models import gpt2
 
@@ -45,7 +46,7 @@ def read(path: Path) -> Weights:
     expected = HEADER + dtype.itemsize * sum(map(prod, shapes.values()))
     if size != expected:
         raise UserError(f"{path} has {size} bytes, expected {expected} by its header")
-    data = np.memmap(path, dtype, "r", offset=HEADER)
+    data = mapped(path, dtype, offset=HEADER)
     arrays, at = {}, 0
     for name in gpt2.llmc_order(model):
         end = at + prod(shapes[name])

@@ -27,6 +27,7 @@ from barellm.checkpoint import storage, tensorfile
 from barellm.checkpoint.weights import Weights, parameters
 from barellm.config import ModelConfig
 from barellm.data.llmc import Standing
+from barellm.data.mapping import mapped
 from barellm.errors import UserError
 from barellm.interop import llmc
 from barellm.models import gpt2
@@ -159,7 +160,7 @@ def read(paths: Sequence[Path], weights: Weights) -> State:
 class _File:
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, path.stat().st_size
-        self.bytes = np.memmap(path, np.uint8, "r") if self.size else np.zeros(0, np.uint8)
+        self.bytes = mapped(path) if self.size else np.zeros(0, np.uint8)
         words = np.frombuffer(self.bytes[: llmc.HEADER].tobytes().ljust(llmc.HEADER, b"\0"), "<i4").tolist()
         if words[:2] != [MAGIC, VERSION]:
             raise UserError(f"{path} begins with {words[:2]}, expected {[MAGIC, VERSION]}, a state of llm.c")

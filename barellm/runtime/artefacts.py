@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,14 +35,35 @@ def cache_folder(kind: str) -> Path:
     base = os.environ.get("BARELLM_CACHE") or user_cache() or temporary_cache()
     if base is None:
         raise UserError("there is no folder for compiled kernels: set BARELLM_CACHE to one that can be written")
-    return Path(base) / kind
+    folder = Path(base) / kind
+    if problem := untrusted(folder):
+        raise UserError(
+            f"{folder} {problem}, and code in it would run: mend that, or set BARELLM_CACHE to another folder"
+        )
+    return folder
+
+
+def untrusted(folder: Path) -> str | None:
+    """How another user could put code into a folder from which it is run. A group whose number is the user's is the user's
+    own, as most systems give each user one."""
+    try:
+        found, user = folder.stat(), os.getuid()
+    except OSError:  # not there yet
+        return None
+    if found.st_uid not in (user, 0):
+        return f"belongs to user {found.st_uid}, expected {user} (this process) or 0"
+    if found.st_mode & stat.S_IWOTH:
+        return f"can be written by everybody (mode {stat.S_IMODE(found.st_mode):o})"
+    if found.st_mode & stat.S_IWGRP and found.st_gid not in (user, 0):
+        return f"can be written by group {found.st_gid} (mode {stat.S_IMODE(found.st_mode):o})"
+    return None
 
 
 def load(path: Path) -> bytes | None:
-    """The bytes that `keep` put there."""
+    """The bytes that `keep` put there under this name."""
     try:
         code = path.read_bytes()
-        if code[-32:] != hashlib.sha256(code[:-32]).digest():  # a torn or edited file is compiled again
+        if code[-32:] != _digest(path, code[:-32]):  # a torn, edited or renamed file is compiled again
             return None
         if path.stat().st_mtime < time.time() - RECENT_S:
             os.utime(path)  # `prune` takes what was not used for longest
@@ -50,12 +72,17 @@ def load(path: Path) -> bytes | None:
         return None
 
 
+def _digest(path: Path, code: bytes) -> bytes:
+    """Of the code and of its key, which is the file's name: the code of one kernel never runs as another's."""
+    return hashlib.sha256(path.name.encode() + b"\0" + code).digest()
+
+
 def keep(path: Path, code: bytes) -> None:
     """Put an artefact into the cache."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(code + hashlib.sha256(code).digest())
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # not the group's, whatever the umask
+        temporary.write_bytes(code + _digest(path, code))
         os.replace(temporary, path)
     except OSError:  # a cache that cannot be written only costs time
         with contextlib.suppress(OSError):

@@ -1,5 +1,4 @@
-"""The control groups that this process is in: what a container or a service may use. Limits of version 2, and version 1's of
-memory."""
+"""The control groups that this process is in: what a container or a service may use. Limits of versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -9,34 +8,40 @@ MOUNT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 
 
-def files(name: str) -> list[tuple[Path, str]]:
+def files(name: str, controller: str = "") -> list[tuple[Path, str]]:
     """The files of that name that can be read, of the process's group and of each group around it, and their text. A limit
-    of an outer group holds for the inner ones."""
+    of an outer group holds for the inner ones. `controller`: one of version 1, which has a tree of its own."""
     try:
         lines = OWN.read_text().splitlines()
     except OSError:
         lines = []
-    folders = [MOUNT]
+    root = MOUNT / controller
+    folders = [root]  # where a container sees its own group as the root, its path in /proc is not there
     for line in lines:
-        if line.startswith("0::"):
-            group = MOUNT / line[3:].strip("/")
-            folders += [folder for folder in (group, *group.parents) if folder.is_relative_to(MOUNT)]
-    found = []
-    for folder in dict.fromkeys(folders):
-        try:
-            found.append((folder / name, (folder / name).read_text().strip()))
-        except OSError:
-            continue
-    return found
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):  # "" is version 2: 0::/path
+            group = root / path.strip("/")
+            folders += [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
+    return [(folder / name, text.strip()) for folder in dict.fromkeys(folders) for text in _texts(folder / name)]
+
+
+def _texts(path: Path) -> list[str]:
+    """What is in a file, nothing where it cannot be read."""
+    try:
+        return [path.read_text()]
+    except OSError:
+        return []
 
 
 def cpu_limit() -> float | None:
     """Cores that the tightest CPU quota gives, None without one."""
     quotas = [text.split() for _, text in files("cpu.max")]
-    return min((int(q[0]) / int(q[1]) for q in quotas if len(q) == 2 and q[0] != "max"), default=None)
+    for path, text in files("cpu.cfs_quota_us", "cpu"):  # -1 without a limit
+        quotas += [[text, period.strip()] for period in _texts(path.with_name("cpu.cfs_period_us"))]
+    return min((int(q[0]) / int(q[1]) for q in quotas if len(q) == 2 and q[0].isdigit()), default=None)
 
 
 def memory_limits() -> list[tuple[int, Path]]:
     """Every limit in bytes, with the file that sets it."""
-    texts = [*files("memory.max"), *files("memory/memory.limit_in_bytes")]
+    texts = [*files("memory.max"), *files("memory.limit_in_bytes", "memory")]
     return [(int(text), path) for path, text in texts if text.isdigit()]

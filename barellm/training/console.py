@@ -23,7 +23,7 @@ class Console:
     SHORT_S = 1.0  # evaluations and texts up to here say nothing on the way
 
     def __init__(self, *, json_lines: bool = False, stream: TextIO | None = None, several: bool = False) -> None:
-        self.stream = stream or sys.stdout
+        self.stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (closed: a daemon's, `>&-`)
         self.json_lines = json_lines
         self.live = not json_lines and not several and self.stream.isatty()
         self._open = False  # a live line stands in the terminal
@@ -110,9 +110,16 @@ class Console:
         except OSError as error:
             if self.on_lost is None:
                 raise
-            if error.errno in (errno.EPIPE, errno.EIO):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            if lost := error.errno in (errno.EPIPE, errno.EIO):
                 self.on_lost()
+            fd = self.stream.fileno()
+            kept = os.dup(fd)
+            with open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), fd)
+                self.stream.flush()  # what it holds would fail again at the next line, and at the end of the process
+            if not lost:
+                os.dup2(kept, fd)
+            os.close(kept)
 
     def can_show(self, text: str) -> bool:
         """Whether the stream's encoding has these characters."""

@@ -14,6 +14,7 @@ import numpy as np
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.config import Config
 from barellm.data.loader import Rows
+from barellm.data.mapping import LostFile
 from barellm.errors import UserError
 from barellm.evaluation import hellaswag
 from barellm.evaluation.validation import Evaluator, Result
@@ -98,7 +99,17 @@ class Loop:
     _changed: Point | None = None
 
     def run(self) -> bool:
-        """Train to the last step. False if stopped; a checkpoint of the last whole step is on disk either way."""
+        """Train to the last step. False if stopped; a checkpoint of the last whole step is on disk either way. LostFile, with one
+        too, where a shard was cut short: a step's rows are read before it changes the weights. Of several ranks, of which one
+        alone may have met it, none saves."""
+        try:
+            return self._run()
+        except LostFile:
+            if self.ranks.count == 1:
+                self.saving.last(self.point())
+            raise
+
+    def _run(self) -> bool:
         train = self.config.train
         if self.progress.total is None and train.minutes == 0:
             self.progress.total = train.steps

@@ -347,6 +347,8 @@ class Run:
 
     def _begin_files(self, folder: RunFolder, step: int) -> list[dict[str, Any]]:
         """The resolved configuration, and the rows of the metrics that the run goes on from."""
+        resolved = json.dumps(overrides.to_json(self.config), indent=2) + "\n"
+        storage.replace_file(folder.path / "config.json", resolved.encode())  # first: with it alone --resume works
         log, rows = folder.path / "metrics.jsonl", []
         if self.start is None:
             storage.replace_file(log, b"")
@@ -355,8 +357,6 @@ class Run:
         found = folder.path / ranges.FILE
         if found.exists():  # of the run that goes on, or of one that ended before its first checkpoint
             metrics.truncate(found, step=step)
-        resolved = json.dumps(overrides.to_json(self.config), indent=2) + "\n"
-        storage.replace_file(folder.path / "config.json", resolved.encode())
         return rows
 
     def _print_intentions(self, machine: Machine, progress: Progress) -> None:

@@ -179,7 +179,7 @@ def test_a_folder_in_use_is_refused_without_resume(refused, tiny, tmp_path):
     note = tmp_path / "run" / "notes.txt"
     note.parent.mkdir()
     note.write_text("mine")
-    assert "is not empty: go on with --resume, or name another folder" in refused(*tiny())
+    assert "is not empty (it has notes.txt): resume it with --resume, or name another folder" in refused(*tiny())
     assert [path.name for path in note.parent.iterdir()] == ["notes.txt"]
 
 

@@ -107,7 +107,8 @@ def test_what_a_checkpoint_of_few_bits_cannot_do_is_said(few, trained, tmp_path,
     assert only in refused("train", "shakespeare-char", "--init-from", few, "--out", tmp_path / "more", *REFERENCE)
     assert "has weights int4, the command line says nf4: use" in refused("eval", few, "--weights", "nf4")
     message = refused("quantize", trained, "--weights", "int4", "--out", few)
-    assert message == f"barellm: error: --out {few} is not empty: name another folder\n"  # this command has no --resume
+    found = f"--out {few} is not empty (it has checkpoints/step-000004)"
+    assert message == f"barellm: error: {found}: name another folder\n"  # this command has no --resume
     assert "--data is a text to calibrate with" in refused(
         "quantize", trained, "--weights", "int4", "--tokens", 0, "--data", "x", "--out", tmp_path / "x"
     )

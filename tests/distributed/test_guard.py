@@ -216,9 +216,10 @@ def test_ranks_that_another_launcher_has_started_look_at_each_other(tmp_path):
     command = [sys.executable, str(tmp_path / "fellows.py")]
     done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=30)
     assert re.fullmatch(
-        r"barellm: error: rank 1 \(process \d+\) has been stopped for 1 s: the run is ended\n", done.stderr
+        r"barellm: error: rank 1 \(process \d+\) has been stopped for \d+ s: the run is ended\n", done.stderr
     )
-    assert done.stdout == "1 -9 -9\n", "the first of those that are well ends the others"
+    # The first of those that are well, of which each waits for those before it: how long is tested below, without a clock.
+    assert done.stdout in ("1 -9 -9\n", "-9 -9 1\n"), "one of those that are well ends the others"
 
 
 @pytest.mark.parametrize("own, stopped, seconds", [(0, 2, 10), (1, 2, 12), (3, 2, 14), (1, 0, 10), (2, 2, 10)])

@@ -36,6 +36,17 @@ def test_where_mpi_misses_a_rank_the_others_have_time_to_say_which(monkeypatch):
     assert slept == [14.0]
 
 
+def test_what_is_sent_beside_the_run_is_waited_for_without_its_watch(monkeypatch):
+    """The answer comes at the third look; the watch, which would end a run that waits for long, is not asked."""
+    slept: list[float] = []
+    monkeypatch.setattr(mpi.time, "sleep", slept.append)
+    answers = [None, None, SimpleNamespace(recv=lambda: "weights")]
+    ranks = object.__new__(mpi.MpiRanks)
+    ranks._world = SimpleNamespace(improbe=lambda rank, tag: answers.pop(0) if (rank, tag) == (1, mpi.BESIDE) else 0)
+    assert ranks.receive(1, beside=True) == "weights"
+    assert not answers and slept == [mpi.BESIDE_NAP_S] * 2
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="finds files in /proc and /dev/shm")
 @pytest.mark.parametrize("name, gone", [("sm_segment.x.{}", True), ("mpich_shm_{}", True), ("another_{}", False)])
 def test_the_names_of_files_that_ranks_share_are_taken_away(monkeypatch, name, gone):

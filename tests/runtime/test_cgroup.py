@@ -42,3 +42,31 @@ def test_version_1_and_no_proc(group, monkeypatch, tmp_path):
     (tmp_path / "mount/memory").mkdir()
     (tmp_path / "mount/memory/memory.limit_in_bytes").write_text("12345\n")
     assert cgroup.memory_limits() == [(12345, tmp_path / "mount/memory/memory.limit_in_bytes")]
+
+
+@pytest.fixture
+def version_1(tmp_path, monkeypatch) -> Path:
+    """This process in a/b of memory's tree and in c of the processors' tree, as Docker has it with version 1."""
+    for folder in ("memory/a/b", "cpu/c"):
+        (tmp_path / "mount" / folder).mkdir(parents=True)
+    (tmp_path / "own").write_text("9:memory:/a/b\n4:cpu,cpuacct:/c\n1:name=systemd:/a\n")
+    monkeypatch.setattr(cgroup, "MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(cgroup, "OWN", tmp_path / "own")
+    return tmp_path / "mount"
+
+
+def test_the_processs_own_group_of_version_1_counts(version_1):
+    for folder, limit in (("", 9223372036854771712), ("a", 8192), ("a/b", 4096)):
+        (version_1 / "memory" / folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    assert min(cgroup.memory_limits()) == (4096, version_1 / "memory/a/b/memory.limit_in_bytes")
+    for folder, quota in (("", -1), ("c", 150000)):
+        (version_1 / "cpu" / folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (version_1 / "cpu" / folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert cgroup.cpu_limit() == 1.5
+
+
+def test_a_container_of_version_1_whose_group_is_the_root_there(version_1):
+    (version_1 / "own").write_text("9:memory:/docker/0123\n")
+    (version_1 / "memory/memory.limit_in_bytes").write_text("4096\n")
+    assert min(cgroup.memory_limits()) == (4096, version_1 / "memory/memory.limit_in_bytes")
+    assert cgroup.cpu_limit() is None
