@@ -27,6 +27,7 @@ MAC = sys.platform == "darwin"
 FIXED, ADDRESS_AT, SA_SIGINFO = 0x10, 24 if MAC else 16, 0x40 if MAC else 4  # MAP_FIXED; si_addr in siginfo_t
 SIGBUS = int(signal.SIGBUS)
 _maps: dict[int, tuple[int, Path]] = {}  # first address -> end, file
+_handlers: list[Any] = []  # kept alive
 _lost: dict[int, tuple[Path, set[int]]] = {}  # first address -> file, the threads that met it
 
 
@@ -96,4 +97,4 @@ def _listen() -> None:
     action = _Action(handler=ctypes.cast(handler, ctypes.c_void_p).value, flags=SA_SIGINFO)
     if libc.sigaction(SIGBUS, ctypes.byref(action), ctypes.byref(before)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    _listen.handler = handler  # pyright: ignore[reportFunctionMemberAccess]  (kept alive)
+    _handlers.append(handler)
