@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from barellm.assembly.machine import Machine, build_programs, resolved
+from barellm.checkpoint.storage import TEMPORARY
 from barellm.cpu import compilers, jit, sources
 from barellm.cpu.isa import ISA, arm, host
 from barellm.cpu.lang import sync
@@ -114,7 +115,7 @@ def check(run: Run) -> None:
 
 
 def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = False, isa: ISA | None = None) -> Built:
-    """Make `folder`, which must not be there yet, of a run that nobody has begun. `threads`: the most that a session can have.
+    """Make `folder`, which must not be there yet, of a run that nobody has begun. It appears when all of it is there. `threads`: the most that a session can have.
     `static`: each driver alone too, with everything in it. `isa`: for which machine, this one unless given. UserError for what
     cannot be built."""
     check(run)
@@ -134,7 +135,10 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
     meta = json.dumps(run.meta(machine), indent=2)
     image = Image(config, programs, lowered, isa, meta, run.data.tokenizer)
     kernels = objects(lowered)
-    source = folder / "source"
+    made = folder.with_name(f"{TEMPORARY}{folder.name}")
+    if made.exists():  # of a build that was killed
+        shutil.rmtree(made)
+    source = made / "source"
     source.mkdir(parents=True)
     for path in C.iterdir():
         shutil.copy(path, source)
@@ -147,7 +151,7 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
         (source / f"{name}.bin").write_bytes(data)
     for number, code in enumerate(kernels):
         (source / f"kernel{number}.o").write_bytes(code)
-    shutil.copy(C / "barellm.h", folder)
+    shutil.copy(C / "barellm.h", made)
     names = [f"kernel{i}.o" for i in range(len(kernels))]
     shared = [*OPTIONS, "-fPIC", "-fvisibility=default", *PARTS, *names]
     link = ["-shared", "-Wl,--version-script=exported", "-Wl,-z,noexecstack", "-lm", "-o", "../libbarellm.so"]
@@ -156,7 +160,11 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
         _run([*command, *OPTIONS, *parts, "-L..", "-lbarellm", "-lm", "-Wl,-rpath,$ORIGIN", "-o", f"../{name}"], source)
         if static:
             _run([*statically(command), *OPTIONS, *parts, *PARTS, *names, "-lm", "-o", f"../{name}-static"], source)
-    return Built(folder, *patterns(run, folder))
+    found = patterns(run, made)
+    if folder.is_dir():  # and empty
+        folder.rmdir()
+    made.rename(folder)
+    return Built(folder, *found)
 
 
 def objects(lowered: LoweredPrograms) -> list[bytes]:
@@ -171,17 +179,18 @@ def objects(lowered: LoweredPrograms) -> list[bytes]:
     return [*kernels, jit.cached_object(key, isa, lambda: sync.ir(arm=on_arm, futex=True))]
 
 
-def patterns(run: Run, folder: Path) -> tuple[str, str]:
+def patterns(run: Run, made: Path) -> tuple[str, str]:
     """Patterns of the shards. Those of a folder that says which are for training stay there; others are written."""
     source = Path(run.config.data.source).expanduser()
     found = find_shards(run.config.data.source)
     if source.is_dir() and found and run.data.train.name.startswith("training shards"):
         return str(source.resolve() / "*train*.bin"), str(source.resolve() / "*val*.bin")
-    data = folder / "data"
+    data = made / "data"
     data.mkdir()
     for name, stream in (("train", run.data.train), ("val", run.data.val)):
         _write(data, name, stream, run.data.tokenizer.vocab_size)
-    return str(data / "train_*.bin"), str(data / "val_*.bin")
+    last = made.with_name(made.name.removeprefix(TEMPORARY)) / "data"
+    return str(last / "train_*.bin"), str(last / "val_*.bin")
 
 
 def _write(folder: Path, name: str, stream: TokenStream, vocab_size: int) -> None:

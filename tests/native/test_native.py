@@ -419,6 +419,24 @@ def test_no_compiler_is_one_line(made, tmp_path, capsys, monkeypatch):
     assert "there is no C compiler" in capsys.readouterr().err
 
 
+def test_after_a_build_that_was_killed_the_same_command_works(made, tmp_path, monkeypatch):
+    """Killed while it links: nothing is at the folder's place, and what is left beside it is no obstacle."""
+    monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
+    command = ["build", "shakespeare-char", "--data", str(made / "text.txt"), *SIZES, "-o", str(tmp_path / "out")]
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("barellm.native.build._run", killed)
+        assert main(command) == 130
+    assert not (tmp_path / "out").exists() and (tmp_path / ".tmp-out" / "source").is_dir()
+    (tmp_path / "out").mkdir()
+    assert main(command) == 0
+    assert (tmp_path / "out" / "train").is_file() and list((tmp_path / "out" / "data").glob("train_*.bin"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_program_of_a_runs_folder_and_of_named_shards(made, monkeypatch):
     """The configuration comes from the run, and shards that say which are for training stay where they are."""
     monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
