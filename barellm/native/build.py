@@ -115,9 +115,9 @@ def check(run: Run) -> None:
 
 
 def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = False, isa: ISA | None = None) -> Built:
-    """Make `folder`, which must not be there yet, of a run that nobody has begun. It appears when all of it is there. `threads`: the most that a session can have.
-    `static`: each driver alone too, with everything in it. `isa`: for which machine, this one unless given. UserError for what
-    cannot be built."""
+    """Make `folder`, which must not be there yet, of a run that nobody has begun. It appears when all of it is there. `threads`:
+    the most that a session can have. `static`: each driver alone too, with everything in it. `isa`: for which machine, this one
+    unless given. UserError for what cannot be built."""
     check(run)
     isa = isa or host()
     command = compiler(isa)
