@@ -1,4 +1,3 @@
-import argparse
 import fcntl
 import gzip
 import io
@@ -6,12 +5,14 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import xxhash
 
 from barellm.cli import prepare as command
+from barellm.cli.options import Parser
 from barellm.config import DataConfig
 from barellm.data.shards import open_shard
 from barellm.data.sources import prepare
@@ -23,9 +24,9 @@ TEXT = "a text of some words\n" * 50
 
 
 def run(*arguments) -> int:
-    parser = argparse.ArgumentParser()
+    parser = Parser(prog="barellm prepare")
     command.configure(parser)
-    return command.run(parser.parse_args([str(argument) for argument in arguments]))
+    return command.run(parser.parse([str(argument) for argument in arguments]))
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_every_form_of_the_same_records_gives_the_same_shards(tmp_path, monkeypa
     (tmp_path / "parts" / "1.ndjson").write_bytes(lines[:half])
     (tmp_path / "parts" / "deep" / "2.jsonl").write_bytes(lines[half:])
     (tmp_path / "b.txt").write_text("<|end|>".join(RECORDS))
-    monkeypatch.setattr("sys.stdin", argparse.Namespace(buffer=io.BytesIO(jsonl(RECORDS, "story"))))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(jsonl(RECORDS, "story"))))
     common = ["--tokenizer", "bpe", "--vocab", 300, "--shard-tokens", 200]
     for name, words in {
         "plain": [tmp_path / "a.jsonl"],
@@ -299,7 +300,7 @@ def test_mistakes_are_named(text, tmp_path):
         (["--tokenizer", "bytes", "--val-tokens", 5, "--val-fraction", 0.1], "exclude each other"),
         (["--tokenizer", "bytes", "--val-tokens", len(TEXT)], "has no text for the part 'train': it has 1050 tokens"),
         (["--tokenizer", "bytes", "--val-tokens", -1], "--val-tokens is -1, expected at least 0"),
-        (["--tokenizer", "bytes", "--format", "json"], "--format is 'json', did you mean 'jsonl'"),
+        (["--tokenizer", "bytes", "--format", "jsonn"], "--format is 'jsonn', did you mean 'json'"),
         (["--tokenizer", "bytes", "--keep-separator"], "--keep-separator needs --separator"),
         (["--tokenizer", "bytes", "--separator", "\\x1"], "in the middle of an escape"),
         (["--tokenizer", "bytes", "--separator", "zz"], "has no text for the part 'val': it has 1 documents"),

@@ -65,10 +65,11 @@ def test_both_files_hold_the_same_examples(tmp_path):
 
 
 @pytest.mark.parametrize("change, said", [
-    ({"label": 4}, ":2: label is 4, expected one of its 4 endings"), ({"label": "x"}, ":2 is no example"),
-    ({"endings": [1, 2]}, ":2 is no example"), ({"ctx": None}, ":2 is no example"), ({"endings": "abcd"}, ":2 is no example"),
-    ({"ind": "x"}, ":2 is no example"), ({"ind": None}, ":2 is no example"), ({"label": True}, ":2 is no example"),
-    ({"label": float("inf")}, ":2 is no example"), ({"label": 1.5}, ":2 is no example"),
+    ({"label": 4}, "line 2: label is 4, expected one of its 4 endings"), ({"label": "x"}, "line 2 is no example"),
+    ({"endings": [1, 2]}, "line 2 is no example"), ({"ctx": None}, "line 2 is no example"), 
+    ({"endings": "abcd"}, "line 2 is no example"),
+    ({"ind": "x"}, "line 2 is no example"), ({"ind": None}, "line 2 is no example"), ({"label": True}, "line 2 is no example"),
+    ({"label": float("inf")}, "line 2 is no example"), ({"label": 1.5}, "line 2 is no example"),
 ])  # fmt: skip
 def test_a_wrong_line_is_named(tmp_path, change, said):
     with pytest.raises(UserError, match=said):
