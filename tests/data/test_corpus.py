@@ -190,4 +190,4 @@ def test_where_no_document_begins_in_the_last_share_the_last_one_is_for_validati
     assert not text_corpus([tmp_path / name], 0, name="x").val
     (tmp_path / "more.txt").write_text("w" * 60)
     both = text_corpus([tmp_path / name, tmp_path / "more.txt"], 0.4, name="x")
-    assert both.documents(both.train) == texts and both.documents(both.val) == ["w" * 56]
+    assert both.documents(both.train) == [*texts, "wwww"] and both.documents(both.val) == ["w" * 56]

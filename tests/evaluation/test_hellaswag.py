@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from itertools import pairwise
 from math import sqrt
@@ -66,7 +67,7 @@ def test_both_files_hold_the_same_examples(tmp_path):
 
 @pytest.mark.parametrize("change, said", [
     ({"label": 4}, "line 2: label is 4, expected one of its 4 endings"), ({"label": "x"}, "line 2 is no example"),
-    ({"endings": [1, 2]}, "line 2 is no example"), ({"ctx": None}, "line 2 is no example"), 
+    ({"endings": [1, 2]}, "line 2 is no example"), ({"ctx": None}, "line 2 is no example"),
     ({"endings": "abcd"}, "line 2 is no example"),
     ({"ind": "x"}, "line 2 is no example"), ({"ind": None}, "line 2 is no example"), ({"label": True}, "line 2 is no example"),
     ({"label": float("inf")}, "line 2 is no example"), ({"label": 1.5}, "line 2 is no example"),
@@ -205,3 +206,15 @@ def test_the_command_prints_the_shares_and_writes_each_example(tmp_path, capsys,
     assert "exists, expected a new file" in refused(*command, "--per-document", tmp_path / "rows.jsonl")
     assert "leave out --data" in refused(*command, "--whole")
     assert "--limit is about examples" in refused("eval", step, "--limit", "3")
+
+
+def test_records_come_in_every_form(tmp_path):
+    wanted = hellaswag.read(lines(tmp_path), Bytes())
+    (tmp_path / "val.json").write_text(json.dumps(EXAMPLES), encoding="utf-8-sig")
+    (tmp_path / "val.jsonl.gz").write_bytes(gzip.compress((tmp_path / "val.jsonl").read_bytes()))
+    (tmp_path / "val").write_bytes((tmp_path / "val.jsonl").read_bytes())  # whose name says nothing
+    for name in ("val.json", "val.jsonl.gz", "val"):
+        assert hellaswag.read(tmp_path / name, Bytes()) == wanted
+    (tmp_path / "val").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="line 1 is no JSON: it has lists or objects too deep"):
+        hellaswag.read(tmp_path / "val", Bytes())
