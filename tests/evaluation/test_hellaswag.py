@@ -218,3 +218,27 @@ def test_records_come_in_every_form(tmp_path):
     (tmp_path / "val").write_text("[" * 100_000)
     with pytest.raises(UserError, match="line 1 is no JSON: it has lists or objects too deep"):
         hellaswag.read(tmp_path / "val", Bytes())
+
+
+def test_the_norm_is_the_mean_over_an_ending_s_tokens():
+    """By the sum the short ending wins, by the mean the long one."""
+    found = hellaswag.Result([hellaswag.Example(0, 1, [1], [[2], [3] * 4])], [[3.0, 4.0]], [[1, 4]])
+    assert (found.acc, found.acc_norm) == (0.0, 1.0)
+
+
+def test_a_bin_that_is_cut_between_bytes_is_damaged(tmp_path):
+    path = as_bin(tmp_path / "val.bin", [GOOD, GOOD])
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="example 1 is damaged, or the file ends in it"):
+        hellaswag.read(path, Gpt2Bytes())
+    path.write_bytes(b"\x08")
+    with pytest.raises(UserError, match=r"begins with \[8, 0\], expected"):
+        hellaswag.read(path, Gpt2Bytes())
+
+
+@pytest.mark.parametrize(
+    "label, parts", [(5, [[1]] * 6), (65535, [[1]] * 6), (1, [[1], [2], [], [3]]), (1, [[], [2], [3]])]
+)
+def test_a_bin_with_another_label_or_without_tokens_is_damaged(label, parts, tmp_path):
+    with pytest.raises(UserError, match="example 0 is damaged"):
+        hellaswag.read(as_bin(tmp_path / "val.bin", [words_of(3, label, parts)]), Gpt2Bytes())
