@@ -160,9 +160,9 @@ def read_file(path: Path) -> File:
 
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")
         tree = json.loads(text) if kind == "JSON" else tomllib.loads(text)
-    except ValueError as error:  # of either kind, and of bytes that are no text
+    except (ValueError, RecursionError) as error:  # of either kind, and of bytes that are no text
         raise UserError(f"{path} is not valid {kind}: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds {type(tree).__name__}, expected the configuration of a run")

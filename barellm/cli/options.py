@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,31 @@ from barellm.errors import UserError, nearest
 if TYPE_CHECKING:
     from barellm.checkpoint.weights import Weights
     from barellm.fields import Entry
+
+
+ESCAPES = r"\n, \r, \t, \f, \0, \xHH, \uHHHH and \\ are escapes"
+_CHARACTERS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "0": "\0", "\\": "\\"}
+_HEX = "([0-9a-fA-F]{%d})"
+_ESCAPE = re.compile(rf"\\(?:([nrtf0\\])|x{_HEX % 2}|u{_HEX % 4}|U{_HEX % 8}|[xuU]|\Z)")
+
+
+def escaped(words: str) -> str:
+    """A piece of text on the command line as it is meant: the type of every option that takes one. As in llama.cpp, a backslash
+    that begins no escape stays."""
+
+    def meant(found: re.Match[str]) -> str:
+        if found[1]:
+            return _CHARACTERS[found[1]]
+        if digits := found[2] or found[3] or found[4]:
+            return chr(int(digits, 16))
+        raise argparse.ArgumentTypeError(
+            f"{words!r} ends in the middle of an escape at {found[0]!r}, expected {ESCAPES}"
+        )
+
+    try:
+        return _ESCAPE.sub(meant, words).encode("utf-16", "surrogatepass").decode("utf-16")
+    except (OverflowError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{words!r} has a character that is none in Unicode") from error
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from barellm.cli.options import ESCAPES, escaped
 
 if TYPE_CHECKING:
     from barellm.data.reading import Layout
@@ -26,8 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "source",
         nargs="+",
         metavar="SOURCE",
-        help="files of text, .jsonl or .parquet, also .gz or .zst; folders of them; 'patterns*'; - for standard input; "
-        "stdlib; or a set: tinyshakespeare, tinystories, fineweb:10BT, fineweb-edu:10BT (100BT, 350BT)",
+        help="files of text, .jsonl, .json, .csv, .tsv or .parquet, also .gz or .zst; folders of them; 'patterns*'; - for "
+        "standard input; stdlib; or a set: tinyshakespeare, tinystories, fineweb:10BT, fineweb-edu:10BT (100BT, 350BT)",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make; it may exist but must be empty")
     parser.add_argument(
@@ -40,15 +41,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--field", metavar="NAME", help="of records: the field with the text (default: text)")
     parser.add_argument(
         "--separator",
+        type=escaped,
         default="",
         metavar="TEXT",
-        help=r"of plain text: what stands between documents, such as '<|endoftext|>' or '\n\n' (default: a file is a document)",
+        help=r"of plain text: what stands between documents, such as '<|endoftext|>' or '\n\n' "
+        rf"(default: a file is a document); {ESCAPES}",
     )
     parser.add_argument("--keep-separator", action="store_true", help="leave the separator at each document's end")
     parser.add_argument(
         "--format",
         metavar="NAME",
-        help="of standard input and of files whose names do not say: text, jsonl or parquet (default: text)",
+        help="of standard input and of files whose names do not say: text, jsonl, json, csv, tsv or parquet (default: text)",
     )
     parser.add_argument(
         "--val-fraction", type=float, metavar="F", help="last share of the characters, for validation (default: 0.1)"
@@ -164,11 +167,7 @@ def _checked(args: argparse.Namespace) -> tuple[float, Layout, bool]:
     for source in args.source:
         if source != "-" and (found := find_shards(source)):
             raise UserError(f"{source} holds token shards already ({found[0].name}), expected text")
-    try:
-        separator = codecs.decode(args.separator.encode("latin-1", "backslashreplace"), "unicode_escape")
-    except UnicodeDecodeError as error:
-        raise UserError(f"--separator {args.separator!r} ends in the middle of an escape: {error.reason}") from error
-    layout = Layout("text" if args.field is None else args.field, separator, args.keep_separator, kind)
+    layout = Layout("text" if args.field is None else args.field, args.separator, args.keep_separator, kind)
     for source in filter(is_named, args.source):
         path = Path(source)
         if path.exists() and path.resolve() != Path(args.out).resolve():

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import add_device, add_dtype, add_weights
+from barellm.cli.options import ESCAPES, add_device, add_dtype, add_weights, escaped
 
 if TYPE_CHECKING:
     from barellm.assembly.machine import Machine
@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("--prompt", metavar="TEXT", help="what the text begins with (default: nothing)")
     parser.add_argument(
-        "--prompts", metavar="FILE", help='a file with a prompt a line, or of JSON objects with "prompt" (.jsonl)'
+        "--prompt", type=escaped, metavar="TEXT", help=rf"what the text begins with (default: nothing); {ESCAPES}"
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='a file with a prompt a line, or of records with "prompt" (.jsonl, .json, .csv, .parquet)',
     )
     parser.add_argument(
         "--interactive", action="store_true", help="read prompts from the terminal, each after the text so far"
@@ -44,7 +48,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, default=256, metavar="N", help="how many tokens each text has at most (default: 256)"
     )
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+        "--stop",
+        action="append",
+        type=escaped,
+        default=[],
+        metavar="TEXT",
+        help=rf"end before this text; may be given several times; {ESCAPES}",
     )
     for name, metavar, default, what in (
         ("temperature", "T", 0.8, "how bold the choice of tokens is; 0 always takes the most likely one"),
@@ -123,20 +132,16 @@ class Work:
 
 
 def _prompts(name: str) -> list[str]:
-    """A prompt a line; of a .jsonl what its objects have as "prompt"."""
+    """A prompt a line, as it stands there; of records what they have as "prompt"."""
     from pathlib import Path
 
-    from barellm.data.reading import texts
+    from barellm.data.reading import Layout, blocks, documents, format_of
     from barellm.errors import UserError
 
-    try:
-        found = (
-            list(texts(Path(name), "prompt"))
-            if name.endswith(".jsonl")
-            else [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line]
-        )
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8: byte {error.start}") from None
+    path, layout = Path(name), Layout(field="prompt", separator="\n")
+    found = list(documents(blocks(path, layout)))
+    if format_of(path, layout) == "text":
+        found = [line for text in found if (line := text.removesuffix("\r"))]
     if not found:
         raise UserError(f"{name} has no prompt")
     return found

@@ -6,13 +6,14 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import xxhash
 
-from barellm.data.reading import CHUNK, Block, Layout, blocks, is_whole
+from barellm.data.reading import Block, Layout, blocks, documents, is_whole, reading_of
 from barellm.data.shards import remembered
+from barellm.data.unpacking import CHUNK
 from barellm.errors import UserError
 
 # Tests, other people's packages, and tables that programs wrote (character maps, the help texts in pydoc_data).
@@ -68,14 +69,7 @@ class Corpus:
 
     def documents(self, pieces: Iterable[Piece]) -> list[str]:
         """The texts that are whole in these pieces, whatever blocks they are read in."""
-        found: list[str] = []
-        for piece in pieces:
-            for block in self.blocks(piece):
-                if block.begins or not found:
-                    found.append(block.text)
-                else:
-                    found[-1] += block.text
-        return found
+        return [text for piece in pieces for text in documents(self.blocks(piece))]
 
 
 def stdlib_corpus(val_fraction: float, *, root: Path | None = None) -> Corpus:
@@ -146,12 +140,14 @@ def text_corpus(
     told: Callable[[int, int], None] = lambda done, total: None,
 ) -> Corpus:
     """Files in the given order: of all characters the last `val_fraction` are for validation, as in nanoGPT, from the first
-    document on that begins there; a file of plain text without separators is cut at the character. 0: all is for training.
+    document on that begins there, or where none does the last document; a file of plain text without separators is cut at the
+    character. 0: all is for training.
     `told` hears how many bytes of how many were looked through."""
     paths = list(paths)
     total, done, found = sum(path.stat().st_size for path in paths), 0, []
     for path in paths:
-        found.append(remembered(path, lambda path=path: _walk(path, layout), about=repr(layout)))
+        about = f"{layout!r}{reading_of(path, layout)}"
+        found.append(remembered(path, lambda path=path: _walk(path, layout), about=about))
         done += found[-1]["stored"]
         told(done, total)
     characters = sum(one["characters"] for one in found)
@@ -161,7 +157,7 @@ def text_corpus(
     train, val = [], []
     digest = xxhash.xxh3_128(f"{cut} {asdict(layout)}\n".encode())
     for path, one in zip(paths, found, strict=True):
-        digest.update(f"{one['digest']} {path.suffixes}\n".encode())
+        digest.update(f"{one['digest']} {path.suffixes}{reading_of(path, layout)}\n".encode())
         if cut >= one["characters"]:
             place, begins = one["end"], True
         elif cut <= 0:
@@ -173,6 +169,11 @@ def text_corpus(
         if place < one["end"]:
             val.append(Piece(path, place, one["end"], begins=begins))
         cut -= one["characters"]
+    if val_fraction and not val and (place := _last_document(train[-1].path, layout)):
+        digest.update(b"the last document is for validation\n")
+        last = train.pop()
+        train.append(replace(last, stop=place))
+        val.append(replace(last, start=place))
     inputs = tuple(Input(str(path), one["stored"], one["digest"]) for path, one in zip(paths, found, strict=True))
     size = sum(one["bytes"] for one in found)
     return Corpus(name, tuple(train), tuple(val), digest.hexdigest(), inputs, size, layout)
@@ -197,15 +198,24 @@ def _walk(path: Path, layout: Layout) -> dict:
     return {"stored": stored, "digest": digest.hexdigest(), "bytes": size, "characters": characters, "end": end}
 
 
+def _last_document(path: Path, layout: Layout) -> int:
+    """Where the last document with text begins; 0 if it is the first of its file, too."""
+    place = last = 0
+    for block in blocks(path, layout):
+        last = place if block.begins and block.text else last
+        place = max(place, block.end)
+    return last
+
+
 def _place_of_character(path: Path, layout: Layout, character: int) -> tuple[int, bool]:
     """Where a file is cut that the character at `character` is in, counted from 0, and whether a document begins there: at the
     character itself, or where the next document begins."""
     place = 0
     for block in blocks(path, layout):
         if is_whole(path, layout) and character < len(block.text):
-            place += len(block.text[:character].encode())
+            place = block.end - len(block.text[character:].encode())
             return place, place == 0
-        if character <= 0 and block.begins:
+        if character <= 0 and block.begins and block.text:
             break
         place = max(place, block.end)
         character -= len(block.text)

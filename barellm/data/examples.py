@@ -15,13 +15,21 @@ import numpy as np
 import xxhash
 
 from barellm.data.loader import MASK, Rows, draw, permuted
-from barellm.data.reading import Layout, format_of, need_characters, records
+from barellm.data.reading import Layout, each_record, format_of
+from barellm.data.records import need_characters
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 
 FORMAT = 1  # of the rendering: counts up when the same file would give other tokens
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
-Parts = list[tuple[str, bool]]  # of an example: text, and whether it is an answer
+NEUTRAL = (None, True, 1, "", "1", "1.0", "true", "True", [], {})  # values of a key that ask for nothing
+OTHERS = {  # keys that other programs obey and barellm does not: of a record, and of a message
+    "record": ("weight", "train", "tools", "functions", "system", "history", "loss_mask"),
+    "message": ("tool_calls", "function_call", "tool_call_id", "train_detail", "reasoning_content"),
+}
+Parts = list[
+    tuple[str, bool | None]
+]  # of an example: text, and whether it is an answer; None: an answer without a loss
 
 
 @dataclass(frozen=True)
@@ -46,18 +54,18 @@ class Examples:
 
 
 def has_examples(path: Path) -> bool:
-    """Whether a file of JSON lines has answers: by its first record. One with the field that holds the text of a `Layout` is text,
+    """Whether a file of JSON or CSV has answers: by its first record. One with the field that holds the text of a `Layout` is text,
     whatever else it has."""
-    if not path.is_file() or format_of(path, Layout()) != "jsonl":
+    if not path.is_file() or format_of(path, Layout()) in ("text", "parquet"):
         return False
-    _, first = next(records(path), ("", None))
+    _, first = next(each_record(path), ("", None))
     return isinstance(first, dict) and Layout().field not in first and ("answer" in first or "messages" in first)
 
 
 def read_examples(path: Path) -> tuple[list[Parts], str]:
     """The examples of a file and a hash of them."""
     digest, found = xxhash.xxh3_128(f"{FORMAT}".encode()), []
-    for where, record in records(path):
+    for where, record in each_record(path):
         found.append(parts(record, where))
         for text, _ in found[-1]:
             need_characters(text, where)
@@ -67,6 +75,8 @@ def read_examples(path: Path) -> tuple[list[Parts], str]:
 
 def parts(record: Any, where: str) -> Parts:
     """An example's texts. UserError, which begins with `where`, for a record that is none."""
+    if isinstance(record, dict):
+        _check_obeyed(record, "record", where)
     if isinstance(record, dict) and "messages" in record:
         return _conversation(record["messages"], where)
     prompt, answer = (record.get("prompt"), record.get("answer")) if isinstance(record, dict) else (None, None)
@@ -78,22 +88,45 @@ def parts(record: Any, where: str) -> Parts:
     raise UserError(f"{where} has: {has}; expected texts named prompt and answer, or messages")
 
 
+def _check_obeyed(found: dict, what: str, where: str) -> None:
+    """Raise a UserError for a key that gives the record or message a meaning which barellm would not keep."""
+    for key in OTHERS[what]:
+        if (value := found.get(key)) not in NEUTRAL:
+            raise UserError(f"{where} has a {what} with {key} {value!r:.40}, which barellm cannot obey: expected none")
+
+
+def _has_loss(message: dict, where: str) -> bool:
+    """What OpenAI's `weight`, 0 or 1, and `train` of other programs say of a message; by default the assistant's have a loss."""
+    asked = [message[key] for key in ("weight", "train") if message.get(key) is not None]
+    if wrong := [value for value in asked if value not in (0, 1)]:
+        raise UserError(f"{where} has a message with weight or train {wrong[0]!r:.40}, expected 0, 1, false or true")
+    if message["role"] != "assistant" and any(asked):
+        raise UserError(f"{where} asks for a loss of a message of the {message['role']}: only the assistant's have one")
+    return message["role"] == "assistant" and all(asked)
+
+
 def _conversation(messages: Any, where: str) -> Parts:
     """Each message as a line `User: ...`; what the assistant says is an answer."""
     found: Parts = []
     for message in messages if isinstance(messages, list) else [None]:
-        role, text = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if role not in ROLES or not isinstance(text, str):
+        if not (
+            isinstance(message, dict)
+            and message.get("role") in tuple(ROLES)  # a list of a role has no hash
+            and isinstance(message.get("content"), str)
+        ):
             known = ", ".join(ROLES)
             raise UserError(
                 f"{where} has a message {message!r:.60}, expected a role ({known}) and a text named content"
             )
+        role, text = message["role"], message["content"]
+        _check_obeyed(message, "message", where)
+        loss = _has_loss(message, where)
         if role == "assistant":
-            found += [(f"{ROLES[role]}:", False), (f" {text}", True)]
+            found += [(f"{ROLES[role]}:", False), (f" {text}", loss or None)]
         else:
             found.append((f"{ROLES[role]}: {text}\n", False))
     if not any(answer for _, answer in found):
-        raise UserError(f"{where} has no message of the assistant, whose messages are the answers")
+        raise UserError(f"{where} has no message of the assistant with a loss, whose messages are the answers")
     return found
 
 
@@ -106,7 +139,7 @@ def encode_examples(found: list[Parts], tokenizer: Tokenizer, *, name: str) -> E
     for one in found:
         pieces = [(end, False)]
         for _, answers in one:
-            pieces += [(next(ids), answers), (end, True)] if answers else [(next(ids), False)]
+            pieces += [(next(ids), False)] if answers is False else [(next(ids), bool(answers)), (end, bool(answers))]
         tokens += [piece for piece, _ in pieces]
         answer += (own := [np.full(len(piece), answers) for piece, answers in pieces])
         counted = np.concatenate(own)

@@ -9,7 +9,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from barellm.data.reading import Layout, chunks, format_of
+from barellm.data.reading import Layout, each_record, format_of
+from barellm.data.unpacking import chunks
 from barellm.errors import UserError
 
 DATA = (".txt", ".jsonl", ".ndjson", ".parquet")  # what a file of text beside shards would be called
@@ -119,7 +120,19 @@ def _reason(path: Path, layout: Layout) -> str:
         return "no files"
     if found.st_size == 0:
         return "empty"
-    return "" if format_of(path, layout) != "text" or is_text(path) else "no UTF-8 text"
+    kind = format_of(path, layout)
+    if kind in ("json", "csv", "tsv"):  # a folder of a program's source has settings and tables, which are no texts
+        return "" if _has_field(path, layout) else f"without records that have a field {layout.field!r}"
+    return "" if kind != "text" or is_text(path) else "no UTF-8 text"
+
+
+def _has_field(path: Path, layout: Layout) -> bool:
+    """Whether the first record of a file has the field with the text."""
+    try:
+        _, first = next(each_record(path), ("", None))
+    except UserError:
+        return False
+    return isinstance(first, dict) and isinstance(first.get(layout.field, 0), str | None)
 
 
 def is_text(path: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,9 @@ import numpy as np
 
 from barellm.data.bpe import printable_bytes
 from barellm.data.cache import new_file
+from barellm.data.records import loads
 from barellm.data.tokenizers import FILE, Tokenizer, utf8
+from barellm.data.unpacking import MARK
 from barellm.errors import UserError
 
 # Special tokens by what they are used for, best known first.
@@ -31,11 +32,11 @@ class HuggingFace(Tokenizer):
     name = "huggingface"
 
     def __init__(self, content: bytes, *, path: Path) -> None:
-        self.content = content
-        found = json.loads(content)
+        self.content, self.path = content.removeprefix(MARK), path
+        found = loads(self.content)
         check(found, path)
         self.special = {token["content"]: token["id"] for token in found["added_tokens"] if token.get("special")}
-        self.tokens = _tokens(found, self.special.values())
+        self.tokens = _tokens(found, self.special.values(), path, most=len(content))
         self.eot = _before_text(found, self.special)
 
     @property
@@ -51,7 +52,10 @@ class HuggingFace(Tokenizer):
         """The library's tokenizer, which takes a second to load for 128,000 ids."""
         from tokenizers import Tokenizer as Encoder
 
-        encoder = Encoder.from_buffer(self.content)
+        try:
+            encoder = Encoder.from_buffer(self.content)
+        except Exception as error:  # the library has no class of its own for what it refuses
+            raise UserError(f"{self.path} is refused by the library tokenizers: {error}") from error
         encoder.encode_special_tokens = True  # what looks like a special token in a text is text
         encoder.no_truncation()
         encoder.no_padding()
@@ -98,8 +102,14 @@ def steps(step: dict[str, Any] | None, inside: str) -> list[dict[str, Any]]:
     return [p for one in step[inside] for p in steps(one, inside)] if step["type"] == "Sequence" else [step]
 
 
-def _tokens(found: dict[str, Any], special: Any) -> list[bytes]:
-    """The bytes of each id: none for special ones and for ids that nobody has."""
+def _tokens(found: dict[str, Any], special: Any, path: Path, *, most: int) -> list[bytes]:
+    """The bytes of each id: none for special ones and for ids that nobody has. UserError for an id that is no number from 0 on, or
+    not below `most`, the bytes of the file: a small file must not ask for a large table."""
+    for name, i in [*found["model"]["vocab"].items(), *((t["content"], t["id"]) for t in found["added_tokens"])]:
+        if type(i) is not int or not 0 <= i < most:
+            raise UserError(
+                f"{path}: the token {name!r} has the id {i!r}, expected a whole number from 0 to {most - 1}"
+            )
     byte_of = printable_bytes()
     added = {token["id"]: token["content"].encode() for token in found["added_tokens"]}
     known = {i: bytes(byte_of[c] for c in name) for name, i in found["model"]["vocab"].items() if i not in added}

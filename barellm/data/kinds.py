@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ from barellm.data.bpe import BytePairs, trained_bpe
 from barellm.data.cache import cache_folder, new_folder, sweep
 from barellm.data.gpt2 import Gpt2
 from barellm.data.huggingface import HuggingFace
+from barellm.data.records import loads
 from barellm.data.tokenizers import FILE, FORMAT, Bytes, Chars, Tokenizer
 from barellm.errors import UserError, nearest
 
@@ -84,7 +84,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = Path(folder) / FILE
     try:
         written = path.read_bytes()
-        content = json.loads(written)
+        content = loads(written)
         if "format" not in content and "model" in content:
             return HuggingFace(written, path=path)
         if content["format"] != FORMAT:
@@ -100,7 +100,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"cannot read tokenizer {path}: {error.strerror}") from error
     except UserError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged: not a tokenizer that barellm or the library tokenizers wrote") from error
 
 
@@ -111,6 +111,6 @@ def _restored(kind: str, tokens: list[bytes] | None, eot: int | None) -> Tokeniz
         return Chars(token.decode() for token in tokens)
     if kind == "gpt2":
         return Gpt2(tokens)
-    if kind == "bpe" and tokens and eot is not None and tokens[eot] == b"":
+    if kind == "bpe" and tokens and type(eot) is int and 0 <= eot < len(tokens) and tokens[eot] == b"":
         return BytePairs(tokens, eot=eot)
     raise ValueError(kind)

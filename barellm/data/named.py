@@ -15,7 +15,8 @@ from typing import Any
 
 from barellm.data.cache import cache_folder, new_file
 from barellm.data.corpus import Corpus, Input, Piece
-from barellm.data.reading import Block, Layout, required
+from barellm.data.reading import Block, Layout
+from barellm.data.unpacking import required
 from barellm.errors import UserError, nearest
 
 ENDLESS = 1 << 62  # where a piece stops whose length nobody knows before it is here

@@ -1,4 +1,4 @@
-"""How a file of text becomes blocks for a tokenizer: plain text, records of JSON lines and of Parquet, compressed or not.
+"""How a file becomes blocks for a tokenizer: plain text, or records' texts (data/records.py), compressed or not.
 
 A block is a function of the place where it begins and of the file alone, so whoever goes on at a block's end reads what one
 who never stopped reads. Memory is bounded by a block, or by a record that is longer.
@@ -7,24 +7,19 @@ who never stopped reads. Memory is bounded by a block, or by a record that is lo
 from __future__ import annotations
 
 import codecs
-import gzip
-import json
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from barellm.data import records
+from barellm.data.unpacking import MARK, PACKED, chunks, not_utf8, text_chunks
 from barellm.errors import UserError
 
 BLOCK = 1 << 18  # bytes of text that are handed to a tokenizer at once
 LONGEST_WORD = 1 << 22  # bytes without a place to cut: then the cut falls anywhere
-CHUNK = 1 << 20  # bytes read at once
-ROWS = 1024  # rows of a Parquet file that are in memory at once
-FORMATS = ("text", "jsonl", "parquet")
-SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-PACKED = (".gz", ".zst", ".zstd")
+FORMATS = ("text", "jsonl", "json", "csv", "tsv", "parquet")
+SUFFIXES = {f".{name}": name for name in FORMATS[1:]} | {".ndjson": "jsonl"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class Layout:
 @dataclass(frozen=True)
 class Block:
     """A part of a document. `begins` and `closed` say whether it is its first and its last. `end` is where to go on: in plain text
-    and JSON lines a byte of the uncompressed file, in Parquet a row; -1 inside a record, where nobody can."""
+    and JSON lines a byte of the uncompressed file, else a number of records; -1 inside a record, where nobody can."""
 
     text: str
     begins: bool
@@ -49,17 +44,8 @@ class Block:
     end: int
 
 
-def required(package: str, what: str) -> Any:
-    """A package of the extra `data`."""
-    try:
-        return import_module(package)
-    except ModuleNotFoundError as error:
-        name = package.partition(".")[0]
-        raise UserError(f"{what} needs the package {name}: pip install {name}") from error
-
-
 def format_of(path: Path, layout: Layout) -> str:
-    """text, jsonl or parquet, by the file's name."""
+    """One of FORMATS, by the file's name."""
     name = path.name.lower()
     packed = next((suffix for suffix in PACKED if name.endswith(suffix)), "")
     found = SUFFIXES.get(Path(name.removesuffix(packed)).suffix, layout.format)
@@ -73,6 +59,17 @@ def is_whole(path: Path, layout: Layout) -> bool:
     return format_of(path, layout) == "text" and not layout.separator
 
 
+def reading_of(path: Path, layout: Layout) -> str:
+    """How a file is read that earlier versions read as another text: cached tokens of those are not these."""
+    kind = format_of(path, layout)
+    if kind != "text":
+        return f" {kind}" if kind in ("json", "csv", "tsv") else ""
+    try:
+        return " behind its mark" if next(chunks(path), b"").startswith(MARK) else ""
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
 def blocks(
     path: Path, layout: Layout, *, start: int = 0, stop: int | None = None, begins: bool = True
 ) -> Iterator[Block]:
@@ -80,67 +77,35 @@ def blocks(
     empty block."""
     kind = format_of(path, layout)
     try:
-        if kind == "parquet":
-            yield from _parquet(path, layout.field, start, stop)
+        if kind == "text":
+            at, found = text_chunks(path, start, stop)
+            yield from _plain(path, found, layout, at, begins)
         else:
-            found = _limited(chunks(path, start), None if stop is None else stop - start)
-            if kind == "jsonl":
-                yield from _json_lines(path, found, layout.field, start)
-            else:
-                yield from _plain(path, found, layout, start, begins)
+            for text, end in records.texts(path, kind, layout.field, start, stop):
+                yield from _record(text, end)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def chunks(path: Path, start: int = 0) -> Iterator[bytes]:
-    """The uncompressed bytes of a file from `start` on. UserError where a compressed file is damaged or cut short."""
-    name = path.name.lower()
-    if not name.endswith(PACKED):
-        with open(path, "rb") as file:
-            file.seek(start)
-            while chunk := file.read(CHUNK):
-                yield chunk
-        return
-    unpacked = _gzip(path) if name.endswith(".gz") else _zstd(path)
-    for chunk in unpacked:
-        if start < len(chunk):
-            yield chunk[start:]
-        start = max(0, start - len(chunk))
+def documents(found: Iterable[Block]) -> Iterator[str]:
+    """The texts of documents, whatever blocks they come in."""
+    held: list[str] = []
+    for block in found:
+        if block.begins and held:
+            yield "".join(held)
+            held = []
+        held.append(block.text)
+    if held:
+        yield "".join(held)
 
 
-def _gzip(path: Path) -> Iterator[bytes]:
+def each_record(path: Path, *, format: str = "text") -> Iterator[tuple[str, Any]]:
+    """Gives each record of a file, and before it where it stands, for messages. `format`: of a file whose name does not say."""
     try:
-        with gzip.open(path) as file:
-            while chunk := file.read(CHUNK):
-                yield chunk
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path} is no whole gzip file: {error}") from error
-
-
-def _zstd(path: Path) -> Iterator[bytes]:
-    library = required("zstandard", path.name)
-    unpacker, inside = library.ZstdDecompressor(max_window_size=1 << 31).decompressobj(), False
-    try:
-        with open(path, "rb") as file:
-            while chunk := file.read(CHUNK // 16):
-                while chunk:
-                    yield unpacker.decompress(chunk)
-                    chunk, inside = unpacker.unused_data, not unpacker.eof
-                    if unpacker.eof:
-                        unpacker = library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-    except library.ZstdError as error:
-        raise UserError(f"{path} is no whole zstd file: {error}") from error
-    if inside:
-        raise UserError(f"{path} is no whole zstd file: it ends inside a frame")
-
-
-def _limited(found: Iterator[bytes], left: int | None) -> Iterator[bytes]:
-    for chunk in found:
-        yield chunk[:left]
-        if left is not None:
-            left -= len(chunk)
-            if left <= 0:
-                return
+        for where, record, _ in records.records(path, format_of(path, Layout(format=format))):
+            yield where, record
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 class _Buffer:
@@ -222,8 +187,7 @@ def _decoded(path: Path, raw: bytes, at: int) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        byte, where = raw[error.start], at + error.start
-        raise UserError(f"{path} is not UTF-8 text: byte 0x{byte:02x} at offset {where}") from error
+        raise not_utf8(path, error, at) from error
 
 
 def _whole_characters(path: Path, raw: bytes, at: int) -> str:
@@ -233,103 +197,6 @@ def _whole_characters(path: Path, raw: bytes, at: int) -> str:
         return decoder.decode(raw)
     except UnicodeDecodeError:
         return _decoded(path, raw, at)
-
-
-def _json_lines(path: Path, found: Iterator[bytes], field: str, at: int) -> Iterator[Block]:
-    for where, record, end in _records(path, found, at):
-        yield from _record(_text(where, record, field), end)
-
-
-def _text(where: str, record: Any, field: str) -> str:
-    text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"{where} has no text in a field {field!r}, it has: {has}")
-    need_characters(text, where)
-    return text
-
-
-def need_characters(text: str, where: str) -> None:
-    """Raise a UserError, which begins with `where`, for a text with half of a surrogate pair: JSON can write one, UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise UserError(
-            f"{where} has {half} alone in its text, which is half of a character: expected both halves"
-        ) from error
-
-
-def texts(path: Path, field: str) -> Iterator[str]:
-    """The text in this field of each record of a file of JSON lines."""
-    for where, record in records(path):
-        yield _text(where, record, field)
-
-
-def records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Gives each record of a file of JSON lines, and before it the file and the line, for messages."""
-    try:
-        for where, record, _ in _records(path, chunks(path), 0):
-            yield where, record
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _records(path: Path, found: Iterator[bytes], at: int) -> Iterator[tuple[str, Any, int]]:
-    """Gives of each line that is not blank the file and the line, the record, and the place after it."""
-    for number, line in enumerate(_lines(found), 1):
-        at += len(line)
-        if line.strip():
-            where = f"{path}, line {number}"
-            try:
-                yield where, json.loads(line), at
-            except json.JSONDecodeError as error:
-                # What is missing at the end of the line is not at the beginning of the next one.
-                column = min(error.pos, len(error.doc.rstrip())) + 1
-                raise UserError(f"{where} is no JSON: {error.msg} at column {column}") from error
-            except ValueError as error:
-                raise UserError(f"{where} is no JSON: {error}") from error
-            except RecursionError as error:
-                raise UserError(
-                    f"{where} has lists or objects too deep in each other, expected a flat record"
-                ) from error
-
-
-def _lines(found: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines with their ends, however the bytes come."""
-    held: list[bytes] = []
-    for chunk in found:
-        first, *others = chunk.split(b"\n")
-        held.append(first)
-        for line in others:
-            yield b"".join(held) + b"\n"
-            held = [line]
-    if last := b"".join(held):
-        yield last
-
-
-def _parquet(path: Path, field: str, start: int, stop: int | None) -> Iterator[Block]:
-    library = required("pyarrow.parquet", path.name)
-    arrow = required("pyarrow", path.name)
-    try:
-        with library.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            kind = schema.field(field).type if field in schema.names else None
-            if kind not in (arrow.string(), arrow.large_string()):
-                raise UserError(f"{path} has no column {field!r} of text, it has: {', '.join(schema.names)}")
-            row = 0
-            for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if row + rows <= start or (stop is not None and row >= stop):
-                    row += rows
-                    continue
-                for batch in file.iter_batches(batch_size=ROWS, row_groups=[group], columns=[field]):
-                    for text in batch.column(0).to_pylist():
-                        row += 1
-                        if row > start and (stop is None or row <= stop):
-                            yield from _record(text or "", row)
-    except arrow.ArrowException as error:
-        raise UserError(f"{path} is no whole Parquet file: {error}") from error
 
 
 def _record(text: str, end: int) -> Iterator[Block]:

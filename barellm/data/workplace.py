@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from barellm.data.cache import writing
-from barellm.data.reading import CHUNK
+from barellm.data.unpacking import CHUNK
 from barellm.data.writing import STATE, Job, read_manifest, write_split
 from barellm.errors import UserError
 

@@ -19,6 +19,7 @@ from barellm import __version__
 from barellm.data.cache import new_file, writing
 from barellm.data.corpus import Corpus
 from barellm.data.encoding import Place, encoded
+from barellm.data.records import loads
 from barellm.data.shards import FORMATS, HEADER_BYTES, SHARD_TOKENS, inspect_shard, magic_for, open_shard, shard_header
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
@@ -188,7 +189,9 @@ def write_split(
 
 def _read_state(path: Path, job: Job) -> State:
     try:
-        found = State(**json.loads(path.read_bytes()))
+        found = State(**loads(path.read_bytes()))
+        if any(type(value) is not type(getattr(State(""), name)) for name, value in asdict(found).items()):
+            raise TypeError("a value of another kind")
     except (OSError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged: remove {path.parent} and begin again") from error
     if found.identity != job.identity:
@@ -223,14 +226,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What a folder's shards are, as barellm noted it. UserError if it is damaged."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        content = loads(path.read_bytes())
         if content["format"] != FORMAT:
             raise UserError(
                 f"{path} has format {content['format']}, this version reads {FORMAT}: prepare the text again"
             )
+        digests = [content["tokenizer"]["hash"], content["made_from"]]
         for one in content["shards"].values():
-            _ = one["tokens"], one["xxh3_128"]
-        _ = content["tokenizer"]["hash"], content["made_from"]
+            digests.append(one["xxh3_128"])
+            if type(one["tokens"]) is not int:
+                raise TypeError(one["tokens"])
+        if not all(isinstance(digest, str) for digest in digests):
+            raise TypeError(digests)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except UserError:

@@ -4,15 +4,16 @@ least loss after the context, in sum (acc) or in the mean over its tokens (acc_n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from barellm.data.reading import each_record
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.evaluation.scoring import Score, Scorer, Text
@@ -92,10 +93,7 @@ def read(path: Path, tokenizer: Tokenizer, *, limit: int = 0) -> list[Example]:
     """The examples of the public jsonl, or of llm.c's .bin, whose ids are GPT-2's; the first `limit` of them unless it is 0.
     UserError for whatever is wrong with the file, with the number of its line or example."""
     try:
-        with path.open("rb") as file:
-            found = (
-                _of_bin(path, tokenizer, limit) if path.suffix == ".bin" else _of_lines(path, file, tokenizer, limit)
-            )
+        found = _of_bin(path, tokenizer, limit) if path.suffix == ".bin" else _of_records(path, tokenizer, limit)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not found:
@@ -103,26 +101,21 @@ def read(path: Path, tokenizer: Tokenizer, *, limit: int = 0) -> list[Example]:
     return found
 
 
-def _of_lines(path: Path, lines: Any, tokenizer: Tokenizer, limit: int) -> list[Example]:
+def _of_records(path: Path, tokenizer: Tokenizer, limit: int) -> list[Example]:
     rows = []
-    for number, line in enumerate(lines, 1):
-        if limit and len(rows) == limit:
-            break
-        if not line.strip():
-            continue
+    for number, (where, row) in enumerate(islice(each_record(path, format="jsonl"), limit or None)):
         try:
-            row = json.loads(line)
             context, endings = row["ctx"], row["endings"]
-            label, index = _integer(row["label"]), _integer(row.get("ind", number - 1))
+            label, index = _integer(row["label"]), _integer(row.get("ind", number))
             if not (
                 isinstance(context, str) and isinstance(endings, list) and all(isinstance(x, str) for x in endings)
             ):
                 raise TypeError
         except (ValueError, TypeError, LookupError, AttributeError):
             expected = "a text ctx, a list of texts endings, and integers label and, if it is there, ind"
-            raise UserError(f"{path}:{number} is no example of HellaSwag: expected {expected}") from None
+            raise UserError(f"{where} is no example of HellaSwag: expected {expected}") from None
         if not 0 <= label < len(endings):
-            raise UserError(f"{path}:{number}: label is {label}, expected one of its {len(endings)} endings")
+            raise UserError(f"{where}: label is {label}, expected one of its {len(endings)} endings")
         rows.append((index, label, context, [f" {ending}" for ending in endings]))
     ids = iter(tokenizer.encode_many([text for row in rows for text in (row[2], *row[3])]))
     examples = []

@@ -33,5 +33,5 @@ def _no_token(t: tokenize.TokenInfo) -> bool:
 
 def python_share(text: str) -> tuple[float, int]:
     """(share of the lines that `tokenize` accepts, number of lines); blank lines are not counted."""
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in re.split(r"\r?\n", text) if line.strip()]
     return (sum(map(is_python_line, lines)) / len(lines) if lines else 0.0), len(lines)

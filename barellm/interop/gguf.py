@@ -171,7 +171,7 @@ def _of(tokenizer: Tokenizer) -> tuple[str, list[str], list[int], list[str]]:
             raise UserError("GPT-2's vocabulary is not on this machine")
         ids = json.loads(files[vocabulary.IDS])
         kinds = [CONTROL if i == tokenizer.eot else PLAIN for i in range(len(ids))]
-        return "gpt-2", sorted(ids, key=ids.__getitem__), kinds, files[vocabulary.MERGES].decode().splitlines()[1:]
+        return "gpt-2", sorted(ids, key=ids.__getitem__), kinds, files[vocabulary.MERGES].decode().split("\n")[1:-1]
     assert isinstance(tokenizer, HuggingFace)
     content = json.loads(tokenizer.content)
     rule = _rule(steps(content["pre_tokenizer"], "pretokenizers"))

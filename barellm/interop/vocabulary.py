@@ -13,6 +13,7 @@ from pathlib import Path
 from barellm.data.bpe import BytePairs, printable_bytes
 from barellm.data.gpt2 import HASH, VOCAB, Gpt2
 from barellm.data.huggingface import AFTER_TEXT, HuggingFace
+from barellm.data.records import loads
 from barellm.data.tokenizers import Tokenizer, vocabulary_hash
 from barellm.errors import UserError
 
@@ -57,15 +58,15 @@ def _of_ids(path: Path, ids: dict[str, int], merges: list[str]) -> BytePairs:
 
 
 def _of_two_files(folder: Path) -> tuple[dict[str, int], list[str]]:
-    lines = (folder / MERGES).read_bytes().decode().split("\n")
+    lines = (folder / MERGES).read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     first = 1 if lines[0].startswith("#version") else 0
-    return json.loads((folder / IDS).read_bytes()), [line for line in lines[first:] if line]
+    return loads((folder / IDS).read_bytes()), [line for line in lines[first:] if line]
 
 
 def _of_one_file(path: Path) -> Tokenizer:
     """The tokenizer in a file that the library `tokenizers` wrote."""
     content = path.read_bytes()
-    found = json.loads(content)
+    found = loads(content)
     whole = HuggingFace(content, path=path)
     words, normal = found["pre_tokenizer"], found.get("normalizer")
     as_gpt2 = words["type"] == "ByteLevel" and words.get("use_regex", True) and normal is None

@@ -149,6 +149,7 @@ def test_mistakes_are_named(words, message):
         ("preset = 1", "preset is 1, expected a text"),
         ("[model\n", "is not valid TOML"),
         ("\xff", "is not valid TOML"),
+        (f"a = {'[' * 100_000}", "is not valid TOML"),
     ],
 )
 def test_mistakes_in_a_file_are_named_with_the_file(tmp_path, text, message):
@@ -157,3 +158,9 @@ def test_mistakes_in_a_file_are_named_with_the_file(tmp_path, text, message):
     with pytest.raises(UserError) as error:
         resolved("--config", str(path))
     assert message in str(error.value) and "wrong.toml" in str(error.value)
+
+
+@pytest.mark.parametrize("name, text", [("a.toml", "[model]\nlayers = 3"), ("a.json", '{"model": {"layers": 3}}')])
+def test_a_byte_order_mark_before_a_configuration_is_no_part_of_it(name, text, tmp_path):
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert resolved("--config", str(tmp_path / name)).model.layers == 3

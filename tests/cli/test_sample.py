@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import re
 
 import pytest
 
+from barellm.cli import sample
 from barellm.cli.main import main
+from barellm.cli.options import escaped
 
 COLD = ("--device", "reference", "--tokens", "12", "--temperature", "1")
 
@@ -80,9 +84,63 @@ def test_what_is_wrong_is_said_in_one_line(trained, tmp_path, refused):
     assert "p.jsonl, line 2 has no text in a field 'prompt', it has: text" in refused(
         "sample", trained, "--prompts", tmp_path / "p.jsonl"
     )
+    (tmp_path / "wide.txt").write_text("words", encoding="utf-16")
+    assert "wide.txt is UTF-16 text, expected UTF-8" in refused("sample", trained, "--prompts", tmp_path / "wide.txt")
     assert "has no prompt" in refused("sample", trained, "--prompts", tmp_path / "empty.txt")
     assert "choose one" in refused("sample", trained, "--prompt", "a", "--interactive")
     for option in ("--json", "--measure"):
         assert "leave out --samples, --json and --measure" in refused("sample", trained, "--interactive", option)
     assert "--batch is 65, expected at most 64" in refused("sample", trained, "--batch", "65")
     assert "--batch is 0" in refused("sample", trained, "--batch", "0")
+
+
+def test_escapes_mean_the_same_in_every_option_with_a_text(rows):
+    """docs/generation.md writes --stop "\\n"; prepare --separator takes the same (tests/data/test_prepare.py)."""
+    (whole,) = rows("--prompt", "1\\n2", "--tokens", "40")
+    assert whole["prompt"] == "1\n2" and "\n" in whole["text"]
+    (found,) = rows("--prompt", "1\n2", "--tokens", "40", "--stop", r"\n")
+    assert found["text"] == whole["text"].partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    "words, meant",
+    [
+        (r"a\nb\r\t\f\0", "a\nb\r\t\f\0"),
+        (r"\\n \\", "\\n \\"),
+        (r"\x41\u00e9\U0001f642", "Aé🙂"),
+        (r"\ud83d\ude42", "🙂"),
+        (r"\d+ \section \N \X4 \(", r"\d+ \section \N \X4 \("),
+        ("é 漢 \n", "é 漢 \n"),
+        ("", ""),
+    ],
+)
+def test_an_escape_is_what_it_stands_for_and_another_backslash_stays(words, meant):
+    assert escaped(words) == meant
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (r"a\x4", r"argument --stop: 'a\\\\x4' ends in the middle of an escape at '\\\\x'"),
+        (r"\u12g4", "ends in the middle of an escape"),
+        ("a\\", "ends in the middle of an escape"),
+        (r"\ud800", "has a character that is none in Unicode"),
+        (r"\U00110000", "has a character that is none in Unicode"),
+        ("\udcff", "has a character that is none in Unicode"),
+    ],
+)
+def test_half_an_escape_is_refused_with_the_option_s_name(words, message, refused):
+    assert re.search(message, refused("sample", "run", "--stop", words))
+
+
+def test_only_line_feeds_part_the_prompts_of_a_file(tmp_path):
+    prompts = ["1 \u2028\x0b\x0c\x1c\x85 2", "3\r4", "\\n stays", "5"]
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(("\ufeff" + "\r\n".join(prompts[:2]) + "\n\r\n\n" + "\n".join(prompts[2:])).encode())
+    assert sample._prompts(str(file)) == prompts
+    (tmp_path / "p.json").write_text(json.dumps([{"prompt": prompt} for prompt in prompts]))
+    (tmp_path / "p.jsonl.gz").write_bytes(
+        gzip.compress(b"".join(json.dumps({"prompt": p}).encode() + b"\n" for p in prompts))
+    )
+    for name in ("p.json", "p.jsonl.gz"):
+        assert sample._prompts(str(tmp_path / name)) == prompts

@@ -1,3 +1,4 @@
+import json
 import os
 
 import pytest
@@ -8,7 +9,7 @@ from barellm.data import reading
 from barellm.data.bpe import BytePairs
 from barellm.data.corpus import stdlib_corpus, text_corpus
 from barellm.data.gpt2 import Gpt2, _read_folder
-from barellm.data.reading import Layout, blocks
+from barellm.data.reading import Layout, blocks, reading_of
 from barellm.data.tokenizers import Chars
 from barellm.errors import UserError
 
@@ -164,3 +165,29 @@ def test_this_pythons_library_is_megabytes_of_code():
     assert not any(
         part in ("test", "tests", "site-packages") for piece in corpus.train for part in piece.path.parts[-3:-1]
     )
+
+
+def test_a_text_with_a_byte_order_mark_is_cut_as_the_same_without(tmp_path):
+    """But their hashes differ: a cache of an earlier version has the mark among the text's characters."""
+    found = []
+    for name, mark in (("a.txt", ""), ("b.txt", "\ufeff")):
+        (tmp_path / name).write_text(mark + "é words of a text, " * 9, encoding="utf-8")
+        corpus = text_corpus([tmp_path / name], 0.3, name="x")
+        found.append([list(corpus.texts(part)) for part in (corpus.train, corpus.val)])
+    assert found[0] == found[1] and all(found[0])
+    assert reading_of(tmp_path / "a.txt", Layout()) == "" != reading_of(tmp_path / "b.txt", Layout())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_where_no_document_begins_in_the_last_share_the_last_one_is_for_validation(name, tmp_path):
+    texts = ["x" * 10, "y" * 50, "z" * 20, ""]
+    lines = (
+        [json.dumps({"text": text}) for text in texts] if name == "a.jsonl" else ["id,text", *(f"1,{t}" for t in texts)]
+    )
+    (tmp_path / name).write_text("".join(line + "\n" for line in lines))
+    corpus = text_corpus([tmp_path / name], 0.1, name="x")
+    assert corpus.documents(corpus.train) == texts[:2] and corpus.documents(corpus.val) == texts[2:]
+    assert not text_corpus([tmp_path / name], 0, name="x").val
+    (tmp_path / "more.txt").write_text("w" * 60)
+    both = text_corpus([tmp_path / name, tmp_path / "more.txt"], 0.4, name="x")
+    assert both.documents(both.train) == [*texts, "wwww"] and both.documents(both.val) == ["w" * 56]

@@ -98,3 +98,15 @@ def test_what_a_killed_writer_left_is_swept_after_a_day(tmp_path):
 def test_the_command_line_does_not_load_numpy(module):
     code = f"import sys, {module}; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+def test_folders_of_a_cache_are_for_their_owner_alone(tmp_path, monkeypatch):
+    """Others must not put data there, which would be read as this user's own, nor read what was prepared."""
+    monkeypatch.delenv("BARELLM_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = os.umask(0)
+    try:
+        folder = cache_folder("x")
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700

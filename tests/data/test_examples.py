@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import numpy as np
@@ -58,6 +59,36 @@ def test_a_conversation_is_lines_and_every_answer_counts(tmp_path, small_bpe):
         b"|" if i == eot else small_bpe.token_bytes(i) for i in examples.tokens[examples.answer].tolist()
     )
     assert answers == b" Hello.| No.|"
+
+
+def test_a_message_without_weight_is_seen_and_has_no_loss(tmp_path, small_bpe):
+    """OpenAI's `weight` and the `train` of others; an end-of-text stands behind it all the same."""
+    messages = [
+        {"role": "user", "content": "Hi", "weight": 0, "train": False},
+        {"role": "assistant", "content": "Wrong.", "weight": 0},
+        {"role": "assistant", "content": "Bad.", "train": False},
+        {"role": "user", "content": "More", "weight": None},
+        {"role": "assistant", "content": "Right.", "weight": 1, "train": True},
+    ]
+    path = written(tmp_path / "a.jsonl", [{"messages": messages, "weight": 1, "tools": [], "train": True}] * 2)
+    examples = prepare(DataConfig(source=str(path), val_fraction=0.5), tokenizer=small_bpe).examples[1]
+
+    def text(ids) -> str:
+        return b"".join(b"|" if i == small_bpe.eot else small_bpe.token_bytes(i) for i in ids.tolist()).decode()
+
+    lines = "|User: Hi\nAssistant: Wrong.|Assistant: Bad.|User: More\nAssistant: Right.|"
+    assert text(examples.tokens) == lines and text(examples.tokens[examples.answer]) == " Right.|"
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.json.gz"])
+def test_examples_come_in_every_form_of_records(name, tmp_path):
+    rows = sums(6)
+    table = "".join(f"{row['prompt']},{row['answer']}\n" for row in [{"prompt": "prompt", "answer": "answer"}, *rows])
+    content = (table if name == "a.csv" else json.dumps(rows)).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    written(tmp_path / "a.jsonl", rows)
+    found = [prepare(DataConfig(source=str(tmp_path / one), tokenizer="bytes")) for one in (name, "a.jsonl")]
+    assert found[0].hash == found[1].hash and found[0].examples is not None
 
 
 @given(
@@ -139,6 +170,19 @@ def test_validation_looks_at_answers_alone_spread_over_all(small_bpe):
             r"line 2 has a message .*'tool'.* expected a role \(system, user",
         ),
         ({"messages": "hi"}, "line 2 has a message None, expected a role"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "line 2 has a message .* expected a role"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, "no message of the assistant with a loss"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "weight or train 0.5, expected 0, 1"),
+        ({"messages": [{"role": "assistant", "content": "a", "train": "no"}]}, "weight or train 'no', expected 0, 1"),
+        ({"messages": [{"role": "user", "content": "a", "train": True}]}, "asks for a loss of a message of the user"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": 1}]}]},
+            "line 2 has a message with tool_calls .*, which barellm cannot obey",
+        ),
+        ({"messages": [{"role": "assistant", "content": "a"}], "tools": [{}]}, "a record with tools .*, which barellm"),
+        ({"prompt": "a", "answer": "b", "weight": 0.5}, "line 2 has a record with weight 0.5, which barellm cannot"),
+        ({"prompt": "a", "answer": "b", "train": False}, "line 2 has a record with train False, which barellm cannot"),
+        ({"prompt": "a", "answer": "b", "system": "Be brief."}, "line 2 has a record with system 'Be brief.', which"),
         ({"prompt": "a", "answer": "\ud800"}, r"line 2 has \\ud800 alone in its text"),
         (
             {"prompt": "", "answer": "b"},

@@ -20,6 +20,11 @@ def folder(tmp_path) -> Path:
         "b.txt": b"text",
         "README.md": "é".encode() * 40_000,  # the sniffed part ends inside a character
         "deep/er/c.jsonl": b'{"text": "c"}',
+        "deep/er/d.json": b'[{"text": "d"}]',
+        "deep/er/e.csv": b"id,text\n1,e\n",
+        "package.json": b'{"name": "a program"}',
+        "comments.json": b"// settings\n{}",
+        "numbers.tsv": b"a\tb\n1\t2\n",
         "deep/a": b"no suffix",
         "deep/picture.png": b"\x89PNG\r\n",
         "zeros": b"ab\0cd",
@@ -40,11 +45,12 @@ def test_a_folder_gives_all_its_text_sorted_and_says_what_it_leaves_out(folder):
     skipped = Skipped()
     found = find_files([str(folder)], Layout(), skipped)
     names = [path.relative_to(folder).as_posix() for path in found]
-    assert names == ["README.md", "b.txt", "deep/a", "deep/er/c.jsonl", "link.txt"]
+    assert names == ["README.md", "b.txt", "deep/a", "deep/er/c.jsonl", "deep/er/d.json", "deep/er/e.csv", "link.txt"]
     counts = {reason: len(paths) for reason, paths in skipped.reasons.items()}
     assert counts == {
         "hidden": 2,
         "no UTF-8 text": 2,
+        "without records that have a field 'text'": 3,
         "empty": 1,
         "links to nothing": 1,
         "links to folders": 1,
@@ -69,7 +75,7 @@ def test_a_file_that_several_sources_name_is_read_once_where_it_is_named_first(f
     sources = ["deep/a", str(folder / "b.txt"), "./b.txt", "deep", "deep/a*"]
     found = find_files(sources, Layout(), Skipped())
     assert [str(path) for path in found[:2]] == sources[:2]
-    assert [path.name for path in found] == ["a", "b.txt", "c.jsonl"]
+    assert [path.name for path in found] == ["a", "b.txt", "c.jsonl", "d.json", "e.csv"]
 
 
 def test_a_pattern_gives_its_files_sorted_and_what_is_called_like_one_itself(folder):
@@ -77,8 +83,8 @@ def test_a_pattern_gives_its_files_sorted_and_what_is_called_like_one_itself(fol
     found = find_files([str(folder / "**" / "[bcl]*.*t*"), str(folder / "b[1].txt")], Layout(), Skipped())
     assert [path.name for path in found] == ["b.txt", "b[1].txt", "link.txt"]
     assert [path.name for path in find_files([str(folder / "b[1].txt")], Layout(), Skipped())] == ["b[1].txt"]
-    with pytest.raises(UserError, match=r"no file matches .*\*.csv"):
-        find_files([str(folder / "*.csv")], Layout(), Skipped())
+    with pytest.raises(UserError, match=r"no file matches .*\*.xml"):
+        find_files([str(folder / "*.xml")], Layout(), Skipped())
     with pytest.raises(UserError, match=r"empty.txt is empty, expected text"):
         find_files([str(folder / "*.txt")], Layout(), Skipped())
 

@@ -196,7 +196,49 @@ def test_a_tokenizer_that_changes_the_text_is_refused(changes, reason, tmp_path)
     assert str(caught.value) == f"{path} is not a BPE of bytes as barellm reads it: {reason}"
 
 
-@pytest.mark.parametrize("content", ["{}", '{"model": {}}', '{"model": 3}'])
+@pytest.mark.parametrize("wrong", [1 << 27, -1, 1.5, True, "3", None, 10_000])
+@pytest.mark.parametrize("where", ["vocab", "added"])
+def test_an_id_that_no_file_of_this_size_can_have_is_refused(wrong, where, tmp_path):
+    """A few bytes must not ask for a table of 2^27 entries."""
+    vocab = {"model__vocab": ALL | {"ab": wrong}} if where == "vocab" else {}
+    changes = vocab or {"added_tokens": [ADDED | {"lstrip": False, "id": wrong}]}
+    content = harmed(model__merges=[], **changes)
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    if wrong == 10_000:  # one that has room in the file is only a gap
+        (tmp_path / "tokenizer.json").write_bytes(content + b" " * 10_000)
+        assert load_tokenizer(tmp_path).vocab_size == 10_001
+        return
+    name = "ab" if where == "vocab" else "x"
+    with pytest.raises(
+        UserError, match=rf"the token '{name}' has the id {wrong!r}, expected a whole number from 0 to \d+$"
+    ):
+        load_tokenizer(tmp_path)
+
+
+def test_what_the_library_refuses_is_a_line(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(harmed(model__merges=[["zz", "yy"]]))
+    with pytest.raises(UserError, match=r"tokenizer.json is refused by the library tokenizers: "):
+        load_tokenizer(tmp_path).encode("text")
+
+
+def test_a_byte_order_mark_before_the_file_is_no_part_of_it(small, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(b"\xef\xbb\xbf" + small.content)
+    again = load_tokenizer(tmp_path)
+    assert again.hash == small.hash and again.encode(TEXT).tolist() == small.encode(TEXT).tolist()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        '{"model": {}}',
+        '{"model": 3}',
+        "[" * 100_000,
+        '{"model": {"type": "BPE"}, "pre_tokenizer": "a"}',
+        '{"format": 1, "kind": "chars", "eot": null, "tokens": [1], "hash": ""}',
+    ],
+    ids=lambda content: content[:30],
+)
 def test_half_a_file_is_damaged(content, tmp_path):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match="is damaged: not a tokenizer that barellm or the library tokenizers wrote"):

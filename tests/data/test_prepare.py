@@ -1,4 +1,3 @@
-import argparse
 import fcntl
 import gzip
 import io
@@ -6,12 +5,14 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import xxhash
 
 from barellm.cli import prepare as command
+from barellm.cli.options import Parser
 from barellm.config import DataConfig
 from barellm.data.shards import open_shard
 from barellm.data.sources import prepare
@@ -23,9 +24,9 @@ TEXT = "a text of some words\n" * 50
 
 
 def run(*arguments) -> int:
-    parser = argparse.ArgumentParser()
+    parser = Parser(prog="barellm prepare")
     command.configure(parser)
-    return command.run(parser.parse_args([str(argument) for argument in arguments]))
+    return command.run(parser.parse([str(argument) for argument in arguments]))
 
 
 @pytest.fixture
@@ -105,6 +106,9 @@ def test_training_refuses_shards_that_are_not_those_that_were_made(text, tmp_pat
     for key, value, message in (
         ("format", 1, "has format 1, this version reads 2"),
         ("shards", 3, "shards.json is damaged"),
+        ("shards", {name: one | {"tokens": 1.5} for name, one in content["shards"].items()}, "shards.json is damaged"),
+        ("shards", {name: one | {"xxh3_128": 3} for name, one in content["shards"].items()}, "shards.json is damaged"),
+        ("tokenizer", {"hash": 3}, "shards.json is damaged"),
         ("tokenizer", {"hash": "abc"}, "lists a tokenizer with hash abc, used is bytes"),
     ):
         manifest.write_text(json.dumps(content | {key: value}))
@@ -134,8 +138,8 @@ def jsonl(records, field="text") -> bytes:
 
 
 def test_every_form_of_the_same_records_gives_the_same_shards(tmp_path, monkeypatch):
-    """JSON lines as they are, in gzip, in two files of a pattern and of a folder, from standard input with another field, and
-    plain text with separators."""
+    """JSON lines as they are, in gzip, in two files of a pattern and of a folder, from standard input with another field, plain
+    text with separators, an array, and a packed table."""
     lines = jsonl(RECORDS)
     half = len(jsonl(RECORDS[:30]))
     (tmp_path / "a.jsonl").write_bytes(lines)
@@ -144,7 +148,10 @@ def test_every_form_of_the_same_records_gives_the_same_shards(tmp_path, monkeypa
     (tmp_path / "parts" / "1.ndjson").write_bytes(lines[:half])
     (tmp_path / "parts" / "deep" / "2.jsonl").write_bytes(lines[half:])
     (tmp_path / "b.txt").write_text("<|end|>".join(RECORDS))
-    monkeypatch.setattr("sys.stdin", argparse.Namespace(buffer=io.BytesIO(jsonl(RECORDS, "story"))))
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in RECORDS]), encoding="utf-8-sig")
+    rows = "".join(f'{i}\t"{text}"\n' for i, text in enumerate(RECORDS))
+    (tmp_path / "a.tsv.gz").write_bytes(gzip.compress(f"id\ttext\n{rows}".encode()))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(jsonl(RECORDS, "story"))))
     common = ["--tokenizer", "bpe", "--vocab", 300, "--shard-tokens", 200]
     for name, words in {
         "plain": [tmp_path / "a.jsonl"],
@@ -152,7 +159,9 @@ def test_every_form_of_the_same_records_gives_the_same_shards(tmp_path, monkeypa
         "pattern": [tmp_path / "parts" / "**" / "*.*j*"],
         "folder": [tmp_path / "parts"],
         "stdin": ["-", "--format", "jsonl", "--field", "story"],
-        "separated": [tmp_path / "b.txt", "--separator", "<|end|>"],
+        "separated": [tmp_path / "b.txt", "--separator", r"<\x7cend\u007c>"],
+        "array": [tmp_path / "a.json"],
+        "table": [tmp_path / "a.tsv.gz"],
     }.items():
         assert run(*words, "--out", tmp_path / "out" / name, *common) == 0
     results = {ids(path) for path in (tmp_path / "out").iterdir() if path.is_dir()}
@@ -183,11 +192,12 @@ def test_kept_separators_and_first_tokens_give_llmcs_shakespeare(shared, tmp_pat
     assert first[:6].tolist() == [50256, 5962, 22307, 25, 198, 8421] and first.tolist().count(50256) > 500
 
 
-@pytest.mark.parametrize("kind", ["gz", "jsonl"])
+@pytest.mark.parametrize("kind", ["gz", "jsonl", "json"])
 def test_a_preparation_killed_anywhere_ends_with_the_same_bytes(kind, tmp_path):
     """kill -9 before the Nth write, sync or rename, each time further on, until one comes to the end."""
     source = tmp_path / f"a.{kind}"
-    content = jsonl(RECORDS) if kind == "jsonl" else " ".join(RECORDS).encode()
+    forms = {"jsonl": jsonl(RECORDS), "json": json.dumps([{"text": text} for text in RECORDS]).encode()}
+    content = forms.get(kind, " ".join(RECORDS).encode())
     source.write_bytes(gzip.compress(content) if kind == "gz" else content)
     script = (
         "import os, signal, sys\n"
@@ -253,9 +263,10 @@ def test_ctrl_c_keeps_what_was_done_and_another_command_is_refused_there(text, t
     assert again[0] > seen[-2] and not (tmp_path / "out.part").exists()
     state = tmp_path / "out2.part" / "state.json"
     state.parent.mkdir()
-    state.write_text("{}")
-    with pytest.raises(UserError, match=r"state.json is damaged: remove .*out2.part and begin again"):
-        run(text, "--out", tmp_path / "out2", "--tokenizer", "bytes")
+    for content in ("{}", "[" * 100_000, '{"identity": "x", "at": 1.5}', '{"identity": "x", "train": true}'):
+        state.write_text(content)
+        with pytest.raises(UserError, match=r"state.json is damaged: remove .*out2.part and begin again"):
+            run(text, "--out", tmp_path / "out2", "--tokenizer", "bytes")
 
 
 def test_two_processes_do_not_prepare_the_same_folder(text, tmp_path):
@@ -299,7 +310,7 @@ def test_mistakes_are_named(text, tmp_path):
         (["--tokenizer", "bytes", "--val-tokens", 5, "--val-fraction", 0.1], "exclude each other"),
         (["--tokenizer", "bytes", "--val-tokens", len(TEXT)], "has no text for the part 'train': it has 1050 tokens"),
         (["--tokenizer", "bytes", "--val-tokens", -1], "--val-tokens is -1, expected at least 0"),
-        (["--tokenizer", "bytes", "--format", "json"], "--format is 'json', did you mean 'jsonl'"),
+        (["--tokenizer", "bytes", "--format", "jsonn"], "--format is 'jsonn', did you mean 'json'"),
         (["--tokenizer", "bytes", "--keep-separator"], "--keep-separator needs --separator"),
         (["--tokenizer", "bytes", "--separator", "\\x1"], "in the middle of an escape"),
         (["--tokenizer", "bytes", "--separator", "zz"], "has no text for the part 'val': it has 1 documents"),

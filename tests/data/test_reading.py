@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from barellm.data import reading
+from barellm.data import reading, unpacking
 from barellm.data.reading import Layout, blocks
 from barellm.errors import UserError
 
@@ -33,8 +33,9 @@ def test_documents_lie_between_separators_and_each_block_is_a_place_to_go_on(tex
     path.write_text(text, newline="")
     layout = Layout(separator=separator, keep=keep)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("BLOCK", 40), ("CHUNK", 7), ("LONGEST_WORD", 100)):
+        for name, value in (("BLOCK", 40), ("LONGEST_WORD", 100)):
             patch.setattr(reading, name, value)
+        patch.setattr(unpacking, "CHUNK", 7)
         found = list(blocks(path, layout))
         wanted = text.split(separator) if separator else [text]
         wanted = [part + separator * keep for part in wanted[:-1]] + [part for part in wanted[-1:] if part]
@@ -47,7 +48,7 @@ def test_documents_lie_between_separators_and_each_block_is_a_place_to_go_on(tex
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_a_part_of_a_file_ends_where_it_should_wherever_it_begins(name, tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "BLOCK", 20)
-    monkeypatch.setattr(reading, "CHUNK", 7)
+    monkeypatch.setattr(unpacking, "CHUNK", 7)
     content = b"words of a text, " * 12
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     for start, stop in ((0, 50), (34, 85), (100, 101), (150, 204)):
@@ -77,7 +78,7 @@ def test_records_longer_than_a_block_come_in_several(tmp_path, monkeypatch):
         ('{"text": 3}', "line 2 has no text in a field 'text', it has: text"),
         ("[1]", "line 2 has no text in a field 'text', it has: list"),
         ('{"text": "a\\ud800b"}', r"a.jsonl, line 2 has \\ud800 alone in its text"),
-        ("[" * 100_000, "a.jsonl, line 2 has lists or objects too deep in each other"),
+        ("[" * 100_000, "a.jsonl, line 2 is no JSON: it has lists or objects too deep in each other"),
     ],
     ids=lambda value: value[:20],
 )
@@ -105,4 +106,30 @@ def test_a_package_that_is_missing_is_named_with_its_command(name, package, tmp_
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(UserError, match=rf"{name} needs the package {package}: pip install {package}"):
+        list(blocks(tmp_path / name, Layout()))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+@pytest.mark.parametrize("chunk", [1, 2, 5, 1 << 20])
+def test_a_byte_order_mark_is_no_text(name, chunk, tmp_path, monkeypatch):
+    monkeypatch.setattr(unpacking, "CHUNK", chunk)
+    monkeypatch.setattr(reading, "BLOCK", 20)
+    text = "é words of a text, and \ufeff inside " * 4
+    content = ("\ufeff" + text).encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    found = list(blocks(path, Layout()))
+    assert "".join(block.text for block in found) == text and found[-1].end == len(content)
+    for number, block in enumerate(found, 1):
+        assert list(blocks(path, Layout(), start=block.end, begins=block.closed)) == found[number:]
+        assert list(blocks(path, Layout(), stop=block.end))[-1].text == block.text
+    path.write_bytes(gzip.compress(content[:3]) if name.endswith("gz") else content[:3])
+    assert list(blocks(path, Layout())) == [] and documents(path, Layout(separator="x")) == []
+
+
+@pytest.mark.parametrize("coding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv"])
+def test_utf_16_is_refused_in_a_line(coding, name, tmp_path):
+    (tmp_path / name).write_bytes('{"text": "some"}'.encode(coding))
+    with pytest.raises(UserError, match=r"is UTF-(16|32) text.*, expected UTF-8$"):
         list(blocks(tmp_path / name, Layout()))

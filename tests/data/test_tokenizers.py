@@ -1,3 +1,4 @@
+import base64
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from barellm.data import gpt2
 from barellm.data.bpe import BytePairs
 from barellm.data.kinds import cached_bpe, check_kind, load_tokenizer, make_tokenizer
-from barellm.data.tokenizers import Bytes, Chars, StreamDecoder
+from barellm.data.tokenizers import Bytes, Chars, StreamDecoder, vocabulary_hash
 from barellm.errors import UserError
 
 unicode_text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -277,3 +278,16 @@ def test_gpt2_without_its_vocabulary_can_be_saved_and_named(tmp_path, monkeypatc
     assert (tokenizer.vocab_size, tokenizer.eot, tokenizer.hash) == (50257, 50256, gpt2.HASH)
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).hash == gpt2.HASH
+
+
+@pytest.mark.parametrize("eot", [400, 1 << 27, -1, 1.5, True, "3"])
+def test_an_end_of_text_beyond_the_tokens_is_damage(eot, small_bpe, tmp_path):
+    small_bpe.save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_bytes())
+    tokens = [base64.b64decode(token) for token in content["tokens"]]
+    tokens[1] = tokens[-1] = b""  # whatever of Python's places the id names
+    encoded = [base64.b64encode(token).decode() for token in tokens]
+    path.write_text(json.dumps(content | {"eot": eot, "tokens": encoded, "hash": vocabulary_hash("bpe", eot, tokens)}))
+    with pytest.raises(UserError, match=r"tokenizer.json is damaged: not a tokenizer"):
+        load_tokenizer(tmp_path)

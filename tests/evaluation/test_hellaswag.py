@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from itertools import pairwise
 from math import sqrt
@@ -65,10 +66,11 @@ def test_both_files_hold_the_same_examples(tmp_path):
 
 
 @pytest.mark.parametrize("change, said", [
-    ({"label": 4}, ":2: label is 4, expected one of its 4 endings"), ({"label": "x"}, ":2 is no example"),
-    ({"endings": [1, 2]}, ":2 is no example"), ({"ctx": None}, ":2 is no example"), ({"endings": "abcd"}, ":2 is no example"),
-    ({"ind": "x"}, ":2 is no example"), ({"ind": None}, ":2 is no example"), ({"label": True}, ":2 is no example"),
-    ({"label": float("inf")}, ":2 is no example"), ({"label": 1.5}, ":2 is no example"),
+    ({"label": 4}, "line 2: label is 4, expected one of its 4 endings"), ({"label": "x"}, "line 2 is no example"),
+    ({"endings": [1, 2]}, "line 2 is no example"), ({"ctx": None}, "line 2 is no example"),
+    ({"endings": "abcd"}, "line 2 is no example"),
+    ({"ind": "x"}, "line 2 is no example"), ({"ind": None}, "line 2 is no example"), ({"label": True}, "line 2 is no example"),
+    ({"label": float("inf")}, "line 2 is no example"), ({"label": 1.5}, "line 2 is no example"),
 ])  # fmt: skip
 def test_a_wrong_line_is_named(tmp_path, change, said):
     with pytest.raises(UserError, match=said):
@@ -204,3 +206,39 @@ def test_the_command_prints_the_shares_and_writes_each_example(tmp_path, capsys,
     assert "exists, expected a new file" in refused(*command, "--per-document", tmp_path / "rows.jsonl")
     assert "leave out --data" in refused(*command, "--whole")
     assert "--limit is about examples" in refused("eval", step, "--limit", "3")
+
+
+def test_records_come_in_every_form(tmp_path):
+    wanted = hellaswag.read(lines(tmp_path), Bytes())
+    (tmp_path / "val.json").write_text(json.dumps(EXAMPLES), encoding="utf-8-sig")
+    (tmp_path / "val.jsonl.gz").write_bytes(gzip.compress((tmp_path / "val.jsonl").read_bytes()))
+    (tmp_path / "val").write_bytes((tmp_path / "val.jsonl").read_bytes())  # whose name says nothing
+    for name in ("val.json", "val.jsonl.gz", "val"):
+        assert hellaswag.read(tmp_path / name, Bytes()) == wanted
+    (tmp_path / "val").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="line 1 is no JSON: it has lists or objects too deep"):
+        hellaswag.read(tmp_path / "val", Bytes())
+
+
+def test_the_norm_is_the_mean_over_an_ending_s_tokens():
+    """By the sum the short ending wins, by the mean the long one."""
+    found = hellaswag.Result([hellaswag.Example(0, 1, [1], [[2], [3] * 4])], [[3.0, 4.0]], [[1, 4]])
+    assert (found.acc, found.acc_norm) == (0.0, 1.0)
+
+
+def test_a_bin_that_is_cut_between_bytes_is_damaged(tmp_path):
+    path = as_bin(tmp_path / "val.bin", [GOOD, GOOD])
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="example 1 is damaged, or the file ends in it"):
+        hellaswag.read(path, Gpt2Bytes())
+    path.write_bytes(b"\x08")
+    with pytest.raises(UserError, match=r"begins with \[8, 0\], expected"):
+        hellaswag.read(path, Gpt2Bytes())
+
+
+@pytest.mark.parametrize(
+    "label, parts", [(5, [[1]] * 6), (65535, [[1]] * 6), (1, [[1], [2], [], [3]]), (1, [[], [2], [3]])]
+)
+def test_a_bin_with_another_label_or_without_tokens_is_damaged(label, parts, tmp_path):
+    with pytest.raises(UserError, match="example 0 is damaged"):
+        hellaswag.read(as_bin(tmp_path / "val.bin", [words_of(3, label, parts)]), Gpt2Bytes())

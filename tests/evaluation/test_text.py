@@ -31,3 +31,4 @@ def test_lines_that_are_not(line):
 def test_blank_lines_do_not_count():
     assert python_share("x = 1\n\n   \nwhat?\ny\n") == (pytest.approx(2 / 3), 3)
     assert python_share("\n") == (0.0, 0)
+    assert python_share("s = 'a\x0bb\u2028c'\r\n\x0cclass A:\n") == (1.0, 2)  # only line feeds end lines of Python

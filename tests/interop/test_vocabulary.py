@@ -215,3 +215,10 @@ def test_one_of_two_files_is_not_enough(tmp_path, bpe):
         (tmp_path / alone).write_bytes(files[alone])
         assert vocabulary.read(tmp_path, 300).hash == bpe.hash
         (tmp_path / alone).unlink()
+
+
+def test_marks_and_line_ends_of_editors_are_no_part_of_the_merges(tmp_path, bpe):
+    files = vocabulary.files(bpe, 20)
+    (tmp_path / "vocab.json").write_bytes(b"\xef\xbb\xbf" + files["vocab.json"])
+    (tmp_path / "merges.txt").write_bytes(b"\xef\xbb\xbf" + files["merges.txt"].replace(b"\n", b"\r\n"))
+    assert vocabulary.read(tmp_path, 300).hash == bpe.hash
