@@ -44,10 +44,10 @@ class RunFolder:
         try:
             self._take_lock()
             probe = self.path / f"{storage.TEMPORARY}probe"
-            probe.unlink(missing_ok=True)
+            storage.remove(probe)
             storage.write_file(probe, b"")
-            probe.unlink()
-            if self.checkpoints.is_dir():
+            storage.remove(probe)
+            if self.checkpoints.is_dir() and not self.checkpoints.is_symlink():
                 storage.remove_temporaries(self.checkpoints)
         except BaseException:
             self.__exit__(None, None, None)
