@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -52,7 +53,7 @@ def load(path: Path) -> bytes | None:
 
 def keep(path: Path, code: bytes) -> None:
     """Put an artefact into the cache."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(code + hashlib.sha256(code).digest())
