@@ -24,7 +24,8 @@ from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights
 from barellm.config import Config
 from barellm.data.tokenizers import Tokenizer
-from barellm.errors import UserError
+from barellm.errors import UserError, shown
+from barellm.fields import converted, path_of
 from barellm.generation.decode import Decoder, cache_positions, open_decoder
 from barellm.generation.samplers import Sampling
 from barellm.generation.writing import Written, unseen, write
@@ -47,7 +48,8 @@ def load(
     Nothing is computed yet, and the weights are only mapped. UserError, a ValueError of one line, for a path that holds no model.
     """
     machine.check_device(device)
-    weights = open_weights(Path(path), tokenizer="" if tokenizer is None else str(tokenizer))
+    kind = "" if tokenizer is None else str(path_of("tokenizer", tokenizer))
+    weights = open_weights(path_of("path", path), tokenizer=kind)
     if weights.tokenizer is None:
         raise weights.without_tokenizer("barellm.load(..., tokenizer=...)")
     meta: dict[str, Any] = {"step": 0}
@@ -111,13 +113,13 @@ class Model:
     def weight(self, name: str) -> np.ndarray:
         """A copy of one parameter, fp32, by its name, for example "wte"."""
         tensors = self._weights.tensors
-        if name not in tensors:
-            raise UserError(f"{self._weights.path} has no parameter {name!r} (known: {', '.join(tensors)})")
+        if not isinstance(name, str) or name not in tensors:
+            raise UserError(f"{self._weights.path} has no parameter {shown(name)} (known: {', '.join(tensors)})")
         return self._weights.read_rows(name, 0, int(tensors[name].shape[0]))
 
     def logits(self, tokens: ArrayLike) -> np.ndarray:
         """What the model says of the next token at every position: tokens (B, T) -> logits (B, T, V), float32."""
-        ids = self._ids("tokens", tokens, least=0)
+        ids = self._ids("tokens", tokens)
         (B, T), V = ids.shape, self.config.model.vocab_size
 
         def compute() -> np.ndarray:
@@ -130,9 +132,9 @@ class Model:
 
     def loss(self, tokens: ArrayLike, targets: ArrayLike) -> float:
         """The mean cross-entropy in nats of targets (B, T) after tokens (B, T). A target of -1 does not count."""
-        ids, wanted = self._ids("tokens", tokens, least=0), self._ids("targets", targets, least=-1)
+        ids, wanted = self._ids("tokens", tokens), self._ids("targets", targets, least=-1)
         if ids.shape != wanted.shape:
-            raise UserError(f"targets are {wanted.shape}, expected the shape of tokens, {ids.shape}")
+            raise UserError(f"targets is {wanted.shape}, expected the shape of tokens, {ids.shape}")
         if not (counted := int(np.count_nonzero(wanted >= 0))):
             raise UserError("all targets are -1, expected at least one that counts")
         B, T = ids.shape
@@ -148,7 +150,7 @@ class Model:
 
     def generate(
         self,
-        prompt: str = "",
+        prompt: str | ArrayLike = "",
         *,
         tokens: int = 256,
         temperature: float = 0.8,
@@ -159,14 +161,14 @@ class Model:
         stop: str | Sequence[str] = (),
         seed: int = 1337,
     ) -> str:
-        """The text that follows the prompt, in one piece. The options are those of `stream`."""
+        """The text that follows the prompt, a text or token ids, in one piece. The options are those of `stream`."""
         how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition=repetition, seed=seed)
         _, pieces = self._text(prompt, tokens=tokens, how=how, stop=stop)
         return self._alone(lambda: "".join(pieces))
 
     def stream(
         self,
-        prompt: str = "",
+        prompt: str | ArrayLike = "",
         *,
         tokens: int = 256,
         temperature: float = 0.8,
@@ -179,10 +181,11 @@ class Model:
     ) -> Iterator[str]:
         """The text that follows the prompt, piece by piece, as soon as each is known.
 
-        It has at most so many `tokens`, and ends where the model ends its document, or before a `stop` text. `temperature` 0 always
-        takes the most likely token; `top_k`, `top_p` and `min_p` choose among the most likely ones only (0, 1 and 0: among all);
-        `repetition` above 1 makes tokens that the text has already less likely. The same seed gives the same text, which is also
-        that of `barellm sample`.
+        The prompt is a text, or token ids, which are taken as they are, with nothing before them. What follows has at most so many
+        `tokens`, and ends where the model ends its document, or before a `stop` text. `temperature` 0 always takes the most likely
+        token; `top_k`, `top_p` and `min_p` choose among the most likely ones only (0, 1 and 0: among all); `repetition` above 1
+        makes tokens that the text has already less likely. The same seed gives the same text, which is also that of
+        `barellm sample`.
 
         Between two pieces the model may compute anything else, other streams included; what that displaces of this text's KV cache
         is kept meanwhile. UserError at once for an argument that cannot be.
@@ -191,17 +194,22 @@ class Model:
         return _Stream(self, *self._text(prompt, tokens=tokens, how=how, stop=stop))
 
     def _text(
-        self, prompt: str, *, tokens: int, how: Sampling, stop: str | Sequence[str]
+        self, prompt: str | ArrayLike, *, tokens: int, how: Sampling, stop: str | Sequence[str]
     ) -> tuple[_Place, Generator[str, None, None]]:
         """Looks at the arguments. The session is opened with the first piece."""
+        tokens = converted("tokens", tokens, int)
         if tokens < 1:
             raise UserError(f"tokens is {tokens}, expected at least 1")
         self._check_open()
-        fed = self.tokenizer.prompt(prompt)
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
+            raise UserError(f"stop is {shown(stop)}, expected a text or a list of texts")
+        fed = (
+            self.tokenizer.prompt(prompt) if isinstance(prompt, str) else self._ids("prompt", prompt, axes="T").tolist()
+        )
         if warning := unseen(fed, self.config.model.max_seq):
             warnings.warn(warning, stacklevel=3)
         place = _Place(cache_positions(len(fed) + tokens, self.config.model.max_seq))
-        stops = [stop] if isinstance(stop, str) else stop
         return place, self._pieces(place, fed, stops, tokens=tokens, how=how)
 
     def _pieces(
@@ -222,7 +230,9 @@ class Model:
     def save(self, path: str | Path) -> Path:
         """Write a checkpoint into the new or empty folder `path`, which `load` and every command read; the same bits come back. It
         has no state of an optimizer: begin a run with `init_from`. Gives the folder of the checkpoint itself."""
-        return imported.save(self._weights, Path(path), config=self.config, step=self._step, total=self._total)
+        return imported.save(
+            self._weights, path_of("path", path), config=self.config, step=self._step, total=self._total
+        )
 
     def close(self) -> None:
         """Give the memory back, once what other threads compute is done. A closed model computes nothing any more."""
@@ -239,16 +249,22 @@ class Model:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _ids(self, name: str, values: ArrayLike, *, least: int) -> np.ndarray:
-        """(B, T) int32. UserError for another shape, for what is no integer, and for ids that the vocabulary lacks."""
-        ids, model = np.asarray(values), self.config.model
-        if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
-            raise UserError(f"{name} are {ids.dtype} {ids.shape}, expected integers (B, T)")
-        if ids.shape[1] > model.max_seq:
-            raise UserError(f"{name} are {ids.shape}, the model has {model.max_seq} positions (model.max_seq)")
+    def _ids(self, name: str, values: ArrayLike, *, least: int = 0, axes: str = "B, T") -> np.ndarray:
+        """int32 ids. UserError for another shape, for what is no integer, and for ids that the vocabulary lacks."""
+        wanted, model = f"integers ({axes}{',' * (axes == 'T')})", self.config.model
+        if isinstance(values, np.ma.MaskedArray):
+            raise UserError(f"{name} has a mask, expected {wanted} without one")
+        try:
+            ids = np.asarray(values)
+        except ValueError:  # rows of different lengths
+            raise UserError(f"{name} is {shown(values)}, expected {wanted}") from None
+        if ids.ndim != axes.count(",") + 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+            raise UserError(f"{name} is {ids.dtype} {ids.shape}, expected {'a text or ' * (axes == 'T')}{wanted}")
+        if axes != "T" and ids.shape[1] > model.max_seq:
+            raise UserError(f"{name} is {ids.shape}, the model has {model.max_seq} positions (model.max_seq)")
         for at in np.argwhere((ids < least) | (ids >= model.vocab_size))[:1].tolist():
             known = f"from {least} to {model.vocab_size - 1}"
-            raise UserError(f"{name}[{at[0]}, {at[1]}] is {ids[tuple(at)]}, expected an id {known}")
+            raise UserError(f"{name}{at} is {ids[tuple(at)]}, expected an id {known}")
         return ids.astype(np.int32)
 
     def _check_open(self) -> None:

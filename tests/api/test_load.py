@@ -129,23 +129,57 @@ def test_what_is_not_said_is_what_the_command_takes():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda m: m.logits([1, 2]), r"tokens are int64 \(2,\), expected integers \(B, T\)"),
-        (lambda m: m.logits([[0.5]]), r"tokens are float64 \(1, 1\), expected integers"),
+        (lambda m: m.logits([1, 2]), r"tokens is int64 \(2,\), expected integers \(B, T\)"),
+        (lambda m: m.logits([[0.5]]), r"tokens is float64 \(1, 1\), expected integers"),
         (lambda m: m.logits([[3, 256]]), r"tokens\[0, 1\] is 256, expected an id from 0 to 255"),
         (lambda m: m.logits([[1 << 32]]), r"tokens\[0, 0\] is 4294967296"),
         (lambda m: m.logits([[-1]]), r"tokens\[0, 0\] is -1, expected an id from 0"),
-        (lambda m: m.logits([[0] * 14]), r"tokens are \(1, 14\), the model has 13 positions"),
-        (lambda m: m.loss([[1, 2]], [[1]]), r"targets are \(1, 1\), expected the shape of tokens, \(1, 2\)"),
+        (lambda m: m.logits([[0] * 14]), r"tokens is \(1, 14\), the model has 13 positions"),
+        (lambda m: m.loss([[1, 2]], [[1]]), r"targets is \(1, 1\), expected the shape of tokens, \(1, 2\)"),
         (lambda m: m.loss([[1]], [[-1]]), "all targets are -1"),
         (lambda m: m.loss([[1]], [[-2]]), r"targets\[0, 0\] is -2, expected an id from -1"),
         (lambda m: m.generate(tokens=0), "tokens is 0, expected at least 1"),
-        (lambda m: m.generate(top_p=0), "top_p is 0, expected 0 < top_p <= 1"),
+        (lambda m: m.generate(top_p=0), "top_p is 0.0, expected 0 < top_p <= 1"),
+        (lambda m: m.stream(min_p=np.nan), "min_p is nan, expected a number"),
+        (lambda m: m.logits(np.ma.array([[1]])), r"tokens has a mask, expected integers \(B, T\) without one"),
+        (lambda m: m.loss([[1]], np.ma.array([[1]])), "targets has a mask"),
+        (lambda m: m.logits([[1], [1, 2]]), r"tokens is \[\[1\], \[1, 2\]\], expected integers \(B, T\)"),
+        (lambda m: m.logits([[True]]), r"tokens is bool \(1, 1\), expected integers"),
+        (lambda m: m.generate([]), r"prompt is float64 \(0,\), expected a text or integers \(T,\)"),
+        (lambda m: m.generate([[1]]), r"prompt is int64 \(1, 1\), expected a text or integers"),
+        (lambda m: m.generate([1, 256]), r"prompt\[1\] is 256, expected an id from 0 to 255"),
+        (lambda m: m.stream(b"ab"), r"prompt is \|S2 \(\), expected a text or integers"),
+        (lambda m: m.stream(tokens=2.5), "tokens is 2.5, expected an integer"),
+        (lambda m: m.stream(tokens=True), "tokens is True, expected an integer"),
+        (lambda m: m.stream(temperature="hot"), "temperature is 'hot', expected a number"),
+        (lambda m: m.stream(top_k=1.5), "top_k is 1.5, expected an integer"),
+        (lambda m: m.stream(seed=None), "seed is None, expected an integer"),
+        (lambda m: m.stream(top_p=np.ones(2)), r"top_p is array\(\[1., 1.\]\), expected a number"),
+        (lambda m: m.stream(stop=3), "stop is 3, expected a text or a list of texts"),
+        (lambda m: m.stream(stop=["a", 3]), r"stop is \['a', 3\], expected a text"),
+        (lambda m: m.weight(["wte"]), r"has no parameter \['wte'\]"),
+        (lambda m: m.save(3), "path is 3, expected a path"),
+        (lambda m: barellm.load(3), "path is 3, expected a path"),
+        (lambda m: barellm.load("x", tokenizer=3), "tokenizer is 3, expected a path"),
+        (lambda m: barellm.load("x", device=3), "device is 3, expected cpu, cuda, reference"),
+        (lambda m: barellm.load(m.path, dtype=16), "train.dtype is 16, expected a text"),
         (lambda m: m.weight("wtf"), r"has no parameter 'wtf' \(known: wte, wpe, "),
     ],
 )
 def test_mistakes_are_named(model, call, message):
-    with pytest.raises(UserError, match=message):
+    model.path = model._weights.path
+    with pytest.raises(UserError, match=message) as raised:
         call(model)
+    assert "\n" not in str(raised.value)
+
+
+def test_token_ids_are_a_prompt_and_numbers_of_numpy_are_numbers(model):
+    """Ids are taken as they are: nothing is put before them."""
+    whole = model.generate("squared", tokens=6, temperature=0.5, top_k=3, seed=4)
+    ids = model.tokenizer.prompt("squared")
+    how = {"tokens": np.int64(6), "temperature": np.float32(0.5), "top_k": np.uint8(3), "seed": np.int32(4)}
+    for prompt in ("squared", ids, tuple(ids), np.array(ids, np.uint16)):
+        assert model.generate(prompt, **how) == "".join(model.stream(prompt, **how)) == whole
 
 
 @pytest.fixture
@@ -380,7 +414,12 @@ def test_a_closed_model_says_so(model):
 
 def test_importing_barellm_is_light_and_unknown_names_are_errors():
     script = (
-        "import barellm, sys; assert not {'numpy', 'barellm.api'} & set(sys.modules); print(dir(barellm)); barellm.lode"
+        "import barellm, sys; assert not {'numpy', 'barellm.api', 'barellm.kernels'} & set(sys.modules)\n"
+        "barellm.kernels.matmul; assert 'numpy' not in sys.modules; print(dir(barellm)); barellm.lode"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "module 'barellm' has no attribute 'lode'" in done.stderr and "'train'" in done.stdout
+    assert (
+        "module 'barellm' has no attribute 'lode'" in done.stderr
+        and "'kernels'" in done.stdout
+        and "'train'" in done.stdout
+    )
