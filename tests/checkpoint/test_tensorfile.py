@@ -48,6 +48,7 @@ REFUSED = {
     "a size that is a truth": (changed(shape=[True]), "has the shape [True], expected integers from 0 on"),
     "a huge size": (changed(shape=[1 << 64]), "expected integers from 0 on"),
     "sizes of no bytes that overflow": (changed(shape=[1 << 40, 1 << 40, 0], data_offsets=[0, 0]), "fewer than 2^63 bytes"),
+    "sizes of no bytes whose bytes overflow": (changed(shape=[0, 1 << 61], data_offsets=[0, 0]), "fewer than 2^63 bytes"),
     "many axes": (changed(shape=[1] * 33), "expected at most 32 axes"),
     "a shape that is a text": (changed(shape="2"), "has the shape '2', expected integers"),
     "an unknown dtype": (changed(dtype="F32\n"), r"has the dtype 'F32\n', expected one of F32, F64, "),
