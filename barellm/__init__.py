@@ -6,12 +6,14 @@ _MODULES = {"Model": "api", "load": "api", "Run": "runs", "Step": "runs", "train
 
 def __getattr__(name: str) -> object:
     """What Python programs call, imported when it is asked for: `import barellm` alone stays light. __init__.pyi has the types."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'barellm' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "kernels":
+        return import_module("barellm.kernels")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'barellm' has no attribute {name!r}")
     return getattr(import_module(f"barellm.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *_MODULES, "kernels"})

@@ -1,3 +1,4 @@
+from barellm import kernels as kernels
 from barellm.api import Model as Model
 from barellm.api import load as load
 from barellm.runs import Run as Run

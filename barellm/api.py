@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,13 +24,16 @@ from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights
 from barellm.config import Config
 from barellm.data.tokenizers import Tokenizer
-from barellm.errors import UserError
-from barellm.generation.decode import cache_positions, open_decoder
+from barellm.errors import UserError, shown
+from barellm.fields import converted, path_of
+from barellm.generation.decode import Decoder, cache_positions, open_decoder
 from barellm.generation.samplers import Sampling
 from barellm.generation.writing import Written, unseen, write
 from barellm.interop import imported
 from barellm.interop.sources import is_checkpoint, open_weights
 from barellm.models.course import enter
+
+R = TypeVar("R")
 
 
 def load(
@@ -42,7 +48,8 @@ def load(
     Nothing is computed yet, and the weights are only mapped. UserError, a ValueError of one line, for a path that holds no model.
     """
     machine.check_device(device)
-    weights = open_weights(Path(path), tokenizer="" if tokenizer is None else str(tokenizer))
+    kind = "" if tokenizer is None else str(path_of("tokenizer", tokenizer))
+    weights = open_weights(path_of("path", path), tokenizer=kind)
     if weights.tokenizer is None:
         raise weights.without_tokenizer("barellm.load(..., tokenizer=...)")
     meta: dict[str, Any] = {"step": 0}
@@ -75,7 +82,8 @@ class Model:
     Memory is taken when something is computed for the first time, for what is computed alone, and given back by `close` or at the
     end of a `with`. Results have the same bits in every process and for every number of threads.
 
-    A model computes one thing at a time: a `stream` that is not at its end cannot go on after another call, and says so.
+    Any number of threads may call it: calls run one after the other, and each gets what it would get alone. A `stream` lets others
+    in between its pieces, and goes on with the same text.
     """
 
     config: Config
@@ -88,7 +96,10 @@ class Model:
         self.config, self.tokenizer = config, weights.tokenizer
         self._weights, self._device, self._step, self._total = weights, device, step, total
         self._open, self._wanted, self._session, self._closed = ExitStack(), _Wanted(), None, False
-        self._turn = 0  # counts what uses the session: a stream whose turn is over has lost its KV cache
+        self._lock = threading.RLock()  # who holds it may use the session
+        self._computing = self._interrupted = False
+        self._cached: weakref.ref[_Place] | None = None  # of the text whose keys and values the session has
+        _models.add(self)
 
     def __repr__(self) -> str:
         sizes = f"{self.parameters:,} parameters, {self.config.model.vocab_size:,} ids"
@@ -102,36 +113,44 @@ class Model:
     def weight(self, name: str) -> np.ndarray:
         """A copy of one parameter, fp32, by its name, for example "wte"."""
         tensors = self._weights.tensors
-        if name not in tensors:
-            raise UserError(f"{self._weights.path} has no parameter {name!r} (known: {', '.join(tensors)})")
+        if not isinstance(name, str) or name not in tensors:
+            raise UserError(f"{self._weights.path} has no parameter {shown(name)} (known: {', '.join(tensors)})")
         return self._weights.read_rows(name, 0, int(tensors[name].shape[0]))
 
     def logits(self, tokens: ArrayLike) -> np.ndarray:
         """What the model says of the next token at every position: tokens (B, T) -> logits (B, T, V), float32."""
-        ids = self._ids("tokens", tokens, least=0)
+        ids = self._ids("tokens", tokens)
         (B, T), V = ids.shape, self.config.model.vocab_size
-        session = self._opened("logits", batch=B, seq=T)
-        session.write("tokens", ids)
-        session.run("logits", batch=B, seq=T)
-        return session.read("logits").reshape(B, T, -1)[:, :, :V].astype(np.float32)
+
+        def compute() -> np.ndarray:
+            session = self._opened("logits", batch=B, seq=T)
+            session.write("tokens", ids)
+            session.run("logits", batch=B, seq=T)
+            return session.read("logits").reshape(B, T, -1)[:, :, :V].astype(np.float32)
+
+        return self._alone(compute)
 
     def loss(self, tokens: ArrayLike, targets: ArrayLike) -> float:
         """The mean cross-entropy in nats of targets (B, T) after tokens (B, T). A target of -1 does not count."""
-        ids, wanted = self._ids("tokens", tokens, least=0), self._ids("targets", targets, least=-1)
+        ids, wanted = self._ids("tokens", tokens), self._ids("targets", targets, least=-1)
         if ids.shape != wanted.shape:
-            raise UserError(f"targets are {wanted.shape}, expected the shape of tokens, {ids.shape}")
+            raise UserError(f"targets is {wanted.shape}, expected the shape of tokens, {ids.shape}")
         if not (counted := int(np.count_nonzero(wanted >= 0))):
             raise UserError("all targets are -1, expected at least one that counts")
         B, T = ids.shape
-        session = self._opened("eval", batch=B, seq=T)
-        session.write("tokens", ids)
-        session.write("targets", wanted)
-        session.run("eval", batch=B, seq=T, inv_targets=1 / counted)
-        return float(session.read("loss")[0])
+
+        def compute() -> float:
+            session = self._opened("eval", batch=B, seq=T)
+            session.write("tokens", ids)
+            session.write("targets", wanted)
+            session.run("eval", batch=B, seq=T, inv_targets=1 / counted)
+            return float(session.read("loss")[0])
+
+        return self._alone(compute)
 
     def generate(
         self,
-        prompt: str = "",
+        prompt: str | ArrayLike = "",
         *,
         tokens: int = 256,
         temperature: float = 0.8,
@@ -142,13 +161,14 @@ class Model:
         stop: str | Sequence[str] = (),
         seed: int = 1337,
     ) -> str:
-        """The text that follows the prompt, in one piece. The options are those of `stream`."""
+        """The text that follows the prompt, a text or token ids, in one piece. The options are those of `stream`."""
         how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition=repetition, seed=seed)
-        return "".join(self._text(prompt, tokens=tokens, how=how, stop=stop))
+        _, pieces = self._text(prompt, tokens=tokens, how=how, stop=stop)
+        return self._alone(lambda: "".join(pieces))
 
     def stream(
         self,
-        prompt: str = "",
+        prompt: str | ArrayLike = "",
         *,
         tokens: int = 256,
         temperature: float = 0.8,
@@ -161,53 +181,67 @@ class Model:
     ) -> Iterator[str]:
         """The text that follows the prompt, piece by piece, as soon as each is known.
 
-        It has at most so many `tokens`, and ends where the model ends its document, or before a `stop` text. `temperature` 0 always
-        takes the most likely token; `top_k`, `top_p` and `min_p` choose among the most likely ones only (0, 1 and 0: among all);
-        `repetition` above 1 makes tokens that the text has already less likely. The same seed gives the same text, which is also
-        that of `barellm sample`.
+        The prompt is a text, or token ids, which are taken as they are, with nothing before them. What follows has at most so many
+        `tokens`, and ends where the model ends its document, or before a `stop` text. `temperature` 0 always takes the most likely
+        token; `top_k`, `top_p` and `min_p` choose among the most likely ones only (0, 1 and 0: among all); `repetition` above 1
+        makes tokens that the text has already less likely. The same seed gives the same text, which is also that of
+        `barellm sample`.
 
-        UserError at once for an argument that cannot be; and for the next piece, if the model has computed something else since
-        the one before it.
+        Between two pieces the model may compute anything else, other streams included; what that displaces of this text's KV cache
+        is kept meanwhile. UserError at once for an argument that cannot be.
         """
         how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition=repetition, seed=seed)
-        return self._text(prompt, tokens=tokens, how=how, stop=stop)
+        return _Stream(self, *self._text(prompt, tokens=tokens, how=how, stop=stop))
 
-    def _text(self, prompt: str, *, tokens: int, how: Sampling, stop: str | Sequence[str]) -> Iterator[str]:
-        """Looks at the arguments; the session is opened, and the stream's turn begins, with the first piece."""
+    def _text(
+        self, prompt: str | ArrayLike, *, tokens: int, how: Sampling, stop: str | Sequence[str]
+    ) -> tuple[_Place, Generator[str, None, None]]:
+        """Looks at the arguments. The session is opened with the first piece."""
+        tokens = converted("tokens", tokens, int)
         if tokens < 1:
             raise UserError(f"tokens is {tokens}, expected at least 1")
         self._check_open()
-        fed = self.tokenizer.prompt(prompt)
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
+            raise UserError(f"stop is {shown(stop)}, expected a text or a list of texts")
+        fed = (
+            self.tokenizer.prompt(prompt) if isinstance(prompt, str) else self._ids("prompt", prompt, axes="T").tolist()
+        )
         if warning := unseen(fed, self.config.model.max_seq):
             warnings.warn(warning, stacklevel=3)
-        pieces: list[str] = []
-        text = Written(self.tokenizer, stops=[stop] if isinstance(stop, str) else stop, say=pieces.append)
-        return self._pieces(fed, text, pieces, tokens=tokens, how=how)
+        place = _Place(cache_positions(len(fed) + tokens, self.config.model.max_seq))
+        return place, self._pieces(place, fed, stops, tokens=tokens, how=how)
 
     def _pieces(
-        self, fed: Sequence[int], text: Written, pieces: list[str], *, tokens: int, how: Sampling
-    ) -> Iterator[str]:
-        model = self.config.model
-        session = self._opened("decode", positions=cache_positions(len(fed) + tokens, model.max_seq))
-        turn, decoder = self._turn, open_decoder(session, model, positions=self._wanted.positions)
-        for _ in write(decoder, [fed], [text], count=tokens, hows=[how]):
+        self, place: _Place, fed: Sequence[int], stops: Sequence[str], *, tokens: int, how: Sampling
+    ) -> Generator[str, None, None]:
+        """The pieces of a text, for who holds the lock; between two of them anything may have been computed."""
+        pieces: list[str] = []
+        text = Written(self.tokenizer, stops=stops, say=pieces.append)
+        try:
+            for _ in write(self._resume(place), [fed], [text], count=tokens, hows=[how]):
+                yield from filter(None, pieces)
+                pieces.clear()
+                self._resume(place)
             yield from filter(None, pieces)
-            pieces.clear()
-            if self._turn != turn:
-                self._check_open()
-                raise UserError("this stream is over: the model has computed something else since its last piece")
-        yield from filter(None, pieces)
+        finally:
+            place.ended, place.kept = True, {}
 
     def save(self, path: str | Path) -> Path:
         """Write a checkpoint into the new or empty folder `path`, which `load` and every command read; the same bits come back. It
         has no state of an optimizer: begin a run with `init_from`. Gives the folder of the checkpoint itself."""
-        return imported.save(self._weights, Path(path), config=self.config, step=self._step, total=self._total)
+        return imported.save(
+            self._weights, path_of("path", path), config=self.config, step=self._step, total=self._total
+        )
 
     def close(self) -> None:
-        """Give the memory back. A closed model computes nothing any more."""
-        self._closed, self._session = True, None
-        self._turn += 1
-        self._open.close()
+        """Give the memory back, once what other threads compute is done. A closed model computes nothing any more."""
+
+        def close() -> None:
+            self._closed, self._session, self._cached = True, None, None
+            self._open.close()
+
+        self._alone(close)
 
     def __enter__(self) -> Model:
         return self
@@ -215,33 +249,87 @@ class Model:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _ids(self, name: str, values: ArrayLike, *, least: int) -> np.ndarray:
-        """(B, T) int32. UserError for another shape, for what is no integer, and for ids that the vocabulary lacks."""
-        ids, model = np.asarray(values), self.config.model
-        if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
-            raise UserError(f"{name} are {ids.dtype} {ids.shape}, expected integers (B, T)")
-        if ids.shape[1] > model.max_seq:
-            raise UserError(f"{name} are {ids.shape}, the model has {model.max_seq} positions (model.max_seq)")
+    def _ids(self, name: str, values: ArrayLike, *, least: int = 0, axes: str = "B, T") -> np.ndarray:
+        """int32 ids. UserError for another shape, for what is no integer, and for ids that the vocabulary lacks."""
+        wanted, model = f"integers ({axes}{',' * (axes == 'T')})", self.config.model
+        if isinstance(values, np.ma.MaskedArray):
+            raise UserError(f"{name} has a mask, expected {wanted} without one")
+        try:
+            ids = np.asarray(values)
+        except ValueError:  # rows of different lengths
+            raise UserError(f"{name} is {shown(values)}, expected {wanted}") from None
+        if ids.ndim != axes.count(",") + 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+            raise UserError(f"{name} is {ids.dtype} {ids.shape}, expected {'a text or ' * (axes == 'T')}{wanted}")
+        if axes != "T" and ids.shape[1] > model.max_seq:
+            raise UserError(f"{name} is {ids.shape}, the model has {model.max_seq} positions (model.max_seq)")
         for at in np.argwhere((ids < least) | (ids >= model.vocab_size))[:1].tolist():
             known = f"from {least} to {model.vocab_size - 1}"
-            raise UserError(f"{name}[{at[0]}, {at[1]}] is {ids[tuple(at)]}, expected an id {known}")
+            raise UserError(f"{name}{at} is {ids[tuple(at)]}, expected an id {known}")
         return ids.astype(np.int32)
 
     def _check_open(self) -> None:
         if self._closed:
             raise UserError(f"the model of {self._weights.path} is closed: load it again")
 
+    def _alone(self, compute: Callable[[], R]) -> R:
+        """What `compute` gives, while no other thread uses the session."""
+        with self._lock:
+            if self._computing:  # a signal handler, or a finalizer: the thread would wait for itself
+                raise UserError("the model is asked by a handler that came in the middle of its own computation")
+            try:
+                self._computing = True
+                if self._device == "cuda" and self._session is not None:
+                    self._session.context.enter()  # another thread may have opened it
+                return compute()
+            except Exception:
+                raise
+            except BaseException:  # Ctrl-C: its threads may still run what was begun
+                self._interrupted = True
+                raise
+            finally:
+                self._computing = False
+
+    def _forked(self) -> None:
+        """In a forked child: the lock may be held, and the session computed on, by threads that are not here."""
+        self._lock, self._computing = threading.RLock(), False
+        self._open, self._wanted, self._session, self._cached = ExitStack(), _Wanted(), None, None
+
+    def _resume(self, place: _Place) -> Decoder:
+        """The decoder of a text, with the text's keys and values in the session's KV cache."""
+        session = self._opened("decode", positions=place.positions)
+        if place.decoder is None:
+            place.process = os.getpid()
+            place.decoder = open_decoder(session, self.config.model, positions=self._wanted.positions)
+        if self._cached is None or self._cached() is not place:
+            self._set_aside()
+            place.decoder.session = session
+            for name, values in place.kept.items():
+                cache = np.zeros(session.tensors[name].shape, values.dtype)  # it may have more positions than before
+                cache[tuple(slice(n) for n in values.shape)] = values
+                session.write(name, cache)
+            place.kept, self._cached = {}, weakref.ref(place)
+        return place.decoder
+
+    def _set_aside(self) -> None:
+        """Copy the session's KV cache, which is about to go, for the text that it belongs to."""
+        place = self._cached() if self._cached else None
+        if place is not None and not place.ended and self._session is not None:
+            ops = self._session.programs["decode"].ops
+            caches = {t.name for op in ops for t in op.outputs.values() if t.role == "cache"}
+            place.kept = {name: self._session.read(name) for name in caches}
+        self._cached = None
+
     def _opened(self, program: str, *, seq: int = 1, **sizes: int) -> Any:
         """A session that has this program for these sizes. One that lacks it is closed, and opened again with both. It is planned
         for a power of two of tokens, so that a text that grows by a few does not open it each time."""
         self._check_open()
-        self._turn += 1
         seq = min(self.config.model.max_seq, 1 << (seq - 1).bit_length())
         wanted = self._wanted.and_also(program, seq=seq, **sizes)
-        if self._session is not None and wanted == self._wanted:
+        if self._session is not None and wanted == self._wanted and not self._interrupted:
             return self._session
         programs = self._programs(wanted)  # where they are refused, the open session stays
-        self._session, self._wanted = None, _Wanted()
+        self._set_aside()
+        self._session, self._wanted, self._interrupted = None, _Wanted(), False
         self._open.close()
         with ExitStack() as opening:
             session = opening.enter_context(machine.opened(programs, self._device))
@@ -265,3 +353,52 @@ class Model:
         if "logits" in wanted.programs:
             programs["logits"] = logits_program(store, model, batch=wanted.batch, seq=wanted.seq, compute=compute)
         return {name: programs[name] for name in sorted(wanted.programs)}
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where a text stands that is being generated: what the session has of it, and what it has where others took its place."""
+
+    positions: int
+    decoder: Decoder | None = None
+    kept: dict[str, np.ndarray] = field(default_factory=dict)  # its KV cache, while the session's holds something else
+    ended: bool = False
+    process: int = 0  # that has begun it
+
+
+class _Stream(Iterator[str]):
+    """The pieces of a text, for any number of threads: each holds the model's lock for one piece. They refer to no stream, so that
+    one that is dropped is gone at once."""
+
+    def __init__(self, model: Model, place: _Place, pieces: Generator[str, None, None]) -> None:
+        self._model, self._place, self._pieces, self._failed = model, place, pieces, False
+
+    def __next__(self) -> str:
+        if self._place.process not in (0, os.getpid()):
+            raise UserError("this stream was begun in another process, of which this one was forked: begin it again")
+        return self._model._alone(self._next)
+
+    def _next(self) -> str:
+        self._model._check_open()
+        if self._failed:
+            raise UserError("this stream ended with an error or was interrupted: begin it again")
+        try:
+            return next(self._pieces)
+        except BaseException as error:
+            self._failed = not isinstance(error, StopIteration)
+            raise
+
+    def close(self) -> None:
+        """End it here. A stream that is dropped needs no closing."""
+        self._model._alone(self._pieces.close)
+
+
+_models: weakref.WeakSet[Model] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for model in list(_models):
+        model._forked()
+
+
+os.register_at_fork(after_in_child=_forked)

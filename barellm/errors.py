@@ -9,6 +9,16 @@ class UserError(ValueError):
     """A user's mistake. The message names the thing, says what was found and what was expected."""
 
 
+class WrongType(UserError, TypeError):
+    """An argument of another type than expected: a ValueError as every mistake is, and the TypeError that Python has for it."""
+
+
+def shown(found: object) -> str:
+    """A value for a message: one line, and not a long one."""
+    text = " ".join(repr(found).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The hint `, did you mean 'x'?` where something known is close, else "". For `gpt2` it is the first that begins so, for
     `layers` it is `model.layers`, and for `model.lr` it is `optim.lr`: who knows a key's own name rarely means another."""

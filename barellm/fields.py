@@ -13,9 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from math import isfinite
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
-from barellm.errors import UserError
+from barellm.errors import UserError, shown
 
 EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 Check = Callable[[str, Any, Any], str | None]  # key, value, the configuration -> what is wrong, as a line
@@ -136,6 +139,10 @@ class Section:
 
     def __post_init__(self) -> None:
         for name, entry in entries(type(self)).items():
+            if entry.kind in EXPECTED:
+                found = converted(f"{self.section}.{name}", getattr(self, name), entry.kind)
+                object.__setattr__(self, name, found)
+        for name, entry in entries(type(self)).items():
             if problem := entry.check(f"{self.section}.{name}", getattr(self, name), self):
                 raise UserError(problem)
 
@@ -148,14 +155,23 @@ def entries(section: type[Section]) -> dict[str, Entry]:
 
 
 def converted(key: str, found: Any, kind: type) -> Any:
-    """`found` as a value of a field of that kind: an integer may be a number. UserError for another kind, and for numbers that are
-    not finite."""
-    if kind is float and type(found) is int:
-        return float(found)
-    if type(found) is not kind or (kind is float and not isfinite(found)):
+    """`found` as a value of a field of that kind, of Python's or NumPy's numbers and truth values: an integer may be a number.
+    UserError for another kind, and for numbers that are not finite."""
+    is_truth = isinstance(found, bool) or getattr(getattr(found, "dtype", None), "kind", "") == "b"
+    of_kind = {int: Integral, float: Real, bool: bool, str: str}[kind]
+    if is_truth != (kind is bool) or not (is_truth or isinstance(found, of_kind)) or getattr(found, "ndim", 0):
         raise not_of(key, found, kind)
-    return found
+    if kind is float and not isfinite(found):
+        raise not_of(key, found, kind)
+    return kind(found)
+
+
+def path_of(key: str, found: Any) -> Path:
+    """`found` as a path. UserError for what is none."""
+    if not isinstance(found, str | PathLike):
+        raise UserError(f"{key} is {shown(found)}, expected a path")
+    return Path(found)
 
 
 def not_of(key: str, found: Any, kind: type) -> UserError:
-    return UserError(f"{key} is {found!r}, expected {EXPECTED[kind]}")
+    return UserError(f"{key} is {shown(found)}, expected {EXPECTED[kind]}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from barellm import models
 from barellm.config import Config, DataConfig, OptimConfig, TrainConfig
-from barellm.errors import UserError, nearest
+from barellm.errors import UserError, nearest, shown
 from barellm.fields import Entry, Section, converted, entries, not_of
 
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -43,11 +43,13 @@ def named(changes: Mapping[str, object]) -> dict[str, object]:
         if name in SECTIONS and isinstance(value, Mapping):
             found |= {f"{name}.{key}": inner for key, inner in value.items()}
         elif name in long:
-            found[long[name]] = str(value) if isinstance(value, Path) else value
+            found[long[name]] = value
+        elif name in SECTIONS:
+            raise UserError(f"{name} is {shown(value)}, expected keys and their values as in {name}={{...}}")
         else:
             hint = nearest(name, [*long, *SECTIONS])
             raise UserError(f"unknown argument {name!r}{hint} (known: {', '.join([*long, *SECTIONS])})")
-    return found
+    return {key: str(value) if isinstance(value, Path) else value for key, value in found.items()}
 
 
 def every_key() -> dict[str, dict[str, Entry]]:

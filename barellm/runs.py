@@ -17,7 +17,8 @@ from barellm.api import Model, load
 from barellm.assembly import machine
 from barellm.checkpoint.folder import RunFolder
 from barellm.config import Config
-from barellm.errors import UserError
+from barellm.errors import UserError, shown
+from barellm.fields import converted, path_of
 from barellm.interop.sources import open_weights
 from barellm.training import metrics, run
 from barellm.training.console import Console
@@ -36,7 +37,7 @@ class Step:
     tokens_per_s: float
     seconds: float
     """Time since the beginning of the run."""
-    _stop: list[bool]
+    _stop: list[bool] = field(repr=False)
 
     def stop(self) -> None:
         """End the run behind this step, as Ctrl-C does: a checkpoint is saved, from which it can be resumed."""
@@ -51,6 +52,11 @@ class Run:
     finished: bool
     rows: list[dict[str, Any]]
     """All rows of metrics.jsonl (docs/checkpoints.md), from step 1 on, also of a run that was resumed."""
+
+    def __repr__(self) -> str:
+        steps, found = len(self.losses), self.val_nats
+        validation = "" if found is None else f", {found:.4f} nats on validation"
+        return f"<barellm.Run {self.folder}: {steps} steps, {'' if self.finished else 'not '}finished{validation}>"
 
     @property
     def losses(self) -> list[float | None]:
@@ -96,14 +102,20 @@ def train(
     """
     started = time.monotonic()
     machine.check_device(device)
+    if not isinstance(config, str | Config | None):
+        raise UserError(f"config is {shown(config)}, expected the name of a preset or a barellm.config.Config")
+    out = None if out is None else path_of("out", out)
+    resume, quiet = converted("resume", resume, bool), converted("quiet", quiet, bool)
+    if not isinstance(callbacks, Iterable) or not all(map(callable, callbacks := list(callbacks))):
+        raise UserError(f"callbacks is {shown(callbacks)}, expected a list of functions")
     asked = _Asked(config, overrides.named(changes))
-    told = _Told(list(callbacks))
+    told = _Told(callbacks)
     with ExitStack() as files:
         console = Console(stream=files.enter_context(open(os.devnull, "w")) if quiet else None)
         if resume:
             if out is None:
                 raise UserError("resume is True and out is not given, expected the folder of a run")
-            chosen, keys, start = resume_from(Path(out), preset=asked.preset, asked=asked.keys, console=console)
+            chosen, keys, start = resume_from(out, preset=asked.preset, asked=asked.keys, console=console)
             keys = keys if start else overrides.flat(chosen)
         else:
             chosen, keys, start = asked.chosen()
@@ -112,7 +124,7 @@ def train(
             weights = open_weights(Path(chosen.train.init_from), tokenizer=str(keys.get("data.tokenizer", "")))
             chosen = weights.configured(chosen, keys)
         chosen.check()
-        path = Path("runs", f"{chosen.preset}-{time.strftime('%Y%m%d-%H%M%S')}") if out is None else Path(out)
+        path = Path("runs", f"{chosen.preset}-{time.strftime('%Y%m%d-%H%M%S')}") if out is None else out
         folder = files.enter_context(RunFolder(path, resume=resume, numbered=out is None))
         job = run.Run(
             chosen,

@@ -9,7 +9,7 @@ from typing import Any
 
 from barellm.assembly.quantized import Matrix, Quantizing, quantize_programs
 from barellm.config import Config, TrainConfig
-from barellm.errors import UserError, nearest
+from barellm.errors import UserError, nearest, shown
 from barellm.models.course import enter, shares
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
@@ -92,6 +92,8 @@ class Machine:
 
 def check_device(device: str) -> None:
     """Raise a UserError for a device that does not exist, or a GPU that is not there."""
+    if not isinstance(device, str):
+        raise UserError(f"device is {shown(device)}, expected {', '.join(DEVICES)}")
     if device == "cuda":
         backend(device).describe()
     if device not in DEVICES:

@@ -16,7 +16,8 @@ leaves the new checkpoint or the ones before it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,16 +71,22 @@ def save(
     tokenizer: Mapping[str, bytes],
     keep: int,
     gradients: bool = False,
+    warn: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """Write the checkpoint of `step` into `folder`, with the `gradients` too if asked, then remove all but the newest `keep` up to
-    it. Those that say in their `meta` that they are a "milestone" stay for ever and do not count. OSError: the old stand."""
+    it. Those that say in their `meta` that they are a "milestone" stay for ever and do not count. OSError: the old stand. `warn` is
+    told, in a line each, what could not be removed. Where `folder` is a link nothing old is removed: it is not the run's own."""
     target = step_folder(folder, step)
     if not folder.is_dir():
         storage.system.mkdir(folder)
         storage.sync_folder(folder.parent)
-    storage.remove_temporaries(folder)
-    if target.exists() and problem(target):
-        storage.remove_folder(target)
+    own = not folder.is_symlink()
+    if own:
+        storage.remove_temporaries(folder, warn)
+    if os.path.lexists(target) and problem(target):
+        doomed = storage.set_aside(target)
+        if own:
+            storage.remove_checkpoint(doomed, warn)
     if not target.exists():
         roles = {WEIGHTS: "parameter", OPTIMIZER: "state"} | ({GRADIENTS: "gradient"} if gradients else {})
         _write(target, session, roles, meta={"format": FORMAT, "step": step, **meta}, tokenizer=tokenizer)
@@ -87,7 +94,10 @@ def save(
     up_to_this = [path for path in steps(folder) if step_of(path) <= step]
     rotating = [path for path in up_to_this if not _is_milestone(path)]
     for old in rotating[max(1, keep) :]:
-        storage.remove_folder(old)
+        if not own:
+            warn(f"warning: {folder} is a link: nothing is removed there, older checkpoints stay")
+            break
+        storage.remove_checkpoint(old, warn)
     return target
 
 

@@ -46,8 +46,8 @@ class RunFolder:
             storage.remove_temporaries(self.path)
             probe = self.path / f"{storage.TEMPORARY}probe"
             storage.write_file(probe, b"")
-            probe.unlink()
-            if self.checkpoints.is_dir():
+            storage.remove(probe)
+            if self.checkpoints.is_dir() and not self.checkpoints.is_symlink():
                 storage.remove_temporaries(self.checkpoints)
         except BaseException:
             self.__exit__(None, None, None)

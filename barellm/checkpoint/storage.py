@@ -8,7 +8,8 @@ import fcntl
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +149,24 @@ def sync_folder(path: Path) -> None:
         system.close(fd)
 
 
+def _temporary(target: Path) -> Path:
+    """A name beside `target` at which nothing stands, for what is not whole yet or not wholly removed. What an earlier process left
+    at such a name is removed. It is passed by where it cannot be removed, as a busy file must not cost a save, and where the folder
+    is a link, behind which nothing is ours."""
+    for number in count(1):
+        chosen = target.with_name(f"{TEMPORARY}{target.name}{f'-{number}' if number > 1 else ''}")
+        if not target.parent.is_symlink():
+            with contextlib.suppress(OSError):
+                remove(chosen)
+        if not os.path.lexists(chosen):
+            return chosen
+    raise AssertionError("count() ends")
+
+
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder to fill with files, which becomes `target` at the end, on disk and whole."""
-    temporary = target.with_name(f"{TEMPORARY}{target.name}")
-    if temporary.exists():
-        remove_folder(temporary)
+    temporary = _temporary(target)
     system.mkdir(temporary)
     try:
         yield temporary
@@ -164,7 +177,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     except (OSError, UserError, KeyboardInterrupt):
         # This error is the one to report, whatever the removal says; the next save removes what is left.
         with contextlib.suppress(OSError):
-            remove_folder(temporary)
+            remove(temporary)
         raise
 
 
@@ -183,9 +196,7 @@ def new_file(target: Path, *, size: int) -> Iterator[NewFile]:
 @contextlib.contextmanager
 def new_path(target: Path) -> Iterator[Path]:
     """A path at which somebody puts a file, on disk, which becomes `target` at the end."""
-    temporary = target.with_name(f"{TEMPORARY}{target.name}")
-    if temporary.exists():
-        system.unlink(temporary)
+    temporary = _temporary(target)
     try:
         yield temporary
         check()
@@ -198,32 +209,42 @@ def new_path(target: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace the content of a file: it has the whole new content or the old one, also after a power cut."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
-    if temporary.exists():
-        system.unlink(temporary)
+    """Replace the content of a file: it has the whole new content or the old one, also after a power cut. A link is replaced, and
+    what it points to stays as it is."""
+    temporary = _temporary(path)
     write_file(temporary, data)
     system.replace(temporary, path)
     sync_folder(path.parent)
 
 
-def remove_folder(path: Path) -> None:
-    """Remove a flat folder. It is renamed first: a removal that is cut short never looks like a checkpoint."""
-    if not path.name.startswith(TEMPORARY):
-        doomed = path.with_name(f"{TEMPORARY}{path.name}")
-        if doomed.exists():
-            remove_folder(doomed)
-        system.rename(path, doomed)
-        path = doomed
-    for entry in sorted(path.iterdir()):
-        system.unlink(entry)
-    system.rmdir(path)
+def remove(path: Path) -> None:
+    """Remove what stands at `path`, a folder with all that is in it. Of a link the link alone: what it points to belongs to
+    somebody else. Nothing there is as good."""
+    if path.is_dir() and not path.is_symlink():
+        for entry in sorted(path.iterdir()):
+            remove(entry)
+        system.rmdir(path)
+    elif os.path.lexists(path):
+        system.unlink(path)
 
 
-def remove_temporaries(folder: Path) -> None:
+def set_aside(path: Path) -> Path:
+    """Give a folder or a link a temporary name: a removal that is cut short never looks like a checkpoint."""
+    doomed = _temporary(path)
+    system.rename(path, doomed)
+    return doomed
+
+
+def remove_checkpoint(path: Path, warn: Callable[[str], object]) -> None:
+    """Remove an old checkpoint as far as the system lets us. What it does not, `warn` is told in a line: nothing that is new may
+    fail for it, and the next save tries again."""
+    try:
+        remove(path if path.name.startswith(TEMPORARY) else set_aside(path))
+    except OSError as error:
+        warn(f"warning: {path} is not removed: {error.filename or path}: {error.strerror}")
+
+
+def remove_temporaries(folder: Path, warn: Callable[[str], object] = lambda line: None) -> None:
     """Remove what unfinished saves and removals left in `folder`."""
     for entry in sorted(folder.glob(f"{TEMPORARY}*")):
-        if entry.is_dir():
-            remove_folder(entry)
-        else:
-            system.unlink(entry)
+        remove_checkpoint(entry, warn)

@@ -30,7 +30,6 @@ NEAR = 1 << 19  # bytes read from a file at a time: what is made of them stays i
 # What a session gives as fp32 is kept as fp32: every value of a 16-bit format is one, and any reader knows it.
 EXCHANGE = {"fp32": "F32", "fp64": "F64", "i32": "I32", "bf16": "BF16", "fp16": "F16", "i8": "I8"}
 CODES = {name: EXCHANGE[f.exchange] for name, f in FORMATS.items() if f.exchange in EXCHANGE}
-ITEM = {"F32": 4, "F64": 8, "I32": 4, "BF16": 2, "F16": 2, "I8": 1}
 # Other programs' files may hold the others beside their weights.
 NUMPY = {
     "F32": "<f4",
@@ -43,6 +42,8 @@ NUMPY = {
     "U8": "u1",
     "BOOL": "?",
 }
+ITEM = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+MOST_HEADER, MOST_AXES = 100 << 20, 32  # bytes, as everywhere; axes of an array in every NumPy
 
 
 def numpy_dtype(code: str) -> np.dtype:
@@ -110,19 +111,69 @@ def write(path: Path, session: RowReader, tensors: Mapping[str, Any], *, framewo
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """({name: entry}, offset of the data) of a safetensors file."""
+    """({name: entry}, offset of the data) of a safetensors file. UserError unless the tensors, each with as many bytes as its dtype
+    and shape need, fill the data from its beginning to its end, one behind the other: whoever reads them needs no more checks."""
+    size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(100 << 20, path.stat().st_size):
-            raise UserError(f"{path} is not a safetensors file: its header would have {length} bytes")
-        try:
-            entries = json.loads(file.read(length))
-        except ValueError:
-            raise UserError(f"{path} is not a safetensors file: its header is not JSON") from None
+        if not 2 <= length <= min(MOST_HEADER, size - 8):
+            raise UserError(
+                f"{path} is not a safetensors file: its header would have {length} bytes, the file has {size}"
+            )
+        text = file.read(length)
+    try:
+        entries = json.loads(text.decode(), object_pairs_hook=_object)
+    except UserError as error:
+        raise UserError(f"{path}: its header has {error}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is not a safetensors file: its header is not JSON") from None
     if not isinstance(entries, dict):
         raise UserError(f"{path} is not a safetensors file: its header is {type(entries).__name__}, expected an object")
-    entries.pop("__metadata__", None)
+    metadata = {} if (found := entries.pop("__metadata__", None)) is None else found
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise UserError(f"{path}: __metadata__ in its header is {metadata!r:.80}, expected an object of texts")
+    for name, entry in entries.items():
+        if problem := _problem(entry):
+            raise UserError(f"{path}: the entry of {name!r:.80} in its header {problem}")
+    end, have = 0, size - 8 - length
+    for lo, hi, name in sorted((*entry["data_offsets"], name) for name, entry in entries.items()):
+        if lo != end:
+            raise UserError(
+                f"{path}: {name!r:.80} begins at byte {lo} of the data, expected {end}, where the one before ends"
+            )
+        end = hi
+    if end != have:
+        raise UserError(f"{path}: the data of its tensors has {end} bytes, the file has {have}")
     return entries, 8 + length
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. UserError for a name that stands twice: readers take different ones. ValueError for one that is no Unicode."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise UserError(f"the name {name!r:.80} twice")
+        name.encode()
+        found[name] = value
+    return found
+
+
+def _problem(entry: Any) -> str | None:
+    """The reason why nobody here can read a tensor of this entry."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        return f"is {entry!r:.80}, expected its dtype, shape and data_offsets"
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in ITEM:
+        return f"has the dtype {code!r:.80}, expected one of {', '.join(ITEM)}"
+    for what, sizes in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(sizes, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes):
+            return f"has the {what} {sizes!r:.80}, expected integers from 0 on"
+    if len(shape) > MOST_AXES or prod(n or 1 for n in shape) * ITEM[code] >= 1 << 63:
+        return f"has the shape {shape!r:.80}, expected at most {MOST_AXES} axes and fewer than 2^63 bytes"
+    size = prod(shape) * ITEM[code]
+    if len(offsets) != 2 or offsets[1] - offsets[0] != size:
+        return f"has the data_offsets {offsets!r:.80}, expected two that are {size} bytes apart for {code} {shape}"
+    return None
 
 
 def mapped(path: Path) -> dict[str, np.ndarray]:
@@ -130,21 +181,10 @@ def mapped(path: Path) -> dict[str, np.ndarray]:
 
     entries, start = read_header(path)
     data = mapping.mapped(path)[start:]
-    arrays = {}
-    for name, entry in entries.items():
-        try:
-            dtype, shape = numpy_dtype(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-            lo, hi = (int(n) for n in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError):
-            raise UserError(
-                f"{path}: the entry of {name} in its header is {entry}, which nobody here can read"
-            ) from None
-        if not 0 <= lo <= hi <= len(data):
-            raise UserError(f"{path}: {name} lies at bytes {lo} to {hi}, the file has {len(data)}")
-        if hi - lo != (size := prod(shape) * dtype.itemsize):
-            raise UserError(f"{path}: {name} has {hi - lo} bytes, expected {size} for {entry['dtype']} {shape}")
-        arrays[name] = data[lo:hi].view(dtype).reshape(shape)
-    return arrays
+    return {
+        name: data[slice(*entry["data_offsets"])].view(numpy_dtype(entry["dtype"])).reshape(entry["shape"])
+        for name, entry in entries.items()
+    }
 
 
 def check_names(path: Path, found: Iterable[str], expected: Iterable[str]) -> None:

@@ -136,9 +136,13 @@ class Context:
         cu = bindings()
         self.device = on
         self.handle = call("cuDevicePrimaryCtxRetain", on.handle)
-        call("cuCtxSetCurrent", self.handle)  # of this thread
+        self.enter()
         self.stream = call("cuStreamCreate", int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
         self._destroy = finalizer(self, "cuStreamDestroy", self.stream)
+
+    def enter(self) -> None:
+        """Make it the calling thread's: the driver answers no other."""
+        call("cuCtxSetCurrent", self.handle)
 
     def free_bytes(self) -> int:
         return int(call("cuMemGetInfo")[0])

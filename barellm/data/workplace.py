@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -27,6 +28,8 @@ class Workplace:
 
         if self.out.exists() and not self.out.is_dir():
             raise UserError(f"{self.out} is there and not an empty folder: choose another or remove it")
+        if self.folder.is_symlink():
+            raise UserError(f"{self.folder} is a link, expected the folder of an unfinished prepare: remove the link")
         while True:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +45,8 @@ class Workplace:
                 self._lock
             )  # of a folder that another process has removed meanwhile: a lock on it keeps nobody out
         for path in self.folder.rglob(".*.tmp"):  # of a process that was killed: nobody else writes here
-            path.unlink()
+            with contextlib.suppress(OSError):  # it costs no more than its room
+                path.unlink()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from barellm import kernels
 from barellm.errors import UserError
+from barellm.fields import converted
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class Sampling:
     seed: int = 1337
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.temperature) and self.temperature >= 0):
+        for f in fields(self):
+            object.__setattr__(self, f.name, converted(f.name, getattr(self, f.name), type(f.default)))
+        if self.temperature < 0:
             raise UserError(f"temperature is {self.temperature}, expected a number from 0 on")
         if self.top_k < 0:
             raise UserError(f"top_k is {self.top_k}, expected 0 (off) or more")
@@ -33,7 +35,7 @@ class Sampling:
             raise UserError(f"top_p is {self.top_p}, expected 0 < top_p <= 1")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p is {self.min_p}, expected 0 (off) up to 1")
-        if not (isfinite(self.repetition) and self.repetition > 0):
+        if self.repetition <= 0:
             raise UserError(f"repetition is {self.repetition}, expected a number above 0 (1: no penalty)")
         if self.seed < 0:
             raise UserError(f"seed is {self.seed}, expected 0 or more")

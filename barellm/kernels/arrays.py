@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from barellm.errors import WrongType
 from barellm.program.dtypes import numpy_dtype
 
 Array = NDArray[Any]
@@ -39,20 +40,26 @@ def spoken(legend: str) -> str:
 
 
 def checked(name: str, argument: str, array: Any) -> np.ndarray:
-    """The argument, if it is an array; else a TypeError in one line."""
+    """The argument, if it is an array; else a WrongType in one line."""
+    if type(array) is np.ndarray:
+        return array
+    if isinstance(array, np.ma.MaskedArray):
+        raise WrongType(
+            f"{name} expects arrays without a mask, {argument} has one: fill it with {argument}.filled(...)"
+        )
     if not isinstance(array, np.ndarray):
-        raise TypeError(f"{name} expects NumPy arrays, {argument} is of type {type(array).__name__}")
+        raise WrongType(f"{name} expects NumPy arrays, {argument} is of type {type(array).__name__}")
     return array
 
 
 def format_name(name: str, argument: str, array: np.ndarray, allowed: tuple[str, ...]) -> str:
-    """The format (`program.dtypes`) of an array, one of the `allowed`; else a TypeError in one line."""
+    """The format (`program.dtypes`) of an array, one of the `allowed`; else a WrongType in one line."""
     for known in allowed:
         if array.dtype == numpy_dtype(known):
             return known
     wanted = " or ".join(str(numpy_dtype(known)) for known in allowed)
     hint = f": cast it with {argument}.astype(np.float32)" if "fp32" in allowed else ""
-    raise TypeError(f"{name} expects {argument} as {wanted}, it is {array.dtype}{hint}")
+    raise WrongType(f"{name} expects {argument} as {wanted}, it is {array.dtype}{hint}")
 
 
 def sizes_of(name: str, legends: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

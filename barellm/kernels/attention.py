@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from barellm.errors import WrongType
 from barellm.kernels.call import call
+from barellm.kernels.options import truth
 from barellm.kernels.rule import Rule
 
 if TYPE_CHECKING:
@@ -82,12 +84,13 @@ def attention(
         out, pull = kernels.vjp(kernels.attention, q, k, v, relative, layout=near)
         dq, dk, dv, drelative = pull(dout)
     """
+    causal = truth("attention", "causal", causal)
     heads = [a.shape[2] if getattr(a, "ndim", 0) == 4 else 1 for a in (q, k)]
     if layout is not None:
         from barellm.program.layouts import Layout
 
         if not isinstance(layout, Layout):
-            raise TypeError(f"attention expects a Layout, layout is of type {type(layout).__name__}")
+            raise WrongType(f"attention expects a Layout, layout is of type {type(layout).__name__}")
         if causal and not layout.causal:
             raise ValueError("attention is given a layout that looks ahead and causal True, expected causal=False")
         given = {"q": q, "k": k, "v": v, "relative": relative, **layout.tables}
@@ -98,4 +101,4 @@ def attention(
         raise ValueError(
             f"attention is given {q.shape[1]} queries and {k.shape[1]} keys, expected as many: it is of a sequence to itself"
         )
-    return call(_ATTENTION, {"q": q, "k": k, "v": v}, out, heads=heads[0], kv_heads=heads[1], causal=bool(causal))[0]
+    return call(_ATTENTION, {"q": q, "k": k, "v": v}, out, heads=heads[0], kv_heads=heads[1], causal=causal)[0]

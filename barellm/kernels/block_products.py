@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from barellm.errors import WrongType
 from barellm.kernels.call import call
 from barellm.kernels.rule import Rule
 
@@ -20,7 +21,7 @@ def _blocksparse(p: Program, x: Tensor, blocks: Tensor, *, layout: BlockLayout, 
 
     if x.dtype != blocks.dtype:
         found = f"{x.dtype} and {blocks.dtype} were given"
-        raise TypeError(f"blocksparse_matmul expects x and blocks of one dtype, {found}")
+        raise WrongType(f"blocksparse_matmul expects x and blocks of one dtype, {found}")
     return p.apply(BlockMatmul, x=x, weight=blocks, layout=layout, **tables).y
 
 
@@ -47,6 +48,6 @@ def blocksparse_matmul(x: Array, blocks: Array, layout: BlockLayout, *, out: Arr
     from barellm.program.block_layouts import BlockLayout
 
     if not isinstance(layout, BlockLayout):
-        raise TypeError(f"blocksparse_matmul expects a BlockLayout, layout is of type {type(layout).__name__}")
+        raise WrongType(f"blocksparse_matmul expects a BlockLayout, layout is of type {type(layout).__name__}")
     columns = layout.shape[1] * layout.block
     return call(_rule(columns), {"x": x, "blocks": blocks, **layout.tables}, out, layout=layout)[0]

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from barellm.errors import WrongType
+
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
     from barellm.kernels.compiled import Pull
@@ -42,7 +44,7 @@ def vjp(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> tuple
         _recording.tape = outer
     if len(tape) != 1:
         name = getattr(function, "__name__", str(function))
-        raise TypeError(
+        raise WrongType(
             f"vjp expects a function of barellm.kernels that has gradients; {name} made {len(tape)} calls of such functions"
         )
     return y, tape[0]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from barellm.errors import WrongType
 from barellm.kernels.arrays import (
     ALIGN,
     LEAD,
@@ -198,7 +199,7 @@ class Pull:
         """One gradient for each float result of the call."""
         c, name = self._compiled, self._rule.name
         if len(gradients) != len(c.seeds):
-            raise TypeError(f"pull of {name} expects {len(c.seeds)} gradients, it was given {len(gradients)}")
+            raise WrongType(f"pull of {name} expects {len(c.seeds)} gradients, it was given {len(gradients)}")
         seeds = []
         for t, shape, given in zip(c.seeds, c.seed_shapes, gradients, strict=True):
             argument = "dy" if len(c.seeds) == 1 else t.name

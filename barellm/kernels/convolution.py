@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from barellm.kernels.call import call
-from barellm.kernels.options import whole, whole_or_pair
+from barellm.kernels.options import truth, whole, whole_or_pair
 from barellm.kernels.rule import Rule
 
 if TYPE_CHECKING:
@@ -42,5 +42,6 @@ def conv2d(
     sizes: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
     sizes = {name: whole_or_pair("conv2d", name, size) for name, size in sizes.items()}
     sizes["groups"] = whole("conv2d", "groups", groups)
-    how = {"reflect": bool(reflect), "mirrored": bool(mirrored), "algorithm": algorithm}
+    flags = {"reflect": reflect, "mirrored": mirrored}
+    how = {name: truth("conv2d", name, flag) for name, flag in flags.items()} | {"algorithm": algorithm}
     return call(_CONV2D, {"x": x, "w": w}, out, **sizes, **how)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from barellm.errors import WrongType
 from barellm.kernels.call import call
 from barellm.kernels.rule import Rule
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def _matmul(p: Program, a: Tensor, b: Tensor, b_flipped: bool) -> Tensor:
     if a.dtype != b.dtype:
-        raise TypeError(f"matmul expects a and b of one dtype, a is {a.dtype} and b is {b.dtype}")
+        raise WrongType(f"matmul expects a and b of one dtype, a is {a.dtype} and b is {b.dtype}")
     return p.linear(a, b) if b_flipped else p.linear_nn(a, b)
 
 

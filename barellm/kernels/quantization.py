@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from barellm.errors import WrongType
+
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
     from barellm.program.quantization import Scheme
@@ -14,7 +16,7 @@ def _scheme(name: str, format: str) -> Scheme:
     from barellm.program import quantization
 
     if not isinstance(format, str):
-        raise TypeError(f"{name} expects format as a text such as 'int4', it is of type {type(format).__name__}")
+        raise WrongType(f"{name} expects format as a text such as 'int4', it is of type {type(format).__name__}")
     return quantization.scheme(format)
 
 

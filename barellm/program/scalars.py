@@ -5,6 +5,8 @@ The rows are the layout of the block, which compiled code knows: they are append
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,14 +32,19 @@ class Scalar:
 
 
 SCALARS: dict[str, Scalar] = {}
+_declaring = threading.Lock()  # two threads that build programs must not give one row to two names
+os.register_at_fork(
+    before=_declaring.acquire, after_in_parent=_declaring.release, after_in_child=_declaring.release
+)  # else it may be held for ever in a child
 
 
 def declare(name: str, kind: Literal["i64", "fp64"] = "i64", says: str = "a size", default: int | None = None) -> None:
     """Append a row; one that is there stays. Dims declare their names themselves."""
-    if name not in SCALARS:
-        if len(SCALARS) == MOST:
-            raise ValueError(f"{name} would be run-time scalar number {MOST + 1}, there is room for {MOST}")
-        SCALARS[name] = Scalar(name, kind, says, default, len(SCALARS))
+    with _declaring:
+        if name not in SCALARS:
+            if len(SCALARS) == MOST:
+                raise ValueError(f"{name} would be run-time scalar number {MOST + 1}, there is room for {MOST}")
+            SCALARS[name] = Scalar(name, kind, says, default, len(SCALARS))
 
 
 declare("batch", says="sequences in this micro-batch")

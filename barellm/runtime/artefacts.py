@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,7 +80,7 @@ def _digest(path: Path, code: bytes) -> bytes:
 
 def keep(path: Path, code: bytes) -> None:
     """Put an artefact into the cache."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # not the group's, whatever the umask
         temporary.write_bytes(code + _digest(path, code))

@@ -455,6 +455,8 @@ class Run:
         image = folder.path / "loss.png"
         title = f"{self.config.preset}, {short(machine.parameters)} parameters"
         try:
+            if image.is_symlink():  # what it points to is not the run's
+                storage.remove(image)
             curve.image(image, [found], title=title)
         except OSError as error:  # the weights are safe; a picture is not worth the report
             say(f"warning: no curve in {image}: {error.strerror}")

@@ -55,6 +55,7 @@ class Saving:
         self._written, self._shared, self._threads = written, shared, threads
         self._tokenizer, self._console, self._stop = tokenizer, console, stop
         self.writer: _Writer | None = None
+        self._left: dict[str, bool] = {}  # warnings about what could not be removed, and whether they were shown
 
     def _names(self, point: Point) -> frozenset[str]:
         roles = {"parameter", "state"} | ({"gradient"} if point.gradients else set())
@@ -93,6 +94,7 @@ class Saving:
             return
         writer.join()
         self.writer = None
+        self._show_left()
         if isinstance(writer.error, OSError):
             self._console.line(self._warning(writer.point, writer.error))
         elif writer.error is not None:
@@ -101,6 +103,12 @@ class Saving:
             self.saved = writer.path
             waited = f", of which the training waited {writer.stalled:.2f} s" * (writer.seconds >= 0.1)
             self._console.line(f"saved {self.saved} in {writer.seconds:.1f} s{waited}")
+
+    def _show_left(self) -> None:
+        """Say what old checkpoints could not be removed, each once: the next save tries again."""
+        for line in [line for line, shown in self._left.items() if not shown]:
+            self._left[line] = True
+            self._console.line(line)
 
     @staticmethod
     def _warning(point: Point, error: OSError) -> str:
@@ -120,6 +128,7 @@ class Saving:
         """Save, and return when it is done. OSError where it failed."""
         self.wait()
         self.saved = self._write(self.session, point)
+        self._show_left()
         self._console.line(f"saved {self.saved}")
 
     def now_or_warn(self, point: Point) -> bool:
@@ -166,6 +175,7 @@ class Saving:
             tokenizer=self._tokenizer,
             keep=point.keep,
             gradients=point.gradients,
+            warn=lambda line: self._left.setdefault(line, False),
         )
 
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import os
+import random
+import signal
 import subprocess
 import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -120,23 +129,57 @@ def test_what_is_not_said_is_what_the_command_takes():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda m: m.logits([1, 2]), r"tokens are int64 \(2,\), expected integers \(B, T\)"),
-        (lambda m: m.logits([[0.5]]), r"tokens are float64 \(1, 1\), expected integers"),
+        (lambda m: m.logits([1, 2]), r"tokens is int64 \(2,\), expected integers \(B, T\)"),
+        (lambda m: m.logits([[0.5]]), r"tokens is float64 \(1, 1\), expected integers"),
         (lambda m: m.logits([[3, 256]]), r"tokens\[0, 1\] is 256, expected an id from 0 to 255"),
         (lambda m: m.logits([[1 << 32]]), r"tokens\[0, 0\] is 4294967296"),
         (lambda m: m.logits([[-1]]), r"tokens\[0, 0\] is -1, expected an id from 0"),
-        (lambda m: m.logits([[0] * 14]), r"tokens are \(1, 14\), the model has 13 positions"),
-        (lambda m: m.loss([[1, 2]], [[1]]), r"targets are \(1, 1\), expected the shape of tokens, \(1, 2\)"),
+        (lambda m: m.logits([[0] * 14]), r"tokens is \(1, 14\), the model has 13 positions"),
+        (lambda m: m.loss([[1, 2]], [[1]]), r"targets is \(1, 1\), expected the shape of tokens, \(1, 2\)"),
         (lambda m: m.loss([[1]], [[-1]]), "all targets are -1"),
         (lambda m: m.loss([[1]], [[-2]]), r"targets\[0, 0\] is -2, expected an id from -1"),
         (lambda m: m.generate(tokens=0), "tokens is 0, expected at least 1"),
-        (lambda m: m.generate(top_p=0), "top_p is 0, expected 0 < top_p <= 1"),
+        (lambda m: m.generate(top_p=0), "top_p is 0.0, expected 0 < top_p <= 1"),
+        (lambda m: m.stream(min_p=np.nan), "min_p is nan, expected a number"),
+        (lambda m: m.logits(np.ma.array([[1]])), r"tokens has a mask, expected integers \(B, T\) without one"),
+        (lambda m: m.loss([[1]], np.ma.array([[1]])), "targets has a mask"),
+        (lambda m: m.logits([[1], [1, 2]]), r"tokens is \[\[1\], \[1, 2\]\], expected integers \(B, T\)"),
+        (lambda m: m.logits([[True]]), r"tokens is bool \(1, 1\), expected integers"),
+        (lambda m: m.generate([]), r"prompt is float64 \(0,\), expected a text or integers \(T,\)"),
+        (lambda m: m.generate([[1]]), r"prompt is int64 \(1, 1\), expected a text or integers"),
+        (lambda m: m.generate([1, 256]), r"prompt\[1\] is 256, expected an id from 0 to 255"),
+        (lambda m: m.stream(b"ab"), r"prompt is \|S2 \(\), expected a text or integers"),
+        (lambda m: m.stream(tokens=2.5), "tokens is 2.5, expected an integer"),
+        (lambda m: m.stream(tokens=True), "tokens is True, expected an integer"),
+        (lambda m: m.stream(temperature="hot"), "temperature is 'hot', expected a number"),
+        (lambda m: m.stream(top_k=1.5), "top_k is 1.5, expected an integer"),
+        (lambda m: m.stream(seed=None), "seed is None, expected an integer"),
+        (lambda m: m.stream(top_p=np.ones(2)), r"top_p is array\(\[1., 1.\]\), expected a number"),
+        (lambda m: m.stream(stop=3), "stop is 3, expected a text or a list of texts"),
+        (lambda m: m.stream(stop=["a", 3]), r"stop is \['a', 3\], expected a text"),
+        (lambda m: m.weight(["wte"]), r"has no parameter \['wte'\]"),
+        (lambda m: m.save(3), "path is 3, expected a path"),
+        (lambda m: barellm.load(3), "path is 3, expected a path"),
+        (lambda m: barellm.load("x", tokenizer=3), "tokenizer is 3, expected a path"),
+        (lambda m: barellm.load("x", device=3), "device is 3, expected cpu, cuda, reference"),
+        (lambda m: barellm.load(m.path, dtype=16), "train.dtype is 16, expected a text"),
         (lambda m: m.weight("wtf"), r"has no parameter 'wtf' \(known: wte, wpe, "),
     ],
 )
 def test_mistakes_are_named(model, call, message):
-    with pytest.raises(UserError, match=message):
+    model.path = model._weights.path
+    with pytest.raises(UserError, match=message) as raised:
         call(model)
+    assert "\n" not in str(raised.value)
+
+
+def test_token_ids_are_a_prompt_and_numbers_of_numpy_are_numbers(model):
+    """Ids are taken as they are: nothing is put before them."""
+    whole = model.generate("squared", tokens=6, temperature=0.5, top_k=3, seed=4)
+    ids = model.tokenizer.prompt("squared")
+    how = {"tokens": np.int64(6), "temperature": np.float32(0.5), "top_k": np.uint8(3), "seed": np.int32(4)}
+    for prompt in ("squared", ids, tuple(ids), np.array(ids, np.uint16)):
+        assert model.generate(prompt, **how) == "".join(model.stream(prompt, **how)) == whole
 
 
 @pytest.fixture
@@ -146,22 +189,188 @@ def on_cpu(tmp_path, own_cache):
         yield opened
 
 
-def test_a_stream_ends_where_the_model_computes_something_else(on_cpu):
-    """Whether that opens the session again or writes into its KV cache. Streams that have no piece yet are not disturbed."""
-    whole = on_cpu.generate("ab", tokens=9, seed=3)
-    assert "".join(on_cpu.stream("ab", tokens=9, seed=3)) == whole
-    for other in (lambda: on_cpu.logits(TOKENS), lambda: next(on_cpu.stream("xyz", tokens=9))):
-        stream, waiting = (on_cpu.stream("ab", tokens=9, seed=3) for _ in range(2))
-        next(stream)
-        other()
-        with pytest.raises(UserError, match="this stream is over: the model has computed something else"):
-            next(stream)
-        assert "".join(waiting) == whole
+@pytest.fixture(params=["reference", "cpu"])
+def on_both(tmp_path, own_cache, request):
+    with barellm.load(checkpoint(tmp_path / "run"), dtype="fp32", device=request.param) as opened:
+        yield opened
+
+
+def test_a_stream_goes_on_whatever_the_model_computes_between_its_pieces(on_both):
+    """Whether that opens the session again, for more positions too, or takes the KV cache."""
+    model = on_both
+    whole, other = model.generate("ab", tokens=9, seed=3), model.generate("xyz", tokens=9, seed=4)
+    others = [
+        lambda: model.logits(TOKENS),
+        lambda: model.loss(TOKENS, TARGETS),
+        lambda: next(model.stream("xyz", tokens=9)),
+        lambda: model.generate("x" * 8, tokens=40),
+    ]
+    for more in others:
+        stream, waiting = (model.stream("ab", tokens=9, seed=3) for _ in range(2))
+        pieces = []
+        for piece in stream:
+            pieces.append(piece)
+            more()
+        assert "".join(pieces) == "".join(waiting) == whole
+    pairs = list(zip(model.stream("ab", tokens=9, seed=3), model.stream("xyz", tokens=9, seed=4), strict=False))
+    assert whole.startswith("".join(a for a, _ in pairs)) and other.startswith("".join(b for _, b in pairs))
+    assert len(pairs) > 4
+
+
+def test_a_stream_has_its_own_text_where_the_cache_is_larger_than_its_own(tmp_path, own_cache):
+    """The session is opened again with more positions in the middle of it."""
+    long = replace(MODEL, max_seq=1100)
+    with barellm.load(checkpoint(tmp_path / "long", long), dtype="fp32") as model:
+        whole = model.generate("ab", tokens=30, seed=3)
+        stream = model.stream("ab", tokens=30, seed=3)
+        pieces = [next(stream) for _ in range(9)]
+        positions = model._wanted.positions
+        model.generate("x" * 600, tokens=1)
+        assert model._wanted.positions > positions
+        assert "".join([*pieces, *stream]) == whole
+
+
+def test_many_threads_get_what_each_would_get_alone(on_both):
+    """logits, loss, generate, streams of their own, and one stream that all take pieces from."""
+    model = on_both
+    asked: list[Callable[[], object]] = []
+    for i in range(4):
+        tokens = (TOKENS[: i % 3 + 1, : 3 + i] + i) % 256
+        asked += [
+            lambda tokens=tokens: model.logits(tokens).tobytes(),
+            lambda tokens=tokens: model.loss(tokens, (tokens + 1) % 256),
+            lambda i=i: model.generate("x" * i, tokens=5 + i, seed=i),
+            lambda i=i: "".join(model.stream("ab" * i, tokens=6, seed=i)),
+        ]
+    wanted = [ask() for ask in asked]
+    whole, shared = model.generate("q", tokens=40, seed=9), model.stream("q", tokens=40, seed=9)
+    pieces: list[str] = []
+    wrong: list[object] = []
+    begin = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        order = random.Random(number).sample(range(len(asked)), len(asked))
+        begin.wait()
+        for at in order * 2:
+            with taking:
+                pieces.append(next(shared, ""))
+            try:
+                if (found := asked[at]()) != wanted[at]:
+                    wrong.append((at, found))
+            except BaseException as error:
+                wrong.append((at, error))
+
+    taking = threading.Lock()  # what a piece is, and its place among the others, belong together
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert "".join(pieces) + "".join(shared) == whole
+
+
+def test_two_threads_may_take_pieces_of_one_stream(on_cpu):
+    """Each gets some, and none is lost or twice."""
+    whole = sorted(on_cpu.stream("q", tokens=60, seed=9))
+    stream = on_cpu.stream("q", tokens=60, seed=9)
+    with ThreadPoolExecutor(3) as pool:
+        found = [piece for part in pool.map(lambda _: list(stream), range(3)) for piece in part]
+    assert sorted(found) == whole
+
+
+def test_a_stream_that_is_left_half_way_holds_nothing(on_cpu):
+    """Neither the lock nor memory, whether it is dropped, closed, or ends with an error of whoever reads it."""
+    wanted = on_cpu.logits(TOKENS)
+    stream = on_cpu.stream("ab", tokens=9)
+    next(stream)
+    place = weakref.ref(stream._place)  # pyright: ignore[reportAttributeAccessIssue]
+    other = on_cpu.stream("cd", tokens=9)
+    next(other)
+    assert place().kept  # pyright: ignore[reportOptionalMemberAccess]
+    gc.disable()
+    try:
+        del stream
+        assert place() is None
+    finally:
+        gc.enable()
+    other.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert list(other) == [] and not other._place.kept  # pyright: ignore[reportAttributeAccessIssue]
+    left = on_cpu.stream("ef", tokens=9)
+    next(left)
+    with ThreadPoolExecutor(1) as pool:
+        assert (pool.submit(on_cpu.logits, TOKENS).result(timeout=60) == wanted).all()
+
+
+def test_a_closed_model_ends_its_streams(on_cpu):
     stream = on_cpu.stream("ab", tokens=9)
     next(stream)
     on_cpu.close()
-    with pytest.raises(UserError, match="is closed: load it again"):
-        next(stream)
+    for _ in range(2):
+        with pytest.raises(UserError, match="is closed: load it again"):
+            next(stream)
+
+
+def test_an_interrupted_computation_reaches_into_no_other(on_cpu, monkeypatch):
+    """After Ctrl-C the threads may still run what was begun: the next call opens the session again. The stream that it hit says
+    so, others go on."""
+    whole, wanted = on_cpu.generate("ab", tokens=9, seed=3), on_cpu.logits(TOKENS)
+    hit, other = (on_cpu.stream("ab", tokens=9, seed=3) for _ in range(2))
+    begun = [next(hit), next(other)]
+    session = on_cpu._session
+    next(hit)
+    with monkeypatch.context() as patch:
+        patch.setitem(session._starts, "decode", lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            next(hit)
+    with pytest.raises(UserError, match="this stream ended with an error or was interrupted"):
+        next(hit)
+    assert begun[1] + "".join(other) == whole and (on_cpu.logits(TOKENS) == wanted).all()
+    assert on_cpu._session is not session
+
+
+def test_a_handler_in_the_middle_of_a_computation_is_refused(on_cpu, monkeypatch):
+    """It would wait for its own thread for ever, or change what that computes."""
+    wanted, answers = on_cpu.logits(TOKENS), []
+    run = on_cpu._session.pool.run
+
+    def interrupted(*table):
+        for ask in (lambda: on_cpu.loss(TOKENS, TARGETS), lambda: next(on_cpu.stream("a")), on_cpu.close):
+            with pytest.raises(UserError, match="in the middle of its own computation"):
+                ask()
+            answers.append(ask)
+        run(*table)
+
+    on_cpu._session._starts["logits"] = lambda: interrupted(*on_cpu._session._tables["logits"])
+    assert (on_cpu.logits(TOKENS) == wanted).all() and len(answers) == 3
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_computes_with_a_session_of_its_own(on_cpu):
+    """Also where a thread of the parent holds the lock. A stream that was begun in the parent says so."""
+    wanted, text = on_cpu.logits(TOKENS), on_cpu.generate("ab", tokens=9, seed=3)
+    begun, waiting = (on_cpu.stream("ab", tokens=9, seed=3) for _ in range(2))
+    first = next(begun)
+    held, done = threading.Event(), threading.Event()
+    holder = threading.Thread(target=lambda: on_cpu._alone(lambda: (held.set(), done.wait(60))))
+    holder.start()
+    held.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            assert (on_cpu.logits(TOKENS) == wanted).all() and "".join(waiting) == text
+            with pytest.raises(UserError, match="was begun in another process"):
+                next(begun)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    done.set()
+    holder.join()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert first + "".join(begun) == text, "the parent goes on"
 
 
 def test_a_refused_opening_leaves_the_model_alive(on_cpu, monkeypatch):
@@ -205,7 +414,12 @@ def test_a_closed_model_says_so(model):
 
 def test_importing_barellm_is_light_and_unknown_names_are_errors():
     script = (
-        "import barellm, sys; assert not {'numpy', 'barellm.api'} & set(sys.modules); print(dir(barellm)); barellm.lode"
+        "import barellm, sys; assert not {'numpy', 'barellm.api', 'barellm.kernels'} & set(sys.modules)\n"
+        "barellm.kernels.matmul; assert 'numpy' not in sys.modules; print(dir(barellm)); barellm.lode"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "module 'barellm' has no attribute 'lode'" in done.stderr and "'train'" in done.stdout
+    assert (
+        "module 'barellm' has no attribute 'lode'" in done.stderr
+        and "'kernels'" in done.stdout
+        and "'train'" in done.stdout
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -165,3 +167,53 @@ def test_a_checkpoint_brings_no_module_that_was_not_imported(own, tiny, tmp_path
     found = r"of your own is found with --model FILE.py, or once its module is imported"
     with pytest.raises(UserError, match=rf"architecture 'users.bigrams' \(.* {found}"):
         run.load(device="reference")
+
+
+def test_two_threads_may_train_at_once(tiny, tmp_path):
+    """Each run is that of its arguments, also where both begin with the same data that nobody has read yet."""
+    names = ("a", "b", "c")
+    with ThreadPoolExecutor(3) as pool:
+        runs = list(pool.map(lambda name: barellm.train(out=tmp_path / name, seed=3 + (name == "b"), **tiny), names))
+    assert all(run.finished for run in runs)
+    assert weights(tmp_path / "a") == weights(tmp_path / "c") != weights(tmp_path / "b")
+    barellm.train(out=tmp_path / "alone", seed=3, **tiny)
+    assert weights(tmp_path / "a") == weights(tmp_path / "alone")
+
+
+def test_numbers_of_numpy_are_keys_of_a_run(tiny, tmp_path):
+    numbers = {"steps": np.int64(4), "batch": np.uint8(2), "lr": np.float32(0.5), "quiet": np.True_}
+    run = barellm.train(np.str_("default"), out=tmp_path / "a", **{**tiny, **numbers})
+    barellm.train(
+        models.preset("default"),
+        out=str(tmp_path / "b"),
+        lr=0.5,
+        **{**tiny, "data": {**tiny["data"], "source": Path(tiny["data"]["source"])}},
+    )
+    assert weights(tmp_path / "a") == weights(tmp_path / "b")
+    made = replace(models.preset("default").train, batch=np.int32(3), grace=np.float64(1))
+    assert (type(made.batch), type(made.grace), made.batch) == (int, float, 3)
+    assert repr(run) == f"<barellm.Run {tmp_path / 'a'}: 4 steps, finished, {run.val_nats:.4f} nats on validation>"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ({"config": 3}, "config is 3, expected the name of a preset or a barellm.config.Config"),
+        ({"out": 3}, "out is 3, expected a path"),
+        ({"resume": "no"}, "resume is 'no', expected true or false"),
+        ({"quiet": 1}, "quiet is 1, expected true or false"),
+        ({"callbacks": print}, "callbacks is <built-in function print>, expected a list of functions"),
+        ({"callbacks": [3]}, r"callbacks is \[3\], expected a list of functions"),
+        ({"device": 3}, "device is 3, expected cpu, cuda, reference"),
+        ({"steps": 2.5}, "train.steps is 2.5, expected an integer"),
+        ({"steps": True}, "train.steps is True, expected an integer"),
+        ({"lr": None}, "optim.lr is None, expected a number"),
+        ({"lr": np.ones(9)}, "optim.lr is array"),
+        ({"recompute": 1}, "train.recompute is 1, expected true or false"),
+        ({"model": 3}, r"model is 3, expected keys and their values as in model=\{...\}"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(tmp_path, words, message):
+    with pytest.raises(UserError, match=message) as raised:
+        barellm.train(**{"out": tmp_path / "run", **words})
+    assert "\n" not in str(raised.value) and not (tmp_path / "run").exists()

@@ -16,6 +16,7 @@ import xxhash
 from safetensors.numpy import load_file
 
 from barellm.checkpoint import checkpoint, storage, tensorfile
+from barellm.checkpoint.folder import RunFolder
 from barellm.errors import UserError
 from tests.training.fake import FakeSession
 
@@ -354,3 +355,111 @@ def test_everything_is_on_disk_before_the_rename_and_the_rename_before_anything_
     parent = events.index(("fsync", "checkpoints"))
     removal = events.index(("rename", "step-000001"))
     assert rename < parent < removal < min(i for i, (name, _) in enumerate(events) if name == "unlink")
+
+
+# --- links, and what cannot be removed ---
+
+
+@pytest.fixture
+def own(tmp_path) -> Path:
+    """A folder of somebody else, with a file and a folder in it."""
+    (tmp_path / "own" / "drafts").mkdir(parents=True)
+    for name in ("thesis.tex", "drafts/one.tex"):
+        (tmp_path / "own" / name).write_text("text")
+    return tmp_path / "own"
+
+
+def untouched(own: Path) -> bool:
+    return [p.name for p in sorted(own.rglob("*"))] == ["drafts", "one.tex", "thesis.tex"]
+
+
+def test_a_save_removes_links_and_never_what_they_point_to(folder, own):
+    """Whatever a link is called, and wherever it stands: in place of a temporary, of an old checkpoint, of the new one, and inside
+    of a checkpoint."""
+    save(folder, FakeSession(seed=1), 2)
+    for name in (".tmp-x", ".tmp-step-000009", "step-000001", "step-000009"):
+        (folder / name).symlink_to(own)
+    (folder / ".tmp-step-000001").symlink_to(own / "gone")
+    (folder / ".tmp-file").symlink_to(own / "thesis.tex")
+    (folder / "step-000002" / "drafts").symlink_to(own)
+    said: list[str] = []
+    path = checkpoint.save(folder, FakeSession(), step=9, meta={"config": {}}, tokenizer={}, keep=1, warn=said.append)
+    assert untouched(own) and not said
+    assert [p.name for p in folder.iterdir()] == ["step-000009"] and checkpoint.problem(path) is None
+
+
+def test_a_checkpoint_behind_a_link_is_read_and_replaced_as_a_link(folder, tmp_path):
+    """As of one that was moved to a larger disk."""
+    (tmp_path / "disk").mkdir()
+    for step in (1, 2):
+        save(folder, FakeSession(seed=step), step)
+        (folder / f"step-00000{step}").rename(tmp_path / "disk" / str(step))
+        (folder / f"step-00000{step}").symlink_to(tmp_path / "disk" / str(step))
+    loaded = FakeSession(seed=9)
+    checkpoint.load(checkpoint.find(folder.parent)[0], loaded, optimizer=True)
+    assert same(loaded, FakeSession(seed=2))
+    assert save(folder, FakeSession(seed=5), 2).is_symlink(), "it is whole: nothing is written"
+    (folder / "step-000003").symlink_to(tmp_path / "gone")
+    assert not save(folder, FakeSession(seed=3), 3, keep=1).is_symlink()
+    assert [p.name for p in folder.iterdir()] == ["step-000003"]
+    assert all(checkpoint.problem(tmp_path / "disk" / name) is None for name in "12")
+
+
+def test_where_the_folder_of_checkpoints_is_a_link_nothing_is_removed(folder, own):
+    others = own / ".tmp-step-000003"
+    others.mkdir()
+    folder.symlink_to(own)
+    said: list[str] = []
+    for step in (1, 2, 3, 4):
+        checkpoint.save(folder, FakeSession(), step=step, meta={"config": {}}, tokenizer={}, keep=1, warn=said.append)
+    with RunFolder(folder.parent, resume=True):
+        pass
+    assert [p.name for p in checkpoint.steps(own)] == [f"step-00000{step}" for step in (4, 3, 2, 1)]
+    assert others.is_dir() and (own / "thesis.tex").exists()
+    assert set(said) == {f"warning: {folder} is a link: nothing is removed there, older checkpoints stay"}
+
+
+def test_folders_inside_a_checkpoint_go_with_it(folder):
+    nested = save(folder, FakeSession(), 1) / ".ipynb_checkpoints" / "a"
+    nested.mkdir(parents=True)
+    (nested / "b").write_text("")
+    save(folder, FakeSession(), 2, keep=1)
+    assert [p.name for p in folder.iterdir()] == ["step-000002"]
+
+
+@pytest.mark.parametrize("call", ["unlink", "rmdir", "rename"])
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.EACCES, errno.ENOTEMPTY])
+def test_what_cannot_be_removed_costs_a_warning_and_not_the_new_checkpoint(folder, monkeypatch, call, code):
+    """As files of NFS that somebody has open. Each save tries again, also to write a step whose temporary name is taken."""
+
+    class Busy:
+        def __getattr__(self, name):
+            return self.fail if name == call else getattr(os, name)
+
+        def fail(self, path, *to):
+            if call == "rename" and path.name.startswith(".tmp-"):
+                return os.rename(path, *to)  # of the new checkpoint
+            raise OSError(code, os.strerror(code), str(path))
+
+    prepare_old(folder)
+    monkeypatch.setattr(storage, "system", Busy())
+    said: list[str] = []
+    for step in (3, 9):
+        path = checkpoint.save(
+            folder, FakeSession(seed=step), step=step, meta={"config": {}}, tokenizer={}, keep=1, warn=said.append
+        )
+        assert checkpoint.problem(path) is None
+        assert any("step-000002 is not removed: " in line and os.strerror(code) in line for line in said)
+    monkeypatch.setattr(storage, "system", os)
+    save(folder, FakeSession(), 10, keep=1)
+    assert [p.name for p in folder.iterdir()] == ["step-000010"]
+
+
+def test_a_file_that_takes_the_place_of_a_link_leaves_what_it_points_to(tmp_path, own):
+    for name in ("config.json", ".tmp-config.json"):
+        (tmp_path / name).symlink_to(own / "thesis.tex")
+    storage.replace_file(tmp_path / "config.json", b"{}")
+    assert (tmp_path / "config.json").read_bytes() == b"{}" and (own / "thesis.tex").read_text() == "text"
+    (tmp_path / ".tmp-probe").symlink_to(own / "gone")
+    with RunFolder(tmp_path, resume=True):
+        assert not (tmp_path / ".tmp-probe").is_symlink() and not (own / "gone").exists()

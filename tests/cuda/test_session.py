@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+import barellm
 from barellm.cuda import driver, step
 from barellm.cuda.step import CudaSession
+from barellm.data.tokenizers import Bytes
 from barellm.errors import UserError
+from barellm.models import gpt2
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
+from tests.interop.models import checkpoint_of, random_arrays
 from tests.simulators.mock import LAUNCH_MS, Gpu, memory_of
 
 R = np.random.default_rng(5)
@@ -152,6 +157,16 @@ def test_what_outlives_a_session_has_a_context_to_go_back_to(gpu):
     del session, turns
     gc.collect()
     assert set(gpu.calls) <= {"cuEventDestroy"}
+
+
+def test_a_loaded_model_is_asked_in_the_context_of_whichever_thread_asks(gpu, tmp_path, own_cache):
+    model = gpt2.Config(layers=1, heads=2, channels=32, vocab_size=256, max_seq=16)
+    with barellm.load(checkpoint_of(tmp_path / "run", model, random_arrays(model), Bytes()), device="cuda") as opened:
+        opened.logits([[1, 2, 3]])
+        gpu.calls.clear()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(opened.logits, [[1, 2, 3]]).result()
+        assert gpu.calls[0] == "cuCtxSetCurrent"
 
 
 def test_errors_have_names_and_say_whether_the_gpu_is_lost(gpu):

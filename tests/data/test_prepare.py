@@ -350,3 +350,12 @@ def test_a_long_text_says_how_far_it_is(text, tmp_path, monkeypatch, capsys):
     done = [nbytes for nbytes, _ in seen]
     assert {total for _, total in seen} == {4500} and done[-1] == 4500 and len(done) > 20
     assert done == sorted(done) and done[0] < 450
+
+
+def test_files_behind_a_link_in_place_of_the_unfinished_folder_stay(text, tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / ".draft.tmp").write_text("own")
+    (tmp_path / "out.part").symlink_to(tmp_path / "own")
+    with pytest.raises(UserError, match=r"out.part is a link, expected the folder of an unfinished prepare"):
+        run(text, "--out", tmp_path / "out", "--tokenizer", "bytes")
+    assert (tmp_path / "own" / ".draft.tmp").exists()

@@ -214,7 +214,7 @@ def test_a_failing_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == ["run"] or (at > 10 and names == ["hf", "run"] and len(list((tmp_path / "hf").iterdir())) == 3)
         if "hf" in names:  # the sync of the parent failed, after the rename
-            storage.remove_folder(tmp_path / "hf")
+            storage.remove(tmp_path / "hf")
         at += 1
     assert at > 10
 

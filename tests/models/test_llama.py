@@ -95,7 +95,7 @@ def test_it_trains_resumes_samples_and_evaluates(tmp_path, own_cache, capsys, de
     run(*words, tmp_path / "run", "--steps", 30)
     run(*words, tmp_path / "other", "--steps", 30, "--train.checkpoint_every", 10, "--train.keep", 9)
     for step in ("step-000020", "step-000030"):
-        checkpoint.storage.remove_folder(tmp_path / "other" / "checkpoints" / step)
+        checkpoint.storage.remove(tmp_path / "other" / "checkpoints" / step)
     run("train", "--resume", "--device", device, "--out", tmp_path / "other")
     losses = [row["loss"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
     assert losses[-1] < 0.8 * losses[0]

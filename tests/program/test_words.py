@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -218,3 +221,20 @@ def test_scalars_have_a_limit(monkeypatch):
 def test_tensors_know_their_bytes():
     assert Tensor("w", (3, 5), "half", "parameter").nbytes == 92  # 15 fp16, two bytes that align what follows, 15 fp32
     assert Tensor("w", (3, 5), "split", "parameter").nbytes == 60
+
+
+def test_threads_that_declare_scalars_at_once_give_each_a_row_of_its_own(monkeypatch):
+    """A dictionary in which another thread comes between the look and the entry."""
+
+    class Slow(dict):
+        def __len__(self):
+            found = super().__len__()
+            time.sleep(0.01)
+            return found
+
+    monkeypatch.setattr(scalars, "SCALARS", Slow(scalars.SCALARS))
+    before = [row.index for row in scalars.SCALARS.values()]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(scalars.declare, ["one", "two", "one", "three"]))
+    added = sorted(scalars.SCALARS[name].index for name in ("one", "two", "three"))
+    assert added == [len(before), len(before) + 1, len(before) + 2]

@@ -256,3 +256,33 @@ def test_a_step_that_ends_in_time_is_saved_as_ever(fake, command, tmp_path, caps
     assert main(command("run", "--train.grace", "5")) == 143
     assert checkpoint.find(tmp_path / "run")[0].name == "step-000006"
     assert "stopped after step 6; go on with" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_where_an_old_checkpoint_cannot_be_removed(fake, command, tmp_path, monkeypatch, capsys):
+    """Saves of the thread and the last one say so, each thing once."""
+
+    class Busy:
+        def __getattr__(self, name):
+            return self.rmdir if name == "rmdir" else getattr(os, name)
+
+        def rmdir(self, path):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(storage, "system", Busy())
+    assert main(command("run", "--train.keep", "1")) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "is not removed" in line]
+    assert len(said) == len(set(said)) and sum("/step-000004 is not removed" in line for line in said) == 1
+    assert any("/step-000008 is not removed" in line for line in said)
+    monkeypatch.setattr(storage, "system", os)
+    assert main(command("run", "--resume", "--train.keep", "1", "--steps", "13")) == 0
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000013"]
+
+
+def test_the_curve_takes_the_place_of_a_link(fake, command, tmp_path):
+    assert main(command("run")) == 0
+    (tmp_path / "own.png").write_text("own")
+    for name in ("loss.png", "metrics.jsonl", "config.json"):
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+        (tmp_path / "run" / name).symlink_to(tmp_path / "own.png")
+    assert main(command("run", "--resume", "--steps", "13")) == 0
+    assert (tmp_path / "own.png").read_text() == "own" and (tmp_path / "run" / "loss.png").read_bytes() == b""
