@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--find-lr",
         action="store_true",
-        help="train some steps with a learning rate that grows until they diverge, and suggest one; no run is made",
+        help="train --steps steps (default: 200) whose learning rate grows until they diverge, and suggest one; no run is made",
     )
     parser.add_argument(
         "--ranks",
@@ -83,11 +83,11 @@ def _train(args: argparse.Namespace, ranks: Ranks) -> int:
     else:
         base = asked.base()
         changes = asked.changes(base)
-        config, weights = with_weights(overrides.changed(base, changes), changes)
+        config, weights = with_weights(asked.changed(base), changes)
         what = f"{config.preset}-find-lr" if args.find_lr else config.preset
         out = Path(args.out) if args.out is not None else root / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
     config.check()
-    steps = find_lr.steps_of(config, changes) if args.find_lr else 0
+    steps = find_lr.steps_of(config, overrides.checked(asked.texts, config)) if args.find_lr else 0
     own = folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume)
     with own if ranks.rank == 0 else nullcontext(own) as opened:  # only the first rank writes
         job = run.Run(
@@ -104,5 +104,5 @@ def _train(args: argparse.Namespace, ranks: Ranks) -> int:
         if args.find_lr:
             if line := find_lr.unused(changes):
                 console.line(line)
-            return find_lr.run(job, opened, steps=steps)
+            return find_lr.run(job, opened, steps=steps, words=args.words)
         return job.execute(opened)

@@ -187,6 +187,7 @@ int main(int argc, char **argv) {
             fprintf(file, "{\"kind\": \"train\", \"step\": %lld", (long long)after.step);
             number(file, "loss", r.loss);
             number(file, "lr", r.lr);
+            if (r.muon_lr >= 0) number(file, "muon_lr", r.muon_lr);
             number(file, "grad_norm", r.norm);
             fprintf(file, ", \"tokens\": %lld, \"tokens_per_s\": %.1f, \"seconds\": %.3f}\n", (long long)(after.samples * seq), rows * seq / took, seconds_now() - started);
             fflush(file);
