@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from barellm.cli.options import Asked, add_configuration, add_device, with_weigh
 
 if TYPE_CHECKING:
     from barellm.program.ranks import Ranks
+    from barellm.training.console import Console
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +49,18 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, ranks: Ranks) -> int:
     """One run, or this rank's part of it."""
     started = time.monotonic()
+    from contextlib import nullcontext, redirect_stdout
+
+    from barellm.training.console import Console
+
+    silent = open(os.devnull, "w") if ranks.rank else None  # noqa: SIM115  (to the end of the process)
+    console = Console(json_lines=args.json, stream=silent, several=ranks.count > 1)
+    # What trackers print, from threads of theirs, is no JSON.
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():
+        return _trained(args, ranks, console, started)
+
+
+def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: float) -> int:
     from contextlib import nullcontext
     from pathlib import Path
 
@@ -55,10 +69,7 @@ def _train(args: argparse.Namespace, ranks: Ranks) -> int:
     from barellm.checkpoint import folder
     from barellm.errors import UserError
     from barellm.training import find_lr, run
-    from barellm.training.console import Console
 
-    silent = open(os.devnull, "w") if ranks.rank else None  # noqa: SIM115  (to the end of the process)
-    console = Console(json_lines=args.json, stream=silent, several=ranks.count > 1)
     check_device(args.device)
     asked = Asked.of(args)
     name = asked.preset

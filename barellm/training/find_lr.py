@@ -155,7 +155,7 @@ def suggestion(looks: Sequence[Look]) -> tuple[Look, Look]:
 def write(folder: Path, looks: Sequence[Look], *, config: Config, words: Sequence[str]) -> dict[str, Any]:
     """The files lr.json and lr.png, and what the first of them says. `words`: those of the test's command line."""
     best, least = suggestion(looks)
-    rule = f"the tested rate next to the one at which the smoothed loss was least, divided by {BELOW_LEAST:g}"
+    rule = f"the tested rate nearest to that of the least smoothed loss, divided by {BELOW_LEAST:g}"
     found: dict[str, Any] = {"suggestion": best.lr, "muon_lr": best.muon_lr, "rule": rule, "least": least.lr}
     found |= {"command": command(words, with_rate(config, best.lr), config), "steps": [asdict(look) for look in looks]}
     picture = _picture(
