@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from xxhash import xxh3_64
 
 from barellm import overrides
 from barellm.assembly.machine import open_machine
@@ -197,11 +198,13 @@ def test_a_run_of_an_older_version_is_resumed_at_its_rates(tmp_path, text, monke
     assert main(["train", "--config", str(tmp_path / "old.json"), "--out", str(tmp_path / "whole"), *words]) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "old")
     shutil.rmtree(tmp_path / "old/checkpoints/step-000012")
-    for path in tmp_path.glob("old/**/*.json"):
-        found = json.loads(path.read_text())
-        if "optim" in found.get("config", found):
-            found.get("config", found)["optim"] = old["optim"]  # as that version has written it
-            path.write_text(json.dumps(found))
+    saved = tmp_path / "old/checkpoints/step-000008"
+    meta, manifest = (json.loads((saved / name).read_text()) for name in (checkpoint.META, checkpoint.MANIFEST))
+    meta["config"]["optim"] = old["optim"]  # as that version has written it
+    content = json.dumps(meta).encode()
+    manifest["files"][checkpoint.META] = {"bytes": len(content), "xxh3_64": xxh3_64(content).hexdigest()}
+    (saved / checkpoint.META).write_bytes(content)
+    (saved / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     same = ["train", "shakespeare-muon", "--out", str(tmp_path / "old"), "--resume", "--device", "reference"]
     assert main([*same, "--lr", "0.004"]) == 0, "its own command line"
     assert "resumed from" in capsys.readouterr().out
