@@ -3,6 +3,7 @@ library. What a model has is its architecture's own (`models/`); presets live be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from barellm.errors import UserError
@@ -40,14 +41,17 @@ class ModelConfig(Section, section="model"):
 @dataclass(frozen=True)
 class OptimConfig(Section, section="optim"):
     """The optimizer, and the way of its learning rate (training/schedule.py). With the name muon the matrices of blocks go by Muon
-    (optim/muon.py) at the rate `muon_lr`, which falls as `lr` does, and all other parameters by AdamW."""
+    (optim/muon.py) at the rate `muon_lr`, and all other parameters by AdamW at `lr`. Their ratio holds in every step, and where
+    `overrides.changed` is given another `lr` alone."""
 
     name: str = one_of(
         OPTIMIZERS,
         "adamw",
         "adamw; muon: Muon for matrices of blocks, AdamW for the rest; speedrun: NorMuon and Adam as modded-nanogpt has them",
     )
-    lr: float = at_least(0, 6e-4, "highest learning rate, after the warmup; with muon that of AdamW")
+    lr: float = at_least(
+        0, 6e-4, "highest learning rate, after the warmup; with muon that of AdamW, and muon_lr follows it"
+    )
     min_lr: float = at_least(0, 6e-5, "learning rate at the last step, to which all schedules but constant fall")
     warmup: int = at_least(0, 0, "steps of linear warmup")
     schedule: str = one_of(
@@ -70,7 +74,10 @@ class OptimConfig(Section, section="optim"):
         "fp32",
         "how AdamW's moments of matrices are stored: fp32, 16bit (rounded to nearest) or 16bit-stochastic",
     )
-    muon_lr: float = at_least(0, 0.02, "of muon: highest learning rate of matrices of blocks")
+    muon_lr: float = at_least(
+        0, 0.02, "of muon: highest learning rate of matrices of blocks (default: lr times the muon_lr_ratio of PRESET)"
+    )
+    muon_lr_ratio: float = at_least(0, 0.0, "of muon: muon_lr / lr, another way to give muon_lr", init=False)
     powersgd: int = at_least(
         0,
         0,
@@ -101,10 +108,22 @@ class OptimConfig(Section, section="optim"):
         """Whether a step may be skipped because it is a spike."""
         return self.skip_loss_z > 0 or self.skip_norm_z > 0
 
+    @property
+    def has_muon(self) -> bool:
+        """Whether matrices of blocks have a learning rate of their own."""
+        return self.name != "adamw"
+
+    def rates(self, at: Callable[[float, float], float]) -> dict[str, float]:
+        """The learning rates of a step by the names of their scalars. `at` gives the schedule's value between a highest and a
+        lowest rate. Muon's is in proportion to that of AdamW; where this is 0 throughout, it falls to 0 by itself."""
+        lr = at(self.lr, self.min_lr)
+        if not self.has_muon:
+            return {"lr": lr}
+        return {"lr": lr, "muon_lr": lr * self.muon_lr_ratio if self.lr else at(self.muon_lr, 0.0)}
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "muon_lr_ratio", self.muon_lr / self.lr if self.lr > 0 else 0.0)
         super().__post_init__()
-        if self.name == "muon" and self.muon_lr and not self.lr:
-            raise UserError("optim.lr is 0, expected more: muon_lr falls in proportion to it")
         if self.powersgd and self.name == "speedrun":
             raise UserError(f"optim.powersgd is {self.powersgd} and optim.name 'speedrun', expected adamw or muon")
         # Who lowered the preset's rate may not know of the other.

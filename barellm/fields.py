@@ -34,9 +34,16 @@ class Entry:
     check: Check
 
 
-def value(default: Any, says: str, *, check: Check = lambda key, found, config: None, of_run: bool = False) -> Any:
-    """A field of any value of its type."""
-    return field(default=default, metadata={"says": says, "check": check, "of_run": of_run})
+def value(
+    default: Any,
+    says: str,
+    *,
+    check: Check = lambda key, found, config: None,
+    of_run: bool = False,
+    init: bool = True,
+) -> Any:
+    """A field of any value of its type. Not `init`: it follows from others, and `overrides.changed` takes it for them."""
+    return field(default=default, init=init, metadata={"says": says, "check": check, "of_run": of_run})
 
 
 def between(least: float, most: float | None, default: Any, says: str, **more: Any) -> Any:

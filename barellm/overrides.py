@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,41 @@ def checked(changes: Mapping[str, object], config: Config) -> dict[str, Any]:
     return {key: _convert(key, value, known[key].kind) for key, value in changes.items()}
 
 
-def changed(config: Config, changes: Mapping[str, object]) -> Config:
-    """`config` with keys replaced. Another vocabulary size brings its own padding unless that is given too; and who says when a
-    run ends, by steps or by minutes, does not mean the other limit of the preset."""
-    changes = checked(changes, config)
-    if "train.steps" in changes:
-        changes.setdefault("train.minutes", 0.0)
-    elif changes.get("train.minutes", 0) > 0:
-        changes["train.steps"] = 0
+LR, MUON_LR, MUON_LR_RATIO = "optim.lr", "optim.muon_lr", "optim.muon_lr_ratio"
+
+
+def _with_muon_lr(changes: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """The same changes of `base` with `muon_lr` in the place of the ratio. Another `lr` alone keeps the ratio: it is the run's
+    learning rate."""
+    before, lr = base[LR], changes.get(LR, base[LR])
+    ratio = changes.pop(MUON_LR_RATIO, None)
+    if ratio is not None and (problem := entries(OptimConfig)["muon_lr_ratio"].check(MUON_LR_RATIO, ratio, None)):
+        raise UserError(problem)
+    if MUON_LR in changes:
+        if ratio is not None and lr and not isclose(ratio * lr, changes[MUON_LR], rel_tol=1e-3):
+            found = f"{MUON_LR} is {changes[MUON_LR]:g} and {MUON_LR_RATIO} {ratio:g}"
+            raise UserError(f"{found}, which is {ratio * lr:g} with optim.lr {lr:g}: expected one of them")
+        return changes
+    if ratio is None and lr != before:
+        if not before and OptimConfig(name=changes.get("optim.name", base["optim.name"])).has_muon:
+            raise UserError(f"{LR} was 0, of which {MUON_LR} {base[MUON_LR]:g} is no multiple: expected {MUON_LR} too")
+        ratio = base[MUON_LR] / before if before else None
+    # Without the last digits, which are rounding: 0.015 is shown, and not 0.015000000000000001.
+    return changes if ratio is None else changes | {MUON_LR: float(f"{ratio * lr:.12g}")}
+
+
+def changed(config: Config, *layers: Mapping[str, object]) -> Config:
+    """`config` with keys replaced by each of `layers`, one after the other. Another vocabulary size brings its own padding unless
+    that is given too; who says when a run ends, by steps or by minutes, does not mean the other limit of what was there before;
+    and Muon's learning rate follows `optim.lr` unless it is given too."""
+    before, changes = flat(config), {}
+    for layer in layers:
+        new = _with_muon_lr(checked(layer, config), before | changes)
+        if "train.steps" in new:
+            new.setdefault("train.minutes", 0.0)
+        elif new.get("train.minutes", 0) > 0:
+            new["train.steps"] = 0
+        changes |= new
     if "model.vocab_size" in changes and changes["model.vocab_size"] != config.model.vocab_size:
         changes.setdefault("model.padded_vocab", 0)
     sections: dict[str, dict[str, Any]] = {}

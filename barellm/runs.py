@@ -38,6 +38,8 @@ class Step:
     seconds: float
     """Time since the beginning of the run."""
     _stop: list[bool] = field(repr=False)
+    muon_lr: float | None = None
+    """The rate of the matrices that Muon updates; None where there are none."""
 
     def stop(self) -> None:
         """End the run behind this step, as Ctrl-C does: a checkpoint is saved, from which it can be resumed."""
@@ -173,7 +175,8 @@ class _Told:
     def listen(self, row: dict[str, Any]) -> bool:
         if row["kind"] == "train":
             loss, norm = (nan if row[key] is None else row[key] for key in ("loss", "grad_norm"))
-            step = Step(row["step"], loss, norm, row["lr"], row["tokens_per_s"], row["seconds"], self.stops)
+            known = (row["lr"], row["tokens_per_s"], row["seconds"])
+            step = Step(row["step"], loss, norm, *known, self.stops, row.get("muon_lr"))
             for callback in self.callbacks:
                 callback(step)
         return bool(self.stops)

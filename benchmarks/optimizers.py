@@ -27,7 +27,7 @@ from barellm.models import hidden, preset
 from barellm.models.course import momentum
 from barellm.optim.recipes import optimize
 from barellm.training.run import with_vocabulary
-from barellm.training.schedule import learning_rate
+from barellm.training.schedule import rates
 
 STRAIGHT = {"schedule": "linear", "min_lr": 0.0}
 MUON = {"name": "muon", "warmup": 0, "momentum": 0.85, "turns": 3, "normuon": 0.95}
@@ -58,10 +58,8 @@ def loss_of(config: Config, data: Dataset, seed: int) -> float:
         session.write("tokens", inputs)
         session.write("targets", targets)
         session.run("micro", **shape, step=step + 1, seed=seed, sample=step * t.batch)
-        rate = learning_rate(step, total=t.steps, optim=config.optim)
-        session.run(
-            "update", step=step + 1, lr=rate, seed=seed, momentum=momentum(step, total=t.steps, optim=config.optim)
-        )
+        scalars = {**rates(step, total=t.steps, optim=config.optim), "step": step + 1, "seed": seed}
+        session.run("update", **scalars, momentum=momentum(step, total=t.steps, optim=config.optim))
     result = Evaluator(Validation(data.val, seq=t.seq), batch=t.batch, byte_lengths=None).run(session)
     session.close()
     assert result is not None

@@ -8,6 +8,7 @@ from barellm import models
 from barellm.assembly.logits import logits_of
 from barellm.config import ModelConfig
 from barellm.errors import UserError
+from barellm.models.own import mistakes_named, place
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import Precision
@@ -17,6 +18,7 @@ from barellm.program.tensor import Dim, Tensor
 MOST_TOKENS = 1 << 24  # of one micro-batch: far beyond any machine's memory, and its plan still takes seconds only
 
 
+@mistakes_named
 def build(
     model: ModelConfig,
     *,
@@ -55,10 +57,11 @@ def build(
     programs = {"init": Program(store, compute=compute)}
     architecture.declare(programs["init"], model)
     initialise(programs["init"])
+    declared = store.of_role("parameter")
     if optimizer is not None:
         for name in ("micro", "ranges") if ranges else ("micro",):
             p = programs[name] = Program(store, compute=compute)
-            loss = p.output("loss", architecture.forward(p, model, *_inputs(p, batch, seq), training=True))
+            loss = p.output("loss", _loss(p, model, batch, seq, training=True))
             gradients = p.backward(loss, recompute=recompute)
             if depart is not None:
                 depart(p)
@@ -69,10 +72,10 @@ def build(
             append(programs[name])
     if batch:
         p = programs["eval"] = Program(store, compute=compute)
-        p.output("loss", architecture.forward(p, model, *_inputs(p, batch, seq), training=False))
+        p.output("loss", _loss(p, model, batch, seq, training=False))
     if score_batch:
         p = programs["score"] = Program(store, compute=compute)
-        architecture.forward(p, model, *_inputs(p, score_batch, score_seq), training=False)
+        _loss(p, model, score_batch, score_seq, training=False)
         if p.ops[-1].name != "cross_entropy":
             raise UserError(
                 f"the loss of {models.name_of(model)} is {p.ops[-1].name}, expected cross_entropy: "
@@ -84,6 +87,10 @@ def build(
         p = programs["decode"] = Program(store, compute=compute)
         tokens = p.input("tokens", (Dim("batch", decode_batch), Dim("seq", decode_seq or model.max_seq)))
         p.output("logits", _decode(p, model, tokens))
+    if others := [t.name for t in store.of_role("parameter") if t not in declared]:
+        raise UserError(
+            f"{place(architecture.forward)}: the parameter {others[0]} is not in declare: nothing initialises it"
+        )
     for name, p in programs.items():
         if both := sorted(p.named.keys() & store.tensors.keys()):
             raise ValueError(
@@ -100,9 +107,13 @@ def _decode(p: Program, model: ModelConfig, tokens: Tensor) -> Tensor:
     return p.apply(ops.LastRow, x=logits_of(p, model, tokens)).y
 
 
-def _inputs(p: Program, batch: int, seq: int):
-    shape = (Dim("batch", batch), Dim("seq", seq))
-    return p.input("tokens", shape), p.input("targets", shape)
+def _loss(p: Program, model: ModelConfig, batch: int, seq: int, *, training: bool) -> Tensor:
+    shape, forward = (Dim("batch", batch), Dim("seq", seq)), models.of(model).forward
+    loss = forward(p, model, p.input("tokens", shape), p.input("targets", shape), training=training)
+    if not isinstance(loss, Tensor) or tuple(loss.shape) != (1,):
+        found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise UserError(f"{place(forward)}: forward gives {found}, expected the loss, a tensor (1,)")
+    return loss
 
 
 def initialise(p: Program) -> None:

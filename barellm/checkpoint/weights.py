@@ -18,12 +18,14 @@ from barellm.data.mapping import check
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.fields import entries
+from barellm.models.own import mistakes_named
 from barellm.program.builder import Program, Store
 from barellm.program.tensor import Tensor
 from barellm.runtime.session import Session
 
 
 @cache
+@mistakes_named
 def parameters(model: ModelConfig) -> dict[str, Tensor]:
     """The parameters of a model by name, fp32."""
     store = Store()

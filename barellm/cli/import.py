@@ -36,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
     from barellm.errors import UserError
     from barellm.interop import imported, llmc_state
     from barellm.interop.sources import is_checkpoint, open_weights
-    from barellm.overrides import changed
 
     asked = Asked.of(args)
     weights = open_weights(Path(args.source), tokenizer=args.tokenizer or asked.texts.get("data.tokenizer", ""))
@@ -45,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if weights.tokenizer is None:
         raise weights.without_tokenizer("--tokenizer")
     base = imported.like(weights) if asked.preset is None else asked.base()
-    changes = asked.changes(base)
-    config = weights.configured(changed(base, changes), changes)
+    config = weights.configured(asked.changed(base), asked.changes(base))
     states = llmc_state.beside(weights.path)
     state = llmc_state.read(states, weights) if states else None
     saved = imported.save(weights, Path(args.out), config=config, state=state)

@@ -141,6 +141,14 @@ def add_stage(parser: argparse.ArgumentParser, what: str = MEASURED_STAGE) -> No
     parser.add_argument("--stage", type=int, metavar="N", help=what)
 
 
+RATES = (overrides.MUON_LR, overrides.MUON_LR_RATIO)
+SUPERSEDES = {
+    "train.steps": ("train.minutes",),
+    "train.minutes": ("train.steps",),
+    **dict.fromkeys((overrides.LR, *RATES), RATES),
+}
+
+
 @dataclass(frozen=True)
 class Asked:
     """The request of a command line, by itself and by the file of --config. `preset` is None if it names none."""
@@ -168,18 +176,21 @@ class Asked:
     def changes(self, config: Config) -> dict[str, Any]:
         """{key: value} for `config`, the command line over the file."""
         changes = {} if self.file is None else self.file.changes(config)
-        for limit, other in (("train.steps", "train.minutes"), ("train.minutes", "train.steps")):
-            if limit in self.texts and other not in self.texts:  # the file's other limit is not meant either
-                changes.pop(other, None)
+        for key, others in SUPERSEDES.items():
+            if key in self.texts:  # what the file says of the others is not meant either
+                changes = {k: v for k, v in changes.items() if k not in others}
         return overrides.checked({**changes, **self.texts}, config)
+
+    def changed(self, config: Config) -> Config:
+        """`config` as the file changes it, and then the command line."""
+        return overrides.changed(config, {} if self.file is None else self.file.changes(config), self.texts)
 
 
 def configuration(args: argparse.Namespace) -> Config:
     """The resolved configuration of a command line that has `add_configuration`'s options."""
     asked = Asked.of(args)
     base = asked.base()
-    changes = asked.changes(base)
-    return with_weights(overrides.changed(base, changes), changes)[0]
+    return with_weights(asked.changed(base), asked.changes(base))[0]
 
 
 def with_weights(config: Config, changes: Mapping[str, object]) -> tuple[Config, Weights | None]:

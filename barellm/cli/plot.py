@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     axis, log = args.x or "steps", args.log or ""
     if args.json:
         raise UserError("--json is for --ranges: the losses of a run are in its metrics.jsonl")
-    curves = [_read(name, axis=axis, y=args.y or "loss") for name in args.runs]
+    curves = [found for name in args.runs for found in _read(name, axis=axis, y=args.y or "loss")]
     if args.out is not None:
-        title = curves[0].name if len(curves) == 1 else "training, smoothed, and validation (dots)"
+        title = str(Path(args.runs[0])) if len(args.runs) == 1 else "training, smoothed, and validation (dots)"
         curve.image(Path(args.out), curves, title=title, axis=axis, log=log)
     for found in curves:
         console.line(f"{found.name}: {curve.summary(found, axis=axis)}")
@@ -97,8 +97,9 @@ def _ranges(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _read(name: str, *, axis: str, y: str) -> Curve:
-    """The curve of the run in a folder. UserError for what is not there, or is not what a run writes."""
+def _read(name: str, *, axis: str, y: str) -> list[Curve]:
+    """The curve of the run in a folder; two of learning rates, where Muon has its own. UserError for what is not there, or is not
+    what a run writes."""
     from barellm import overrides
     from barellm.checkpoint import checkpoint
     from barellm.errors import UserError
@@ -116,10 +117,13 @@ def _read(name: str, *, axis: str, y: str) -> Curve:
         before = tokens_before(overrides.from_json(checkpoint.read_json(file.parent / "config.json")))
     try:
         found = curve.series(rows, axis=axis, before=before, y=y)
+        muon = curve.series(rows, axis=axis, before=before, y=y, muon=True)[0] if curve.QUANTITIES[y].muon else ()
         gzip = curve.gzip_line(rows, y=y)
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{file} has rows without kind, step or loss: no run wrote it") from None
     if not any(found):
         what = "no step yet" if y in ("loss", "lr", "norm", "speed") else f"no {curve.QUANTITIES[y].says}"
         raise UserError(f"{file} holds {what}")
-    return curve.Curve(str(path), *found, y=y, gzip=gzip)
+    if not muon:
+        return [curve.Curve(str(path), *found, y=y, gzip=gzip)]
+    return [curve.Curve(f"{path}, {of}", points, (), y=y) for of, points in (("AdamW", found[0]), ("Muon", muon))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from barellm.cli.options import Asked, add_configuration, add_device, with_weigh
 
 if TYPE_CHECKING:
     from barellm.program.ranks import Ranks
+    from barellm.training.console import Console
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--find-lr",
         action="store_true",
-        help="train some steps with a learning rate that grows until they diverge, and suggest one; no run is made",
+        help="train --steps steps (default: 200) whose learning rate grows until they diverge, and suggest one; no run is made",
     )
     parser.add_argument(
         "--ranks",
@@ -47,6 +49,18 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, ranks: Ranks) -> int:
     """One run, or this rank's part of it."""
     started = time.monotonic()
+    from contextlib import nullcontext, redirect_stdout
+
+    from barellm.training.console import Console
+
+    silent = open(os.devnull, "w") if ranks.rank else None  # noqa: SIM115  (to the end of the process)
+    console = Console(json_lines=args.json, stream=silent, several=ranks.count > 1)
+    # What trackers print, from threads of theirs, is no JSON.
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():
+        return _trained(args, ranks, console, started)
+
+
+def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: float) -> int:
     from contextlib import nullcontext
     from pathlib import Path
 
@@ -55,10 +69,7 @@ def _train(args: argparse.Namespace, ranks: Ranks) -> int:
     from barellm.checkpoint import folder
     from barellm.errors import UserError
     from barellm.training import find_lr, run
-    from barellm.training.console import Console
 
-    silent = open(os.devnull, "w") if ranks.rank else None  # noqa: SIM115  (to the end of the process)
-    console = Console(json_lines=args.json, stream=silent, several=ranks.count > 1)
     check_device(args.device)
     asked = Asked.of(args)
     name = asked.preset
@@ -83,11 +94,11 @@ def _train(args: argparse.Namespace, ranks: Ranks) -> int:
     else:
         base = asked.base()
         changes = asked.changes(base)
-        config, weights = with_weights(overrides.changed(base, changes), changes)
+        config, weights = with_weights(asked.changed(base), changes)
         what = f"{config.preset}-find-lr" if args.find_lr else config.preset
         out = Path(args.out) if args.out is not None else root / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
     config.check()
-    steps = find_lr.steps_of(config, changes) if args.find_lr else 0
+    steps = find_lr.steps_of(config, overrides.checked(asked.texts, config)) if args.find_lr else 0
     own = folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume)
     with own if ranks.rank == 0 else nullcontext(own) as opened:  # only the first rank writes
         job = run.Run(
@@ -104,5 +115,5 @@ def _train(args: argparse.Namespace, ranks: Ranks) -> int:
         if args.find_lr:
             if line := find_lr.unused(changes):
                 console.line(line)
-            return find_lr.run(job, opened, steps=steps)
+            return find_lr.run(job, opened, steps=steps, words=args.words)
         return job.execute(opened)

@@ -100,7 +100,7 @@ GROUPS: dict[str, Alike] = {
     "gram_polynomial": lambda op: (op.one(op.a), op.a.dtype),
     "gram_apply": lambda op: (op.one(op.x), op.x.dtype),
     "muon_update": lambda op: (
-        op.clip, op.param.dtype, op.x.dtype, matrix_unit(op, op.param), op.cautious, op.squared, op.scales is None,
+        op.clip, op.rate, op.param.dtype, op.x.dtype, matrix_unit(op, op.param), op.cautious, op.squared, op.scales is None,
         op.scales is not None and op.one(op.x)[0] < op.one(op.x)[1],
     ),
 }  # fmt: skip

@@ -22,11 +22,11 @@ class Step:
     `seq`: tokens in a sequence; `document`: the most tokens of a document that are kept, where rows are made of documents.
     `inv_targets`: what the summed loss of a micro-batch is multiplied by. The sum of those, times `shown`, is what a user sees.
     `adds`: the gradients are added to those that the step before has left. `updates`: the programs that end the step, in their
-    order, each with its scalars; the first has the output "clip". `lr`: what a user sees of them.
+    order, each with its scalars; the first has the output "clip". `rates`: the learning rates, of which a user sees all.
     """
 
     seq: int
-    lr: float
+    rates: Mapping[str, float]
     inv_targets: float
     updates: tuple[tuple[str, Mapping[str, Any]], ...]
     document: int = 0

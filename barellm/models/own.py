@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import wraps
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from barellm import models
 from barellm.config import ModelConfig
 from barellm.errors import UserError
 from barellm.fields import entries
 
+P, R = ParamSpec("P"), TypeVar("R")
 SIZES = ("vocab_size", "padded_vocab", "max_seq", "channels")  # of any model
-FUNCTIONS = ("declare(p, cfg)", "forward(p, cfg, tokens, targets, *, training)")
+FUNCTIONS = {
+    "declare(p, cfg)": ("pc", {}),
+    "forward(p, cfg, tokens, targets, *, training)": ("pctt", {"training": True}),
+}
 
 
 def add(path: Path) -> None:
@@ -54,10 +62,43 @@ def _imported(name: str, file: Path) -> ModuleType:
         if isinstance(error, SyntaxError):
             raise UserError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
         if isinstance(error, Exception):
-            lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(file)]
-            raise UserError(f"{file}, line {lines[-1]}: {type(error).__name__}: {error}") from error
+            raise mistake(file, error) from error
         raise
     return found
+
+
+def place(function: Any) -> str:
+    """The file and the line of a function."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code else str(function)
+
+
+def mistake(file: Path, error: Exception) -> UserError | None:
+    """The error as one line with the place in the file, or in one beside it that it imports; None where neither has to do with it.
+    Notes name the parameters that an op got (`program.graph`)."""
+    frames = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).parent == file.parent]
+    if not frames:
+        return None
+    words = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return UserError(f"{frames[-1].filename}, line {frames[-1].lineno}: {kind}{words}")
+
+
+def mistakes_named(build: Callable[Concatenate[ModelConfig, P], R]) -> Callable[Concatenate[ModelConfig, P], R]:
+    """The function, which calls the code of a model. What fails in a file that was added becomes a UserError with file and line; a
+    module that the program itself has imported keeps its traceback."""
+
+    @wraps(build)
+    def named(model: ModelConfig, *args: P.args, **more: P.kwargs) -> R:
+        try:
+            return build(model, *args, **more)
+        except Exception as error:
+            file = models.ADDED.get(models.name_of(model))
+            if file is None or (found := mistake(file, error)) is None:
+                raise
+            raise found from error
+
+    return named
 
 
 def _check(found: ModuleType, path: Path) -> None:
@@ -69,9 +110,14 @@ def _check(found: ModuleType, path: Path) -> None:
         raise UserError(
             f"{path}: its Config, a frozen dataclass, has no field {missing[0]}, expected {', '.join(SIZES)}"
         )
-    for function in FUNCTIONS:
-        if not callable(getattr(found, function.partition("(")[0], None)):
-            raise UserError(f"{path} has no model: no function {function}")
+    for wanted, (args, more) in FUNCTIONS.items():
+        function = getattr(found, wanted.partition("(")[0], None)
+        if not callable(function):
+            raise UserError(f"{path} has no model: no function {wanted}")
+        try:
+            signature(function).bind(*args, **more)
+        except TypeError as error:
+            raise UserError(f"{place(function)}: {error}, expected {wanted}") from None
     for name in getattr(found, "PRESETS", {}):
         if name in models.presets():
             raise UserError(f"{path}: a preset {name!r} is there already: rename it")

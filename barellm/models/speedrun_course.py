@@ -78,7 +78,8 @@ class Stages:
         stage, rate = schedule.stages[schedule.index(index)], schedule.lr(index)
         begins = schedule.first(cfg.untie) if cfg.untie < len(schedule.stages) else schedule.total + 1
         untied = begins | 1  # an odd step: the embedding leaves the classifier at the end of it
-        scalars = {"lr": optim.lr * rate, "step": (index + 1) // 2, "seed": train.seed}
+        rates = optim.rates(lambda high, low: high * rate)
+        scalars = {**rates, "step": (index + 1) // 2, "seed": train.seed}
         scalars["momentum"] = momentum(index, total=schedule.total, optim=optim)
         if index % 2 == 0:
             updates = [("update", scalars)]
@@ -88,7 +89,7 @@ class Stages:
         return Step(
             seq=stage.seq,
             document=stage.document,
-            lr=optim.lr * rate,
+            rates=rates,
             inv_targets=1.0 / train.accumulate,
             shown=1.0 / (train.batch * stage.seq),
             adds=index % 2 == 1,

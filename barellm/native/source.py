@@ -205,7 +205,10 @@ class Image:
         ]
         yield from _array("const int64_t defaults[][2]", rows)
         yield f"const int64_t default_count = {len(rows)};"
-        numbers = (o.lr, o.min_lr, o.cooldown, o.momentum, o.momentum_start)
+        # The rates of both optimizers are multiples of the schedule's (OptimConfig.rates).
+        high, low = (o.lr, o.min_lr) if o.lr else (o.muon_lr, 0.0)
+        muon = (o.muon_lr_ratio if o.lr else 1.0) if o.has_muon else -1.0
+        numbers = (high, low, 1.0 if o.lr else 0.0, muon, o.cooldown, o.momentum, o.momentum_start)
         steps = (o.warmup, o.momentum_warmup, o.momentum_cooldown)
         rates = _list(float(x).hex() for x in numbers)
         yield f"const struct schedule schedule = {{{rates}, {_list(steps)}, {o.schedule.upper()}}};"

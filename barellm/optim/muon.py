@@ -19,12 +19,13 @@ TOGETHER = 1 << 20  # elements of matrices that take each turn together: of smal
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon with these constants. The learning rate is that of the run times `lr_scale`, and the momentum is the scalar `momentum`
-    of the run. `turns` of the iteration are done, at most as many as it has. `scale` names the rule for the size of a step, which
+    """Muon with these constants. The learning rate is the run's scalar `rate` times `lr_scale`, and the momentum its scalar
+    `momentum`. `turns` of the iteration are done, at most as many as it has. `scale` names the rule for the size of a step, which
     is multiplied by `lr_mul`. With `cautious`, `weight_decay` leaves alone what the step makes larger; with `squared`, it is
     multiplied by the size of the step. `beta2` is the decay rate of NorMuon's mean of the squares of rows; 0 means none. In each
     parameter lie so many `matrices` of equal size, one below the other."""
 
+    rate: str = "lr"
     lr_scale: float = 1.0
     nesterov: bool = True
     iteration: str = "polar-express"
@@ -73,7 +74,7 @@ class Muon:
     def _step(self, p: Program, param: Tensor, x: Tensor, clip: Tensor, scales: Tensor | None) -> None:
         rows, cols = (int(n) for n in param.shape)
         size = self.lr_mul * STEP_SCALES[self.scale](rows // self.matrices, cols)
-        attrs: dict[str, Any] = {"lr_scale": self.lr_scale, "scale": size, "matrices": self.matrices}
+        attrs: dict[str, Any] = {"rate": self.rate, "lr_scale": self.lr_scale, "scale": size, "matrices": self.matrices}
         attrs |= {"weight_decay": self.weight_decay, "cautious": self.cautious, "squared": self.squared}
         given: dict[str, Any] = {"param": param, "x": x, "clip": clip, "scales": scales}
         p.apply(ops.MuonUpdate, **given, **attrs)
@@ -82,7 +83,7 @@ class Muon:
 def rules(config: OptimConfig, hidden: str) -> list[Rule]:
     """Muon for the matrices that `hidden` names; AdamW's rules for the rest."""
     blocks = Muon(
-        lr_scale=config.muon_lr / config.lr if config.lr else 0.0,
+        rate="muon_lr",
         iteration=config.iteration,
         turns=config.turns,
         scale=config.step_scale,

@@ -77,8 +77,8 @@ def moments(p: Program, param: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rules(config: OptimConfig) -> list[Rule]:
-    """Which parameter of models/speedrun.py gets which. A run's `lr` is Adam's, and `muon_lr` falls as it does."""
-    muon = {"lr_scale": config.muon_lr / config.lr if config.lr else 0.0, "turns": config.turns}
+    """Which parameter of models/speedrun.py gets which. A run's `lr` is Adam's, and `muon_lr` NorMuon's."""
+    muon = {"rate": "muon_lr", "turns": config.turns}
     muon |= {"beta2": config.normuon, "cautious": config.cautious, "weight_decay": config.weight_decay}
     return [
         Rule("h.*.attn.qkv", optimizer=NorMuon(matrices=3, **muon)),

@@ -8,7 +8,8 @@
 
 An optimizer is a frozen dataclass with the method `update(p, params, clip)`, which appends the ops that change its parameters: of
 all of them at once, for small ones keep more threads busy together than one after the other. The scalar `lr` of a run is the value
-of the schedule; an optimizer's own rate is that times its constant `lr_scale`, so that no change of `lr` compiles anything.
+of the schedule; an optimizer's own rate is that times its constant `lr_scale`, so that no change of `lr` compiles anything. Muon
+may take another scalar, by its `rate`: a run's `muon_lr`.
 """
 
 from __future__ import annotations

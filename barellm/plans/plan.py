@@ -148,13 +148,15 @@ def optimizers(built: Built, config: Config) -> list[dict[str, Any]]:
     """Which parameter gets which optimizer: a row for parameters of one shape whose names differ in numbers alone."""
     parameters = [t for t in built.plan.persistent if t.role == "parameter"]
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    highest = config.optim.rates(lambda high, low: high)
     for param, rule in assigned(rules(config.optim, hidden(config.model)), parameters):
         names = re.sub(r"\b\d+\b", "*", param.name)
         shape, optimizer = [int(n) for n in param.shape], rule.optimizer
         row = rows.setdefault((names, *shape, optimizer), {"names": names, "shape": shape, "count": 0})
         row["count"] += 1
-        options = {k: v for k, v in vars(optimizer).items() if k != "lr_scale"}
-        row |= {"optimizer": type(optimizer).__name__, "rate": config.optim.lr * optimizer.lr_scale, "options": options}
+        options = {k: v for k, v in vars(optimizer).items() if k not in ("rate", "lr_scale")}
+        rate = highest[getattr(optimizer, "rate", "lr")] * optimizer.lr_scale
+        row |= {"optimizer": type(optimizer).__name__, "rate": rate, "options": options}
     return list(rows.values())
 
 

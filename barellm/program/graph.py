@@ -147,7 +147,14 @@ class Graph:
         inputs = {k: v for k, v in operands.items() if v is None or isinstance(v, Tensor)}
         op = op_type(inputs, {k: v for k, v in operands.items() if k not in inputs})
         op.segment = self._segment
-        for name, (shape, dtype) in op.infer(**op.inputs).items():
+        try:
+            inferred = op.infer(**op.inputs)
+        except ValueError as error:
+            for operand, t in op.inputs.items():
+                if t.role == "parameter":
+                    error.add_note(f"{operand} is the parameter {t.base.name}")
+            raise
+        for name, (shape, dtype) in inferred.items():
             if name in into:
                 target, mode = into[name]
                 assert target.size == Tensor("", shape, dtype, "scratch").size, (op_type.name, name, target, shape)

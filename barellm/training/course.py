@@ -1,4 +1,4 @@
-"""The steps of a run whose steps are all alike but for the learning rate, and who else has a say."""
+"""The steps of a run whose steps are all alike but for the learning rates, and who else has a say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from barellm.config import Config
 from barellm.errors import UserError
 from barellm.models.course import Course, Standing, Step, momentum, own
 from barellm.training.ramp import Ramp
-from barellm.training.schedule import learning_rate
+from barellm.training.schedule import rates
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Plain:
 
     def step(self, index: int, total: int | None) -> Step:
         train, optim = self.config.train, self.config.optim
-        lr = learning_rate(index, total=total, optim=optim)
-        scalars = {"step": index + 1, "lr": lr, "seed": train.seed}
+        found = rates(index, total=total, optim=optim)
+        scalars = {"step": index + 1, **found, "seed": train.seed}
         scalars["momentum"] = momentum(index, total=total, optim=optim)
         inv_targets = 1.0 / (train.batch * self.ramp.count(index) * train.seq)
         larger = (models.loss_gradient(self.config.model) or inv_targets) / inv_targets
         updates = ((("norm", {}),) if optim.skips else ()) + (("update", scalars),)
-        return Step(train.seq, lr, inv_targets * larger, updates, shown=1.0 / larger)
+        return Step(train.seq, found, inv_targets * larger, updates, shown=1.0 / larger)
 
     def enter(self, session: Standing, index: int, total: int | None) -> None:
         return

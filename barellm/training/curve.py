@@ -25,13 +25,14 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille: a ce
 @dataclass(frozen=True)
 class Quantity:
     """A number of a run over time: its key in the rows of steps, and in those of evaluations; "" where they have none. `kind`: of
-    the rows of evaluations."""
+    the rows of evaluations. `muon`: the key of the same number for the matrices that Muon updates, in the runs that have it."""
 
     train: str
     val: str
     says: str
     unit: str = ""
     kind: str = "eval"
+    muon: str = ""
 
     @property
     def marks(self) -> str:
@@ -42,7 +43,7 @@ class Quantity:
 QUANTITIES = {
     "loss": Quantity("loss", "val_nats", "loss", "nats per token"),
     "bits": Quantity("", "val_bits_per_byte", "bits per byte"),
-    "lr": Quantity("lr", "", "learning rate"),
+    "lr": Quantity("lr", "", "learning rate", muon="muon_lr"),
     "norm": Quantity("grad_norm", "", "gradient's norm"),
     "speed": Quantity("tokens_per_s", "", "tokens per second"),
     "hellaswag": Quantity("", "acc_norm", "accuracy on HellaSwag", kind="hellaswag"),
@@ -61,13 +62,18 @@ class Curve:
 
 
 def series(
-    rows: Iterable[dict[str, Any]], *, axis: str = "steps", before: Callable[[int], int] = int, y: str = "loss"
+    rows: Iterable[dict[str, Any]],
+    *,
+    axis: str = "steps",
+    before: Callable[[int], int] = int,
+    y: str = "loss",
+    muon: bool = False,
 ) -> tuple[Points, Points]:
     """Gives the training and the validation points of the rows of metrics.jsonl, over one of AXES. `before` tells how many tokens
     so many steps have, for a step whose row does not say it; an evaluation knows neither time nor tokens and has those of the
-    step before it."""
+    step before it. `muon`: the number of the matrices that Muon updates, which steps of older versions do not have."""
     what = QUANTITIES[y]
-    keys = {"eval": "", "train": what.train} | {what.kind: what.val}
+    keys = {"eval": "", "train": what.muon if muon else what.train} | {what.kind: what.val}
     points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in keys}
     seconds, tokens = 0.0, None  # at the last step
     for row in rows:
@@ -78,8 +84,9 @@ def series(
         if axis == "tokens" and (kind == "train" or tokens is None):
             tokens = int(row["tokens"]) if "tokens" in row else before(step)
         place = {"steps": step, "tokens": tokens or 0, "seconds": seconds}[axis]
-        if keys[kind] and row[keys[kind]] is not None:
-            points[kind].append((place, float(row[keys[kind]])))
+        key = keys[kind]
+        if key and (value := row.get(key) if muon else row[key]) is not None:
+            points[kind].append((place, float(value)))
     return points["train"], points[what.kind]
 
 

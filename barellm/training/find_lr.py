@@ -1,14 +1,20 @@
-"""A range test of the learning rate (Smith 2015): a short training whose rate grows from step to step until it diverges."""
+"""A range test of the learning rate (Smith 2015): a short training whose rate grows from step to step until it diverges.
+
+Each step has the rates of a run whose --lr is that of the step: with Muon its matrices too, in the ratio that the run has.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite
+from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
+from barellm import overrides
 from barellm.assembly.machine import open_machine
 from barellm.checkpoint import storage
 from barellm.checkpoint.folder import RunFolder
@@ -18,6 +24,7 @@ from barellm.errors import UserError
 from barellm.models.course import own
 from barellm.runtime.session import Session
 from barellm.training import curve, report
+from barellm.training.console import duration
 from barellm.training.course import Plain
 from barellm.training.run import Run
 from barellm.training.stopping import Stopping
@@ -25,8 +32,11 @@ from barellm.training.stopping import Stopping
 LOWEST, HIGHEST, STEPS = 1e-6, 10.0, 200
 SMOOTH = 0.9  # decay rate of the mean loss
 DIVERGED = 1.1  # the test ends where the smoothed loss is so many times that of the beginning
-BELOW_LEAST = 3.0  # the suggestion is so many times below the rate at which the loss was least
+BELOW_LEAST = 3.0  # the suggestion is about so many times below the rate at which the loss was least
 FEW_STEPS = 20
+# Options that are the test's own, or that the rates replace.
+RATES = ("lr", "optim.lr", "optim.muon_lr", "optim.muon_lr_ratio")
+OF_TEST = frozenset(f"--{name}" for name in ("find-lr", "out", "steps", "train.steps", *RATES))
 UNUSED = frozenset(
     {f"optim.{key}" for key in ("lr", "min_lr", "warmup", "schedule", "cooldown", "skip_loss_z", "skip_norm_z")}
     | {f"optim.{key}" for key in ("momentum_cooldown",)}
@@ -40,23 +50,25 @@ UNUSED = frozenset(
 
 @dataclass(frozen=True)
 class Look:
-    """One step of the test."""
+    """One step of the test. `muon_lr` is None where Muon has no rate of its own."""
 
     lr: float
+    muon_lr: float | None
     loss: float
     smoothed: float
 
 
-def steps_of(config: Config, changes: Mapping[str, Any]) -> int:
-    """How many steps a test has at most. UserError for what no test can do, before anything slow begins. `changes`: what the user
-    asked for."""
+def steps_of(config: Config, options: Mapping[str, Any]) -> int:
+    """How many steps a test has at most. UserError for what no test can do, before anything slow begins. `options`: those of the
+    command line; a file says how many steps a run has."""
     if own(config) is not None:
         raise UserError("--find-lr needs steps that are all alike, and the runs of this model have stages")
-    if changes.get("train.minutes"):
+    if options.get("train.minutes"):
         raise UserError("train.minutes is set, and --find-lr takes a number of steps: pass --steps")
-    steps = int(changes.get("train.steps", STEPS))
+    steps = int(options.get("train.steps", STEPS))
     if steps < FEW_STEPS:
         raise UserError(f"--steps is {steps}, expected at least {FEW_STEPS} for --find-lr")
+    with_rate(config, LOWEST)
     return steps
 
 
@@ -67,8 +79,31 @@ def unused(changes: Mapping[str, Any]) -> str:
 
 
 def rates(steps: int) -> list[float]:
-    """From LOWEST to HIGHEST, each the same factor above the one before."""
-    return [LOWEST * (HIGHEST / LOWEST) ** (i / (steps - 1)) for i in range(steps)]
+    """From LOWEST to HIGHEST, each about the same factor above the one before: in the four digits that a user types."""
+    return [float(f"{LOWEST * (HIGHEST / LOWEST) ** (i / (steps - 1)):.3e}") for i in range(steps)]
+
+
+def with_rate(config: Config, lr: float) -> Config:
+    """The configuration with this `--lr`: Muon's rate follows, and so does the lowest one where it would be above."""
+    optim, changes = config.optim, {"optim.lr": lr}
+    if optim.min_lr > lr and optim.schedule != "constant":
+        changes["optim.min_lr"] = float(f"{lr * (optim.min_lr / optim.lr):.3g}")
+    return overrides.changed(config, changes)
+
+
+def command(words: Sequence[str], found: Config, config: Config) -> str:
+    """The command line that trains with the rates of `found`, which `with_rate` made of `config`. `words`: those of the test."""
+    options = shlex.split(report.rate_options(found.optim))
+    if found.optim.min_lr != config.optim.min_lr:
+        options += ["--optim.min_lr", f"{found.optim.min_lr:.12g}"]
+    gone, kept, rest = {*OF_TEST, *options}, [], iter(words)
+    for word in rest:
+        option, given, _ = word.partition("=")
+        if option not in gone:
+            kept.append(word)
+        elif option != "--find-lr" and not given:
+            next(rest)  # its value
+    return shlex.join(["barellm", "train", *kept, *options])
 
 
 def test(
@@ -79,6 +114,7 @@ def test(
     course, train = Plain(config), config.train
     looks: list[Look] = []
     for step, lr in enumerate(rates(steps)):
+        tested = with_rate(config, lr).optim.rates(lambda high, low: high)
         plan, loss, count = course.step(step, None), 0.0, course.ramp.count(step)
         samples = train.batch * count
         counted = batches.counted(course.ramp.before(step) * train.batch, samples, seq=plan.seq)
@@ -93,10 +129,10 @@ def test(
             session.run("micro", inv_targets=inv_targets, **shape, **random)
             loss += float(session.read("loss")[0]) * plan.shown
         for program, scalars in plan.updates:
-            session.run(program, **{name: lr if name == "lr" else value for name, value in scalars.items()})
+            session.run(program, **{name: tested.get(name, value) for name, value in scalars.items()})
         if not isfinite(loss):
             break
-        looks.append(Look(lr, loss, _smoothed([*(look.loss for look in looks), loss])))
+        looks.append(Look(lr, tested.get("muon_lr"), loss, _smoothed([*(look.loss for look in looks), loss])))
         if not told(step, looks[-1]) or looks[-1].smoothed > DIVERGED * looks[0].loss:
             break
     return looks
@@ -108,20 +144,23 @@ def _smoothed(losses: Sequence[float]) -> float:
     return sum(w * loss for w, loss in zip(weights, reversed(losses), strict=True)) / sum(weights)
 
 
-def suggestion(looks: Sequence[Look]) -> tuple[float, float]:
-    """Gives the rate to try, and the rate at which the smoothed loss was least. UserError where the loss never fell."""
+def suggestion(looks: Sequence[Look]) -> tuple[Look, Look]:
+    """Gives the step with the rates to try, and the one with the least smoothed loss. UserError where the loss never fell."""
     least = min(looks, key=lambda look: look.smoothed, default=None)
     if least is None or least.smoothed >= looks[0].loss:
         raise UserError(f"the loss never fell below its first value in {len(looks)} steps: there is no rate to suggest")
-    return least.lr / BELOW_LEAST, least.lr
+    return min(looks, key=lambda look: abs(log(look.lr * BELOW_LEAST / least.lr))), least
 
 
-def write(folder: Path, looks: Sequence[Look], *, title: str) -> dict[str, Any]:
-    """The files lr.json and lr.png, and what the first of them says."""
-    lr, least = suggestion(looks)
-    rule = f"the rate at which the smoothed loss was least, divided by {BELOW_LEAST:g}"
-    found = {"suggestion": lr, "rule": rule, "least": least, "steps": [asdict(look) for look in looks]}
-    picture = _picture(looks, lr, title)  # whatever is refused is refused before a file is there
+def write(folder: Path, looks: Sequence[Look], *, config: Config, words: Sequence[str]) -> dict[str, Any]:
+    """The files lr.json and lr.png, and what the first of them says. `words`: those of the test's command line."""
+    best, least = suggestion(looks)
+    rule = f"the tested rate nearest to that of the least smoothed loss, divided by {BELOW_LEAST:g}"
+    found: dict[str, Any] = {"suggestion": best.lr, "muon_lr": best.muon_lr, "rule": rule, "least": least.lr}
+    found |= {"command": command(words, with_rate(config, best.lr), config), "steps": [asdict(look) for look in looks]}
+    picture = _picture(
+        looks, best.lr, f"{config.preset}: learning rates"
+    )  # whatever is refused is refused before a file is there
     storage.replace_file(folder / "lr.json", (json.dumps(found, indent=1) + "\n").encode())
     curve.save(picture, folder / "lr.png")
     return found
@@ -144,27 +183,34 @@ def _picture(looks: Sequence[Look], lr: float, title: str) -> Any:
     return figure
 
 
-def run(job: Run, folder: RunFolder, *, steps: int) -> int:
-    """Tests learning rates in the place of the training that `job` is. Only lr.json and lr.png are written."""
-    say = job.console
+def run(job: Run, folder: RunFolder, *, steps: int, words: Sequence[str]) -> int:
+    """Tests learning rates in the place of the training that `job` is. Only lr.json and lr.png are written. `words`: those of the
+    command line."""
+    say, begin = job.console, [0.0]
     with open_machine(job.config, device=job.device) as machine, Stopping() as stop:
         for line in report.header(machine, job.data, folder.path):
             say.line(line)
         job.initialize(machine)
 
         def told(step: int, look: Look) -> bool:
-            say.record({"kind": "find_lr", "step": step + 1, "lr": look.lr, "loss": look.loss})
+            found = {key: value for key, value in asdict(look).items() if value is not None}
+            say.record({"kind": "find_lr", "step": step + 1} | {k: v for k, v in found.items() if k != "smoothed"})
+            begin[0] = begin[0] or time.monotonic()  # behind the first step, which touches cold memory
             if say.due():
-                say.progress(f"step {step + 1:>5}/{steps}  lr {look.lr:.1e}  loss {look.smoothed:.4f}")
+                left = (time.monotonic() - begin[0]) / step * (steps - 1 - step) if step else None
+                eta = "" if left is None else f"  at most {duration(left)} left"
+                say.progress(f"step {step + 1:>5}/{steps}{eta}  loss {look.smoothed:.4f}  {report.rates(found)}")
             return not stop
 
         looks = test(machine.config, machine.session, job.batches, steps=steps, told=told)
     if stop:
         return stop.status
-    found = write(folder.path, looks, title=f"{job.config.preset}: learning rates")
-    say.record({"kind": "result", **{key: found[key] for key in ("suggestion", "rule", "least")}})
+    found = write(folder.path, looks, config=job.config, words=words)
+    say.record({"kind": "result", **{key: value for key, value in found.items() if key != "steps"}})
     ended = "" if len(looks) == steps else f", and the test ended at {looks[-1].lr:.1e}"
-    say.line(f"lr       the loss was least at {found['least']:.1e}{ended}")
-    say.line(f"         try --lr {found['suggestion']:.1e}: {found['rule']}")
+    muon = "" if found["muon_lr"] is None else f" (AdamW), {found['muon_lr']:.4g} (Muon)"
+    say.line(f"lr       the loss was least at {found['least']:.4g}{ended}")
+    say.line(f"         try {found['suggestion']:.4g}{muon}: {found['rule']}")
     say.line(f"saved    {folder.path / 'lr.png'} and lr.json")
+    say.line(f"next     {found['command']}")
     return 0

@@ -24,6 +24,7 @@ from barellm.runtime.ranks import first
 from barellm.runtime.session import Session
 from barellm.training import report
 from barellm.training.console import Console, duration, in_words, short
+from barellm.training.course import Plain
 from barellm.training.metrics import Metrics
 from barellm.training.ramp import Ramp
 from barellm.training.ranges import Watch
@@ -227,14 +228,14 @@ class Loop:
         return (self.ramp.before(total) - self.ramp.before(step)) * self._micro_s + (total - step) * self._pauses_s
 
     def _report(self, loss: float, norm: float, plan: Step, spike: str) -> None:
-        step, total, train, lr = self.progress.step, self.progress.total, self.config.train, plan.lr
+        step, total, train = self.progress.step, self.progress.total, self.config.train
         rate = train.batch * plan.seq / self._micro_s
         finite = isfinite(loss) and isfinite(norm)
         row = {
             "kind": "train",
             "step": step,
             "loss": loss if isfinite(loss) else None,
-            "lr": lr,
+            **plan.rates,
             "grad_norm": norm if isfinite(norm) else None,
             "tokens": self.progress.tokens,
             "tokens_per_s": round(rate, 1),
@@ -249,7 +250,7 @@ class Loop:
             left = "" if total is None else f"  {duration(self._left_s(total))} left"
             of = "?" if total is None else total
             # What matters most comes first: a narrow terminal cuts the end.
-            numbers = f"loss {loss:.4f}  {short(rate)} tok/s{share}  norm {norm:.2f}  lr {lr:.1e}"
+            numbers = f"loss {loss:.4f}  {short(rate)} tok/s{share}  norm {norm:.2f}  {report.rates(plan.rates)}"
             self.console.progress(f"step {step:>5}/{of}{left}  {numbers}")
         if spike:
             self.console.line(f"step {step:>5}  skipped: {spike} ({self.spikes.skipped:,} skipped so far)")
@@ -287,7 +288,8 @@ class Loop:
             )
         raise UserError(
             f"loss or gradient norm was not finite for {NOT_FINITE_LIMIT} steps up to step {step} (loss {loss}, "
-            f"norm {norm}): try an optim.lr below {self.config.optim.lr} or a longer optim.warmup{held}"
+            f"norm {norm}): begin anew with a lower learning rate, {report.lower_rates(self.config.optim)}"
+            f"{' or a longer --optim.warmup' if isinstance(self.course, Plain) else ''}{held}"
         )
 
     def _weights_are_finite(self) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from barellm import __version__, models
 from barellm.assembly.machine import Machine
-from barellm.config import Config
+from barellm.config import Config, OptimConfig
 from barellm.data.examples import Packed
 from barellm.data.sources import Dataset
+from barellm.models.course import own
 from barellm.training.console import duration, in_words, short
 from barellm.training.ramp import Ramp
 
@@ -34,12 +37,44 @@ def header(machine: Machine, data: Dataset, folder: Path) -> list[str]:
         f"         {short(len(data.train))} tokens to learn from and {short(len(data.val))} held back for validation "
         f"(tokenizer {data.tokenizer.name})",
         f"machine  {found['device']}, {found['isa']}, {found['dtype']}, {units}; {memory}",
+        f"lr       {_rates(config)}",
         f"a step   {train.batch} x {train.accumulate} sequences of {train.seq} tokens, {_bound(machine)}",
         f"folder   {folder}, where config.json has every setting",
     ]
     if data.byte_lengths is None:
         lines.append("         no samples and no bits per byte: GPT-2's vocabulary is not on this machine")
     return lines
+
+
+def _rates(config: Config) -> str:
+    """The highest learning rates, and their schedule."""
+    optim, highest = config.optim, config.optim.rates(lambda high, low: high)
+    words = f"{optim.lr:.4g}"
+    if optim.has_muon:
+        ratio = f" ({optim.muon_lr_ratio:.4g} times that)" if optim.lr else ""
+        words += f" (AdamW), Muon {highest['muon_lr']:.4g}{ratio}"
+    if own(config) is not None:
+        return f"{words}, times the lr of each stage"
+    fall = "" if optim.schedule == "constant" else f" to {optim.min_lr:.4g}"
+    warmup = f" after {optim.warmup:,} steps of warmup" if optim.warmup else ""
+    return f"{words}, {optim.schedule}{fall}{warmup}"
+
+
+def rates(found: Mapping[str, float]) -> str:
+    """The learning rates of a step, short."""
+    muon = f"  muon_lr {found['muon_lr']:.1e}" if "muon_lr" in found else ""
+    return f"lr {found['lr']:.1e}{muon}"
+
+
+def rate_options(optim: OptimConfig) -> str:
+    """The options that give a run the learning rates of `optim`, whatever else its command line says."""
+    return f"--lr {optim.lr:.12g}" + (f" --optim.muon_lr {optim.muon_lr:.12g}" if optim.has_muon else "")
+
+
+def lower_rates(optim: OptimConfig) -> str:
+    """The options of half the learning rates, with the lowest one where it would be above them."""
+    half = replace(optim, lr=optim.lr / 2, muon_lr=optim.muon_lr / 2, min_lr=min(optim.min_lr, optim.lr / 2))
+    return rate_options(half) + (f" --optim.min_lr {half.min_lr:g}" if half.min_lr != optim.min_lr else "")
 
 
 def _bound(machine: Machine) -> str:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ def resume_from(
     saved, changes = overrides.flat(config), asked(config)
     for key, value in changes.items():
         differs = value != saved[key] and (key, value) not in {("train.dtype", "auto")}
+        if key == overrides.MUON_LR_RATIO:  # a quotient, which is rounded
+            differs = not isclose(value, saved[key])
         if differs and key not in FREE_KEYS:
             raise UserError(
                 f"{key} is {saved[key]!r} in {path}, the command line says {value!r}: a resumed run keeps it"

@@ -1,10 +1,15 @@
-"""Learning rate and number of steps."""
+"""Learning rates and number of steps."""
 
 from __future__ import annotations
 
 from math import cos, pi
 
 from barellm.config import OptimConfig
+
+
+def rates(step: int, *, total: int | None, optim: OptimConfig) -> dict[str, float]:
+    """The learning rates of the step with this index (from 0): `lr`, and `muon_lr` where Muon has one of its own."""
+    return optim.rates(lambda high, low: _scheduled(step, high, low, total=total, optim=optim))
 
 
 def learning_rate(step: int, *, total: int | None, optim: OptimConfig) -> float:
@@ -17,17 +22,21 @@ def learning_rate(step: int, *, total: int | None, optim: OptimConfig) -> float:
 
     `total` None: the number of steps is not chosen yet (`minutes`), the rate stays at `lr` after the warmup.
     """
+    return _scheduled(step, optim.lr, optim.min_lr, total=total, optim=optim)
+
+
+def _scheduled(step: int, high: float, low: float, *, total: int | None, optim: OptimConfig) -> float:
     if step < optim.warmup:
-        return optim.lr * (step + 1) / (optim.warmup + 1)
+        return high * (step + 1) / (optim.warmup + 1)
     if total is None or optim.schedule == "constant":
-        return optim.lr
+        return high
     falling = total - 1 - optim.warmup  # steps from `lr` to `min_lr`
     if optim.schedule == "wsd":
         falling = min(falling, round(optim.cooldown * total))
     progress = min(1.0, max(0, step - (total - 1 - falling)) / max(1, falling))
     if optim.schedule == "cosine":
-        return optim.min_lr + 0.5 * (1.0 + cos(pi * progress)) * (optim.lr - optim.min_lr)
-    return optim.lr - progress * (optim.lr - optim.min_lr)
+        return low + 0.5 * (1.0 + cos(pi * progress)) * (high - low)
+    return high - progress * (high - low)
 
 
 def steps_in_time(*, done: int, step_s: float, pause_s: float, left_s: float, limit: int) -> int:

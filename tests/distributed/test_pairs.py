@@ -48,7 +48,7 @@ class Rank:
             before("norm")
             session.run("norm")
         before("update")
-        session.run("update", lr=1e-2, step=step + 1, seed=3, momentum=0.9)
+        session.run("update", lr=1e-2, muon_lr=2e-2, step=step + 1, seed=3, momentum=0.9)
 
     def whole(self) -> Values:
         """All that a checkpoint has; on rank 0."""

@@ -48,7 +48,7 @@ def micro(session, config, step: int, number: int, *, first: int, rows: int) -> 
 def update(session, config, step: int, *, lr: float = 1e-2) -> None:
     if config.optim.skips:
         session.run("norm")
-    session.run("update", lr=lr, step=step + 1, seed=3, momentum=0.9)
+    session.run("update", lr=lr, muon_lr=3 * lr, step=step + 1, seed=3, momentum=0.9)
 
 
 def state_of(session, names) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 import barellm
 from barellm import models
+from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.errors import UserError
@@ -160,3 +162,60 @@ def test_a_file_without_presets_is_known_by_its_name(tmp_path):
     (tmp_path / "other" / "mine.py").write_text(WHOLE)
     with pytest.raises(UserError, match="a module 'mine' is there already"):
         own.add(tmp_path / "other" / "mine.py")
+
+
+MODEL = WHOLE.replace("def declare(p, cfg): ...\ndef forward(p, cfg, tokens, targets, *, training): ...\n", '''
+def declare(p, cfg):
+    wte = p.parameter("wte", (cfg.padded_vocab, cfg.channels), std=0.02)
+    return wte, p.parameter("w", (cfg.channels, cfg.channels), std=0.02)
+
+def forward(p, cfg, tokens, targets, *, training):
+    wte, w = declare(p, cfg)
+    x = p.linear(p.embedding(tokens, wte), w)
+    return p.classifier(x, wte, targets, valid_vocab=cfg.vocab_size)
+
+from barellm.config import Config as Run
+PRESETS = {"mine": lambda: Run(preset="mine", model=Config())}
+''')  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "right, wrong, message",
+    [
+        ('"w", (cfg.channels, cfg', '"w", (cfg.channels, 3 + cfg', r"20: ValueError: matmul .*\(weight is the parameter w\)"),
+        ("p.linear(", "p.lineer(", "20: AttributeError: 'Program' object has no attribute 'lineer'"),
+        ("return wte, p.par", "return p.par", "19: TypeError: cannot unpack"),
+        ('parameter("w", (cfg.channels, cfg', 'parameter("wte", (cfg.channels, cfg', "16: ValueError: wte is declared twice: "),
+        ("return p.classifier", "p.classifier", r"18: forward gives None, expected the loss, a tensor \(1,\)"),
+        ("return p.classifier", "return x or p", r"18: forward gives a tensor \(batch<=8, seq<=8, 8\), expected the loss"),
+        ("), w)", '), p.parameter("z", (8, 8)))', "18: the parameter z is not in declare: nothing initialises it"),
+        ("def declare(p, cfg)", "def declare(p)", r"14: .*, expected declare\(p, cfg\)"),
+        ("*, training)", "*, train)", r"18: .*, expected forward\(p, cfg, tokens, targets, \*, training\)"),
+        ("Config())}", "Config(channels=0))}", "24: model.channels is 0, expected at least 1"),
+        ("Run(preset", "Run(prefix", "24: TypeError: .* unexpected keyword argument 'prefix'"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_model_is_one_line_with_the_file_the_line_and_the_parameter(
+    tmp_path, refused, right, wrong, message
+):
+    for folder, text in (("right", MODEL), ("wrong", MODEL.replace(right, wrong))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(text)
+    assert text != MODEL
+    assert main(["plan", "--model", str(tmp_path / "right/mine.py"), "--seq", "8", "--batch", "8"]) == 0
+    models.ADDED.clear()
+    del sys.modules["mine"]
+    said = refused("plan", "--model", tmp_path / "wrong/mine.py", "--seq", 8, "--batch", 8)
+    assert re.match(re.escape(f"{tmp_path}/wrong/mine.py, line ") + message, said), said
+
+
+def test_a_module_that_the_program_itself_imports_keeps_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MODEL.replace("p.linear(", "p.lineer("))
+    monkeypatch.syspath_prepend(tmp_path)
+    import mine  # pyright: ignore[reportMissingImports]
+
+    try:
+        with pytest.raises(AttributeError, match="no attribute 'lineer'"):
+            build(mine.Config(), batch=1, seq=8)
+    finally:
+        del sys.modules["mine"]

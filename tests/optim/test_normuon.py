@@ -159,7 +159,7 @@ def drive(session: Any, steps: int = 9, split: int = 5):
             session.write(f"{n}.grad", g + session.read(f"{n}.grad") if adam else g)
         yield grads, {"schedule": schedule, "momentum": momentum, "do_adam": adam, "split": step == split}
         name = "muon" if not adam else "tied" if step <= split else "untied"
-        session.run(name, lr=LR * schedule, momentum=momentum, step=(step + 1) // 2, seed=0)
+        session.run(name, lr=LR * schedule, muon_lr=MUON_LR * schedule, momentum=momentum, step=(step + 1) // 2, seed=0)
         if step == split:
             session.run("untie")
 
@@ -196,7 +196,7 @@ def test_every_parameter_has_the_rule_of_their_table():
         else:
             assert isinstance(o, NorMuon)
             assert (o.matrices, o.lr_mul) == BANKS[t.name], t.name
-            assert (o.lr_scale, o.weight_decay, o.beta2) == (MUON_LR / LR, 1.2, 0.95)
+            assert (o.rate, o.lr_scale, o.weight_decay, o.beta2) == ("muon_lr", 1.0, 1.2, 0.95)
 
 
 def test_nothing_but_gradients_changes_where_a_norm_is_not_finite():
@@ -207,7 +207,7 @@ def test_nothing_but_gradients_changes_where_a_norm_is_not_finite():
     for name, gone in (("muon", "h.0.mlp.up"), ("tied", "embed"), ("untied", "values.0")):
         kept = {n: session.read(n) for n, t in session.tensors.items() if t.role in ("parameter", "state")}
         session.write(f"{gone}.grad", np.full(SHAPES[gone], np.inf))
-        session.run(name, lr=LR, momentum=0.9, step=3, seed=0)
+        session.run(name, lr=LR, muon_lr=MUON_LR, momentum=0.9, step=3, seed=0)
         assert np.isnan(session.read("clip")[1]) and session.read("skipped")[0] == kept.pop("skipped")[0] + 1
         for n, values in kept.items():
             assert np.array_equal(session.read(n), values), (name, n)

@@ -41,7 +41,8 @@ def train(session, optim: OptimConfig = OPTIM) -> list[float]:
         scalars = {"batch": SHAPE[0], "seq": SHAPE[1], "inv_targets": 1 / max(1, (targets >= 0).sum())}
         session.run("micro", **scalars, step=step + 1, seed=5, accumulate=0, pos=0, sample=step)
         losses.append(float(session.read("loss")[0]))
-        session.run("update", step=step + 1, lr=optim.lr, momentum=momentum(step, total=None, optim=optim))
+        rates = {"lr": optim.lr, "muon_lr": optim.muon_lr}
+        session.run("update", step=step + 1, **rates, momentum=momentum(step, total=None, optim=optim))
     return losses
 
 
@@ -130,7 +131,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(tmp_path, text, c
         ({"normuon": -0.1}, "optim.normuon is -0.1, expected 0 <= normuon < 1"),
         ({"muon_lr": -1.0}, "optim.muon_lr is -1.0, expected at least 0"),
         ({"momentum_warmup": -1}, "optim.momentum_warmup is -1, expected at least 0"),
-        ({"name": "muon", "lr": 0.0}, "optim.lr is 0, expected more: muon_lr falls in proportion to it"),
+        ({"name": "muon", "lr": 0.0}, "optim.min_lr 6e-05 is above optim.lr 0.0: lower it too"),
     ],
 )
 def test_values_that_no_run_can_have_are_refused(wrong, message):

@@ -115,3 +115,18 @@ def test_names_and_packages_that_are_not_there_are_one_line(fake, command, refus
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     message = refused(*command("run", "--train.track", "tensorboard"))
     assert message == "train.track names tensorboard, which is not installed: pip install tensorboard"
+
+
+def test_what_a_tracker_prints_is_not_among_the_json(fake, command, tmp_path, monkeypatch, capsys):
+    class Chatty(Recorder):
+        def log(self, step, numbers, texts):
+            print(f"* step {step} of a run")
+
+    monkeypatch.setattr(trackers, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "barellm.training.tracking.trackio", SimpleNamespace(Tracker=Chatty()))
+    assert main(command("run", "--train.track", "trackio", "--json")) == 0
+    said = capsys.readouterr()
+    assert [json.loads(line) for line in said.out.splitlines()] == metrics.read(tmp_path / "run/metrics.jsonl")
+    assert "* step 12 of a run\n" in said.err
+    assert main(command("again", "--train.track", "trackio")) == 0
+    assert "* step 12 of a run\n" in capsys.readouterr().out, "back where it was"

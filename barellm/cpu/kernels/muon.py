@@ -162,13 +162,13 @@ def lower_scales(op: Op, c: Lowering) -> None:
 
 
 def muon_update(
-    k: KernelBuilder, param, param_lo, x, clip, scales, rows, *, C, by_column, lr_scale, scale, weight_decay, squared,
+    k: KernelBuilder, param, param_lo, x, clip, scales, rows, *, C, by_column, rate, lr_scale, scale, weight_decay, squared,
     cautious
 ) -> None:  # fmt: skip
-    """param = param - decay - scale x, in one pass. `scales`: one for each row of x, or `by_column`."""
-    rate = k.scalar("lr") * lr_scale
-    lost = rate * rate * (weight_decay * scale) if squared else rate * weight_decay
-    shrink, decay, size = k.splat(1.0 - lost), k.splat(lost), k.splat(rate * scale)
+    """param = param - decay - scale x, in one pass. `scales`: one for each row of x, or `by_column`. `rate` names the scalar."""
+    lr = k.scalar(rate) * lr_scale
+    lost = lr * lr * (weight_decay * scale) if squared else lr * weight_decay
+    shrink, decay, size = k.splat(1.0 - lost), k.splat(lost), k.splat(lr * scale)
     weights, ok = Weight(k, param, param_lo), clip.get(1)
 
     def step(begin: Value, end: Value, factor) -> None:
@@ -207,7 +207,7 @@ def lower_update(op: Op, c: Lowering) -> None:
     rows, C = op.one(op.x)
     constants = {name: float(op.attrs[name]) for name in ("lr_scale", "scale", "weight_decay")}
     cautious = bool(op.cautious and op.weight_decay)
-    constants |= {"C": C, "by_column": rows < C, "squared": op.squared, "cautious": cautious}
+    constants |= {"rate": op.rate, "C": C, "by_column": rows < C, "squared": op.squared, "cautious": cautious}
     operands = {**weight_operands("param", op.outputs["param"]), "x": op.x, "scales": op.scales}
     for one in each_matrix(op, **operands):
         c.call(muon_update, {**one, "clip": op.clip, "rows": rows}, constants, writes="param param_lo")

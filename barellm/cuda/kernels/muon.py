@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering
-from barellm.cuda.kernels.common import BLOCK, LR, MOMENTUM, double, matrix_unit
+from barellm.cuda.kernels.common import BLOCK, MOMENTUM, double, matrix_unit
 from barellm.cuda.kernels.optimizer import SPAN
 from barellm.cuda.kernels.storage import (
     lo_pointer,
@@ -36,6 +36,7 @@ from barellm.program.grouping import members
 from barellm.program.integers import ceil_div
 from barellm.program.ops.muon import LEAST
 from barellm.program.ops.optimizer import CHUNK
+from barellm.program.scalars import SCALARS
 
 MOMENTUM_FIELDS = ("first", "units", "m", "grad", "u", "partials")
 NORMALIZE_FIELDS = ("first", "units", "x", "u", "partials", "count", "margin", "eps")
@@ -212,9 +213,10 @@ def muon_update(
     table, clip, scalars,
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
-    SCALED: tl.constexpr, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr,
+    RATE: tl.constexpr, SCALED: tl.constexpr, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
-    """param = param - decay - scale x: everything read and written once. SCALED: "rows" or "columns" of x have a factor each."""
+    """param = param - decay - scale x: everything read and written once. SCALED: "rows" or "columns" of x have a factor each. RATE:
+    the place of the learning rate among the scalars."""
     ok = tl.load(clip + 1)
     if ok == ok:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, turn = entry_of(table, ENTRIES, WIDE)
@@ -223,7 +225,7 @@ def muon_update(
         if FORMAT is not None:
             lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
         x = matrix_pointer(table, entry, X, ENTRIES, UNIT, HALF, FP16)
-        rate = double(scalars, LR) * number(table, entry, LR_SCALE, ENTRIES)
+        rate = double(scalars, RATE) * number(table, entry, LR_SCALE, ENTRIES)
         size = (rate * number(table, entry, SCALE, ENTRIES)).to(tl.float32)
         lost = rate * number(table, entry, DECAY, ENTRIES)
         if SQUARED:
@@ -270,7 +272,7 @@ def lower_update(op: Any, c: Lowering) -> None:
     constants = {
         **extent(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **weight_constants(param),
         **matrix_constants(each[0].x.dtype), "CAUTIOUS": bool(each[0].cautious), "SQUARED": each[0].squared or None,
-        "SCALED": ("columns" if rows < cols else "rows") if scaled else "",
+        "RATE": SCALARS[each[0].rate].index, "SCALED": ("columns" if rows < cols else "rows") if scaled else "",
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo"))
     c.launch(muon_update, {"table": table, "clip": each[0].clip}, constants, grid=lambda s: (programs,), writes="")

@@ -28,7 +28,8 @@ typedef struct {
 typedef struct {
     double loss;               /* nats per target, the mean of the step */
     double norm;               /* of the gradient, before it is clipped */
-    double lr;                 /* learning rate of the step */
+    double lr;                 /* learning rate of the step; of AdamW, where Muon has another */
+    double muon_lr;            /* of Muon; -1 where it has none of its own */
 } barellm_result;
 
 /* Open a session with so many threads, 0: one for each processor that the process may use, up to the number it was built for.

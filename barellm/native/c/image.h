@@ -34,7 +34,9 @@ struct constant {
 };
 
 struct schedule {
-    double lr, min_lr, cooldown, momentum, momentum_start;
+    double lr, min_lr;
+    double adamw, muon; /* the rates of both as multiples of lr; muon is below 0 where it has none of its own */
+    double cooldown, momentum, momentum_start;
     int64_t warmup, momentum_warmup, momentum_cooldown;
     enum { COSINE, LINEAR, CONSTANT, WSD } kind;
 };

@@ -329,15 +329,16 @@ int barellm_step(barellm *s, const int32_t *tokens, const int32_t *targets, bare
         walk(s, PROGRAM_MICRO);
         loss += (double)output(s, PROGRAM_MICRO) * shown;
     }
-    double lr = learning_rate(s->step, s->total);
+    double rate = learning_rate(s->step, s->total), lr = rate * schedule.adamw, muon_lr = rate * schedule.muon;
     begin(s);
     set(s, SCALAR_STEP, s->step + 1);
     set(s, SCALAR_SEED, run.seed);
     set_number(s, SCALAR_LR, lr);
+    set_number(s, SCALAR_MUON_LR, muon_lr);
     set_number(s, SCALAR_MOMENTUM, momentum(s->step, s->total));
     walk(s, PROGRAM_UPDATE);
     s->step++;
-    barellm_result found = {loss, output(s, PROGRAM_UPDATE), lr};
+    barellm_result found = {loss, output(s, PROGRAM_UPDATE), lr, schedule.muon < 0 ? -1 : muon_lr};
     s->not_finite = isfinite(found.loss) && isfinite(found.norm) ? 0 : s->not_finite + 1;
     if (result) *result = found;
     return 0;

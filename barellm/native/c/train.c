@@ -276,8 +276,10 @@ static barellm_result step(const struct stream *train) {
     printf("step %lld/%lld | loss %.6f | norm %.4f | lr %.2e | %.2f ms | %.0f tok/s\n", (long long)after.step, (long long)after.steps, r.loss,
            r.norm, r.lr, 1e3 * took, count * seq / took);
     shown();
-    record("{\"kind\": \"train\", \"step\": %lld, \"loss\": %s, \"lr\": %s, \"grad_norm\": %s, \"tokens\": %lld, \"tokens_per_s\": %.1f, \"seconds\": %.3f}\n",
-           (long long)after.step, json(r.loss).text, json(r.lr).text, json(r.norm).text, (long long)(after.samples * seq), count * seq / took,
+    char muon[64] = "";
+    if (r.muon_lr >= 0) snprintf(muon, sizeof muon, ", \"muon_lr\": %s", json(r.muon_lr).text);
+    record("{\"kind\": \"train\", \"step\": %lld, \"loss\": %s, \"lr\": %s%s, \"grad_norm\": %s, \"tokens\": %lld, \"tokens_per_s\": %.1f, \"seconds\": %.3f}\n",
+           (long long)after.step, json(r.loss).text, json(r.lr).text, muon, json(r.norm).text, (long long)(after.samples * seq), count * seq / took,
            seconds_now() - started);
     return r;
 }

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -226,8 +226,8 @@ def lines(x: Tensor, matrices: int = 1) -> int:
 
 
 class MuonUpdate(OfMatrices):
-    """param = param - decay * param - step * x with step = scale * rate, decay = weight_decay * rate and rate = lr * lr_scale; of x
-    times its `scales` where given.
+    """param = param - decay * param - step * x with step = scale * rate and decay = weight_decay * rate, where the rate is the
+    scalar that `rate` names (default: lr) times lr_scale; of x times its `scales` where given.
 
     `squared`: decay = weight_decay * rate * step, which falls with the square of the rate. `cautious`: only what x makes smaller
     too decays: where x * param >= 0 (Chen et al. 2025). Nothing changes if clip[1] is NaN.
@@ -238,9 +238,17 @@ class MuonUpdate(OfMatrices):
     scalars = ("lr",)
     inplace: ClassVar[dict[str, str]] = {"param": "param"}
 
+    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
+        super().__init__(inputs, attrs)
+        self.scalars = (self.rate,)
+
     @property
     def squared(self) -> bool:
         return self.attrs.get("squared", False)
+
+    @property
+    def rate(self) -> str:
+        return self.attrs.get("rate", "lr")
 
     def infer(self, param: Tensor, x: Tensor, clip: Tensor, scales: Tensor | None = None) -> dict[str, Spec]:
         self.expect(x=x)
@@ -250,14 +258,14 @@ class MuonUpdate(OfMatrices):
             raise ValueError(f"muon_update expects scales ({lines(x, self.matrices)}): {describe(x=x, scales=scales)}")
         return {"param": (param.shape, param.dtype)}
 
-    def reference(self, param, x, clip, lr, scales=None):
+    def reference(self, param, x, clip, scales=None, **rates):
         if np.isnan(clip[1]):
             return {"param": param}
         if scales is not None:
             rows, cols = self.one(x)
             scales = scales.reshape(self.matrices, 1, cols) if rows < cols else scales.reshape(self.matrices, rows, 1)
             x = (self.each(x) * scales).reshape(x.shape)
-        rate = lr * self.lr_scale
+        rate = rates[self.rate] * self.lr_scale
         step = rate * self.scale
         decay = rate * self.weight_decay * (step if self.squared else 1.0)
         decays = (x * param >= 0) if self.cautious else 1.0
