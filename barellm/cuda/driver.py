@@ -108,10 +108,12 @@ def device(number: int = 0) -> Device:
         )
     handle = call("cuDeviceGet", number if count > 1 else 0)
 
-    def attribute(name: str) -> int:
-        return int(call("cuDeviceGetAttribute", getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), handle))
+    def attribute(kind: Any) -> int:
+        return int(call("cuDeviceGetAttribute", kind, handle))
 
-    arch = 10 * attribute("COMPUTE_CAPABILITY_MAJOR") + attribute("COMPUTE_CAPABILITY_MINOR")
+    kinds = cu.CUdevice_attribute
+    major = attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+    arch = 10 * major + attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
     name = bytes(call("cuDeviceGetName", 128, handle)).split(b"\0")[0].decode()
     if arch < OLDEST_ARCH:
         raise UserError(f"{name} has compute capability {arch / 10}, barellm needs {OLDEST_ARCH / 10} or later")
@@ -119,11 +121,11 @@ def device(number: int = 0) -> Device:
         handle,
         name,
         arch,
-        attribute("MULTIPROCESSOR_COUNT"),
+        attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
         int(call("cuDeviceTotalMem", handle)),
-        attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
         version,
-        bytes(call("cuDeviceGetUuid_v2", handle).bytes).hex(),
+        bytes(call("cuDeviceGetUuid", handle).bytes).hex(),
     )
 
 

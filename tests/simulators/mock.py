@@ -170,7 +170,7 @@ class Gpu:
         assert 0 <= index < self.count
         return OK, index
 
-    def cuDeviceGetUuid_v2(self, device):
+    def cuDeviceGetUuid(self, device):
         return OK, SimpleNamespace(bytes=self.uuid[:-1] + bytes([device]))
 
     def cuDeviceGetName(self, length, device):
@@ -180,14 +180,14 @@ class Gpu:
         return OK, self.memory
 
     def cuDeviceGetAttribute(self, attribute, device):
-        short = attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")
+        kinds = real.CUdevice_attribute
         values = {
-            "COMPUTE_CAPABILITY_MAJOR": self.arch // 10,
-            "COMPUTE_CAPABILITY_MINOR": self.arch % 10,
-            "MULTIPROCESSOR_COUNT": self.sms,
-            "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448,
+            kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: self.arch // 10,
+            kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: self.arch % 10,
+            kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: self.sms,
+            kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232448,
         }
-        return OK, values[short]
+        return OK, values[attribute]
 
     def cuDevicePrimaryCtxRetain(self, device):
         return OK, 1
@@ -392,8 +392,8 @@ class Gpu:
 
     # --- code ---
 
-    def cuLibraryLoadData(self, cubin, *options):
-        assert options == ([], [], 0, [], [], 0)
+    def cuLibraryLoadData(self, cubin, jit, jit_values, jits, options, values, count):
+        assert (jit, jit_values, jits, options, values, count) == ([], [], 0, [], [], 0)
         spec, code = self.known[cubin]
         self.functions.append(SimpleNamespace(spec=spec, code=code, shared=48 << 10, loaded=False))
         return OK, len(self.functions) - 1
