@@ -22,7 +22,11 @@ from tests.simulators.mock_nccl import Nccl
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("barellm", "anatomy", "benchmarks", "tests/simulators", "tests/cuda")
 FUNCTION, TYPE, MEMBER = re.compile(r"cu[A-Z]\w+"), re.compile(r"CU[a-z]\w+"), re.compile(r"(CU|CUDA)_[A-Z]\w+")
-BY_NAME = {"call": 1, "finalizer": 2}  # what calls a function by its name: the arguments up to that name
+BY_NAME = {
+    "call": (1, None),
+    "finalizer": (2, None),
+    "wait": (1, 2),
+}  # what calls a function by its name: where its arguments are
 BY_CTYPES = {"cuTensorMapEncodeTiled"}  # the library's own function, which has an argument for its result
 RETURNS = re.compile(r"^( *)Returns\n *-+\n(.*?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 
@@ -67,9 +71,10 @@ def uses(tree: ast.Module, where: str, wanted: Callable[[str], object], *, named
                 continue
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             given, names = node.args, set() if named else {name}
-            if skipped := BY_NAME.get(name):
-                names = texts(node.args[skipped - 1], loops) if len(node.args) >= skipped else set()
-                given = node.args[skipped:]
+            if name in BY_NAME:
+                start, stop = BY_NAME[name]
+                names = texts(node.args[start - 1], loops) if len(node.args) >= start else set()
+                given = node.args[start:stop]
             for name in filter(wanted, names):
                 assert not node.keywords and not any(isinstance(a, ast.Starred) for a in given), (where, name)
                 yield f"{where}:{node.lineno}", name, len(given)
@@ -104,7 +109,13 @@ def calls(parsed: dict[str, ast.Module]) -> list[Use]:
 
 def test_every_call_of_the_driver_is_one_of_the_bindings():
     found = calls(trees())
-    assert {name for _, name, _ in found} >= {"cuInit", "cuLaunchKernelEx", "cuMemFree", "cuKernelGetParamInfo"}
+    assert {name for _, name, _ in found} >= {
+        "cuInit",
+        "cuLaunchKernelEx",
+        "cuMemFree",
+        "cuKernelGetParamInfo",
+        "cuEventQuery",
+    }
     assert not wrong_calls(found)
 
 
@@ -131,7 +142,7 @@ def test_every_word_of_the_driver_is_one_of_the_bindings():
                 if pattern.fullmatch(word):
                     found.setdefault(word, set()).add(where)
     absent = {w: at for w, at in found.items() if not hasattr(driver, w) and w not in members}
-    for variable in ("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES"):  # of the environment
+    for variable in ("CUDA_LAUNCH_BLOCKING", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES"):  # of the environment
         absent.pop(variable, None)
     assert not absent
     assert {"CUlaunchConfig", "CUstreamCaptureMode", "CU_EVENT_DEFAULT", "CUDA_SUCCESS"} <= set(found)

@@ -125,7 +125,7 @@ def test_an_error_of_the_probe_is_no_lost_gpu(tmp_path, children):
 
 def test_a_context_that_is_lost_is_a_lost_gpu(tmp_path, children, capsys):
     children("from tests.simulators.mock import Gpu\nbefore = Gpu.install\n"
-             "def install(self, patch):\n    before(self, patch)\n    self.errors['cuStreamSynchronize'] = 719\n"
+             "def install(self, patch):\n    before(self, patch)\n    self.errors['cuStreamQuery'] = 719\n"
              "Gpu.install = install")  # fmt: skip
     assert runner.run_all([NONSENSE, AFTER_IT], tmp_path, small=True, mock=True) == 1
     found = json.loads((tmp_path / "gpu-check.json").read_text())["stages"]
@@ -198,10 +198,10 @@ def test_a_rung_s_time_begins_with_its_first_launch(tmp_path, monkeypatch):
     with clock.at_first_launch():
         driver.call("cuMemAlloc", 1)
         assert scale.left_s == 1.0
-        driver.call("cuLaunchKernelEx")
+        driver.call("cuLaunchKernelEx", 1, 2, 3, 4)
         began = clock.began
-        driver.call("cuGraphLaunch")
-    driver.call("cuGraphLaunch")
+        driver.call("cuGraphLaunch", 1, 2)
+    driver.call("cuGraphLaunch", 1, 2)
     assert seen == [
         ("cuMemAlloc", False),
         *[("cuLaunchKernelEx", True), ("cuGraphLaunch", True), ("cuGraphLaunch", True)],
