@@ -64,8 +64,8 @@ class BoundLaunch:
         code = kernel.code
         self.op, self.function = launch.op, kernel.function
         grid = (*launch.grid(sizes), 1, 1)[:3]
-        of = f" of op {launch.op.name}" if launch.op else ""
-        self._words = f"kernel {code.name}{of}, grid {grid}"
+        op = getattr(launch.op, "name", "none")
+        self._words = f"kernel {code.name} of op {op}, grid {grid}"
         if any(n > most for n, most in zip(grid, MOST_GRID, strict=True)):
             raise UserError(
                 f"{self._words}: a GPU runs at most {MOST_GRID} blocks, expected fewer or shorter sequences than "
