@@ -100,7 +100,7 @@ def gpu() -> dict[str, Any]:
     }
     try:
         device = driver.device()
-    except (UserError, driver.DriverError) as error:
+    except UserError as error:
         return {"device cuda": f"no: {error}", **found}
     return {
         "device cuda": device.name,

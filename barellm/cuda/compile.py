@@ -67,20 +67,6 @@ class Code:
     cubin: bytes
 
     @property
-    def offsets(self) -> list[int]:
-        """The offset of each parameter in the block of parameters."""
-        found, at = [], 0
-        for nbytes, align in self.params:
-            at = -(-at // align) * align
-            found.append(at)
-            at += nbytes
-        return found
-
-    @property
-    def param_bytes(self) -> int:
-        return self.offsets[-1] + self.params[-1][0]
-
-    @property
     def registers(self) -> int:
         """Registers of a thread: a cubin is an ELF file, whose section .nv.info has an attribute for them."""
         (table,), (count, names) = struct.unpack_from("<Q", self.cubin, 40), struct.unpack_from("<HH", self.cubin, 60)
@@ -156,10 +142,15 @@ def _path(spec: Specialisation, arch: int) -> Path:
     return cache_folder() / f"{digest_of(spec, arch)}.cubin"
 
 
+def ptxas_variable(arch: int) -> str:
+    """The environment variable that names another ptxas to Triton: from Blackwell on it has one of its own."""
+    return "TRITON_PTXAS_BLACKWELL_PATH" if arch >= 100 else "TRITON_PTXAS_PATH"
+
+
 def digest_of(spec: Specialisation, arch: int) -> str:
     """A digest of everything outside this file that decides the code of a specialisation, in hexadecimal digits."""
     h = hashlib.sha256(
-        f"{FORMAT}|{TRITON}|{FLAGS}|{os.environ.get('TRITON_PTXAS_PATH', '')}|{arch}|{spec.key}".encode()
+        f"{FORMAT}|{TRITON}|{FLAGS}|{os.environ.get(ptxas_variable(arch), '')}|{arch}|{spec.key}".encode()
     )
     for module in modules_of(spec.function):
         h.update(_digest(module))

@@ -8,11 +8,16 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import os
+import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -39,7 +44,7 @@ def libcuda() -> Any:
 
 def call(name: str, *args: Any) -> Any:
     """The values that a driver function returns beside its status: one value, a tuple of several, or None. A bad status is a
-    RuntimeError."""
+    DriverError."""
     cu = bindings()
     status, *values = getattr(cu, name)(*args)
     if int(status):
@@ -60,13 +65,54 @@ LOST = ("ILLEGAL_ADDRESS", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "INVALID
 LOST += ("LAUNCH_FAILED", "LAUNCH_TIMEOUT", "HARDWARE_STACK_ERROR", "ECC_UNCORRECTABLE", "ASSERT", "UNKNOWN")
 
 
-class DriverError(RuntimeError):
+class DriverError(UserError):
     """A driver function that failed. `status`: the driver's name for it; `lost`: this process cannot use the GPU any more."""
 
     def __init__(self, function: str, status: str) -> None:
         self.status, self.lost = status, status.removeprefix("CUDA_ERROR_") in LOST
-        why = ": a kernel before it went wrong, and this process cannot use the GPU any more" if self.lost else ""
+        why = ""
+        if self.lost:
+            latest = f" (the latest: {_latest})" if _latest else ""
+            advice = "" if blocking() else f"; {BLOCKING}=1 launches one kernel at a time and names it"
+            why = f": a kernel before it went wrong{latest}, and this process cannot use the GPU any more{advice}"
         super().__init__(f"{function} failed: {status}{why}")
+
+
+BLOCKING = "CUDA_LAUNCH_BLOCKING"  # the driver's own variable
+SPIN_S, NAP_S = 1e-3, 2e-4  # how long the GPU is asked without a pause, and the pauses after that
+SLOW_S = 60.0  # of waiting, after which a line says for what
+_latest: object = None
+
+
+def blocking() -> bool:
+    """Whether the user wants one launch after the other, each waited for."""
+    return os.environ.get(BLOCKING, "0") not in ("", "0")
+
+
+def launches(what: object) -> None:
+    """What is put on the GPU now, in words when somebody asks: where it hangs or goes wrong, this is named."""
+    global _latest
+    _latest = what
+
+
+def wait(query: str, handle: Any, most_s: float = inf) -> bool:
+    """Until the stream or event is done, as the driver's function `query` tells; False after `most_s` seconds. The GPU is asked
+    again and again, since the driver's own way to wait does not let Ctrl-C through."""
+    cu, began, told = bindings(), time.monotonic(), False
+    not_ready = int(cu.CUresult.CUDA_ERROR_NOT_READY)
+    while status := int(getattr(cu, query)(handle)[0]):
+        if status != not_ready:
+            raise DriverError(query, _name(cu, status))
+        waited = time.monotonic() - began
+        if waited > most_s:
+            return False
+        if waited > SLOW_S and not told:
+            told = True
+            words = f"the GPU has not ended its work for {waited:.0f} s (the latest: {_latest}); Ctrl-C stops waiting"
+            print(f"barellm: {words}", file=sys.stderr, flush=True)
+        if waited > SPIN_S:
+            time.sleep(NAP_S)
+    return True
 
 
 @dataclass(frozen=True)
@@ -108,10 +154,12 @@ def device(number: int = 0) -> Device:
         )
     handle = call("cuDeviceGet", number if count > 1 else 0)
 
-    def attribute(name: str) -> int:
-        return int(call("cuDeviceGetAttribute", getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), handle))
+    def attribute(kind: Any) -> int:
+        return int(call("cuDeviceGetAttribute", kind, handle))
 
-    arch = 10 * attribute("COMPUTE_CAPABILITY_MAJOR") + attribute("COMPUTE_CAPABILITY_MINOR")
+    kinds = cu.CUdevice_attribute
+    major = attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+    arch = 10 * major + attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
     name = bytes(call("cuDeviceGetName", 128, handle)).split(b"\0")[0].decode()
     if arch < OLDEST_ARCH:
         raise UserError(f"{name} has compute capability {arch / 10}, barellm needs {OLDEST_ARCH / 10} or later")
@@ -119,39 +167,52 @@ def device(number: int = 0) -> Device:
         handle,
         name,
         arch,
-        attribute("MULTIPROCESSOR_COUNT"),
+        attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
         int(call("cuDeviceTotalMem", handle)),
-        attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
         version,
-        bytes(call("cuDeviceGetUuid_v2", handle).bytes).hex(),
+        bytes(call("cuDeviceGetUuid", handle).bytes).hex(),
     )
 
 
 class Context:
-    """The device's primary context, current in this thread, and a stream that waits for no other. The context stays until the
-    process ends: what still hangs on it when a session is closed (events, say) would be given back to a context that is gone, and
-    the next session would wait for a new one."""
+    """The device's primary context, current in each thread that asks for the stream, which waits for no other. The context stays
+    until the process ends: what still hangs on it when a session is closed (events, say) would be given back to a context that is
+    gone, and the next session would wait for a new one."""
 
     def __init__(self, on: Device) -> None:
         cu = bindings()
         self.device = on
         self.handle = call("cuDevicePrimaryCtxRetain", on.handle)
+        self._here = threading.local()
         self.enter()
-        self.stream = call("cuStreamCreate", int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        self._destroy = finalizer(self, "cuStreamDestroy", self.stream)
+        self._stream = call("cuStreamCreate", int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self.close = finalizer(self, "cuStreamDestroy", self._stream)
 
     def enter(self) -> None:
-        """Make it the calling thread's: the driver answers no other."""
-        call("cuCtxSetCurrent", self.handle)
+        """Make it current in this thread, if it is not yet."""
+        if not hasattr(self._here, "entered"):
+            call("cuCtxSetCurrent", self.handle)
+            self._here.entered = True
+
+    @property
+    def stream(self) -> Any:
+        """For this thread, in which the context is current from now on."""
+        self.enter()
+        return self._stream
 
     def free_bytes(self) -> int:
         return int(call("cuMemGetInfo")[0])
 
     def synchronize(self) -> None:
-        call("cuStreamSynchronize", self.stream)
+        wait("cuStreamQuery", self.stream)
 
-    def close(self) -> None:
-        self._destroy()
+    def ends(self, most_s: float) -> bool:
+        """Whether all that is on the stream ends in so many seconds, and the context is not lost."""
+        try:
+            return wait("cuStreamQuery", self.stream, most_s)
+        except DriverError:
+            return False
 
 
 class DeviceMemory:
@@ -167,7 +228,7 @@ class DeviceMemory:
         out = np.empty(stop - start, np.uint8)
         if out.size:
             call("cuMemcpyDtoHAsync", out.ctypes.data, self.address + start, out.size, stream)
-            call("cuStreamSynchronize", stream)
+            wait("cuStreamQuery", stream)
         return out
 
     def write(self, start: int, data: np.ndarray, stream: Any) -> None:
@@ -175,7 +236,7 @@ class DeviceMemory:
         if data.nbytes:
             assert data.flags.c_contiguous and start + data.nbytes <= self.nbytes
             call("cuMemcpyHtoDAsync", self.address + start, data.ctypes.data, data.nbytes, stream)
-            call("cuStreamSynchronize", stream)
+            wait("cuStreamQuery", stream)
 
     def copy(self, start: int, address: int, nbytes: int, stream: Any) -> None:
         """Set bytes from `start` to those of the GPU's memory at `address`, which do not overlap them."""
@@ -224,7 +285,7 @@ class Event:
 
     def wait(self) -> None:
         """Block until it is reached; at once where it was never recorded."""
-        call("cuEventSynchronize", self.handle)
+        wait("cuEventQuery", self.handle)
 
     def since(self, earlier: Event) -> float:
         """Milliseconds."""
@@ -268,11 +329,13 @@ def profiled() -> Iterator[None]:
 
 def finalizer(owner: object, name: str, handle: Any) -> weakref.finalize:
     """Gives the handle back with a driver function when called, or when nobody has the owner any more; the driver may then have
-    gone already."""
+    gone already. Not at the end of the process, which gives everything back, also where the GPU hangs."""
     function = getattr(bindings(), name)
 
     def give_back() -> None:
         with suppress(Exception):
             function(handle)
 
-    return weakref.finalize(owner, give_back)
+    found = weakref.finalize(owner, give_back)
+    found.atexit = False
+    return found

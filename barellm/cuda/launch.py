@@ -14,7 +14,7 @@ from barellm.program.dtypes import itemsize
 from barellm.runtime.lowering import Region
 
 FREE_SHARED_BYTES = 48 << 10  # of dynamic shared memory, that every kernel may use without asking
-MAP_ALIGN = 64  # of a CUtensorMap
+MAP_BYTES, MAP_ALIGN = 128, 128  # of a CUtensorMap; the compiler gives it 64, cuda.h 13 asks for 128
 MOST_GRID = (2**31 - 1, 65535, 65535)
 PROMOTION_128B = 2  # what a tensor map's miss brings into the second cache
 # The element types of tensor maps have other numbers on the device than in the driver's interface.
@@ -64,14 +64,22 @@ class BoundLaunch:
         code = kernel.code
         self.op, self.function = launch.op, kernel.function
         grid = (*launch.grid(sizes), 1, 1)[:3]
-        limits = zip(grid, MOST_GRID, strict=True)
-        assert all(0 <= n <= most for n, most in limits), f"{code.name}: no GPU runs a grid of {grid}"
+        op = getattr(launch.op, "name", "none")
+        self._words = f"kernel {code.name} of op {op}, grid {grid}"
+        if any(n > most for n, most in zip(grid, MOST_GRID, strict=True)):
+            raise UserError(
+                f"{self._words}: a GPU runs at most {MOST_GRID} blocks, expected fewer or shorter sequences than "
+                f"{sizes.batch} of {sizes.seq} tokens"
+            )
         self.empty = 0 in grid
         if self.empty:  # its arguments may be those of no rows: a tensor map of none cannot be made
             return
-        room = ctypes.create_string_buffer(code.param_bytes + MAP_ALIGN)
-        base = -(-ctypes.addressof(room) // MAP_ALIGN) * MAP_ALIGN
-        slots = [base + at for at in code.offsets]
+        room = ctypes.create_string_buffer(sum(nbytes + MAP_ALIGN for nbytes, _ in code.params))
+        slots, end = [], ctypes.addressof(room)
+        for nbytes, align in code.params:  # each lies where it likes: the driver copies it from its own address
+            align = MAP_ALIGN if nbytes == MAP_BYTES else align
+            slots.append(-(-end // align) * align)
+            end = slots[-1] + nbytes
         self.pointers = (ctypes.c_void_p * len(slots))(*slots)
         self._keep = room
         at, descriptors = iter(slots), iter(code.descriptors)
@@ -94,6 +102,9 @@ class BoundLaunch:
         put("*", 0)  # scratch of the compiler's, of which there is none
         put("*", 0)
         self.config = _configured(code, grid)
+
+    def __str__(self) -> str:
+        return self._words
 
     def run(self, stream: Any) -> None:
         if not self.empty:

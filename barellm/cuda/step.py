@@ -11,6 +11,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -55,6 +56,7 @@ from barellm.runtime.ranks import ALONE
 ALIGN = 512  # bytes, of the arena
 GRAPHS = 16  # kept, of those used last
 HEADROOM = 64 << 20  # bytes of the GPU for code, graphs and the driver's own
+LEAVE_S = 5.0  # of waiting for the GPU after an error
 ROOM = 64  # bytes: what begins in a pinned buffer begins at a multiple
 
 
@@ -131,6 +133,9 @@ class Run:
     accumulate: bool = False
     last: bool = False
 
+    def __str__(self) -> str:
+        return f"program {self.program!r}, batch {self.sizes.batch}, seq {self.sizes.seq}"
+
 
 class Fill:
     """A call of debug mode between launches: it fills the bytes of a tensor whose life has ended."""
@@ -171,7 +176,6 @@ class CudaSession(ArenaSession):
         self.ranks = next((op.ranks for p in programs.values() for op in p.ops if isinstance(op, Transfer)), ALONE)
         self.device = device or driver.device(self.ranks.number)
         self.context = driver.Context(self.device)
-        self.stream = self.context.stream
         built = built or lower_and_plan(programs, Target.of(self.device, matmul, tf32))
         super().__init__(programs, built.plan)
         self.target, self.lowered, self.calls, self.specs = built.target, built.lowered, built.calls, built.specs
@@ -199,6 +203,11 @@ class CudaSession(ArenaSession):
         self._graphs: OrderedDict[Run, driver.Graph] = OrderedDict()
         self._pid = os.getpid()
         self.seconds["map"] = lap()
+
+    @property
+    def stream(self) -> Any:
+        """The context's, for this thread."""
+        return self.context.stream
 
     # --- building ---
 
@@ -294,6 +303,7 @@ class CudaSession(ArenaSession):
         """The same as `ArenaSession.run`. It returns when the GPU has the work; `read` and `synchronize` wait for it."""
         if os.getpid() != self._pid:  # a context does not survive a fork
             raise RuntimeError("this process was forked from one with a running backend: open a new session in it")
+        self.context.enter()
         self._turns.reverse()
         self._turns[0].copied.wait()
         self._inputs = self._turns[0].rooms
@@ -318,14 +328,20 @@ class CudaSession(ArenaSession):
     def _start(self, program: str) -> None:
         self._send_inputs(program)
         run = self._run(program)
-        if self._captures(run):
+        driver.launches(run)
+        if self._captures(run) and not driver.blocking():
             self._graph(run).launch(self.stream)
         else:
             self._launch_each(run)
 
     def _launch_each(self, run: Run) -> None:
+        """With CUDA_LAUNCH_BLOCKING each is waited for, so that an error names the launch that made it."""
         for launch in self._bound(run):
+            if driver.blocking():
+                driver.launches(launch)
             launch.run(self.stream)
+            if driver.blocking():
+                self.context.synchronize()
 
     def _send_inputs(self, program: str) -> None:
         turn = self._turns[0]
@@ -412,11 +428,18 @@ class CudaSession(ArenaSession):
         self.context.synchronize()
 
     def close(self) -> None:
-        """Wait for what runs, and give the GPU's memory back. Safe to call twice."""
+        """Wait for what runs, and give the GPU's memory back. Safe to call twice. After an error nothing is waited for longer than
+        LEAVE_S: if the GPU hangs or is lost, all is left to the end of the process, and no second error hides the first."""
         if self.memory.free.alive:
             failed = sys.exc_info()[0] is not None
             if self._communicator and failed:
-                self._communicator.close(failed=True)  # what waits for other ranks on the GPU ends
+                with suppress(driver.DriverError):
+                    self._communicator.close(failed=True)  # what waits for other ranks on the GPU ends
+            if failed and not self.context.ends(LEAVE_S):
+                left = [self.context.close, *(turn.memory.free for turn in self._turns), self.memory.free]
+                for one in left + [graph.free for graph in self._graphs.values()]:
+                    one.detach()
+                return
             self.context.synchronize()
             for graph in self._graphs.values():
                 graph.free()

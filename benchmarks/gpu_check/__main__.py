@@ -1,7 +1,7 @@
 """Runs the stages, each in a process of its own with a time limit, and holds what they measured against the bars.
 
     make gpu-check STAGES=first                     at most four minutes: whether anything works, and how fast a step is
-    make gpu-check                                  all stages: at most 36 minutes of one GPU
+    make gpu-check                                  all stages: at most 36 minutes of one GPU (beside compiling and starting)
     make gpu-check STAGES=correct OUT=results       a part of them; each part fits into a call of ten minutes
     make gpu-check STAGES=versions,kernels
     python -m benchmarks.gpu_check --summary FILE.json FILE.json
@@ -20,13 +20,15 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check import bars, clocks, processes
-from benchmarks.gpu_check.stages import GROUPS, PROBE, STAGES, Stage, run_stage
+from benchmarks.gpu_check.stages import COMPILE, EVERY, GROUPS, PROBE, STAGES, Clock, Scale, Stage, run_stage
 
-FILE, LOG = "gpu-check.json", "log.txt"
+FILE, LOG, BEGUN = "gpu-check.json", "log.txt", "begun"
+LATE = "ran past its limit"  # the status of a stage
 MOCK_TIMES = 5  # as long as on a GPU a stage may take where Python does its work
 LOG_TAIL = 12_000  # characters of a failed stage's output that gpu-check.json has
 SHOWN = 800  # that are printed: the whole output, with the table at its end, should be short
@@ -59,8 +61,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.run:
         keep = lambda found: write(Path(args.out), json.dumps(found))  # noqa: E731
-        limit_s = next(s.limit_s for s in (*STAGES, PROBE) if s.name == args.run) * (MOCK_TIMES if args.mock else 1)
-        keep(run_stage(args.run, small=args.small, mock=args.mock, keep=keep, limit_s=limit_s))
+        stage = next(s for s in EVERY if s.name == args.run)
+        clock, stages = Clock(Path(args.out).with_name(BEGUN)), tuple(args.stages.split(","))
+        limit_s = stage.limit_s * (MOCK_TIMES if args.mock else 1)
+        keep(run_stage(stage, Scale(args.small, args.mock, keep, limit_s, stages, clock)))
         return 0
     if args.list:
         for stage in STAGES:
@@ -82,7 +86,7 @@ def main() -> int:
         found = [json.loads(Path(path).read_text()) for path in args.summary]
         print("\n".join(bars.table({name: r for result in found for name, r in result["stages"].items()})))
         return 0
-    return run_all(chosen(args.stages), Path(args.out), small=args.small, mock=args.mock)
+    return run_all(compiled_first(chosen(args.stages)), Path(args.out), small=args.small, mock=args.mock)
 
 
 def chosen(asked: str) -> list[Stage]:
@@ -98,6 +102,12 @@ def chosen(asked: str) -> list[Stage]:
     return [s for s in STAGES if s.name in names]
 
 
+def compiled_first(stages: list[Stage]) -> list[Stage]:
+    """The same, with `compile` before the first that may launch anything."""
+    at = 1 if stages[0].name == "versions" else 0
+    return [*stages[:at], COMPILE, *stages[at:]] if stages[at:] else stages
+
+
 def run_all(stages: list[Stage], out: Path, *, small: bool, mock: bool) -> int:
     out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"kind": "gpu-check", "small": small, "mock": mock, "stages": {}}
@@ -110,10 +120,10 @@ def run_all(stages: list[Stage], out: Path, *, small: bool, mock: bool) -> int:
             continue
         print(f"== {stage.name}: {stage.what} (at most {stage.limit_s} s)", flush=True)
         with clocks.watched() as seen:
-            found, text = run_child(stage, small=small, mock=mock)
+            found, text = run_child(stage, small=small, mock=mock, stages=stages)
         found |= {"clocks": seen} if seen else {}
         if found["status"] != "done":
-            found["gpu_answers"] = run_child(PROBE, small=small, mock=mock)[0].get("answers", False)
+            found["gpu_answers"] = answers(run_child(PROBE, small=small, mock=mock)[0])
         for name, single in found.pop("files", {}).items():
             write(out / name, json.dumps(single, indent=1) + "\n")
         result["stages"][stage.name] = found
@@ -135,17 +145,28 @@ def left_out(stage: Stage, done: dict[str, Any]) -> str:
     return f"{', '.join(bad)} did not go well" if bad else ""
 
 
-def run_child(stage: Stage, *, small: bool, mock: bool) -> tuple[dict[str, Any], str]:
+def answers(probed: dict[str, Any]) -> bool | None:
+    """Whether the GPU still answers, by what the probe found: not where a context is lost to the first process that asks for one,
+    or where it waits for ever. None: the probe failed in another way, which says nothing about the GPU."""
+    if probed["status"] == LATE and probed["begun"]:
+        return False
+    return probed.get("answers")
+
+
+def run_child(stage: Stage, *, small: bool, mock: bool, stages: Sequence[Stage] = ()) -> tuple[dict[str, Any], str]:
     """What the stage found, and what it printed. Its status is "done", "failed" or "ran past its limit", and then what it found is
-    what it had kept by then, and `log` has the end of its output."""
+    what it had kept by then, and `log` has the end of its output. `begun`: whether it had launched something. `stages`: all that
+    were asked for."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-u", "-m", "benchmarks.gpu_check", "--run", stage.name, "--out", str(answer)]
-        command += ["--small"] * small + ["--mock"] * mock
-        done = processes.run(command, limit_s=stage.limit_s * (MOCK_TIMES if mock else 1), together=True)
+        command += ["--small"] * small + ["--mock"] * mock + ["--stages", ",".join(s.name for s in stages)]
+        begun, limit_s = answer.with_name(BEGUN), stage.limit_s * (MOCK_TIMES if mock else 1)
+        done = processes.run(command, limit_s=limit_s, together=True, begun=begun, start_s=stage.start_s)
         found = json.loads(answer.read_text()) if answer.exists() else {}
-    words = "done" if done.status == 0 else "ran past its limit" if done.status is None else "failed"
+        found["begun"] = begun.exists()
+    words = "done" if done.status == 0 else LATE if done.status is None else "failed"
     found = {"status": words, "seconds": time.perf_counter() - start, **found}
     if done.status != 0:
         found |= {"exit_status": done.status, "log": done.out[-LOG_TAIL:]}

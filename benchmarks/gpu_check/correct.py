@@ -53,6 +53,7 @@ def model(scale: Scale, *, batch: int = 4, seq: int = 64, dtype: str = "bf16") -
 def versions(scale: Scale) -> dict[str, Any]:
     from barellm.cli.doctor import report
     from barellm.cuda import driver
+    from barellm.cuda.compile import ptxas_variable
     from barellm.cuda.lang import TRITON
 
     found = report()
@@ -63,7 +64,7 @@ def versions(scale: Scale) -> dict[str, Any]:
         print(processes.run([tools["nvidia-smi"]], limit_s=10, together=True).out)
     facts = {"gpu": gpu.name, "arch": gpu.arch, "multiprocessors": gpu.sms, "memory": gpu.nbytes, "driver": gpu.driver}
     pins = [holds(f"triton is {TRITON}", packages["triton"] == TRITON)]
-    ptxas = os.environ.get("TRITON_PTXAS_PATH", "")  # another ptxas gives other registers
+    ptxas = os.environ.get(ptxas_variable(gpu.arch), "")  # another ptxas gives other registers
     found = {"packages": packages, "device": facts, "tools": tools, "ptxas": ptxas, "doctor": found, "bars": pins}
     return found | {"machine": peers.machine("cuda")}
 

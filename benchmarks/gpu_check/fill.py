@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from barellm.assembly.machine import build_programs, products
 from barellm.bench import attentions, gemms
 from barellm.config import Config
-from barellm.cuda import bench
+from barellm.cuda import bench, driver
+from barellm.cuda import step as cuda_step
 from barellm.cuda.compile import cache_folder, compiled
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import LoweredPrograms, lower_and_plan, processes
@@ -22,6 +25,7 @@ from barellm.cuda.tuner.work import AnyWork, Candidate, candidates, refined, riv
 from barellm.plans.roofline import NAMED, mix_of
 from barellm.program.builder import Program, Store
 from benchmarks.gpu_check import apart, craft, first, signs, small_step, speed
+from benchmarks.gpu_check.bars import bar
 from benchmarks.gpu_check.correct import CASES, LONG, model
 from benchmarks.gpu_check.stages import Scale
 
@@ -169,3 +173,27 @@ def fill(folder: Path, arch: int) -> tuple[int, int]:
     with patch.dict(os.environ, {"BARELLM_CACHE": str(folder.resolve())}):
         count = len(compiled(needed(Target(arch)), arch, processes=processes()))
         return count, sum(f.stat().st_size for f in cache_folder().glob("*.cubin"))
+
+
+def compile(scale: Scale) -> dict[str, Any]:
+    """What the stages that were asked for launch, stage by stage on all cores; what is in the cache already is only read. It needs
+    the GPU for its name. A stage whose kernels do not compile here fails by itself later."""
+    target = Target.of(driver.device())
+    rows: list[dict[str, Any]] = []
+    for name in [name for name in scale.stages if name in KERNELS]:
+        if scale.left_s <= 1.0:
+            rows.append({"stage": name, "left out": "no time"})
+            continue
+        begin = time.monotonic()
+        row: dict[str, Any] = {"stage": name}
+        try:
+            row["kernels"] = len(
+                cuda_step.compiled(dict.fromkeys(KERNELS[name](scale, target)), target.arch, processes=processes())
+            )
+        except Exception as error:
+            row["wrong"] = f"{type(error).__name__}: {error}"
+        rows.append(row | {"seconds": time.monotonic() - begin})
+        print(rows[-1], flush=True)
+        scale.keep({"stages": rows})
+    wrong = sum("wrong" in row for row in rows)
+    return {"stages": rows, "bars": [bar("stages whose kernels do not compile", wrong, 0, at_most=True)]}

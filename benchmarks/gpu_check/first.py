@@ -42,11 +42,19 @@ CEILING = 8192  # rows, columns and depth of the product that says what the card
 
 
 def probe(scale: Scale) -> dict[str, Any]:
-    """Whether the GPU still answers: asked after a rung that failed."""
-    memory = driver.Context(driver.device())
-    kept = driver.DeviceMemory(512)
-    kept.fill(7, 0, 512, memory.stream)
-    return {"answers": bool((kept.read(0, 512, memory.stream) == 7).all())}
+    """Whether the GPU still answers: asked after a stage that failed."""
+    scale.clock.start()
+    try:
+        memory = driver.Context(driver.device())
+        kept = driver.DeviceMemory(512)
+        kept.fill(7, 0, 512, memory.stream)
+        read = kept.read(0, 512, memory.stream)
+    except driver.DriverError as error:
+        if not error.lost:
+            raise
+        return {"answers": False, "why": str(error)}
+    assert (read == 7).all(), f"512 bytes of 7 are read as {sorted(set(read.tolist()))}"
+    return {"answers": True}
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class Rung:
         return {
             "cases": rows,
             "bars": [
+                holds("a case ran", any("worst" in row or "wrong" in row for row in rows)),
                 bar("wrong cases", sum("wrong" in row for row in rows), 0, at_most=True),
                 bar("largest error over its bound", max(told, default=None), 1.0, at_most=True),
             ],

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 INTERRUPTED_S = 20.0  # that a process has to end by itself once it is interrupted
 KILLED_S = 10.0  # that the system may take for one that is killed: the driver clears up after it
+LOOK_S = 0.1  # between two looks for the file `begun`
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,11 @@ def run(
     environment: dict[str, str] | None = None,
     together: bool = False,
     interrupt: bool = False,
+    begun: Path | None = None,
+    start_s: float = 0.0,
 ) -> Done:
-    """`together`: both kinds of output in `out`. `interrupt`: at the limit it is first asked to end, as by Ctrl-C."""
+    """`together`: both kinds of output in `out`. `interrupt`: at the limit it is first asked to end, as by Ctrl-C. `begun`: a file
+    that the process makes when its work begins; the limit counts from there, or at the latest from `start_s` on."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
             command,
@@ -50,6 +55,8 @@ def run(
             env=os.environ | (environment or {}),
         )
         try:
+            if begun is not None:
+                _wait_for(process, begun, start_s)
             status = _wait(process, limit_s)
             if status is None and interrupt:
                 process.send_signal(signal.SIGINT)
@@ -59,6 +66,13 @@ def run(
         for file in (out, err):
             file.seek(0)
         return Done(status, out.read(), err.read())
+
+
+def _wait_for(process: subprocess.Popen[bytes], file: Path, seconds: float) -> None:
+    """Until the file is there, the process has ended or the time is over."""
+    end = time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < end and _wait(process, LOOK_S) is None:
+        pass
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 Keep = Callable[[dict[str, Any]], None]
-MARGIN_S = 12.0  # before the limit of a stage at which it ends what it has started
+MARGIN_S, MARGIN_PART = (
+    12.0,
+    4,
+)  # before the limit of a stage at which it ends what it has started; of a short one a quarter
+START_S = 60.0  # that a rung of the ladder has before its first launch, which a cold machine needs: its limit counts from there
+LAUNCHES = ("cuLaunchKernelEx", "cuGraphLaunch")
 
 
 @dataclass(frozen=True)
 class Stage:
     """`module.name` of this folder does it. The limits of a group add up to eight minutes, so that a call of ten minutes holds it
-    with what a machine needs besides; those of "first" to four. `after`: stages that must have gone well, where they ran."""
+    with what a machine needs besides; those of "first" to four. `after`: stages that must have gone well, where they ran: the same
+    kernel in an easier case."""
 
     group: str
     module: str
@@ -24,22 +33,27 @@ class Stage:
     what: str
     after: tuple[str, ...] = ()
 
+    @property
+    def start_s(self) -> float:
+        """How long its limit may wait for its first launch."""
+        return START_S if self.module == "first" else 0.0
+
 
 STAGES = (
     Stage("first", "correct", "versions", 20, "what is installed, the driver, the GPU"),
     Stage("first", "first", "plain", 15, "a product of Triton's"),
-    Stage("first", "first", "tile", 15, "Hopper's product: one tile", ("plain",)),
+    Stage("first", "first", "tile", 15, "Hopper's product: one tile"),
     Stage("first", "first", "ring", 20, "its ring goes round; more tiles than blocks; one block, and seven", ("tile",)),
     Stage("first", "first", "epilogues", 20, "everything that its way out does", ("ring",)),
     Stage("first", "first", "parts", 10, "a sum over tokens in seven parts", ("ring",)),
-    Stage("first", "first", "heads", 20, "attention forward and backward, T = 128, 1024, 1000", ("plain",)),
+    Stage("first", "first", "heads", 20, "attention forward and backward, T = 128, 1024, 1000"),
     Stage(
         "first",
         "first",
         "works",
         40,
         "each product and kernel of attention of a step of 64 x 1024",
-        ("epilogues", "parts", "heads"),
+        ("plain", "epilogues", "parts", "heads"),
     ),
     Stage("first", "first", "whole", 30, "that step launch by launch, beside cuBLASLt's products", ("works",)),
     Stage("first", "first", "same", 20, "the same as a graph: equal bits", ("works",)),
@@ -70,36 +84,73 @@ STAGES = (
     Stage("ops", "counters", "counters", 80, "Nsight Compute's counters of each kernel of a step"),
 )
 PROBE = Stage("", "first", "probe", 15, "whether the GPU still answers")
+COMPILE = Stage("", "fill", "compile", 120, "compiles what the stages launch, so that no stage's time has it")
+EVERY = (*STAGES, PROBE, COMPILE)
 GROUPS = tuple(dict.fromkeys(stage.group for stage in STAGES))
+
+
+class Clock:
+    """Of a stage: when its time began, when it was made or, for a rung of the ladder, at its first launch. `told`: a file that is
+    then made, for the process that waits."""
+
+    def __init__(self, told: Path | None = None) -> None:
+        self.began, self._told = time.monotonic(), told
+
+    def start(self) -> None:
+        """From now on, if it was not told yet."""
+        if self._told is not None and not self._told.exists():
+            self.began = time.monotonic()
+            self._told.touch()
+
+    @contextmanager
+    def at_first_launch(self) -> Iterator[None]:
+        """Within the context it starts at the first launch."""
+        from barellm.cuda import driver
+
+        call = driver.call
+
+        def watched(name: str, *args: Any) -> Any:
+            if name in LAUNCHES:
+                self.start()
+            return call(name, *args)
+
+        with patch.object(driver, "call", watched):
+            yield
 
 
 @dataclass(frozen=True)
 class Scale:
     """How much is done. `small`: tiny models and few repeats, so that a rehearsal needs no GPU's speed. `mock`: the driver is the
-    one in Python, whose timings mean nothing. `keep`: what a stage has found so far, for where it fails later."""
+    one in Python, whose timings mean nothing. `keep`: what a stage has found so far, for where it fails later. `stages`: the names
+    of those that were asked for."""
 
     small: bool
     mock: bool
     keep: Keep = lambda found: None
     limit_s: float = 600.0
-    began: float = field(default_factory=time.monotonic)
+    stages: tuple[str, ...] = ()
+    clock: Clock = field(default_factory=Clock)
 
     @property
     def left_s(self) -> float:
         """Until a stage should end what it has started."""
-        return max(1.0, self.limit_s - MARGIN_S - (time.monotonic() - self.began))
+        margin = min(MARGIN_S, self.limit_s / MARGIN_PART)
+        return max(1.0, self.limit_s - margin - (time.monotonic() - self.clock.began))
 
 
-def run_stage(name: str, *, small: bool, mock: bool, keep: Keep, limit_s: float) -> dict[str, Any]:
+def run_stage(stage: Stage, scale: Scale) -> dict[str, Any]:
     """In this process."""
-    (stage,) = (s for s in (*STAGES, PROBE) if s.name == name)
-    if mock:
+    if scale.mock:
         from pytest import MonkeyPatch
 
         from tests.simulators.mock import Gpu
 
         rehearsed_on(Gpu(), MonkeyPatch())
-    return getattr(import_module(f"benchmarks.gpu_check.{stage.module}"), name)(Scale(small, mock, keep, limit_s))
+    function = getattr(import_module(f"benchmarks.gpu_check.{stage.module}"), stage.name)
+    if not stage.start_s:
+        return function(scale)
+    with scale.clock.at_first_launch():
+        return function(scale)
 
 
 def rehearsed_on(gpu: Any, patch: Any) -> None:

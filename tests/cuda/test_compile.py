@@ -178,6 +178,11 @@ def test_the_key_has_everything_that_decides_the_code(monkeypatch):
 
     before = keys()
     assert len(set(before)) == len(before)
+    for arch, name in ((90, "TRITON_PTXAS_PATH"), (100, "TRITON_PTXAS_BLACKWELL_PATH")):
+        known = {at: cuda_compile._path(SCALED, at) for at in (90, 100)}
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "/opt/ptxas")
+            assert [at for at in known if cuda_compile._path(SCALED, at) != known[at]] == [arch]
     monkeypatch.setattr(cuda_compile, "_digest", lambda module: b"edited")
     assert not set(before) & set(keys())
     monkeypatch.setattr(cuda_compile, "TRITON", "3.7.0")

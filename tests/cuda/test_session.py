@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import barellm
-from barellm.cuda import driver, step
+from barellm.cuda import driver, launch, step
 from barellm.cuda.step import CudaSession
 from barellm.data.tokenizers import Bytes
 from barellm.errors import UserError
@@ -181,14 +183,149 @@ def test_errors_have_names_and_say_whether_the_gpu_is_lost(gpu):
     assert driver._name(driver.bindings(), 123456) == "status 123456"  # of a driver newer than the bindings
 
 
+def test_a_hang_is_told_once_and_ends_with_ctrl_c(gpu, monkeypatch, capsys):
+    """Python is back between two looks, so it sees the signal. The session is left as it is: whatever gives memory back waits for
+    the GPU."""
+    session = opened()
+    session.write("x", np.ones((2, 8, C)))
+    session.run("p", batch=2, seq=8)
+    now, naps = iter(range(0, 10**6, 20)), []
+
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=nap))
+    gpu.hangs = True
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            session.synchronize()
+        finally:
+            session.close()
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "for 80 s (the latest: program 'p', batch 2, seq 8); Ctrl-C stops waiting" in told
+    gpu.calls.clear()
+    session.close()
+    del session
+    gc.collect()
+    assert set(gpu.calls) <= {"cuEventDestroy"} and gpu.allocated
+
+
+def test_a_short_wait_does_not_sleep(gpu, monkeypatch, capsys):
+    session = opened()
+    session.write("x", np.ones((2, 8, C)))
+    monkeypatch.setattr(
+        driver, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda s: pytest.fail("it sleeps"))
+    )
+    session.run("p", batch=2, seq=8)
+    session.synchronize()
+    assert not gpu.streams[0].queue and capsys.readouterr().err == ""
+
+
+def test_every_wait_for_the_gpu_can_be_interrupted(gpu):
+    """None is the driver's own, which stays in C: neither for a result, nor for room for inputs, nor for a time."""
+    session = opened()
+    for _ in range(3):
+        session.write("x", np.ones((2, 8, C)))
+        session.run("p", batch=2, seq=8)
+        session.read("y")
+    session.timed("p", batch=2, seq=8)
+    session.close()
+    assert not {name for name in gpu.calls if name.endswith("Synchronize")}
+
+
+def test_a_fault_of_a_kernel_is_one_line_and_closing_adds_none(gpu):
+    session = opened()
+    session.write("x", np.ones((2, 8, C)))
+    session.run("p", batch=2, seq=8)
+    gpu.errors |= dict.fromkeys(("cuStreamQuery", "cuGraphExecDestroy", "cuLibraryUnload", "cuMemFree"), 700)
+    with pytest.raises(UserError) as error:
+        try:
+            session.synchronize()
+        finally:
+            session.close()
+    assert error.value.lost and error.value.__context__ is None
+    assert str(error.value) == (
+        "cuStreamQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS: a kernel before it went wrong (the latest: program 'p', batch 2, "
+        "seq 8), and this process cannot use the GPU any more; CUDA_LAUNCH_BLOCKING=1 launches one kernel at a time and names it"
+    )
+    assert "cuLibraryUnload" not in gpu.calls
+
+
+def test_an_error_that_is_not_the_gpus_gives_its_memory_back(gpu):
+    session = opened()
+    with pytest.raises(KeyError):
+        try:
+            raise KeyError
+        finally:
+            session.close()
+    assert not gpu.allocated
+
+
+def test_launched_one_by_one_an_error_names_its_kernel(gpu, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    session = opened()
+    session.write("x", np.ones((2, 8, C)))
+    run = gpu.execute
+
+    def faulty(spec, values, grid):
+        run(spec, values, grid)
+        if spec.name == "activation_backward":
+            gpu.errors["cuStreamQuery"] = 719
+
+    gpu.execute = faulty
+    with pytest.raises(driver.DriverError) as error:
+        session.run("p", batch=2, seq=8)
+    assert (
+        "LAUNCH_FAILED: a kernel before it went wrong (the latest: kernel activation_backward of op gelu_backward, grid ("
+        in str(error.value)
+    )
+    assert "LAUNCH_BLOCKING" not in str(error.value)
+    assert [name for name, _ in gpu.launched] == ["cast", "activation_backward"] and "cuGraphLaunch" not in gpu.calls
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    assert not driver.blocking()
+
+
+def test_a_session_runs_in_any_thread(gpu):
+    """In which the driver has no context before: as the threads of a notebook."""
+    session = opened()
+    found: list[object] = []
+
+    def work() -> None:
+        try:
+            session.write("x", np.full((2, 8, C), 3.0))
+            session.run("p", batch=2, seq=8)
+            found.append(session.read("y"))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert np.array_equal(found[0], np.full((2, 8, C), 3.0))
+    assert gpu.calls.count("cuCtxSetCurrent") == 2
+
+
+def test_a_grid_that_no_gpu_has_is_one_line(gpu, monkeypatch):
+    session = opened()
+    session.write("x", np.ones((2, 8, C)))
+    monkeypatch.setattr(launch, "MOST_GRID", (2**31 - 1, 0, 65535))
+    with pytest.raises(
+        UserError, match=r"kernel cast of op cast, grid \(\d+, 1, 1\): a GPU runs at most .* than 2 of 8 tokens"
+    ):
+        session.run("p", batch=2, seq=8)
+
+
 def test_a_warm_run_makes_few_driver_calls_and_never_waits(gpu):
     session = opened()
     session.write("x", np.ones((2, 8, C)))
     for _ in range(3):
         session.run("p", batch=2, seq=8)
+    session.synchronize()
     gpu.calls.clear()
     session.run("p", batch=2, seq=8)
-    assert gpu.calls == ["cuEventSynchronize", *["cuMemcpyHtoDAsync"] * 4, "cuEventRecord", "cuGraphLaunch"]
+    assert gpu.calls == ["cuEventQuery", *["cuMemcpyHtoDAsync"] * 4, "cuEventRecord", "cuGraphLaunch"]
 
 
 def test_times_of_ops_are_the_times_of_their_launches(gpu):

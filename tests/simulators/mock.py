@@ -8,7 +8,9 @@ memory, each byte of the parameters, each tensor map, each pointer. Then the int
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +27,10 @@ from tests.cuda import standin
 from tests.cuda.standin import ELEMENTS, boxed
 from tests.simulators import interpreter
 
-OK = real.CUresult.CUDA_SUCCESS
+OK, NOT_READY = real.CUresult.CUDA_SUCCESS, real.CUresult.CUDA_ERROR_NOT_READY
+ANYWHERE = re.compile(
+    r"cu(Init|Driver|Device|Ctx|Library|Kernel|TensorMap|Profiler)\w*"
+)  # needs no context of the thread
 MAP = struct.Struct(
     "<8sIIQQQQIIIII"
 )  # a tensor map as this driver writes it: 128 bytes on a GPU, of which nobody knows the layout
@@ -122,6 +127,9 @@ class Gpu:
         self.profiled: list[Specialisation] = []  # what was launched while a profiler looked
         self.calls: list[str] = []
         self.errors: dict[str, int] = {}  # function -> the status that it returns instead
+        self.hangs = False  # no work ever ends
+        self.here = threading.local()  # where a context is current
+        self.contexts = False  # whether anybody has one
 
     def __getattr__(self, name: str) -> Any:
         """Enumerations and structures are the real ones; a function that nobody wrote here is an error."""
@@ -134,6 +142,8 @@ class Gpu:
             self.calls.append(name)
             if name in self.errors:
                 return lambda *_: (real.CUresult(self.errors[name]),)
+            if self.contexts and not ANYWHERE.fullmatch(name) and not hasattr(self.here, "context"):
+                return lambda *_: (real.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         return found
 
     def install(self, monkeypatch: Any) -> None:
@@ -170,7 +180,7 @@ class Gpu:
         assert 0 <= index < self.count
         return OK, index
 
-    def cuDeviceGetUuid_v2(self, device):
+    def cuDeviceGetUuid(self, device):
         return OK, SimpleNamespace(bytes=self.uuid[:-1] + bytes([device]))
 
     def cuDeviceGetName(self, length, device):
@@ -180,19 +190,20 @@ class Gpu:
         return OK, self.memory
 
     def cuDeviceGetAttribute(self, attribute, device):
-        short = attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")
+        kinds = real.CUdevice_attribute
         values = {
-            "COMPUTE_CAPABILITY_MAJOR": self.arch // 10,
-            "COMPUTE_CAPABILITY_MINOR": self.arch % 10,
-            "MULTIPROCESSOR_COUNT": self.sms,
-            "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448,
+            kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: self.arch // 10,
+            kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: self.arch % 10,
+            kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: self.sms,
+            kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232448,
         }
-        return OK, values[short]
+        return OK, values[attribute]
 
     def cuDevicePrimaryCtxRetain(self, device):
         return OK, 1
 
     def cuCtxSetCurrent(self, context):
+        self.here.context, self.contexts = context, True
         return (OK,)
 
     # --- memory ---
@@ -308,10 +319,14 @@ class Gpu:
         capture.waited.add(event)
         return (OK,)
 
-    def cuStreamSynchronize(self, stream):
-        assert self._at(stream).captured is None, "synchronised while a graph is captured"
+    def cuStreamQuery(self, stream):
+        """All is done while somebody waits, who then asks again."""
+        assert self._at(stream).captured is None, "asked for while a graph is captured"
+        if self.hangs:
+            return (NOT_READY,)
+        busy = any(s.queue for s in self.streams)
         self._drain()
-        return (OK,)
+        return (NOT_READY if busy else OK,)
 
     def cuEventCreate(self, flags):
         self.events.append(None)
@@ -339,9 +354,13 @@ class Gpu:
         if token is None or self.events[event] is token:
             self.events[event] = self.clock
 
-    def cuEventSynchronize(self, event):
-        self._drain(lambda: self.events[event] is None or isinstance(self.events[event], float))
-        return (OK,)
+    def cuEventQuery(self, event):
+        """Done where it was never recorded."""
+        if self.hangs:
+            return (NOT_READY,)
+        waited = isinstance(self.events[event], Token)
+        self._drain(lambda: not isinstance(self.events[event], Token))
+        return (NOT_READY if waited else OK,)
 
     def cuEventElapsedTime(self, first, second):
         return OK, self.events[second] - self.events[first]
@@ -392,8 +411,8 @@ class Gpu:
 
     # --- code ---
 
-    def cuLibraryLoadData(self, cubin, *options):
-        assert options == ([], [], 0, [], [], 0)
+    def cuLibraryLoadData(self, cubin, jit, jit_values, jits, options, values, count):
+        assert (jit, jit_values, jits, options, values, count) == ([], [], 0, [], [], 0)
         spec, code = self.known[cubin]
         self.functions.append(SimpleNamespace(spec=spec, code=code, shared=48 << 10, loaded=False))
         return OK, len(self.functions) - 1
@@ -439,7 +458,7 @@ class Gpu:
         """What NVIDIA's manual asks of the arguments, then the arguments themselves."""
         at, address = at.value, address.value
         nbytes = {number: size for number, _, size in ELEMENTS.values()}[kind]
-        assert rank == 2 and at % 64 == 0 and address % 16 == 0 and list(steps) == [1, 1] and inner == fill == 0
+        assert rank == 2 and at % 128 == 0 and address % 16 == 0 and list(steps) == [1, 1] and inner == fill == 0
         assert all(1 <= n <= 1 << 32 for n in sizes) and strides[0] % 16 == 0 and strides[0] < 1 << 40
         assert all(1 <= n <= 256 for n in box) and box[0] * nbytes % 16 == 0
         assert swizzle in (0, 1, 2, 3) and (not swizzle or box[0] * nbytes <= 16 << swizzle)
