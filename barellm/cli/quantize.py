@@ -122,9 +122,7 @@ def _moments(
     return moments, {"data": data.name, "tokens": windows.targets}
 
 
-def _codes(
-    name: str, m: Matrix, w_NK: np.ndarray, moments_KK: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
+def _codes(name: str, m: Matrix, w_NK: np.ndarray, moments_KK: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     from barellm.program.compensation import compensated_codes
     from barellm.program.quantization import quantize
 

@@ -29,8 +29,6 @@ def quantize(w: Array, format: str = "int4") -> tuple[Array, Array]:
 
         codes, scales = kernels.quantize(w, "nf4")
     """
-    import numpy as np
-
     from barellm.kernels.arrays import checked, format_name
     from barellm.program import quantization
 

@@ -80,7 +80,7 @@ def test_an_input_that_is_always_zero_is_no_division_by_zero():
 
 
 def test_activations_that_are_not_finite_are_refused():
-    with pytest.raises(UserError, match="row 1 of h.0.w has inf, expected finite numbers to quantize"):
+    with pytest.raises(UserError, match=r"row 1 of h\.0\.w has inf, expected finite numbers to quantize"):
         compensated_codes(np.array([[1.0], [np.inf]]), np.ones((1, 1)), scheme("int4"), name="h.0.w")
     with pytest.raises(UserError, match="the activations on the text to calibrate with are not finite"):
         compensated_codes(np.ones((2, 2), np.float32), np.array([[1.0, np.nan], [np.nan, 1.0]]), scheme("int4"))

@@ -143,7 +143,7 @@ PAPER = [
 
 def test_the_table_of_normal_quantiles_is_the_paper_s_rounded_to_bf16():
     nearest = np.array(PAPER, np.float32).astype(ml_dtypes.bfloat16)
-    assert quantization.NORMAL_QUANTILES == tuple(nearest.astype(float))
+    assert tuple(nearest.astype(float)) == quantization.NORMAL_QUANTILES
     assert scheme("nf4-v1/32").table == (*scheme("nf4").table[:6], -0.09130859375, *scheme("nf4").table[7:])
 
 
