@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -25,6 +26,31 @@ NEAR, AHEAD = (layouts.parse("all", length=3, block=16, heads=1, causal=causal) 
 
 def test_the_names_are_imported_without_anything_heavy():
     assert not modules_after("from barellm import kernels; kernels.matmul, kernels.vjp") & HEAVY
+
+
+def test_an_interrupted_call_ends_when_its_threads_have(monkeypatch):
+    """Ctrl-C while they run: what they read and write must outlive them, so the exception waits for them."""
+    a, out = (
+        np.ones((1500, 1500), np.float32),
+        kernels.matmul(np.ones((1500, 1500), np.float32), np.eye(1500, dtype=np.float32)),
+    )
+    kernels.matmul(a, a, out=out)
+    out[:] = 0
+    pool, asked = machine.machine().pool, []
+    run = pool.run
+
+    def interrupted(table: int, entries: int) -> None:
+        asked.append(entries)
+        if len(asked) > 1:
+            return run(table, entries)
+        pool._jobs.put((table, entries, 0, threading.Lock()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kernels.matmul(a, a, out=out)
+    assert (out == 1500).all()
+    assert asked[0] > 0 and asked[1:] == [0]
 
 
 def test_a_second_call_compiles_nothing(monkeypatch):
