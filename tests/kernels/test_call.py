@@ -30,11 +30,8 @@ def test_the_names_are_imported_without_anything_heavy():
 
 def test_an_interrupted_call_ends_when_its_threads_have(monkeypatch):
     """Ctrl-C while they run: what they read and write must outlive them, so the exception waits for them."""
-    a, out = (
-        np.ones((1500, 1500), np.float32),
-        kernels.matmul(np.ones((1500, 1500), np.float32), np.eye(1500, dtype=np.float32)),
-    )
-    kernels.matmul(a, a, out=out)
+    a = np.ones((1500, 1500), np.float32)
+    out = kernels.matmul(a, a)
     out[:] = 0
     pool, asked = machine.machine().pool, []
     run = pool.run
@@ -43,7 +40,9 @@ def test_an_interrupted_call_ends_when_its_threads_have(monkeypatch):
         asked.append(entries)
         if len(asked) > 1:
             return run(table, entries)
-        pool._jobs.put((table, entries, 0, threading.Lock()))
+        done = threading.Lock()
+        done.acquire()
+        pool._jobs.put((table, entries, 0, done))  # as Pool.run does, which waits for it
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pool, "run", interrupted)
