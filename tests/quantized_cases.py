@@ -24,14 +24,20 @@ CASES = [
     ("int4/64", "bf16", (2, 2, 17, 136)),
     ("int4/128", "bf16", (1, 1, 16, 1032)),
     ("nf4/32", "fp16", (1, 3, 33, 96)),
+    ("nf4-v1", "bf16", (1, 3, 17, 72)),
 ]
+# Of a matrix's rows, in turn. What 16 bits cannot hold would tell nothing: there only the scales of some rows need an exponent.
+MAGNITUDES = {"fp32": (1, 1e-6, 1e30, 0, 1e-30, 1), "bf16": (1, 1e-6, 1e30, 0, 1e-30, 1), "fp16": (1, 2.0**-6)}
 
 
-def case(weights: str, dtype: str, shape: tuple[int, int, int, int]) -> dict[str, Any]:
+def case(
+    weights: str, dtype: str, shape: tuple[int, int, int, int], magnitudes: tuple[float, ...] = ()
+) -> dict[str, Any]:
     """What `check_op` wants: `given`, `bounds` and attributes."""
     batch, seq, N, K = shape
     how = scheme(weights)
-    codes, scales = pack(*quantize(normal(N, K, seed=3), how), how)
+    of_rows = np.resize(magnitudes or MAGNITUDES[dtype], (N, 1))
+    codes, scales = pack(*quantize(of_rows * normal(N, K, seed=3), how), how)
     x = tokens(normal(batch, seq, K), dtype)
     w_NK = packed_matrix(codes, scales.astype(np.float64), how, N, K)
     # With many rows each weight is rounded once, to the dtype that is multiplied, before the product.

@@ -20,6 +20,7 @@ from barellm.runtime.ranks import ALONE, apart
 
 DEVICES = (*NAMES, "reference")
 ROWS = 4096  # of a matrix that are handed on at a time
+SAMPLE_POSITIONS = 512  # of the KV cache of a training run, whose samples have up to 384 tokens and nearly always a short prompt
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,16 @@ def build_programs(
     ranks: Ranks = ALONE,
 ) -> dict[str, Program]:
     """The programs of a training run, or without the optimizer. `config` has its dtype resolved. The KV cache of "decode" has
-    so many `rows` and `positions`: all that the model has unless given; with 0 there is no "decode". `scoring`: the sequences
-    and the tokens of each for which "score" is planned, which without training takes the place of "eval". Of several `ranks`,
-    each takes its share of a batch."""
+    so many `rows` and `positions`: unless given those that a run's samples need, or without training all that the model has; with
+    0 there is no "decode". `scoring`: the sequences and the tokens of each for which "score" is planned, which without training
+    takes the place of "eval". Of several `ranks`, each takes its share of a batch."""
     from barellm import models
     from barellm.assembly.programs import build
     from barellm.optim.recipes import depart, updates
 
     train, hidden = config.train, models.hidden(config.model)
+    if positions is None and training:
+        positions = min(SAMPLE_POSITIONS, config.model.max_seq)
     _, programs = build(
         config.model,
         batch=train.batch // ranks.count if training or scoring is None else 0,

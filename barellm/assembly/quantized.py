@@ -102,7 +102,8 @@ class Quantizing:
         if whole < len(rows):
             self._left[name] = rows[whole:].copy()
         for at in range(0, whole, TOGETHER):
-            self.write_codes(name, first + at, *quantize(rows[at : min(at + TOGETHER, whole)], m.how))
+            some = rows[at : min(at + TOGETHER, whole)]
+            self.write_codes(name, first + at, *quantize(some, m.how, name=name, first=first + at))
 
     def write_codes(self, name: str, lo: int, codes: np.ndarray, scales: np.ndarray) -> None:
         """Set rows from `lo` on, a multiple of a tile, which are codes already."""

@@ -1,22 +1,23 @@
 """Weights of few bits in a checkpoint: a run's numbers become codes once, and `sample` and `eval` read those.
 
 In weights.safetensors a matrix NAME (N, K) of few bits has two tensors: NAME.codes, signed bytes (N, K) of codes of 8 bits or
-(N, ceil(K / 2)) of those of 4 bits, of which the lower half of a byte is the first; and NAME.scales, fp16 (N, groups). The
-other parameters are fp32 there as in any checkpoint. meta.json names the format as "weights".
+(N, ceil(K / 2)) of those of 4 bits, of which the lower half of a byte is the first; and NAME.scales (N, groups), fp16, or fp32
+where that cannot have them. The other parameters are fp32 there as in any checkpoint. meta.json names the format as "weights", and
+the numbers that 4-bit codes stand for as "table". The first folders of nf4 have no table: theirs is that of "nf4-v1".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.data import mapping
 from barellm.errors import UserError
 from barellm.program.integers import ceil_div
-from barellm.program.quantization import TILE, Scheme
+from barellm.program.quantization import EARLIER, TILE, Scheme, scheme
 from barellm.program.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -47,10 +48,30 @@ def restored(bytes_: np.ndarray, how: Scheme, K: int) -> np.ndarray:
     return np.stack([both & 15, both >> 4], -1).reshape(len(both), -1)[:, :K]
 
 
-def tensors_of(parameter: Tensor, how: Scheme) -> dict[str, Tensor]:
-    """The two tensors of the file that stand for a matrix."""
+def meta_of(how: Scheme) -> dict[str, Any]:
+    """What meta.json says of the format."""
+    return {"weights": how.name, "table": list(how.table)}
+
+
+def stored_scheme(path: Path, meta: Mapping[str, Any]) -> str:
+    """The name of the scheme that the codes of a step folder have, "" where it has none."""
+    name = meta.get("weights", "")
+    if not name:
+        return ""
+    kind, _, group = name.partition("/")
+    names = [name, *(f"{earlier}/{group}".rstrip("/") for earlier in EARLIER if earlier.partition("-")[0] == kind)]
+    if "table" not in meta:
+        return names[-1]
+    for known in names:
+        if list(scheme(known).table) == meta["table"]:
+            return known
+    raise UserError(f"{path / checkpoint.META} has a table for {name} that is not known, expected {scheme(name).table}")
+
+
+def tensors_of(parameter: Tensor, how: Scheme, scales: str = "fp16") -> dict[str, Tensor]:
+    """The two tensors of the file that stand for a matrix; `scales` is the dtype of the second."""
     N, K = (int(n) for n in parameter.shape)
-    shapes = {"codes": ((N, ceil_div(K, 2) if how.codes == "u4" else K), "i8"), "scales": ((N, how.groups(K)), "fp16")}
+    shapes = {"codes": ((N, ceil_div(K, 2) if how.codes == "u4" else K), "i8"), "scales": ((N, how.groups(K)), scales)}
     return {
         f"{parameter.name}.{part}": Tensor(f"{parameter.name}.{part}", shape, dtype, "parameter")
         for part, (shape, dtype) in shapes.items()
@@ -68,7 +89,8 @@ class Quantized:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return expected(self.numbers.tensors, self.schemes)
+        wide = {name for name, (_, scales) in self.codes.items() if scales.dtype == "float32"}
+        return expected(self.numbers.tensors, self.schemes, wide)
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         matrix, _, part = name.rpartition(".")
@@ -78,11 +100,14 @@ class Quantized:
         return stored(codes[lo:hi], self.schemes[matrix]) if part == "codes" else scales[lo:hi]
 
 
-def expected(parameters: Mapping[str, Tensor], schemes: Mapping[str, Scheme]) -> dict[str, Tensor]:
-    """The tensors of such a checkpoint's file, for a model with these parameters."""
+def expected(
+    parameters: Mapping[str, Tensor], schemes: Mapping[str, Scheme], wide: Collection[str]
+) -> dict[str, Tensor]:
+    """The tensors of such a checkpoint's file, for a model with these parameters. The matrices `wide` have scales of fp32."""
     found: dict[str, Tensor] = {}
     for name, t in parameters.items():
-        found |= tensors_of(t, schemes[name]) if name in schemes else {name: t}
+        scales = "fp32" if name in wide else "fp16"
+        found |= tensors_of(t, schemes[name], scales) if name in schemes else {name: t}
     return found
 
 
@@ -97,7 +122,9 @@ def load(path: Path, loading: Loading, parameters: Mapping[str, Tensor], schemes
     """Hand on all numbers, codes and scales of a step folder that was verified. UserError, before anything is written, for a file
     that is not of this model and these schemes."""
     file = path / checkpoint.WEIGHTS
-    arrays, wanted = tensorfile.mapped(file), expected(parameters, schemes)
+    arrays = tensorfile.mapped(file)
+    wide = {name for name in schemes if getattr(arrays.get(f"{name}.scales"), "dtype", None) == "float32"}
+    wanted = expected(parameters, schemes, wide)
     tensorfile.check_names(file, arrays, wanted)
     for name, t in wanted.items():
         dtype, shape = tensorfile.numpy_dtype(tensorfile.CODES[t.dtype]), tuple(int(n) for n in t.shape)

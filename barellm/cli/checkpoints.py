@@ -82,8 +82,8 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, w
     tokenizer = load_tokenizer(path)
     config = replace(config, train=replace(config.train, batch=batch, dtype=dtype or config.train.dtype))
     config.check()
-    stored = meta.get("weights", "")
-    if stored and weights not in (None, stored):
+    stored = quantized.stored_scheme(path, meta)
+    if stored and weights not in (None, stored, meta["weights"]):
         made_of = meta.get("source", "the run that it was made of")
         raise UserError(f"{path} has weights {stored}, the command line says {weights}: use {made_of}")
     return Found(path, config, tokenizer, device, stored or weights or "", bool(stored))

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from barellm.assembly.quantized import quantize_programs
     from barellm.checkpoint import checkpoint as checkpoints
     from barellm.checkpoint.folder import RunFolder
-    from barellm.checkpoint.quantized import Quantized
+    from barellm.checkpoint.quantized import Quantized, meta_of
     from barellm.checkpoint.weights import of_checkpoint
     from barellm.cli.checkpoints import found
     from barellm.data.kinds import tokenizer_files
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     forward = {"eval": build_programs(checkpoint.config, training=False, positions=0)["eval"]}
     kept = {name: m for name, m in quantize_programs(forward, args.weights).items() if not m.stays}
     with RunFolder(Path(args.out), resume=None) as folder:
-        meta = checkpoints.read_meta(checkpoint.path) | {"source": str(checkpoint.path), "weights": args.weights}
+        meta = checkpoints.read_meta(checkpoint.path) | {"source": str(checkpoint.path)} | meta_of(scheme(args.weights))
         moments, meta["calibration"] = {}, None
         if args.tokens:
             moments, meta["calibration"] = _moments(checkpoint, weights, args.data, args.tokens)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         for name, m in kept.items():
             if sys.stderr.isatty():
                 print(f"\r{len(codes)} of {len(kept)} matrices", end="", file=sys.stderr)
-            codes[name] = _codes(m, weights.read_rows(name, 0, int(m.parameter.shape[0])), moments.get(name))
+            codes[name] = _codes(name, m, weights.read_rows(name, 0, int(m.parameter.shape[0])), moments.get(name))
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)
         source = Quantized(weights, {name: m.how for name, m in kept.items()}, codes)
@@ -122,8 +122,10 @@ def _moments(
     return moments, {"data": data.name, "tokens": windows.targets}
 
 
-def _codes(m: Matrix, w_NK: np.ndarray, moments_KK: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def _codes(name: str, m: Matrix, w_NK: np.ndarray, moments_KK: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     from barellm.program.compensation import compensated_codes
     from barellm.program.quantization import quantize
 
-    return quantize(w_NK, m.how) if moments_KK is None else compensated_codes(w_NK, moments_KK, m.how)
+    if moments_KK is None:
+        return quantize(w_NK, m.how, name=name)
+    return compensated_codes(w_NK, moments_KK, m.how, name=name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from barellm import __version__, models, overrides
@@ -54,9 +54,18 @@ def text(weights: Weights, *, dtype: str, licence: str | None) -> str:
         meta = checkpoint.read_meta(weights.path)
         config = overrides.from_json(meta["config"])
         rows |= _training(weights.path, meta, config.train)
-        details = "\n## Configuration\n\n```json\n" + json.dumps(meta["config"], indent=2) + "\n```\n"
+        details = "\n## Configuration\n\n```json\n" + json.dumps(_public(meta["config"]), indent=2) + "\n```\n"
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     return f"{head}| | |\n|---|---|\n{table}{details}"
+
+
+def _public(value: Any) -> Any:
+    """The same without the folders of files: they are the author's, and a card is for everyone."""
+    if isinstance(value, dict):
+        return {key: _public(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_public(each) for each in value]
+    return PurePath(value).name if isinstance(value, str) and "/" in value else value
 
 
 def title(weights: Weights) -> str:
@@ -76,7 +85,7 @@ def _training(step: Path, meta: dict[str, Any], train: Any) -> dict[str, str]:
     rows = {"step": f"{meta['step']:,}"}
     if "samples" in meta:
         rows["tokens trained on"] = f"{meta.get('tokens', meta['samples'] * train.seq):,}"
-        rows["text"] = meta["data"]["name"]
+        rows["text"] = _public(meta["data"]["name"])
     run = _run_of(step)
     found = [] if run is None else metrics.read(run / "metrics.jsonl")
     for row in (row for row in found if row["step"] <= meta["step"]):

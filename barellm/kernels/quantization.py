@@ -23,16 +23,14 @@ def _scheme(name: str, format: str) -> Scheme:
 def quantize(w: Array, format: str = "int4") -> tuple[Array, Array]:
     """The codes and scales of a matrix, as `barellm sample --weights` has them.
 
-    Shapes: w (N, K) -> codes (N, K), int8 or, of 4 bits, uint8 from 0 to 15; scales (N, groups) float16. Groups are of neighbours
-    in a row.
+    Shapes: w (N, K) -> codes (N, K), int8 or, of 4 bits, uint8 from 0 to 15; scales (N, groups). Groups are of neighbours in a row.
     Formula: the code of w[n, k] is that whose value times the scale of its group is nearest.
     Formats: int8 (a scale for each row), int4 (groups of 32), nf4 (groups of 64), or with another group of 32, 64, 128: "int4/128".
+    Dtypes: w float32 or bfloat16; scales float16 where that has all of them as normal numbers, else float32.
     Source: `barellm/program/quantization.py`.
 
         codes, scales = kernels.quantize(w, "nf4")
     """
-    import numpy as np
-
     from barellm.kernels.arrays import checked, format_name
     from barellm.program import quantization
 
@@ -40,8 +38,6 @@ def quantize(w: Array, format: str = "int4") -> tuple[Array, Array]:
         raise ValueError(f"quantize expects w (N, K) with at least one element, it has shape {w.shape}")
     format_name("quantize", "w", w, ("fp32", "bf16"))
     how = _scheme("quantize", format)
-    if not np.isfinite(w).all():
-        raise ValueError("quantize expects finite numbers, w has NaN or infinity")
     return quantization.quantize(w, how)
 
 
@@ -50,6 +46,7 @@ def dequantize(codes: Array, scales: Array, format: str = "int4") -> Array:
 
     Shapes: codes (N, K), scales (N, groups) -> (N, K) float32.
     Formula: the value of the code times the scale of its group.
+    Formats: those of `quantize`, and nf4-v1, the table that nf4 had until 2026-11-25.
     Source: `barellm/program/quantization.py`.
 
         error = w - kernels.dequantize(*kernels.quantize(w, "nf4"), "nf4")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _binary_matmul(p: Program, a: Tensor, b: Tensor) -> Tensor:
-    return p.binary_linear(a, b)
+    return p.binary_linear(a, b, dtype="bf16" if a.dtype == b.dtype == "bf16" else "fp32")
 
 
 _BINARY_MATMUL = Rule("binary_matmul", {"a": "... K", "b": "N K"}, ("... N",), _binary_matmul)
@@ -27,7 +27,8 @@ def binary_matmul(a: Array, b: Array, *, out: Array | None = None) -> Array:
     Shapes: a (..., K), b (N, K) -> (..., N). Leading axes of `a` are rows of one product; a single b serves them all.
     Formula: y[i, n] = sum over k of sign(a[i, k]) sign(b[n, k]), with sign(x) = 1 where x >= 0, else -1 (also for NaN).
     Dtypes: float32 or bfloat16 for each. The result is float32 and holds exact integers; K is at most 2^24.
-    Gradients: straight through the sign where the argument is at most 1 in size, zero elsewhere.
+    Gradients: straight through the sign where the argument is at most 1 in size, zero elsewhere. Where both are bfloat16, the
+    gradient that arrives is rounded to it.
     Source: `barellm/cpu/kernels/binary_matmul.py`.
 
         y, pull = kernels.vjp(kernels.binary_matmul, x, weight)

@@ -127,7 +127,7 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
     if config.train.dtype == "auto":
         config = replace(config, train=replace(config.train, dtype="bf16" if isa.dot else "fp32"))
     config = resolved(config, "cpu")
-    programs = build_programs(config)
+    programs = build_programs(config, positions=config.model.max_seq)  # `sample` too reads its prompts with them
     threads = threads or thread_count()
     lowered = lower_and_plan(programs, threads=threads, isa=isa)
     machine = Machine(config, "cpu", None, programs, lowered.plan)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from barellm.errors import UserError
-from barellm.program.quantization import GROUPS, Scheme, dequantize, nearest_codes, scales_of
+from barellm.program.quantization import GROUPS, Scheme, dequantize, halves, joined, nearest_codes, quantize, scales_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,12 +19,16 @@ DAMPING = 0.01  # of the mean second moment is added to each, for inputs that ha
 TOGETHER = max(GROUPS)  # columns whose errors reach those behind them in one product
 
 
-def compensated_codes(w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme) -> tuple[np.ndarray, np.ndarray]:
-    """(codes (N, K), scales (N, groups) fp16), as `quantize` has them. `moments_KK`: the sum of x x' over inputs x. Each group
-    gets its scale when its first column's turn comes."""
+def compensated_codes(
+    w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme, *, name: str = "w"
+) -> tuple[np.ndarray, np.ndarray]:
+    """(codes (N, K), scales (N, groups)), as `quantize` has them. `moments_KK`: the sum of x x' over inputs x. Each group gets its
+    scale when its first column's turn comes; a row keeps the exponent that its scales have before."""
     import numpy as np
 
-    w, (N, K) = np.array(w_NK, np.float64), w_NK.shape
+    _, exponents = halves(quantize(w_NK, how, name=name)[1].astype(np.float32))
+    w, (N, K) = np.ldexp(np.array(w_NK, np.float64), -exponents), w_NK.shape
+    limit = np.finfo(np.float16).max
     upper = _spread(moments_KK)
     group, alone = how.group or K, replace(how, group=1)
     codes = np.empty((N, K), np.uint8 if how.table else np.int8)
@@ -35,14 +39,14 @@ def compensated_codes(w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme) -> 
         for k in range(first, last):
             if k % group == 0:
                 part = w[:, k : k + group].astype(np.float32)
-                scales[:, k // group] = scales_of(part.max(1), part.min(1), how)
+                scales[:, k // group] = np.clip(scales_of(part.max(1), part.min(1), how), -limit, limit)
             scale = scales[:, k // group]
             codes[:, k] = nearest_codes(w[:, k].astype(np.float32), scale, how)
             value = dequantize(codes[:, k : k + 1], scale[:, None].astype(np.float64), alone)[:, 0]
             errors[:, k - first] = (w[:, k] - value) / upper[k, k]
             w[:, k + 1 : last] -= np.outer(errors[:, k - first], upper[k, k + 1 : last])
         w[:, last:] -= errors @ upper[first:last, last:]
-    return codes, scales
+    return codes, joined(scales, exponents)
 
 
 def _spread(moments_KK: np.ndarray) -> np.ndarray:

@@ -1,12 +1,15 @@
 """Weights of few bits: how a matrix becomes codes and scales, and how codes lie in memory.
 
-A row of a matrix (N, K) is cut into groups of neighbouring elements. A group has one scale in fp16, and each of its elements is a
-code: the value of an element is its code's value times the scale. The values of the 4-bit codes stand in a table of 16 numbers
-that bf16 holds exactly, so that kernels can look them up in registers.
+A row of a matrix (N, K) is cut into groups of neighbouring elements. A group has one scale, and each of its elements is a code:
+the value of an element is its code's value times the scale. The values of the 4-bit codes stand in a table of 16 numbers that bf16
+holds exactly, so that kernels can look them up in registers.
+
+Scales are numbers of fp16, times a power of two for the whole row. It is 1 where all of a row's scales are normal numbers of fp16.
+Its exponent lets a row have any magnitude that fp32 has.
 
 Codes lie in tiles of 16 rows of the matrix, which are columns of a product's result, and in these in blocks of 8 elements of each
-row: codes (tiles, blocks, 128), scales (tiles, groups, 16). So a product reads both from the beginning to the end, and the lanes
-of a vector are columns. What is beyond the matrix has the code of zero.
+row: codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), the last of which are the exponents of the rows. So a product reads
+both from the beginning to the end, and the lanes of a vector are columns. What is beyond the matrix has the code of zero.
 """
 
 from __future__ import annotations
@@ -26,8 +29,12 @@ GROUPS = (32, 64, 128)
 
 INTEGERS = tuple(float(n - 8) for n in range(16))
 # The quantiles of a normal distribution that QLoRA takes (Dettmers et al. 2023), each as the nearest bf16.
-NORMAL_QUANTILES = (-1.0, -0.6953125, -0.5234375, -0.39453125, -0.28515625, -0.1845703125, -0.09130859375, 0.0,
+NORMAL_QUANTILES = (-1.0, -0.6953125, -0.5234375, -0.39453125, -0.28515625, -0.1845703125, -0.0908203125, 0.0,
                     0.07958984375, 0.1611328125, 0.24609375, 0.337890625, 0.44140625, 0.5625, 0.72265625, 1.0)  # fmt: skip
+# Until 2026-11-25 code 6 stood for another number. Codes of that time keep their values.
+NORMAL_QUANTILES_V1 = (*NORMAL_QUANTILES[:6], -0.09130859375, *NORMAL_QUANTILES[7:])
+
+LEAST, TOP = -14, 13  # exponents of fp16's smallest normal number, and that a row's largest scale gets if it needs one
 
 
 @dataclass(frozen=True)
@@ -45,13 +52,21 @@ class Scheme:
         """The greatest magnitude of a code's value: a scale is that of a group over this."""
         return max(map(abs, self.table)) if self.table else 127.0
 
+    @property
+    def limit(self) -> np.float32:
+        """The largest scale: every code's value times it is finite in fp32."""
+        import numpy as np
+
+        mantissa, exponent = np.frexp(float(np.finfo(np.float32).max) / self.largest)
+        return np.float32(np.ldexp(int(mantissa * 2048) / 2048, exponent))  # fp16 has 11 places
+
     def groups(self, K: int) -> int:
         return ceil_div(K, self.group) if self.group else 1
 
     def shapes(self, N: int, K: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of the codes and of the scales of a matrix (N, K)."""
         tiles = ceil_div(N, TILE)
-        return (tiles, ceil_div(K, BLOCK), TILE * BLOCK), (tiles, self.groups(K), TILE)
+        return (tiles, ceil_div(K, BLOCK), TILE * BLOCK), (tiles, self.groups(K) + 1, TILE)
 
 
 SCHEMES = {
@@ -59,15 +74,16 @@ SCHEMES = {
     "int4": Scheme("int4", "u4", 32, INTEGERS),
     "nf4": Scheme("nf4", "u4", 64, NORMAL_QUANTILES),
 }
+EARLIER = {"nf4-v1": Scheme("nf4-v1", "u4", 64, NORMAL_QUANTILES_V1)}  # to read what was written so
 
 
 @cache
 def scheme(name: str) -> Scheme:
     """The scheme of that name: int8, int4, nf4, or one of these and another group, as in "int4/128"."""
     kind, _, group = name.partition("/")
-    if kind not in SCHEMES:
+    base = SCHEMES.get(kind) or EARLIER.get(kind)
+    if base is None:
         raise UserError(f"unknown weights {name!r}{nearest(kind, SCHEMES)} (known: {', '.join(SCHEMES)})")
-    base = SCHEMES[kind]
     if not group:
         return base
     if group not in map(str, GROUPS):
@@ -75,9 +91,10 @@ def scheme(name: str) -> Scheme:
     return Scheme(name, base.codes, int(group), base.table)
 
 
-def quantize(w_NK: np.ndarray, how: Scheme) -> tuple[np.ndarray, np.ndarray]:
-    """(codes (N, K), scales (N, groups) fp16) of a matrix. The element of a group that is largest in magnitude gets the code of
-    the largest magnitude, and every other element the code whose value is nearest."""
+def quantize(w_NK: np.ndarray, how: Scheme, *, name: str = "w", first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(codes (N, K), scales (N, groups)) of a matrix. The element of a group that is largest in magnitude gets the code of the
+    largest magnitude, and every other element the code whose value is nearest. Scales are fp16 where all are normal numbers there
+    or zero, else fp32. UserError for a row that is not finite: row `first` + n of `name`."""
     import numpy as np
 
     w = np.asarray(w_NK, np.float32)
@@ -86,22 +103,56 @@ def quantize(w_NK: np.ndarray, how: Scheme) -> tuple[np.ndarray, np.ndarray]:
     if groups * group != K:
         w = np.concatenate([w, np.zeros((N, groups * group - K), np.float32)], 1)
     grouped = w.reshape(N, groups, group)
-    scales = scales_of(grouped.max(-1), grouped.min(-1), how)
+    largest, least = grouped.max(-1), grouped.min(-1)
+    finite = np.isfinite(largest) & np.isfinite(least)
+    if not finite.all():
+        row = int(np.argmin(finite.all(1)))
+        found = w[row][~np.isfinite(w[row])][0]
+        raise UserError(f"row {first + row} of {name} has {found}, expected finite numbers to quantize")
+    scales, exponents = halves(scales_of(largest, least, how))
+    if exponents.any():
+        grouped = np.ldexp(grouped, -exponents[..., None])
     codes = nearest_codes(grouped, scales[..., None], how)
-    return codes.reshape(N, -1)[:, :K], scales
+    return codes.reshape(N, -1)[:, :K], joined(scales, exponents)
 
 
 def scales_of(largest: np.ndarray, least: np.ndarray, how: Scheme) -> np.ndarray:
-    """The scales of groups with these largest and least elements. Of integers of 4 bits only -8 has the largest magnitude: there a
-    scale is negative if the largest element in magnitude is positive, so that it has this code."""
+    """The scales (fp32, not rounded yet) of groups with these largest and least elements. Of integers of 4 bits only -8 has the
+    largest magnitude: there a scale is negative if the largest element in magnitude is positive, so that it has this code."""
     import numpy as np
 
     if how.table and -how.largest in how.table and how.largest not in how.table:
         size = np.where(largest >= -least, largest, least) / np.float32(-how.largest)
     else:
         size = np.maximum(largest, -least) / np.float32(how.largest)
-    limit = np.float32(np.finfo(np.float16).max)
-    return np.clip(size, -limit, limit).astype(np.float16)
+    return np.clip(size, -how.limit, how.limit)
+
+
+def halves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales (N, groups) as numbers of fp16, and the exponents (N, 1) of the powers of two by which they are multiplied: 0 where
+    all of a row are normal numbers of fp16, or zero, or not finite. Else the largest scale of the row gets the exponent TOP, and
+    scales smaller by more than 2^27 lose places."""
+    import numpy as np
+
+    sizes, none = np.abs(scales), np.zeros((len(scales), 1), np.int32)
+    normal = (sizes == 0) | (sizes >= 2.0**LEAST) & (sizes <= np.finfo(np.float16).max)
+    if normal.all():
+        return scales.astype(np.float16), none
+    most = sizes.max(1, keepdims=True)
+    mantissa, exponent = np.frexp(most)
+    exponent = (
+        exponent - 1 + (mantissa.astype(np.float16) == 1)
+    )  # of the rounded number: what was rounded stays as it is
+    held = ~normal.all(1, keepdims=True) & np.isfinite(most)
+    exponents = np.where(held, np.maximum(exponent - TOP, -126), none)
+    return np.ldexp(scales, -exponents).astype(np.float16), exponents
+
+
+def joined(scales: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """The scales that `halves` took apart: fp16 where no row has an exponent."""
+    import numpy as np
+
+    return np.ldexp(scales.astype(np.float32), exponents) if exponents.any() else scales
 
 
 def nearest_codes(w: np.ndarray, scales: np.ndarray, how: Scheme) -> np.ndarray:
@@ -156,18 +207,23 @@ def pack(codes: np.ndarray, scales: np.ndarray, how: Scheme) -> tuple[np.ndarray
     blocked = padded.reshape(tiles, TILE, blocks, BLOCK).transpose(0, 2, 1, 3).reshape(tiles, blocks, -1)
     places = np.empty_like(_order(how.codes).reshape(-1))
     places[_order(how.codes).reshape(-1)] = np.arange(TILE * BLOCK)
-    all_scales = np.zeros((tiles * TILE, groups), scales.dtype)
-    all_scales[:N] = scales
+    all_scales = np.zeros((tiles * TILE, groups), np.float16)
+    all_scales[:N, :-1], exponents = (scales, 0) if scales.dtype == np.float16 else halves(scales)
+    all_scales[:N, -1:] = exponents
     return blocked[..., places], np.ascontiguousarray(all_scales.reshape(tiles, TILE, groups).transpose(0, 2, 1))
 
 
 def unpack(codes: np.ndarray, scales: np.ndarray, how: Scheme, N: int, K: int) -> tuple[np.ndarray, np.ndarray]:
-    """What `pack` was given."""
+    """What `pack` was given, scales as fp32, or fp64 if they are."""
+    import numpy as np
+
     tiles, blocks, _ = codes.shape
     rows = codes[..., _order(how.codes).reshape(-1)].reshape(tiles, blocks, TILE, BLOCK)
+    kind = np.float64 if scales.dtype == np.float64 else np.float32
+    of_rows = scales.astype(kind).transpose(0, 2, 1).reshape(tiles * TILE, -1)[:N]
     return (
         rows.transpose(0, 2, 1, 3).reshape(tiles * TILE, blocks * BLOCK)[:N, :K],
-        scales.transpose(0, 2, 1).reshape(tiles * TILE, -1)[:N],
+        np.ldexp(of_rows[:, :-1], of_rows[:, -1:].astype(np.int32)),
     )
 
 

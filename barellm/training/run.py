@@ -34,7 +34,7 @@ from barellm.evaluation import hellaswag
 from barellm.evaluation.scoring import Scorer, shape_for
 from barellm.evaluation.text import gzip_bits_per_byte, python_share
 from barellm.evaluation.validation import Evaluator, Result
-from barellm.generation.decode import Decoder, open_decoder
+from barellm.generation.decode import Decoder, cache_positions, open_decoder
 from barellm.generation.samplers import Sampling
 from barellm.optim import powersgd
 from barellm.program.ranks import Ranks
@@ -184,6 +184,8 @@ class Run:
         usual = train.eval_tokens or FINAL_MOST if train.eval_every else 0
         self.final_evaluator = self._evaluator(min(FINAL_MOST, max(FINAL_LEAST, usual, trained // FINAL_SHARE)))
         self.final_sample_tokens = 64 + trained // FINAL_SAMPLE_SHARE
+        # Of the longest samples. Those of a usual prompt are as many as `build_programs` takes.
+        self.positions = cache_positions(len(self.data.prompt) + FINAL_SAMPLE_TOKENS, self.config.model.max_seq)
 
     def check_vocabulary(self, changes: Mapping[str, Any]) -> None:
         """Raise a UserError where `changes`, what the user asked for, want another vocabulary than the tokenizer has."""
@@ -223,7 +225,8 @@ class Run:
         """Exit status: 0 finished, 130 or 143 stopped by a signal with a checkpoint saved."""
         with ExitStack() as opening:
             with together.in_turn(self.ranks):  # what rank 0 compiles, the others find in the cache
-                opened = open_machine(self.config, device=self.device, scoring=self.scoring, ranks=self.ranks)
+                how: dict[str, Any] = {"positions": self.positions, "scoring": self.scoring, "ranks": self.ranks}
+                opened = open_machine(self.config, device=self.device, **how)
                 machine = opening.enter_context(opened)
             self.config = machine.config
             together.agree(self.ranks, self._facts(machine))
@@ -246,7 +249,7 @@ class Run:
 
     def _train(self, folder: RunFolder, machine: Machine, stop: Stopping) -> int:
         progress, rows = self._begin(folder, machine)
-        decoder = open_decoder(machine.session, self.config.model, positions=self.config.model.max_seq)
+        decoder = open_decoder(machine.session, self.config.model, positions=self.positions)
         with ExitStack() as last, ExitStack() as files:
             log = metrics.Metrics(None if self.ranks.rank else folder.path / "metrics.jsonl", rows=rows)
             files.enter_context(closing(log))

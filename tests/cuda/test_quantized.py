@@ -77,6 +77,7 @@ def test_the_kernel_is_chosen_by_format_and_shape():
         ("int4", "bf16", 63),
         ("nf4", "bf16", 64),
         ("int8", "bf16", 64),
+        ("nf4-v1", "bf16", 64),
     ]:
         p = Program(Store(), compute=dtype)
         how = scheme(weights)
@@ -100,7 +101,8 @@ def test_every_word_of_16_bits_is_exact_in_both_halves_of_a_register(weights):
     halves = np.stack([low, (low * 40503 + 77) % (1 << 16)], 1).astype(np.uint16)
     nibbles = halves.view(np.uint8).reshape(tiles, blocks, 64)
     codes = np.concatenate([nibbles & 15, nibbles >> 4], 2)
-    scales = np.exp2(np.arange(16) - 8.0) * np.ones((tiles, how.groups(8 * blocks), 1))
+    scales = np.exp2(np.arange(16) - 8.0) * np.ones((tiles, how.groups(8 * blocks) + 1, 1))
+    scales[:, -1] = 9 * np.arange(16) - 70  # the exponents of columns
     p = Program(Store())
     x = p.input("x", (Dim("batch", 1), Dim("seq", 16), 8 * blocks), "fp32")
     operands = {

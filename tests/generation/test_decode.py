@@ -14,10 +14,16 @@ from barellm.config import Config as Run
 from barellm.config import ModelConfig, TrainConfig
 from barellm.generation.decode import Decoder, cache_positions, kept
 from barellm.generation.samplers import Sampling
+from barellm.generation.writing import unseen
 from barellm.models.gpt2 import Config as Gpt2
 from barellm.models.llama3 import Config
 
 VOCAB = 97
+
+
+def test_a_prompt_is_said_to_be_cut_only_when_it_is():
+    assert unseen(range(8), 8) == "" and list(kept(range(8), 8)) == list(range(8))
+    assert unseen(range(9), 8) == "the prompt has 9 tokens: the model has 8 positions and sees the last 4"
 
 
 class Echo:

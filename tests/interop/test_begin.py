@@ -209,6 +209,20 @@ def test_a_card_says_what_the_run_says_of_itself(tmp_path):
     assert "# elsewhere\n" in said[1] and "validation loss" not in said[1]
 
 
+def test_a_card_names_files_without_their_folders(tmp_path):
+    step = checkpoint_of(tmp_path / "run", TINY, ARRAYS)
+    weights, meta = open_weights(step), json.loads((step / "meta.json").read_text())
+    data, train = {"source": "/home/secret/plays.txt"}, {"init_from": "../secret/runs/base", "hellaswag": "val.jsonl"}
+    meta |= {"samples": 7, "tokens": 1234, "data": {"name": "/home/secret/plays.txt"}}
+    meta["config"]["data"] |= data
+    meta["config"]["train"] |= train
+    (step / "meta.json").write_text(json.dumps(meta))
+    said = card.text(weights, dtype="fp32", licence=None)
+    assert "secret" not in said and "| text | plays.txt |\n" in said
+    for line in ('"source": "plays.txt"', '"init_from": "base"', '"hellaswag": "val.jsonl"'):
+        assert line in said
+
+
 def test_rows_of_padded_ids_are_zero_whatever_the_file_says():
     model = replace(TINY, vocab_size=250, padded_vocab=256)
     weights = weights_of(model, ARRAYS)

@@ -32,6 +32,12 @@ class Case:
         return [rng.normal(size=shape).astype(dtype) for shape in self.shapes[which]]
 
 
+def near(found: np.ndarray, wanted: np.ndarray, dtype: np.dtype) -> None:
+    """Within what rounding to `dtype` costs a sum of numbers near one."""
+    bound = (40 if dtype == FLOAT32 else 3) * HALF_ULP[dtype] * max(1.0, np.abs(wanted).max())
+    assert np.abs(found.astype(np.float64) - wanted).max() <= bound
+
+
 def layernorm(x, weight, bias=0.0, *, eps=1e-5):
     centred = x - x.mean(-1, keepdims=True)
     return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias

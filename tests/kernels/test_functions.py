@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 from barellm import kernels
-from tests.kernels.cases import BFLOAT16, CASES, FLOAT32, HALF_ULP
+from tests.kernels.cases import BFLOAT16, CASES, FLOAT32, near
 
 EVERY = pytest.mark.parametrize("name", CASES)
 SHAPES = [(name, which) for name, case in CASES.items() for which in range(len(case.shapes))]
-
-
-def near(found: np.ndarray, wanted: np.ndarray, dtype: np.dtype) -> None:
-    """Within what rounding to `dtype` costs a sum of numbers near one."""
-    bound = (40 if dtype == FLOAT32 else 3) * HALF_ULP[dtype] * max(1.0, np.abs(wanted).max())
-    assert np.abs(found.astype(np.float64) - wanted).max() <= bound
 
 
 @pytest.mark.parametrize("name, which", SHAPES)
@@ -60,6 +56,27 @@ def test_gradients_of_bf16_arguments_are_those_of_the_formula_rounded(name):
     for exact, found in zip(pull(y.astype(np.float32)), rounded(y), strict=True):
         assert found.dtype == BFLOAT16
         near(found, exact.astype(np.float64), BFLOAT16)
+
+
+@pytest.mark.parametrize("name, which", SHAPES)
+def test_gradients_of_float32_arguments_keep_their_digits_beside_bf16_ones(name, which):
+    """Beside those of the same numbers all in float32. A function that refuses mixed dtypes says so in one line."""
+    case = CASES[name]
+    given = case.arguments(BFLOAT16, which)
+    y, pull = kernels.vjp(case.function, *(a.astype(FLOAT32) for a in given), **case.options)
+    dy = np.random.default_rng(1).normal(size=y.shape).astype(FLOAT32)
+    for mix in product((FLOAT32, BFLOAT16), repeat=len(given)):
+        try:
+            y, rounded = kernels.vjp(
+                case.function, *(a.astype(t) for a, t in zip(given, mix, strict=True)), **case.options
+            )
+        except (TypeError, ValueError) as error:
+            assert len(set(mix)) == 2 and ("of one dtype" in str(error) or "expects relative" in str(error))
+            continue
+        seed = dy.astype(y.dtype)
+        for found, exact, kind in zip(rounded(seed), pull(seed.astype(FLOAT32)), mix, strict=True):
+            assert found.dtype == kind
+            near(found, exact.astype(np.float64), kind)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)

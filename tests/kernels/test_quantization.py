@@ -20,6 +20,24 @@ def test_a_matrix_of_normals_comes_back_nearly(format, most, dtype):
     assert most / 2 < np.linalg.norm(made - w.astype(np.float32)) / np.linalg.norm(made) < most
 
 
+@pytest.mark.parametrize("format, most", [("int8", 0.012), ("int4", 0.1), ("nf4/32", 0.09)])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_rows_of_every_magnitude_come_back_nearly(format, most, dtype):
+    sizes = np.array([1.0, 1e-6, 1e-30, 0.0, 1e30, 3e38])[:, None]
+    w = normal(6, 300)
+    w = (w / np.abs(w).max(1, keepdims=True) * sizes).astype(dtype)
+    codes, scales = kernels.quantize(w, format)
+    assert scales.dtype == np.float32 and kernels.quantize(w[:1], format)[1].dtype == np.float16
+    made, exact = kernels.dequantize(codes, scales, format).astype(np.float64), w.astype(np.float64)
+    assert (np.linalg.norm(made - exact, axis=1) <= most * np.linalg.norm(exact, axis=1)).all() and not made[3].any()
+
+
+def test_codes_of_the_first_nf4_have_their_numbers():
+    codes, scales = np.full((1, 64), 6, np.uint8), np.ones((1, 1), np.float16)
+    assert (kernels.dequantize(codes, scales, "nf4") == -0.0908203125).all()
+    assert (kernels.dequantize(codes, scales, "nf4-v1") == -0.09130859375).all()
+
+
 def test_what_fits_no_format_is_refused():
     w = np.ones((3, 64), np.float32)
     codes, scales = kernels.quantize(w)

@@ -92,6 +92,17 @@ def test_moments_of_16_bits_take_half_the_memory_and_the_updates_bytes_fall(mome
     assert moved[1] / parameters == pytest.approx(20, abs=0.02)
 
 
+@pytest.mark.parametrize("most, positions", [(2048, 512), (512, 512), (300, 300)])
+def test_the_cache_is_as_long_as_samples_need(most, positions):
+    config = config_of(model__max_seq=most)
+    numbers, built = plan.report(config)
+    model = config.model
+    assert numbers["memory"]["caches"] == 2 * model.layers * positions * model.channels * 2
+    tokens = built.programs["decode"].named["tokens"]
+    assert [int(n) for n in tokens.shape] == [1, positions]
+    assert int(build_programs(config, training=False)["decode"].named["tokens"].shape[1]) == most
+
+
 def test_fusions_and_ops_are_counted():
     numbers, built = plan.report(config_of())
     assert numbers["fusions"]["linear_gelu"] == 12

@@ -21,7 +21,7 @@ def one_column_at_a_time(w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme) 
     for k in range(K):
         if k % group == 0:
             part = w[:, k : k + group].astype(np.float32)
-            scale = scales_of(part.max(1), part.min(1), how)
+            scale = scales_of(part.max(1), part.min(1), how).astype(np.float16)
         codes = nearest_codes(w[:, k].astype(np.float32), scale, how).astype(int)
         made[:, k] = (table[codes] if how.table else codes) * scale.astype(np.float64)
         w -= np.outer((w[:, k] - made[:, k]) / inverse[k, k], inverse[k])
@@ -55,6 +55,15 @@ def test_a_product_s_error_is_less_than_half_of_rounding_s(name):
     assert error(*compensated_codes(w, x.T @ x, how)) < 0.5 * error(*quantize(w, how))
 
 
+@pytest.mark.parametrize("name", ["int4", "nf4", "int8"])
+def test_a_row_s_magnitude_changes_no_code(name):
+    how, w, x = scheme(name), normal(4, 150, seed=2).astype(np.float32), correlated(150)
+    powers = np.array([[0], [-100], [90], [-25]])
+    codes, scales = compensated_codes(w, x.T @ x, how)
+    other, others = compensated_codes(np.ldexp(w, powers), x.T @ x, how)
+    assert np.array_equal(other, codes) and np.array_equal(others, np.ldexp(scales.astype(np.float32), powers))
+
+
 def test_inputs_without_correlation_leave_the_nearest_codes():
     w = normal(9, 70, seed=2).astype(np.float32)
     for moments in (np.zeros((70, 70)), 3.0 * np.eye(70)):
@@ -71,5 +80,7 @@ def test_an_input_that_is_always_zero_is_no_division_by_zero():
 
 
 def test_activations_that_are_not_finite_are_refused():
+    with pytest.raises(UserError, match=r"row 1 of h\.0\.w has inf, expected finite numbers to quantize"):
+        compensated_codes(np.array([[1.0], [np.inf]]), np.ones((1, 1)), scheme("int4"), name="h.0.w")
     with pytest.raises(UserError, match="the activations on the text to calibrate with are not finite"):
         compensated_codes(np.ones((2, 2), np.float32), np.array([[1.0, np.nan], [np.nan, 1.0]]), scheme("int4"))

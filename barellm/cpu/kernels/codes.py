@@ -96,11 +96,16 @@ class Codes:
 
 
 class Scales:
-    """Packed scales (tiles, groups, 16)."""
+    """Packed scales (tiles, groups + 1, 16), of which the last are exponents."""
 
     def __init__(self, k: KernelBuilder, p: Pointer, groups: int) -> None:
         self.k, self.p, self.groups = k, p, groups
 
     def load(self, tile: Any, group: Any, column: Any) -> Value:
-        """The scales of a group of `lanes` columns from `column` of the tile on, as fp32."""
-        return self.p.load((self.k.int(tile) * self.groups + group) * TILE + column)
+        """The scales of a group of `lanes` columns from `column` of the tile on, as fp32, without the powers of two."""
+        return self.p.load((self.k.int(tile) * (self.groups + 1) + group) * TILE + column)
+
+    def powers(self, tile: Any, column: Any) -> Value:
+        """The powers of two by which all scales of these columns are multiplied."""
+        k = self.k
+        return k.bitcast((k.to(self.load(tile, self.groups, column), k.ivec) + 127) << 23, k.vec)

@@ -4,7 +4,7 @@ A few rows, as decoding has them, cost what reading the weights costs. So their 
 once through codes and scales and turns them into numbers in registers. The sum of a group is multiplied by its scale. More rows, as
 those of a prompt, take the kernel of all other products: its panels are made of codes instead of numbers.
 
-Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups, 16), out (rows, cols).
+Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), out (rows, cols).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _OfCodes:
             tile, within = k.min(column // TILE, last), column % TILE
             at = first + block
             group = at * BLOCK // (codes.how.group or codes.blocks * BLOCK)
-            scale = scales.load(tile, group, within)
+            scale = scales.load(tile, group, within) * scales.powers(tile, within)
             numbers = [x * scale for x in islice(codes.values(codes.block(tile, at), within), elements)]
             for i, vector in enumerate(_pairs(k, numbers) if pair else numbers):
                 out.store_raw(

@@ -6,7 +6,7 @@ to the base 256. Of bf16 two are enough: 14 bits beside the largest of the group
 bits. Codes are unsigned bytes as they are, or the two digits of a whole number out of a table. So the sums of a group are whole
 numbers, without rounding, in whatever order they are added. They begin with what takes back the offset that makes codes unsigned.
 
-Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups, 16).
+Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST_EXPONENT = 32  # of fp32's field: smaller groups are rounded as if they re
 LANE = 4  # bytes that the instruction adds up
 # Formats whose products are faster with numbers in registers (quantized_few.py), by instruction set: Zen 4 starts a product of
 # pairs of bf16 as often as one of bytes, and has two ports that shuffle, where a Xeon has one (docs/few_bits.md has the speeds).
-AS_NUMBERS = {"avx512_bf16": ("nf4", "int8")}
+AS_NUMBERS = {"avx512_bf16": ("nf4", "nf4-v1", "int8")}
 
 
 def multiplies_bytes(isa: ISA, weights: str) -> bool:
@@ -159,10 +159,11 @@ class DigitRows(FewRows):
             self._part(tile, part, each, held, totals)
         if rest:
             self._part(tile, k.int(self.blocks // each), rest, held, totals)
+        power = self.scales.powers(tile, 0)
         if self.how.group:
-            return [[total.value] for total in totals]
+            return [[total.value * power] for total in totals]
         scale = self.scales.load(tile, k.int(0), 0)
-        return [[total.value * scale] for total in totals]
+        return [[total.value * scale * power] for total in totals]
 
     def _held(self, row: int) -> Pointer:
         """The digits of a row. Rows that are not there are the last one."""

@@ -1,6 +1,6 @@
 """One to four rows times a weight of few bits: codes become numbers in registers, a table of 16 bytes away.
 
-Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups, 16).
+Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16).
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class FewRows:
             self._group(tile, group, each, totals)
         if rest:
             self._group(tile, k.int(whole), rest, totals)
-        return [[v.value for v in row] for row in totals]
+        powers = [self.scales.powers(tile, v * k.lanes) for v in range(self.vectors)]
+        return [[v.value * power for v, power in zip(row, powers, strict=True)] for row in totals]
 
     def _group(self, tile: Value, group: Value, blocks: int, totals: list[list[Var]]) -> None:
         """Adds the products of a group of so many `blocks`."""

@@ -1,6 +1,6 @@
 """Products with weights of few bits (`program.quantization`).
 
-Shapes: x (rows, K), codes (tiles, blocks, 128), scales (tiles, groups, 16), y (rows, N). Codes are read as words of 32 bits,
+Shapes: x (rows, K), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), y (rows, N). Codes are read as words of 32 bits,
 BLOCK_WORDS of a block. Of 4-bit codes the word j of a block has eight: those of two neighbouring columns, the lower one in its
 lower half, for the elements k and k + 1 in turn of bytes and, in the upper halves of the bytes, k + 4 and k + 5. Of 8-bit codes
 a word has four columns of one element.
@@ -52,6 +52,12 @@ def code_value(words, NIBBLE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, 
 
 
 @device
+def power_of_two(exponents):
+    """2^n of whole numbers in fp16, as the scales' last group has them."""
+    return ((exponents.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@device
 def quantized_few_rows(
     out, pre, x, codes, scales, bias, other, scalars, rows,
     N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BB: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
@@ -65,6 +71,7 @@ def quantized_few_rows(
     tile = tl.program_id(0)
     j = tl.arange(0, block_words)[None, :]
     first = tl.cast(tile, tl.int64) * (BLOCKS * block_words) + j
+    scales += tile * ((GROUPS + 1) * 16)
     within, c = (j // 4, j % 4 * 4) if WIDE else (j // 2 % 2 * 2, j // 4 * 4 + j % 2 * 2)
     for row in range(rows):
         a0, a1 = tl.zeros((BB, block_words), tl.float32), tl.zeros((BB, block_words), tl.float32)
@@ -74,7 +81,7 @@ def quantized_few_rows(
             b = b0 + tl.arange(0, BB)[:, None]
             b_in = (b < BLOCKS) & (j >= 0)
             words = tl.load(codes + first + b * block_words, mask=b_in, other=0)
-            scale = scales + tile * (GROUPS * 16) + b // GROUP * 16 + c
+            scale = scales + b // GROUP * 16 + c
             s0 = tl.load(scale, mask=b_in, other=0.0).to(tl.float32)
             s1 = tl.load(scale + 1, mask=b_in, other=0.0).to(tl.float32)
             k = b * 8 + within
@@ -101,8 +108,9 @@ def quantized_few_rows(
         else:
             total = tl.join(columns(a0, 2, 2), columns(a1, 2, 2))
         n0 = tile * 16
+        power = power_of_two(tl.load(scales + GROUPS * 16 + tl.arange(0, 16)[None, :]))
         finish_part(
-            out, pre, bias, other, scalars, tl.reshape(total, (1, 16)), row, n0, row * N + n0, rows, N, EPILOGUE, MODE,
+            out, pre, bias, other, scalars, tl.reshape(total, (1, 16)) * power, row, n0, row * N + n0, rows, N, EPILOGUE, MODE,
             OUT_ROW, PRE_ROW, OTHER_ROW,
         )  # fmt: skip
 
@@ -131,7 +139,8 @@ def written_out(
     b, j = tl.program_id(0) % tl.cdiv(BLOCKS, BB) * BB + tl.arange(0, BB)[:, None], tl.arange(0, block_words)[None, :]
     b_in = (b < BLOCKS) & (j >= 0)
     words = tl.load(codes + tl.cast(tile, tl.int64) * (BLOCKS * block_words) + b * block_words + j, mask=b_in, other=0)
-    scale = scales + tile * (GROUPS * 16) + b // GROUP * 16
+    scales += tile * ((GROUPS + 1) * 16)
+    scale = scales + b // GROUP * 16
     for i in tl.static_range(4 if WIDE else 8):
         if WIDE:
             k = b * 8 + j // 4
@@ -143,6 +152,7 @@ def written_out(
             value = code_value(words, i, T0, T1, T2, T3)
         n = tile * 16 + c
         value *= tl.load(scale + c, mask=b_in, other=0.0).to(tl.float32)
+        value *= power_of_two(tl.load(scales + GROUPS * 16 + c))
         tl.store(out + n.to(tl.int64) * K + k, value, mask=b_in & (k < K) & (n < N))
 
 

@@ -1,7 +1,7 @@
 """Products of up to 8 rows with weights of 4 bits on tensor cores: each code is read once, for all rows.
 
-Shapes: x (rows, K) of 16 bits, read as words of two elements; codes (tiles, BLOCKS, 16 words), scales (tiles, GROUPS, 16), y (rows,
-N). A word of codes has the elements k, k + 1, k + 4 and k + 5 of two neighbouring columns: all eight that a thread has of an
+Shapes: x (rows, K) of 16 bits, read as words of two elements; codes (tiles, BLOCKS, 16 words), scales (tiles, GROUPS + 1, 16), y
+(rows, N). A word of codes has the elements k, k + 1, k + 4 and k + 5 of two neighbouring columns: all eight that a thread has of an
 operand of mma.m16n8k16, if the rows of that operand are a tile's columns, even ones first, and its depth are two blocks. So the 32
 words of two blocks go to the 32 lanes of a warp, and the codes become numbers in the registers that the product takes:
 
@@ -118,7 +118,8 @@ def quantized_mma(
     c = gl.arange(0, 16 * WARPS, layout=SCALE)
     scale_block = c // 16 * TURN
     codes += tile.to(gl.int64) * (BLOCKS * 16)
-    scales += tile * (GROUPS * 16) + c % 16
+    exponents = scales + (tile * ((GROUPS + 1) * 16) + GROUPS * 16)
+    scales += tile * ((GROUPS + 1) * 16) + c % 16
     total = gl.zeros([WARPS, 2, 8, 4, 2], gl.float32, SUMS)
     for first in range(0, BLOCKS, WARPS * TURN):
         for g in gl.static_range(0, TURN, GROUP):
@@ -141,6 +142,7 @@ def quantized_mma(
     row = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, COLUMNS)), 1)
     column = tile * 16 + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, COLUMNS)), 0)
     inside = (row < rows) & (column < N)
+    y *= ((gl.load(exponents + column % 16).to(gl.int32) + 127) << 23).to(gl.float32, bitcast=True)
     if bias is not None:
         y += gl.load(bias + column, mask=column < N, other=0.0).to(gl.float32)
     if pre is not None:

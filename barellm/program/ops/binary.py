@@ -127,9 +127,12 @@ class BinaryMatmul(Op):
 class Calls(Graph):
     """The method of Program that appends these ops."""
 
-    def binary_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The signs of x (..., K) times those of weight (N, K) -> (..., N), fp32."""
+    def binary_linear(self, x: Tensor, weight: Tensor, *, dtype: str | None = None) -> Tensor:
+        """The signs of x (..., K) times those of weight (N, K) -> (..., N), fp32. `dtype` is that of its gradients' products,
+        which is the program's unless given."""
         if len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
             raise ValueError(f"binary_linear expects x (..., K) and weight (N, K): {describe(x=x, weight=weight)}")
         words: list[Any] = [self.apply(PackSigns, x=t).words for t in (x, weight)]
-        return self.apply(BinaryMatmul, a=words[0], b=words[1], columns=int(weight.shape[1]), dtype=self.compute).y
+        return self.apply(
+            BinaryMatmul, a=words[0], b=words[1], columns=int(weight.shape[1]), dtype=dtype or self.compute
+        ).y
