@@ -20,7 +20,7 @@ from barellm.runtime.ranks import ALONE, apart
 
 DEVICES = (*NAMES, "reference")
 ROWS = 4096  # of a matrix that are handed on at a time
-SAMPLE_POSITIONS = 512  # of the KV cache of a training run, whose samples have up to 384 tokens and nearly always a short prompt
+SAMPLE_POSITIONS = 512  # of a run's KV cache: its samples have up to 384 tokens and nearly always a short prompt
 
 
 @dataclass(frozen=True)
