@@ -17,7 +17,8 @@ from barellm.config import ModelConfig
 from barellm.errors import UserError
 from barellm.fields import entries
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 SIZES = ("vocab_size", "padded_vocab", "max_seq", "channels")  # of any model
 FUNCTIONS = {
     "declare(p, cfg)": ("pc", {}),
@@ -61,8 +62,8 @@ def _imported(name: str, file: Path) -> ModuleType:
         sys.path.remove(str(file.parent))
         if isinstance(error, SyntaxError):
             raise UserError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
-        if isinstance(error, Exception):
-            raise mistake(file, error) from error
+        if isinstance(error, Exception) and (found := mistake(file, error)):
+            raise found from error
         raise
     return found
 
