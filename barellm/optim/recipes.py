@@ -24,6 +24,10 @@ def rules(config: OptimConfig, hidden: str) -> list[Rule]:
         from barellm.optim import muon
 
         return muon.rules(config, hidden)
+    if config.name == "speedrun":
+        from barellm.optim import normuon
+
+        return normuon.rules(config)
     from barellm.optim import adamw
 
     return adamw.rules(config)

@@ -48,7 +48,16 @@ SIZES = (
     ),
     *("--model.dropout", "0.1", "--optim.clip", "0.5", "--optim.warmup", "5", "--train.eval_every", "20"),
     *("--train.eval_tokens", "128", "--train.checkpoint_every", "15", "--train.milestones", "40", "--train.keep", "3"),
-    *("--train.sample_every", "50"),
+    *(
+        "--train.sample_every",
+        "50",
+        "--optim.name",
+        "muon",
+        "--optim.muon_lr_ratio",
+        "7",
+        "--optim.momentum_warmup",
+        "9",
+    ),
 )
 FILES = (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)
 COMPILERS = ("cc", "gcc", "clang")
@@ -89,7 +98,7 @@ def final(run: Path) -> list[bytes]:
 
 def numbers(run: Path) -> list[tuple]:
     """Everything that was measured on the model: not the time."""
-    keys = ("kind", "step", "loss", "lr", "grad_norm", "tokens", "val_nats", "val_bits_per_byte", "targets")
+    keys = ("kind", "step", "loss", "lr", "muon_lr", "grad_norm", "tokens", "val_nats", "val_bits_per_byte", "targets")
     rows = [row for row in metrics.read(run / "metrics.jsonl") if row["kind"] in ("train", "eval")]
     return [tuple(row.get(key) for key in keys) for row in rows]
 
@@ -213,13 +222,14 @@ lib.barellm_error.restype = ctypes.c_char_p
 lib.barellm_size.restype = ctypes.c_int64
 ids = (ctypes.c_int32 * 96)(*(i % 7 for i in range(96)))
 class Result(ctypes.Structure):
-    _fields_ = [("loss", ctypes.c_double), ("norm", ctypes.c_double), ("lr", ctypes.c_double)]
+    _fields_ = [(name, ctypes.c_double) for name in ("loss", "norm", "lr", "muon_lr")]
 sessions = [ctypes.c_void_p(lib.barellm_open(n)) for n in (1, 2)]
 for s in sessions:
     assert lib.barellm_initialize(s) == 0
 for s in sessions * 2:
     result = Result()
     assert lib.barellm_step(s, ids, ids, ctypes.byref(result)) == 0 and result.loss > 0
+    assert result.muon_lr == result.lr * 7 > 0
 first, second = sessions
 assert lib.barellm_digest(first) == lib.barellm_digest(second)
 name = b"wte"
@@ -310,6 +320,35 @@ def test_the_c_code_of_the_page_takes_a_step(made, tmp_path):
     assert built.returncode == 0, built.stderr
     done = subprocess.run([tmp_path / "main"], env={}, capture_output=True, text=True)
     assert re.fullmatch(r"2 16 [1-9]\.\d{3}\ntokens\[0\] is 1000000, expected an id from 0 to \d+\n", done.stdout), done
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--optim.name", "adamw"),
+        ("--lr", "0", "--optim.min_lr", "0", "--optim.muon_lr_ratio", "0", "--optim.muon_lr", "0.02"),
+    ],
+    ids=["adamw alone", "a rate of zero"],
+)
+def test_other_rates_are_those_of_python_too(tmp_path, made, options, monkeypatch):
+    monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
+    common = [
+        "shakespeare-char",
+        "--data",
+        str(made / "text.txt"),
+        *SIZES,
+        "--steps",
+        "4",
+        "--model.layers",
+        "1",
+        *options,
+    ]
+    assert main(["build", *common, "-o", str(tmp_path / "program")]) == 0
+    assert main(["train", *common, "--out", str(tmp_path / "python")]) == 0
+    assert train(tmp_path, "own").returncode == 0
+    assert numbers(tmp_path / "own") == numbers(tmp_path / "python")
+    found = [checkpoint.find(tmp_path / run)[0] for run in ("own", "python")]
+    assert [(found[0] / name).read_bytes() for name in FILES] == [(found[1] / name).read_bytes() for name in FILES]
 
 
 @pytest.mark.parametrize("dtype, options", [("bf16", ("--optim.moments", "16bit")), ("fp16", ())])

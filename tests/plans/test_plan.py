@@ -198,6 +198,13 @@ def test_which_parameter_gets_which_optimizer(capsys):
     assert "optimizer, its highest rate" not in capsys.readouterr().out
 
 
+def test_the_speedrun_s_groups_have_their_own_rates(capsys):
+    assert main.main(["plan", "speedrun-small", "--lr", "0.004", "--optim", "--json"]) == 0
+    rows = {row["names"]: row for row in json.loads(capsys.readouterr().out)["optimizers"]}
+    found = {name: (rows[name]["optimizer"], rows[name]["rate"]) for name in ("h.*.mlp.down", "head", "values.*")}
+    assert found == {"h.*.mlp.down": ("NorMuon", 0.0115), "head": ("Adam", 0.004), "values.*": ("Adam", 0.3)}
+
+
 def test_a_plan_beyond_memory_is_shown_and_says_so(capsys, monkeypatch):
     monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1G")
     assert main.main(["plan", "gpt2-124m", "--batch", "4", "--seq", "64"]) == 0

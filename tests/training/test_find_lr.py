@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from dataclasses import replace
+from itertools import pairwise
 from math import log10
 
 import numpy as np
 import pytest
 
-from barellm.cli.main import main
+from barellm.cli.main import main, parsed
+from barellm.cli.options import configuration
 from barellm.training import find_lr
+from barellm.training.console import Console
 
 
 @pytest.fixture
@@ -85,4 +91,87 @@ def test_what_has_no_answer_is_refused_and_leaves_no_file(fake, command, refused
     assert "--steps is 5, expected at least 20 for --find-lr" in refused(*command("few"), "--find-lr", "--steps", "5")
     assert "train.minutes is set, and --find-lr takes" in refused(*command("few"), "--find-lr", "--minutes", "5")
     assert "the runs of this model have stages" in refused("train", "speedrun-small", "--data", "none", "--find-lr")
+    without = ("--optim.name", "muon", "--lr", "0", "--optim.min_lr", "0", "--optim.muon_lr", "0.1")
+    assert "optim.lr was 0, of which optim.muon_lr 0.1 is no multiple" in refused(*run(command, *without))
     assert not fake.runs
+
+
+def recommended(folder) -> str:
+    return json.loads((folder / "lr.json").read_text())["command"]
+
+
+MUON = ("--optim.name", "muon")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--lr=0.0123", "--optim.min_lr", "0.0001"),
+        MUON,
+        (*MUON, "--lr", "0.004", "--optim.muon_lr=0.03"),
+        (*MUON, "--optim.muon_lr_ratio", "3.7"),
+        ("--lr", "9", "--optim.min_lr", "8"),
+        ("--lr", "9", "--optim.min_lr", "8", "--schedule", "constant"),
+    ],
+    ids=" ".join,
+)
+def test_the_command_that_it_recommends_is_the_configuration_that_it_tested(valley, command, tmp_path, text, words):
+    quoted = tmp_path / "a text; of 'two' words.txt"
+    quoted.write_text(text.read_text())
+    options = [*run(command), "--data", str(quoted), "--model.layers=2", "--json", *words]
+    assert main(options) == 0
+    found = json.loads((tmp_path / "rates/lr.json").read_text())
+    name, train, *kept = shlex.split(found["command"])
+    assert (name, train) == ("barellm", "train")
+    assert {"--find-lr", "--out", "--steps"}.isdisjoint(kept)
+    assert kept[kept.index("--batch") + 1] == "2" and "--json" in kept and kept.count("--lr") == 1
+    said = configuration(parsed(["train", *kept]))
+    (best,) = [step for step in found["steps"] if step["lr"] == found["suggestion"]]
+    tested = [s for entry, s in valley.runs if entry == "update"][found["steps"].index(best)]
+    assert said.optim.rates(lambda high, low: high) == {key: tested[key] for key in ("lr", "muon_lr") if key in tested}
+    before = configuration(parsed([word for word in options if word != "--find-lr"]))
+    rates = {"lr": said.optim.lr, "muon_lr": said.optim.muon_lr, "min_lr": said.optim.min_lr}
+    assert said.optim == replace(before.optim, **rates) and said.model == before.model and said.data == before.data
+    assert said.optim.min_lr == before.optim.min_lr or before.optim.min_lr > said.optim.lr > said.optim.min_lr > 0
+    assert said.train == replace(before.train, steps=2000), "those of the preset: --steps was of the test"
+    assert main([train, *kept, "--out", str(tmp_path / "trained"), "--steps", "2"]) == 0
+
+
+def test_with_muon_both_rates_grow_in_their_ratio(valley, command, tmp_path, capsys):
+    assert main(run(command, *MUON, "--optim.muon_lr", "0.003")) == 0
+    found = json.loads((tmp_path / "rates/lr.json").read_text())
+    assert all(step["muon_lr"] == pytest.approx(3 * step["lr"], rel=1e-11) for step in found["steps"])
+    given = [(s["lr"], s["muon_lr"]) for entry, s in valley.runs if entry == "update"]
+    assert given == [(step["lr"], step["muon_lr"]) for step in found["steps"]]
+    said = capsys.readouterr().out
+    assert f"try {found['suggestion']:.4g} (AdamW), {found['muon_lr']:.4g} (Muon): {found['rule']}\n" in said
+    assert said.endswith(f"next     {found['command']}\n")
+
+
+def test_the_steps_and_minutes_of_a_file_are_those_of_a_run(valley, command, tmp_path, capsys):
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 7\nminutes = 3\n")
+    words = [word for word in command("rates", "--config", str(tmp_path / "run.toml")) if word not in ("--steps", "12")]
+    assert main([*words, "--find-lr"]) == 0
+    rates = [step["lr"] for step in json.loads((tmp_path / "rates/lr.json").read_text())["steps"]]
+    assert rates == find_lr.rates(200)[: len(rates)] and len(rates) > 20
+    train = configuration(parsed(shlex.split(recommended(tmp_path / "rates"))[1:])).train
+    assert (train.steps, train.minutes) == (7, 3)
+
+
+def test_it_says_how_long_it_takes_at_most(valley, command, capsys, monkeypatch):
+    monkeypatch.setattr(Console, "PLAIN_S", 0.0)
+    now = iter(range(10**6))
+    monkeypatch.setattr(find_lr.time, "monotonic", lambda: 2.0 * next(now))
+    assert main(run(command)) == 0
+    said = capsys.readouterr().out
+    first, second = (next(line for line in said.splitlines() if line.startswith(f"step {n:>5}/150")) for n in (1, 5))
+    assert " left" not in first
+    left = re.fullmatch(r"step     5/150  at most (\d+):(\d\d) left  loss \d\.\d{4}  lr 1\.5e-06", second)
+    assert left, second
+
+
+def test_steps_have_rates_that_a_user_types():
+    rates = find_lr.rates(20)
+    assert rates[0] == 1e-6 and rates[-1] == 10 and all(float(f"{rate:.3e}") == rate for rate in rates)
+    assert all(1.9 < b / a < 2.7 for a, b in pairwise(rates))

@@ -66,7 +66,7 @@ def test_a_loss_that_stays_not_finite_ends_the_run_with_one_line(fake, command, 
     not_finite(fake, range(5, 100))
     assert main(command("run", "--steps", "40")) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "not finite for 10 steps up to step 14" in error and "optim.lr" in error
+    assert error.count("\n") == 1 and "not finite for 10 steps up to step 14" in error and "--lr 0.0005" in error
     assert [
         row["loss"]
         for row in metrics.read(tmp_path / "run" / "metrics.jsonl")
