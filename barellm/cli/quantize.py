@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     forward = {"eval": build_programs(checkpoint.config, training=False, positions=0)["eval"]}
     kept = {name: m for name, m in quantize_programs(forward, args.weights).items() if not m.stays}
     with RunFolder(Path(args.out), resume=None) as folder:
-        meta = checkpoints.read_meta(checkpoint.path) | {"source": str(checkpoint.path)} | meta_of(scheme(args.weights))
+        meta = checkpoints.read_meta(checkpoint.path)
+        meta |= {"source": str(checkpoint.path), **meta_of(scheme(args.weights))}
         moments, meta["calibration"] = {}, None
         if args.tokens:
             moments, meta["calibration"] = _moments(checkpoint, weights, args.data, args.tokens)
