@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from barellm.assembly import advice
 from barellm.assembly.quantized import Matrix, Quantizing, quantize_programs
 from barellm.config import Config, TrainConfig
 from barellm.errors import UserError, nearest, shown
 from barellm.models.course import enter, shares
+from barellm.program import planner
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
 from barellm.program.ranks import Ranks
 from barellm.program.tensor import Tensor
 from barellm.runtime.backend import NAMES, backend
+from barellm.runtime.memory import TooLarge, check_fits
 from barellm.runtime.ranks import ALONE, apart
 
 DEVICES = (*NAMES, "reference")
@@ -192,14 +195,19 @@ def open_machine(
     check_device(device)
     config = resolved(config, device)
     train, ranks = config.train, apart(ranks) if device == "cuda" else ranks
-    programs = build_programs(config, training=training, positions=positions, rows=rows, scoring=scoring, ranks=ranks)
+    how: dict[str, Any] = {"positions": positions, "rows": rows, "scoring": scoring, "ranks": ranks}
+    programs = build_programs(config, training=training, **how)
     programs = {name: p for name, p in programs.items() if not only or name in only}
     matrices: dict[str, Matrix] = {}
     if weights:
         programs = {name: programs[name] for name in ("eval", "score", "decode") if name in programs}
         matrices = quantize_programs(programs, weights)
+    options = products(train, device) if training else {}
     if device in NAMES:
-        session = backend(device).open_session(programs, **(products(train, device) if training else {}))
+        try:
+            session = backend(device).open_session(programs, **options)
+        except TooLarge as error:
+            raise _refused(error, config, device, training, how) from None
         try:
             enter(session, config, 0, train.steps)
             yield Machine(config, device, session, programs, session.plan, matrices)
@@ -210,16 +218,34 @@ def open_machine(
             raise
         session.close()
     else:
-        from barellm.program import planner
         from barellm.runtime import reference
-        from barellm.runtime.memory import check_fits
 
-        plan = planner.plan({name: p.ops for name, p in programs.items()}, next(iter(programs.values())).store)
-        check_fits(plan, what=f"a step of {train.batch} x {train.seq} tokens")
+        plan = _plan(programs, device)
+        try:
+            check_fits(plan, what=f"a step of {train.batch} x {train.seq} tokens")
+        except TooLarge as error:
+            raise _refused(error, config, device, training, how) from None
         # fp32 throughout: what a checkpoint holds is then all that there is.
         session = reference.open(programs, dtype="float32")
         enter(session, config, 0, train.steps)
         yield Machine(config, device, session, programs, plan, matrices)
+
+
+def _plan(programs: dict[str, Program], device: str, **options: Any) -> Plan:
+    if device in NAMES:
+        return backend(device).planned(programs, **options)
+    return planner.plan({name: p.ops for name, p in programs.items()}, next(iter(programs.values())).store)
+
+
+def _refused(error: TooLarge, config: Config, device: str, training: bool, how: Mapping[str, Any]) -> UserError:
+    """The same with what would fit."""
+    if not training:
+        return UserError(f"{error}: choose a smaller batch or a smaller model")
+
+    def plan(other: Config) -> Plan:
+        return _plan(build_programs(other, **how), device, **products(other.train, device))
+
+    return UserError(f"{error}: {advice.of_training(config, error.limit, plan, ranks=how['ranks'].count)}")
 
 
 @contextmanager

@@ -13,14 +13,20 @@ from barellm.cpu.isa import ISA, host
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import machine
 from barellm.cpu.lang.sync import RECORD_NBYTES
-from barellm.cpu.step import CpuSession
+from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.threads import Pool, thread_count
 from barellm.program.builder import Program
+from barellm.program.planner import Plan
 
 
 def open_session(programs: dict[str, Program]) -> CpuSession:
     """Plan, compile and map `programs` into one arena."""
     return CpuSession(programs)
+
+
+def planned(programs: dict[str, Program]) -> Plan:
+    """The plan of such a session."""
+    return lower_and_plan(programs, written=True).plan
 
 
 def default_dtype() -> str:

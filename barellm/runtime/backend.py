@@ -11,7 +11,8 @@ NAMES = ("cpu", "cuda")
 
 
 def backend(name: str) -> ModuleType:
-    """The module `barellm.<name>.backend`, with open_session(programs), default_dtype(), describe(), measured_peak(dtype)."""
+    """The module `barellm.<name>.backend`, with open_session(programs), planned(programs), default_dtype(), describe() and
+    measured_peak(dtype)."""
     if name not in NAMES:
         raise UserError(f"unknown backend {name!r}, expected one of {', '.join(NAMES)}")
     return import_module(f"barellm.{name}.backend")

@@ -37,6 +37,14 @@ def available() -> int:
     return min(memory_limit()[0] - resident, int(free) << 10)
 
 
+class TooLarge(UserError):
+    """A plan that needs more than `limit` bytes."""
+
+    def __init__(self, message: str, limit: int) -> None:
+        super().__init__(message)
+        self.limit = limit
+
+
 def check_fits(plan: Plan, *, what: str, limit: tuple[int, str] | None = None) -> None:
     """Refuse, with the arithmetic, an arena beyond the limit. `what` names the sizes that the user chose."""
     available, source = limit or memory_limit()
@@ -44,12 +52,8 @@ def check_fits(plan: Plan, *, what: str, limit: tuple[int, str] | None = None) -
         return
     parts = sorted(plan.by_role().items(), key=lambda part: -part[1])
     sums = " + ".join(f"{PLURAL[role]} {nbytes / 2**20:.1f}" for role, nbytes in parts if nbytes)
-    advice = "choose a smaller train.batch or train.seq, train.recompute, or optim.moments 16bit"
-    if plan.persistent_bytes > available:
-        advice = "no batch is small enough: choose a smaller model, or optim.moments 16bit"
-    raise UserError(
-        f"{what} needs {plan.arena_bytes / 2**20:.1f} MiB ({sums}), {source} is {available / 2**20:.1f} MiB: {advice}"
-    )
+    needs = f"{what} needs {plan.arena_bytes / 2**20:.1f} MiB ({sums})"
+    raise TooLarge(f"{needs}, {source} is {available / 2**20:.1f} MiB", available)
 
 
 def _parse(text: str) -> int:

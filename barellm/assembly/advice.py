@@ -1,0 +1,46 @@
+"""What would make a run fit into memory that it does not fit into: each change is planned before it is advised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from barellm.config import Config
+from barellm.errors import UserError
+from barellm.program.planner import Plan
+
+LEAST_SEQ = 16
+
+
+def of_training(config: Config, limit: int, plan: Callable[[Config], Plan], *, ranks: int = 1) -> str:
+    """The end of a message. `plan` gives that of a configuration; a batch is a multiple of `ranks`."""
+    train, whole = config.train, {"recompute": True, "moments": "16bit"}
+
+    def fits(**changes: Any) -> bool:
+        moments = changes.pop("moments", config.optim.moments)
+        other = replace(config, train=replace(train, **changes), optim=replace(config.optim, moments=moments))
+        try:
+            return plan(other).arena_bytes <= limit
+        except UserError:
+            return False  # the model has no such shape
+
+    def largest(name: str, least: int) -> list[str]:
+        """The first half, fourth, ... of a size that fits."""
+        size = getattr(train, name)
+        if size <= least or not fits(**{name: least}):
+            return []
+        while (size := max(size // 2 // least * least, least)) > least:
+            if fits(**{name: size}):
+                break
+        return [f"train.{name} {size}"]
+
+    found = [*largest("batch", ranks), *largest("seq", LEAST_SEQ)]
+    found += ["train.recompute"] if not train.recompute and fits(recompute=True) else []
+    if config.optim.moments == "fp32" and fits(moments="16bit"):
+        found.append("optim.moments 16bit")
+    if found:
+        return f"choose {' or '.join(found)}"
+    if fits(batch=ranks, **whole):
+        return f"choose train.batch {ranks}, train.recompute and optim.moments 16bit together"
+    return "no batch is small enough: choose a smaller model"
