@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -72,3 +75,20 @@ def test_a_wrong_kernel_is_reported(isa, kernel, message, monkeypatch):
     with pytest.raises(AssertionError, match=message) as failure:
         check_op(ops.Add, isa_named(isa), given, plan=(5, 9), bounds={"y": 1e-9})
     assert str(failure.value).splitlines()[-1].startswith("reproduce: python -m pytest 'tests/cpu/test_check.py::")
+
+
+def test_no_test_runs_on_an_instruction_set_by_name_that_a_processor_may_lack():
+    """`isa_named("avx512")` raises an error where it is not: a test takes one of ISAS, says when it is skipped, or builds the ISA
+    by value (`isas.cross`), for what only asks or compiles."""
+
+    def named(node: ast.AST) -> list[int]:
+        """The lines of such calls, without those in functions that are skipped somewhere."""
+        if isinstance(node, ast.FunctionDef) and any("skipif" in ast.unparse(mark) for mark in node.decorator_list):
+            return []
+        found = [line for part in ast.iter_child_nodes(node) for line in named(part)]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isa_named":
+            found += [node.lineno for name in node.args if isinstance(name, ast.Constant) and name.value]
+        return found
+
+    found = {path.name: named(ast.parse(path.read_text())) for path in Path(__file__).parent.glob("test_*.py")}
+    assert not {name: lines for name, lines in found.items() if lines}
