@@ -14,7 +14,7 @@ from barellm.cpu import step
 from barellm.cpu.threads import thread_count
 from barellm.runtime.artefacts import cache_folder
 from barellm.runtime.memory import memory_limit
-from tests import proofs, selection
+from tests import leftovers, proofs, selection
 
 WORKER_BYTES = 2 << 30  # of memory, that a process of tests may need
 
@@ -55,6 +55,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """A control group may allow fewer processors than pytest-xdist counts, and less memory than they would fill."""
     return max(1, min(thread_count(), memory_limit()[0] // WORKER_BYTES))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """A thread or a process ends with its test. Set up before, and so looked at behind, all other fixtures of a test."""
+    before = leftovers.running()
+    yield
+    left = leftovers.left(before)
+    assert not left, f"the test has left running: {'; '.join(left)}"
 
 
 @pytest.fixture(autouse=True)
