@@ -77,6 +77,7 @@ def small(monkeypatch: Any, **options: Any) -> Config:
     return resolved(replace(config, model=replace(config.model, channels=48)), "cuda")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "recipe, late, overlap",
     [
