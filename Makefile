@@ -5,21 +5,22 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 QUICK := cpu program runtime models optim cuda/test_elementwise.py test_house.py
 
-.PHONY: train test proofs quick lint oracle site anatomy gpu-check clean
+.PHONY: train test extended quick lint oracle site anatomy gpu-check clean
 
 # Into a dated folder under runs/, or into OUT.
 train: $(VENV)/.installed
 	$(BIN)/barellm train $(if $(OUT),--out $(OUT))
 
-# One process per core; then, one after the other, the tests that measure time. Proofs on record (tests/proofs.py) are left out. Of
-# a test's cases those run in which each two values of its parameters meet: PYTEST="--cases all" runs all.
+# One process per core; then, one after the other, the tests that measure time. Files whose cached results hold (tests/cached_results.py)
+# are left out, unless PYTEST=--no-cached-results. Of a test's cases those run in which each two values of its parameters meet:
+# PYTEST="--cases all" runs all.
 test: $(VENV)/.tested
-	$(BIN)/python -m pytest -m "not oracle and not alone" -n auto --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -m "not oracle and not alone and not extended" -n auto --dist worksteal $(PYTEST)
 	$(BIN)/python -m pytest -m "not oracle and alone" $(PYTEST) || [ $$? = 5 ]  # 5: PYTEST chose none of them
 
-# Every proof, anew: what passes is recorded in tests/proven.json.
-proofs: $(VENV)/.tested
-	BARELLM_PROOFS=write $(BIN)/python -m pytest -m "proof and not oracle" -n auto --dist worksteal $(PYTEST)
+# Rehearsals of minutes that CI runs too: every stage of gpu-check on the mock, ranks over NCCL's mock, whole models drawn at random.
+extended: $(VENV)/.tested
+	$(BIN)/python -m pytest -m "extended and not oracle" -n auto --dist worksteal $(PYTEST)
 
 # What an edit needs first, in less than a minute: this machine's instruction set, one case of each kernel's tests.
 quick: $(VENV)/.tested

@@ -14,7 +14,7 @@ from barellm.cpu import step
 from barellm.cpu.threads import thread_count
 from barellm.runtime.artefacts import cache_folder
 from barellm.runtime.memory import memory_limit
-from tests import proofs, selection
+from tests import cached_results, leftovers, selection
 
 WORKER_BYTES = 2 << 30  # of memory, that a process of tests may need
 
@@ -28,6 +28,7 @@ if (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     selection.add_options(parser)
+    cached_results.add_options(parser)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -44,17 +45,31 @@ def pytest_configure(config: pytest.Config) -> None:
     starts. Tests that run side by side leave it to the system on which processor: each would pin its first thread to the first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ |= {"BARELLM_PIN": "0", "OPENBLAS_NUM_THREADS": "1"}
-    elif proofs.recording():
-        config.pluginmanager.register(proofs.Recorder())
+    else:
+        config.pluginmanager.register(cached_results.Recorder())
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        cached_results.finish_worker(session)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """A control group may allow fewer processors than pytest-xdist counts, and less memory than they would fill."""
     return max(1, min(thread_count(), memory_limit()[0] // WORKER_BYTES))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """A thread or a process ends with its test. Set up before, and so looked at behind, all other fixtures of a test."""
+    before = leftovers.running()
+    yield
+    left = leftovers.left(before)
+    assert not left, f"the test has left running: {'; '.join(left)}"
 
 
 @pytest.fixture(autouse=True)

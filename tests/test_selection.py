@@ -15,10 +15,12 @@ from barellm.models import preset
 from barellm.overrides import changed
 from tests import selection
 
+SOURCE = pytest.Config.ArgsSource
 
-def item(nodeid: str, *proof: str, listed: list | None = None, **params):
+
+def item(nodeid: str, *, cached: bool = False, listed: list | None = None, **params):
     """A test as pytest gives it to the selection. `listed`: its marks of parametrize."""
-    marks = [SimpleNamespace(args=proof, name="proof")] if proof else []
+    marks = [SimpleNamespace(args=(), name="cached")] if cached else []
     return SimpleNamespace(
         nodeid=nodeid,
         user_properties=[],
@@ -130,7 +132,7 @@ def test_quick_keeps_one_case_of_each_dtype_for_the_best_instruction_set():
         item(f"tests/cpu/test_x.py::test_y[{n}]", isa=isa, dtype=dtype, shape=shape)
         for n, (isa, dtype, shape) in enumerate(each)
     ]
-    cases += [item("tests/cuda/test_z.py::test_proof", "barellm/cuda"), item("tests/test_plain.py::test_plain")]
+    cases += [item("tests/cuda/test_z.py::test_slow", cached=True), item("tests/test_plain.py::test_plain")]
     kept = [c.nodeid for c in selection.quick(cases, "best")]  # pyright: ignore
     assert kept == [
         "tests/cpu/test_x.py::test_y[0]",
@@ -142,29 +144,32 @@ def test_quick_keeps_one_case_of_each_dtype_for_the_best_instruction_set():
 @pytest.mark.parametrize("quick", [False, True])
 def test_what_is_selected_of_a_run(quick, monkeypatch):
     monkeypatch.setattr("tests.cpu.check.ISAS", ["avx512_bf16", "avx512", "avx2"])
-    monkeypatch.setattr(selection.proofs, "read", lambda: {"tests/cuda/test_z.py barellm/cuda": "now"})
-    monkeypatch.setattr(selection.proofs, "digest", lambda name: digests[name])
-    digests = {"tests/cuda/test_z.py barellm/cuda": "now"}
+    used: list[bool] = []
+
+    def left_to_run(config, items, *, use):
+        used.append(use)
+        return [case for case in items if not (use and case.get_closest_marker("cached"))]
+
+    monkeypatch.setattr(selection.cached_results, "left_to_run", left_to_run)
     names = ("avx512_bf16", "avx512", "avx2")
     cases = [item(f"tests/cpu/test_x.py::test_y[{isa}]", isa=isa, dtype="fp32") for isa in names]
-    cases.append(item("tests/cuda/test_z.py::test_proof", "barellm/cuda"))
+    cases.append(item("tests/cuda/test_z.py::test_slow", cached=True))
     gone: list = []
-    config = SimpleNamespace(
-        args_source=pytest.Config.ArgsSource.TESTPATHS,
-        getoption=lambda name: quick if name == "--quick" else None,
-        hook=SimpleNamespace(pytest_deselected=lambda items: gone.extend(items)),
-    )
-    items = list(cases)
-    selection.select(config, items)  # pyright: ignore
+    options = {"--quick": quick}
+
+    def selected(source=SOURCE.TESTPATHS):
+        hook = SimpleNamespace(pytest_deselected=lambda items: gone.extend(items))
+        items = list(cases)
+        selection.select(SimpleNamespace(args_source=source, getoption=options.get, hook=hook), items)  # pyright: ignore
+        return items
+
+    items = selected()
     assert items == (cases[:1] if quick else [cases[0], cases[2]])
     assert {c.nodeid for c in gone} == {c.nodeid for c in cases} - {c.nodeid for c in items}
-    digests["tests/cuda/test_z.py barellm/cuda"] = "another"
-    items = list(cases)
-    selection.select(config, items)  # pyright: ignore
-    assert quick or items == [cases[0], cases[2], cases[3]]
-
-
-SOURCE = pytest.Config.ArgsSource
+    named = selected(SOURCE.ARGS)
+    options["--no-cached-results"] = True
+    assert quick or named == selected() == [cases[0], cases[2], cases[3]]
+    assert used == ([] if quick else [True, False, False])
 
 
 @pytest.mark.parametrize("source, asked, count", [
@@ -177,5 +182,6 @@ def test_all_cases_run_where_tests_are_named_or_all_are_asked_for(source, asked,
     ]
     options = {"--quick": False, "--cases": asked}
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
-    selection.select(SimpleNamespace(args_source=source, getoption=options.get, hook=hook), items)  # pyright: ignore
+    config = SimpleNamespace(args_source=source, getoption=options.get, hook=hook, stash={})
+    selection.select(config, items)  # pyright: ignore
     assert len(items) == count

@@ -127,7 +127,7 @@ class _Line:
     def _run(self, subject: Subject) -> None:
         try:
             tracker: Tracker = import_module(f"barellm.training.tracking.{self.name}").Tracker(subject)
-            while (row := self._rows.get()) is not None:
+            while not self.problem and (row := self._rows.get()) is not None:  # one that was dropped may wake up again
                 tracker.log(int(row["step"]), *parts(row))
             tracker.close()
         except Exception as error:  # whatever it is, the training goes on

@@ -21,7 +21,7 @@ from tests.simulators.ptx import launch
 from tests.simulators.ptx.machine import Run
 from tests.simulators.ptx.order import Fault
 
-pytestmark = pytest.mark.proof("anatomy", "barellm/cuda", "tests/simulators")
+pytestmark = pytest.mark.cached
 assert gpu
 (RUNG,) = [r for r in GPU_RUNGS if r.name == "clusters"]
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
 from barellm.cpu import isa as isa_module
-from barellm.cpu import jit
+from barellm.cpu import jit, step
 from barellm.cpu.isa import ISA
 from barellm.cpu.step import CpuSession
 from barellm.program.builder import Program
@@ -39,6 +41,28 @@ def changed(monkeypatch: pytest.MonkeyPatch, module: Any, **constants: Any) -> N
         monkeypatch.setattr(module, name, value)
     versions = jit.versions()
     monkeypatch.setattr(jit, "versions", lambda: f"{versions} {constants}")
+
+
+@contextmanager
+def code_generation(isa: ISA) -> Iterator[None]:
+    """How code is generated: as for users for this machine's best instruction set, without optimisations (LLVM's level 0) for its
+    others. No bit of a result depends on it (test_check.py), as no operation may be contracted or reordered; it takes half the
+    time."""
+    if isa.triple or isa.name == ISAS[0] or isa.name not in ISAS:
+        yield
+        return
+    usual = jit.versions()
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(jit, "target_machine", _unoptimised)
+        m.setattr(jit, "versions", lambda: f"{usual}, level 0")  # objects of their own in the cache
+        m.setattr(step, "allowed_cpus", lambda: (0,))  # helpers are other processes, which would optimise
+        yield
+
+
+@cache
+def _unoptimised(isa: ISA) -> llvm.TargetMachine:
+    jit._initialise()
+    return llvm.Target.from_default_triple().create_target_machine(cpu=isa.cpu, features=isa.features, opt=0, jit=True)
 
 
 def check_op(
@@ -85,7 +109,8 @@ class Session(CpuSession):
     def _compile(self) -> None:
         wanted = (self.isa, jit.versions(), [spec.key for spec in self.specs])
         if Session._last is None or Session._last[0] != wanted:
-            super()._compile()
+            with code_generation(self.isa):
+                super()._compile()
             Session._last = wanted, self.code
         self.code = Session._last[1]
 

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from barellm.cpu.isa import cross
 from barellm.cpu.kernel import Lowering
 from barellm.cpu.kernels import conv_fft_gradient
 from barellm.cpu.kernels.winograd_transform import linear
 from barellm.cpu.step import lower_and_plan
+from barellm.inspect.kernels import X86_TRIPLE
 from barellm.program.builder import Program, Store
 from barellm.program.ops.convolution import Conv2dDx
 from barellm.program.winograd import input_matrix
@@ -105,7 +107,7 @@ def test_large_filters_are_transformed_unasked_where_that_is_faster(images, chan
     w = p.parameter("w", (channels, channels // how.get("groups", 1), filters, filters))
     y = p.output("y", p.conv2d(x, w, padding=filters // 2, **how))
     p.output("dx", p.apply(Conv2dDx, dy=y, w=w, size=(pixels, pixels), **p.ops[-1].attrs).dx)
-    calls = lower_and_plan({"op": p}, isa=isa_named("avx512"), threads=2).calls["op"]
+    calls = lower_and_plan({"op": p}, isa=cross("avx512", X86_TRIPLE), threads=2).calls["op"]
     transformed = dict.fromkeys(call.op.name for call in calls if call.spec.name == "fft_input")
     assert list(transformed) == ["conv2d", "conv2d_dx"] * faster
 

@@ -17,9 +17,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim
 from tests.layout_cases import layout_both
 
-pytestmark = pytest.mark.proof(
-    *(f"barellm/{name}" for name in ("cpu", "inspect", "models", "optim", "program", "runtime"))
-)
+pytestmark = pytest.mark.cached
 TRIPLES = ("aarch64-unknown-linux-gnu", "aarch64-apple-darwin")
 
 

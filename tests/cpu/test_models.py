@@ -86,6 +86,7 @@ def models(draw):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("compute, limit", [("fp32", 5e-5), ("bf16", 0.15)])
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(drawn=models(), isa=st.sampled_from(ISAS), recompute=st.booleans())

@@ -11,7 +11,7 @@ from barellm.program import ops
 from tests.cases import backward_case, bounded, cached_case, forward_case
 from tests.cuda.check import check_op
 
-pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+pytestmark = pytest.mark.cached
 
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 # (batch, length, heads, head size): length 1, primes, one more than a block, heads that are and are not a power of two

@@ -74,7 +74,7 @@ def test_a_form(name, monkeypatch):
     check_case(case, {n: partial(InterpretedSession, target=TENSOR_CORES, execute=e) for n, e in ways.items()})
 
 
-@pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+@pytest.mark.cached
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_as_it_is_compiled(name, arch, monkeypatch):

@@ -12,7 +12,7 @@ from barellm.program.tensor import Dim
 from tests.block_cases import LAYOUTS, block_case
 from tests.cuda.check import PLAIN, check_op
 
-pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+pytestmark = pytest.mark.cached
 
 OPS = (ops.BlockMatmul, ops.BlockMatmulDx, ops.BlockMatmulDw)
 KINDS = {"holes of 8": "fp32", "small world of 16": "bf16", "hubs of 32": "fp32"}

@@ -35,7 +35,7 @@ def test_programs_are_lowered_and_tiles_fit_into_shared_memory(arch):
             assert t.stages * (t.rows + t.cols) * t.depth * itemsize <= SHARED[arch], t
 
 
-@pytest.mark.proof("barellm/cuda", "barellm/models", "barellm/program", "barellm/runtime")
+@pytest.mark.cached
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("arch", [86, 120])
 def test_kernels_with_tiles_compile_without_spills(arch, kernel):

@@ -8,7 +8,7 @@ from barellm.program.builder import Program, Store
 from tests.conv_cases import FORMS, NORMS, WINOGRAD, case, mean_case, norm_case, winograd_case
 from tests.cuda.check import PLAIN, check_op
 
-pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+pytestmark = pytest.mark.cached
 
 
 @pytest.mark.parametrize("form", ["padded", "strided past the filter", "mirrored", "reflected", "grouped"])

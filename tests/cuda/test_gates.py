@@ -23,7 +23,7 @@ from tests.gates_cases import (
     turns,
 )
 
-pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+pytestmark = pytest.mark.cached
 
 
 @turns(LOGITS)

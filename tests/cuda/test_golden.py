@@ -2,8 +2,7 @@
 
 BARELLM_GOLDEN=write python -m pytest tests/cuda/test_golden.py     accepts what it makes now; the commit shows it
 
-Kernels that passed are not compiled again (tests/cuda/proven_kernels.py), but for the tables of ANEW, which show that the compiler
-still says what the files say.
+Code that a machine has compiled once is in barellm's cache: there, only what has changed is compiled again.
 """
 
 from __future__ import annotations
@@ -45,14 +44,12 @@ from barellm.program.ops.tausworthe import GENERATORS
 from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.ranks import Planned
 from tests.cases import attention_both, bounded
-from tests.cuda.proven_kernels import prove
 from tests.cuda.sass import Row, label, row_of, rows, wrong
 from tests.gates_cases import small_model
 from tests.layout_cases import layout_both
 from tests.softcap_cases import transposed_network
 
-RECORDS = ("tests/cuda/golden.json", "tests/cuda/proven_kernels.json")
-pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program/ops", *RECORDS)
+pytestmark = pytest.mark.cached
 
 GOLDEN = Path(__file__).with_name("golden.json")
 # One block has every shape that twelve have.
@@ -359,9 +356,6 @@ TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
 }
 
 
-ANEW = ("exponents", "gates bf16", "products of signs", "unit scaling bf16")
-
-
 def golden_table() -> dict[str, dict[str, Row]]:
     return json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
 
@@ -388,12 +382,6 @@ def check_golden(name: str, found: dict[str, Row]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_kernels_are_the_golden_ones(name):
-    prove(name, TABLES[name](), 90, partial(check_golden, name), expected=lambda: golden_table().get(name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ANEW)
-def test_the_compiler_makes_what_the_files_say(name):
     check_golden(name, rows(TABLES[name](), 90))
 
 
@@ -408,25 +396,25 @@ LONG = replace(ODD, heads=330, channels=33000)  # rows that registers do not hol
     [(DROPPED, "16bit-stochastic", True), (DROPPED, "16bit", False), (LONG, "fp32", False)],
     ids=["dropout and 16-bit moments", "nothing fused", "long rows"],
 )
-def test_forms_that_the_golden_ones_lack_do_not_spill(model, moments, fused, monkeypatch, request):
+def test_forms_that_the_golden_ones_lack_do_not_spill(model, moments, fused, monkeypatch):
     """Kernels that walk the residual stream and the parameters; what is known of products and attention is above."""
     if not fused:
         monkeypatch.setattr(step, "FUSIONS", [])
     known = {spec.name for spec in specs(ODD, 3, "fp32", 90)} if model is LONG else set()
     needed = one_of_each(specs(model, 2, "bf16", 90, moments=moments))
     families = {s: op for s, op in needed.items() if s.function.module.rpartition(".")[2] in FAMILIES}
-    prove(request.node.name, {s: op for s, op in families.items() if s.name not in known}, 90, clean)
+    clean(rows({s: op for s, op in families.items() if s.name not in known}, 90))
 
 
 @pytest.mark.slow
-def test_fp32_products_of_a_small_vocabulary_do_not_spill(request):
+def test_fp32_products_of_a_small_vocabulary_do_not_spill():
     """Widths that no vector divides, and so many tokens that they take the largest tile."""
     model = ModelConfig(layers=1, heads=6, channels=384, vocab_size=65, padded_vocab=65, max_seq=256)
     found = {
         s: op for s, op in specs(model, 64, "fp32", 90).items() if s.name == "gemm" and 65 in dict(s.constants).values()
     }
     assert any(dict(s.constants)["BM"] == 128 for s in found)
-    prove(request.node.name, found, 90, clean)
+    clean(rows(found, 90))
 
 
 def attention_specs(
@@ -444,26 +432,26 @@ def attention_specs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head, compute", [(256, "fp32"), (512, "fp32"), (512, "bf16")])
-def test_attention_of_wide_heads_does_not_spill(head, compute, request):
+def test_attention_of_wide_heads_does_not_spill(head, compute):
     found = attention_specs(head, compute, 90)
     assert len(found) == 4
-    prove(request.node.name, found, 90, clean)
+    clean(rows(found, 90))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arch, head, paired", [(80, 128, True), (90, 128, False), (90, 64, True), (80, 64, True), (100, 128, True)]
 )
-def test_attention_in_windows_of_documents_does_not_spill(arch, head, paired, request):
+def test_attention_in_windows_of_documents_does_not_spill(arch, head, paired):
     bounds = bounded(768, scale=0.1, starts=[400], paired=paired)
     found = attention_specs(head, "bf16", arch, 2, 2, **bounds)
     assert len(found) == 4
-    prove(request.node.name, found, arch, clean)
+    clean(rows(found, arch))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch, head", [(90, 64), (90, 128), (80, 128)])
-def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head, request):
+def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
     found: dict[Specialisation, str] = {}
     for role, heads in (*((role, 1) for role in KERNELS), ("keys", 4)):
         subject = tuning.AttentionSubject(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
@@ -472,12 +460,12 @@ def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head, request):
                 specs = attention_specs(head, "bf16", arch, heads)
                 found |= {s: op for s, op in specs.items() if heads == 1 or s.name in KERNELS[role]}
     assert len(found) >= 8
-    prove(request.node.name, found, arch, clean)
+    clean(rows(found, arch))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 89, 100])
-def test_kernels_compile_for_other_cards(arch, request):
+def test_kernels_compile_for_other_cards(arch):
     """The smallest model whose widths are multiples of 64, in bf16. Products are done by tensor cores there too."""
     needed = one_of_each(specs(SMALL, 2, "bf16", arch))
 
@@ -490,7 +478,7 @@ def test_kernels_compile_for_other_cards(arch, request):
         for name, row in products.items():
             assert row.get("HMMA") or row.get("UTCHMMA"), name
 
-    prove(request.node.name, needed, arch, check)
+    check(rows(needed, arch))
 
 
 def test_a_kernel_that_spills_is_flagged():

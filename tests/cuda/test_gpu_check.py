@@ -401,6 +401,7 @@ def here(monkeypatch):
     monkeypatch.setattr(runner, "run_child", run)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("stage", [s.name for s in STAGES if s.name != "versions"])
 def test_every_stage_runs_on_the_mock(stage, tmp_path, capfd):

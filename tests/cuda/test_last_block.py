@@ -26,7 +26,7 @@ from tests.simulators.interpreter import Execute
 from tests.simulators.ptx import launch
 from tests.simulators.ptx.machine import Run
 
-pytestmark = pytest.mark.proof("barellm/cuda", "tests/simulators")
+pytestmark = pytest.mark.cached
 
 COUNTS = (3, 600, 70)  # partial sums of each tensor; a program adds up those of one
 DK = [f"d{name}" for name in COEFFICIENTS]

@@ -7,7 +7,7 @@ from barellm.cuda.kernels import layernorm as kernels
 from barellm.program import ops
 from tests.cuda.check import EPS, check_op, persistent, tokens
 
-pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+pytestmark = pytest.mark.cached
 
 SHAPES = [(1, 1, 1), (3, 1, 2), (2, 3, 7), (1, 37, 65), (3, 13, 384), (1, 5, 768), (1, 3, 1600)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -10,7 +10,7 @@ from barellm.cuda.kernels import attention_relative_backward
 from tests.cuda.check import check_op
 from tests.layout_cases import BACKWARD, FORWARD, backward_case, forward_case, made, static
 
-pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+pytestmark = pytest.mark.cached
 
 # (batch, length, heads, head size), the layout's length, block, text, heads of keys: tiles as large as blocks, and smaller
 CAUSAL = [

@@ -28,7 +28,7 @@ from tests.cases import (
 )
 from tests.cuda.check import EPS, InterpretedSession, check_op
 
-pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+pytestmark = pytest.mark.cached
 
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 # (batch, seq, N, K): ones, primes, one more and one less than tiles of 32 x 64 x 16, more tiles than are grouped.

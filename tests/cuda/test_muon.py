@@ -27,7 +27,7 @@ from tests.muon_cases import (
 )
 from tests.optim import test_normuon
 
-pytestmark = pytest.mark.proof("barellm/cuda", "barellm/optim", "barellm/program", "barellm/runtime")
+pytestmark = pytest.mark.cached
 
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 each_shape = pytest.mark.parametrize("shape", MATRICES, ids=str)

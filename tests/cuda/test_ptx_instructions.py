@@ -12,7 +12,7 @@ from tests.simulators.ptx.arithmetic import fused, fused_doubles
 from tests.simulators.ptx.parse import Address, Number, Pair, Register, Vector, parse
 from tests.simulators.ptx.snippet import MODULE, run
 
-pytestmark = pytest.mark.proof("tests/simulators")
+pytestmark = pytest.mark.cached
 
 
 def one(instruction: str, given: np.ndarray, out: str) -> np.ndarray:

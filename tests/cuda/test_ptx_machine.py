@@ -13,7 +13,7 @@ from tests.simulators.ptx.machine import Counts, Deadlock, Fault
 from tests.simulators.ptx.memory import passes
 from tests.simulators.ptx.snippet import run, run_on
 
-pytestmark = pytest.mark.proof("tests/simulators")
+pytestmark = pytest.mark.cached
 
 
 def test_masked_lanes_keep_what_they_had():

@@ -17,7 +17,7 @@ from tests.gates_cases import by_mode, gated_backward_case, logits_case, mix_bac
 from tests.muon_cases import gram_case, update_case
 from tests.simulators.ptx import launch
 
-pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program/ops", "tests/simulators")
+pytestmark = pytest.mark.cached
 
 
 @pytest.fixture(autouse=True)

@@ -163,9 +163,7 @@ def longest_loop(sass: str) -> list[str]:
     return max((code[a:b] for a, b in inner), key=len)
 
 
-@pytest.mark.proof(
-    "barellm/assembly", "barellm/cuda", "barellm/inspect", "barellm/models", "barellm/program", "barellm/runtime"
-)
+@pytest.mark.cached
 @pytest.mark.parametrize(
     "weights, compute, most",
     [
@@ -199,7 +197,7 @@ def test_an_element_takes_few_instructions_and_nothing_spills(weights, compute, 
     assert len(loop) / each <= most
 
 
-@pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+@pytest.mark.cached
 @pytest.mark.parametrize(
     "dtype, asm, table",
     [

@@ -25,7 +25,7 @@ from tests.softcap_cases import (
     transposed_rows,
 )
 
-pytestmark = pytest.mark.proof("barellm/cuda", "barellm/program", "barellm/runtime")
+pytestmark = pytest.mark.cached
 
 each_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 

@@ -9,24 +9,31 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-LONG_S = 60.0
+from tests.distributed import waiting
+from tests.distributed.waiting import IDLE_S
 
 
 class ThreadRanks:
     """One of several `runtime.ranks.Ranks`."""
 
     def __init__(
-        self, rank: int, count: int, boxes: dict[tuple[int, int, str], queue.Queue], *, direct: bool = False
+        self,
+        rank: int,
+        count: int,
+        boxes: dict[tuple[int, int, str], queue.Queue],
+        *,
+        direct: bool = False,
+        failed: threading.Event | None = None,
     ) -> None:
         self.rank, self.count, self._boxes, self.direct = rank, count, boxes, direct
-        self.number = rank
+        self.number, self._failed = rank, failed
         self._going: dict[int, Any] = {}
 
     def _put(self, kind: str, rank: int, value: Any) -> None:
         self._box(self.rank, rank, kind).put(copy.deepcopy(value))
 
     def _get(self, kind: str, rank: int) -> Any:
-        return self._box(rank, self.rank, kind).get(timeout=LONG_S)
+        return waiting.receive(self._box(rank, self.rank, kind), failed=self._failed)
 
     def _box(self, source: int, to: int, kind: str) -> queue.Queue:
         """One for all threads: a defaultdict may make two at once, and keep one."""
@@ -92,19 +99,23 @@ def each_rank(count: int, work: Callable[[ThreadRanks], Any], *, direct: bool = 
     boxes: dict[tuple[int, int, str], queue.Queue] = {}
     results: list[Any] = [None] * count
     errors: list[BaseException] = []
+    failed = threading.Event()
 
     def run(rank: int) -> None:
+        waiting.group(failed)
         try:
-            results[rank] = work(ThreadRanks(rank, count, boxes, direct=direct))
+            results[rank] = work(ThreadRanks(rank, count, boxes, direct=direct, failed=failed))
         except BaseException as error:
             errors.append(error)
+            failed.set()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
     for t in threads:
         t.start()
-    for t in threads:
-        t.join(LONG_S)
-        if errors:
-            raise errors[0]
-        assert not t.is_alive(), "a rank waits for ever"
+    ended = [
+        waiting.wait(lambda seconds, t=t: not (t.join(seconds) or t.is_alive()), idle_s=2 * IDLE_S) for t in threads
+    ]
+    if errors:
+        raise errors[0]
+    assert all(ended), "a rank waits for ever"
     return results

@@ -15,9 +15,10 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+from tests.distributed import waiting
 from tests.simulators.mock import LAUNCH_MS, Gpu
 
-LONG_S = 20.0
+IDLE_S = waiting.IDLE_S
 ID_BYTES = 128
 SIZES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2, 10: 1, 11: 1}  # bytes of ncclDataType_t
 
@@ -33,8 +34,7 @@ class World:
     """What the ranks of one id share."""
 
     count: int
-    barrier: threading.Barrier
-    boxes: dict[tuple[int, int], queue.Queue] = field(default_factory=dict)
+    boxes: dict[tuple[str, int, int], queue.Queue] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
 
 
@@ -109,7 +109,7 @@ class Nccl:
             "a communicator is made while a graph is captured"
         )
         with self._lock:
-            world = self._worlds[comm_id.data] or World(nranks, threading.Barrier(nranks))
+            world = self._worlds[comm_id.data] or World(nranks)
             self._worlds[comm_id.data] = world
             assert world.count == nranks, "ranks that do not agree on how many they are"
             assert rank not in world.ranks, f"two ranks {rank}"
@@ -117,7 +117,7 @@ class Nccl:
             assert all(comm.gpu is not gpu for comm in self.comms if comm.world is world), "two ranks on one GPU"
             made = Comm(world, rank, gpu)
             self.comms.append(made)
-        world.barrier.wait(LONG_S)
+        self._meet(world, rank)
         self._local.rank, self._local.group = rank, None
         return made
 
@@ -133,7 +133,7 @@ class Nccl:
         assert comm.alive and not comm.under_way, "destroyed while bytes travel"
         assert all(graph not in comm.gpu.graphs for graph in comm.graphs), "destroyed while a graph has its calls"
         comm.alive = False
-        comm.world.barrier.wait(LONG_S)  # all ranks leave together
+        self._meet(comm.world, comm.rank)  # all ranks leave together
 
     def comm_abort(self, comm: Comm) -> None:
         assert comm.alive
@@ -201,10 +201,10 @@ class Nccl:
         comm.gpu.clock += LAUNCH_MS
         for p in sends:
             data = ctypes.string_at(p.address, p.nbytes)
-            self._box(comm.world, comm.rank, p.peer).put((p.kind, data))
+            self._box(comm.world, "bytes", comm.rank, p.peer).put((p.kind, data))
         for p in receives:
             try:
-                kind, data = self._box(comm.world, p.peer, comm.rank).get(timeout=LONG_S)
+                kind, data = waiting.receive(self._box(comm.world, "bytes", p.peer, comm.rank), idle_s=IDLE_S)
             except queue.Empty:
                 raise AssertionError(f"rank {comm.rank} waits for {p.nbytes} bytes of rank {p.peer} for ever") from None
             assert (kind, len(data)) == (p.kind, p.nbytes), (
@@ -213,5 +213,12 @@ class Nccl:
             ctypes.memmove(p.address, data, p.nbytes)
         comm.under_way -= not graph
 
-    def _box(self, world: World, source: int, to: int) -> queue.Queue:
-        return world.boxes.setdefault((source, to), queue.Queue())
+    def _meet(self, world: World, rank: int) -> None:
+        """Wait until all ranks have come here."""
+        for other in range(world.count):
+            self._box(world, "meeting", rank, other).put(None)
+        for other in range(world.count):
+            waiting.receive(self._box(world, "meeting", other, rank), idle_s=IDLE_S)
+
+    def _box(self, world: World, kind: str, source: int, to: int) -> queue.Queue:
+        return world.boxes.setdefault((kind, source, to), queue.Queue())

@@ -14,10 +14,12 @@ from barellm.training import metrics, trackers
 
 
 class Recorder:
-    """A tracker that keeps what it is told. `broken` at the so-manieth row it raises, `slow` it never comes back."""
+    """A tracker that keeps what it is told. `broken` at the so-manieth row it raises, `slow` it comes back from none before
+    the test's end."""
 
     def __init__(self, *, broken: int = -1, slow: bool = False) -> None:
         self.subjects, self.rows, self.closed, self.broken, self.slow = [], [], 0, broken, slow
+        self.over = threading.Event()
 
     def __call__(self, subject):
         self.subjects.append(subject)
@@ -25,7 +27,7 @@ class Recorder:
 
     def log(self, step, numbers, texts):
         if self.slow:
-            threading.Event().wait()
+            self.over.wait()
         if len(self.rows) == self.broken:
             raise ConnectionError("no network\nat all")
         self.rows.append((step, numbers, texts))
@@ -36,13 +38,17 @@ class Recorder:
 
 @pytest.fixture
 def recorded(fake, monkeypatch):
+    made = []
+
     def install(name="wandb", **how) -> Recorder:
-        recorder = Recorder(**how)
+        made.append(recorder := Recorder(**how))
         monkeypatch.setattr(trackers, "find_spec", lambda name: object())
         monkeypatch.setitem(sys.modules, f"barellm.training.tracking.{name}", SimpleNamespace(Tracker=recorder))
         return recorder
 
-    return install
+    yield install
+    for recorder in made:
+        recorder.over.set()
 
 
 def test_a_tracker_has_what_metrics_jsonl_has(recorded, command, tmp_path):

@@ -16,7 +16,7 @@ from tests.check import Case, check_case
 from tests.cuda.check import InterpretedSession
 from tests.simulators.ptx.launch import RUNS, execute
 
-pytestmark = pytest.mark.proof("barellm/cuda", "tests/simulators")
+pytestmark = pytest.mark.cached
 
 T, HEAD = 130, 64  # more than any block has
 

@@ -23,7 +23,7 @@ from tests.cuda.sass import overwritten
 from tests.simulators.ptx import launch
 from tests.simulators.ptx.test_hopper_products import nth
 
-pytestmark = pytest.mark.proof("barellm/cuda", "tests/simulators")
+pytestmark = pytest.mark.cached
 
 
 @pytest.fixture(autouse=True)
