@@ -128,11 +128,11 @@ def test_pytorch_has_what_it_is_asked_for(name, monkeypatch):
 
 
 def test_bytes_of_weights_of_few_bits():
-    """A code and its share of a scale for each number: 8, 4.5 and 4.25 bits, and rows of scales."""
+    """A code and its share of a scale for each number: 8, 4.5 and 4.25 bits, and an exponent for each row."""
     nbytes = {one.name.partition(",")[0]: one.nbytes for one in craft.few_rows(Scale(small=False, mock=False))}
-    numbers = 50304 * 4096
-    assert nbytes["bf16"] == 2 * numbers and nbytes["int8"] == numbers + 2 * 50304
-    assert nbytes["int4"] == numbers * 4.5 / 8 and nbytes["nf4"] == numbers * 4.25 / 8
+    numbers, rows = 50304 * 4096, 2 * 50304
+    assert nbytes["bf16"] == 2 * numbers and nbytes["int8"] == numbers + rows + rows
+    assert nbytes["int4"] == numbers * 4.5 / 8 + rows and nbytes["nf4"] == numbers * 4.25 / 8 + rows
 
 
 @pytest.mark.parametrize("name", ["few", "rows", "bits"])

@@ -91,6 +91,15 @@ def test_a_group_keeps_its_digits_beside_one_that_is_larger_by_2_to_the_27():
     assert (made[2, :32] == 0).all() and np.allclose(made[2, 32:64], w[2, 32:64], rtol=2.0**-11)
 
 
+def test_scales_that_were_rounded_stay_as_they_are():
+    """Also where rounding made the largest the next power of two, and the least has places that one exponent more would lose."""
+    scales = np.array([[(2 - 2.0**-13) * 2.0**20, 5 * 2.0**-17], [2.0**20, 5 * 2.0**-17], [1.0, 2.0]], np.float32)
+    numbers, exponents = quantization.halves(scales)
+    assert exponents.tolist() == [[8], [7], [0]]
+    again, same = quantization.halves(quantization.joined(numbers, exponents))
+    assert np.array_equal(again, numbers) and np.array_equal(same, exponents)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_is_named(value):
     w = normal(5, 64).astype(np.float32)
