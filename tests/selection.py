@@ -110,7 +110,7 @@ def quick(items: list[pytest.Item], best: str) -> list[pytest.Item]:
     kept: list[pytest.Item] = []
     seen: set[tuple[str, Any]] = set()
     for item in items:
-        left_out = any(item.get_closest_marker(name) for name in ("slow", "cached", "oracle", "alone"))
+        left_out = any(item.get_closest_marker(name) for name in ("slow", "cached", "extended", "oracle", "alone"))
         if left_out or isa_of(item) not in ("", best):
             continue
         given = parameters(item)
