@@ -122,6 +122,12 @@ class Config(ModelConfig):
     final_window: int = at_least(1, 20, "the long window of evaluation and samples after the last step, in blocks")
     smear: bool = value(True, "each token's embedding gets a share of the one before")
     bigram: bool = value(True, "an embedding of pairs of tokens is added in each layer")
+    bigram_first: str = one_of(
+        ("token", "reserved"),
+        "token",
+        "what the hash of a row's first pair takes for its first token: the token, or the number of the last row, which is "
+        "reserved for position 0 (the record's code does, as it hashes in place)",
+    )
     softcap: bool = value(True, "logits go through 23 sigmoid((x + 5) / 7.5)")
     fp8: str = one_of(
         ("off", "static", "delayed", "floating"),
@@ -275,7 +281,8 @@ def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor) -> Tensor:
     x0_BTC = norm(e_BTC)
     lane0_BTC, bigram_BTC = x0_BTC, None
     if w.bigrams is not None:
-        ids_BT = p.bigram_ids(tokens_BT, buckets=int(w.bigrams.shape[0]))
+        buckets, reserved = int(w.bigrams.shape[0]), cfg.bigram_first == "reserved"
+        ids_BT = p.bigram_ids(tokens_BT, buckets=buckets, reserved=reserved)
         bigram_BTC = p.embedding(ids_BT, w.bigrams, dtype=p.compute)
         lane0_BTC = p.mix((x0_BTC, 1.0), (bigram_BTC, number("bigrams.scale", 0)))
     seen = _Seen(p.yarn_tables(yarn(cfg, 0), 2 * cfg.max_seq), _starts(p, cfg, tokens_BT))
@@ -380,18 +387,22 @@ OWN = (
     "skip_from",
     "lanes_from",
     "backout",
+    "bigram_first",
 )
 TORCH_TWIN = ("torch_speedrun.py", ("layers", "heads", "channels", *OWN, "smear", "bigram", "softcap"))
 
 
 # --- presets ---
 
+# The fields whose defaults are what runs did before they were there, so that those go on as they began.
+AS_THE_RECORD: dict[str, Any] = {"bigram_first": "reserved"}
+
 
 def speedrun() -> Run:
     """The record itself, on FineWeb's shards: 1490 steps of 8 micro-batches."""
     return Run(
         preset="speedrun",
-        model=Config(padded_vocab=50304, separator=50256),
+        model=Config(padded_vocab=50304, separator=50256, **AS_THE_RECORD),
         optim=_optim(),
         data=DataConfig(source="", tokenizer="gpt2", order="documents"),
         train=TrainConfig(batch=1, seq=49152, accumulate=8, steps=1490, eval_every=250, eval_tokens=10_485_760),
@@ -417,7 +428,7 @@ def speedrun_small() -> Run:
     }
     return Run(
         preset="speedrun-small",
-        model=Config(**sizes, stages=table(stages), extension=10),
+        model=Config(**sizes, stages=table(stages), extension=10, **AS_THE_RECORD),
         optim=replace(_optim(), momentum_warmup=80, momentum_cooldown=15),
         data=DataConfig(source="stdlib", tokenizer="bpe", bpe_vocab=4096),
         train=TrainConfig(batch=1, seq=3072, steps=400, eval_every=100),

@@ -13,6 +13,9 @@ from barellm.program.ops.qk_rotary import Yarn
 from tests.cases import normal
 
 torch = pytest.importorskip("torch")
+
+from tests.oracle import torch_speedrun as theirs  # noqa: E402
+
 pytestmark = pytest.mark.oracle
 
 BLOCK = 128  # positions of a block of the window
@@ -83,12 +86,25 @@ def test_tables_are_those_of_torch_through_all_stages():
 
 
 def test_bigrams_are_those_of_torch():
-    """Lines 1485 to 1500, beyond its vocabulary too, where 32 bits overflow."""
+    """Lines 1485 to 1500, beyond its vocabulary too, where 32 bits overflow: 27191 * 251519 does with its own. A row's first token
+    decides nothing there; with `reserved` False it decides the second position, and no other."""
     for most, buckets in ((50304, 5 * 50304), (2**31 - 1, 97), (7, 2)):
-        x = torch.randint(0, most, (1, 501), generator=torch.Generator().manual_seed(most), dtype=torch.int32)
-        ids = ops.BigramIds({}, {"buckets": buckets}).reference(x.numpy())["ids"]
-        expected = torch.bitwise_xor(36313 * x[0, 1:], 27191 * x[0, :-1]) % (buckets - 1)
-        assert ids[0, 0] == buckets - 1 and (ids[0, 1:] == expected.numpy()).all() and ids.min() >= 0
+        x = torch.randint(0, most, (501,), generator=torch.Generator().manual_seed(most), dtype=torch.int32)
+        found = {
+            reserved: ops.BigramIds({}, {"buckets": buckets, "reserved": reserved}).reference(x.numpy()[None])["ids"][0]
+            for reserved in (False, True)
+        }
+        assert (found[True] == theirs.bigram_hash(x, buckets).numpy()).all() and found[True].min() >= 0
+        wanted = torch.bitwise_xor(36313 * x[1], 27191 * x[0]) % (buckets - 1)
+        assert found[False][1] == wanted and (np.delete(found[False], 1) == np.delete(found[True], 1)).all()
+
+
+def test_the_bigram_of_a_row_s_second_token():
+    """Two ids worked out by hand: 27191 * 251519 - 2 * 2^32 = -1750881463, and 36313 * 11 = 399443; xor, then mod 251519."""
+    second = (-1750881463 ^ 399443) % 251519
+    for first in (5, 50256):
+        ids = ops.BigramIds({}, {"buckets": 251520, "reserved": True}).reference(np.array([[first, 11]]))["ids"]
+        assert ids.tolist() == [[251519, second]]
 
 
 def test_documents_start_where_they_do():
