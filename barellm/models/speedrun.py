@@ -128,6 +128,12 @@ class Config(ModelConfig):
         "what the hash of a row's first pair takes for its first token: the token, or the number of the last row, which is "
         "reserved for position 0 (the record's code does, as it hashes in place)",
     )
+    adam_weights: str = one_of(
+        ("fp32", "bf16"),
+        "fp32",
+        "what Adam's embeddings, gates and classifier keep of an update: fp32: all 32 bits; bf16: the nearest bf16, as in the record "
+        "(docs/optimizers.md)",
+    )
     softcap: bool = value(True, "logits go through 23 sigmoid((x + 5) / 7.5)")
     fp8: str = one_of(
         ("off", "static", "delayed", "floating"),
@@ -192,8 +198,11 @@ def declare(p: Program, cfg: Config) -> Weights:
     bound = sqrt(3) * 0.5 / sqrt(C)
     values = [i for i in cfg.names("values") if i not in cfg.names("skipped")]
 
+    def adam_s(name: str, rows: int, columns: int, **begins: Any) -> Tensor:
+        return p.parameter(name, (rows, columns), bf16=cfg.adam_weights == "bf16", **begins)
+
     def gate(name: str, rows: int) -> Tensor:
-        return p.parameter(f"{name}.gate", (rows, GATED))
+        return adam_s(f"{name}.gate", rows, GATED)
 
     def layer(i: int) -> Layer:
         attends, valued = i not in cfg.names("skipped"), i in values
@@ -202,19 +211,19 @@ def declare(p: Program, cfg: Config) -> Weights:
             qkv=p.parameter(f"h.{i}.attn.qkv", (3 * C, C), bound=bound) if attends else None,
             proj=p.parameter(f"h.{i}.attn.proj", (C, C), bound=bound) if attends else None,
             gate=gate(f"h.{i}.attn", cfg.heads) if attends else None,
-            ve=p.parameter(f"values.{values.index(i)}", (Vp, C), std=0.01) if valued else None,
+            ve=adam_s(f"values.{values.index(i)}", Vp, C, std=0.01) if valued else None,
             ve_gate=gate(f"h.{i}.value", cfg.heads) if valued else None,
             up=p.parameter(f"h.{i}.mlp.up", (F, C), bound=bound),
             down=p.parameter(f"h.{i}.mlp.down", (F, C)),
         )
 
-    embed = p.parameter("embed", (Vp, C), transposed="head")
-    bigrams = p.parameter("bigrams", (BUCKETS * Vp, C)) if cfg.bigram else None
+    embed = adam_s("embed", Vp, C, transposed="head")
+    bigrams = adam_s("bigrams", BUCKETS * Vp, C) if cfg.bigram else None
     factors = {name: p.parameter(name, (n,), value=first) for name, (n, first) in _factors(cfg).items()}
     smear = gate("smear", 1) if cfg.smear else None
     skip = gate("skip", 1) if cfg.names("skipped") else None
     layers = [layer(i) for i in range(L)]
-    return Weights(embed, bigrams, factors, smear, skip, layers, p.parameter("head", (C, Vp), std=0.005))
+    return Weights(embed, bigrams, factors, smear, skip, layers, adam_s("head", C, Vp, std=0.005))
 
 
 def _factors(cfg: Config) -> dict[str, tuple[int, float]]:
