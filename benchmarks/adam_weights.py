@@ -1,5 +1,5 @@
-"""What it costs in loss that Adam's weights are bf16 and nothing more (`model.adam_weights`), as in modded-nanogpt's record: the small
-model of ablation.py from several seeds, with both, on the same text in the same order.
+"""What it costs in loss that Adam's weights are bf16 and nothing more (`model.adam_weights`), as in modded-nanogpt's record:
+the small model of ablation.py from several seeds, with both, on the same text in the same order.
 
     python benchmarks/adam_weights.py --steps 300 --seeds 3
 
@@ -41,7 +41,12 @@ def main() -> None:
             loss, _ = ablation.trained(one, data, steps=args.steps, seed=seed, max_tokens=1 << 18)
             runs.append(key | {"loss": loss})
             print(json.dumps(runs[-1]), flush=True)
-            facts = {"kind": "adam weights", "preset": "speedrun-small", "dtype": default_dtype(), "machine": describe()}
+            facts = {
+                "kind": "adam weights",
+                "preset": "speedrun-small",
+                "dtype": default_dtype(),
+                "machine": describe(),
+            }
             FILE.write_text(json.dumps(facts | {"runs": runs}, indent=1) + "\n")
     losses = {k: [row["loss"] for row in runs if row["adam_weights"] == k] for k in ("bf16", "fp32")}
     p = ablation.p_value(losses["bf16"], losses["fp32"])

@@ -122,7 +122,7 @@ def initialise(p: Program) -> None:
         elif kind == "transposed":
             copies.append((p.store.tensors[str(number)], t))
         else:
-            value = float(round_to_bf16(np.float64(number))) if t.bf16 else number
+            value = float(round_to_bf16(np.array(number))) if t.bf16 else number
             p.apply(ops.ConstantInit, param=t, value=value, valid_rows=t.valid_rows)
     for source, target in copies:
         p.transpose_copy(source, target)

@@ -131,8 +131,8 @@ class Config(ModelConfig):
     adam_weights: str = one_of(
         ("fp32", "bf16"),
         "fp32",
-        "what Adam's embeddings, gates and classifier keep of an update: fp32: all 32 bits; bf16: the nearest bf16, as in the record "
-        "(docs/optimizers.md)",
+        "what Adam's embeddings, gates and classifier keep of an update: fp32: all 32 bits; bf16: the nearest bf16, as in "
+        "the record (docs/optimizers.md)",
     )
     softcap: bool = value(True, "logits go through 23 sigmoid((x + 5) / 7.5)")
     fp8: str = one_of(

@@ -98,7 +98,9 @@ class Graph:
             init = ("uniform", bound)
         elif transposed:
             init = ("transposed", transposed)
-        return self.store.get(name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]), bf16=bf16)
+        return self.store.get(
+            name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]), bf16=bf16
+        )
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
         """Its gradient, fp32, which lives in the store under `NAME.grad`; of a span of a parameter the same elements of it."""

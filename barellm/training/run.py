@@ -54,7 +54,16 @@ from barellm.training.trackers import Tracking
 FINAL_LEAST, FINAL_MOST, FINAL_SHARE = 1 << 13, 1 << 20, 4
 SAMPLE_TOKENS = 160
 FINAL_SAMPLES, FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_SHARE, FINAL_SHOWN = 6, 384, 256, 2
-INTERVALS = ("eval_every", "eval_tokens", "eval_from", "eval_seq", "sample_every", "checkpoint_every", "milestones", "ranges")
+INTERVALS = (
+    "eval_every",
+    "eval_tokens",
+    "eval_from",
+    "eval_seq",
+    "sample_every",
+    "checkpoint_every",
+    "milestones",
+    "ranges",
+)
 FREE_KEYS = frozenset(
     {
         f"train.{key}"
@@ -210,9 +219,7 @@ class Run:
             step = self.course.step(sample // (train.batch * train.accumulate), train.steps)
             return step.seq, step.document
 
-        return Documents(
-            self.data.train, separator=self.data.tokenizer.eot, shape=shape, span=data.span_shards
-        )
+        return Documents(self.data.train, separator=self.data.tokenizer.eot, shape=shape, span=data.span_shards)
 
     def _evaluator(self, tokens: int) -> Evaluator:
         train = self.config.train

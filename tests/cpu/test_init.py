@@ -43,7 +43,9 @@ def test_uniform_init(isa, shape, dtype):
 
 @each_isa
 @pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
-@pytest.mark.parametrize("op_type, size", [(ops.NormalInit, {"std": 0.02}), (ops.UniformInit, {"bound": 0.03})], ids=str)
+@pytest.mark.parametrize(
+    "op_type, size", [(ops.NormalInit, {"std": 0.02}), (ops.UniformInit, {"bound": 0.03})], ids=str
+)
 def test_a_parameter_that_begins_with_bf16(isa, op_type, size, dtype):
     check_bf16_init(partial(check_op, isa=isa), op_type, dtype, **size)
 

@@ -304,7 +304,10 @@ def test_a_run_that_began_before_these_keys_goes_on_as_it_began(tmp_path, monkey
     neither. Both ends have the bits of a run that was never stopped."""
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
     old = {"bigram_first": "token", "adam_weights": "fp32"}
-    assert {key: getattr(speedrun_small().model, key) for key in old} == {"bigram_first": "reserved", "adam_weights": "bf16"}
+    assert {key: getattr(speedrun_small().model, key) for key in old} == {
+        "bigram_first": "reserved",
+        "adam_weights": "bf16",
+    }
     assert main([*small_run(tmp_path, **old), "--dtype", "fp32"]) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "old")
     for later in range(5, 9):
@@ -327,14 +330,16 @@ def test_what_the_presets_do_as_the_record_does():
 
 
 def test_which_weights_are_bf16():
-    """Lines 1869 to 1876 and 1203: modules and banks of gates; the vectors of single numbers are fp32, and matrices of layers have a
+    """Lines 1869 to 1876 and 1203: modules and banks of gates; vectors of single numbers are fp32, and matrices of layers have a
     mantissa."""
     store = Store()
     declare(Program(store), replace(SMALL, adam_weights="bf16"))
     names = {name.split(".")[-1] for name, t in store.tensors.items() if t.bf16}
     assert names == {"embed", "bigrams", "gate", "head", *"01234"}
     exact = {name.split(".")[-1] for name, t in store.tensors.items() if not t.bf16 and len(t.shape) == 2}
-    assert exact == {"qkv", "proj", "up", "down"} and not any(t.bf16 for t in store.tensors.values() if len(t.shape) == 1)
+    assert exact == {"qkv", "proj", "up", "down"} and not any(
+        t.bf16 for t in store.tensors.values() if len(t.shape) == 1
+    )
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

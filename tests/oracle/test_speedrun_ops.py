@@ -19,7 +19,7 @@ from tests.cases import normal
 
 torch = pytest.importorskip("torch")
 
-from tests.oracle import torch_speedrun as theirs  # noqa: E402
+from tests.oracle import torch_speedrun  # noqa: E402
 
 pytestmark = pytest.mark.oracle
 
@@ -99,7 +99,7 @@ def test_bigrams_are_those_of_torch():
             reserved: ops.BigramIds({}, {"buckets": buckets, "reserved": reserved}).reference(x.numpy()[None])["ids"][0]
             for reserved in (False, True)
         }
-        assert (found[True] == theirs.bigram_hash(x, buckets).numpy()).all() and found[True].min() >= 0
+        assert (found[True] == torch_speedrun.bigram_hash(x, buckets).numpy()).all() and found[True].min() >= 0
         wanted = torch.bitwise_xor(36313 * x[1], 27191 * x[0]) % (buckets - 1)
         assert found[False][1] == wanted and (np.delete(found[False], 1) == np.delete(found[True], 1)).all()
 

@@ -15,7 +15,9 @@ def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets, reserved) -> None:
     seq, modulus = k.scalar("seq"), buckets - 1
 
     def hashed(i, mask, before):
-        own, before = (v * k.const(factor, k.ivec) for v, factor in zip((tokens.load(i, mask), before), HASH, strict=True))
+        own, before = (
+            v * k.const(factor, k.ivec) for v, factor in zip((tokens.load(i, mask), before), HASH, strict=True)
+        )
         left = (own ^ before) % modulus
         ids.store(k.select(left < 0, left + modulus, left), i, mask)
 

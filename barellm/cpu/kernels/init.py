@@ -28,7 +28,9 @@ def uniforms(k: KernelBuilder, first: Value, second: Value) -> tuple[Value, Valu
     return tuple((k.to(word >> 8, k.vec) + 0.5) * 2.0**-23 - 1.0 for word in (first, second))  # pyright: ignore[reportReturnType]
 
 
-def random_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream, size_bits, *, normal: bool, bf16) -> None:
+def random_init(
+    k: KernelBuilder, param, param_lo, rows, columns, valid, stream, size_bits, *, normal: bool, bf16
+) -> None:
     """size * random numbers. What differs between parameters is given at run time, the size as its fp32 bits: one code for all."""
     size = k.splat(k.bitcast(k.to(size_bits, "i32"), "float"))
     key = random.sample_key(k, k.scalar("seed"), 0, 0, stream)

@@ -106,9 +106,7 @@ def log_sum_exp(
     return shift + logarithm(k, total), total
 
 
-def write_loss(
-    k: KernelBuilder, losses: Pointer, nexts: Pointer, row: Value, found: list[Target], lse: Value
-) -> None:
+def write_loss(k: KernelBuilder, losses: Pointer, nexts: Pointer, row: Value, found: list[Target], lse: Value) -> None:
     nexts.put(k.select(found[0].counted, lse - found[0].z, 0.0), row)
     losses.put(added([k.select(t.counted, t.weight * (lse - t.z), 0.0) for t in found]), row)
 

@@ -88,7 +88,8 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
         x_rows = rows_of(x, first, count, C)
         product(c, to_logits, out=logits, a=x_rows, b=weight, **sizes)
         operands = {
-            name: (part(held, 4 * first, min(4 * (first + count), held.nbytes)), "fp32") for name, held in of_rows.items()
+            name: (part(held, 4 * first, min(4 * (first + count), held.nbytes)), "fp32")
+            for name, held in of_rows.items()
         }
         operands |= {"lse": None, "dlogits": logits if gradients else None}
         operands |= {"logits": logits, "targets": rows_of(op.targets, first, most, 1)}

@@ -117,8 +117,8 @@ def softcap_row_losses(
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     PREDICT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """losses: the weighted sum of lse - z over the targets; nexts: that of the first alone; dlogits, which may be logits, where it is given. The logits at the
-    targets are read before the row's sum, so before any thread writes."""
+    """losses: the weighted sum of lse - z over the targets; nexts: that of the first alone, with the weight 1; dlogits, which may
+    be logits, where it is given. The logits at the targets are read before the row's sum, so before any thread writes."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length
     logits += row * V
