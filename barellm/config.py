@@ -13,6 +13,7 @@ MATMULS = ("own", "cublaslt")
 MOMENTS = ("fp32", "16bit", "16bit-stochastic")
 DROPOUT_BITS = ("threefry", "taus88", "lfsr113")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
+EVALUATED = ("spread", "first")  # which tokens of the validation text
 TRACKERS = ("tensorboard", "wandb", "trackio")
 ORDERS = ("epoch", "random", "documents", "sequential", "llmc")
 OPTIMIZERS = ("adamw", "muon", "speedrun")
@@ -152,6 +153,11 @@ class DataConfig(Section, section="data"):
         "epoch: every window once before any comes again; random: windows from anywhere; documents: rows of whole documents; "
         "sequential: from the beginning to the end; llmc: llm.c's own shuffle",
     )
+    span_shards: bool = value(
+        True,
+        "of the order documents: a row goes on in the next shard; false: what a shard has left for an unfinished row is dropped, "
+        "as modded-nanogpt does",
+    )
 
 
 @dataclass(frozen=True)
@@ -175,8 +181,15 @@ class TrainConfig(Section, section="train"):
     )
     eval_every: int = at_least(0, 100, "steps between evaluations; 0: only one at the end")
     eval_tokens: int = at_least(
-        0, 65536, "tokens in an evaluation, spread evenly over the validation text; 0: all of it"
+        0, 65536, "tokens in an evaluation, of the validation text as train.eval_from says; 0: all of it"
     )
+    eval_from: str = one_of(
+        EVALUATED,
+        "spread",
+        "spread: an evaluation's windows are spread evenly over the validation text, and the last one has more of them; first: "
+        "each evaluation, the last one too, is of the first train.eval_tokens",
+    )
+    eval_seq: int = at_least(0, 0, "tokens in a row of an evaluation; 0: train.seq")
     sample_every: int = at_least(0, 0, "steps between samples; 0: only at the end")
     ranges: int = at_least(
         0, 0, "steps between looks at the exponents of activations, gradients and weights (ranges.jsonl); 0: none"
@@ -211,6 +224,10 @@ class TrainConfig(Section, section="train"):
     matmul: str = one_of(MATMULS, "own", "who does matrix products on a GPU: own (barellm's kernels) or cublaslt")
     tf32: bool = value(False, "on a GPU: fp32 products on tensor cores, with 10 bits of mantissa")
 
+    def eval_shape(self, batch: int) -> tuple[int, int]:
+        """The rows of an evaluation's batch and their tokens: no more tokens than a micro-batch of `batch` rows has, or one row."""
+        return (max(1, batch * self.seq // self.eval_seq), self.eval_seq) if self.eval_seq else (batch, self.seq)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps < 1 and self.minutes == 0:
@@ -240,6 +257,8 @@ class Config:
         """Raise a UserError for values that do not go together, before anything slow begins."""
         if self.train.seq > self.model.max_seq:
             raise UserError(f"train.seq {self.train.seq} is above model.max_seq {self.model.max_seq}")
+        if self.train.eval_seq > self.model.max_seq:
+            raise UserError(f"train.eval_seq {self.train.eval_seq} is above model.max_seq {self.model.max_seq}")
         if self.optim.powersgd and self.train.dtype == "fp16":
             found = f"optim.powersgd is {self.optim.powersgd} and train.dtype fp16"
             raise UserError(f"{found}, whose loss scale would change what was left out: expected fp32 or bf16")

@@ -13,7 +13,7 @@ import pytest
 from barellm.assembly.quantized import Quantizing, quantize_programs
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.dtypes import PRECISIONS
+from barellm.program.dtypes import PRECISIONS, round_to_bf16
 from barellm.program.layouts import Layout
 from barellm.program.ops.attention import (
     gathered,
@@ -484,10 +484,12 @@ def check_model(
                     a, b = session.read(name).astype(np.float64), oracle.read(name)
                     error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-6)
                     assert error <= limit, (name, batch, seq, error)
-            loss = session.read("loss")[0]
-            assert loss == pytest.approx(oracle.read("loss")[0], rel=limit, abs=limit)
+            found = {name: session.read(name)[0] for name, t in programs["train"].named.items() if t.role == "output"}
+            for name, value in found.items():
+                assert value == pytest.approx(oracle.read(name)[0], rel=limit, abs=limit), name
             session.run("eval", batch=batch, seq=seq, **scalars)
-            assert session.read("loss")[0] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+            for name, value in found.items():
+                assert session.read(name)[0] == pytest.approx(value, rel=1e-5, abs=1e-7), name
     finally:
         session.close()
     return {op.name for low in session.lowered.values() for op in low.ops}
@@ -660,6 +662,25 @@ def adamw_case(
     if moments != "fp32":  # where fp32 and float64 lie on two sides of a boundary, the roundings are a unit apart
         bounds |= {"m": 2.0**-9 * large["m"], "v": 2.0**-10 * large["v"]}
     return given, bounds, attrs
+
+
+def check_bf16_update(check: Callable[..., dict[str, np.ndarray]], op_type, dtype: str) -> None:
+    """A weight that is to hold bf16 gets what the same update makes without that, rounded; the moments are the same. `check`:
+    a backend's `check_op`."""
+    given, bounds, attrs = adamw_case((67, 131), dtype, step=3, op_type=op_type)
+    scalars = {"step": 3, "lr": 3e-3}
+    plain = check(op_type, given=given, scalars=scalars, bounds=bounds, **attrs)
+    found = check(op_type, given=given, scalars=scalars, bounds=bounds | {"param": None}, bf16=True, **attrs)
+    assert (found["param"] == round_to_bf16(plain["param"])).all() and (found["param"] != plain["param"]).mean() > 0.9
+    assert all((found[name] == plain[name]).all() for name in ("m", "v"))
+
+
+def check_bf16_init(check: Callable[..., dict[str, np.ndarray]], op_type, dtype: str, **size: float) -> None:
+    """The same of what a parameter begins with."""
+    given, attrs = {"param": persistent(np.zeros((37, 131)), dtype)}, {**size, "stream": 5, "valid_rows": 36}
+    plain = check(op_type, given=given, scalars={"seed": 3}, bounds={"param": None}, **attrs)["param"]
+    found = check(op_type, given=given, scalars={"seed": 3}, bounds={"param": None}, bf16=True, **attrs)["param"]
+    assert (found == round_to_bf16(plain)).all() and (found != plain).mean() > 0.9 and (found[36:] == 0).all()
 
 
 def assert_like_the_reference(p: Program, session, oracle, *, batch: int, seq: int, seed: int, limit: float) -> None:

@@ -8,11 +8,11 @@ from barellm.program import ops
 from tests.check import Given, tokens
 
 
-def bigram_case(shape: tuple[int, int], buckets: int) -> dict:
+def bigram_case(shape: tuple[int, int], buckets: int, reserved: bool) -> dict:
     """Tokens of every size: products beyond 32 bits too."""
     r = np.random.default_rng(buckets)
     x = np.where(r.random(shape) < 0.5, r.integers(0, 50304, shape), r.integers(0, 2**31, shape))
-    return {"op_type": ops.BigramIds, "given": {"tokens": tokens(x, "i32")}, "buckets": buckets}
+    return {"op_type": ops.BigramIds, "given": {"tokens": tokens(x, "i32")}, "buckets": buckets, "reserved": reserved}
 
 
 def boundary_case(shape: tuple[int, int]) -> dict:

@@ -32,7 +32,8 @@ def softcap_case(case, dtype) -> dict:
     """What `check_op` wants for a loss."""
     (B, T, V, valid), cap, predict = case
     size = 24 if cap is None else cap[0] + 20
-    bounds = {"lse": 16 * EPS * size, "loss": 32 * EPS * size * B * T * sum(WEIGHTS.values())}
+    bounds = {"lse": 16 * EPS * size, "next_loss": 32 * EPS * size * B * T}
+    bounds["loss"] = bounds["next_loss"] * sum(WEIGHTS.values())
     attrs = {"valid_vocab": valid, "cap": cap, "predict": predict, "scalars": SCALARS, "plan": (B + 1, T + 2)}
     return {"given": loss_operands((B, T, V, valid), dtype), "bounds": bounds, **attrs}
 

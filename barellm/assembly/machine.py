@@ -137,15 +137,19 @@ def build_programs(
     train, hidden = config.train, models.hidden(config.model)
     if positions is None and training:
         positions = min(SAMPLE_POSITIONS, config.model.max_seq)
+    batch = train.batch // ranks.count if training or scoring is None else 0
+    eval_batch, eval_seq = train.eval_shape(batch) if batch else (0, 0)
     _, programs = build(
         config.model,
-        batch=train.batch // ranks.count if training or scoring is None else 0,
+        batch=batch,
         seq=train.seq,
         compute=train.dtype,
         optimizer=updates(config.optim, hidden, ranks) if training else None,
         depart=lambda p: depart(p, config.optim, hidden, ranks),
         recompute=train.recompute,
         ranges=train.ranges > 0,
+        eval_batch=eval_batch,
+        eval_seq=eval_seq,
         decode_batch=0 if positions == 0 else rows,
         decode_seq=positions or 0,
         score_batch=scoring[0] if scoring else 0,

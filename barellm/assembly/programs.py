@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from barellm import models
 from barellm.assembly.logits import logits_of
 from barellm.config import ModelConfig
@@ -11,7 +13,7 @@ from barellm.errors import UserError
 from barellm.models.own import mistakes_named, place
 from barellm.program import ops
 from barellm.program.builder import Program, Store
-from barellm.program.dtypes import Precision
+from barellm.program.dtypes import Precision, round_to_bf16
 from barellm.program.observing import observe
 from barellm.program.tensor import Dim, Tensor
 
@@ -29,6 +31,8 @@ def build(
     recompute: bool = False,
     depart: Callable[[Program], None] | None = None,
     ranges: bool = False,
+    eval_batch: int = 0,
+    eval_seq: int = 0,
     decode_batch: int = 0,
     decode_seq: int = 0,
     score_batch: int = 0,
@@ -41,11 +45,12 @@ def build(
             `depart` appends
     ranges  with `ranges`: the same, and the exponents of what it touches (`program.observing`)
     update  clip and optimizer, as `optimizer` appends them; where it is a mapping, a program for each of its names
-    eval    forward of as many, without dropout; output "loss"
+    eval    forward without dropout of up to `eval_batch` sequences of up to `eval_seq` tokens (0: as in micro); output "loss"
     score   the same of up to `score_batch` sequences of up to `score_seq` tokens; outputs "losses" and "margins" of each target
     decode  up to `decode_batch` sequences, `decode_seq` positions in the KV cache (0: max_seq); output "logits"
     """
-    if (longest := max(seq, decode_seq, score_seq)) > model.max_seq:
+    eval_batch, eval_seq = eval_batch or batch, eval_seq or seq
+    if (longest := max(seq, eval_seq, decode_seq, score_seq)) > model.max_seq:
         raise UserError(f"seq is {longest}, the model has {model.max_seq} positions (model.max_seq)")
     if max(1, batch) * seq > MOST_TOKENS:
         tokens, C = batch * seq, model.channels
@@ -70,9 +75,9 @@ def build(
         for name, append in ({"update": optimizer} if callable(optimizer) else optimizer).items():
             programs[name] = Program(store, compute=compute)
             append(programs[name])
-    if batch:
+    if eval_batch:
         p = programs["eval"] = Program(store, compute=compute)
-        p.output("loss", _loss(p, model, batch, seq, training=False))
+        p.output("loss", _loss(p, model, eval_batch, eval_seq, training=False))
     if score_batch:
         p = programs["score"] = Program(store, compute=compute)
         _loss(p, model, score_batch, score_seq, training=False)
@@ -122,12 +127,13 @@ def initialise(p: Program) -> None:
     for stream, t in enumerate(p.store.of_role("parameter")):
         kind, number = t.init or ("constant", 0.0)
         if kind == "normal":
-            p.apply(ops.NormalInit, param=t, std=number, stream=stream, valid_rows=t.valid_rows)
+            p.apply(ops.NormalInit, param=t, std=number, stream=stream, valid_rows=t.valid_rows, bf16=t.bf16 or None)
         elif kind == "uniform":
-            p.apply(ops.UniformInit, param=t, bound=number, stream=stream, valid_rows=t.valid_rows)
+            p.apply(ops.UniformInit, param=t, bound=number, stream=stream, valid_rows=t.valid_rows, bf16=t.bf16 or None)
         elif kind == "transposed":
             copies.append((p.store.tensors[str(number)], t))
         else:
-            p.apply(ops.ConstantInit, param=t, value=number, valid_rows=t.valid_rows)
+            value = float(round_to_bf16(np.array(number))) if t.bf16 else number
+            p.apply(ops.ConstantInit, param=t, value=value, valid_rows=t.valid_rows)
     for source, target in copies:
         p.transpose_copy(source, target)

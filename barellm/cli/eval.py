@@ -32,6 +32,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, default=0, metavar="N", help="look at about N tokens, evenly spread (default: all)"
     )
     parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        metavar="N",
+        help="look at the first N tokens, each a target once, as a record of modded-nanogpt does with 10485760",
+    )
+    parser.add_argument(
         "--hellaswag",
         metavar="FILE",
         help="choose HellaSwag's endings instead: the public hellaswag_val.jsonl, or llm.c's .bin",
@@ -43,7 +50,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="write a JSON object for each document of the text, or each example of HellaSwag, to a new file",
     )
     parser.add_argument(
-        "--batch", type=int, default=8, metavar="N", help="how many sequences are computed at once (default: 8)"
+        "--batch",
+        type=int,
+        default=8,
+        metavar="N",
+        help="how many sequences are computed at once (default: 8); of rows of train.eval_seq as many tokens, at least a row",
     )
     add_device(parser, "cpu, cuda or reference")
     add_dtype(parser)
@@ -55,15 +66,17 @@ def run(args: argparse.Namespace) -> int:
     from barellm.cli.checkpoints import found
     from barellm.errors import UserError
 
-    for name, least in (("tokens", 0), ("batch", 1), ("limit", 0)):
+    for name, least in (("tokens", 0), ("first", 0), ("batch", 1), ("limit", 0)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
-    if args.hellaswag is not None and (args.data is not None or args.whole or args.tokens):
-        raise UserError("--hellaswag has its own text: leave out --data, --whole and --tokens")
+    if args.hellaswag is not None and (args.data is not None or args.whole or args.tokens or args.first):
+        raise UserError("--hellaswag has its own text: leave out --data, --whole, --tokens and --first")
+    if args.tokens and args.first:
+        raise UserError("--tokens are spread over the text and --first are not: leave out one of them")
     if args.limit and args.hellaswag is None:
         raise UserError("--limit is about examples: add --hellaswag FILE")
-    if args.per_document is not None and args.tokens:
-        raise UserError("--per-document looks at whole documents: leave out --tokens")
+    if args.per_document is not None and (args.tokens or args.first):
+        raise UserError("--per-document looks at whole documents: leave out --tokens and --first")
     checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, batch=args.batch)
     if args.hellaswag is not None:
         return _hellaswag(args, checkpoint)
@@ -74,16 +87,22 @@ def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
     from dataclasses import replace
 
     from barellm.data.sources import prepare
+    from barellm.errors import UserError
     from barellm.evaluation.validation import Evaluator
     from barellm.training.console import Console
 
     config = checkpoint.config
     source = config.data if args.data is None else replace(config.data, source=args.data)
     data = prepare(source, tokenizer=checkpoint.tokenizer, whole=args.whole)
-    windows = data.validation(seq=config.train.seq, max_tokens=args.tokens)
+    if args.first >= len(data.val):
+        part = "" if args.whole else "the validation part of "
+        found = f"--first is {args.first}, and {part}{data.name} has {len(data.val)} tokens"
+        raise UserError(f"{found}, expected at most {len(data.val) - 1}: each has one before it")
+    batch, seq = config.train.eval_shape(args.batch)
+    windows = data.validation(seq=seq, max_tokens=args.first or args.tokens, first=args.first > 0)
     with checkpoint.opened(positions=0) as machine:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
-        evaluator = Evaluator(windows, batch=args.batch, byte_lengths=data.byte_lengths)
+        evaluator = Evaluator(windows, batch=batch, byte_lengths=data.byte_lengths)
         result = evaluator.run(machine.session, report=console.evaluating(windows.windows))
         console.clear()
     assert result is not None

@@ -109,6 +109,7 @@ def _moments(
     from barellm.training.console import Console
 
     config = checkpoint.config
+    config = replace(config, train=replace(config.train, eval_seq=0))  # rows of training, `batch` at a time
     where = config.data if source is None else replace(config.data, source=source)
     data = prepare(where, tokenizer=checkpoint.tokenizer, whole=source is not None)
     windows = Validation(data.train if source is None else data.val, seq=config.train.seq, max_tokens=tokens)

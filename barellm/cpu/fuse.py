@@ -36,7 +36,7 @@ _LOSS = {name: f"0.{name}" for name in ("x", "weight", "targets", "loss_scale")}
 SQUARES: list[Fusion] = [
     with_squares("matmul_dw", {"dy": "0.dy", "x": "0.x"}, ()),
     with_squares("classifier", _LOSS, ("loss", "dx"), optional=("loss_scale",)),
-    with_squares("softcapped_classifier", _LOSS, ("loss", "dx"), optional=("loss_scale",)),
+    with_squares("softcapped_classifier", _LOSS, ("loss", "next_loss", "dx"), optional=("loss_scale",)),
 ]
 
 

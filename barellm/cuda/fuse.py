@@ -81,14 +81,14 @@ FUSIONS: list[Fusion] = [
 def alike_adam(op: Any) -> tuple[Any, ...]:
     """The key that the updates of one launch share."""
     dtypes = (t.dtype for t in op.outputs.values())
-    return (op.clip, *dtypes, op.beta1, op.beta2, op.eps, op.lr_scale, op.stream is None, unit_of(op.param))
+    return (op.clip, *dtypes, op.beta1, op.beta2, op.eps, op.lr_scale, op.stream is None, op.bf16, unit_of(op.param))
 
 
 # Initial values and the update of all parameters: a launch takes a microsecond or two, and most parameters no time at all. What is
 # code is in the key: formats in memory, and how wide the accesses are.
 GROUPS: dict[str, Alike] = {
-    "normal_init": lambda op: (op.param.dtype, op.param.shape[-1], unit_of(op.param)),
-    "uniform_init": lambda op: (op.param.dtype, op.param.shape[-1], unit_of(op.param)),
+    "normal_init": lambda op: (op.param.dtype, op.param.shape[-1], op.bf16, unit_of(op.param)),
+    "uniform_init": lambda op: (op.param.dtype, op.param.shape[-1], op.bf16, unit_of(op.param)),
     "constant_init": lambda op: (op.param.dtype, unit_of(op.param)),
     "sum_squares": lambda op: unit_of(op.x),
     "add_ranks": lambda op: (op.rank, op.others.shape[0], sum_unit(op)),

@@ -19,9 +19,14 @@ class Documents(Rows):
 
     Which documents are in a row depends on all rows before it. `shape(sample)` tells their (seq, document), so that a resumed run
     finds its place by counting. UserError where the text has no `separator`, the token that begins a document.
+
+    Without `span` each shard is a text of its own, as modded-nanogpt has it on one GPU: no row and no document goes on in the next
+    shard. The documents of an unfinished row are dropped, and so is what a shard has before its first separator.
     """
 
-    def __init__(self, tokens: TokenStream, *, separator: int | None, shape: Callable[[int], tuple[int, int]]) -> None:
+    def __init__(
+        self, tokens: TokenStream, *, separator: int | None, shape: Callable[[int], tuple[int, int]], span: bool = True
+    ) -> None:
         if separator is None:
             raise UserError(f"data.order is 'documents', and the vocabulary of {tokens.name} has no token between them")
         blocks = range(0, len(tokens), BLOCK)
@@ -32,6 +37,10 @@ class Documents(Rows):
         self.tokens, self.shape = tokens, shape
         self._begins: list[int] = begins.tolist()
         self._ends = [*self._begins[1:], len(tokens)]
+        self._shards = [0] * len(begins)  # that of each document
+        if not span:
+            shards = np.searchsorted(tokens.ends, begins, side="right")
+            self._ends, self._shards = np.minimum(self._ends, tokens.ends[shards]).tolist(), shards.tolist()
         self._sample, self._document = 0, 0  # the next row, and the document that it begins with
 
     def spans(self, sample: int) -> list[tuple[int, int]]:
@@ -48,12 +57,17 @@ class Documents(Rows):
         found, room = [], seq + 1
         tried = 0
         while room:
-            if self._document == len(self._begins):  # a row does not go on at the beginning of the text
-                found, room, self._document = [], seq + 1, 0
+            over = self._document == len(self._begins)
+            # A row does not go on at the beginning of the text.
+            if over or (found and self._shards[self._document] != self._shards[self._document - 1]):
+                found, room = [], seq + 1
+            if over:
+                self._document = 0
                 tried += 1
                 if tried == 2:
+                    apart = " in a shard" * (len(set(self._shards)) > 1)
                     raise UserError(
-                        f"{self.tokens.name} fills no row: its documents have fewer than {seq + 1} tokens, "
+                        f"{self.tokens.name} fills no row: its documents{apart} have fewer than {seq + 1} tokens, "
                         f"of each at most {document or 'all'}; more text, or a smaller seq"
                     )
             begin, end = self._begins[self._document], self._ends[self._document]

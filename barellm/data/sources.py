@@ -48,10 +48,15 @@ class Dataset:
         None  # of prompts and answers, whose tokens are those of `train` and `val`
     )
 
-    def validation(self, *, seq: int, max_tokens: int = 0) -> Validation | ExampleValidation:
-        """Rows to evaluate on: of a text all tokens, of examples the answers."""
+    def validation(self, *, seq: int, max_tokens: int = 0, first: bool = False) -> Validation | ExampleValidation:
+        """Rows to evaluate on: of a text all tokens, of examples the answers. `max_tokens` > 0: about so many, spread evenly; with
+        `first` exactly the first ones, or all where there are fewer."""
+        if self.examples is None and first and 0 < max_tokens < len(self.val):
+            return Validation(self.val.slice(0, max_tokens + 1, name=self.val.name), seq=seq)
         if self.examples is None:
-            return Validation(self.val, seq=seq, max_tokens=max_tokens)
+            return Validation(self.val, seq=seq, max_tokens=0 if first else max_tokens)
+        if first:
+            raise UserError(f"{self.name} are rows of their own, which have no first tokens: expected a text")
         return ExampleValidation(self.examples[1], seq=seq, max_tokens=max_tokens, fill=self.tokenizer.start)
 
     @property

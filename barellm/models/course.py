@@ -20,7 +20,8 @@ class Step:
     """One optimizer step.
 
     `seq`: tokens in a sequence; `document`: the most tokens of a document that are kept, where rows are made of documents.
-    `inv_targets`: what the summed loss of a micro-batch is multiplied by. The sum of those, times `shown`, is what a user sees.
+    `inv_targets`: what the summed loss of a micro-batch is multiplied by. The sum of the output `loss`, times `shown`, is what a
+    user sees.
     `adds`: the gradients are added to those that the step before has left. `updates`: the programs that end the step, in their
     order, each with its scalars; the first has the output "clip". `rates`: the learning rates, of which a user sees all.
     """
@@ -31,6 +32,7 @@ class Step:
     updates: tuple[tuple[str, Mapping[str, Any]], ...]
     document: int = 0
     shown: float = 1.0
+    loss: str = "loss"
     adds: bool = False
 
 

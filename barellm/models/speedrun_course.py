@@ -92,6 +92,7 @@ class Stages:
             rates=rates,
             inv_targets=1.0 / train.accumulate,
             shown=1.0 / (train.batch * stage.seq),
+            loss="next_loss",
             adds=index % 2 == 1,
             updates=tuple(updates),
         )

@@ -96,6 +96,8 @@ def check(run: Run) -> None:
         ("train.grace", config.train.grace, "0: the program saves after its step"),
         ("train.ranges", config.train.ranges, "0"),
         ("train.hellaswag", config.train.hellaswag, "none"),
+        ("train.eval_from", "" if config.train.eval_from == "spread" else config.train.eval_from, "spread"),
+        ("train.eval_seq", config.train.eval_seq, "0"),
         ("train.track", config.train.track, "none"),
         (
             "train.init_from",

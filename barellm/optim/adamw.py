@@ -54,6 +54,7 @@ class AdamW:
             eps=self.eps,
             weight_decay=self.weight_decay,
             stream=stream,
+            bf16=param.base.bf16 or None,
             lr_scale=self.lr_scale,
         )
 

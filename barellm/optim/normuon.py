@@ -67,6 +67,7 @@ class Adam:
                 eps=self.eps,
                 weight_decay=self.weight_decay * self.wd_mul,
                 stream=None,
+                bf16=param.base.bf16 or None,
                 lr_scale=self.lr_scale,
             )
 

@@ -144,6 +144,11 @@ def round_to_eight(values: np.ndarray, dtype: str) -> np.ndarray:
     return np.clip(np.asarray(values, np.float32), -most, most).astype(numpy_dtype(dtype))
 
 
+def round_to_bf16(values: np.ndarray) -> np.ndarray:
+    """The nearest bf16 numbers, ties to even, as an array of the dtype that it was."""
+    return np.asarray(values, np.float32).astype(numpy_dtype("bf16")).astype(values.dtype)
+
+
 def decode(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
     """The numbers that memory holds, as a copy of a NumPy dtype. Weights of two planes, and 16-bit codes, become fp32. Two codes
     in a byte become two bytes, in one flat array."""

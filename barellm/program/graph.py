@@ -84,10 +84,12 @@ class Graph:
         value: float = 0.0,
         valid_rows: int = 0,
         dtype: str | None = None,
+        bf16: bool = False,
     ) -> Tensor:
         """Initialised with normals of deviation `std`, with uniform numbers from -`bound` to `bound`, with what the parameter
         `transposed` begins with, or with `value`. Matrices are stored as the program's precision says and all else in fp32, unless
-        `dtype` names a format (`program.dtypes`)."""
+        `dtype` names a format (`program.dtypes`). With `bf16` what it begins with and each update by AdamW or Adam are rounded to
+        bf16, whatever the format has room for."""
         dtype = dtype or (self.precision.weights if len(shape) == 2 else "fp32")
         init: tuple[str, float | str] = ("constant", value)
         if std is not None:
@@ -96,7 +98,9 @@ class Graph:
             init = ("uniform", bound)
         elif transposed:
             init = ("transposed", transposed)
-        return self.store.get(name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]))
+        return self.store.get(
+            name, shape, dtype, "parameter", init=init, valid_rows=valid_rows or int(shape[0]), bf16=bf16
+        )
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
         """Its gradient, fp32, which lives in the store under `NAME.grad`; of a span of a parameter the same elements of it."""

@@ -44,6 +44,7 @@ class Tensor:
     # Of parameters only: ("normal", std), ("uniform", bound), ("constant", value) or ("transposed", another's name).
     init: tuple[str, float | str] | None = None
     valid_rows: int = field(default=0)  # rows that are initialised and used; the rest stay zero (padded vocabulary)
+    bf16: bool = False  # of parameters only: its updates round to bf16, whatever its dtype has room for
     value: np.ndarray | None = None  # what a tensor of role "constant" holds
 
     @property

@@ -49,14 +49,14 @@ CLASSIFIER: list[Fusion] = [
             ("matmul_dw", {"dy": "0.dy", "x": "2.dlogits"}),
         ],
         inputs={"x": "0.dy", "weight": "0.weight", "targets": "1.targets", "loss_scale": "2.loss_scale"},
-        outputs={"loss": "1.loss", "dx": "3.y", "dweight": "4.dweight"},
+        outputs={"loss": "1.loss", "next_loss": "1.next_loss", "dx": "3.y", "dweight": "4.dweight"},
         optional=("loss_scale",),
     ),
     Fusion(
         "softcapped_classifier_loss",
         [("matmul_dx", {}), ("softcap_cross_entropy", {"logits": "0.dx"})],
         inputs={"x": "0.dy", "weight": "0.weight", "targets": "1.targets"},
-        outputs={"loss": "1.loss"},
+        outputs={"loss": "1.loss", "next_loss": "1.next_loss"},
     ),
 ]
 

@@ -164,7 +164,7 @@ class Loop:
             self.saving.before(program)
             sizes = {**shape, "accumulate": adds, "last": int(micro + 1 == count)}
             session.run(program, inv_targets=plan.inv_targets / share, **sizes, **random)
-            loss += float(session.read("loss")[0]) * plan.shown
+            loss += float(session.read(plan.loss)[0]) * plan.shown
             if watched and self.watch is not None:
                 self.watch.record(step + 1)
             if micro + 1 < count and self.console.due(inside=True):

@@ -55,7 +55,16 @@ from barellm.training.trackers import Tracking
 FINAL_LEAST, FINAL_MOST, FINAL_SHARE = 1 << 13, 1 << 20, 4
 SAMPLE_TOKENS = 160
 FINAL_SAMPLES, FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_SHARE, FINAL_SHOWN = 6, 384, 256, 2
-INTERVALS = ("eval_every", "eval_tokens", "sample_every", "checkpoint_every", "milestones", "ranges")
+INTERVALS = (
+    "eval_every",
+    "eval_tokens",
+    "eval_from",
+    "eval_seq",
+    "sample_every",
+    "checkpoint_every",
+    "milestones",
+    "ranges",
+)
 FREE_KEYS = frozenset(
     {
         f"train.{key}"
@@ -182,7 +191,9 @@ class Run:
             self.scoring = shape_for(self.hellaswag.texts, tokens=train.batch * train.seq, most_seq=most)
         trained = self.ramp.tokens(train.steps or ANY_STEPS)
         usual = train.eval_tokens or FINAL_MOST if train.eval_every else 0
-        self.final_evaluator = self._evaluator(min(FINAL_MOST, max(FINAL_LEAST, usual, trained // FINAL_SHARE)))
+        self.final_evaluator = self.evaluator
+        if train.eval_from == "spread":
+            self.final_evaluator = self._evaluator(min(FINAL_MOST, max(FINAL_LEAST, usual, trained // FINAL_SHARE)))
         self.final_sample_tokens = 64 + trained // FINAL_SAMPLE_SHARE
         # Of the longest samples. Those of a usual prompt are as many as `build_programs` takes.
         self.positions = cache_positions(len(self.data.prompt) + FINAL_SAMPLE_TOKENS, self.config.model.max_seq)
@@ -213,12 +224,12 @@ class Run:
             step = self.course.step(sample // (train.batch * train.accumulate), train.steps)
             return step.seq, step.document
 
-        return Documents(self.data.train, separator=self.data.tokenizer.eot, shape=shape)
+        return Documents(self.data.train, separator=self.data.tokenizer.eot, shape=shape, span=data.span_shards)
 
     def _evaluator(self, tokens: int) -> Evaluator:
         train = self.config.train
-        windows = self.data.validation(seq=train.seq, max_tokens=tokens)
-        batch = train.batch // self.ranks.count
+        batch, seq = train.eval_shape(train.batch // self.ranks.count)
+        windows = self.data.validation(seq=seq, max_tokens=tokens, first=train.eval_from == "first")
         return Evaluator(windows, batch=batch, byte_lengths=self.data.byte_lengths, ranks=self.ranks)
 
     def execute(self, folder: RunFolder) -> int:
@@ -374,10 +385,11 @@ class Run:
             self.config, self.data, ramp=self.ramp, done=progress.step, total=total, bound_s=bound_s
         )
         # Windows are few because the text is short, or because few were asked for.
-        whole = self.data.validation(seq=train.seq).windows
+        seq = train.eval_seq or train.seq
+        whole = self.data.validation(seq=seq).windows
         few = whole < report.FEW_WINDOWS
         windows = whole if few else self.evaluator.windows.windows
-        found.append(report.few_windows(windows, train.seq, "--data.val_fraction" if few else "--train.eval_tokens"))
+        found.append(report.few_windows(windows, seq, "--data.val_fraction" if few else "--train.eval_tokens"))
         for line in (*filter(None, found), ""):
             self.console.line(line)
 

@@ -25,7 +25,7 @@ from torch_step import serve
 FIRST = "share=1 seq=2048 windows=3,7 mtp=1,0.5; seq=2048 windows=6,13"
 OWN = {"hidden": 3072, "separator": -1, "block": 128, "stages": FIRST, "long": "3,10", "paired": "0,2,5,9"}
 OWN |= {"values": "1,2,8,9,10", "skipped": "6", "skip_from": 3, "lanes_from": 7, "backout": 7}
-OWN |= {"smear": 1, "bigram": 1, "softcap": 1}
+OWN |= {"smear": 1, "bigram": 1, "bigram_first": "token", "softcap": 1}
 EPS = 2.0**-23
 BUCKETS = 5
 
@@ -159,7 +159,7 @@ class Speedrun(nn.Module):
         x0 = norm(x)
         lane0, lane1, bigram, saved, out = x0, None, None, None, None
         if a.bigram:
-            bigram = look("bigrams", pairs(tokens, BUCKETS * a.vocab))
+            bigram = look("bigrams", pairs(tokens, BUCKETS * a.vocab, a.bigram_first))
             lane0 = x0 + number("bigrams.scale") * bigram
         for i in range(L):
             if i == a.lanes_from:
@@ -203,10 +203,14 @@ class Speedrun(nn.Module):
         return total
 
 
-def pairs(tokens: Tensor, rows: int) -> Tensor:
-    """The row of each token and the one before it in the table of pairs; the last row for a first token."""
-    ids = torch.full_like(tokens, rows - 1)
-    ids[:, 1:] = ((36313 * tokens[:, 1:]) ^ (27191 * tokens[:, :-1])) % (rows - 1)
+def pairs(tokens: Tensor, rows: int, first: str) -> Tensor:
+    """The row of each token and the one before it in the table of pairs; the last row for a first token. `first`: whether the pair
+    of a second token has the first "token", or the number of that row (train_gpt.py, 1499). int32, as there: it wraps around."""
+    own = tokens.int()
+    before, ids = own.clone(), torch.full_like(tokens, rows - 1)
+    if first == "reserved":
+        before[:, 0] = rows - 1
+    ids[:, 1:] = ((36313 * own[:, 1:]) ^ (27191 * before[:, :-1])) % (rows - 1)
     return ids
 
 

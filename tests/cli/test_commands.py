@@ -254,6 +254,47 @@ def test_eval_on_another_text_uses_the_checkpoint_s_tokenizer(trained, tmp_path,
     assert last_json(capsys)["targets"] == 29 * 40 - 1
 
 
+def test_eval_of_the_first_tokens_is_that_of_a_text_cut_there(trained, tmp_path, capsys):
+    text = "squares are squared squares. " * 40
+    found = []
+    for name, part, more in (("whole", text, ("--first", "100")), ("cut", text[:101], ())):
+        path = tmp_path / f"{name}.txt"
+        path.write_text(part)
+        assert main(["eval", str(trained), "--data", str(path), "--whole", "--json", *more, *REFERENCE]) == 0
+        found.append(last_json(capsys))
+    assert [row["targets"] for row in found] == [100, 100] and found[0]["nats"] == pytest.approx(found[1]["nats"])
+
+
+def test_a_run_can_end_with_the_loss_of_the_first_tokens_in_longer_rows(tiny, tmp_path, capsys):
+    """A length that no row of training has; `eval --first` finds the number that the run ended with."""
+    assert main(tiny("--train.eval_from", "first", "--train.eval_seq", "13")) == 0
+    rows = [row for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "eval"]
+    assert [(row["step"], row["targets"]) for row in rows] == [(0, 64), (2, 64), (4, 64)]
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "run"), "--first", "64", "--json", *REFERENCE]) == 0
+    assert last_json(capsys)["nats"] == pytest.approx(rows[-1]["val_nats"], rel=1e-6)
+    assert main(["eval", str(tmp_path / "run"), "--tokens", "64", "--json", *REFERENCE]) == 0
+    assert last_json(capsys)["nats"] != pytest.approx(rows[-1]["val_nats"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--first", "-1"), "--first is -1, expected at least 0"),
+        (("--first", "9", "--tokens", "9"), "--tokens are spread over the text and --first are not"),
+        (("--first", "9", "--hellaswag", "x"), "leave out --data, --whole, --tokens and --first"),
+        (("--first", "9", "--per-document", "x"), "leave out --tokens and --first"),
+        (("--first", "635"), "has 635 tokens, expected at most 634: each has one before it"),
+    ],
+)
+def test_first_tokens_that_are_not_there_are_refused_in_a_line(trained, refused, words, message):
+    assert message in refused("eval", str(trained), *words, *REFERENCE)
+
+
+def test_a_row_of_an_evaluation_that_no_position_has_is_refused(tiny, refused):
+    assert "train.eval_seq 17 is above model.max_seq 16" in refused(*tiny("--train.eval_seq", "17"))
+
+
 def test_a_reader_that_goes_away_is_no_error(trained):
     root = Path(__file__).parents[2]
     words = [sys.executable, "-m", "barellm", "sample", str(trained), "--tokens", "400", *REFERENCE]

@@ -10,10 +10,14 @@ each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS
 
 
 @each_isa
-@pytest.mark.parametrize("shape", [(1, 1), (3, 37), (2, 129)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (9, 2), (3, 37), (2, 129)], ids=str)
+@pytest.mark.parametrize("grain", [8, documents.GRAIN])
 @pytest.mark.parametrize("buckets", [2, 97, 5 * 50304])
-def test_bigram_ids(isa, shape, buckets):
-    check_op(isa=isa, **bigram_case(shape, buckets))
+@pytest.mark.parametrize("reserved", [False, True])
+def test_bigram_ids(isa, shape, grain, buckets, reserved, monkeypatch):
+    """Claims that begin at a row's first, second and later positions too."""
+    changed(monkeypatch, documents, GRAIN=grain)
+    check_op(isa=isa, **bigram_case(shape, buckets, reserved))
 
 
 @each_isa

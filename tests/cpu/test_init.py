@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from barellm.program import ops
+from tests.cases import check_bf16_init
 from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent
 
 SHAPES = [(1,), (7,), (65,), (1, 1), (3, 131), (5, 16), (259, 257)]
@@ -36,6 +39,15 @@ def test_uniform_init(isa, shape, dtype):
     assert np.abs(found).max() < 0.03
     if np.size(found) > 10_000:
         assert np.abs(found).max() > 0.0299 and abs(found.std() - 0.03 / np.sqrt(3)) < 3e-4
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
+@pytest.mark.parametrize(
+    "op_type, size", [(ops.NormalInit, {"std": 0.02}), (ops.UniformInit, {"bound": 0.03})], ids=str
+)
+def test_a_parameter_that_begins_with_bf16(isa, op_type, size, dtype):
+    check_bf16_init(partial(check_op, isa=isa), op_type, dtype, **size)
 
 
 @each_isa

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from barellm.program import ops
-from tests.cases import adamw_case, each_moments, normal
+from tests.cases import adamw_case, check_bf16_update, each_moments, normal
 from tests.cpu.check import EPS, ISAS, check_op, isa_named, persistent
 
 SHAPES = [(1,), (7,), (65,), (3, 131), (259, 257)]
@@ -67,6 +69,13 @@ def test_cautious_adam(isa, shape, dtype, step, eps):
     more = {"weight_decay": 1e3, "lr_scale": 2.0, "eps": eps, "op_type": ops.CautiousAdam}
     given, bounds, attrs = adamw_case(shape, dtype, step=step, **more)
     check_op(ops.CautiousAdam, isa, given, scalars={"step": step, "lr": 3e-3}, bounds=bounds, **attrs)
+
+
+@each_isa
+@pytest.mark.parametrize("op_type", [ops.AdamW, ops.CautiousAdam])
+@pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
+def test_a_weight_that_holds_bf16(isa, op_type, dtype):
+    check_bf16_update(partial(check_op, isa=isa), op_type, dtype)
 
 
 @each_isa

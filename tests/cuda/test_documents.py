@@ -7,10 +7,11 @@ from tests.cuda.check import check_op
 from tests.document_cases import bigram_case, boundary_case, document_case
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 37), (2, 1025)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (9, 2), (3, 37), (2, 1025)], ids=str)
 @pytest.mark.parametrize("buckets", [2, 97, 5 * 50304])
-def test_bigram_ids(shape, buckets):
-    check_op(**bigram_case(shape, buckets))
+@pytest.mark.parametrize("reserved", [False, True])
+def test_bigram_ids(shape, buckets, reserved):
+    check_op(**bigram_case(shape, buckets, reserved))
 
 
 @pytest.mark.parametrize("block", [8, 1024])

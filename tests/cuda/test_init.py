@@ -9,6 +9,7 @@ from barellm.models.gpt2 import Config as ModelConfig
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.runtime.reference import ReferenceSession
+from tests.cases import check_bf16_init
 from tests.cuda.check import EPS, PLAIN, InterpretedSession, check_op, persistent
 
 SHAPES = [(1,), (7,), (65,), (1, 1), (3, 131), (5, 16), (37, 257)]
@@ -39,6 +40,14 @@ def test_uniform_init(shape, dtype):
 def test_constant_init(shape, dtype, missing):
     given = {"param": persistent(np.zeros(shape), dtype)}
     check_op(ops.ConstantInit, given, value=0.7, valid_rows=shape[0] - missing)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
+@pytest.mark.parametrize(
+    "op_type, size", [(ops.NormalInit, {"std": 0.02}), (ops.UniformInit, {"bound": 0.03})], ids=str
+)
+def test_a_parameter_that_begins_with_bf16(op_type, size, dtype):
+    check_bf16_init(check_op, op_type, dtype, **size)
 
 
 # --- all parameters in a few launches ---

@@ -16,7 +16,7 @@ from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.grouping import members
 from barellm.runtime.reference import ReferenceSession
-from tests.cases import adamw_case, each_moments, normal
+from tests.cases import adamw_case, check_bf16_update, each_moments, normal
 from tests.cuda.check import EPS, PLAIN, InterpretedSession, check_op, persistent
 from tests.moment_cases import STREAM, check_rounding
 
@@ -79,6 +79,12 @@ def test_cautious_adam(shape, dtype, step, eps):
     more = {"weight_decay": 1e3, "lr_scale": 2.0, "eps": eps, "op_type": ops.CautiousAdam}
     given, bounds, attrs = adamw_case(shape, dtype, step=step, **more)
     check_op(ops.CautiousAdam, given, scalars={"step": step, "lr": 3e-3}, bounds=bounds, **attrs)
+
+
+@pytest.mark.parametrize("op_type", [ops.AdamW, ops.CautiousAdam])
+@pytest.mark.parametrize("dtype", ["fp32", "split", "half", "truncated"])
+def test_a_weight_that_holds_bf16(op_type, dtype):
+    check_bf16_update(check_op, op_type, dtype)
 
 
 def test_cautious_adam_changes_nothing_where_the_norm_is_not_finite():

@@ -71,3 +71,54 @@ def test_a_text_without_documents_is_refused():
         Documents(TokenStream([np.ones(50, np.uint16)], name="x"), separator=9, shape=lambda i: (7, 4))
     with pytest.raises(UserError, match="the vocabulary of x has no token between them"):
         Documents(TokenStream([np.ones(50, np.uint16)], name="x"), separator=None, shape=lambda i: (7, 4))
+
+
+def their_rows(shards: list[np.ndarray], shapes, count: int) -> list[np.ndarray]:
+    """The rows of train_gpt.py at commit 20dd1582 on one GPU, by the arithmetic of its lines 1441 to 1463 and 1521 to 1542: a shard
+    that ends within a row is left with StopIteration, and the next one begins with a row of its own."""
+    found, files = [], iter(shards)
+    tokens, i = next(files), 0
+    while len(found) < count:
+        num_tokens_local, max_seq_len = shapes[min(len(found), len(shapes) - 1)]
+        bos_idx, idx, cur_len, spans = np.flatnonzero(tokens == 0), i, 0, []
+        while cur_len <= num_tokens_local and idx < len(bos_idx):
+            cur = bos_idx[idx]
+            end = min(bos_idx[idx + 1] if idx + 1 < len(bos_idx) else tokens.size,
+                      cur + max_seq_len, cur + num_tokens_local - cur_len + 1)  # fmt: skip
+            spans.append(tokens[cur:end])
+            cur_len += end - cur
+            idx += 1
+        if cur_len <= num_tokens_local:
+            tokens, i = next(files), 0
+        else:
+            i = idx
+            found.append(np.concatenate(spans))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_shards_apart_are_those_of_the_record(seed):
+    """Shards that begin within a document, of one that fills no row, and of rows that end where a shard does."""
+    r = np.random.default_rng(seed)
+    shards = [r.integers(1, 1000, n).astype(np.uint16) for n in (90, 7, 61, 200, 33, 400)]
+    for tokens in shards:
+        tokens[r.random(len(tokens)) < 0.15] = 0
+        tokens[r.integers(0, 3)] = 0
+    shapes = [(7, 4), (11, 6), (9, 3), (9, 30), (20, 5)]
+    theirs = their_rows(shards, shapes, 14)
+
+    def ours(**how) -> list[list[int]]:
+        shape = lambda i: shapes[min(i, 4)]  # noqa: E731
+        documents = Documents(TokenStream(shards, name="x"), separator=0, shape=shape, **how)
+        return [documents.batch(i, 1, seq=shape(i)[0], document=shape(i)[1])[0][0].tolist() for i in range(14)]
+
+    assert ours(span=False) == [row[:-1].tolist() for row in theirs]
+    assert ours(span=True) == ours() != ours(span=False)
+
+
+def test_shards_that_fill_no_row_alone_are_refused_in_a_line():
+    with pytest.raises(
+        UserError, match="^training part of x fills no row: its documents in a shard have fewer than 31 "
+    ):
+        Documents(stream(), separator=0, shape=lambda i: (30, 0), span=False).spans(0)
+    assert Documents(stream(), separator=0, shape=lambda i: (30, 0)).spans(0)

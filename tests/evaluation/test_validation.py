@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from math import log
 
 import numpy as np
 import pytest
 
+from barellm.config import TrainConfig
 from barellm.data.loader import Validation
 from barellm.data.shards import TokenStream
+from barellm.data.sources import Dataset
 from barellm.evaluation.validation import Evaluator
+from barellm.models.speedrun import speedrun
 
 RNG = np.random.default_rng(0)
 
@@ -73,3 +78,42 @@ def test_the_text_of_the_targets_is_what_was_evaluated():
     tokens = np.arange(26, dtype=np.uint16)
     windows = Validation(TokenStream([tokens], name="test"), seq=4)
     assert Evaluator(windows, batch=2, byte_lengths=None).text(Letters()) == b"bcdefghijklmnopqrstuvwxyz"
+
+
+def dataset(length: int) -> Dataset:
+    stream = TokenStream([RNG.integers(0, 11, length).astype(np.uint16)], name="x")
+    return Dataset(name="x", tokenizer=None, train=stream, val=stream, hash="")
+
+
+@pytest.mark.parametrize("count, seq", [(60, 20), (61, 20), (7, 20), (1, 1), (199, 64)])
+def test_the_first_tokens_are_exactly_those(count, seq):
+    """Row after row from the beginning, each of the first `count` targets once; the loss is that of the text cut there."""
+    data, session = dataset(200), Bigrams(11)
+    windows = data.validation(seq=seq, max_tokens=count, first=True)
+    inputs, targets = windows.batch(0, windows.windows)
+    tokens = data.val.array(0, count + 1)
+    assert np.array_equal(inputs[targets >= 0], tokens[:-1]) and np.array_equal(targets[targets >= 0], tokens[1:])
+    result = Evaluator(windows, batch=3, byte_lengths=None).run(session)
+    assert result.targets == count
+    assert result.nats == pytest.approx(session.cost[tokens[:-1], tokens[1:]].mean(), rel=1e-6)
+
+
+def test_the_first_of_a_shorter_text_are_all_of_it():
+    for count in (0, 199, 200, 1000):
+        assert dataset(200).validation(seq=20, max_tokens=count, first=True).targets == 199
+    assert dataset(200).validation(seq=20, max_tokens=60).targets == 60  # spread, as it was
+
+
+def test_a_record_is_forty_rows():
+    """Lines 1588 and 1589 of the record's code: 10,485,760 tokens, 2,097,152 at a time for 8 GPUs or 8 micro-batches."""
+    train = speedrun().train
+    assert (train.eval_tokens, train.eval_from, train.eval_shape(train.batch)) == (10485760, "first", (1, 2097152 // 8))
+    data = Dataset("x", None, *[TokenStream([np.zeros(100_000_000, np.uint8)], name="x")] * 2, hash="")
+    windows = data.validation(seq=train.eval_seq, max_tokens=train.eval_tokens, first=True)
+    assert (windows.windows, windows.targets) == (40, 10485760)
+
+
+def test_rows_of_an_evaluation_have_the_tokens_of_a_micro_batch_or_one_row():
+    shape = partial(replace, TrainConfig(batch=6, seq=100))
+    assert shape().eval_shape(6) == (6, 100)
+    assert [shape(eval_seq=n).eval_shape(6) for n in (50, 200, 300, 601)] == [(12, 50), (3, 200), (2, 300), (1, 601)]

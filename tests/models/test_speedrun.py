@@ -3,10 +3,12 @@ parts left out. That the model is the record's is shown in tests/oracle/test_spe
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
+from math import log
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +20,14 @@ from barellm.config import Config as Run
 from barellm.config import OptimConfig, TrainConfig
 from barellm.cpu.step import CpuSession
 from barellm.errors import UserError
-from barellm.models.speedrun import RECORD, Config, course, declare, speedrun
+from barellm.models.speedrun import RECORD, Config, course, declare, speedrun, speedrun_small
 from barellm.models.stages import Stage, parse, table
 from barellm.optim.recipes import updates
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import round_to_bf16
 from barellm.program.ops.fp8 import Static
 from barellm.runtime.reference import ReferenceSession
+from barellm.training import metrics
 from tests.training.conftest import TEXT
 
 STAGES = table(
@@ -240,36 +244,33 @@ def test_equal_bits_for_any_number_of_threads(compute, fp8):
     assert len(digests) == 1
 
 
+SIZES = {
+    "heads": 4,
+    "channels": 64,
+    "hidden": 64,
+    "max_seq": 40,
+    "block": 4,
+    "extension": 2,
+    "untie": 1,
+    "stages": STAGES,
+}
+
+
+def small_run(tmp_path: Path, **model: str) -> list[str]:
+    """The words of a run of 8 steps into `whole`, with a checkpoint after each."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    words = ["train", "speedrun-small", "--data", str(text), "--data.tokenizer", "bytes"]
+    words += [word for key, value in (SIZES | model).items() for word in (f"--model.{key}", str(value))]
+    words += ["--train.seq", "40", "--train.steps", "8", "--train.checkpoint_every", "1", "--train.keep", "9"]
+    return [*words, "--train.eval_every", "4", "--out", str(tmp_path / "whole")]
+
+
 def test_a_run_stopped_between_two_steps_that_share_an_update_goes_on_to_the_same_bits(tmp_path, monkeypatch, capsys):
     """A checkpoint after an even number of steps, and one after an odd, which has gradients; then samples and an evaluation. The
     scales of the classifier's 8 bits are states, and part of it."""
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    sizes = {
-        "heads": 4,
-        "channels": 64,
-        "hidden": 64,
-        "max_seq": 40,
-        "block": 4,
-        "extension": 2,
-        "untie": 1,
-        "stages": STAGES,
-        "fp8": "delayed",
-    }
-    words = [
-        "train",
-        "speedrun-small",
-        "--data",
-        str(text),
-        "--data.tokenizer",
-        "bytes",
-        "--out",
-        str(tmp_path / "whole"),
-    ]
-    words += [word for key, value in sizes.items() for word in (f"--model.{key}", str(value))]
-    words += ["--train.seq", "40", "--train.steps", "8", "--train.checkpoint_every", "1", "--train.keep", "9"]
-    assert main([*words, "--train.eval_every", "4"]) == 0
+    assert main(small_run(tmp_path, fp8="delayed")) == 0
     last = Path("checkpoints/step-000008")
     for step in (3, 4):
         here = tmp_path / "whole" / f"checkpoints/step-{step:06d}"
@@ -284,3 +285,72 @@ def test_a_run_stopped_between_two_steps_that_share_an_update_goes_on_to_the_sam
     assert "resumed from" in capsys.readouterr().out
     assert main(["sample", str(tmp_path / "whole"), "--prompt", "a", "--tokens", "50"]) == 0
     assert main(["eval", str(tmp_path / "whole"), "--json"]) == 0
+
+
+def test_the_loss_that_a_user_sees_is_that_of_the_next_token(tmp_path, monkeypatch):
+    """It begins at the logarithm of the classifier's columns, where the weighted sum of three begins at 1.75 times as much."""
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
+    assert main([*small_run(tmp_path), "--dtype", "fp32"]) == 0
+    losses = [row["loss"] for row in metrics.read(tmp_path / "whole" / "metrics.jsonl") if row["kind"] == "train"]
+    columns = json.loads((tmp_path / "whole" / "config.json").read_text())["model"]["padded_vocab"]
+    assert losses[0] == pytest.approx(log(columns), rel=0.02) and losses[-1] < losses[0]
+
+
+NEW = {"model": ("bigram_first", "adam_weights"), "data": ("span_shards",), "train": ("eval_from", "eval_seq")}
+
+
+def test_a_run_that_began_before_these_keys_goes_on_as_it_began(tmp_path, monkeypatch):
+    """Its configuration does not name them: to it pairs are hashed with the first token, and Adam keeps all bits. A new run does
+    neither. Both ends have the bits of a run that was never stopped."""
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
+    old = {"bigram_first": "token", "adam_weights": "fp32"}
+    assert {key: getattr(speedrun_small().model, key) for key in old} == {
+        "bigram_first": "reserved",
+        "adam_weights": "bf16",
+    }
+    assert main([*small_run(tmp_path, **old), "--dtype", "fp32"]) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "old")
+    for later in range(5, 9):
+        shutil.rmtree(tmp_path / f"old/checkpoints/step-{later:06d}")
+    at = tmp_path / "old/checkpoints/step-000004"
+    meta = json.loads((at / "meta.json").read_text())
+    for section, keys in NEW.items():
+        for key in keys:
+            del meta["config"][section][key]
+    (at / "meta.json").write_text(json.dumps(meta))
+    assert main(["train", "--out", str(tmp_path / "old"), "--resume"]) == 0
+    last = Path("checkpoints/step-000008/weights.safetensors")
+    assert (tmp_path / "old" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
+
+
+def test_what_the_presets_do_as_the_record_does():
+    run = speedrun()
+    assert (run.data.order, run.data.span_shards, run.model.max_seq) == ("documents", False, run.train.eval_seq)
+    assert (run.model.bigram_first, run.model.adam_weights) == ("reserved", "bf16")
+
+
+def test_which_weights_are_bf16():
+    """Lines 1869 to 1876 and 1203: modules and banks of gates; vectors of single numbers are fp32, and matrices of layers have a
+    mantissa."""
+    store = Store()
+    declare(Program(store), replace(SMALL, adam_weights="bf16"))
+    names = {name.split(".")[-1] for name, t in store.tensors.items() if t.bf16}
+    assert names == {"embed", "bigrams", "gate", "head", *"01234"}
+    exact = {name.split(".")[-1] for name, t in store.tensors.items() if not t.bf16 and len(t.shape) == 2}
+    assert exact == {"qkv", "proj", "up", "down"} and not any(
+        t.bf16 for t in store.tensors.values() if len(t.shape) == 1
+    )
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_adam_s_weights_are_bf16_after_each_step_if_they_shall(compute):
+    model = replace(SMALL, adam_weights="bf16")
+    session = CpuSession(programs_of(model, compute))
+    reference = ReferenceSession(programs_of(model, compute), dtype="float32")
+    for of in (session, reference):
+        trained(of, model, 4)
+        for name, t in of.tensors.items():
+            if t.role == "parameter":
+                values = np.asarray(of.read(name), np.float32)
+                assert t.bf16 == bool((round_to_bf16(values) == values).all()) or not values.any(), name
+    session.close()

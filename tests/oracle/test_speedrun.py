@@ -45,6 +45,7 @@ MODEL = Config(
     stages=table(STAGES),
     separator=BOS,
     extension=3,
+    bigram_first="reserved",
 )
 RATES = {"momentum_start": 0.85, "momentum": 0.95, "momentum_warmup": 12, "momentum_cooldown": 5}
 OPTIM = replace(speedrun().optim, **RATES)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log, pi
 from typing import Any
 
 import numpy as np
 import pytest
 
+from barellm.cpu.step import CpuSession
+from barellm.models.speedrun import declare, speedrun_small
+from barellm.optim.normuon import Adam
 from barellm.program import ops
+from barellm.program.builder import Program, Store
 from barellm.program.ops.qk_rotary import Yarn
 from tests.cases import normal
 
 torch = pytest.importorskip("torch")
+
+from tests.oracle import torch_speedrun  # noqa: E402
+
 pytestmark = pytest.mark.oracle
 
 BLOCK = 128  # positions of a block of the window
@@ -83,12 +91,25 @@ def test_tables_are_those_of_torch_through_all_stages():
 
 
 def test_bigrams_are_those_of_torch():
-    """Lines 1485 to 1500, beyond its vocabulary too, where 32 bits overflow."""
+    """Lines 1485 to 1500, beyond its vocabulary too, where 32 bits overflow: 27191 * 251519 does with its own. A row's first token
+    decides nothing there; with `reserved` False it decides the second position, and no other."""
     for most, buckets in ((50304, 5 * 50304), (2**31 - 1, 97), (7, 2)):
-        x = torch.randint(0, most, (1, 501), generator=torch.Generator().manual_seed(most), dtype=torch.int32)
-        ids = ops.BigramIds({}, {"buckets": buckets}).reference(x.numpy())["ids"]
-        expected = torch.bitwise_xor(36313 * x[0, 1:], 27191 * x[0, :-1]) % (buckets - 1)
-        assert ids[0, 0] == buckets - 1 and (ids[0, 1:] == expected.numpy()).all() and ids.min() >= 0
+        x = torch.randint(0, most, (501,), generator=torch.Generator().manual_seed(most), dtype=torch.int32)
+        found = {
+            reserved: ops.BigramIds({}, {"buckets": buckets, "reserved": reserved}).reference(x.numpy()[None])["ids"][0]
+            for reserved in (False, True)
+        }
+        assert (found[True] == torch_speedrun.bigram_hash(x, buckets).numpy()).all() and found[True].min() >= 0
+        wanted = torch.bitwise_xor(36313 * x[1], 27191 * x[0]) % (buckets - 1)
+        assert found[False][1] == wanted and (np.delete(found[False], 1) == np.delete(found[True], 1)).all()
+
+
+def test_the_bigram_of_a_row_s_second_token():
+    """Two ids worked out by hand: 27191 * 251519 - 2 * 2^32 = -1750881463, and 36313 * 11 = 399443; xor, then mod 251519."""
+    second = (-1750881463 ^ 399443) % 251519
+    for first in (5, 50256):
+        ids = ops.BigramIds({}, {"buckets": 251520, "reserved": True}).reference(np.array([[first, 11]]))["ids"]
+        assert ids.tolist() == [[251519, second]]
 
 
 def test_documents_start_where_they_do():
@@ -96,3 +117,56 @@ def test_documents_start_where_they_do():
     starts = ops.DocumentStarts({}, {}).reference(cu_seqlens, np.zeros((3, 9), np.int32))["starts"]
     expected = [[0, 0, 0, 3, 4, 4, 4, 4, 4], [0] * 9, [0, 1, 2, 2, 2, 2, 2, 2, 8]]
     assert starts.dtype == np.int32 and (starts == expected).all()
+
+
+class TheirAdam:
+    """Lines 824 to 848: fp32 moments, and a parameter that is bf16 and nothing more. `add_` computes in fp32 and rounds once."""
+
+    def __init__(self, p: Any, beta1: float, beta2: float) -> None:
+        self.p_slice, self.beta1, self.beta2, self.step = p, beta1, beta2, 0
+        self.exp_avg, self.exp_avg_sq = torch.zeros(p.shape), torch.zeros(p.shape)
+
+    def update(self, g_slice: Any, lr: float) -> None:
+        self.step += 1
+        bias1, bias2 = 1 - self.beta1**self.step, 1 - self.beta2**self.step
+        self.exp_avg.mul_(self.beta1).add_(g_slice, alpha=1 - self.beta1)
+        self.exp_avg_sq.mul_(self.beta2).addcmul_(g_slice, g_slice, value=1 - self.beta2)
+        update = self.exp_avg.div(self.exp_avg_sq.sqrt().add_(1e-10)).mul_(lr * (bias2**0.5 / bias1))
+        self.p_slice.add_(other=update, alpha=-1.0)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_the_weights_of_adam_are_bf16_as_theirs(compute):
+    """300 updates of two gates by equal gradients. An attention gate's rate is 8e-3; smear.gate's is 8e-5, less than half of the
+    distance between two bf16 beyond 1/32, so that there theirs do not move at all, and weights of 32 bits do."""
+    for name, lr in (("smear.gate", 8e-5), ("h.0.attn.gate", 8e-3)):
+        first, found, wanted = updated(name, lr, compute, "bf16")
+        assert (found == wanted).mean() > 0.95 and np.abs(found - wanted).max() < 2.0**-8 * np.abs(wanted).max()
+        held = np.abs(first) > 1 / 32
+        assert (found == first)[held].all() == (name == "smear.gate")
+        _, kept, _ = updated(name, lr, compute, "fp32")
+        assert np.abs(kept - first)[held].min() > 1e-3
+
+
+def updated(name: str, lr: float, compute: str, kept: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Equal bf16, and what 300 updates make of our parameter, whose weights are `kept` so, and of theirs."""
+    p = Program(Store(), compute=compute)
+    declare(p, replace(speedrun_small().model, adam_weights=kept))
+    t = p.store.tensors[name]
+    clip = p.store.get("clip", (2,), "fp32", "state")
+    Adam(0.9, 0.99, lr_scale=lr / 8e-3, wd_mul=0.0).update(p, [t], clip)
+    session = CpuSession({"update": p})
+    try:
+        session.write("clip", np.ones(2, np.float32))
+        first = torch.linspace(-0.11, 0.11, t.size).reshape(t.shape).bfloat16()
+        begun = first.float().numpy()
+        session.write(name, begun)
+        them = TheirAdam(first, 0.9, 0.99)
+        for step in range(1, 301):
+            grad = (normal(*t.shape, seed=step) + np.linspace(-2, 2, t.size).reshape(t.shape)).astype(np.float32)
+            session.write(f"{name}.grad", grad)
+            session.run("update", lr=8e-3, step=step)
+            them.update(torch.tensor(grad), lr)
+        return begun, session.read(name), them.p_slice.float().numpy()
+    finally:
+        session.close()

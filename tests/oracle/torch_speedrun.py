@@ -110,14 +110,21 @@ def attention(
     return F.linear(y.reshape(T, C), sa[1] * bank[3 * C :])
 
 
+def bigram_hash(x: Tensor, bigram_vocab_size: int) -> Tensor:
+    """The lines 1492 to 1500 as they stand: int32, in place, so that position 1 is hashed with what position 0 has become."""
+    mod = bigram_vocab_size - 1
+    x = x.to(torch.int32)
+    out = torch.empty_like(x)
+    out.copy_(x)
+    out[0] = mod
+    out[1:] = torch.bitwise_xor(36313 * out[1:], 27191 * out[:-1]) % mod
+    return out
+
+
 def hidden(w: dict[str, Tensor], tokens: Tensor, documents: Tensor, sizes: Sizes, stage: Stage) -> Tensor:
     """(T, C), what the classifier sees, of tokens (T,) whose documents have the numbers `documents` (T,): 1257 to 1387."""
     x = w["embed"][tokens]
-    ids = torch.empty_like(tokens)
-    rows = w["bigram_embed"].shape[0]
-    ids[0] = rows - 1
-    ids[1:] = ((36313 * tokens[1:]) ^ (27191 * tokens[:-1])) % (rows - 1)  # 1485
-    bigram = w["bigram_embed"][ids]
+    bigram = w["bigram_embed"][bigram_hash(tokens, len(w["bigram_embed"]))]
     tables = w["value_embeds"].view(5, sizes.vocab, sizes.channels)
     smear, backout, skip = w["scalars"][2 * LAYERS : 2 * LAYERS + 3]
     share = smear * torch.sigmoid(F.linear(x[1:, :12], w["smear_gate"]))

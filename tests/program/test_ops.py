@@ -90,8 +90,8 @@ BAD = [
         {"heads": 2, "kv_heads": 2, "paired": True},
         "6 positions.*have 5",
     ),
-    (ops.BigramIds, {"tokens": t(2, 9)}, {"buckets": 9}, r"i32: tokens \(2, 9\) fp32"),
-    (ops.BigramIds, {"tokens": t(2, 9, dtype="i32")}, {"buckets": 1}, "at least 2 buckets, found 1"),
+    (ops.BigramIds, {"tokens": t(2, 9)}, {"buckets": 9, "reserved": False}, r"i32: tokens \(2, 9\) fp32"),
+    (ops.BigramIds, {"tokens": t(2, 9, dtype="i32")}, {"buckets": 1, "reserved": False}, "at least 2 buckets, found 1"),
     (ops.DocumentStarts, {"cu_seqlens": t(3, 4, dtype="i32"), "tokens": t(2, 9)}, {}, r"\(3, 4\) i32, tokens \(2, 9\)"),
     (ops.Transpose, {"x": t(2, 3, 4)}, {}, r"\(2, 3, 4\)"),
     (ops.Dropout, {"x": t(2, 3, 4)}, {"rate": 1.0, "stream": 0}, r"\(2, 3, 4\), rate 1.0"),
@@ -165,7 +165,11 @@ def test_a_position_answers_for_the_next_targets_of_its_row():
         if t_ + k < 4 and targets[b, t_ + k] >= 0:
             expected -= scalars[f"mtp_{k}"] * np.log(p[b, t_, targets[b, t_ + k]])
     op = ops.SoftcapCrossEntropy({}, {"valid_vocab": 5, "cap": (23.0, 5.0, 7.5), "predict": 3})
-    assert op.reference(logits, targets, **scalars)["loss"] == pytest.approx(0.25 * expected, rel=1e-12)
+    found = op.reference(logits, targets, **scalars)
+    assert found["loss"] == pytest.approx(0.25 * expected, rel=1e-12)
+    alone = op.reference(logits, targets, inv_targets=0.25, mtp_0=1.0, mtp_1=0.0, mtp_2=0.0)["loss"]
+    other = op.reference(logits, targets, **scalars | {"mtp_0": 0.5})["next_loss"]  # whatever the weight
+    assert found["next_loss"] == alone == other
 
 
 def test_one_target_without_a_cap_is_plain_cross_entropy():

@@ -49,7 +49,8 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
     V = op.columns if weight is None else int(weight.shape[1 if loss.transposed else 0])
     rows = x.size // width
     logits = (part(c.scratch("logits", min(rows, CHUNK) * V * itemsize(x.dtype))), x.dtype)
-    losses = c.scratch("losses", 4 * rows)
+    totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
+    of_rows = {name: c.scratch(name, 4 * rows) for name in totals}
     if gradients:
         c.private(loss.scratch(V))
     for first in range(0, rows, CHUNK):  # those beyond a run's rows do nothing
@@ -57,15 +58,16 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
         x_rows = append_logits(op, c, logits, V, chunk, transposed=loss.transposed)
         operands = {
             "lse": None,
-            "losses": (part(losses, 4 * first, min(4 * (first + CHUNK), 4 * rows)), "fp32"),
             "logits": logits,
             "targets": rows_of(op.targets, first, rows, 1),
             "loss_scale": op.loss_scale if gradients else None,
             "row_begin": first,
             "row_limit": CHUNK,
         }
+        for name, held in of_rows.items():
+            operands[name] = (part(held, 4 * first, min(4 * (first + CHUNK), 4 * rows)), "fp32")
         emit = loss.gradients if gradients else loss.losses
-        c.call(emit, operands, loss.constants(op, V, x), writes="losses logits" if gradients else "losses")
+        c.call(emit, operands, loss.constants(op, V, x), writes=" ".join([*totals, *["logits"] * gradients]))
         if gradients and weight is not None:
             append_product(
                 c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=loss.transposed,
@@ -74,8 +76,9 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
             dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
             mode = op.modes["dweight"] if first == 0 else "add"
             append_weight_gradient(c, op.dweight, dy, by, x, mode, rows=chunk, squares=op.outputs.get("squares"))
-    operands = {"loss": op.loss, "losses": (part(losses), "fp32")}
-    c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
+    for name, total in totals.items():
+        operands = {"loss": total, "losses": (part(of_rows[name]), "fp32")}
+        c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
 
 
 def append_logits(op: Op, c: Lowering, logits: Any, V: int, chunk: tuple[int, int], *, transposed: bool = False) -> Any:

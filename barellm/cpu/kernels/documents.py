@@ -9,19 +9,28 @@ from barellm.program.ops.documents import HASH
 INTEGERS = dict.fromkeys(("tokens", "ids", "cu_seqlens", "starts"), "i32")
 
 
-@kernel("bigram_ids", constants=lambda op: {"buckets": op.buckets}, also=INTEGERS)
-def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets) -> None:
-    """A thread's elements may span rows; each row's first is set behind the others."""
+@kernel("bigram_ids", constants=lambda op: {"buckets": op.buckets, "reserved": op.reserved}, also=INTEGERS)
+def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets, reserved) -> None:
+    """A thread's elements may span rows; each row's first two are set behind the others."""
     seq, modulus = k.scalar("seq"), buckets - 1
 
-    def body(i, mask, j):
-        pair = [tokens.load(i - back, mask) * k.const(factor, k.ivec) for back, factor in enumerate(HASH)]
-        left = (pair[0] ^ pair[1]) % modulus
+    def hashed(i, mask, before):
+        own, before = (
+            v * k.const(factor, k.ivec) for v, factor in zip((tokens.load(i, mask), before), HASH, strict=True)
+        )
+        left = (own ^ before) % modulus
         ids.store(k.select(left < 0, left + modulus, left), i, mask)
+
+    def body(i, mask, j):
+        hashed(i, mask, tokens.load(i - 1, mask))
 
     with k.claim(k.scalar("batch") * seq, GRAIN) as (begin, end):
         # The very first token has none before it in memory.
         sweep(k, k.max(begin, 1), end, body)
+        if reserved:  # where a row has one token only, what follows sets it anew
+            second = (begin + seq - 2) // seq * seq + 1
+            with k.loop(second, end, seq) as i:
+                hashed(i, k.mask_first(1), k.const(modulus, k.ivec))
         first = (begin + seq - 1) // seq * seq
         with k.loop(first, end, seq) as i:
             ids.put(k.int(modulus), i)

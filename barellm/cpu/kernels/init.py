@@ -28,11 +28,13 @@ def uniforms(k: KernelBuilder, first: Value, second: Value) -> tuple[Value, Valu
     return tuple((k.to(word >> 8, k.vec) + 0.5) * 2.0**-23 - 1.0 for word in (first, second))  # pyright: ignore[reportReturnType]
 
 
-def random_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream, size_bits, *, normal: bool) -> None:
+def random_init(
+    k: KernelBuilder, param, param_lo, rows, columns, valid, stream, size_bits, *, normal: bool, bf16
+) -> None:
     """size * random numbers. What differs between parameters is given at run time, the size as its fp32 bits: one code for all."""
     size = k.splat(k.bitcast(k.to(size_bits, "i32"), "float"))
     key = random.sample_key(k, k.scalar("seed"), 0, 0, stream)
-    weights = Weight(k, param, param_lo)
+    weights = Weight(k, param, param_lo, bf16)
     width = 2 * HALF
     blocks = (columns + width - 1) // width
     with k.claim(rows * blocks, GRAIN // width) as (begin, end), k.loop(begin, end) as unit:
@@ -53,7 +55,7 @@ def lower_random_init(op: Op, c: Lowering) -> None:
     columns = int(t.shape[-1])
     operands = {**weight_operands("param", t), "rows": t.size // columns, "columns": columns, "valid": _valid(op),
                 "stream": int(op.stream), "size_bits": struct.unpack("<i", struct.pack("<f", size))[0]}  # fmt: skip
-    c.call(random_init, operands, {"normal": normal}, writes="param param_lo")
+    c.call(random_init, operands, {"normal": normal, "bf16": bool(op.bf16)}, writes="param param_lo")
 
 
 def constant_init(k: KernelBuilder, param, param_lo, n, valid, *, value) -> None:

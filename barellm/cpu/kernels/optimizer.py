@@ -26,11 +26,11 @@ def power(k: KernelBuilder, base: float, exponent: Value) -> Value:
 
 def adamw(
     k: KernelBuilder, param, param_lo, m, v, grad, clip, n, stream, first, *,
-    beta1, beta2, eps, weight_decay, lr_scale, cautious,
+    beta1, beta2, eps, weight_decay, lr_scale, cautious, bf16,
 ) -> None:  # fmt: skip
     """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps); the step's factors are computed in double. With a `stream` 16-bit moments are
     rounded stochastically, by the random bits from element `first` on. `cautious`: u = lr m^ / (sqrt(v) + eps) with the second
-    bias in lr, then p - u - (lr^2 wd p where u makes p smaller)."""
+    bias in lr, then p - u - (lr^2 wd p where u makes p smaller). `bf16`: the new weight is rounded to it."""
     lr, step = k.scalar("lr"), k.scalar("step")
     lr = lr if lr_scale == 1.0 else lr * lr_scale
     step_size, root = lr / (1.0 - power(k, beta1, step)), k.sqrt(1.0 - power(k, beta2, step))
@@ -39,7 +39,7 @@ def adamw(
     else:
         rate, unbias, shrink = k.splat(step_size), k.splat(1.0 / root), k.splat(1.0 - lr * weight_decay)
     scale = clip.get(1)
-    weights, means, squares = Weight(k, param, param_lo), Moment(k, m, "e6m9"), Moment(k, v, "ue6m10")
+    weights, means, squares = Weight(k, param, param_lo, bf16), Moment(k, m, "e6m9"), Moment(k, v, "ue6m10")
     # What the gradient is multiplied with: the clipping goes with the betas.
     for_mean, for_square = k.splat(scale * (1.0 - beta1)), k.splat(scale * (1.0 - beta2) ** 0.5)
     key = None if stream is None else random.sample_key(k, k.scalar("seed"), step, 0, stream)
@@ -121,7 +121,7 @@ def _lower(op: Op, c: Lowering, *, cautious: bool) -> None:
                 "v": moment_operand(op.outputs["v"]), "grad": op.grad, "clip": op.clip, "n": op.grad.size,
                 "stream": op.stream, "first": op.grad.first_element if op.stream is not None else None}  # fmt: skip
     names = ("beta1", "beta2", "eps", "weight_decay", "lr_scale")
-    constants = {name: float(getattr(op, name)) for name in names} | {"cautious": cautious}
+    constants = {name: float(getattr(op, name)) for name in names} | {"cautious": cautious, "bf16": bool(op.bf16)}
     c.call(adamw, operands, constants, writes="param param_lo m v")
 
 

@@ -106,7 +106,8 @@ def log_sum_exp(
     return shift + logarithm(k, total), total
 
 
-def write_loss(k: KernelBuilder, losses: Pointer, row: Value, found: list[Target], lse: Value) -> None:
+def write_loss(k: KernelBuilder, losses: Pointer, nexts: Pointer, row: Value, found: list[Target], lse: Value) -> None:
+    nexts.put(k.select(found[0].counted, lse - found[0].z, 0.0), row)
     losses.put(added([k.select(t.counted, t.weight * (lse - t.z), 0.0) for t in found]), row)
 
 
@@ -146,9 +147,10 @@ def factor_of(k: KernelBuilder, loss_scale: Pointer | None, cap: Cap | None, div
 
 
 def row_losses(
-    k: KernelBuilder, lse, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner, cap, **more
-) -> None:
-    """lse, and losses: the weighted sum of lse - z[target] over a row's targets."""
+    k: KernelBuilder, lse, losses, nexts, logits, targets, row_begin, row_limit,
+    *, V, valid, dims, inner, cap, **more,
+) -> None:  # fmt: skip
+    """lse, losses: the weighted sum of lse - z[target] over a row's targets, and nexts: that of the first alone."""
     with (
         k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
@@ -157,12 +159,13 @@ def row_losses(
         value, _ = log_sum_exp(k, of, None, valid, cap)
         if lse is not None:
             lse.put(value, row)
-        write_loss(k, losses, row, targets_of(k, of, targets, row, row_begin, cap=cap, **more), value)
+        write_loss(k, losses, nexts, row, targets_of(k, of, targets, row, row_begin, cap=cap, **more), value)
 
 
 def row_losses_and_gradients(
-    k: KernelBuilder, losses, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, cap, **more
-) -> None:
+    k: KernelBuilder, losses, nexts, logits, targets, loss_scale, row_begin, row_limit,
+    *, V, valid, dims, inner, cap, **more,
+) -> None:  # fmt: skip
     """Compute the losses, and write the gradient over the logits."""
     factor, kept = factor_of(k, loss_scale, cap), k.private()
     with (
@@ -172,7 +175,7 @@ def row_losses_and_gradients(
         of = logits.at(row * V)
         found = targets_of(k, of, targets, row, row_begin, cap=cap, **more)
         lse, total = log_sum_exp(k, of, kept, valid, cap)
-        write_loss(k, losses, row, found, lse)
+        write_loss(k, losses, nexts, row, found, lse)
         scale = k.splat(factor * weights_of(found) / total)
         write_gradient(
             k, of, found, lse, factor, lambda c, mask, scale=scale: kept.load(c, mask) * scale,
@@ -211,11 +214,12 @@ def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
 
 @lowering("softcap_cross_entropy", also={"targets": "i32"})
 def softcap_cross_entropy(op: Op, c: Lowering) -> None:
-    losses = (part(c.scratch("losses", 4 * op.targets.size)), "fp32")
-    operands = {"lse": op.lse, "losses": losses, "logits": op.logits, "targets": op.targets}
+    losses, nexts = ((part(c.scratch(name, 4 * op.targets.size)), "fp32") for name in ("losses", "nexts"))
+    operands = {"lse": op.lse, "losses": losses, "nexts": nexts, "logits": op.logits, "targets": op.targets}
     operands |= {"row_begin": 0, "row_limit": ALL_ROWS}
-    c.call(row_losses, operands, constants_of(op, int(op.logits.shape[-1]), op.logits), writes="lse losses")
-    c.call(total_loss, {"loss": op.loss, "losses": losses}, shape_of(op.logits), writes="loss")
+    c.call(row_losses, operands, constants_of(op, int(op.logits.shape[-1]), op.logits), writes="lse losses nexts")
+    for loss, of_rows in ((op.loss, losses), (op.next_loss, nexts)):
+        c.call(total_loss, {"loss": loss, "losses": of_rows}, shape_of(op.logits), writes="loss")
 
 
 @lowering("softcap_cross_entropy_backward", adds="dlogits", also={"targets": "i32", "loss_scale": "i32"})

@@ -41,11 +41,12 @@ def store_halves(
 
 @dataclass(frozen=True)
 class Weight:
-    """Vectors of fp32 values, whatever the storage."""
+    """Vectors of fp32 values, whatever the storage. `bf16`: what is stored is rounded to the nearest bf16 first."""
 
     k: KernelBuilder
     p: Pointer
     lo: Pointer | None
+    bf16: bool = False
 
     def load(self, index: Any = 0, mask: Value | None = None) -> Value:
         if self.lo is None:
@@ -63,16 +64,19 @@ class Weight:
 
     def store_all(self, values: list[Value], index: Any, mask: Value | None) -> None:
         """Adjacent vectors; a mask only with one."""
+        k = self.k
+        if self.bf16:
+            values = [k.widen16(k.round_bf16(value), "bf16") for value in values]
         if self.lo is None or self.lo.dtype == "fp32":
             for plane in (self.p, self.lo):
                 for j, value in enumerate(values):
                     if plane is not None:
-                        plane.store(value, self.k.lanes * j + index, mask)
+                        plane.store(value, k.lanes * j + index, mask)
             return
-        bits = [self.k.bitcast(value, self.k.ivec) for value in values]
+        bits = [k.bitcast(value, k.ivec) for value in values]
         rounded = bits if self.lo.dtype == "u16" else [b + 0x8000 for b in bits]
-        store_halves(self.k, self.p, rounded, index, mask, high=True)
-        store_halves(self.k, self.lo, bits, index, mask, high=False)
+        store_halves(k, self.p, rounded, index, mask, high=True)
+        store_halves(k, self.lo, bits, index, mask, high=False)
 
 
 def moment_operand(t: Tensor) -> Any:

@@ -78,7 +78,8 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
     most = x.size // C
     count = min(chunk_tokens(V, itemsize(x.dtype)), most)
     logits = part(c.scratch("logits", (count, V), x.dtype)), x.dtype
-    losses = c.scratch("losses", (most,))
+    totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
+    of_rows = {name: c.scratch(name, (most,)) for name in totals}
     weight = append_numbers(c, op, rows) if matrix is None else weight_operand(matrix)
     to_logits, to_dx = ("nn", "nt") if loss.transposed else ("nt", "nn")
     for first in range(0, most, count):
@@ -86,19 +87,23 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
         sizes = {"rows": chunk, "most": min(count, most - first), "N": N, "K": K}
         x_rows = rows_of(x, first, count, C)
         product(c, to_logits, out=logits, a=x_rows, b=weight, **sizes)
-        here = part(losses, 4 * first, min(4 * (first + count), losses.nbytes)), "fp32"
-        operands = {"losses": here, "lse": None, "dlogits": logits if gradients else None}
+        operands = {
+            name: (part(held, 4 * first, min(4 * (first + count), held.nbytes)), "fp32")
+            for name, held in of_rows.items()
+        }
+        operands |= {"lse": None, "dlogits": logits if gradients else None}
         operands |= {"logits": logits, "targets": rows_of(op.targets, first, most, 1)}
         operands |= {"loss_scale": op.loss_scale if gradients else None}
         more, constants = loss.more(op, first)
-        launch_rows(c, loss.rows, operands | more, chunk, V, "losses dlogits", **constants)
+        launch_rows(c, loss.rows, operands | more, chunk, V, " ".join([*totals, "dlogits"]), **constants)
         if gradients:
             product(c, to_dx, out=rows_of(op.dx, first, count, C), a=logits, b=weight, mode=mode(op, "dx"), **sizes)
             into = mode(op, "dweight") if first == 0 else MODES["add"]
             dy, by = (x_rows, logits) if loss.transposed else (logits, x_rows)
             product(c, "tn", out=op.dweight, a=dy, b=by, mode=into, **sizes)
         only_of_tokens(c, before, chunk)
-    launch_total(c, losses, rows)
+    for name, total in totals.items():
+        launch_total(c, total, of_rows[name], rows)
 
 
 def only_of_tokens(c: Lowering, before: int, chunk: Chunk) -> None:

@@ -14,6 +14,7 @@ from barellm.cuda.kernel import Lowering, Size, lowering, mode
 from barellm.cuda.kernels.common import INV_TARGETS, LEAST_SUMMED, double, keep, pow2
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.loss_scale import FIRST_SCALE
+from barellm.program.tensor import Tensor
 
 SCALE_BIAS = constant(127 + FIRST_SCALE)  # of an fp32 exponent, with the power that a new loss scale has
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
@@ -134,8 +135,8 @@ def launch_rows(
     c.launch(function, operands, constants, grid=lambda s: (rows(s),), writes=writes, **options)
 
 
-def launch_total(c: Lowering, losses: Any, rows: Size) -> None:
-    operands = {"loss": c.op.loss, "losses": losses, "rows": rows}
+def launch_total(c: Lowering, loss: Tensor, losses: Any, rows: Size) -> None:
+    operands = {"loss": loss, "losses": losses, "rows": rows}
     c.launch(total_loss, operands, {"BLOCK": LOSSES}, grid=lambda s: (1,), writes="loss", warps=8)
 
 
@@ -146,7 +147,7 @@ def lower_cross_entropy(op: Any, c: Lowering) -> None:
     operands = {"losses": losses, "lse": op.lse, "dlogits": None, "logits": op.logits, "targets": op.targets}
     operands |= {"loss_scale": None}
     launch_rows(c, row_losses, operands, rows, int(op.logits.shape[-1]), "losses lse")
-    launch_total(c, losses, rows)
+    launch_total(c, op.loss, losses, rows)
 
 
 @lowering("cross_entropy_backward", starts="dlogits", also={"targets": "i32", "loss_scale": "i32"})

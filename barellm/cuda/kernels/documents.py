@@ -14,12 +14,16 @@ OWN, BEFORE = (constant(factor) for factor in HASH)
 
 
 @device
-def bigram_ids(ids, tokens, units, seq, MODULUS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def bigram_ids(
+    ids, tokens, units, seq, MODULUS: tl.constexpr, RESERVED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr
+):
     i, mask = flat(units, UNIT, BLOCK)
     inner = mask & (i % seq != 0)
     own = tl.load(tokens + i, mask=mask, other=0) * OWN
-    before = tl.load(tokens + i - 1, mask=inner, other=0) * BEFORE
-    left = (own ^ before) % MODULUS
+    before = tl.load(tokens + i - 1, mask=inner, other=0)
+    if RESERVED:
+        before = tl.where(i % seq == 1, MODULUS, before)
+    left = (own ^ (before * BEFORE)) % MODULUS
     left = tl.where(left < 0, left + MODULUS, left)
     tl.store(ids + i, tl.where(inner, left, MODULUS), mask=mask)
 
@@ -27,7 +31,7 @@ def bigram_ids(ids, tokens, units, seq, MODULUS: tl.constexpr, UNIT: tl.constexp
 @lowering("bigram_ids", also=dict.fromkeys(("ids", "tokens"), "i32"))
 def lower_bigram_ids(op: Any, c: Lowering) -> None:
     operands = {"ids": op.ids, "tokens": op.tokens, "seq": lambda s: s.seq}
-    sweep(c, bigram_ids, op.ids, operands, writes="ids", MODULUS=op.buckets - 1)
+    sweep(c, bigram_ids, op.ids, operands, writes="ids", MODULUS=op.buckets - 1, RESERVED=op.reserved)
 
 
 @device

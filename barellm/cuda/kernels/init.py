@@ -12,6 +12,7 @@ from barellm.cuda.kernels.storage import (
     WHOLE,
     lo_pointer,
     store_weight,
+    to_bf16,
     weight_columns,
     weight_constants,
     weight_pointer,
@@ -63,9 +64,9 @@ def uniforms(first, second):
 def random_init(
     table, scalars,
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
-    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NORMAL: tl.constexpr,
+    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NORMAL: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
-    """size * random numbers."""
+    """size * random numbers; BF16: rounded to it."""
     entry, turn = entry_of(table, ENTRIES, WIDE)
     row = turn * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -84,7 +85,10 @@ def random_init(
     param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None
     if FORMAT is not None:
         lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
-    store_weight(param, lo, i, mask, tl.where(live, to_columns(x, y, BR, BC) * size, 0.0))
+    value = tl.where(live, to_columns(x, y, BR, BC) * size, 0.0)
+    if BF16:
+        value = to_bf16(value)
+    store_weight(param, lo, i, mask, value)
 
 
 @lowering("normal_init", "uniform_init", floats="fp32", also={"param": PLANES})
@@ -100,7 +104,7 @@ def lower_random_init(op: Any, c: Lowering) -> None:
         "size": ("fp64", [float(i.attrs["std" if normal else "bound"]) for i in inits]),
         "stream": ("i64", [int(i.attrs["stream"]) for i in inits]),
     }
-    fixed = {"C": C, "BR": BR, "BC": BC, "NORMAL": normal}
+    fixed = {"C": C, "BR": BR, "BC": BC, "NORMAL": normal, "BF16": inits[0].bf16}
     launch_all(c, random_init, RANDOM_FIELDS, [ceil_div(n, BR) for n in rows], more, ceil_div(C, BC), **fixed)
 
 
@@ -133,7 +137,7 @@ def lower_constant_init(op: Any, c: Lowering) -> None:
 
 def launch_all(
     c: Lowering, function: DeviceFunction, fields: tuple[str, ...], programs: list[int], more: dict[str, Any],
-    blocks: int = 1, **constants: int,
+    blocks: int = 1, **constants: Any,
 ) -> None:  # fmt: skip
     """One launch for the parameters of an op or a group. `programs`: of each; `blocks`: of columns; `more`: further fields."""
     params = parameters(c.op)

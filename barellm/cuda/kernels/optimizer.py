@@ -20,6 +20,7 @@ from barellm.cuda.kernels.storage import (
     moment_operand,
     store_moment,
     store_weight,
+    to_bf16,
     weight_columns,
     weight_constants,
     weight_pointer,
@@ -158,12 +159,13 @@ def adamw(
     table, clip, factors, scalars,
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr, LR_SCALE: tl.constexpr,
-    FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, CAUTIOUS: tl.constexpr,
+    FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, CAUTIOUS: tl.constexpr, BF16: tl.constexpr,
     M_MANTISSA: tl.constexpr, M_SIGNED: tl.constexpr, V_MANTISSA: tl.constexpr, V_SIGNED: tl.constexpr,
 ):  # fmt: skip
     """p (1 - lr wd) - lr m^ / (sqrt(v^) + eps): everything read and written once. `factors`: `step_factors` made them.
     STOCHASTIC: 16-bit moments are rounded so, by the shared words of the parameter's stream. CAUTIOUS: modded-nanogpt's Adam, whose
-    eps comes before the second bias, and which takes lr^2 wd p off where that goes the update's way."""
+    eps comes before the second bias, and which takes lr^2 wd p off where that goes the update's way. BF16: the new weight is
+    rounded to it."""
     scale = tl.load(clip + 1)
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, turn = entry_of(table, ENTRIES, WIDE)
@@ -202,6 +204,8 @@ def adamw(
                 p = p - update - tl.where(update * p > 0, p * lost, 0.0)
             else:
                 p = p * shrink - rate * mean / (tl.sqrt(square) * unbias + EPSILON)
+            if BF16:
+                p = to_bf16(p)
             store_weight(param, lo, i, mask, p)
             store_moment(m, i, mask, mean, dither_m, M_MANTISSA, M_SIGNED)
             store_moment(v, i, mask, square, dither_v, V_MANTISSA, V_SIGNED)
@@ -238,7 +242,7 @@ def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
     constants = both | {
         **extent(len(updates)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK,
         "BETA1": beta1, "BETA2": beta2, "EPSILON": float(op.eps), **weight_constants(params[0]),
-        "STOCHASTIC": updates[0].stream is not None,
+        "STOCHASTIC": updates[0].stream is not None, "BF16": updates[0].bf16,
         **moment_constants("M", ms[0]), **moment_constants("V", vs[0]),
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo", "m", "v"))

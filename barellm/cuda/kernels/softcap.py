@@ -113,12 +113,12 @@ def write_gradient(
 
 @device
 def softcap_row_losses(
-    losses, lse, dlogits, logits, targets, loss_scale, scalars, first, length,
+    losses, nexts, lse, dlogits, logits, targets, loss_scale, scalars, first, length,
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     PREDICT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """losses: the weighted sum of lse - z over the targets; dlogits, which may be logits, where it is given. The logits at the
-    targets are read before the row's sum, so before any thread writes."""
+    """losses: the weighted sum of lse - z over the targets; nexts: that of the first alone, with the weight 1; dlogits, which may
+    be logits, where it is given. The logits at the targets are read before the row's sum, so before any thread writes."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length
     logits += row * V
@@ -129,7 +129,9 @@ def softcap_row_losses(
     z1 = capped_at(logits, t1, 1, PREDICT, SCALE, SHIFT, WIDTH)
     z2 = capped_at(logits, t2, 2, PREDICT, SCALE, SHIFT, WIDTH)
     value = log_sum_exp_of(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCK)
-    loss = tl.where(t0 >= 0, w0 * (value - z0), 0.0)
+    following = tl.where(t0 >= 0, value - z0, 0.0)
+    tl.store(nexts + row, following)
+    loss = w0 * following
     if PREDICT > 1:
         loss += tl.where(t1 >= 0, w1 * (value - z1), 0.0)
     if PREDICT > 2:
@@ -175,12 +177,14 @@ def places_of(op: Op, first: int = 0) -> dict[str, Any]:
 @lowering("softcap_cross_entropy", also={"targets": "i32"})
 def lower_softcap_cross_entropy(op: Any, c: Lowering) -> None:
     rows = c.rows(op.logits)
-    losses = c.scratch("losses", (op.targets.size,))
-    operands = {"losses": losses, "lse": op.lse, "dlogits": None, "logits": op.logits, "targets": op.targets}
+    losses, nexts = (c.scratch(name, (op.targets.size,)) for name in ("losses", "nexts"))
+    operands = {"losses": losses, "nexts": nexts, "lse": op.lse, "dlogits": None, "logits": op.logits}
+    operands |= {"targets": op.targets}
     operands |= {"loss_scale": None, **places_of(op)}
     V = int(op.logits.shape[-1])
-    launch_rows(c, softcap_row_losses, operands, rows, V, "losses lse", **constants_of(op))
-    launch_total(c, losses, rows)
+    launch_rows(c, softcap_row_losses, operands, rows, V, "losses nexts lse", **constants_of(op))
+    launch_total(c, op.loss, losses, rows)
+    launch_total(c, op.next_loss, nexts, rows)
 
 
 @lowering("softcap_cross_entropy_backward", starts="dlogits", also={"targets": "i32", "loss_scale": "i32"})

@@ -70,6 +70,12 @@ def load_weight(p, lo, i, mask):
 
 
 @device
+def to_bf16(value):
+    """The nearest bf16 of fp32 numbers, ties to even, as fp32."""
+    return value.to(tl.bfloat16).to(tl.float32)
+
+
+@device
 def store_weight(p, lo, i, mask, value):
     if lo is None:
         tl.store(p + i, value, mask=mask)

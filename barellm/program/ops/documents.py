@@ -13,7 +13,10 @@ HASH = 36313, 27191  # what a token and the one before are multiplied with
 
 class BigramIds(Op):
     """ids[t] = (36313 tokens[t] xor 27191 tokens[t - 1]) mod (buckets - 1) for a table of `buckets` rows. Position 0 has the last
-    row, which no pair has. The integers have 32 bits and wrap around; the remainder is not negative. Pairs may span documents."""
+    row, which no pair has. The integers have 32 bits and wrap around; the remainder is not negative. Pairs may span documents.
+
+    With `reserved` the number of that row, buckets - 1, stands in the row of tokens too before pairs are hashed: position 1 has
+    (36313 tokens[1] xor 27191 (buckets - 1)) mod (buckets - 1), as in modded-nanogpt, which hashes in place."""
 
     name = "bigram_ids"
 
@@ -25,9 +28,12 @@ class BigramIds(Op):
         return {"ids": (tokens.shape, "i32")}
 
     def reference(self, tokens):
-        own, before = (tokens.astype(np.int32) * np.int32(factor) for factor in HASH)
+        own = tokens.astype(np.int32)
+        before = own.copy()
+        if self.reserved:
+            before[:, 0] = self.buckets - 1
         ids = np.full_like(own, self.buckets - 1)
-        ids[:, 1:] = (own[:, 1:] ^ before[:, :-1]) % np.int32(self.buckets - 1)
+        ids[:, 1:] = (np.int32(HASH[0]) * own[:, 1:] ^ np.int32(HASH[1]) * before[:, :-1]) % np.int32(self.buckets - 1)
         return {"ids": ids}
 
     def flops(self) -> int:
@@ -87,9 +93,10 @@ class DocumentStarts(Op):
 class Calls(Graph):
     """The methods of Program that append these ops."""
 
-    def bigram_ids(self, tokens: Tensor, *, buckets: int) -> Tensor:
-        """tokens (B, T) i32 -> rows (B, T) i32 of a table with `buckets` rows, one for each pair of neighbours."""
-        return self.apply(BigramIds, tokens=tokens, buckets=buckets).ids
+    def bigram_ids(self, tokens: Tensor, *, buckets: int, reserved: bool = False) -> Tensor:
+        """tokens (B, T) i32 -> rows (B, T) i32 of a table with `buckets` rows, one for each pair of neighbours. `reserved`: the
+        pair of position 1 has the number of the last row for its first token, as in modded-nanogpt."""
+        return self.apply(BigramIds, tokens=tokens, buckets=buckets, reserved=reserved).ids
 
     def cu_seqlens(self, tokens: Tensor, *, separator: int) -> Tensor:
         """tokens (B, T) i32 -> (B, T + 1) i32: where documents begin, each with the token `separator`, padded with T."""

@@ -254,6 +254,10 @@ class MuonUpdate(OfMatrices):
         self.expect(x=x)
         if param.shape != x.shape or clip.shape != (2,):
             raise ValueError(f"muon_update expects equal shapes and clip (2): {describe(param=param, x=x, clip=clip)}")
+        if param.base.bf16:
+            raise ValueError(
+                f"muon_update keeps all bits of a weight, and {describe(param=param)} is declared with bf16"
+            )
         if scales is not None and tuple(scales.shape) != (lines(x, self.matrices),):
             raise ValueError(f"muon_update expects scales ({lines(x, self.matrices)}): {describe(x=x, scales=scales)}")
         return {"param": (param.shape, param.dtype)}

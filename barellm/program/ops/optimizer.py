@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from barellm.program.dtypes import round_to_bf16
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE, scale_of
 from barellm.program.moments import decode, encode
 from barellm.program.ops.base import Op, Spec
@@ -82,10 +83,12 @@ class AdamW(Op):
     moments before they are rounded. They are rounded to nearest; or, with a `stream`, stochastically: by the shared word of
     `program.ops.random` for this seed, step, stream, sample 0, row 0 and the element as the column. Of its bits m takes the
     lowest 14 and v the highest 13. A span of a parameter has the columns of its elements.
+
+    With `bf16` the new weight is rounded to the nearest bf16, ties to even, whatever its dtype has room for.
     """
 
     name = "adamw"
-    optional = ("stream",)
+    optional = ("stream", "bf16")
     scalars = ("lr", "step", "seed")
     inplace: ClassVar[dict[str, str]] = {"param": "param", "m": "m", "v": "v"}
 
@@ -110,7 +113,10 @@ class AdamW(Op):
         v = self.beta2 * v + (1 - self.beta2) * g * g
         denominator = np.sqrt(v / (1 - self.beta2**step)) + self.eps
         param = param * (1 - lr * self.weight_decay) - lr / (1 - self.beta1**step) * m / denominator
-        return {"param": param, **self._stored(m, v, step, seed)}
+        return {"param": self._rounded(param), **self._stored(m, v, step, seed)}
+
+    def _rounded(self, param: np.ndarray) -> np.ndarray:
+        return round_to_bf16(param) if self.bf16 else param
 
     def _stored(self, m: np.ndarray, v: np.ndarray, step: int, seed: int) -> dict[str, np.ndarray]:
         """The new moments as their dtypes hold them."""
@@ -151,7 +157,7 @@ class CautiousAdam(AdamW):
         rate = lr * np.sqrt(1 - self.beta2**step) / (1 - self.beta1**step)
         update = rate * m / (np.sqrt(v) + self.eps)
         decay = np.where(update * param > 0, lr * lr * self.weight_decay * param, 0.0)
-        return {"param": param - update - decay, **self._stored(m, v, step, seed)}
+        return {"param": self._rounded(param - update - decay), **self._stored(m, v, step, seed)}
 
     def flops(self) -> int:
         return 16 * self.param.size

@@ -23,6 +23,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from barellm.program.dtypes import round_to_bf16
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec
 from barellm.program.tensor import Tensor
@@ -103,10 +104,12 @@ class NormalInit(Op):
     """param = std * normal, rows from `valid_rows` on zero. Box-Muller on the two words of a call, 24 bits of each:
 
     radius = sqrt(-2 ln((first // 256 + 1) / 2^24)), angle = 2 pi (second // 256) / 2^24;
-    the first word's column gets radius * cos(angle), the second's radius * sin(angle). A vector is one row.
+    the first word's column gets radius * cos(angle), the second's radius * sin(angle). A vector is one row. With `bf16` the
+    numbers are rounded to the nearest bf16.
     """
 
     name = "normal_init"
+    optional = ("bf16",)
     scalars = ("seed",)
     inplace: ClassVar[dict[str, str]] = {"param": "param"}
 
@@ -121,7 +124,7 @@ class NormalInit(Op):
         y = to_columns(radius * np.cos(angle), radius * np.sin(angle), flat.shape[1])
         y = self.std * y.reshape(param.shape)
         y[self.valid_rows :] = 0
-        return {"param": y}
+        return {"param": round_to_bf16(y) if self.bf16 else y}
 
     def bytes(self) -> int:
         return self.param.nbytes
@@ -135,6 +138,7 @@ class UniformInit(Op):
     `NormalInit` the first word of a call is one column's, the second another's."""
 
     name = "uniform_init"
+    optional = ("bf16",)
     scalars = ("seed",)
     inplace: ClassVar[dict[str, str]] = {"param": "param"}
 
@@ -148,7 +152,7 @@ class UniformInit(Op):
         y = to_columns(first, second, flat.shape[1])
         y = self.bound * y.reshape(param.shape)
         y[self.valid_rows :] = 0
-        return {"param": y}
+        return {"param": round_to_bf16(y) if self.bf16 else y}
 
     def bytes(self) -> int:
         return self.param.nbytes

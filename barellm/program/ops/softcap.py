@@ -1,5 +1,5 @@
 """The loss of softcapped logits, over several next tokens at once. Shapes: logits (B, T, Vp), targets (B, T) i32, lse (B, T) fp32,
-loss (1,) fp32.
+loss and next_loss (1,) fp32.
 
 A logit x counts as z = scale * sigmoid((x + shift) / width), which lies between 0 and `scale`; `cap` is (scale, shift, width), or
 None for z = x. Position t answers for targets t, t + 1 and so on, `predict` of them, as far as its row has them: target t + k has
@@ -68,14 +68,14 @@ def _check(op: Op, logits: Tensor, targets: Tensor) -> None:
 
 class SoftcapCrossEntropy(Op):
     """loss = inv_targets * sum over t and k < predict of mtp_k * (lse[t] - z[t, targets[t + k]]), in nats; lse of z over the
-    vocabulary."""
+    vocabulary. next_loss is the same of the next target alone, k = 0, with the weight 1: what other models' losses are."""
 
     name = "softcap_cross_entropy"
     scalars = ("inv_targets", *MTP)
 
     def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
         _check(self, logits, targets)
-        return {"loss": ((1,), "fp32"), "lse": (targets.shape, "fp32")}
+        return {"loss": ((1,), "fp32"), "next_loss": ((1,), "fp32"), "lse": (targets.shape, "fp32")}
 
     def index_limits(self) -> dict[str, tuple[int, int]]:
         return {"targets": (-1, self.valid_vocab - 1)}
@@ -83,15 +83,16 @@ class SoftcapCrossEntropy(Op):
     def reference(self, logits, targets, inv_targets, **mtp):
         z = capped(logits[..., : self.valid_vocab], cap_of(self))
         lse = log_sum_exp(z)
-        total = 0.0
+        sums = []
         for k in range(self.predict):
             target = ahead(targets, k)
             at_target = np.take_along_axis(z, np.maximum(target, 0)[..., None], -1)[..., 0]
-            total += mtp[MTP[k]] * np.where(target >= 0, lse - at_target, 0).sum()
-        return {"loss": np.reshape(total * inv_targets, 1), "lse": lse}
+            sums.append(inv_targets * np.where(target >= 0, lse - at_target, 0).sum())
+        total = sum(mtp[MTP[k]] * found for k, found in enumerate(sums))
+        return {"loss": np.reshape(total, 1), "next_loss": np.reshape(sums[0], 1), "lse": lse}
 
-    def gradient(self, g, loss, lse):
-        assert lse is None, "lse is a saved value, not a differentiable output"
+    def gradient(self, g, loss, next_loss, lse):
+        assert next_loss is lse is None, "lse and next_loss are no differentiable outputs"
         if loss is not None:
             raise ValueError("softcap_cross_entropy must be the loss itself: its gradient rule is the seed of the walk")
         operands = {"logits": self.logits, "targets": self.targets, "lse": self.lse, "loss_scale": g.loss_scale}
@@ -155,7 +156,8 @@ class Calls(Graph):
     ) -> Tensor:  # fmt: skip
         """x (B, T, C), head (C, Vp), targets (B, T) i32, -1 ignored -> loss (1,), times the scalar inv_targets: the sum of the
         losses of the next `predict` targets, each times its scalar mtp_0, mtp_1 or mtp_2, of logits capped by `cap` (scale,
-        shift, width), or not capped where it is None. With a `scaling` the products are done in 8 bits."""
+        shift, width), or not capped where it is None. With a `scaling` the products are done in 8 bits. Where there are several,
+        the output "next_loss" has the loss of the next target alone, whose weight is 1."""
         if len(head.shape) != 2 or x.shape[-1] != head.shape[0]:
             raise ValueError(f"softcapped_classifier expects x (B, T, C), head (C, V): {describe(x=x, head=head)}")
         if scaling is not None:
@@ -163,7 +165,10 @@ class Calls(Graph):
         else:
             logits = self.apply(MatmulDx, dy=operand(self, x), weight=head).dx
         given = {"logits": logits, "targets": targets, "valid_vocab": valid_vocab, "cap": cap, "predict": predict}
-        return self.apply(SoftcapCrossEntropy, **given).loss
+        op = self.apply(SoftcapCrossEntropy, **given)
+        if predict > 1:
+            self.output("next_loss", op.next_loss)
+        return op.loss
 
     def softcapped_logits(self, x: Tensor, head: Tensor, *, cap: Cap | None = (23.0, 5.0, 7.5)) -> Tensor:
         """fp32 logits (B, 1, Vp) of the last position of x (B, T, C), head (C, Vp), capped by `cap`."""
