@@ -13,9 +13,9 @@ from pathlib import Path
 from barellm.data.bpe import BytePairs, printable_bytes
 from barellm.data.gpt2 import HASH, VOCAB, Gpt2
 from barellm.data.huggingface import AFTER_TEXT, HuggingFace
-from barellm.data.records import loads
 from barellm.data.tokenizers import Tokenizer, vocabulary_hash
 from barellm.errors import UserError
+from barellm.jsontext import loads
 
 IDS, MERGES, WHOLE, SETTINGS = "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
