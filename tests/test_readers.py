@@ -1,10 +1,11 @@
-"""Files of strangers: whatever a file holds, its reader returns or refuses it in one line that names it. Of a valid file one thing at
-a time is changed, by a seeded generator; headers of safetensors are also compared with the library's reader, in
+"""Files of strangers: whatever a file holds, its reader returns, or refuses it in one line that names it. Of a valid file one
+thing at a time is changed, by a seeded generator. What the headers of safetensors say is compared with the library's reader in
 tests/checkpoint/test_tensorfile.py."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import gzip
 import io
@@ -15,6 +16,7 @@ import signal
 import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import numpy as np
 import pytest
 
 from barellm import models, overrides
-from barellm.checkpoint import checkpoint, quantized
+from barellm.checkpoint import checkpoint, quantized, tensorfile
 from barellm.checkpoint.weights import of_checkpoint, parameters
 from barellm.cli import plot, sample
 from barellm.cpu import isa, tuning
@@ -160,12 +162,8 @@ class Reader:
 
 
 READERS: dict[str, Reader] = {}
-JSON, LINES, BYTES, TEXT = (
-    (change_json,) * 3 + (change_text,),
-    (change_lines,) * 3 + (change_text,),
-    (change_bytes,),
-    (change_text,),
-)
+TEXT, BYTES = (change_text,), (change_bytes,)
+JSON, LINES = (change_json,) * 3 + TEXT, (change_lines,) * 3 + TEXT
 
 
 def reader(name: str, make: Callable[[Path], Path], *changes: Callable[[bytes, random.Random], bytes]) -> Any:
@@ -209,7 +207,16 @@ class Silent:
         assert "\n" not in text
 
 
-TOML = 'preset = "default"\narchitecture = "gpt2"\n[model]\nlayers = 2\ndropout = 0.1\nbias = true\n[train]\nsteps = 10\nminutes = 0.0\n'
+TOML = """preset = "default"
+architecture = "gpt2"
+[model]
+layers = 2
+dropout = 0.1
+bias = true
+[train]
+steps = 10
+minutes = 0.0
+"""
 
 
 @reader("config.toml", written("config.toml", TOML), change_toml, change_toml, change_text)
@@ -277,12 +284,9 @@ class Loading:
 def _(path: Path, draw: random.Random) -> None:
     content = json.loads((path.parent / "meta.json").read_text())
     own = parameters(overrides.from_json(content["config"]).model)
-    header = json.loads(
-        (here := (Path(__file__).parent / "checkpoint/nf4_v1/step-000004/weights.safetensors").read_bytes())[
-            8 : 8 + int.from_bytes(here[:8], "little")
-        ]
-    )
-    schemes = {name: scheme(content["weights"]) for name in own if f"{name}.codes" in header}
+    file = checkpoint.WEIGHTS
+    codes = tensorfile.mapped(Path(__file__).parent / "checkpoint" / "nf4_v1" / "step-000004" / file)
+    schemes = {name: scheme(content["weights"]) for name in own if f"{name}.codes" in codes}
     assert schemes
     quantized.load(path.parent, Loading(), own, schemes)
 
@@ -409,13 +413,11 @@ def a_range(**more: Any) -> dict[str, Any]:
     return found | {"mean": 0.1, "mean_abs": 0.2, "rms": 0.3, "max": 1.5, "first": -3, "counts": [2, 5, 7]} | more
 
 
+RANGES = [a_range(), a_range(name="b", what="gradient")]
+
+
 @reader(
-    "ranges.jsonl",
-    written(
-        "ranges.jsonl",
-        [{"kind": "ranges", "step": i, "tensors": [a_range(), a_range(name="b", what="gradient")]} for i in (1, 2)],
-    ),
-    *LINES,
+    "ranges.jsonl", written("ranges.jsonl", [{"kind": "ranges", "step": i, "tensors": RANGES} for i in (1, 2)]), *LINES
 )
 def _(path: Path, draw: random.Random) -> None:
     said = Silent()
@@ -424,14 +426,16 @@ def _(path: Path, draw: random.Random) -> None:
     plot._ranges(argparse.Namespace(**args), said)  # pyright: ignore[reportArgumentType]
 
 
-@reader("a tuning database", written("a.json", {"version": "a", "entries": {"k": {"tile": [4, 2], "rows": [8, 8], "columns": 4, "order": "rows", "part": 64, "ahead": "fetch"}, "f": {"spans": 1, "together": 2, "fetch": 1}}}), *JSON)  # fmt: skip
+CHOICE = {"tile": [4, 2], "rows": [8, 8], "columns": 4, "order": "rows", "part": 64, "ahead": "fetch"}
+TUNED = {"version": "a", "entries": {"a": CHOICE, "b": {"spans": 1, "together": 2, "fetch": 1}}}
+
+
+@reader("a tuning database", written("a.json", TUNED), *JSON)
 def _(path: Path, draw: random.Random) -> None:
     for entry in Database(path.parent, "a").entries.values():
         for role in ("nt", "few"):
-            try:
+            with contextlib.suppress(ValueError):  # it is said, and the default is taken
                 tuning.from_entry(entry, isa.host(), role, "fp32", 64)
-            except ValueError:
-                pass  # it is said, and the default is taken
 
 
 def prepared(name: str) -> Callable[[Path], Path]:
@@ -662,8 +666,7 @@ def fuzz(name: str, folder: Path, *, seed: int, cases: int) -> None:
         for number in range(cases):
             changed = draw.choice(one.changes)(content, draw)
             path.write_bytes(changed)
-            choices = random.Random(number)
-            if found := problem(lambda: one.read(path, choices), path):
+            if found := problem(partial(one.read, path, random.Random(number)), path):
                 wrong.setdefault(found, f"case {number}: {shown(content, changed)}")
     finally:
         tracemalloc.stop()

@@ -52,7 +52,11 @@ def _of_ids(path: Path, ids: dict[str, int], merges: list[str]) -> BytePairs:
         raise UserError(f"{path} is not a BPE of bytes: it lacks some of the 256 bytes")
     if vocabulary_hash(Gpt2.name, eot, tokens) == HASH:
         return Gpt2(tokens)
-    if merges != _lines(tokens):
+    try:
+        lines = _lines(tokens)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if merges != lines:
         raise UserError(f"{path}: its merges are not those that its ids say, expected them in the same order")
     return BytePairs(tokens, eot=eot)
 
