@@ -55,7 +55,7 @@ def load(
     meta: dict[str, Any] = {"step": 0}
     if is_checkpoint(weights):
         meta = checkpoint.read_meta(weights.path)
-        config = overrides.from_json(meta["config"])
+        config = overrides.from_json(meta["config"], weights.path / checkpoint.META)
     else:
         config = imported.like(weights)
     config = overrides.changed(config, {} if dtype is None else {"train.dtype": dtype})

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+LONGEST = 1000  # characters of a message: a file of a stranger's may hold names of any length
+
 
 class UserError(ValueError):
-    """A user's mistake. The message names the thing, says what was found and what was expected."""
+    """A user's mistake. The message names the thing, says what was found and what was expected. It is one line, and not a long one,
+    whatever a file holds that it quotes."""
+
+    def __init__(self, message: object) -> None:
+        text = "".join(c if c.isprintable() else " " for c in str(message)).strip()
+        super().__init__(text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[5 - LONGEST // 2 :]}")
 
 
 class WrongType(UserError, TypeError):

@@ -168,9 +168,12 @@ def converted(key: str, found: Any, kind: type) -> Any:
     of_kind = {int: Integral, float: Real, bool: bool, str: str}[kind]
     if is_truth != (kind is bool) or not (is_truth or isinstance(found, of_kind)) or getattr(found, "ndim", 0):
         raise not_of(key, found, kind)
-    if kind is float and not isfinite(found):
-        raise not_of(key, found, kind)
-    return kind(found)
+    try:
+        if kind is float and not isfinite(found):
+            raise not_of(key, found, kind)
+        return kind(found)
+    except OverflowError:  # an integer that no float can hold
+        raise not_of(key, found, kind) from None
 
 
 def path_of(key: str, found: Any) -> Path:

@@ -18,6 +18,7 @@ from barellm.fields import Entry, Section, converted, entries, not_of
 
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 SECTIONS = ("model", "optim", "data", "train")
+MOST_DOTS = 200  # in a line of TOML: a key of n parts costs the library n^2
 
 
 SHORT_NAMES = {
@@ -149,9 +150,9 @@ def to_json(config: Config) -> dict[str, Any]:
     return {"preset": config.preset, "architecture": models.name_of(config.model)} | asdict(config)
 
 
-def from_json(tree: Mapping[str, Any]) -> Config:
-    """The inverse of `to_json`; a key that this version does not know is refused."""
-    return of_file(_parsed(tree, "the saved configuration"))
+def from_json(tree: Any, origin: object = "the saved configuration") -> Config:
+    """The inverse of `to_json`; a key that this version does not know is refused. `origin`: where it is from, for messages."""
+    return of_file(_parsed(tree, str(origin)))
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,12 @@ class File:
 
 def of_file(file: File) -> Config:
     """The configuration that a file alone says, whatever its preset is today: it was saved whole."""
-    model = models.module(file.architecture or models.BEFORE_NAMES).Config()
-    config = Config(preset=file.preset or "default", model=model)
-    return changed(config, file.changes(config))
+    try:
+        model = models.module(file.architecture or models.BEFORE_NAMES).Config()
+        config = Config(preset=file.preset or "default", model=model)
+        return changed(config, file.keys)
+    except UserError as error:
+        raise UserError(f"{file.origin}: {error}") from None
 
 
 def read_file(path: Path) -> File:
@@ -191,27 +195,29 @@ def read_file(path: Path) -> File:
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = path.read_bytes().decode("utf-8-sig")
+        if kind == "TOML" and (dots := max(line.count(".") for line in text.split("\n"))) > MOST_DOTS:
+            raise ValueError(f"a line has {dots} dots, expected at most {MOST_DOTS}")
         tree = json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # of either kind, and of bytes that are no text
         raise UserError(f"{path} is not valid {kind}: {error}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} holds {type(tree).__name__}, expected the configuration of a run")
     return _parsed(tree, str(path))
 
 
-def _parsed(tree: Mapping[str, Any], origin: str) -> File:
+def _parsed(tree: Any, origin: str) -> File:
+    if not isinstance(tree, Mapping):
+        raise UserError(f"{origin} holds {type(tree).__name__}, expected the configuration of a run")
     names: dict[str, Any] = {}
     flattened: dict[str, object] = {}
     for section, values in tree.items():
         if section in ("preset", "architecture"):
             if not isinstance(values, str):
-                raise UserError(f"{origin}: {section} is {values!r}, expected a text")
+                raise UserError(f"{origin}: {section} is {shown(values)}, expected a text")
             names[section] = values
         elif section not in SECTIONS:
             hint = nearest(section, [*SECTIONS, "preset", "architecture", *every_key()])
             raise UserError(f"{origin}: unknown key {section!r}{hint}")
         elif not isinstance(values, Mapping):
-            raise UserError(f"{origin}: {section} is {values!r}, expected a table of keys")
+            raise UserError(f"{origin}: {section} is {shown(values)}, expected a table of keys")
         else:
             flattened |= {f"{section}.{key}": value for key, value in values.items()}
     return File(origin, **names, keys=flattened)

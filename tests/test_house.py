@@ -15,6 +15,7 @@ VALUES = {
     "environment",
     "errors",
     "fields",
+    "jsontext",
     "caches",
     "__version__",
 }  # plain values at the top of the package: for all

@@ -17,17 +17,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from barellm.checkpoint import storage, tensorfile
-from barellm.errors import UserError
+from barellm.errors import UserError, shown
+from barellm.jsontext import loads
 from barellm.runtime.session import Session
 
 FORMAT = 1
 WEIGHTS, OPTIMIZER, META, MANIFEST = "weights.safetensors", "optimizer.safetensors", "meta.json", "manifest.json"
 GRADIENTS = "gradients.safetensors"
+KINDS: dict[str, tuple[type, ...]] = {  # of what meta.json holds, where it is there
+    **dict.fromkeys(("step", "samples", "tokens"), (int,)),
+    **dict.fromkeys(("config", "machine"), (dict,)),
+    **dict.fromkeys(("data", "llmc"), (dict, type(None))),
+    **{"total_steps": (int, type(None)), "seconds": (int, float), "weights": (str,), "source": (str,)},
+}
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -133,10 +141,13 @@ def problem(path: Path, *, optimizer: bool = True) -> str | None:
     from xxhash import xxh3_64
 
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = loads((path / MANIFEST).read_bytes())
         files = dict(manifest["files"])
         if manifest["format"] != FORMAT:
-            return f"its format is {manifest['format']}, this version reads {FORMAT}"
+            return f"its format is {shown(manifest['format'])}, this version reads {FORMAT}"
+        for name, one in files.items():  # a name with a folder would be a file that is not the checkpoint's
+            if not re.fullmatch(r"[\w.-]{1,99}", name) or not re.fullmatch(r"[0-9a-f]{16}", one["xxh3_64"]):
+                raise ValueError(name)
         for name in {WEIGHTS, META, *files}:
             if name not in files:
                 return f"{MANIFEST} does not list {name}"
@@ -144,7 +155,7 @@ def problem(path: Path, *, optimizer: bool = True) -> str | None:
             if not file.is_file():
                 return f"{name} is missing"
             if (size := file.stat().st_size) != files[name]["bytes"]:
-                return f"{name} has {size} bytes, expected {files[name]['bytes']}"
+                return f"{name} has {size} bytes, expected {shown(files[name]['bytes'])}"
             if name in (OPTIMIZER, GRADIENTS) and not optimizer:
                 continue
             digest, piece = xxh3_64(), bytearray(tensorfile.NEAR)
@@ -213,6 +224,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     meta = read_json(path / META)
     if missing := [key for key in ("step", "config") if key not in meta]:
         raise UserError(f"{path / META} has no {missing[0]!r}, expected what barellm writes there")
+    for key, value in meta.items():
+        if (key in KINDS and type(value) not in KINDS[key]) or (type(value) is int and value < 0):
+            raise UserError(f"{path / META}: {key} is {shown(value)}, expected what barellm writes there")
     return meta
 
 
@@ -229,7 +243,7 @@ def need_numbers(path: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Anything else is a UserError."""
     try:
-        found = json.loads(path.read_bytes())
+        found = loads(path.read_bytes())
     except ValueError:
         raise UserError(f"{path} is not valid JSON") from None
     if not isinstance(found, dict):

@@ -119,7 +119,7 @@ class Weights:
 def of_checkpoint(path: Path) -> Weights:
     """The weights of a step folder that was verified."""
     checkpoint.need_numbers(path)
-    model = overrides.from_json(checkpoint.read_meta(path)["config"]).model
+    model = overrides.from_json(checkpoint.read_meta(path)["config"], path / checkpoint.META).model
     file = path / checkpoint.WEIGHTS
     arrays, expected = tensorfile.mapped(file), parameters(model)
     tensorfile.check_names(file, arrays, expected)

@@ -78,7 +78,7 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, w
     for text in wrong:
         print(f"barellm: warning: skipped {text}", file=sys.stderr)
     meta = checkpoint.read_meta(path)
-    config = overrides.from_json(meta["config"])
+    config = overrides.from_json(meta["config"], path / checkpoint.META)
     tokenizer = load_tokenizer(path)
     config = replace(config, train=replace(config.train, batch=batch, dtype=dtype or config.train.dtype))
     config.check()

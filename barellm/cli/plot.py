@@ -86,14 +86,18 @@ def _ranges(args: argparse.Namespace, console: Console) -> int:
     path = Path(name)
     checkpoint.must_exist(path, expected="a run folder")
     rows = ranges.steps(path)
-    if args.json:
-        print(json.dumps({"run": name, "steps": [ranges_chart.numbers(row) for row in rows]}))
-        return 0
-    if args.out is not None:
-        ranges_chart.image(Path(args.out), ranges_chart.chosen(rows), title=name)
-        console.line(f"ranges {args.out}")
-        return 0
-    console.line(ranges_chart.terminal(rows[-1], ascii_only=not console.can_show(ranges_chart.SHADES)))
+    try:
+        if args.json:
+            print(json.dumps({"run": name, "steps": [ranges_chart.numbers(row) for row in rows]}))
+        elif args.out is not None:
+            ranges_chart.image(Path(args.out), ranges_chart.chosen(rows), title=name)
+            console.line(f"ranges {args.out}")
+        else:
+            console.line(ranges_chart.terminal(rows[-1], ascii_only=not console.can_show(ranges_chart.SHADES)))
+    except UserError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        raise UserError(f"{path} has exponents that no run wrote in {ranges.FILE}") from None
     return 0
 
 
@@ -114,12 +118,13 @@ def _read(name: str, *, axis: str, y: str) -> list[Curve]:
     rows, before = metrics.read(file), int
     if axis == "tokens" and any("tokens" not in row for row in rows if row.get("kind") == "train"):
         # Older versions did not write them. The configuration knows, of a step with more tokens than the one before too.
-        before = tokens_before(overrides.from_json(checkpoint.read_json(file.parent / "config.json")))
+        saved = file.parent / "config.json"
+        before = tokens_before(overrides.from_json(checkpoint.read_json(saved), saved))
     try:
         found = curve.series(rows, axis=axis, before=before, y=y)
         muon = curve.series(rows, axis=axis, before=before, y=y, muon=True)[0] if curve.QUANTITIES[y].muon else ()
         gzip = curve.gzip_line(rows, y=y)
-    except (KeyError, TypeError, ValueError):
+    except (ArithmeticError, LookupError, TypeError, ValueError):
         raise UserError(f"{file} has rows without kind, step or loss: no run wrote it") from None
     if not any(found):
         what = "no step yet" if y in ("loss", "lr", "norm", "speed") else f"no {curve.QUANTITIES[y].says}"

@@ -12,10 +12,10 @@ import numpy as np
 
 from barellm.data.bpe import printable_bytes
 from barellm.data.cache import new_file
-from barellm.data.records import loads
 from barellm.data.tokenizers import FILE, Tokenizer, utf8
 from barellm.data.unpacking import MARK
 from barellm.errors import UserError
+from barellm.jsontext import loads
 
 # Special tokens by what they are used for, best known first.
 BEFORE_TEXT = ("<|endoftext|>", "<|begin_of_text|>", "<s>", "<|end_of_text|>", "</s>")

@@ -12,9 +12,9 @@ from barellm.data.bpe import BytePairs, trained_bpe
 from barellm.data.cache import cache_folder, new_folder, sweep
 from barellm.data.gpt2 import Gpt2
 from barellm.data.huggingface import HuggingFace
-from barellm.data.records import loads
 from barellm.data.tokenizers import FILE, FORMAT, Bytes, Chars, Tokenizer
 from barellm.errors import UserError, nearest
+from barellm.jsontext import loads
 
 KINDS = ("bytes", "chars", "bpe", "gpt2")
 

@@ -80,7 +80,8 @@ class LlmcOrder(Rows):
         samples as "sample". UserError where that is elsewhere: the batches that came before were others."""
         here, place, taken = self.standing(sample), found["shard"], found["sample"]
         shards = found["shards"]
-        if sorted(shards) == list(range(len(self.sizes))) and taken == self.sizes[shards[place]]:
+        known = sorted(shards) == list(range(len(self.sizes))) and 0 <= place < len(shards)
+        if known and taken == self.sizes[shards[place]]:
             place, taken = (place + 1) % len(shards), 0  # it opens the next one when it needs it
             shards = shards if place else here.shards
         if (here.shards, here.shard, here.sample) != (shards, place, taken):

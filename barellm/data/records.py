@@ -15,6 +15,7 @@ from typing import Any
 
 from barellm.data.unpacking import is_packed, not_utf8, required, text_chunks
 from barellm.errors import UserError
+from barellm.jsontext import TOO_DEEP, loads
 
 ROWS = 1024  # rows of a Parquet file that are in memory at once
 LONGEST = (
@@ -22,7 +23,6 @@ LONGEST = (
 )  # bytes of a record in a compressed file, which could claim to hold one of any length; and of a field of CSV
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 DECODER = json.JSONDecoder()
-TOO_DEEP = "it has lists or objects too deep in each other"
 SPACE = re.compile(r"[ \t\r\n]*")
 CUT_END = 16  # characters before the end of what is held in which JSON that goes on can look wrong
 
@@ -72,14 +72,6 @@ def need_characters(text: str, where: str) -> None:
         raise UserError(
             f"{where} has {half} alone in its text, which is half of a character: expected both halves"
         ) from error
-
-
-def loads(content: bytes | str) -> Any:
-    """json.loads, whose every failure is a ValueError."""
-    try:
-        return json.loads(content)
-    except RecursionError as error:
-        raise ValueError(TOO_DEEP) from error
 
 
 def _json_lines(path: Path, found: Iterator[bytes], at: int) -> Iterator[tuple[str, Any, int]]:

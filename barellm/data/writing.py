@@ -19,10 +19,10 @@ from barellm import __version__
 from barellm.data.cache import new_file, writing
 from barellm.data.corpus import Corpus
 from barellm.data.encoding import Place, encoded
-from barellm.data.records import loads
 from barellm.data.shards import FORMATS, HEADER_BYTES, SHARD_TOKENS, inspect_shard, magic_for, open_shard, shard_header
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
+from barellm.jsontext import loads
 
 MANIFEST = "shards.json"  # beside shards that barellm wrote: which there are, and what they were made of
 FORMAT = 2  # of the manifest and of the state

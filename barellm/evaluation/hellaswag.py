@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from barellm.data.reading import each_record
+from barellm.data.records import need_characters
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.evaluation.scoring import Score, Scorer, Text
@@ -114,6 +115,8 @@ def _of_records(path: Path, tokenizer: Tokenizer, limit: int) -> list[Example]:
         except (ValueError, TypeError, LookupError, AttributeError):
             expected = "a text ctx, a list of texts endings, and integers label and, if it is there, ind"
             raise UserError(f"{where} is no example of HellaSwag: expected {expected}") from None
+        for text in (context, *endings):
+            need_characters(text, where)
         if not 0 <= label < len(endings):
             raise UserError(f"{where}: label is {label}, expected one of its {len(endings)} endings")
         rows.append((index, label, context, [f" {ending}" for ending in endings]))

@@ -10,6 +10,7 @@ from typing import Any
 from barellm import __version__, models, overrides
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights
+from barellm.errors import UserError
 from barellm.interop.sources import is_checkpoint
 from barellm.training import metrics
 
@@ -52,8 +53,13 @@ def text(weights: Weights, *, dtype: str, licence: str | None) -> str:
     details = ""
     if is_checkpoint(weights):
         meta = checkpoint.read_meta(weights.path)
-        config = overrides.from_json(meta["config"])
-        rows |= _training(weights.path, meta, config.train)
+        config = overrides.from_json(meta["config"], weights.path / checkpoint.META)
+        try:
+            rows |= _training(weights.path, meta, config.train)
+        except UserError:
+            raise
+        except (LookupError, TypeError, ValueError):
+            raise UserError(f"{weights.path}: its meta.json or its run's metrics.jsonl has what no run wrote") from None
         details = "\n## Configuration\n\n```json\n" + json.dumps(_public(meta["config"]), indent=2) + "\n```\n"
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     return f"{head}| | |\n|---|---|\n{table}{details}"
@@ -88,7 +94,7 @@ def _training(step: Path, meta: dict[str, Any], train: Any) -> dict[str, str]:
         rows["text"] = _public(meta["data"]["name"])
     run = _run_of(step)
     found = [] if run is None else metrics.read(run / "metrics.jsonl")
-    for row in (row for row in found if row["step"] <= meta["step"]):
+    for row in (row for row in found if row.get("step", 0) <= meta["step"]):
         if row["kind"] == "eval":
             rows["validation loss"] = f"{row['val_nats']:.4f} nats per token"
             if row["val_bits_per_byte"] is not None:

@@ -73,7 +73,7 @@ def _training(weights: Weights, out: Path, *, dtype: str) -> list[str]:
     if not is_checkpoint(weights) or not moments.is_file():
         raise UserError(f"{weights.path} has no state of an optimizer: export it as llmc, which is weights alone")
     meta = checkpoint.read_meta(weights.path)
-    config = overrides.from_json(meta["config"])
+    config = overrides.from_json(meta["config"], weights.path / checkpoint.META)
     if config.optim.name != "adamw":
         raise UserError(f"{weights.path} has the state of {config.optim.name}, llm.c goes on with that of adamw alone")
     train, standing, data = config.train, None, "data from the beginning of its shards, not shuffled"

@@ -13,9 +13,9 @@ from pathlib import Path
 from barellm.data.bpe import BytePairs, printable_bytes
 from barellm.data.gpt2 import HASH, VOCAB, Gpt2
 from barellm.data.huggingface import AFTER_TEXT, HuggingFace
-from barellm.data.records import loads
 from barellm.data.tokenizers import Tokenizer, vocabulary_hash
 from barellm.errors import UserError
+from barellm.jsontext import loads
 
 IDS, MERGES, WHOLE, SETTINGS = "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -52,7 +52,11 @@ def _of_ids(path: Path, ids: dict[str, int], merges: list[str]) -> BytePairs:
         raise UserError(f"{path} is not a BPE of bytes: it lacks some of the 256 bytes")
     if vocabulary_hash(Gpt2.name, eot, tokens) == HASH:
         return Gpt2(tokens)
-    if merges != _lines(tokens):
+    try:
+        lines = _lines(tokens)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if merges != lines:
         raise UserError(f"{path}: its merges are not those that its ids say, expected them in the same order")
     return BytePairs(tokens, eot=eot)
 

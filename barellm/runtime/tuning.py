@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from barellm.errors import shown
+from barellm.jsontext import loads
+
 Entry = dict[str, Any]
 
 
@@ -54,7 +57,7 @@ class Database:
             self.ignore(str(self.path), f"cannot be read ({error})")
             return {}
         try:
-            found = json.loads(text)
+            found = loads(text)
         except ValueError as error:
             self.ignore(str(self.path), f"not JSON ({error}); `barellm tune` writes it anew")
             return {}
@@ -66,7 +69,7 @@ class Database:
 
     def _usable(self, key: str, entry: Any) -> bool:
         if not isinstance(entry, dict):
-            self.ignore(f"{self.path}, {key!r}", f"expected an object, found {entry!r}")
+            self.ignore(f"{self.path}, {shown(key)}", f"expected an object, found {shown(entry)}")
         return isinstance(entry, dict)
 
     def change(self, new: dict[str, Entry | None]) -> None:

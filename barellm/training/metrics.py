@@ -8,19 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from barellm.checkpoint import storage
+from barellm.errors import UserError
+from barellm.jsontext import loads
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a line that a kill cut short, and what follows it, is dropped."""
+    """All whole lines; a line that a kill cut short, and what follows it, is dropped. UserError for a row without kind or step."""
     rows: list[dict[str, Any]] = []
     if path.exists():
         for line in path.read_bytes().splitlines(keepends=True):
             try:
-                row = json.loads(line)
+                row = loads(line)
             except ValueError:
                 break
             if not line.endswith(b"\n") or not isinstance(row, dict):
                 break
+            if (
+                not isinstance(row.get("kind"), str)
+                or type(row.get("step", 0 if row["kind"] == "result" else "")) is not int
+            ):
+                raise UserError(f"{path}, line {len(rows) + 1} has no kind and step, expected a row that a run wrote")
             rows.append(row)
     return rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -91,15 +92,30 @@ def resume_from(
     path, meta = out / "config.json", None
     if path.is_file() and not checkpoint.steps(out / "checkpoints"):
         console.line(f"{out} has no checkpoint yet: starting again from step 0")
-        config = overrides.from_json(checkpoint.read_json(path))
+        config = overrides.from_json(checkpoint.read_json(path), path)
     else:
         path, wrong = checkpoint.find(out)
         for text in wrong:
             console.line(f"warning: skipped {text}")
         meta = checkpoint.read_meta(path)
-        config = overrides.from_json(meta["config"])
+        config = overrides.from_json(meta["config"], path / checkpoint.META)
         if not (path / checkpoint.OPTIMIZER).is_file():
             raise UserError(f"{path} holds weights alone: begin a run with them, with --init-from {out}")
+        try:  # what is read later, after what is slow
+            _ = float(meta["seconds"]), meta["samples"], meta["total_steps"], meta["machine"]["isa"] + ""
+            _ = (
+                (meta["data"] or {"hash": ""})["hash"] + "",
+                Spikes(loss_limit=0, norm_limit=0, state=meta.get("spikes")),
+            )
+            if (theirs := meta.get("llmc")) and theirs["shuffled"]:
+                _ = [
+                    operator.index(n)
+                    for n in (theirs["processes"], theirs["shard"], theirs["sample"], *theirs["shards"])
+                ]
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
+            raise UserError(
+                f"{path / checkpoint.META} lacks what a run goes on with: expected what barellm writes there"
+            ) from None
     if preset is not None and preset != config.preset:
         raise UserError(f"{out} holds a run of preset {config.preset!r}, the command line says {preset!r}")
     saved, changes = overrides.flat(config), asked(config)

@@ -15,8 +15,8 @@ class Detector:
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         state = state or {"values": [], "next": 0}
-        self._values: list[float] = list(state["values"])
-        self._next = int(state["next"])
+        self._values: list[float] = [float(one) for one in state["values"]][:WINDOW]
+        self._next = int(state["next"]) % WINDOW
 
     def state(self) -> dict[str, Any]:
         return {"values": list(self._values), "next": self._next}
