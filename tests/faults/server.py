@@ -1,5 +1,5 @@
-"""A process that has imported barellm and runs commands in forks of itself: `python -m tests.faults.server`. A line of JSON on stdin is a
-command, {argv, env, stdout, stderr}; the answer is its exit status, negative where a signal ended it."""
+"""A process that has imported barellm and runs commands in forks of itself: `python -m tests.faults.server`. A line of JSON on stdin
+is a command, {argv, env, stdout, stderr}; the answer is its exit status, negative where a signal ended it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ COMMANDS = ("train", "import", "quantize", "prepare", "export", "build")
 
 def serve() -> None:
     from barellm.cli.main import main
+    from barellm.data import writing
 
     for name in (*(f"barellm.cli.{name}" for name in COMMANDS), "barellm.training.run", "barellm.native.build"):
         import_module(name)
+    writing.SYNC_S = 0.0  # prepare notes how far it is behind every group of documents
     for line in sys.stdin:
         task = json.loads(line)
         pid = os.fork()
