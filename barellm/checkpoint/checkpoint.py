@@ -98,15 +98,20 @@ def save(
     if not target.exists():
         roles = {WEIGHTS: "parameter", OPTIMIZER: "state"} | ({GRADIENTS: "gradient"} if gradients else {})
         _write(target, session, roles, meta={"format": FORMAT, "step": step, **meta}, tokenizer=tokenizer)
+    thin(folder, step=step, keep=keep, warn=warn)
+    return target
+
+
+def thin(folder: Path, *, step: int, keep: int, warn: Callable[[str], object] = lambda line: None) -> None:
+    """Remove all but the newest `keep` checkpoints up to `step`, as `save` does."""
     # A later one, from which the run did not go on because it is damaged, must not count.
     up_to_this = [path for path in steps(folder) if step_of(path) <= step]
     rotating = [path for path in up_to_this if not _is_milestone(path)]
     for old in rotating[max(1, keep) :]:
-        if not own:
+        if folder.is_symlink():
             warn(f"warning: {folder} is a link: nothing is removed there, older checkpoints stay")
             break
         storage.remove_checkpoint(old, warn)
-    return target
 
 
 def _is_milestone(path: Path) -> bool:

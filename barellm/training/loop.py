@@ -134,7 +134,14 @@ class Loop:
         if self.progress.step != self.progress.total:
             self.saving.last(self.point())
             return False
+        if not self._stepped and self.ranks.rank == 0 and self._ended_finite():
+            self.saving.thin(self.point())
         return not self.stop
+
+    def _ended_finite(self) -> bool:
+        """Whether the loss and the norm of the run's last step were finite: no checkpoint may go for one that may be bad."""
+        rows = [row for row in self.metrics.rows if row["kind"] == "train"]
+        return bool(rows) and None not in (rows[-1].get("loss"), rows[-1].get("grad_norm"))
 
     # --- one step ---
 

@@ -122,6 +122,14 @@ class Saving:
 
     close = wait
 
+    def thin(self, point: Point) -> None:
+        """Remove what the run's last save should have removed: it was killed behind the checkpoint that it wrote."""
+        checkpoint.thin(self.folder, step=point.step, keep=point.keep, warn=self._not_removed)
+        self._show_left()
+
+    def _not_removed(self, line: str) -> None:
+        self._left.setdefault(line, False)
+
     # --- before the run ends ---
 
     def now(self, point: Point) -> None:
@@ -175,7 +183,7 @@ class Saving:
             tokenizer=self._tokenizer,
             keep=point.keep,
             gradients=point.gradients,
-            warn=lambda line: self._left.setdefault(line, False),
+            warn=self._not_removed,
         )
 
 

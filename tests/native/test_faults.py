@@ -1,4 +1,4 @@
-"""A program without Python keeps a run on a disk that fails, and when it is killed: faults.c fails its calls one by one."""
+"""A program without Python keeps a run on a disk that fails, and when it is killed: faults/disk.c fails its calls one by one."""
 
 from __future__ import annotations
 
@@ -106,7 +106,15 @@ def program(tmp_path_factory) -> Program:
         options = ["shakespeare-char", "--data", str(folder / "text.txt"), *SIZES, "-o", str(folder / "program")]
         assert main(["build", *options]) == 0
     made = Program(folder)
-    library = [str(Path(__file__).with_name("faults.c")), "-shared", "-fPIC", "-O1", "-ldl", "-o", str(made.faults)]
+    library = [
+        str(Path(__file__).parents[1] / "faults/disk.c"),
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-ldl",
+        "-o",
+        str(made.faults),
+    ]
     subprocess.run([*build.compiler(host()), *library], check=True)
     assert made.train(folder / "whole").returncode == 0
     assert made.train(folder / "begun", "--stop", "7").returncode == 0

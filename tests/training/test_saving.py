@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ import pytest
 
 from barellm.checkpoint import checkpoint, snapshot, storage, tensorfile
 from barellm.cli.main import main
+from barellm.training import metrics
 from barellm.training.grace import Grace
 from barellm.training.saving import Point, Saving
 from barellm.training.trackers import Tracking
@@ -276,6 +278,18 @@ def test_a_run_goes_on_where_an_old_checkpoint_cannot_be_removed(fake, command, 
     monkeypatch.setattr(storage, "system", os)
     assert main(command("run", "--resume", "--train.keep", "1", "--steps", "13")) == 0
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000013"]
+
+
+@pytest.mark.parametrize("loss", [3.0, None])
+def test_a_run_that_was_killed_behind_its_last_checkpoint_removes_the_ones_before(fake, command, tmp_path, loss):
+    """Not where the last step was not finite: they may be the last good ones."""
+    assert main(command("run", "--train.keep", "9")) == 0
+    path, folder = tmp_path / "run/metrics.jsonl", tmp_path / "run/checkpoints"
+    before, rows = sorted(folder.iterdir()), metrics.read(path)
+    [row for row in rows if row["kind"] == "train"][-1]["loss"] = loss
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert len(before) > 1 and main(command("run", "--resume", "--train.keep", "1")) == 0
+    assert sorted(folder.iterdir()) == (before if loss is None else before[-1:])
 
 
 def test_the_curve_takes_the_place_of_a_link(fake, command, tmp_path):
