@@ -684,7 +684,7 @@ def test_a_changed_file_is_read_or_refused_in_one_line(own_cache, tmp_path, name
     fuzz(name, tmp_path, seed=1, cases=40)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("name", READERS)
 def test_each_of_400_changed_files_is_read_or_refused_in_one_line(own_cache, tmp_path, name):
     fuzz(name, tmp_path, seed=2, cases=400)

@@ -238,7 +238,7 @@ def test_a_dozen_faults(place):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("name", TRIALS)
 def test_150_faults(place, name):
     possible(name)
