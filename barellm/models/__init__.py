@@ -120,12 +120,4 @@ def preset(name: str) -> Config:
     known = presets()
     if name not in known:
         raise UserError(f"unknown preset {name!r}{nearest(name, known)} (known: {', '.join(known)})")
-    try:
-        return known[name]()
-    except Exception as error:
-        from barellm.models.own import mistake
-
-        file = next((file for architecture, file in ADDED.items() if name in _presets_of(architecture)), None)
-        if file is None or (found := mistake(file, error)) is None:
-            raise
-        raise found from error
+    return known[name]()

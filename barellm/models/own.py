@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
@@ -47,6 +47,9 @@ def add(path: Path) -> None:
     except UserError:
         del sys.modules[name]
         raise
+    presets = getattr(found, "PRESETS", None)
+    if isinstance(presets, dict):
+        found.PRESETS = {key: partial(_named, file, make) for key, make in presets.items()}  # pyright: ignore
     models.ADDED[name] = file
 
 
@@ -62,8 +65,8 @@ def _imported(name: str, file: Path) -> ModuleType:
         sys.path.remove(str(file.parent))
         if isinstance(error, SyntaxError):
             raise UserError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
-        if isinstance(error, Exception) and (found := mistake(file, error)):
-            raise found from error
+        if isinstance(error, Exception) and (line := _mistake(file, error)):
+            raise line from error
         raise
     return found
 
@@ -74,7 +77,7 @@ def place(function: Any) -> str:
     return f"{code.co_filename}, line {code.co_firstlineno}" if code else str(function)
 
 
-def mistake(file: Path, error: Exception) -> UserError | None:
+def _mistake(file: Path, error: Exception) -> UserError | None:
     """The error as one line with the place in the file, or in one beside it that it imports; None where neither has to do with it.
     Notes name the parameters that an op got (`program.graph`)."""
     frames = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).parent == file.parent]
@@ -91,15 +94,18 @@ def mistakes_named(build: Callable[Concatenate[ModelConfig, P], R]) -> Callable[
 
     @wraps(build)
     def named(model: ModelConfig, *args: P.args, **more: P.kwargs) -> R:
-        try:
-            return build(model, *args, **more)
-        except Exception as error:
-            file = models.ADDED.get(models.name_of(model))
-            if file is None or (found := mistake(file, error)) is None:
-                raise
-            raise found from error
+        return _named(models.ADDED.get(models.name_of(model)), partial(build, model, *args, **more))
 
     return named
+
+
+def _named(file: Path | None, function: Callable[[], R]) -> R:
+    try:
+        return function()
+    except Exception as error:
+        if file is None or (line := _mistake(file, error)) is None:
+            raise
+        raise line from error
 
 
 def _check(found: ModuleType, path: Path) -> None:
