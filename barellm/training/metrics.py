@@ -36,7 +36,9 @@ def truncate(path: Path, *, step: int) -> list[dict[str, Any]]:
     """Keep what was known when the checkpoint of `step` was written: rows that a step itself wrote up to it, evaluations and
     samples before it (they come after the save, and are made again). Returns the rows kept."""
     rows = read(path)
-    kept = [r for r in rows if r["step"] < step or (r["step"] == step and r["kind"] in ("train", "ranges"))]
+    kept = [
+        r for r in rows if "step" in r and (r["step"] < step or r["step"] == step and r["kind"] in ("train", "ranges"))
+    ]
     storage.replace_file(path, b"".join(_line(row) for row in kept))
     return kept
 
