@@ -423,7 +423,8 @@ def _(path: Path, draw: random.Random) -> None:
     said = Silent()
     said.line, said.can_show = lambda text: None, lambda text: True  # pyright: ignore[reportAttributeAccessIssue]
     args = {"runs": [str(path.parent)], "json": draw.random() < 0.5, "out": None}
-    plot._ranges(argparse.Namespace(**args), said)  # pyright: ignore[reportArgumentType]
+    with contextlib.redirect_stdout(io.StringIO()):
+        plot._ranges(argparse.Namespace(**args), said)  # pyright: ignore[reportArgumentType]
 
 
 CHOICE = {"tile": [4, 2], "rows": [8, 8], "columns": 4, "order": "rows", "part": 64, "ahead": "fetch"}

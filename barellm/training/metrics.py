@@ -27,7 +27,7 @@ def read(path: Path) -> list[dict[str, Any]]:
                 not isinstance(row.get("kind"), str)
                 or type(row.get("step", 0 if row["kind"] == "result" else "")) is not int
             ):
-                raise UserError(f"{path}, line {len(rows) + 1} has no kind and step, expected a row that a run wrote")
+                raise UserError(f"{path}, line {len(rows) + 1} has no kind and step: no run wrote it")
             rows.append(row)
     return rows
 
@@ -36,7 +36,11 @@ def truncate(path: Path, *, step: int) -> list[dict[str, Any]]:
     """Keep what was known when the checkpoint of `step` was written: rows that a step itself wrote up to it, evaluations and
     samples before it (they come after the save, and are made again). Returns the rows kept."""
     rows = read(path)
-    kept = [r for r in rows if r["step"] < step or (r["step"] == step and r["kind"] in ("train", "ranges"))]
+    kept = [
+        r
+        for r in rows
+        if "step" in r and (r["step"] < step or (r["step"] == step and r["kind"] in ("train", "ranges")))
+    ]
     storage.replace_file(path, b"".join(_line(row) for row in kept))
     return kept
 

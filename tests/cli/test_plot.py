@@ -161,7 +161,7 @@ def test_a_terminal_without_the_characters_gets_others(run, monkeypatch, capsys)
         ("", "metrics.jsonl holds no step yet"),
         ('{"kind": "train", "st', "metrics.jsonl holds no step yet"),
         ("\xff\xfe\n", "metrics.jsonl holds no step yet"),
-        ('{"kind": "train"}\n', "metrics.jsonl has rows without kind, step or loss: no run wrote it"),
+        ('{"kind": "train"}\n', "metrics.jsonl, line 1 has no kind and step: no run wrote it"),
         ('{"kind": "train", "step": [1], "loss": 1}\n', "no run wrote it"),
         ('{"kind": "eval", "step": 1, "val_nats": "low"}\n', "no run wrote it"),
         ('{"step": 1}\n', "no run wrote it"),
