@@ -1,5 +1,5 @@
-"""A process that has imported barellm and runs commands in forks of itself: `python -m tests.faults.server`. A line of JSON on
-stdin is a command, {argv, env, stdout, stderr}; the answer is its exit status, negative where a signal ended it."""
+"""A process that has imported barellm and runs commands in forks of itself: `python -m tests.faults.server`. A line of JSON on its
+input is a command, {argv, env, stdout, stderr}; the answer is its exit status, negative where a signal ended it."""
 
 from __future__ import annotations
 

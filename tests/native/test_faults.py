@@ -106,15 +106,8 @@ def program(tmp_path_factory) -> Program:
         options = ["shakespeare-char", "--data", str(folder / "text.txt"), *SIZES, "-o", str(folder / "program")]
         assert main(["build", *options]) == 0
     made = Program(folder)
-    library = [
-        str(Path(__file__).parents[1] / "faults/disk.c"),
-        "-shared",
-        "-fPIC",
-        "-O1",
-        "-ldl",
-        "-o",
-        str(made.faults),
-    ]
+    source = str(Path(__file__).parents[1] / "faults/disk.c")
+    library = [source, "-shared", "-fPIC", "-O1", "-ldl", "-o", str(made.faults)]
     subprocess.run([*build.compiler(host()), *library], check=True)
     assert made.train(folder / "whole").returncode == 0
     assert made.train(folder / "begun", "--stop", "7").returncode == 0
@@ -404,6 +397,19 @@ def test_weights_that_diverged_push_no_checkpoint_out(program, tmp_path):
     assert done.stderr.endswith(f"; {path} is the last checkpoint\n")
     assert checkpoint.steps(run / "checkpoints") == [path]
     assert [row["loss"] for row in metrics.read(run / "metrics.jsonl") if row["kind"] == "train"][1:] == [None] * 10
+
+
+def test_a_run_that_ended_with_weights_that_diverged_keeps_the_ones_before(program, tmp_path):
+    """Also when the same command comes again and has nothing to do."""
+    run, path = tmp_path / "run", tmp_path / "run/checkpoints/step-000011"
+    assert program.train(run, "--stop", "11").returncode == 0
+    weights = (path / checkpoint.WEIGHTS).read_bytes()
+    nan = np.full(len(weights) // 8, np.nan, "<f4").tobytes()
+    with_files(path, weights_safetensors=weights[: -len(nan)] + nan)
+    for _ in range(2):
+        assert program.train(run).returncode == 2  # there is nothing to sample
+        found = [p.name for p in checkpoint.steps(run / "checkpoints")]
+        assert found == ["step-000012", "step-000011", "step-000008"]
 
 
 # --- signals and streams ---

@@ -165,7 +165,9 @@ static void open_rows(int locked, int64_t step) {
         char *at = strstr(line, "\"step\": ");
         if (!at || (size_t)length != strlen(line) || length < 3 || strcmp(line + length - 2, "}\n")) break; /* a kill cut it short */
         int64_t of = strtoll(at + 8, NULL, 10);
-        if (of < step || (of == step && strstr(line, "\"kind\": \"train\""))) keep(line, length);
+        int last = of == step && strstr(line, "\"kind\": \"train\"");
+        if (of < step || last) keep(line, length);
+        if (last && strstr(line, ": null")) saved = step; /* the loss or the norm: saved anew it would push good ones out */
     }
     wrong = wrong || (old && ferror(old)) || (unlink(fresh) && errno != ENOENT);
     if (!wrong) rows.fd = open(fresh, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
