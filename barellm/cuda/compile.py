@@ -67,6 +67,20 @@ class Code:
     cubin: bytes
 
     @property
+    def offsets(self) -> list[int]:
+        """The offset of each parameter in the block of parameters."""
+        found, at = [], 0
+        for nbytes, align in self.params:
+            at = -(-at // align) * align
+            found.append(at)
+            at += nbytes
+        return found
+
+    @property
+    def param_bytes(self) -> int:
+        return self.offsets[-1] + self.params[-1][0]
+
+    @property
     def registers(self) -> int:
         """Registers of a thread: a cubin is an ELF file, whose section .nv.info has an attribute for them."""
         (table,), (count, names) = struct.unpack_from("<Q", self.cubin, 40), struct.unpack_from("<HH", self.cubin, 60)
