@@ -59,6 +59,7 @@ def test_every_step_is_a_step_of_the_run(valley, command):
     micros = [s for entry, s in valley.runs if entry == "micro"]
     assert [s["sample"] for s in micros] == [2 * i for i in range(len(micros))]
     assert [s["accumulate"] for s in micros[:4]] == [0, 1, 0, 1]
+    assert {s["inv_targets"] for s in micros} == {1 / (2 * 2 * 8)}
 
 
 def test_the_smoothed_loss_counts_later_losses_more():

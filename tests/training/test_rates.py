@@ -225,6 +225,17 @@ def test_a_resumed_run_keeps_its_rates(fake, command, refused, tmp_path):
         assert said.startswith(f"optim.{option} is {found}") and f"the command line says {value}: a resumed" in said
 
 
+def test_what_the_command_line_has_changed_of_a_file_is_no_other_run(fake, command, toml, tmp_path):
+    """Neither the file's rate of Muon nor its other limit is asked for again."""
+    file = toml("name = 'muon'\nlr = 0.002\nmuon_lr = 0.006\n[train]\nminutes = 5")
+    Path(file).write_text(Path(file).read_text().replace("default", "shakespeare-char"))
+    words = command("run", "--config", file, "--lr", "0.001")
+    assert main(words) == 0
+    optim = overrides.from_json(json.loads((tmp_path / "run/config.json").read_text())).optim
+    assert (optim.lr, optim.muon_lr) == (0.001, 0.003)
+    assert main([*words, "--resume", "--steps", "14"]) == 0
+
+
 @pytest.mark.parametrize(
     "words, advice",
     [
