@@ -118,7 +118,7 @@ def test_shards_apart_are_those_of_the_record(seed):
 
 def test_shards_that_fill_no_row_alone_are_refused_in_a_line():
     with pytest.raises(
-        UserError, match="^training part of x fills no row: its documents in a shard have fewer than 31 "
+        UserError, match=r"^training part of x fills no row: its documents in a shard have fewer than 31 "
     ):
         Documents(stream(), separator=0, shape=lambda i: (30, 0), span=False).spans(0)
     assert Documents(stream(), separator=0, shape=lambda i: (30, 0)).spans(0)
