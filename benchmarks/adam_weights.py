@@ -1,7 +1,7 @@
 """What it costs in loss that Adam's weights are bf16 and nothing more (`model.adam_weights`), as in modded-nanogpt's record:
 the small model of ablation.py from several seeds, with both, on the same text in the same order.
 
-    python benchmarks/adam_weights.py --steps 300 --seeds 3
+    python benchmarks/adam_weights.py --steps 120 --seeds 3
 
 A busy machine does not change the losses. What the file has is not made again.
 """
@@ -25,7 +25,7 @@ FILE = Path(__file__).parent / "results" / "adam-weights-speedrun-small.json"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     config = changed(ablation.base(), {"model.bigram_first": "reserved"})
@@ -38,7 +38,7 @@ def main() -> None:
             if any(row.items() >= key.items() for row in runs):
                 continue
             one = changed(config, {"model.adam_weights": kept})
-            loss, _ = ablation.trained(one, data, steps=args.steps, seed=seed, max_tokens=1 << 18)
+            loss, _ = ablation.trained(one, data, steps=args.steps, seed=seed, max_tokens=1 << 17)
             runs.append(key | {"loss": loss})
             print(json.dumps(runs[-1]), flush=True)
             facts = {

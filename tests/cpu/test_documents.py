@@ -10,7 +10,7 @@ each_isa = pytest.mark.parametrize("isa", [isa_named(n) for n in ISAS], ids=ISAS
 
 
 @each_isa
-@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (9, 2), (3, 37), (2, 129)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (9, 2), (9, 3), (3, 37), (2, 129)], ids=str)
 @pytest.mark.parametrize("grain", [8, documents.GRAIN])
 @pytest.mark.parametrize("buckets", [2, 97, 5 * 50304])
 @pytest.mark.parametrize("reserved", [False, True])

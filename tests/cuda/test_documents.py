@@ -7,7 +7,7 @@ from tests.cuda.check import check_op
 from tests.document_cases import bigram_case, boundary_case, document_case
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (9, 2), (3, 37), (2, 1025)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (9, 2), (9, 3), (3, 37), (2, 1025)], ids=str)
 @pytest.mark.parametrize("buckets", [2, 97, 5 * 50304])
 @pytest.mark.parametrize("reserved", [False, True])
 def test_bigram_ids(shape, buckets, reserved):
