@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from barellm.cpu import isa as isas
 from tests import cached_results
 
 WIDE = ("avx512_bf16", "avx512")  # of which fp32 kernels have equal code, as those of amx_bf16
@@ -122,13 +123,12 @@ def quick(items: list[pytest.Item], best: str) -> list[pytest.Item]:
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from tests.cpu.check import ISAS
-
+    best, *_ = names = isas.available()
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
     if config.getoption("--quick"):
-        kept = quick(items, ISAS[0])
+        kept = quick(items, best)
     else:
-        kept = [item for item in items if not same_code(item, set(ISAS))]
+        kept = [item for item in items if not same_code(item, set(names))]
     if (config.getoption("--cases") or ("all" if named else "pairs")) == "pairs":
         kept = pairs(kept)
     if not config.getoption("--quick"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,113 +17,142 @@ from tests import cached_results, import_closure
 ROOT = Path(__file__).parents[1]
 TEST = """
 import pytest
-from anatomy.code import limit
+from limits.code import limit
 pytestmark = pytest.mark.cached
 @pytest.mark.parametrize("n", [1, 2])
 def test_small(n): assert n <= limit
 """
-CONFTEST = """
-import pytest
-from tests import cached_results
-def pytest_addoption(parser): cached_results.add_options(parser)
-def pytest_configure(config):
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(cached_results.Recorder())
-def pytest_collection_modifyitems(config, items):
-    items[:] = cached_results.left_to_run(config, items, use=not config.getoption("--no-cached-results"))
-def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):
-        cached_results.finish_worker(session)
-"""
 PROJECT = {
     "tests/test_small.py": TEST,
-    "tests/conftest.py": CONFTEST,
-    "tests/__init__.py": "",
-    "anatomy/__init__.py": "",
-    "anatomy/code.py": "limit = 2",
+    "limits/__init__.py": "",
+    "limits/code.py": "limit = 2",
     "pyproject.toml": '[tool.pytest.ini_options]\ntestpaths = ["tests"]\nmarkers = ["cached", "alone"]\n',
-    **{f"tests/{m.__name__.split('.')[-1]}.py": Path(m.__file__ or "").read_text() for m in (cached_results, import_closure)},
-}  # fmt: skip
+}
 ALL, NONE = "2 passed", "2 tests were not run: their cached results hold"
 
 
+class Plugin:
+    """What tests/conftest.py does about cached results."""
+
+    def pytest_addoption(self, parser):
+        cached_results.add_options(parser)
+
+    def pytest_configure(self, config):
+        config.pluginmanager.register(cached_results.Recorder())
+
+    def pytest_collection_modifyitems(self, config, items):
+        items[:] = cached_results.left_to_run(config, items, use=not config.getoption("--no-cached-results"))
+
+
 @pytest.fixture
-def project(tmp_path) -> Path:
+def project(tmp_path, monkeypatch) -> Path:
     """A project of one test with two cases, and a cache of its own."""
     for name, text in PROJECT.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(import_closure, "ROOT", tmp_path)
+    monkeypatch.setattr(import_closure, "FOLDERS", ("limits", "tests"))
     return tmp_path
 
 
-def run(project: Path, *words: str) -> str:
-    """What a run of the project's tests says, without the time that it took."""
-    environment = {"PYTHONPATH": f"{project}{os.pathsep}{ROOT}", "BARELLM_CACHE": str(project / "cache"), "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-o", "cache_dir=cache/pytest", *words],
-        cwd=project, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(project, monkeypatch, capsys):
+    """Gives what a run of the project's tests says; each is as a process of its own."""
+
+    def in_a_new_process(*words: str) -> str:
+        forget()
+        monkeypatch.setattr(cached_results, "BEGUN", time.time())
+        pytest.main(["-q", "-s", "--import-mode=importlib", "-o", "cache_dir=cache/pytest", *words], plugins=[Plugin()])
+        return capsys.readouterr().out
+
+    yield in_a_new_process
+    forget()
 
 
-@pytest.mark.parametrize("side_by_side", [(), ("-n", "2")])
-def test_what_passes_is_not_run_again_until_it_changes(project, side_by_side):
-    assert ALL in run(project, *side_by_side)
-    assert NONE in (said := run(project, *side_by_side)) and "passed" not in said
-    assert ALL in run(project, *side_by_side, "--no-cached-results")
-    (project / "anatomy/code.py").write_text("limit = 1")
+def forget() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "limits" or name.endswith("tests.test_small")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    for cached in (value for value in vars(import_closure).values() if hasattr(value, "cache_clear")):
+        cached.cache_clear()
+
+
+def test_what_passes_is_not_run_again_until_it_changes(project, run):
+    assert ALL in run()
+    assert NONE in (said := run()) and "passed" not in said
+    assert ALL in run("--no-cached-results")
+    (project / "limits/code.py").write_text("limit = 1 ")
     for _ in range(2):  # a failure is on no record
-        assert "1 failed, 1 passed" in run(project, *side_by_side)
+        assert "1 failed, 1 passed" in run()
+
+
+def test_tests_that_run_side_by_side_are_recorded_together(tmp_path):
+    """Two processes of pytest-xdist, and the conftest.py of these tests."""
+    names = ("__init__", "conftest", "selection", "cached_results", "import_closure", "leftovers")
+    files = {f"tests/{name}.py": (ROOT / f"tests/{name}.py").read_text() for name in names}
+    files["tests/test_small.py"] = TEST.replace("from limits.code import limit", "limit = 2")
+    files["pyproject.toml"] = PROJECT["pyproject.toml"].replace('"alone"', '"alone", "oracle"')
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "BARELLM_CACHE": str(tmp_path / "cache"), "PATH": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
+    said = [
+        subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout for _ in range(2)
+    ]
+    assert ALL in said[0] and NONE in said[1], said
 
 
 @pytest.mark.parametrize("chooses", [
     ("-k", "small and 2"), ("--deselect", "tests/test_small.py::test_small[1]"), ("tests/test_small.py::test_small[2]",),
     ("tests/test_small.py::test_small",), ("--collect-only",),
 ], ids=lambda words: words[0])  # fmt: skip
-def test_a_run_that_chooses_among_the_cases_records_nothing(project, chooses):
+def test_a_run_that_chooses_among_the_cases_records_nothing(project, run, chooses):
     (project / "tests/test_small.py").write_text(TEST.replace("n <= limit", "n > 1 or n <= limit"))
-    run(project, *chooses)
+    run(*chooses)
     assert not list((project / "cache").glob("test-results/*"))
-    assert ALL in run(project)
+    assert ALL in run()
 
 
 @pytest.mark.parametrize("stops", ["-x", "--maxfail=1"])
-def test_a_run_that_stops_records_nothing_of_the_file_in_which_it_stops(project, stops):
+def test_a_run_that_stops_records_nothing_of_the_file_in_which_it_stops(project, run, stops):
     (project / "tests/test_small.py").write_text(TEST.replace("n <= limit", "n != 2"))
     (project / "tests/test_zero.py").write_text(TEST.replace("n <= limit", "n"))
-    assert "1 failed, 1 passed" in run(project, stops)
+    assert "1 failed, 1 passed" in run(stops)
     assert not list((project / "cache").glob("test-results/*"))
 
 
-def test_a_run_of_what_failed_last_records_nothing(project):
-    (project / "anatomy/code.py").write_text("limit = 1")
-    run(project)
-    (project / "anatomy/code.py").write_text("limit = 2")
-    assert "1 passed" in run(project, "--lf")
-    assert not list((project / "cache").glob("test-results/*")) and ALL in run(project)
+def test_a_run_of_what_failed_last_records_nothing(project, run):
+    (project / "limits/code.py").write_text("limit = 1")
+    run()
+    (project / "limits/code.py").write_text("limit = 2")
+    assert "1 passed" in run("--lf")
+    assert not list((project / "cache").glob("test-results/*")) and ALL in run()
 
 
 @pytest.mark.parametrize("what, said", [
     ("assert n == 2 or pytest.skip()", "1 passed, 1 skipped"),
     ("assert __import__('os').utime(__file__) is None", "2 passed"),
 ])  # fmt: skip
-def test_what_was_skipped_or_changed_meanwhile_is_not_recorded(project, what, said):
+def test_what_was_skipped_or_changed_meanwhile_is_not_recorded(project, run, what, said):
     (project / "tests/test_small.py").write_text(TEST.replace("assert n <= limit", what))
-    assert said in run(project) and said in run(project)
+    assert said in run() and said in run()
 
 
-def test_one_of_two_files_runs_again(project):
-    (project / "tests/test_other.py").write_text(TEST.replace("from anatomy.code import limit", "limit = 3"))
-    assert "4 passed" in run(project)
-    (project / "anatomy/code.py").write_text("limit = 3")
-    assert ALL in (said := run(project)) and NONE in said
+def test_one_of_two_files_runs_again(project, run):
+    (project / "tests/test_other.py").write_text(TEST.replace("from limits.code import limit", "limit = 3"))
+    assert "4 passed" in run()
+    (project / "limits/code.py").write_text("limit = 3")
+    assert ALL in (said := run()) and NONE in said
 
 
-def test_tests_that_are_measured_alone_always_run(project):
+def test_tests_that_are_measured_alone_always_run(project, run):
     (project / "tests/test_small.py").write_text(f"{TEST}@pytest.mark.alone\ndef test_measured(): pass\n")
-    assert "3 passed" in run(project)
-    assert "1 passed" in (said := run(project)) and NONE in said
+    assert "3 passed" in run()
+    assert "1 passed" in (said := run()) and NONE in said
 
 
 def key(*ids: str) -> str:

@@ -40,7 +40,7 @@ from importlib import import_module
 from . import beside
 def by_name(name):
     import_module("barellm.constant"), import_module(f"barellm.ops.{name}"), import_module(f"{__name__}s.{name}")
-    patch("barellm.patched.function"), run([exe, "-m", "barellm.main"]), open("golden.json")
+    patch("barellm.patched.function"), run([exe, "-m", "benchmarks"], ["-v", "examples"]), open("golden.json")
     script = '''
 from barellm import in_script
 '''
@@ -62,10 +62,12 @@ def late(): import barellm.only_when_called
     "barellm/fixtures/__init__.py": "from barellm.fixtures.kept import own_one, other_one",
     "barellm/fixtures/kept.py": "",
     **{f"barellm/{name}.py": "" for name in (
-        "inside", "constant", "patched", "main", "in_script", "called_at_import", "only_when_called", "docstring", "not_taken",
+        "inside", "constant", "patched", "in_script", "called_at_import", "only_when_called", "docstring", "not_taken",
     )},
     "barellm/ops/__init__.py": "",
     "barellm/ops/add.py": "",
+    "benchmarks/__main__.py": "",
+    "examples/__main__.py": "",
     "docs/golden.json": "",
     "docs/other.json": "",
     "pyproject.toml": "",
@@ -73,7 +75,7 @@ def late(): import barellm.only_when_called
 }  # fmt: skip
 NOT_USED = {
     "tests/unused.py", "barellm/only_when_called.py", "barellm/docstring.py", "barellm/not_taken.py", "docs/other.json",
-    "README.md",
+    "README.md", "examples/__main__.py",
 }  # fmt: skip
 
 

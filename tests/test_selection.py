@@ -143,7 +143,7 @@ def test_quick_keeps_one_case_of_each_dtype_for_the_best_instruction_set():
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_what_is_selected_of_a_run(quick, monkeypatch):
-    monkeypatch.setattr("tests.cpu.check.ISAS", ["avx512_bf16", "avx512", "avx2"])
+    monkeypatch.setattr("barellm.cpu.isa.available", lambda: ["avx512_bf16", "avx512", "avx2"])
     used: list[bool] = []
 
     def left_to_run(config, items, *, use):
