@@ -56,11 +56,11 @@ class Place:
     """The inputs of all commands, and a folder `work` for what one of them makes. All trials have one path: files name it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.work, self.library = folder, folder / "work", folder / "disk.so"
-        source = [str(Path(__file__).with_name("disk.c")), "-shared", "-fPIC", "-O1", "-ldl", "-o", str(self.library)]
+        self.folder, self.work, self.preloaded = folder, folder / "work", folder / "disk.so"
+        source = [str(Path(__file__).with_name("disk.c")), "-shared", "-fPIC", "-O1", "-ldl", "-o", str(self.preloaded)]
         subprocess.run([*build.compiler(host()), *source], check=True)
         (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(300)))
-        environment = {"LD_PRELOAD": str(self.library), "PYTHONPATH": str(ROOT), "BARELLM_RANK_LIMIT": "5"}
+        environment = {"LD_PRELOAD": str(self.preloaded), "PYTHONPATH": str(ROOT), "BARELLM_RANK_LIMIT": "5"}
         for number in range(3):  # for prepare
             (folder / f"text{number}.txt").write_text("".join(f"{number} + {i} is {number + i}.\n" for i in range(200)))
         self.env = os.environ | environment | {"BARELLM_CACHE": os.environ["BARELLM_CACHE"], "BARELLM_THREADS": "1"}
