@@ -43,7 +43,8 @@ class Mac:  # its C library: no number that Linux gives a system call means anyt
 
     def __getattr__(self, name):
         assert name not in ("syscall", "getauxval", "madvise"), name
-        return self.sysctlbyname if name == "sysctlbyname" else getattr(libc, name)
+        own = {"sysctlbyname": self.sysctlbyname, "sigaction": lambda *_: 0}  # of another layout there
+        return own.get(name) or getattr(libc, name)
 
     def sysctlbyname(self, name, value, size, *rest):
         known = {b"hw.physicalcpu": (1).to_bytes(4, "little"), b"machdep.cpu.brand_string": b"A Mac\\0"}
