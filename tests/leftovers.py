@@ -14,8 +14,13 @@ END_S = 20.0
 
 
 def running() -> dict[object, str]:
-    """Threads of Python and child processes, each with what it is."""
-    found: dict[object, str] = {t: f"thread {t.name}, {_target(t)}" for t in threading.enumerate()}
+    """Threads of Python and child processes, each with what it is. A library's own class of thread, such as the monitor that tqdm
+    starts once a process, is that library's."""
+    found: dict[object, str] = {
+        t: f"thread {t.name}, {_target(t)}"
+        for t in threading.enumerate()
+        if type(t).__module__.split(".")[0] in ("threading", "barellm", "benchmarks", "tests")
+    }
     return found | {pid: f"process {pid}, {_command(pid)}" for pid in _children()}
 
 

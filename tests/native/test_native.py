@@ -536,7 +536,7 @@ def test_the_checkpoints_say_what_pythons_say(made):
     assert (meta["step"], meta["samples"], meta["tokens"]) == (1, 2, 32)
 
 
-REFUSED = {"minutes", "grace", "ranges", "hellaswag", "track", "init_from"}
+REFUSED = {"minutes", "grace", "ranges", "hellaswag", "track", "init_from", "eval_from", "eval_seq"}
 NOT_HERE = {"hellaswag_every", "matmul", "tf32"}  # they say nothing without train.hellaswag, and on a CPU
 OTHER = {"dtype": "bf16", "recompute": True, "batch": 3, "seq": 8, "ramp_from": 2, "ramp_tokens": 400}
 

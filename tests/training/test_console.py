@@ -126,7 +126,7 @@ def test_a_text_that_takes_long_says_its_megabytes(monkeypatch):
 
 def test_a_live_line_is_cut_before_the_terminals_last_column(monkeypatch):
     """A line as wide as the terminal would wrap, and could not be taken back."""
-    monkeypatch.setattr(console.shutil, "get_terminal_size", lambda: console.os.terminal_size((20, 5)))
+    monkeypatch.setattr(console.shutil, "get_terminal_size", lambda *_, **__: console.os.terminal_size((20, 5)))
     out = Terminal()
     Console(stream=out).progress("x" * 40)
     assert out.getvalue().count("x") == 19
