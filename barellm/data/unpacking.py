@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from barellm.errors import UserError
@@ -27,7 +27,7 @@ WIDE_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\xff\xfe\0\0": "UT
 def required(package: str, what: str) -> Any:
     """A package of the extra `data`."""
     try:
-        return import_module(package)
+        return resolve_name(package)
     except ModuleNotFoundError as error:
         name = package.partition(".")[0]
         raise UserError(f"{what} needs the package {name}: pip install {name}") from error
