@@ -26,13 +26,17 @@ class Plain:
     def ramp(self) -> Ramp:
         return Ramp(self.config.train)
 
+    @cached_property
+    def loss_gradient(self) -> float | None:
+        return models.loss_gradient(self.config.model)
+
     def step(self, index: int, total: int | None) -> Step:
         train, optim = self.config.train, self.config.optim
         found = rates(index, total=total, optim=optim)
         scalars = {"step": index + 1, **found, "seed": train.seed}
         scalars["momentum"] = momentum(index, total=total, optim=optim)
         inv_targets = 1.0 / (train.batch * self.ramp.count(index) * train.seq)
-        larger = (models.loss_gradient(self.config.model) or inv_targets) / inv_targets
+        larger = (self.loss_gradient or inv_targets) / inv_targets
         updates = ((("norm", {}),) if optim.skips else ()) + (("update", scalars),)
         return Step(train.seq, found, inv_targets * larger, updates, shown=1.0 / larger)
 
