@@ -28,7 +28,8 @@ from barellm.training.report import closing
 from tests.presets import planned
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "decisions" / "README.md"]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)|(?:src|href)=\"([^\"#]+)\"")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -91,7 +92,7 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-@each_page
+@pytest.mark.parametrize("page", [*PAGES, *DECISIONS], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     """To files and headings that are there. The site's own build says the same (`make site`)."""
     for match in LINK.finditer(page.read_text()):
@@ -107,6 +108,30 @@ def test_every_page_has_its_place_in_the_book():
     entries = [line for tree in TOCTREE.findall(index.read_text()) for line in tree.split()]
     listed = sorted((index.parent / f"{entry}.md").resolve() for entry in entries)
     assert listed == sorted(page for page in PAGES if page != index)
+
+
+DECISION = re.compile(
+    r"# (?P<title>[^\n]+)\n\n(?P<date>\d{4}-\d\d-\d\d)\. [^\n]+\n\n## Context\n\n.+\n\n## Tried\n\n.+\n\n## Numbers\n\n.+\n\n"
+    r"## Verdict\n\n\*\*(?P<verdict>Accepted|Rejected|Open)\.\*\* .+\n",
+    re.DOTALL,
+)
+
+
+def test_each_decision_has_its_parts_and_its_row_in_the_index():
+    rows = []
+    for page in DECISIONS:
+        text = page.read_text()
+        match = DECISION.fullmatch(text)
+        assert match and re.findall("^##? .*", text, re.MULTILINE)[1:] == [
+            f"## {part}" for part in ("Context", "Tried", "Numbers", "Verdict")
+        ], page.name
+        assert len(text.split()) <= 300, page.name
+        rows.append(
+            f"| {page.name[:3]} | [{match['title']}]({page.name}) | {match['verdict'].lower()} | {match['date']} |"
+        )
+    index = (DECISIONS[0].parent / "README.md").read_text()
+    assert [line for line in index.splitlines() if re.match(r"\| \d", line)] == rows
+    assert [row[2:5] for row in rows] == [f"{number:03}" for number in range(1, len(rows) + 1)]
 
 
 def test_the_reference_is_what_the_docstrings_say(monkeypatch):
