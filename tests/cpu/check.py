@@ -19,7 +19,19 @@ from barellm.program.builder import Program
 from barellm.program.integers import round_up
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim, Tensor
-from tests.check import EPS, ROUNDING, Case, Given, check_case, check_gaps, failed, persistent, stored, tokens
+from tests.check import (
+    EPS,
+    ROUNDING,
+    Case,
+    Given,
+    check_case,
+    check_gaps,
+    failed,
+    persistent,
+    record_outputs,
+    stored,
+    tokens,
+)  # fmt: skip
 
 __all__ = [
     "EPS", "ISAS", "ROUNDING", "Given", "changed", "check_op", "isa_named", "persistent", "run_fused", "stored", "tokens",
@@ -144,4 +156,5 @@ def run_fused(
             session.close()
         for output, values in runs[-1].items():
             assert np.array_equal(values, runs[0][output]), f"{output} has other bits with {threads} threads"
+    record_outputs(runs[0].values())
     return op, runs[0]
