@@ -100,13 +100,13 @@ def in_parts(monkeypatch) -> None:
 def test_depth_in_parts(isa, dtype, panels, monkeypatch):
     """Sums of one panel or of several are kept between the parts; the last part is shorter."""
     in_parts(monkeypatch)
-    choose = linear.select_config
+    select_config = linear.select_config
 
     def wider(*shape):
-        choice = choose(*shape)
+        choice = select_config(*shape)
         return replace(choice, columns=panels * choice.tile.nr(isa))
 
-    monkeypatch.setattr(linear, "choose", wider)
+    monkeypatch.setattr(linear, "select_config", wider)
     x, dy, weight = operands((1, 29, 213, 139), dtype)
     values = as_operand(weight, dtype)
     check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": chain_bound(x.values, values.T)})
@@ -274,7 +274,7 @@ def test_every_choice_gives_equal_bits(op_type, output, parts, dtype, monkeypatc
     given = {"y": {"x": x, "weight": weight}, "dx": {"dy": dy, "weight": weight}, "dweight": {"dy": dy, "x": x}}[output]
     first = None
     for choice in every_choice(isa):
-        monkeypatch.setattr(linear, "choose", lambda *shape, choice=choice: choice)
+        monkeypatch.setattr(linear, "select_config", lambda *shape, choice=choice: choice)
         got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,))[output]
         assert first is None or np.array_equal(got, first), choice
         first = got
@@ -296,12 +296,12 @@ def test_parts_of_a_choice_and_work_ahead_change_no_bit(isa, dtype, op_type, mon
     for part in (None,) if depth is None else (32, 64, depth):
         for ahead in gemm_config.AHEAD:
 
-            def choose(*shape, part=part, ahead=ahead):
+            def select_config(*shape, part=part, ahead=ahead):
                 usual = real(*shape)
                 used.add((part, ahead))
                 return replace(usual, part=part, ahead=ahead, columns=2 * usual.tile.nr(isa))
 
-            monkeypatch.setattr(linear, "choose", choose)
+            monkeypatch.setattr(linear, "select_config", select_config)
             got = check_op(op_type, isa, given, bounds={output: bound()}, threads=(1, 2))[output]
             assert first is None or np.array_equal(got, first), (part, ahead)
             first = got
@@ -329,7 +329,7 @@ def test_scratch_holds_what_a_choice_needs():
 ])  # fmt: skip
 def test_the_default_tile_is_the_one_that_takes_least_time(isa, cols, tile):
     found = gemm_config.default_tile(isas.X86[isa], "fp32", cols)
-    assert (found.rows, found.vectors) == tile
+    assert (found.mr, found.vectors) == tile
 
 
 @pytest.mark.parametrize("depth, itemsize, nbytes, part", [
@@ -354,7 +354,7 @@ def test_parts_are_as_deep_as_each_other(depth, itemsize, nbytes, part):
 def test_the_default_tile_has_rows_that_the_first_cache_holds(level1, depth, dtype, role, tile, monkeypatch):
     monkeypatch.setattr(gemm_config.processor, "caches", lambda: {1: level1})
     found = gemm_config.default(isas.X86["avx512_bf16"], role, dtype, 1024, depth, 256).tile
-    assert (found.rows, found.vectors) == tile
+    assert (found.mr, found.vectors) == tile
 
 
 @pytest.mark.parametrize("isa", [*isas.X86.values(), *isas.ARM.values()], ids=[*isas.X86, *isas.ARM])

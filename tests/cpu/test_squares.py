@@ -123,7 +123,7 @@ def test_no_choice_changes_a_bit(isa, monkeypatch):
     scalars = {"batch": 2, "seq": 29, "accumulate": 0}
     first = None
     for choice in every_choice(isa):
-        monkeypatch.setattr(linear, "choose", lambda *shape, choice=choice: choice)
+        monkeypatch.setattr(linear, "select_config", lambda *shape, choice=choice: choice)
         found = with_squares(isa, 131, 70, "start", scalars)["squares"]
         assert first is None or np.array_equal(found, first), choice
         first = found

@@ -32,14 +32,14 @@ def emulated(monkeypatch):
 
 def panels_of(monkeypatch, panels: int, rows: int = 0) -> None:
     """Claims of so many panels, and of at most so many rows."""
-    choose = linear.select_config
+    select_config = linear.select_config
 
     def other(*shape):
-        choice = choose(*shape)
+        choice = select_config(*shape)
         high = {"rows": rows, "long_rows": rows} if rows else {}
         return replace(choice, columns=panels * choice.tile.nr(shape[0]), **high)
 
-    monkeypatch.setattr(linear, "choose", other)
+    monkeypatch.setattr(linear, "select_config", other)
 
 
 def check_products(isa, shape, threads=(1, 2)) -> None:
@@ -95,7 +95,7 @@ def test_no_choice_changes_a_bit_of_parts(isa, part, monkeypatch):
     for op_type, output, given in cases:
         first = None
         for choice in every_choice(isa):
-            monkeypatch.setattr(linear, "choose", lambda *shape, choice=choice: choice)
+            monkeypatch.setattr(linear, "select_config", lambda *shape, choice=choice: choice)
             got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,))[output]
             assert first is None or np.array_equal(got, first), (op_type.name, choice)
             first = got

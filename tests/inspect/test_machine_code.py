@@ -54,7 +54,7 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
         code = kernels.summary(u.spec, isa)
         tile = dict(u.spec.constants)["choice"].tile
         assert code.widest == WIDEST[name], u
-        accumulators = 4 if product == "tdpbf16ps" else tile.rows * tile.vectors
+        accumulators = 4 if product == "tdpbf16ps" else tile.mr * tile.vectors
         assert code.inner.multiply_adds == {product: accumulators}, u
         assert code.inner.accumulators == accumulators, u
         assert code.inner.stores == 0, u
@@ -66,7 +66,7 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
         ]
         # On aarch64 the tile that hangs over the last row may keep a vector of GELU's on the stack.
         assert spills[0] == 0 and (name.startswith("neon") or max(spills) == 0), u
-        assert code.inner.loads <= tile.rows + tile.vectors, u
+        assert code.inner.loads <= tile.mr + tile.vectors, u
 
 
 @pytest.mark.parametrize("name", TARGETS)
