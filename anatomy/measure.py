@@ -77,8 +77,8 @@ class Timed:
         # Not from the cache of objects, which does not know that rungs are made of each other.
         self.linked = jit.Library([jit.compile_object(spec.ir(bench.isa), bench.isa)], bench.isa)
         self.arguments = np.array([x.ctypes.data for x in problem.operands(rung.dtype)], np.int64)
-        self.private = -(-max(rung.scratch(bench.isa, problem.N, problem.K), 64) // 4096) * 4096
-        self.scratch = memory.huge(self.private * bench.threads)
+        self.thread_scratch = -(-max(rung.scratch(bench.isa, problem.N, problem.K), 64) // 4096) * 4096
+        self.scratch = memory.huge(self.thread_scratch * bench.threads)
         self._block = ctypes.create_string_buffer(2 * RECORD_NBYTES)
         self.record = (ctypes.addressof(self._block) + RECORD_NBYTES - 1) & -RECORD_NBYTES
         (ctypes.c_int64 * 3).from_address(self.record)[:] = (
@@ -92,7 +92,7 @@ class Timed:
 
     def sample(self) -> float:
         """Seconds of one product."""
-        self.bench.pool.bind(0, self.scratch.ctypes.data, self.private, memory=self)
+        self.bench.pool.bind(0, self.scratch.ctypes.data, self.thread_scratch, memory=self)
         start = time.perf_counter()
         for _ in range(self.calls):
             self.bench.pool.run(self.record, 1)

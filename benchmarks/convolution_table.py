@@ -36,7 +36,7 @@ def taken(row: dict[str, Any], dtype: str) -> str:
     if layer.groups == layer.C:
         return "direct"
     C, K = (layer.K, layer.C) if which == "dx" else (layer.C, layer.K)
-    span = tile_of_products(host()).span(host())
+    span = tile_of_products(host()).nr(host())
     costs = PAIRS if dtype == "bf16" and host().dot else COSTS
     m = tile_for(costs[which], C // layer.groups, K // layer.groups, row["batch"], (layer.outputs, layer.outputs), span)
     return f"winograd{m}" if m else "direct"

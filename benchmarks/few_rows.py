@@ -24,10 +24,10 @@ import numpy as np
 
 from barellm.cpu import jit
 from barellm.cpu.backend import Bench, describe
-from barellm.cpu.choices import default
+from barellm.cpu.gemm_config import default
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import gemm
-from barellm.cpu.kernels.few_rows import FEW, few_choices, few_private, few_rows
+from barellm.cpu.kernels.skinny_gemm import FEW, skinny_configs, skinny_gemm, skinny_gemm_scratch_bytes
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.step import Lowered
 from barellm.cpu.tuner.tuner import tune
@@ -111,7 +111,7 @@ def tuned_choices(bench: Bench, dtype: str, roles: list[str]) -> dict[str, Any]:
         cols, depth = ROLES[role]
         x, weight = p.input(f"x {role}", (Dim("batch", FEW), depth), dtype), p.parameter(f"w {role}", (cols, depth))
         p.output(role, p.linear(x, weight))
-    works = works_of(Lowered(p, bench.isa, bench.threads, few_rows=True).calls)
+    works = works_of(Lowered(p, bench.isa, bench.threads, skinny_gemm=True).calls)
     few = [work for work in works if work.few]
     verdicts = tune(
         few, bench.isa, threads=bench.threads, footprint=COLD, seconds=600, each=lambda v: print(v.work, v.best)
@@ -191,19 +191,19 @@ def main() -> None:
             "out": np.zeros(most * max(cols for cols, _ in ROLES.values()), np.float32),
             "private": np.zeros((bench.threads + 1) * PRIVATE, np.uint8),
         }
-        assert max(few_private(bench.isa, depth) for _, depth in ROLES.values()) <= PRIVATE
+        assert max(skinny_gemm_scratch_bytes(bench.isa, depth) for _, depth in ROLES.values()) <= PRIVATE
         bench.pool.bind(block.address, round_up(address(memory["private"]), 64), PRIVATE, memory=memory)
         chosen = tuned_choices(bench, a.dtype, a.roles) if a.tuned else {}
         walks: dict[tuple[str, str], Callable[[int], float]] = {}
         for role in a.roles:
             cols, depth = ROLES[role]
-            untuned = few_choices(bench.isa, a.dtype, cols, depth)[0]
+            untuned = skinny_configs(bench.isa, a.dtype, cols, depth)[0]
             ways = {"few": untuned, "packed": default(bench.isa, "forward", a.dtype, cols, depth, FEW)}
             ways = {kind: way for kind, way in ways.items() if kind in a.kinds} | (
                 {"tuned": chosen[role]} if chosen else {}
             )
             for kind, way in ways.items():
-                emit = gemm.product if kind == "packed" else few_rows
+                emit = gemm.product if kind == "packed" else skinny_gemm
                 walks[role, kind] = Walk(bench, emit, a.dtype, cols, depth, way, memory)
             if a.torch:
                 walks[role, "torch"] = torch_walk(bench.threads, cols, depth, memory)

@@ -14,7 +14,7 @@ def panel_bytes(isa, N, K):
 
 def packed(k, b, j, masks, *, N, K):
     """Columns j... of B as a panel in this thread's scratch, (K, VECTORS, lanes): right(p, v) of `multiplied`."""
-    panel, span = k.private(), VECTORS * k.lanes
+    panel, span = k.thread_scratch(), VECTORS * k.lanes
     with k.loop(0, K) as p:
         for v, mask in enumerate(masks):
             panel.store(b.at(p * N).load(j + v * k.lanes, mask), p * span + v * k.lanes)

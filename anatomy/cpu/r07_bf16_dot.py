@@ -26,7 +26,7 @@ def pairs_of(k, a, i, *, M, K):
 
 def packed_pairs(k, b, j, masks, *, N, K, span):
     """Columns j... of B as pairs in this thread's scratch, (K / 2, span) i32: right(u, v) of `multiplied`."""
-    panel, wide = k.private("i32"), k.ivec
+    panel, wide = k.thread_scratch("i32"), k.ivec
 
     def row(p, v):
         bits = b.at(p * N).load_raw(j + v * k.lanes, masks[v])

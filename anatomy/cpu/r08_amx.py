@@ -13,7 +13,7 @@ from barellm.cpu.lang import Pointer
 
 def scratch(isa, N, K):
     """The panel of B, and a block of rows of A that is filled up with zeros."""
-    return 2 * amx.padded(K) * amx.SPAN + amx.left_bytes(K)
+    return 2 * amx.padded(K) * amx.NR + amx.left_bytes(K)
 
 
 @rung(
@@ -25,18 +25,18 @@ def scratch(isa, N, K):
 )
 def amx_tiles(k, c, a, b, *, M, N, K):
     amx.configure(k)
-    sums = Pointer(k, k.alloca("float", amx.ROWS * amx.SPAN), "fp32")
-    block = k.private("bf16").at(amx.padded(K) * amx.SPAN)
+    sums = Pointer(k, k.alloca("float", amx.MR * amx.NR), "fp32")
+    block = k.thread_scratch("bf16").at(amx.padded(K) * amx.NR)
 
     def panel(j, masks):
-        packed_pairs(k, b, j, masks, N=N, K=K, span=amx.SPAN)
-        amx.pad_panel(k, k.private("i32"), K)
-        with k.loop(0, M, amx.ROWS) as i:
-            count = None if M % amx.ROWS == 0 else k.min(M - i, amx.ROWS)
-            amx.multiply_rows(k, sums, a.at(i * K), count, k.private("i32"), block, depth=K, stride=K)
-            with k.loop(0, amx.ROWS if count is None else count) as r:
+        packed_pairs(k, b, j, masks, N=N, K=K, span=amx.NR)
+        amx.pad_panel(k, k.thread_scratch("i32"), K)
+        with k.loop(0, M, amx.MR) as i:
+            count = None if M % amx.MR == 0 else k.min(M - i, amx.MR)
+            amx.multiply_rows(k, sums, a.at(i * K), count, k.thread_scratch("i32"), block, depth=K, stride=K)
+            with k.loop(0, amx.MR if count is None else count) as r:
                 for v, mask in enumerate(masks):
-                    c.at((i + r) * N).store(sums.at(r * amx.SPAN).load(v * k.lanes), j + v * k.lanes, mask)
+                    c.at((i + r) * N).store(sums.at(r * amx.NR).load(v * k.lanes), j + v * k.lanes, mask)
 
     columns(k, N, panel)
     amx.release(k)

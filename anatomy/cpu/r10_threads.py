@@ -19,7 +19,7 @@ def threads(k, c, a, b, *, M, N, K):
             store(k, c, multiplied(k, left_of(k, a, i, M=M, K=K), right, K), i, j, masks, M=M, N=N)
 
     span = VECTORS * k.lanes
-    with k.claim_each(-(-N // span)) as number:
+    with k.parallel_for(-(-N // span)) as number:
         with k.when(number < N // span):
             panel(number * span, [None] * VECTORS)
         if N % span:

@@ -5,8 +5,8 @@ residual are added to a tile while it is still in registers. Read on in barellm/
 """
 
 from anatomy.rung import rung
-from barellm.cpu.choices import default
-from barellm.cpu.kernels.gemm import product, product_private
+from barellm.cpu.gemm_config import default
+from barellm.cpu.kernels.gemm import gemm_scratch_bytes, product
 
 
 def choice_of(isa, N, K):
@@ -16,11 +16,11 @@ def choice_of(isa, N, K):
 
 def step(isa):
     tile = choice_of(isa, 1 << 12, 1 << 12).tile
-    return 2 * tile.rows * tile.span(isa), 4 * (tile.rows + tile.span(isa))
+    return 2 * tile.mr * tile.nr(isa), 4 * (tile.mr + tile.nr(isa))
 
 
 def scratch(isa, N, K):
-    return product_private(isa, "fp32", K, choice_of(isa, N, K))
+    return gemm_scratch_bytes(isa, "fp32", K, choice_of(isa, N, K))
 
 
 @rung("shipped", step=step, threads=True, scratch=scratch)

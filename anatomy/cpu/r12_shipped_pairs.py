@@ -5,9 +5,9 @@ the sums wait in the second cache for the next part. Read on in barellm/cpu/kern
 """
 
 from anatomy.rung import rung
-from barellm.cpu.choices import default
+from barellm.cpu.gemm_config import default
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.gemm import product, product_private
+from barellm.cpu.kernels.gemm import gemm_scratch_bytes, product
 
 
 def choice_of(isa, N, K):
@@ -19,12 +19,12 @@ def step(isa):
     if isa.tiles:
         return 4 * 16384, 4 * amx.TILE_BYTES
     tile = choice_of(isa, 1 << 12, 1 << 12).tile
-    numbers = tile.rows * tile.span(isa) * (2 if isa.dot else 1)
-    return 2 * numbers, 4 * (tile.rows + tile.span(isa))
+    numbers = tile.mr * tile.nr(isa) * (2 if isa.dot else 1)
+    return 2 * numbers, 4 * (tile.mr + tile.nr(isa))
 
 
 def scratch(isa, N, K):
-    return product_private(isa, "bf16", K, choice_of(isa, N, K))
+    return gemm_scratch_bytes(isa, "bf16", K, choice_of(isa, N, K))
 
 
 @rung("shipped, 16 bits", step=step, dtype="bf16", threads=True, scratch=scratch)

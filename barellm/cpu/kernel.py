@@ -52,26 +52,26 @@ class Call:
 
 @dataclass
 class Lowering:
-    """Turns one op into calls. `threads` may size scratch, never the result. `few_rows`: a run's products may have few
+    """Turns one op into calls. `threads` may size scratch, never the result. `skinny_gemm`: a run's products may have few
     rows, for which there is another kernel."""
 
     op: Op
     isa: ISA
     threads: int
-    few_rows: bool = False
+    skinny_gemm: bool = False
     calls: list[Call] = field(default_factory=list)
     scratch_tensors: list[Tensor] = field(default_factory=list)
-    private_bytes: int = 0
+    thread_scratch_bytes: int = 0
 
-    def scratch(self, name: str, nbytes: int) -> Tensor:
+    def workspace(self, name: str, nbytes: int) -> Tensor:
         """Bytes shared by all threads that live as long as the op."""
         t = Tensor(f"{self.op.name}.{name}", (nbytes // 2 + nbytes % 2,), "bf16", "scratch")
         self.scratch_tensors.append(t)
         return t
 
-    def private(self, nbytes: int) -> None:
+    def thread_scratch(self, nbytes: int) -> None:
         """Bytes of each thread's own scratch, at `k.private()`."""
-        self.private_bytes = max(self.private_bytes, nbytes)
+        self.thread_scratch_bytes = max(self.thread_scratch_bytes, nbytes)
 
     def call(
         self, emit: Emit, operands: dict[str, Any], constants: dict[str, Any] | None = None, *, writes: str
@@ -157,5 +157,5 @@ def kernel(
 
 
 def dims_of(tensor: Tensor) -> tuple[str, ...]:
-    """Names of the run-time sizes of a tensor, the constant that `k.extent` takes."""
+    """Names of the run-time sizes of a tensor, the constant that `k.num_elements` takes."""
     return tuple(d.name for d in tensor.dims)

@@ -14,7 +14,7 @@ from barellm.runtime.poison import deaths
 def fill(k, out, count) -> None:
     """`count` 4-byte words of ones."""
     ones = k.const(-1, k.ivec)
-    with k.claim(count, 16384) as (begin, end):
+    with k.parallel_range(count, 16384) as (begin, end):
         whole = end - (end - begin) % k.lanes
         with k.loop(begin, whole, k.lanes) as i:
             out.store_raw(ones, i)

@@ -75,7 +75,7 @@ class KernelBuilder(Builder):
     def threads(self) -> Value:
         return self._rt(RT_THREADS, "i64")
 
-    def private(self, dtype: str = "fp32") -> Pointer:
+    def thread_scratch(self, dtype: str = "fp32") -> Pointer:
         """This thread's own scratch, 64-byte aligned; the lowering says how much is needed."""
         return Pointer(self, self._rt(RT_PRIVATE, "ptr").ref, dtype)
 
@@ -86,15 +86,15 @@ class KernelBuilder(Builder):
         type_ = {"i64": "i64", "fp64": "double"}[scalars.SCALARS[name].kind]
         return self.op(type_, f"load {type_}, ptr {p.ref}, align 8")
 
-    def extent(self, dims: tuple[str, ...], inner: int = 1) -> Value:
-        """`inner` times the product of the run-time sizes: `k.extent(("batch", "seq"))` is the number of tokens."""
+    def num_elements(self, dims: tuple[str, ...], inner: int = 1) -> Value:
+        """`inner` times the product of the run-time sizes: `k.num_elements(("batch", "seq"))` is the number of tokens."""
         n = self.int(inner)
         for d in dims:
             n = n * self.scalar(d)
         return n
 
     @contextmanager
-    def claim(self, total: Any, grain: Any = 1) -> Iterator[tuple[Value, Value]]:
+    def parallel_range(self, total: Any, grain: Any = 1) -> Iterator[tuple[Value, Value]]:
         """Ranges [begin, end) of `total` units, `grain` at a time. Each group of threads (`sync.GROUPS` at most) starts with its
         own contiguous part, so that the rows a thread wrote in one op are the rows it reads in the next; who has finished helps
         the next group, so a disturbed core costs its share and not everybody's. One claim loop a kernel."""
@@ -104,7 +104,7 @@ class KernelBuilder(Builder):
         with self.while_(lambda: helped.value < groups):
             counter = self.op("ptr", f"getelementptr i32, ptr %counter, i64 {group.value.ref}")
             first, last = units * group.value // groups, units * (group.value + 1) // groups
-            name = self.fresh("claim")
+            name = self.fresh("items")
             self.line(f"br label %{name}.head")
             self.label(f"{name}.head")
             taken = self.op("i32", f"atomicrmw add ptr {counter.ref}, i32 1 monotonic, align 4")
@@ -120,9 +120,9 @@ class KernelBuilder(Builder):
             group.value = self.select(beyond < groups, beyond, 0)
 
     @contextmanager
-    def claim_each(self, total: Any) -> Iterator[Value]:
+    def parallel_for(self, total: Any) -> Iterator[Value]:
         """Units one at a time."""
-        with self.claim(total, 1) as (begin, _):
+        with self.parallel_range(total, 1) as (begin, _):
             yield begin
 
     def columns(self, n: int) -> list[tuple[int, Value | None]]:

@@ -40,11 +40,11 @@ AGAIN = "squares"  # the program that sums the squares of gradients again
 class Lowered(LoweredProgram[Lowering]):
     """A program's ops after fusion, each with its calls and scratch."""
 
-    def __init__(self, program: Program, isa: ISA, threads: int, *, few_rows: bool | None = None) -> None:
-        """`few_rows`: products may have few rows; None: they may where text is written a token at a time."""
+    def __init__(self, program: Program, isa: ISA, threads: int, *, skinny_gemm: bool | None = None) -> None:
+        """`skinny_gemm`: products may have few rows; None: they may where text is written a token at a time."""
         import barellm.cpu.kernels  # noqa: F401  (fills the registry)
 
-        few = decodes(program) if few_rows is None else few_rows
+        few = decodes(program) if skinny_gemm is None else skinny_gemm
         super().__init__(
             program, table=table(isa), registry=REGISTRY, lowering=lambda op: Lowering(op, isa, threads, few)
         )
@@ -54,8 +54,8 @@ class Lowered(LoweredProgram[Lowering]):
         return [call for op in self.ops for call in self.of[op].calls]
 
     @property
-    def private_bytes(self) -> int:
-        return max((c.private_bytes for c in self.of.values()), default=0)
+    def thread_scratch_bytes(self) -> int:
+        return max((c.thread_scratch_bytes for c in self.of.values()), default=0)
 
 
 def barriers(calls: list[Call], address: Any) -> list[bool]:
@@ -91,7 +91,7 @@ class LoweredPrograms:
     lowered: dict[str, Lowered]
     plan: Plan
     calls: dict[str, list[Call]]
-    private: Tensor
+    thread_scratch: Tensor
 
     @property
     def machine(self) -> dict[str, Any]:
@@ -120,8 +120,8 @@ def lower_and_plan(
         programs = {**programs, AGAIN: from_memory(store, kept, compute)}
     lowered = {name: Lowered(p, isa, threads) for name, p in programs.items()}
     # Each thread's own scratch is on the map like everything else.
-    private_bytes = -(-max(max(low.private_bytes for low in lowered.values()), 64) // 4096) * 4096
-    private = store.get("threads.private", (threads, private_bytes // 2), "bf16", "cache")
+    thread_scratch_bytes = -(-max(max(low.thread_scratch_bytes for low in lowered.values()), 64) // 4096) * 4096
+    thread_scratch = store.get("threads.scratch", (threads, thread_scratch_bytes // 2), "bf16", "cache")
     made = plan_lowered(lowered, store, guard=poison.GUARD if poison.requested() else 0)
     calls = {name: low.calls for name, low in lowered.items()}
     if poison.requested():
@@ -129,7 +129,7 @@ def lower_and_plan(
             name: with_poison(low.ops, {op: low.of[op].calls for op in low.ops}, made, name)
             for name, low in lowered.items()
         }
-    return LoweredPrograms(isa, threads, programs, kept, lowered, made, calls, private)
+    return LoweredPrograms(isa, threads, programs, kept, lowered, made, calls, thread_scratch)
 
 
 def _sums_squares(isa: ISA, writer: Op) -> bool:
@@ -153,8 +153,8 @@ class CpuSession(ArenaSession):
         self._norms = {name for name, p in built.programs.items() if _reads(p, self._squared.values())}
         self.isa, self.threads = built.isa, built.threads
         self.lowered, self.calls, self.specs = built.lowered, built.calls, built.specs
-        private = built.private
-        self.private_bytes = private.nbytes // self.threads
+        thread_scratch = built.thread_scratch
+        self.thread_scratch_bytes = thread_scratch.nbytes // self.threads
         self.seconds = {"plan": lap()}  # of opening, by stage
         self._map_arena()
         self.seconds["map"] = lap()
@@ -165,7 +165,9 @@ class CpuSession(ArenaSession):
         self._inputs = self._input_rooms(lambda t: self.stored(t).reshape(-1))
         self.pool = Pool(self.threads, self.isa)
         memory = (self.arena, self.code, self._keep, self._block)
-        self.pool.bind(self._block.address, self.base + self.plan.offsets[private], self.private_bytes, memory=memory)
+        self.pool.bind(
+            self._block.address, self.base + self.plan.offsets[thread_scratch], self.thread_scratch_bytes, memory=memory
+        )
         self.trace(None)
         # A session that is dropped without close() must not leave threads behind; at exit nobody waits for a step.
         weakref.finalize(self, self.pool.release).atexit = False

@@ -128,13 +128,13 @@ class Pool:
         """Address of a thread's block."""
         return self.shared + sync.SHARED_NBYTES + thread * RT_NBYTES
 
-    def bind(self, scalars: int, private: int, private_bytes: int, *, memory: object = None) -> None:
+    def bind(self, scalars: int, thread_scratch: int, thread_scratch_bytes: int, *, memory: object = None) -> None:
         """Set the places of the run-time scalars and of each thread's own scratch. `memory` owns the code and the bytes of the
         runs. The threads keep a reference to it, because a run that Ctrl-C left behind may outlive everything else."""
         self._memory = memory
         for i in range(self.threads):
             self._set(self.rt(i) + RT_SCALARS, scalars)
-            self._set(self.rt(i) + RT_PRIVATE, private + i * private_bytes)
+            self._set(self.rt(i) + RT_PRIVATE, thread_scratch + i * thread_scratch_bytes)
 
     def run(self, table: int, entries: int, stamps: int = 0) -> None:
         """Blocks, but lets signal handlers of the main thread run at once. `stamps`: where the walk leaves its trace, int64 of

@@ -8,11 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from barellm.cpu import jit, processor, sources
-from barellm.cpu.choices import AHEAD, FEW_ROLE, ORDERS, PART_UNIT, Choice, FewChoice, Tile, default, tiles
+from barellm.cpu.gemm_config import (
+    AHEAD,
+    FEW_ROLE,
+    ORDERS,
+    PART_UNIT,
+    GemmConfig,
+    SkinnyGemmConfig,
+    Tile,
+    default,
+    tiles,
+)
 from barellm.cpu.isa import ISA
 from barellm.runtime.tuning import Database, requested
 
-TUNED = ("barellm.cpu.kernels.gemm", "barellm.cpu.kernels.weight_gradient", "barellm.cpu.kernels.few_rows")
+TUNED = ("barellm.cpu.kernels.gemm", "barellm.cpu.kernels.weight_gradient", "barellm.cpu.kernels.skinny_gemm")
 
 
 @cache
@@ -53,11 +63,11 @@ def count(isa: ISA, threads: int) -> int:
     return sum(at.startswith(machine(isa, threads)) for at in database().entries)
 
 
-def to_entry(choice: Choice | FewChoice) -> dict[str, Any]:
-    if isinstance(choice, FewChoice):
+def to_entry(choice: GemmConfig | SkinnyGemmConfig) -> dict[str, Any]:
+    if isinstance(choice, SkinnyGemmConfig):
         return {"spans": choice.spans, "together": choice.together, "fetch": choice.fetch}
     return {
-        "tile": [choice.tile.rows, choice.tile.vectors],
+        "tile": [choice.tile.mr, choice.tile.vectors],
         "rows": [choice.rows, choice.long_rows],
         "columns": choice.columns,
         "order": choice.order,
@@ -66,22 +76,22 @@ def to_entry(choice: Choice | FewChoice) -> dict[str, Any]:
     }
 
 
-def from_entry(entry: Any, isa: ISA, role: str, dtype: str, depth: int) -> Choice:
+def from_entry(entry: Any, isa: ISA, role: str, dtype: str, depth: int) -> GemmConfig:
     """The choice that an entry stands for. It is a ValueError if it is no choice for this product on this ISA."""
-    from barellm.cpu.kernels import amx  # kernels import choices
+    from barellm.cpu.kernels import amx  # kernels import gemm_config
 
     try:
         tile = Tile(*entry["tile"])
         named = {name: entry[name] for name in ("columns", "order", "part", "ahead")}
-        choice = Choice(tile, *entry["rows"], **named)
-        sizes = (tile.rows, tile.vectors, choice.rows, choice.long_rows, choice.columns)
+        choice = GemmConfig(tile, *entry["rows"], **named)
+        sizes = (tile.mr, tile.vectors, choice.rows, choice.long_rows, choice.columns)
         plain = all(type(n) is int and 0 < n < 1 << 24 for n in sizes) and choice.order in ORDERS
     except (KeyError, TypeError) as error:
         raise ValueError(f"expected tile, rows, columns, order, part, ahead ({error!r})") from error
-    if not plain or choice.rows % tile.rows or choice.long_rows % tile.rows or choice.columns % tile.span(isa):
+    if not plain or choice.rows % tile.mr or choice.long_rows % tile.mr or choice.columns % tile.nr(isa):
         raise ValueError(f"blocks must be multiples of the tile: {choice}")
     if tile not in tiles(isa, dtype):
-        raise ValueError(f"{isa.name} has no tile of {tile.rows} x {tile.vectors} vectors for {dtype}")
+        raise ValueError(f"{isa.name} has no tile of {tile.mr} x {tile.vectors} vectors for {dtype}")
     part, on_tiles = choice.part, amx.uses_tiles(isa, dtype)
     if choice.ahead not in AHEAD or (on_tiles and choice.ahead != AHEAD[0]):
         raise ValueError(f"{choice.ahead!r} is nothing that {role} in {dtype} can do ahead")
@@ -92,25 +102,25 @@ def from_entry(entry: Any, isa: ISA, role: str, dtype: str, depth: int) -> Choic
     return choice
 
 
-def few_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -> FewChoice:
+def few_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -> SkinnyGemmConfig:
     """The same of a product of few rows."""
-    from barellm.cpu.kernels.few_rows import few_choices  # kernels import this module
+    from barellm.cpu.kernels.skinny_gemm import skinny_configs  # kernels import this module
 
-    ways = few_choices(isa, dtype, cols, depth)
+    ways = skinny_configs(isa, dtype, cols, depth)
     found = [way for way in ways if to_entry(way) == entry]
     if not found:
         raise ValueError(f"expected spans, together, fetch of one of {len(ways)} ways, found {entry!r}")
     return found[0]
 
 
-def choose_few(isa: ISA, role: str, dtype: str, cols: int, depth: int, threads: int) -> FewChoice:
+def select_skinny_config(isa: ISA, role: str, dtype: str, cols: int, depth: int, threads: int) -> SkinnyGemmConfig:
     """As `choose`, for a product of few rows, however many a run has."""
-    from barellm.cpu.kernels.few_rows import FEW, few_choices  # kernels import this module
+    from barellm.cpu.kernels.skinny_gemm import FEW, skinny_configs  # kernels import this module
 
-    return _tuned(isa, threads, (role, dtype, cols, depth, FEW)) or few_choices(isa, dtype, cols, depth)[0]
+    return _tuned(isa, threads, (role, dtype, cols, depth, FEW)) or skinny_configs(isa, dtype, cols, depth)[0]
 
 
-def choose(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int, threads: int) -> Choice:
+def select_config(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int, threads: int) -> GemmConfig:
     """The choice for a product whose result is (rows, cols) and whose contraction has `depth` elements: the tuned one, else the
     default. Sizes that a run may lessen (tokens: the rows of most roles, the depth of weight gradients) are the planned ones."""
     return _tuned(isa, threads, (role, dtype, cols, depth, rows)) or default(isa, role, dtype, cols, depth, rows)

@@ -10,7 +10,7 @@ from barellm.assembly.quantized import quantize_programs
 from barellm.config import Config
 from barellm.cpu import isa as isas
 from barellm.cpu import jit
-from barellm.cpu.choices import Choice, FewChoice
+from barellm.cpu.gemm_config import GemmConfig, SkinnyGemmConfig
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Specialisation
 from barellm.cuda.compile import triton_compile
@@ -39,7 +39,9 @@ class Used:
             "ops": self.ops,
             "calls": self.calls,
             "operands": list(self.spec.operands),
-            "constants": {name: str(v) if isinstance(v, Choice | FewChoice) else v for name, v in self.spec.constants},
+            "constants": {
+                name: str(v) if isinstance(v, GemmConfig | SkinnyGemmConfig) else v for name, v in self.spec.constants
+            },
             **({"options": dict(self.spec.options)} if isinstance(self.spec, DeviceSpec) else {}),
         }
 

@@ -85,10 +85,10 @@ class Linked:
         m = machine()
         part = Program(Store())
         part.ops = list(ops)
-        lowered = Lowered(part, m.isa, m.threads, few_rows=True)
+        lowered = Lowered(part, m.isa, m.threads, skinny_gemm=True)
         lives = lifetimes(lowered.ops, lambda op: lowered.of[op].scratch_tensors)
         plan = place({"": {t: span for t, span in lives.items() if t not in bound}}, Store())
-        self.workspace_bytes, self.private_bytes = plan.workspace_bytes, lowered.private_bytes
+        self.workspace_bytes, self.thread_scratch_bytes = plan.workspace_bytes, lowered.thread_scratch_bytes
         # Addresses as barriers see them: the bound tensors lie behind the workspace, one after the other.
         where, end = dict(plan.offsets), plan.workspace_bytes
         for t in bound:
@@ -132,7 +132,7 @@ class Linked:
         """One pass, with the bound tensors at these addresses. Calls of several threads wait for each other."""
         m = machine()
         with m.lock:
-            m.reserve(self.workspace_bytes, self.private_bytes)
+            m.reserve(self.workspace_bytes, self.thread_scratch_bytes)
             for index, size in self._sizes:
                 m.block.ints[index] = size
             bases = np.array([address(m.workspace), *addresses])

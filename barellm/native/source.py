@@ -195,11 +195,11 @@ class Image:
         yield f'const struct tokenizer tokenizer = {{{{"", {rows["token_table"]}}}, {numbers}}};'
 
     def _run(self) -> Iterable[str]:
-        plan, private, config = self.lowered.plan, self.lowered.private, self.config
+        plan, thread_scratch, config = self.lowered.plan, self.lowered.thread_scratch, self.config
         train, o = config.train, config.optim
         threads = self.lowered.threads
-        yield f"const int64_t arena_bytes = {plan.arena_bytes}, private_offset = {self._offset(private)};"
-        yield f"const int64_t private_bytes = {private.nbytes // threads}, most_threads = {threads};"
+        yield f"const int64_t arena_bytes = {plan.arena_bytes}, private_offset = {self._offset(thread_scratch)};"
+        yield f"const int64_t private_bytes = {thread_scratch.nbytes // threads}, most_threads = {threads};"
         rows = [
             f"{{{scalars.SCALARS[name].index}, {_bits(name, value)}}}" for name, value in scalars.defaults().items()
         ]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from barellm.plans.devices import Built
 
 ROLES = {role: words.replace(" ", "_") for role, words in PLURAL.items()}
-PRIVATE = "threads.private"  # scratch of the threads of a CPU, which outlives a program
+PRIVATE = "threads.scratch"  # scratch of the threads of a CPU, which outlives a program
 
 
 def memory(built: Built) -> dict[str, int]:

@@ -106,7 +106,7 @@ class Session(CpuSession):
         super().__init__(programs, **how)
         # The arena rounds scratch up to whole pages and puts that of the threads side by side: what an op writes behind its own
         # would often go unseen. So the check has scratch of its own.
-        self._asked = max(low.private_bytes for low in self.lowered.values())
+        self._asked = max(low.thread_scratch_bytes for low in self.lowered.values())
         room = round_up(self._asked, PAGE) + PAGE
         raw = np.full(self.threads * room + PAGE, 0xFF, np.uint8)  # NaN in every dtype
         self._rooms = raw[-raw.ctypes.data % PAGE :][: self.threads * room].reshape(self.threads, room)

@@ -114,7 +114,7 @@ def test_products_become_tile_instructions(cpu):
         machine = jit.target_machine(isa)
         assert not jit.undefined_symbols(machine.emit_object(module)) - jit.ALLOWED, u
         text = machine.emit_assembly(module)
-        tiled = u.spec.name in ("product", "weight_gradient", "few_rows", *ATTENTION)
+        tiled = u.spec.name in ("product", "weight_gradient", "skinny_gemm", *ATTENTION)
         assert ("tmm" in text) == tiled, u
         if not tiled:
             continue

@@ -10,7 +10,7 @@ import pytest
 
 from barellm.cpu import jit
 from barellm.cpu.kernel import REGISTRY, Lowering
-from barellm.cpu.kernels.loops import sweep
+from barellm.cpu.kernels.loops import foreach_vector
 from barellm.program import ops
 from tests.cases import backward_case, forward_case, leading_case, loss_case
 from tests.conv_cases import FORMS, WINOGRAD, winograd_case
@@ -23,37 +23,39 @@ SCRATCH_BYTES = 4096  # a whole page, behind which the arena leaves nothing
 
 
 def slightly_wrong(k, y, a, b):
-    with k.claim(N, 64) as (begin, end):
-        sweep(k, begin, end, lambda i, mask, j: y.store((a.load(i, mask) + b.load(i, mask)) * (1 + 2**-22), i, mask))
+    with k.parallel_range(N, 64) as (begin, end):
+        foreach_vector(
+            k, begin, end, lambda i, mask, j: y.store((a.load(i, mask) + b.load(i, mask)) * (1 + 2**-22), i, mask)
+        )
 
 
 def beyond_the_end(k, y, a, b):
-    with k.claim_each(1):
-        sweep(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+    with k.parallel_for(1):
+        foreach_vector(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
         y.put(0.0, N)
 
 
 def into_an_input(k, y, a, b):
-    with k.claim_each(1):
-        sweep(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+    with k.parallel_for(1):
+        foreach_vector(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
         b.put(0.0, 3)
 
 
 def not_everything(k, y, a, b):
-    with k.claim_each(1):
-        sweep(k, 0, N - 1, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+    with k.parallel_for(1):
+        foreach_vector(k, 0, N - 1, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
 
 
 def behind_its_scratch(k, y, a, b):
-    with k.claim_each(1):
-        sweep(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
-        k.private().put(0.0, SCRATCH_BYTES // 4)
+    with k.parallel_for(1):
+        foreach_vector(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+        k.thread_scratch().put(0.0, SCRATCH_BYTES // 4)
 
 
 def by_threads(k, y, a, b):
-    with k.claim_each(1):
+    with k.parallel_for(1):
         tiny = k.to(k.threads, "float") * 1e-10
-        sweep(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask) + tiny, i, mask))
+        foreach_vector(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask) + tiny, i, mask))
 
 
 WRONG = [
@@ -70,7 +72,7 @@ WRONG = [
 @pytest.mark.parametrize("kernel, message", WRONG, ids=[f.__name__ for f, _ in WRONG])
 def test_a_wrong_kernel_is_reported(isa, kernel, message, monkeypatch):
     def lower(c: Lowering) -> None:
-        c.private(SCRATCH_BYTES)
+        c.thread_scratch(SCRATCH_BYTES)
         c.call(kernel, {"y": c.op.y, "a": c.op.a, "b": c.op.b}, writes="y")
 
     monkeypatch.setattr(REGISTRY, "entries", dict(REGISTRY.entries))

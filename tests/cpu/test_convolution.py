@@ -114,8 +114,8 @@ def test_large_filters_are_transformed_unasked_where_that_is_faster(images, chan
 
 def test_scratch_that_is_too_small_shows(monkeypatch):
     """Of a thread's own scratch, the last byte less than the direct convolution takes."""
-    private = Lowering.private
-    monkeypatch.setattr(Lowering, "private", lambda self, nbytes: private(self, nbytes - 1))
+    thread_scratch = Lowering.thread_scratch
+    monkeypatch.setattr(Lowering, "thread_scratch", lambda self, nbytes: thread_scratch(self, nbytes - 1))
     with pytest.raises(AssertionError, match="writes up to 1 bytes behind its private scratch"):
         check_op(isa=isa_named(""), **case("conv2d", FORMS["of many channels"]))
 

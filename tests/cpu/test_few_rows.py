@@ -14,7 +14,7 @@ from barellm.cpu import jit, step
 from barellm.cpu.backend import Bench
 from barellm.cpu.isa import ISA, cross
 from barellm.cpu.kernel import KernelBuilder, Specialisation
-from barellm.cpu.kernels import few_rows, few_tiles, linear
+from barellm.cpu.kernels import linear, skinny_gemm, skinny_gemm_amx
 from barellm.cpu.lang import Pointer
 from barellm.cpu.lang.vector import sums_of_lanes
 from barellm.cpu.step import CpuSession, Lowered
@@ -75,7 +75,7 @@ def test_matmul(isa, dtype, shape):
 )
 def test_shapes_that_tiles_take(isa, shape):
     """Columns that hang over a claim, and numbers of rows on either side of the widths that x is packed to."""
-    assert few_tiles.fits(isa, "bf16", *shape[2:]) == isa.tiles
+    assert skinny_gemm_amx.fits(isa, "bf16", *shape[2:]) == isa.tiles
     check_matmul(isa, "bf16", shape)
 
 
@@ -83,7 +83,7 @@ def test_shapes_that_tiles_take(isa, shape):
 @each_dtype
 def test_depth_in_parts(isa, dtype, monkeypatch):
     """Sums of pairs of rows are kept between the parts; the last part is shorter, and a last row has no pair."""
-    changed(monkeypatch, few_rows, PART_BYTES=512)
+    changed(monkeypatch, skinny_gemm, PART_BYTES=512)
     check_matmul(isa, dtype, (1, 7, 31, 213))
 
 
@@ -99,7 +99,7 @@ def test_columns_of_wider_tensors(isa, dtype):
 @pytest.mark.parametrize("dtype, cols, depth", [("fp32", 37, 101), ("bf16", 37, 101), ("bf16", 101, 64)])
 def test_a_row_has_the_same_bits_in_any_company(isa, dtype, cols, depth, monkeypatch):
     """Text that is written alone is the text that is written in a batch."""
-    changed(monkeypatch, few_rows, PART_BYTES=768)
+    changed(monkeypatch, skinny_gemm, PART_BYTES=768)
     found = products(isa, dtype, cols, depth, (64, 63, 17, 5, 2, 1))
     assert np.isfinite(found[0]).all()
     for some in found:
@@ -110,11 +110,11 @@ def test_a_row_has_the_same_bits_in_any_company(isa, dtype, cols, depth, monkeyp
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("dtype, cols, depth", [("fp32", 37, 1024), ("bf16", 37, 101), ("bf16", 101, 64)])
 def test_every_way_to_walk_a_weight_has_the_same_bits(isa, dtype, cols, depth, monkeypatch):
-    ways = few_rows.few_choices(isa, dtype, cols, depth)
+    ways = skinny_gemm.skinny_configs(isa, dtype, cols, depth)
     assert len(set(ways)) == len(ways) >= 6
     found = []
     for way in ways:
-        monkeypatch.setattr(linear, "choose_few", lambda *product, way=way: way)
+        monkeypatch.setattr(linear, "select_skinny_config", lambda *product, way=way: way)
         found.append(products(isa, dtype, cols, depth, (1, 33)))
     for some in found:
         assert all(np.array_equal(a, b) for a, b in zip(some, found[0], strict=True))
@@ -146,11 +146,11 @@ def test_only_decoding_may_have_few_rows(monkeypatch):
     programs = build_programs(config)
     calls = {name: Lowered(p, isa_named(""), 1).calls for name, p in programs.items()}
     assert {"micro", "norm", "update", "eval", "decode"} <= set(calls)
-    assert {name for name, found in calls.items() if any(c.spec.name == "few_rows" for c in found)} == {"decode"}
+    assert {name for name, found in calls.items() if any(c.spec.name == "skinny_gemm" for c in found)} == {"decode"}
     assert {name for name, p in programs.items() if decodes(p)} == {"decode"}
 
 
-@pytest.mark.parametrize("rows, writer", [(1, "few_rows"), (64, "few_rows"), (65, "product")])
+@pytest.mark.parametrize("rows, writer", [(1, "skinny_gemm"), (64, "skinny_gemm"), (65, "product")])
 def test_64_rows_are_few_and_65_are_not(rows, writer):
     """A program has both kernels, and of a run's only one does anything."""
     p = Program(Store())
@@ -165,7 +165,7 @@ def test_64_rows_are_few_and_65_are_not(rows, writer):
         session.pool.run(record.ctypes.data, 1)
         wrote[call.spec.name] = bool(np.isfinite(session.read("y")).all())
     session.close()
-    assert wrote == {name: name == writer for name in ("few_rows", "product")}
+    assert wrote == {name: name == writer for name in ("skinny_gemm", "product")}
 
 
 @each_isa
@@ -205,8 +205,10 @@ def test_loads_claim_the_alignment_of_one_bf16(name):
 
 def spec_of(dtype: str, isa: ISA, depth: int = 768, **choice: int) -> Specialisation:
     constants = {"cols": 768, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
-    constants |= {"choice": replace(few_rows.few_choices(isa, dtype, 768, depth)[0], **choice)}
-    return Specialisation(few_rows.few_rows, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items())))
+    constants |= {"choice": replace(skinny_gemm.skinny_configs(isa, dtype, 768, depth)[0], **choice)}
+    return Specialisation(
+        skinny_gemm.skinny_gemm, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items()))
+    )
 
 
 def loops_of(isa: ISA, dtype: str) -> list[machine_code.Loop]:
@@ -218,9 +220,9 @@ def loops_of(isa: ISA, dtype: str) -> list[machine_code.Loop]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_loops_of_one_row_and_of_tiles_keep_their_sums_in_registers(name, dtype):
     isa = cross(name, ARM_TRIPLE if "neon" in name else X86_TRIPLE)
-    loops, cut = loops_of(isa, dtype), few_rows.Cut.of(isa, dtype)
+    loops, cut = loops_of(isa, dtype), skinny_gemm.Cut.of(isa, dtype)
     links = 2 if dtype == "bf16" and not isa.dot else 1
-    tiles = [links * rows * cut.wide for rows in {cut.rows, few_rows.LOW}]
+    tiles = [links * rows * cut.wide for rows in {cut.rows, skinny_gemm.LOW}]
     assert sorted(loop.products for loop in loops) == sorted([links * cut.columns, *tiles])
     assert not any(loop.vector_spills for loop in loops), loops
 
@@ -230,22 +232,22 @@ def test_the_loops_of_one_row_and_of_tiles_keep_their_sums_in_registers(name, dt
 @pytest.mark.parametrize("dtype, depth", [("fp32", 1024), ("bf16", 2048), ("fp16", 2048), ("fp32", 2048)])
 def test_columns_a_multiple_of_a_page_apart(isa, dtype, depth, rows, monkeypatch):
     """From nine rows on they are copied, in every part of the depth."""
-    assert depth * itemsize(dtype) % few_rows.PAGE == 0
-    changed(monkeypatch, few_rows, PART_BYTES=5000)
+    assert depth * itemsize(dtype) % skinny_gemm.PAGE == 0
+    changed(monkeypatch, skinny_gemm, PART_BYTES=5000)
     check_matmul(isa, dtype, (1, rows, 50, depth))
 
 
 @pytest.mark.parametrize("name", ["generic", "avx2", "avx512_bf16", "neon"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("part", [512, few_rows.PART_BYTES])
+@pytest.mark.parametrize("part", [512, skinny_gemm.PART_BYTES])
 def test_what_waits_in_a_threads_scratch_has_its_place_there(name, dtype, part, monkeypatch):
     """Sums of a claim, sums between parts and copies lie behind each other, for every depth whose columns are copied."""
-    monkeypatch.setattr(few_rows, "PART_BYTES", part)
+    monkeypatch.setattr(skinny_gemm, "PART_BYTES", part)
     isa = cross(name, ARM_TRIPLE if name == "neon" else X86_TRIPLE)
-    for depth in range(few_rows.PAGE // itemsize(dtype), 1 << 15, few_rows.PAGE // itemsize(dtype)):
-        choice = few_rows.few_choices(isa, dtype, 768, depth)[0]
+    for depth in range(skinny_gemm.PAGE // itemsize(dtype), 1 << 15, skinny_gemm.PAGE // itemsize(dtype)):
+        choice = skinny_gemm.skinny_configs(isa, dtype, 768, depth)[0]
         k = KernelBuilder(isa)
-        made = few_rows.FewRows(
+        made = skinny_gemm.FewRows(
             k,
             Pointer(k, "%a", dtype),
             Pointer(k, "%weight", dtype),
@@ -256,10 +258,10 @@ def test_what_waits_in_a_threads_scratch_has_its_place_there(name, dtype, part, 
             choice=choice,
         )
         assert made.parts * made.part >= depth > (made.parts - 1) * made.part and len(made.copies) == made.cut.wide
-        assert made.pitch >= made.part * itemsize(dtype) and made.pitch % few_rows.PAGE
-        kept = 4 * few_rows.FEW * made.cut.span * k.lanes
-        sums = 4 * ((few_rows.FEW - 1) * made.width + made.span + k.lanes)
-        assert sums + kept + made.cut.wide * made.pitch <= few_rows.few_private(isa, depth)
+        assert made.pitch >= made.part * itemsize(dtype) and made.pitch % skinny_gemm.PAGE
+        kept = 4 * skinny_gemm.FEW * made.cut.span * k.lanes
+        sums = 4 * ((skinny_gemm.FEW - 1) * made.width + made.span + k.lanes)
+        assert sums + kept + made.cut.wide * made.pitch <= skinny_gemm.skinny_gemm_scratch_bytes(isa, depth)
 
 
 @pytest.mark.parametrize("fetch, asked", [(0, set()), (1, {"3"}), (2, {"2"})])
@@ -275,8 +277,8 @@ def test_what_comes_next_is_asked_into_the_cache_of_the_choice(fetch, asked):
 def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch):
     """Every line of the weight behind the first block, in one part of the depth or in several. Each request leaves a mark beside
     the weight, as far from its beginning as what it asks for."""
-    monkeypatch.setattr(few_rows, "PART_BYTES", part)
-    cols = 3 * few_rows.Cut.of(isa, dtype).span
+    monkeypatch.setattr(skinny_gemm, "PART_BYTES", part)
+    cols = 3 * skinny_gemm.Cut.of(isa, dtype).span
     nbytes = cols * depth * itemsize(dtype)
     memory = np.zeros(
         2 * nbytes + (1 << 20), np.uint8
@@ -287,28 +289,35 @@ def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch
         k.line(f"store i8 1, ptr {p.bytes(behind).ref}, align 1")
 
     monkeypatch.setattr(KernelBuilder, "prefetch", mark)
-    if few_rows.few_tiles.fits(isa, dtype, cols, depth):
+    if skinny_gemm.skinny_gemm_amx.fits(isa, dtype, cols, depth):
         pytest.skip("tiles fetch in another order")
     weight = (memory.ctypes.data + 63) & ~63
     x, out, scalar = np.zeros((rows, depth), np.float32), np.zeros((rows, cols), np.float32), ScalarBlock()
-    private = np.zeros(few_rows.few_private(isa, depth) + 64, np.uint8)
-    choice = replace(few_rows.few_choices(isa, dtype, cols, depth)[0], fetch=1)
+    thread_scratch = np.zeros(skinny_gemm.skinny_gemm_scratch_bytes(isa, depth) + 64, np.uint8)
+    choice = replace(skinny_gemm.skinny_configs(isa, dtype, cols, depth)[0], fetch=1)
     constants = {"cols": cols, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
     constants |= {"choice": choice}
-    spec = Specialisation(few_rows.few_rows, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items())))
+    spec = Specialisation(
+        skinny_gemm.skinny_gemm, ("fp32", None, dtype, dtype, None, None), tuple(sorted(constants.items()))
+    )
     scalar.ints[scalars.SCALARS["batch"].index] = rows
     monkeypatch.setattr(jit, "cached_object", lambda key, isa, ir: jit.compile_object(ir(), isa))
     with closing(Bench(1, isa)) as bench:
-        bench.pool.bind(scalar.address, (private.ctypes.data + 63) & ~63, private.nbytes - 64, memory=(private, scalar))
+        bench.pool.bind(
+            scalar.address,
+            (thread_scratch.ctypes.data + 63) & ~63,
+            thread_scratch.nbytes - 64,
+            memory=(thread_scratch, scalar),
+        )
         bench.timed(spec, [out.ctypes.data, x.ctypes.data, weight], repeats=1)
     marks = memory[weight - memory.ctypes.data + behind :][:nbytes].reshape(-1, 64).any(1).reshape(cols, -1)
     k = KernelBuilder(isa)
     a, w = (Pointer(k, name, dtype) for name in ("%a", "%weight"))
-    made = few_rows.FewRows(k, a, w, k.int(rows), cols=cols, depth=depth, stride=depth, choice=choice)
+    made = skinny_gemm.FewRows(k, a, w, k.int(rows), cols=cols, depth=depth, stride=depth, choice=choice)
     first = made.cut.columns if rows == 1 else made.cut.wide
     marks[:first, : -(-made.part * itemsize(dtype) // 64) if rows > 1 else None] = True
     assert marks.mean() > 0.9  # where a column ends, up to a turn of the loop is left out
 
 
 def test_texts_side_by_side_are_no_more_than_have_the_bits_of_one():
-    assert MOST_TOGETHER == few_rows.FEW
+    assert MOST_TOGETHER == skinny_gemm.FEW

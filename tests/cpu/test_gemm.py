@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from barellm.cpu import choices
+from barellm.cpu import gemm_config
 from barellm.cpu import isa as isas
-from barellm.cpu.choices import Choice
 from barellm.cpu.fuse import FUSIONS
+from barellm.cpu.gemm_config import GemmConfig
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import classifier, gemm, linear
@@ -84,14 +84,14 @@ def test_axes_of_any_kind(isa, dtype, leading, op_type):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("op_type", [ops.Matmul, ops.MatmulDx, ops.MatmulDw], ids=lambda op: op.name)
 def test_columns_of_wider_tensors(isa, dtype, op_type, monkeypatch):
-    changed(monkeypatch, choices, CHUNKS={16: 16, 32: 16})
+    changed(monkeypatch, gemm_config, CHUNKS={16: 16, 32: 16})
     for viewed in VIEWED:
         check_op(op_type, isa, **viewed_case(op_type, viewed, dtype, "add" if viewed[1] else "store"))
 
 
 def in_parts(monkeypatch) -> None:
     """The depth of products goes in parts of 32."""
-    changed(monkeypatch, choices, WHOLE_BYTES=64, PART_BYTES=64, NARROW_PART_BYTES=64)
+    changed(monkeypatch, gemm_config, WHOLE_BYTES=64, PART_BYTES=64, NARROW_PART_BYTES=64)
 
 
 @each_isa
@@ -100,13 +100,13 @@ def in_parts(monkeypatch) -> None:
 def test_depth_in_parts(isa, dtype, panels, monkeypatch):
     """Sums of one panel or of several are kept between the parts; the last part is shorter."""
     in_parts(monkeypatch)
-    choose = linear.choose
+    select_config = linear.select_config
 
     def wider(*shape):
-        choice = choose(*shape)
-        return replace(choice, columns=panels * choice.tile.span(isa))
+        choice = select_config(*shape)
+        return replace(choice, columns=panels * choice.tile.nr(isa))
 
-    monkeypatch.setattr(linear, "choose", wider)
+    monkeypatch.setattr(linear, "select_config", wider)
     x, dy, weight = operands((1, 29, 213, 139), dtype)
     values = as_operand(weight, dtype)
     check_op(ops.Matmul, isa, {"x": x, "weight": weight}, bounds={"y": chain_bound(x.values, values.T)})
@@ -141,7 +141,7 @@ def test_matmul_dw(isa, dtype, shape, mode, accumulate):
 @each_isa
 @each_dtype
 def test_weight_gradient_over_several_chunks_of_tokens(isa, dtype, monkeypatch):
-    changed(monkeypatch, choices, CHUNKS={16: 16, 32: 16})
+    changed(monkeypatch, gemm_config, CHUNKS={16: 16, 32: 16})
     x, dy, _ = operands((3, 43, 20, 33), dtype)
     flat = [v.values.reshape(-1, v.values.shape[-1]) for v in (dy, x)]
     check_op(
@@ -249,14 +249,14 @@ def test_tiles_finished_beside_the_next(isa: ISA, compute, limit, parts, monkeyp
     )
 
 
-def every_choice(isa: ISA) -> list[Choice]:
+def every_choice(isa: ISA) -> list[GemmConfig]:
     """Of each tile both orders with claims of one panel and of two, and blocks of one tile, of a few, and the default."""
     made = []
-    first, second = choices.ORDERS
-    for tile in choices.tiles(isa, "bf16"):
-        one, few, span = tile.rows, 3 * tile.rows, tile.span(isa)
+    first, second = gemm_config.ORDERS
+    for tile in gemm_config.tiles(isa, "bf16"):
+        one, few, span = tile.mr, 3 * tile.mr, tile.nr(isa)
         for rows, panels, order in ((one, 1, first), (few, 2, first), (one, 2, second), (384, 1, second)):
-            made.append(Choice(tile, rows, rows, panels * span, order))
+            made.append(GemmConfig(tile, rows, rows, panels * span, order))
     return made
 
 
@@ -274,7 +274,7 @@ def test_every_choice_gives_equal_bits(op_type, output, parts, dtype, monkeypatc
     given = {"y": {"x": x, "weight": weight}, "dx": {"dy": dy, "weight": weight}, "dweight": {"dy": dy, "x": x}}[output]
     first = None
     for choice in every_choice(isa):
-        monkeypatch.setattr(linear, "choose", lambda *shape, choice=choice: choice)
+        monkeypatch.setattr(linear, "select_config", lambda *shape, choice=choice: choice)
         got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,))[output]
         assert first is None or np.array_equal(got, first), choice
         first = got
@@ -292,16 +292,16 @@ def test_parts_of_a_choice_and_work_ahead_change_no_bit(isa, dtype, op_type, mon
         ops.MatmulDx: ({"dy": dy, "weight": weight}, "dx", 107, lambda: chain_bound(dy.values, values)),
         ops.MatmulDw: ({"dy": dy, "x": x}, "dweight", None, lambda: 1e-2),
     }[op_type]
-    real, first, used = linear.choose, None, set()
+    real, first, used = linear.select_config, None, set()
     for part in (None,) if depth is None else (32, 64, depth):
-        for ahead in choices.AHEAD:
+        for ahead in gemm_config.AHEAD:
 
-            def choose(*shape, part=part, ahead=ahead):
+            def select_config(*shape, part=part, ahead=ahead):
                 usual = real(*shape)
                 used.add((part, ahead))
-                return replace(usual, part=part, ahead=ahead, columns=2 * usual.tile.span(isa))
+                return replace(usual, part=part, ahead=ahead, columns=2 * usual.tile.nr(isa))
 
-            monkeypatch.setattr(linear, "choose", choose)
+            monkeypatch.setattr(linear, "select_config", select_config)
             got = check_op(op_type, isa, given, bounds={output: bound()}, threads=(1, 2))[output]
             assert first is None or np.array_equal(got, first), (part, ahead)
             first = got
@@ -310,12 +310,12 @@ def test_parts_of_a_choice_and_work_ahead_change_no_bit(isa, dtype, op_type, mon
 
 def test_scratch_holds_what_a_choice_needs():
     """Two panels as deep as a part, and the sums of a claim only where there are several parts."""
-    isa, choice = isas.X86["avx512"], Choice(choices.Tile(8, 3), 16, 24, 96)
+    isa, choice = isas.X86["avx512"], GemmConfig(gemm_config.Tile(8, 3), 16, 24, 96)
     panels = {part: 2 * part * 48 * 4 for part in (64, 384, 1000)}
     sums = 4 * 24 * 96
-    assert gemm.product_private(isa, "fp32", 1000, replace(choice, part=64)) == panels[64] + sums
-    assert gemm.product_private(isa, "fp32", 1000, replace(choice, part=1000)) == panels[1000]
-    assert gemm.product_private(isa, "fp32", 768, choice) == panels[384] + sums
+    assert gemm.gemm_scratch_bytes(isa, "fp32", 1000, replace(choice, part=64)) == panels[64] + sums
+    assert gemm.gemm_scratch_bytes(isa, "fp32", 1000, replace(choice, part=1000)) == panels[1000]
+    assert gemm.gemm_scratch_bytes(isa, "fp32", 768, choice) == panels[384] + sums
 
 
 @pytest.mark.parametrize("isa, cols, tile", [
@@ -328,8 +328,8 @@ def test_scratch_holds_what_a_choice_needs():
     ("avx512", 65, (24, 1)),
 ])  # fmt: skip
 def test_the_default_tile_is_the_one_that_takes_least_time(isa, cols, tile):
-    found = choices.default_tile(isas.X86[isa], "fp32", cols)
-    assert (found.rows, found.vectors) == tile
+    found = gemm_config.default_tile(isas.X86[isa], "fp32", cols)
+    assert (found.mr, found.vectors) == tile
 
 
 @pytest.mark.parametrize("depth, itemsize, nbytes, part", [
@@ -340,7 +340,7 @@ def test_the_default_tile_is_the_one_that_takes_least_time(isa, cols, tile):
     (3072, 2, 768, 384),
 ])  # fmt: skip
 def test_parts_are_as_deep_as_each_other(depth, itemsize, nbytes, part):
-    assert choices.even_part(depth, itemsize, nbytes) == part
+    assert gemm_config.even_part(depth, itemsize, nbytes) == part
 
 
 @pytest.mark.parametrize("level1, depth, dtype, role, tile", [
@@ -352,9 +352,9 @@ def test_parts_are_as_deep_as_each_other(depth, itemsize, nbytes, part):
     (48 << 10, 1024, "fp32", "forward", (12, 2)),  # twelve places
 ])  # fmt: skip
 def test_the_default_tile_has_rows_that_the_first_cache_holds(level1, depth, dtype, role, tile, monkeypatch):
-    monkeypatch.setattr(choices.processor, "caches", lambda: {1: level1})
-    found = choices.default(isas.X86["avx512_bf16"], role, dtype, 1024, depth, 256).tile
-    assert (found.rows, found.vectors) == tile
+    monkeypatch.setattr(gemm_config.processor, "caches", lambda: {1: level1})
+    found = gemm_config.default(isas.X86["avx512_bf16"], role, dtype, 1024, depth, 256).tile
+    assert (found.mr, found.vectors) == tile
 
 
 @pytest.mark.parametrize("isa", [*isas.X86.values(), *isas.ARM.values()], ids=[*isas.X86, *isas.ARM])
@@ -362,11 +362,11 @@ def test_the_default_tile_has_rows_that_the_first_cache_holds(level1, depth, dty
 @pytest.mark.parametrize("rows, cols", [(2304, 768), (768, 3072), (50304, 768), (1600, 1600), (1600, 6400), (384, 128)])
 def test_weight_gradients_of_two_threads_are_as_long(isa, tokens, rows, cols):
     """On every processor that there is a default for, whichever runs this."""
-    choice = choices.default(isa, "weight_gradient", "bf16", cols, tokens, rows)
+    choice = gemm_config.default(isa, "weight_gradient", "bf16", cols, tokens, rows)
     heights = [min(choice.rows, rows - n) for n in range(0, rows, choice.rows)]
     widths = [min(choice.columns, cols - n) for n in range(0, cols, choice.columns)]
     claims = [height * width for height in heights for width in widths]
     half = len(claims) // 2
-    assert len(claims) % 2 == 0 and half >= choices.CLAIMS // 4
+    assert len(claims) % 2 == 0 and half >= gemm_config.CLAIMS // 4
     assert abs(sum(claims[:half]) - sum(claims[half:])) <= 0.06 * sum(claims)
-    assert choice.rows * min(tokens, choices.chunk_of(isa)) * (2 if isa.dot else 4) <= choices.LEFT_BYTES
+    assert choice.rows * min(tokens, gemm_config.chunk_of(isa)) * (2 if isa.dot else 4) <= gemm_config.LEFT_BYTES

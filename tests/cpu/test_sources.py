@@ -45,7 +45,7 @@ EDITS = {
     "cpu/kernels/linear.py": set(),
     "cpu/kernels/packing.py": {"product", "weight_gradient", "attention", "tuning"},
     "cpu/kernels/amx.py": {"product", "weight_gradient", "attention", "tuning"},
-    "cpu/choices.py": {"product", "weight_gradient", "tuning"},
+    "cpu/gemm_config.py": {"product", "weight_gradient", "tuning"},
     "cpu/kernels/activations.py": {"product", "activation", "tuning"},
     "cpu/kernels/elementwise.py": {"activation"},
     "cpu/specialisation.py": {"product", "weight_gradient", "sum_squares", "activation", "attention", "tuning"},
@@ -107,14 +107,14 @@ def test_what_runs_while_a_kernel_is_emitted_is_among_its_sources(isa, dtype):
 
 def test_values_from_files_that_run_before_count(monkeypatch):
     """As if the number of claims came from a file that is no source itself."""
-    from barellm.cpu import choices
+    from barellm.cpu import gemm_config
 
-    monkeypatch.setattr(sources, "BEFORE", sources.BEFORE | {"barellm.cpu.choices"})
+    monkeypatch.setattr(sources, "BEFORE", sources.BEFORE | {"barellm.cpu.gemm_config"})
     sources.forget()
-    before = sources.digest("barellm.cpu.kernels.claims")
+    before = sources.digest("barellm.cpu.kernels.gemm_mainloop")
     sources.forget()
-    monkeypatch.setattr(choices, "BUSY", choices.BUSY + 1)
-    assert sources.digest("barellm.cpu.kernels.claims") != before
+    monkeypatch.setattr(gemm_config, "BUSY", gemm_config.BUSY + 1)
+    assert sources.digest("barellm.cpu.kernels.gemm_mainloop") != before
 
 
 def test_every_way_to_import_is_seen():
@@ -165,7 +165,7 @@ def loaded(path: Path, text: str):
 
 def test_a_kernel_outside_the_package_that_was_edited_is_another_kernel(tmp_path):
     def scale(name: str, factor: float) -> str:
-        text = f"from barellm.cpu.kernels.loops import across\ndef scale(k, y):\n    y.store(y.load() * {factor})\n"
+        text = f"from barellm.cpu.kernels.loops import foreach_column\ndef scale(k, y):\n    y.store(y.load() * {factor})\n"
         return loaded(tmp_path / f"{name}.py", text).key
 
     assert scale("a", 2.0) == scale("b", 2.0) != scale("c", 3.0)
@@ -175,7 +175,8 @@ def test_a_kernel_of_a_cell_that_runs_again_is_another_kernel():
     def of_cell(factor: float) -> str:
         cell: dict = {"__name__": "__main__"}
         exec(
-            f"from barellm.cpu.kernels.loops import across\ndef scale(k, y):\n    y.store(y.load() * {factor})\n", cell
+            f"from barellm.cpu.kernels.loops import foreach_column\ndef scale(k, y):\n    y.store(y.load() * {factor})\n",
+            cell,
         )
         return Specialisation(cell["scale"], ("fp32",), ()).key
 

@@ -114,7 +114,7 @@ def test_a_fork_is_refused():
 
 def share(k, units) -> None:
     """`units` pieces of some 20 us, that whoever is free claims."""
-    with k.claim_each(units):
+    with k.parallel_for(units):
         x = k.var(1)
         with k.loop(0, 40_000) as i:
             x.value = x.value * 3 + i

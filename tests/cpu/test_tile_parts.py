@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from barellm.cpu import choices, jit
+from barellm.cpu import gemm_config, jit
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels import amx, claims, gemm, linear
+from barellm.cpu.kernels import amx, gemm, gemm_mainloop, linear
 from barellm.cpu.step import CpuSession
 from barellm.program import ops
 from tests.cases import as_operand, chain_bound, check_network, operands
@@ -32,14 +32,14 @@ def emulated(monkeypatch):
 
 def panels_of(monkeypatch, panels: int, rows: int = 0) -> None:
     """Claims of so many panels, and of at most so many rows."""
-    choose = linear.choose
+    select_config = linear.select_config
 
     def other(*shape):
-        choice = choose(*shape)
+        choice = select_config(*shape)
         high = {"rows": rows, "long_rows": rows} if rows else {}
-        return replace(choice, columns=panels * choice.tile.span(shape[0]), **high)
+        return replace(choice, columns=panels * choice.tile.nr(shape[0]), **high)
 
-    monkeypatch.setattr(linear, "choose", other)
+    monkeypatch.setattr(linear, "select_config", other)
 
 
 def check_products(isa, shape, threads=(1, 2)) -> None:
@@ -56,7 +56,7 @@ def check_products(isa, shape, threads=(1, 2)) -> None:
     (256, [256]), (257, [160, 97]), (850, [224, 224, 224, 178]), (1600, [256] * 6 + [64]), (3000, [256] * 11 + [184])
 ], ids=str)  # fmt: skip
 def test_parts_are_whole_steps_but_for_the_last(depth, parts):
-    part = amx.depth_part(depth)
+    part = amx.kc_of(depth)
     assert [min(part, depth - at) for at in range(0, depth, part)] == parts
 
 
@@ -65,7 +65,7 @@ def test_parts_are_whole_steps_but_for_the_last(depth, parts):
 @pytest.mark.parametrize("panels", [1, 12])
 def test_long_depths(isa, depth, panels, monkeypatch):
     """4, 7 and 12 parts; forward they go in turns of three, and the last turn of the first two is shorter."""
-    assert amx.depth_part(depth) * 3 < depth
+    assert amx.kc_of(depth) * 3 < depth
     panels_of(monkeypatch, panels)
     check_products(isa, (1, 35, 67, depth))
     check_products(isa, (1, 35, depth, 67))
@@ -78,7 +78,7 @@ def test_long_depths(isa, depth, panels, monkeypatch):
 def test_short_parts_in_turns(isa, turn, panels, rows, N, K, monkeypatch):
     """Parts of 32: five and seven of them in turns of any length; claims of one panel and of several, of one tile and of more."""
     changed(monkeypatch, amx, PART=32)
-    changed(monkeypatch, claims, TILE_TURN=turn)
+    changed(monkeypatch, gemm_mainloop, TILE_TURN=turn)
     panels_of(monkeypatch, panels, rows)
     check_products(isa, (1, 77, N, K), threads=(2,))
 
@@ -95,7 +95,7 @@ def test_no_choice_changes_a_bit_of_parts(isa, part, monkeypatch):
     for op_type, output, given in cases:
         first = None
         for choice in every_choice(isa):
-            monkeypatch.setattr(linear, "choose", lambda *shape, choice=choice: choice)
+            monkeypatch.setattr(linear, "select_config", lambda *shape, choice=choice: choice)
             got = check_op(op_type, isa, given, bounds={output: 1e-2}, threads=(2,))[output]
             assert first is None or np.array_equal(got, first), (op_type.name, choice)
             first = got
@@ -105,7 +105,7 @@ def test_no_choice_changes_a_bit_of_parts(isa, part, monkeypatch):
 @pytest.mark.parametrize("tokens, chunk", [(850, 2048), (1600, 600), (3000, 2048), (513, 512)])
 def test_weight_gradients_of_many_tokens(isa, tokens, chunk, monkeypatch):
     """Parts of 256 tokens; the last part, and the last chunk, are shorter."""
-    changed(monkeypatch, choices, CHUNKS={32: chunk})
+    changed(monkeypatch, gemm_config, CHUNKS={32: chunk})
     check_gradient(isa, (1, tokens, 35, 67), {"accumulate": 1}, threads=(2,))
 
 
@@ -122,7 +122,7 @@ def check_gradient(isa, shape, scalars, threads=(1, 2), plan=None) -> None:
 @pytest.mark.parametrize("panels, rows", [(1, 32), (2, 64), (4, 96)])
 def test_weight_gradients_in_short_parts_and_chunks(isa, part, chunk, panels, rows, monkeypatch):
     """Several chunks of tokens, of several parts each; claims of one tile and of more."""
-    changed(monkeypatch, choices, CHUNKS={32: chunk})
+    changed(monkeypatch, gemm_config, CHUNKS={32: chunk})
     changed(monkeypatch, amx, PART=part)
     panels_of(monkeypatch, panels, rows)
     for tokens, accumulate in ((170, 0), (97, 1)):
@@ -132,7 +132,7 @@ def test_weight_gradients_in_short_parts_and_chunks(isa, part, chunk, panels, ro
 @each_tiles
 @pytest.mark.parametrize("actual", [(1, 1), (2, 33), (3, 70)])
 def test_weight_gradients_of_fewer_tokens_than_planned(isa, actual, monkeypatch):
-    changed(monkeypatch, choices, CHUNKS={32: 100})
+    changed(monkeypatch, gemm_config, CHUNKS={32: 100})
     changed(monkeypatch, amx, PART=32)
     check_gradient(isa, (*actual, 40, 70), {"accumulate": 0}, plan=(3, 70))
 
@@ -166,7 +166,7 @@ def test_what_goes_past_the_caches_goes_a_line_at_a_time(isa, dtype):
         def emit(k, out, a, weight):
             gemm.product(
                 k, out, None, a, weight, None, None, k.int(0), k.int(64), cols=cols, depth=64, transposed=True, dims=(),
-                inner=64, epilogues=(), mode="store", choice=choices.default(isa, "forward", "bf16", cols, 64, 64),
+                inner=64, epilogues=(), mode="store", choice=gemm_config.default(isa, "forward", "bf16", cols, 64, 64),
             )  # fmt: skip
 
         text = jit.assembly(Specialisation(emit, (dtype, "bf16", "bf16"), ()).ir(isa), isa)

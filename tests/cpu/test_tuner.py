@@ -16,10 +16,10 @@ from barellm.cli import main
 from barellm.config import OptimConfig
 from barellm.cpu import isa as isas
 from barellm.cpu import tuning
-from barellm.cpu.choices import Choice, Tile
+from barellm.cpu.gemm_config import GemmConfig, Tile
 from barellm.cpu.isa import host
 from barellm.cpu.kernels import amx, gemm
-from barellm.cpu.kernels.few_rows import few_choices
+from barellm.cpu.kernels.skinny_gemm import skinny_configs
 from barellm.cpu.step import CpuSession, lower_and_plan
 from barellm.cpu.tuner import candidates, selftest, tuner
 from barellm.cpu.tuner.bed import Bed
@@ -77,7 +77,7 @@ def tune_to(choices: dict) -> None:
         tuner.keep(Verdict(work, work.default(host()), choice, 0.9, 1e-3, 1), host(), 2)
 
 
-def used() -> list[Choice]:
+def used() -> list[GemmConfig]:
     """The choices of the products of `micro`."""
     calls = lower_and_plan(programs(), threads=2).calls["micro"]
     return [dict(c.spec.constants)["choice"] for c in calls if "choice" in dict(c.spec.constants)]
@@ -142,7 +142,7 @@ def test_entries_that_make_no_sense_are_ignored(entry, words, capsys):
 
 def test_a_choice_survives_the_database():
     isa = isas.X86["avx512"]
-    choice = Choice(Tile(8, 3), 16, 32, 3 * isa.lanes, "columns", 64, "nothing")
+    choice = GemmConfig(Tile(8, 3), 16, 32, 3 * isa.lanes, "columns", 64, "nothing")
     entry = json.loads(json.dumps(tuning.to_entry(choice)))
     assert tuning.from_entry(entry, isa, "forward", "fp32", 100) == choice
     assert str(choice) == "8x3v,16/32x48,columns,64 deep,nothing ahead"
@@ -165,7 +165,7 @@ def test_a_choice_survives_the_database():
 def test_parts_and_work_ahead_that_a_product_cannot_have_are_refused(part, ahead, role, isa, words):
     isa, dtype = isas.X86[isa], "bf16"
     tile = candidates.tiles(isa, dtype)[0]
-    entry = tuning.to_entry(Choice(tile, 2 * tile.rows, 2 * tile.rows, tile.span(isa), "rows", part, ahead))
+    entry = tuning.to_entry(GemmConfig(tile, 2 * tile.mr, 2 * tile.mr, tile.nr(isa), "rows", part, ahead))
     if not words:
         assert tuning.from_entry(entry, isa, role, dtype, 100).part == part
         return
@@ -250,17 +250,17 @@ def test_the_best_is_refined_in_its_parts_and_in_what_is_done_ahead(monkeypatch)
     monkeypatch.setattr(candidates.processor, "caches", lambda: {2: 1 << 20})
     isa = isas.X86["avx512"]
     work = a_work(ops.Matmul, 256, 768, 768, isa)
-    best = Choice(Tile(8, 3), 128, 128, 48, "columns")
+    best = GemmConfig(Tile(8, 3), 128, 128, 48, "columns")
     found = candidates.refined(work, best, isa)
     assert len(set(found)) == len(found) == 3 * 3 * 3 - 1 and best not in found
-    assert {(c.tile.rows, c.part, c.ahead) for c in (best, *found)} == {
+    assert {(c.tile.mr, c.part, c.ahead) for c in (best, *found)} == {
         (rows, part, ahead)
         for rows in (8, 12, 6)
         for part in (None, 192, 768)  # of 1536 bytes, which is the default; of 768; all of it
         for ahead in ("fetch", "pack", "nothing")
     }
     # Sums wait for the next part beside each other, and go nowhere where there is one part.
-    assert {(c.tile.rows, c.part, c.columns) for c in found if c.tile.rows != 6} == {
+    assert {(c.tile.mr, c.part, c.columns) for c in found if c.tile.mr != 6} == {
         (8, None, 48), (8, 192, 144), (8, 768, 48), (12, None, 160), (12, 192, 160), (12, 768, 32),
     }  # fmt: skip
     assert {(c.rows, c.long_rows, c.order) for c in found} == {(n, n, "columns") for n in (128, 132)}
@@ -276,7 +276,7 @@ def test_panels_that_leave_the_second_cache_are_not_tried(monkeypatch):
 
     def whole(level2: int) -> set[int]:
         monkeypatch.setattr(candidates.processor, "caches", lambda: {2: level2})
-        return {c.tile.rows for c in candidates.refined(work, work.default(isa), isa) if c.part == 3072}
+        return {c.tile.mr for c in candidates.refined(work, work.default(isa), isa) if c.part == 3072}
 
     assert whole(2 << 20) == {6, 8, 12} and whole(1 << 20) == {12} and whole(1 << 18) == set()
 
@@ -377,7 +377,7 @@ def test_products_of_few_rows_are_tuned_and_keep_their_bits(dtype):
         for pos, count in ((0, 5), (5, 1)):
             session.write("tokens", np.arange(count, dtype=np.int32)[None] + 3)
             session.run("decode", batch=1, seq=count, pos=pos)
-        choices = [dict(c.spec.constants)["choice"] for c in session.calls["decode"] if c.spec.name == "few_rows"]
+        choices = [dict(c.spec.constants)["choice"] for c in session.calls["decode"] if c.spec.name == "skinny_gemm"]
         found = session.read("logits").tobytes()
         session.close()
         return choices, found
@@ -401,8 +401,8 @@ def test_an_entry_of_few_rows_that_is_no_way_is_ignored(capsys):
     isa = host()
     key = tuning.key(isa, 2, "few", "fp32", 40, 40, 64)
     tuning.database().change({key: {"choice": {"spans": 3, "together": 99, "fetch": True}}})
-    want = few_choices(isa, "fp32", 40, 40)[0]
-    assert tuning.choose_few(isa, "few", "fp32", 40, 40, 2) == want
+    want = skinny_configs(isa, "fp32", 40, 40)[0]
+    assert tuning.select_skinny_config(isa, "few", "fp32", 40, 40, 2) == want
     assert "expected spans, together, fetch" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ import pytest
 from barellm.cpu import jit
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels.loops import sweep
+from barellm.cpu.kernels.loops import foreach_vector
 from barellm.cpu.lang import vector
 from barellm.program.ops.elementwise import GELU_CUBIC, GELU_SCALE
 from barellm.program.ops.swiglu import sigmoid
@@ -26,7 +26,7 @@ def silu_slope(k, x, dtype="fp32"):
 
 def apply(k, y, x, n, *, function, more):
     of = silu_slope if function == "silu_slope" else getattr(vector, function)
-    sweep(k, 0, n, lambda i, mask, j: y.store(of(k, x.load(i, mask), *more), i, mask))
+    foreach_vector(k, 0, n, lambda i, mask, j: y.store(of(k, x.load(i, mask), *more), i, mask))
 
 
 def sincos(k, sine, cosine, turn, n):
@@ -35,7 +35,7 @@ def sincos(k, sine, cosine, turn, n):
         sine.store(s, i, mask)
         cosine.store(c, i, mask)
 
-    sweep(k, 0, n, body)
+    foreach_vector(k, 0, n, body)
 
 
 @cache

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from barellm.cli import main
-from barellm.cpu import choices, jit
+from barellm.cpu import gemm_config, jit
 from barellm.cpu import isa as isas
 from barellm.cpu.kernels import attention_blocks
 from barellm.cpu.step import Lowered
@@ -54,7 +54,7 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
         code = kernels.summary(u.spec, isa)
         tile = dict(u.spec.constants)["choice"].tile
         assert code.widest == WIDEST[name], u
-        accumulators = 4 if product == "tdpbf16ps" else tile.rows * tile.vectors
+        accumulators = 4 if product == "tdpbf16ps" else tile.mr * tile.vectors
         assert code.inner.multiply_adds == {product: accumulators}, u
         assert code.inner.accumulators == accumulators, u
         assert code.inner.stores == 0, u
@@ -66,13 +66,13 @@ def test_gemm_inner_loops_have_no_spills_and_no_wider_registers(name, dtype):
         ]
         # On aarch64 the tile that hangs over the last row may keep a vector of GELU's on the stack.
         assert spills[0] == 0 and (name.startswith("neon") or max(spills) == 0), u
-        assert code.inner.loads <= tile.rows + tile.vectors, u
+        assert code.inner.loads <= tile.mr + tile.vectors, u
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_tile_with_too_many_accumulators_is_seen_to_spill(name, monkeypatch):
     isa = target(name)
-    monkeypatch.setattr(choices, "default_tile", lambda isa, *_: choices.Tile(isa.registers // 2, 3))
+    monkeypatch.setattr(gemm_config, "default_tile", lambda isa, *_: gemm_config.Tile(isa.registers // 2, 3))
     spec = next(u.spec for u in kernels.used_by(gpt2("fp32"), isa) if u.spec.name == "product")
     assert kernels.summary(spec, isa).inner.stack_references > 0
 
@@ -266,7 +266,7 @@ def test_command_lists_and_shows(capsys):
     assert "weight_gradient_" in capsys.readouterr().out
     assert main.main(["inspect", "linear_gelu", "--json"]) == 0
     few, row, _ = sorted(json.loads(capsys.readouterr().out)["kernels"], key=lambda row: row["symbol"])
-    assert few["symbol"].startswith("few_rows_") and few["code"]["inner"]["stack_references"] == 0
+    assert few["symbol"].startswith("skinny_gemm_") and few["code"]["inner"]["stack_references"] == 0
     assert row["code"]["inner"]["stack_references"] == 0 and row["ops"] == ["linear_gelu"]
     assert main.main(["inspect", row["symbol"], "--stage", "ir"]) == 0
     assert f"define void @{row['symbol']}" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Products of bf16 on AMX tiles: what takes the place of the register tile (register_tile.py) where the ISA has them.
+"""Products of bf16 on AMX tiles: what takes the place of the register tile (microkernel.py) where the ISA has them.
 
 A tile register holds 16 rows of 64 bytes. One instruction adds A B to a tile of 16 x 16 fp32: A is 16 rows of 16 pairs along the
 depth, B 16 such pairs of 16 columns each. Four accumulators of 32 x 32 results, two tiles of A, two of B: eight, all there are.
@@ -25,11 +25,11 @@ from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
 
 SIDE = 16  # rows of a tile, and its columns of 4 bytes
-ROWS = SPAN = 2 * SIDE  # of the results that four accumulators hold
-DEPTH = 2 * SIDE  # bf16 of a row of A: one step of the contraction
+MR = NR = 2 * SIDE  # of the results that four accumulators hold
+TILE_K = 2 * SIDE  # bf16 of a row of A: one step of the contraction
 LINE = 4 * SIDE  # bytes of a row of a tile
 TILE_BYTES = SIDE * LINE
-PART = 256  # depth that is multiplied at a time: so much of a panel stays in the first cache while rows pass
+KC = 256  # depth that is multiplied at a time: so much of a panel stays in the first cache while rows pass
 CORNERS = [(i, j) for i in range(2) for j in range(2)]  # accumulator 2 * i + j: rows from 16 i on, columns from 16 j on
 
 
@@ -39,17 +39,17 @@ def uses_tiles(isa: ISA, dtype: str) -> bool:
 
 def padded(depth: int) -> int:
     """The depth in whole steps."""
-    return round_up(depth, DEPTH)
+    return round_up(depth, TILE_K)
 
 
-def depth_part(depth: int) -> int:
+def kc_of(depth: int) -> int:
     """The depth of a part of a product, whole steps."""
-    return ceil_div(depth, ceil_div(depth, PART) * DEPTH) * DEPTH
+    return ceil_div(depth, ceil_div(depth, KC) * TILE_K) * TILE_K
 
 
 def left_bytes(depth: int) -> int:
-    """Scratch for a block of ROWS rows of A."""
-    return ROWS * padded(depth) * 2
+    """Scratch for a block of MR rows of A."""
+    return MR * padded(depth) * 2
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def multiply(
     k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[Left, Any]], *, begun: Value | None = None,
     beside: Callable[[Value], None] | None = None,
 ) -> None:  # fmt: skip
-    """out (ROWS, SPAN) fp32 = A @ panel, or where it was `begun` out += A @ panel. `parts` has A in pieces that lie one after the
+    """out (MR, NR) fp32 = A @ panel, or where it was `begun` out += A @ panel. `parts` has A in pieces that lie one after the
     other along the depth, each with its number of steps. `beside(step)` is done in each step of the first."""
-    row = 4 * SPAN
+    row = 4 * NR
     begin_sums(k, out, begun, row=row)
     at = panel
     for left, steps in parts:
@@ -112,7 +112,7 @@ def multiply(
 
 
 def begin_sums(k: KernelBuilder, out: Pointer, begun: Value | None, *, row: int) -> None:
-    """The accumulators become zero, or where it was `begun` out (ROWS, SPAN), whose rows lie `row` bytes apart."""
+    """The accumulators become zero, or where it was `begun` out (MR, NR), whose rows lie `row` bytes apart."""
     if begun is None:
         _clear_tiles(k)
         return
@@ -129,7 +129,7 @@ def add_steps(k: KernelBuilder, left: Left, panel: Pointer, steps: Any) -> None:
     with nullcontext(0) if unrolled else k.loop(0, steps) as s:
         for u in range(steps) if unrolled else [s]:
             here = replace(left, pointer=left.pointer.bytes(u * left.step))
-            _multiply_step(k, here, panel.bytes(u * (4 * SIDE * SPAN)), 4 * SPAN)
+            _multiply_step(k, here, panel.bytes(u * (4 * SIDE * NR)), 4 * NR)
 
 
 def store_sums(k: KernelBuilder, out: Pointer, *, row: int) -> None:
@@ -179,11 +179,11 @@ def _corner(out: Pointer, i: int, j: int, row: int) -> tuple[tuple[str, str], tu
 def add_product(
     k: KernelBuilder, out: Pointer, left: Left, right: Pointer, steps: Any, *, rows: int, cols: int, begins: bool = False
 ) -> None:  # fmt: skip
-    """out (rows, cols) fp32 += A @ B over `steps` of DEPTH, or with `begins` = A @ B; rows and cols are multiples of 2 tiles. A's
-    pairs of tiles lie one behind the other, B is [DEPTH / 2 * steps][cols] pairs."""
+    """out (rows, cols) fp32 += A @ B over `steps` of TILE_K, or with `begins` = A @ B; rows and cols are multiples of 2 tiles. A's
+    pairs of tiles lie one behind the other, B is [TILE_K / 2 * steps][cols] pairs."""
     row = 4 * cols
-    for i0 in range(0, rows, ROWS):
-        for j0 in range(0, cols, SPAN):
+    for i0 in range(0, rows, MR):
+        for j0 in range(0, cols, NR):
             block = out.bytes(i0 * row + 4 * j0)
             for i, j in CORNERS:
                 if begins:
@@ -221,22 +221,22 @@ def repeat(k: KernelBuilder, turns: Value) -> None:
     release(k)
 
 
-REPEATED = 4 * SIDE * SIDE * DEPTH * 2  # floating-point operations of one turn of `repeat`
+REPEATED = 4 * SIDE * SIDE * TILE_K * 2  # floating-point operations of one turn of `repeat`
 
 
 def multiply_rows(
     k: KernelBuilder, out: Pointer, a: Pointer, count: Value | None, panel: Pointer, block: Pointer, *, depth: int, stride: int,
     **how: Any,
 ) -> None:  # fmt: skip
-    """out = rows [0, count) of a (rows, depth) @ panel; `count` None means ROWS rows. Rows of a lie `stride` elements apart.
+    """out = rows [0, count) of a (rows, depth) @ panel; `count` None means MR rows. Rows of a lie `stride` elements apart.
     `block` is scratch of `left_bytes(depth)`, and `how` is for `multiply`."""
-    whole = depth // DEPTH if count is None else 0
+    whole = depth // TILE_K if count is None else 0
     parts: list[tuple[Left, Any]] = [(row_major(a, 2 * stride), whole)] if whole else []
-    rest = padded(depth) - whole * DEPTH
+    rest = padded(depth) - whole * TILE_K
     if rest:
-        rows = ROWS if count is None else count
-        _copy_rows(k, block, a, rows, first=whole * DEPTH, depth=depth, stride=stride, width=rest)
-        parts.append((row_major(block, 2 * rest), rest // DEPTH))
+        rows = MR if count is None else count
+        _copy_rows(k, block, a, rows, first=whole * TILE_K, depth=depth, stride=stride, width=rest)
+        parts.append((row_major(block, 2 * rest), rest // TILE_K))
     multiply(k, out, panel, parts, **how)
 
 
@@ -260,23 +260,23 @@ def pad_panel(k: KernelBuilder, panel: Pointer, depth: Any) -> None:
     """Zero pairs after those of `depth`, up to a whole step."""
     pairs = k.ceil_div(depth, 2)
     with k.loop(pairs, (pairs + (SIDE - 1)) & -SIDE) as u:
-        for v in range(0, SPAN, k.lanes):
-            panel.as_dtype("fp32").store(0.0, u * SPAN + v)
+        for v in range(0, NR, k.lanes):
+            panel.as_dtype("fp32").store(0.0, u * NR + v)
 
 
 def pack_left(
     k: KernelBuilder, block: Pointer, b: Pointer, col: Value, depth: Value, *, stride: int, width: int, cols: int | None
 ) -> None:
     """Rows [0, depth) of b (depth, stride), columns `col`... + width, as tiles of A whose rows are b's columns:
-    [width / 16][steps][16][16] pairs. `cols` as for packing.py's interleaved; what hangs over becomes zero."""
-    steps = k.ceil_div(depth, DEPTH)
+    [width / 16][steps][16][16] pairs. `cols` as for packing.py's pack_b; what hangs over becomes zero."""
+    steps = k.ceil_div(depth, TILE_K)
     weave = [x for i in range(SIDE) for x in (i, SIDE + i)]
 
     def squares(s: Value, *, tail: bool) -> None:
         with k.loop(0, width, SIDE) as c:
             rows = []
-            for i in range(DEPTH):
-                token = s * DEPTH + i
+            for i in range(TILE_K):
+                token = s * TILE_K + i
                 lanes = k.int(SIDE) if cols is None else cols - (col + c)
                 if tail:
                     lanes = k.select(token < depth, lanes, 0)
@@ -287,7 +287,7 @@ def pack_left(
             for i, row in enumerate(transpose(k, pairs)):
                 target.store_raw(row, i * SIDE)
 
-    whole = depth // DEPTH
+    whole = depth // TILE_K
     with k.loop(0, whole) as s:
         squares(s, tail=False)
     with k.when(whole < steps):

@@ -26,7 +26,7 @@ from barellm.cpu.kernels.attention_blocks import (
     KEYS,
     Geometry,
     clear,
-    extent,
+    dim_size,
     offsets,
     round_up,
     weave_left,
@@ -46,7 +46,7 @@ FEW_KEYS = 64  # of a claim of two passes, where claims of KEYS are too few to b
 def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D, bounds) -> None:
     """delta = sum(dout * out) over each head's channels."""
     C, T = heads * D, bounds.length(k, seq)
-    with k.claim(extent(k, batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
+    with k.parallel_range(dim_size(k, batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
         target = delta.at(token // T * (heads * T) + token % T)
         with k.loop(0, heads) as head:
             a, b = out.at(token * C + head * D), dout.at(token * C + head * D)
@@ -69,7 +69,7 @@ def attention_backward_keys(
 ) -> None:  # fmt: skip
     """Compute dk and dv, and in one pass also dq. `modes` and the six strides are those of q, k and v in that order."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
-    T, count = shape["bounds"].length(k, shape["seq"]), extent(k, batch) * kv_heads
+    T, count = shape["bounds"].length(k, shape["seq"]), dim_size(k, batch) * kv_heads
     together = one_pass(k, count)
     enough = count * k.ceil_div(T, KEYS) >= k.threads * 4
     step = k.select(together | enough, k.int(KEYS), FEW_KEYS)
@@ -77,7 +77,7 @@ def attention_backward_keys(
     keep = [k.keep(mode) for mode in modes]
     per_head = k.select(together, k.int(1), blocks)
     group = heads // kv_heads
-    with amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles), k.claim_each(count * per_head) as claim:
+    with amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles), k.parallel_for(count * per_head) as claim:
         index, place = claim // per_head, claim % per_head
         # The first block is the longest: a long and a short one in turn, for neighbouring claims are one thread's.
         start = k.select((place & 1).equals(0), place >> 1, per_head - 1 - (place >> 1))
@@ -127,13 +127,13 @@ def attention_backward_queries(
 ) -> None:  # fmt: skip
     """Compute dq, where it was not computed together with dk and dv."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
-    T, sequences = shape["bounds"].length(k, shape["seq"]), extent(k, batch)
+    T, sequences = shape["bounds"].length(k, shape["seq"]), dim_size(k, batch)
     geometry = Geometry.of(k.isa, q.dtype, D)
     queries = geometry.queries
     blocks = k.ceil_div(T, queries)
     keep = k.keep(modes[0])
     claims = k.select(one_pass(k, sequences * kv_heads), k.int(0), sequences * heads * blocks)
-    with amx.tile_registers(k, geometry.tiles), k.claim_each(claims) as claim:
+    with amx.tile_registers(k, geometry.tiles), k.parallel_for(claims) as claim:
         index = claim // blocks
         h = Head(k, operands, index // heads, index % heads, heads=heads, kv_heads=kv_heads, D=D, **shape)
         g, s = h.g, h.s
@@ -157,7 +157,7 @@ def lower_attention_backward(op: Op, c: Lowering) -> None:
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))
     g = Geometry.of(c.isa, op.q.dtype, shape["D"])
     shared = op.heads > op.kv_heads
-    delta = c.scratch("delta", op.lse.nbytes)
+    delta = c.workspace("delta", op.lse.nbytes)
     of_rows = {name: shape[name] for name in ("batch", "seq", "heads", "D", "bounds")}
     c.call(attention_delta, {"delta": (part(delta), "fp32"), "out": op.out, "dout": op.dout}, of_rows, writes="delta")
     operands = {
@@ -167,7 +167,7 @@ def lower_attention_backward(op: Op, c: Lowering) -> None:
     written = "dq dkeys dvalues"
     if op.plain and short(c.isa, op.q.dtype, g.D, length, op.rate) and set(modes) == {"store"}:
         del shape["bounds"]
-        c.private(offsets(backward_units(g, shared))[1])
+        c.thread_scratch(offsets(backward_units(g, shared))[1])
         c.call(attention_backward_short, operands, shape, writes=written)
         return
     operands |= {"starts": op.starts, "stream": op.stream}
@@ -179,6 +179,6 @@ def lower_attention_backward(op: Op, c: Lowering) -> None:
     else:
         constants["length"] = length
         schedules = (attention_backward_keys, attention_backward_queries)
-    c.private(offsets(scratch_units(g, op.rate, constants["length"], shared=shared, bounded=bounded))[1])
+    c.thread_scratch(offsets(scratch_units(g, op.rate, constants["length"], shared=shared, bounded=bounded))[1])
     for emit in schedules:
         c.call(emit, operands, constants, writes=written)

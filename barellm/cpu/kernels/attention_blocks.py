@@ -23,7 +23,7 @@ from typing import Any
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.packing import paired
+from barellm.cpu.kernels.packing import uses_vnni
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.random import keep, sample_key, threefry
 from barellm.cpu.lang.vector import EXP2, MAGIC, polynomial, transpose
@@ -52,8 +52,8 @@ class Geometry:
     def of(cls, isa: ISA, dtype: str, D: int, *, tiles: bool = True) -> Geometry:
         """`tiles` False: of vector registers wherever it runs."""
         if tiles and amx.uses_tiles(isa, dtype):
-            return cls(D, 2, isa.lanes, amx.ROWS, TILE_VECTORS, True)
-        return cls(D, 2 if paired(isa, dtype) else 1, isa.lanes, 8 if isa.registers == 32 else 4)
+            return cls(D, 2, isa.lanes, amx.MR, TILE_VECTORS, True)
+        return cls(D, 2 if uses_vnni(isa, dtype) else 1, isa.lanes, 8 if isa.registers == 32 else 4)
 
     @property
     def queries(self) -> int:
@@ -61,7 +61,7 @@ class Geometry:
 
     @property
     def wide(self) -> int:
-        step = amx.DEPTH if self.tiles else self.lanes
+        step = amx.TILE_K if self.tiles else self.lanes
         return -(-self.D // step) * step
 
     @property
@@ -103,8 +103,8 @@ def offsets(units: dict[str, int]) -> tuple[dict[str, int], int]:
 
 
 def blocks_of(k: KernelBuilder, units: dict[str, int]) -> dict[str, Pointer]:
-    private = k.private("fp32")
-    return {name: private.bytes(k.int(at)) for name, at in offsets(units)[0].items()}
+    thread_scratch = k.thread_scratch("fp32")
+    return {name: thread_scratch.bytes(k.int(at)) for name, at in offsets(units)[0].items()}
 
 
 def size(n: int) -> str | int:
@@ -117,7 +117,7 @@ def round_up(k: KernelBuilder, n: Value, step: int) -> Value:
     return (n + (step - 1)) & -step
 
 
-def extent(k: KernelBuilder, n: str | int) -> Value:
+def dim_size(k: KernelBuilder, n: str | int) -> Value:
     return k.scalar(n) if isinstance(n, str) else k.int(n)
 
 
@@ -196,10 +196,10 @@ def weave_left(k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, to: P
     """Rows of `count` tokens, padded as `stage` does, as `add_transposed` wants them: woven, or columns where tiles are used."""
     if not g.tiles:
         return weave(k, g, rows, round_up(k, count, g.pair), to)
-    with k.loop(0, count, amx.DEPTH) as t, k.loop(0, g.wide, g.lanes) as c:
+    with k.loop(0, count, amx.TILE_K) as t, k.loop(0, g.wide, g.lanes) as c:
         source = rows.at(t * g.row).as_dtype("bf16").at(c)
         target = to.as_dtype("i32").at((t >> 1) * g.wide + c * amx.SIDE)
-        tokens = [source.load_raw(i * g.wide) for i in range(amx.DEPTH)]
+        tokens = [source.load_raw(i * g.wide) for i in range(amx.TILE_K)]
         square = [k.bitcast(interleave(k, *pair), k.ivec) for pair in zip(tokens[::2], tokens[1::2], strict=True)]
         for i, column in enumerate(transpose(k, square)):
             target.store_raw(column, i * amx.SIDE)
@@ -321,7 +321,7 @@ def add_transposed(
                 for v, f in enumerate(factor):
                     acc.store(acc.load(at + v * g.lanes) * f, at + v * g.lanes)
         left = amx.Left(woven, amx.LINE, g.wide * amx.LINE, amx.TILE_BYTES)
-        amx.add_product(k, acc, left, right, tokens // amx.DEPTH, rows=g.wide, cols=g.queries)
+        amx.add_product(k, acc, left, right, tokens // amx.TILE_K, rows=g.wide, cols=g.queries)
         return
 
     def tile(d: Any, rows: int) -> None:

@@ -13,7 +13,7 @@ from math import log2, sqrt
 from typing import Any, NamedTuple
 
 from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels.attention_blocks import Geometry, Lower, Rows, extent, sizes
+from barellm.cpu.kernels.attention_blocks import Geometry, Lower, Rows, dim_size, sizes
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 
@@ -33,7 +33,7 @@ class Bounds(NamedTuple):
 
     def length(self, k: KernelBuilder, seq: str | int) -> Value:
         """Positions of a sequence."""
-        return extent(k, seq) if self.fold == 1 else extent(k, seq) * self.fold
+        return dim_size(k, seq) if self.fold == 1 else dim_size(k, seq) * self.fold
 
     def root(self, k: KernelBuilder, D: int) -> Any:
         """The factor that multiplies scores."""

@@ -26,8 +26,8 @@ from barellm.cpu.kernels.attention_blocks import (
     blocks_of,
     clear,
     crosses,
+    dim_size,
     exp2_nonpositive,
-    extent,
     offsets,
     pack_units,
     round_up,
@@ -254,9 +254,9 @@ def attention(
     *, batch, seq, heads, kv_heads, D, strides, rate, bounds,
 ) -> None:  # fmt: skip
     g, T = Geometry.of(k.isa, q.dtype, D), bounds.length(k, seq)
-    block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
+    block, blocks = claim_block(k, g, dim_size(k, batch) * heads, T)
     dropout = Dropout(rate, stream, heads) if rate else None
-    with amx.tile_registers(k, g.tiles), k.claim_each(extent(k, batch) * heads * blocks) as claim:
+    with amx.tile_registers(k, g.tiles), k.parallel_for(dim_size(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
         first = (blocks - 1 - claim % blocks) * block  # the last is the longest: early, so that threads end together
         token, counts = sequence * T, (heads, kv_heads, kv_heads)
@@ -278,11 +278,11 @@ def lower_attention(op: Op, c: Lowering) -> None:
     g = Geometry.of(c.isa, op.q.dtype, constants["D"])
     operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v}
     if op.plain and short(c.isa, op.q.dtype, g.D, int(op.out.shape[1]), op.rate):
-        c.private(offsets(forward_units(g))[1])
+        c.thread_scratch(offsets(forward_units(g))[1])
         c.call(attention_short, operands, sizes(op), writes="out lse")
         return
     bounded = op.window is not None or op.starts is not None
-    c.private(offsets(scratch_units(g, op.rate, bounded))[1])
+    c.thread_scratch(offsets(scratch_units(g, op.rate, bounded))[1])
     operands |= {"starts": op.starts, "stream": op.stream}
     c.call(attention, operands, constants | {"rate": op.rate}, writes="out lse")
 
@@ -292,8 +292,8 @@ def lower_attention(op: Op, c: Lowering) -> None:
 
 def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, *, batch, seq, C, length, strides) -> None:
     """Rows pos .. pos + T of the caches = keys and values, all of C columns."""
-    T, pos = extent(k, seq), k.scalar("pos")
-    with k.claim_each(extent(k, batch) * T) as token:
+    T, pos = dim_size(k, seq), k.scalar("pos")
+    with k.parallel_for(dim_size(k, batch) * T) as token:
         row = (token // T * length + pos + token % T) * C
         for cache, new, stride in zip((k_cache, v_cache), (keys, values), strides, strict=True):
             source, whole = new.at(token * stride), C - C % k.lanes
@@ -309,9 +309,9 @@ def attention_cached(
 ) -> None:
     """Attention over a KV cache. `stride` is that of q's rows."""
     g = Geometry.of(k.isa, q.dtype, D)
-    C, T, pos = kv_heads * D, extent(k, seq), k.scalar("pos")
-    block, blocks = claim_block(k, g, extent(k, batch) * heads, T)
-    with amx.tile_registers(k, g.tiles), k.claim_each(extent(k, batch) * heads * blocks) as claim:
+    C, T, pos = kv_heads * D, dim_size(k, seq), k.scalar("pos")
+    block, blocks = claim_block(k, g, dim_size(k, batch) * heads, T)
+    with amx.tile_registers(k, g.tiles), k.parallel_for(dim_size(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
         first, kv_head = claim % blocks * block, serving(head, heads, kv_heads)
         queries, to = (Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
@@ -326,7 +326,7 @@ def attention_cached(
 def attend_one(k: KernelBuilder, D: int, q: Pointer, keys: Rows, values: Rows, out: Pointer, count: Value) -> None:
     """Attention of one query. Channels are lanes, so that no lane idles. The probabilities of all keys lie in scratch, `count`
     fp32."""
-    scratch = k.private("fp32")
+    scratch = k.thread_scratch("fp32")
     columns = k.columns(D)
     query = [q.load(c, mask) * (log2(e) / sqrt(D)) for c, mask in columns]
     g = Geometry.of(k.isa, "fp32", D)
@@ -374,7 +374,7 @@ def lower_attention_cached(op: Op, c: Lowering) -> None:
     shape, length = sizes(op), int(op.k_cache.shape[1])
     q_stride, *strides = shape.pop("strides")
     g = Geometry.of(c.isa, op.q.dtype, shape["D"])
-    c.private(max(offsets(scratch_units(g))[1], 4 * (length + c.isa.lanes)))
+    c.thread_scratch(max(offsets(scratch_units(g))[1], 4 * (length + c.isa.lanes)))
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache}
     rows = {"batch": shape["batch"], "seq": shape["seq"], "C": op.kv_heads * g.D, "strides": tuple(strides)}
     c.call(

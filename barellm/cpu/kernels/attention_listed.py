@@ -21,7 +21,7 @@ from barellm.cpu.kernels.attention_blocks import (
     Geometry,
     Rows,
     blocks_of,
-    extent,
+    dim_size,
     offsets,
     serving,
     sizes,
@@ -41,7 +41,7 @@ from barellm.runtime.lowering import weight_operand
 def geometry(isa: ISA, dtype: str, D: int, block: int, *, tiles: bool) -> Geometry:
     """Groups of queries that end where blocks do. Tiles of AMX must lie in one block, and relative terms, which are what scores
     begin with, want them in vector registers."""
-    g = Geometry.of(isa, dtype, D, tiles=tiles and block % amx.DEPTH == 0)
+    g = Geometry.of(isa, dtype, D, tiles=tiles and block % amx.TILE_K == 0)
     return g if block % g.queries == 0 else replace(g, vectors=1)
 
 
@@ -136,11 +136,11 @@ def layout_attention(
     k: KernelBuilder, out, lse, q, keys, values, rows, masks, relative,
     *, batch, seq, heads, kv_heads, D, strides, block, lists, entries, distances,
 ) -> None:  # fmt: skip
-    g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), extent(k, seq)
+    g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), dim_size(k, seq)
     s, root, unit = blocks_of(k, scratch_units(g, block, distances)), PLAIN.root(k, D), PLAIN.unit(k, D)
     table, blocks = Table(k, rows, masks, block, lists, entries), k.ceil_div(T, block)
     counts = (heads, kv_heads, kv_heads)
-    with amx.tile_registers(k, g.tiles), k.claim_each(extent(k, batch) * heads * blocks) as claim:
+    with amx.tile_registers(k, g.tiles), k.parallel_for(dim_size(k, batch) * heads * blocks) as claim:
         sequence, head = claim // (blocks * heads), claim // blocks % heads
         row = blocks - 1 - claim % blocks  # the last ones are the longest, if any are
         first = row * block
@@ -201,6 +201,6 @@ TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": PLANES}
 def lower_layout_attention(op: Op, c: Lowering) -> None:
     constants = shape_of(op)
     g = geometry(c.isa, op.q.dtype, constants["D"], constants["block"], tiles=op.relative is None)
-    c.private(offsets(scratch_units(g, constants["block"], constants["distances"]))[1])
+    c.thread_scratch(offsets(scratch_units(g, constants["block"], constants["distances"]))[1])
     operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v, "relative": vectors_of(op)}
     c.call(layout_attention, operands | {"rows": op.rows, "masks": op.masks}, constants, writes="out lse")

@@ -24,7 +24,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.attention_backward import attention_delta, one_pass
-from barellm.cpu.kernels.attention_blocks import Geometry, Lower, Rows, clear, extent, offsets, stage, weave_left
+from barellm.cpu.kernels.attention_blocks import Geometry, Lower, Rows, clear, dim_size, offsets, stage, weave_left
 from barellm.cpu.kernels.attention_bounds import PLAIN
 from barellm.cpu.kernels.attention_head import Head, Operands
 from barellm.cpu.kernels.attention_listed import (
@@ -156,7 +156,7 @@ class ListedHead(Head):
 
 def rows_of_part(k: KernelBuilder, batch: str | int, kv_heads: int, blocks: Value) -> Value:
     """How many rows of a layout of `blocks` have a sum of the gradient of relative terms."""
-    return k.ceil_div(blocks, k.ceil_div(k.int(SUMS), extent(k, batch) * kv_heads))
+    return k.ceil_div(blocks, k.ceil_div(k.int(SUMS), dim_size(k, batch) * kv_heads))
 
 
 @contextmanager
@@ -173,14 +173,14 @@ def layout_attention_backward_rows(
     """Compute dq, and in one pass also dk and dv. `modes` and the six strides are those of q, k and v in that order. partials
     (sequences, parts, M, heads * D) are the sums of the relative terms' gradient."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
-    table, T, group = Table(k, rows, masks, block, lists, entries), extent(k, shape["seq"]), heads // kv_heads
-    shared, blocks = extent(k, batch) * kv_heads, k.ceil_div(T, block)
+    table, T, group = Table(k, rows, masks, block, lists, entries), dim_size(k, shape["seq"]), heads // kv_heads
+    shared, blocks = dim_size(k, batch) * kv_heads, k.ceil_div(T, block)
     both, padded = one_pass(k, shared), lists // heads * block
     keep = [k.keep(mode) for mode in modes]
     per = k.int(1) if relative is None else rows_of_part(k, batch, kv_heads, blocks)
     parts = k.ceil_div(blocks, per)
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
-    with amx.tile_registers(k, g.tiles), k.claim_each(shared * k.select(both, k.int(1), parts)) as claim:
+    with amx.tile_registers(k, g.tiles), k.parallel_for(shared * k.select(both, k.int(1), parts)) as claim:
         index = k.select(both, claim, claim // parts)
         own = parts - 1 - claim % parts
         start, stop = k.select(both, k.int(0), own), k.select(both, parts, own + 1)
@@ -215,13 +215,13 @@ def layout_attention_backward_columns(
 ) -> None:  # fmt: skip
     """Compute dk and dv, where they were not computed together with dq."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
-    table, T, group = Table(k, columns, masks, block, lists, entries), extent(k, shape["seq"]), heads // kv_heads
-    shared, blocks = extent(k, batch) * kv_heads, k.ceil_div(T, block)
+    table, T, group = Table(k, columns, masks, block, lists, entries), dim_size(k, shape["seq"]), heads // kv_heads
+    shared, blocks = dim_size(k, batch) * kv_heads, k.ceil_div(T, block)
     keep = [k.keep(mode) for mode in modes]
     padded = lists // heads * block
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
     claims = k.select(one_pass(k, shared), k.int(0), shared * blocks)
-    with amx.tile_registers(k, g.tiles), k.claim_each(claims) as claim:
+    with amx.tile_registers(k, g.tiles), k.parallel_for(claims) as claim:
         index, column = claim // blocks, claim % blocks
         with members(k, group) as member:
             head = index % kv_heads * group + member
@@ -253,9 +253,9 @@ def layout_attention_backward_columns(
 
 def add_parts(k: KernelBuilder, drelative, partials, *, batch, seq, kv_heads, block, size, mode) -> None:
     """drelative (size) = the sum over sequences and parts, in order."""
-    blocks = k.ceil_div(extent(k, seq), block)
+    blocks = k.ceil_div(dim_size(k, seq), block)
     parts = k.ceil_div(blocks, rows_of_part(k, batch, kv_heads, blocks))
-    add_chunks(k, drelative, partials, extent(k, batch) * parts, size, size, mode)
+    add_chunks(k, drelative, partials, dim_size(k, batch) * parts, size, size, mode)
 
 
 @lowering("layout_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
@@ -264,7 +264,7 @@ def lower_layout_attention_backward(op: Op, c: Lowering) -> None:
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))
     g = geometry(c.isa, op.q.dtype, shape["D"], layout.block, tiles=op.relative is None)
-    delta = c.scratch("delta", op.lse.nbytes)
+    delta = c.workspace("delta", op.lse.nbytes)
     of_rows = {name: shape[name] for name in ("batch", "seq", "heads", "D")} | {"bounds": PLAIN}
     c.call(attention_delta, {"delta": (part(delta), "fp32"), "out": op.out, "dout": op.dout}, of_rows, writes="delta")
     operands: dict[str, Any] = {
@@ -274,9 +274,9 @@ def lower_layout_attention_backward(op: Op, c: Lowering) -> None:
     operands |= {"masks": op.masks, "relative": vectors_of(op), "partials": None}
     if op.relative is not None:
         most = int(op.out.shape[0]) + ceil_div(SUMS, op.kv_heads)  # parts of any number of sequences, each rounded up
-        sums = c.scratch("partials", 4 * most * op.relative.size)
+        sums = c.workspace("partials", 4 * most * op.relative.size)
         operands["partials"] = (part(sums), "fp32")
-    c.private(offsets(scratch_units(g, layout.block, layout.rows * layout.block, shape["distances"]))[1])
+    c.thread_scratch(offsets(scratch_units(g, layout.block, layout.rows * layout.block, shape["distances"]))[1])
     for emit in (layout_attention_backward_rows, layout_attention_backward_columns):
         c.call(emit, operands, shape | {"modes": modes}, writes="dq dkeys dvalues partials")
     if op.relative is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.attention_blocks import KEYS, Geometry, clear, extent, round_up, weave_left
+from barellm.cpu.kernels.attention_blocks import KEYS, Geometry, clear, dim_size, round_up, weave_left
 from barellm.cpu.kernels.attention_bounds import Bounds
 from barellm.cpu.kernels.attention_head import Head
 from barellm.cpu.lang import Value
@@ -48,14 +48,14 @@ def attention_backward_segments(
     """Compute dq, dk and dv. `modes` and the six strides are those of q, k and v in that order."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     sizes: dict[str, Any] = {"seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "bounds": bounds, **shape}
-    T, count = bounds.length(k, seq), extent(k, batch) * kv_heads
+    T, count = bounds.length(k, seq), dim_size(k, batch) * kv_heads
     blocks = k.ceil_div(T, KEYS)
     pieces = pieces_of(k, count, blocks, bounds)
     span, group = k.ceil_div(blocks, pieces), heads // kv_heads
     keep = [k.keep(mode) for mode in modes]
     with (
         amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles),
-        k.claim_each(count * k.ceil_div(blocks, span)) as claim,
+        k.parallel_for(count * k.ceil_div(blocks, span)) as claim,
     ):
         per_head = k.ceil_div(blocks, span)
         index, own = claim // per_head, claim % per_head * span  # a head of keys, the segment's first block

@@ -23,8 +23,8 @@ from barellm.cpu.kernels.attention_blocks import (
     Rows,
     blocks_of,
     clear,
+    dim_size,
     exp2_nonpositive,
-    extent,
     pack_units,
     product,
     put_along,
@@ -151,10 +151,10 @@ def earlier(k: KernelBuilder, g: Geometry, x: Value, key: Value, query: Value, o
 
 
 def attention_short(k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides) -> None:
-    g, T = Geometry.of(k.isa, q.dtype, D), extent(k, seq)
+    g, T = Geometry.of(k.isa, q.dtype, D), dim_size(k, seq)
     s = blocks_of(k, forward_units(g))
     unit = log2(e) / sqrt(D)
-    with k.claim_each(extent(k, batch) * heads) as claim:
+    with k.parallel_for(dim_size(k, batch) * heads) as claim:
         sequence, head = claim // heads, claim % heads
         token, kv_head = sequence * T, serving(head, heads, kv_heads)
         to = Rows.of(out, token, head, D=D, stride=heads * D)
@@ -224,12 +224,12 @@ def attention_backward_short(
     *, batch, seq, heads, kv_heads, D, strides,
 ) -> None:  # fmt: skip
     """A claim is a head of keys with the heads of queries that it serves."""
-    g, T = Geometry.of(k.isa, q.dtype, D), extent(k, seq)
+    g, T = Geometry.of(k.isa, q.dtype, D), dim_size(k, seq)
     group = heads // kv_heads
     s = blocks_of(k, backward_units(g, group > 1))
     scale, ones = [1 / sqrt(D)] * g.rows, [1.0] * g.rows
     half = SHORT // 2
-    with k.claim_each(extent(k, batch) * kv_heads) as claim:
+    with k.parallel_for(dim_size(k, batch) * kv_heads) as claim:
         sequence, kv_head = claim // kv_heads, claim % kv_heads
         token = sequence * T
         tensors = zip((keys, values, dkeys, dvalues), (*strides[1:3], *strides[4:]), strict=True)

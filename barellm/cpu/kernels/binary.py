@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import added, flat, row_grain, shape_of, sweep_result
+from barellm.cpu.kernels.loops import added, elementwise_map, flat, row_grain, shape_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.random import signed
 from barellm.program.dtypes import PLANES
@@ -28,7 +28,7 @@ def word_of(k: KernelBuilder, x: Pointer, column: Any, count: int) -> Value:
 
 def pack_signs(k: KernelBuilder, words, x, *, K, dims, inner) -> None:
     W = words_of(K)
-    with k.claim(k.extent(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
         to, of = words.at(row * W), x.at(row * K)
         with k.loop(0, K // BITS) as w:
             to.put(word_of(k, of, w * BITS, BITS), w)
@@ -55,7 +55,7 @@ def unpack_signs(k: KernelBuilder, signs, words, *, K, dims, inner, mode_signs) 
             to.store(added(k, to, c, mask, k.select(one, k.to(1.0, k.vec), -1.0), mode_signs), c, mask)
 
     W = words_of(K)
-    with k.claim(k.extent(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
         to, of = signs.at(row * K), words.at(row * W)
         with k.loop(0, K // BITS) as w:
             word(to, w * BITS, k.to(of.get(w), "i32"), BITS)
@@ -68,7 +68,7 @@ def straight_through(k: KernelBuilder, dx, dy, x, *, dims, width, mode) -> None:
         size = k.bitcast(k.bitcast(x.load(i, mask), k.ivec) & 0x7FFFFFFF, k.vec)
         return k.select(size <= 1.0, dy.load(i, mask), 0.0)
 
-    sweep_result(k, k.extent(dims) * width, dx, vector, mode=mode)
+    elementwise_map(k, k.num_elements(dims) * width, dx, vector, mode=mode)
 
 
 @lowering("straight_through", starts="dx", also={"x": PLANES})

@@ -76,7 +76,7 @@ def pack_panels(k: KernelBuilder, panels, b, *, N, W) -> None:
     it."""
     form = form_of(k)
     lanes, bits = k.lanes, 32 // form.steps
-    with k.claim_each(ceil_div(N, form.columns)) as panel:
+    with k.parallel_for(ceil_div(N, form.columns)) as panel:
         to = panels.bytes(panel * (W * form.word_bytes))
         with k.loop(0, form.columns, lanes) as column:
             rows = [b.at(k.min(panel * form.columns + column + i, N - 1) * W) for i in range(lanes)]
@@ -101,7 +101,7 @@ class Tile:
         """`last` is the last row of all: rows behind it count as it does, and are not stored."""
         self.k, self.form, self.W = k, form_of(k), W
         self.rows = [a.at(k.min(first + r, last) * W) for r in range(self.form.rows)]
-        self.tables, self.sums = k.private(), k.private().bytes(TABLES)
+        self.tables, self.sums = k.thread_scratch(), k.thread_scratch().bytes(TABLES)
         self.item = ("i16", 2) if short else ("i32", 4)
         self.wide = f"<{self.form.lanes} x {self.item[0]}>"
 
@@ -200,10 +200,10 @@ def count_signs(k: KernelBuilder, y, a, panels, *, N, W, columns, dims, inner, m
     if form.name == "nibbles":
         for nibble in range(16):
             table = ", ".join(f"i8 {(nibble ^ i).bit_count()}" for i in range(16))
-            k.line(f"store <16 x i8> <{table}>, ptr {k.private().bytes(16 * nibble).ref}, align 16")
-    rows = k.extent(dims) * inner
+            k.line(f"store <16 x i8> <{table}>, ptr {k.thread_scratch().bytes(16 * nibble).ref}, align 16")
+    rows = k.num_elements(dims) * inner
     blocks = (rows + (ROWS - 1)) // ROWS
-    with k.claim_each(blocks * ceil_div(N, form.columns)) as unit:
+    with k.parallel_for(blocks * ceil_div(N, form.columns)) as unit:
         panel, block = unit // blocks, unit % blocks
         end = k.min(block * ROWS + ROWS, rows)
         packed = panels.bytes(panel * (W * form.word_bytes))
@@ -221,8 +221,8 @@ def lower_binary_matmul(op: Op, c: Lowering) -> None:
     form = Form.of(c.isa)
     y: Tensor = op.y
     N, W = int(op.b.shape[0]), int(op.b.shape[1])
-    panels = c.scratch("panels", ceil_div(N, form.columns) * W * form.word_bytes)
-    c.private(TABLES + form.rows * form.columns * 4)
+    panels = c.workspace("panels", ceil_div(N, form.columns) * W * form.word_bytes)
+    c.thread_scratch(TABLES + form.rows * form.columns * 4)
     c.call(pack_panels, {"panels": panels, "b": op.b}, {"N": N, "W": W}, writes="panels")
     constants = {"N": N, "W": W, "columns": op.columns, "mode": op.modes["y"], **shape_of(y)}
     c.call(count_signs, {"y": y, "a": op.a, "panels": panels}, constants, writes="y")

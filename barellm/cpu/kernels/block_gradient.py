@@ -15,7 +15,7 @@ from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, isa_of, new_tile
 from barellm.cpu.kernels.loops import shape_of
-from barellm.cpu.kernels.packing import interleaved
+from barellm.cpu.kernels.packing import pack_b
 from barellm.cpu.lang import Value
 from barellm.program.integers import ceil_div
 from barellm.program.ops.base import Op
@@ -38,29 +38,27 @@ def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, b
     fifth longer."""
     k.use(isa_of(k.isa, block))
     cut = Cut.of(k.isa, x.dtype, block)
-    tokens = k.min(k.extent(dims, inner) - row_begin, CHUNK)
-    per = amx.DEPTH if cut.tiles else PACKED
-    with k.when(tokens > 0), k.claim_each(k.ceil_div(tokens, per)) as number:
+    tokens = k.min(k.num_elements(dims, inner) - row_begin, CHUNK)
+    per = amx.TILE_K if cut.tiles else PACKED
+    with k.when(tokens > 0), k.parallel_for(k.ceil_div(tokens, per)) as number:
         t = number * per
         some = k.min(tokens - t, per)
         if cut.tiles:
-            with k.loop(0, width // amx.SPAN) as strip:
+            with k.loop(0, width // amx.NR) as strip:
                 to, source, col = (
                     packed.at(strip * strip_units(cut) + t // 2 * cut.span),
                     x.at(t * width),
-                    strip * amx.SPAN,
+                    strip * amx.NR,
                 )
                 if left:
-                    amx.pack_left(k, to, source, col, some, stride=width, width=amx.SPAN, cols=None)
+                    amx.pack_left(k, to, source, col, some, stride=width, width=amx.NR, cols=None)
                 else:
-                    interleaved(
-                        k, to, source, col, some, stride=width, width=amx.SPAN, cols=None, beside=True
-                    ).at_once()
+                    pack_b(k, to, source, col, some, stride=width, width=amx.NR, cols=None, beside=True).at_once()
                     amx.pad_panel(k, to, some)
             return
         with k.loop(0, some, cut.pair) as r, k.loop(0, width // block * cut.strips) as strip:
             to = packed.at(strip * strip_units(cut) + (t + r) // cut.pair * cut.span)
-            interleaved(
+            pack_b(
                 k, to, x.at((t + r) * width), strip * cut.span, k.min(some - r, cut.pair), stride=width, width=cut.span,
                 cols=None,
             ).at_once()  # fmt: skip
@@ -72,7 +70,9 @@ def block_gradient(
     """dweight += x^T dy over up to CHUNK tokens from `row_begin` on, both in strips."""
     k.use(isa_of(k.isa, block))
     cut, keep = Cut.of(k.isa, dtype, block), k.keep(mode)
-    tokens = k.min(k.extent(dims, inner) - row_begin, CHUNK)  # below 0 in a planned chunk that this run does not reach
+    tokens = k.min(
+        k.num_elements(dims, inner) - row_begin, CHUNK
+    )  # below 0 in a planned chunk that this run does not reach
     steps = cut.steps(tokens)
     tiles = ceil_div(cut.span, cut.rows)
     edges = [cut.span * i // tiles for i in range(tiles + 1)]
@@ -80,7 +80,7 @@ def block_gradient(
     def strip(packed: Any, line: Value, i: Value) -> Any:
         return packed.at((line * cut.strips + i) * strip_units(cut))
 
-    with amx.tile_registers(k, cut.tiles), k.when(tokens > 0), k.claim_each(count * cut.strips) as unit:
+    with amx.tile_registers(k, cut.tiles), k.when(tokens > 0), k.parallel_for(count * cut.strips) as unit:
         number, i = unit // cut.strips, unit % cut.strips
         left, column = strip(x, places.get(number), i), places.get(number + count)
         if cut.tiles:
@@ -89,7 +89,7 @@ def block_gradient(
             with k.loop(0, cut.strips) as j:
                 to = at.at(j * cut.span)
                 amx.begin_sums(k, to, again, row=4 * block)
-                amx.add_steps(k, tiles_of_x, strip(dy, column, j), k.ceil_div(tokens, amx.DEPTH))
+                amx.add_steps(k, tiles_of_x, strip(dy, column, j), k.ceil_div(tokens, amx.TILE_K))
                 amx.store_sums(k, to, row=4 * block)
             return
         with k.loop(0, steps, NEAR) as u, k.loop(0, cut.strips) as j:
@@ -124,7 +124,7 @@ def lower_block_matmul_dw(op: Op, c: Lowering) -> None:
     block, cut = layout.block, Cut.of(c.isa, op.x.dtype, layout.block)
     strips: dict[str, Any] = {}
     for name, across in zip(("x", "dy"), layout.shape, strict=True):
-        strips[name] = (part(c.scratch(name, 4 * across * cut.strips * strip_units(cut))), "fp32")
+        strips[name] = (part(c.workspace(name, 4 * across * cut.strips * strip_units(cut))), "fp32")
     where = shape_of(op.x)
     for first in range(0, op.x.size // int(op.x.shape[-1]), CHUNK):
         for name in ("x", "dy"):

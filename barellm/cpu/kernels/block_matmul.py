@@ -15,8 +15,8 @@ from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.block_tile import Cut, accumulate, broadcast, isa_of, new_tile
 from barellm.cpu.kernels.loops import added, shape_of
-from barellm.cpu.kernels.packing import interleaved, transposed
-from barellm.cpu.kernels.register_tile import prefetch_row
+from barellm.cpu.kernels.microkernel import prefetch_row
+from barellm.cpu.kernels.packing import pack_b, pack_b_transposed
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.block_layouts import Lists
 from barellm.program.dtypes import PLANES
@@ -27,7 +27,7 @@ from barellm.runtime.lowering import part, weight_operand
 
 TILE_BYTES = 1 << 18  # of the tokens of a claim, which lists share
 LEAST, MOST = 24, 96  # tokens of a claim
-SUMS_ROW = 4 * amx.SPAN  # bytes of a row of results that come from tiles
+SUMS_ROW = 4 * amx.NR  # bytes of a row of results that come from tiles
 WORK = 1 << 18  # multiply-adds of a claim, about
 
 
@@ -36,15 +36,15 @@ def pack_blocks(k: KernelBuilder, packed, weight, count, *, block, turned) -> No
     k.use(isa_of(k.isa, block))
     cut = Cut.of(k.isa, weight.dtype, block)
     strip = block // cut.pair * cut.span
-    with k.claim_each(count) as number:
+    with k.parallel_for(count) as number:
         source = weight.at(number * (block * block))
         for i in range(cut.strips):
             to, col = packed.at((number * cut.strips + i) * strip), k.int(i * cut.span)
             shape = {"stride": block, "cols": block}
             if turned:
-                packing = transposed(k, to, source, col, depth=k.int(block), even=True, span=cut.span, **shape)
+                packing = pack_b_transposed(k, to, source, col, depth=k.int(block), even=True, span=cut.span, **shape)
             else:
-                packing = interleaved(k, to, source, col, block, width=cut.span, **shape)
+                packing = pack_b(k, to, source, col, block, width=cut.span, **shape)
             packing.at_once()
 
 
@@ -69,10 +69,10 @@ def block_product(
     cut = Cut.of(k.isa, x.dtype, block)
     rows = cut.rows
     others = segments * 4 + skipped
-    height, tokens = tile_tokens(cut, C), k.extent(dims, inner)
+    height, tokens = tile_tokens(cut, C), k.num_elements(dims, inner)
     total = k.ceil_div(tokens, height) * segments
     wide, held = x.dtype != "fp32" and cut.pair == 1, k.var(-1)
-    own, stride = k.private("fp32" if wide else x.dtype), own_stride(cut, C)
+    own, stride = k.thread_scratch("fp32" if wide else x.dtype), own_stride(cut, C)
 
     def put(to: Pointer, values: list[Value], mode: str) -> None:
         for v, value in enumerate(values):
@@ -80,7 +80,7 @@ def block_product(
 
     sums = own.at(height * stride).as_dtype("fp32")  # of tiles
     grain = k.max(k.min(grain, total // (k.threads * 8)), 1)
-    with amx.tile_registers(k, cut.tiles), k.claim(total, grain) as (begin, end), k.loop(begin, end) as unit:
+    with amx.tile_registers(k, cut.tiles), k.parallel_range(total, grain) as (begin, end), k.loop(begin, end) as unit:
         number, segment = unit // segments, unit % segments
         target, slot, first, last = (table.get(segment * 4 + i) for i in range(4))
         row = number * height
@@ -105,7 +105,7 @@ def block_product(
                 panel = packed.at((block_number * cut.strips + i) * (block // cut.pair * cut.span))
                 left = own.at(t * stride + skip)
                 if cut.tiles:
-                    amx.add_steps(k, amx.row_major(left, 2 * stride), panel, block // amx.DEPTH)
+                    amx.add_steps(k, amx.row_major(left, 2 * stride), panel, block // amx.TILE_K)
                 else:
                     operand = broadcast(k, [left.at(r * stride) for r in range(rows)], 1, cut.pair)
                     accumulate(k, acc, operand, panel, block // cut.pair, cut.pair)
@@ -129,8 +129,8 @@ def block_product(
 
 def add_partials(k: KernelBuilder, out, partials, table, segments, cuts, *, dims, inner, K, block, slots, mode) -> None:
     """The columns of long lists: the sum of their parts, in order."""
-    tokens = k.extent(dims, inner)
-    with k.claim_each(tokens) as row, k.loop(0, cuts) as i:
+    tokens = k.num_elements(dims, inner)
+    with k.parallel_for(tokens) as row, k.loop(0, cuts) as i:
         target, first, last = (table.get(segments * 4 + i * 3 + j) for j in range(3))
         for c, mask in k.columns(block):
             to, total = out.at(row * K + target * block), k.var_vec(0.0)
@@ -142,14 +142,14 @@ def add_partials(k: KernelBuilder, out, partials, table, segments, cuts, *, dims
 def _product(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: Lists, *, turned: bool) -> None:
     layout, cut = op.layout, Cut.of(c.isa, given.dtype, op.layout.block)
     block, (C, K) = layout.block, (int(given.shape[-1]), int(op.outputs[out].shape[-1]))
-    packed = c.scratch("packed", len(layout) * cut.strips * block // cut.pair * cut.span * 4)
-    c.private(4 // cut.pair * own_stride(cut, C) * tile_tokens(cut, C) + amx.ROWS * SUMS_ROW)
+    packed = c.workspace("packed", len(layout) * cut.strips * block // cut.pair * cut.span * 4)
+    c.thread_scratch(4 // cut.pair * own_stride(cut, C) * tile_tokens(cut, C) + amx.MR * SUMS_ROW)
     weights = {"packed": (part(packed), "fp32"), "weight": weight_operand(op.weight), "count": len(layout)}
     c.call(pack_blocks, weights, {"block": block, "turned": turned}, writes="packed")
     segments, slots = len(lists.segments), lists.slots
     partials = None
     if slots:
-        partials = (part(c.scratch("partials", 4 * given.size // C * slots * block)), "fp32")
+        partials = (part(c.workspace("partials", 4 * given.size // C * slots * block)), "fp32")
     constants = shape_of(given) | {"K": K, "block": block, "slots": slots, "mode": op.modes[out]}
     numbers = {"segments": segments, "skipped": lists.cuts.size, "cuts": len(lists.cuts), "entries": len(layout)}
     mean = ceil_div(len(layout), segments) * block**2 * tile_tokens(cut, C)

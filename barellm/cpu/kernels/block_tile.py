@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from barellm.cpu.choices import register_tiles
+from barellm.cpu.gemm_config import register_tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.packing import paired
-from barellm.cpu.kernels.register_tile import Left, add_unit
+from barellm.cpu.kernels.microkernel import Left, add_unit
+from barellm.cpu.kernels.packing import uses_vnni
 from barellm.cpu.lang import Pointer, Value, Var
 
 TURN = 8  # units of depth that are multiplied between two tests of the loop
@@ -38,11 +38,11 @@ class Cut:
     def of(cls, isa: ISA, dtype: str, block: int) -> Cut:
         """Of a kernel that uses `isa_of` the same block."""
         isa = isa_of(isa, block)
-        if amx.uses_tiles(isa, dtype) and block % amx.SPAN == 0:
-            return cls(block, 2, isa.lanes, amx.SPAN // isa.lanes, amx.ROWS, True)
+        if amx.uses_tiles(isa, dtype) and block % amx.NR == 0:
+            return cls(block, 2, isa.lanes, amx.NR // isa.lanes, amx.MR, True)
         vectors = 2 if block % (2 * isa.lanes) == 0 else 1
-        rows = next(tile.rows for tile in register_tiles(isa) if tile.vectors == vectors)
-        return cls(block, 2 if paired(isa, dtype) else 1, isa.lanes, vectors, rows)
+        rows = next(tile.mr for tile in register_tiles(isa) if tile.vectors == vectors)
+        return cls(block, 2 if uses_vnni(isa, dtype) else 1, isa.lanes, vectors, rows)
 
     @property
     def span(self) -> int:

@@ -48,11 +48,11 @@ def lower(op: Op, c: Lowering, loss: Loss, *, gradients: bool) -> None:
     width = int(x.shape[-1])
     V = op.columns if weight is None else int(weight.shape[1 if loss.transposed else 0])
     rows = x.size // width
-    logits = (part(c.scratch("logits", min(rows, CHUNK) * V * itemsize(x.dtype))), x.dtype)
+    logits = (part(c.workspace("logits", min(rows, CHUNK) * V * itemsize(x.dtype))), x.dtype)
     totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
-    of_rows = {name: c.scratch(name, 4 * rows) for name in totals}
+    of_rows = {name: c.workspace(name, 4 * rows) for name in totals}
     if gradients:
-        c.private(loss.scratch(V))
+        c.thread_scratch(loss.scratch(V))
     for first in range(0, rows, CHUNK):  # those beyond a run's rows do nothing
         chunk = (first, CHUNK)
         x_rows = append_logits(op, c, logits, V, chunk, transposed=loss.transposed)
@@ -98,7 +98,7 @@ def lower_scores(op: Op, c: Lowering) -> None:
     x, weight = op.x, op.inputs.get("weight")
     V = op.columns if weight is None else int(weight.shape[0])
     rows = x.size // int(x.shape[-1])
-    logits = (part(c.scratch("logits", min(rows, CHUNK) * V * itemsize(x.dtype))), x.dtype)
+    logits = (part(c.workspace("logits", min(rows, CHUNK) * V * itemsize(x.dtype))), x.dtype)
     for first in range(0, rows, CHUNK):
         append_logits(op, c, logits, V, (first, CHUNK))
         given = {name: rows_of(getattr(op, name), first, rows, 1) for name in ("losses", "margins", "targets")}

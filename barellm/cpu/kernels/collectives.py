@@ -9,7 +9,7 @@ from operator import add
 import numpy as np
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import fold, sweep, sweep_result, zeros
+from barellm.cpu.kernels.loops import elementwise_map, fold, foreach_vector, zeros
 from barellm.cpu.kernels.reductions import CHAINS
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.dtypes import PLANES
@@ -32,7 +32,7 @@ def add_ranks(k: KernelBuilder, y, own, others, n, *, rank, count) -> None:
             total = total + term
         return total
 
-    sweep_result(k, n, y, vector)
+    elementwise_map(k, n, y, vector)
 
 
 @lowering("add_ranks", floats="fp32 bf16", spans="own y")
@@ -97,8 +97,8 @@ FUNCTION, FAILED, PROCESSES = 0, 1, 2
 def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, count) -> None:
     """y (n) = the gradients of all ranks in their order, and the partial sums of its squares. The others' are read a
     chunk at a time into this thread's scratch: they come from memory once, and nothing of them goes back there."""
-    others, here = count - 1, k.private()
-    with k.claim_each((n + CHUNK - 1) // CHUNK) as chunk:
+    others, here = count - 1, k.thread_scratch()
+    with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         begin, end = chunk * CHUNK, k.min((chunk + 1) * CHUNK, n)
         for j in range(others):
             there = table.get(number * others + (PROCESSES + others + j)) + begin * own.itemsize
@@ -114,7 +114,7 @@ def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, cou
             y.store(total, i, mask)
             sums[chain].value = k.fma(total, total, sums[chain].value)
 
-        sweep(k, begin, end, body, unroll=CHAINS)
+        foreach_vector(k, begin, end, body, unroll=CHAINS)
         partials.put(k.sum(fold(sums, add)), chunk)
 
 
@@ -137,7 +137,7 @@ def read_process(k: KernelBuilder, table, process: Value, there: Value, here, nb
 def lower_sum_shares(op: Op, c: Lowering) -> None:
     ranks, shares = op.ranks, op.shares
     others = ranks.count - 1
-    table = c.scratch("places", 8 * (PROCESSES + others * (1 + len(shares))))
+    table = c.workspace("places", 8 * (PROCESSES + others * (1 + len(shares))))
     reads = [part(t) for t in op.inputs.values()]
 
     def begin(arrays: list[np.ndarray]):
@@ -163,7 +163,7 @@ def lower_sum_shares(op: Op, c: Lowering) -> None:
         return call
 
     c.extern(begin, reads, [part(table)])
-    c.private(4 * CHUNK * others)
+    c.thread_scratch(4 * CHUNK * others)
     for i, own in enumerate(shares):
         y, partials = op.outputs[f"y{i}"], op.outputs[f"p{i}"]
         operands = {"y": y, "partials": partials, "own": own, "table": (part(table), "i64"), "number": i, "n": own.size}

@@ -73,7 +73,7 @@ class Turn:
 
     def __init__(self, k: KernelBuilder, x: Pointer, grid: Grid, blocks: Blocks) -> None:
         self.k, self.grid, self.blocks = k, grid, blocks
-        self.lines = Lines(k, grid, x, k.private(), blocks.columns)
+        self.lines = Lines(k, grid, x, k.thread_scratch(), blocks.columns)
         self.behind = self.lines.at.at(lines_of(grid, blocks) * self.lines.pitch)
         self.blocks_of_lines, self.pieces = (
             ceil_div(n, m) for n, m in zip(grid.outputs, (blocks.lines, blocks.columns), strict=True)
@@ -137,7 +137,10 @@ def conv_depthwise(
     turns = turn.blocks_of_lines * turn.pieces
     work = blocks.lines * round_up(blocks.columns, k.lanes) * grid.taps * rows
     unrolled = grid.taps * blocks.tall <= UNROLLED
-    with k.claim(k.extent(dims, count) * (groups * turns), max(1, GRAIN // work)) as span, k.loop(*span) as unit:
+    with (
+        k.parallel_range(k.num_elements(dims, count) * (groups * turns), max(1, GRAIN // work)) as span,
+        k.loop(*span) as unit,
+    ):
         plane = unit // turns
         turn.begin(plane, unit % turns)
         with k.loop(0, rows) as filter_:
@@ -194,11 +197,11 @@ def conv_depthwise_gradient(
         for i, total in enumerate(held):
             first.store(total.value, i * k.lanes)
 
-    with k.claim_each(groups * rows) as filter_:
+    with k.parallel_for(groups * rows) as filter_:
         sums = turn.behind
         with k.loop(0, grid.taps) as i:
             sums.store(0.0, i * k.lanes)
-        with k.loop(0, k.extent(dims, count)) as n, k.loop(0, turn.blocks_of_lines * turn.pieces) as number:
+        with k.loop(0, k.num_elements(dims, count)) as n, k.loop(0, turn.blocks_of_lines * turn.pieces) as number:
             turn.begin(n * groups + filter_ // rows, number)
             of = dy.at((n * (groups * rows) + filter_) * (P * Q))
             if grid.taps <= together:

@@ -122,11 +122,11 @@ def fft_filters(
 ) -> None:
     """u (planes, count rows, depth), three planes for each frequency: Re, -Im - Re and Re - Im of the filter's transform. Filter
     (group, row, depth) begins at element group rows depth R S + row row_step + depth step of w; `flip`: it is read from its end."""
-    size, blocks, buffer = count * rows * depth, ceil_div(depth, k.lanes), k.private()
+    size, blocks, buffer = count * rows * depth, ceil_div(depth, k.lanes), k.thread_scratch()
     pitch = 2 * half(F) * k.lanes
     taps = [[(R - 1 - r) * S + S - 1 - s if flip else r * S + s for s in range(S)] for r in range(R)]
     zero = k.to(0.0, k.vec)
-    with k.claim_each(count * rows * blocks) as unit:
+    with k.parallel_for(count * rows * blocks) as unit:
         line, first = unit // blocks, unit % blocks * k.lanes
         mask = k.mask_first(k.int(depth) - first) if depth % k.lanes else None
         of = w.at(line // rows * (rows * depth * R * S) + line % rows * row_step + first * step)
@@ -172,7 +172,7 @@ def fft_input(
     """v (blocks, groups, planes, channels, span): Re + Im, Re and Im of the tiles' transforms in blocks [first, first + limit), or
     what `fft_filters` has of its filters. Where there is no tile they are zero."""
     C, planes, n = grid.channels, 3 * F * half(F), len(grid.rows)
-    buffer = k.private().bytes(input_nbytes(k.isa, grid, span))
+    buffer = k.thread_scratch().bytes(input_nbytes(k.isa, grid, span))
     of = {"dims": dims, "count": count, "groups": groups, "grid": grid, "span": span, "most": RUN}
     with each_channel(k, x, first, limit, **of) as r:
         r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * grid.outputs[1], zeros=span // k.lanes)
@@ -198,8 +198,8 @@ def input_nbytes(isa: ISA, grid: Grid, span: int) -> int:
 
 def fft_product(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, form: Form, F: int, mode: str) -> None:
     """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit), from the planes u and v."""
-    m, planes, width = form.m, 3 * F * half(F), form.group * form.tile.span(k.isa)
-    products = k.private()
+    m, planes, width = form.m, 3 * F * half(F), form.group * form.tile.nr(k.isa)
+    products = k.thread_scratch()
     buffer = products.bytes(4 * planes * form.filters * width)
     pitch = 2 * half(F) * k.lanes
     line_of = buffer.bytes(4 * m * pitch)
@@ -239,20 +239,22 @@ def append_fft(
         tuple(min(grid.columns) + i for i in range(F)), grid.reflect,
     )  # fmt: skip
     tile = tile_of_products(c.isa)
-    span = tile.span(c.isa)
-    filters = max(1, 2 * M_BYTES // (4 * planes * span) // tile.rows) * tile.rows
-    filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.rows)
+    span = tile.nr(c.isa)
+    filters = max(1, 2 * M_BYTES // (4 * planes * span) // tile.mr) * tile.mr
+    filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.mr)
     form = Form(m, of_x, size, groups, rows, tile, 1, filters)
-    u = part(c.scratch("filters", 4 * planes * groups * rows * C + 64)), "fp32"
+    u = part(c.workspace("filters", 4 * planes * groups * rows * C + 64)), "fp32"
     steps = {"step": R * S * rows, "row_step": R * S} if turned else {"step": R * S, "row_step": R * S * C}
     constants = {"count": groups, "rows": rows, "depth": C, "flip": flip, "F": F, "R": R, "S": S, **steps}
     c.call(fft_filters, {"u": u, "w": w}, constants, writes="u")
     blocks = ceil_div(form.tiles(int(x.shape[0])), span)
     block_bytes = 4 * groups * planes * C * span
     limit = max(1, min(blocks, V_BYTES // block_bytes))
-    v = part(c.scratch("tiles", limit * block_bytes)), "fp32"
+    v = part(c.workspace("tiles", limit * block_bytes)), "fp32"
     rows_bytes = 4 * F * 2 * half(F) * c.isa.lanes
-    c.private(max(input_nbytes(c.isa, of_x, span), 4 * planes * filters * span) + rows_bytes + 4 * F * c.isa.lanes)
+    c.thread_scratch(
+        max(input_nbytes(c.isa, of_x, span), 4 * planes * filters * span) + rows_bytes + 4 * F * c.isa.lanes
+    )
     images = {"dims": dims, "count": count}
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
@@ -277,7 +279,7 @@ def fft_pays(isa: ISA, made: str, grid: Grid, rows: int, images: int, groups: in
         return False
     F = size_of(R, S)
     m, C = F + 1 - max(R, S), grid.channels
-    span = tile_of_products(isa).span(isa)
+    span = tile_of_products(isa).nr(isa)
     count = images * ceil_div(grid.outputs[0], m) * ceil_div(grid.outputs[1], m)
     products = 3 * F * half(F) * rows * C * round_up(count, span)
     product, transformed, of_filters = COSTS[made]

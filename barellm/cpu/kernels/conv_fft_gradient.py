@@ -23,8 +23,8 @@ def fft_gradient_output(
     k: KernelBuilder, dw, products, *, size: int, F: int, R: int, S: int, flip: bool, mode: str
 ) -> None:
     """dw (size, R, S) from products (planes, size), lanes along `size`. `flip`: filters are read from their end."""
-    pitch, buffer = 2 * half(F) * k.lanes, k.private()
-    with k.claim(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
+    pitch, buffer = 2 * half(F) * k.lanes, k.thread_scratch()
+    with k.parallel_range(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
         first = block * k.lanes
         mask = k.mask_first(size - first) if size % k.lanes else None
         with k.loop(0, half(F)) as column:
@@ -63,19 +63,19 @@ def append_fft_gradient(
         grid.reflect,
     )  # fmt: skip
     of_dy = Grid((P, Q), rows, outputs, (m, m), tuple(range(m)), tuple(range(m)))
-    span = tile_of_products(c.isa).span(c.isa)
+    span = tile_of_products(c.isa).nr(c.isa)
     blocks = ceil_div(int(x.shape[0]) * outputs[0] * outputs[1], span)
     # Tiles that are transformed and multiplied at a time: part of what the bits depend on.
     limit = max(1, min(blocks, V_BYTES // (4 * groups * planes * max(rows, columns) * span)))
     operands = (("x tiles", x, of_x, False), ("dy tiles", dy, of_dy, True))
     made = {
-        name: (part(c.scratch(name, 4 * limit * groups * planes * seen.channels * span)), "fp32")
+        name: (part(c.workspace(name, 4 * limit * groups * planes * seen.channels * span)), "fp32")
         for name, _, seen, _ in operands
     }
-    products = part(c.scratch("products", 4 * planes * groups * rows * columns)), "fp32"
+    products = part(c.workspace("products", 4 * planes * groups * rows * columns)), "fp32"
     images: dict[str, Any] = {"dims": dims, "count": count, "groups": groups, "span": span}
     buffer = 4 * F * 2 * half(F) * c.isa.lanes
-    c.private(buffer + max(input_nbytes(c.isa, seen, span) for _, _, seen, _ in operands))
+    c.thread_scratch(buffer + max(input_nbytes(c.isa, seen, span) for _, _, seen, _ in operands))
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
         for name, of, seen, filters in operands:

@@ -54,7 +54,7 @@ class Filters:
         """Elements from a channel to the next in a thread's scratch, where a chunk lies as pairs of adjacent elements."""
         return round_up(self.size, 2) if self.turned else self.size
 
-    def private(self, isa: ISA) -> int:
+    def thread_scratch(self, isa: ISA) -> int:
         """A thread's scratch: a chunk of a vector of filters."""
         return 4 * isa.lanes * (self.pairs * self.pitch + isa.lanes)
 
@@ -62,8 +62,8 @@ class Filters:
 def pack_filters(k: KernelBuilder, a, w, *, filters: Filters) -> None:
     f, lanes = filters, k.lanes
     vectors = ceil_div(f.columns, f.span) * (f.span // lanes)
-    buffer = k.private("i32")
-    with k.claim_each(f.groups * vectors * f.chunks) as unit:
+    buffer = k.thread_scratch("i32")
+    with k.parallel_for(f.groups * vectors * f.chunks) as unit:
         chunk, rest = unit % f.chunks, unit // f.chunks
         vector, group = rest % vectors, rest // vectors
         first, channel = vector * lanes, chunk * (2 * f.pairs)

@@ -58,18 +58,18 @@ def conv_weight_gradient(
 ) -> None:
     """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) and what `grid` sees of x (N, groups channels, H, W)."""
     (P, Q), b, lanes = grid.outputs, blocks, k.lanes
-    scratch, at = Scratch(k.isa, grid, b), k.private()
+    scratch, at = Scratch(k.isa, grid, b), k.thread_scratch()
     left, sums = at.bytes(scratch.left), at.bytes(scratch.sums)
     depth, owned = grid.channels * grid.taps, b.channels * grid.taps
     row_blocks, channel_blocks = ceil_div(rows, b.rows), ceil_div(grid.channels, b.channels)
-    total, pieces = k.extent(dims, count) * P, ceil_div(Q, b.columns)
+    total, pieces = k.num_elements(dims, count) * P, ceil_div(Q, b.columns)
     panel = Panel(k, grid, x, at, b.lines, b.columns, scratch.pitch, groups)
     high, wide = (2, 4) if not k.isa.fma else TILES[k.isa.registers]
 
     def partial(row: Value, d: Value) -> Pointer:
         return sums.at((row * owned + d) * lanes)
 
-    with k.claim_each(groups * row_blocks * channel_blocks) as unit:
+    with k.parallel_for(groups * row_blocks * channel_blocks) as unit:
         group, rest = unit // (row_blocks * channel_blocks), unit % (row_blocks * channel_blocks)
         first, channel = rest // channel_blocks * b.rows, rest % channel_blocks * b.channels
         many_rows = k.min(k.int(rows) - first, b.rows)
@@ -128,6 +128,6 @@ def append_weight_gradient(
 ) -> None:
     rows = int(dy.shape[1]) // groups
     blocks = blocks_of(c.isa, grid, rows, int(x.shape[0]))
-    c.private(Scratch(c.isa, grid, blocks).nbytes)
+    c.thread_scratch(Scratch(c.isa, grid, blocks).nbytes)
     sizes = {"groups": groups, "rows": rows, "grid": grid, "blocks": blocks, "mode": mode, "dims": dims, "count": count}
     c.call(conv_weight_gradient, {"dw": dw, "dy": dy, "x": x}, sizes, writes="dw")

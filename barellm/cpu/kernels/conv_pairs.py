@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.choices import Tile
+from barellm.cpu.gemm_config import Tile
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
@@ -24,7 +24,7 @@ from barellm.cpu.kernels.conv_lines import Grid
 from barellm.cpu.kernels.conv_planes import Pixels, Planes
 from barellm.cpu.kernels.conv_product import Target
 from barellm.cpu.kernels.loops import added, put_added
-from barellm.cpu.kernels.register_tile import add_unit
+from barellm.cpu.kernels.microkernel import add_unit
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
@@ -49,7 +49,7 @@ class Blocks:
     columns: int
 
     def planes(self, grid: Grid) -> Planes:
-        return Planes(grid, self.lines, amx.SIDE if self.tiled else self.tile.rows)
+        return Planes(grid, self.lines, amx.SIDE if self.tiled else self.tile.mr)
 
 
 def blocks_of(
@@ -57,7 +57,7 @@ def blocks_of(
 ) -> Blocks:
     """Claims as large as the second cache allows, and as many as keep `threads` evenly busy with `images`."""
     P, _ = grid.outputs
-    span = tile.span(isa)
+    span = tile.nr(isa)
     pairs = isa.lanes
     if not tiled:
         pairs = ceil_div(grid.channels, 2 * ceil_div(grid.channels, 2 * isa.lanes))
@@ -102,7 +102,7 @@ class Scratch:
         self.panel = round_up(planes.nbytes(isa, 2 * b.pairs, height_of(planes)), 64)
         self.chunk = 4 * isa.lanes * planes.whole(isa.lanes)  # bytes of a chunk's panel
         self.sums = self.panel + b.images * b.chunks * self.chunk + 4 * isa.lanes * isa.lanes
-        span = b.tile.span(isa)
+        span = b.tile.nr(isa)
         self.image = 4 * span * planes.positions  # bytes of an image's sums for a block of columns
         self.parts = ceil_div(ceil_div(grid.channels, 2 * b.pairs), b.chunks)
         self.shifts = self.sums + b.columns // span * b.images * self.image + 4 * span * isa.lanes
@@ -123,7 +123,11 @@ class Product:
         self.k, self.out, self.a, self.images, self.groups, self.columns = k, out, a, images, groups, columns
         self.grid, self.target, self.blocks, self.mode = grid, target, blocks, mode
         self.dense = target == Target(grid.outputs)
-        self.planes, at, self.scratch = blocks.planes(grid), k.private(), Scratch(k.isa, grid, blocks, dense=self.dense)
+        self.planes, at, self.scratch = (
+            blocks.planes(grid),
+            k.thread_scratch(),
+            Scratch(k.isa, grid, blocks, dense=self.dense),
+        )
         self.pixels = Pixels(
             k, self.planes, x, at, channels=2 * blocks.pairs, groups=groups, height=height_of(self.planes)
         )
@@ -131,7 +135,7 @@ class Product:
         self.panel, self.sums, self.shifts, self.places, self.targets, self.spill = (
             at.bytes(n) for n in (of.panel, of.sums, of.shifts, of.places, of.targets, of.spill)
         )
-        self.span = blocks.tile.span(k.isa)
+        self.span = blocks.tile.nr(k.isa)
         self.chunks = ceil_div(grid.channels, 2 * blocks.pairs)
 
     def run(self) -> None:
@@ -140,7 +144,7 @@ class Product:
         line_blocks, splits = ceil_div(P, b.lines), ceil_div(self.columns, b.columns)
         places = k.ceil_div(self.images, b.images) * line_blocks
         claims = places * (self.groups * splits)
-        with amx.tile_registers(k, b.tiled), k.claim_each(claims) as unit:
+        with amx.tile_registers(k, b.tiled), k.parallel_for(claims) as unit:
             place, rest = unit % places, unit // places
             self.group, split = rest % self.groups, rest // self.groups
             self.image, self.line = place // line_blocks * b.images, place % line_blocks * b.lines
@@ -177,10 +181,10 @@ class Product:
             panel = self.panel.bytes(n * (b.chunks * self.scratch.chunk))
             end = self.planes.positions
             for begin, last, rows in (
-                (0, end - end % b.tile.rows, b.tile.rows),
-                (end - end % b.tile.rows, end, end % b.tile.rows),
+                (0, end - end % b.tile.mr, b.tile.mr),
+                (end - end % b.tile.mr, end, end % b.tile.mr),
             ):
-                with k.loop(begin, last, b.tile.rows) as p, k.loop(0, blocks) as block:
+                with k.loop(begin, last, b.tile.mr) as p, k.loop(0, blocks) as block:
                     to = self.sums.bytes((block * b.images + n) * self.scratch.image + p * (4 * self.span))
                     filters = self.a.bytes(
                         self.group * of_group
@@ -222,7 +226,7 @@ class Product:
     def _multiply(
         self, to: Pointer, rows: int, panel: Pointer, filters: Pointer, chunks: Value, begun: Value | None
     ) -> None:
-        """to (tile.rows, span) = positions' sums over a part of the channels, added to those before."""
+        """to (tile.mr, span) = positions' sums over a part of the channels, added to those before."""
         k, tile = self.k, self.blocks.tile
         pitch = 4 * k.lanes
 
@@ -234,9 +238,9 @@ class Product:
             count = rows // amx.SIDE
             amx.multiply_column(k, to, count, lambda s: panel.bytes(shift(s)), filters, steps, begun=begun)
             return
-        acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.rows)]
+        acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
         flat = [var for line in acc for var in line]
-        places = [to.at(r * self.span + v * k.lanes) for r in range(tile.rows) for v in range(tile.vectors)]
+        places = [to.at(r * self.span + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
         if begun is not None:
             with k.when(begun):
                 for var, p in zip(flat, places, strict=True):
@@ -322,6 +326,6 @@ def conv_pairs(
 ) -> None:  # fmt: skip
     """out (N, groups columns, `target` size) = filters a (conv_filters.py) times what `grid` sees of x (N, groups channels, H, W)
     bf16. `count` images for each of the run-time sizes `dims`."""
-    images = k.extent(dims, count)
+    images = k.num_elements(dims, count)
     sizes: dict[str, Any] = {"groups": groups, "columns": columns, "grid": grid, "target": target, "blocks": blocks}
     Product(k, out, a, x, images=images, mode=mode, **sizes).run()

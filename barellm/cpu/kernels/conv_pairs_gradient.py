@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from barellm.cpu.choices import Tile
+from barellm.cpu.gemm_config import Tile
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.conv_lines import Grid
 from barellm.cpu.kernels.conv_planes import Pixels, Planes
 from barellm.cpu.kernels.loops import added
-from barellm.cpu.kernels.register_tile import add_unit
+from barellm.cpu.kernels.microkernel import add_unit
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
@@ -43,7 +43,7 @@ class Blocks:
 
     def planes(self, grid: Grid) -> tuple[Planes, Planes]:
         """Of x and of dy."""
-        together = amx.DEPTH if self.tiled else 2
+        together = amx.TILE_K if self.tiled else 2
         x = Planes(grid, self.lines, together)
         own = Grid(grid.outputs, grid.channels, grid.outputs, (1, 1), (0,), (0,))
         return x, Planes(own, self.lines, together, x.pitch)
@@ -55,7 +55,7 @@ def blocks_of(
     """The claims that take least time, packing counted. Lines and images of a block depend on the shape alone: they say in which
     order sums are added."""
     P, _ = grid.outputs
-    pitch, span = Planes(grid, P, 1).pitch, tile.span(isa)
+    pitch, span = Planes(grid, P, 1).pitch, tile.nr(isa)
     lines = ceil_div(P, ceil_div(P, max(1, min(P, POSITIONS // pitch))))
     several = max(1, min(images, POSITIONS // (P * pitch))) if lines == P else 1
 
@@ -67,10 +67,10 @@ def blocks_of(
 
     sizes = [
         (r, c)
-        for r in range(tile.rows, round_up(rows, tile.rows) + 1, tile.rows)
+        for r in range(tile.mr, round_up(rows, tile.mr) + 1, tile.mr)
         for c in range(span, round_up(grid.channels, span) + 1, span)
         if 4 * r * c * grid.taps <= SUMS
-    ] or [(tile.rows, span)]
+    ] or [(tile.mr, span)]
     own_rows, columns = min(sizes, key=cost)
     return Blocks(tile, tiled, own_rows, columns, lines, several)
 
@@ -80,7 +80,7 @@ class Scratch:
 
     def __init__(self, isa: ISA, grid: Grid, b: Blocks) -> None:
         x, dy = b.planes(grid)
-        span = b.tile.span(isa)
+        span = b.tile.nr(isa)
         self.parities = sorted({shift % 2 for shift in x.shifts()})
         self.pairs = round_up(ceil_div(x.whole(isa.lanes), 2), isa.lanes)  # of an image's planes
         self.copy = 4 * self.pairs * span  # bytes of such pairs of a block of columns
@@ -98,10 +98,10 @@ class Gradient:
         blocks: Blocks, mode: str,
     ) -> None:  # fmt: skip
         self.k, self.dw, self.images, self.groups, self.rows, self.grid = k, dw, images, groups, rows, grid
-        self.blocks, self.mode, self.scratch, at = blocks, mode, Scratch(k.isa, grid, blocks), k.private()
-        self.span = blocks.tile.span(k.isa)
+        self.blocks, self.mode, self.scratch, at = blocks, mode, Scratch(k.isa, grid, blocks), k.thread_scratch()
+        self.span = blocks.tile.nr(k.isa)
         self.planes, of_dy = blocks.planes(grid)
-        self.steps = of_dy.positions // (amx.DEPTH if blocks.tiled else 2)  # of an image
+        self.steps = of_dy.positions // (amx.TILE_K if blocks.tiled else 2)  # of an image
         self.dy = Pixels(k, of_dy, dy, at, channels=blocks.rows, groups=groups, of=rows)
         self.x = Pixels(k, self.planes, x, at.bytes(self.scratch.lines), channels=self.span, groups=groups)
         self.panel, self.sums = at.bytes(self.scratch.panel), at.bytes(self.scratch.sums)
@@ -110,7 +110,7 @@ class Gradient:
         k, b, grid = self.k, self.blocks, self.grid
         row_blocks, column_blocks = ceil_div(self.rows, b.rows), ceil_div(grid.channels, b.columns)
         claims = self.groups * row_blocks * column_blocks
-        with amx.tile_registers(k, b.tiled), k.claim_each(claims) as unit:
+        with amx.tile_registers(k, b.tiled), k.parallel_for(claims) as unit:
             self.group, rest = unit // (row_blocks * column_blocks), unit % (row_blocks * column_blocks)
             self.row, self.column = rest // column_blocks * b.rows, rest % column_blocks * b.columns
             self.own_rows = k.min(k.int(self.rows) - self.row, b.rows)
@@ -145,20 +145,20 @@ class Gradient:
         return self.panel.as_dtype("i32").bytes(number * self.scratch.copy)
 
     def _sums(self, row: Value, column: Value, t: int) -> Pointer:
-        """The sums (tile.rows, span) of an element of the filter."""
+        """The sums (tile.mr, span) of an element of the filter."""
         blocks = self.blocks.columns // self.span
-        tile = (row // self.blocks.tile.rows * blocks + column // self.span) * self.grid.taps + t
-        return self.sums.bytes(tile * (4 * self.blocks.tile.rows * self.span))
+        tile = (row // self.blocks.tile.mr * blocks + column // self.span) * self.grid.taps + t
+        return self.sums.bytes(tile * (4 * self.blocks.tile.mr * self.span))
 
     def _multiply(self, many: Value, begun: Value) -> None:
         k, tile = self.k, self.blocks.tile
-        with k.loop(0, self.own_columns, self.span) as c, k.loop(0, self.own_rows, tile.rows) as r:
+        with k.loop(0, self.own_columns, self.span) as c, k.loop(0, self.own_rows, tile.mr) as r:
             for t, shift in enumerate(self.planes.shifts()):
                 panel = self._panel(c // self.span, k.int(0), shift % 2).bytes(shift // 2 * (4 * self.span))
                 self._tile(self._sums(r, c, t), self.dy.at.at(r * self.dy.pitch), panel, many, begun)
 
     def _tile(self, to: Pointer, left: Pointer, panel: Pointer, many: Value, begun: Value) -> None:
-        """to (tile.rows, span) += the sum over a block's positions."""
+        """to (tile.mr, span) += the sum over a block's positions."""
         k, tile, steps = self.k, self.blocks.tile, self.steps
         of_left = 2 * self.blocks.rows * self.dy.pitch  # bytes from an image to the next
         of_panel = len(self.scratch.parities) * self.scratch.copy
@@ -170,8 +170,8 @@ class Gradient:
                 amx.add_steps(k, of, panel.bytes(n * of_panel), k.int(steps))
             amx.store_sums(k, to, row=4 * self.span)
             return
-        acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.rows)]
-        places = [to.at(r * self.span + v * k.lanes) for r in range(tile.rows) for v in range(tile.vectors)]
+        acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
+        places = [to.at(r * self.span + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
         flat = [var for line in acc for var in line]
         with k.when(begun):
             for var, p in zip(flat, places, strict=True):
@@ -190,7 +190,7 @@ class Gradient:
     def _put(self) -> None:
         """The finished sums, where a channel's elements lie side by side."""
         k, lanes, taps, C = self.k, self.k.lanes, self.grid.taps, self.grid.channels
-        rows = self.blocks.tile.rows
+        rows = self.blocks.tile.mr
         with k.loop(0, self.own_rows) as r, k.loop(0, self.own_columns, lanes) as c:
             first = self._sums(r, c, 0).at(r % rows * self.span + c % self.span)
             to = self.dw.at(((self.group * self.rows + self.row + r) * C + self.column + c) * taps)
@@ -211,5 +211,5 @@ def conv_pairs_gradient(
     """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) bf16 and what `grid` sees of x (N, groups channels, H,
     W) bf16. `count` images for each of the run-time sizes `dims`."""
     Gradient(
-        k, dw, dy, x, images=k.extent(dims, count), groups=groups, rows=rows, grid=grid, blocks=blocks, mode=mode
+        k, dw, dy, x, images=k.num_elements(dims, count), groups=groups, rows=rows, grid=grid, blocks=blocks, mode=mode
     ).run()

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.choices import Tile, tiles
+from barellm.cpu.gemm_config import Tile, tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.conv_columns import Columns, lines_nbytes
@@ -41,7 +41,7 @@ class Blocks:
 
     def pitch(self, isa: ISA) -> int:
         """Pixels of a claim in whole tiles."""
-        return round_up(self.lines * self.columns, self.tile.span(isa))
+        return round_up(self.lines * self.columns, self.tile.nr(isa))
 
 
 def blocks_of(isa: ISA, grid: Grid, rows: int, images: int, groups: int, threads: int) -> Blocks:
@@ -53,18 +53,18 @@ def blocks_of(isa: ISA, grid: Grid, rows: int, images: int, groups: int, threads
 
     def cut(tile: Tile, lines: int) -> Blocks:
         pieces = 1 if lines > 1 else ceil_div(Q, PIXELS * 3 // 2)
-        columns = round_up(ceil_div(Q, pieces), tile.span(isa)) if pieces > 1 else Q
+        columns = round_up(ceil_div(Q, pieces), tile.nr(isa)) if pieces > 1 else Q
         pieces = ceil_div(Q, columns)
         claims = ceil_div(total, lines) * pieces * groups
-        splits = min(ceil_div(2 * threads, claims), ceil_div(rows, tile.rows)) if claims < 4 * threads else 1
+        splits = min(ceil_div(2 * threads, claims), ceil_div(rows, tile.mr)) if claims < 4 * threads else 1
         return Blocks(tile, lines, columns, pieces, channels, splits)
 
     def cost(b: Blocks) -> float:
-        span = b.tile.span(isa)
+        span = b.tile.nr(isa)
         pixels = b.lines * b.columns
         last = total % b.lines * b.columns
         tiles_of_pixels = total // b.lines * b.pieces * ceil_div(pixels, span) + ceil_div(last, span)
-        high = ceil_div(rows, b.tile.rows) * b.tile.rows
+        high = ceil_div(rows, b.tile.mr) * b.tile.mr
         claims = ceil_div(total, b.lines) * b.pieces * groups * b.splits
         idle = round_up(claims, threads) / claims
         waits = 1.2 if b.tile.vectors == 1 else 1  # for its loads: measured
@@ -89,12 +89,12 @@ class Scratch:
 
     def __init__(self, isa: ISA, grid: Grid, blocks: Blocks, rows: int) -> None:
         pitch = blocks.pitch(isa)
-        own = ceil_div(ceil_div(rows, blocks.tile.rows), blocks.splits) * blocks.tile.rows
+        own = ceil_div(ceil_div(rows, blocks.tile.mr), blocks.splits) * blocks.tile.mr
         parts = ceil_div(grid.channels, blocks.channels)
         self.sums = lines_nbytes(isa, grid, blocks.lines, blocks.columns, blocks.channels)
-        span = blocks.tile.span(isa)
+        span = blocks.tile.nr(isa)
         self.tile = self.sums + (4 * own * pitch if parts > 1 else 0)
-        self.column = self.tile + round_up(4 * blocks.tile.rows * span, 64)
+        self.column = self.tile + round_up(4 * blocks.tile.mr * span, 64)
         self.nbytes = self.column + 4 * blocks.channels * grid.taps * span
 
 
@@ -107,8 +107,8 @@ class Product:
     ) -> None:  # fmt: skip
         self.k, self.out, self.a, self.images, self.mode = k, out, a, images, mode
         self.groups, self.rows, self.grid, self.target, self.blocks = groups, rows, grid, target, blocks
-        self.span, self.pitch = blocks.tile.span(k.isa), blocks.pitch(k.isa)
-        at, scratch = k.private(), Scratch(k.isa, grid, blocks, rows)
+        self.span, self.pitch = blocks.tile.nr(k.isa), blocks.pitch(k.isa)
+        at, scratch = k.thread_scratch(), Scratch(k.isa, grid, blocks, rows)
         self.columns = Columns(k, grid, x, at, blocks.lines, blocks.columns, groups)
         self.sums, self.spill, self.column = (at.bytes(n) for n in (scratch.sums, scratch.tile, scratch.column))
         self.parts = ceil_div(grid.channels, blocks.channels)
@@ -119,16 +119,16 @@ class Product:
     def run(self) -> None:
         k, b, (P, Q) = self.k, self.blocks, self.grid.outputs
         total, channels, tile = self.images * P, self.grid.channels, b.tile
-        tiles_of_rows = ceil_div(self.rows, tile.rows)
-        with k.claim_each(k.ceil_div(total, b.lines) * (b.pieces * self.groups * b.splits)) as unit:
+        tiles_of_rows = ceil_div(self.rows, tile.mr)
+        with k.parallel_for(k.ceil_div(total, b.lines) * (b.pieces * self.groups * b.splits)) as unit:
             split, rest = unit % b.splits, unit // b.splits
             piece, rest = rest % b.pieces, rest // b.pieces
             self.group, self.first_line = rest % self.groups, rest // self.groups * b.lines
             self.many = k.min(total - self.first_line, b.lines)
             self.first_column = piece * b.columns if b.pieces > 1 else 0
             self.pixels = self.many * b.columns if b.pieces == 1 else k.min(Q - self.first_column, b.columns)
-            self.first_row = split * tiles_of_rows // b.splits * tile.rows
-            self.last_row = k.min((split + 1) * tiles_of_rows // b.splits * tile.rows, self.rows)
+            self.first_row = split * tiles_of_rows // b.splits * tile.mr
+            self.last_row = k.min((split + 1) * tiles_of_rows // b.splits * tile.mr, self.rows)
             self.columns.move(self.group, self.first_line, self.many, self.first_column)
             with k.loop(0, self.parts) if self.parts > 1 else nullcontext(k.int(0)) as self.part:
                 self.channel = self.part * b.channels
@@ -139,13 +139,13 @@ class Product:
 
     def _multiply(self) -> None:
         k, rows, tile = self.k, self.rows, self.blocks.tile
-        rest = rows % tile.rows
-        with k.loop(self.first_row, self.last_row, round_up(ROWS, tile.rows)) as first:
-            last = k.min(first + round_up(ROWS, tile.rows), self.last_row)
+        rest = rows % tile.mr
+        with k.loop(self.first_row, self.last_row, round_up(ROWS, tile.mr)) as first:
+            last = k.min(first + round_up(ROWS, tile.mr), self.last_row)
             whole = k.min(last, rows - rest) if rest else last
             with k.loop(0, self.pixels, self.span) as j:
                 self.columns.gather(self.column, self.many_channels, j, self.pixels, tile.vectors)
-                with k.loop(first, whole, tile.rows) as row:
+                with k.loop(first, whole, tile.mr) as row:
                     self._tile(row, j, tile)
                 if rest:
                     with k.when(last > rows - rest):
@@ -153,11 +153,11 @@ class Product:
 
     def _tile(self, row: Value, j: Value, tile: Tile) -> None:
         k = self.k
-        acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.rows)]
-        place = self.sums.at((row - self.first_row) * self.pitch + j * self.blocks.tile.rows)
-        sums = [place.at(r * self.span) for r in range(tile.rows)]
+        acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
+        place = self.sums.at((row - self.first_row) * self.pitch + j * self.blocks.tile.mr)
+        sums = [place.at(r * self.span) for r in range(tile.mr)]
         begin = self.a.at((self.group * self.rows + row) * self.depth + self.channel * self.grid.taps)
-        left = [begin.at(r * self.depth) for r in range(tile.rows)]
+        left = [begin.at(r * self.depth) for r in range(tile.mr)]
         with k.loop(0, self.many_channels * self.grid.taps) as d:
             right = [self.column.load(d * self.span + v * k.lanes) for v in range(tile.vectors)]
             for p, line in zip(left, acc, strict=True):
@@ -224,6 +224,6 @@ def conv_product(
     """out (N, groups rows, `target` size) = a (groups rows, channels taps) fp32 times what `grid` sees of x (N, groups channels, H,
     W).
     `count` images for each of the run-time sizes `dims`."""
-    images = k.extent(dims, count)
+    images = k.num_elements(dims, count)
     sizes: dict[str, Any] = {"groups": groups, "rows": rows, "grid": grid, "target": target, "blocks": blocks}
     Product(k, out, a, x, images=images, mode=mode, **sizes).run()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from barellm.cpu.choices import Tile, register_tiles
+from barellm.cpu.gemm_config import Tile, register_tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.conv_lines import Grid
@@ -54,12 +54,12 @@ def forward_way(isa: ISA, dtype: str, grid: Grid, columns: int) -> Way | None:
 
     def worth(tile: Tile, together: int, channels: int, speed: float, tiled: bool) -> tuple[float, Way]:
         of_positions = P * Q / round_up(P * pitch, together)
-        fill = of_positions * filled(grid.channels, channels) * filled(columns, tile.span(isa))
+        fill = of_positions * filled(grid.channels, channels) * filled(columns, tile.nr(isa))
         return speed * fill, Way(tile, tiled)
 
-    ways = [worth(tile, tile.rows, 2, DOTS, False) for tile in register_tiles(isa)]
+    ways = [worth(tile, tile.mr, 2, DOTS, False) for tile in register_tiles(isa)]
     if isa.tiles:
-        ways.append(worth(Tile(4 * amx.SIDE, 1), amx.SIDE, amx.DEPTH, TILES, True))
+        ways.append(worth(Tile(4 * amx.SIDE, 1), amx.SIDE, amx.TILE_K, TILES, True))
     return best(ways, filled(columns, 8))
 
 
@@ -71,9 +71,9 @@ def gradient_way(isa: ISA, dtype: str, grid: Grid, rows: int) -> Way | None:
 
     def worth(tile: Tile, together: int, speed: float, tiled: bool) -> tuple[float, Way]:
         of_positions = P * Q / round_up(P * pitch, together)
-        return speed * of_positions * filled(rows, tile.rows) * filled(grid.channels, tile.span(isa)), Way(tile, tiled)
+        return speed * of_positions * filled(rows, tile.mr) * filled(grid.channels, tile.nr(isa)), Way(tile, tiled)
 
     ways = [worth(tile, 2, DOTS, False) for tile in register_tiles(isa)]
     if isa.tiles:
-        ways.append(worth(Tile(amx.ROWS, amx.SPAN // isa.lanes), amx.DEPTH, TILES, True))
+        ways.append(worth(Tile(amx.MR, amx.NR // isa.lanes), amx.TILE_K, TILES, True))
     return best(ways, 1.0)

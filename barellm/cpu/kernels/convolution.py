@@ -23,7 +23,7 @@ from barellm.cpu.kernels.conv_pairs_gradient import blocks_of as gradient_blocks
 from barellm.cpu.kernels.conv_pairs_gradient import conv_pairs_gradient
 from barellm.cpu.kernels.conv_product import Scratch, Target, blocks_of, conv_product
 from barellm.cpu.kernels.conv_ways import Way, forward_way, gradient_way
-from barellm.cpu.kernels.loops import put_added, sweep_result
+from barellm.cpu.kernels.loops import elementwise_map, put_added
 from barellm.cpu.kernels.winograd import append_winograd, tile_of_products
 from barellm.cpu.kernels.winograd_gradient import append_winograd_gradient
 from barellm.cpu.lang import Value
@@ -33,7 +33,7 @@ from barellm.runtime.lowering import part
 
 
 def images_of(t: Tensor) -> dict[str, Any]:
-    """Constants `dims` and `count`: the images of a tensor (N, C, H, W) are `k.extent(dims, count)`."""
+    """Constants `dims` and `count`: the images of a tensor (N, C, H, W) are `k.num_elements(dims, count)`."""
     return {"dims": dims_of(t), "count": 1 if isinstance(t.shape[0], Dim) else int(t.shape[0])}
 
 
@@ -58,7 +58,7 @@ def tile_of(
     if way and isa.tiles:
         return 0
     costs = PAIRS if way else COSTS
-    return tile_for(costs[which], grid.channels, rows, images, grid.outputs, tile_of_products(isa).span(isa))
+    return tile_for(costs[which], grid.channels, rows, images, grid.outputs, tile_of_products(isa).nr(isa))
 
 
 def simple(grid: Grid, target: Target) -> bool:
@@ -127,11 +127,14 @@ def append_pairs(
     blocks = blocks_of_pairs(c.isa, way.tile, way.tiled, grid, rows, int(x.shape[0]), groups, c.threads)
     size = int(w.shape[2]) * int(w.shape[3])
     elements = elements or tuple(range(size))
-    filters = Filters(groups, grid.channels, rows, size, elements, blocks.pairs, blocks.tile.span(c.isa), turned)
-    c.private(
-        max(PairsScratch(c.isa, grid, blocks, dense=target == Target(grid.outputs)).nbytes, filters.private(c.isa))
+    filters = Filters(groups, grid.channels, rows, size, elements, blocks.pairs, blocks.tile.nr(c.isa), turned)
+    c.thread_scratch(
+        max(
+            PairsScratch(c.isa, grid, blocks, dense=target == Target(grid.outputs)).nbytes,
+            filters.thread_scratch(c.isa),
+        )
     )
-    a = part(c.scratch("filters", filters.nbytes)), "bf16"
+    a = part(c.workspace("filters", filters.nbytes)), "bf16"
     c.call(pack_filters, {"a": a, "w": w}, {"filters": filters}, writes="a")
     sizes = {"groups": groups, "columns": rows, "grid": grid, "target": target, "blocks": blocks, "mode": mode}
     c.call(conv_pairs, {"out": out, "a": a, "x": x}, {**images_of(x), **sizes}, writes="out")
@@ -142,7 +145,7 @@ def append_depthwise(
 ) -> None:
     """The same where each group has one channel of x."""
     blocks = conv_depthwise.blocks_of(c.isa, grid, gradient=False)
-    c.private(conv_depthwise.nbytes(c.isa, grid, blocks, 1))
+    c.thread_scratch(conv_depthwise.nbytes(c.isa, grid, blocks, 1))
     sizes = {"groups": groups, "rows": rows, "grid": grid, "target": target, "blocks": blocks, "mode": mode}
     c.call(conv_depthwise.conv_depthwise, {"out": out, "a": a, "x": x}, {**images_of(x), **sizes}, writes="out")
 
@@ -152,21 +155,21 @@ def append_direct(
 ) -> None:
     """One product of filters `a`, fp32, with what `grid` sees of x."""
     blocks = blocks_of(c.isa, grid, rows, int(x.shape[0]), groups, c.threads)
-    c.private(Scratch(c.isa, grid, blocks, rows).nbytes)
+    c.thread_scratch(Scratch(c.isa, grid, blocks, rows).nbytes)
     sizes = {"groups": groups, "rows": rows, "grid": grid, "target": target, "blocks": blocks, "mode": mode}
     c.call(conv_product, {"out": out, "a": a, "x": x}, {**images_of(x), **sizes}, writes="out")
 
 
 def widen(k: KernelBuilder, y, x, *, width: int) -> None:
     """Filters as fp32."""
-    sweep_result(k, k.int(width), y, x.load)
+    elementwise_map(k, k.int(width), y, x.load)
 
 
 def filters_of(c: Lowering, w: Tensor) -> Any:
     """The filters in fp32, (K, C / groups R S)."""
     if w.dtype == "fp32":
         return w
-    wide = part(c.scratch("filters", 4 * w.size)), "fp32"
+    wide = part(c.workspace("filters", 4 * w.size)), "fp32"
     c.call(widen, {"y": wide, "x": w}, {"width": w.size}, writes="y")
     return wide
 
@@ -185,7 +188,7 @@ def turned(k: KernelBuilder, a, w, *, groups, K, C, R, S, rows, columns) -> None
     """Filters (groups K, C, R, S) as the gradient of the input reads them, (groups C, K, rows, columns), with those rows and
     columns of the filter that one phase of the pixels needs."""
     taps = len(rows) * len(columns)
-    with k.claim_each(groups * C) as row, k.loop(0, K) as i:
+    with k.parallel_for(groups * C) as row, k.loop(0, K) as i:
         of = w.at(((row // C * K + i) * C + row % C) * (R * S))
         to = a.at((row * K + i) * taps)
         vectors = (
@@ -212,7 +215,7 @@ def fold(k: KernelBuilder, dx, padded, *, dims, count, channels, size, padding, 
             (pad + 2 * (n - 1) - at, high & (at >= n - 1 - pad)),
         ]
 
-    with k.claim(k.extent(dims, count) * (channels * H), 16) as (begin, end), k.loop(begin, end) as line:
+    with k.parallel_range(k.num_elements(dims, count) * (channels * H), 16) as (begin, end), k.loop(begin, end) as line:
         plane, y = line // H, line % H
         with k.loop(0, W) as x:
             total = k.var(0.0)
@@ -226,7 +229,7 @@ def fold(k: KernelBuilder, dx, padded, *, dims, count, channels, size, padding, 
 def turned_filters(c: Lowering, op: Conv2dDx, rows: tuple[int, ...], columns: tuple[int, ...]) -> Any:
     """The filters as one phase of the input's gradient has them."""
     K, C, R, S = (int(n) for n in op.w.shape)
-    a = part(c.scratch("turned", 4 * max(C * K * len(rows) * len(columns), 1))), "fp32"
+    a = part(c.workspace("turned", 4 * max(C * K * len(rows) * len(columns), 1))), "fp32"
     sizes = {"groups": op.groups, "K": K // op.groups, "C": C, "R": R, "S": S, "rows": rows, "columns": columns}
     c.call(turned, {"a": a, "w": op.w}, sizes, writes="a")
     return a
@@ -243,7 +246,7 @@ def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
         H, W = H + 2 * top, W + 2 * left
         row_offsets, column_offsets = tuple(r + top for r in row_offsets), tuple(s + left for s in column_offsets)
         N = int(op.dy.shape[0])
-        out, mode = (part(c.scratch("padded", 4 * N * op.groups * C * H * W)), "fp32"), "store"
+        out, mode = (part(c.workspace("padded", 4 * N * op.groups * C * H * W)), "fp32"), "store"
     for y, (P, rows, row_at) in enumerate(phases(row_offsets, op.stride[0], H)):
         for x, (Q, columns, column_at) in enumerate(phases(column_offsets, op.stride[1], W)):
             seen = (row_at, column_at) if rows and columns else ((), ())
@@ -266,7 +269,7 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     operands = {"dw": op.dw, "dy": op.dy, "x": op.x}
     if op.algorithm in ("auto", "direct") and conv_depthwise.suits(grid, rows):
         blocks = conv_depthwise.blocks_of(c.isa, grid, gradient=True)
-        c.private(conv_depthwise.nbytes(c.isa, grid, blocks, grid.taps))
+        c.thread_scratch(conv_depthwise.nbytes(c.isa, grid, blocks, grid.taps))
         sizes = {**images, "rows": rows, "blocks": blocks}
         c.call(conv_depthwise.conv_depthwise_gradient, operands, sizes, writes="dw")
         return
@@ -285,7 +288,7 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
         return
     if way:
         blocks = gradient_blocks(c.isa, way.tile, way.tiled, grid, rows, N, op.groups, c.threads)
-        c.private(GradientScratch(c.isa, grid, blocks).nbytes)
+        c.thread_scratch(GradientScratch(c.isa, grid, blocks).nbytes)
         c.call(conv_pairs_gradient, operands, {**images, "rows": rows, "blocks": blocks}, writes="dw")
         return
     append_weight_gradient(c, op.dw, op.dy, op.x, **images)

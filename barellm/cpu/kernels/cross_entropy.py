@@ -11,7 +11,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import Vector, across, fold, row_grain, shape_of, sweep, zeros
+from barellm.cpu.kernels.loops import Vector, fold, foreach_column, foreach_vector, row_grain, shape_of, zeros
 from barellm.cpu.kernels.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import exp, ln
@@ -24,7 +24,7 @@ CHAINS = 4
 
 
 def rows_here(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value) -> Value:
-    return k.max(k.min(k.extent(dims) * inner - row_begin, row_limit), 0)
+    return k.max(k.min(k.num_elements(dims) * inner - row_begin, row_limit), 0)
 
 
 def highest(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
@@ -35,7 +35,7 @@ def highest(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
         x = logits.load(c, mask)
         tops[j].value = k.max(x if mask is None else k.select(mask, x, float("-inf")), tops[j].value)
 
-    across(k, valid, higher, unroll=CHAINS)
+    foreach_column(k, valid, higher, unroll=CHAINS)
     return k.maximum(fold(tops, k.max))
 
 
@@ -47,7 +47,7 @@ def sum_of(k: KernelBuilder, valid: int, term: Vector) -> Value:
         e = term(c, mask)
         sums[j].value = sums[j].value + (e if mask is None else k.select(mask, e, 0.0))
 
-    across(k, valid, body, unroll=CHAINS)
+    foreach_column(k, valid, body, unroll=CHAINS)
     return k.sum(fold(sums, add))
 
 
@@ -86,10 +86,10 @@ def write_gradient(
         d = exp(k, logits.load(c, mask) - shift) * factor
         dlogits.store(dlogits.load(c, mask) + d if mode == "add" else d, c, mask)
 
-    across(k, valid, body, unroll=CHAINS)
+    foreach_column(k, valid, body, unroll=CHAINS)
     if mode == "store" and valid < V:
         padding = dlogits.at(valid)
-        across(k, V - valid, lambda c, mask, j: padding.store(0.0, c, mask))
+        foreach_column(k, V - valid, lambda c, mask, j: padding.store(0.0, c, mask))
     with k.when(counted):
         dlogits.put(at_target, at)
 
@@ -97,7 +97,7 @@ def write_gradient(
 def row_losses(k: KernelBuilder, lse, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
     """lse, and losses = lse - logits[target], zero where the target is ignored."""
     with (
-        k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         write_loss(k, lse, losses, logits.at(row * V), targets.get(row), row, valid)
@@ -116,7 +116,7 @@ def row_scores(
 ) -> None:
     """losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored."""
     with (
-        k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         of, target = logits.at(row * V), targets.get(row)
@@ -132,7 +132,7 @@ def row_losses_and_gradients(
     """Compute the losses, and write the gradient over the logits, whose row is in the cache then."""
     by = scale_of(k, loss_scale)
     with (
-        k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         of, target = logits.at(row * V), targets.get(row)
@@ -145,7 +145,7 @@ def row_gradients(
 ) -> None:
     by = scale_of(k, loss_scale)
     with (
-        k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         at = row * V
@@ -156,13 +156,13 @@ def row_gradients(
 
 def total_loss(k: KernelBuilder, loss, losses, *, dims, inner) -> None:
     """loss (1) = inv_targets * sum of losses, over all rows of the run."""
-    with k.claim_each(1):
+    with k.parallel_for(1):
         sums = zeros(k, CHAINS)
 
         def body(i, mask, j):
             sums[j].value = sums[j].value + losses.load(i, mask)
 
-        sweep(k, 0, k.extent(dims) * inner, body, unroll=CHAINS)
+        foreach_vector(k, 0, k.num_elements(dims) * inner, body, unroll=CHAINS)
         loss.put(k.sum(fold(sums, add)) * k.to(k.scalar("inv_targets"), "float"))
 
 
@@ -173,7 +173,7 @@ def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
 
 @lowering("cross_entropy", also={"targets": "i32"})
 def cross_entropy(op: Op, c: Lowering) -> None:
-    losses = (part(c.scratch("losses", 4 * op.targets.size)), "fp32")
+    losses = (part(c.workspace("losses", 4 * op.targets.size)), "fp32")
     operands = {
         "lse": op.lse,
         "losses": losses,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.loops import GRAIN, sweep
+from barellm.cpu.kernels.loops import GRAIN, foreach_vector
 from barellm.program.ops.documents import HASH
 
 INTEGERS = dict.fromkeys(("tokens", "ids", "cu_seqlens", "starts"), "i32")
@@ -24,9 +24,9 @@ def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets, reserved) -> None:
     def body(i, mask, j):
         hashed(i, mask, tokens.load(i - 1, mask))
 
-    with k.claim(k.scalar("batch") * seq, GRAIN) as (begin, end):
+    with k.parallel_range(k.scalar("batch") * seq, GRAIN) as (begin, end):
         # The very first token has none before it in memory.
-        sweep(k, k.max(begin, 1), end, body)
+        foreach_vector(k, k.max(begin, 1), end, body)
         if reserved:  # where a row has one token only, what follows sets it anew
             second = (begin + seq - 2) // seq * seq + 1
             with k.loop(second, end, seq) as i:
@@ -41,7 +41,7 @@ def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
     """Each claim is a part of one row: it looks for the document that its first position is in, then fills one after the other."""
     seq = k.scalar("seq")
     parts = k.ceil_div(seq, GRAIN)
-    with k.claim_each(k.scalar("batch") * parts) as unit:
+    with k.parallel_for(k.scalar("batch") * parts) as unit:
         row, begin = unit // parts, unit % parts * GRAIN
         end = k.min(begin + GRAIN, seq)
         of, to = cu_seqlens.at(row * slots), starts.at(row * seq)
@@ -58,7 +58,7 @@ def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
             with k.when(following < slots):
                 stop.value = k.min(end, of.get(following))
             start = k.splat(of.get(slot.value))
-            sweep(k, at.value, stop.value, lambda i, mask, j, start=start: to.store(start, i, mask))
+            foreach_vector(k, at.value, stop.value, lambda i, mask, j, start=start: to.store(start, i, mask))
             at.value = k.max(at.value, stop.value)
             slot.value = following
 
@@ -71,7 +71,7 @@ def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
 def cu_seqlens(k: KernelBuilder, cu_seqlens, tokens, *, separator, slots) -> None:
     """A claim is a row: a document's place in it depends on how many are before."""
     seq = k.scalar("seq")
-    with k.claim_each(k.scalar("batch")) as row:
+    with k.parallel_for(k.scalar("batch")) as row:
         of, to = tokens.at(row * seq), cu_seqlens.at(row * slots)
         to.put(k.int(0), 0)
         slot = k.var(1)
@@ -79,4 +79,4 @@ def cu_seqlens(k: KernelBuilder, cu_seqlens, tokens, *, separator, slots) -> Non
             to.put(t, slot.value)
             slot.value = slot.value + 1
         length = k.splat(seq)
-        sweep(k, slot.value, k.int(slots), lambda i, mask, j: to.store(length, i, mask))
+        foreach_vector(k, slot.value, k.int(slots), lambda i, mask, j: to.store(length, i, mask))

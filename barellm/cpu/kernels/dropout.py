@@ -17,7 +17,7 @@ from barellm.program.ops.tausworthe import BLOCK
 def dropped(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str) -> None:
     """out = x * keep / (1 - rate); x (batch, seq, C). The bits come from (seed, step, sample, stream, position, column)."""
     seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
-    with k.claim(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         key = random.sample_key(k, seed, step, sample + row // seq, stream)
         position = row % seq
         to, of = out.at(row * C), x.at(row * C)
@@ -55,7 +55,7 @@ def dropout_backward(k: KernelBuilder, dx, dy, stream, *, C, rate, mode_dx) -> N
 def dropped_by_streams(k: KernelBuilder, out, x, stream, *, C: int, rate: float, bits: str, mode: str) -> None:
     """The same with the draws of a Tausworthe generator, whose streams begin with each block of columns of each row."""
     seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
-    with k.claim(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         key = random.sample_key(k, seed, step, sample + row // seq, stream)
         position = row % seq
         to, of = out.at(row * C), x.at(row * C)

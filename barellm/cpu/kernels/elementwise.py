@@ -11,13 +11,13 @@ from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
 from barellm.cpu.kernels.activations import EMITTERS
 from barellm.cpu.kernels.loops import (
     Vectors,
-    across,
     added,
+    elementwise_map,
     flat,
+    foreach_column,
+    foreach_row,
     row_grain,
     shape_of,
-    sweep_result,
-    sweep_rows,
     whole_lines,
 )
 from barellm.cpu.kernels.numbers import bits, number
@@ -29,12 +29,14 @@ from barellm.program.tensor import Span
 
 @kernel("add", constants=lambda op: flat(op.y))
 def add(k: KernelBuilder, y, a, b, *, dims, width, mode_y) -> None:
-    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: a.load(i, mask) + b.load(i, mask), unroll=4, mode=mode_y)
+    elementwise_map(
+        k, k.num_elements(dims) * width, y, lambda i, mask: a.load(i, mask) + b.load(i, mask), unroll=4, mode=mode_y
+    )
 
 
 def rescale(k: KernelBuilder, y, x, factor, *, dims, width, mode) -> None:
     by = k.to(number(k, factor), "float")
-    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: x.load(i, mask) * by, unroll=4, mode=mode)
+    elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: x.load(i, mask) * by, unroll=4, mode=mode)
 
 
 @lowering("rescale", starts="y")
@@ -56,7 +58,7 @@ def columns_or_flat(op: Op) -> dict[str, Any]:
 @kernel("cast", constants=columns_or_flat, views="y", spans="x y")
 def cast(k: KernelBuilder, y, x, *, columns, inner, dims, width, mode_y) -> None:
     if columns is None:
-        sweep_result(k, k.extent(dims) * width, y, x.load, unroll=4, mode=mode_y)
+        elementwise_map(k, k.num_elements(dims) * width, y, x.load, unroll=4, mode=mode_y)
         return
     C, stride, lines = columns
 
@@ -64,31 +66,33 @@ def cast(k: KernelBuilder, y, x, *, columns, inner, dims, width, mode_y) -> None
         of = x.at(row * C)
         return lambda c, mask: [of.load(c, mask)]
 
-    sweep_rows(k, k.extent(dims) * inner, C, [(y, stride, mode_y)], vectors, lines=lines)
+    foreach_row(k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], vectors, lines=lines)
 
 
 @kernel("zeros", constants=columns_or_flat, views="y")
 def zeros(k: KernelBuilder, y, *, columns, inner, dims, width, mode_y) -> None:
     zero = k.to(0.0, k.vec)
     if columns is None:
-        sweep_result(k, k.extent(dims) * width, y, lambda i, mask: zero, mode=mode_y)
+        elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: zero, mode=mode_y)
         return
     C, stride, lines = columns
-    sweep_rows(k, k.extent(dims) * inner, C, [(y, stride, mode_y)], lambda row: lambda c, mask: [zero], lines=lines)
+    foreach_row(
+        k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], lambda row: lambda c, mask: [zero], lines=lines
+    )
 
 
 def activation(k: KernelBuilder, y, x, *, name, dims, width, mode_y) -> None:
     def vector(i, mask):
         return EMITTERS[name].value(k, x.load(i, mask), "fp32")
 
-    sweep_result(k, k.extent(dims) * width, y, vector, mode=mode_y)
+    elementwise_map(k, k.num_elements(dims) * width, y, vector, mode=mode_y)
 
 
 def activation_backward(k: KernelBuilder, dx, dy, x, *, name, dims, width, mode_dx) -> None:
     def vector(i, mask):
         return dy.load(i, mask) * EMITTERS[name].slope(k, x.load(i, mask), "fp32")
 
-    sweep_result(k, k.extent(dims) * width, dx, vector, mode=mode_dx)
+    elementwise_map(k, k.num_elements(dims) * width, dx, vector, mode=mode_dx)
 
 
 def _register(name: str) -> None:
@@ -104,19 +108,19 @@ for _name in EMITTERS:
 
 @kernel("bias", constants=lambda op: {"C": int(op.bias.shape[0]), **shape_of(op.y)})
 def bias(k: KernelBuilder, y, x, bias, *, C, dims, inner, mode_y) -> None:
-    with k.claim(k.extent(dims) * inner, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(k.num_elements(dims) * inner, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         to, of = y.at(row * C), x.at(row * C)
 
         def body(c, mask, j):
             to.store(added(k, to, c, mask, of.load(c, mask) + bias.load(c, mask), mode_y), c, mask)
 
-        across(k, C, body)
+        foreach_column(k, C, body)
 
 
 @kernel("last_row", constants=lambda op: {"C": int(op.x.shape[-1])})
 def last_row(k: KernelBuilder, y, x, *, C, mode_y) -> None:
     """y (batch, 1, C) = x (batch, seq, C) at the last position."""
     seq = k.scalar("seq")
-    with k.claim_each(k.scalar("batch")) as b:
+    with k.parallel_for(k.scalar("batch")) as b:
         to, of = y.at(b * C), x.at(((b + 1) * seq - 1) * C)
-        across(k, C, lambda c, mask, j: to.store(added(k, to, c, mask, of.load(c, mask), mode_y), c, mask))
+        foreach_column(k, C, lambda c, mask, j: to.store(added(k, to, c, mask, of.load(c, mask), mode_y), c, mask))

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import LINE, across, added, past_caches, row_grain, sweep, sweep_result, write_row
+from barellm.cpu.kernels.loops import (
+    LINE,
+    added,
+    elementwise_map,
+    foreach_column,
+    foreach_vector,
+    past_caches,
+    row_grain,
+    write_row,
+)
 from barellm.cpu.kernels.storage import Weight, weight_operands
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.dtypes import PLANES
@@ -20,7 +29,7 @@ def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, *, C) -> No
     token_rows, position_rows = Weight(k, wte, wte_lo), Weight(k, wpe, wpe_lo)
     rows = k.scalar("batch") * seq
     past = past_caches(k, rows, C, y)
-    with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         of, at = tokens.get(row) * C, None if pos is None else (pos + row % seq) * C
 
         def vector(c, mask, of=of, at=at):
@@ -45,7 +54,7 @@ def clear(k: KernelBuilder, out, *, size, mode) -> None:
     """out (size) = 0 where `mode` is to store in this run."""
     keep = k.keep(mode)
     n = k.int(size) if keep is None else k.select(keep, 0, k.int(size))
-    sweep_result(k, n, out, lambda i, mask: k.to(0.0, k.vec))
+    elementwise_map(k, n, out, lambda i, mask: k.to(0.0, k.vec))
 
 
 def sort_by_id(
@@ -53,7 +62,7 @@ def sort_by_id(
 ) -> tuple[Pointer, Pointer]:
     """The rows [0, rows) whose tokens are in [low, high), at most `per` ids: (ends, sorted), in this thread's scratch. Those of
     an id follow each other in their order and end before sorted[ends[id - low]]."""
-    ends = k.private("i32")
+    ends = k.thread_scratch("i32")
     found = ends.at(per)
     sorted_rows = found.at(rows)
     lowest, beyond, count = k.splat(low), k.splat(high), k.var(k.int(0))
@@ -100,7 +109,7 @@ def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
     rows that follow on the list, which no hardware foresees, are on their way meanwhile."""
     rows, per = k.scalar("batch") * k.scalar("seq"), -(-V // CLAIMS)
 
-    with k.claim_each(-(-V // per)) as chunk:
+    with k.parallel_for(-(-V // per)) as chunk:
         low = chunk * per
         high = k.min(low + per, V)
         ends, sorted_rows = sort_by_id(k, tokens, rows, low, high, per=per)
@@ -119,7 +128,7 @@ def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
                 for p in ahead:
                     k.prefetch(p.at(c), near=False)
 
-            across(k, C, add, unroll=2)
+            foreach_column(k, C, add, unroll=2)
 
         begin = k.var(k.int(0))
         with k.loop(0, high - low) as i:
@@ -138,7 +147,7 @@ def lower_embedding_dwte(op: Op, c: Lowering) -> None:
     if mode != "add":
         c.call(clear, {"out": op.dweight}, {"size": op.dweight.size, "mode": mode}, writes="out")
     operands = {"dweight": op.dweight, "tokens": op.tokens, "dy": op.dy}
-    c.private(4 * (-(-int(op.rows) // CLAIMS) + 2 * op.tokens.size))
+    c.thread_scratch(4 * (-(-int(op.rows) // CLAIMS) + 2 * op.tokens.size))
     c.call(add_token_rows, operands, {"C": int(op.dy.shape[-1]), "V": int(op.rows)}, writes="dweight")
 
 
@@ -146,7 +155,7 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
     """dweight[t] = sum of dy[:, t] over the batch in order; nothing beyond the sequence. Positions go in groups whose sums stay in
     the second cache, so that memory is read in runs of GROUP bytes, of TOGETHER samples at a time."""
     batch, seq = k.scalar("batch"), k.scalar("seq")
-    sums = k.private()
+    sums = k.thread_scratch()
 
     def add_samples(first: Value, count: int, begin: Value, size: Value) -> None:
         of = [dy.at(((first + b) * seq + begin) * C) for b in range(count)]
@@ -157,18 +166,20 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
                 total = total + p.load(i, mask)
             sums.store(total, i, mask)
 
-        sweep(k, 0, size, body, unroll=4)
+        foreach_vector(k, 0, size, body, unroll=4)
 
-    with k.claim(positions, _positions(C, positions)) as (begin, end):
+    with k.parallel_range(positions, _positions(C, positions)) as (begin, end):
         n, inside = (end - begin) * C, k.max(k.min(end, seq) - begin, 0) * C
-        sweep(k, 0, n, lambda i, mask, j: sums.store(0.0, i, mask))
+        foreach_vector(k, 0, n, lambda i, mask, j: sums.store(0.0, i, mask))
         whole = batch & -TOGETHER
         with k.loop(0, whole, TOGETHER) as b:
             add_samples(b, TOGETHER, begin, inside)
         with k.loop(whole, batch) as b:
             add_samples(b, 1, begin, inside)
         to = dweight.at(begin * C)
-        sweep(k, 0, n, lambda i, mask, j: to.store(added(k, to, i, mask, sums.load(i, mask), mode_dweight), i, mask))
+        foreach_vector(
+            k, 0, n, lambda i, mask, j: to.store(added(k, to, i, mask, sums.load(i, mask), mode_dweight), i, mask)
+        )
 
 
 def _positions(C: int, positions: int) -> int:
@@ -179,6 +190,6 @@ def _positions(C: int, positions: int) -> int:
 @lowering("embedding_dwpe", starts="dweight")
 def lower_embedding_dwpe(op: Op, c: Lowering) -> None:
     C, positions = int(op.dy.shape[-1]), int(op.rows)
-    c.private(_positions(C, positions) * C * 4)
+    c.thread_scratch(_positions(C, positions) * C * 4)
     constants = {"C": C, "positions": positions, "mode_dweight": op.modes["dweight"]}
     c.call(embedding_dwpe, {"dweight": op.dweight, "dy": op.dy}, constants, writes="dweight")

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.choices import Tile
+from barellm.cpu.gemm_config import Tile
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.activations import emitter_of
 from barellm.cpu.kernels.loops import store_all
-from barellm.cpu.kernels.register_tile import prefetch_row
+from barellm.cpu.kernels.microkernel import prefetch_row
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.elementwise import SLOPES
 
@@ -32,7 +32,7 @@ class Epilogue:
         registers. `past`: whether rows go past the caches; only where `put_row` may store whole lines."""
         self.k, self.col, self.cols, self.epilogues, self.mode = k, col, cols, epilogues, mode
         self.out, self.second, self.bias, self.other, self.scale, self.factor = out, second, bias, other, scale, factor
-        self.span, self.past = tile.span(k.isa), past
+        self.span, self.past = tile.nr(k.isa), past
         there = {"out": out, "second": second, "other": other}
         self.stride = {name: strides.get(name, cols) for name, p in there.items() if p is not None}
         self.early = [self._bias_and_mask(v) for v in range(tile.vectors)] if early else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import flat, fold, sweep, zeros
+from barellm.cpu.kernels.loops import flat, fold, foreach_vector, zeros
 from barellm.cpu.lang import Value
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
@@ -28,12 +28,12 @@ def elements_per_chunk(k: KernelBuilder, n: Value) -> Value:
 
 def exponents(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
     """One row of counts (chunks, 256) and of sums (chunks, 4) for each chunk of x."""
-    n = k.extent(dims) * width
+    n = k.num_elements(dims) * width
     per = elements_per_chunk(k, n)
-    with k.claim_each(k.ceil_div(n, per)) as chunk:
-        tables = k.private("i32")
+    with k.parallel_for(k.ceil_div(n, per)) as chunk:
+        tables = k.thread_scratch("i32")
         found = tables.at(TABLES * WIDTH)  # exponents on the way from lanes to addresses
-        sweep(k, 0, TABLES * WIDTH, lambda i, mask, j: tables.store(0, i, mask))
+        foreach_vector(k, 0, TABLES * WIDTH, lambda i, mask, j: tables.store(0, i, mask))
         total, size, square = (zeros(k, UNROLL) for _ in range(3))
         largest = zeros(k, UNROLL)
 
@@ -55,7 +55,7 @@ def exponents(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
                 counter.put(counter.get() + 1)
 
         begin = chunk * per
-        sweep(k, begin, k.min(begin + per, n), body, unroll=UNROLL)
+        foreach_vector(k, begin, k.min(begin + per, n), body, unroll=UNROLL)
 
         def together(i, mask, j):
             count = tables.load(i, mask)
@@ -63,7 +63,7 @@ def exponents(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
                 count = count + tables.load(i + table * WIDTH, mask)
             counts.store(count, chunk * BINS + i, mask)
 
-        sweep(k, 0, BINS, together)
+        foreach_vector(k, 0, BINS, together)
         for place, chains in enumerate((total, size, square)):
             sums.put(k.sum(fold(chains, lambda a, b: a + b)), chunk * len(SUMS) + place)
         sums.put(k.maximum(fold(largest, k.max)), chunk * len(SUMS) + SUMS.index("max_abs"))
@@ -71,8 +71,8 @@ def exponents(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
 
 def combine_exponents(k: KernelBuilder, counts, sums, partial_counts, partial_sums, *, dims, width) -> None:
     """The chunks' counts and sums as one, in the chunks' order."""
-    n = k.extent(dims) * width
-    with k.claim_each(1):
+    n = k.num_elements(dims) * width
+    with k.parallel_for(1):
         chunks = k.ceil_div(n, elements_per_chunk(k, n))
 
         def body(i, mask, j):
@@ -81,7 +81,7 @@ def combine_exponents(k: KernelBuilder, counts, sums, partial_counts, partial_su
                 total.value = total.value + partial_counts.load(chunk * BINS + i, mask)
             counts.store(total.value, i, mask)
 
-        sweep(k, 0, BINS, body, unroll=1)
+        foreach_vector(k, 0, BINS, body, unroll=1)
         for place, name in enumerate(SUMS):
             total = k.var(k.const(0.0, "double"))
             with k.loop(0, chunks) as chunk:
@@ -100,14 +100,14 @@ def whole(out: Tensor) -> tuple[Region, str]:
 def lower_exponents(op: Op, c: Lowering) -> None:
     outs: dict[str, Any] = {name: whole(op.outputs[name]) for name in ("counts", "sums")}
     x, like = weight_operand(op.x), flat(op.x)
-    c.private(4 * (TABLES * WIDTH + UNROLL * c.isa.lanes))
+    c.thread_scratch(4 * (TABLES * WIDTH + UNROLL * c.isa.lanes))
     if op.x.size <= CHUNK:
         c.call(exponents, {**outs, "x": x}, like, writes="counts sums")
         return
     chunks = min(CHUNKS, -(-op.x.size // CHUNK))
     partials = {
-        "counts": (part(c.scratch("counts", 4 * chunks * BINS)), "i32"),
-        "sums": (part(c.scratch("sums", 4 * chunks * len(SUMS))), "fp32"),
+        "counts": (part(c.workspace("counts", 4 * chunks * BINS)), "i32"),
+        "sums": (part(c.workspace("sums", 4 * chunks * len(SUMS))), "fp32"),
     }
     c.call(exponents, {**partials, "x": x}, like, writes="counts sums")
     given = {f"partial_{name}": operand for name, operand in partials.items()}

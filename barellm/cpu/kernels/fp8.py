@@ -14,10 +14,10 @@ from barellm.cpu.kernels import amx, gemm, weight_gradient
 from barellm.cpu.kernels.cross_entropy import ALL_ROWS
 from barellm.cpu.kernels.elementwise import cast
 from barellm.cpu.kernels.linear import role_of, tokens_of
-from barellm.cpu.kernels.loops import flat, shape_of, sweep_result
-from barellm.cpu.kernels.packing import paired
+from barellm.cpu.kernels.loops import elementwise_map, flat, shape_of
+from barellm.cpu.kernels.packing import uses_vnni
 from barellm.cpu.lang import Pointer, Value
-from barellm.cpu.tuning import choose
+from barellm.cpu.tuning import select_config
 from barellm.program.dtypes import EIGHTS, LARGEST, PLANES
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
@@ -29,7 +29,7 @@ def quantise(k: KernelBuilder, y, x, scale, *, per_target, dims, width) -> None:
     if per_target:
         by = by * k.to(k.scalar("inv_targets"), "float")
     divisor = k.splat(by)
-    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: x.load(i, mask) / divisor, unroll=4)
+    elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: x.load(i, mask) / divisor, unroll=4)
 
 
 @lowering("quantise", also={"x": PLANES, "y": EIGHTS})
@@ -57,7 +57,7 @@ def scaled_weight_gradient(k: KernelBuilder, dweight, dy, x, scale, other, **how
 
 def multiplied(isa: ISA) -> str:
     """The dtype that codes are multiplied in."""
-    return "bf16" if paired(isa, "bf16") or amx.uses_tiles(isa, "bf16") else "fp32"
+    return "bf16" if uses_vnni(isa, "bf16") or amx.uses_tiles(isa, "bf16") else "fp32"
 
 
 def decoded(c: Lowering, name: str, codes: Tensor) -> Tensor:
@@ -76,8 +76,8 @@ def append_product(
     x, w = decoded(c, "x", a), decoded(c, "weight", weight)
     N, K = (int(n) for n in w.shape)
     cols, depth = (N, K) if transposed else (K, N)
-    choice = choose(c.isa, role_of(transposed, ()), x.dtype, cols, depth, tokens_of(x, (0, ALL_ROWS)), c.threads)
-    c.private(gemm.product_private(c.isa, x.dtype, depth, choice))
+    choice = select_config(c.isa, role_of(transposed, ()), x.dtype, cols, depth, tokens_of(x, (0, ALL_ROWS)), c.threads)
+    c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, x.dtype, depth, choice))
     constants: dict[str, Any] = {"cols": cols, "depth": depth, "transposed": transposed, "mode": mode}
     constants |= {"choice": choice, "per_target": transposed, **shape_of(x)}
     operands = {"out": out, "a": x, "weight": w, "scale": scales[0], "other": scales[1]}
@@ -100,8 +100,8 @@ def scaled_matmul_dw(op: Op, c: Lowering) -> None:
     x, dy = decoded(c, "x", op.x), decoded(c, "dy", op.dy)
     N, K = (int(n) for n in op.dweight.shape)
     tokens = tokens_of(x, (0, ALL_ROWS))
-    choice = choose(c.isa, "weight_gradient", x.dtype, K, tokens, N, c.threads)
-    c.private(weight_gradient.gradient_private(c.isa, x.dtype, tokens, choice))
+    choice = select_config(c.isa, "weight_gradient", x.dtype, K, tokens, N, c.threads)
+    c.thread_scratch(weight_gradient.wgrad_scratch_bytes(c.isa, x.dtype, tokens, choice))
     constants = {"N": N, "K": K, "mode": op.modes["dweight"], "choice": choice, **shape_of(x)}
     operands = {"dweight": op.dweight, "dy": x, "x": dy, "scale": op.x_scale, "other": op.dy_scale}
     c.call(scaled_weight_gradient, operands, constants, writes="dweight")

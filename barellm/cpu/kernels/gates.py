@@ -9,13 +9,13 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.attention_blocks import extent, size
+from barellm.cpu.kernels.attention_blocks import dim_size, size
 from barellm.cpu.kernels.loops import (
     ROW_UNROLL,
     STREAM_BYTES,
-    across,
     added,
     fold,
+    foreach_column,
     row_grain,
     shape_of,
     write_row,
@@ -41,7 +41,7 @@ def logits_constants(op: Op) -> dict[str, Any]:
 def gate_logits(k: KernelBuilder, z, x, extra, weight, *, N, widths, strides, dims, inner) -> None:
     """A dot product for each gate; the columns of a row are found in the first cache from the second gate on."""
     K = sum(widths)
-    with k.claim(k.extent(dims) * inner, row_grain(N * K)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(k.num_elements(dims) * inner, row_grain(N * K)) as (begin, end), k.loop(begin, end) as row:
         read = [p.at(row * stride) for p, stride in zip((x, extra), strides, strict=False)]
         with k.loop(0, N) as n:
             sums, first = zeros(k, ROW_UNROLL), 0
@@ -51,7 +51,7 @@ def gate_logits(k: KernelBuilder, z, x, extra, weight, *, N, widths, strides, di
                 def body(c: Any, mask: Value | None, j: int, of=of, w=w, sums=sums) -> None:
                     sums[j].value = k.fma(of.load(c, mask), w.load(c, mask), sums[j].value)
 
-                across(k, columns, body)
+                foreach_column(k, columns, body)
                 first += columns
             z.put(k.sum(fold(sums, add)), row * N + n)
 
@@ -71,7 +71,7 @@ def gate_logits_backward(
     starts = [sum(widths[:i]) for i in range(len(widths))]
     vectors = [(i, c, mask) for i, columns in enumerate(widths) for c, mask in k.columns(columns)]
     in_registers = N * len(vectors) <= k.isa.registers // 2
-    with chunks_of_rows(k, partials, k.extent(dims) * inner, N * K, 1) as (to, begin, end):
+    with chunks_of_rows(k, partials, k.num_elements(dims) * inner, N * K, 1) as (to, begin, end):
         assert to is not None
         held = {(n, v): k.var_vec(0.0) for n in range(N) for v in range(len(vectors))} if in_registers else {}
         with k.loop(begin, end) as row:
@@ -143,12 +143,12 @@ def factors(k: KernelBuilder, factor: Pointer | None, scale: float, *, squash: b
 
 def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
     """The gates of a row first, into this thread's scratch, then the groups of columns one after another."""
-    T, D, stride = extent(k, seq), C // N, dict(strides)
-    rows, gates = extent(k, batch) * T, k.private()
+    T, D, stride = dim_size(k, seq), C // N, dict(strides)
+    rows, gates = dim_size(k, batch) * T, k.thread_scratch()
     times, _ = factors(k, factor, scale, squash=squash)
     past = rows * (C * y.itemsize) > STREAM_BYTES if mode_y == "store" and D % (ROW_UNROLL * k.lanes) == 0 else None
-    with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        across(k, N, lambda c, mask, j: gates.store(times * sigmoid(k, z.at(row * N).load(c, mask)), c, mask))
+    with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+        foreach_column(k, N, lambda c, mask, j: gates.store(times * sigmoid(k, z.at(row * N).load(c, mask)), c, mask))
         to, under = y.at(row * C), None if base is None else base.at(row * stride["base"])
         source = x.at((row - shift) * stride["x"])
 
@@ -181,7 +181,7 @@ def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides,
 
 @lowering("gated", starts="y", views="x base factor")
 def lower_gated(op: Op, c: Lowering) -> None:
-    c.private(4 * gates_of(op, c))
+    c.thread_scratch(4 * gates_of(op, c))
     operands = {"y": op.y, "base": op.base, "x": op.x, "z": op.z, "factor": op.factor}
     c.call(gated, operands, gated_constants(op) | {"mode_y": op.modes["y"]}, writes="y")
 
@@ -196,9 +196,9 @@ def gated_backward(
 ) -> None:
     """One pass: what a group of columns passes on, and its dot product, which is what its gate's gradient needs. partials (chunks)
     are sums for the factor's gradient."""
-    T, D, stride = extent(k, seq), C // N, dict(strides)
-    rows, padded = extent(k, batch) * T, -(-N // k.lanes) * k.lanes
-    gates = k.private()
+    T, D, stride = dim_size(k, seq), C // N, dict(strides)
+    rows, padded = dim_size(k, batch) * T, -(-N // k.lanes) * k.lanes
+    gates = k.thread_scratch()
     dots = gates.at(padded)
     times, rise = factors(k, factor, scale, squash=squash)
     to_caches = modes[0] != "store" or D % (ROW_UNROLL * k.lanes) != 0 or stride["dx"] != C
@@ -231,10 +231,10 @@ def gated_backward(
                 store_dz(c, mask, times * (s * (1.0 - s)) * dot)
 
             def open_row(logits=logits) -> None:
-                across(k, N, lambda c, mask, j: gates.store(sigmoid(k, logits.load(c, mask)), c, mask))
+                foreach_column(k, N, lambda c, mask, j: gates.store(sigmoid(k, logits.load(c, mask)), c, mask))
                 with k.loop(0, N) as n:
                     group(n)
-                across(k, N, gate_gradient)
+                foreach_column(k, N, gate_gradient)
 
             if not shift:
                 open_row()
@@ -242,7 +242,7 @@ def gated_backward(
                 t = row % T
                 first = t < shift
                 with k.when(first):
-                    across(k, N, lambda c, mask, j: store_dz(c, mask, 0.0))
+                    foreach_column(k, N, lambda c, mask, j: store_dz(c, mask, 0.0))
                 with k.otherwise(first):
                     open_row()
                 last = dx.at(row * stride["dx"])
@@ -257,7 +257,7 @@ def gated_backward(
 
 @lowering("gated_backward", starts="dx dz dfactor", views="x dx factor dfactor")
 def lower_gated_backward(op: Op, c: Lowering) -> None:
-    c.private(8 * gates_of(op, c))
+    c.thread_scratch(8 * gates_of(op, c))
     learned = {} if op.factor is None else {"dfactor": op.dfactor}
     partials = lower_partials(c, op.dy, len(learned))
     operands = {"partials": partials, "dx": op.dx, "dz": op.dz, "dy": op.dy, "x": op.x, "z": op.z, "factor": op.factor}

@@ -15,15 +15,15 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from barellm.cpu.choices import Choice, Tile, packed_itemsize, part_of
+from barellm.cpu.gemm_config import GemmConfig, Tile, packed_itemsize, part_of
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.activations import emitter_of
-from barellm.cpu.kernels.claims import Claims
 from barellm.cpu.kernels.epilogue import Epilogue
-from barellm.cpu.kernels.packing import LINE, beside, paired, panel_bytes
-from barellm.cpu.kernels.register_tile import left_rows, tile_product
+from barellm.cpu.kernels.gemm_mainloop import GemmMainloop
+from barellm.cpu.kernels.microkernel import left_rows, tile_product
+from barellm.cpu.kernels.packing import LINE, beside, panel_bytes, uses_vnni
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.elementwise import SLOPES
 
@@ -31,7 +31,7 @@ PAST_BYTES = 1 << 20  # results of AMX tiles that are larger leave the caches: t
 LATER = 512  # depth of a tile that is long enough to finish another one beside it
 
 
-class RegisterProduct(Claims):
+class RegisterProduct(GemmMainloop):
     """Tiles of rows in registers. Their sums go to the epilogue at once, or are held in memory before: those of a tile, where the
     epilogue needs the registers, or those of the whole claim, where the depth goes in parts."""
 
@@ -41,13 +41,13 @@ class RegisterProduct(Claims):
         """`through_memory`: the epilogue wants sums from memory. `slope`: a tile may be finished beside the next one."""
         super().__init__(k, a, *operands, **sizes)
         ahead = self.choice.ahead
-        self.pair, self.fetch = paired(k.isa, a.dtype), ahead == "fetch"
+        self.pair, self.fetch = uses_vnni(k.isa, a.dtype), ahead == "fetch"
         self.spare = ahead != "nothing" and beside(k.isa, a.dtype)
         self.held: Pointer | None = None
         if self.parts > 1:
             self.held = self.scratch.bytes(2 * self.nbytes).as_dtype("fp32")
         elif through_memory:
-            self.held = Pointer(k, k.alloca("float", self.tile.rows * self.span), "fp32")
+            self.held = Pointer(k, k.alloca("float", self.tile.mr * self.span), "fp32")
         self.later = self.spare and slope and self.depth >= LATER
 
     def multiply_panel(self, panel: Pointer) -> None:
@@ -55,17 +55,17 @@ class RegisterProduct(Claims):
         if self.spare:
             self.follow(self.whole - self.first)
         self.panel, self.left = panel, self.a.at(self.p * self.part)
-        with k.loop(self.first, self.whole, tile.rows) as row:
+        with k.loop(self.first, self.whole, tile.mr) as row:
             self._whole_tile(row)
         if self.later:
             any_tile = self.whole > self.first
-            with k.when(any_tile if self.ends is None else any_tile & self.ends), k.loop(0, tile.rows) as r:
-                self._finish_row(self.whole - tile.rows, r)
+            with k.when(any_tile if self.ends is None else any_tile & self.ends), k.loop(0, tile.mr) as r:
+                self._finish_row(self.whole - tile.mr, r)
         if self.spare:
             self.two.followed()
         small = tile.tail()
-        with k.loop(self.whole, self.last, small.rows) as row:
-            self._rest(row, small, k.min(self.last - row, small.rows))
+        with k.loop(self.whole, self.last, small.mr) as row:
+            self._rest(row, small, k.min(self.last - row, small.mr))
 
     def _whole_tile(self, row: Value) -> None:
         sums = self._sums(row, self.tile, None)
@@ -74,7 +74,7 @@ class RegisterProduct(Claims):
             return
         self._hold(row, sums)
         if not self.later:
-            self._finish_rows(row, self.k.int(self.tile.rows))
+            self._finish_rows(row, self.k.int(self.tile.mr))
 
     def _rest(self, row: Value, small: Tile, count: Value) -> None:
         """`count` rows of the tile `small`: what hangs over computes the last row again."""
@@ -87,7 +87,7 @@ class RegisterProduct(Claims):
 
     def _sums(self, row: Value, tile: Tile, count: Value | None) -> list[list[Value]]:
         k = self.k
-        rows = [i if count is None else k.min(k.int(i), count - 1) for i in range(tile.rows)]
+        rows = [i if count is None else k.min(k.int(i), count - 1) for i in range(tile.mr)]
         left, tail = left_rows(
             k, self.left.at(row * self.stride), rows, self.pair, depth=self.depth, stride=self.stride
         )
@@ -106,11 +106,11 @@ class RegisterProduct(Claims):
                 self.finish.fetch(row + r)
             if self.later:
                 with k.when(row > self.first):
-                    self._finish_row(row - self.tile.rows, r)
+                    self._finish_row(row - self.tile.mr, r)
         if self.fetch and self.parts > 1:
             # The next tile's rows; each is a stream of its own, too short for the processor to see it.
             for line in range(0, self.part * self.a.itemsize, LINE):
-                k.prefetch(self.left.at((row + self.tile.rows + r) * self.stride).bytes(line), near=False)
+                k.prefetch(self.left.at((row + self.tile.mr + r) * self.stride).bytes(line), near=False)
         if self.spare:
             self.two.some()
 
@@ -154,7 +154,7 @@ class RegisterProduct(Claims):
                 put(v)
 
 
-class AmxProduct(Claims):
+class AmxProduct(GemmMainloop):
     """Tiles of rows in AMX tile registers, a part of the depth at a time: a panel's part stays in the first cache while all rows of
     the claim pass, and the next one is packed beside. Sums wait in scratch, tile by tile, for the next part."""
 
@@ -169,9 +169,9 @@ class AmxProduct(Claims):
         amx.release(self.k)
 
     def multiply_panel(self, panel: Pointer) -> None:
-        k, rows = self.k, self.tile.rows
+        k, rows = self.k, self.tile.mr
         amx.pad_panel(k, panel, self.length)
-        self.follow((self.whole - self.first) // rows * (k.int(self.length) // amx.DEPTH))
+        self.follow((self.whole - self.first) // rows * (k.int(self.length) // amx.TILE_K))
         with k.loop(self.first, self.whole, rows) as row:
             self._rows(panel, row, None)
         self.two.followed()
@@ -200,13 +200,13 @@ class AmxProduct(Claims):
                 multiply(self.part)
         with (
             nullcontext() if self.ends is None else k.when(self.ends),
-            k.loop(0, self.tile.rows if count is None else count) as r,
+            k.loop(0, self.tile.mr if count is None else count) as r,
         ):
             self.finish.put_row(row + r, [sums.load(r * self.span + v * k.lanes) for v in range(self.tile.vectors)])
 
     def _beside(self, row: Value, step: Value) -> None:
         """What is done in a step of the tile at `row`: packing, and fetching the lines of the result in the last part."""
-        k, each = self.k, self.tile.rows * amx.DEPTH // self.part
+        k, each = self.k, self.tile.mr * amx.TILE_K // self.part
         self.two.some()
         with nullcontext() if self.ends is None else k.when(self.ends):
             for i in range(max(each, 1)):
@@ -214,28 +214,28 @@ class AmxProduct(Claims):
 
     def _held(self, row: Value) -> Pointer:
         """The sums of a tile of rows, those of other panels beside them where they wait for the next turn."""
-        at = (row - self.first) // self.tile.rows
+        at = (row - self.first) // self.tile.mr
         if self.turns > 1:
-            at = at + (self.index - self.first_panel) * (self.block // self.tile.rows)
-        return self.held.at(at * (self.tile.rows * self.span))
+            at = at + (self.index - self.first_panel) * (self.block // self.tile.mr)
+        return self.held.at(at * (self.tile.mr * self.span))
 
 
 def product(
     k: KernelBuilder, out, second, a, weight, bias, other, row_begin, row_limit,
     *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
-    choice: Choice, strides: tuple[tuple[str, int], ...] = (), scale: Value | None = None, factor: float = 1.0, least: int = 0,
+    choice: GemmConfig, strides: tuple[tuple[str, int], ...] = (), scale: Value | None = None, factor: float = 1.0, least: int = 0,
 ) -> None:  # fmt: skip
     """out (rows, cols) = a (rows, depth) @ weight, and then the `epilogues` (epilogue.py), of which "scaled" and "times" want
     `scale` and "rescale" a `factor`. Rows
-    are [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; pointers are to the first of them.
+    are [row_begin, row_begin + row_limit) of the run's `k.num_elements(dims, inner)`; pointers are to the first of them.
     `strides`: elements from a row to the next, of operands that are views. A run that has fewer rows than `least` does nothing."""
     assert a.dtype == weight.dtype, "both operands of a product have the program's compute dtype"
-    extent = k.extent(dims, inner)
+    extent = k.num_elements(dims, inner)
     rows = k.min(extent - row_begin, row_limit)
     if least:
         rows = k.select(extent < least, 0, rows)
 
-    def run(kind: type[Claims], *operands: Any, **sizes: Any) -> None:
+    def run(kind: type[GemmMainloop], *operands: Any, **sizes: Any) -> None:
         kind(k, a, weight, rows, *operands, transposed=transposed, **sizes).run()
 
     multiply(
@@ -246,17 +246,17 @@ def product(
 
 def multiply(
     k: KernelBuilder, kinds: tuple[type[RegisterProduct], type[AmxProduct]], run: Callable[..., None], out, second, a, bias, other,
-    *, cols: int, depth: int, epilogues: tuple[str, ...], mode: str, choice: Choice, strides: Mapping[str, int],
+    *, cols: int, depth: int, epilogues: tuple[str, ...], mode: str, choice: GemmConfig, strides: Mapping[str, int],
     scale: Value | None = None, factor: float = 1.0, rows: Value | None = None,
 ) -> None:  # fmt: skip
     """Calls `run(kind, finish, **sizes)` of the kind, on register tiles or on AMX tiles, that this machine has for the dtype
     of a. `rows` is given where the results are rows of (rows, cols) that begin with a cache line."""
-    part = depth_part(k.isa, a.dtype, depth, choice)
+    part = kc_of(k.isa, a.dtype, depth, choice)
     long = [name for name in epilogues if (emitter := emitter_of(name)) and emitter.long]
     through_memory = bool(long)
     tiles = amx.uses_tiles(k.isa, a.dtype)
     past = None
-    if tiles and rows is not None and mode == "store" and cols % choice.tile.span(k.isa) == 0:
+    if tiles and rows is not None and mode == "store" and cols % choice.tile.nr(k.isa) == 0:
         results = {"out": out, "second": second}
         if not results.keys() & strides.keys():
             past = rows * (cols * sum(p.itemsize for p in results.values() if p is not None)) > PAST_BYTES
@@ -276,17 +276,17 @@ def multiply(
         run(kinds[0], finish, through_memory=through_memory, slope=slope, **sizes)
 
 
-def depth_part(isa: ISA, dtype: str, depth: int, choice: Choice) -> int:
+def kc_of(isa: ISA, dtype: str, depth: int, choice: GemmConfig) -> int:
     """Depth that is packed and multiplied at a time."""
     if amx.uses_tiles(isa, dtype):
-        return amx.depth_part(depth)
+        return amx.kc_of(depth)
     return choice.part or part_of(isa, depth, packed_itemsize(isa, dtype))
 
 
-def product_private(isa: ISA, dtype: str, depth: int, choice: Choice) -> int:
+def gemm_scratch_bytes(isa: ISA, dtype: str, depth: int, choice: GemmConfig) -> int:
     """Bytes: two packed panels; the sums of a claim, those of vector registers only between two parts of the depth; the copied
     left operand of AMX."""
-    part, span = depth_part(isa, dtype, depth, choice), choice.tile.span(isa)
+    part, span = kc_of(isa, dtype, depth, choice), choice.tile.nr(isa)
     tiles = amx.uses_tiles(isa, dtype)
     sums = 4 * max(choice.rows, choice.long_rows) * choice.columns if part < depth or tiles else 0
     return 2 * panel_bytes(isa, dtype, part, span) + sums + (amx.left_bytes(part) if tiles else 0)

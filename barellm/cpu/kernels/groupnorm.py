@@ -10,7 +10,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, dims_of, kernel
-from barellm.cpu.kernels.loops import across, added, fold, put_added, row_grain, zeros
+from barellm.cpu.kernels.loops import added, fold, foreach_column, put_added, row_grain, zeros
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Dim
@@ -34,7 +34,7 @@ def summed(k: KernelBuilder, M: int, terms: Callable[[Any, Value | None], list[V
         for chain, v in zip(chains, terms(i, mask), strict=True):
             chain[j].value = chain[j].value + (v if mask is None else k.select(mask, v, 0.0))
 
-    across(k, M, body, unroll=CHAINS)
+    foreach_column(k, M, body, unroll=CHAINS)
     return [k.sum(fold(chain, add)) for chain in chains]
 
 
@@ -42,7 +42,10 @@ def summed(k: KernelBuilder, M: int, terms: Callable[[Any, Value | None], list[V
 def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixels, groups, eps) -> None:
     own = channels // groups
     M = own * pixels
-    with k.claim(k.extent(dims, count) * groups, row_grain(M)) as (begin, end), k.loop(begin, end) as row:
+    with (
+        k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
         of, to = x.at(row * M), y.at(row * M)
         (total,) = summed(k, M, lambda i, mask: [of.load(i, mask)], 1)
         centre = total / float(M)
@@ -64,14 +67,17 @@ def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixe
             def write(i: Any, mask: Value | None, j: int, of_c=of_c, to_c=to_c, scale=scale, shift=shift) -> None:
                 to_c.store(k.fma(of_c.load(i, mask) - centre, k.splat(scale), k.splat(shift)), i, mask)
 
-            across(k, pixels, write)
+            foreach_column(k, pixels, write)
 
 
 @kernel("group_norm_dx", constants=shape_of)
 def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pixels, groups, mode_dx) -> None:
     own = channels // groups
     M = own * pixels
-    with k.claim(k.extent(dims, count) * groups, row_grain(M)) as (begin, end), k.loop(begin, end) as row:
+    with (
+        k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end),
+        k.loop(begin, end) as row,
+    ):
         centre, inverse = mean.get(row), rstd.get(row)
         of_dn, of_dnn = k.var(0.0), k.var(0.0)
 
@@ -95,7 +101,7 @@ def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pi
                 v = inverse * (dy.at(at).load(i, mask) * w - a - normal(x.at(at), i, mask) * b)
                 dx.at(at).store(added(k, dx.at(at), i, mask, v, mode_dx), i, mask)
 
-            across(k, pixels, write)
+            foreach_column(k, pixels, write)
 
 
 @kernel("group_norm_dparams", constants=shape_of)
@@ -104,9 +110,9 @@ def group_norm_dparams(
 ) -> None:
     """A channel belongs to one thread, which adds its images up in order."""
     own = channels // groups
-    with k.claim_each(channels) as channel:
+    with k.parallel_for(channels) as channel:
         of_weight, of_bias = k.var(0.0), k.var(0.0)
-        with k.loop(0, k.extent(dims, count)) as n:
+        with k.loop(0, k.num_elements(dims, count)) as n:
             at, row = (n * channels + channel) * pixels, n * groups + channel // own
             centre, inverse = mean.get(row), rstd.get(row)
 

@@ -6,7 +6,7 @@ import struct
 from math import prod
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import GRAIN, sweep
+from barellm.cpu.kernels.loops import GRAIN, foreach_vector
 from barellm.cpu.kernels.storage import Weight, weight_operands
 from barellm.cpu.lang import Value, random
 from barellm.cpu.lang.vector import ln, sincos_turn
@@ -37,7 +37,7 @@ def random_init(
     weights = Weight(k, param, param_lo, bf16)
     width = 2 * HALF
     blocks = (columns + width - 1) // width
-    with k.claim(rows * blocks, GRAIN // width) as (begin, end), k.loop(begin, end) as unit:
+    with k.parallel_range(rows * blocks, GRAIN // width) as (begin, end), k.loop(begin, end) as unit:
         row, block = unit // blocks, unit % blocks
         for part, offset in random.column_blocks(k.lanes):
             both = (normals if normal else uniforms)(k, *random.words(k, key, row, block, part))
@@ -64,8 +64,8 @@ def constant_init(k: KernelBuilder, param, param_lo, n, valid, *, value) -> None
     def body(i, mask, j):
         weights.store(k.select(k.mask_first(valid - i), k.to(value, k.vec), 0.0), i, mask)
 
-    with k.claim(n, GRAIN) as (begin, end):
-        sweep(k, begin, end, body)
+    with k.parallel_range(n, GRAIN) as (begin, end):
+        foreach_vector(k, begin, end, body)
 
 
 @lowering("constant_init", floats="fp32", also={"param": PLANES})

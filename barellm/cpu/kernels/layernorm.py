@@ -12,9 +12,9 @@ from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
 from barellm.cpu.kernels.loops import (
     LINE,
     ROW_UNROLL,
-    across,
     added,
     fold,
+    foreach_column,
     past_caches,
     row_grain,
     shape_of,
@@ -42,7 +42,7 @@ def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = Fal
             sums[j].value = sums[j].value + u
         products[j].value = k.fma(u, v, products[j].value)
 
-    across(k, C, body, unroll=CHAINS, unrolled=unrolled)
+    foreach_column(k, C, body, unroll=CHAINS, unrolled=unrolled)
     return [k.sum(fold(chains, add)) for chains in (products, sums) if chains]
 
 
@@ -56,9 +56,9 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
     first element: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, the shifted form never does."""
     in_registers = k.lanes * (k.isa.registers - 12) >= C
 
-    rows = k.extent(dims) * inner
+    rows = k.num_elements(dims) * inner
     past = past_caches(k, rows, C, y)
-    with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         of, to = x.at(row * C), y.at(row * C)
         first = of.get(0)
         shift = k.splat(first)
@@ -144,9 +144,9 @@ class GradientOfRow:
 @kernel("rmsnorm_dx", constants=row_constants)
 @kernel("layernorm_dx", constants=row_constants)
 def norm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
-    rows = k.extent(dims) * inner
+    rows = k.num_elements(dims) * inner
     past = past_caches(k, rows, C, dx) if mode_dx == "store" else None
-    with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         of, to = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C), dx.at(row * C)
         means = of.means()
 
@@ -168,7 +168,7 @@ def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count,
 
         return vectors
 
-    column_sums(k, partials, k.extent(dims) * inner, C, count, terms)
+    column_sums(k, partials, k.num_elements(dims) * inner, C, count, terms)
 
 
 @lowering("rmsnorm_dweight", starts="dweight")
@@ -185,7 +185,7 @@ def norm_backward(
 ) -> None:
     """dx, in bf16 too where `rounded` is given, and the partial sums that `sums` names: all that reads dx and dy at once.
     What is written first and leaves the caches goes past them. The first pass does all that needs no mean."""
-    rows = k.extent(dims) * inner
+    rows = k.num_elements(dims) * inner
     together = ROW_UNROLL if C % (ROW_UNROLL * k.lanes) == 0 else 1
     results = [(dx, past_caches(k, rows, C, dx) if mode_dx == "store" else None)]
     if rounded is not None:
@@ -224,7 +224,7 @@ def norm_backward(
             of.fetch(of.x.at(C), c, j)
             of.fetch(of.dy.at(C), c, j)
 
-        across(k, C, body)
+        foreach_column(k, C, body)
 
 
 @lowering("rmsnorm_backward", starts="dx dweight")

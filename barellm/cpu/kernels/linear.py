@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cpu.choices import FEW_ROLE
+from barellm.cpu.gemm_config import FEW_ROLE
 from barellm.cpu.kernel import Lowering, lowering
 from barellm.cpu.kernels import gemm, weight_gradient
 from barellm.cpu.kernels.cross_entropy import ALL_ROWS
-from barellm.cpu.kernels.few_rows import FEW, few_private, few_rows
 from barellm.cpu.kernels.loops import shape_of
-from barellm.cpu.tuning import choose, choose_few
+from barellm.cpu.kernels.skinny_gemm import FEW, skinny_gemm, skinny_gemm_scratch_bytes
+from barellm.cpu.tuning import select_config, select_skinny_config
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
 from barellm.program.tensor import Tensor
@@ -62,15 +62,15 @@ def append_product(
         **({} if factor is None else {"factor": factor}),
     }
     most = tokens_of(like, rows)
-    if c.few_rows and transposed and rows == (0, ALL_ROWS):
-        c.private(few_private(c.isa, depth))
-        few = choose_few(c.isa, few_role_of(epilogues), a_dtype, cols, depth, c.threads)
-        c.call(few_rows, operands, constants | {"choice": few}, writes="out second")
+    if c.skinny_gemm and transposed and rows == (0, ALL_ROWS):
+        c.thread_scratch(skinny_gemm_scratch_bytes(c.isa, depth))
+        few = select_skinny_config(c.isa, few_role_of(epilogues), a_dtype, cols, depth, c.threads)
+        c.call(skinny_gemm, operands, constants | {"choice": few}, writes="out second")
         if most <= FEW:
             return
         constants |= {"least": FEW + 1}
-    choice = choose(c.isa, role, a_dtype, cols, depth, most, c.threads)
-    c.private(gemm.product_private(c.isa, a_dtype, depth, choice))
+    choice = select_config(c.isa, role, a_dtype, cols, depth, most, c.threads)
+    c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, a_dtype, depth, choice))
     operands |= {"row_begin": rows[0], "row_limit": rows[1]}
     constants |= {"transposed": transposed, "choice": choice}
     c.call(gemm.product, operands, constants, writes="out second")
@@ -89,8 +89,8 @@ def append_weight_gradient(
     """`squares` gets the sums of squares of the blocks of what is stored; a later call overwrites those of an earlier one."""
     N, K = (int(n) for n in dweight.shape)
     dtype = dy[1] if isinstance(dy, tuple) else dy.dtype
-    choice = choose(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N, c.threads)
-    c.private(weight_gradient.gradient_private(c.isa, dtype, tokens_of(like, rows), choice))
+    choice = select_config(c.isa, "weight_gradient", dtype, K, tokens_of(like, rows), N, c.threads)
+    c.thread_scratch(weight_gradient.wgrad_scratch_bytes(c.isa, dtype, tokens_of(like, rows), choice))
     operands = {"dweight": dweight, "dy": dy, "x": x, "row_begin": rows[0], "row_limit": rows[1], "squares": squares}
     constants = {"N": N, "K": K, "mode": mode, "choice": choice, **shape_of(like), **views_of(dy=dy, x=x)}
     c.call(weight_gradient.weight_gradient, operands, constants, writes="dweight squares")

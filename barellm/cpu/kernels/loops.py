@@ -24,16 +24,16 @@ Vector = Callable[[Any, Value | None], Value]
 
 
 def shape_of(tensor: Tensor) -> dict[str, Any]:
-    """Constants `dims` and `inner`: `k.extent(dims) * inner` rows of the last axis."""
+    """Constants `dims` and `inner`: `k.num_elements(dims) * inner` rows of the last axis."""
     return {"dims": dims_of(tensor), "inner": tensor.width // int(tensor.shape[-1]) if tensor.shape else 1}
 
 
 def flat(tensor: Tensor) -> dict[str, Any]:
-    """Constants `dims` and `width`: `k.extent(dims) * width` elements."""
+    """Constants `dims` and `width`: `k.num_elements(dims) * width` elements."""
     return {"dims": dims_of(tensor), "width": tensor.width}
 
 
-def sweep(k: KernelBuilder, begin: Any, end: Any, body: Body, *, unroll: int = 2) -> None:
+def foreach_vector(k: KernelBuilder, begin: Any, end: Any, body: Body, *, unroll: int = 2) -> None:
     """body(index, mask, j) for the vectors of elements [begin, end)."""
     step = unroll * k.lanes
     begin, end = k.int(begin), k.int(end)
@@ -85,7 +85,7 @@ def put_added(k: KernelBuilder, out: Pointer, at: Any, value: Value, mode: str) 
     out.put(value if keep is None else value + k.select(keep, out.get(at), 0.0), at)
 
 
-def sweep_result(
+def elementwise_map(
     k: KernelBuilder, n: Value, out: Pointer, vector: Vector, *, unroll: int = 2, mode: str = "store"
 ) -> None:
     """Threads claim ranges of the `n` elements of `out` and write vector(index, mask) in `mode`. What is stored and leaves the
@@ -96,7 +96,7 @@ def sweep_result(
     def written(i, mask):
         return added(k, out, i, mask, vector(i, mask), mode)
 
-    with k.claim(n, GRAIN) as (begin, end):
+    with k.parallel_range(n, GRAIN) as (begin, end):
         whole = begin + ((end - begin) & -step)
         with k.loop(begin, whole, step) as i:
             store_all(k, out, [written(i + j * k.lanes, None) for j in range(unroll)], i, past)
@@ -118,7 +118,7 @@ def fold(chains: list[Var], combine: Callable[[Value, Value], Value]) -> Value:
     return values[0]
 
 
-def across(k: KernelBuilder, C: int, body: Body, *, unroll: int = 4, unrolled: bool = False) -> None:
+def foreach_column(k: KernelBuilder, C: int, body: Body, *, unroll: int = 4, unrolled: bool = False) -> None:
     """body(column, mask, j) for the vectors of a row of C columns, j < unroll. A loop, or wholly `unrolled`: then columns are
     Python integers."""
     if unrolled:
@@ -146,7 +146,7 @@ def past_caches(k: KernelBuilder, rows: Value, C: int, out: Pointer) -> Value | 
 def write_row(
     k: KernelBuilder, out: Pointer, C: int, vector: Vector, *, past: Value | None, unrolled: bool = False
 ) -> None:
-    """Stores vector(column, mask) for a row of C columns. `unrolled` as in `across`."""
+    """Stores vector(column, mask) for a row of C columns. `unrolled` as in `foreach_column`."""
     step = ROW_UNROLL * k.lanes
     whole = C - C % step
 
@@ -177,7 +177,7 @@ def whole_lines(op: Op) -> bool:
 Vectors = Callable[[Any, Value | None], list[Value]]
 
 
-def sweep_rows(
+def foreach_row(
     k: KernelBuilder,
     rows: Value,
     F: int,
@@ -192,7 +192,7 @@ def sweep_rows(
     past = rows * sum(F * p.itemsize for p, *_ in outs) > STREAM_BYTES if stored and lines else None
     step = ROW_TOGETHER * k.lanes
     whole = F - F % step
-    with k.claim(rows, row_grain(F)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(rows, row_grain(F)) as (begin, end), k.loop(begin, end) as row:
         to, of = [p.at(row * stride) for p, stride, _ in outs], vectors(row)
 
         def written(c: Any, mask: Value | None) -> list[Value]:

@@ -37,7 +37,7 @@ def move(k, sums, reads, writes, updates, turns, *, mix, nontemporal: bool) -> N
     read go to `sums`, a line for each thread, so that the loads are not dropped."""
     read, write, update = mix
     totals = [k.var_vec(0.0) for _ in range(4)]
-    with k.claim(turns, 4096) as (begin, end), k.loop(begin, end) as turn:
+    with k.parallel_range(turns, 4096) as (begin, end), k.loop(begin, end) as turn:
         for v in range(read):
             total = totals[v % len(totals)]
             total.value = total.value + reads.load(turn * (read * k.lanes) + v * k.lanes)

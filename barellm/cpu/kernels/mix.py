@@ -12,12 +12,12 @@ from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
 from barellm.cpu.kernels.loops import (
     ROW_UNROLL,
     added,
+    elementwise_map,
     flat,
     fold,
     past_caches,
     shape_of,
     store_all,
-    sweep_result,
     zeros,
 )
 from barellm.cpu.kernels.reductions import chunks_of_rows, lower_partials, lower_scalars
@@ -58,7 +58,7 @@ def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, w
             total = total + value if factor is None else k.fma(value, factor, total)
         return total
 
-    sweep_result(k, k.extent(dims) * width, y, vector, unroll=4, mode=mode_y)
+    elementwise_map(k, k.num_elements(dims) * width, y, vector, unroll=4, mode=mode_y)
 
 
 def mix_backward(
@@ -92,7 +92,7 @@ def mix_backward(
     results = [
         (dx, factors[i], modes[i]) for i, dx in zip(range(n), (dx0, dx1, dx2, dx3), strict=False) if dx is not None
     ]
-    rows = k.extent(dims) * inner
+    rows = k.num_elements(dims) * inner
     step = CHAINS * k.lanes
     leaves = [past_caches(k, rows, C, dx) if mode == "store" else None for dx, _, mode in results]
     with chunks_of_rows(k, partials, rows, 1, len(learned)) as (to, first, last):

@@ -11,14 +11,14 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.gemm import product, product_private
-from barellm.cpu.kernels.loops import GRAIN, across, fold, sweep, zeros
+from barellm.cpu.kernels.gemm import gemm_scratch_bytes, product
+from barellm.cpu.kernels.loops import GRAIN, fold, foreach_column, foreach_vector, zeros
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.optimizer import GRAIN as UPDATED
 from barellm.cpu.kernels.optimizer import sweep_pairs
 from barellm.cpu.kernels.storage import Weight, weight_operands
 from barellm.cpu.lang import Value
-from barellm.cpu.tuning import choose
+from barellm.cpu.tuning import select_config
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
 from barellm.program.ops.muon import LEAST
@@ -39,7 +39,7 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
     momentum, scale = k.scalar("momentum"), clip.get(1)
     finite = scale.equals(scale)  # NaN says that the gradient's norm is not finite
     kept, fresh = k.splat(momentum), k.splat((1.0 - momentum) * scale)
-    with k.claim_each((n + CHUNK - 1) // CHUNK) as chunk:
+    with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         sums = zeros(k, CHAINS)
 
         def body(i, mask, j):
@@ -51,7 +51,7 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
             u.store(ahead, i, mask)
             sums[j].value = k.fma(ahead, ahead, sums[j].value)
 
-        sweep(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
+        foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
         partials.put(k.sum(fold(sums, add)), chunk)
 
 
@@ -68,8 +68,8 @@ def muon_normalize(k: KernelBuilder, x, u, partials, n, count, *, margin, eps) -
     with k.loop(0, count) as i:
         total.value = total.value + k.to(partials.get(i), "double")
     factor = k.splat(1.0 / (k.sqrt(total.value) * margin + eps))
-    with k.claim(n, GRAIN) as (begin, end):
-        sweep(k, begin, end, lambda i, mask, j: x.store(u.load(i, mask) * factor, i, mask))
+    with k.parallel_range(n, GRAIN) as (begin, end):
+        foreach_vector(k, begin, end, lambda i, mask, j: x.store(u.load(i, mask) * factor, i, mask))
 
 
 @lowering("muon_normalize")
@@ -90,8 +90,8 @@ def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, choice
 def lower_apply(op: Op, c: Lowering) -> None:
     rows, cols = op.one(op.x)
     a, b, depth = (op.x, op.b, cols) if op.is_tall(op.x) else (op.b, op.x, rows)
-    choice = choose(c.isa, "input_gradient", op.x.dtype, cols, depth, rows, c.threads)
-    c.private(product_private(c.isa, op.x.dtype, depth, choice))
+    choice = select_config(c.isa, "input_gradient", op.x.dtype, cols, depth, rows, c.threads)
+    c.thread_scratch(gemm_scratch_bytes(c.isa, op.x.dtype, depth, choice))
     constants = {"rows": rows, "cols": cols, "depth": depth, "choice": choice}
     for one in each_matrix(op, y=op.y, a=a, b=b, x=op.x):
         c.call(gram_apply, {**one, "scale": bits(op.scale)}, constants, writes="y")
@@ -102,20 +102,20 @@ def lower_apply(op: Op, c: Lowering) -> None:
 
 def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
     """means (rows) of the squares of x (rows, C)."""
-    with k.claim(rows, max(1, GRAIN // C)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(rows, max(1, GRAIN // C)) as (begin, end), k.loop(begin, end) as row:
         sums, at = zeros(k, CHAINS), x.at(row * C)
 
         def body(c, mask, j):
             value = at.load(c, mask)
             sums[j].value = k.fma(value, value, sums[j].value)
 
-        across(k, C, body, unroll=CHAINS)
+        foreach_column(k, C, body, unroll=CHAINS)
         means.put(k.sum(fold(sums, add)) / float(C), row)
 
 
 def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
     """means (C) of the squares of x (rows, C): a claim is a few vectors of columns, from the first row to the last."""
-    with k.claim(C, CHAINS * k.lanes) as (begin, end):
+    with k.parallel_range(C, CHAINS * k.lanes) as (begin, end):
 
         def body(c, mask, j):
             total = k.var(k.to(0.0, k.vec))
@@ -124,13 +124,13 @@ def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
                 total.value = k.fma(value, value, total.value)
             means.store(total.value / k.to(rows, "float"), c, mask)
 
-        sweep(k, begin, end, body, unroll=1)
+        foreach_vector(k, begin, end, body, unroll=1)
 
 
 def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, each) -> None:
     """scales (n) that leave the norm of x; a mean is of `each` elements. Sums are few: one thread adds them, in double."""
     finite = clip.get(1).equals(clip.get(1))
-    with k.claim_each(1):
+    with k.parallel_for(1):
         before, after = k.var(k.const(0.0, "double")), k.var(k.const(0.0, "double"))
         with k.loop(0, n) as i:
             mean, old = means.get(i), second.get(i)
@@ -143,13 +143,13 @@ def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, 
             after.value = after.value + mean * k.to(d, "double") * k.to(d, "double")
         norm, scaled = k.sqrt(before.value * float(each)), k.sqrt(after.value * float(each))
         ratio = k.splat(norm / k.max(scaled, LEAST))
-        sweep(k, 0, n, lambda i, mask, j: scales.store(scales.load(i, mask) * ratio, i, mask))
+        foreach_vector(k, 0, n, lambda i, mask, j: scales.store(scales.load(i, mask) * ratio, i, mask))
 
 
 @lowering("normuon_scales")
 def lower_scales(op: Op, c: Lowering) -> None:
     rows, C = op.one(op.x)
-    means = (part(c.scratch("means", 4 * op.second.size)), "fp32")
+    means = (part(c.workspace("means", 4 * op.second.size)), "fp32")
     for one in each_matrix(op, means=means, x=op.x):
         c.call(row_means if rows >= C else column_means, {**one, "rows": rows}, {"C": C}, writes="means")
     constants = {"beta2": float(op.beta2), "each": min(rows, C)}
@@ -189,7 +189,7 @@ def muon_update(
         sweep_pairs(k, begin, end, body)
 
     # NaN says that the gradient's norm is not finite: nobody claims anything.
-    with k.claim(k.select(ok.equals(ok), rows, 0), max(1, UPDATED // C)) as (begin, end):
+    with k.parallel_range(k.select(ok.equals(ok), rows, 0), max(1, UPDATED // C)) as (begin, end):
         if scales is None:
             step(begin * C, end * C, lambda at, mask: size)
             return

@@ -67,7 +67,7 @@ def adamw(
         weights.store_all(updated, i, mask)
 
     # NaN says that the gradient's norm is not finite: nobody claims anything.
-    with k.claim(k.select(scale.equals(scale), n, 0), GRAIN) as (begin, end):
+    with k.parallel_range(k.select(scale.equals(scale), n, 0), GRAIN) as (begin, end):
         if key is None:
             sweep_pairs(k, begin, end, body)
         else:

@@ -23,7 +23,7 @@ NEAR, FAR = 4, 64  # so many chunks earlier their lines are fetched into the fir
 LEFT_NEAR = 8  # for units of a left block, which go several at a time
 
 
-def paired(isa: ISA, dtype: str) -> bool:
+def uses_vnni(isa: ISA, dtype: str) -> bool:
     """Whether operands of `dtype` go in pairs along the depth."""
     return dtype == "bf16" and bool(isa.dot)
 
@@ -32,7 +32,7 @@ def panel_bytes(isa: ISA, dtype: str, depth: int, width: int) -> int:
     """The bytes of a packed block of `width` columns, a multiple of 64."""
     if amx.uses_tiles(isa, dtype):
         depth = amx.padded(depth)
-    nbytes = ceil_div(depth, 2) * width * 4 if paired(isa, dtype) else depth * width * 4
+    nbytes = ceil_div(depth, 2) * width * 4 if uses_vnni(isa, dtype) else depth * width * 4
     return round_up(nbytes, 64)
 
 
@@ -103,7 +103,7 @@ class Panels:
             self.ready.value = self.next
 
 
-def transposed(
+def pack_b_transposed(
     k: KernelBuilder,
     panel: Pointer,
     w: Pointer,
@@ -119,7 +119,7 @@ def transposed(
     """Panel columns `col`... of w (cols, stride), `depth` of each; `even`: always a whole number of chunks. A chunk is 4 units of
     `lanes` columns: 16 bytes of each become groups of vectors, and in each group 4 x 4 units are transposed. Columns beyond the
     last repeat it: their products are computed and never stored. `fetch(i)` fetches what is packed later, beside chunk i."""
-    pair = paired(k.isa, w.dtype)
+    pair = uses_vnni(k.isa, w.dtype)
     lanes, elements = k.lanes, 8 if pair else 4
     hangs_over = cols % span != 0
     out = panel.as_dtype("i32")
@@ -168,14 +168,14 @@ def _units(k: KernelBuilder, p: Pointer, pair: bool) -> Value:
     return k.bitcast(k.widen16(half, p.dtype), "<4 x i32>")
 
 
-def interleaved(
+def pack_b(
     k: KernelBuilder, block: Pointer, b: Pointer, col: Any, depth: Any, *, stride: int, width: int, cols: Any,
     beside: bool = False,
 ) -> Packing:  # fmt: skip
     """Rows 0... of b (depth, stride), columns `col`... + width, with two depth rows woven into pairs where the ISA wants them: a
     chunk. `cols` is the column count where the block may hang over it, None where it cannot; what hangs over becomes zero.
     `beside`: the columns after these are packed next, and not the rows."""
-    pair = paired(k.isa, b.dtype)
+    pair = uses_vnni(k.isa, b.dtype)
     lanes = k.lanes
     depth = k.int(depth)
     vectors = range(0, width, lanes)
@@ -230,7 +230,7 @@ class LeftBlock:
         number stands for. `inside`: no tile hangs over the last of the `cols` columns; else what does becomes zero."""
         self.k, self.at, self.rows, self.block = k, at.as_dtype("i32"), rows, block
         self.cols, self.stride = cols, stride
-        self.pair = paired(k.isa, dtype)
+        self.pair = uses_vnni(k.isa, dtype)
         self.slot = (most + 1) >> 1 if self.pair else most
         self.tiles, self.inside = max(1, LINE // (rows * itemsize(dtype))), inside
         self.have, self.group, self.unit = k.var(-1), k.var(0), k.var(0)  # `group`s are packed, `unit`s of the next

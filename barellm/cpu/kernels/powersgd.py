@@ -11,7 +11,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import GRAIN, across, fold, sweep, zeros
+from barellm.cpu.kernels.loops import GRAIN, fold, foreach_column, foreach_vector, zeros
 from barellm.cpu.kernels.reductions import CHUNK_ROWS, CHUNKS, add_chunks, chunks_of_rows, rows_per_chunk
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import round_up
@@ -58,13 +58,13 @@ def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> N
                 for total, value in zip(of_row, factors, strict=True):
                     total.value = k.fma(m, value, total.value)
 
-        across(k, cols, body, unroll=1)
+        foreach_column(k, cols, body, unroll=1)
         for a, of_row in enumerate(sums):
             for b, total in enumerate(of_row):
                 y.put(k.sum(total.value), (j + b) * rows + i + a)
 
     tile = ACROSS[k.isa.registers]
-    with k.claim(rows, round_up(max(1, GRAIN // cols), tile[0])) as (begin, end):
+    with k.parallel_range(rows, round_up(max(1, GRAIN // cols), tile[0])) as (begin, end):
         tiled(k, begin, end, rank, tile, block)
 
 
@@ -85,7 +85,7 @@ def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank)
                         total = k.fma(value, factor, total)
                     to.store(total, (j + b) * cols + c, mask)
 
-            across(k, cols, body, unroll=1)
+            foreach_column(k, cols, body, unroll=1)
 
         tiled(k, begin, end, rank, DOWN[k.isa.registers], block)
 
@@ -106,7 +106,7 @@ def lower_factor(op: Op, c: Lowering) -> None:
         return
     size = op.attrs["rank"] * cols
     chunks = min(CHUNKS, -(-rows // CHUNK_ROWS))
-    partials = (part(c.scratch("partials", 4 * chunks * size)), "fp32")
+    partials = (part(c.workspace("partials", 4 * chunks * size)), "fp32")
     c.call(factor_down, operands | {"partials": partials}, sizes, writes="partials")
     c.call(add_factors, {"y": op.y, "partials": partials}, {"rows": rows, "size": size}, writes="y")
 
@@ -121,20 +121,20 @@ def dot(k: KernelBuilder, a: Pointer, b: Pointer, first: Any, n: Any) -> Value:
     def body(i, mask, j):
         sums[j].value = k.fma(a.load(i, mask), b.load(i, mask), sums[j].value)
 
-    sweep(k, first, n, body, unroll=CHAINS)
+    foreach_vector(k, first, n, body, unroll=CHAINS)
     return k.sum(fold(sums, add))
 
 
 def reflect(k: KernelBuilder, x: Pointer, v: Pointer, tau: Value, n: int) -> None:
     """x -= tau (v x) v."""
     size = k.splat(tau * dot(k, v, x, 0, n))
-    sweep(k, 0, n, lambda i, mask, j: x.store(x.load(i, mask) - size * v.load(i, mask), i, mask))
+    foreach_vector(k, 0, n, lambda i, mask, j: x.store(x.load(i, mask) - size * v.load(i, mask), i, mask))
 
 
 def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
     """One thread: the factors of other matrices are for the others. `work` (rank, n) gets the columns of x, scaled so that squares
     neither vanish nor overflow, and then the reflections."""
-    with k.claim_each(1):
+    with k.parallel_for(1):
         with k.loop(0, rank) as j:
             column, largest = x.at(j * n), k.var_vec(0.0)
 
@@ -142,25 +142,25 @@ def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
                 value = column.load(i, mask)
                 largest.value = k.max(k.max(value, -value), largest.value)
 
-            sweep(k, 0, n, look)
+            foreach_vector(k, 0, n, look)
             size = k.maximum(largest.value)
             scale, to = k.splat(k.select(size > LEAST, 1.0 / size, 1.0)), work.at(j * n)
-            sweep(k, 0, n, lambda i, mask, _, a=column, to=to, s=scale: to.store(a.load(i, mask) * s, i, mask))
+            foreach_vector(k, 0, n, lambda i, mask, _, a=column, to=to, s=scale: to.store(a.load(i, mask) * s, i, mask))
         with k.loop(0, rank) as j:
             v = work.at(j * n)
             squares, alpha = dot(k, v, v, j + 1, n), v.get(j)
             norm = k.sqrt(k.fma(alpha, alpha, squares))
             beta, none = k.select(alpha < 0.0, norm, -norm), squares.equals(0.0)
             tau, inverse = (beta - alpha) / beta, k.splat(k.select(none, 0.0, 1.0 / (alpha - beta)))
-            sweep(k, j + 1, n, lambda i, mask, _, v=v, s=inverse: v.store(v.load(i, mask) * s, i, mask))
-            sweep(k, 0, j, lambda i, mask, _, v=v: v.store(0.0, i, mask))
+            foreach_vector(k, j + 1, n, lambda i, mask, _, v=v, s=inverse: v.store(v.load(i, mask) * s, i, mask))
+            foreach_vector(k, 0, j, lambda i, mask, _, v=v: v.store(0.0, i, mask))
             v.put(1.0, j)
             taus.put(k.select(none, 0.0, tau), j)
             with k.loop(j + 1, rank) as later:
                 reflect(k, work.at(later * n), v, taus.get(j), n)
         with k.loop(0, rank) as j:
             to = y.at(j * n)
-            sweep(k, 0, n, lambda i, mask, _, to=to: to.store(0.0, i, mask))
+            foreach_vector(k, 0, n, lambda i, mask, _, to=to: to.store(0.0, i, mask))
             y.put(1.0, j * n + j)
         with k.loop(0, rank) as back:
             last = (rank - 1) - back
@@ -171,8 +171,8 @@ def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
 @lowering("householder", floats="fp32", also={"x": "bf16"}, spans="x")
 def lower_householder(op: Op, c: Lowering) -> None:
     rank = op.attrs["rank"]
-    work = (part(c.scratch("work", 4 * op.x.size)), "fp32")
-    taus = (part(c.scratch("taus", 4 * rank)), "fp32")
+    work = (part(c.workspace("work", 4 * op.x.size)), "fp32")
+    taus = (part(c.workspace("taus", 4 * rank)), "fp32")
     constants = {"n": op.x.size // rank, "rank": rank}
     c.call(householder, {"y": op.y, "x": op.x, "work": work, "taus": taus}, constants, writes="y work taus")
 
@@ -216,7 +216,7 @@ def feedback(
     cut = cols - cols % step
     grain = round_up(max(1, GRAIN // cols), tall)
     # NaN says that the gradient's norm is not finite: nobody claims anything.
-    with k.claim(k.select(ok.equals(ok), k.int(rows), 0), grain) as (begin, end):
+    with k.parallel_range(k.select(ok.equals(ok), k.int(rows), 0), grain) as (begin, end):
         if cut:
             with k.loop(0, cut, step) as c:
                 strip(begin, end, [(c + j * k.lanes, None) for j in range(TOGETHER)])
@@ -227,8 +227,8 @@ def feedback(
 def keep_factor(k: KernelBuilder, q, total, clip, n) -> None:
     """q (n) = total, unless the norm is not finite."""
     ok = clip.get(1)
-    with k.claim(k.select(ok.equals(ok), n, 0), GRAIN) as (begin, end):
-        sweep(k, begin, end, lambda i, mask, j: q.store(total.load(i, mask), i, mask))
+    with k.parallel_range(k.select(ok.equals(ok), n, 0), GRAIN) as (begin, end):
+        foreach_vector(k, begin, end, lambda i, mask, j: q.store(total.load(i, mask), i, mask))
 
 
 @lowering("feedback", floats="fp32", also={"own": "bf16", "total": "bf16"}, spans="own total")

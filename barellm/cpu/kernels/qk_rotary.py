@@ -10,7 +10,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.attention_blocks import extent, size
+from barellm.cpu.kernels.attention_blocks import dim_size, size
 from barellm.cpu.kernels.loops import LINE, STREAM_BYTES, added, fold, row_grain, store_all, zeros
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.ops.base import Op
@@ -85,15 +85,15 @@ class Walk:
     def __init__(self, k: KernelBuilder, cos, sin, *, batch, seq, half, heads, kv_heads, paired, shift, back) -> None:
         self.k, self.tables, self.half, self.back = k, (cos, sin), half, back
         self.heads, self.count, self.step, self.shift = heads, heads + kv_heads, 2 if paired else 1, shift
-        self.T = extent(k, seq)
-        self.rows, self.D = extent(k, batch) * self.T, 2 * half
+        self.T = dim_size(k, seq)
+        self.rows, self.D = dim_size(k, batch) * self.T, 2 * half
         self.W = self.D * self.count
 
     def heads_of_rows(self) -> Iterator[At]:
         k, quarter = self.k, self.half // 2
         parts = [(0, self.heads, False), (self.heads, self.count, True)] if self.shift else [(0, self.count, False)]
         held = 2 * self.step * -(-self.half // k.lanes) <= k.isa.registers // 2
-        with k.claim(self.rows, row_grain(self.W)) as (begin, end), k.loop(begin, end) as row:
+        with k.parallel_range(self.rows, row_grain(self.W)) as (begin, end), k.loop(begin, end) as row:
             t = row % self.T
             angles = []
             for i in range(self.step):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from barellm.cpu.choices import Choice, Tile
+from barellm.cpu.gemm_config import GemmConfig, Tile
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
 from barellm.cpu.kernels import gemm
@@ -21,11 +21,11 @@ from barellm.cpu.kernels.cross_entropy import ALL_ROWS
 from barellm.cpu.kernels.epilogue import Epilogue
 from barellm.cpu.kernels.linear import role_of, tokens_of, views_of
 from barellm.cpu.kernels.loops import shape_of
-from barellm.cpu.kernels.packing import Packing, paired
-from barellm.cpu.kernels.quantized_digits import DigitRows, digits_private, multiplies_bytes
+from barellm.cpu.kernels.packing import Packing, uses_vnni
+from barellm.cpu.kernels.quantized_digits import DigitRows, digits_scratch_bytes, multiplies_bytes
 from barellm.cpu.kernels.quantized_few import FEW, FewRows
 from barellm.cpu.lang import Pointer, Value
-from barellm.cpu.tuning import choose
+from barellm.cpu.tuning import select_config
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.ops.base import Op
 from barellm.program.quantization import BLOCK, TILE, scheme
@@ -36,7 +36,7 @@ def quantized_few_rows(
     dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, strides: tuple[tuple[str, int], ...] = (),
 ) -> None:  # fmt: skip
     """out (rows, cols) = x (rows, depth) @ weight and then the `epilogues`, for FEW rows at most; nothing if a run has more."""
-    rows, apart = k.extent(dims, inner), dict(strides)
+    rows, apart = k.num_elements(dims, inner), dict(strides)
 
     def finish(col: Value) -> Epilogue:
         how: dict[str, Any] = {"cols": cols, "epilogues": epilogues, "mode": mode, "early": False, "strides": apart}
@@ -55,7 +55,7 @@ class _OfCodes:
 
     def _pack(self: Any, into: Pointer, number: Value) -> Packing:
         """Part number % parts of the depth, of panel number // parts. A chunk is a block of a vector of columns."""
-        k, span, pair = self.k, self.span, paired(self.k.isa, self.a.dtype)
+        k, span, pair = self.k, self.span, uses_vnni(self.k.isa, self.a.dtype)
         codes, scales = self.quantized
         last, vectors = ceil_div(self.cols, TILE) - 1, span // k.lanes
         col, p = number // self.parts * span, number % self.parts
@@ -101,12 +101,12 @@ class AmxProduct(_OfCodes, gemm.AmxProduct):
 
 def quantized_rows(
     k: KernelBuilder, out, second, x, codes, scales, bias, other, row_begin, row_limit, *, cols: int, depth: int,
-    weights: str, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, choice: Choice, least: int,
+    weights: str, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, choice: GemmConfig, least: int,
     strides: tuple[tuple[str, int], ...] = (),
 ) -> None:  # fmt: skip
     """The same for rows [row_begin, row_begin + row_limit) of a run that has at least `least`."""
     how = scheme(weights)
-    extent = k.extent(dims, inner)
+    extent = k.num_elements(dims, inner)
     rows = k.select(extent < least, 0, k.min(extent - row_begin, row_limit))
     reader = Codes(k, codes, how, ceil_div(depth, BLOCK)), Scales(k, scales, how.groups(depth))
 
@@ -135,13 +135,13 @@ def append_quantized(
     }  # fmt: skip
     operands = {"out": out, "second": second, "x": x, "codes": codes, "scales": scales, "bias": bias, "other": other}
     if rows is None:
-        c.private(_private(c.isa, weights, dtype, depth))
+        c.thread_scratch(_private(c.isa, weights, dtype, depth))
         c.call(quantized_few_rows, operands, constants, writes="out second")
     most = tokens_of(like, rows or (0, 1 << 40))
     if rows is None and most <= FEW:
         return
-    choice = choose(c.isa, role_of(True, epilogues), dtype, cols, depth, most, c.threads)
-    c.private(gemm.product_private(c.isa, dtype, depth, choice))
+    choice = select_config(c.isa, role_of(True, epilogues), dtype, cols, depth, most, c.threads)
+    c.thread_scratch(gemm.gemm_scratch_bytes(c.isa, dtype, depth, choice))
     first, count = rows or (0, ALL_ROWS)
     operands |= {"row_begin": first, "row_limit": count}
     constants |= {"choice": choice, "least": 0 if rows else FEW + 1}
@@ -151,7 +151,7 @@ def append_quantized(
 def _private(isa: ISA, weights: str, dtype: str, depth: int) -> int:
     """Bytes of a thread's own scratch for x."""
     if multiplies_bytes(isa, weights):
-        return digits_private(scheme(weights), dtype, depth)
+        return digits_scratch_bytes(scheme(weights), dtype, depth)
     return FEW * round_up(depth, max(BLOCK, isa.lanes)) * 4
 
 

@@ -87,7 +87,7 @@ def row_bytes(how: Scheme, dtype: str, depth: int) -> int:
     return round_up(groups * (group_of(how) * count + 4 + 4 * count), LINE)
 
 
-def digits_private(how: Scheme, dtype: str, depth: int) -> int:
+def digits_scratch_bytes(how: Scheme, dtype: str, depth: int) -> int:
     """Bytes of a thread's own scratch."""
     return FEW * row_bytes(how, dtype, depth)
 
@@ -103,7 +103,7 @@ class DigitRows(FewRows):
         self.plane = self.parts * self.group  # bytes of one digit of a row
         self.begins = self.count * self.plane  # where the powers of two lie, and behind them what sums begin with
         self.row_bytes = row_bytes(self.how, self.x.dtype, self.depth)
-        self.held = k.private()
+        self.held = k.thread_scratch()
         self.bytes = f"<{LANE * k.lanes} x i8>"
         if self.whole.table:
             self.tables = [self.codes._table([n // BASE**d % BASE for n in self.whole.table]) for d in range(2)]

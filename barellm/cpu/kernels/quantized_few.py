@@ -11,7 +11,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.codes import Codes, Scales
-from barellm.cpu.kernels.packing import LINE, paired
+from barellm.cpu.kernels.packing import LINE, uses_vnni
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.integers import ceil_div
 from barellm.program.quantization import BLOCK, TILE, scheme
@@ -41,14 +41,14 @@ class FewRows:
 
     def _prepare(self) -> None:
         """What is done with x before the first claim."""
-        self.pair = paired(self.k.isa, self.x.dtype) and bool(self.how.table)
+        self.pair = uses_vnni(self.k.isa, self.x.dtype) and bool(self.how.table)
         if self.depth % BLOCK or not (self.pair or self.x.dtype == "fp32"):
             self._copy(self.depth)
 
     def _copy(self, depth: int) -> None:
         """x as the multiply-adds take it, in this thread's scratch: as fp32, or bf16 if in pairs, and zeros behind each row."""
         k, length = self.k, self.blocks * BLOCK
-        copied = k.private("bf16" if self.pair else "fp32")
+        copied = k.thread_scratch("bf16" if self.pair else "fp32")
         with k.loop(0, self.rows) as row:
             for at, mask in ((length - BLOCK + v, None) for v in range(0, BLOCK, min(k.lanes, BLOCK))):
                 copied.store(0.0, row * length + at, mask if k.lanes <= BLOCK else k.mask_first(BLOCK))
@@ -63,7 +63,7 @@ class FewRows:
         """`finish(column)` makes the epilogue of a tile."""
         k, tiles = self.k, ceil_div(self.cols, TILE)
         grain = max(1, CLAIM_BYTES // (self.blocks * self.codes.block_bytes))
-        with k.claim(tiles, grain) as (begin, end), k.loop(begin, end) as tile:
+        with k.parallel_range(tiles, grain) as (begin, end), k.loop(begin, end) as tile:
             for fewer, rows in zip((0, *ROWS), ROWS, strict=False):
                 with k.when((self.rows > fewer) & (self.rows <= rows)):
                     sums = self._tile(tile, rows)

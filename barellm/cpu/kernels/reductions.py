@@ -12,7 +12,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
-from barellm.cpu.kernels.loops import across, added, fold, put_added, shape_of, sweep, zeros
+from barellm.cpu.kernels.loops import added, fold, foreach_column, foreach_vector, put_added, shape_of, zeros
 from barellm.cpu.kernels.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
@@ -37,10 +37,10 @@ def chunks_of_rows(
 ) -> Iterator[tuple[Pointer | None, Value, Value]]:
     """Claims chunks: where its partial sums are (count, C), cleared, or None; and its rows [begin, end)."""
     per = rows_per_chunk(k, rows)
-    with k.claim_each((rows + per - 1) // per) as chunk:
+    with k.parallel_for((rows + per - 1) // per) as chunk:
         to = None if partials is None else partials.at(chunk * (count * C))
         if to is not None:
-            across(k, count * C, lambda c, mask, j: to.store(0.0, c, mask))
+            foreach_column(k, count * C, lambda c, mask, j: to.store(0.0, c, mask))
         begin = chunk * per
         yield to, begin, k.min(begin + per, rows)
 
@@ -56,12 +56,12 @@ def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count:
             for t, value in enumerate(vectors(c, mask)):
                 to.store(to.load(t * C + c, mask) + value, t * C + c, mask)
 
-        across(k, C, body)
+        foreach_column(k, C, body)
 
 
 def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mode) -> None:
     """out (C) = the chunks' partial sums, in order; the next chunk's are `stride` floats further."""
-    rows = k.extent(dims) * inner
+    rows = k.num_elements(dims) * inner
     per = rows_per_chunk(k, rows)
     add_chunks(k, out, partials, (rows + per - 1) // per, C, stride, mode)
 
@@ -77,8 +77,8 @@ def add_chunks(
             total.value = total.value + partials.load(chunk * stride + c, mask)
         out.store(added(k, out, c, mask, total.value, mode), c, mask)
 
-    with k.claim(C, 4 * k.lanes) as (begin, end):
-        sweep(k, begin, end, body, unroll=1)
+    with k.parallel_range(C, 4 * k.lanes) as (begin, end):
+        foreach_vector(k, begin, end, body, unroll=1)
 
 
 def lower_column_sums(
@@ -97,7 +97,7 @@ def lower_column_sums(
     C = int(like.shape[-1])
     stride = len(outputs) * C
     chunks = min(CHUNKS, -(-(like.size // C) // CHUNK_ROWS))
-    partials = c.scratch("partials", chunks * stride * 4) if outputs else None
+    partials = c.workspace("partials", chunks * stride * 4) if outputs else None
     shape = shape_of(like)
     c.call(
         emit,
@@ -115,13 +115,13 @@ def lower_column_sums(
 def lower_partials(c: Lowering, like: Tensor, count: int) -> tuple[Region, str] | None:
     """Scratch for `count` numbers of each chunk of the rows of `like`; None where `count` is 0."""
     chunks = min(CHUNKS, -(-(like.size // int(like.shape[-1])) // CHUNK_ROWS))
-    return (part(c.scratch("partials", chunks * count * 4)), "fp32") if count else None
+    return (part(c.workspace("partials", chunks * count * 4)), "fp32") if count else None
 
 
 def combine_scalars(k: KernelBuilder, out0, out1, out2, out3, partials, *, modes, dims, inner) -> None:
     """Each out (1) = the sum of its column of partials (chunks, outs), in the chunks' order."""
-    rows, count = k.extent(dims) * inner, len(modes)
-    with k.claim_each(1):
+    rows, count = k.num_elements(dims) * inner, len(modes)
+    with k.parallel_for(1):
         total, mask = k.var_vec(0.0), k.mask_first(count)
         with k.loop(0, k.ceil_div(rows, rows_per_chunk(k, rows))) as chunk:
             total.value = total.value + partials.load(chunk * count, mask)
@@ -146,7 +146,7 @@ def bias_grad_partials(k: KernelBuilder, partials, dy, *, C, count, dims, inner)
         of = dy.at(row * C)
         return lambda c, mask: [of.load(c, mask)]
 
-    column_sums(k, partials, k.extent(dims) * inner, C, count, terms)
+    column_sums(k, partials, k.num_elements(dims) * inner, C, count, terms)
 
 
 @lowering("bias_grad", starts="dbias")
@@ -161,14 +161,14 @@ CHAINS = 8
 
 def sum_squares(k: KernelBuilder, partials, x, n) -> None:
     """partials (ceil(n / CHUNK)) = sums of squares of x (n)."""
-    with k.claim_each((n + CHUNK - 1) // CHUNK) as chunk:
+    with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         sums = zeros(k, CHAINS)
 
         def body(i, mask, j):
             v = x.load(i, mask)
             sums[j].value = k.fma(v, v, sums[j].value)
 
-        sweep(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
+        foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
         partials.put(k.sum(fold(sums, add)), chunk)
 
 
@@ -179,7 +179,7 @@ def lower_sum_squares(op: Op, c: Lowering) -> None:
 
 def add_partials(k: KernelBuilder, total, partials, n) -> None:
     """total (1) fp64 = sum of partials (n) in order."""
-    with k.claim_each(1):
+    with k.parallel_for(1):
         acc = k.var(k.const(0.0, "double"))
         with k.loop(0, n) as i:
             acc.value = acc.value + k.to(partials.get(i), "double")
@@ -189,7 +189,7 @@ def add_partials(k: KernelBuilder, total, partials, n) -> None:
 def clip_scale(k: KernelBuilder, clip, skipped, loss_scale, totals, n, *, limit) -> None:
     """clip (2) = [norm, min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped. Both are divided by the
     loss scale, which then moves on."""
-    with k.claim_each(1):
+    with k.parallel_for(1):
         acc = k.var(k.const(0.0, "double"))
         with k.loop(0, n) as i:
             acc.value = acc.value + totals.get(i)
@@ -213,7 +213,7 @@ def clip_scale(k: KernelBuilder, clip, skipped, loss_scale, totals, n, *, limit)
 @lowering("clip_scale", floats="fp32", also={"skipped": "i32", "loss_scale": "i32"})
 def lower_clip_scale(op: Op, c: Lowering) -> None:
     partials = [t for name, t in op.inputs.items() if name not in op.inplace]
-    totals = c.scratch("totals", 8 * len(partials))
+    totals = c.workspace("totals", 8 * len(partials))
     for i, t in enumerate(partials):
         c.call(
             add_partials,

@@ -12,9 +12,9 @@ from barellm.cpu.lang import Value
 def rmsnorm(k: KernelBuilder, y, rstd, x, weight, *, C, eps, dims, inner) -> None:
     """Memory is read once: the row stays in registers, or in the first cache where it is long."""
     in_registers = k.lanes * (k.isa.registers - 12) >= C
-    rows = k.extent(dims) * inner
+    rows = k.num_elements(dims) * inner
     past = past_caches(k, rows, C, y)
-    with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         of, to = x.at(row * C), y.at(row * C)
         held: dict[int, Value] = {}
 

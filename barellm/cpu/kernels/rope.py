@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.attention_blocks import extent, size
+from barellm.cpu.kernels.attention_blocks import dim_size, size
 from barellm.cpu.kernels.loops import STREAM_BYTES, added, row_grain, store_all, write_row
 from barellm.cpu.lang import Value
 from barellm.program.ops.base import Op
@@ -23,13 +23,13 @@ def constants_of(op: Op) -> dict[str, Any]:
 @kernel("rope", constants=constants_of, views="x y")
 def rope(k: KernelBuilder, y, x, cos, sin, *, batch, seq, W, half, heads, inverse, strides, lines, mode_y) -> None:
     """Turn the heads of each row. If there are enough registers, a row's cosines and sines stay there while its heads turn."""
-    T, pos = extent(k, seq), k.scalar("pos")
-    rows, turned = extent(k, batch) * T, heads * 2 * half
+    T, pos = dim_size(k, seq), k.scalar("pos")
+    rows, turned = dim_size(k, batch) * T, heads * 2 * half
     columns = k.columns(half)
     pairs = half % (2 * k.lanes) == 0
     past = rows * (W * y.itemsize) > STREAM_BYTES if mode_y == "store" and lines and pairs else None
     in_registers = 2 * len(columns) <= k.isa.registers // 2
-    with k.claim(rows, row_grain(W)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(rows, row_grain(W)) as (begin, end), k.loop(begin, end) as row:
         of, to = x.at(row * strides[0]), y.at(row * strides[1])
         at = (pos + row % T) * half
 

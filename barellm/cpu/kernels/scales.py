@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import flat, sweep_result
+from barellm.cpu.kernels.loops import elementwise_map, flat
 from barellm.cpu.lang import Value
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op
@@ -26,7 +26,7 @@ def per_target_of(k: KernelBuilder, value: Value, per_target: bool) -> Value:
     "entries": op.history.size, "per_number": float(np.float32(MARGIN / op.largest)), "first": float(op.first),
 })  # fmt: skip
 def delayed_scale(k: KernelBuilder, scale, history, *, entries, per_number, first) -> None:
-    with k.claim_each(1):
+    with k.parallel_for(1):
         top = k.float(0.0)
         for i in range(entries):
             top = k.max(history.get(i), top)
@@ -35,20 +35,20 @@ def delayed_scale(k: KernelBuilder, scale, history, *, entries, per_number, firs
 
 @kernel("remember", floats="fp32", constants=lambda op: {"entries": op.history.size, "per_target": op.per_target})
 def remember(k: KernelBuilder, history, sums, *, entries, per_target) -> None:
-    with k.claim_each(1):
+    with k.parallel_for(1):
         for i in reversed(range(1, entries)):
             history.put(history.get(i - 1), i)
         history.put(per_target_of(k, sums.get(SUMS.index("max_abs")), per_target), 0)
 
 
 def float_bias(k: KernelBuilder, bias, sums, *, deviations, per_target, dims, width) -> None:
-    with k.claim_each(1):
+    with k.parallel_for(1):
         count = k.to(bias.get(1), "i64")
         doubling = (count >= FIRST) & (count < LAST) & (count & (count - 1)).equals(0)
         due = (count & (LAST - 1)).equals(0) | doubling
         total, size, squares, top = (sums.get(i) for i in range(4))
         if deviations:
-            n = k.float(k.extent(dims) * width)
+            n = k.float(k.num_elements(dims) * width)
             mean = total / n
             top = size / n + k.sqrt(k.max(squares / n - mean * mean, k.float(0.0))) * DEVIATIONS
         top = per_target_of(k, top, per_target)
@@ -95,7 +95,7 @@ def round_floating(k: KernelBuilder, y, x, bias, *, denormals, per_target, dims,
         near = k.select(size > 0x7F800000, size, k.min(near, largest))  # NaN stays
         return k.bitcast(near | (bits & ~0x7FFFFFFF), k.vec)
 
-    sweep_result(k, k.extent(dims) * width, y, vector, unroll=4)
+    elementwise_map(k, k.num_elements(dims) * width, y, vector, unroll=4)
 
 
 @lowering("round_floating", also={"x": PLANES})

@@ -12,7 +12,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
 from barellm.cpu.kernels.cross_entropy import ALL_ROWS, highest, logarithm, rows_here, sum_of, total_loss
-from barellm.cpu.kernels.loops import Vector, across, flat, row_grain, shape_of, sweep_result
+from barellm.cpu.kernels.loops import Vector, elementwise_map, flat, foreach_column, row_grain, shape_of
 from barellm.cpu.kernels.loss_scale import scale_of
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import LOG2E, exp, exp2_within
@@ -128,10 +128,10 @@ def write_gradient(
         d = elsewhere(c, mask)
         dlogits.store(dlogits.load(c, mask) + d if mode == "add" else d, c, mask)
 
-    across(k, valid, body)
+    foreach_column(k, valid, body)
     if mode == "store" and valid < V:
         padding = dlogits.at(valid)
-        across(k, V - valid, lambda c, mask, j: padding.store(0.0, c, mask))
+        foreach_column(k, V - valid, lambda c, mask, j: padding.store(0.0, c, mask))
     for t, value in zip(found, at_targets, strict=True):
         with k.when(t.counted):
             dlogits.put(value, t.column)
@@ -152,7 +152,7 @@ def row_losses(
 ) -> None:  # fmt: skip
     """lse, losses: the weighted sum of lse - z[target] over a row's targets, and nexts: that of the first alone."""
     with (
-        k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         of = logits.at(row * V)
@@ -167,9 +167,9 @@ def row_losses_and_gradients(
     *, V, valid, dims, inner, cap, **more,
 ) -> None:  # fmt: skip
     """Compute the losses, and write the gradient over the logits."""
-    factor, kept = factor_of(k, loss_scale, cap), k.private()
+    factor, kept = factor_of(k, loss_scale, cap), k.thread_scratch()
     with (
-        k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         of = logits.at(row * V)
@@ -190,7 +190,7 @@ def row_gradients(
     """dlogits, or their codes with this `scale`."""
     factor = factor_of(k, loss_scale, cap, scale)
     with (
-        k.claim(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
+        k.parallel_range(rows_here(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end),
         k.loop(begin, end) as row,
     ):
         of, value = logits.at(row * V), lse.get(row)
@@ -214,7 +214,7 @@ def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
 
 @lowering("softcap_cross_entropy", also={"targets": "i32"})
 def softcap_cross_entropy(op: Op, c: Lowering) -> None:
-    losses, nexts = ((part(c.scratch(name, 4 * op.targets.size)), "fp32") for name in ("losses", "nexts"))
+    losses, nexts = ((part(c.workspace(name, 4 * op.targets.size)), "fp32") for name in ("losses", "nexts"))
     operands = {"lse": op.lse, "losses": losses, "nexts": nexts, "logits": op.logits, "targets": op.targets}
     operands |= {"row_begin": 0, "row_limit": ALL_ROWS}
     c.call(row_losses, operands, constants_of(op, int(op.logits.shape[-1]), op.logits), writes="lse losses nexts")
@@ -241,4 +241,6 @@ def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more: Any
 
 @kernel("softcap", constants=lambda op: {"cap": op.cap, **flat(op.y)})
 def softcap(k: KernelBuilder, y, x, *, cap, dims, width, mode_y) -> None:
-    sweep_result(k, k.extent(dims) * width, y, lambda i, mask: bend(k, x.load(i, mask), cap)[0] * cap[0], mode=mode_y)
+    elementwise_map(
+        k, k.num_elements(dims) * width, y, lambda i, mask: bend(k, x.load(i, mask), cap)[0] * cap[0], mode=mode_y
+    )

@@ -30,9 +30,9 @@ def softmax(k: KernelBuilder, y, x, *, C, scale, dims, inner) -> None:
     """A row is read once from memory: it stays in registers, or its exponentials in the second cache. A row that is longer than
     that is read twice, and its exponentials are computed twice: first for a running sum, which shrinks whenever a block has a
     new maximum, then for the result."""
-    rows = k.extent(dims) * inner
+    rows = k.num_elements(dims) * inner
     past = past_caches(k, rows, C, y)
-    with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         of, to = x.at(row * C), y.at(row * C)
         if in_registers(k, C):
             short_row(k, to, of, C, scale, past)
@@ -65,7 +65,7 @@ def short_row(k: KernelBuilder, to: Pointer, of: Pointer, C: int, scale: float, 
 
 
 def kept_row(k: KernelBuilder, to: Pointer, of: Pointer, C: int, scale: float, past: Value | None) -> None:
-    top, kept = k.splat(highest(k, of, C)), k.private()
+    top, kept = k.splat(highest(k, of, C)), k.thread_scratch()
 
     def term(c, mask):
         e = power(k, of.load(c, mask), top, scale)
@@ -98,16 +98,16 @@ def long_row(k: KernelBuilder, to: Pointer, of: Pointer, C: int, scale: float, p
 @lowering("softmax")
 def lower_softmax(op: Op, c: Lowering) -> None:
     C = int(op.x.shape[-1])
-    c.private(4 * C if C <= KEPT else 0)
+    c.thread_scratch(4 * C if C <= KEPT else 0)
     c.call(softmax, {"y": op.y, "x": op.x}, {"C": C, "scale": op.scale, **shape_of(op.x)}, writes="y")
 
 
 @kernel("softmax_dx", constants=lambda op: {"C": int(op.y.shape[-1]), "scale": op.scale, **shape_of(op.y)})
 def softmax_dx(k: KernelBuilder, dx, dy, y, *, C, scale, dims, inner, mode_dx) -> None:
     """The second pass finds the row in a cache, unless it is longer than those."""
-    rows = k.extent(dims) * inner
+    rows = k.num_elements(dims) * inner
     past = past_caches(k, rows, C, dx) if mode_dx == "store" else None
-    with k.claim(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         of, result, to = dy.at(row * C), y.at(row * C), dx.at(row * C)
         (total,) = row_sums(k, C, lambda c, mask, j: (of.load(c, mask), result.load(c, mask)), of_u=False)
         mean = k.splat(total)

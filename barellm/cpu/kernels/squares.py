@@ -37,7 +37,7 @@ def block_number(row: Value, col: Value, columns: Any) -> Value:
 
 def block_squares(k: KernelBuilder, partials, x, rows, columns) -> None:
     """partials (ceil(rows / BLOCK), ceil(columns / BLOCK)) = sums of squares of blocks of x (rows, columns)."""
-    with k.claim_each((rows + (BLOCK - 1)) // BLOCK) as band, k.loop(0, columns, BLOCK) as col:
+    with k.parallel_for((rows + (BLOCK - 1)) // BLOCK) as band, k.loop(0, columns, BLOCK) as col:
         block, first = BlockSum(k), band * BLOCK
         masks = [k.mask_first(columns - col - v) for v in range(0, BLOCK, k.lanes)]
         with k.loop(first, k.min(first + BLOCK, rows)) as row:

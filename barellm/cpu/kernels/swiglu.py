@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.loops import Vectors, shape_of, sweep_rows, whole_lines
+from barellm.cpu.kernels.loops import Vectors, foreach_row, shape_of, whole_lines
 from barellm.cpu.lang import Value
 from barellm.cpu.lang.vector import silu, silu_and_slope
 from barellm.program.ops.base import Op
@@ -29,7 +29,7 @@ def swiglu(k: KernelBuilder, y, gate, up, *, F, strides, lines, dims, inner, mod
         g, u = gate.at(row * stride["gate"]), up.at(row * stride["up"])
         return lambda c, mask: [silu(k, g.load(c, mask), y.dtype) * u.load(c, mask)]
 
-    sweep_rows(k, k.extent(dims) * inner, F, [(y, stride["y"], mode_y)], vectors, lines=lines)
+    foreach_row(k, k.num_elements(dims) * inner, F, [(y, stride["y"], mode_y)], vectors, lines=lines)
 
 
 @kernel("swiglu_backward", constants=constants_of, views="gate up dy dgate dup")
@@ -49,4 +49,4 @@ def swiglu_backward(
         return found
 
     outs = [(dgate, stride["dgate"], mode_dgate), (dup, stride["dup"], mode_dup)]
-    sweep_rows(k, k.extent(dims) * inner, F, outs, vectors, lines=lines)
+    foreach_row(k, k.num_elements(dims) * inner, F, outs, vectors, lines=lines)

@@ -14,13 +14,13 @@ from dataclasses import replace
 from math import lcm
 from typing import Any
 
-from barellm.cpu.choices import BLOCK, Tile, default_tile, part_of
+from barellm.cpu.gemm_config import BLOCK, Tile, default_tile, part_of
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering, lowering
+from barellm.cpu.kernels.microkernel import left_rows, tile_product
 from barellm.cpu.kernels.muon import each_matrix
 from barellm.cpu.kernels.numbers import bits, number
-from barellm.cpu.kernels.packing import Packing, Panels, beside, interleaved, paired, panel_bytes, transposed
-from barellm.cpu.kernels.register_tile import left_rows, tile_product
+from barellm.cpu.kernels.packing import Packing, Panels, beside, pack_b, pack_b_transposed, panel_bytes, uses_vnni
 from barellm.cpu.lang import Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.ops.base import Op
@@ -32,12 +32,12 @@ def symmetric_product(
     """out (n, n) = x x^T of x (n, depth); with `columns` x^T x of x (depth, n). With `linear` and `square` (bits of numbers, for
     all turns share the code), linear x + square x x of a symmetric x."""
     weave = linear is not None
-    pair, lanes, span = paired(k.isa, x.dtype), k.lanes, tile.span(k.isa)
+    pair, lanes, span = uses_vnni(k.isa, x.dtype), k.lanes, tile.nr(k.isa)
     part = part_of(k.isa, depth, 2 if pair else 4)
     parts, panels, blocks = -(-depth // part), -(-n // span), -(-n // BLOCK)
     spare = beside(k.isa, x.dtype)
     factors = (k.splat(number(k, linear)), k.splat(number(k, square))) if weave else None
-    scratch, nbytes = k.private("i32"), panel_bytes(k.isa, x.dtype, part, span)
+    scratch, nbytes = k.thread_scratch("i32"), panel_bytes(k.isa, x.dtype, part, span)
     wide = left_width(k.isa, tile)
     left_bytes = panel_bytes(k.isa, x.dtype, part, wide) if columns else 0
     held = scratch.bytes(2 * nbytes + 2 * left_bytes).as_dtype("fp32")
@@ -50,14 +50,16 @@ def symmetric_product(
         col, p = number // parts * span, number % parts
         if columns or weave:
             ragged = n if n % span else None
-            return interleaved(k, into, x.at(p * (part * n)), col, length(p), stride=n, width=span, cols=ragged)
+            return pack_b(k, into, x.at(p * (part * n)), col, length(p), stride=n, width=span, cols=ragged)
         even = part % 8 == 0 and depth % 8 == 0
-        return transposed(k, into, x.at(p * part), col, cols=n, stride=depth, depth=length(p), even=even, span=span)
+        return pack_b_transposed(
+            k, into, x.at(p * part), col, cols=n, stride=depth, depth=length(p), even=even, span=span
+        )
 
     def pack_left(into: Pointer, number: Value) -> Packing:
         """The same part of the `wide` columns of x from number // parts on."""
         p = number % parts
-        return interleaved(k, into, x.at(p * (part * n)), number // parts, length(p), stride=n, width=wide, cols=n)
+        return pack_b(k, into, x.at(p * (part * n)), number // parts, length(p), stride=n, width=wide, cols=n)
 
     right = Panels(k, scratch, nbytes, pack)
     left_panels = Panels(k, scratch.bytes(2 * nbytes), left_bytes, pack_left)
@@ -67,7 +69,7 @@ def symmetric_product(
         units = (length(p) + 1) // 2 if pair and lefts is not None else length(p) // 2 if pair else length(p)
         tail, ends = None, None
         if lefts is None:
-            rows = [k.min(row + r, n - 1) for r in range(tile.rows)]
+            rows = [k.min(row + r, n - 1) for r in range(tile.mr)]
             left, tail = left_rows(k, x.at(p * part), rows, pair, depth=depth, stride=depth)
             ends = (p + 1).equals(parts) if parts > 1 else None
         else:
@@ -90,7 +92,7 @@ def symmetric_product(
         for i, value in enumerate(value for values in sums for value in values):
             to.store(value, i * lanes)
 
-    with k.claim_each(panels * blocks) as unit:
+    with k.parallel_for(panels * blocks) as unit:
         panel_index, block = unit % panels, unit // panels
         col = panel_index * span
         first, last = k.max(block * BLOCK, col), k.min((block + 1) * BLOCK, n)
@@ -99,21 +101,19 @@ def symmetric_product(
             if spare:
                 more = p + 1 < parts
                 after = k.select(more, panel_index * parts + p + 1, (panel_index + 1) % panels * parts)
-                right.follow(
-                    after, more | (unit + 1 < panels * blocks), k.ceil_div(last - first, tile.rows) * tile.rows
-                )
+                right.follow(after, more | (unit + 1 < panels * blocks), k.ceil_div(last - first, tile.mr) * tile.mr)
             if columns:
                 with k.loop(first, last, wide) as base:
                     lefts = left_panels.take(base * parts + p)
                     following = base + wide < last
                     if spare:
                         left_panels.follow((base + wide) * parts + p, following, k.int(wide))
-                    with k.loop(base, k.min(base + wide, last), tile.rows) as row:
+                    with k.loop(base, k.min(base + wide, last), tile.mr) as row:
                         multiply(row, base, first, panel, p, lefts)
                     if spare:
                         left_panels.followed()
             else:
-                with k.loop(first, last, tile.rows) as row:
+                with k.loop(first, last, tile.mr) as row:
                     multiply(row, first, first, panel, p, None)
             if spare:
                 right.followed()
@@ -160,7 +160,7 @@ def _store(
 
 def left_width(isa: ISA, tile: Tile) -> int:
     """Columns of x that are packed as left operands at a time: whole tiles and whole vectors."""
-    return lcm(tile.rows, isa.lanes)
+    return lcm(tile.mr, isa.lanes)
 
 
 def tile_of(isa: ISA, dtype: str, n: int) -> Tile:
@@ -168,18 +168,18 @@ def tile_of(isa: ISA, dtype: str, n: int) -> Tile:
     return default_tile(replace(isa, tiles=False), dtype, n)
 
 
-def private_bytes(isa: ISA, dtype: str, depth: int, tile: Tile, *, columns: bool) -> int:
+def thread_scratch_bytes(isa: ISA, dtype: str, depth: int, tile: Tile, *, columns: bool) -> int:
     """Two packed panels, two of left operands, the sums of a block; a last tile and a last square may hang over it."""
-    part = part_of(isa, depth, 2 if paired(isa, dtype) else 4)
+    part = part_of(isa, depth, 2 if uses_vnni(isa, dtype) else 4)
     left = panel_bytes(isa, dtype, part, left_width(isa, tile)) if columns else 0
-    rows = BLOCK + tile.rows + isa.lanes
-    return 2 * panel_bytes(isa, dtype, part, tile.span(isa)) + 2 * left + rows * tile.span(isa) * 4
+    rows = BLOCK + tile.mr + isa.lanes
+    return 2 * panel_bytes(isa, dtype, part, tile.nr(isa)) + 2 * left + rows * tile.nr(isa) * 4
 
 
 def _lower(op: Op, c: Lowering, out: Any, x: Any, *, depth: int, columns: bool = False, **factors: Any) -> None:
     n = int(out.shape[1])
     tile = tile_of(c.isa, x.dtype, n)
-    c.private(private_bytes(c.isa, x.dtype, depth, tile, columns=columns))
+    c.thread_scratch(thread_scratch_bytes(c.isa, x.dtype, depth, tile, columns=columns))
     constants = {"n": n, "depth": depth, "columns": columns, "tile": tile}
     for one in each_matrix(op, out=out, x=x):
         operands = {**one, "linear": factors.get("linear"), "square": factors.get("square")}

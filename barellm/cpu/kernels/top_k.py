@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, kernel, lowering
-from barellm.cpu.kernels.loops import across, fold, shape_of
+from barellm.cpu.kernels.loops import fold, foreach_column, shape_of
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.program.ops.base import Op
 
@@ -35,7 +35,7 @@ def count(k: KernelBuilder, keys: Pointer, C: int, least: Value) -> Value:
         there = keys.load(c, mask) >= bound
         sums[j].value = sums[j].value + k.select(there if mask is None else there & mask, k.to(1, k.ivec), 0)
 
-    across(k, C, body, unroll=CHAINS)
+    foreach_column(k, C, body, unroll=CHAINS)
     return k.to(k.sum(fold(sums, lambda a, b: a + b)), "i64")
 
 
@@ -72,7 +72,7 @@ def collect(k: KernelBuilder, keys: Pointer, own: Pointer, columns: Pointer, C: 
         with k.set_lanes(there if mask is None else there & mask) as lane:
             take(k.int(c) + lane)
 
-    across(k, C, body, unroll=1)
+    foreach_column(k, C, body, unroll=1)
 
 
 def place(k: KernelBuilder, own: Pointer, K: int, i: Value) -> Value:
@@ -87,16 +87,16 @@ def place(k: KernelBuilder, own: Pointer, K: int, i: Value) -> Value:
         before = (other > same) | (other.equals(same) & earlier)
         rank.value = rank.value + k.select(before if mask is None else before & mask, k.to(1, k.ivec), 0)
 
-    across(k, K, body, unroll=1)
+    foreach_column(k, K, body, unroll=1)
     return k.to(k.sum(rank.value), "i64")
 
 
 def top_k(k: KernelBuilder, values, indices, x, *, C, K, dims, inner) -> None:
-    keys = k.private("i32")
+    keys = k.thread_scratch("i32")
     own, columns = keys.at(padded(C)), keys.at(padded(C) + padded(K))
-    with k.claim_each(k.extent(dims) * inner) as row:
+    with k.parallel_for(k.num_elements(dims) * inner) as row:
         of, to, where = x.at(row * C), values.at(row * K), indices.at(row * K)
-        across(k, C, lambda c, mask, j: keys.store_raw(key_of(k, of.load(c, mask)), c, mask))
+        foreach_column(k, C, lambda c, mask, j: keys.store_raw(key_of(k, of.load(c, mask)), c, mask))
         collect(k, keys, own, columns, C, K, threshold(k, keys, C, K))
         with k.loop(0, K) as i:
             rank, column = place(k, own, K, i), columns.get(i)
@@ -112,7 +112,7 @@ def padded(n: int) -> int:
 @lowering("top_k", also={"indices": "i32"})
 def lower_top_k(op: Op, c: Lowering) -> None:
     C, K = int(op.x.shape[-1]), int(op.K)
-    c.private(4 * (padded(C) + 2 * padded(K)))
+    c.thread_scratch(4 * (padded(C) + 2 * padded(K)))
     operands = {"values": op.values, "indices": op.indices, "x": op.x}
     c.call(top_k, operands, {"C": C, "K": K, **shape_of(op.x)}, writes="values indices")
 
@@ -124,11 +124,11 @@ def constants_of(op: Op) -> dict[str, int]:
 @kernel("top_k_dx", constants=constants_of, also={"indices": "i32"})
 def top_k_dx(k: KernelBuilder, dx, dvalues, indices, *, C, K, dims, inner, mode_dx) -> None:
     keep = k.keep(mode_dx)
-    with k.claim_each(k.extent(dims) * inner) as row:
+    with k.parallel_for(k.num_elements(dims) * inner) as row:
         to, of, where = dx.at(row * C), dvalues.at(row * K), indices.at(row * K)
 
         with nullcontext() if keep is None else k.otherwise(keep):
-            across(k, C, lambda c, mask, j: to.store(0.0, c, mask))
+            foreach_column(k, C, lambda c, mask, j: to.store(0.0, c, mask))
         with k.loop(0, K) as i:
             at, new = where.get(i), of.get(i)
             to.put(new if keep is None else new + to.get(at), at)

@@ -73,7 +73,7 @@ def turn_tiles(
     strip, next_read = (2 * side, LINES_AHEAD * LINE // x.itemsize) if long else (side, side * columns)
     height, width = STRIPS * side, WIDTH // x.itemsize
     across = -(-columns // width)
-    with k.claim(-(-rows // height) * across, 1) as (begin, end), k.loop(begin, end) as tile:
+    with k.parallel_range(-(-rows // height) * across, 1) as (begin, end), k.loop(begin, end) as tile:
         top, left = tile // across * height, tile % across * width
         bottom, right = k.min(top + height, rows), k.min(left + width, columns)
         strips, across_tile = k.loop(top, bottom, strip), k.loop(left, right, side)

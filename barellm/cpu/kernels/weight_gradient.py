@@ -1,7 +1,7 @@
 """Weight gradients: dweight = dy.T @ x, contracted over tokens.
 
 Both operands are packed with two token rows woven into pairs, in this thread's scratch: no transposed copy of an activation
-exists. Chunks of tokens are added up in order, so the bits do not depend on how the product is cut (choices.py).
+exists. Chunks of tokens are added up in order, so the bits do not depend on how the product is cut (gemm_config.py).
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.choices import Choice, Tile, chunk_of
+from barellm.cpu.gemm_config import GemmConfig, Tile, chunk_of
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx, gradient_tiles
-from barellm.cpu.kernels.packing import LeftBlock, Packing, Panels, interleaved, paired, panel_bytes
-from barellm.cpu.kernels.register_tile import block_of, bursts, prefetch_row, tile_product
+from barellm.cpu.kernels.microkernel import block_of, bursts, prefetch_row, tile_product
+from barellm.cpu.kernels.packing import LeftBlock, Packing, Panels, pack_b, panel_bytes, uses_vnni
 from barellm.cpu.kernels.squares import BlockSum, block_number
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div, round_up
@@ -24,17 +24,17 @@ NONTEMPORAL = 1 << 20  # a first-written gradient of this many bytes leaves the 
 
 def weight_gradient(
     k: KernelBuilder, dweight, dy, x, row_begin, row_limit, squares=None,
-    *, N: int, K: int, dims: tuple[str, ...], inner: int, mode: str, choice: Choice, strides: tuple[tuple[str, int], ...] = (),
+    *, N: int, K: int, dims: tuple[str, ...], inner: int, mode: str, choice: GemmConfig, strides: tuple[tuple[str, int], ...] = (),
     scale: Value | None = None,
 ) -> None:  # fmt: skip
     """dweight (N, K) = dy (tokens, N).T @ x (tokens, K). Both operands are packed with tokens woven into pairs. Tokens are
-    [row_begin, row_begin + row_limit) of the run's `k.extent(dims, inner)`; dy and x point to the first of them.
+    [row_begin, row_begin + row_limit) of the run's `k.num_elements(dims, inner)`; dy and x point to the first of them.
     `strides`: elements from a row to the next, of operands that are views. `scale` multiplies the sums of each chunk. `squares`:
     sums of squares of what is stored, block by block (squares.py). The blocks are those of AMX tiles, so only these give them."""
     dy_row, x_row = (dict(strides).get(name, width) for name, width in (("dy", N), ("x", K)))
     tile, height, columns = choice.tile, choice.rows, choice.columns
-    span, chunk = tile.span(k.isa), chunk_of(k.isa)
-    tokens = k.min(k.extent(dims, inner) - row_begin, row_limit)
+    span, chunk = tile.nr(k.isa), chunk_of(k.isa)
+    tokens = k.min(k.num_elements(dims, inner) - row_begin, row_limit)
     keep = k.keep(mode)
     nontemporal = N * K * 4 >= NONTEMPORAL and K % span == 0 and mode != "add"
 
@@ -76,19 +76,17 @@ def weight_gradient(
         gradient_tiles.multiply(k, dy, x, tokens, put=put_rows, **sizes)
         return
     assert squares is None, "blocks of squares are those of AMX tiles"
-    pair = paired(k.isa, dy.dtype)
-    scratch, nbytes = k.private("i32"), panel_bytes(k.isa, dy.dtype, chunk, span)
+    pair = uses_vnni(k.isa, dy.dtype)
+    scratch, nbytes = k.thread_scratch("i32"), panel_bytes(k.isa, dy.dtype, chunk, span)
     row_blocks, column_blocks = ceil_div(N, height), ceil_div(K, columns)
     heights = [min(height, N - n) for n in range(0, N, height)]
-    rests = sorted({n % tile.rows for n in heights} - {0})  # rows of a block that are no whole tile
+    rests = sorted({n % tile.mr for n in heights} - {0})  # rows of a block that are no whole tile
 
     def pack(into: Pointer, number: Value) -> Packing:
         """Columns number % K of the chunk of tokens that starts at number // K."""
         t, col = number // K, number % K
         ragged = K if K % span else None
-        return interleaved(
-            k, into, x.at(t * x_row), col, k.min(tokens - t, chunk), stride=x_row, width=span, cols=ragged
-        )
+        return pack_b(k, into, x.at(t * x_row), col, k.min(tokens - t, chunk), stride=x_row, width=span, cols=ragged)
 
     def block(number: Value) -> tuple[Pointer, Value, Value, Value]:
         """Rows number % row_blocks of the result, of the chunk of tokens that starts at number // row_blocks."""
@@ -98,17 +96,17 @@ def weight_gradient(
     # Rows move through one register, so 16 are enough for packing beside a tile: gemm.py's transposes need more.
     fetch, spare = choice.ahead == "fetch", choice.ahead != "nothing"
     two = Panels(k, scratch, nbytes, pack)
-    inside = all(i * height + round_up(n, tile.rows) <= N for i, n in enumerate(heights))
+    inside = all(i * height + round_up(n, tile.mr) <= N for i, n in enumerate(heights))
     left_block = LeftBlock(
-        k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=tile.rows, cols=N, stride=dy_row, most=k.min(tokens, chunk),
+        k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=tile.mr, cols=N, stride=dy_row, most=k.min(tokens, chunk),
         inside=inside, block=block,
     )  # fmt: skip
 
-    with k.when(tokens > 0), k.claim_each(row_blocks * column_blocks) as unit:
+    with k.when(tokens > 0), k.parallel_for(row_blocks * column_blocks) as unit:
         row_block, column_block = block_of(unit, choice, row_blocks, column_blocks)
         n0, k0 = row_block * height, column_block * columns
         n1, k1 = k.min(n0 + height, N), k.min(k0 + columns, K)
-        whole = n1 - (n1 - n0) % tile.rows if rests else n1
+        whole = n1 - (n1 - n0) % tile.mr if rests else n1
         with k.loop(0, tokens, chunk) as t:
             depth = k.min(tokens - t, chunk)
             units = (depth + 1) >> 1 if pair else depth
@@ -124,7 +122,7 @@ def weight_gradient(
                     after = k.select(more, (t + chunk) * K + k0, after * columns)
                     after = k.select(same, number + span, after)
                     wanted = same | more | (unit + 1 < row_blocks * column_blocks)
-                    two.follow(after, wanted, (n1 - n0) // tile.rows * calls)
+                    two.follow(after, wanted, (n1 - n0) // tile.mr * calls)
                 masks = masks_of(col)
 
                 def multiply(row: Value, small: Tile, panel: Pointer = panel, col: Value = col, masks=masks) -> None:
@@ -133,7 +131,7 @@ def weight_gradient(
 
                     def left(r: int, u: Value) -> Value:
                         type_ = "i32" if pair else "float"
-                        p = base.bytes(u * (tile.rows * 4) + 4 * r)
+                        p = base.bytes(u * (tile.mr * 4) + 4 * r)
                         return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
 
                     def ahead(r: Value) -> None:
@@ -154,7 +152,7 @@ def weight_gradient(
                             for r, values in enumerate(sums):
                                 put(add, row + r, col, values, masks)
 
-                with k.loop(n0, whole, tile.rows) as row:
+                with k.loop(n0, whole, tile.mr) as row:
                     multiply(row, tile)
                 for rest in rests:
                     with k.when((n1 - whole).equals(rest)) if len(set(heights)) > 1 else nullcontext():
@@ -163,10 +161,10 @@ def weight_gradient(
                     two.followed()
 
 
-def gradient_private(isa: ISA, dtype: str, tokens: int, choice: Choice) -> int:
+def wgrad_scratch_bytes(isa: ISA, dtype: str, tokens: int, choice: GemmConfig) -> int:
     """The scratch of a thread, in bytes. `tokens` is the largest number of tokens of a run."""
     if amx.uses_tiles(isa, dtype):
-        return gradient_tiles.private_bytes(isa, dtype, tokens, choice)
+        return gradient_tiles.thread_scratch_bytes(isa, dtype, tokens, choice)
     chunk = chunk_of(isa)
-    left = panel_bytes(isa, dtype, min(tokens, chunk), round_up(round_up(choice.rows, choice.tile.rows), isa.lanes))
-    return 2 * panel_bytes(isa, dtype, chunk, choice.tile.span(isa)) + left
+    left = panel_bytes(isa, dtype, min(tokens, chunk), round_up(round_up(choice.rows, choice.tile.mr), isa.lanes))
+    return 2 * panel_bytes(isa, dtype, chunk, choice.tile.nr(isa)) + left

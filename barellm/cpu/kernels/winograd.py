@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from barellm.cpu.choices import Tile, tiles
+from barellm.cpu.gemm_config import Tile, tiles
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder, Lowering
 from barellm.cpu.kernels.conv_lines import Grid, strided
@@ -79,10 +79,10 @@ def form_of(isa: ISA, m: int, x: Grid, offset: tuple[int, int], size: tuple[int,
         tuple(offset[0] + i for i in range(n)), tuple(offset[1] + i for i in range(n)), x.reflect,
     )  # fmt: skip
     tile = tile_of_products(isa)
-    span = tile.span(isa)
+    span = tile.nr(isa)
     group = max(1, min(8, GROUP_BYTES // (4 * n * n * x.channels * span)))
-    filters = max(1, M_BYTES // (4 * n * n * group * span) // tile.rows) * tile.rows
-    filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.rows)
+    filters = max(1, M_BYTES // (4 * n * n * group * span) // tile.mr) * tile.mr
+    filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.mr)
     return Form(m, grid, size, groups, rows, tile, group, filters)
 
 
@@ -100,7 +100,7 @@ def winograd_filters(
     taps = range(8, -1, -1) if flip else range(9)
     size = count * rows * depth
     blocks = ceil_div(depth, k.lanes)
-    with k.claim(count * rows * blocks, 16) as (begin, end), k.loop(begin, end) as unit:
+    with k.parallel_range(count * rows * blocks, 16) as (begin, end), k.loop(begin, end) as unit:
         line, first = unit // blocks, unit % blocks * k.lanes
         first = k.min(first, max(depth - k.lanes, 0))  # the last vector does some again
         of = w.at(line // rows * (rows * depth * 9) + line % rows * row_step + first * step)
@@ -171,11 +171,11 @@ def each_channel(
     has as many blocks as are whole rows of tiles, at most about `most` tiles, of some channels."""
     TW = grid.outputs[1]
     run, lines, pitch = run_of(grid, span, k.lanes, most)
-    panel = Panel(k, grid, x, k.private(), lines, TW, pitch, groups)
-    total = k.extent(dims, count) * (grid.outputs[0] * TW)
+    panel = Panel(k, grid, x, k.thread_scratch(), lines, TW, pitch, groups)
+    total = k.num_elements(dims, count) * (grid.outputs[0] * TW)
     blocks = k.max(k.min(k.ceil_div(total, span) - first, limit), 0)
     chunks = ceil_div(grid.channels, CHUNK)
-    with k.claim_each(k.ceil_div(blocks, run) * (groups * chunks)) as unit:
+    with k.parallel_for(k.ceil_div(blocks, run) * (groups * chunks)) as unit:
         chunk, rest = unit % chunks, unit // chunks
         group, begin = rest % groups, rest // groups * run
         many = k.min(blocks - begin, run)
@@ -212,7 +212,7 @@ def append_transform(
 ) -> None:
     """What the tiles of x that `grid` sees are transformed to."""
     _, lines, pitch = run_of(grid, span, c.isa.lanes)
-    c.private(panel_nbytes(c.isa, grid, lines, grid.outputs[1], pitch, 1))
+    c.thread_scratch(panel_nbytes(c.isa, grid, lines, grid.outputs[1], pitch, 1))
     sizes = {
         "grid": grid,
         "groups": groups,
@@ -226,8 +226,8 @@ def append_transform(
 
 def winograd_product(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, form: Form, mode: str) -> None:
     """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit), from u and v."""
-    n, A, width = form.n, output_matrix(form.m, 3), form.group * form.tile.span(k.isa)
-    products = k.private()
+    n, A, width = form.n, output_matrix(form.m, 3), form.group * form.tile.nr(k.isa)
+    products = k.thread_scratch()
     squares = products.bytes(4 * n * n * form.filters * width)
 
     def finish(of: Pointer, tile: Value, there: Value, channel: Value) -> None:
@@ -244,12 +244,12 @@ def multiply_positions(
     """One product for each position, for the blocks of tiles [first, first + limit). A claim's `products` (positions, filters,
     tiles) are in its scratch; finish(where, tile, there, channel) makes outputs of those of one channel and a vector of tiles, of
     which `there` exist."""
-    span, (TH, TW), C = form.tile.span(k.isa), form.grid.outputs, form.channels
-    total = k.extent(dims, count) * (TH * TW)
+    span, (TH, TW), C = form.tile.nr(k.isa), form.grid.outputs, form.channels
+    total = k.num_elements(dims, count) * (TH * TW)
     blocks = k.max(k.min(k.ceil_div(total, span) - first, limit), 0)
     batches, parts_of_rows = k.ceil_div(blocks, form.group), ceil_div(form.rows, form.filters)
     width, size = form.group * span, form.groups * form.rows * C
-    with k.claim_each(batches * (form.groups * parts_of_rows)) as unit:
+    with k.parallel_for(batches * (form.groups * parts_of_rows)) as unit:
         row_part, rest = unit % parts_of_rows, unit // parts_of_rows
         group, begin = rest % form.groups, rest // form.groups * form.group
         many = k.min(blocks - begin, form.group)
@@ -264,9 +264,9 @@ def multiply_positions(
                 to = products.at(((position * form.filters) + (row - row0)) * width + block * span)
                 product_tile(k, tile, left, C, right, span, deep, to, width, again=c > 0 if C > DEPTH else None)
 
-            rest = form.rows % form.tile.rows
+            rest = form.rows % form.tile.mr
             whole = k.min(row1, form.rows - rest)
-            with k.loop(row0, whole, form.tile.rows) as row:
+            with k.loop(row0, whole, form.tile.mr) as row:
                 multiply(row, form.tile)
             if rest:
                 with k.when(row1 > form.rows - rest):
@@ -283,8 +283,8 @@ def product_tile(
     *, again: Value | None,
 ) -> None:  # fmt: skip
     """A tile of `to`, whose rows lie `width` elements apart, = left (rows, deep) right (deep, vectors); added where `again`."""
-    acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.rows)]
-    lines = [left.at(r * stride) for r in range(tile.rows)]
+    acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
+    lines = [left.at(r * stride) for r in range(tile.mr)]
     with k.loop(0, deep) as d:
         vectors = [right.at(d * pitch).load(j * k.lanes) for j in range(tile.vectors)]
         for p, line in zip(lines, acc, strict=True):
@@ -361,8 +361,8 @@ def append_winograd(
 ) -> None:  # fmt: skip
     """`turned`: filters (groups depth, rows, 3, 3) instead of (groups rows, depth, 3, 3), as the input's gradient reads them."""
     form = form_of(c.isa, m, grid, offset, size, groups, rows)
-    span, C = form.tile.span(c.isa), form.channels
-    u = part(c.scratch("filters", 4 * form.positions * groups * rows * C + 64)), "fp32"
+    span, C = form.tile.nr(c.isa), form.channels
+    u = part(c.workspace("filters", 4 * form.positions * groups * rows * C + 64)), "fp32"
     steps = {"step": 9 * rows, "row_step": 9} if turned else {"step": 9, "row_step": 9 * C}
     c.call(
         winograd_filters,
@@ -373,9 +373,9 @@ def append_winograd(
     blocks = ceil_div(form.tiles(int(x.shape[0])), span)
     block_bytes = 4 * groups * form.positions * C * span
     limit = round_up(max(1, min(blocks, V_BYTES // block_bytes)), form.group)
-    v = part(c.scratch("tiles", limit * block_bytes)), "fp32"
+    v = part(c.workspace("tiles", limit * block_bytes)), "fp32"
     width = form.group * span
-    c.private(4 * form.positions * form.filters * width + 4 * 16 * c.isa.lanes)
+    c.thread_scratch(4 * form.positions * form.filters * width + 4 * 16 * c.isa.lanes)
     images = {"dims": dims, "count": count, "form": form}
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}

@@ -30,13 +30,13 @@ def winograd_gradient_product(
 ) -> None:  # fmt: skip
     """products (positions, groups rows, columns) = dy (blocks, groups, positions, rows, span) x (..., columns, span)^T, summed over
     blocks and span; added to what is there but for the first blocks."""
-    total = k.extent(dims, count) * (outputs[0] * outputs[1])
+    total = k.num_elements(dims, count) * (outputs[0] * outputs[1])
     blocks = k.max(k.min(k.ceil_div(total, span) - first, limit), 0)
     again = k.int(first) > 0
     high, wide = (2, 4) if not k.isa.fma else TILES[k.isa.registers]
     down, across = ceil_div(rows, ROWS), ceil_div(columns, COLUMNS)
 
-    with k.claim_each(groups * positions * (down * across)) as unit:
+    with k.parallel_for(groups * positions * (down * across)) as unit:
         column0, rest = unit % across * COLUMNS, unit // across
         row0, rest = rest % down * ROWS, rest // down
         position, group = rest % positions, rest // positions
@@ -71,7 +71,7 @@ def winograd_gradient_product(
 def winograd_gradient_output(k: KernelBuilder, dw, products, *, size: int, m: int, flip: bool, mode: str) -> None:
     """dw (size, 3, 3) = A^T products A, of products (positions, size). `flip`: filters are read from their end."""
     n, A = m + 2, output_matrix(3, m)
-    with k.claim(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
+    with k.parallel_range(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
         first = block * k.lanes
         mask = k.mask_first(size - first) if size % k.lanes else None
         square = [[products.load((i * n + j) * size + first, mask) for j in range(n)] for i in range(n)]
@@ -105,14 +105,14 @@ def append_winograd_gradient(
         grid.reflect,
     )  # fmt: skip
     of_dy = Grid((P, Q), rows, outputs, (m, m), tuple(range(m)), tuple(range(m)))
-    span = tile_of_products(c.isa).span(c.isa)
+    span = tile_of_products(c.isa).nr(c.isa)
     blocks = ceil_div(int(x.shape[0]) * outputs[0] * outputs[1], span)
     limit = min(blocks, BLOCKS)
     made = {
-        name: (part(c.scratch(name, 4 * limit * groups * n * n * channels * span)), "fp32")
+        name: (part(c.workspace(name, 4 * limit * groups * n * n * channels * span)), "fp32")
         for name, channels in (("dy tiles", rows), ("x tiles", columns))
     }
-    products = part(c.scratch("products", 4 * n * n * groups * rows * columns)), "fp32"
+    products = part(c.workspace("products", 4 * n * n * groups * rows * columns)), "fp32"
     images: dict[str, Any] = {"dims": dims, "count": count, "groups": groups, "span": span}
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}

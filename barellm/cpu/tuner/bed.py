@@ -16,7 +16,7 @@ import xxhash
 from barellm.cpu import jit
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernels import gemm, weight_gradient
-from barellm.cpu.kernels.few_rows import few_private
+from barellm.cpu.kernels.skinny_gemm import skinny_gemm_scratch_bytes
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.threads import Pool
 from barellm.cpu.tuner.work import Candidate, Operand, Work
@@ -44,8 +44,8 @@ class Loaded:
 
     libraries: list[jit.Library]
     addresses: list[int]
-    private: np.ndarray
-    private_bytes: int
+    thread_scratch: np.ndarray
+    thread_scratch_bytes: int
 
 
 class Bed:
@@ -83,11 +83,11 @@ class Bed:
         addresses = [lib.address(spec.symbol()) for lib, spec in zip(libraries, specs, strict=True)]
         work, choice = self.work, candidate.choice
         if work.few:
-            nbytes = few_private(self.isa, work.depth)
+            nbytes = skinny_gemm_scratch_bytes(self.isa, work.depth)
         elif work.role == "weight_gradient":
-            nbytes = weight_gradient.gradient_private(self.isa, work.dtype, work.depth, choice)
+            nbytes = weight_gradient.wgrad_scratch_bytes(self.isa, work.dtype, work.depth, choice)
         else:
-            nbytes = gemm.product_private(self.isa, work.dtype, work.depth, choice)
+            nbytes = gemm.gemm_scratch_bytes(self.isa, work.dtype, work.depth, choice)
         nbytes = -(-nbytes // 4096) * 4096
         return Loaded(libraries, addresses, np.zeros(self.threads * nbytes + 64, np.uint8), nbytes)
 
@@ -195,8 +195,8 @@ class Bed:
         values = scalars.defaults() | {"batch": 1, "seq": tokens, "accumulate": accumulate}
         for name, value in values.items():
             self.scalars[scalars.SCALARS[name].index] = value
-        private = (loaded.private.ctypes.data + 63) & ~63
-        self.pool.bind(self.scalars.ctypes.data, private, loaded.private_bytes)
+        thread_scratch = (loaded.thread_scratch.ctypes.data + 63) & ~63
+        self.pool.bind(self.scalars.ctypes.data, thread_scratch, loaded.thread_scratch_bytes)
 
     def _table(self, loaded: Loaded, i: int, records: int) -> tuple[int, Any]:
         """A table of `records` calls of one specialisation, each on the next set of operands: its address, and the objects that

@@ -13,11 +13,11 @@ from math import ceil
 from typing import Any
 
 from barellm.cpu import processor
-from barellm.cpu.choices import (
+from barellm.cpu.gemm_config import (
     AHEAD,
     BUSY,
     ORDERS,
-    Choice,
+    GemmConfig,
     Tile,
     chunk_of,
     claim_columns,
@@ -28,8 +28,8 @@ from barellm.cpu.choices import (
 )
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernels import amx
-from barellm.cpu.kernels.few_rows import few_choices
-from barellm.cpu.kernels.packing import beside, paired, panel_bytes
+from barellm.cpu.kernels.packing import beside, panel_bytes, uses_vnni
+from barellm.cpu.kernels.skinny_gemm import skinny_configs
 from barellm.cpu.tuner.work import Work
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import round_up
@@ -47,7 +47,7 @@ BYTES_A_CYCLE = 6.0  # of one core from beyond its L2
 def candidates(work: Work, isa: ISA, threads: int) -> list[Any]:
     """The default first, then the others by the model's cost. The ways of few rows are few, and all are tried."""
     if work.few:
-        return few_choices(isa, work.dtype, work.cols, work.depth)
+        return skinny_configs(isa, work.dtype, work.cols, work.depth)
     first = work.default(isa)
     if _on_tiles(work, isa):
         return [first, *(c for c in possible(work, isa) if c != first)]
@@ -62,27 +62,27 @@ def _on_tiles(work: Work, isa: ISA) -> bool:
     return amx.uses_tiles(isa, work.dtype) and work.role != "weight_gradient"
 
 
-def possible(work: Work, isa: ISA) -> list[Choice]:
+def possible(work: Work, isa: ISA) -> list[GemmConfig]:
     """Every tile, block and order that differ for this product."""
-    found: dict[Choice, None] = {}
+    found: dict[GemmConfig, None] = {}
     for tile in tiles(isa, work.dtype):
-        span = tile.span(isa)
+        span = tile.nr(isa)
         whole = -(-work.cols // span) * span
         if work.role == "weight_gradient":
-            heights = {round_up(min(h, work.rows), tile.rows) for h in HEIGHTS}
+            heights = {round_up(min(h, work.rows), tile.mr) for h in HEIGHTS}
             widths = {round_up(ceil(whole / n), span) for n in SPLITS}
         elif _on_tiles(work, isa):
-            heights = {round_up(min(h, work.rows), tile.rows) for h in TILE_HEIGHTS}
+            heights = {round_up(min(h, work.rows), tile.mr) for h in TILE_HEIGHTS}
             widths = {round_up(min(n * span, whole), span) for n in TILE_PANELS}
         else:
-            heights = {round_up(ceil(work.rows / n), tile.rows) for n in SPLITS}
+            heights = {round_up(ceil(work.rows / n), tile.mr) for n in SPLITS}
             parts = part_of(isa, work.depth, packed_itemsize(isa, work.dtype)) < work.depth
             widths = {span, min(claim_columns(isa, tile, parts=parts), whole)}
         for rows in sorted(heights):
             for columns in sorted(widths):
                 one = rows >= work.rows or columns >= whole
                 for order in ORDERS[:1] if one else ORDERS:
-                    found[Choice(tile, rows, rows, columns, order)] = None
+                    found[GemmConfig(tile, rows, rows, columns, order)] = None
     return list(found)
 
 
@@ -93,7 +93,7 @@ def refined(work: Work, best: Any, isa: ISA) -> list[Any]:
         return []
     if work.role == "weight_gradient":
         return [replace(best, ahead=ahead) for ahead in AHEAD if ahead != best.ahead]
-    found: dict[Choice, None] = {}
+    found: dict[GemmConfig, None] = {}
     aheads = AHEAD if beside(isa, work.dtype) else (AHEAD[0], AHEAD[-1])
     for tile in {best.tile: None} | {t: None for t in tiles(isa, work.dtype) if t.vectors > 1}:
         for part in _parts(work, tile, isa):
@@ -102,15 +102,15 @@ def refined(work: Work, best: Any, isa: ISA) -> list[Any]:
     return [c for c in found if c != best]
 
 
-def _with(work: Work, best: Choice, tile: Tile, part: int | None, ahead: str, isa: ISA) -> Choice:
+def _with(work: Work, best: GemmConfig, tile: Tile, part: int | None, ahead: str, isa: ISA) -> GemmConfig:
     """The `best` choice with another tile, part and work ahead: its blocks are as high, and what waits between two parts fits."""
     if (tile, part) == (best.tile, best.part):
         return replace(best, ahead=ahead)
     deep = part or part_of(isa, work.depth, packed_itemsize(isa, work.dtype))
-    whole = round_up(work.cols, tile.span(isa))
+    whole = round_up(work.cols, tile.nr(isa))
     columns = min(claim_columns(isa, tile, parts=deep < work.depth), whole)
-    rows, long_rows = (round_up(n, tile.rows) for n in (best.rows, best.long_rows))
-    return Choice(tile, rows, long_rows, columns, best.order, part, ahead)
+    rows, long_rows = (round_up(n, tile.mr) for n in (best.rows, best.long_rows))
+    return GemmConfig(tile, rows, long_rows, columns, best.order, part, ahead)
 
 
 def _parts(work: Work, tile: Tile, isa: ISA) -> list[int | None]:
@@ -119,21 +119,21 @@ def _parts(work: Work, tile: Tile, isa: ISA) -> list[int | None]:
     fits = processor.caches().get(2, processor.TYPICAL[2]) // 2
     depths = {even_part(work.depth, size, nbytes): None for nbytes in PARTS} | {work.depth: None}
     depths.pop(part_of(isa, work.depth, size), None)
-    return [None, *(d for d in depths if panel_bytes(isa, work.dtype, d, tile.span(isa)) <= fits)]
+    return [None, *(d for d in depths if panel_bytes(isa, work.dtype, d, tile.nr(isa)) <= fits)]
 
 
-def cost(work: Work, choice: Choice, isa: ISA, threads: int) -> float:
+def cost(work: Work, choice: GemmConfig, isa: ISA, threads: int) -> float:
     """Cycles of one core, by the model."""
-    tile, span, size = choice.tile, choice.tile.span(isa), itemsize(work.dtype)
-    pair = 2 if paired(isa, work.dtype) else 1
+    tile, span, size = choice.tile, choice.tile.nr(isa), itemsize(work.dtype)
+    pair = 2 if uses_vnni(isa, work.dtype) else 1
     units = work.depth / pair  # vectors of a panel's column of vectors
     panels = ceil(work.cols / span)
     few = ceil(work.rows / choice.long_rows) * panels < BUSY * threads
     block = choice.rows if few or work.role == "weight_gradient" else choice.long_rows
     row_blocks = ceil(work.rows / block)
-    rows = row_blocks * round_up(min(block, work.rows), tile.rows)
+    rows = row_blocks * round_up(min(block, work.rows), tile.mr)
     # A multiply-add a cycle; two loads a cycle are enough for tiles that are wide and high.
-    loads = (tile.rows + tile.vectors) / (2 * tile.rows * tile.vectors)
+    loads = (tile.mr + tile.vectors) / (2 * tile.mr * tile.vectors)
     products = rows * panels * tile.vectors * units * max(1.0, loads)
     level2 = processor.caches().get(2, processor.TYPICAL[2])
     if work.role == "weight_gradient":

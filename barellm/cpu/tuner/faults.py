@@ -9,7 +9,7 @@ from barellm.cpu.kernels import gemm
 
 def _chain(k: KernelBuilder, out, a, weight, rows, *, cols: int, depth: int, skip: int = 0) -> None:
     """out = a @ weight (depth, cols), one chain from the last element of the contraction down to the one at `skip`."""
-    with k.claim_each(rows) as row:
+    with k.parallel_for(rows) as row:
         for c, mask in k.columns(cols):
             acc = k.var_vec(0.0)
             with k.loop(skip, depth) as i:
@@ -20,12 +20,12 @@ def _chain(k: KernelBuilder, out, a, weight, rows, *, cols: int, depth: int, ski
 
 def wrong_values(k, out, second, a, weight, bias, other, row_begin, row_limit, *, cols, depth, dims, **rest) -> None:
     """Leaves out the first element of the contraction."""
-    _chain(k, out, a, weight, k.min(k.extent(dims), row_limit), cols=cols, depth=depth, skip=1)
+    _chain(k, out, a, weight, k.min(k.num_elements(dims), row_limit), cols=cols, depth=depth, skip=1)
 
 
 def other_order(k, out, second, a, weight, bias, other, row_begin, row_limit, *, cols, depth, dims, **rest) -> None:
     """Right values, added up from the end: the last bits differ."""
-    _chain(k, out, a, weight, k.min(k.extent(dims), row_limit), cols=cols, depth=depth)
+    _chain(k, out, a, weight, k.min(k.num_elements(dims), row_limit), cols=cols, depth=depth)
 
 
 def writes_beyond(k, out, second, a, weight, bias, other, row_begin, row_limit, **constants) -> None:

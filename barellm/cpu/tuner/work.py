@@ -8,12 +8,12 @@ from math import prod
 from typing import Any
 
 from barellm.cpu import tuning
-from barellm.cpu.choices import FEW_ROLE, default
+from barellm.cpu.gemm_config import FEW_ROLE, default
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Call, Emit, Specialisation, positional
 from barellm.cpu.kernels import gemm, weight_gradient
-from barellm.cpu.kernels.few_rows import FEW, few_choices, few_rows
 from barellm.cpu.kernels.linear import few_role_of, role_of, tokens_of
+from barellm.cpu.kernels.skinny_gemm import FEW, skinny_configs, skinny_gemm
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div
 from barellm.program.ops.block_squares import BLOCK
@@ -72,7 +72,7 @@ class Work:
     def default(self, isa: ISA) -> Any:
         """The choice where nothing was tuned: a FewChoice if `few`, else a Choice."""
         if self.few:
-            return few_choices(isa, self.dtype, self.cols, self.depth)[0]
+            return skinny_configs(isa, self.dtype, self.cols, self.depth)[0]
         return default(isa, self.role, self.dtype, self.cols, self.depth, self.rows)
 
     def key(self, isa: ISA, threads: int) -> str:
@@ -101,7 +101,7 @@ def works_of(calls: Iterable[Call]) -> list[Work]:
     """The products among `calls`, each once, those with most operations first."""
     found: dict[tuple[str, str, int, int, int], dict[Specialisation, tuple[int, tuple[Operand | None, ...]]]] = {}
     for call in calls:
-        if call.spec.emit not in (gemm.product, weight_gradient.weight_gradient, few_rows):
+        if call.spec.emit not in (gemm.product, weight_gradient.weight_gradient, skinny_gemm):
             continue
         product, operands = _described(call)
         specs = found.setdefault(product, {})
@@ -126,7 +126,7 @@ def _described(call: Call) -> tuple[tuple[str, str, int, int, int], tuple[Operan
     args = iter(call.args)
     given = {name: next(args) for name, kind in zip(names, kinds, strict=True) if kind}
     dtypes = dict(zip(names, kinds, strict=True))
-    few = call.spec.emit is few_rows
+    few = call.spec.emit is skinny_gemm
     limit, inputs = FEW if few else given["row_limit"], call.op.inputs
     assert isinstance(limit, int)
     tokens = FEW if few else tokens_of(inputs["x"] if "x" in inputs else inputs["dy"], (0, limit))

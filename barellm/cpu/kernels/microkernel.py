@@ -1,7 +1,7 @@
 """The register tile, which is the inner loop of every product: MR rows x NV vectors of accumulators.
 
 Its left operand is broadcast element by element, its right one is a packed panel of NV vectors of columns (packing.py). Each
-element of the result is one accumulation chain over the depth, so its bits do not depend on how the product is cut (choices.py).
+element of the result is one accumulation chain over the depth, so its bits do not depend on the blocking (gemm_config.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.choices import Choice, Tile
+from barellm.cpu.gemm_config import GemmConfig, Tile
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels.packing import LINE
 from barellm.cpu.lang import Pointer, Value, Var
@@ -29,7 +29,7 @@ def tile_product(
     distances on the way, to prefetch what comes next: all at once would fill the buffers that the product's own loads wait for.
     `beside()` is called `bursts` times, for what is more."""
     lanes = k.lanes
-    acc: list[list[Var]] = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.rows)]
+    acc: list[list[Var]] = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
     if sums is not None:
         with k.when(sums[0]):
             for i, x in enumerate(x for row in acc for x in row):
@@ -42,8 +42,8 @@ def tile_product(
         with k.loop(0, units) as u:
             step(u, left)
     else:
-        turn = (units + (tile.rows - 1)) // tile.rows
-        with k.loop(0, tile.rows) as r:
+        turn = (units + (tile.mr - 1)) // tile.mr
+        with k.loop(0, tile.mr) as r:
             start = r * turn
             ahead(r)
             if beside is None:
@@ -72,7 +72,7 @@ def add_unit(k: KernelBuilder, acc: list[list[Var]], left: Left, panel: Pointer,
 
 def bursts(k: KernelBuilder, tile: Tile, units: Value) -> Value:
     """How often `tile_product` calls `beside`."""
-    return k.ceil_div(k.ceil_div(units, tile.rows), BURST) * tile.rows
+    return k.ceil_div(k.ceil_div(units, tile.mr), BURST) * tile.mr
 
 
 def left_rows(
@@ -95,7 +95,7 @@ def left_rows(
     return whole, half if depth % 2 else None
 
 
-def block_of(unit: Value, choice: Choice, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
+def block_of(unit: Value, choice: GemmConfig, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
     """(row block, column block) of a claimed unit."""
     if choice.order == "rows":
         return unit // column_blocks, unit % column_blocks

@@ -9,18 +9,17 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from barellm.cpu.choices import BUSY, TILE_BUSY, TILE_TURN, Choice, Tile
+from barellm.cpu.gemm_config import BUSY, TILE_BUSY, TILE_TURN, GemmConfig, Tile
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
 from barellm.cpu.kernels.epilogue import Epilogue
-from barellm.cpu.kernels.packing import LINE, Packing, Panels, interleaved, panel_bytes
-from barellm.cpu.kernels.packing import transposed as transposed_panel
-from barellm.cpu.kernels.register_tile import block_of
+from barellm.cpu.kernels.microkernel import block_of
+from barellm.cpu.kernels.packing import LINE, Packing, Panels, pack_b, pack_b_transposed, panel_bytes
 from barellm.cpu.lang import Pointer, Value
 from barellm.program.integers import ceil_div
 
 
-class Claims(ABC):
+class GemmMainloop(ABC):
     """One thread's part of out (rows, cols) = epilogue(a (rows, depth) @ weight).
 
     During a claim `first`, `whole` and `last` are its first row, the row behind its last whole tile and the row behind its last
@@ -32,14 +31,14 @@ class Claims(ABC):
 
     def __init__(
         self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, finish: Callable[[Value], Epilogue],
-        *, cols: int, depth: int, stride: int, part: int, transposed: bool, choice: Choice,
+        *, cols: int, depth: int, stride: int, part: int, transposed: bool, choice: GemmConfig,
     ) -> None:  # fmt: skip
         """`stride`: elements from a row of a to the next. `part` is the depth that is multiplied at a time; `finish(col)` makes the
         epilogue of a panel's columns."""
         self.k, self.a, self.weight, self.make_finish = k, a, weight, finish
         self.cols, self.depth, self.stride, self.part = cols, depth, stride, part
         self.transposed, self.choice = transposed, choice
-        self.tile, self.span = choice.tile, choice.tile.span(k.isa)
+        self.tile, self.span = choice.tile, choice.tile.nr(k.isa)
         self.panels, self.parts = ceil_div(cols, self.span), ceil_div(depth, part)
         long_blocks = k.ceil_div(rows, choice.long_rows)
         few = long_blocks * self.panels < k.threads * BUSY
@@ -51,7 +50,7 @@ class Claims(ABC):
         self.turns = ceil_div(self.parts, self.turn)
         busy = TILE_BUSY if self.tiles else BUSY // 2
         self.groups = panel_groups(k, self.panels, choice.columns // self.span, self.blocks, busy)
-        self.scratch, self.nbytes = k.private("i32"), panel_bytes(k.isa, a.dtype, part, self.span)
+        self.scratch, self.nbytes = k.thread_scratch("i32"), panel_bytes(k.isa, a.dtype, part, self.span)
 
     @abstractmethod
     def multiply_panel(self, panel: Pointer) -> None:
@@ -60,13 +59,13 @@ class Claims(ABC):
     def run(self) -> None:
         k = self.k
         self.two = Panels(k, self.scratch, self.nbytes, self._pack)
-        with k.claim_each(self.blocks * self.groups) as self.unit:
+        with k.parallel_for(self.blocks * self.groups) as self.unit:
             row_block, group = self._blocks_of(self.unit)
             self.first_panel = group * self.panels // self.groups
             self.last_panel = (group + 1) * self.panels // self.groups
             self.first = row_block * self.block
             self.last = k.min(self.first + self.block, self.rows)
-            self.whole = self.last - (self.last - self.first) % self.tile.rows
+            self.whole = self.last - (self.last - self.first) % self.tile.mr
             turns = k.loop(0, self.parts, self.turn) if self.turns > 1 else nullcontext(k.int(0))
             with turns as self.begin, k.loop(self.first_panel, self.last_panel) as self.index, self._parts() as self.p:
                 self.col = self.index * self.span
@@ -116,10 +115,10 @@ class Claims(ABC):
             even = part % 8 == 0 and self.depth % 8 == 0
             sizes = {"cols": self.cols, "stride": self.depth, "depth": length, "even": even, "span": self.span}
             fetch = partial(self._fetch, col + self.span, p) if self.tiles else None
-            return transposed_panel(k, into, self.weight.at(p * part), col, fetch=fetch, **sizes)
+            return pack_b_transposed(k, into, self.weight.at(p * part), col, fetch=fetch, **sizes)
         ragged = self.cols if self.cols % self.span else None
         w = self.weight.at(p * (part * self.cols))
-        return interleaved(k, into, w, col, length, stride=self.cols, width=self.span, cols=ragged, beside=self.tiles)
+        return pack_b(k, into, w, col, length, stride=self.cols, width=self.span, cols=ragged, beside=self.tiles)
 
     def _fetch(self, col: Value, p: Value, i: Value) -> None:
         """Beside chunk i of the packing of part p: fetch lines of the next panel, from column `col` on, which is packed a turn
@@ -142,5 +141,5 @@ def panel_groups(k: KernelBuilder, panels: int, most: int, blocks: Value, busy: 
 
 def even_rows(k: KernelBuilder, rows: Value, blocks: Value, tile: Tile) -> Value:
     """Rows of each of `blocks` blocks, a multiple of the tile's: as even as can be."""
-    many = k.max(blocks, 1) * tile.rows
-    return (rows + (many - 1)) // many * tile.rows
+    many = k.max(blocks, 1) * tile.mr
+    return (rows + (many - 1)) // many * tile.mr

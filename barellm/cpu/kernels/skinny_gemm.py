@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from barellm.cpu.choices import FETCHES, FewChoice, Tile
+from barellm.cpu.gemm_config import FETCHES, SkinnyGemmConfig, Tile
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
-from barellm.cpu.kernels import few_tiles
+from barellm.cpu.kernels import skinny_gemm_amx
 from barellm.cpu.kernels.epilogue import Epilogue
-from barellm.cpu.kernels.few_tiles import tiles_private
-from barellm.cpu.kernels.packing import LINE, paired
+from barellm.cpu.kernels.packing import LINE, uses_vnni
+from barellm.cpu.kernels.skinny_gemm_amx import tiles_private
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.cpu.lang.vector import sums_of_lanes
 from barellm.program.dtypes import itemsize
@@ -64,19 +64,19 @@ class Cut:
         return round_up(LEAST_SPAN, lcm(self.columns, self.wide, self.lanes))
 
 
-def few_choices(isa: ISA, dtype: str, cols: int, depth: int) -> list[FewChoice]:
+def skinny_configs(isa: ISA, dtype: str, cols: int, depth: int) -> list[SkinnyGemmConfig]:
     """The ways to walk a weight, the one that is taken untuned first. A processor with AMX tiles reads ahead by itself, faster than
     by requests, each of which takes one of few places for lines on their way. Zen 4 reads most with requests into its second cache,
     Zen 3 with requests into its first."""
-    on_tiles = few_tiles.fits(isa, dtype, cols, depth)
-    together = few_tiles.TOGETHER if on_tiles else (Cut.of(isa, dtype).columns, Cut.of(isa, dtype).columns // 2)
+    on_tiles = skinny_gemm_amx.fits(isa, dtype, cols, depth)
+    together = skinny_gemm_amx.TOGETHER if on_tiles else (Cut.of(isa, dtype).columns, Cut.of(isa, dtype).columns // 2)
     most = max(1, ceil_div(cols, span_of(isa, dtype, cols, depth)) // 8)
-    ways = [FewChoice(n, t, f) for n in (1, 2, 4) if n <= most for t in together for f in FETCHES]
-    first = FewChoice(1, together[0], 0 if isa.tiles else 2 if isa.masked else 1)
+    ways = [SkinnyGemmConfig(n, t, f) for n in (1, 2, 4) if n <= most for t in together for f in FETCHES]
+    first = SkinnyGemmConfig(1, together[0], 0 if isa.tiles else 2 if isa.masked else 1)
     return [first, *(way for way in ways if way != first)]
 
 
-def few_private(isa: ISA, depth: int) -> int:
+def skinny_gemm_scratch_bytes(isa: ISA, depth: int) -> int:
     """Bytes of a thread's own scratch: the sums of a claim, those that wait between two parts of the depth, copies of columns, and
     what tiles need."""
     return _sums_bytes(isa) + _kept_bytes(isa) + _copies_bytes(isa) + tiles_private(isa, depth)
@@ -84,12 +84,12 @@ def few_private(isa: ISA, depth: int) -> int:
 
 def span_of(isa: ISA, dtype: str, cols: int, depth: int) -> int:
     """Columns of a claim."""
-    return few_tiles.SPAN if few_tiles.fits(isa, dtype, cols, depth) else Cut.of(isa, dtype).span
+    return skinny_gemm_amx.NR if skinny_gemm_amx.fits(isa, dtype, cols, depth) else Cut.of(isa, dtype).span
 
 
 def _sums_bytes(isa: ISA) -> int:
     cut = Cut.of(isa, "fp32")  # the span of every dtype
-    return 4 * FEW * (max(cut.span, few_tiles.SPAN) + cut.lanes)
+    return 4 * FEW * (max(cut.span, skinny_gemm_amx.NR) + cut.lanes)
 
 
 def _kept_bytes(isa: ISA) -> int:
@@ -124,23 +124,23 @@ class FewRows:
 
     def __init__(
         self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, *, cols: int, depth: int, stride: int,
-        choice: FewChoice,
+        choice: SkinnyGemmConfig,
     ) -> None:  # fmt: skip
         """`stride`: elements from a row of a to the next."""
         self.k, self.a, self.weight, self.rows, self.choice = k, a, weight, rows, choice
         self.cols, self.depth, self.stride = cols, depth, stride
-        self.cut, self.dot = Cut.of(k.isa, a.dtype), paired(k.isa, a.dtype)
+        self.cut, self.dot = Cut.of(k.isa, a.dtype), uses_vnni(k.isa, a.dtype)
         self.unit = k.lanes * (2 if a.dtype == "bf16" else 1)  # elements of a chain's next link or two
         self.itemsize = itemsize(a.dtype)
         self.span = span_of(k.isa, a.dtype, cols, depth)
         self.width = self.span + k.lanes  # of a row of sums, whose last vector may hang over
-        self.sums = k.private()
+        self.sums = k.thread_scratch()
         scratch = self.sums.bytes(_sums_bytes(k.isa))
         self.kept, copies = scratch, scratch.bytes(_kept_bytes(k.isa))
         self.tiles = None
-        if few_tiles.fits(k.isa, a.dtype, cols, depth):
+        if skinny_gemm_amx.fits(k.isa, a.dtype, cols, depth):
             sizes = {"cols": cols, "depth": depth, "stride": stride}
-            self.tiles = few_tiles.FewTiles(
+            self.tiles = skinny_gemm_amx.FewTiles(
                 k, a, weight, rows, copies.bytes(_copies_bytes(k.isa)), choice=choice, **sizes
             )
         parts = max(1, round(self.cut.wide * depth * self.itemsize / PART_BYTES))
@@ -156,7 +156,7 @@ class FewRows:
         k, span, tiles = self.k, self.span, self.tiles
         if tiles:
             tiles.begin()
-        with k.claim(ceil_div(self.cols, span), self.choice.spans) as (begin, end), k.loop(begin, end) as at:
+        with k.parallel_range(ceil_div(self.cols, span), self.choice.spans) as (begin, end), k.loop(begin, end) as at:
             column = at * span
             if tiles:
                 tiles.multiply(column, self.sums, self.width)
@@ -353,12 +353,12 @@ def _upper(k: KernelBuilder, p: Pointer) -> Value:
     return k.bitcast(raw & mask, k.vec)
 
 
-def few_rows(
+def skinny_gemm(
     k: KernelBuilder, out, second, a, weight, bias, other, *, cols: int, depth: int, dims: tuple[str, ...], inner: int,
-    epilogues: tuple[str, ...], mode: str, choice: FewChoice, strides: tuple[tuple[str, int], ...] = (), factor: float = 1.0,
+    epilogues: tuple[str, ...], mode: str, choice: SkinnyGemmConfig, strides: tuple[tuple[str, int], ...] = (), factor: float = 1.0,
 ) -> None:  # fmt: skip
     """out (rows, cols) = a (rows, depth) @ weight.T and then the `epilogues`, for FEW rows at most; nothing if a run has more."""
-    rows, apart = k.extent(dims, inner), dict(strides)
+    rows, apart = k.num_elements(dims, inner), dict(strides)
     vectors = span_of(k.isa, a.dtype, cols, depth) // k.lanes
 
     def finish(col: Value) -> Epilogue:

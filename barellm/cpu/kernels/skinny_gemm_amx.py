@@ -8,7 +8,7 @@ bits do not depend on the other rows.
 
 from __future__ import annotations
 
-from barellm.cpu.choices import FewChoice
+from barellm.cpu.gemm_config import SkinnyGemmConfig
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import KernelBuilder
 from barellm.cpu.kernels import amx
@@ -17,19 +17,19 @@ from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import round_up
 
 MOST = 64  # rows of x
-SPAN = 64  # columns of the result that a claim has
+NR = 64  # columns of the result that a claim has
 TOGETHER = (1, 2, 4)  # tiles of the weight that are multiplied side by side where x is one tile wide, the best first
-WIDTHS = (amx.SIDE, amx.SPAN, MOST)  # rows of x as packed
+WIDTHS = (amx.SIDE, amx.NR, MOST)  # rows of x as packed
 
 
 def fits(isa: ISA, dtype: str, cols: int, depth: int) -> bool:
     """Whether a product is done so: no tile hangs over a side of the weight."""
-    return amx.uses_tiles(isa, dtype) and cols >= SPAN and depth % amx.DEPTH == 0
+    return amx.uses_tiles(isa, dtype) and cols >= NR and depth % amx.TILE_K == 0
 
 
 def tiles_private(isa: ISA, depth: int) -> int:
     """Bytes of scratch for x, and for a claim's sums, behind which as many may be read."""
-    return 2 * MOST * depth + 4 * MOST * (2 * SPAN) if isa.tiles else 0
+    return 2 * MOST * depth + 4 * MOST * (2 * NR) if isa.tiles else 0
 
 
 class FewTiles:
@@ -37,7 +37,7 @@ class FewTiles:
 
     def __init__(
         self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, scratch: Pointer, *, cols: int, depth: int, stride: int,
-        choice: FewChoice,
+        choice: SkinnyGemmConfig,
     ) -> None:  # fmt: skip
         self.k, self.a, self.weight, self.rows, self.choice = k, a, weight, rows, choice
         self.cols, self.depth, self.stride = cols, depth, stride
@@ -53,7 +53,7 @@ class FewTiles:
             with k.when(wanted):
                 for first in range(0, width, side):
                     some = self.rows > first
-                    with k.when(some), k.loop(0, self.depth, amx.DEPTH) as d:
+                    with k.when(some), k.loop(0, self.depth, amx.TILE_K) as d:
                         lines = []
                         for r in range(first, first + side):
                             at = self.a.at(k.min(self.rows - 1, r) * self.stride + d)
@@ -65,32 +65,32 @@ class FewTiles:
                         self.x.store_raw(zero, pair * width + first)
 
     def multiply(self, column: Value, sums: Pointer, pitch: int) -> None:
-        """sums (rows, SPAN), `pitch` elements apart: the columns of the result from `column` on. Where they would hang over,
+        """sums (rows, NR), `pitch` elements apart: the columns of the result from `column` on. Where they would hang over,
         the last ones are computed again, and put where they belong."""
         k, side = self.k, amx.SIDE
-        start = k.min(column, self.cols - SPAN) if self.cols % SPAN else column
+        start = k.min(column, self.cols - NR) if self.cols % NR else column
         for width, wanted in self._widths():
             with k.when(wanted):
                 self._product(self.weight.at(start * self.depth), width)
                 for first in range(0, width, side):
                     with k.when(self.rows > first):
-                        for half in range(0, SPAN, side):
+                        for half in range(0, NR, side):
                             at = self.out.at((column - start + half) * width + first)
                             square = transpose(k, [at.load(i * width) for i in range(side)])
                             for i, line in enumerate(square):
                                 sums.store(line, (first + i) * pitch + half)
 
     def _product(self, at: Pointer, width: int) -> None:
-        """The sums of SPAN rows of the weight. With few tiles at a time they are read nearly as they lie, which the processor sees
+        """The sums of NR rows of the weight. With few tiles at a time they are read nearly as they lie, which the processor sees
         and reads ahead. Where it is asked to, it fetches as many bytes behind them, which this thread most likely claims next."""
         k, side = self.k, amx.SIDE
         high, wide = (self.choice.together, 1) if width == side else (2, 2)  # tiles of the weight, and of x
-        behind = SPAN * 2 * self.depth
-        for top in range(0, SPAN, high * side):
+        behind = NR * 2 * self.depth
+        for top in range(0, NR, high * side):
             for first in range(0, width, wide * side):
                 for tile in range(high * wide):
                     amx._tile(k, "tilezero", tile)
-                with k.loop(0, self.depth // amx.DEPTH) as s:
+                with k.loop(0, self.depth // amx.TILE_K) as s:
                     if first == 0 and self.choice.fetch:
                         fetched = high * amx.TILE_BYTES
                         ahead = at.bytes(behind + top * 2 * self.depth + s * fetched)

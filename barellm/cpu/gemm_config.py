@@ -58,24 +58,24 @@ TILES = {32: {3: 8, 2: 12, 4: 6, 1: 24}, 16: {2: 6, 3: 4, 1: 12}}
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` x `vectors` accumulators."""
+    """A micro-tile: mr rows x nr = `vectors` * lanes columns of accumulators in registers."""
 
-    rows: int
+    mr: int
     vectors: int
 
     def tail(self) -> Tile:
         """The least part of it that keeps the multiplier busy: what is left of a block goes in these."""
-        busy = [n for n in range(1, self.rows) if self.rows % n == 0 and n * self.vectors >= ENOUGH]
+        busy = [n for n in range(1, self.mr) if self.mr % n == 0 and n * self.vectors >= ENOUGH]
         best = [n for n in busy if n * self.vectors >= IN_FLIGHT]
-        return Tile(best[0] if best else max(busy, default=self.rows), self.vectors)
+        return Tile(best[0] if best else max(busy, default=self.mr), self.vectors)
 
-    def span(self, isa: ISA) -> int:
+    def nr(self, isa: ISA) -> int:
         """Columns of the panel that the tile multiplies with."""
         return self.vectors * isa.lanes
 
 
 @dataclass(frozen=True)
-class Choice:
+class GemmConfig:
     """A claim computes `rows` x `columns` of the result in tiles, or less for an even share; `long_rows` instead of `rows`
     where each thread has BUSY claims then: only the run knows how many rows and threads there are. `rows` are multiples of
     the tile's, but for a weight gradient's default, and `columns` of its panel's. `order`: what stays the same from one claim
@@ -99,11 +99,11 @@ class Choice:
         rows = f"{self.rows}" if self.rows == self.long_rows else f"{self.rows}/{self.long_rows}"
         part = f",{self.part} deep" if self.part else ""
         ahead = "" if self.ahead == AHEAD[0] else f",{self.ahead} ahead"
-        return f"{self.tile.rows}x{self.tile.vectors}v,{rows}x{self.columns},{self.order}{part}{ahead}"
+        return f"{self.tile.mr}x{self.tile.vectors}v,{rows}x{self.columns},{self.order}{part}{ahead}"
 
 
 @dataclass(frozen=True)
-class FewChoice:
+class SkinnyGemmConfig:
     """How a product of few rows walks its weight: a claim has `spans` of columns, of which one row is multiplied with so many
     `together`, tiles on AMX; `fetch`: the cache into which the kernel asks for those that come next, 1 or 2, or 0 where it leaves
     that to the processor. No bit depends on it."""
@@ -123,7 +123,7 @@ def tiles(isa: ISA, dtype: str) -> list[Tile]:
     from barellm.cpu.kernels import amx  # kernels import this module
 
     if amx.uses_tiles(isa, dtype):
-        return [Tile(amx.ROWS, amx.SPAN // isa.lanes)]
+        return [Tile(amx.MR, amx.NR // isa.lanes)]
     return register_tiles(isa)
 
 
@@ -155,7 +155,7 @@ def packed_itemsize(isa: ISA, dtype: str) -> int:
 
 def claim_columns(isa: ISA, tile: Tile, *, parts: bool) -> int:
     """Columns of a claim. Where the depth goes in parts, a block of the left operand is read once for all its panels."""
-    span = tile.span(isa)
+    span = tile.nr(isa)
     return max(SUMS_BYTES // (4 * LONG_BLOCK * span) if parts else 1, 1) * span
 
 
@@ -173,14 +173,14 @@ def default_tile(isa: ISA, dtype: str, cols: int, pitch: int = 0) -> Tile:
     ways = processor.caches().get(1, processor.TYPICAL[1]) // SETS_BYTES
 
     def cost(tile: Tile) -> float:
-        loads = (tile.rows + tile.vectors) / (tile.rows * tile.vectors)
-        crowded = pitch > 0 and pitch % SETS_BYTES == 0 and tile.rows > ways
-        return round_up(cols, tile.span(isa)) * max(1.0, loads) * (CROWDED if crowded else 1.0)
+        loads = (tile.mr + tile.vectors) / (tile.mr * tile.vectors)
+        crowded = pitch > 0 and pitch % SETS_BYTES == 0 and tile.mr > ways
+        return round_up(cols, tile.nr(isa)) * max(1.0, loads) * (CROWDED if crowded else 1.0)
 
     return min(tiles(isa, dtype), key=cost)
 
 
-def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -> Choice:
+def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -> GemmConfig:
     """The choice where nothing was tuned. `cols` and `rows` are those of the result. For a weight gradient it makes as many claims
     as are needed, an even number for two threads. They are as high as LEFT_BYTES allow, then about as wide as high, because each
     claim packs its rows and its columns."""
@@ -189,14 +189,16 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
     assert role.startswith(ROLES), role
     pitch = 0 if role == "weight_gradient" else depth * (4 if dtype == "fp32" else 2)
     tile = default_tile(isa, dtype, cols, pitch)
-    span = tile.span(isa)
+    span = tile.nr(isa)
     itemsize = packed_itemsize(isa, dtype)
     if role != "weight_gradient":
         if amx.uses_tiles(isa, dtype):
-            return Choice(tile, TILE_ROWS, TILE_ROWS, TILE_PANELS * span)
-        return Choice(tile, BLOCK, LONG_BLOCK, claim_columns(isa, tile, parts=part_of(isa, depth, itemsize) < depth))
+            return GemmConfig(tile, TILE_ROWS, TILE_ROWS, TILE_PANELS * span)
+        return GemmConfig(
+            tile, BLOCK, LONG_BLOCK, claim_columns(isa, tile, parts=part_of(isa, depth, itemsize) < depth)
+        )
     chunk = min(depth, chunk_of(isa))  # tokens of a packed block
-    most = max(LEFT_BYTES // (chunk * itemsize), tile.rows)
+    most = max(LEFT_BYTES // (chunk * itemsize), tile.mr)
     # A claim packs its block of dy again for each chunk: of several, fewer and longer claims pack less.
     claims = CLAIMS if depth == chunk and rows * cols * depth >= SMALL else CLAIMS // 2
     kept = 2 if chunk < SHORT else 1  # a short block of dy stays in the second cache for the claims beside it
@@ -205,16 +207,16 @@ def default(isa: ISA, role: str, dtype: str, cols: int, depth: int, rows: int) -
         height, columns = ceil_div(rows, row_blocks), ceil_div(cols, column_blocks)
         if columns > span and kept * columns >= height:
             column_blocks *= 2
-        elif height > tile.rows:
+        elif height > tile.mr:
             row_blocks *= 2
         else:
             break
     if amx.uses_tiles(isa, dtype):
-        row_blocks = _filled(rows, row_blocks, tile.rows, 1 + column_blocks % 2)
+        row_blocks = _filled(rows, row_blocks, tile.mr, 1 + column_blocks % 2)
     even = rows % row_blocks == 0 and not amx.uses_tiles(isa, dtype)
-    height = rows // row_blocks if even else _even(rows, row_blocks, tile.rows)
+    height = rows // row_blocks if even else _even(rows, row_blocks, tile.mr)
     columns = _even(cols, column_blocks, span)
-    return Choice(tile, height, height, columns)
+    return GemmConfig(tile, height, height, columns)
 
 
 def _even(size: int, blocks: int, multiple: int) -> int:
