@@ -109,8 +109,8 @@ def _on_gpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any
     from barellm.assembly.machine import build_programs
     from barellm.cuda import driver, tuning
     from barellm.cuda.kernel import Target
+    from barellm.cuda.tuner.problem import works_of
     from barellm.cuda.tuner.tuner import tune
-    from barellm.cuda.tuner.work import works_of
 
     device = driver.device()
     target = Target.of(device, tf32=config.train.tf32)

@@ -10,16 +10,16 @@ import numpy as np
 from barellm.cuda import driver
 from barellm.cuda.compile import compiled
 from barellm.cuda.kernel import Launch, Sizes, Specialisation
-from barellm.cuda.kernels import machine
+from barellm.cuda.kernels import microbenchmarks
 from barellm.cuda.lang import DeviceFunction
 from barellm.cuda.launch import BoundLaunch, Kernel
 from barellm.program.dtypes import numpy_dtype
 
-NBYTES = 1 << 29  # that a measurement of bandwidth touches: ten times the second cache
+BANDWIDTH_BYTES = 1 << 29  # that a measurement of bandwidth touches: ten times the second cache
 BLOCK = 1024
-TURNS = 4096
-HALF = (128, 256, 64, 8)
-TILES = {"bf16": HALF, "fp16": HALF, "fp32": (64, 64, 16, 4)}  # rows, columns, depth of a product, warps
+ITERATIONS = 4096
+BF16_TILE = (128, 256, 64, 8)
+TILES = {"bf16": BF16_TILE, "fp16": BF16_TILE, "fp32": (64, 64, 16, 4)}  # rows, columns, depth of a product, warps
 REPEATS, TRIALS = 10, 5
 
 
@@ -44,7 +44,7 @@ def replay_seconds(context: driver.Context, start: Callable[[], None], repeats: 
     return end.since(begin) / 1e3 / repeats
 
 
-def single(
+def opless_kernel(
     function: DeviceFunction,
     kinds: dict[str, str],
     constants: dict[str, Any],
@@ -62,14 +62,14 @@ def peak_kernel(dtype: str) -> Specialisation:
     rows, cols, depth, warps = TILES[dtype]
     kinds = {"out": "*fp32", "a": f"*{dtype}", "b": f"*{dtype}", "turns": "i32"}
     constants = {"ROWS": rows, "COLS": cols, "DEPTH": depth}
-    return single(machine.peak, kinds, constants, warps=warps, aligned=("out", "a", "b"))
+    return opless_kernel(microbenchmarks.peak, kinds, constants, warps=warps, aligned=("out", "a", "b"))
 
 
 def bandwidth_kernel(mix: tuple[int, int, int]) -> Specialisation:
     """The kernel that `Bench.bandwidth` launches."""
     kinds = dict.fromkeys(("a", "b", "c"), "*fp32") | {"n": "i32"}
     constants = dict(zip(("READ", "WRITE", "UPDATE"), mix, strict=True)) | {"BLOCK": BLOCK}
-    return single(machine.move, kinds, constants, aligned=("a", "b", "c"))
+    return opless_kernel(microbenchmarks.move, kinds, constants, aligned=("a", "b", "c"))
 
 
 class Bench:
@@ -90,17 +90,17 @@ class Bench:
         out, operands = driver.DeviceMemory(4 * blocks), driver.DeviceMemory(noise.nbytes)
         operands.write(0, noise.view(np.uint8), self.context.stream)
         pointers = {"a": operands.address, "b": operands.address + noise.nbytes // (rows + cols) * rows}
-        arguments = pointers | {"out": out.address, "turns": TURNS}
+        arguments = pointers | {"out": out.address, "turns": ITERATIONS}
         best = self._best(peak_kernel(dtype), arguments, blocks)
         for memory in (out, operands):
             memory.free()
-        return 2.0 * rows * cols * depth * TURNS * blocks / best
+        return 2.0 * rows * cols * depth * ITERATIONS * blocks / best
 
     def bandwidth(self, mix: tuple[int, int, int]) -> float:
         """The bytes/s of a kernel. Of every eight floats it reads, writes and updates in place as many as `mix` says; an update
         counts twice."""
         read, write, update = mix
-        n = NBYTES // (4 * sum(mix)) // BLOCK * BLOCK
+        n = BANDWIDTH_BYTES // (4 * sum(mix)) // BLOCK * BLOCK
         memory = driver.DeviceMemory(4 * n * (sum(mix) + 1))
         memory.fill(0, 0, memory.nbytes, self.context.stream)
         starts = {"a": 0, "b": read, "c": read + write}
@@ -111,7 +111,7 @@ class Bench:
 
     def _best(self, spec: Specialisation, arguments: dict[str, int], blocks: int) -> float:
         """The least seconds of a launch, of TRIALS."""
-        kernel = Single(self.device, spec)
+        kernel = OplessKernel(self.device, spec)
         bound = kernel.bound(arguments, blocks)
         enqueue = lambda: bound.run(self.context.stream)  # noqa: E731
         best = min(graph_seconds(self.context, enqueue, REPEATS) for _ in range(TRIALS))
@@ -122,7 +122,7 @@ class Bench:
         self.context.close()
 
 
-class Single:
+class OplessKernel:
     """A kernel without an op, loaded."""
 
     def __init__(self, device: driver.Device, spec: Specialisation) -> None:
@@ -135,21 +135,21 @@ class Single:
         return BoundLaunch(launch, self.kernel, Sizes(), lambda region: 0, 0)
 
 
-class Comparison:
+class MemoryComparison:
     """Finds where ranges of the GPU's memory differ, without bringing them to the host."""
 
     PROGRAMS, BLOCK = 1024, 4096  # at most; numbers of 2 bytes
     MOST = 1 << 31  # bytes at a time
 
     def __init__(self, device: driver.Device) -> None:
-        self.differences = Single(device, self.kernel())
+        self.differences = OplessKernel(device, self.kernel())
         self.found = driver.DeviceMemory(4 * self.PROGRAMS)
 
     @classmethod
     def kernel(cls) -> Specialisation:
         """What it launches."""
         kinds = {"found": "*i32", "a": "*i16", "b": "*i16", "n": "i32", "blocks": "i32"}
-        return single(machine.differences, kinds, {"BLOCK": cls.BLOCK})
+        return opless_kernel(microbenchmarks.differences, kinds, {"BLOCK": cls.BLOCK})
 
     def first(
         self, a: driver.DeviceMemory, b: driver.DeviceMemory, start: int, stop: int, shift: int, stream: Any

@@ -17,7 +17,7 @@ from ctypes import POINTER, byref, c_float, c_int, c_int32, c_int64, c_size_t, c
 from functools import cache
 from typing import Any
 
-from barellm.cuda.kernel import LibraryProduct, Sizes
+from barellm.cuda.kernel import LibraryGemm, Sizes
 from barellm.errors import UserError
 from barellm.runtime.lowering import Region
 
@@ -166,13 +166,13 @@ class Made:
         self.give_back = weakref.finalize(self, give_back)
 
 
-class BoundProduct:
+class BoundGemm:
     """A product for the sizes of a run. `accumulate`: whether results of mode "start" are added to what is there. `run` is one
     call; where a graph is captured, what it launches is kept with its numbers."""
 
     def __init__(
         self,
-        product: LibraryProduct,
+        product: LibraryGemm,
         cublas: Cublas,
         sizes: Sizes,
         address: Callable[[Region], int],

@@ -143,8 +143,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Counter:
-    """A 32-bit counter of the session, for launches that count their programs (`kernels.last_block`). It is zero between launches.
-    One is enough, because launches follow one another in a stream."""
+    """A 32-bit counter of the session, for reductions in one launch (`kernels.single_pass_reduction`). It is zero between
+    launches. One is enough, because launches follow one another in a stream."""
 
 
 COUNTER = Counter()
@@ -193,7 +193,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class ProductSpec:
+class GemmSpec:
     """A product of a library's, as `kernels.matmul.product` means it: roles, N and K are those there. `dtype`: of both operands;
     `out`: of the result; `epilogue`: "", "gelu", "gelu_backward"; `mode`: how the result is written."""
 
@@ -222,11 +222,11 @@ class ProductSpec:
 
 
 @dataclass
-class LibraryProduct:
+class LibraryGemm:
     """One product that a library does, in the place of launches. `bias` has the result's dtype, `pre` is GELU's input, written or
     read, `residual` is added."""
 
-    spec: ProductSpec
+    spec: GemmSpec
     out: Region
     a: Region
     b: Region
@@ -244,7 +244,7 @@ class LibraryProduct:
 
 
 @dataclass(frozen=True)
-class TravelSpec:
+class CollectiveSpec:
     """What kind of transfer it is: the name of its op."""
 
     op: str
@@ -255,18 +255,18 @@ class TravelSpec:
 
 
 @dataclass
-class Travel:
+class CollectiveCall:
     """Bytes that go to other ranks and come from them: those of an `ops.collectives.Transfer`. `regions`: of each of its operands
     those that travel. `beside`: it begins in the last micro-batch of a step, and what follows it does not wait; all is there when
     the program has ended."""
 
-    spec: TravelSpec
+    spec: CollectiveSpec
     op: Any
     regions: dict[str, list[Region]]
     beside: bool = False
 
 
-Call = Launch | LibraryProduct | Travel
+Call = Launch | LibraryGemm | CollectiveCall
 
 
 @dataclass

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from barellm.cuda import driver
-from barellm.cuda.kernel import Travel
+from barellm.cuda.kernel import CollectiveCall
 from barellm.errors import UserError
 from barellm.program.ranks import Ranks
 from barellm.runtime.lowering import Region
@@ -128,22 +128,22 @@ def check_own(ranks: Ranks, device: driver.Device) -> None:
         owners[uuid] = rank
 
 
-class BoundTravel:
+class BoundCollective:
     """A transfer of a program, by addresses. One that begins beside what follows does so only where `last` says that the run is of
     a step's last micro-batch."""
 
     def __init__(
-        self, travel: Travel, communicator: Communicator, address: Callable[[Region], int], *, last: bool
+        self, call: CollectiveCall, communicator: Communicator, address: Callable[[Region], int], *, last: bool
     ) -> None:
-        self.op, self._beside, self._communicator = travel.op, travel.beside, communicator
-        self.begins = travel.beside and last
-        self._idle = travel.beside and not last
+        self.op, self._beside, self._communicator = call.op, call.beside, communicator
+        self.begins = call.beside and last
+        self._idle = call.beside and not last
         arrays = {
             name: [driver.seen(address(region), region.stop - region.start) for region in regions]
-            for name, regions in travel.regions.items()
+            for name, regions in call.regions.items()
         }
-        self._sends = _pieces(travel.op.departing(arrays))
-        self._receives = _pieces(travel.op.arriving(arrays))
+        self._sends = _pieces(call.op.departing(arrays))
+        self._receives = _pieces(call.op.arriving(arrays))
 
     def run(self, stream: Any) -> None:
         if self._idle:
@@ -153,7 +153,7 @@ class BoundTravel:
             self._communicator.join(stream)
 
 
-class Ending:
+class JoinCollectives:
     """Behind the last call of a program in which transfers have begun that nothing waited for: it waits for them. `op` is that of
     call number `last`, the latest that has begun."""
 

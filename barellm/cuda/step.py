@@ -21,23 +21,23 @@ import numpy as np
 
 from barellm.cuda import driver
 from barellm.cuda.compile import compiled
-from barellm.cuda.cublaslt import BoundProduct, Cublas
+from barellm.cuda.cublaslt import BoundGemm, Cublas
 from barellm.cuda.fuse import FUSIONS, GROUPS
 from barellm.cuda.kernel import (
     REGISTRY,
     Call,
+    CollectiveCall,
     Counter,
     Launch,
-    LibraryProduct,
+    LibraryGemm,
     Lowering,
     Sizes,
     Specialisation,
     Table,
     Target,
-    Travel,
 )
 from barellm.cuda.launch import BoundLaunch, Kernel
-from barellm.cuda.nccl import BoundTravel, Communicator, Ending
+from barellm.cuda.nccl import BoundCollective, Communicator, JoinCollectives
 from barellm.errors import UserError
 from barellm.program import scalars
 from barellm.program.builder import Program
@@ -57,7 +57,7 @@ ALIGN = 512  # bytes, of the arena
 GRAPHS = 16  # kept, of those used last
 HEADROOM = 64 << 20  # bytes of the GPU for code, graphs and the driver's own
 LEAVE_S = 5.0  # of waiting for the GPU after an error
-ROOM = 64  # bytes: what begins in a pinned buffer begins at a multiple
+INPUT_ALIGN = 64  # bytes: what begins in a pinned buffer begins at a multiple
 
 
 class Lowered(LoweredProgram[Lowering]):
@@ -147,16 +147,16 @@ class Fill:
         self.memory.fill(poison.BYTE, self.start, self.nbytes, stream)
 
 
-Bound = BoundLaunch | BoundProduct | BoundTravel | Ending | Fill
+Bound = BoundLaunch | BoundGemm | BoundCollective | JoinCollectives | Fill
 
 
-class Turn:
+class StagingBuffer:
     """One of the two pinned buffers: the run-time scalars, then the inputs of one program, and when the GPU has taken them."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = driver.PinnedMemory(nbytes)
         self.copied = driver.Event()
-        self.rooms: Any = None
+        self.input_views: Any = None
 
 
 class CudaSession(ArenaSession):
@@ -186,11 +186,11 @@ class CudaSession(ArenaSession):
         codes = compiled(self.specs, self.device.arch, processes=processes())
         self.seconds["compile"] = lap()
         self.kernels = {spec: Kernel(code, self.device) for spec, code in codes.items()}
-        products = {n: [c for c in calls if isinstance(c, LibraryProduct)] for n, calls in self.calls.items()}
+        products = {n: [c for c in calls if isinstance(c, LibraryGemm)] for n, calls in self.calls.items()}
         self._by_accumulate = {name for name, found in products.items() if any(p.by_accumulate for p in found)}
-        travels = {n: [c for c in calls if isinstance(c, Travel)] for n, calls in self.calls.items()}
-        self._by_last = {name for name, found in travels.items() if any(t.beside for t in found)}
-        self._by_library = {name for name in self.calls if products[name] or travels[name]}
+        collectives = {n: [c for c in calls if isinstance(c, CollectiveCall)] for n, calls in self.calls.items()}
+        self._by_last = {name for name, found in collectives.items() if any(t.beside for t in found)}
+        self._by_library = {name for name in self.calls if products[name] or collectives[name]}
         self._ran: set[Run] = set()
         self.cublas = Cublas() if any(products.values()) else None
         self._communicator: Communicator | None = None
@@ -198,7 +198,7 @@ class CudaSession(ArenaSession):
         self._map_arena(built.tables)
         self.write_constants()
         self.guards = poison.Guards(self, self.plan) if poison.requested() else None
-        self._turns = [self._new_turn() for _ in range(2)]
+        self._staging_buffers = [self._new_staging_buffer() for _ in range(2)]
         self._starts = {name: partial(self._start, name) for name, low in self.lowered.items() if low.ops}
         self._graphs: OrderedDict[Run, driver.Graph] = OrderedDict()
         self._pid = os.getpid()
@@ -213,12 +213,12 @@ class CudaSession(ArenaSession):
 
     def _map_arena(self, tables: list[Table]) -> None:
         """The arena, behind it the run-time scalars, the counter, and tables, which are written now."""
-        counter = self.plan.arena_bytes + -(-scalars.NBYTES // ROOM) * ROOM
-        end = counter + ROOM
+        counter = self.plan.arena_bytes + -(-scalars.NBYTES // INPUT_ALIGN) * INPUT_ALIGN
+        end = counter + INPUT_ALIGN
         at: dict[Table, int] = {}
         for table in tables:
             at[table] = end
-            end += -(-table.nbytes // ROOM) * ROOM
+            end += -(-table.nbytes // INPUT_ALIGN) * INPUT_ALIGN
         try:
             self.memory = driver.DeviceMemory(end + ALIGN)
         except driver.DriverError as error:
@@ -232,21 +232,21 @@ class CudaSession(ArenaSession):
         for table, start in at.items():
             self._set(start, np.frombuffer(table.packed(self._address), np.uint8))
 
-    def _new_turn(self) -> Turn:
+    def _new_staging_buffer(self) -> StagingBuffer:
         """Programs take turns in the room of the inputs."""
-        start = -(-scalars.NBYTES // ROOM) * ROOM
+        start = -(-scalars.NBYTES // INPUT_ALIGN) * INPUT_ALIGN
         at: dict[Tensor, int] = {}
         most = start
         for program in self.programs:
             end = start
             for t in self._inputs_of(program).values():
                 at[t] = end
-                end += -(-t.nbytes // ROOM) * ROOM
+                end += -(-t.nbytes // INPUT_ALIGN) * INPUT_ALIGN
             most = max(most, end)
-        turn = Turn(most)
-        memory = turn.memory.array
-        turn.rooms = self._input_rooms(lambda t: memory[at[t] : at[t] + t.nbytes].view(numpy_dtype(t.dtype)))
-        return turn
+        buffer = StagingBuffer(most)
+        memory = buffer.memory.array
+        buffer.input_views = self._input_rooms(lambda t: memory[at[t] : at[t] + t.nbytes].view(numpy_dtype(t.dtype)))
+        return buffer
 
     def _address(self, region: Region | Table | Counter) -> int:
         if isinstance(region, Counter):
@@ -261,9 +261,9 @@ class CudaSession(ArenaSession):
         for i, op in enumerate(low.ops):
             bound += [self._bind(call, run) for call in low.of[op].launches]
             bound += [Fill(op, self.memory, self._skip + self.plan.offsets[t], t.nbytes) for t in dead.get(i, ())]
-        begun = [i for i, call in enumerate(bound) if isinstance(call, BoundTravel) and call.begins]
+        begun = [i for i, call in enumerate(bound) if isinstance(call, BoundCollective) and call.begins]
         if begun:
-            bound.append(Ending(bound[begun[-1]].op, begun[-1], self.communicator()))
+            bound.append(JoinCollectives(bound[begun[-1]].op, begun[-1], self.communicator()))
         return bound
 
     def communicator(self) -> Communicator:
@@ -276,10 +276,10 @@ class CudaSession(ArenaSession):
     def _bind(self, call: Call, run: Run) -> Bound:
         if isinstance(call, Launch):
             return BoundLaunch(call, self.kernels[call.spec], run.sizes, self._address, self._scalars)
-        if isinstance(call, Travel):
-            return BoundTravel(call, self.communicator(), self._address, last=run.last)
+        if isinstance(call, CollectiveCall):
+            return BoundCollective(call, self.communicator(), self._address, last=run.last)
         assert self.cublas is not None
-        return BoundProduct(call, self.cublas, run.sizes, self._address, run.accumulate)
+        return BoundGemm(call, self.cublas, run.sizes, self._address, run.accumulate)
 
     def _graph(self, run: Run) -> driver.Graph:
         if run in self._graphs:
@@ -304,9 +304,9 @@ class CudaSession(ArenaSession):
         if os.getpid() != self._pid:  # a context does not survive a fork
             raise RuntimeError("this process was forked from one with a running backend: open a new session in it")
         self.context.enter()
-        self._turns.reverse()
-        self._turns[0].copied.wait()
-        self._inputs = self._turns[0].rooms
+        self._staging_buffers.reverse()
+        self._staging_buffers[0].copied.wait()
+        self._inputs = self._staging_buffers[0].input_views
         super().run(program, **values)
 
     def _scalar(self, name: str) -> int:
@@ -344,14 +344,14 @@ class CudaSession(ArenaSession):
                 self.context.synchronize()
 
     def _send_inputs(self, program: str) -> None:
-        turn = self._turns[0]
-        turn.memory.array[: scalars.NBYTES] = self._block.ints.view(np.uint8)
-        driver.call("cuMemcpyHtoDAsync", self._scalars, turn.memory.address, scalars.NBYTES, self.stream)
+        buffer = self._staging_buffers[0]
+        buffer.memory.array[: scalars.NBYTES] = self._block.ints.view(np.uint8)
+        driver.call("cuMemcpyHtoDAsync", self._scalars, buffer.memory.address, scalars.NBYTES, self.stream)
         for name, t in self._inputs_of(program).items():
-            nbytes, view = self._staged[name].nbytes, turn.rooms[program][name][0]
+            nbytes, view = self._staged[name].nbytes, buffer.input_views[program][name][0]
             at = self.base + self.plan.offsets[t]
             driver.call("cuMemcpyHtoDAsync", at, view.ctypes.data, nbytes, self.stream)
-        turn.copied.record(self.stream)
+        buffer.copied.record(self.stream)
 
     def timed(self, program: str, **values: Any) -> list[tuple[Op, float]]:
         """A run, with the milliseconds that the GPU spent on each launch and the op that it is for, in their order. Waiting for
@@ -384,7 +384,7 @@ class CudaSession(ArenaSession):
         self._run_by(start, program, values)
         times = [after.since(before) for before, after in pairwise(events)]
         ending = bound[-1]
-        if isinstance(ending, Ending):
+        if isinstance(ending, JoinCollectives):
             bound.pop()
             times[ending.last] += times.pop()
         return [(launch.op, ms) for launch, ms in zip(bound, times, strict=True)]
@@ -436,7 +436,7 @@ class CudaSession(ArenaSession):
                 with suppress(driver.DriverError):
                     self._communicator.close(failed=True)  # what waits for other ranks on the GPU ends
             if failed and not self.context.ends(LEAVE_S):
-                left = [self.context.close, *(turn.memory.free for turn in self._turns), self.memory.free]
+                left = [self.context.close, *(buffer.memory.free for buffer in self._staging_buffers), self.memory.free]
                 for one in left + [graph.free for graph in self._graphs.values()]:
                     one.detach()
                 return
@@ -448,8 +448,8 @@ class CudaSession(ArenaSession):
             for kernel in self.kernels.values():
                 kernel.unload()
             self.memory.free()
-            for turn in self._turns:
-                turn.memory.free()
+            for buffer in self._staging_buffers:
+                buffer.memory.free()
             if self.cublas:
                 self.cublas.close()
             self.context.close()

@@ -22,8 +22,8 @@ from barellm.runtime.tuning import Database, Entry, requested
 
 SHIPPED = Path(__file__).with_name("tuned.json")  # what was measured on cards that people have: nothing yet
 KERNELS = (
-    "matmul", "hopper", "hopper_roles", "epilogue", "activations", "parts", "attention", "attention_backward",
-    "attention_bounds", "attention_rows", "hopper_attention", "hopper_attention_backward", "random", "common",
+    "matmul", "hopper", "hopper_warp_specialized", "epilogue", "activations", "split_k", "attention", "attention_backward",
+    "attention_mask", "attention_tiles", "hopper_attention", "hopper_attention_backward", "random", "common",
 )  # fmt: skip
 SOURCES = ("choices.py", "tuning.py", *(f"kernels/{name}.py" for name in KERNELS))
 
@@ -33,7 +33,7 @@ FETCHED = ("residual", *SLOPES, "add", "start")  # epilogues that read a matrix
 
 
 @dataclass(frozen=True)
-class ProductSubject:
+class GemmKey:
     """`rows` x `cols` of a result from a contraction of `depth`. Role "nt": y = x weight^T, "nn": dx = dy weight; "tn": gradient
     of the weight. Of "tn" the depth is the tokens, of the others the rows are. `kernel`: "triton" or "hopper", whose forms depend
     on the `epilogue` too."""
@@ -68,7 +68,7 @@ class ProductSubject:
 
 
 @dataclass(frozen=True)
-class AttentionSubject:
+class AttentionKey:
     """A kernel of attention over `batch` sequences of `seq` tokens, with `heads` heads of `head` columns. Role: "forward"; of the
     backward pass "keys", for dk and dv, and "queries", for dq. `kv_heads`: of keys and values where they are fewer, else 0."""
 
@@ -124,10 +124,10 @@ class AttentionSubject:
         return (*found, other) if other else found
 
 
-Subject = ProductSubject | AttentionSubject
+Key = GemmKey | AttentionKey
 
-_forced: dict[Subject, Choice] = {}
-_asked: list[Counter[Subject]] = []
+_forced: dict[Key, Choice] = {}
+_asked: list[Counter[Key]] = []
 
 
 @cache
@@ -161,11 +161,11 @@ def machine(target: Target) -> str:
     return f"{target.name or 'any card'}, sm_{target.arch}, {target.sms} multiprocessors"
 
 
-def key(target: Target, subject: Subject) -> str:
+def key(target: Target, subject: Key) -> str:
     return f"{machine(target)}: {subject.name}"
 
 
-def from_entry(entry: Any, subject: Subject, arch: int) -> Choice:
+def from_entry(entry: Any, subject: Key, arch: int) -> Choice:
     """The choice that an entry stands for. It is a ValueError if it is no choice for this architecture, or gives other bits than
     the default."""
     kind, name = subject.kind, NAMES[subject.kind]
@@ -183,7 +183,7 @@ def to_entry(choice: Choice) -> dict[str, Any]:
     return {NAMES[type(choice)]: asdict(choice)}
 
 
-def choose(target: Target, subject: Subject) -> Any:
+def choose(target: Target, subject: Key) -> Any:
     """How a piece of work is cut: as it was tuned, else by default. Tokens are the planned ones."""
     for found in _asked:
         found[subject] += 1
@@ -211,7 +211,7 @@ def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
 
 
 @contextmanager
-def forced(subject: Subject, choice: Choice) -> Iterator[None]:
+def forced(subject: Key, choice: Choice) -> Iterator[None]:
     """Within the context, this piece of work is cut like this wherever it is lowered."""
     _forced[subject] = choice
     try:
@@ -221,9 +221,9 @@ def forced(subject: Subject, choice: Choice) -> Iterator[None]:
 
 
 @contextmanager
-def watching() -> Iterator[Counter[Subject]]:
+def watching() -> Iterator[Counter[Key]]:
     """Count the pieces of work that are lowered within the context."""
-    found: Counter[Subject] = Counter()
+    found: Counter[Key] = Counter()
     _asked.append(found)
     try:
         yield found

@@ -14,7 +14,7 @@ from barellm.cpu.gemm_config import GemmConfig, SkinnyGemmConfig
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Specialisation
 from barellm.cuda.compile import triton_compile
-from barellm.cuda.kernel import LibraryProduct, Target, Travel
+from barellm.cuda.kernel import CollectiveCall, LibraryGemm, Target
 from barellm.cuda.kernel import Specialisation as DeviceSpec
 from barellm.errors import UserError, nearest
 from barellm.inspect import device_code, machine_code
@@ -95,7 +95,7 @@ def used_by(config: Config, machine: ISA | Target, *, weights: str = "") -> list
     found: dict[Specialisation | DeviceSpec, Used] = {}
     for calls in built.calls.values():
         for call in calls:
-            if isinstance(call, LibraryProduct | Travel):
+            if isinstance(call, LibraryGemm | CollectiveCall):
                 continue
             used = found.setdefault(call.spec, Used(call.spec))
             used.calls += 1

@@ -209,7 +209,7 @@ def _tiled(call: Launch, values: Mapping[str, Any], number: Callable[[str], int]
 
 
 def _few(call: Launch, values: Mapping[str, Any], number: Callable[[str], int]) -> dict[str, Any]:
-    """`kernels.few_rows.few_rows`: a block has all rows of some columns."""
+    """`kernels.skinny_gemm.skinny_gemm`: a block has all rows of some columns."""
     rows = number("rows")
     return {
         "role": "nt", "M": rows, "N": values["N"], "K": values["K"], "dtype": _dtype(dict(call.spec.signature)["weight"]),
@@ -222,7 +222,7 @@ def _dtype(kind: str) -> str:
     return next(dtype for dtype in ("bf16", "fp16", "fp32") if dtype in kind)
 
 
-READERS: dict[str, Callable[..., dict[str, Any]]] = {"gemm": _tiled, PERSISTENT: _tiled, "few_rows": _few}
+READERS: dict[str, Callable[..., dict[str, Any]]] = {"gemm": _tiled, PERSISTENT: _tiled, "skinny_gemm": _few}
 
 
 def table(found: Mapping[Cut, int], sheet: Published, *, known: bool) -> list[str]:

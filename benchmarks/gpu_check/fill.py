@@ -19,9 +19,9 @@ from barellm.cuda import step as cuda_step
 from barellm.cuda.compile import cache_folder, compiled
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import LoweredPrograms, lower_and_plan, processes
-from barellm.cuda.tuner.bed import built
 from barellm.cuda.tuner.cases import case_of
-from barellm.cuda.tuner.work import AnyWork, Candidate, candidates, refined, rivals
+from barellm.cuda.tuner.harness import built
+from barellm.cuda.tuner.problem import Candidate, Problem, candidates, refined, rivals
 from barellm.plans.roofline import NAMED, mix_of
 from barellm.program.builder import Program, Store
 from benchmarks.gpu_check import apart, craft, first, signs, small_step, speed
@@ -57,11 +57,11 @@ def peaks() -> Kernels:
 
 
 def rung(name: str, scale: Scale, target: Target) -> Iterator[Specialisation]:
-    yield bench.Comparison.kernel()
+    yield bench.MemoryComparison.kernel()
     yield from first.RUNGS[name].kernels(scale, target)
 
 
-def ways(work: AnyWork, tried: Iterable[Candidate], target: Target) -> Iterator[Specialisation]:
+def ways(work: Problem, tried: Iterable[Candidate], target: Target) -> Iterator[Specialisation]:
     """A piece of work done in each of these ways."""
     case, target = case_of(work), work.target(target)
     for candidate in tried:
@@ -102,7 +102,7 @@ def gemm(scale: Scale, target: Target) -> Iterator[Specialisation]:
 
 
 def sides(scale: Scale, target: Target) -> Iterator[Specialisation]:
-    yield bench.Comparison.kernel()
+    yield bench.MemoryComparison.kernel()
     for work, tiles in speed.sides_of(scale, target):
         yield from ways(work, map(Candidate, (work.default(target.arch), *tiles)), target)
 
@@ -121,7 +121,7 @@ def streaming(scale: Scale, target: Target) -> Iterator[Specialisation]:
 
 def tune(scale: Scale, target: Target) -> Iterator[Specialisation]:
     """Every candidate, every order of its tiles, and what would give other bits."""
-    yield bench.Comparison.kernel()
+    yield bench.MemoryComparison.kernel()
     for work in speed.tuned(scale, target):
         usual = candidates(work, target)
         orders = [one for candidate in usual for one in refined(candidate)]

@@ -23,9 +23,9 @@ from barellm.config import Config
 from barellm.cuda import choices, driver
 from barellm.cuda.bench import Bench
 from barellm.cuda.kernel import Launch, Sizes, Specialisation, Target
-from barellm.cuda.tuner import bed
+from barellm.cuda.tuner import harness
 from barellm.cuda.tuner.cases import case_of
-from barellm.cuda.tuner.work import AnyWork, AttentionWork, Candidate, Work, works_of
+from barellm.cuda.tuner.problem import AttentionProblem, Candidate, GemmProblem, Problem, works_of
 from barellm.plans.roofline import NAMED
 from barellm.profiling import step as one_step
 from barellm.program.integers import ceil_div
@@ -62,7 +62,7 @@ class Rung:
     """What a rung proves. `cases`: pieces of work, each with the multiprocessors that it has (0: all). `parts`: 0, or sums over
     tokens are in so many, and small products go to Hopper's kernel too."""
 
-    cases: Callable[[Scale, Target], list[tuple[AnyWork, int]]]
+    cases: Callable[[Scale, Target], list[tuple[Problem, int]]]
     parts: int = 0
 
     @contextmanager
@@ -75,7 +75,7 @@ class Rung:
         with self._cut():
             for work, _ in self.cases(scale, target):
                 usual = Candidate(work.default(target.arch))
-                yield from bed.built(case_of(work), work, usual, work.target(target))[1].specs
+                yield from harness.built(case_of(work), work, usual, work.target(target))[1].specs
 
     def prove(self, scale: Scale) -> dict[str, Any]:
         """Each piece of work, held against float64 and for stray bytes."""
@@ -96,12 +96,12 @@ class Rung:
         }
 
 
-def _proved(work: AnyWork, sms: int) -> dict[str, Any]:
+def _proved(work: Problem, sms: int) -> dict[str, Any]:
     """A row: the largest error over its bound, or what is wrong."""
     row: dict[str, Any] = {"work": str(work), "sms": sms}
     with announced(row["work"], sms):
         try:
-            done = bed.Bed(work, calls=1, sms=sms)
+            done = harness.Harness(work, calls=1, sms=sms)
         except Wrong as wrong:
             return row | {"wrong": str(wrong)}
         done.close()
@@ -111,7 +111,7 @@ def _proved(work: AnyWork, sms: int) -> dict[str, Any]:
 @contextmanager
 def announced(name: str, sms: int) -> Iterator[None]:
     """Print what is launched before it is."""
-    run = bed.CudaSession.run
+    run = harness.CudaSession.run
 
     def told(session: Any, program: str, **values: Any) -> None:
         sizes = Sizes.of({k: v for k, v in values.items() if k in ("batch", "seq")})
@@ -124,7 +124,7 @@ def announced(name: str, sms: int) -> Iterator[None]:
                 )
         run(session, program, **values)
 
-    with patch.object(bed.CudaSession, "run", told):
+    with patch.object(harness.CudaSession, "run", told):
         yield
 
 
@@ -135,46 +135,46 @@ def hoppers(parts: int = 1) -> Iterator[None]:
         yield
 
 
-def product(scale: Scale, target: Target, role: str, rows: int, cols: int, depth: int, epilogue: str = "") -> Work:
+def product(scale: Scale, target: Target, role: str, rows: int, cols: int, depth: int, epilogue: str = "") -> GemmProblem:
     """Hopper's kernel does it, or on another card Triton's. In a rehearsal a quarter of each size: the interpreter takes a second
     for what a GPU does in a microsecond."""
     kernel = "hopper" if target.hopper else "triton"
     if scale.small:
         rows, cols, depth = (ceil_div(n, 32) * 8 for n in (rows, cols, depth))
-    return Work(role, "bf16", rows, cols, depth, kernel, epilogue if kernel == "hopper" else "")
+    return GemmProblem(role, "bf16", rows, cols, depth, kernel, epilogue if kernel == "hopper" else "")
 
 
-def _plain(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
-    return [(Work("nt", "bf16", 200, 328, 136), 0), (Work("nn", "fp32", 64, 96, 40), 0)]
+def _plain(scale: Scale, target: Target) -> list[tuple[Problem, int]]:
+    return [(GemmProblem("nt", "bf16", 200, 328, 136), 0), (GemmProblem("nn", "fp32", 64, 96, 40), 0)]
 
 
-def _tile(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+def _tile(scale: Scale, target: Target) -> list[tuple[Problem, int]]:
     return [(product(scale, target, role, 128, 256, 64), 0) for role in ("nt", "nn")]
 
 
-def _ring(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+def _ring(scale: Scale, target: Target) -> list[tuple[Problem, int]]:
     """Within a tile; one block and seven that have several tiles each; more tiles than the card has blocks."""
     few = [(product(scale, target, "nt", 896, 1280, 576), sms) for sms in (1, 7)]
     many = [(product(scale, target, "nt", 896, 4864, 576), 0), (product(scale, target, "nn", 2560, 5120, 128), 0)]
     return [(product(scale, target, "nt", 128, 256, 576), 0), *few, *([] if scale.small else many)]
 
 
-def _epilogues(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+def _epilogues(scale: Scale, target: Target) -> list[tuple[Problem, int]]:
     """With more tiles than blocks."""
     return [(product(scale, target, role, 512, 768, 320, kind), sms) for role, kind in EPILOGUES for sms in (0, 7)]
 
 
-def _parts(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+def _parts(scale: Scale, target: Target) -> list[tuple[Problem, int]]:
     return [(product(scale, target, "tn", 768, 768, 2000), sms) for sms in (0, 7)]
 
 
-def _heads(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+def _heads(scale: Scale, target: Target) -> list[tuple[Problem, int]]:
     lengths = (33,) if scale.small else (128, 1024, 1000)
     roles = ("forward", "keys", "queries")
-    return [(AttentionWork(role, "bf16", 2, T, 12, 64), 0) for T in lengths for role in roles]
+    return [(AttentionProblem(role, "bf16", 2, T, 12, 64), 0) for T in lengths for role in roles]
 
 
-def _works(scale: Scale, target: Target) -> list[tuple[AnyWork, int]]:
+def _works(scale: Scale, target: Target) -> list[tuple[Problem, int]]:
     """Those that take longest first."""
     found = works_of(build_programs(whole_step(scale)), target)
     return [(work, 0) for work in (found[:2] if scale.mock else found)]

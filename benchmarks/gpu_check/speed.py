@@ -19,8 +19,8 @@ from barellm.config import Config
 from barellm.cuda import choices, driver, tuning
 from barellm.cuda.choices import AttentionTile
 from barellm.cuda.kernel import Target
-from barellm.cuda.tuner import bed, tuner
-from barellm.cuda.tuner.work import AnyWork, AttentionWork, Candidate, Work, works_of
+from barellm.cuda.tuner import harness, tuner
+from barellm.cuda.tuner.problem import AttentionProblem, Candidate, GemmProblem, Problem, works_of
 from barellm.errors import UserError
 from barellm.plans.devices import device_bytes
 from barellm.profiling import profile
@@ -177,10 +177,10 @@ def streaming(scale: Scale) -> dict[str, Any]:
     return {"copy_bytes_s": copy, "bars": bars, "files": {name: r}}
 
 
-def sides_of(scale: Scale, target: Target) -> Iterator[tuple[AttentionWork, list[AttentionTile]]]:
+def sides_of(scale: Scale, target: Target) -> Iterator[tuple[AttentionProblem, list[AttentionTile]]]:
     """Each kernel of attention, with the other ways to cut it that this card can run."""
     for role, others in OTHERS.items():
-        work = AttentionWork(role, "bf16", *((1, 33, 1) if scale.mock else (BATCHES[0], SEQ, 12)), 64)
+        work = AttentionProblem(role, "bf16", *((1, 33, 1) if scale.mock else (BATCHES[0], SEQ, 12)), 64)
         usual = work.default(target.arch)
         yield work, [t for t in others if t != usual and (target.hopper or not t.roles)]
 
@@ -190,7 +190,7 @@ def sides(scale: Scale) -> dict[str, Any]:
     the predictions."""
     rows, bars = [], []
     for work, tiles in sides_of(scale, Target.of(driver.device())):
-        both = bed.Bed(work, calls=1 if scale.mock else bed.MOST_CALLS)
+        both = harness.Harness(work, calls=1 if scale.mock else harness.MOST_CALLS)
         usual = work.default(both.target.arch)
         ways = [Candidate(t, other_bits=not choices.equal_bits(work.role, t, usual)) for t in tiles]
         ratios = both.time([both.check(way) for way in ways], ROUNDS)
@@ -206,11 +206,11 @@ def sides(scale: Scale) -> dict[str, Any]:
     return {"turns": rows, "bars": bars}
 
 
-def tuned(scale: Scale, target: Target) -> list[AnyWork]:
+def tuned(scale: Scale, target: Target) -> list[Problem]:
     """What is tuned: the pieces of work of a step, and the products of one in TF32."""
     works = works_of(build_programs(model(scale, batch=BATCHES[0], seq=SEQ)), target)
     if scale.mock:
-        return [next(w for w in works if isinstance(w, kind)) for kind in (Work, AttentionWork)]
+        return [next(w for w in works if isinstance(w, kind)) for kind in (GemmProblem, AttentionProblem)]
     fp32 = build_programs(model(scale, batch=BATCHES[0], seq=SEQ, dtype="fp32"))
     return works + [w for w in works_of(fp32, replace(target, tf32=True)) if w.dtype == "tf32"]
 

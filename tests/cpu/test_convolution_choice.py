@@ -114,10 +114,10 @@ def test_layers_have_the_algorithm_that_was_the_fastest(which, C, K, images, sid
     [
         (512, 14, 3, 1, ("winograd_product 2", "winograd_product 2", "winograd_gradient_output 2")),
         (256, 56, 3, 1, ("winograd_product 4", "winograd_product 4", "winograd_gradient_output 4")),
-        (8, 14, 3, 1, ("conv_product", "conv_product", "conv_weight_gradient")),
+        (8, 14, 3, 1, ("conv_implicit_gemm", "conv_implicit_gemm", "conv_wgrad")),
         (128, 56, 9, 1, ("fft_product", "fft_product", "fft_gradient_output")),
-        (128, 56, 5, 1, ("conv_product", "conv_product", "conv_weight_gradient")),
-        (128, 56, 7, 1, ("conv_product", "conv_product", "fft_gradient_output")),
+        (128, 56, 5, 1, ("conv_implicit_gemm", "conv_implicit_gemm", "conv_wgrad")),
+        (128, 56, 7, 1, ("conv_implicit_gemm", "conv_implicit_gemm", "fft_gradient_output")),
     ],
 )
 def test_kernels_of_each_pass(channels, pixels, filters, images, names):
@@ -135,8 +135,8 @@ def kernels_of(channels: int, pixels: int, filters: int, images: int, dtype: str
     p.output("dx", p.apply(Conv2dDx, dy=y, w=w, size=(pixels, pixels), **how).dx)
     p.output("dw", p.apply(Conv2dDw, dy=y, x=x, size=(filters, filters), **how).dw)
     products = (
-        "conv_product",
-        "conv_weight_gradient",
+        "conv_implicit_gemm",
+        "conv_wgrad",
         "conv_pairs",
         "conv_pairs_gradient",
         "fft_product",

@@ -6,7 +6,7 @@ import pytest
 
 from barellm.cuda import choices
 from barellm.cuda.choices import AttentionTile
-from barellm.cuda.kernels import attention_cached
+from barellm.cuda.kernels import attention_kv_cache
 from barellm.program import ops
 from tests.cases import backward_case, bounded, cached_case, forward_case
 from tests.cuda.check import check_op
@@ -30,7 +30,7 @@ ADDED = dict.fromkeys(("dq", "dk", "dv"), "add")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(choices, "attention_tile", lambda role, *shape: TILES[role])
-    monkeypatch.setattr(attention_cached, "PART", 48)
+    monkeypatch.setattr(attention_kv_cache, "PART", 48)
 
 
 @each_shape

@@ -6,7 +6,7 @@ import pytest
 from barellm.cuda import bench, driver
 from barellm.cuda.bench import BLOCK, Bench
 from barellm.cuda.kernel import Launch, Sizes, Specialisation
-from barellm.cuda.kernels import machine
+from barellm.cuda.kernels import microbenchmarks
 from barellm.cuda.launch import BoundLaunch, Kernel
 from tests.simulators.mock import LAUNCH_MS, Gpu
 
@@ -41,7 +41,7 @@ def test_the_product_of_the_peak_is_done_in_every_turn(gpu):
     a, b = R.integers(-3, 4, (32, 16)).astype(np.float32), R.integers(-3, 4, (16, 16)).astype(np.float32)
     kinds = {"out": "*fp32", "a": "*fp32", "b": "*fp32", "turns": "i32"}
     constants = {"ROWS": 32, "COLS": 16, "DEPTH": 16}
-    got = run(gpu, machine.peak, kinds, {"out": np.zeros(3, np.float32), "a": a, "b": b, "turns": 5}, constants, 3)
+    got = run(gpu, microbenchmarks.peak, kinds, {"out": np.zeros(3, np.float32), "a": a, "b": b, "turns": 5}, constants, 3)
     assert np.array_equal(got["out"], [5 * (a @ b).sum()] * 3)
 
 
@@ -52,7 +52,7 @@ def test_every_stream_of_a_mix_is_moved(gpu, mix):
     kinds = dict.fromkeys(("a", "b", "c"), "*fp32") | {"n": "i32"}
     constants = dict(zip(("READ", "WRITE", "UPDATE"), mix, strict=True)) | {"BLOCK": BLOCK}
     given = {name: a.copy() for name, a in zip("abc", arrays, strict=True)}
-    got = run(gpu, machine.move, kinds, given | {"n": n}, constants, n // BLOCK)
+    got = run(gpu, microbenchmarks.move, kinds, given | {"n": n}, constants, n // BLOCK)
     total = arrays[0][: mix[0]].sum(axis=0)
     assert np.array_equal(got["a"], arrays[0])
     written = total + np.arange(mix[1])[:, None] if mix[1] else arrays[1]
@@ -78,13 +78,13 @@ def test_rates_are_work_over_the_time_of_events(gpu, monkeypatch):
 
 @pytest.mark.parametrize("most", [1 << 31, 20_000])
 def test_the_first_byte_that_differs_is_found_wherever_it_is(gpu, most, monkeypatch):
-    monkeypatch.setattr(bench.Comparison, "MOST", most)
-    monkeypatch.setattr(bench.Comparison, "PROGRAMS", 3)
+    monkeypatch.setattr(bench.MemoryComparison, "MOST", most)
+    monkeypatch.setattr(bench.MemoryComparison, "PROGRAMS", 3)
     device = driver.device()
     stream, nbytes = driver.Context(device).stream, 50_002
     a, b = driver.DeviceMemory(nbytes + 64), driver.DeviceMemory(nbytes)
     data = R.integers(0, 256, nbytes, dtype=np.uint8)
-    same = bench.Comparison(device)
+    same = bench.MemoryComparison(device)
     for at in (None, 0, 1, 8191, 8192, 24_575, 49_999, 50_001):
         a.write(64, data, stream)
         b.write(0, data, stream)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from barellm.cuda.kernels import conv_positions
+from barellm.cuda.kernels import conv_transform_domain
 from barellm.cuda.step import lower_and_plan
 from barellm.program.builder import Program, Store
 from tests.conv_cases import FORMS, NORMS, WINOGRAD, case, mean_case, norm_case, winograd_case
@@ -71,15 +71,15 @@ def test_large_filters_by_fourier_transforms(name, form, how):
 @pytest.mark.parametrize("name", ["conv2d", "conv2d_dw"])
 def test_tiles_that_more_than_one_pass_does_and_a_pass_without_any(name, monkeypatch):
     """Passes of 512 tiles, in two parts for the gradient of the filters: one image has 520 tiles, the two that are planned 1040."""
-    monkeypatch.setattr(conv_positions, "PASS", 512 * 16 * 2)
+    monkeypatch.setattr(conv_transform_domain, "PASS", 512 * 16 * 2)
     check_op(**winograd_case(name, ((1, 1, 54, 42), (1, 3, 3), {}), "winograd2"))
 
 
 @pytest.mark.slow
 def test_a_gradient_by_fourier_transforms_in_parts(monkeypatch):
     """Two parts of 128 tiles, of which the second has 37: what the choice of parts gives to no shape of today."""
-    monkeypatch.setattr(conv_positions.choices, "splits", lambda tiles, rows: 2)
-    monkeypatch.setattr(conv_positions, "PASS", 256 * 384 * 3)
+    monkeypatch.setattr(conv_transform_domain.choices, "splits", lambda tiles, rows: 2)
+    monkeypatch.setattr(conv_transform_domain, "PASS", 256 * 384 * 3)
     check_op(**winograd_case("conv2d_dw", ((1, 1, 137, 98), (2, 8, 1), {}), "fft"))
 
 

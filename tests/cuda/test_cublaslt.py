@@ -11,7 +11,7 @@ from barellm.bench import gemms
 from barellm.cli import main
 from barellm.cuda import cublaslt, kernels
 from barellm.cuda.cublaslt import WORKSPACE_ALIGN
-from barellm.cuda.kernel import LibraryProduct, Target
+from barellm.cuda.kernel import LibraryGemm, Target
 from barellm.cuda.step import CudaSession, lower_and_plan
 from barellm.errors import UserError
 from barellm.models import preset
@@ -111,7 +111,7 @@ def test_what_it_does_not_have_stays_ours():
         program = Program(Store(), compute=dtype)
         gemms.append(program, gemms.Product("", "matmul", N, K, 9), 0)
         (call,) = lower_and_plan({"p": program}, Target(80, matmul="cublaslt")).calls["p"]
-        assert isinstance(call, LibraryProduct) == library, (N, K, dtype)
+        assert isinstance(call, LibraryGemm) == library, (N, K, dtype)
 
 
 @pytest.mark.parametrize("first, width", [(0, 16), (8, 16), (0, 24)])
@@ -119,7 +119,7 @@ def test_columns_of_a_wider_tensor_stay_ours(first, width):
     program = Program(Store(), compute="bf16")
     program.linear(View(program.input("x", (24, 24), "bf16"), first, width), program.parameter("w", (24, width)))
     (call,) = lower_and_plan({"p": program}, Target(80, matmul="cublaslt")).calls["p"]
-    assert isinstance(call, LibraryProduct) == (width == 24)
+    assert isinstance(call, LibraryGemm) == (width == 24)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from barellm.bench import attentions, gemms
 from barellm.cuda import bench, driver
 from barellm.cuda import compile as cuda_compile
 from barellm.cuda.kernel import Target
-from barellm.cuda.tuner import bed, tuner
+from barellm.cuda.tuner import harness, tuner
 from barellm.plans import roofline
 from barellm.runtime.tuner import decision
 from benchmarks.gpu_check import fill, one_step, small_step
@@ -35,8 +35,8 @@ def gpu(monkeypatch):
     made = Gpu(arch=90, sms=132, execute=lambda spec, values, grid: None)
     rehearsed_on(made, monkeypatch)
     as_before(monkeypatch)
-    monkeypatch.setattr(bed.Bed, "_prove", lambda *_: None)  # nothing is written, so nothing is right
-    monkeypatch.setattr(bench.Comparison, "_first", lambda *_: None)
+    monkeypatch.setattr(harness.Harness, "_prove", lambda *_: None)  # nothing is written, so nothing is right
+    monkeypatch.setattr(bench.MemoryComparison, "_first", lambda *_: None)
     monkeypatch.setattr(decision, "tune", lambda works, worker, *, candidates, **rest: [candidates(w) for w in works])
     roofline.measured_ceiling.cache_clear()  # what is measured once a process
     yield made

@@ -25,9 +25,9 @@ from barellm.cuda import compile as cuda_compile
 from barellm.cuda import step, tuning
 from barellm.cuda.compile import compiled
 from barellm.cuda.kernel import MODES, Lowering, Specialisation, Target
-from barellm.cuda.kernels.hopper import fits, launch_product
+from barellm.cuda.kernels.hopper import fits, launch_gemm
 from barellm.cuda.step import lower_and_plan
-from barellm.cuda.tuner.work import KERNELS
+from barellm.cuda.tuner.problem import KERNELS
 from barellm.models import HIDDEN, preset
 from barellm.models.gpt2 import Config as ModelConfig
 from barellm.models.llama3 import Config as Llama
@@ -105,7 +105,7 @@ def hopper_products() -> dict[Specialisation, str]:
         }
         given |= {"N": N, "K": K, **operands}
         assert fits(c, role, **given)
-        launch_product(c, role, **given)
+        launch_gemm(c, role, **given)
 
     bias = Tensor("bias", (N,), "fp32", "parameter")
     for name in ACTIVATIONS:
@@ -144,8 +144,8 @@ def record_specs() -> dict[Specialisation, str]:
 
 
 RECORD_S = ("muon_update", "adamw", "scales_of_means")
-LLAMA_S = ("rmsnorm", "layernorm_backward", "rope", "swiglu", "swiglu_backward", "embedding", "append_to_caches", "attend_part",
-           "join_parts", *(f"attention_{name}" for name in ("forward", "dkv", "dq")))  # fmt: skip
+LLAMA_S = ("rmsnorm", "layernorm_backward", "rope", "swiglu", "swiglu_backward", "embedding", "append_to_caches",
+           "attention_split_kv", "combine_split_kv", *(f"attention_{name}" for name in ("forward", "dkv", "dq")))  # fmt: skip
 
 
 def llama_specs(model: Llama, batch: int, compute: str) -> dict[Specialisation, str]:
@@ -231,7 +231,7 @@ def few_bits_specs() -> dict[Specialisation, str]:
     return one_of_each(found)
 
 
-FEW_BITS = ("quantized_few_rows", "quantized_mma", "written_out")
+FEW_BITS = ("quantized_skinny_gemm", "quantized_mma", "written_out")
 
 
 def stream_specs() -> dict[Specialisation, str]:
@@ -266,7 +266,7 @@ def positions_specs(compute: str, algorithm: str, size: int = 3, *, tf32: bool =
     x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
     p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
     found = lower_and_plan({"micro": p}, Target(90, tf32=tf32)).specs
-    modules = (".winograd", ".conv_fft", ".conv_positions")
+    modules = (".winograd", ".conv_fft", ".conv_transform_domain")
     return {s: op for s, op in found.items() if s.function.module.endswith(modules)}
 
 
@@ -454,7 +454,7 @@ def test_attention_in_windows_of_documents_does_not_spill(arch, head, paired):
 def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
     found: dict[Specialisation, str] = {}
     for role, heads in (*((role, 1) for role in KERNELS), ("keys", 4)):
-        subject = tuning.AttentionSubject(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
+        subject = tuning.AttentionKey(role, "bf16", 2, 64, heads, head, kv_heads=int(heads > 1))
         for t in subject.all_tiles(arch):
             with tuning.forced(subject, t):
                 specs = attention_specs(head, "bf16", arch, heads)

@@ -12,8 +12,8 @@ import pytest
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import Target
 from barellm.cuda.kernels.hopper_attention_backward import hopper_attention_backward
-from barellm.cuda.tuner import bed
-from barellm.cuda.tuner.work import AttentionWork, Candidate
+from barellm.cuda.tuner import harness
+from barellm.cuda.tuner.problem import AttentionProblem, Candidate
 from barellm.program import ops
 from tests.cases import backward_case
 from tests.check import Case, check_case
@@ -227,7 +227,7 @@ class Session(InterpretedSession):
 )
 def test_the_op_takes_the_kernels_where_they_are_chosen(D, dtype, groups, packed, modes, monkeypatch):
     """And not where a result is added to."""
-    subjects = [tuning.AttentionSubject(role, dtype, 2, 131, 2, D, kv_heads=groups % 2) for role in ("keys", "queries")]
+    subjects = [tuning.AttentionKey(role, dtype, 2, 131, 2, D, kv_heads=groups % 2) for role in ("keys", "queries")]
     monkeypatch.setattr(tuning, "_forced", {s: choices.ROLES_BACKWARD[s.role, D] for s in subjects})
     monkeypatch.setattr(Session, "launched", [])
     assert all(choices.ROLES_BACKWARD[s.role, D] in s.rivals(90) for s in subjects)
@@ -242,7 +242,7 @@ def test_the_op_takes_the_kernels_where_they_are_chosen(D, dtype, groups, packed
 def test_the_tuner_s_bed_measures_them_beside_the_default(role, monkeypatch):
     """On the driver in Python: parameters, tensor maps and grid as the compiled code wants them."""
     Gpu(arch=90).install(monkeypatch)
-    both = bed.Bed(AttentionWork(role, "bf16", 2, 70, 2, 64), calls=1)
+    both = harness.Harness(AttentionProblem(role, "bf16", 2, 70, 2, 64), calls=1)
     (ratios,) = both.time([both.check(Candidate(choices.ROLES_BACKWARD[role, 64], other_bits=True))], 1)
     assert len(ratios) == 1 and both.case.worst < 1
     both.close()

@@ -12,7 +12,7 @@ import pytest
 
 from barellm.cuda import choices, launch
 from barellm.cuda.kernel import Launch
-from barellm.cuda.kernels import hopper, parts
+from barellm.cuda.kernels import hopper, split_k
 from barellm.cuda.step import CudaSession
 from barellm.models.gpt2 import Config as ModelConfig
 from tests.cpu.test_models import open_session
@@ -51,7 +51,7 @@ def test_a_model_trains_like_the_references_on_hopper(gpu, monkeypatch):
     assert roles == {(False, True), (False, False), (True, False)}  # forward, input gradients, weight gradients
     assert {c["EPILOGUE"] for c in found} == {"", "gelu", "gelu_backward", "start"}
     names = Counter(name for name, _ in gpu.launched)
-    assert names["add_parts"] and not names["gemm"]
+    assert names["split_k_reduce"] and not names["gemm"]
     assert names["hopper_gemm"] == 4 * len(found)  # two steps of two micro-batches
 
 
@@ -73,7 +73,7 @@ def test_evaluation_and_decoding_equal_the_references_on_hopper(gpu):
 
 def wrong_count(monkeypatch) -> None:
     """All but the first part of a sum are forgotten."""
-    monkeypatch.setattr(parts.Split, "count", lambda self, sizes: 1)
+    monkeypatch.setattr(split_k.SplitK, "count", lambda self, sizes: 1)
 
 
 def wrong_workspace(monkeypatch) -> None:

@@ -13,9 +13,9 @@ from barellm.cuda import choices, tuning
 from barellm.cuda.compile import Code, compiled
 from barellm.cuda.kernel import Specialisation, Target
 from barellm.cuda.step import lower_and_plan
-from barellm.cuda.tuner.bed import built
 from barellm.cuda.tuner.cases import case_of
-from barellm.cuda.tuner.work import Candidate, Work
+from barellm.cuda.tuner.harness import built
+from barellm.cuda.tuner.problem import Candidate, GemmProblem
 from tests.cuda.sass import INSTRUCTION, disassembled, overwritten
 from tests.cuda.test_golden import GPT2, attention_specs, build
 
@@ -86,7 +86,7 @@ def step() -> dict[str, tuple[Code, str]]:
 def test_the_exponentials_of_warps_with_roles_lie_between_the_waits(D, most):
     """Scores are waited for while the sums are under way, the sums behind all exponentials; at most so many instructions for the 64
     scores of a thread."""
-    subject = tuning.AttentionSubject("forward", "bf16", 2, 64, 1, D)
+    subject = tuning.AttentionKey("forward", "bf16", 2, 64, 1, D)
     with tuning.forced(subject, choices.ROLES[D]):
         (spec,) = [s for s in attention_specs(D, "bf16", 90) if s.name == "hopper_attention"]
     codes = compiled([spec], 90, processes=1).values()
@@ -134,7 +134,7 @@ EPILOGUES = {
 
 def products_of(step: dict[str, Any]) -> dict[tuple[str, str, bool], Specialisation]:
     """Hopper's products by (role, epilogue, bias): those of a step, and one with a residual, which no step of GPT-2 has."""
-    work = Work("nt", "bf16", 32768, 768, 768, "hopper", "residual")
+    work = GemmProblem("nt", "bf16", 32768, 768, 768, "hopper", "residual")
     made = [*step, *built(case_of(work), work, Candidate(work.default(90)), Target())[1].specs]
     found = {}
     for spec in (spec for spec in made if spec.name == "hopper_gemm"):

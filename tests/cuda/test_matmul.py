@@ -177,7 +177,7 @@ def test_fused_products_that_add(compute, limit):
 
 
 @pytest.mark.parametrize("compute, limit", [("fp32", 1e-6), ("bf16", 8e-3)])
-@pytest.mark.parametrize("plan, forward", [((3, 11), "gemm"), ((2, 4), "few_rows")], ids=["gemm", "few rows"])
+@pytest.mark.parametrize("plan, forward", [((3, 11), "gemm"), ((2, 4), "skinny_gemm")], ids=["gemm", "few rows"])
 def test_fused_products_of_columns(compute, limit, plan, forward, monkeypatch):
     monkeypatch.setattr(choices, "tile", lambda *shape: Tile(16, 128, 16, 4, 2))  # in two parts
     made = check_products_of_views(InterpretedSession, compute=compute, limit=limit, C=19, F=35, plan=plan)

@@ -89,7 +89,7 @@ def test_the_kernel_is_chosen_by_format_and_shape():
         x = p.input("x", (Dim("batch", 1), Dim("seq", 4), K), dtype)
         p.output("y", p.apply(ops.QuantizedMatmul, x=x, **operands, weights=weights, columns=32).y)
         names = {s.name for s in lower_and_plan({"op": p}, Target(90)).specs}
-        assert ("quantized_mma" in names) == ((weights, dtype, K) in wanted) == ("quantized_few_rows" not in names)
+        assert ("quantized_mma" in names) == ((weights, dtype, K) in wanted) == ("quantized_skinny_gemm" not in names)
 
 
 @pytest.mark.parametrize("weights", ["int4", "nf4"])
@@ -182,7 +182,7 @@ def test_an_element_takes_few_instructions_and_nothing_spills(weights, compute, 
     programs = {"decode": programs["decode"]}
     quantize_programs(programs, weights)
     wide = weights != "int8" and compute != "fp32"
-    name = "quantized_mma" if wide else "quantized_few_rows"
+    name = "quantized_mma" if wide else "quantized_skinny_gemm"
     found = [c for c in lower_and_plan(programs, Target(90)).calls["decode"] if c.spec.name == name]
     call = next(c for c in found if dict(c.spec.constants)["K"] == 3072)
     code = device_code.read(cubin := triton_compile(call.spec, 90).asm["cubin"], shared=0)

@@ -153,7 +153,7 @@ def test_memory_may_be_given_back_while_a_graph_is_captured(gpu):
 def test_what_outlives_a_session_has_a_context_to_go_back_to(gpu):
     """An event is given back when nobody has it; its context must still be there (the mock has no function that releases it)."""
     session = opened()
-    turns = session._turns
+    turns = session._staging_buffers
     session.close()
     gpu.calls.clear()
     del session, turns

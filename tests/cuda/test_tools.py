@@ -101,6 +101,6 @@ def test_inspect_shows_what_a_kernel_became():
     assert result["isa"] == "sm_80"
     for kernel in result["kernels"]:
         assert kernel["ops"] == ["linear_gelu"] and kernel["options"]["num_warps"] in (4, 8)
-        few = kernel["kernel"].startswith("few_rows")  # a decoded token is no work for tensor cores
+        few = kernel["kernel"].startswith("skinny_gemm")  # a decoded token is no work for tensor cores
         assert kernel["code"]["spills"] == 0 and kernel["code"]["counts"]["FFMA" if few else "HMMA"] > 0
     assert "registers" in text and "HMMA" in text and "shared memory" in text

@@ -11,10 +11,18 @@ from barellm.assembly.machine import build_programs
 from barellm.cli import main
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import Target
+from barellm.cuda.tuner import problem as pieces
 from barellm.cuda.tuner import tuner
-from barellm.cuda.tuner import work as pieces
-from barellm.cuda.tuner.bed import Bed
-from barellm.cuda.tuner.work import AttentionWork, Candidate, Work, candidates, refined, rivals, works_of
+from barellm.cuda.tuner.harness import Harness
+from barellm.cuda.tuner.problem import (
+    AttentionProblem,
+    Candidate,
+    GemmProblem,
+    candidates,
+    refined,
+    rivals,
+    works_of,
+)
 from barellm.runtime.tuner import decision
 from barellm.runtime.tuner.child import Wrong
 from barellm.runtime.tuner.decision import Verdict
@@ -42,7 +50,7 @@ def test_everything_that_a_model_does_is_there_once_with_all_tiles():
         assert {default.choice, *(c.choice for c in others)} == set(work.choices(80)) and len(others) == len(
             set(others)
         )
-        if isinstance(work, Work):
+        if isinstance(work, GemmProblem):
             assert {c.choice for c in (default, *others)} == set(choices.tiles(work.dtype, 80))
             assert {c.choice.group for c in (default, *refined(default))} == set(choices.GROUPS)
 
@@ -57,23 +65,23 @@ def test_faulty_candidates_are_rejected_for_their_reason():
 def test_bits_decide(role, dtype, monkeypatch):
     """Every tile, in every order, has the default's bits; a result that is off by a bit is not right."""
     Gpu().install(monkeypatch)
-    work = Work(role, dtype, 40, 24, 48)
-    bed = Bed(work, calls=1)
+    work = GemmProblem(role, dtype, 40, 24, 48)
+    harness = Harness(work, calls=1)
     _, *others = candidates(work, MOCK)
-    sessions = [bed.check(c) for c in (*others, *refined(others[0]))]
-    assert bed.time(sessions[:1], 3) == [[1.0] * 3] and bed.seconds > 0
-    _off_by_a_bit(bed, "out")
+    sessions = [harness.check(c) for c in (*others, *refined(others[0]))]
+    assert harness.time(sessions[:1], 3) == [[1.0] * 3] and harness.seconds > 0
+    _off_by_a_bit(harness, "out")
     with pytest.raises(Wrong, match=r"other bits than the default's \(1 x 1\): first at byte 0 of "):
-        bed.check(others[0])
-    bed.close()
+        harness.check(others[0])
+    harness.close()
 
 
-def _off_by_a_bit(bed: Bed, name: str) -> None:
+def _off_by_a_bit(harness: Harness, name: str) -> None:
     """What is expected of the first run's first result."""
-    t = {**bed.default.programs["op"].named, **bed.default.tensors}[name]
-    at, memory = bed.default.plan.offsets[t], bed.expected[bed.case.runs[0]]
-    byte = memory.read(at, at + 1, bed.default.stream) ^ 1
-    memory.write(at, byte, bed.default.stream)
+    t = {**harness.default.programs["op"].named, **harness.default.tensors}[name]
+    at, memory = harness.default.plan.offsets[t], harness.expected[harness.case.runs[0]]
+    byte = memory.read(at, at + 1, harness.default.stream) ^ 1
+    memory.write(at, byte, harness.default.stream)
 
 
 @pytest.mark.cached
@@ -82,18 +90,18 @@ def _off_by_a_bit(bed: Bed, name: str) -> None:
 def test_attention_s_tiles_have_one_result(role, dropout, heads, kv_heads, monkeypatch):
     """The default's bits; those that have others are right too, and are not among them."""
     Gpu().install(monkeypatch)
-    work = AttentionWork(role, "bf16", 1, 67 if kv_heads else 131, heads, 64, dropout, kv_heads)
-    bed = Bed(work, calls=1)
+    work = AttentionProblem(role, "bf16", 1, 67 if kv_heads else 131, heads, 64, dropout, kv_heads)
+    harness = Harness(work, calls=1)
     default, *others = candidates(work, MOCK)
     assert others and all(c.choice.keys == default.choice.keys for c in others if role == "forward")
     for candidate in others if dropout else (*others, *rivals(work, MOCK)):
-        session = bed.check(candidate)
-    assert bed.time([session], 3) == [[1.0] * 3]
-    bed.close()
+        session = harness.check(candidate)
+    assert harness.time([session], 3) == [[1.0] * 3]
+    harness.close()
 
 
 def test_what_won_is_taken_by_the_next_lowering_and_nonsense_is_not(monkeypatch, capsys):
-    work = Work("nt", "bf16", 64, 96, 64)
+    work = GemmProblem("nt", "bf16", 64, 96, 64)
     default, other, *_ = candidates(work, MOCK)
     tuner.keep(Verdict(work, default.choice, other.choice, 0.9, 1e-3, 1), MOCK)
     assert tuning.choose(MOCK, work.subject) == other.choice
@@ -109,36 +117,36 @@ def test_what_won_is_taken_by_the_next_lowering_and_nonsense_is_not(monkeypatch,
     assert not tuning.database().entries
 
 
-def subject_of(at: str) -> tuning.Subject:
+def key_of(at: str) -> tuning.Key:
     """What a key names."""
     words = at.split(": ")[1]
     name = r"(?:(hopper)(?: (\w+))? )?(nt|nn|tn) (\w+), (\d+) x (\d+) from (\d+)"
     if found := re.fullmatch(name, words):
         kernel, epilogue, role, dtype, *sizes = found.groups()
-        return tuning.ProductSubject(role, dtype, *map(int, sizes), kernel or "triton", epilogue or "")
+        return tuning.GemmKey(role, dtype, *map(int, sizes), kernel or "triton", epilogue or "")
     name = r"attention (\w+) (\w+), (\d+) x (\d+) heads(?: over (\d+))? of (\d+), (\d+) tokens(, dropout)?"
     found = re.fullmatch(name, words)
     assert found, at
     role, dtype, batch, heads, kv_heads, head, seq, dropout = found.groups()
-    return tuning.AttentionSubject(
+    return tuning.AttentionKey(
         role, dtype, int(batch), int(seq), int(heads), int(head), bool(dropout), int(kv_heads or 0)
     )
 
 
 def test_a_key_names_the_heads_of_keys_only_where_they_are_fewer():
-    plain = tuning.AttentionSubject("keys", "bf16", 4, 1024, 12, 64)
+    plain = tuning.AttentionKey("keys", "bf16", 4, 1024, 12, 64)
     assert plain.name == "attention keys bf16, 4 x 12 heads of 64, 1024 tokens"
     for subject in (plain, replace(plain, kv_heads=4), replace(plain, kv_heads=4, dropout=True)):
-        assert subject_of(tuning.key(HOPPER, subject)) == subject
+        assert key_of(tuning.key(HOPPER, subject)) == subject
 
 
 def test_what_is_shipped_names_tiles_that_exist():
     entries = json.loads(tuning.SHIPPED.read_text())["entries"]
     for at, entry in entries.items():
-        tuning.from_entry(entry, subject_of(at), int(at.split("sm_")[1].split(",")[0]))
+        tuning.from_entry(entry, key_of(at), int(at.split("sm_")[1].split(",")[0]))
 
 
-GELU = Work("nt", "bf16", 96, 128, 72, "hopper", "gelu")
+GELU = GemmProblem("nt", "bf16", 96, 128, 72, "hopper", "gelu")
 
 
 def test_what_was_measured_on_a_card_is_shipped_for_that_card(tmp_path, monkeypatch):
@@ -146,7 +154,7 @@ def test_what_was_measured_on_a_card_is_shipped_for_that_card(tmp_path, monkeypa
     tuner.keep(Verdict(GELU, default.choice, other.choice, 0.9, 1e-3, 1), HOPPER)
     (at,) = tuning.database().entries
     assert at == "Mock GPU, sm_90, 3 multiprocessors: hopper gelu nt bf16, 96 x 128 from 72"
-    assert subject_of(at) == GELU.subject
+    assert key_of(at) == GELU.subject
     path = tmp_path / "shipped.json"
     path.write_text('{"entries": {}}')
     assert tuning.ship(tuning.database().entries, path) == 1 and tuning.ship(tuning.database().entries, path) == 0
@@ -193,12 +201,12 @@ def test_every_form_of_hopper_s_products_is_proved_and_the_fastest_by_the_clock_
     gpu = Gpu(arch=90)
     gpu.install(monkeypatch)
     sizes = {"nt": (67, 72, 136), "nn": (67, 72, 136), "tn": (128, 72, 67)}[role]
-    work = Work(role, "bf16", *sizes, "hopper", epilogue)
-    bed = Bed(work, calls=1)
-    assert [call.spec.name for call in bed.default.calls["op"]] == ["hopper_gemm"]
+    work = GemmProblem(role, "bf16", *sizes, "hopper", epilogue)
+    harness = Harness(work, calls=1)
+    assert [call.spec.name for call in harness.default.calls["op"]] == ["hopper_gemm"]
     default, *others = candidates(work, HOPPER)
     assert {default.choice, *(c.choice for c in others)} == set(choices.forms()) and len(others) == 3
-    bed.check(refined(default)[0])
+    harness.check(refined(default)[0])
     wanted = next(c for c in others if c.choice.cols != default.choice.cols)
     gpu.cost = lambda spec: 0.5 if ("COLS", wanted.choice.cols) in spec.constants else 1.0
 
@@ -211,14 +219,14 @@ def test_every_form_of_hopper_s_products_is_proved_and_the_fastest_by_the_clock_
             self.sessions = {}
 
         def check(self, candidate):
-            self.sessions[candidate] = bed.check(candidate)
+            self.sessions[candidate] = harness.check(candidate)
             return ""
 
         def time(self, contestants, rounds):
-            return bed.time([self.sessions[c] for c in contestants], rounds), bed.seconds
+            return harness.time([self.sessions[c] for c in contestants], rounds), harness.seconds
 
     verdict = decision.decide(Here(), work, others, default)  # pyright: ignore[reportArgumentType]
-    bed.close()
+    harness.close()
     assert not verdict.rejected and verdict.best.cols == wanted.choice.cols and verdict.ratio == pytest.approx(0.5)
     tuner.keep(verdict, HOPPER)
     with_bits = tuning.choose(HOPPER, work.subject)
@@ -235,14 +243,14 @@ def test_a_candidate_is_named_by_all_that_it_is():
 
 def test_blocks_with_other_bits_are_never_taken(capsys):
     """Not even where a file says so."""
-    work = AttentionWork("forward", "bf16", 2, 1024, 12, 64)
+    work = AttentionProblem("forward", "bf16", 2, 1024, 12, 64)
     default, other, *_ = candidates(work, HOPPER)
     rival = rivals(work, HOPPER)[0]
     tuner.keep(Verdict(work, default.choice, other.choice, 0.9, 1e-3, 1), HOPPER)
     assert tuning.choose(HOPPER, work.subject) == other.choice
     at = tuning.key(HOPPER, work.subject)
     assert at == "Mock GPU, sm_90, 3 multiprocessors: attention forward bf16, 2 x 12 heads of 64, 1024 tokens"
-    assert subject_of(at) == work.subject
+    assert key_of(at) == work.subject
     tuning.database().change({at: tuning.to_entry(rival.choice)})
     assert tuning.choose(HOPPER, work.subject) == default.choice
     assert "tuning ignored" in capsys.readouterr().err
@@ -254,11 +262,11 @@ def test_the_command_proves_everything_and_stops_in_time(monkeypatch, capsys):
     monkeypatch.setattr(tuner, "CHILD", CHILD)
     found = pieces.works_of
 
-    def some(programs, target):
+    def sample_indices(programs, target):
         works = found(programs, target)
-        return [next(w for w in works if isinstance(w, kind)) for kind in (Work, AttentionWork)]
+        return [next(w for w in works if isinstance(w, kind)) for kind in (GemmProblem, AttentionProblem)]
 
-    monkeypatch.setattr(pieces, "works_of", some)
+    monkeypatch.setattr(pieces, "works_of", sample_indices)
     words = ["tune", "shakespeare-char", *WORDS, "--dtype", "bf16", "--device", "cuda", "--json"]
     assert main.main(words) == 0
     result = json.loads(capsys.readouterr().out)
@@ -280,7 +288,7 @@ def test_a_default_that_fails_does_not_stop_the_others(monkeypatch):
     """Its reason stands where a rejected candidate's does, and the work stays as it is."""
     Gpu().install(monkeypatch)
     monkeypatch.setattr(tuner, "CHILD", CHILD)
-    broken, good = Work("nt", "fp32", 9, 7, 5, epilogue="unknown"), Work("nt", "fp32", 9, 7, 5)
+    broken, good = GemmProblem("nt", "fp32", 9, 7, 5, epilogue="unknown"), GemmProblem("nt", "fp32", 9, 7, 5)
     verdicts = tuner.tune([broken, good], MOCK, seconds=60, each=lambda verdict: None)
     assert [v.work for v in verdicts] == [broken, good] and not verdicts[1].rejected and verdicts[1].tried > 2
     ((name, why),) = verdicts[0].rejected

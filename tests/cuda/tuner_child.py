@@ -2,10 +2,10 @@
 
 import pytest
 
-from barellm.cuda.tuner.bed import Bed
+from barellm.cuda.tuner.harness import Harness
 from barellm.runtime.tuner.child import Child, serve
 from tests.simulators.mock import Gpu
 
 if __name__ == "__main__":
     Gpu().install(pytest.MonkeyPatch())
-    serve(Child(lambda work: Bed(work, calls=1)))
+    serve(Child(lambda work: Harness(work, calls=1)))

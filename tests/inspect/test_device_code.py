@@ -4,7 +4,7 @@ import pytest
 
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Specialisation, Target
-from barellm.cuda.kernels import machine
+from barellm.cuda.kernels import microbenchmarks
 from barellm.inspect import device_code, kernels
 
 SASS = """
@@ -26,7 +26,7 @@ def peak(**options: int) -> Specialisation:
     constants = (("COLS", 128), ("DEPTH", 64), ("ROWS", 128))
     usual = {"num_stages": 1, "num_warps": 4}
     return Specialisation(
-        machine.peak, signature, constants, tuple(sorted((usual | options).items())), ("out", "a", "b")
+        microbenchmarks.peak, signature, constants, tuple(sorted((usual | options).items())), ("out", "a", "b")
     )
 
 

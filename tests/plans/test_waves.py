@@ -49,7 +49,7 @@ def test_an_odd_product_hangs_over_its_tiles_and_leaves_multiprocessors_idle():
 
 def test_a_few_rows_are_no_padding():
     cut = cuts(5, 3072, 768)["nt"]
-    assert (cut.kernel, cut.M, cut.rows, cut.padding) == ("few_rows", 5, 5, 0)
+    assert (cut.kernel, cut.M, cut.rows, cut.padding) == ("skinny_gemm", 5, 5, 0)
 
 
 def test_blocks_of_a_multiprocessor_share_it():

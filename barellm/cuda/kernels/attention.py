@@ -6,7 +6,7 @@ the G heads of keys and values serves SHARE = H / G heads of queries that follow
 apart as its constant (Q_ROW and so on) says: they are read and written where they are, packed side by side or not. Scores are kept
 in units of ln 2, so that each probability is one fma and one exp2.
 
-Where windows or documents bound what queries see (attention_bounds.py), blocks that none of a program's queries sees are not
+Where windows or documents bound what queries see (attention_mask.py), blocks that none of a program's queries sees are not
 visited. Paired heads are a sequence of twice the length: H, T and C are then of that one, rows of a tensor come in twos.
 
 Over the P = T (T + 1) / 2 pairs of a head, or T^2, the forward pass does 4 P D operations. Moved are q, k, v, out and lse once, and
@@ -21,8 +21,17 @@ from barellm.cuda import choices, tuning
 from barellm.cuda.choices import AttentionTile, padded
 from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels import hopper_attention
-from barellm.cuda.kernels.attention_bounds import BEYOND, LATER, LOWEST, NOTHING, bounds_of, first_seen, heat_of, hidden
-from barellm.cuda.kernels.attention_rows import beside, keep_rows, rows_of
+from barellm.cuda.kernels.attention_mask import (
+    LOWEST,
+    MASK_CAUSAL,
+    MASK_LENGTH,
+    MASK_NONE,
+    apply_mask,
+    first_visible_key,
+    mask_constants,
+    softmax_scale_of,
+)
+from barellm.cuda.kernels.attention_tiles import kv_pointer, load_rows, store_rows
 from barellm.cuda.kernels.common import SAMPLE, row_strides
 from barellm.cuda.kernels.random import calls, sample_key, words
 from barellm.cuda.lang import constant, device, tl
@@ -48,7 +57,7 @@ def kept(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 
 
 @device
-def visit(
+def attend_keys(
     acc, total, top, q, k_rows, v_rows, m0, begin, end, count, least, unit, key, head,
     MASK: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     K_ROW: tl.constexpr, V_ROW: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -56,9 +65,9 @@ def visit(
     """Do the softmax as it goes over the keys [begin, end): acc (BM, DP), total and top (BM). `least` (BM,), where there is one,
     has the first key of each query."""
     for n0 in range(begin, end, BN):
-        k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP, APART)
+        k = load_rows(k_rows, n0, count, K_ROW, BN, D, DP, APART)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        s = hidden(s, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, float("-inf"))
+        s = apply_mask(s, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, float("-inf"))
         if least is not None:
             s = tl.where(least[:, None] <= n0 + tl.arange(0, BN)[None, :], s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1) * unit)
@@ -67,7 +76,7 @@ def visit(
         total = total * shrink + tl.sum(p, 1)
         if THRESHOLD > 0:
             p = tl.where(kept(key, head, m0, n0, H, BM, BN, THRESHOLD), p * SCALE, 0.0)
-        v = rows_of(v_rows, n0, count, V_ROW, BN, D, DP, APART)
+        v = load_rows(v_rows, n0, count, V_ROW, BN, D, DP, APART)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = higher
     return acc, total, top
@@ -89,40 +98,40 @@ def attention_forward(
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
     token, shared = sequence.to(tl.int64) * (seq // FOLD), head // SHARE * D
-    k = beside(q, k, K_AT) + token * K_ROW + shared
-    v = beside(q, v, V_AT) + token * V_ROW + shared
+    k = kv_pointer(q, k, K_AT) + token * K_ROW + shared
+    v = kv_pointer(q, v, V_AT) + token * V_ROW + shared
     key = (0, 0)
     if THRESHOLD > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
     unit = UNIT
     if HEAT >= 0:
-        unit = heat_of(scalars, HEAT, LOG2_E)
-    queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP, (FOLD - 1) * C)
+        unit = softmax_scale_of(scalars, HEAT, LOG2_E)
+    queries = load_rows(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP, (FOLD - 1) * C)
     acc, total = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     begin, least = 0, None
     if BOUNDED:
         if starts is not None:
             starts += sequence.to(tl.int64) * (seq // FOLD)
-        begin = first_seen(starts, scalars, m0, WINDOW, FOLD) // BN * BN
-        least = first_seen(starts, scalars, tl.minimum(m0 + tl.arange(0, BM), seq - 1), WINDOW, FOLD)
+        begin = first_visible_key(starts, scalars, m0, WINDOW, FOLD) // BN * BN
+        least = first_visible_key(starts, scalars, tl.minimum(m0 + tl.arange(0, BM), seq - 1), WINDOW, FOLD)
         top = tl.full((BM,), LOWEST, tl.float32)
     else:
         top = tl.full((BM,), float("-inf"), tl.float32)
     stop = seq
     if CAUSAL:
-        acc, total, top = visit(
+        acc, total, top = attend_keys(
             acc, total, top, queries, k, v, m0, begin, m0, seq, least, unit, key, head,
-            NOTHING, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
+            MASK_NONE, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
         )  # fmt: skip
         begin, stop = m0, min(m0 + BM, seq)
-    acc, total, top = visit(
+    acc, total, top = attend_keys(
         acc, total, top, queries, k, v, m0, begin, stop, seq, least, unit, key, head,
-        LATER if CAUSAL else BEYOND, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
+        MASK_CAUSAL if CAUSAL else MASK_LENGTH, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
     )  # fmt: skip
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (top + tl.math.log2(total)) * LN_2, mask=m < seq)
     to = out + sequence.to(tl.int64) * seq * C + head * D
-    keep_rows(to, m0, seq, acc / total[:, None], D, scalars, 0, C, BM, DP)
+    store_rows(to, m0, seq, acc / total[:, None], D, scalars, 0, C, BM, DP)
 
 
 def head_constants(op: Any) -> dict[str, Any]:
@@ -131,20 +140,20 @@ def head_constants(op: Any) -> dict[str, Any]:
 
 
 def constants_of(op: Any) -> dict[str, Any]:
-    head = folded(op)
+    head = paired_constants(op)
     rate = {"THRESHOLD": threshold(op.rate), "SCALE": keep_scale(op.rate)}
     share = {"SHARE": op.heads // op.kv_heads, "UNIT": log2(e) / sqrt(head["D"])}
-    places = {f"{name.upper()}_AT": behind(op.q, op.inputs[name]) for name in ("k", "v")}
-    return head | rate | share | row_strides(q=op.q, k=op.k, v=op.v) | places | bounds_of(op)
+    places = {f"{name.upper()}_AT": offset_from_q(op.q, op.inputs[name]) for name in ("k", "v")}
+    return head | rate | share | row_strides(q=op.q, k=op.k, v=op.v) | places | mask_constants(op)
 
 
-def folded(op: Any) -> dict[str, Any]:
+def paired_constants(op: Any) -> dict[str, Any]:
     """The constants of `head_constants`, where paired heads are half as many."""
     head = head_constants(op)
     return head | {"H": head["H"] // op.fold}
 
 
-def behind(q: Tensor, x: Tensor) -> int | None:
+def offset_from_q(q: Tensor, x: Tensor) -> int | None:
     """How many elements behind q's columns those of k or v begin, if they are of one tensor. Then one pointer serves all three, and
     their addresses share registers, of which wide heads have none to spare."""
     return x.first_column - q.first_column if x.base is q.base and x.first_column >= q.first_column else None
@@ -152,7 +161,7 @@ def behind(q: Tensor, x: Tensor) -> int | None:
 
 def operands_of(op: Any) -> dict[str, Any]:
     """q, k and v, of which those that lie behind q are absent, and the starts of documents."""
-    three = {"q": op.q} | {name: t if behind(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
+    three = {"q": op.q} | {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
     return three | {"starts": op.starts}
 
 
@@ -162,7 +171,7 @@ def blocks(op: Any, heads: int, size: int, pieces: int = 1) -> Any:
     return lambda s: (ceil_div(s.seq * fold, size), s.batch * (heads // fold), pieces)
 
 
-def positions(op: Any) -> Any:
+def sequence_length(op: Any) -> Any:
     """The length of a sequence, as a size."""
     return twice if op.paired else seq
 
@@ -182,7 +191,7 @@ def tile_of(op: Any, c: Lowering, role: str) -> AttentionTile:
         return choices.bounded_tile(role, padded(C // op.heads), op.q.dtype, c.target.arch)
     heads, kv_heads = op.heads // op.fold, op.kv_heads // op.fold if op.kv_heads != op.heads else 0
     sizes = op.fold * length, heads, C // op.heads, threshold(op.rate) > 0, kv_heads
-    subject = tuning.AttentionSubject(role, op.q.dtype, batch, *sizes)
+    subject = tuning.AttentionKey(role, op.q.dtype, batch, *sizes)
     t = tuning.choose(c.target, subject)
     if t.roles and not op.causal:  # the kernel of warps with roles stops at the diagonal
         return choices.attention_tile(role, padded(C // op.heads), op.q.dtype, c.target.arch)
@@ -201,7 +210,7 @@ def lower_attention(op: Any, c: Lowering) -> None:
         return hopper_attention.launch_forward(op, c, t, constants["UNIT"])
     c.launch(
         attention_forward,
-        operands_of(op) | {"out": op.out, "lse": op.lse, "seq": positions(op), "stream": int(op.stream)},
+        operands_of(op) | {"out": op.out, "lse": op.lse, "seq": sequence_length(op), "stream": int(op.stream)},
         constants | {"BM": t.queries, "BN": t.keys},
         grid=blocks(op, op.heads, t.queries), writes="out lse", **options(t),
     )  # fmt: skip

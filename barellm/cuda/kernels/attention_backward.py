@@ -16,15 +16,23 @@ from barellm.cuda.kernels.attention import (
     LOG2_E,
     blocks,
     constants_of,
-    folded,
     kept,
     operands_of,
     options,
-    positions,
+    paired_constants,
+    sequence_length,
     tile_of,
 )
-from barellm.cuda.kernels.attention_bounds import BEYOND, LATER, NOTHING, first_seen, heat_of, hidden, stop_of
-from barellm.cuda.kernels.attention_rows import beside, columns_of, keep_rows, over_columns, rows_of
+from barellm.cuda.kernels.attention_mask import (
+    MASK_CAUSAL,
+    MASK_LENGTH,
+    MASK_NONE,
+    apply_mask,
+    first_visible_key,
+    softmax_scale_of,
+    visible_queries_end,
+)
+from barellm.cuda.kernels.attention_tiles import dot_over_columns, kv_pointer, load_columns, load_rows, store_rows
 from barellm.cuda.kernels.common import SAMPLE, row_strides
 from barellm.cuda.kernels.hopper_attention_backward import STATS, launch_backward
 from barellm.cuda.kernels.random import sample_key
@@ -43,7 +51,7 @@ def attention_stats(
     m0 = tl.program_id(0) * BM
     row = tl.program_id(1).to(tl.int64) * seq
     start = (tl.program_id(1) // H).to(tl.int64) * seq * C + tl.program_id(1) % H * D
-    a, b = rows_of(out + start, m0, seq, C, BM, D, DP), rows_of(dout + start, m0, seq, C, BM, D, DP)
+    a, b = load_rows(out + start, m0, seq, C, BM, D, DP), load_rows(dout + start, m0, seq, C, BM, D, DP)
     m = m0 + tl.arange(0, BM)
     to = stats + STATS * (row + m)
     tl.store(to, tl.load(lse + row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
@@ -51,7 +59,7 @@ def attention_stats(
     if BOUNDED:
         if starts is not None:
             starts += (tl.program_id(1) // H).to(tl.int64) * (seq // FOLD)
-        least = first_seen(starts, scalars, tl.minimum(m, seq - 1), WINDOW, FOLD)
+        least = first_visible_key(starts, scalars, tl.minimum(m, seq - 1), WINDOW, FOLD)
         tl.store(to + 2, least.to(tl.float32), mask=m < seq)
 
 
@@ -79,11 +87,11 @@ def add_queries(
     C: tl.constexpr = H * D
     m = m0 + tl.arange(0, BM)
     if DC == DP:
-        q = rows_of(q_rows, m0, count, Q_ROW, BM, D, DP, Q_APART)
+        q = load_rows(q_rows, m0, count, Q_ROW, BM, D, DP, Q_APART)
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
     else:
-        q = columns_of(q_rows + first, m0, count, D - first, Q_ROW, BM, DC, Q_APART)
-        s = over_columns(k_rows, q_rows, n0, m0, count, K_ROW, Q_ROW, K_APART, Q_APART, BN, BM, D, DC)
+        q = load_columns(q_rows + first, m0, count, D - first, Q_ROW, BM, DC, Q_APART)
+        s = dot_over_columns(k_rows, q_rows, n0, m0, count, K_ROW, Q_ROW, K_APART, Q_APART, BN, BM, D, DC)
     top, delta, least = stats_of(stats, m0, count, BOUNDED, BM)
     p = tl.math.exp2(s * unit - top[None, :])
     if CAUSAL:
@@ -91,11 +99,11 @@ def add_queries(
     if BOUNDED:
         p = tl.where(least[None, :] <= n0 + tl.arange(0, BN)[:, None], p, 0.0)
     if DC == DP:
-        do = rows_of(dout, m0, count, C, BM, D, DP)
+        do = load_rows(dout, m0, count, C, BM, D, DP)
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     else:
-        do = columns_of(dout + first, m0, count, D - first, C, BM, DC)
-        dp = over_columns(v_rows, dout, n0, m0, count, V_ROW, C, K_APART, 0, BN, BM, D, DC)
+        do = load_columns(dout + first, m0, count, D - first, C, BM, DC)
+        dp = dot_over_columns(v_rows, dout, n0, m0, count, V_ROW, C, K_APART, 0, BN, BM, D, DC)
     weighed = p
     if THRESHOLD > 0:
         keeps = tl.trans(kept(key, head, m0, n0, H, BM, BN, THRESHOLD))
@@ -131,8 +139,8 @@ def attention_dkv(
     first = 0
     if DC < DP:
         first = tl.program_id(2) * DC
-    k = beside(q, k, K_AT) + token * K_ROW + group * D
-    v = beside(q, v, V_AT) + token * V_ROW + group * D
+    k = kv_pointer(q, k, K_AT) + token * K_ROW + group * D
+    v = kv_pointer(q, v, V_AT) + token * V_ROW + group * D
     q += token * Q_ROW + group * (SHARE * D)
     dout += sequence.to(tl.int64) * seq * C + group * (SHARE * D)
     stats += STATS * (tl.program_id(1).to(tl.int64) * SHARE * seq)
@@ -141,10 +149,10 @@ def attention_dkv(
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
     unit = UNIT
     if HEAT >= 0:
-        unit = heat_of(scalars, HEAT, LOG2_E)
+        unit = softmax_scale_of(scalars, HEAT, LOG2_E)
     keys, values = None, None
     if DC == DP:
-        keys, values = rows_of(k, n0, seq, K_ROW, BN, D, DP, K_APART), rows_of(v, n0, seq, V_ROW, BN, D, DP, K_APART)
+        keys, values = load_rows(k, n0, seq, K_ROW, BN, D, DP, K_APART), load_rows(v, n0, seq, V_ROW, BN, D, DP, K_APART)
     k_sum, v_sum = tl.zeros((BN, DC), tl.float32), tl.zeros((BN, DC), tl.float32)
     begin, stop = 0, seq
     if CAUSAL:
@@ -152,7 +160,7 @@ def attention_dkv(
     if BOUNDED:
         if starts is not None:
             starts += sequence.to(tl.int64) * (seq // FOLD)
-        stop = stop_of(starts, scalars, tl.minimum(n0 + BN, seq) - 1, seq, WINDOW, FOLD)
+        stop = visible_queries_end(starts, scalars, tl.minimum(n0 + BN, seq) - 1, seq, WINDOW, FOLD)
     if BOUNDED and SHARE == 1:
         for m0 in range(begin, stop, BM):
             k_sum, v_sum = add_queries(
@@ -184,10 +192,10 @@ def attention_dkv(
             )  # fmt: skip
     root = ROOT
     if HEAT >= 0:
-        root = heat_of(scalars, HEAT, 1.0)
+        root = softmax_scale_of(scalars, HEAT, 1.0)
     at = group * D + first
-    keep_rows(dk + token * DK_ROW + at, n0, seq, k_sum * root, D - first, scalars, DK_MODE, DK_ROW, BN, DC, K_APART)
-    keep_rows(dv + token * DV_ROW + at, n0, seq, v_sum, D - first, scalars, DV_MODE, DV_ROW, BN, DC, K_APART)
+    store_rows(dk + token * DK_ROW + at, n0, seq, k_sum * root, D - first, scalars, DK_MODE, DK_ROW, BN, DC, K_APART)
+    store_rows(dv + token * DV_ROW + at, n0, seq, v_sum, D - first, scalars, DV_MODE, DV_ROW, BN, DC, K_APART)
 
 
 @device
@@ -198,10 +206,10 @@ def add_keys(
 ):  # fmt: skip
     """Add the part of the keys [begin, end) to dq (BM, DP)."""
     for n0 in range(begin, end, BN):
-        k = rows_of(k_rows, n0, count, K_ROW, BN, D, DP, APART)
-        v = rows_of(v_rows, n0, count, V_ROW, BN, D, DP, APART)
+        k = load_rows(k_rows, n0, count, K_ROW, BN, D, DP, APART)
+        v = load_rows(v_rows, n0, count, V_ROW, BN, D, DP, APART)
         p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * unit - top[:, None])
-        p = hidden(p, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, 0.0)
+        p = apply_mask(p, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, 0.0)
         if least is not None:
             p = tl.where(least[:, None] <= n0 + tl.arange(0, BN)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
@@ -227,16 +235,16 @@ def attention_dq(
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
     token, row = sequence.to(tl.int64) * (seq // FOLD), tl.program_id(1).to(tl.int64) * seq
     shared = head // SHARE * D
-    k = beside(q, k, K_AT) + token * K_ROW + shared
-    v = beside(q, v, V_AT) + token * V_ROW + shared
+    k = kv_pointer(q, k, K_AT) + token * K_ROW + shared
+    v = kv_pointer(q, v, V_AT) + token * V_ROW + shared
     key = (0, 0)
     if THRESHOLD > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
     unit = UNIT
     if HEAT >= 0:
-        unit = heat_of(scalars, HEAT, LOG2_E)
-    queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP, Q_APART)
-    do = rows_of(dout + sequence.to(tl.int64) * seq * C + head * D, m0, seq, C, BM, D, DP)
+        unit = softmax_scale_of(scalars, HEAT, LOG2_E)
+    queries = load_rows(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP, Q_APART)
+    do = load_rows(dout + sequence.to(tl.int64) * seq * C + head * D, m0, seq, C, BM, D, DP)
     top, delta, first = stats_of(stats + STATS * row, m0, seq, BOUNDED, BM)
     total = tl.zeros((BM, DP), tl.float32)
     begin, least = 0, None
@@ -244,31 +252,31 @@ def attention_dq(
         least = first
         if starts is not None:
             starts += sequence.to(tl.int64) * (seq // FOLD)
-        begin = first_seen(starts, scalars, m0, WINDOW, FOLD) // BN * BN
+        begin = first_visible_key(starts, scalars, m0, WINDOW, FOLD) // BN * BN
     stop = seq
     if CAUSAL:
         total = add_keys(
             total, queries, do, k, v, top, delta, m0, begin, m0, seq, least, unit, key, head,
-            NOTHING, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
+            MASK_NONE, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
         )  # fmt: skip
         begin, stop = m0, min(m0 + BM, seq)
     total = add_keys(
         total, queries, do, k, v, top, delta, m0, begin, stop, seq, least, unit, key, head,
-        LATER if CAUSAL else BEYOND, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
+        MASK_CAUSAL if CAUSAL else MASK_LENGTH, THRESHOLD, SCALE, H, D, DP, K_ROW, V_ROW, APART, BM, BN,
     )  # fmt: skip
     root = ROOT
     if HEAT >= 0:
-        root = heat_of(scalars, HEAT, 1.0)
-    keep_rows(dq + token * DQ_ROW + head * D, m0, seq, total * root, D, scalars, DQ_MODE, DQ_ROW, BM, DP, Q_APART)
+        root = softmax_scale_of(scalars, HEAT, 1.0)
+    store_rows(dq + token * DQ_ROW + head * D, m0, seq, total * root, D, scalars, DQ_MODE, DQ_ROW, BM, DP, Q_APART)
 
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Any, c: Lowering) -> None:
     constants = constants_of(op)
-    head = folded(op)
+    head = paired_constants(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     rows = 32 if constants["BOUNDED"] else 64  # of 64 with a first key each, the addresses spill on sm_100
-    operands = {"stats": stats, "dout": op.dout, "seq": positions(op)}
+    operands = {"stats": stats, "dout": op.dout, "seq": sequence_length(op)}
     c.launch(
         attention_stats,
         operands | {"out": op.out, "lse": op.lse, "starts": op.starts},

@@ -12,7 +12,7 @@ from typing import Any
 from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels import binary_mma
 from barellm.cuda.kernels.binary_mma import ones
-from barellm.cuda.kernels.common import flat, keep, pow2, sweep
+from barellm.cuda.kernels.common import flat_indices, launch_elementwise, pow2, store_or_add
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
@@ -61,7 +61,7 @@ def unpack_signs(
     inside = (row < rows)[:, None] & (column < K)[None, :]
     word = tl.load(words + row[:, None] * W + (column // 32)[None, :], mask=inside, other=0).to(tl.uint32, bitcast=True)
     one = (word >> (column % 32).to(tl.uint32)[None, :]) & 1
-    keep(signs + row[:, None] * K + column[None, :], inside, tl.where(one != 0, 1.0, -1.0), scalars, MODE)
+    store_or_add(signs + row[:, None] * K + column[None, :], inside, tl.where(one != 0, 1.0, -1.0), scalars, MODE)
 
 
 @lowering("unpack_signs", starts="signs", also={"words": "i32"})
@@ -78,16 +78,16 @@ def lower_unpack_signs(op: Any, c: Lowering) -> None:
 
 @device
 def straight_through(dx, dy, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
-    i, mask = flat(units, UNIT, BLOCK)
+    i, mask = flat_indices(units, UNIT, BLOCK)
     near = tl.abs(tl.load(x + i, mask=mask, other=0.0).to(tl.float32)) <= 1
     value = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
-    keep(dx + i, mask, tl.where(near, value, 0.0), scalars, MODE)
+    store_or_add(dx + i, mask, tl.where(near, value, 0.0), scalars, MODE)
 
 
 @lowering("straight_through", starts="dx", also={"x": PLANES})
 def lower_straight_through(op: Any, c: Lowering) -> None:
     operands = {"dx": op.dx, "dy": op.dy, "x": weight_operand(op.x)}
-    sweep(c, straight_through, op.dx, operands, writes="dx", MODE=mode(op, "dx"))
+    launch_elementwise(c, straight_through, op.dx, operands, writes="dx", MODE=mode(op, "dx"))
 
 
 @device
@@ -105,7 +105,7 @@ def binary_matmul(
         differ += ones(word[:, None] ^ other[None, :])
     inside = (row < rows)[:, None] & (column < N)[None, :]
     value = (COLUMNS - 2 * differ.to(tl.int32)).to(tl.float32)
-    keep(y + row[:, None] * N + column[None, :], inside, value, scalars, MODE)
+    store_or_add(y + row[:, None] * N + column[None, :], inside, value, scalars, MODE)
 
 
 @lowering("binary_matmul", starts="y", also={"a": "i32", "b": "i32"})

@@ -12,8 +12,8 @@ from typing import Any
 
 from barellm.cuda import choices
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import keep
-from barellm.cuda.kernels.parts import Split, add_up
+from barellm.cuda.kernels.common import store_or_add
+from barellm.cuda.kernels.split_k import SplitK, reduce_splits
 from barellm.cuda.lang import device, tl
 from barellm.program.block_layouts import Lists
 from barellm.program.dtypes import PLANES
@@ -48,7 +48,7 @@ def block_gemm(
     if SLOTS:
         tl.store(partials + row * (SLOTS * BS) + slot * BS + b[None, :], acc, mask=inside & (slot >= 0))
         inside = inside & (slot < 0)
-    keep(to, inside, acc, scalars, MODE)
+    store_or_add(to, inside, acc, scalars, MODE)
 
 
 @device
@@ -63,7 +63,7 @@ def add_slots(
     total = tl.zeros((BM, BP), tl.float32)
     for slot in range(tl.load(cut + 1), tl.load(cut + 2)):
         total += tl.load(partials + row * (SLOTS * BS) + slot * BS + b, mask=inside, other=0.0)
-    keep(out + row * K + tl.load(cut) * BS + b, inside, total, scalars, MODE)
+    store_or_add(out + row * K + tl.load(cut) * BS + b, inside, total, scalars, MODE)
 
 
 @device
@@ -126,11 +126,11 @@ def lower_block_matmul_dw(op: Any, c: Lowering) -> None:
     layout, rows = op.layout, c.rows(op.x)
     C, K = (n * layout.block for n in layout.shape)
     count, n = len(layout), op.dweight.size
-    split = Split(rows, count)
+    split = SplitK(rows, count)
     partials = c.scratch("partials", (choices.most_splits(count, op.x.size // C), n))
     c.launch(
         block_gradient, {"partials": partials, "x": op.x, "dy": op.dy, "places": op.places, "rows": rows, "chunk": split},
         {"C": C, "K": K, "ENTRIES": count} | padded(layout.block),
         grid=lambda s: (count, split.count(s)), writes="partials", warps=4, stages=3,
     )  # fmt: skip
-    add_up(c, op.dweight, partials, split.count, n, mode(op, "dweight"))
+    reduce_splits(c, op.dweight, partials, split.count, n, mode(op, "dweight"))

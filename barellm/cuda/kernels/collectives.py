@@ -6,9 +6,16 @@ from collections.abc import Callable
 from math import gcd
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, Table, Travel, TravelSpec, lowering
+from barellm.cuda.kernel import CollectiveCall, CollectiveSpec, Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, unit_of
-from barellm.cuda.kernels.tables import aligned_pointer, column, entry_of, extent, first_programs, integer
+from barellm.cuda.kernels.multi_tensor import (
+    aligned_pointer,
+    column,
+    entry_constants,
+    find_entry,
+    first_programs,
+    integer,
+)
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.grouping import members
@@ -26,7 +33,7 @@ def add_ranks(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y (n) = the gradients of COUNT ranks, in their order; `own` (n) is that of RANK, and others (COUNT - 1, n) the rest."""
-    entry, turn = entry_of(table, ENTRIES, WIDE)
+    entry, turn = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     y = aligned_pointer(table, entry, Y, ENTRIES, tl.float32, UNIT)
     own = aligned_pointer(table, entry, OWN, ENTRIES, tl.float32, UNIT)
@@ -63,14 +70,14 @@ def lower_add_ranks(op: Any, c: Lowering) -> None:
         **{name: column(getattr(s, name) for s in sums) for name in FIELDS[2:]},
     }
     table = Table({name: columns[name] for name in FIELDS}, writes=("y",))
-    constants = {**extent(len(sums)), "UNIT": unit, "RANK": op.rank, "COUNT": sums[0].others.shape[0] + 1}
+    constants = {**entry_constants(len(sums)), "UNIT": unit, "RANK": op.rank, "COUNT": sums[0].others.shape[0] + 1}
     constants["BLOCK"] = BLOCK
     c.launch(add_ranks, {"table": table}, constants, grid=lambda s: (programs,), writes="")
 
 
 def _travel(op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, beside: bool = False) -> None:
     named = {name: regions(t) for name, t in (op.inputs | op.outputs).items()}
-    c.launches.append(Travel(TravelSpec(op.name), op, named, beside))
+    c.launches.append(CollectiveCall(CollectiveSpec(op.name), op, named, beside))
 
 
 @lowering("exchange", floats="fp32", spans="*")

@@ -21,12 +21,12 @@ STORE, ADD = constant(MODES["store"]), constant(MODES["add"])
 VECTOR = 16  # elements: 16 bytes of the smallest type are 8 of them, and Triton wants to see twice that
 # Columns of a block whose rows are summed. With one to a lane, its product is fused with the sum over lanes: of two that add each
 # other's, each rounds only the other's, and they end with different sums, of which any may be written.
-LEAST_SUMMED = 64
+MIN_SUM_COLUMNS = 64
 BLOCK = 1024  # elements of one program: 8 for each of 128 threads, 16 or 32 bytes a tensor
 
 
 @device
-def keep(to, mask, value, scalars, MODE: tl.constexpr):
+def store_or_add(to, mask, value, scalars, MODE: tl.constexpr):
     """Store `value`, or add it to what is there, as the mode and the run's `accumulate` say."""
     if MODE == STORE:
         tl.store(to, value, mask=mask)
@@ -39,13 +39,13 @@ def keep(to, mask, value, scalars, MODE: tl.constexpr):
 
 
 @device
-def double(scalars, AT: tl.constexpr):
+def scalar_fp64(scalars, AT: tl.constexpr):
     """A run-time scalar that is a float, as fp64."""
     return tl.load(scalars + AT).to(tl.float64, bitcast=True)
 
 
 @device
-def flat(units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def flat_indices(units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     """Indices (BLOCK,) of this program's elements and the mask of those below units * UNIT. What is a multiple of a vector is
     visible to the compiler, which a bare count is not: without it no masked access would be wider than an element."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -53,7 +53,7 @@ def flat(units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @device
-def tile(rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def tile_indices(rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """This program's row numbers (BR,) i64, columns (BC,), and the mask (BR, BC) of those below rows and C."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -85,7 +85,7 @@ def view_strides(**operands: Any) -> dict[str, int | None]:
     return {f"{name.upper()}_ROW": view_stride(operand) for name, operand in operands.items()}
 
 
-def sweep(
+def launch_elementwise(
     c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str, **constants: Any
 ) -> None:
     """Launch a kernel with parameters `units`, UNIT and BLOCK over the elements of `like`."""
@@ -100,7 +100,7 @@ def sweep(
     )
 
 
-def sweep_rows(
+def launch_rowwise(
     c: Lowering,
     function: DeviceFunction,
     like: Tensor,

@@ -6,9 +6,9 @@ tile of dy is the filter. A complex product (c + i d)(a + i b) takes three real 
 
     k1 = c (a + b), k2 = (d - c) a, k3 = (c + d) b      its parts are k1 - k3 and k1 + k2,
 
-so each complex number of a spectrum is three positions of conv_positions.py, 3 F F / 2 in all: 3.8 products for each output of a
-filter of 7 x 7, which has 49. A number that is a pair of real ones has two products: there (c, d - c, c + d) is (0, c, -d) of what
-is to be conjugated, and the two parts of the result have changed places.
+so each complex number of a spectrum is three positions of conv_transform_domain.py, 3 F F / 2 in all: 3.8 products for each output
+of a filter of 7 x 7, which has 49. A number that is a pair of real ones has two products: there (c, d - c, c + d) is (0, c, -d) of
+what is to be conjugated, and the two parts of the result have changed places.
 
 Shapes: squares (tiles, F, F), spectra (F / 2, F, tiles). 128 threads do 16 tiles, or 8, and have two columns and then a row each.
 So lanes side by side write the numbers of a position of 16 or 8 tiles, 64 or 32 bytes. The compiler would move all of them once
@@ -18,9 +18,9 @@ always 0, and does not know that.
 
 from __future__ import annotations
 
-from barellm.cuda.kernels.common import keep
-from barellm.cuda.kernels.conv_pixels import mirrored
-from barellm.cuda.kernels.conv_positions import Forward, Gradient, Step
+from barellm.cuda.kernels.common import store_or_add
+from barellm.cuda.kernels.conv_gather import reflect_index
+from barellm.cuda.kernels.conv_transform_domain import FpropAlgorithm, TransformKernel, WgradAlgorithm
 from barellm.cuda.kernels.fourier import spectrum, squares_of
 from barellm.cuda.lang import DeviceFunction, device, tl
 
@@ -112,7 +112,7 @@ def fft_tiles(
     row = (tile % (TH * TW) // TW * STEP + TOP)[:, None, None] + i
     column = (tile % TW * STEP + LEFT)[:, None, None] + j
     if REFLECT:
-        row, column = mirrored(row, H), mirrored(column, W)
+        row, column = reflect_index(row, H), reflect_index(column, W)
     inside = (
         (at < count)[:, None, None] & (i < SEEN) & (j < SEEN) & (row >= 0) & (row < H) & (column >= 0) & (column < W)
     )
@@ -134,11 +134,11 @@ def fft_images(
     row = (tile % (TH * TW) // TW * STEP)[:, None, None] + i
     column = (tile % TW * STEP)[:, None, None] + j
     there = (at < count)[:, None, None] & (i < STEP) & (j < STEP) & (row < H) & (column < W)
-    keep(y + (plane * (H * W))[:, None, None] + row * W + column, there, pixels, scalars, MODE)
+    store_or_add(y + (plane * (H * W))[:, None, None] + row * W + column, there, pixels, scalars, MODE)
 
 
 @device
-def fft_gradient(
+def fft_wgrad(
     dw, products, unaligned, scalars, F: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
     FLIP: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def fft_gradient(
     if FLIP:
         tap = R * S - 1 - tap
     there = (at < SIZE)[:, None, None] & (r < R) & (s < S)
-    keep(dw + at[:, None, None] * (R * S) + tap, there, filters, scalars, MODE)
+    store_or_add(dw + at[:, None, None] * (R * S) + tap, there, filters, scalars, MODE)
 
 
 def size_of(R: int, S: int) -> int:
@@ -158,16 +158,16 @@ def size_of(R: int, S: int) -> int:
     return 16 if max(R, S) <= 9 else 32
 
 
-def _step(function: DeviceFunction, F: int, **constants: int) -> Step:
+def _step(function: DeviceFunction, F: int, **constants: int) -> TransformKernel:
     """A number of a spectrum's row for each thread."""
-    return Step(function, {"F": F, **constants}, _THREADS // (F // 2), WARPS, {"unaligned": 0})
+    return TransformKernel(function, {"F": F, **constants}, _THREADS // (F // 2), WARPS, {"unaligned": 0})
 
 
-def ways(R: int, S: int) -> tuple[Forward, Gradient]:
+def algorithms(R: int, S: int) -> tuple[FpropAlgorithm, WgradAlgorithm]:
     """How y or dx, and dw, are computed with filters of R x S."""
     F = size_of(R, S)
     m, positions = F + 1 - max(R, S), 3 * F * F // 2
     tiles = _step(fft_tiles, F, SEEN=F, FILTER=False)
     filters, images = _step(fft_filters, F, R=R, S=S), _step(fft_images, F, STEP=m)
-    dy, dw = _step(fft_tiles, F, SEEN=m, FILTER=True), _step(fft_gradient, F, R=R, S=S)
-    return Forward(m, (R, S), positions, filters, tiles, images), Gradient(m, (R, S), positions, dy, tiles, dw)
+    dy, dw = _step(fft_tiles, F, SEEN=m, FILTER=True), _step(fft_wgrad, F, R=R, S=S)
+    return FpropAlgorithm(m, (R, S), positions, filters, tiles, images), WgradAlgorithm(m, (R, S), positions, dy, tiles, dw)

@@ -14,10 +14,10 @@ from typing import Any
 from barellm.cuda import choices
 from barellm.cuda.kernel import MODES, Lowering, lowering, mode
 from barellm.cuda.kernels import conv_fft, winograd
-from barellm.cuda.kernels.common import keep
-from barellm.cuda.kernels.conv_pixels import images_of, seen, seen_constants, step_of
-from barellm.cuda.kernels.conv_positions import Forward, Gradient, append_forward, append_gradient
-from barellm.cuda.kernels.parts import Split, add_up
+from barellm.cuda.kernels.common import store_or_add
+from barellm.cuda.kernels.conv_gather import gather_constants, gather_pixels, images_of, step_of
+from barellm.cuda.kernels.conv_transform_domain import FpropAlgorithm, WgradAlgorithm, append_forward, append_gradient
+from barellm.cuda.kernels.split_k import SplitK, reduce_splits
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx, phases
@@ -27,7 +27,7 @@ ROWS, PIXELS, DEPTH = 64, 64, 32  # of a tile
 
 
 @device
-def conv_product(
+def conv_implicit_gemm(
     out, a, x, images, scalars, GROUPS: tl.constexpr, M: tl.constexpr, CHANNELS: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, S: tl.constexpr, R_FIRST: tl.constexpr, R_STEP: tl.constexpr,
     S_FIRST: tl.constexpr, S_STEP: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, REFLECT: tl.constexpr,
@@ -51,18 +51,18 @@ def conv_product(
         filters = tl.load(
             a + group * A_GROUP + m[:, None] * A_ROW + at[None, :], mask=(m < M)[:, None] & in_depth[None, :], other=0.0
         )
-        pixels = seen(
+        pixels = gather_pixels(
             x, image[None, :], i[None, :], j[None, :], d[:, None], there[None, :] & in_depth[:, None], group, GROUPS, CHANNELS, H,
             W, R, S, R_FIRST, R_STEP, S_FIRST, S_STEP, STRIDE_H, STRIDE_W, REFLECT,
         )  # fmt: skip
         acc = tl.dot(filters.to(pixels.dtype), pixels, acc, input_precision="tf32" if TF32 else "ieee")
     plane = (image.to(tl.int64)[None, :] * GROUPS + group) * M + m[:, None]
     to = plane * (OUT_H * OUT_W) + ((i * STEP_H + FIRST_H) * OUT_W + j * STEP_W + FIRST_W)[None, :]
-    keep(out + to, (m < M)[:, None] & there[None, :], acc, scalars, MODE)
+    store_or_add(out + to, (m < M)[:, None] & there[None, :], acc, scalars, MODE)
 
 
 @device
-def conv_weight_gradient(
+def conv_wgrad(
     out, dy, x, images, chunk, scalars, GROUPS: tl.constexpr, M: tl.constexpr, CHANNELS: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, S: tl.constexpr, R_FIRST: tl.constexpr,
     R_STEP: tl.constexpr, S_FIRST: tl.constexpr, S_STEP: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
@@ -82,7 +82,7 @@ def conv_weight_gradient(
         gradients = tl.load(
             dy + plane * (P * Q) + (pixel % (P * Q))[None, :], mask=(m < M)[:, None] & there[None, :], other=0.0
         )
-        pixels = seen(
+        pixels = gather_pixels(
             x, image[:, None], i[:, None], j[:, None], d[None, :], there[:, None] & (d < CHANNELS * R * S)[None, :], group, GROUPS,
             CHANNELS, H, W, R, S, R_FIRST, R_STEP, S_FIRST, S_STEP, STRIDE_H, STRIDE_W, REFLECT,
         )  # fmt: skip
@@ -107,7 +107,7 @@ def fold_reflected(
             j, columns_in = image_of(x, column, W, LEFT)
             place = (plane * (H + 2 * TOP) + i) * (W + 2 * LEFT) + j
             total += tl.load(padded + place, mask=mask & rows_in & columns_in, other=0.0)
-    keep(dx + at, mask, total, scalars, MODE)
+    store_or_add(dx + at, mask, total, scalars, MODE)
 
 
 @device
@@ -122,24 +122,24 @@ def image_of(at, NUMBER: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
     return place, there
 
 
-def ways(algorithm: str, R: int, S: int) -> tuple[Forward, Gradient] | None:
+def algorithms(algorithm: str, R: int, S: int) -> tuple[FpropAlgorithm, WgradAlgorithm] | None:
     """The ways over positions, None for the direct algorithm. "auto" is that: nobody has compared them on a GPU yet."""
     if algorithm == "fft":
-        return conv_fft.ways(R, S)
-    return winograd.ways(int(algorithm[-1])) if algorithm.startswith("winograd") else None
+        return conv_fft.algorithms(R, S)
+    return winograd.algorithms(int(algorithm[-1])) if algorithm.startswith("winograd") else None
 
 
-def append_product(
+def append_conv(
     c: Lowering, *, algorithm: str, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]
 ) -> None:
     """Append one convolution. `constants`: of `conv_product`, but for those of its tile."""
-    if found := ways(algorithm, constants["R"], constants["S"]):
+    if found := algorithms(algorithm, constants["R"], constants["S"]):
         append_forward(c, found[0], out=out, a=a, x=x, rows=rows, constants=constants)
         return
     pixels = images_of(x, constants["P"] * constants["Q"])
     constants |= {"M": rows, "TF32": c.target.tf32 or None, "BM": ROWS, "BN": PIXELS, "BK": DEPTH}
     c.launch(
-        conv_product, {"out": out, "a": a, "x": x, "images": images_of(x)}, constants,
+        conv_implicit_gemm, {"out": out, "a": a, "x": x, "images": images_of(x)}, constants,
         grid=lambda s: (ceil_div(pixels(s), PIXELS) * ceil_div(rows, ROWS), constants["GROUPS"]), writes="out",
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ def lower_conv2d(op: Conv2d, c: Lowering) -> None:
     K, C, R, S = (int(n) for n in op.w.shape)
     H, W = (int(n) for n in op.x.shape[2:])
     P, Q = op.output_size(H, W, R, S)
-    constants = seen_constants((H, W), (P, Q), *op.offsets(R, S), op.stride, op.reflect)
+    constants = gather_constants((H, W), (P, Q), *op.offsets(R, S), op.stride, op.reflect)
     constants |= {"GROUPS": op.groups, "CHANNELS": C, "A_GROUP": K // op.groups * C * R * S, "A_ROW": C * R * S}
     constants |= {
         "A_CHANNEL": R * S,
@@ -162,7 +162,7 @@ def lower_conv2d(op: Conv2d, c: Lowering) -> None:
         "FIRST_W": 0,
     }
     constants |= {"STEP_H": 1, "STEP_W": 1, "MODE": mode(op, "y")}
-    append_product(c, algorithm=op.algorithm, out=op.y, a=op.w, x=op.x, rows=K // op.groups, constants=constants)
+    append_conv(c, algorithm=op.algorithm, out=op.y, a=op.w, x=op.x, rows=K // op.groups, constants=constants)
 
 
 @lowering("conv2d_dx", starts="dx")
@@ -179,7 +179,7 @@ def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
     for y, (P, rows, row_at) in enumerate(phases(row_offsets, op.stride[0], H)):
         for x, (Q, columns, column_at) in enumerate(phases(column_offsets, op.stride[1], W)):
             none = not (rows and columns)
-            constants = seen_constants(source, (P, Q), row_at, column_at, (1, 1), False)
+            constants = gather_constants(source, (P, Q), row_at, column_at, (1, 1), False)
             if none:  # no output saw these pixels: a depth of nothing
                 constants |= {"R": 1, "S": 1}
             (r, r_step), (s, s_step) = step_of(rows), step_of(columns)
@@ -204,7 +204,7 @@ def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
                 "STEP_W": op.stride[1],
             }
             constants |= {"MODE": how}
-            append_product(c, algorithm=op.algorithm, out=out, a=op.w, x=op.dy, rows=C, constants=constants)
+            append_conv(c, algorithm=op.algorithm, out=out, a=op.w, x=op.dy, rows=C, constants=constants)
     if op.reflect:
         planes = images_of(op.dy, op.groups * C)
         sizes = {"H": op.size[0], "W": op.size[1], "TOP": top, "LEFT": left, "MODE": mode(op, "dx"), "BLOCK": 256}
@@ -220,22 +220,22 @@ def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     K, C, H, W = int(op.dy.shape[1]) // groups, int(op.x.shape[1]) // groups, int(op.x.shape[2]), int(op.x.shape[3])
     P, Q = (int(n) for n in op.dy.shape[2:])
     wide = PIXELS if op.x.dtype != "fp32" else PIXELS // 2  # fp32 products hold their operands in registers
-    constants = seen_constants((H, W), (P, Q), *op.offsets(R, S), op.stride, op.reflect)
+    constants = gather_constants((H, W), (P, Q), *op.offsets(R, S), op.stride, op.reflect)
     constants |= {
         "GROUPS": groups,
         "M": K,
         "CHANNELS": C,
     }
-    if found := ways(op.algorithm, R, S):
+    if found := algorithms(op.algorithm, R, S):
         append_gradient(c, found[1], dw=op.dw, dy=op.dy, x=op.x, constants=constants, mode=mode(op, "dw"))
         return
     constants |= {"TF32": c.target.tf32 or None, "BM": ROWS, "BN": wide, "BK": DEPTH}
     tiles = ceil_div(K, ROWS) * ceil_div(C * R * S, wide)
-    split = Split(images_of(op.x, P * Q), tiles * groups)
+    split = SplitK(images_of(op.x, P * Q), tiles * groups)
     parts = choices.most_splits(tiles * groups, int(op.x.shape[0]) * P * Q)
     partials = c.scratch("partials", (parts, op.dw.size))
     c.launch(
-        conv_weight_gradient, {"out": partials, "dy": op.dy, "x": op.x, "images": images_of(op.x), "chunk": split}, constants,
+        conv_wgrad, {"out": partials, "dy": op.dy, "x": op.x, "images": images_of(op.x), "chunk": split}, constants,
         grid=lambda s: (tiles, groups, split.count(s)), writes="out",
     )  # fmt: skip
-    add_up(c, op.dw, partials, split.count, op.dw.size, mode(op, "dw"))
+    reduce_splits(c, op.dw, partials, split.count, op.dw.size, mode(op, "dw"))

@@ -11,7 +11,7 @@ from math import e, log2
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Size, lowering, mode
-from barellm.cuda.kernels.common import INV_TARGETS, LEAST_SUMMED, double, keep, pow2
+from barellm.cuda.kernels.common import INV_TARGETS, MIN_SUM_COLUMNS, pow2, scalar_fp64, store_or_add
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.loss_scale import FIRST_SCALE
 from barellm.program.tensor import Tensor
@@ -66,13 +66,13 @@ def write_gradient(
 ):  # fmt: skip
     """Write one row of the gradient: (softmax - onehot) * inv_targets, times the loss scale where there is one; zero where the
     target is ignored, and in the padding."""
-    scale = tl.where(target >= 0, double(scalars, INV_TARGETS).to(tl.float32), 0.0)
+    scale = tl.where(target >= 0, scalar_fp64(scalars, INV_TARGETS).to(tl.float32), 0.0)
     if loss_scale is not None:
         scale *= scale_of(loss_scale)
     for c in range(0, V, BLOCK):
         x, i = columns_of(logits, c, V, VALID, BLOCK)
         p = tl.math.exp2((x - lse) * LOG2_E)
-        keep(dlogits + i, i < V, tl.where(i == target, p - 1.0, p) * scale, scalars, MODE)
+        store_or_add(dlogits + i, i < V, tl.where(i == target, p - 1.0, p) * scale, scalars, MODE)
 
 
 @device
@@ -122,14 +122,14 @@ def total_loss(loss, losses, scalars, rows, BLOCK: tl.constexpr):
     sums, i = tl.zeros((BLOCK,), tl.float32), tl.arange(0, BLOCK)
     for r in range(0, rows, BLOCK):
         sums += tl.load(losses + r + i, mask=i < rows - r, other=0.0)
-    tl.store(loss, tl.sum(sums, 0) * double(scalars, INV_TARGETS).to(tl.float32))
+    tl.store(loss, tl.sum(sums, 0) * scalar_fp64(scalars, INV_TARGETS).to(tl.float32))
 
 
 def launch_rows(
     c: Lowering, function: Any, operands: dict[str, Any], rows: Size, V: int, writes: str, **more: Any
 ) -> None:
     """Launch one program for each row of V columns. Two with 16 warps share a multiprocessor: one reads while the other writes."""
-    block = min(BLOCK, max(pow2(V), LEAST_SUMMED * HELD.value))
+    block = min(BLOCK, max(pow2(V), MIN_SUM_COLUMNS * HELD.value))
     constants = {"V": V, "VALID": c.op.valid_vocab, "BLOCK": block, **more}
     options = {"warps": block // 512, "registers": 64 if block == BLOCK and function is row_losses else 0}
     c.launch(function, operands, constants, grid=lambda s: (rows(s),), writes=writes, **options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.cublaslt import EPILOGUES, WORKSPACE_ALIGN
-from barellm.cuda.kernel import MODES, LibraryProduct, Lowering, ProductSpec, Size
+from barellm.cuda.kernel import MODES, GemmSpec, LibraryGemm, Lowering, Size
 from barellm.cuda.kernels.common import BLOCK
 from barellm.cuda.kernels.elementwise import cast
 from barellm.cuda.kernels.hopper import matrix
@@ -51,11 +51,11 @@ def append(
 ) -> None:  # fmt: skip
     """Appends what `matmul.product` would, as a call of the library."""
     (to, kind), (left, dtype), (right, _) = (matrix(v) for v in (out, a, b))
-    spec = ProductSpec(
+    spec = GemmSpec(
         role, N, K, dtype, kind, _activation(epilogue), MODE_NAMES[mode], dtype == "fp32" and c.target.tf32
     )
     extra = [None if v is None else matrix(v)[0] for v in (_bias(c, bias, kind, N), pre, residual)]
-    c.launches.append(LibraryProduct(spec, to, left, right, *extra, part(_workspace(c)), rows, c.op))
+    c.launches.append(LibraryGemm(spec, to, left, right, *extra, part(_workspace(c)), rows, c.op))
 
 
 def _activation(epilogue: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.common import BLOCK, flat, sweep
+from barellm.cuda.kernels.common import BLOCK, flat_indices, launch_elementwise
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.ops.documents import HASH
@@ -17,7 +17,7 @@ OWN, BEFORE = (constant(factor) for factor in HASH)
 def bigram_ids(
     ids, tokens, units, seq, MODULUS: tl.constexpr, RESERVED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    i, mask = flat(units, UNIT, BLOCK)
+    i, mask = flat_indices(units, UNIT, BLOCK)
     inner = mask & (i % seq != 0)
     own = tl.load(tokens + i, mask=mask, other=0) * OWN
     before = tl.load(tokens + i - 1, mask=inner, other=0)
@@ -31,7 +31,7 @@ def bigram_ids(
 @lowering("bigram_ids", also=dict.fromkeys(("ids", "tokens"), "i32"))
 def lower_bigram_ids(op: Any, c: Lowering) -> None:
     operands = {"ids": op.ids, "tokens": op.tokens, "seq": lambda s: s.seq}
-    sweep(c, bigram_ids, op.ids, operands, writes="ids", MODULUS=op.buckets - 1, RESERVED=op.reserved)
+    launch_elementwise(c, bigram_ids, op.ids, operands, writes="ids", MODULUS=op.buckets - 1, RESERVED=op.reserved)
 
 
 @device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import SAMPLE, keep, sweep_rows, tile
+from barellm.cuda.kernels.common import SAMPLE, launch_rowwise, store_or_add, tile_indices
 from barellm.cuda.kernels.random import sample_key, words
 from barellm.cuda.lang import device, tl
 from barellm.program.ops.random import keep_scale, threshold
@@ -35,11 +35,11 @@ def dropout(
 ):
     """The generator is called once for two elements, and its words brought in the order of the columns by way of shared
     memory: of an H100's integer operations it takes less than the time that the bytes need."""
-    row, column, mask = tile(rows, C, BR, BC)
+    row, column, mask = tile_indices(rows, C, BR, BC)
     i = row[:, None] * C + column[None, :]
     keeps = kept(row, tl.program_id(1) * BC, scalars, seq, stream, THRESHOLD, BR, BC)
     y = tl.where(keeps, tl.load(x + i, mask=mask, other=0.0).to(tl.float32) * SCALE, 0.0)
-    keep(out + i, mask, y, scalars, MODE)
+    store_or_add(out + i, mask, y, scalars, MODE)
 
 
 def constants_of(op: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def constants_of(op: Any) -> dict[str, Any]:
 def lower(c: Lowering, out: str, x: str) -> None:
     op: Any = c.op
     operands = {"out": op.outputs[out], "x": op.inputs[x], "seq": lambda s: s.seq, "stream": int(op.stream)}
-    sweep_rows(c, dropout, op.outputs[out], operands, writes="out", least=32, MODE=mode(op, out), **constants_of(op))
+    launch_rowwise(c, dropout, op.outputs[out], operands, writes="out", least=32, MODE=mode(op, out), **constants_of(op))
 
 
 @lowering("dropout", starts="y")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import POS, keep, pow2, sweep_rows, tile
+from barellm.cuda.kernels.common import POS, launch_rowwise, pow2, store_or_add, tile_indices
 from barellm.cuda.kernels.storage import load_weight, weight_operands
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import PLANES
@@ -28,7 +28,7 @@ COLUMNS = 256  # of dy, at once
 def embedding(
     y, tokens, wte, wte_lo, wpe, wpe_lo, scalars, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):
-    row, column, mask = tile(rows, C, BR, BC)
+    row, column, mask = tile_indices(rows, C, BR, BC)
     token = tl.load(tokens + row, mask=row < rows, other=0).to(tl.int64)
     value = load_weight(wte, wte_lo, token[:, None] * C + column[None, :], mask)
     if wpe is not None:
@@ -42,7 +42,7 @@ def lower_embedding(op: Any, c: Lowering) -> None:
     operands = {"y": op.y, "tokens": op.tokens, "seq": lambda s: s.seq}
     operands |= weight_operands("wte", op.wte)
     operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else weight_operands("wpe", op.wpe)
-    sweep_rows(c, embedding, op.y, operands, writes="y")
+    launch_rowwise(c, embedding, op.y, operands, writes="y")
 
 
 @device
@@ -51,19 +51,19 @@ def embedding_dwpe(
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """dweight[t] = sum of dy[:, t] over the batch in order; zero beyond the sequence. `rows`: those of dweight."""
-    row, column, mask = tile(rows, C, BR, BC)
+    row, column, mask = tile_indices(rows, C, BR, BC)
     live = mask & (row < seq)[:, None]
     i = row[:, None] * C + column[None, :]
     total = tl.zeros((BR, BC), tl.float32)
     for b in tl.range(0, batch, loop_unroll_factor=4):
         total += tl.load(dy + (b * seq).to(tl.int64) * C + i, mask=live, other=0.0).to(tl.float32)
-    keep(dweight + i, mask, total, scalars, MODE)
+    store_or_add(dweight + i, mask, total, scalars, MODE)
 
 
 @lowering("embedding_dwpe", starts="dweight")
 def lower_embedding_dwpe(op: Any, c: Lowering) -> None:
     operands = {"dweight": op.dweight, "dy": op.dy, "batch": lambda s: s.batch, "seq": lambda s: s.seq}
-    sweep_rows(c, embedding_dwpe, op.dweight, operands, writes="dweight", MODE=mode(op, "dweight"))
+    launch_rowwise(c, embedding_dwpe, op.dweight, operands, writes="dweight", MODE=mode(op, "dweight"))
 
 
 @device
@@ -127,7 +127,7 @@ def add_token_rows(
             elif (i + 1 == end) & (token == behind):
                 tl.store(slots + C, total, mask=inside)
             else:
-                keep(dweight + token * C + column, inside, total, scalars, MODE)
+                store_or_add(dweight + token * C + column, inside, total, scalars, MODE)
             total = tl.zeros((BC,), tl.float32)
 
 
@@ -153,7 +153,7 @@ def join_token_rows(
             slot = 2 * p.to(tl.int64) + tl.where(p == program, 1, 0)
             i = slot[:, None] * C + column[None, :]
             total += tl.load(partials + i, mask=(p < programs)[:, None] & inside[None, :], other=0.0)
-        keep(dweight + token * C + column, inside, tl.sum(total, 0), scalars, MODE)
+        store_or_add(dweight + token * C + column, inside, tl.sum(total, 0), scalars, MODE)
 
 
 @device
@@ -162,12 +162,12 @@ def clear_others(
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Zeros in the rows of tokens that do not occur, where the run stores."""
-    row, column, mask = tile(rows, C, BR, BC)
+    row, column, mask = tile_indices(rows, C, BR, BC)
     first = tl.zeros((BR,), tl.int32)
     at = below(keys, row << 32, first, first + n, steps)
     found = tl.load(keys + at, mask=at < n, other=-1) >> 32
     zeros = tl.zeros((BR, BC), tl.float32)
-    keep(dweight + row[:, None] * C + column[None, :], mask & (found != row)[:, None], zeros, scalars, MODE)
+    store_or_add(dweight + row[:, None] * C + column[None, :], mask & (found != row)[:, None], zeros, scalars, MODE)
 
 
 @lowering("embedding_dwte", starts="dweight", also={"tokens": "i32"})
@@ -205,7 +205,7 @@ def lower_embedding_dwte(op: Any, c: Lowering) -> None:
     constants: dict[str, Any] = {"C": C, "MODE": written}
     if op.modes["dweight"] != "add":
         clear = operands | {"steps": steps}
-        sweep_rows(c, clear_others, op.dweight, clear, writes="dweight", MODE=written)
+        launch_rowwise(c, clear_others, op.dweight, clear, writes="dweight", MODE=written)
     sums = constants | {"STEPS": STEPS, "BC": BC}
     c.launch(
         add_token_rows,

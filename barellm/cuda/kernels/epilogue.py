@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernels.activations import SLOPES, slope_of, value_of
-from barellm.cuda.kernels.common import keep
+from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.lang import device, tl
 
 
 @device
-def apart(at, row, N, ROW: tl.constexpr):
+def row_offsets(at, row, N, ROW: tl.constexpr):
     """The offsets of elements `at` of a matrix (M, N), in rows `row`, in one whose rows lie ROW elements apart (None: N
     elements)."""
     if ROW is not None:
@@ -23,7 +23,7 @@ def apart(at, row, N, ROW: tl.constexpr):
 
 
 @device
-def finish_tile(
+def epilogue_tile(
     out, pre, bias, other, scalars, acc, m0, n0, at, M, N,
     EPILOGUE: tl.constexpr, MODE: tl.constexpr, PARTS: tl.constexpr,
     OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
@@ -33,19 +33,19 @@ def finish_tile(
     if PARTS > 1:
         left, right = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
         half = acc.shape[1] // 2
-        finish_tile(
+        epilogue_tile(
             out, pre, bias, other, scalars, left, m0, n0, at, M, N, EPILOGUE, MODE, PARTS // 2, OUT_ROW, PRE_ROW, OTHER_ROW
         )  # fmt: skip
-        finish_tile(
+        epilogue_tile(
             out, pre, bias, other, scalars, right, m0, n0 + half, at + half, M, N, EPILOGUE, MODE, PARTS // 2,
             OUT_ROW, PRE_ROW, OTHER_ROW,
         )  # fmt: skip
     else:
-        finish_part(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE, OUT_ROW, PRE_ROW, OTHER_ROW)
+        epilogue_subtile(out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE, OUT_ROW, PRE_ROW, OTHER_ROW)
 
 
 @device
-def finish_part(
+def epilogue_subtile(
     out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
     OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
 ):  # fmt: skip
@@ -56,18 +56,18 @@ def finish_part(
     if bias is not None:
         acc += tl.load(bias + n0 + n, mask=n_in, other=0.0).to(tl.float32)[None, :]
     if pre is not None:
-        tl.store(pre + apart(at, m0 + m, N, PRE_ROW), acc, mask=mask)
+        tl.store(pre + row_offsets(at, m0 + m, N, PRE_ROW), acc, mask=mask)
         acc = value_of(acc, EPILOGUE)
     elif other is not None:
-        read = tl.load(other + apart(at, m0 + m, N, OTHER_ROW), mask=mask, other=0.0).to(tl.float32)
+        read = tl.load(other + row_offsets(at, m0 + m, N, OTHER_ROW), mask=mask, other=0.0).to(tl.float32)
         if EPILOGUE == "residual":
             acc += read
         else:
             acc *= slope_of(read, EPILOGUE)
-    keep(out + apart(at, m0 + m, N, OUT_ROW), mask, acc, scalars, MODE)
+    store_or_add(out + row_offsets(at, m0 + m, N, OUT_ROW), mask, acc, scalars, MODE)
 
 
-def beside(pre: Any, residual: Any, epilogue: str) -> tuple[Any, Any]:
+def epilogue_operands(pre: Any, residual: Any, epilogue: str) -> tuple[Any, Any]:
     """The matrices that an epilogue writes beside the result, and that it reads: an activation leaves its input, which its slope
     reads."""
     return (None, pre) if epilogue in SLOPES else (pre, residual)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Size, lowering, mode
-from barellm.cuda.kernels.common import INV_TARGETS, double, flat, keep, sweep
+from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, launch_elementwise, scalar_fp64, store_or_add
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import EIGHTS, LARGEST, PLANES, itemsize
 from barellm.program.integers import ceil_div, round_up
@@ -31,14 +31,14 @@ TURNED = 64  # side of the tiles that are turned over
 def divisor(scale, scalars, PER_TARGET: tl.constexpr):
     by = tl.load(scale)
     if PER_TARGET:
-        by *= double(scalars, INV_TARGETS).to(tl.float32)
+        by *= scalar_fp64(scalars, INV_TARGETS).to(tl.float32)
     return by
 
 
 @device
 def quantise(y, x, scale, scalars, units, PER_TARGET: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     """Conversions to 8 bits saturate."""
-    i, mask = flat(units, UNIT, BLOCK)
+    i, mask = flat_indices(units, UNIT, BLOCK)
     value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     value = tl.math.div_rn(value, tl.full((BLOCK,), 1.0, tl.float32) * divisor(scale, scalars, PER_TARGET))
     tl.store(y + i, value.to(y.dtype.element_ty), mask=mask)
@@ -89,7 +89,7 @@ def eight_gemm(
         b_at += BK
     acc *= tl.load(other) * divisor(scale, scalars, PER_TARGET)
     to = out + tl.cast(m0, tl.int64) * N + n0 + (m[:, None] * N + n[None, :])
-    keep(to, m_in[:, None] & n_in[None, :], acc, scalars, MODE)
+    store_or_add(to, m_in[:, None] & n_in[None, :], acc, scalars, MODE)
 
 
 def check(c: Lowering, codes: Tensor) -> None:
@@ -136,7 +136,7 @@ def product(
 def lower_quantise(op: Any, c: Lowering) -> None:
     check(c, op.y)
     operands = {"y": op.y, "x": weight_operand(op.x), "scale": op.scale}
-    sweep(c, quantise, op.y, operands, writes="y", PER_TARGET=op.per_target)
+    launch_elementwise(c, quantise, op.y, operands, writes="y", PER_TARGET=op.per_target)
 
 
 @lowering("scaled_matmul", also={"x": EIGHTS, "weight": EIGHTS})

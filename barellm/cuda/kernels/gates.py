@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import COUNTER, Lowering, lowering, mode
-from barellm.cuda.kernels.columns import Chunks, lower_combine
-from barellm.cuda.kernels.common import BLOCK, LEAST_SUMMED, keep, pow2, row_strides
-from barellm.cuda.kernels.last_block import is_last, put_total
+from barellm.cuda.kernels.column_sums import Chunks, lower_combine
+from barellm.cuda.kernels.common import BLOCK, MIN_SUM_COLUMNS, pow2, row_strides, store_or_add
+from barellm.cuda.kernels.single_pass_reduction import is_last_program, store_total
 from barellm.cuda.kernels.swiglu import sigmoid
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
@@ -55,7 +55,7 @@ def logits_constants(op: Any) -> dict[str, Any]:
     """Columns that are read of x and extra, how far their rows lie apart, and a block that holds either."""
     widths = [int(op.x.shape[-1]), 0 if op.extra is None else int(op.extra.shape[-1])]
     strides = row_strides(x=op.x) | ({"EXTRA_ROW": None} if op.extra is None else row_strides(extra=op.extra))
-    BC = max(LEAST_SUMMED, pow2(max(widths)))
+    BC = max(MIN_SUM_COLUMNS, pow2(max(widths)))
     sizes = {"N": int(op.weight.shape[0]), "WX": widths[0], "WE": widths[1]}
     return {**sizes, **strides, "BR": max(1, 2 * BLOCK // BC), "BC": BC}
 
@@ -83,7 +83,7 @@ def columns_backward(
         for n in range(N):
             by = tl.load(dz + row * N + n, mask=live, other=0.0)
             total += by[:, None] * weights(weight, n, FIRST, WIDTH, K, BC)
-        keep(dx + row[:, None] * DX_ROW + column[None, :], live[:, None] & inside[None, :], total, scalars, MODE)
+        store_or_add(dx + row[:, None] * DX_ROW + column[None, :], live[:, None] & inside[None, :], total, scalars, MODE)
     for n in range(N):
         sums = tl.zeros((BR, BC), tl.float32)
         for first in range(begin, end, BR):
@@ -176,7 +176,7 @@ def gated(
     )
     if base is not None:
         value += tl.load(base + row[:, None] * BASE_ROW + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    keep(y + row[:, None] * C + column[None, :], mask, value, scalars, MODE)
+    store_or_add(y + row[:, None] * C + column[None, :], mask, value, scalars, MODE)
 
 
 def gated_constants(op: Any) -> dict[str, Any]:
@@ -230,24 +230,24 @@ def gated_backward(
         by = tl.load(dy + row[:, None] * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
         v = tl.load(x + (row - SHIFT)[:, None] * X_ROW + column[None, :], mask=mask, other=0.0).to(tl.float32)
         sums += by * v
-        keep(dx + (row - SHIFT)[:, None] * DX_ROW + column[None, :], mask, by * (times * s)[:, None], scalars, DX_MODE)
+        store_or_add(dx + (row - SHIFT)[:, None] * DX_ROW + column[None, :], mask, by * (times * s)[:, None], scalars, DX_MODE)
         if SHIFT > 0:
             zeros = tl.zeros((BR, BC), tl.float32)
             to = dx + row[:, None] * DX_ROW + column[None, :]
-            keep(to, last[:, None] & inside[None, :], zeros, scalars, DX_MODE)
+            store_or_add(to, last[:, None] & inside[None, :], zeros, scalars, DX_MODE)
     dots = tl.sum(sums, 1)
-    keep(dz + row * N + n, live, times * (s * (1.0 - s)) * dots, scalars, DZ_MODE)
+    store_or_add(dz + row * N + n, live, times * (s * (1.0 - s)) * dots, scalars, DZ_MODE)
     if partials is not None:
         tl.store(partials + tl.program_id(0) * N + n, rise * tl.sum(s * dots, 0))
-        if is_last(counter):
-            put_total(dfactor, partials, tl.num_programs(0) * N, scalars, SUM_BLOCK, DFACTOR_MODE)
+        if is_last_program(counter):
+            store_total(dfactor, partials, tl.num_programs(0) * N, scalars, SUM_BLOCK, DFACTOR_MODE)
 
 
 @lowering("gated_backward", starts="dx dz dfactor", views="x dx factor dfactor")
 def lower_gated_backward(op: Any, c: Lowering) -> None:
     constants, rows = gated_constants(op), c.rows(op.x)
     C, N = constants["C"], constants["N"]
-    BC = min(256, max(LEAST_SUMMED, pow2(C // N)))
+    BC = min(256, max(MIN_SUM_COLUMNS, pow2(C // N)))
     BR = BLOCK // BC
     constants |= {"BR": BR, "BC": BC, "DX_MODE": mode(op, "dx"), "DZ_MODE": mode(op, "dz"), **row_strides(dx=op.dx)}
     operands: dict[str, Any] = {

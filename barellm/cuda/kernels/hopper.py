@@ -10,7 +10,7 @@ A block of 384 threads does tiles of 128 x COLS, one after the other. Two warpgr
 registers hold 64 x 256 sums. One warp fills a ring of operands, and goes on with the next tile's while a tile is on its way out.
 Operands lie in shared memory as they lie in global memory; what is stored along the other dimension is read transposed by the
 product itself. Edges need no masks: loads beyond a matrix give zeros, stores beyond it are dropped. What each warp does:
-hopper_roles.py. What it should reach, by arithmetic: docs/cuda_gemm.md.
+hopper_warp_specialized.py. What it should reach, by arithmetic: docs/cuda_gemm.md.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, TensorMap
-from barellm.cuda.kernels.epilogue import beside
-from barellm.cuda.kernels.hopper_roles import DEPTH, HALF, ONES, ROWS, fetch, load, multiply
-from barellm.cuda.kernels.parts import Split, add_up
+from barellm.cuda.kernels.epilogue import epilogue_operands
+from barellm.cuda.kernels.hopper_warp_specialized import DEPTH, HALF, ONES, ROWS, fetch, load, multiply
+from barellm.cuda.kernels.split_k import SplitK, reduce_splits
 from barellm.cuda.lang import gl, gluon, hopper
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
@@ -128,7 +128,7 @@ def fits(
     return 2 * tiles >= choices.WAVE
 
 
-def launch_product(
+def launch_gemm(
     c: Lowering, role: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
     bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
     dbias: Tensor | None = None, dbias_mode: int = MODES["store"],
@@ -141,15 +141,15 @@ def launch_product(
         width, usual
     )  # by the default's columns: bits do not depend on tuning
     parts = choices.most_splits(tiles, depth) if role == "tn" else 1
-    written, other = beside(pre, residual, epilogue)
+    written, other = epilogue_operands(pre, residual, epilogue)
     if not epilogue and mode != MODES["store"] and parts == 1:
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
-    f = tuning.choose(c.target, tuning.ProductSubject(role, matrix(a)[1], height, width, depth, "hopper", epilogue))
+    f = tuning.choose(c.target, tuning.GemmKey(role, matrix(a)[1], height, width, depth, "hopper", epilogue))
     M: Size | int = height if role == "tn" else rows
     target, out_rows, chunk = out, M, depth if role != "tn" else rows
     split = None
     if parts > 1:
-        split = Split(rows, tiles)
+        split = SplitK(rows, tiles)
         target, out_rows, chunk = c.scratch("partials", (parts, height, width)), _Times(split.count, height), split
     sums = c.scratch("sums", (parts, height)) if dbias is not None else None
     c.launch(
@@ -173,9 +173,9 @@ def launch_product(
         writes="out_map pre_map sums",
     )  # fmt: skip
     if split is not None:
-        add_up(c, out, target, split.count, height * width, mode)
+        reduce_splits(c, out, target, split.count, height * width, mode)
     if sums is not None:
-        add_up(c, dbias, sums, split.count if split else 1, height, dbias_mode)
+        reduce_splits(c, dbias, sums, split.count if split else 1, height, dbias_mode)
 
 
 def _sizes(role: str, most: int, N: int, K: int) -> tuple[int, int, int]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from barellm.cuda.choices import AttentionTile
 from barellm.cuda.kernel import Lowering, TensorMap
-from barellm.cuda.kernels.hopper_roles import HALF
+from barellm.cuda.kernels.hopper_warp_specialized import HALF
 from barellm.cuda.lang import constant, gl, gluon, hopper
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor

@@ -7,6 +7,7 @@ from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, SEED, pow2, unit_of
+from barellm.cuda.kernels.multi_tensor import entry_constants, find_entry, first_programs, integer, number
 from barellm.cuda.kernels.random import calls, threefry, to_columns
 from barellm.cuda.kernels.storage import (
     WHOLE,
@@ -17,7 +18,6 @@ from barellm.cuda.kernels.storage import (
     weight_constants,
     weight_pointer,
 )
-from barellm.cuda.kernels.tables import entry_of, extent, first_programs, integer, number
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.grouping import members
@@ -67,7 +67,7 @@ def random_init(
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NORMAL: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     """size * random numbers; BF16: rounded to it."""
-    entry, turn = entry_of(table, ENTRIES, WIDE)
+    entry, turn = find_entry(table, ENTRIES, WIDE)
     row = turn * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     mask = (row < integer(table, entry, ROWS, ENTRIES))[:, None] & (column < C)[None, :]
@@ -114,7 +114,7 @@ def constant_init(
     ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    entry, turn = entry_of(table, ENTRIES, WIDE)
+    entry, turn = find_entry(table, ENTRIES, WIDE)
     i = turn * BLOCK + tl.arange(0, BLOCK)
     mask = i < integer(table, entry, UNITS, ENTRIES) * UNIT
     live = i < integer(table, entry, VALID, ENTRIES)
@@ -148,7 +148,7 @@ def launch_all(
     ]
     columns = {"first": ("i64", firsts), **weight_columns(params), "valid": ("i64", valid), **more}
     table = Table({name: columns[name] for name in fields}, writes=("param", "lo"))
-    fixed = {**extent(len(params)), "UNIT": unit_of(params[0]), **weight_constants(params[0]), **constants}
+    fixed = {**entry_constants(len(params)), "UNIT": unit_of(params[0]), **weight_constants(params[0]), **constants}
     c.launch(function, {"table": table}, fixed, grid=lambda s: (count, blocks), writes="")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import LEAST_SUMMED, keep, pow2
+from barellm.cuda.kernels.common import MIN_SUM_COLUMNS, pow2, store_or_add
 from barellm.cuda.kernels.dropout import constants_of as dropout_constants
 from barellm.cuda.kernels.dropout import kept
 from barellm.cuda.lang import device, tl
@@ -155,7 +155,7 @@ def layernorm_dx(
     centre, inverse = statistics(mean, rstd, row, live)
     _, dn, n = factors(dy, x, weight, i, column, mask, inside, centre, inverse)
     a, p = offset_of(mean, dn, C), tl.sum(dn * n, 1) / C
-    keep(dx + i, mask, inverse[:, None] * (dn - a[:, None] - n * p[:, None]), scalars, MODE)
+    store_or_add(dx + i, mask, inverse[:, None] * (dn - a[:, None] - n * p[:, None]), scalars, MODE)
 
 
 @device
@@ -179,7 +179,7 @@ def layernorm_dx_long(
         inside = column < C
         i = base + column[None, :]
         _, dn, n = factors(dy, x, weight, i, column, inside[None, :], inside, centre, inverse)
-        keep(dx + i, inside[None, :], inverse[:, None] * (dn - a[:, None] - n * p[:, None]), scalars, MODE)
+        store_or_add(dx + i, inside[None, :], inverse[:, None] * (dn - a[:, None] - n * p[:, None]), scalars, MODE)
 
 
 def launch_rows(
@@ -203,7 +203,7 @@ def launch_rows(
         shape = {"C": C, "BC": LONG_BLOCK, **constants}
         c.launch(long, {**operands, "rows": rows}, shape, grid=lambda s: (rows(s),), writes=writes, warps=8)
         return
-    BC = max(LEAST_SUMMED, pow2(C))
+    BC = max(MIN_SUM_COLUMNS, pow2(C))
     BR = max(1, 128 * thread // BC)
     warps = min(MOST_WARPS, max(4, BC // (32 * thread)))
     shape = {"C": C, "BR": BR, "BC": BC, **constants}

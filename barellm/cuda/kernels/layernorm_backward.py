@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import MODES, Lowering, lowering
-from barellm.cuda.kernels.columns import Chunks, lower_combine, partials_of, wanted
-from barellm.cuda.kernels.common import ADD, LEAST_SUMMED, pow2
+from barellm.cuda.kernels.column_sums import Chunks, lower_combine, partials_of, wanted
+from barellm.cuda.kernels.common import ADD, MIN_SUM_COLUMNS, pow2
 from barellm.cuda.kernels.dropout import constants_of as dropout_constants
 from barellm.cuda.kernels.dropout import kept
 from barellm.cuda.kernels.layernorm import factors, offset_of, statistics
@@ -79,7 +79,7 @@ def lower_layernorm_backward(op: Any, c: Lowering) -> None:
         "rows": rows, "per": chunks.per,
         "seq": (lambda s: s.seq) if dropped else None, "stream": int(op.stream) if dropped else None,
     }  # fmt: skip
-    BC = max(LEAST_SUMMED, pow2(C))
+    BC = max(MIN_SUM_COLUMNS, pow2(C))
     constants = {
         "C": C, "BR": max(1, 1024 // BC), "BC": BC, "MODE": MODES[op.modes["dx"]],
         "STAGES": 3 if BC <= 2048 else 2,  # 74 KB of shared memory at most: sm_89 has 99

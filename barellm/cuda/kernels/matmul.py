@@ -17,11 +17,11 @@ from typing import Any
 
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, lowering, mode
-from barellm.cuda.kernels import cublaslt, few_rows, hopper
-from barellm.cuda.kernels.columns import bias_grad_partials, lower_sums
+from barellm.cuda.kernels import cublaslt, hopper, skinny_gemm
+from barellm.cuda.kernels.column_sums import bias_grad_partials, lower_sums
 from barellm.cuda.kernels.common import view_strides
-from barellm.cuda.kernels.epilogue import beside, finish_tile
-from barellm.cuda.kernels.parts import Split, add_up
+from barellm.cuda.kernels.epilogue import epilogue_operands, epilogue_tile
+from barellm.cuda.kernels.split_k import SplitK, reduce_splits
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
@@ -81,7 +81,7 @@ def gemm(
         a_at += BK * a_row if A_TRANSPOSED else BK
         b_at += BK if B_TRANSPOSED else BK * b_row
 
-    finish_tile(
+    epilogue_tile(
         out, pre, bias, other, scalars, acc, m0, n0, out_at, M, N, EPILOGUE, MODE, PARTS, OUT_ROW, PRE_ROW, OTHER_ROW
     )  # fmt: skip
 
@@ -102,24 +102,24 @@ def product(
     """
     given = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
     given |= {"bias": bias, "residual": residual, "pre": pre, "epilogue": epilogue, "mode": mode}
-    if role == "nt" and few_rows.fits(c, most=most, K=K):
-        few_rows.launch_product(c, **given)
+    if role == "nt" and skinny_gemm.fits(c, most=most, K=K):
+        skinny_gemm.launch_gemm(c, **given)
         if most <= choices.FEW:
             return
-        given["rows"] = rows = few_rows.More(rows)
+        given["rows"] = rows = skinny_gemm.RowsUnlessSkinny(rows)
     if cublaslt.fits(c, **given):
         cublaslt.append(c, role, **given)
         return
     if hopper.fits(c, role, **given):
-        hopper.launch_product(c, role, **given)
+        hopper.launch_gemm(c, role, **given)
         return
     dtype = a[1] if isinstance(a, tuple) else a.dtype
     if role == "tn":
-        _weight_gradient(c, out, a, b, rows, most, N, K, dtype, mode)
+        _append_wgrad(c, out, a, b, rows, most, N, K, dtype, mode)
         return
     cols, depth = (N, K) if role == "nt" else (K, N)
-    t = tuning.choose(c.target, tuning.ProductSubject(role, _kind(c, dtype), most, cols, depth))
-    written, other = beside(pre, residual, epilogue)
+    t = tuning.choose(c.target, tuning.GemmKey(role, _kind(c, dtype), most, cols, depth))
+    written, other = epilogue_operands(pre, residual, epilogue)
     operands = {"out": out, "pre": written, "a": a, "b": b, "bias": bias, "other": other, "M": rows, "chunk": None}
     constants = {"N": cols, "K": depth, "A_TRANSPOSED": False, "B_TRANSPOSED": role == "nt", "MODE": mode}
     constants |= _constants(c, t) | {"EVEN_K": depth % t.depth == 0, "EPILOGUE": epilogue}
@@ -133,10 +133,10 @@ def product(
     )  # fmt: skip
 
 
-def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
+def _append_wgrad(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     """Append a weight gradient. If the result has too few tiles, parts of the tokens are summed apart in fp32 and then added in
     order."""
-    product = tuning.ProductSubject("tn", _kind(c, dtype), N, K, most)
+    product = tuning.GemmKey("tn", _kind(c, dtype), N, K, most)
     t, usual = tuning.choose(c.target, product), product.default(c.target.arch)
     tiles, counted = ceil_div(N, t.rows) * ceil_div(K, t.cols), ceil_div(N, usual.rows) * ceil_div(K, usual.cols)
     constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}
@@ -149,11 +149,11 @@ def _weight_gradient(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
         operands |= {"out": out, "chunk": None}
         c.launch(gemm, operands, constants | {"MODE": mode}, grid=lambda s: (tiles,), **options)
         return
-    split = Split(rows, counted)
+    split = SplitK(rows, counted)
     partials = c.scratch("partials", (parts, N, K))
     operands |= {"out": partials, "chunk": split}
     c.launch(gemm, operands, constants | {"MODE": MODES["store"]}, grid=lambda s: (tiles, split.count(s)), **options)
-    add_up(c, out, partials, split.count, N * K, mode)
+    reduce_splits(c, out, partials, split.count, N * K, mode)
 
 
 def _kind(c: Lowering, dtype: str) -> str:
@@ -198,7 +198,7 @@ def lower_weight_and_bias_gradient(op: Any, c: Lowering) -> None:
     """On Hopper the bias's gradient comes from the tiles of dy that are in shared memory anyway; else it is a pass of its own."""
     given = _gradient_of(op, c)
     if hopper.fits(c, "tn", **given) and not cublaslt.fits(c, **given):
-        hopper.launch_product(c, "tn", **given, dbias=op.dbias, dbias_mode=mode(op, "dbias"))
+        hopper.launch_gemm(c, "tn", **given, dbias=op.dbias, dbias_mode=mode(op, "dbias"))
         return
     product(c, "tn", **given)
     lower_sums(c, bias_grad_partials, op.dy, {"dy": op.dy}, ["dbias"])

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import COUNTER, Lowering, lowering, mode
-from barellm.cuda.kernels.common import BLOCK, flat, keep, sweep, unit_of
-from barellm.cuda.kernels.last_block import is_last, put_total
+from barellm.cuda.kernels.common import BLOCK, flat_indices, launch_elementwise, store_or_add, unit_of
+from barellm.cuda.kernels.single_pass_reduction import is_last_program, store_total
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.ops.mix import COEFFICIENTS, MOST, TERMS
@@ -37,7 +37,7 @@ def mix(
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    i, mask = flat(units, UNIT, BLOCK)
+    i, mask = flat_indices(units, UNIT, BLOCK)
     total = term(x0, k0, i, mask, N0)
     if x1 is not None:
         total += term(x1, k1, i, mask, N1)
@@ -45,7 +45,7 @@ def mix(
         total += term(x2, k2, i, mask, N2)
     if x3 is not None:
         total += term(x3, k3, i, mask, N3)
-    keep(y + i, mask, total, scalars, MODE)
+    store_or_add(y + i, mask, total, scalars, MODE)
 
 
 def numbers_of(op: Any) -> dict[str, float | None]:
@@ -56,7 +56,7 @@ def numbers_of(op: Any) -> dict[str, float | None]:
 @lowering("mix", starts="y", views=" ".join(COEFFICIENTS))
 def lower_mix(op: Any, c: Lowering) -> None:
     operands = {name: op.inputs.get(name) for name in (*TERMS, *COEFFICIENTS)}
-    sweep(c, mix, op.y, {"y": op.y, **operands}, writes="y", MODE=mode(op, "y"), **numbers_of(op))
+    launch_elementwise(c, mix, op.y, {"y": op.y, **operands}, writes="y", MODE=mode(op, "y"), **numbers_of(op))
 
 
 @device
@@ -64,10 +64,10 @@ def term_backward(dx, total, by, x, k, i, mask, scalars, NUMBER: tl.constexpr, M
     """Writes dx, and gives `total` plus dy x where the coefficient is learned."""
     if dx is not None:
         if NUMBER is None:
-            keep(dx + i, mask, by * tl.load(k), scalars, MODE)
+            store_or_add(dx + i, mask, by * tl.load(k), scalars, MODE)
             total += by * tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
         else:
-            keep(dx + i, mask, by * NUMBER, scalars, MODE)
+            store_or_add(dx + i, mask, by * NUMBER, scalars, MODE)
     return total
 
 
@@ -80,7 +80,7 @@ def put_sum(partials, total, PLACE: tl.constexpr, STRIDE: tl.constexpr):
 @device
 def put_row(dk, partials, scalars, PLACE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
     if PLACE is not None:
-        put_total(dk, partials + PLACE * STRIDE, tl.num_programs(0), scalars, BLOCK, MODE)
+        store_total(dk, partials + PLACE * STRIDE, tl.num_programs(0), scalars, BLOCK, MODE)
 
 
 @device
@@ -90,7 +90,7 @@ def put_rows(
     PLACE0: tl.constexpr, PLACE1: tl.constexpr, PLACE2: tl.constexpr, PLACE3: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if is_last(counter):
+    if is_last_program(counter):
         put_row(dk0, partials, scalars, PLACE0, STRIDE, BLOCK, MODE0)
         put_row(dk1, partials, scalars, PLACE1, STRIDE, BLOCK, MODE1)
         put_row(dk2, partials, scalars, PLACE2, STRIDE, BLOCK, MODE2)

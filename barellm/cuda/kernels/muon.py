@@ -7,20 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering
-from barellm.cuda.kernels.common import BLOCK, MOMENTUM, double, matrix_unit
-from barellm.cuda.kernels.optimizer import SPAN
-from barellm.cuda.kernels.storage import (
-    lo_pointer,
-    load_weight,
-    store_weight,
-    weight_constants,
-    weight_operands,
-    weight_pointer,
-)
-from barellm.cuda.kernels.tables import (
+from barellm.cuda.kernels.common import BLOCK, MOMENTUM, matrix_unit, scalar_fp64
+from barellm.cuda.kernels.multi_tensor import (
     aligned_pointer,
-    entry_of,
-    extent,
+    entry_constants,
+    find_entry,
     first_programs,
     integer,
     matrix_constants,
@@ -29,6 +20,15 @@ from barellm.cuda.kernels.tables import (
     of_matrices,
     pointer,
     repeated,
+)
+from barellm.cuda.kernels.optimizer import SPAN
+from barellm.cuda.kernels.storage import (
+    lo_pointer,
+    load_weight,
+    store_weight,
+    weight_constants,
+    weight_operands,
+    weight_pointer,
 )
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
@@ -55,12 +55,12 @@ def muon_momentum(
     NESTEROV: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
     """A program does what one partial sum is of."""
-    entry, chunk = entry_of(table, ENTRIES, WIDE)
+    entry, chunk = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     m = aligned_pointer(table, entry, M, ENTRIES, tl.float32, UNIT)
     grad = aligned_pointer(table, entry, GRAD, ENTRIES, tl.float32, UNIT)
     u = matrix_pointer(table, entry, U, ENTRIES, UNIT, HALF, FP16)
-    scale, momentum = tl.load(clip + 1), double(scalars, MOMENTUM)
+    scale, momentum = tl.load(clip + 1), scalar_fp64(scalars, MOMENTUM)
     finite = scale == scale  # NaN says that the gradient's norm is not finite
     kept, fresh = momentum.to(tl.float32), ((1.0 - momentum) * scale.to(tl.float64)).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -86,7 +86,7 @@ def lower_momentum(op: Any, c: Lowering) -> None:
     fields = {"first": ("i64", firsts), "units": ("i64", units)}
     fields |= {name: of_matrices(each, (getattr(o, name) for o in each)) for name in MOMENTUM_FIELDS[2:]}
     table = Table(fields, writes=("m", "u", "partials"))
-    constants = {**extent(len(units)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8 * BLOCK}
+    constants = {**entry_constants(len(units)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8 * BLOCK}
     constants |= {"NESTEROV": bool(op.nesterov), **matrix_constants(each[0].u.dtype)}
     operands = {"table": table, "clip": each[0].clip}
     c.launch(muon_momentum, operands, constants, grid=lambda s: (programs,), writes="", warps=16)
@@ -98,7 +98,7 @@ def muon_normalize(
     HALF: tl.constexpr, FP16: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program adds up the few partial sums, in the same order."""
-    entry, turn = entry_of(table, ENTRIES, WIDE)
+    entry, turn = find_entry(table, ENTRIES, WIDE)
     n, count = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COUNT, ENTRIES)
     sums, j = pointer(table, entry, SUMS, ENTRIES, tl.float32, 4), tl.arange(0, SUM_BLOCK)
     total = tl.zeros((SUM_BLOCK,), tl.float64)
@@ -125,7 +125,7 @@ def lower_normalize(op: Any, c: Lowering) -> None:
     fields |= {"count": ("i64", repeated(each, lambda o: o.chunks(o.u)))}
     fields |= {"margin": ("fp64", repeated(each, lambda o: float(o.margin)))}
     fields |= {"eps": ("fp64", repeated(each, lambda o: float(o.eps)))}
-    constants = {**extent(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK}
+    constants = {**entry_constants(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK}
     constants |= {**matrix_constants(each[0].u.dtype), "SUM_BLOCK": 64}
     table = Table(fields, writes=("x",))
     c.launch(muon_normalize, {"table": table}, constants, grid=lambda s: (programs,), writes="")
@@ -219,13 +219,13 @@ def muon_update(
     the place of the learning rate among the scalars."""
     ok = tl.load(clip + 1)
     if ok == ok:  # NaN says that the gradient's norm is not finite: nothing changes
-        entry, turn = entry_of(table, ENTRIES, WIDE)
+        entry, turn = find_entry(table, ENTRIES, WIDE)
         n, cols = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COLS, ENTRIES)
         param, lo = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT), None
         if FORMAT is not None:
             lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
         x = matrix_pointer(table, entry, X, ENTRIES, UNIT, HALF, FP16)
-        rate = double(scalars, RATE) * number(table, entry, LR_SCALE, ENTRIES)
+        rate = scalar_fp64(scalars, RATE) * number(table, entry, LR_SCALE, ENTRIES)
         size = (rate * number(table, entry, SCALE, ENTRIES)).to(tl.float32)
         lost = rate * number(table, entry, DECAY, ENTRIES)
         if SQUARED:
@@ -270,7 +270,7 @@ def lower_update(op: Any, c: Lowering) -> None:
         "cols": ("i64", repeated(each, lambda o: int(o.x.shape[1]))),
     }
     constants = {
-        **extent(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **weight_constants(param),
+        **entry_constants(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **weight_constants(param),
         **matrix_constants(each[0].x.dtype), "CAUTIOUS": bool(each[0].cautious), "SQUARED": each[0].squared or None,
         "RATE": SCALARS[each[0].rate].index, "SCALED": ("columns" if rows < cols else "rows") if scaled else "",
     }  # fmt: skip

@@ -7,10 +7,19 @@ from math import log2
 from typing import Any
 
 from barellm.cuda.kernel import COUNTER, Lowering, Table, lowering
-from barellm.cuda.kernels.common import BLOCK, LR, STEP, double, unit_of
+from barellm.cuda.kernels.common import BLOCK, LR, STEP, scalar_fp64, unit_of
 from barellm.cuda.kernels.cross_entropy import scale_of
-from barellm.cuda.kernels.last_block import is_last
+from barellm.cuda.kernels.multi_tensor import (
+    column,
+    entry_constants,
+    find_entry,
+    first_programs,
+    integer,
+    number,
+    pointer,
+)
 from barellm.cuda.kernels.random import sample_key, shared_words
+from barellm.cuda.kernels.single_pass_reduction import is_last_program
 from barellm.cuda.kernels.storage import (
     WHOLE,
     lo_pointer,
@@ -25,7 +34,6 @@ from barellm.cuda.kernels.storage import (
     weight_constants,
     weight_pointer,
 )
-from barellm.cuda.kernels.tables import column, entry_of, extent, first_programs, integer, number, pointer
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.grouping import members
@@ -52,7 +60,7 @@ def sum_squares(
     table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A program sums one chunk: few of them for a small matrix, so each has many loads under way."""
-    entry, chunk = entry_of(table, ENTRIES, WIDE)
+    entry, chunk = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     x = pointer(table, entry, X, ENTRIES, tl.float32, 16)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -77,7 +85,7 @@ def lower_sum_squares(op: Any, c: Lowering) -> None:
     c.launch(
         sum_squares,
         {"table": Table({name: columns[name] for name in SUM_FIELDS}, writes=("partials",))},
-        {**extent(len(sums)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8192},
+        {**entry_constants(len(sums)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8192},
         grid=lambda s: (programs,),
         writes="",
         warps=16,
@@ -85,7 +93,7 @@ def lower_sum_squares(op: Any, c: Lowering) -> None:
 
 
 @device
-def add_up(total, p, n, BLOCK: tl.constexpr):
+def reduce_splits(total, p, n, BLOCK: tl.constexpr):
     """total (1) fp64 = the sum of p (n)."""
     t = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, n, BLOCK):
@@ -103,8 +111,8 @@ def clip_scale(
     min(1, limit / norm)]; a norm that is not finite gives NaN and counts in skipped. Both are divided by the loss scale, which then
     moves on."""
     j = tl.program_id(0)
-    add_up(totals + j, pointer(table, j, 0, ENTRIES, tl.float32, 16), integer(table, j, 1, ENTRIES), BLOCK)
-    if is_last(counter):
+    reduce_splits(totals + j, pointer(table, j, 0, ENTRIES, tl.float32, 16), integer(table, j, 1, ENTRIES), BLOCK)
+    if is_last_program(counter):
         i = tl.arange(0, WIDE)
         norm = tl.sqrt(tl.sum(tl.load(totals + i, mask=i < ENTRIES, other=0.0), 0))
         if loss_scale is not None:
@@ -133,7 +141,7 @@ def lower_clip_scale(op: Any, c: Lowering) -> None:
     c.launch(
         clip_scale,
         {**operands, "totals": c.scratch("totals", (count,), "fp64"), "counter": COUNTER, "table": Table(fields)},
-        {"LIMIT": float(op.attrs["clip"]), **extent(count), "BLOCK": 512},
+        {"LIMIT": float(op.attrs["clip"]), **entry_constants(count), "BLOCK": 512},
         grid=lambda s: (count,),
         writes="totals clip skipped loss_scale",
     )
@@ -146,7 +154,7 @@ def step_factors(
     """factors (2) = what a step multiplies by everywhere, from doubles: the rate with both bias corrections, which CAUTIOUS wants,
     or with the first, and 1 / sqrt of the second. One program does it: in each thread of the update it took 90 instructions of
     doubles and three calls."""
-    lr, step = double(scalars, LR) * LR_SCALE, tl.load(scalars + STEP).to(tl.float64)
+    lr, step = scalar_fp64(scalars, LR) * LR_SCALE, tl.load(scalars + STEP).to(tl.float64)
     rate, root = lr / (1.0 - tl.exp2(step * LOG_BETA1)), tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))
     if CAUTIOUS:
         rate *= root
@@ -168,7 +176,7 @@ def adamw(
     rounded to it."""
     scale = tl.load(clip + 1)
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
-        entry, turn = entry_of(table, ENTRIES, WIDE)
+        entry, turn = find_entry(table, ENTRIES, WIDE)
         n = integer(table, entry, UNITS, ENTRIES) * UNIT
         param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None
         if FORMAT is not None:
@@ -176,7 +184,7 @@ def adamw(
         m = pointer(table, entry, M, ENTRIES, tl.float32 if M_MANTISSA is None else tl.int16, 16)
         v = pointer(table, entry, V, ENTRIES, tl.float32 if V_MANTISSA is None else tl.int16, 16)
         grad = pointer(table, entry, GRAD, ENTRIES, tl.float32, 16)
-        lr = double(scalars, LR) * LR_SCALE
+        lr = scalar_fp64(scalars, LR) * LR_SCALE
         decay = lr * number(table, entry, WEIGHT_DECAY, ENTRIES)
         rate, unbias = tl.load(factors), tl.load(factors + 1)
         if CAUTIOUS:
@@ -240,7 +248,7 @@ def _lower(op: Any, c: Lowering, *, cautious: bool) -> None:
         grid=lambda s: (1,), writes="factors", warps=1,
     )  # fmt: skip
     constants = both | {
-        **extent(len(updates)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK,
+        **entry_constants(len(updates)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK,
         "BETA1": beta1, "BETA2": beta2, "EPSILON": float(op.eps), **weight_constants(params[0]),
         "STOCHASTIC": updates[0].stream is not None, "BF16": updates[0].bf16,
         **moment_constants("M", ms[0]), **moment_constants("V", vs[0]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import BLOCK, LEAST_SUMMED, keep, pow2, row_strides
+from barellm.cuda.kernels.common import BLOCK, MIN_SUM_COLUMNS, pow2, row_strides, store_or_add
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
@@ -86,13 +86,13 @@ def qk_rotary_backward(
     inverse = tl.load(rstd + unit, mask=live, other=0.0)[:, None]
     n = tl.load(x + row[:, None] * X_ROW + within, mask=mask, other=0.0).to(tl.float32) * inverse
     mean = tl.sum(dn * n, 1) / D
-    keep(dx + row[:, None] * DX_ROW + within, mask, inverse * (dn - n * mean[:, None]), scalars, MODE)
+    store_or_add(dx + row[:, None] * DX_ROW + within, mask, inverse * (dn - n * mean[:, None]), scalars, MODE)
 
 
 def launch(op: Any, c: Lowering, function: Any, operands: dict[str, Any], *, writes: str, **constants: Any) -> None:
     count, rows = op.heads + op.kv_heads, c.rows(op.x)
     D = int(op.x.shape[-1]) // count
-    BC = max(LEAST_SUMMED, pow2(D))
+    BC = max(MIN_SUM_COLUMNS, pow2(D))
     BR = max(1, BLOCK // BC)
     shape = {
         "D": D,

@@ -21,9 +21,9 @@ from barellm.cuda import choices
 from barellm.cuda.kernel import MODES, Lowering, Size, Sizes, lowering
 from barellm.cuda.kernels import quantized_mma
 from barellm.cuda.kernels.common import pow2, view_strides
-from barellm.cuda.kernels.epilogue import beside, finish_part
-from barellm.cuda.kernels.few_rows import Few, More
+from barellm.cuda.kernels.epilogue import epilogue_operands, epilogue_subtile
 from barellm.cuda.kernels.matmul import product
+from barellm.cuda.kernels.skinny_gemm import RowsIfSkinny, RowsUnlessSkinny
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.quantization import BLOCK, INTEGERS, TILE, Scheme, scheme
@@ -58,7 +58,7 @@ def power_of_two(exponents):
 
 
 @device
-def quantized_few_rows(
+def quantized_skinny_gemm(
     out, pre, x, codes, scales, bias, other, scalars, rows,
     N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BB: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     WIDE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
@@ -109,7 +109,7 @@ def quantized_few_rows(
             total = tl.join(columns(a0, 2, 2), columns(a1, 2, 2))
         n0 = tile * 16
         power = power_of_two(tl.load(scales + GROUPS * 16 + tl.arange(0, 16)[None, :]))
-        finish_part(
+        epilogue_subtile(
             out, pre, bias, other, scalars, tl.reshape(total, (1, 16)) * power, row, n0, row * N + n0, rows, N, EPILOGUE, MODE,
             OUT_ROW, PRE_ROW, OTHER_ROW,
         )  # fmt: skip
@@ -204,8 +204,8 @@ def lower_quantized(op: Any, c: Lowering) -> None:
     how, N, K = scheme(op.weights), int(op.columns), int(op.x.shape[-1])
     epilogue = "".join(name for name in op.attrs.get("epilogues", ()) if name != "bias")
     rows, most = c.rows(op.x), op.x.size // K
-    few, BB = Few(rows), min(TOGETHER, pow2(ceil_div(K, BLOCK)))
-    written, other = beside(op.outputs.get("pre"), op.inputs.get("residual"), epilogue)
+    few, BB = RowsIfSkinny(rows), min(TOGETHER, pow2(ceil_div(K, BLOCK)))
+    written, other = epilogue_operands(op.outputs.get("pre"), op.inputs.get("residual"), epilogue)
     operands = {"out": op.y, "pre": written, "x": op.x, "codes": words_of(op.codes), "scales": op.scales}
     operands |= {"bias": op.inputs.get("bias"), "other": other, "rows": few}
     grid = If(few, ceil_div(N, TILE))
@@ -214,9 +214,9 @@ def lower_quantized(op: Any, c: Lowering) -> None:
     else:
         constants = constants_of(how, N, K) | {"BB": BB, "MODE": MODES["store"], "EPILOGUE": epilogue}
         constants |= view_strides(x=op.x, out=op.y, pre=written, other=other)
-        c.launch(quantized_few_rows, operands, constants, grid=grid, writes="out pre")
+        c.launch(quantized_skinny_gemm, operands, constants, grid=grid, writes="out pre")
     if most > choices.FEW:
-        more = More(rows)
+        more = RowsUnlessSkinny(rows)
         weight = append_numbers(c, op, more)
         product(
             c, "nt", out=op.y, a=op.x, b=weight, rows=more, most=most, N=N, K=K, bias=op.inputs.get("bias"),

@@ -21,7 +21,7 @@ from typing import Any
 
 from barellm.cuda.kernel import Lowering
 from barellm.cuda.kernels.activations import value_of
-from barellm.cuda.kernels.common import keep
+from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.lang import constant, gl, gluon
 from barellm.program.quantization import BLOCK, INTEGERS, NORMAL_QUANTILES, Scheme
 from barellm.runtime.lowering import part, view_stride
@@ -150,7 +150,7 @@ def quantized_mma(
         y = value_of(y, EPILOGUE)
     elif other is not None:  # a residual
         y += gl.load(other + (row * OTHER_ROW + column), mask=inside, other=0.0).to(gl.float32)
-    keep(out + (row * OUT_ROW + column), inside, y, scalars, MODE)
+    store_or_add(out + (row * OUT_ROW + column), inside, y, scalars, MODE)
 
 
 @gluon

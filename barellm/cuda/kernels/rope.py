@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import BLOCK, POS, keep, pow2
+from barellm.cuda.kernels.common import BLOCK, POS, pow2, store_or_add
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
@@ -37,13 +37,13 @@ def rope(
         i = row[:, None] * W + (plane // HALF * (2 * HALF) + plane % HALF)[None, :]
         a = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(x + i + HALF, mask=mask, other=0.0).to(tl.float32)
-        keep(y + i, mask, a * c - b * s, scalars, MODE)
-        keep(y + i + HALF, mask, b * c + a * s, scalars, MODE)
+        store_or_add(y + i, mask, a * c - b * s, scalars, MODE)
+        store_or_add(y + i + HALF, mask, b * c + a * s, scalars, MODE)
     else:
         column = TURNED + (tl.program_id(1) - TURNING) * BC + tl.arange(0, BC)
         mask = live & (column < W)[None, :]
         i = row[:, None] * W + column[None, :]
-        keep(y + i, mask, tl.load(x + i, mask=mask, other=0.0).to(tl.float32), scalars, MODE)
+        store_or_add(y + i, mask, tl.load(x + i, mask=mask, other=0.0).to(tl.float32), scalars, MODE)
 
 
 @lowering("rope", starts="y")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.common import INV_TARGETS, double, flat, pow2, sweep
+from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, launch_elementwise, pow2, scalar_fp64
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.ops import scales
@@ -36,7 +36,7 @@ def remember(history, sums, scalars, ENTRIES: tl.constexpr, PER_TARGET: tl.const
     before = tl.load(history + i - 1, mask=(i > 0) & (i < ENTRIES), other=0.0)
     top = tl.load(sums + LARGEST)
     if PER_TARGET:
-        top = tl.math.div_rn(top, double(scalars, INV_TARGETS).to(tl.float32))
+        top = tl.math.div_rn(top, scalar_fp64(scalars, INV_TARGETS).to(tl.float32))
     tl.debug_barrier()
     tl.store(history + i, tl.where(i > 0, before, top), mask=i < ENTRIES)
 
@@ -55,7 +55,7 @@ def float_bias(bias, sums, scalars, elements, DEVIATING: tl.constexpr, PER_TARGE
         variance = tl.maximum(tl.math.div_rn(tl.load(sums + 2), n) - mean * mean, 0.0)
         top = tl.math.div_rn(tl.load(sums + 1), n) + tl.math.sqrt_rn(variance) * DEVIATIONS
     if PER_TARGET:
-        top = tl.math.div_rn(top, double(scalars, INV_TARGETS).to(tl.float32))
+        top = tl.math.div_rn(top, scalar_fp64(scalars, INV_TARGETS).to(tl.float32))
     exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127
     if not DEVIATING:
         exponent += ABOVE
@@ -77,10 +77,10 @@ def round_floating(
 ):  # fmt: skip
     """Normal numbers are rounded in their bits: half a unit is added, and the rest cut off. Of a multiple of the denormals' unit,
     which is small, the fraction is compared with a half, for a sum with one could round."""
-    i, mask = flat(units, UNIT, BLOCK)
+    i, mask = flat_indices(units, UNIT, BLOCK)
     value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     if PER_TARGET:
-        targets = double(scalars, INV_TARGETS).to(tl.float32)
+        targets = scalar_fp64(scalars, INV_TARGETS).to(tl.float32)
         value = tl.math.div_rn(value, tl.full((BLOCK,), 1.0, tl.float32) * targets)
     most = tl.load(bias).to(tl.int32)
     unit = most - (BELOW + FRACTION)
@@ -128,4 +128,4 @@ def lower_float_bias(op: Any, c: Lowering) -> None:
 @lowering("round_floating", also={"x": PLANES})
 def lower_round_floating(op: Any, c: Lowering) -> None:
     operands = {"y": op.y, "x": weight_operand(op.x), "bias": op.bias}
-    sweep(c, round_floating, op.y, operands, writes="y", DENORMALS=op.denormals, PER_TARGET=op.per_target)
+    launch_elementwise(c, round_floating, op.y, operands, writes="y", DENORMALS=op.denormals, PER_TARGET=op.per_target)

@@ -11,7 +11,7 @@ from math import e, log2
 from typing import Any
 
 from barellm.cuda.kernel import MODES, Count, Lowering, lowering, mode
-from barellm.cuda.kernels.common import INV_TARGETS, double, flat, keep, sweep
+from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, launch_elementwise, scalar_fp64, store_or_add
 from barellm.cuda.kernels.cross_entropy import columns_of, launch_rows, launch_total, log_sum_exp, scale_of
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import EIGHTS
@@ -69,7 +69,7 @@ def target_of(targets, row, position, length, scalars, AHEAD: tl.constexpr, PRED
     target, weight = -1, 0.0
     if AHEAD < PREDICT:
         target = tl.load(targets + row + AHEAD, mask=position + AHEAD < length, other=-1)
-        weight = tl.where(target >= 0, double(scalars, FIRST_WEIGHT + AHEAD).to(tl.float32), 0.0)
+        weight = tl.where(target >= 0, scalar_fp64(scalars, FIRST_WEIGHT + AHEAD).to(tl.float32), 0.0)
     return target, weight
 
 
@@ -93,7 +93,7 @@ def write_gradient(
 ):  # fmt: skip
     """One row, whose targets and weights are t0, w0 and so on; zero in the padding. With a `scale` it is one of codes, which stand
     for that many times inv_targets."""
-    factor = double(scalars, INV_TARGETS).to(tl.float32)
+    factor = scalar_fp64(scalars, INV_TARGETS).to(tl.float32)
     if scale is not None:
         factor = 1.0 / tl.load(scale)
     if loss_scale is not None:
@@ -108,7 +108,7 @@ def write_gradient(
             d = tl.where(i == t1, d - w1, d)
         if PREDICT > 2:
             d = tl.where(i == t2, d - w2, d)
-        keep(dlogits + i, i < V, tl.where(i < VALID, d * (slope * factor), 0.0), scalars, MODE)
+        store_or_add(dlogits + i, i < V, tl.where(i < VALID, d * (slope * factor), 0.0), scalars, MODE)
 
 
 @device
@@ -210,12 +210,12 @@ def softcap(
     y, x, scalars, units,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    i, mask = flat(units, UNIT, BLOCK)
+    i, mask = flat_indices(units, UNIT, BLOCK)
     z, _ = capped(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), SCALE, SHIFT, WIDTH)
-    keep(y + i, mask, z, scalars, MODE)
+    store_or_add(y + i, mask, z, scalars, MODE)
 
 
 @lowering("softcap", starts="y")
 def lower_softcap(op: Any, c: Lowering) -> None:
     constants = {**dict(zip(("SCALE", "SHIFT", "WIDTH"), op.cap, strict=True)), "MODE": mode(op, "y")}
-    sweep(c, softcap, op.y, {"y": op.y, "x": op.x}, writes="y", **constants)
+    launch_elementwise(c, softcap, op.y, {"y": op.y, "x": op.x}, writes="y", **constants)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import keep
+from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.kernels.layernorm import BACKWARD, FORWARD, launch_rows
 from barellm.cuda.lang import constant, device, tl
 
@@ -66,7 +66,7 @@ def softmax_dx(
     i = row[:, None] * C + column[None, :]
     g = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
     p = tl.load(y + i, mask=mask, other=0.0).to(tl.float32)
-    keep(dx + i, mask, (g - tl.sum(g * p, 1)[:, None]) * p * SCALE, scalars, MODE)
+    store_or_add(dx + i, mask, (g - tl.sum(g * p, 1)[:, None]) * p * SCALE, scalars, MODE)
 
 
 @device
@@ -88,7 +88,7 @@ def softmax_dx_long(
         i, mask = base + column[None, :], (column < C)[None, :]
         g = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
         p = tl.load(y + i, mask=mask, other=0.0).to(tl.float32)
-        keep(dx + i, mask, (g - total[:, None]) * p * SCALE, scalars, MODE)
+        store_or_add(dx + i, mask, (g - total[:, None]) * p * SCALE, scalars, MODE)
 
 
 @lowering("softmax")

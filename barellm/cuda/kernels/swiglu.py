@@ -7,7 +7,7 @@ from math import e, log2
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import keep, row_strides, sweep_rows, tile
+from barellm.cuda.kernels.common import launch_rowwise, row_strides, store_or_add, tile_indices
 from barellm.cuda.lang import constant, device, tl
 
 EXPONENT = constant(-log2(e))
@@ -25,11 +25,11 @@ def swiglu(
     C: tl.constexpr, GATE_ROW: tl.constexpr, UP_ROW: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """y = silu(gate) * up."""
-    row, column, mask = tile(rows, C, BR, BC)
+    row, column, mask = tile_indices(rows, C, BR, BC)
     row, column = row[:, None], column[None, :]
     g = tl.load(gate + row * GATE_ROW + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * UP_ROW + column, mask=mask, other=0.0).to(tl.float32)
-    keep(y + row * C + column, mask, g * sigmoid(g) * u, scalars, MODE)
+    store_or_add(y + row * C + column, mask, g * sigmoid(g) * u, scalars, MODE)
 
 
 @device
@@ -39,21 +39,21 @@ def swiglu_backward(
     BR: tl.constexpr, BC: tl.constexpr, DGATE_MODE: tl.constexpr, DUP_MODE: tl.constexpr,
 ):  # fmt: skip
     """dgate = dy up s (1 + gate (1 - s)) with s = sigmoid(gate), dup = dy gate s."""
-    row, column, mask = tile(rows, C, BR, BC)
+    row, column, mask = tile_indices(rows, C, BR, BC)
     row, column = row[:, None], column[None, :]
     d = tl.load(dy + row * C + column, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(gate + row * GATE_ROW + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * UP_ROW + column, mask=mask, other=0.0).to(tl.float32)
     s = sigmoid(g)
-    keep(dgate + row * DGATE_ROW + column, mask, d * u * (s * (1.0 + g * (1.0 - s))), scalars, DGATE_MODE)
-    keep(dup + row * DUP_ROW + column, mask, d * (g * s), scalars, DUP_MODE)
+    store_or_add(dgate + row * DGATE_ROW + column, mask, d * u * (s * (1.0 + g * (1.0 - s))), scalars, DGATE_MODE)
+    store_or_add(dup + row * DUP_ROW + column, mask, d * (g * s), scalars, DUP_MODE)
 
 
 @lowering("swiglu", starts="y", views="gate up")
 def lower_swiglu(op: Any, c: Lowering) -> None:
     operands = {"y": op.y, "gate": op.gate, "up": op.up}
     strides = row_strides(gate=op.gate, up=op.up)
-    sweep_rows(c, swiglu, op.y, operands, writes="y", MODE=mode(op, "y"), **strides)
+    launch_rowwise(c, swiglu, op.y, operands, writes="y", MODE=mode(op, "y"), **strides)
 
 
 @lowering("swiglu_backward", starts="dgate dup", views="gate up dgate dup")
@@ -61,4 +61,4 @@ def lower_swiglu_backward(op: Any, c: Lowering) -> None:
     operands = {"dgate": op.dgate, "dup": op.dup, "dy": op.dy, "gate": op.gate, "up": op.up}
     strides = row_strides(gate=op.gate, up=op.up, dgate=op.dgate, dup=op.dup)
     modes = {"DGATE_MODE": mode(op, "dgate"), "DUP_MODE": mode(op, "dup")}
-    sweep_rows(c, swiglu_backward, op.dy, operands, writes="dgate dup", **strides, **modes)
+    launch_rowwise(c, swiglu_backward, op.dy, operands, writes="dgate dup", **strides, **modes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering
-from barellm.cuda.kernels.tables import matrix_constants, matrix_pointer, number, of_matrices, repeated
+from barellm.cuda.kernels.multi_tensor import matrix_constants, matrix_pointer, number, of_matrices, repeated
 from barellm.cuda.lang import device, tl
 from barellm.program.grouping import members
 from barellm.program.integers import ceil_div

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import SAMPLE, keep
+from barellm.cuda.kernels.common import SAMPLE, store_or_add
 from barellm.cuda.kernels.dropout import constants_of
 from barellm.cuda.kernels.random import sample_key, threefry
 from barellm.cuda.lang import constant, device, tl
@@ -82,7 +82,7 @@ def tausworthe_dropout(
         mask = (row < rows)[:, None] & (column < C)[None, :]
         i = row[:, None] * C + column[None, :]
         value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32) * SCALE
-        keep(out + i, mask, tl.where((s0 ^ s1 ^ s2 ^ s3) >= THRESHOLD, value, 0.0), scalars, MODE)
+        store_or_add(out + i, mask, tl.where((s0 ^ s1 ^ s2 ^ s3) >= THRESHOLD, value, 0.0), scalars, MODE)
 
 
 def lower(c: Lowering, out: str, x: str) -> None:

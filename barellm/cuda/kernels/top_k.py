@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import ACCUMULATE, ADD, LEAST_SUMMED, STORE, pow2
-from barellm.cuda.kernels.parts import BLOCK
+from barellm.cuda.kernels.common import ACCUMULATE, ADD, MIN_SUM_COLUMNS, STORE, pow2
+from barellm.cuda.kernels.split_k import BLOCK
 from barellm.cuda.lang import constant, device, tl
 
 LOWEST = constant(-(1 << 31))  # below every key
@@ -106,7 +106,7 @@ def lower_top_k(op: Any, c: Lowering) -> None:
     most = op.x.size // C
     operands = {"values": op.values, "indices": op.indices, "x": op.x}
     operands |= {name: c.scratch(name, (most, K), "i32") for name in ("own", "columns")}
-    BC = max(LEAST_SUMMED, min(pow2(C), LONG_BLOCK))
+    BC = max(MIN_SUM_COLUMNS, min(pow2(C), LONG_BLOCK))
     constants = {"C": C, "K": K, "BC": BC, "BK": min(pow2(K), RANKED)}
     grid, writes = (lambda s: (rows(s),)), "values indices own columns"
     c.launch(top_k, operands, constants, grid=grid, writes=writes, warps=max(4, BC // 256))

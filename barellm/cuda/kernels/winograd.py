@@ -1,14 +1,14 @@
 """Convolutions with 3 x 3 filters by Winograd's F(2x2, 3x3) and F(4x4, 3x3): 2.25 and 4 times fewer products (program/winograd.py).
 
-Positions (conv_positions.py) are the n^2 elements of a transformed tile, n = m + 2. A program of a transform has a tile, or a
-filter, for each thread.
+Positions (conv_transform_domain.py) are the n^2 elements of a transformed tile, n = m + 2. In a transform each thread has one tile,
+or one filter.
 """
 
 from __future__ import annotations
 
-from barellm.cuda.kernels.common import keep
-from barellm.cuda.kernels.conv_pixels import mirrored
-from barellm.cuda.kernels.conv_positions import BLOCK, Forward, Gradient, Step
+from barellm.cuda.kernels.common import store_or_add
+from barellm.cuda.kernels.conv_gather import reflect_index
+from barellm.cuda.kernels.conv_transform_domain import BLOCK, FpropAlgorithm, TransformKernel, WgradAlgorithm
 from barellm.cuda.lang import DeviceFunction, device, tl
 from barellm.program.winograd import Matrix, filter_matrix, input_matrix, output_matrix
 
@@ -29,14 +29,14 @@ def element(MATRIX: tl.constexpr, ROW: tl.constexpr, v):
 def both_ways(MATRIX: tl.constexpr, square):
     """MATRIX square MATRIX^T of as many squares as a tensor has elements; a square is a tuple of tensors, row by row."""
     SIZE: tl.constexpr = len(MATRIX[0])
-    MADE: tl.constexpr = len(MATRIX)
+    EPILOGUES_BY_KIND: tl.constexpr = len(MATRIX)
     half = ()
-    for i in tl.static_range(MADE):
+    for i in tl.static_range(EPILOGUES_BY_KIND):
         for j in tl.static_range(SIZE):
             half += (element(MATRIX, i, square[j::SIZE]),)
     made = ()
-    for i in tl.static_range(MADE):
-        for j in tl.static_range(MADE):
+    for i in tl.static_range(EPILOGUES_BY_KIND):
+        for j in tl.static_range(EPILOGUES_BY_KIND):
             made += (element(MATRIX, j, half[i * SIZE : i * SIZE + SIZE]),)
     return made
 
@@ -78,7 +78,7 @@ def winograd_tiles(
         for j in tl.static_range(SIZE):
             row, column = top + i, left + j
             if REFLECT:
-                row, column = mirrored(row, H), mirrored(column, W)
+                row, column = reflect_index(row, H), reflect_index(column, W)
             inside = (at < count) & (row >= 0) & (row < H) & (column >= 0) & (column < W)
             seen += (tl.load(x + plane * (H * W) + row * W + column, mask=inside, other=0.0).to(tl.float32),)
     made = both_ways(MATRIX, seen)
@@ -106,11 +106,11 @@ def winograd_images(
         for j in tl.static_range(STEP):
             row, column = top + i, left + j
             to = y + plane * (H * W) + row * W + column
-            keep(to, there & (row < H) & (column < W), made[i * STEP + j], scalars, MODE)
+            store_or_add(to, there & (row < H) & (column < W), made[i * STEP + j], scalars, MODE)
 
 
 @device
-def winograd_gradient(
+def winograd_wgrad(
     dw, products, scalars, MATRIX: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, FLIP: tl.constexpr, MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +125,7 @@ def winograd_gradient(
         square += (total,)
     made = both_ways(MATRIX, square)
     for tap in tl.static_range(9):
-        keep(dw + at * 9 + (8 - tap if FLIP else tap), at < SIZE, made[tap], scalars, MODE)
+        store_or_add(dw + at * 9 + (8 - tap if FLIP else tap), at < SIZE, made[tap], scalars, MODE)
 
 
 def matrix(values: Matrix) -> tuple[tuple[float, ...], ...]:
@@ -133,14 +133,14 @@ def matrix(values: Matrix) -> tuple[tuple[float, ...], ...]:
     return tuple(map(tuple, values))
 
 
-def _step(function: DeviceFunction, values: Matrix) -> Step:
-    return Step(function, {"MATRIX": matrix(values)}, BLOCK)
+def _step(function: DeviceFunction, values: Matrix) -> TransformKernel:
+    return TransformKernel(function, {"MATRIX": matrix(values)}, BLOCK)
 
 
-def ways(m: int) -> tuple[Forward, Gradient]:
+def algorithms(m: int) -> tuple[FpropAlgorithm, WgradAlgorithm]:
     """How y or dx, and dw, are computed in tiles of m x m."""
     n = m + 2
     tiles = _step(winograd_tiles, input_matrix(n))
     filters, images = _step(winograd_filters, filter_matrix(m, 3)), _step(winograd_images, output_matrix(m, 3))
-    dy, dw = _step(winograd_tiles, filter_matrix(3, m)), _step(winograd_gradient, output_matrix(3, m))
-    return Forward(m, (3, 3), n * n, filters, tiles, images), Gradient(m, (3, 3), n * n, dy, tiles, dw)
+    dy, dw = _step(winograd_tiles, filter_matrix(3, m)), _step(winograd_wgrad, output_matrix(3, m))
+    return FpropAlgorithm(m, (3, 3), n * n, filters, tiles, images), WgradAlgorithm(m, (3, 3), n * n, dy, tiles, dw)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from barellm.cuda.kernel import Sizes
-from barellm.cuda.tuner.work import AnyWork, AttentionWork, Work
+from barellm.cuda.tuner.problem import AttentionProblem, GemmProblem, Problem
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import FORMATS, numpy_dtype
@@ -33,13 +33,13 @@ RATE, STREAM = 0.2, 3
 Read = Callable[[str, np.ndarray], np.ndarray]  # (output, numbers of rows) -> those rows as they lie in memory
 
 
-def drawn(shape: tuple[int, ...], dtype: str = "fp32", seed: int = 1) -> np.ndarray:
+def random_normal(shape: tuple[int, ...], dtype: str = "fp32", seed: int = 1) -> np.ndarray:
     """Normally distributed numbers, which repeat after PERIOD of them."""
     base = np.random.default_rng(seed).standard_normal(min(PERIOD, prod(shape)), np.float32).astype(numpy_dtype(dtype))
     return np.resize(base, shape)
 
 
-def some(count: int, most: int = SAMPLE) -> np.ndarray:
+def sample_indices(count: int, most: int = SAMPLE) -> np.ndarray:
     """Numbers below `count`, the first and the last among them."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
@@ -62,7 +62,7 @@ class Case(ABC):
     @cached_property
     def given(self) -> dict[str, np.ndarray]:
         """The values of every persistent tensor before a run."""
-        return {name: drawn(t.shape, t.dtype, seed) for seed, (name, t) in enumerate(self.store.tensors.items())}
+        return {name: random_normal(t.shape, t.dtype, seed) for seed, (name, t) in enumerate(self.store.tensors.items())}
 
     @abstractmethod
     def program(self) -> Program:
@@ -96,10 +96,10 @@ class Case(ABC):
             raise Wrong(f"wrong values ({sizes.batch} x {sizes.seq}): {where}; {many}; {tile}")
 
 
-class ProductCase(Case):
+class GemmCase(Case):
     """A product with the weight (N, K), as its `role` says."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: GemmProblem) -> None:
         super().__init__("fp32" if work.dtype == "tf32" else work.dtype)
         self.work, kind, seq = work, self.compute, (Dim("batch", 1), Dim("seq", work.tokens))
         # The result is (tokens, N), (tokens, K) or (N, K), and the depth is what is left of the three.
@@ -148,7 +148,7 @@ class ProductCase(Case):
         return self.work.rows if self.work.role == "tn" else sizes.tokens
 
     def hold(self, read: Read, sizes: Sizes) -> None:
-        rows, cols = some(self.rows("out", sizes)), some(self.work.cols)
+        rows, cols = sample_indices(self.rows("out", sizes)), sample_indices(self.work.cols)
 
         def of(name: str) -> np.ndarray:
             a = self.given[name]
@@ -189,7 +189,7 @@ class AttentionCase(Case):
     """Attention forward, or backward from an `out` and an `lse` that are nearly those of the forward pass, because dqkv is a
     function of both."""
 
-    def __init__(self, work: AttentionWork) -> None:
+    def __init__(self, work: AttentionProblem) -> None:
         super().__init__(work.dtype)
         self.work, B, T = work, Dim("batch", work.batch), Dim("seq", work.seq)
         self.C, H, kind = work.heads * work.head, work.heads, work.dtype
@@ -240,7 +240,7 @@ class AttentionCase(Case):
     def _hold_head(self, read: Read, sizes: Sizes, sequence: int, head: int) -> None:
         T, D, C, H = sizes.seq, self.work.head, self.C, self.work.heads
         share = H // self.kv_heads
-        picked = some(T)
+        picked = sample_indices(T)
         own, group = np.arange(D) + head * D, np.arange(D) + head // share * D
 
         def of(name: str, columns: int) -> np.ndarray:
@@ -310,5 +310,5 @@ class AttentionCase(Case):
         return factor[:, keys]
 
 
-def case_of(work: AnyWork) -> Case:
-    return ProductCase(work) if isinstance(work, Work) else AttentionCase(work)
+def case_of(work: Problem) -> Case:
+    return GemmCase(work) if isinstance(work, GemmProblem) else AttentionCase(work)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from barellm.cuda.tuner.bed import Bed
+from barellm.cuda.tuner.harness import Harness
 from barellm.runtime.tuner.child import Child, serve
 
 if __name__ == "__main__":
-    serve(Child(Bed))
+    serve(Child(Harness))

@@ -8,24 +8,24 @@ from typing import Any
 
 from barellm.cuda import step, tuning
 from barellm.cuda.kernel import Specialisation, Target
-from barellm.cuda.tuner.bed import built
 from barellm.cuda.tuner.cases import case_of
 from barellm.cuda.tuner.faults import FAULTS
-from barellm.cuda.tuner.work import AnyWork, Candidate, Work, candidates, refined, rivals
+from barellm.cuda.tuner.harness import built
+from barellm.cuda.tuner.problem import Candidate, GemmProblem, Problem, candidates, refined, rivals
 from barellm.runtime.tuner import decision
 from barellm.runtime.tuner.decision import LIMIT, Trial, Verdict
 from barellm.runtime.tuner.worker import Worker
 
 CHILD = "barellm.cuda.tuner.child"
-SMALL = Work("nt", "fp32", 61, 83, 75)
+SMALL = GemmProblem("nt", "fp32", 61, 83, 75)
 
 
-def tune(works: Iterable[AnyWork], target: Target, *, seconds: float, each: Callable[[Verdict], None]) -> list[Verdict]:
+def tune(works: Iterable[Problem], target: Target, *, seconds: float, each: Callable[[Verdict], None]) -> list[Verdict]:
     """Tunes as `decision.tune` does. A session compiles what could not be compiled ahead, so a request may take that long."""
     works = list(works)
     ahead = Ahead(works, target)
 
-    def compiled_candidates(work: AnyWork) -> list[Candidate]:
+    def compiled_candidates(work: Problem) -> list[Candidate]:
         ahead.reach(work)
         return candidates(work, target)
 
@@ -44,11 +44,11 @@ def tune(works: Iterable[AnyWork], target: Target, *, seconds: float, each: Call
 class Ahead:
     """Compiles candidates before the child asks for them, of as many pieces of work at once as keep every core busy."""
 
-    def __init__(self, works: list[AnyWork], target: Target) -> None:
+    def __init__(self, works: list[Problem], target: Target) -> None:
         self.left, self.target = list(works), target
-        self.compiled: set[AnyWork] = set()
+        self.compiled: set[Problem] = set()
 
-    def reach(self, work: AnyWork) -> None:
+    def reach(self, work: Problem) -> None:
         if work in self.compiled:
             return
         specs: dict[Specialisation, str] = {}
@@ -61,7 +61,7 @@ class Ahead:
         with suppress(Exception):
             step.compiled(specs, self.target.arch, processes=processes)
 
-    def _specs(self, work: AnyWork) -> dict[Specialisation, str]:
+    def _specs(self, work: Problem) -> dict[Specialisation, str]:
         found: dict[Specialisation, str] = {}
         target, case = work.target(self.target), case_of(work)
         for candidate in (*candidates(work, target), *rivals(work, target)):

@@ -65,9 +65,9 @@ def execute(
     blocks = blocks.reshape(-1, size, 3)[clusters].reshape(-1, 3)
     step = max(1, TOGETHER // code.threads // size) * size
     for k in range(0, len(blocks), step):
-        some = [tuple(block) for block in blocks[k : k + step].tolist()]
+        sample_indices = [tuple(block) for block in blocks[k : k + step].tolist()]
         machine = Machine(
-            kernel, some, (nx, ny, nz), memory=operands, parameters=packed, shared_bytes=code.shared_bytes, maps=maps,
+            kernel, sample_indices, (nx, ny, nz), memory=operands, parameters=packed, shared_bytes=code.shared_bytes, maps=maps,
             run=replace(run, seed=run.seed + k), counts=counts,
         )  # fmt: skip
         machine.run()

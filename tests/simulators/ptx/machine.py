@@ -344,8 +344,8 @@ class Machine:
                     if len(moved) == 1 and moved[0][1] is warps:
                         pc = moved[0][0]
                         continue
-                    for at, some in moved:
-                        self._put(at, some)
+                    for at, sample_indices in moved:
+                        self._put(at, sample_indices)
                     return
                 stuck = handler(self, i, active) if len(active) else None
             except AssertionError as error:

@@ -173,10 +173,10 @@ class Copy:
     group: Array
     moved: bool = False
 
-    def move(self, m: Machine, some: Array) -> None:
+    def move(self, m: Machine, sample_indices: Array) -> None:
         """The bytes of `some`, a mask."""
-        for n in np.unique(self.given[some]):
-            now = some & (self.given == n)
+        for n in np.unique(self.given[sample_indices]):
+            now = sample_indices & (self.given == n)
             data = np.zeros((int(now.sum()), self.nbytes), np.uint8)
             if n:
                 if n != self.nbytes:
@@ -186,12 +186,12 @@ class Copy:
                 :, 0
             ]
 
-    def finish(self, m: Machine, some: Array) -> Copy:
+    def finish(self, m: Machine, sample_indices: Array) -> Copy:
         """`some` have waited; the rest is left."""
         if not self.moved:
-            self.move(m, some)
-        m.order.came(self.threads[some] // WARP, m.order.at(self.to[some], self.nbytes))
-        rest = {name: getattr(self, name)[~some] for name in ("threads", "to", "source", "given", "group")}
+            self.move(m, sample_indices)
+        m.order.came(self.threads[sample_indices] // WARP, m.order.at(self.to[sample_indices], self.nbytes))
+        rest = {name: getattr(self, name)[~sample_indices] for name in ("threads", "to", "source", "given", "group")}
         return replace(self, **rest)
 
 
@@ -237,8 +237,8 @@ def wait(m: Machine, i: Instruction, threads: Array) -> None:
     done = _groups(m) - pending + (1 if everything else 0)
     left = []
     for copy in _copies(m):
-        some = mine[copy.threads] & (copy.group < done[copy.threads])
-        rest = copy.finish(m, some) if some.any() else copy
+        sample_indices = mine[copy.threads] & (copy.group < done[copy.threads])
+        rest = copy.finish(m, sample_indices) if sample_indices.any() else copy
         if len(rest.threads):
             left.append(rest)
     m.state["cp.async copies"] = left

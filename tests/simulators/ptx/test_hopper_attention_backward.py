@@ -10,8 +10,8 @@ import pytest
 
 from barellm.cuda import choices
 from barellm.cuda.kernels.hopper_attention_backward import hopper_attention_backward
-from barellm.cuda.tuner import bed
-from barellm.cuda.tuner.work import AttentionWork, Candidate
+from barellm.cuda.tuner import harness
+from barellm.cuda.tuner.problem import AttentionProblem, Candidate
 from tests.cuda import test_hopper_attention_backward
 from tests.simulators.mock import Gpu
 from tests.simulators.ptx import launch
@@ -53,7 +53,7 @@ def test_a_form(name):
 def test_the_bits_are_those_of_the_default(role, D, kv_heads, monkeypatch):
     """Both as they are compiled for sm_90a; tensor cores add in fp32 here. Every byte of the arena, at four sizes."""
     Gpu(arch=90, execute=partial(launch.execute, arch=90)).install(monkeypatch)
-    both = bed.Bed(AttentionWork(role, "bf16", 1, 70, 1 + kv_heads, D, kv_heads=kv_heads), calls=1)
+    both = harness.Harness(AttentionProblem(role, "bf16", 1, 70, 1 + kv_heads, D, kv_heads=kv_heads), calls=1)
     both.check(Candidate(choices.ROLES_BACKWARD[role, D]))
     both.close()
 

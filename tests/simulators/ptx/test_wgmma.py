@@ -40,11 +40,11 @@ def test_attention(shape):
 def test_products_too_small_for_hopper():
     """Rows of an odd number of bytes: Triton's kernel does these, on any architecture."""
 
-    def drawn(*shape: int, seed: int) -> np.ndarray:
+    def random_normal(*shape: int, seed: int) -> np.ndarray:
         return np.random.default_rng(seed).standard_normal(shape)
 
-    x, dy = tokens(drawn(1, 70, 203, seed=1), "bf16"), tokens(drawn(1, 70, 73, seed=2), "bf16")
-    weight = persistent(drawn(73, 203, seed=3), "split")
+    x, dy = tokens(random_normal(1, 70, 203, seed=1), "bf16"), tokens(random_normal(1, 70, 73, seed=2), "bf16")
+    weight = persistent(random_normal(73, 203, seed=3), "split")
     check_op(ops.Matmul, {"x": x, "weight": weight}, bounds={"y": 8 * EPS * 203})
     check_op(ops.MatmulDx, {"dy": dy, "weight": weight}, bounds={"dx": 8 * EPS * 203})
     check_op(ops.MatmulDw, {"dy": dy, "x": x}, bounds={"dweight": 8 * EPS * 203}, target=Target(arch=90))

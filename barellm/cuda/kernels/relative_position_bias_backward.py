@@ -1,4 +1,4 @@
-"""The gradient of the relative terms' vectors, of attention by layout. Shapes as in attention_relative.py.
+"""The gradient of the relative terms' vectors, of attention by layout. Shapes as in relative_position_bias.py.
 
 A program has one gap between a tile of queries and one of keys, and looks through the rows for tiles that far apart. It writes 2 BT
 distances, the lower half of which the program of the gap before has too. So two halves are added, and no sum meets another
@@ -16,10 +16,10 @@ from barellm.cuda.choices import AttentionTile, padded
 from barellm.cuda.kernel import Count, Lowering, Sizes, mode
 from barellm.cuda.kernels.attention import options
 from barellm.cuda.kernels.attention_backward import STATS, stats_of
-from barellm.cuda.kernels.attention_listed import extent, seen
-from barellm.cuda.kernels.attention_relative import to_distances, to_keys, vectors_of
-from barellm.cuda.kernels.attention_rows import beside, rows_of
-from barellm.cuda.kernels.parts import add_up
+from barellm.cuda.kernels.attention_tiles import kv_pointer, load_rows
+from barellm.cuda.kernels.block_sparse_attention import axis_size, seen
+from barellm.cuda.kernels.relative_position_bias import to_distances, to_keys, vectors_of
+from barellm.cuda.kernels.split_k import reduce_splits
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
@@ -28,7 +28,7 @@ PART = 16
 
 
 @device
-def kind_of(rows, row, key, LISTS: tl.constexpr, ENTRIES: tl.constexpr, LONGEST: tl.constexpr):
+def kind_of_block(rows, row, key, LISTS: tl.constexpr, ENTRIES: tl.constexpr, LONGEST: tl.constexpr):
     """The kind of the entry of a row of all heads' rows that names the block `key`, -1 if none does."""
     begin, end = tl.load(rows + row), tl.load(rows + row + 1)
     at = rows + LISTS + 1 + begin + tl.arange(0, LONGEST)
@@ -80,13 +80,13 @@ def layout_attention_drelative(
     for i in range(part * chunk, tl.minimum(part * chunk + chunk, count)):
         sequence, m0, n0 = i // tiles, i % tiles * BT, (i % tiles - gap) * BT
         if (n0 >= 0) & (n0 < seq):
-            kind = kind_of(rows, head * (LISTS // H) + m0 // BLOCK, n0 // BLOCK, LISTS, ENTRIES, LONGEST)
+            kind = kind_of_block(rows, head * (LISTS // H) + m0 // BLOCK, n0 // BLOCK, LISTS, ENTRIES, LONGEST)
             if kind >= 0:
                 token = sequence.to(tl.int64) * seq
-                queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BT, D, DP)
-                keys = rows_of(beside(q, k, K_AT) + token * K_ROW + shared, n0, seq, K_ROW, BT, D, DP)
-                values = rows_of(beside(q, v, V_AT) + token * V_ROW + shared, n0, seq, V_ROW, BT, D, DP)
-                do = rows_of(dout + token * C + head * D, m0, seq, C, BT, D, DP)
+                queries = load_rows(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BT, D, DP)
+                keys = load_rows(kv_pointer(q, k, K_AT) + token * K_ROW + shared, n0, seq, K_ROW, BT, D, DP)
+                values = load_rows(kv_pointer(q, v, V_AT) + token * V_ROW + shared, n0, seq, V_ROW, BT, D, DP)
+                do = load_rows(dout + token * C + head * D, m0, seq, C, BT, D, DP)
                 s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
                 s += to_keys(tl.dot(queries, tl.trans(vectors), input_precision="ieee"), BT)
                 top, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BT)
@@ -109,7 +109,7 @@ def append_gradient(
     BT = tile.keys if constants["DP"] <= 64 else min(tile.keys, 16)
     first, last = op.distances
     gaps = range(first // BT, last // BT + 2)
-    count = Tiles(extent(op.q, 0), extent(op.q, 1), BT)
+    count = Tiles(axis_size(op.q, 0), axis_size(op.q, 1), BT)
     planned = Sizes(int(op.q.shape[0]), int(op.q.shape[1]))
     partials = c.scratch("partials", (count.most(planned), 2, op.relative.size))
     longest = padded(int(np.diff(op.layout.offsets, axis=1).max()))
@@ -119,4 +119,4 @@ def append_gradient(
         constants | {"LEAST": gaps.start, "LONGEST": longest, "BT": BT},
         grid=lambda s: (len(gaps), op.heads, count.halves(s) // 2), writes="partials", **options(tile),
     )  # fmt: skip
-    add_up(c, op.drelative, partials, count.halves, op.relative.size, mode(op, "drelative"))
+    reduce_splits(c, op.drelative, partials, count.halves, op.relative.size, mode(op, "drelative"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Size, Sizes, lowering, mode
-from barellm.cuda.kernels.common import keep, pow2
+from barellm.cuda.kernels.common import pow2, store_or_add
 from barellm.cuda.lang import DeviceFunction, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.ops.base import Op
@@ -110,7 +110,7 @@ def combine(
 @device
 def give(out, column, inside, value, scalars, MODE: tl.constexpr):
     if out is not None:
-        keep(out + column, inside, value, scalars, MODE)
+        store_or_add(out + column, inside, value, scalars, MODE)
 
 
 def wanted(op: Op, *names: str) -> list[str]:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernels.common import double
+from barellm.cuda.kernels.common import scalar_fp64
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.scalars import SCALARS
 
-NOTHING, LATER, BEYOND = (
+MASK_NONE, MASK_CAUSAL, MASK_LENGTH = (
     constant(0),
     constant(1),
     constant(2),
@@ -20,37 +20,37 @@ WIDEST = constant(1 << 30)
 
 
 @device
-def hidden(x, m, n, count, MASK: tl.constexpr, other: tl.constexpr):
+def apply_mask(x, m, n, count, MASK: tl.constexpr, other: tl.constexpr):
     """x, of queries m and keys n that broadcast to its shape, or `other` where MASK hides the key."""
-    if MASK == LATER:
+    if MASK == MASK_CAUSAL:
         x = tl.where(m >= n, x, other)
-    elif MASK == BEYOND:
+    elif MASK == MASK_LENGTH:
         x = tl.where(n < count, x, other)
     return x
 
 
 @device
-def window_of(scalars, WINDOW: tl.constexpr):
+def window_size(scalars, WINDOW: tl.constexpr):
     return tl.minimum(tl.load(scalars + WINDOW), WIDEST).to(tl.int32)
 
 
 @device
-def first_seen(starts, scalars, t, WINDOW: tl.constexpr, FOLD: tl.constexpr):
+def first_visible_key(starts, scalars, t, WINDOW: tl.constexpr, FOLD: tl.constexpr):
     """The first key that each of the queries t sees; all of them are in the sequence."""
     first = t * 0
     if WINDOW >= 0:
-        first = tl.maximum(t - window_of(scalars, WINDOW), 0)
+        first = tl.maximum(t - window_size(scalars, WINDOW), 0)
     if starts is not None:
         first = tl.maximum(tl.load(starts + t // FOLD) * FOLD, first)
     return first
 
 
 @device
-def stop_of(starts, scalars, key, seq, WINDOW: tl.constexpr, FOLD: tl.constexpr):
+def visible_queries_end(starts, scalars, key, seq, WINDOW: tl.constexpr, FOLD: tl.constexpr):
     """The position behind the last query that sees `key`. Starts never decrease, so it is found by halving."""
     high = seq
     if WINDOW >= 0:
-        high = tl.minimum(key + window_of(scalars, WINDOW) + 1, seq)
+        high = tl.minimum(key + window_size(scalars, WINDOW) + 1, seq)
     if starts is not None:
         low = key + 1
         while low < high:
@@ -62,12 +62,12 @@ def stop_of(starts, scalars, key, seq, WINDOW: tl.constexpr, FOLD: tl.constexpr)
 
 
 @device
-def heat_of(scalars, HEAT: tl.constexpr, FACTOR: tl.constexpr):
+def softmax_scale_of(scalars, HEAT: tl.constexpr, FACTOR: tl.constexpr):
     """A run-time scale, times FACTOR."""
-    return (double(scalars, HEAT) * FACTOR).to(tl.float32)
+    return (scalar_fp64(scalars, HEAT) * FACTOR).to(tl.float32)
 
 
-def bounds_of(op: Any) -> dict[str, int]:
+def mask_constants(op: Any) -> dict[str, int]:
     """The constants of an attention's bounds. HEAT: the place of its scale, -1 for the usual one."""
     at = {"WINDOW": op.window, "HEAT": op.scale}
     places = {name: SCALARS[scalar].index if scalar else -1 for name, scalar in at.items()}

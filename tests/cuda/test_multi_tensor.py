@@ -10,7 +10,7 @@ import pytest
 
 from barellm.config import OptimConfig
 from barellm.cuda.kernel import Lowering, Table
-from barellm.cuda.kernels.tables import entry_of, extent, first_programs, integer, number, pointer
+from barellm.cuda.kernels.multi_tensor import entry_constants, find_entry, first_programs, integer, number, pointer
 from barellm.cuda.lang import device, tl
 from barellm.cuda.step import CudaSession
 from barellm.optim.adamw import adamw
@@ -28,7 +28,7 @@ COUNTS = (1, 3, 0, 2)  # programs of each entry
 @device
 def marked(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr):
     """Each program writes its entry's number, and how many programs of it came before."""
-    entry, turn = entry_of(table, ENTRIES, WIDE)
+    entry, turn = find_entry(table, ENTRIES, WIDE)
     out = pointer(table, entry, 1, ENTRIES, tl.float32, ALIGN)
     tl.store(out + 2 * turn, number(table, entry, 2, ENTRIES).to(tl.float32))
     tl.store(out + 2 * turn + 1, integer(table, entry, 3, ENTRIES).to(tl.float32))
@@ -48,7 +48,7 @@ def run_marked(*, shorter: int = 0, skip: int = 0, writes: tuple[str, ...] = ("o
     }
     c = Lowering(ops.Cast({}, {}), PLAIN)
     operands = {"table": Table(fields, writes)}
-    c.launch(marked, operands, {**extent(len(COUNTS)), "ALIGN": align}, grid=lambda s: (programs,), writes="")
+    c.launch(marked, operands, {**entry_constants(len(COUNTS)), "ALIGN": align}, grid=lambda s: (programs,), writes="")
 
     def address(region: Region) -> tuple[int, int]:
         at = start + 32 * tensors.index(region.tensor)

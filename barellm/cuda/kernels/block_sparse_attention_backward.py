@@ -12,20 +12,20 @@ from typing import Any
 from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.attention import head_constants, options
 from barellm.cuda.kernels.attention_backward import STATS, attention_stats, stats_of
-from barellm.cuda.kernels.attention_listed import (
+from barellm.cuda.kernels.attention_tiles import kv_pointer, load_rows, store_rows
+from barellm.cuda.kernels.block_sparse_attention import (
     TABLES,
+    block_of,
+    block_range,
     constants_of,
     grid_of,
-    listed,
     operands_of,
     seen,
-    span,
     tile_of,
 )
-from barellm.cuda.kernels.attention_relative import add_terms, add_terms_dq
-from barellm.cuda.kernels.attention_relative_backward import append_gradient
-from barellm.cuda.kernels.attention_rows import beside, keep_rows, rows_of
 from barellm.cuda.kernels.common import row_strides
+from barellm.cuda.kernels.relative_position_bias import add_terms, add_terms_dq
+from barellm.cuda.kernels.relative_position_bias_backward import append_gradient
 from barellm.cuda.lang import device, tl
 
 
@@ -44,28 +44,28 @@ def layout_attention_dkv(
     n0 = tl.program_id(0) * BN
     sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
     token = sequence.to(tl.int64) * seq
-    keys = rows_of(beside(q, k, K_AT) + token * K_ROW + group * D, n0, seq, K_ROW, BN, D, DP)
-    values = rows_of(beside(q, v, V_AT) + token * V_ROW + group * D, n0, seq, V_ROW, BN, D, DP)
+    keys = load_rows(kv_pointer(q, k, K_AT) + token * K_ROW + group * D, n0, seq, K_ROW, BN, D, DP)
+    values = load_rows(kv_pointer(q, v, V_AT) + token * V_ROW + group * D, n0, seq, V_ROW, BN, D, DP)
     k_sum, v_sum = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, DP), tl.float32)
     key = n0 % BLOCK + tl.arange(0, BN)
     for served in range(0, SHARE):
         head = group * SHARE + served
-        begin, end = span(columns, head * (LISTS // H) + n0 // BLOCK, BLOCK, BM)
+        begin, end = block_range(columns, head * (LISTS // H) + n0 // BLOCK, BLOCK, BM)
         for i in range(begin, end):
-            m0, place, kind = listed(columns, i, LISTS, ENTRIES, BLOCK, BM)
-            queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
+            m0, place, kind = block_of(columns, i, LISTS, ENTRIES, BLOCK, BM)
+            queries = load_rows(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
             s = tl.dot(keys, tl.trans(queries), input_precision="ieee")
             if COUNT > 0:
                 s = add_terms(s, queries, relative + head * D, m0, n0, True, BN, FIRST, COUNT, C, D, DP)
             top, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BM)
             sees = seen(masks, kind, (place + tl.arange(0, BM))[None, :], key[:, None], BLOCK)
             p = tl.where(sees, tl.math.exp2(s * UNIT - top[None, :]), 0.0)
-            do = rows_of(dout + token * C + head * D, m0, seq, C, BM, D, DP)
+            do = load_rows(dout + token * C + head * D, m0, seq, C, BM, D, DP)
             dp = tl.dot(values, tl.trans(do), input_precision="ieee")
             v_sum = tl.dot(p.to(do.dtype), do, v_sum, input_precision="ieee")
             k_sum = tl.dot((p * (dp - delta[None, :])).to(queries.dtype), queries, k_sum, input_precision="ieee")
-    keep_rows(dk + token * DK_ROW + group * D, n0, seq, k_sum * ROOT, D, scalars, DK_MODE, DK_ROW, BN, DP)
-    keep_rows(dv + token * DV_ROW + group * D, n0, seq, v_sum, D, scalars, DV_MODE, DV_ROW, BN, DP)
+    store_rows(dk + token * DK_ROW + group * D, n0, seq, k_sum * ROOT, D, scalars, DK_MODE, DK_ROW, BN, DP)
+    store_rows(dv + token * DV_ROW + group * D, n0, seq, v_sum, D, scalars, DV_MODE, DV_ROW, BN, DP)
 
 
 @device
@@ -81,17 +81,17 @@ def layout_attention_dq(
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
     token, shared = sequence.to(tl.int64) * seq, head // SHARE * D
-    k = beside(q, k, K_AT) + token * K_ROW + shared
-    v = beside(q, v, V_AT) + token * V_ROW + shared
-    queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
-    do = rows_of(dout + token * C + head * D, m0, seq, C, BM, D, DP)
+    k = kv_pointer(q, k, K_AT) + token * K_ROW + shared
+    v = kv_pointer(q, v, V_AT) + token * V_ROW + shared
+    queries = load_rows(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
+    do = load_rows(dout + token * C + head * D, m0, seq, C, BM, D, DP)
     top, delta, _ = stats_of(stats + STATS * (tl.program_id(1).to(tl.int64) * seq), m0, seq, False, BM)
     total = tl.zeros((BM, DP), tl.float32)
     query = m0 % BLOCK + tl.arange(0, BM)
-    begin, end = span(rows, head * (LISTS // H) + m0 // BLOCK, BLOCK, BN)
+    begin, end = block_range(rows, head * (LISTS // H) + m0 // BLOCK, BLOCK, BN)
     for i in range(begin, end):
-        n0, place, kind = listed(rows, i, LISTS, ENTRIES, BLOCK, BN)
-        keys, values = rows_of(k, n0, seq, K_ROW, BN, D, DP), rows_of(v, n0, seq, V_ROW, BN, D, DP)
+        n0, place, kind = block_of(rows, i, LISTS, ENTRIES, BLOCK, BN)
+        keys, values = load_rows(k, n0, seq, K_ROW, BN, D, DP), load_rows(v, n0, seq, V_ROW, BN, D, DP)
         s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if COUNT > 0:
             s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, FIRST, COUNT, C, D, DP)
@@ -103,7 +103,7 @@ def layout_attention_dq(
         total = tl.dot(ds.to(keys.dtype), keys, total, input_precision="ieee")
         if COUNT > 0:
             total = add_terms_dq(total, ds, relative + head * D, m0, n0, BN, FIRST, COUNT, C, D, DP)
-    keep_rows(dq + token * DQ_ROW + head * D, m0, seq, total * ROOT, D, scalars, DQ_MODE, DQ_ROW, BM, DP)
+    store_rows(dq + token * DQ_ROW + head * D, m0, seq, total * ROOT, D, scalars, DQ_MODE, DQ_ROW, BM, DP)
 
 
 @lowering("layout_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)

@@ -10,14 +10,14 @@ from barellm.program.tensor import Dim, Tensor
 
 
 @device
-def mirrored(at, SIZE: tl.constexpr):
+def reflect_index(at, SIZE: tl.constexpr):
     """The index that a reflected one stands for."""
     at = tl.abs(at)
     return tl.where(at < SIZE, at, 2 * (SIZE - 1) - at)
 
 
 @device
-def seen(
+def gather_pixels(
     x, image, i, j, d, inside, group, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     R: tl.constexpr, S: tl.constexpr, R_FIRST: tl.constexpr, R_STEP: tl.constexpr, S_FIRST: tl.constexpr, S_STEP: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, REFLECT: tl.constexpr,
@@ -27,7 +27,7 @@ def seen(
     row = i * STRIDE_H + tap // S * R_STEP + R_FIRST
     column = j * STRIDE_W + tap % S * S_STEP + S_FIRST
     if REFLECT:
-        row, column = mirrored(row, H), mirrored(column, W)
+        row, column = reflect_index(row, H), reflect_index(column, W)
     inside = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
     plane = (image.to(tl.int64) * GROUPS + group) * CHANNELS + channel
     return tl.load(x + plane * (H * W) + row * W + column, mask=inside, other=0.0)
@@ -44,7 +44,7 @@ def step_of(offsets: tuple[int, ...]) -> tuple[int, int]:
     return (offsets[0], offsets[1] - offsets[0] if len(offsets) > 1 else 0) if offsets else (0, 0)
 
 
-def seen_constants(
+def gather_constants(
     size: tuple[int, int], outputs: tuple[int, int], rows: tuple[int, ...], columns: tuple[int, ...], stride: tuple[int, int],
     reflect: bool,
 ) -> dict[str, Any]:  # fmt: skip

@@ -13,12 +13,12 @@ from statistics import median
 import numpy as np
 
 from barellm.cuda import driver, tuning
-from barellm.cuda.bench import Comparison, replay_seconds
+from barellm.cuda.bench import MemoryComparison, replay_seconds
 from barellm.cuda.kernel import Launch, Sizes, Target
 from barellm.cuda.kernels.matmul import gemm
 from barellm.cuda.step import CudaSession, LoweredPrograms, lower_and_plan
 from barellm.cuda.tuner.cases import Case, case_of
-from barellm.cuda.tuner.work import AnyWork, Candidate
+from barellm.cuda.tuner.problem import Candidate, Problem
 from barellm.program.builder import Program
 from barellm.program.dtypes import numpy_dtype
 from barellm.runtime.tuner.child import Wrong
@@ -27,7 +27,7 @@ TURN_SECONDS = 2e-3
 MOST_CALLS = 200
 
 
-def built(case: Case, work: AnyWork, candidate: Candidate, target: Target) -> tuple[Program, LoweredPrograms]:
+def built(case: Case, work: Problem, candidate: Candidate, target: Target) -> tuple[Program, LoweredPrograms]:
     """The case's program, and what it becomes with the work done in the candidate's way."""
     p = case.program()
     with tuning.forced(work.subject, candidate.choice), tuning.watching() as asked:
@@ -40,11 +40,11 @@ def built(case: Case, work: AnyWork, candidate: Candidate, target: Target) -> tu
     return p, made
 
 
-class Bed:
+class Harness:
     """One piece of work on this machine's GPU. `calls` is the most calls that a turn has; `sms`: multiprocessors that persistent
     grids fill, all of the card's unless given."""
 
-    def __init__(self, work: AnyWork, calls: int = MOST_CALLS, sms: int = 0) -> None:
+    def __init__(self, work: Problem, calls: int = MOST_CALLS, sms: int = 0) -> None:
         self.work, self.device, self.calls, self.seconds = work, driver.device(), calls, 0.0
         self.target, self.case = work.target(Target.of(self.device)), case_of(work)
         self.target = replace(self.target, sms=sms or self.target.sms)
@@ -54,12 +54,12 @@ class Bed:
         session._fill(0, session.plan.arena_bytes, 0xFF)
         for name, a in self.case.given.items():
             session.write(name, a)
-        self.same = Comparison(self.device)
+        self.same = MemoryComparison(self.device)
         self.before = self._copy(session)
         self.expected: dict[Sizes, driver.DeviceMemory] = {}
         for sizes in self.case.runs:
             self._run(session, sizes)
-            self._prove(session, sizes)
+            self._check_results(session, sizes)
             self.expected[sizes] = self._copy(session)
         self.timed = {session: self._captured(session)}
 
@@ -90,7 +90,7 @@ class Bed:
                 self._run(session, sizes)
                 at = None if candidate.other_bits else self._first_difference(session, self.expected[sizes])
                 if at is not None or candidate.other_bits:
-                    self._prove(session, sizes)
+                    self._check_results(session, sizes)
                 if at is not None:
                     raise Wrong(
                         f"other bits than the default's ({sizes.batch} x {sizes.seq}): first at {self._where(at)}"
@@ -116,7 +116,7 @@ class Bed:
                 return f"byte {at - start} of {t.name}"
         return f"byte {at} of the arena"
 
-    def _prove(self, session: CudaSession, sizes: Sizes) -> None:
+    def _check_results(self, session: CudaSession, sizes: Sizes) -> None:
         """Wrong where a value is off or another byte than the result's changed."""
         low, case = session.lowered["op"], self.case
         results = {
@@ -146,13 +146,13 @@ class Bed:
         return session.captured("op", self.work.times, batch=sizes.batch, seq=sizes.seq)
 
     def time(self, candidates: list[CudaSession], rounds: int) -> list[list[float]]:
-        everybody = [self.default, *candidates]
+        sessions = [self.default, *candidates]
         calls = max(1, min(self.calls, round(TURN_SECONDS / max(self._seconds(self.default, 1), 1e-9))))
-        samples = np.zeros((rounds, len(everybody)))
+        samples = np.zeros((rounds, len(sessions)))
         for r in range(rounds):
-            order = list(range(len(everybody)))
+            order = list(range(len(sessions)))
             for at in order if r % 2 == 0 else reversed(order):
-                samples[r, at] = self._seconds(everybody[at], calls)
+                samples[r, at] = self._seconds(sessions[at], calls)
         self.seconds = float(median(samples[:, 0]))
         return [(samples[:, i + 1] / samples[:, 0]).tolist() for i in range(len(candidates))]
 

@@ -8,12 +8,12 @@ multiprocessors are idle.
 
 from __future__ import annotations
 
-from barellm.cuda.kernels.common import keep
+from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.lang import device, tl
 
 
 @device
-def is_last(counter):
+def is_last_program(counter):
     """Whether this program is the last of the launch to come here. It then sees what all others stored before they came.
 
     The barrier puts every thread's stores before the count, which releases them to the other programs and acquires theirs. The
@@ -27,11 +27,11 @@ def is_last(counter):
 
 
 @device
-def put_total(out, partials, n, scalars, BLOCK: tl.constexpr, MODE: tl.constexpr):
+def store_total(out, partials, n, scalars, BLOCK: tl.constexpr, MODE: tl.constexpr):
     """out (1) = the sum of partials (n), in order. For the last program of a launch."""
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, n, BLOCK):
         i = first + tl.arange(0, BLOCK)
         total += tl.load(partials + i, mask=i < n, other=0.0)
     one = tl.arange(0, 2)
-    keep(out + one, one < 1, tl.sum(total, 0) + tl.zeros((2,), tl.float32), scalars, MODE)
+    store_or_add(out + one, one < 1, tl.sum(total, 0) + tl.zeros((2,), tl.float32), scalars, MODE)

@@ -13,7 +13,7 @@ from barellm.cuda.lang import DeviceFunction
 from barellm.cuda.step import lower_and_plan
 from barellm.program.builder import Program
 
-MADE = {
+EPILOGUES_BY_KIND = {
     "nt": ("", *ACTIVATIONS, "residual", *SLOPES),
     "nn": ("", *SLOPES),
     "tn": ("", "add", "start"),
@@ -23,16 +23,16 @@ KERNELS = {
     "keys": ("attention_dkv", "hopper_attention_backward"),
     "queries": ("attention_dq", "hopper_attention_backward"),
 }
-OF_PEAK = 0.4  # of a product's rate that attention reaches, to tell what takes longest
+ATTENTION_RATE = 0.4  # of a product's rate that attention reaches, to tell what takes longest
 
 
 @dataclass(frozen=True)
-class Work(tuning.ProductSubject):
+class GemmProblem(tuning.GemmKey):
     """A product with the sizes of a run."""
 
     @property
-    def subject(self) -> tuning.ProductSubject:
-        return tuning.ProductSubject(**vars(self))
+    def subject(self) -> tuning.GemmKey:
+        return tuning.GemmKey(**vars(self))
 
     @property
     def tokens(self) -> int:
@@ -59,12 +59,12 @@ class Work(tuning.ProductSubject):
 
 
 @dataclass(frozen=True)
-class AttentionWork(tuning.AttentionSubject):
+class AttentionProblem(tuning.AttentionKey):
     """A kernel of attention with the sizes of a run."""
 
     @property
-    def subject(self) -> tuning.AttentionSubject:
-        return tuning.AttentionSubject(**vars(self))
+    def subject(self) -> tuning.AttentionKey:
+        return tuning.AttentionKey(**vars(self))
 
     @property
     def flops(self) -> int:
@@ -88,7 +88,7 @@ class AttentionWork(tuning.AttentionSubject):
         return f"attention {self.role} {self.batch}x{heads}x{self.seq}x{self.head} {self.dtype}{dropout}"
 
 
-AnyWork = Work | AttentionWork
+Problem = GemmProblem | AttentionProblem
 
 
 @dataclass(frozen=True)
@@ -109,24 +109,24 @@ class Candidate:
         return f"{self.fault} {self.choice}".strip()
 
 
-def works_of(programs: dict[str, Program], target: Target) -> list[AnyWork]:
+def works_of(programs: dict[str, Program], target: Target) -> list[Problem]:
     """The pieces of work of these programs that a bed can make; those that take longest come first."""
     with tuning.watching() as found:
         lower_and_plan(programs, target)
 
-    def seconds(work: AnyWork) -> float:
-        return found[work.subject] * work.flops / (1.0 if isinstance(work, Work) else OF_PEAK)
+    def seconds(work: Problem) -> float:
+        return found[work.subject] * work.flops / (1.0 if isinstance(work, GemmProblem) else ATTENTION_RATE)
 
-    works: list[AnyWork] = []
+    works: list[Problem] = []
     for subject in found:
-        if isinstance(subject, tuning.AttentionSubject):
-            works.append(AttentionWork(**vars(subject)))
-        elif subject.epilogue in MADE[subject.role]:
-            works.append(Work(**vars(subject)))
+        if isinstance(subject, tuning.AttentionKey):
+            works.append(AttentionProblem(**vars(subject)))
+        elif subject.epilogue in EPILOGUES_BY_KIND[subject.role]:
+            works.append(GemmProblem(**vars(subject)))
     return sorted(works, key=seconds, reverse=True)
 
 
-def candidates(work: AnyWork, target: Target) -> list[Candidate]:
+def candidates(work: Problem, target: Target) -> list[Candidate]:
     """The default first. All have its bits."""
     default = work.default(target.arch)
     others = [t for t in work.choices(target.arch) if t != default]
@@ -140,8 +140,8 @@ def refined(best: Candidate) -> list[Candidate]:
     return [Candidate(t) for t in choices.orders(best.choice)[1:]]
 
 
-def rivals(work: AnyWork, target: Target) -> list[Candidate]:
+def rivals(work: Problem, target: Target) -> list[Candidate]:
     """The candidates that would give other bits than the default."""
-    if isinstance(work, Work):
+    if isinstance(work, GemmProblem):
         return []
     return [Candidate(t, other_bits=True) for t in work.rivals(target.arch)]

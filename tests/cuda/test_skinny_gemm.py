@@ -45,7 +45,7 @@ def test_what_is_fused_means_its_sequence(build_, compute, limit, bias):
     p = Program(Store(), compute=compute)
     build_(p, p.input("x", (Dim("batch", 8), Dim("seq", 1), C), compute), bias, C, F)
     session, oracle = InterpretedSession({"op": p}), ReferenceSession({"op": p})
-    assert [call.spec.name for call in session.lowered["op"].launches] == ["few_rows"]
+    assert [call.spec.name for call in session.lowered["op"].launches] == ["skinny_gemm"]
     for batch in (1, 5, 8):
         for name, t in {**p.named, **p.store.tensors}.items():
             if t.role in ("input", "parameter"):
@@ -99,7 +99,7 @@ def test_decoding_takes_them_token_by_token_and_a_long_prompt_does_not(gpu, comp
         got, want = session.read("logits").reshape(-1), oracle.read("logits").reshape(-1)
         assert np.linalg.norm(got - want) <= limit * np.linalg.norm(want)
         names = [name for name, _ in gpu.launched]
-        assert (names.count("few_rows"), names.count("gemm")) == (few, 5 - few), names
+        assert (names.count("skinny_gemm"), names.count("gemm")) == (few, 5 - few), names
         pos += count
 
 
@@ -108,13 +108,13 @@ def test_training_has_one_way_only():
     _, programs = build(config, batch=2, seq=64, compute="bf16", decode_batch=1)
     calls = lower_and_plan(programs, Target(90)).calls
     names = {name: [call.spec.name for call in found] for name, found in calls.items()}
-    assert "few_rows" not in names["eval"] and names["decode"].count("few_rows") == 4 * config.layers + 1
+    assert "skinny_gemm" not in names["eval"] and names["decode"].count("skinny_gemm") == 4 * config.layers + 1
 
 
 def test_every_weight_is_read_once_16_bytes_at_a_time():
     """Of GPT-2's widths: the loads of a thread are those of its share of the weight and nothing spills."""
     _, programs = build(preset("gpt2-124m").model, compute="bf16", decode_batch=1)
-    found = [c for c in lower_and_plan(programs, Target(90)).calls["decode"] if c.spec.name == "few_rows"]
+    found = [c for c in lower_and_plan(programs, Target(90)).calls["decode"] if c.spec.name == "skinny_gemm"]
     for call in {c.spec: c for c in found}.values():
         assert isinstance(call, Launch)
         constants = dict(call.spec.constants)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.common import LEAST_SUMMED, keep, pow2
-from barellm.cuda.kernels.conv_pixels import images_of
+from barellm.cuda.kernels.common import MIN_SUM_COLUMNS, pow2, store_or_add
+from barellm.cuda.kernels.conv_gather import images_of
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
@@ -61,7 +61,7 @@ def group_norm_dx(
     for first in range(0, M, BLOCK):
         i = first + column
         n, dn = normalised(dy, x, weight, row, i, centre, inverse, GROUPS, OWN, PIXELS)
-        keep(dx + row * M + i, i < M, inverse * (dn - a - n * b), scalars, MODE)
+        store_or_add(dx + row * M + i, i < M, inverse * (dn - a - n * b), scalars, MODE)
 
 
 @device
@@ -93,9 +93,9 @@ def group_norm_dparams(
             of_weight += d * (tl.load(x + plane + i, mask=i < PIXELS, other=0.0).to(tl.float32) - centre) * inverse
     one = tl.arange(0, 1)
     if dweight is not None:
-        keep(dweight + channel + one, one == 0, tl.sum(of_weight, 0), scalars, WEIGHT_MODE)
+        store_or_add(dweight + channel + one, one == 0, tl.sum(of_weight, 0), scalars, WEIGHT_MODE)
     if dbias is not None:
-        keep(dbias + channel + one, one == 0, tl.sum(of_bias, 0), scalars, BIAS_MODE)
+        store_or_add(dbias + channel + one, one == 0, tl.sum(of_bias, 0), scalars, BIAS_MODE)
 
 
 @device
@@ -107,7 +107,7 @@ def mean_pixels(y, x, scalars, PIXELS: tl.constexpr, MODE: tl.constexpr, BLOCK: 
         i = first + column
         total += tl.load(x + plane * PIXELS + i, mask=i < PIXELS, other=0.0).to(tl.float32)
     one = tl.arange(0, 1)
-    keep(y + plane + one, one == 0, tl.sum(total, 0) / PIXELS, scalars, MODE)
+    store_or_add(y + plane + one, one == 0, tl.sum(total, 0) / PIXELS, scalars, MODE)
 
 
 @device
@@ -115,11 +115,11 @@ def mean_pixels_backward(dx, dy, n, scalars, PIXELS: tl.constexpr, MODE: tl.cons
     """dx (n, PIXELS) = dy / PIXELS."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n.to(tl.int64) * PIXELS
-    keep(dx + i, mask, tl.load(dy + i // PIXELS, mask=mask, other=0.0).to(tl.float32) / PIXELS, scalars, MODE)
+    store_or_add(dx + i, mask, tl.load(dy + i // PIXELS, mask=mask, other=0.0).to(tl.float32) / PIXELS, scalars, MODE)
 
 
 def block_of(n: int) -> int:
-    return max(LEAST_SUMMED, min(MOST, pow2(n)))
+    return max(MIN_SUM_COLUMNS, min(MOST, pow2(n)))
 
 
 def shape_of(op: Any, groups: int) -> dict[str, int]:

@@ -14,11 +14,11 @@ from typing import Any
 from barellm.cuda import choices
 from barellm.cuda.choices import AttentionTile, padded
 from barellm.cuda.kernel import Count, Lowering, lowering
-from barellm.cuda.kernels.attention import LN_2, behind, head_constants, options
-from barellm.cuda.kernels.attention_bounds import LOWEST
-from barellm.cuda.kernels.attention_relative import add_terms
-from barellm.cuda.kernels.attention_rows import beside, keep_rows, rows_of
+from barellm.cuda.kernels.attention import LN_2, head_constants, offset_from_q, options
+from barellm.cuda.kernels.attention_mask import LOWEST
+from barellm.cuda.kernels.attention_tiles import kv_pointer, load_rows, store_rows
 from barellm.cuda.kernels.common import row_strides
+from barellm.cuda.kernels.relative_position_bias import add_terms
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
@@ -27,7 +27,7 @@ from barellm.runtime.lowering import weight_operand
 
 
 @device
-def listed(table, i, LISTS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr):
+def block_of(table, i, LISTS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr):
     """Of part i of the entries' blocks, PART positions each: its first position, its place in the block, and the block's kind."""
     entry, place = i // (BLOCK // PART), i % (BLOCK // PART) * PART
     at = table + LISTS + 1 + entry
@@ -35,7 +35,7 @@ def listed(table, i, LISTS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.const
 
 
 @device
-def span(table, row, BLOCK: tl.constexpr, PART: tl.constexpr):
+def block_range(table, row, BLOCK: tl.constexpr, PART: tl.constexpr):
     """The parts of the entries of a row of all heads' rows."""
     return tl.load(table + row) * (BLOCK // PART), tl.load(table + row + 1) * (BLOCK // PART)
 
@@ -61,16 +61,16 @@ def layout_attention_forward(
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
     token, shared = sequence.to(tl.int64) * seq, head // SHARE * D
-    k = beside(q, k, K_AT) + token * K_ROW + shared
-    v = beside(q, v, V_AT) + token * V_ROW + shared
-    queries = rows_of(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
+    k = kv_pointer(q, k, K_AT) + token * K_ROW + shared
+    v = kv_pointer(q, v, V_AT) + token * V_ROW + shared
+    queries = load_rows(q + token * Q_ROW + head * D, m0, seq, Q_ROW, BM, D, DP)
     acc, total = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     top = tl.full((BM,), LOWEST, tl.float32)
     query = m0 % BLOCK + tl.arange(0, BM)
-    begin, end = span(rows, head * (LISTS // H) + m0 // BLOCK, BLOCK, BN)
+    begin, end = block_range(rows, head * (LISTS // H) + m0 // BLOCK, BLOCK, BN)
     for i in range(begin, end):
-        n0, place, kind = listed(rows, i, LISTS, ENTRIES, BLOCK, BN)
-        s = tl.dot(queries, tl.trans(rows_of(k, n0, seq, K_ROW, BN, D, DP)), input_precision="ieee")
+        n0, place, kind = block_of(rows, i, LISTS, ENTRIES, BLOCK, BN)
+        s = tl.dot(queries, tl.trans(load_rows(k, n0, seq, K_ROW, BN, D, DP)), input_precision="ieee")
         if COUNT > 0:
             s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, FIRST, COUNT, C, D, DP)
         sees = seen(masks, kind, query[:, None], (place + tl.arange(0, BN))[None, :], BLOCK)
@@ -79,18 +79,18 @@ def layout_attention_forward(
         p = tl.math.exp2(s * UNIT - higher[:, None])
         shrink = tl.math.exp2(top - higher)
         total = total * shrink + tl.sum(p, 1)
-        values = rows_of(v, n0, seq, V_ROW, BN, D, DP)
+        values = load_rows(v, n0, seq, V_ROW, BN, D, DP)
         acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
         top = higher
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (top + tl.math.log2(total)) * LN_2, mask=m < seq)
-    keep_rows(out + token * C + head * D, m0, seq, acc / total[:, None], D, None, 0, C, BM, DP)
+    store_rows(out + token * C + head * D, m0, seq, acc / total[:, None], D, None, 0, C, BM, DP)
 
 
 def constants_of(op: Any) -> dict[str, Any]:
     head, layout = head_constants(op), op.layout
     share = {"SHARE": op.heads // op.kv_heads, "UNIT": log2(e) / sqrt(head["D"])}
-    places = {f"{name.upper()}_AT": behind(op.q, op.inputs[name]) for name in ("k", "v")}
+    places = {f"{name.upper()}_AT": offset_from_q(op.q, op.inputs[name]) for name in ("k", "v")}
     lists = {"BLOCK": layout.block, "LISTS": layout.heads * layout.rows, "ENTRIES": len(layout.keys)}
     first, last = op.distances
     terms = {"FIRST": first, "COUNT": last + 1 - first}
@@ -100,11 +100,11 @@ def constants_of(op: Any) -> dict[str, Any]:
 def operands_of(op: Any) -> dict[str, Any]:
     """q, k and v, of which those that lie behind q are absent, the masks, the vectors of relative terms, and the length."""
     relative = None if op.relative is None else weight_operand(op.relative)
-    kv = {name: t if behind(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
-    return kv | {"q": op.q, "masks": op.masks, "relative": relative, "seq": extent(op.q, 1)}
+    kv = {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
+    return kv | {"q": op.q, "masks": op.masks, "relative": relative, "seq": axis_size(op.q, 1)}
 
 
-def extent(t: Tensor, axis: int) -> Count:
+def axis_size(t: Tensor, axis: int) -> Count:
     """A run's size of one axis."""
     n = t.shape[axis]
     return Count((n.name,), 1) if isinstance(n, Dim) else Count((), int(n))
@@ -123,7 +123,7 @@ def tile_of(op: Any, c: Lowering, role: str) -> AttentionTile:
 
 def grid_of(op: Any, heads: int, size: int) -> Any:
     """Blocks of a sequence, heads of all sequences."""
-    batch, length = extent(op.q, 0), extent(op.q, 1)
+    batch, length = axis_size(op.q, 0), axis_size(op.q, 1)
     return lambda s: (ceil_div(length(s), size), batch(s) * heads)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from barellm.cuda import choices
 from barellm.cuda.kernel import Count, Lowering, Sizes
-from barellm.cuda.kernels.conv_pixels import images_of
+from barellm.cuda.kernels.conv_gather import images_of
 from barellm.cuda.lang import DeviceFunction, device, tl
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.tensor import Tensor
@@ -30,7 +30,7 @@ BLOCK = 128  # tiles of which a pass has a multiple, and so a product columns
 
 
 @device
-def multiply_positions(
+def batched_gemm(
     out, a, b, first, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, DEPTH: tl.constexpr,
     TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def multiply_positions(
 
 
 @dataclass(frozen=True)
-class Step:
+class TransformKernel:
     """A kernel of an algorithm: its constants and operands that others lack, and how many tiles or filters a program does."""
 
     function: DeviceFunction
@@ -75,27 +75,27 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Forward:
+class FpropAlgorithm:
     """An algorithm for y, or dx, of tiles of m x m and filters of `size`."""
 
     m: int
     size: tuple[int, int]
     positions: int
-    filters: Step  # u, a, ...
-    tiles: Step  # v, x, ...
-    images: Step  # y, products, ...
+    filters: TransformKernel  # u, a, ...
+    tiles: TransformKernel  # v, x, ...
+    images: TransformKernel  # y, products, ...
 
 
 @dataclass(frozen=True)
-class Gradient:
+class WgradAlgorithm:
     """An algorithm for dw of `size`, of tiles of dy of m x m."""
 
     m: int
     size: tuple[int, int]
     positions: int
-    dy: Step
-    x: Step
-    filters: Step  # dw, products, ...
+    dy: TransformKernel
+    x: TransformKernel
+    filters: TransformKernel  # dw, products, ...
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ class Tiling:
         return [Pass(self.tiles, first, self.room) for first in range(0, self.most, self.room)]
 
     @classmethod
-    def of(cls, way: Forward | Gradient, images: Tensor, size: tuple[int, int], channels: int) -> Tiling:
+    def of(cls, plan: FpropAlgorithm | WgradAlgorithm, images: Tensor, size: tuple[int, int], channels: int) -> Tiling:
         """Of pixels of `size`; `channels`: of all that is made for a tile."""
-        rows, columns = ceil_div(size[0], way.m), ceil_div(size[1], way.m)
-        whole = max(PASS // (way.positions * channels) // BLOCK, 1) * BLOCK
+        rows, columns = ceil_div(size[0], plan.m), ceil_div(size[1], plan.m)
+        whole = max(PASS // (plan.positions * channels) // BLOCK, 1) * BLOCK
         return cls(
-            way.m, rows, columns, images_of(images, rows * columns), int(images.shape[0]) * rows * columns, whole
+            plan.m, rows, columns, images_of(images, rows * columns), int(images.shape[0]) * rows * columns, whole
         )
 
 
@@ -148,8 +148,8 @@ def rising(constants: dict[str, Any], axis: str, taps: int) -> tuple[int, bool]:
 
 
 def append_tiles(
-    c: Lowering, step: Step, v: Tensor, x: Tensor, tiling: Tiling, of: Pass, multiple: int, *, top: int = 0, left: int = 0,
-    reflect: bool = False,
+    c: Lowering, step: TransformKernel, v: Tensor, x: Tensor, tiling: Tiling, of: Pass, multiple: int, *, top: int = 0,
+    left: int = 0, reflect: bool = False,
 ) -> None:  # fmt: skip
     """Append v (positions, channels, room), of one pass, with zeros up to a multiple of tiles. Tile (i, j) of an image begins at
     (i m + top, j m + left)."""
@@ -179,50 +179,50 @@ def product_constants(
 
 
 def append_forward(
-    c: Lowering, way: Forward, *, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]
+    c: Lowering, plan: FpropAlgorithm, *, out: Any, a: Tensor, x: Tensor, rows: int, constants: dict[str, Any]
 ) -> None:
     """`constants`: of `conv_product`, whose place this takes."""
     groups, channels, size = constants["GROUPS"], constants["CHANNELS"], (constants["OUT_H"], constants["OUT_W"])
-    (top, high), (left, wide) = (rising(constants, n, taps) for n, taps in zip(("R", "S"), way.size, strict=True))
+    (top, high), (left, wide) = (rising(constants, n, taps) for n, taps in zip(("R", "S"), plan.size, strict=True))
     strides = {n: constants[n] for n in ("A_GROUP", "A_ROW", "A_CHANNEL", "A_FIRST", "A_R", "A_S")}
-    for axis, falling, taps in (("A_R", high, way.size[0]), ("A_S", wide, way.size[1])):
+    for axis, falling, taps in (("A_R", high, plan.size[0]), ("A_S", wide, plan.size[1])):
         if falling:
             strides |= {"A_FIRST": strides["A_FIRST"] + (taps - 1) * strides[axis], axis: -strides[axis]}
-    tiling = Tiling.of(way, x, size, groups * (channels + rows))
-    positions, room = way.positions, tiling.room
+    tiling = Tiling.of(plan, x, size, groups * (channels + rows))
+    positions, room = plan.positions, tiling.room
     u = c.scratch("filters", (positions, groups * rows, channels))
     v = c.scratch("tiles", (positions, groups * channels, room))
     products = c.scratch("products", (positions, groups * rows, room))
-    sizes = {"GROUPS": groups, "ROWS": rows, "CHANNELS": channels, "BLOCK": way.filters.block}
+    sizes = {"GROUPS": groups, "ROWS": rows, "CHANNELS": channels, "BLOCK": plan.filters.block}
     c.launch(
-        way.filters.function, {"u": u, "a": a, **way.filters.operands}, way.filters.constants | sizes | strides,
-        warps=way.filters.warps, writes="u", grid=lambda s: (ceil_div(groups * rows * channels, way.filters.block),),
+        plan.filters.function, {"u": u, "a": a, **plan.filters.operands}, plan.filters.constants | sizes | strides,
+        warps=plan.filters.warps, writes="u", grid=lambda s: (ceil_div(groups * rows * channels, plan.filters.block),),
     )  # fmt: skip
     fixed, how = product_constants(c, rows, room, channels, positions * groups)
     fixed |= {"COLUMNS": room, "DEPTH": channels, "CHUNK": None}
     to = {"CHANNELS": groups * rows, "H": size[0], "W": size[1], "TH": tiling.rows, "TW": tiling.columns, "ROOM": room}
-    to |= {"MODE": constants["MODE"], "BLOCK": way.images.block}
+    to |= {"MODE": constants["MODE"], "BLOCK": plan.images.block}
     for of in tiling.passes:
         where = {"first": of.first, "count": of}
-        append_tiles(c, way.tiles, v, x, tiling, of, fixed["BN"], top=top, left=left, reflect=constants["REFLECT"])
+        append_tiles(c, plan.tiles, v, x, tiling, of, fixed["BN"], top=top, left=left, reflect=constants["REFLECT"])
         c.launch(
-            multiply_positions, {"out": products, "a": u, "b": v, **where}, fixed, **how, writes="out",
+            batched_gemm, {"out": products, "a": u, "b": v, **where}, fixed, **how, writes="out",
             grid=lambda s, of=of: (ceil_div(rows, fixed["BM"]) * ceil_div(of(s), fixed["BN"]), positions * groups),
         )  # fmt: skip
         c.launch(
-            way.images.function, {"y": out, "products": products, **where, **way.images.operands}, way.images.constants | to,
-            warps=way.images.warps, grid=lambda s, of=of: (ceil_div(of(s), way.images.block), groups * rows), writes="y",
+            plan.images.function, {"y": out, "products": products, **where, **plan.images.operands}, plan.images.constants | to,
+            warps=plan.images.warps, grid=lambda s, of=of: (ceil_div(of(s), plan.images.block), groups * rows), writes="y",
         )  # fmt: skip
 
 
 def append_gradient(
-    c: Lowering, way: Gradient, *, dw: Tensor, dy: Tensor, x: Tensor, constants: dict[str, Any], mode: int
+    c: Lowering, plan: WgradAlgorithm, *, dw: Tensor, dy: Tensor, x: Tensor, constants: dict[str, Any], mode: int
 ) -> None:
     """`constants`: of `conv_weight_gradient`, whose place this takes."""
     groups, rows, channels = constants["GROUPS"], constants["M"], constants["CHANNELS"]
-    (top, high), (left, wide) = (rising(constants, n, taps) for n, taps in zip(("R", "S"), way.size, strict=True))
-    tiling = Tiling.of(way, x, (constants["P"], constants["Q"]), groups * (channels + rows))
-    positions, room = way.positions, tiling.room
+    (top, high), (left, wide) = (rising(constants, n, taps) for n, taps in zip(("R", "S"), plan.size, strict=True))
+    tiling = Tiling.of(plan, x, (constants["P"], constants["Q"]), groups * (channels + rows))
+    positions, room = plan.positions, tiling.room
     fixed, how = product_constants(c, rows, channels, tiling.whole, positions * groups)
     tiles = ceil_div(rows, fixed["BM"]) * ceil_div(channels, fixed["BN"])
     chunk = round_up(ceil_div(tiling.whole, choices.splits(tiles * positions * groups, tiling.whole)), BLOCK)
@@ -231,15 +231,15 @@ def append_gradient(
     products = c.scratch("products", (parts, positions, groups * rows, channels))
     fixed |= {"COLUMNS": channels, "DEPTH": room, "CHUNK": chunk}
     for of in tiling.passes:
-        append_tiles(c, way.dy, made["dy"], dy, tiling, of, fixed["BK"])
-        append_tiles(c, way.x, made["x"], x, tiling, of, fixed["BK"], top=top, left=left, reflect=constants["REFLECT"])
+        append_tiles(c, plan.dy, made["dy"], dy, tiling, of, fixed["BK"])
+        append_tiles(c, plan.x, made["x"], x, tiling, of, fixed["BK"], top=top, left=left, reflect=constants["REFLECT"])
         c.launch(
-            multiply_positions, {"out": products, "a": made["dy"], "b": made["x"], "first": of.first, "count": of}, fixed, **how,
+            batched_gemm, {"out": products, "a": made["dy"], "b": made["x"], "first": of.first, "count": of}, fixed, **how,
             grid=lambda s, of=of: (tiles, positions * groups, parts if of(s) else 0), writes="out",
         )  # fmt: skip
     size = groups * rows * channels
     c.launch(
-        way.filters.function, {"dw": dw, "products": products, **way.filters.operands},
-        way.filters.constants | {"PARTS": parts, "SIZE": size, "FLIP": high or wide, "MODE": mode, "BLOCK": way.filters.block},
-        warps=way.filters.warps, grid=lambda s: (ceil_div(size, way.filters.block),), writes="dw",
+        plan.filters.function, {"dw": dw, "products": products, **plan.filters.operands},
+        plan.filters.constants | {"PARTS": parts, "SIZE": size, "FLIP": high or wide, "MODE": mode, "BLOCK": plan.filters.block},
+        warps=plan.filters.warps, grid=lambda s: (ceil_div(size, plan.filters.block),), writes="dw",
     )  # fmt: skip

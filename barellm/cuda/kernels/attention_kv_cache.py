@@ -17,7 +17,7 @@ from typing import Any
 from barellm.cuda.choices import attention_tile
 from barellm.cuda.kernel import Lowering, Sizes, lowering
 from barellm.cuda.kernels.attention import head_constants, seq
-from barellm.cuda.kernels.attention_rows import rows_of
+from barellm.cuda.kernels.attention_tiles import load_rows
 from barellm.cuda.kernels.common import POS, row_strides
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
@@ -59,7 +59,7 @@ def seen(pos, m0, seq, SHARE: tl.constexpr, BM: tl.constexpr):
 
 
 @device
-def attend_part(
+def attention_split_kv(
     partials, stats, q, k_cache, v_cache, scalars, seq, part,
     UNIT: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q_ROW: tl.constexpr,
     L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -83,7 +83,7 @@ def attend_part(
         acc, total = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
         top = tl.full((BM,), float("-inf"), tl.float32)
         for n0 in range(begin, end, BN):
-            k = rows_of(k_cache + start, n0, end, C, BN, D, DP)
+            k = load_rows(k_cache + start, n0, end, C, BN, D, DP)
             n = n0 + tl.arange(0, BN)
             sees = (n < end)[None, :] & (n[None, :] <= pos + m[:, None])
             s = tl.where(sees, tl.dot(queries, tl.trans(k), input_precision="ieee") * UNIT, float("-inf"))
@@ -92,7 +92,7 @@ def attend_part(
             p = tl.math.exp2(s - base[:, None])
             shrink = tl.math.exp2(top - base)
             total = total * shrink + tl.sum(p, 1)
-            v = rows_of(v_cache + start, n0, end, C, BN, D, DP)
+            v = load_rows(v_cache + start, n0, end, C, BN, D, DP)
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
             top = higher
         tokens = tl.num_programs(1) // G * seq
@@ -104,7 +104,7 @@ def attend_part(
 
 
 @device
-def join_parts(
+def combine_split_kv(
     out, partials, stats, scalars, seq, part,
     BM: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
@@ -161,10 +161,10 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
             return (ceil_div(rows, BM), s.batch * op.kv_heads, part.count(s))
 
         c.launch(
-            attend_part, caches | found | {"q": op.q, "part": part}, constants | {"BM": t.queries, "BN": t.keys},
+            attention_split_kv, caches | found | {"q": op.q, "part": part}, constants | {"BM": t.queries, "BN": t.keys},
             grid=grid, writes="partials stats", warps=t.warps, stages=t.stages,
         )  # fmt: skip
         c.launch(
-            join_parts, {"out": op.out, **found, "seq": seq, "part": part}, head | {"BM": t.queries},
+            combine_split_kv, {"out": op.out, **found, "seq": seq, "part": part}, head | {"BM": t.queries},
             grid=lambda s, few=few: (s.tokens if (s.seq <= FEW) == few else 0, op.heads), writes="out", warps=1,
         )  # fmt: skip

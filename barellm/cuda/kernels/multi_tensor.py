@@ -15,7 +15,7 @@ from barellm.runtime.lowering import Region, part, share
 
 
 @device
-def entry_of(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr):
+def find_entry(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr):
     """This program's entry, and how many programs of that entry come before it."""
     j = tl.arange(0, WIDE)
     first = tl.load(table + j, mask=j < ENTRIES, other=0x7FFFFFFF)
@@ -70,7 +70,7 @@ def first_programs(counts: Iterable[int]) -> tuple[list[int], int]:
     return firsts, programs
 
 
-def extent(entries: int) -> dict[str, int]:
+def entry_constants(entries: int) -> dict[str, int]:
     """The constants of `entry_of`."""
     return {"ENTRIES": entries, "WIDE": pow2(entries)}
 

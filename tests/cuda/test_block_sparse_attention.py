@@ -6,7 +6,7 @@ import pytest
 
 from barellm.cuda import choices
 from barellm.cuda.choices import AttentionTile
-from barellm.cuda.kernels import attention_relative_backward
+from barellm.cuda.kernels import relative_position_bias_backward
 from tests.cuda.check import check_op
 from tests.layout_cases import BACKWARD, FORWARD, backward_case, forward_case, made, static
 
@@ -51,7 +51,7 @@ RELATIVE = [
 @pytest.mark.parametrize("shape, length, block, text, groups, distances, dtype", RELATIVE, ids=str)
 def test_relative_terms(shape, length, block, text, groups, distances, dtype, monkeypatch):
     """Also in more parts than one."""
-    monkeypatch.setattr(attention_relative_backward, "PART", 2)
+    monkeypatch.setattr(relative_position_bias_backward, "PART", 2)
     planned, layout = (made(text, shape, length=n, block=block) for n in (length, shape[1]))
     of = {"groups": groups, "packed": block == 64, "distances": distances}
     check_op(FORWARD, **forward_case(shape, dtype, planned, **of))

@@ -7,7 +7,7 @@ from typing import Any
 
 from barellm.cuda import choices
 from barellm.cuda.kernel import Lowering, Size, Sizes
-from barellm.cuda.kernels.common import keep
+from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
@@ -16,7 +16,7 @@ BLOCK = 1024
 
 
 @device
-def add_parts(out, partials, scalars, n: tl.constexpr, count, MODE: tl.constexpr, BLOCK: tl.constexpr):
+def split_k_reduce(out, partials, scalars, n: tl.constexpr, count, MODE: tl.constexpr, BLOCK: tl.constexpr):
     """out (n) = the sum of partials (count, n), in order."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
@@ -24,11 +24,11 @@ def add_parts(out, partials, scalars, n: tl.constexpr, count, MODE: tl.constexpr
     for _ in range(count):
         total += tl.load(partials + i, mask=mask, other=0.0)
         partials += n
-    keep(out + i, mask, total, scalars, MODE)
+    store_or_add(out + i, mask, total, scalars, MODE)
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitK:
     """How many tokens each part of a weight gradient sums, by the tokens of the run."""
 
     rows: Size
@@ -42,10 +42,10 @@ class Split:
         return ceil_div(self.rows(sizes), self(sizes))
 
 
-def add_up(c: Lowering, out: Any, partials: Tensor, count: Size | int, n: int, mode: int) -> None:
+def reduce_splits(c: Lowering, out: Any, partials: Tensor, count: Size | int, n: int, mode: int) -> None:
     """Append out (n) = the sum of partials (count, n), in order."""
     c.launch(
-        add_parts,
+        split_k_reduce,
         {"out": out, "partials": partials, "count": count},
         {"n": n, "MODE": mode, "BLOCK": BLOCK},
         grid=lambda s: (ceil_div(n, BLOCK),),

@@ -1,5 +1,5 @@
-"""Relative terms of attention by layout: q_i r_(i-j), which depends on the key's distance only. Shapes as in attention_listed.py;
-relative (M, H * D), row m being the distance FIRST + m.
+"""Relative position terms of block-sparse attention (Shaw et al. 2018): q_i r_(i-j), which depends on the key's distance only.
+Shapes as in block_sparse_attention.py; relative (M, H * D), row m being the distance FIRST + m.
 
 A tile of BT queries and BT keys has 2 BT - 1 distances. The product of the queries with their vectors, (BT, 2 BT), has the term of
 query a and key b in column a - b + BT, and the gradient goes the same way back; column 0 is nobody's. Both are gathers along a row.
@@ -7,12 +7,12 @@ query a and key b in column a - b + BT, and the gradient goes the same way back;
 
 from __future__ import annotations
 
-from barellm.cuda.kernels.attention_rows import block_at
+from barellm.cuda.kernels.attention_tiles import row_pointers
 from barellm.cuda.lang import device, tl
 
 
 @device
-def near(m0, n0, BT: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+def has_terms(m0, n0, BT: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """Whether some pair of a tile of queries from m0 on and of keys from n0 on has a term."""
     return (m0 - n0 + BT > FIRST) & (m0 - n0 - BT < FIRST + COUNT - 1)
 
@@ -25,7 +25,7 @@ def vectors_of(
     """(2 BT, DP): the vectors of the distances from gap - BT on, zeros where there is none."""
     w, d = tl.arange(0, 2 * BT), tl.arange(0, DP)
     row = gap - BT - FIRST + w
-    at = block_at(relative, gap - BT - FIRST, w, d, C, 0)
+    at = row_pointers(relative, gap - BT - FIRST, w, d, C, 0)
     return tl.load(at, mask=((row >= 0) & (row < COUNT))[:, None] & (d < D)[None, :], other=0.0)
 
 
@@ -55,7 +55,7 @@ def add_terms(
     C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Scores (BT, BT), keys being rows where they are transposed, and their terms."""
-    if near(m0, n0, BT, FIRST, COUNT):
+    if has_terms(m0, n0, BT, FIRST, COUNT):
         vectors = vectors_of(relative, m0 - n0, BT, FIRST, COUNT, C, D, DP)
         if TRANSPOSED:
             s += to_keys_transposed(tl.dot(vectors, tl.trans(queries), input_precision="ieee"), BT)
@@ -70,7 +70,7 @@ def add_terms_dq(
     DP: tl.constexpr,
 ):  # fmt: skip
     """dq (BT, DP) and what their terms, whose scores have the gradient ds (BT, BT), give the queries."""
-    if near(m0, n0, BT, FIRST, COUNT):
+    if has_terms(m0, n0, BT, FIRST, COUNT):
         vectors = vectors_of(relative, m0 - n0, BT, FIRST, COUNT, C, D, DP)
         dq = tl.dot(to_distances(ds, BT).to(vectors.dtype), vectors, dq, input_precision="ieee")
     return dq

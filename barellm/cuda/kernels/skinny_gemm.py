@@ -13,14 +13,14 @@ from typing import Any
 
 from barellm.cuda import choices
 from barellm.cuda.kernel import MODES, Lowering, Size, Sizes
-from barellm.cuda.kernels.common import LEAST_SUMMED, pow2, view_strides
-from barellm.cuda.kernels.epilogue import beside, finish_part
+from barellm.cuda.kernels.common import MIN_SUM_COLUMNS, pow2, view_strides
+from barellm.cuda.kernels.epilogue import epilogue_operands, epilogue_subtile
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
 
 @device
-def few_rows(
+def skinny_gemm(
     out, pre, x, weight, bias, other, scalars, rows,
     N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
     X_ROW: tl.constexpr, OUT_ROW: tl.constexpr, PRE_ROW: tl.constexpr, OTHER_ROW: tl.constexpr,
@@ -35,14 +35,14 @@ def few_rows(
     for row in range(rows):
         v = tl.load(x + row * x_row + k, mask=k_in, other=0.0)
         total = tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], 1)
-        finish_part(
+        epilogue_subtile(
             out, pre, bias, other, scalars, total[None, :], row, n0, row * N + n0, rows, N, EPILOGUE, MODE,
             OUT_ROW, PRE_ROW, OTHER_ROW,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Few:
+class RowsIfSkinny:
     """A `Size`: the rows where they are few, else none."""
 
     rows: Size
@@ -53,7 +53,7 @@ class Few:
 
 
 @dataclass(frozen=True)
-class More:
+class RowsUnlessSkinny:
     """A `Size`: the rows where they are more than a few, else none."""
 
     rows: Size
@@ -69,16 +69,16 @@ def fits(c: Lowering, *, most: int, K: int) -> bool:
     return (most <= choices.FEW or c.decodes) and K <= choices.FEW_LONGEST
 
 
-def launch_product(
+def launch_gemm(
     c: Lowering, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None, residual: Any = None,
     pre: Any = None, epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
     """Does what `matmul.product` does in its role "nt"; nothing in runs of more rows."""
-    few, BK = Few(rows), max(pow2(K), LEAST_SUMMED)
+    few, BK = RowsIfSkinny(rows), max(pow2(K), MIN_SUM_COLUMNS)
     BN, warps = choices.few_rows_tile(BK)
-    written, other = beside(pre, residual, epilogue)
+    written, other = epilogue_operands(pre, residual, epilogue)
     operands = {"out": out, "pre": written, "x": a, "weight": b, "bias": bias, "other": other, "rows": few}
     constants = {"N": N, "K": K, "BN": BN, "BK": BK, "MODE": mode, "EPILOGUE": epilogue}
     constants |= view_strides(x=a, out=out, pre=written, other=other)
     grid = lambda s: (ceil_div(N, BN) if few(s) else 0,)  # noqa: E731
-    c.launch(few_rows, operands, constants, grid=grid, writes="out pre", warps=warps)
+    c.launch(skinny_gemm, operands, constants, grid=grid, writes="out pre", warps=warps)

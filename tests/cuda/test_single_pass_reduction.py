@@ -14,7 +14,7 @@ import pytest
 from barellm import models
 from barellm.assembly.machine import build_programs
 from barellm.cuda.kernel import COUNTER, Launch, Specialisation
-from barellm.cuda.kernels.last_block import is_last
+from barellm.cuda.kernels.single_pass_reduction import is_last_program
 from barellm.cuda.lang import device, tl
 from barellm.cuda.step import lower_and_plan
 from barellm.program import ops
@@ -120,7 +120,7 @@ def sums(out, partials, counter, x, BLOCK: tl.constexpr):
     """out (BLOCK) = the sum of x (programs, BLOCK) over programs. All threads of a program leave something for the last one."""
     i, number = tl.arange(0, BLOCK), tl.program_id(1) + tl.num_programs(1) * tl.program_id(2)
     tl.store(partials + number * BLOCK + i, tl.load(x + number * BLOCK + i))
-    if is_last(counter):
+    if is_last_program(counter):
         total = tl.zeros((BLOCK,), tl.float32)
         for program in range(tl.num_programs(1) * tl.num_programs(2)):
             total += tl.load(partials + program * BLOCK + i)
