@@ -18,7 +18,7 @@ from typing import Any
 
 from ablation import p_value
 
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.config import Config
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
@@ -59,10 +59,10 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int) -> dict[str
     optim = replace(config.optim, momentum_warmup=round(0.2 * steps), momentum_cooldown=round(0.04 * steps))
     model = replace(config.model, extension=round(0.03 * steps))
     config, losses = replace(config, model=model, optim=optim, train=train), []
-    with open_machine(config, device="cpu") as machine:
-        session, course = machine.session, own(machine.config)
+    with open_model(config, device="cpu") as compiled:
+        session, course = compiled.session, own(compiled.config)
         assert course is not None
-        machine.initialize(seed)
+        compiled.initialize(seed)
         batches = Batches(data.train, seq=train.seq, seed=seed)
         for index in range(steps):
             step = course.step(index, steps)

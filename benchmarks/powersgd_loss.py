@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import models
-from barellm.assembly.machine import build_programs, resolved
+from barellm.assembly.build import build_programs, resolved
 from barellm.distributed.launch import mpiexec
 from barellm.plans import scale
 

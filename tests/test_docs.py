@@ -15,7 +15,7 @@ import pytest
 
 import barellm
 import barellm.cpu.kernels  # (fills the registry, which a page's kernels must not change for other tests)
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.cli.main import COMMANDS, parsed
 from barellm.cpu import processor
 from barellm.cpu.isa import X86

@@ -199,7 +199,7 @@ def summary(
     config: Config, all_variants: list[Variant], *, rounds: int, steps: int, device: str = "cpu"
 ) -> dict[str, Any]:
     """Medians, ratios, and the bound."""
-    from barellm.assembly.machine import build_programs
+    from barellm.assembly.build import build_programs
     from barellm.plans.roofline import measured_ceiling, step_bound
 
     ceiling = measured_ceiling(device=device)

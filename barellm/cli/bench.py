@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from barellm.assembly.machine import resolved
+    from barellm.assembly.build import resolved
     from barellm.checkpoint import storage
     from barellm.models.course import only_stage
     from barellm.plans import devices

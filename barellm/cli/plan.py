@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
 
-    from barellm.assembly.machine import resolved
+    from barellm.assembly.build import resolved
     from barellm.models.course import only_stage
     from barellm.plans import devices, plan
 

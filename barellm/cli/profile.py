@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
-    from barellm.assembly.machine import resolved
+    from barellm.assembly.build import resolved
     from barellm.cli.bench import warm_steps
     from barellm.models.course import only_stage
     from barellm.plans import devices

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return _clear(args)
     if args.self_test:
         return _self_test(args)
-    from barellm.assembly.machine import resolved
+    from barellm.assembly.build import resolved
 
     minutes = _minutes(args)
     config = configuration(args)
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _on_cpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any]]:
     """(products, the machine, where winners are kept, what tunes them)."""
-    from barellm.assembly.machine import build_programs
+    from barellm.assembly.build import build_programs
     from barellm.cpu import tuning
     from barellm.cpu.isa import host
     from barellm.cpu.step import lower_and_plan
@@ -106,7 +106,7 @@ def _on_cpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any
 
 def _on_gpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any]]:
     """The same for a GPU. UserError where there is no GPU."""
-    from barellm.assembly.machine import build_programs
+    from barellm.assembly.build import build_programs
     from barellm.cuda import driver, tuning
     from barellm.cuda.kernel import Target
     from barellm.cuda.tuner.tuner import tune

@@ -111,7 +111,7 @@ def rows_of(config: Config, ranks: int) -> Config:
 def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tuple[Work, Any]:
     """The arithmetic of a rank whose configuration is `config`, and the store of its programs. Of the rates of
     `ceiling`, operations reach the share `utilisation`, and bytes STREAMED."""
-    from barellm.assembly.machine import build_programs
+    from barellm.assembly.build import build_programs
     from barellm.plans.devices import lower
 
     programs = build_programs(config)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from barellm.assembly.machine import build_programs, resolved
+from barellm.assembly.build import build_programs, resolved
 from barellm.assembly.programs import build
 from barellm.bench import peers, turns
 from barellm.bench.turns import Variant

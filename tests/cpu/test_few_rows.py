@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.cpu import jit, step
 from barellm.cpu.backend import Bench
 from barellm.cpu.isa import ISA, cross

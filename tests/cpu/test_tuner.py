@@ -10,7 +10,7 @@ from itertools import cycle
 import numpy as np
 import pytest
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.assembly.programs import build
 from barellm.cli import main
 from barellm.config import OptimConfig

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.assembly.programs import build
 from barellm.assembly.quantized import quantize_programs
 from barellm.config import OptimConfig

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from barellm import overrides
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.bench.gemms import Product, append
 from barellm.cuda import driver
 from barellm.cuda.kernel import Target

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from barellm import models
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.cuda.kernel import COUNTER, Launch, Specialisation
 from barellm.cuda.kernels.last_block import is_last
 from barellm.cuda.lang import device, tl

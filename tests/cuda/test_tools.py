@@ -24,7 +24,7 @@ def gpu(monkeypatch):
 
 
 def test_a_profile_has_every_launch_once(gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(profile, "measured_ceiling", lambda **machine: CEILING)
+    monkeypatch.setattr(profile, "measured_ceiling", lambda **compiled: CEILING)
     words = [
         "profile",
         "shakespeare-char",
@@ -41,8 +41,8 @@ def test_a_profile_has_every_launch_once(gpu, monkeypatch, tmp_path, capsys):
     assert main.main(words) == 0
     result = json.loads((tmp_path / "profile.json").read_text())
     with opened(small(train__dtype="bf16"), device="cuda") as (bench, _):
-        calls = {name: len(bench.machine.session.calls[name]) for name in ("micro", "update")}
-        ops = sum(len(bench.machine.session.lowered[name].ops) for name in ("micro", "update"))
+        calls = {name: len(bench.compiled.session.calls[name]) for name in ("micro", "update")}
+        ops = sum(len(bench.compiled.session.lowered[name].ops) for name in ("micro", "update"))
     assert sum(row["count"] for row in result["ops"]) == ops
     assert result["work_s"] == pytest.approx(sum(calls.values()) * LAUNCH_MS / 1e3)
     assert sum(row["s"] for row in result["ops"]) == pytest.approx(result["work_s"])
@@ -63,7 +63,7 @@ def test_a_plan_needs_no_gpu_and_is_the_session_s(gpu, monkeypatch, capsys):
     assert main.main(words) == 0
     numbers = json.loads(capsys.readouterr().out)
     with opened(small(train__dtype="bf16"), device="cuda") as (bench, facts):
-        session = bench.machine.session
+        session = bench.compiled.session
         assert numbers["arena_bytes"] == session.plan.arena_bytes
         assert numbers["programs"]["micro"]["calls"] == len(session.calls["micro"])
         assert {"load", "compile", "map"} <= set(facts["first_step_split"])

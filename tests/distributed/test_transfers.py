@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from barellm import models
-from barellm.assembly.machine import build_programs, resolved
+from barellm.assembly.build import build_programs, resolved
 from barellm.distributed.transfers import Transfers
 from barellm.plans.devices import lower
 from barellm.program.ops.collectives import BeginExchange, EndExchange

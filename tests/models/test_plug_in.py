@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from barellm import models, overrides
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main

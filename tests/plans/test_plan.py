@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from barellm import overrides
-from barellm.assembly.machine import build_programs, open_machine
+from barellm.assembly.build import build_programs, open_model
 from barellm.cli import main
 from barellm.models import preset
 from barellm.models.course import only_stage
@@ -52,12 +52,12 @@ def test_plan_is_what_a_session_maps(dtype, recompute, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "2")
     config = small(dtype, recompute)
     numbers, built = plan.report(config)
-    with open_machine(config, device="cpu") as machine:
-        session = machine.session
+    with open_model(config, device="cpu") as compiled:
+        session = compiled.session
         assert session.arena.nbytes == numbers["arena_bytes"]
         offsets = {(t.name, at) for t, at in session.plan.offsets.items()}
         assert offsets == {(t.name, at) for t, at in built.plan.offsets.items()}
-        assert numbers["model_flops"] == machine.flops_per_step
+        assert numbers["model_flops"] == compiled.flops_per_step
 
 
 def test_model_operations_are_six_per_weight_and_token_and_attention():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from barellm import models
-from barellm.assembly.machine import build_programs, resolved
+from barellm.assembly.build import build_programs, resolved
 from barellm.cli.main import main
 from barellm.errors import UserError
 from barellm.plans import devices, scale

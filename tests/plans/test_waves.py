@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.cli import main
 from barellm.cuda.kernel import Sizes, Target
 from barellm.errors import UserError

@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from barellm.assembly.machine import build_programs, resolved
+from barellm.assembly.build import build_programs, resolved
 from barellm.errors import UserError
 from barellm.models import preset
 from barellm.models.course import only_stage, shares
@@ -62,7 +62,7 @@ def test_the_shares_name_the_programs_that_all_but_the_first_cycle_run(number):
     with opened(speedrun(number)) as (bench, _):
         bench.step()
         ran = set()
-        bench.step(run=lambda program, **values: (ran.add(program), bench.machine.session.run(program, **values))[1])
+        bench.step(run=lambda program, **values: (ran.add(program), bench.compiled.session.run(program, **values))[1])
     assert ran == set(bench.shares)
 
 
@@ -74,7 +74,7 @@ def test_a_model_without_stages_has_none_to_choose(refused):
 
 def test_a_cycle_is_two_steps_with_the_course_s_scalars():
     with opened(speedrun(1)) as (bench, _):
-        ran, session = [], bench.machine.session
+        ran, session = [], bench.compiled.session
 
         def run(program, **values):
             ran.append((program, values))
@@ -105,7 +105,7 @@ def test_a_profile_is_of_an_average_step(tmp_path, monkeypatch):
     costs = [100 * (a / b - 1) for a, b in zip(found["traced_s"], found["untraced_s"], strict=True)]
     assert found["tracing_percent"] == pytest.approx(median(costs))
     with opened(config) as (bench, _):
-        programs = bench.machine.session.lowered
+        programs = bench.compiled.session.lowered
     for name, share in SHARES.items():
         rows = [row for row in found["ops"] if row["program"] == name]
         assert sum(row["flops"] for row in rows) == share * sum(op.flops() for op in programs[name].ops)

@@ -34,7 +34,7 @@ def traced(request, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", str(threads))
     monkeypatch.setenv("BARELLM_WAIT", wait)
     with opened(small()) as (bench, _):
-        yield bench.machine.session, trace.record(bench, STEPS)
+        yield bench.compiled.session, trace.record(bench, STEPS)
 
 
 def by_hand(gap=0):
@@ -135,7 +135,7 @@ def test_tracing_changes_no_bit():
     digests = []
     for on in (False, True):
         with opened(small()) as (bench, _):
-            session = bench.machine.session
+            session = bench.compiled.session
             session.trace(session.new_stamps() if on else None)
             for _ in range(3):
                 bench.step()
@@ -181,7 +181,7 @@ def test_pairs_of_steps_take_turns_and_are_compared():
 
 @pytest.fixture
 def result(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "measured_ceiling", lambda **machine: CEILING)
+    monkeypatch.setattr(profile, "measured_ceiling", lambda **compiled: CEILING)
     return profile.measure(small(), steps=3, folder=tmp_path)
 
 
@@ -217,7 +217,7 @@ def test_the_bars_of_the_picture_are_the_step(result, tmp_path):
 
 
 def test_command(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "measured_ceiling", lambda **machine: CEILING)
+    monkeypatch.setattr(profile, "measured_ceiling", lambda **compiled: CEILING)
     monkeypatch.setattr(profile, "adds_up", lambda threads: True)  # a busy machine may disturb one of two steps
     monkeypatch.chdir(tmp_path)
     assert main.main(["profile", "shakespeare-char", *WORDS, "--dtype", "fp32", "--steps", "2"]) == 0
@@ -240,7 +240,7 @@ def test_command(capsys, tmp_path, monkeypatch):
 
 
 def test_a_profile_that_does_not_add_up_says_so(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "measured_ceiling", lambda **machine: CEILING)
+    monkeypatch.setattr(profile, "measured_ceiling", lambda **compiled: CEILING)
     real = trace.TracedStep
     monkeypatch.setattr(trace, "TracedStep", lambda seconds, *rest: real(1.5 * seconds, *rest))
     assert main.main(["profile", "shakespeare-char", *WORDS, "--steps", "1", "--out", str(tmp_path)]) == 1

@@ -12,7 +12,7 @@ import pytest
 from xxhash import xxh3_64
 
 from barellm import overrides
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main, parsed
@@ -255,8 +255,8 @@ def test_the_advice_against_a_norm_that_is_not_finite_works_as_told(fake, comman
 
 def test_a_machine_is_built_from_rates_that_are_zero():
     config = overrides.changed(preset("shakespeare-muon"), {"optim.lr": 0.0, "optim.muon_lr": 0.01})
-    with open_machine(overrides.changed(config, {"model.layers": 1}), device="reference") as machine:
-        assert {"lr", "muon_lr"} <= set(machine.programs["update"].scalars)
+    with open_model(overrides.changed(config, {"model.layers": 1}), device="reference") as compiled:
+        assert {"lr", "muon_lr"} <= set(compiled.programs["update"].scalars)
 
 
 def test_a_run_whose_lr_was_0_says_so_before_the_ratio_is_used():
