@@ -93,7 +93,9 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int, max_tokens:
             inputs, targets = batches.batch(index, 1, seq=step.seq)
             session.write("tokens", inputs)
             session.write("targets", targets)
-            session.run("micro", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=int(step.adds))
+            session.run(
+                "forward_backward", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=int(step.adds)
+            )
             for program, scalars in step.updates:
                 session.run(program, **scalars)
             course.enter(session, index + 1, steps)

@@ -69,7 +69,9 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int) -> dict[str
             inputs, targets = batches.batch(index, 1, seq=step.seq)
             session.write("tokens", inputs)
             session.write("targets", targets)
-            session.run("micro", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=int(step.adds))
+            session.run(
+                "forward_backward", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=int(step.adds)
+            )
             losses.append(round(float(session.read("loss")[0]) * step.shown, 5))
             for program, scalars in step.updates:
                 session.run(program, **scalars)

@@ -39,7 +39,7 @@ def sent(powersgd: int) -> float:
     """Bytes that a rank sends in a step, as a mean over the ranks."""
     preset = models.preset(PRESET)
     config = resolved(replace(preset, optim=replace(preset.optim, powersgd=powersgd)), "cpu")
-    store = build_programs(config)["micro"].store
+    store = build_programs(config)["forward_backward"].store
     return sum(c.nbytes for c in scale.collectives(config, store, RANKS)) * (RANKS - 1) / RANKS
 
 

@@ -38,7 +38,12 @@ def measured(name: str, batch: int, seq: int, dtype: str, turns: int) -> dict[st
     """Samples of each variant, in milliseconds."""
     changes = {"train.batch": batch, "train.seq": seq, "train.ranges": 1, "train.dtype": dtype, "optim.name": "adamw"}
     config = overrides.changed(preset(name), changes)
-    samples: dict[str, list[float]] = {"micro": [], "ranges": [], "micro, no biases": [], "micro, unit scaling": []}
+    samples: dict[str, list[float]] = {
+        "forward_backward": [],
+        "forward_backward_stats": [],
+        "forward_backward, no biases": [],
+        "forward_backward, unit scaling": [],
+    }
     with ExitStack() as stack:
         compiled_models = {
             "": stack.enter_context(open_model(config, device="cpu")),
@@ -55,7 +60,7 @@ def measured(name: str, batch: int, seq: int, dtype: str, turns: int) -> dict[st
                 seconds = micro(compiled_models[comma + variant], program)
                 if turn:
                     taken.append(round(1e3 * seconds, 3))
-        tensors = sum(op.observer for op in compiled_models[""].programs["ranges"].ops)
+        tensors = sum(op.observer for op in compiled_models[""].programs["forward_backward_stats"].ops)
         about = compiled_models[""].meta()
     return {
         "preset": name, "batch": batch, "seq": seq, **about, "tensors": tensors,

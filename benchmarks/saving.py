@@ -46,10 +46,18 @@ class Steps:
         begin, run = time.perf_counter(), self.compiled.session.run
         self.count += 1
         for micro in range(self.accumulate):
-            self.saving.before("micro")
-            run("micro", **self.shape, accumulate=int(micro > 0), inv_targets=1e-3, step=self.count, sample=0, seed=1)
-        self.saving.before("update")
-        run("update", lr=1e-4, step=self.count, seed=1)
+            self.saving.before("forward_backward")
+            run(
+                "forward_backward",
+                **self.shape,
+                accumulate=int(micro > 0),
+                inv_targets=1e-3,
+                step=self.count,
+                sample=0,
+                seed=1,
+            )
+        self.saving.before("optimizer_step")
+        run("optimizer_step", lr=1e-4, step=self.count, seed=1)
         return time.perf_counter() - begin
 
 

@@ -60,7 +60,7 @@ def trained(config: Config, data: Dataset, seed: int) -> dict[str, float]:
             for name, array in zip(("tokens", "targets"), batches.batch(index * t.batch, t.batch), strict=True):
                 session.write(name, array)
             scalars = {"seed": seed, "step": index + 1, "sample": index * t.batch, "inv_targets": plan.inv_targets}
-            session.run("micro", batch=t.batch, seq=t.seq, accumulate=0, **scalars)
+            session.run("forward_backward", batch=t.batch, seq=t.seq, accumulate=0, **scalars)
             for program, values in plan.updates:
                 session.run(program, **{**values, "seed": seed})
         seconds = (time.process_time() - begin) / (t.steps - 2)

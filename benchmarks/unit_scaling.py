@@ -52,7 +52,13 @@ def loss_of(config: Config, data: Dataset, seed: int, rows: Path | None) -> floa
                 session.write(name, array)
             due = watch is not None and watch.due(index + 1)
             scalars = {"seed": seed, "step": index + 1, "sample": index * t.batch, "inv_targets": plan.inv_targets}
-            session.run("ranges" if due else "micro", batch=t.batch, seq=t.seq, accumulate=0, **scalars)
+            session.run(
+                "forward_backward_stats" if due else "forward_backward",
+                batch=t.batch,
+                seq=t.seq,
+                accumulate=0,
+                **scalars,
+            )
             if watch and due:
                 watch.record(index + 1)
             for program, values in plan.updates:

@@ -50,7 +50,7 @@ class CompiledModel:
     @property
     def flops_per_step(self) -> int:
         """Model FLOPs of one optimizer step, the mean of a cycle's: recompute is not counted."""
-        return model_flops(self.programs, self.config) if "micro" in self.programs else 0
+        return model_flops(self.programs, self.config) if "forward_backward" in self.programs else 0
 
     @property
     def written(self) -> dict[str, frozenset[str]]:
@@ -164,7 +164,7 @@ def shares_of(config: Config, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str
     from barellm import models
     from barellm.optim.recipes import shares
 
-    store = build_programs(config)["micro"].store
+    store = build_programs(config)["forward_backward"].store
     tensors = {name: t for name, t in store.tensors.items() if t.role in ("parameter", "state")}
     parts = shares(config.optim, models.hidden(config.model), store, ranks)
     for name, of_ranks in parts.items():

@@ -61,7 +61,9 @@ def products(
     gradient (of the first and of further micro-batches), as the device fuses them. Blocks that are alike count once. `options` are
     those of `devices.lower`."""
     _, programs = build(model, batch=1, seq=min(tokens, model.max_seq), compute=compute, optimizer=lambda p: None)
-    lowered = devices.lower({"micro": programs["micro"]}, device, **options).lowered["micro"]
+    lowered = devices.lower({"forward_backward": programs["forward_backward"]}, device, **options).lowered[
+        "forward_backward"
+    ]
     chunk = chunk_tokens(model.padded_vocab, 2) if device == "cuda" else CLASSIFIER_TOKENS
     found: dict[str, dict[Product, None]] = {}
     for op in lowered.ops:

@@ -211,7 +211,7 @@ def summary(
     best = min(peers, key=lambda name: peers[name])
     return {
         **description("peers", config, device),
-        "flops": programs["micro"].flops,
+        "flops": programs["forward_backward"].flops,
         "rounds": rounds,
         "steps_per_turn": steps,
         "ceiling": ceiling.to_json(),

@@ -99,7 +99,7 @@ def _on_cpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any
 
     isa, threads = host(), thread_count()
     built = lower_and_plan(build_programs(config), isa=isa, threads=threads)
-    works = works_of(call for program in ("micro", "eval", "decode") for call in built.calls[program])
+    works = works_of(call for program in ("forward_backward", "eval", "decode") for call in built.calls[program])
     tuned = partial(tune, works, isa, threads=threads, footprint=built.plan.arena_bytes)
     return works, tuning.machine(isa, threads), tuning.database(), tuned
 

@@ -60,7 +60,7 @@ def report(
         "moments": config.optim.moments,
         "device": device,
         **built.machine,
-        "parameters": sum(t.size for t in programs["micro"].store.of_role("parameter")),
+        "parameters": sum(t.size for t in programs["forward_backward"].store.of_role("parameter")),
         "memory": memory(built),
         "arena_bytes": plan.arena_bytes,
         "live_peak_bytes": plan.live_peak_bytes,

@@ -90,11 +90,11 @@ class StepBench:
             session.write("tokens", tokens[own])
             session.write("targets", targets[own])
             micro = run(
-                "micro", batch=self.rows, seq=train.seq, accumulate=int(plan.adds), inv_targets=plan.inv_targets,
+                "forward_backward", batch=self.rows, seq=train.seq, accumulate=int(plan.adds), inv_targets=plan.inv_targets,
                 seed=SEED, step=at + 1, sample=at * train.batch + self.first,
             )  # fmt: skip
             self.loss = float(session.read("loss")[0]) * plan.shown  # as a run does: the update may need its place
-            found += [("micro", micro), *((name, run(name, **scalars)) for name, scalars in plan.updates)]
+            found += [("forward_backward", micro), *((name, run(name, **scalars)) for name, scalars in plan.updates)]
             self.steps += 1
         session.synchronize()
         return found

@@ -126,7 +126,7 @@ def test(
             session.write("targets", targets)
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
             shape = {"batch": train.batch, "seq": plan.seq, "accumulate": int(micro > 0)}
-            session.run("micro", inv_targets=inv_targets, **shape, **random)
+            session.run("forward_backward", inv_targets=inv_targets, **shape, **random)
             loss += float(session.read("loss")[0]) * plan.shown
         for program, scalars in plan.updates:
             session.run(program, **{name: tested.get(name, value) for name, value in scalars.items()})

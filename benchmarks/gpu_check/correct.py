@@ -161,7 +161,7 @@ def by_graphs(config: Config) -> dict[str, Any]:
             losses[kind] = [bench.step(run=getattr(session, kind)).loss for _ in range(2)]
             digests[kind] = session.digest()
             before = session.read("loss").tobytes()
-            session.replay("micro", batch=bench.train.batch, seq=bench.train.seq)
+            session.replay("forward_backward", batch=bench.train.batch, seq=bench.train.seq)
             session.synchronize()
             replayed = session.read("loss").tobytes()
     same = digests["run"] == digests["run_unrolled"] and losses["run"] == losses["run_unrolled"]
@@ -184,7 +184,7 @@ def roles(calls: Iterable[Any]) -> set[str]:
 
 def played(session: Any, config: Config) -> list[dict[str, Any]]:
     """On Hopper, at LONG tokens, the bar that its kernel does every kind of product, and that Triton's does none."""
-    calls = session.calls["micro"]
+    calls = session.calls["forward_backward"]
     if not session.target.hopper or config.train.seq < LONG:
         return []
     plain = [c for c in calls if isinstance(c, Launch) and c.spec.name == "gemm"]

@@ -42,13 +42,13 @@ class Rank:
         for name, values in zip(("tokens", "targets"), drawn[:, first : first + rows], strict=True):
             session.write(name, values)
         counts = {"batch": rows, "seq": SEQ, "inv_targets": 1.0 / (BATCH * SEQ), "accumulate": 0}
-        before("micro")
-        session.run("micro", **counts, seed=3, step=step + 1, sample=step * BATCH + first)
+        before("forward_backward")
+        session.run("forward_backward", **counts, seed=3, step=step + 1, sample=step * BATCH + first)
         if self.config.optim.skips:
-            before("norm")
-            session.run("norm")
-        before("update")
-        session.run("update", lr=1e-2, muon_lr=2e-2, step=step + 1, seed=3, momentum=0.9)
+            before("grad_norm")
+            session.run("grad_norm")
+        before("optimizer_step")
+        session.run("optimizer_step", lr=1e-2, muon_lr=2e-2, step=step + 1, seed=3, momentum=0.9)
 
     def whole(self) -> Values:
         """All that a checkpoint has; on rank 0."""

@@ -299,4 +299,4 @@ def test_what_cannot_be_compressed_is_refused():
     p = Program(Store())
     p.parameter("w", (4, 4))
     with pytest.raises(UserError, match=r"^optim.powersgd is 100000: factors would be no smaller than any matrix"):
-        updates(large, models.hidden(config.model))["update"](p)
+        updates(large, models.hidden(config.model))["optimizer_step"](p)

@@ -42,13 +42,13 @@ def micro(session, config, step: int, number: int, *, first: int, rows: int) -> 
     counts = {"batch": rows, "seq": SEQ, "inv_targets": 1.0 / (config.train.accumulate * BATCH * SEQ)}
     sample = (step * config.train.accumulate + number) * BATCH + first
     counts |= {"accumulate": int(number > 0), "last": int(number + 1 == config.train.accumulate)}
-    session.run("micro", **counts, seed=3, step=step + 1, sample=sample)
+    session.run("forward_backward", **counts, seed=3, step=step + 1, sample=sample)
 
 
 def update(session, config, step: int, *, lr: float = 1e-2) -> None:
     if config.optim.skips:
-        session.run("norm")
-    session.run("update", lr=lr, muon_lr=3 * lr, step=step + 1, seed=3, momentum=0.9)
+        session.run("grad_norm")
+    session.run("optimizer_step", lr=lr, muon_lr=3 * lr, step=step + 1, seed=3, momentum=0.9)
 
 
 def state_of(session, names) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ CHANGES = {"train.recompute": {"train.recompute": True}, "optim.moments 16bit": 
 
 def plan(config: Config) -> Plan:
     programs = build_programs(config)
-    return planner.plan({name: p.ops for name, p in programs.items()}, programs["micro"].store)
+    return planner.plan({name: p.ops for name, p in programs.items()}, programs["forward_backward"].store)
 
 
 def bf16(name: str) -> Config:

@@ -32,7 +32,7 @@ def text(tmp_path) -> Path:
 
 def programs(session: FakeSession) -> dict[str, Any]:
     """What a machine knows of the fake's programs: the tensors that they change."""
-    roles = {"micro": ("gradient",), "norm": (), "update": ("parameter", "state")}
+    roles = {"forward_backward": ("gradient",), "grad_norm": (), "optimizer_step": ("parameter", "state")}
     return {
         name: SimpleNamespace(
             flops=0, ops=[SimpleNamespace(outputs={"out": t}) for t in session.tensors.values() if t.role in changed]
