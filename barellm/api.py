@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from barellm import overrides
-from barellm.assembly import machine
+from barellm.assembly.build import check_device, opened, resolved
 from barellm.assembly.logits import logits_program
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
@@ -47,7 +47,7 @@ def load(
 
     Nothing is computed yet, and the weights are only mapped. UserError, a ValueError of one line, for a path that holds no model.
     """
-    machine.check_device(device)
+    check_device(device)
     kind = "" if tokenizer is None else str(path_of("tokenizer", tokenizer))
     weights = open_weights(path_of("path", path), tokenizer=kind)
     if weights.tokenizer is None:
@@ -59,7 +59,7 @@ def load(
     else:
         config = imported.like(weights)
     config = overrides.changed(config, {} if dtype is None else {"train.dtype": dtype})
-    return Model(weights, machine.resolved(config, device), device, meta["step"], meta.get("total_steps"))
+    return Model(weights, resolved(config, device), device, meta["step"], meta.get("total_steps"))
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ class Model:
         self._session, self._wanted, self._interrupted = None, _Wanted(), False
         self._open.close()
         with ExitStack() as opening:
-            session = opening.enter_context(machine.opened(programs, self._device))
+            session = opening.enter_context(opened(programs, self._device))
             self._weights.load(session)
             enter(session, self.config, self._step, self._total)
             self._open = opening.pop_all()

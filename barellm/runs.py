@@ -14,7 +14,7 @@ from typing import Any
 
 from barellm import models, overrides
 from barellm.api import Model, load
-from barellm.assembly import machine
+from barellm.assembly import build
 from barellm.checkpoint.folder import RunFolder
 from barellm.config import Config
 from barellm.errors import UserError, shown
@@ -103,7 +103,7 @@ def train(
     UserError, a ValueError of one line, for what does not fit together, and for a loss that stays not finite.
     """
     started = time.monotonic()
-    machine.check_device(device)
+    build.check_device(device)
     if not isinstance(config, str | Config | None):
         raise UserError(f"config is {shown(config)}, expected the name of a preset or a barellm.config.Config")
     out = None if out is None else path_of("out", out)

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.config import Config
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
@@ -81,10 +81,10 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int, max_tokens:
     config = replace(
         config, model=replace(config.model, extension=max(2, round(0.03 * steps))), optim=optim, train=train
     )
-    with open_machine(config, device="cpu") as machine:
-        session, course = machine.session, own(machine.config)
+    with open_model(config, device="cpu") as compiled:
+        session, course = compiled.session, own(compiled.config)
         assert course is not None
-        machine.initialize(seed)
+        compiled.initialize(seed)
         batches = Batches(data.train, seq=train.seq, seed=seed)
         begin = 0.0
         for index in range(steps):
@@ -93,7 +93,9 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int, max_tokens:
             inputs, targets = batches.batch(index, 1, seq=step.seq)
             session.write("tokens", inputs)
             session.write("targets", targets)
-            session.run("micro", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=int(step.adds))
+            session.run(
+                "forward_backward", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=int(step.adds)
+            )
             for program, scalars in step.updates:
                 session.run(program, **scalars)
             course.enter(session, index + 1, steps)

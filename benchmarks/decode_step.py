@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from barellm import models
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.bench.decoding import weight_bytes
 from barellm.cpu.backend import Bench, describe
 from barellm.cpu.processor import name as processor
@@ -36,9 +36,9 @@ def main() -> None:
     config = models.preset(args.preset)
     config = replace(config, train=replace(config.train, dtype=args.dtype, batch=1))
     bench = Bench()
-    with open_machine(config, device="cpu", training=False, positions=256, only=("init", "decode")) as machine:
-        session = machine.session
-        machine.initialize(1)
+    with open_model(config, device="cpu", training=False, positions=256, only=("init", "decode")) as compiled:
+        session = compiled.session
+        compiled.initialize(1)
         kinds = [call.spec.name for call in session.calls["decode"]]
         stamps = session.new_stamps()
         rounds, whole, readings = [], [], []
@@ -54,7 +54,7 @@ def main() -> None:
             whole.append(time.perf_counter() - start)
             rounds.append(stamps["decode"].copy())
         unit = (time.perf_counter() - begun) / (session.pool.now() - counted)  # seconds of a tick
-        nbytes = weight_bytes(machine.programs["decode"])
+        nbytes = weight_bytes(compiled.programs["decode"])
         threads = session.threads
     bench.close()
     ticks = [(s[:, -1, 2].max() - s[:, 0, 0].min()) for s in rounds]

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from barellm import models
-from barellm.assembly.machine import Machine, open_machine
+from barellm.assembly.build import CompiledModel, open_model
 from barellm.bench.decoding import weight_bytes
 from barellm.cpu.backend import Bench, default_dtype, describe
 from barellm.cpu.processor import name as processor
@@ -35,8 +35,8 @@ PEER = Path(__file__).parent / "peers" / "llamacpp_decode.py"
 class Ours:
     """A session of a preset whose weights were never read from anywhere: every byte of them is the same."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.session, self.nbytes = machine.session, weight_bytes(machine.programs["decode"])
+    def __init__(self, compiled: CompiledModel) -> None:
+        self.session, self.nbytes = compiled.session, weight_bytes(compiled.programs["decode"])
         for t in self.session.tensors.values():
             if t.role == "parameter":  # of fp16, bf16 and fp32 this byte makes numbers of some hundredths
                 start = self.session.plan.offsets[t]
@@ -121,9 +121,7 @@ def main() -> None:
             dtype, weights = (name, "") if name in ("fp32", "bf16") else (default_dtype(), name)
             one = replace(config, train=replace(config.train, dtype=dtype, batch=1))
             variants[name] = Ours(
-                stack.enter_context(
-                    open_machine(one, device="cpu", training=False, positions=POSITIONS, weights=weights)
-                )
+                stack.enter_context(open_model(one, device="cpu", training=False, positions=POSITIONS, weights=weights))
             )
         for kind in args.peers if args.peer_python else []:
             peer = variants[f"llama.cpp {kind}"] = Peer(args.peer_python, kind, config.model, threads, args.folder)

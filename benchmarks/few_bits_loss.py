@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.assembly.quantized import HEAD, products_of
 from barellm.checkpoint import weights as weight_files
 from barellm.checkpoint.checkpoint import read_meta

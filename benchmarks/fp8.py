@@ -18,7 +18,7 @@ from typing import Any
 
 from ablation import p_value
 
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.config import Config
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
@@ -59,17 +59,19 @@ def trained(config: Config, data: Dataset, *, steps: int, seed: int) -> dict[str
     optim = replace(config.optim, momentum_warmup=round(0.2 * steps), momentum_cooldown=round(0.04 * steps))
     model = replace(config.model, extension=round(0.03 * steps))
     config, losses = replace(config, model=model, optim=optim, train=train), []
-    with open_machine(config, device="cpu") as machine:
-        session, course = machine.session, own(machine.config)
+    with open_model(config, device="cpu") as compiled:
+        session, course = compiled.session, own(compiled.config)
         assert course is not None
-        machine.initialize(seed)
+        compiled.initialize(seed)
         batches = Batches(data.train, seq=train.seq, seed=seed)
         for index in range(steps):
             step = course.step(index, steps)
             inputs, targets = batches.batch(index, 1, seq=step.seq)
             session.write("tokens", inputs)
             session.write("targets", targets)
-            session.run("micro", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=int(step.adds))
+            session.run(
+                "forward_backward", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=int(step.adds)
+            )
             losses.append(round(float(session.read("loss")[0]) * step.shown, 5))
             for program, scalars in step.updates:
                 session.run(program, **scalars)

@@ -49,9 +49,9 @@ def final_loss(config, data, seed: int) -> float:
         inputs, targets = batches.batch(step * t.batch, t.batch)
         session.write("tokens", inputs)
         session.write("targets", targets)
-        session.run("micro", **shape, step=step + 1, seed=seed, sample=step * t.batch)
+        session.run("forward_backward", **shape, step=step + 1, seed=seed, sample=step * t.batch)
         lr = learning_rate(step, optim=config.optim, total=t.steps)
-        session.run("update", step=step + 1, lr=lr, seed=seed)
+        session.run("optimizer_step", step=step + 1, lr=lr, seed=seed)
     result = Evaluator(Validation(data.val, seq=t.seq), batch=t.batch, byte_lengths=None).run(session)
     session.close()
     assert result is not None

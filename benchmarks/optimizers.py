@@ -57,9 +57,9 @@ def loss_of(config: Config, data: Dataset, seed: int) -> float:
         inputs, targets = batches.batch(step * t.batch, t.batch)
         session.write("tokens", inputs)
         session.write("targets", targets)
-        session.run("micro", **shape, step=step + 1, seed=seed, sample=step * t.batch)
+        session.run("forward_backward", **shape, step=step + 1, seed=seed, sample=step * t.batch)
         scalars = {**rates(step, total=t.steps, optim=config.optim), "step": step + 1, "seed": seed}
-        session.run("update", **scalars, momentum=momentum(step, total=t.steps, optim=config.optim))
+        session.run("optimizer_step", **scalars, momentum=momentum(step, total=t.steps, optim=config.optim))
     result = Evaluator(Validation(data.val, seq=t.seq), batch=t.batch, byte_lengths=None).run(session)
     session.close()
     assert result is not None

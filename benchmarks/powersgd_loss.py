@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import models
-from barellm.assembly.machine import build_programs, resolved
+from barellm.assembly.build import build_programs, resolved
 from barellm.distributed.launch import mpiexec
 from barellm.plans import scale
 
@@ -39,7 +39,7 @@ def sent(powersgd: int) -> float:
     """Bytes that a rank sends in a step, as a mean over the ranks."""
     preset = models.preset(PRESET)
     config = resolved(replace(preset, optim=replace(preset.optim, powersgd=powersgd)), "cpu")
-    store = build_programs(config)["micro"].store
+    store = build_programs(config)["forward_backward"].store
     return sum(c.nbytes for c in scale.collectives(config, store, RANKS)) * (RANKS - 1) / RANKS
 
 

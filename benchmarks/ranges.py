@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from barellm import overrides
-from barellm.assembly.machine import Machine, open_machine
+from barellm.assembly.build import CompiledModel, open_model
 from barellm.models import preset
 
 UNIT = {"model.unit_scaling": True, "model.bias": False}
 
 
-def micro(machine: Machine, program: str) -> float:
+def micro(compiled: CompiledModel, program: str) -> float:
     """Seconds of one run of a program on random tokens."""
-    train, session = machine.config.train, machine.session
-    vocab = machine.config.model.vocab_size
+    train, session = compiled.config.train, compiled.session
+    vocab = compiled.config.model.vocab_size
     for number, name in enumerate(("tokens", "targets")):
         session.write(name, np.random.default_rng(number).integers(0, vocab, (train.batch, train.seq)))
     before = time.perf_counter()
@@ -38,25 +38,30 @@ def measured(name: str, batch: int, seq: int, dtype: str, turns: int) -> dict[st
     """Samples of each variant, in milliseconds."""
     changes = {"train.batch": batch, "train.seq": seq, "train.ranges": 1, "train.dtype": dtype, "optim.name": "adamw"}
     config = overrides.changed(preset(name), changes)
-    samples: dict[str, list[float]] = {"micro": [], "ranges": [], "micro, no biases": [], "micro, unit scaling": []}
+    samples: dict[str, list[float]] = {
+        "forward_backward": [],
+        "forward_backward_stats": [],
+        "forward_backward, no biases": [],
+        "forward_backward, unit scaling": [],
+    }
     with ExitStack() as stack:
-        machines = {
-            "": stack.enter_context(open_machine(config, device="cpu")),
+        compiled_models = {
+            "": stack.enter_context(open_model(config, device="cpu")),
             ", no biases": stack.enter_context(
-                open_machine(overrides.changed(config, {"model.bias": False}), device="cpu")
+                open_model(overrides.changed(config, {"model.bias": False}), device="cpu")
             ),
-            ", unit scaling": stack.enter_context(open_machine(overrides.changed(config, UNIT), device="cpu")),
+            ", unit scaling": stack.enter_context(open_model(overrides.changed(config, UNIT), device="cpu")),
         }
-        for machine in machines.values():
-            machine.initialize(1)
+        for compiled in compiled_models.values():
+            compiled.initialize(1)
         for turn in range(turns + 1):
             for what, taken in samples.items():
                 program, comma, variant = what.partition(",")
-                seconds = micro(machines[comma + variant], program)
+                seconds = micro(compiled_models[comma + variant], program)
                 if turn:
                     taken.append(round(1e3 * seconds, 3))
-        tensors = sum(op.observer for op in machines[""].programs["ranges"].ops)
-        about = machines[""].meta()
+        tensors = sum(op.observer for op in compiled_models[""].programs["forward_backward_stats"].ops)
+        about = compiled_models[""].meta()
     return {
         "preset": name, "batch": batch, "seq": seq, **about, "tensors": tensors,
         "ms": samples, "median_ms": {what: median(taken) for what, taken in samples.items()},

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from barellm import models
-from barellm.assembly.machine import resolved
+from barellm.assembly.build import resolved
 from barellm.bench.turns import Variant, interleave
 from barellm.config import Config
 from barellm.cpu.threads import allowed_cpus

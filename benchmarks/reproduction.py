@@ -90,7 +90,7 @@ def curve(run: Path) -> None:
     """PyTorch's losses on the run's own batches, from the weights that its seed gives, and its last validation loss."""
     import torch
 
-    from barellm.assembly.machine import open_machine
+    from barellm.assembly.build import open_model
     from barellm.data.loader import Batches, Validation
     from barellm.data.sources import prepare
     from barellm.training.schedule import learning_rate
@@ -100,10 +100,10 @@ def curve(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     ours = {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
     t, data = config.train, prepare(config.data)
-    with open_machine(config, device="cpu") as machine:
-        machine.initialize(t.seed)
-        held = machine.session.tensors
-        weights = {name: machine.session.read(name) for name, x in held.items() if x.role == "parameter"}
+    with open_model(config, device="cpu") as compiled:
+        compiled.initialize(t.seed)
+        held = compiled.session.tensors
+        weights = {name: compiled.session.read(name) for name, x in held.items() if x.role == "parameter"}
     model: Any = TorchGPT2(config.model, weights, autocast=t.dtype == "bf16")
     optimizer = model.adamw(config.optim)
     batches = Batches(data.train, seq=t.seq, seed=t.seed, order=config.data.order)

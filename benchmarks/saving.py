@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from barellm.assembly.machine import Machine, open_machine
+from barellm.assembly.build import CompiledModel, open_model
 from barellm.checkpoint import checkpoint, storage
 from barellm.models import preset
 from barellm.training.console import Console
@@ -33,43 +33,51 @@ from barellm.training.stopping import Stopping
 class Steps:
     """Steps on random tokens."""
 
-    def __init__(self, machine: Machine, saving: Saving, accumulate: int) -> None:
-        self.machine, self.saving, self.accumulate, self.count = machine, saving, accumulate, 0
-        train = machine.config.train
+    def __init__(self, compiled: CompiledModel, saving: Saving, accumulate: int) -> None:
+        self.compiled, self.saving, self.accumulate, self.count = compiled, saving, accumulate, 0
+        train = compiled.config.train
         self.shape = {"batch": train.batch, "seq": train.seq}
         tokens = np.random.default_rng(7).integers(0, 50257, (train.batch, train.seq))
-        machine.session.write("tokens", tokens)
-        machine.session.write("targets", tokens)
+        compiled.session.write("tokens", tokens)
+        compiled.session.write("targets", tokens)
 
     def one(self) -> float:
         """The seconds of one step."""
-        begin, run = time.perf_counter(), self.machine.session.run
+        begin, run = time.perf_counter(), self.compiled.session.run
         self.count += 1
         for micro in range(self.accumulate):
-            self.saving.before("micro")
-            run("micro", **self.shape, accumulate=int(micro > 0), inv_targets=1e-3, step=self.count, sample=0, seed=1)
-        self.saving.before("update")
-        run("update", lr=1e-4, step=self.count, seed=1)
+            self.saving.before("forward_backward")
+            run(
+                "forward_backward",
+                **self.shape,
+                accumulate=int(micro > 0),
+                inv_targets=1e-3,
+                step=self.count,
+                sample=0,
+                seed=1,
+            )
+        self.saving.before("optimizer_step")
+        run("optimizer_step", lr=1e-4, step=self.count, seed=1)
         return time.perf_counter() - begin
 
 
-def measured(machine: Machine, folder: Path, accumulate: int, *, alone: int, rounds: int) -> dict[str, Any]:
+def measured(compiled: CompiledModel, folder: Path, accumulate: int, *, alone: int, rounds: int) -> dict[str, Any]:
     class Heard(Console):
         def line(self, text: str = "") -> None:
             print(text, flush=True)
 
     saving = Saving(
         folder,
-        machine.session,
-        written=machine.written,
-        shared=machine.shared,
-        threads=machine.session.threads,
+        compiled.session,
+        written=compiled.written,
+        shared=compiled.shared,
+        threads=compiled.session.threads,
         tokenizer={},
         milestones=0,
         console=Heard(),
         stop=Stopping(),
     )
-    steps, found = Steps(machine, saving, accumulate), []
+    steps, found = Steps(compiled, saving, accumulate), []
     steps.one()
     quiet = [steps.one() for _ in range(alone)]
     for _ in range(rounds):
@@ -122,19 +130,19 @@ def main() -> None:
     if args.cached:
         storage.DIRECT_FROM = 1 << 62
     args.folder.parent.mkdir(parents=True, exist_ok=True)
-    with open_machine(config, device="cpu", positions=0) as machine:
-        machine.session.run("init", seed=1)
+    with open_model(config, device="cpu", positions=0) as compiled:
+        compiled.session.run("init", seed=1)
         rows = [
-            {"cached": args.cached} | measured(machine, args.folder, n, alone=args.alone, rounds=args.rounds)
+            {"cached": args.cached} | measured(compiled, args.folder, n, alone=args.alone, rounds=args.rounds)
             for n in args.accumulate
         ]
         found = {
             "preset": args.preset,
             "batch": args.batch,
             "seq": args.seq,
-            "bytes": checkpoint.checkpoint_bytes(machine.session),
+            "bytes": checkpoint.checkpoint_bytes(compiled.session),
             "cores": len(os.sched_getaffinity(0)),
-            **machine.meta(),
+            **compiled.meta(),
             "rows": rows,
         }
     print(json.dumps({**found, "rows": [{k: v for k, v in row.items() if k != "steps_s"} for row in rows]}, indent=1))

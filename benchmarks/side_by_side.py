@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 
 from barellm import models
-from barellm.assembly.machine import Machine, open_machine
+from barellm.assembly.build import CompiledModel, open_model
 from barellm.cpu.threads import thread_count
 from barellm.evaluation.scoring import Scorer, Text, shape_for
 from barellm.generation.decode import open_decoder
@@ -25,10 +25,10 @@ TEXTS, SHORTEST, LONGEST = 80, 40, 160  # HellaSwag's endings with their context
 SEQ, BATCH = 256, 4
 
 
-def decoding(machine: Machine) -> dict[int, list[float]]:
+def decoding(compiled: CompiledModel) -> dict[int, list[float]]:
     """Tokens a second of all texts together after their first tokens, by how many there are; the sizes take turns."""
-    model = machine.config.model
-    decoder = open_decoder(machine.session, model, positions=256)
+    model = compiled.config.model
+    decoder = open_decoder(compiled.session, model, positions=256)
     prompt = np.random.default_rng(0).integers(0, model.vocab_size, PROMPT).tolist()
     found: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(ROUNDS):
@@ -39,9 +39,11 @@ def decoding(machine: Machine) -> dict[int, list[float]]:
     return found
 
 
-def scoring(scored: Machine, machine: Machine, texts: list[Text], shape: tuple[int, int]) -> dict[str, list[float]]:
+def scoring(
+    scored: CompiledModel, compiled: CompiledModel, texts: list[Text], shape: tuple[int, int]
+) -> dict[str, list[float]]:
     """Tokens a second, those of padding not counted, of HellaSwag's texts and of full windows in the program "eval"."""
-    session, r = machine.session, np.random.default_rng(2)
+    session, r = compiled.session, np.random.default_rng(2)
     scorer, fed = Scorer(scored.session, batch=shape[0], seq=shape[1]), sum(len(text.ids) - 1 for text in texts)
     windows = r.integers(0, 50257, (BATCH, SEQ)).astype(np.int32)
     found: dict[str, list[float]] = {"hellaswag": [], "eval": []}
@@ -70,12 +72,12 @@ def main() -> None:
     r = np.random.default_rng(1)
     texts = [Text(r.integers(0, 50257, n).tolist(), 9) for n in r.integers(SHORTEST, LONGEST, TEXTS)]
     shape = shape_for(texts, tokens=BATCH * SEQ, most_seq=1024)
-    with open_machine(config, device="cpu", training=False, positions=256, rows=max(ROWS)) as machine:
-        machine.initialize(1)
-        written = decoding(machine)
+    with open_model(config, device="cpu", training=False, positions=256, rows=max(ROWS)) as compiled:
+        compiled.initialize(1)
+        written = decoding(compiled)
     with (
-        open_machine(config, device="cpu", training=False, positions=0, scoring=shape) as one,
-        open_machine(config, device="cpu", training=False, positions=0) as other,
+        open_model(config, device="cpu", training=False, positions=0, scoring=shape) as one,
+        open_model(config, device="cpu", training=False, positions=0) as other,
     ):
         one.initialize(1)
         other.initialize(1)

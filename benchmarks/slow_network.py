@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from barellm import models, overrides
-from barellm.assembly.machine import resolved
+from barellm.assembly.build import resolved
 from barellm.config import Config
 from barellm.distributed.launch import mpiexec
 from barellm.plans import scale

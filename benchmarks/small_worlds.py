@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.config import Config
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
@@ -49,9 +49,9 @@ def base(steps: int) -> Config:
 def trained(config: Config, data: Dataset, seed: int) -> dict[str, float]:
     """Nats per byte of a part of the validation text, processor seconds of a step, and parameters."""
     t = config.train
-    with open_machine(config, device="cpu") as machine:
-        session, steps = machine.session, course(config)
-        machine.initialize(seed)
+    with open_model(config, device="cpu") as compiled:
+        session, steps = compiled.session, course(config)
+        compiled.initialize(seed)
         batches = Batches(data.train, seq=t.seq, seed=seed, order=config.data.order)
         begin = 0.0
         for index in range(t.steps):
@@ -60,7 +60,7 @@ def trained(config: Config, data: Dataset, seed: int) -> dict[str, float]:
             for name, array in zip(("tokens", "targets"), batches.batch(index * t.batch, t.batch), strict=True):
                 session.write(name, array)
             scalars = {"seed": seed, "step": index + 1, "sample": index * t.batch, "inv_targets": plan.inv_targets}
-            session.run("micro", batch=t.batch, seq=t.seq, accumulate=0, **scalars)
+            session.run("forward_backward", batch=t.batch, seq=t.seq, accumulate=0, **scalars)
             for program, values in plan.updates:
                 session.run(program, **{**values, "seed": seed})
         seconds = (time.process_time() - begin) / (t.steps - 2)

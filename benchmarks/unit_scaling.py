@@ -18,7 +18,7 @@ from statistics import mean
 from typing import Any
 
 from barellm import overrides
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.config import Config
 from barellm.data.loader import Batches, Validation
 from barellm.data.sources import Dataset, prepare
@@ -41,18 +41,24 @@ FORMATS = ("e4m3", "e5m2")
 def loss_of(config: Config, data: Dataset, seed: int, rows: Path | None) -> float:
     """Nats per token of the whole validation part after a run, which looks at its first and its last step where `rows` is given."""
     t = config.train
-    with open_machine(replace(config, train=replace(t, ranges=t.steps if rows else 0)), device="cpu") as machine:
-        session, steps = machine.session, course(config)
-        machine.initialize(seed)
+    with open_model(replace(config, train=replace(t, ranges=t.steps if rows else 0)), device="cpu") as compiled:
+        session, steps = compiled.session, course(config)
+        compiled.initialize(seed)
         batches = Batches(data.train, seq=t.seq, seed=seed, order=config.data.order)
-        watch = rows and ranges.Watch(rows, machine, every=t.steps)
+        watch = rows and ranges.Watch(rows, compiled, every=t.steps)
         for index in range(t.steps):
             plan = steps.step(index, t.steps)
             for name, array in zip(("tokens", "targets"), batches.batch(index * t.batch, t.batch), strict=True):
                 session.write(name, array)
             due = watch is not None and watch.due(index + 1)
             scalars = {"seed": seed, "step": index + 1, "sample": index * t.batch, "inv_targets": plan.inv_targets}
-            session.run("ranges" if due else "micro", batch=t.batch, seq=t.seq, accumulate=0, **scalars)
+            session.run(
+                "forward_backward_stats" if due else "forward_backward",
+                batch=t.batch,
+                seq=t.seq,
+                accumulate=0,
+                **scalars,
+            )
             if watch and due:
                 watch.record(index + 1)
             for program, values in plan.updates:

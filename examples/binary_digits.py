@@ -68,8 +68,8 @@ def network(p: Program, x: Tensor, *, binary: bool) -> Tensor:
 def programs(most: int, *, binary: bool) -> dict[str, Program]:
     """init, micro, update, and eval, which gives the logits of up to `most` images."""
     store = Store()
-    made = {name: Program(store) for name in ("init", "micro", "update", "eval")}
-    for name, batch in (("micro", BATCH), ("eval", most)):
+    made = {name: Program(store) for name in ("init", "forward_backward", "optimizer_step", "eval")}
+    for name, batch in (("forward_backward", BATCH), ("eval", most)):
         p, rows = made[name], (Dim("batch", batch), Dim("seq", 1))
         h = network(p, p.input("pixels", (*rows, PIXELS), "fp32"), binary=binary)
         head = p.parameter("head", (CLASSES, HIDDEN), std=HIDDEN**-0.5)
@@ -78,7 +78,7 @@ def programs(most: int, *, binary: bool) -> dict[str, Program]:
         else:
             p.output("loss", p.classifier(h, head, p.input("labels", rows), valid_vocab=CLASSES))
             p.backward(p.named["loss"])
-    adamw(made["update"], OPTIM)
+    adamw(made["optimizer_step"], OPTIM)
     initialise(made["init"])
     return made
 
@@ -94,8 +94,8 @@ def train(seed: int, steps: int, *, binary: bool) -> dict[str, Any]:
         chosen = order.integers(0, len(labels), BATCH)
         session.write("pixels", pixels[chosen, None])
         session.write("labels", labels[chosen, None])
-        session.run("micro", batch=BATCH, seq=1, inv_targets=1 / BATCH)
-        session.run("update", step=step + 1, lr=learning_rate(step, total=steps, optim=OPTIM))
+        session.run("forward_backward", batch=BATCH, seq=1, inv_targets=1 / BATCH)
+        session.run("optimizer_step", step=step + 1, lr=learning_rate(step, total=steps, optim=OPTIM))
         losses.append(float(session.read("loss")[0]))
     seconds = time.perf_counter() - begin
     session.write("pixels", test[:, None])

@@ -89,7 +89,7 @@ def programs(most: int) -> tuple[Store, dict[str, Program]]:
             p.output("logits", p.linear(x, head))
     adamw(update, OPTIM)
     initialise(init)
-    return store, {"init": init, "micro": micro, "update": update, "eval": evaluate}
+    return store, {"init": init, "forward_backward": micro, "optimizer_step": update, "eval": evaluate}
 
 
 def batches(images: Images, steps: int, seed: int) -> Iterator[tuple[float, Images]]:
@@ -109,8 +109,8 @@ def step(session: Session, number: int, lr: float, batch: Images) -> float:
     """One step of training; gives the loss before it."""
     session.write("pixels", batch.pixels)
     session.write("labels", batch.labels)
-    session.run("micro", batch=BATCH, inv_targets=1 / BATCH)
-    session.run("update", lr=lr, step=number + 1)
+    session.run("forward_backward", batch=BATCH, inv_targets=1 / BATCH)
+    session.run("optimizer_step", lr=lr, step=number + 1)
     return float(session.read("loss")[0])
 
 

@@ -61,13 +61,13 @@ def scaled_update(compute: str = "fp16") -> tuple[Program, Store]:
 
 def check_loss_scale(open_session: Callable[[dict[str, Program]], Any]) -> None:
     """It grows after enough good updates, shrinks after a bad one, which changes no weight, and stays within its bounds."""
-    session = open_session({"update": scaled_update()[0]})
+    session = open_session({"optimizer_step": scaled_update()[0]})
     session.write("w", normal(7, 5))
 
     def step(gradient: float, state: tuple[int, int]) -> tuple[list[int], np.ndarray]:
         session.write("loss_scale", np.array(state, np.int32))
         session.write("w.grad", np.full((7, 5), gradient, np.float32))
-        session.run("update", lr=0.1, step=1, seed=0)
+        session.run("optimizer_step", lr=0.1, step=1, seed=0)
         return session.read("loss_scale").tolist(), session.read("clip")
 
     state, clip = step(2.0**FIRST_SCALE * 0.01, (0, 0))

@@ -15,7 +15,7 @@ import pytest
 
 import barellm
 import barellm.cpu.kernels  # (fills the registry, which a page's kernels must not change for other tests)
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.cli.main import COMMANDS, parsed
 from barellm.cpu import processor
 from barellm.cpu.isa import X86
@@ -196,7 +196,7 @@ def test_the_bounds_of_the_presets_follow_from_their_operations():
         programs = build_programs(config)
         stored = sum(t.size for t in programs["init"].store.of_role("parameter"))
         assert count == pytest.approx(stored, rel=0.04), name
-        step = programs["micro"].flops * config.train.accumulate + programs["update"].flops
+        step = programs["forward_backward"].flops * config.train.accumulate + programs["optimizer_step"].flops
         assert in_words(config.train.steps * step / (float(peak) * 1e9)) == time, name
 
 

@@ -1,4 +1,4 @@
-"""The programs of a model, over one store: init, micro, update, eval, score, decode."""
+"""The programs of a model, over one store: init, forward_backward, optimizer_step, eval, score, decode."""
 
 from __future__ import annotations
 
@@ -40,14 +40,18 @@ def build(
 ) -> tuple[Store, dict[str, Program]]:
     """A store and its programs by name. What is 0 or None is left out.
 
-    init    parameters from the scalar seed
-    micro   forward and backward of up to `batch` sequences of up to `seq` tokens; output "loss" (with `optimizer`); then what
-            `depart` appends
-    ranges  with `ranges`: the same, and the exponents of what it touches (`program.observing`)
-    update  clip and optimizer, as `optimizer` appends them; where it is a mapping, a program for each of its names
-    eval    forward without dropout of up to `eval_batch` sequences of up to `eval_seq` tokens (0: as in micro); output "loss"
-    score   the same of up to `score_batch` sequences of up to `score_seq` tokens; outputs "losses" and "margins" of each target
-    decode  up to `decode_batch` sequences, `decode_seq` positions in the KV cache (0: max_seq); output "logits"
+    init                    parameters from the scalar seed
+    forward_backward        of one micro-batch, up to `batch` sequences of up to `seq` tokens; output "loss" (with `optimizer`);
+                            then what `start_reduce_scatter` appends
+    forward_backward_stats  with `ranges`: the same, and exponent statistics of every tensor (`program.exponent_stats`)
+    optimizer_step          gradient clipping and optimizer, as `optimizer` appends them; where it is a mapping, a program for each
+                            of its names
+    eval                    forward without dropout of up to `eval_batch` sequences of up to `eval_seq` tokens (0: as in
+                            forward_backward); output "loss"
+    score                   the same of up to `score_batch` sequences of up to `score_seq` tokens; outputs "losses" and "margins" of
+                            each target
+    decode                  one token of up to `decode_batch` sequences, `decode_seq` positions in the KV cache (0: max_seq);
+                            output "logits"
     """
     eval_batch, eval_seq = eval_batch or batch, eval_seq or seq
     if (longest := max(seq, eval_seq, decode_seq, score_seq)) > model.max_seq:
@@ -64,15 +68,15 @@ def build(
     initialise(programs["init"])
     declared = store.of_role("parameter")
     if optimizer is not None:
-        for name in ("micro", "ranges") if ranges else ("micro",):
+        for name in ("forward_backward", "forward_backward_stats") if ranges else ("forward_backward",):
             p = programs[name] = Program(store, compute=compute)
             loss = p.output("loss", _loss(p, model, batch, seq, training=True))
             gradients = p.backward(loss, recompute=recompute)
             if depart is not None:
                 depart(p)
-            if name == "ranges":
+            if name == "forward_backward_stats":
                 observe(p, gradients)
-        for name, append in ({"update": optimizer} if callable(optimizer) else optimizer).items():
+        for name, append in ({"optimizer_step": optimizer} if callable(optimizer) else optimizer).items():
             programs[name] = Program(store, compute=compute)
             append(programs[name])
     if eval_batch:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from barellm.assembly.machine import products as by_whom
+from barellm.assembly.build import gemm_options
 from barellm.assembly.programs import build
 from barellm.bench import peer_process
 from barellm.bench.peers import description, environments, peer_script
@@ -61,7 +61,9 @@ def products(
     gradient (of the first and of further micro-batches), as the device fuses them. Blocks that are alike count once. `options` are
     those of `devices.lower`."""
     _, programs = build(model, batch=1, seq=min(tokens, model.max_seq), compute=compute, optimizer=lambda p: None)
-    lowered = devices.lower({"micro": programs["micro"]}, device, **options).lowered["micro"]
+    lowered = devices.lower({"forward_backward": programs["forward_backward"]}, device, **options).lowered[
+        "forward_backward"
+    ]
     chunk = chunk_tokens(model.padded_vocab, 2) if device == "cuda" else CLASSIFIER_TOKENS
     found: dict[str, dict[Product, None]] = {}
     for op in lowered.ops:
@@ -181,7 +183,7 @@ class TimedOnGpu:
     """The same as `Timed`, on a GPU. Two programs: the product on each of the copies in turn, and on the first of them as often."""
 
     def __init__(self, product: Product, dtype: str, **products: Any) -> None:
-        """`products`: who does it, as `assembly.machine.products` says."""
+        """`products`: who does it, as `assembly.build.products` says."""
         store = Store()
         append(Program(store, compute=dtype), product, 0)
         self.nbytes = sum(t.nbytes for t in store.tensors.values())
@@ -240,7 +242,7 @@ def measure(
     through all products, so that no busy moment of the machine has more than one sample of a product. `config` has its dtype
     resolved, and says who does ours."""
     bench, rows, dtype = open_bench(device), [], config.train.dtype
-    options = by_whom(config.train, device)
+    options = gemm_options(config.train, device)
     all_products = [p for n in tokens for p in products(config.model, n, device, compute=dtype, **options)]
     samples: list[list[tuple[float, ...]]] = [[] for _ in all_products]
     sweeps = rounds if device == "cpu" else 1

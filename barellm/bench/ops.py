@@ -23,11 +23,11 @@ SHORT = 0.05  # seconds of an op that is not worth so many repeats
 
 
 def measure(config: Config, *, steps: int, device: str = "cpu") -> dict[str, Any]:
-    """Measure the ops and return one JSON object, with a row for each op and shape of micro and update, as in a profile, but with
+    """Measure the ops and return one JSON object, with a row for each op and shape of a step, as in a profile, but with
     the medians of `steps` traced steps. On the CPU a row also has `alone_s`: the time of as many calls of its first op, again and
     again, with whatever of its operands a cache can hold. `config` has its dtype resolved."""
     with opened(config, device=device) as (bench, _):
-        session, train = bench.machine.session, bench.train
+        session, train = bench.compiled.session, bench.train
         ceiling = measured_ceiling(device=device)
         ceiling.measure(mixes(session, bench.shares))
         seconds, step_s, alone = (_on_gpu if device == "cuda" else _on_cpu)(bench, steps)
@@ -39,9 +39,9 @@ def measure(config: Config, *, steps: int, device: str = "cpu") -> dict[str, Any
             row["alone_s"] *= row["count"] * bench.shares[row["program"]]
         return {
             "kind": "ops",
-            "preset": bench.machine.config.preset,
+            "preset": bench.compiled.config.preset,
             **{name: getattr(train, name) for name in ("batch", "seq", "dtype", "recompute")},
-            **where_it_ran(bench.machine),
+            **where_it_ran(bench.compiled),
             "step_s": step_s,
             "ops_s": sum(row["s"] for row in rows),
             "bound_s": sum(row["bound_s"] for row in rows),
@@ -55,7 +55,7 @@ Seconds = dict[str, np.ndarray]  # program -> (ops, 2), as `rows.op_seconds` has
 
 def _on_cpu(bench: StepBench, steps: int) -> tuple[Seconds, float, Callable[[str, Op], float] | None]:
     """(seconds of ops, of an untraced step, how to find those of one op alone)."""
-    session, traces = bench.machine.session, record(bench, steps)
+    session, traces = bench.compiled.session, record(bench, steps)
     each = [op_seconds(session, call_seconds(step)) for step in traces.traced]
     seconds = {name: np.median([found[name] for found in each], axis=0) for name in each[0]}
     return seconds, median(traces.untraced_s), Alone(session, traces.traced[0].tick_s).seconds
@@ -63,7 +63,7 @@ def _on_cpu(bench: StepBench, steps: int) -> tuple[Seconds, float, Callable[[str
 
 def _on_gpu(bench: StepBench, steps: int) -> tuple[Seconds, float, Callable[[str, Op], float] | None]:
     traces = device_trace.record(bench, steps)
-    return op_seconds(bench.machine.session, traces.median_calls_s()), median(traces.usual_s), None
+    return op_seconds(bench.compiled.session, traces.median_calls_s()), median(traces.usual_s), None
 
 
 class Alone:

@@ -199,7 +199,7 @@ def summary(
     config: Config, all_variants: list[Variant], *, rounds: int, steps: int, device: str = "cpu"
 ) -> dict[str, Any]:
     """Medians, ratios, and the bound."""
-    from barellm.assembly.machine import build_programs
+    from barellm.assembly.build import build_programs
     from barellm.plans.roofline import measured_ceiling, step_bound
 
     ceiling = measured_ceiling(device=device)
@@ -211,7 +211,7 @@ def summary(
     best = min(peers, key=lambda name: peers[name])
     return {
         **description("peers", config, device),
-        "flops": programs["micro"].flops,
+        "flops": programs["forward_backward"].flops,
         "rounds": rounds,
         "steps_per_turn": steps,
         "ceiling": ceiling.to_json(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.bench.peers import FOLDER, description, ours
 from barellm.bench.turns import Variant, interleave
 from barellm.config import Config

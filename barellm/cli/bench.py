@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from barellm.assembly.machine import resolved
+    from barellm.assembly.build import resolved
     from barellm.checkpoint import storage
     from barellm.models.course import only_stage
     from barellm.plans import devices
@@ -320,7 +320,7 @@ def _ops_lines(r: dict[str, Any]) -> list[str]:
     columns = {"count": 6, "ms": 10, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of bound": 12}
     columns |= {"alone ms": 10} if "alone_s" in r["ops"][0] else {}
     columns |= {"/ torch": 10} if "peer" in r else {}
-    head = f"{'op':<28}{'shape':<16}" + "".join(f"{name:>{width}}" for name, width in columns.items())
+    head = f"{'op':<44}{'shape':<16}" + "".join(f"{name:>{width}}" for name, width in columns.items())
     lines = [
         title_line(r),
         ceiling_line(r),
@@ -333,7 +333,7 @@ def _ops_lines(r: dict[str, Any]) -> list[str]:
         bound = f"{row['percent_of_bound']:>12.1f}" + (f"{row['alone_s'] * 1e3:>10.3f}" if "alone_s" in row else "")
         peer = f"{row['times_peer']:>10.2f}" if "times_peer" in row else ""
         name = f"{row['program']} {row['op']}"
-        lines.append(f"{name:<28}{row['shape']:<16}{row['count']:>6}{share}{rates}{bound}{peer}")
+        lines.append(f"{name:<44}{row['shape']:<16}{row['count']:>6}{share}{rates}{bound}{peer}")
     total = f"{r['ops_s'] * 1e3:.2f} ms of ops, {100 * r['bound_s'] / r['ops_s']:.1f} % of the bound"
     peer = [f"/ torch: ours alone over {r['peer']}, also in a loop"] if "peer" in r else []
     return [*lines, "", f"{total}; the step untraced {r['step_s'] * 1e3:.2f} ms", *peer]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from barellm import models, overrides
-from barellm.assembly.machine import Machine, check_device, open_machine
+from barellm.assembly.build import CompiledModel, check_device, open_model
 from barellm.checkpoint import checkpoint, quantized
 from barellm.checkpoint.weights import parameters
 from barellm.config import Config
@@ -32,26 +32,28 @@ class Found:
     stored: bool = False  # whether the checkpoint has them so
 
     @contextmanager
-    def opened(self, *, positions: int, rows: int = 1, scoring: tuple[int, int] | None = None) -> Iterator[Machine]:
+    def opened(
+        self, *, positions: int, rows: int = 1, scoring: tuple[int, int] | None = None
+    ) -> Iterator[CompiledModel]:
         """A machine with its weights, and a KV cache of so many `rows` and `positions` (0: none). Its programs are those that text
-        is written with, or evaluated; `scoring` is as in `assembly.machine.build_programs`."""
+        is written with, or evaluated; `scoring` is as in `assembly.build.build_programs`."""
         run = "decode" if positions else "score" if scoring else "eval"
         only = (run,) if self.path else (run, "init")
         how = {"device": self.device, "positions": positions, "rows": rows, "scoring": scoring}
         how |= {"weights": self.weights, "only": only}
-        with open_machine(self.config, training=False, **how) as machine:
+        with open_model(self.config, training=False, **how) as compiled:
             if self.path is None:
-                machine.initialize(self.config.train.seed)
-                yield machine
+                compiled.initialize(self.config.train.seed)
+                yield compiled
                 return
             if self.stored:
-                schemes = {name: m.how for name, m in machine.matrices.items() if not m.stays}
-                quantized.load(self.path, machine.loading, parameters(self.config.model), schemes)
+                schemes = {name: m.how for name, m in compiled.matrices.items() if not m.stays}
+                quantized.load(self.path, compiled.loading, parameters(self.config.model), schemes)
             else:
-                checkpoint.load(self.path, machine.loading, optimizer=False)
+                checkpoint.load(self.path, compiled.loading, optimizer=False)
             meta = checkpoint.read_meta(self.path)
-            enter(machine.session, self.config, meta["step"], meta.get("total_steps"))
-            yield machine
+            enter(compiled.session, self.config, meta["step"], meta.get("total_steps"))
+            yield compiled
 
 
 def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights: str | None = None) -> Found:

@@ -100,10 +100,10 @@ def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
         raise UserError(f"{found}, expected at most {len(data.val) - 1}: each has one before it")
     batch, seq = config.train.eval_shape(args.batch)
     windows = data.validation(seq=seq, max_tokens=args.first or args.tokens, first=args.first > 0)
-    with checkpoint.opened(positions=0) as machine:
+    with checkpoint.opened(positions=0) as compiled:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
         evaluator = Evaluator(windows, batch=batch, byte_lengths=data.byte_lengths)
-        result = evaluator.run(machine.session, report=console.evaluating(windows.windows))
+        result = evaluator.run(compiled.session, report=console.evaluating(windows.windows))
         console.clear()
     assert result is not None
     bits = result.bits_per_byte
@@ -129,10 +129,10 @@ def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
     config, path = checkpoint.config, Path(args.hellaswag)
     task = hellaswag.HellaSwag(hellaswag.read(path, checkpoint.tokenizer, limit=args.limit))
     batch, seq = shape_for(task.texts, tokens=args.batch * config.train.seq, most_seq=config.model.max_seq)
-    with checkpoint.opened(positions=0, scoring=(batch, seq)) as machine:
+    with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
         report = console.evaluating(len(task.texts))
-        result = task.run(Scorer(machine.session, batch=batch, seq=seq), report=report)
+        result = task.run(Scorer(compiled.session, batch=batch, seq=seq), report=report)
         console.clear()
     assert result is not None
     if out is not None:
@@ -180,10 +180,10 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
         hint = "" if args.whole else "; --whole takes all of it"
         raise UserError(f"{part}{name} has no document of two tokens{hint}")
     batch, seq = shape_for(task.texts, tokens=args.batch * config.train.seq, most_seq=config.train.seq)
-    with checkpoint.opened(positions=0, scoring=(batch, seq)) as machine:
+    with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
         report = console.evaluating(len(task.texts))
-        rows = list(task.rows(Scorer(machine.session, batch=batch, seq=seq), report=report))
+        rows = list(task.rows(Scorer(compiled.session, batch=batch, seq=seq), report=report))
         console.clear()
     _write_lines(out, rows)
     total = documents.total(rows)

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     import json
 
     from barellm import models, overrides
-    from barellm.assembly.machine import resolved
+    from barellm.assembly.build import resolved
     from barellm.inspect import kernels
     from barellm.plans import devices
 

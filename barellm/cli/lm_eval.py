@@ -15,7 +15,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from barellm.assembly.machine import check_device
+from barellm.assembly.build import check_device
 from barellm.cli.checkpoints import Found, found
 from barellm.errors import UserError
 from barellm.evaluation.scoring import Score, Scorer, Text, shape_for
@@ -65,8 +65,8 @@ class Barellm(TemplateLM):
     def _scores(self, texts: list[Text], disable_tqdm: bool) -> list[Score]:
         """Of all texts, by a machine that is planned for them."""
         batch, seq = shape_for(texts, tokens=self.batch_size * self.max_length, most_seq=self.max_length)
-        with self.checkpoint.opened(positions=0, scoring=(batch, seq)) as machine:
-            scores = Scorer(machine.session, batch=batch, seq=seq).run(texts)
+        with self.checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled:
+            scores = Scorer(compiled.session, batch=batch, seq=seq).run(texts)
         assert scores is not None
         return scores
 
@@ -141,8 +141,8 @@ class Barellm(TemplateLM):
         positions = cache_positions(max(map(len, prompts)) + count, self.max_length)
         rows = min(self.batch_size, len(prompts), MOST_TOGETHER)
         answers: list[str] = []
-        with self.checkpoint.opened(positions=positions, rows=rows) as machine:
-            decoder = open_decoder(machine.session, machine.config.model, positions=positions)
+        with self.checkpoint.opened(positions=positions, rows=rows) as compiled:
+            decoder = open_decoder(compiled.session, compiled.config.model, positions=positions)
             for first in range(0, len(prompts), rows):
                 here = prompts[first : first + rows]
                 texts = [Written(self.vocabulary, stops=asked["until"]) for _ in here]

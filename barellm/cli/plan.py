@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
 
-    from barellm.assembly.machine import resolved
+    from barellm.assembly.build import resolved
     from barellm.models.course import only_stage
     from barellm.plans import devices, plan
 
@@ -209,12 +209,12 @@ def _tables(n: dict[str, Any]) -> list[str]:
     timed = "expected_s" in n
     lines += [
         "",
-        f"{'by op of a step, fused':<28}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + ("  at least ms" if timed else ""),
+        f"{'by op of a step, fused':<44}{'ops':>8}{'GFLOP':>14}{'GB':>12}" + ("  at least ms" if timed else ""),
     ]
     for row in n["ops"]:
         name = f"{row['program']} {row['op']}"
         tail = f"{row['expected_s'] * 1e3:>13.2f}" if timed else ""
-        lines.append(f"  {name:<26}{row['count']:>8g}{row['flops'] / 1e9:>14.3f}{row['bytes'] / 1e9:>12.3f}{tail}")
+        lines.append(f"  {name:<42}{row['count']:>8g}{row['flops'] / 1e9:>14.3f}{row['bytes'] / 1e9:>12.3f}{tail}")
     fused = ", ".join(f"{name} {count}" for name, count in n["fusions"].items())
     calls = ", ".join(f"{name} {n['programs'][name]['calls']}" for name in n["step"])
     what = "launches" if n["device"] == "cuda" else "calls"

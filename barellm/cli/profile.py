@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
-    from barellm.assembly.machine import resolved
+    from barellm.assembly.build import resolved
     from barellm.cli.bench import warm_steps
     from barellm.models.course import only_stage
     from barellm.plans import devices
@@ -82,16 +82,16 @@ def lines(r: dict[str, Any]) -> list[str]:
 
     step = r["step_s"]
     columns = {"count": 6, "ms": 10, "wait ms": 9, "% of step": 11, "GFLOP/s": 10, "GB/s": 8, "% of bound": 12}
-    head = f"{'op':<30}{'shape':<18}" + "".join(f"{name:>{width}}" for name, width in columns.items())
+    head = f"{'op':<44}{'shape':<18}" + "".join(f"{name:>{width}}" for name, width in columns.items())
     found = [title_line(r), ceiling_line(r), "", head]
     for row in sorted(r["ops"], key=lambda row: -row["s"]):
         name = f"{row['program']} {row['op']}"
         times = f"{row['s'] * 1e3:>10.3f}{row['wait_s'] * 1e3:>9.3f}{row['percent_of_step']:>11.2f}"
         rates = f"{row['flops'] / row['s'] / 1e9:>10.1f}{row['bytes'] / row['s'] / 1e9:>8.1f}"
-        found.append(f"{name:<30}{row['shape']:<18}{row['count']:>6}{times}{rates}{row['percent_of_bound']:>12.1f}")
+        found.append(f"{name:<44}{row['shape']:<18}{row['count']:>6}{times}{rates}{row['percent_of_bound']:>12.1f}")
         for symbol, part in row["kernels"].items():
             times = f"{part['s'] * 1e3:>10.3f}{part['wait_s'] * 1e3:>9.3f}{100 * part['s'] / step:>11.2f}"
-            found.append(f"  {symbol:<46}{part['calls']:>6}{times}")
+            found.append(f"  {symbol:<60}{part['calls']:>6}{times}")
     found += _of_threads(r) if r["by_thread"] else _of_gpu(r)
     return found + (between.lines(r["between_ranks"], step) if "between_ranks" in r else [])
 

@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from barellm.assembly.machine import build_programs
+    from barellm.assembly.build import build_programs
     from barellm.assembly.quantized import quantize_programs
     from barellm.checkpoint import checkpoint as checkpoints
     from barellm.checkpoint.folder import RunFolder
@@ -101,7 +101,7 @@ def _moments(
     """Gives the moments of what each product but the classifier reads, and what they were measured on."""
     from dataclasses import replace
 
-    from barellm.assembly.machine import build_programs, opened
+    from barellm.assembly.build import build_programs, opened
     from barellm.assembly.quantized import products_of
     from barellm.data.loader import Validation
     from barellm.data.sources import prepare

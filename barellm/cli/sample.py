@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from barellm.cli.options import ESCAPES, add_device, add_dtype, add_weights, escaped
 
 if TYPE_CHECKING:
-    from barellm.assembly.machine import Machine
+    from barellm.assembly.build import CompiledModel
     from barellm.bench.decoding import Pace
     from barellm.cli.checkpoints import Found
     from barellm.generation.decode import Decoder
@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights)
     most = checkpoint.config.model.max_seq
     if args.interactive:
-        with checkpoint.opened(positions=most) as machine:
-            _talk(args, checkpoint, open_decoder(machine.session, machine.config.model, positions=most), first)
+        with checkpoint.opened(positions=most) as compiled:
+            _talk(args, checkpoint, open_decoder(compiled.session, compiled.config.model, positions=most), first)
         return 0
     prompts = [args.prompt or ""] if args.prompts is None else _prompts(args.prompts)
     fed = {prompt: checkpoint.tokenizer.prompt(prompt) for prompt in prompts}
@@ -117,10 +117,10 @@ def run(args: argparse.Namespace) -> int:
     ]
     positions = cache_positions(max(len(work.fed) for work in works) + args.tokens, most)
     rows = min(args.batch, len(works))
-    with checkpoint.opened(positions=positions, rows=rows) as machine:
-        decoder = open_decoder(machine.session, machine.config.model, positions=positions)
+    with checkpoint.opened(positions=positions, rows=rows) as compiled:
+        decoder = open_decoder(compiled.session, compiled.config.model, positions=positions)
         for begin in range(0, len(works), rows):
-            _group(args, checkpoint, machine, decoder, works, range(begin, min(begin + rows, len(works))))
+            _group(args, checkpoint, compiled, decoder, works, range(begin, min(begin + rows, len(works))))
     return 0
 
 
@@ -148,7 +148,12 @@ def _prompts(name: str) -> list[str]:
 
 
 def _group(
-    args: argparse.Namespace, checkpoint: Found, machine: Machine, decoder: Decoder, works: Sequence[Work], these: range
+    args: argparse.Namespace,
+    checkpoint: Found,
+    compiled: CompiledModel,
+    decoder: Decoder,
+    works: Sequence[Work],
+    these: range,
 ) -> None:
     """Write some of the texts side by side. The first of them is shown as it comes, the others when their turn comes."""
     from barellm.bench.decoding import Pace
@@ -176,7 +181,7 @@ def _group(
         elif i != these[0]:
             _write(f"{title(i)}{work.prompt}{text.text}\n")
     if args.measure:
-        _measure(args, machine, pace)
+        _measure(args, compiled, pace)
 
 
 def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sampling) -> None:
@@ -207,12 +212,12 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
         turn += 1
 
 
-def _measure(args: argparse.Namespace, machine: Machine, pace: Pace) -> None:
+def _measure(args: argparse.Namespace, compiled: CompiledModel, pace: Pace) -> None:
     from barellm.bench.decoding import weight_bytes
     from barellm.plans.roofline import measured_ceiling
 
     rates = measured_ceiling(device=args.device).bandwidth
-    print(pace.line(weight_bytes(machine.programs["decode"]), rates[8, 0, 0]), file=sys.stderr)
+    print(pace.line(weight_bytes(compiled.programs["decode"]), rates[8, 0, 0]), file=sys.stderr)
 
 
 def _write(piece: str) -> None:

@@ -65,7 +65,7 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     from pathlib import Path
 
     from barellm import models, overrides
-    from barellm.assembly.machine import check_device
+    from barellm.assembly.build import check_device
     from barellm.checkpoint import folder
     from barellm.errors import UserError
     from barellm.training import find_lr, run

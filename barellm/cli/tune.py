@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return _clear(args)
     if args.self_test:
         return _self_test(args)
-    from barellm.assembly.machine import resolved
+    from barellm.assembly.build import resolved
 
     minutes = _minutes(args)
     config = configuration(args)
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _on_cpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any]]:
     """(products, the machine, where winners are kept, what tunes them)."""
-    from barellm.assembly.machine import build_programs
+    from barellm.assembly.build import build_programs
     from barellm.cpu import tuning
     from barellm.cpu.isa import host
     from barellm.cpu.step import lower_and_plan
@@ -99,14 +99,14 @@ def _on_cpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any
 
     isa, threads = host(), thread_count()
     built = lower_and_plan(build_programs(config), isa=isa, threads=threads)
-    works = works_of(call for program in ("micro", "eval", "decode") for call in built.calls[program])
+    works = works_of(call for program in ("forward_backward", "eval", "decode") for call in built.calls[program])
     tuned = partial(tune, works, isa, threads=threads, footprint=built.plan.arena_bytes)
     return works, tuning.machine(isa, threads), tuning.database(), tuned
 
 
 def _on_gpu(config: Config) -> tuple[list[Any], str, Database, Callable[..., Any]]:
     """The same for a GPU. UserError where there is no GPU."""
-    from barellm.assembly.machine import build_programs
+    from barellm.assembly.build import build_programs
     from barellm.cuda import driver, tuning
     from barellm.cuda.kernel import Target
     from barellm.cuda.tuner.problem import works_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from barellm.assembly.machine import build_programs, products
+from barellm.assembly.build import build_programs, gemm_options
 from barellm.assembly.quantized import quantize_programs
 from barellm.config import Config
 from barellm.cpu import isa as isas
@@ -86,7 +86,7 @@ def arch_named(name: str | None) -> Target:
 def used_by(config: Config, machine: ISA | Target, *, weights: str = "") -> list[Used]:
     """Every specialisation of a training run's programs, in the order in which they first run; with `weights` of few bits those of
     decoding and evaluating."""
-    options = products(config.train, "cuda" if isinstance(machine, Target) else "cpu")
+    options = gemm_options(config.train, "cuda" if isinstance(machine, Target) else "cpu")
     programs = build_programs(config, training=not weights)
     if weights:
         programs = {name: programs[name] for name in ("decode", "eval")}

@@ -82,9 +82,9 @@ class Stages:
         scalars = {**rates, "step": (index + 1) // 2, "seed": train.seed}
         scalars["momentum"] = momentum(index, total=schedule.total, optim=optim)
         if index % 2 == 0:
-            updates = [("update", scalars)]
+            updates = [("optimizer_step", scalars)]
         else:
-            updates = [("update_tied" if index <= untied else "update_untied", scalars)]
+            updates = [("optimizer_step_tied" if index <= untied else "optimizer_step_untied", scalars)]
             updates += [("untie", {})] * (index == untied)
         return Step(
             seq=stage.seq,

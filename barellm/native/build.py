@@ -12,7 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from barellm.assembly.machine import Machine, build_programs, resolved
+from barellm.assembly.build import CompiledModel, build_programs, resolved
 from barellm.checkpoint.storage import TEMPORARY
 from barellm.cpu import compilers, jit, sources
 from barellm.cpu.isa import ISA, arm, host
@@ -132,7 +132,7 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
     programs = build_programs(config, positions=config.model.max_seq)  # `sample` too reads its prompts with them
     threads = threads or thread_count()
     lowered = lower_and_plan(programs, threads=threads, isa=isa)
-    machine = Machine(config, "cpu", None, programs, lowered.plan)
+    machine = CompiledModel(config, "cpu", None, programs, lowered.plan)
     run.config = config
     meta = json.dumps(run.meta(machine), indent=2)
     image = Image(config, programs, lowered, isa, meta, run.data.tokenizer)

@@ -30,8 +30,8 @@ from barellm.program.tensor import Tensor
 from barellm.runtime.arena import limits_of
 from barellm.runtime.lowering import Region
 
-PROGRAMS = ("init", "micro", "update", "eval", "decode")
-OUTPUTS = {"micro": "loss", "update": "clip", "eval": "loss", "decode": "logits"}
+PROGRAMS = ("init", "forward_backward", "optimizer_step", "eval", "decode")
+OUTPUTS = {"forward_backward": "loss", "optimizer_step": "clip", "eval": "loss", "decode": "logits"}
 FORMATS = ("fp32", "i32", "bf16", "fp16", "split", "half", "e6m9", "ue6m10")
 KEPT = ("fp32", "i32", "bf16", "split", "half", "e6m9", "ue6m10")  # those that runtime.c takes apart
 CUT = {"bytes": "BY_BYTE", "chars": "BY_CHARACTER"}  # tokenizers whose texts the program can cut

@@ -6,8 +6,8 @@ The classifier's weight `head` (C, V) and the embedding (V, C) are one matrix fo
 So the end of a step is one of three programs, and one more runs where they part:
 
     update          the matrices of layers; their gradients become zero, and the others go on growing in the next step
-    update_tied     all but the embedding, which becomes the transpose of the new head
-    update_untied   all
+    optimizer_step_tied     all but the embedding, which becomes the transpose of the new head
+    optimizer_step_untied   all
     untie           the embedding's state becomes the transpose of the head's
 """
 
@@ -100,9 +100,9 @@ def updates(config: OptimConfig) -> dict[str, Callable[[Program], None]]:
     """The four programs by name: what appends each."""
     table = rules(config)
     return {
-        "update": partial(speedrun_update, rules=table, adam=False),
-        "update_tied": partial(speedrun_update, rules=table, adam=True, tied=True),
-        "update_untied": partial(speedrun_update, rules=table, adam=True),
+        "optimizer_step": partial(speedrun_update, rules=table, adam=False),
+        "optimizer_step_tied": partial(speedrun_update, rules=table, adam=True, tied=True),
+        "optimizer_step_untied": partial(speedrun_update, rules=table, adam=True),
         "untie": untie,
     }
 

@@ -34,8 +34,8 @@ def rules(config: OptimConfig, hidden: str) -> list[Rule]:
 
 
 def updates(config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> dict[str, Callable[[Program], None]]:
-    """The programs that end a step, by name: what appends each. Where spikes may be skipped, "norm" finds the gradient's norm and
-    "update" does the rest, so that a run can decide between the two. Of several `ranks` each updates its share. UserError for an
+    """The programs that end a step, by name: what appends each. Where spikes may be skipped, "grad_norm" finds the gradient's norm and
+    "optimizer_step" does the rest, so that a run can decide between the two. Of several `ranks` each updates its share. UserError for an
     optimizer whose work cannot be dealt."""
     if config.name == "speedrun":
         if ranks is not None and ranks.count > 1:
@@ -45,8 +45,8 @@ def updates(config: OptimConfig, hidden: str, ranks: Ranks | None = None) -> dic
         return normuon.updates(config)
     if config.skips:
         how = {"config": config, "hidden": hidden, "ranks": ranks}
-        return {"norm": partial(_norm, **how), "update": partial(_changes, **how)}
-    return {"update": lambda p: optimize(p, config, hidden, ranks)}
+        return {"grad_norm": partial(_norm, **how), "optimizer_step": partial(_changes, **how)}
+    return {"optimizer_step": lambda p: optimize(p, config, hidden, ranks)}
 
 
 def depart(p: Program, config: OptimConfig, hidden: str, ranks: Ranks) -> None:

@@ -71,7 +71,7 @@ def check(device: str) -> None:
 
 def lower(programs: dict[str, Program], machine: str | ISA | Target, **products: Any) -> Built:
     """Programs after fusion, as calls with an address for every byte, for a device as it is here or for another machine; nothing
-    is allocated, and nothing of "cuda" needs a GPU. `products`: as `training.machine.products` has them."""
+    is allocated, and nothing of "cuda" needs a GPU. `products`: as `assembly.build.gemm_options` has them."""
     from barellm.cuda.kernel import Target
 
     if machine == "cuda" or isinstance(machine, Target):

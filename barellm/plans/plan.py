@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from barellm.assembly.machine import build_programs, model_flops, products
+from barellm.assembly.build import build_programs, gemm_options, model_flops
 from barellm.config import Config
 from barellm.models import hidden
 from barellm.models.course import shares
@@ -44,7 +44,7 @@ def report(
     """The numbers as one JSON object, and what they were read from. `config` has its dtype resolved. With `ceiling` every
     op gets the seconds that this machine needs at the least. Of several `ranks`, the numbers are those of one."""
     programs = build_programs(config, ranks=ranks)
-    built = lower(programs, device, **products(config.train, device))
+    built = lower(programs, device, **gemm_options(config.train, device))
     plan, train = built.plan, config.train
     largest = max(plan.peaks, key=lambda name: plan.peaks[name][0])
     step = shares(config)
@@ -60,7 +60,7 @@ def report(
         "moments": config.optim.moments,
         "device": device,
         **built.machine,
-        "parameters": sum(t.size for t in programs["micro"].store.of_role("parameter")),
+        "parameters": sum(t.size for t in programs["forward_backward"].store.of_role("parameter")),
         "memory": memory(built),
         "arena_bytes": plan.arena_bytes,
         "live_peak_bytes": plan.live_peak_bytes,

@@ -111,16 +111,16 @@ def rows_of(config: Config, ranks: int) -> Config:
 def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tuple[Work, Any]:
     """The arithmetic of a rank whose configuration is `config`, and the store of its programs. Of the rates of
     `ceiling`, operations reach the share `utilisation`, and bytes STREAMED."""
-    from barellm.assembly.machine import build_programs
+    from barellm.assembly.build import build_programs
     from barellm.plans.devices import lower
 
     programs = build_programs(config)
-    built, store = lower(programs, "cpu"), programs["micro"].store
+    built, store = lower(programs, "cpu"), programs["forward_backward"].store
 
     def seconds(op: Any) -> float:
         return max(ceiling.operations(op) / utilisation, ceiling.traffic(op) / STREAMED)
 
-    micro, at = built.lowered["micro"].ops, 0.0
+    micro, at = built.lowered["forward_backward"].ops, 0.0
     forward, finished = None, {}
     for op in micro:
         written = [t.base for t in op.outputs.values() if t.base.role == "gradient"]
@@ -130,7 +130,7 @@ def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tu
         finished |= dict.fromkeys(written, at)
     forward = forward or 0.0
     ready = sorted((when - forward, t.size) for t, when in finished.items())
-    ends = [name for name in built.lowered if name in ("norm", "update")]
+    ends = [name for name in built.lowered if name in ("grad_norm", "optimizer_step")]
     update = sum(seconds(op) for name in ends for op in built.lowered[name].ops)
     if not config.optim.powersgd:  # ZeRO's first stage: each rank updates a share, and adds up what arrives for it
         elements = sum(t.size for t in store.of_role("gradient"))

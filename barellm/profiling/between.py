@@ -39,11 +39,11 @@ def exposed(session: Any, seconds: Mapping[str, np.ndarray], ranks: Ranks) -> li
 def lines(rows: list[dict[str, Any]], step_s: float) -> list[str]:
     """The rows as a table, and what the quickest rank needs for each, together: what is exposed of the communication."""
     count = len(rows[0]["s"])
-    found = ["", f"{'between ranks':<30}{'segment':<18}" + "".join(f"{f'rank {r} ms':>12}" for r in range(count))]
+    found = ["", f"{'between ranks':<44}{'segment':<18}" + "".join(f"{f'rank {r} ms':>12}" for r in range(count))]
     for row in rows:
         name = f"{row['program']} {row['op']}"
         times = "".join(f"{s * 1e3:>12.3f}" for s in row["s"])
-        found.append(f"{name:<30}{row['segment'] or 'behind all':<18}{times}")
+        found.append(f"{name:<44}{row['segment'] or 'behind all':<18}{times}")
     least = sum(min(row["s"]) for row in rows)
     most = max(sum(row["s"][r] for row in rows) for r in range(count))
     found.append(

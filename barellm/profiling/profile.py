@@ -29,7 +29,7 @@ def measure(
     allow. The files of FILES go to `folder`, which exists. `config` has its dtype resolved. Of several `ranks` each gets its own
     object, and the first writes the files."""
     with opened(config, device=device, ranks=ranks) as (bench, _):
-        session, train = bench.machine.session, bench.train
+        session, train = bench.compiled.session, bench.train
         ceiling = measured_ceiling(device=device)
         ceiling.measure(mixes(session, bench.shares))
         facts, calls_s, made = _on_gpu(bench, steps, ranks) if device == "cuda" else _on_cpu(bench, steps, ranks)
@@ -41,9 +41,9 @@ def measure(
             row["kernels"] = kernels.get((row["program"], row["op"], row["shape"]), {})
         result: dict[str, Any] = {
             "kind": "profile",
-            "preset": bench.machine.config.preset,
+            "preset": bench.compiled.config.preset,
             **{name: getattr(train, name) for name in ("batch", "seq", "dtype", "recompute")},
-            **where_it_ran(bench.machine),
+            **where_it_ran(bench.compiled),
             "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             **facts,
             "bound_s": sum(row["bound_s"] for row in rows),
@@ -64,7 +64,7 @@ def measure(
 
 def _on_cpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
     """(facts of the step, seconds of its calls, how to make its timeline). All ranks look at the step that is rank 0's middle."""
-    traces, session = record(bench, first(ranks, steps or pairs_for(bench))), bench.machine.session
+    traces, session = record(bench, first(ranks, steps or pairs_for(bench))), bench.compiled.session
     step = traces.traced[first(ranks, traces.traced.index(traces.middle()))]
     threads = account(step)
     facts = {
@@ -80,7 +80,7 @@ def _on_cpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str
 def _on_gpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
     """The same for a GPU. What a usual step takes longer than its launches is idling: the GPU waits for the host."""
     count = first(ranks, steps or device_trace.pairs_for(bench))
-    traces, session = device_trace.record(bench, count), bench.machine.session
+    traces, session = device_trace.record(bench, count), bench.compiled.session
     step, usual = traces.middle(), median(traces.usual_s)
     facts = {
         "step_s": max(usual, step.seconds / step.steps),

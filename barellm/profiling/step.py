@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from barellm.assembly.machine import Machine, open_machine
+from barellm.assembly.build import CompiledModel, open_model
 from barellm.config import Config
 from barellm.models.course import shares
 from barellm.profiling.process import CallCounter, Usage, resident_bytes, seconds_since_start
@@ -45,20 +45,20 @@ def one_micro_batch(config: Config) -> Config:
 class StepBench:
     """An open machine that steps. Tokens and targets of step i depend on i only. Of several `ranks` each takes its rows of them."""
 
-    def __init__(self, machine: Machine, ranks: Ranks = ALONE) -> None:
-        self.machine = machine
+    def __init__(self, compiled: CompiledModel, ranks: Ranks = ALONE) -> None:
+        self.compiled = compiled
         self.steps = 0
-        self.train = machine.config.train
+        self.train = compiled.config.train
         self.rows = self.train.batch // ranks.count
         self.first = ranks.rank * self.rows
-        self.vocabulary = machine.config.model.vocab_size
-        alone = one_micro_batch(machine.config)
+        self.vocabulary = compiled.config.model.vocab_size
+        alone = one_micro_batch(compiled.config)
         self.course, self.shares, self.total = course(alone), shares(alone), self.train.steps or None
         self.loss = 0.0  # of the last step
 
     def step(self, wrap: Callable[[], Any] | None = None, run: Callable[..., Any] | None = None) -> Sample:
         """A cycle of steps. `wrap()` is a context around what is timed; `run`: what runs a program, else the session's."""
-        session = self.machine.session
+        session = self.compiled.session
         runs, inputs, cycle = run or session.run, self._inputs(), self.course.cycle
         usage, start = Usage.now(), time.perf_counter()
         if wrap is None:
@@ -81,7 +81,7 @@ class StepBench:
 
     def _run(self, run: Callable[..., Any], inputs: list[np.ndarray]) -> list[tuple[str, Any]]:
         """The programs of a cycle by `run`, to their end: their names in order, and what it gave for each."""
-        train, session, found = self.train, self.machine.session, []
+        train, session, found = self.train, self.compiled.session, []
         for tokens, targets in inputs:
             at = self.steps
             plan = self.course.step(at, self.total)
@@ -90,18 +90,18 @@ class StepBench:
             session.write("tokens", tokens[own])
             session.write("targets", targets[own])
             micro = run(
-                "micro", batch=self.rows, seq=train.seq, accumulate=int(plan.adds), inv_targets=plan.inv_targets,
+                "forward_backward", batch=self.rows, seq=train.seq, accumulate=int(plan.adds), inv_targets=plan.inv_targets,
                 seed=SEED, step=at + 1, sample=at * train.batch + self.first,
             )  # fmt: skip
             self.loss = float(session.read("loss")[0]) * plan.shown  # as a run does: the update may need its place
-            found += [("micro", micro), *((name, run(name, **scalars)) for name, scalars in plan.updates)]
+            found += [("forward_backward", micro), *((name, run(name, **scalars)) for name, scalars in plan.updates)]
             self.steps += 1
         session.synchronize()
         return found
 
     def timed(self) -> list[tuple[str, Any]]:
         """A cycle by the session's `timed`: the programs in their order, and what that gave for each."""
-        return self._run(self.machine.session.timed, self._inputs())
+        return self._run(self.compiled.session.timed, self._inputs())
 
 
 @contextmanager
@@ -117,17 +117,17 @@ def opened(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE) -> Iter
     counter = CallCounter()
     with ExitStack() as stack:
         with counter.watching_new_threads():
-            machine = stack.enter_context(open_machine(config, device=device, ranks=ranks))
+            compiled = stack.enter_context(open_model(config, device=device, ranks=ranks))
         begun = time.perf_counter()
-        machine.initialize(SEED)
-        machine.session.synchronize()
+        compiled.initialize(SEED)
+        compiled.session.synchronize()
         initialised = time.perf_counter()
-        bench = StepBench(machine, ranks)
+        bench = StepBench(compiled, ranks)
         first = bench.step()
         everything = (imported or 0.0) + time.perf_counter() - start
         split = {
             "import": imported or 0.0,
-            **machine.session.seconds,
+            **compiled.session.seconds,
             "init": initialised - begun,
             "step": first.seconds,
         }
@@ -149,7 +149,7 @@ def measure(config: Config, *, steps: int, digest: bool = False, device: str = "
         counter = facts.pop("counter")
         samples = [bench.step() for _ in range(steps)]
         now, peak_rss = resident_bytes()
-        marks = {"digest": bench.machine.session.digest()} if digest else {}
+        marks = {"digest": bench.compiled.session.digest()} if digest else {}
         bench.step(counter.counting)
         return describe(bench, facts, samples, now=now, peak_rss=peak_rss, counter=counter) | marks
 
@@ -157,23 +157,23 @@ def measure(config: Config, *, steps: int, digest: bool = False, device: str = "
 def describe(
     bench: StepBench, facts: dict[str, Any], samples: list[Sample], *, now: int, peak_rss: int, counter: CallCounter
 ) -> dict[str, Any]:
-    machine, train = bench.machine, bench.train
+    compiled, train = bench.compiled, bench.train
     seconds = [s.seconds for s in samples]
     middle = median(seconds)
-    flops = sum(share * machine.programs[name].flops for name, share in bench.shares.items())
-    peak = machine.peak()
+    flops = sum(share * compiled.programs[name].flops for name, share in bench.shares.items())
+    peak = compiled.peak()
     tokens = train.batch * train.seq
-    arena = machine.plan.arena_bytes
+    arena = compiled.plan.arena_bytes
     added = now - facts["resident_before_bytes"]
     return {
         "kind": "step",
-        "preset": machine.config.preset,
+        "preset": compiled.config.preset,
         "batch": train.batch,
         "seq": train.seq,
         "dtype": train.dtype,
         "recompute": train.recompute,
-        "moments": machine.config.optim.moments,
-        **where_it_ran(machine),
+        "moments": compiled.config.optim.moments,
+        **where_it_ran(compiled),
         **facts,
         "besides_step_s": facts["first_step_s"] - middle,
         "steps": len(seconds),
@@ -185,7 +185,7 @@ def describe(
         "peak_flops": peak,
         "percent_of_peak": 100 * flops / middle / peak,
         "arena_bytes": arena,
-        "live_peak_bytes": machine.plan.live_peak_bytes,
+        "live_peak_bytes": compiled.plan.live_peak_bytes,
         "peak_rss_bytes": peak_rss,
         "rss_added_bytes": added,
         "rss_added_over_plan": added / arena,
@@ -201,18 +201,18 @@ def describe(
     }
 
 
-def where_it_ran(machine: Machine) -> dict[str, Any]:
+def where_it_ran(compiled: CompiledModel) -> dict[str, Any]:
     """`device`, `isa`, and `threads` or `multiprocessors`."""
     names = ("device", "isa", "threads", "multiprocessors")
-    return {name: value for name, value in machine.meta().items() if name in names}
+    return {name: value for name, value in compiled.meta().items() if name in names}
 
 
 def serve(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE, lines: Iterable[str] | None = None) -> None:
     """Be one side of an interleaved comparison, as barellm.bench.turns wants it. `lines`: what is asked, else standard input."""
     with opened(config, device=device, ranks=ranks) as (bench, facts):
-        start = where_it_ran(bench.machine) | {"dtype": bench.train.dtype}
-        start |= {"arena_bytes": bench.machine.plan.arena_bytes}
-        on_device = {"peak_device_bytes": bench.machine.plan.arena_bytes} if device == "cuda" else {}
+        start = where_it_ran(bench.compiled) | {"dtype": bench.train.dtype}
+        start |= {"arena_bytes": bench.compiled.plan.arena_bytes}
+        on_device = {"peak_device_bytes": bench.compiled.plan.arena_bytes} if device == "cuda" else {}
         print(json.dumps(start | {k: v for k, v in facts.items() if k != "counter"}), flush=True)
         for line in sys.stdin if lines is None else lines:
             samples = [bench.step() for _ in range(int(line))]

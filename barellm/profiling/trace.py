@@ -61,7 +61,7 @@ class Traces:
 
 def record(bench: StepBench, steps: int) -> Traces:
     """`steps` pairs of steps; which of a pair is traced first changes from pair to pair."""
-    session: CpuSession = bench.machine.session
+    session: CpuSession = bench.compiled.session
     rooms: list[dict[str, np.ndarray]] = []  # of each run of a cycle
     order: list[str] = []
     marks: list[tuple[float, int]] = []  # both clocks, at the begin and at the end of a step

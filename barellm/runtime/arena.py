@@ -227,7 +227,7 @@ def limits_of(program: Program) -> dict[str, int]:
 
 def sizes_of(programs: Mapping[str, Program]) -> str:
     """The sizes that the user chose, for a message: batch and length of the first program that has them (training, if any)."""
-    for p in sorted(programs.values(), key=lambda p: p is not programs.get("micro")):
+    for p in sorted(programs.values(), key=lambda p: p is not programs.get("forward_backward")):
         for t in p.named.values():
             if t.dims:
                 return " x ".join(f"{d.name} {int(d)}" for d in t.dims)

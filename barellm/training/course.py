@@ -16,7 +16,7 @@ from barellm.training.schedule import rates
 
 @dataclass(frozen=True)
 class Plain:
-    """The loss is the mean over the targets of the whole step, and the program "update" ends it. Its gradient may be larger, where
+    """The loss is the mean over the targets of the whole step, and the program "optimizer_step" ends it. Its gradient may be larger, where
     the model says so."""
 
     config: Config
@@ -37,7 +37,7 @@ class Plain:
         scalars["momentum"] = momentum(index, total=total, optim=optim)
         inv_targets = 1.0 / (train.batch * self.ramp.count(index) * train.seq)
         larger = (self.loss_gradient or inv_targets) / inv_targets
-        updates = ((("norm", {}),) if optim.skips else ()) + (("update", scalars),)
+        updates = ((("grad_norm", {}),) if optim.skips else ()) + (("optimizer_step", scalars),)
         return Step(train.seq, found, inv_targets * larger, updates, shown=1.0 / larger)
 
     def enter(self, session: Standing, index: int, total: int | None) -> None:

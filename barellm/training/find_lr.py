@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import overrides
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.checkpoint import storage
 from barellm.checkpoint.folder import RunFolder
 from barellm.config import Config
@@ -126,7 +126,7 @@ def test(
             session.write("targets", targets)
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
             shape = {"batch": train.batch, "seq": plan.seq, "accumulate": int(micro > 0)}
-            session.run("micro", inv_targets=inv_targets, **shape, **random)
+            session.run("forward_backward", inv_targets=inv_targets, **shape, **random)
             loss += float(session.read("loss")[0]) * plan.shown
         for program, scalars in plan.updates:
             session.run(program, **{name: tested.get(name, value) for name, value in scalars.items()})
@@ -187,10 +187,10 @@ def run(job: Run, folder: RunFolder, *, steps: int, words: Sequence[str]) -> int
     """Tests learning rates in the place of the training that `job` is. Only lr.json and lr.png are written. `words`: those of the
     command line."""
     say, begin = job.console, [0.0]
-    with open_machine(job.config, device=job.device) as machine, Stopping() as stop:
-        for line in report.header(machine, job.data, folder.path):
+    with open_model(job.config, device=job.device) as compiled, Stopping() as stop:
+        for line in report.header(compiled, job.data, folder.path):
             say.line(line)
-        job.initialize(machine)
+        job.initialize(compiled)
 
         def told(step: int, look: Look) -> bool:
             found = {key: value for key, value in asdict(look).items() if value is not None}
@@ -202,7 +202,7 @@ def run(job: Run, folder: RunFolder, *, steps: int, words: Sequence[str]) -> int
                 say.progress(f"step {step + 1:>5}/{steps}{eta}  loss {look.smoothed:.4f}  {report.rates(found)}")
             return not stop
 
-        looks = test(machine.config, machine.session, job.batches, steps=steps, told=told)
+        looks = test(compiled.config, compiled.session, job.batches, steps=steps, told=told)
     if stop:
         return stop.status
     found = write(folder.path, looks, config=job.config, words=words)

@@ -66,7 +66,7 @@ class Grace:
         saving = self._loop.saving
         with saving.changing:  # to the end of the process, so that neither an update nor another save begins
             point = self._loop.point()
-            if saving.last_began or not saving.still("micro", point) or not saving.now_or_warn(point):
+            if saving.last_began or not saving.still("forward_backward", point) or not saving.now_or_warn(point):
                 return
             self._exit(f"stopped inside step {point.step + 1}: a run that goes on from {saving.saved} does it again")
 

@@ -167,7 +167,7 @@ class Loop:
             adds = int(micro > 0 or plan.adds)
             # The last micro-batch finds the gradients of the whole step.
             watched = self.watch is not None and micro + 1 == count and self.watch.due(step + 1)
-            program = "ranges" if watched else "micro"
+            program = "forward_backward_stats" if watched else "forward_backward"
             self.saving.before(program)
             sizes = {**shape, "accumulate": adds, "last": int(micro + 1 == count)}
             session.run(program, inv_targets=plan.inv_targets / share, **sizes, **random)

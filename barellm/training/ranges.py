@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from barellm.assembly.machine import Machine
+from barellm.assembly.build import CompiledModel
 from barellm.errors import UserError
 from barellm.program.magnitudes import BIAS, Magnitudes, magnitudes
 from barellm.program.observing import COUNTS, TOTALS, observed
@@ -28,11 +28,11 @@ FILE = "ranges.jsonl"
 
 
 class Watch:
-    """Writes what the program "ranges" finds, in the first step and in every one whose number `every` divides."""
+    """Writes what the program "forward_backward_stats" finds, in the first step and in every one whose number `every` divides."""
 
-    def __init__(self, path: Path, machine: Machine, *, every: int) -> None:
-        self.every, self.session = every, machine.session
-        self.tensors = observed(machine.programs["ranges"])
+    def __init__(self, path: Path, compiled: CompiledModel, *, every: int) -> None:
+        self.every, self.session = every, compiled.session
+        self.tensors = observed(compiled.programs["forward_backward_stats"])
         # What a fusion keeps out of memory nobody counts: it stays empty.
         for name in (COUNTS, TOTALS):
             self.session.write(name, np.zeros_like(self.session.read(name)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import __version__, models
-from barellm.assembly.machine import Machine
+from barellm.assembly.build import CompiledModel
 from barellm.config import Config, OptimConfig
 from barellm.data.examples import Packed
 from barellm.data.sources import Dataset
@@ -23,22 +23,22 @@ LONG_S = 30 * 86400.0  # a run of a month is rarely meant
 MIB = 1 << 20
 
 
-def header(machine: Machine, data: Dataset, folder: Path) -> list[str]:
+def header(compiled: CompiledModel, data: Dataset, folder: Path) -> list[str]:
     """A few lines that say what is trained, on what, with what, and where it goes. config.json has every setting."""
-    config, found = machine.config, machine.meta()
+    config, found = compiled.config, compiled.meta()
     model, train = config.model, config.train
     units = f"{found['threads']} threads" if "threads" in found else found["processor"]
-    memory = f"{machine.plan.arena_bytes / MIB:,.1f} MiB of memory"
+    memory = f"{compiled.plan.arena_bytes / MIB:,.1f} MiB of memory"
     sizes = f"{models.name_of(model)}, {model.channels} channels, {model.vocab_size:,} token ids"
     lines = [
         f"barellm {__version__}, preset {config.preset}",
-        f"model    {short(machine.parameters)} parameters: {sizes}, up to {model.max_seq:,} positions",
+        f"model    {short(compiled.parameters)} parameters: {sizes}, up to {model.max_seq:,} positions",
         f"text     {data.name}",
         f"         {short(len(data.train))} tokens to learn from and {short(len(data.val))} held back for validation "
         f"(tokenizer {data.tokenizer.name})",
         f"machine  {found['device']}, {found['isa']}, {found['dtype']}, {units}; {memory}",
         f"lr       {_rates(config)}",
-        f"a step   {train.batch} x {train.accumulate} sequences of {train.seq} tokens, {_bound(machine)}",
+        f"a step   {train.batch} x {train.accumulate} sequences of {train.seq} tokens, {_bound(compiled)}",
         f"folder   {folder}, where config.json has every setting",
     ]
     if data.byte_lengths is None:
@@ -77,8 +77,8 @@ def lower_rates(optim: OptimConfig) -> str:
     return rate_options(half) + (f" --optim.min_lr {half.min_lr:g}" if half.min_lr != optim.min_lr else "")
 
 
-def _bound(machine: Machine) -> str:
-    flops, peak = machine.flops_per_step, machine.peak()
+def _bound(compiled: CompiledModel) -> str:
+    flops, peak = compiled.flops_per_step, compiled.peak()
     work = f"{flops / 1e9:,.2f} GFLOP"
     if not peak:
         return work

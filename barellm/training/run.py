@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import __version__, models, overrides
-from barellm.assembly.machine import Machine, open_machine, shares_of
+from barellm.assembly.build import CompiledModel, open_model, shares_of
 from barellm.checkpoint import checkpoint, storage
 from barellm.checkpoint.folder import RunFolder
 from barellm.checkpoint.left_out import LeftOut
@@ -253,41 +253,41 @@ class Run:
         with ExitStack() as opening:
             with together.in_turn(self.ranks):  # what rank 0 compiles, the others find in the cache
                 how: dict[str, Any] = {"positions": self.positions, "scoring": self.scoring, "ranks": self.ranks}
-                opened = open_machine(self.config, device=self.device, **how)
-                machine = opening.enter_context(opened)
-            self.config = machine.config
-            together.agree(self.ranks, self._facts(machine))
-            self.stored: Any = machine.session  # as checkpoints have it
+                opened = open_model(self.config, device=self.device, **how)
+                compiled = opening.enter_context(opened)
+            self.config = compiled.config
+            together.agree(self.ranks, self._facts(compiled))
+            self.stored: Any = compiled.session  # as checkpoints have it
             if self.ranks.count > 1:
-                self.stored = Shares(machine.session, *shares_of(self.config, self.ranks), self.ranks)
+                self.stored = Shares(compiled.session, *shares_of(self.config, self.ranks), self.ranks)
             if self.ranks.rank == 0:
                 folder.need_space(checkpoint.checkpoint_bytes(self.stored))
             with Agreed(self.ranks.rank) if self.ranks.count > 1 else Stopping() as stop:
                 self.console.on_lost = lambda: stop.request(141)
-                return self._train(folder, machine, stop)
+                return self._train(folder, compiled, stop)
 
-    def initialize(self, machine: Machine) -> None:
+    def initialize(self, compiled: CompiledModel) -> None:
         """Weights from the seed, or from elsewhere."""
         if self.weights is None:
-            machine.initialize(self.config.train.seed)
+            compiled.initialize(self.config.train.seed)
         else:
-            self.weights.load(machine.session)
+            self.weights.load(compiled.session)
             self.console.line(f"begins with the weights of {self.weights.path}")
 
-    def _train(self, folder: RunFolder, machine: Machine, stop: Stopping) -> int:
-        progress, rows = self._begin(folder, machine)
-        decoder = open_decoder(machine.session, self.config.model, positions=self.positions)
+    def _train(self, folder: RunFolder, compiled: CompiledModel, stop: Stopping) -> int:
+        progress, rows = self._begin(folder, compiled)
+        decoder = open_decoder(compiled.session, self.config.model, positions=self.positions)
         with ExitStack() as last, ExitStack() as files:
             log = metrics.Metrics(None if self.ranks.rank else folder.path / "metrics.jsonl", rows=rows)
             files.enter_context(closing(log))
             watch = None
             if every := self.config.train.ranges:
-                watch = files.enter_context(closing(ranges.Watch(folder.path / ranges.FILE, machine, every=every)))
+                watch = files.enter_context(closing(ranges.Watch(folder.path / ranges.FILE, compiled, every=every)))
             tracking = files.enter_context(closing(self._tracking(folder, progress.step)))
-            saving = files.enter_context(closing(self._saving(folder, machine, stop)))
+            saving = files.enter_context(closing(self._saving(folder, compiled, stop)))
             loop = Loop(
                 config=self.config,
-                session=machine.session,
+                session=compiled.session,
                 batches=self.batches,
                 course=self.course,
                 ramp=self.ramp,
@@ -300,19 +300,19 @@ class Run:
                 stop=stop,
                 saving=saving,
                 tracking=tracking,
-                meta=self.meta(machine),
+                meta=self.meta(compiled),
                 ranks=self.ranks,
                 samples=lambda step: self._samples(decoder, stop, count=1, tokens=SAMPLE_TOKENS, seed=step),
-                hellaswag=self._hellaswag(machine, stop),
-                flops_per_step=machine.flops_per_step,
-                peak=machine.peak(),
+                hellaswag=self._hellaswag(compiled, stop),
+                flops_per_step=compiled.flops_per_step,
+                peak=compiled.peak(),
                 progress=progress,
                 started=self.started,
                 listen=self.listen,
             )
             # It covers the closing of the files and trackers too, of which one may hang.
             last.enter_context(Grace(self.config.train.grace, loop=loop, stop=stop, console=self.console))
-            if loop.run() and self._finish(folder, machine, loop, decoder, stop):
+            if loop.run() and self._finish(folder, compiled, loop, decoder, stop):
                 return 0
             # Without a new step the checkpoint is the one from before, which does not know what this command line changed.
             as_before = self.start is not None and loop.progress.step == self.start.meta["step"]
@@ -332,47 +332,47 @@ class Run:
         state = self.start.meta.get("spikes") if self.start else None
         return Spikes(loss_limit=optim.skip_loss_z, norm_limit=optim.skip_norm_z, state=state)
 
-    def _saving(self, folder: RunFolder, machine: Machine, stop: Stopping) -> Saving:
+    def _saving(self, folder: RunFolder, compiled: CompiledModel, stop: Stopping) -> Saving:
         kind = Saving if self.ranks.count == 1 else partial(SharedSaving, ranks=self.ranks)
         return kind(
             folder.checkpoints,
             self.stored,
-            written=machine.written,
-            shared=machine.shared,
-            threads=int(machine.meta().get("threads", 1)),
+            written=compiled.written,
+            shared=compiled.shared,
+            threads=int(compiled.meta().get("threads", 1)),
             tokenizer=tokenizer_files(self.data.tokenizer),
             console=self.console,
             stop=stop,
             saved=self.start.path if self.start else None,
         )
 
-    def _begin(self, folder: RunFolder, machine: Machine) -> tuple[Progress, list[dict[str, Any]]]:
+    def _begin(self, folder: RunFolder, compiled: CompiledModel) -> tuple[Progress, list[dict[str, Any]]]:
         """Weights from the seed, from elsewhere or from the checkpoint; the resolved configuration printed and saved."""
-        for line in report.header(machine, self.data, folder.path):
+        for line in report.header(compiled, self.data, folder.path):
             self.console.line(line)
         if self.start is None:
-            self.initialize(machine)
+            self.initialize(compiled)
             progress = Progress()
         else:
-            self._load(self.start.path, machine)
+            self._load(self.start.path, compiled)
             meta = self.start.meta
             # A checkpoint of an older version does not say how many tokens it has seen.
             tokens = meta.get("tokens", meta["samples"] * self.config.train.seq)
             progress = Progress(meta["step"], meta["total_steps"], meta["seconds"], tokens)
-            if meta["machine"]["isa"] != machine.meta()["isa"]:
-                found = f"saved on {meta['machine']['isa']}, going on with {machine.meta()['isa']}"
+            if meta["machine"]["isa"] != compiled.meta()["isa"]:
+                found = f"saved on {meta['machine']['isa']}, going on with {compiled.meta()['isa']}"
                 self.console.line(f"warning: {found}: the bits will differ from those of a run never stopped")
             self.console.line(f"resumed from {self.start.path} after {duration(progress.seconds)} of training")
         rows = [] if self.ranks.rank else self._begin_files(folder, progress.step)
-        self._print_intentions(machine, progress)
+        self._print_intentions(compiled, progress)
         return progress, rows
 
-    def _load(self, path: Path, machine: Machine) -> None:
+    def _load(self, path: Path, compiled: CompiledModel) -> None:
         """What a checkpoint has, where each rank keeps its share."""
         source: Any = self.stored
         if self.config.optim.powersgd:
             file = path / checkpoint.OPTIMIZER
-            source = LeftOut(self.stored, machine.session, self.ranks, file, suffix=f".{powersgd.ERROR}")
+            source = LeftOut(self.stored, compiled.session, self.ranks, file, suffix=f".{powersgd.ERROR}")
             if source.blocks != self.ranks.count:
                 was, now = (f"{n} rank{'s' * (n > 1)}" for n in (source.blocks, self.ranks.count))
                 self.console.line(f"what compression has left out on {was} is added up for {now}")
@@ -392,10 +392,10 @@ class Run:
             metrics.truncate(found, step=step)
         return rows
 
-    def _print_intentions(self, machine: Machine, progress: Progress) -> None:
-        train, peak = self.config.train, machine.peak()
+    def _print_intentions(self, compiled: CompiledModel, progress: Progress) -> None:
+        train, peak = self.config.train, compiled.peak()
         total = progress.total or (None if train.minutes else train.steps)
-        bound_s = machine.flops_per_step / peak if peak else 0.0
+        bound_s = compiled.flops_per_step / peak if peak else 0.0
         packed = report.packing(self.batches.packed) if isinstance(self.batches, ExampleRows) else []
         found = packed + report.intentions(
             self.config, self.data, ramp=self.ramp, done=progress.step, total=total, bound_s=bound_s
@@ -409,7 +409,7 @@ class Run:
         for line in (*filter(None, found), ""):
             self.console.line(line)
 
-    def meta(self, machine: Machine) -> dict[str, Any]:
+    def meta(self, compiled: CompiledModel) -> dict[str, Any]:
         """What each checkpoint's meta.json says, besides how far the run is."""
         tokenizer = self.data.tokenizer
         names = ("numpy", "llvmlite")
@@ -418,13 +418,13 @@ class Run:
             "config": overrides.to_json(self.config),
             "data": {"name": self.data.name, "hash": self.data.hash},
             "tokenizer": {"kind": tokenizer.name, "hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size},
-            "machine": machine.meta() | ({"ranks": self.ranks.count} if self.ranks.count > 1 else {}),
+            "machine": compiled.meta() | ({"ranks": self.ranks.count} if self.ranks.count > 1 else {}),
             "versions": versions | {name: import_module(name).__version__ for name in names},
         }
 
-    def _facts(self, machine: Machine) -> dict[str, Any]:
+    def _facts(self, compiled: CompiledModel) -> dict[str, Any]:
         """What all ranks must have alike."""
-        meta = machine.meta()
+        meta = compiled.meta()
         return {
             "barellm": together.version(),
             "the text": f"{self.data.name} ({self.data.hash})",
@@ -434,12 +434,12 @@ class Run:
             "the checkpoint": self.start.meta["step"] if self.start else None,
         }
 
-    def _hellaswag(self, machine: Machine, stop: Stopping) -> Callable[[], hellaswag.Result | None] | None:
+    def _hellaswag(self, compiled: CompiledModel, stop: Stopping) -> Callable[[], hellaswag.Result | None] | None:
         """A function that tries the model on HellaSwag, if the run shall."""
         task, scoring = self.hellaswag, self.scoring
         if task is None or scoring is None or self.ranks.rank:
             return None
-        scorer = Scorer(machine.session, batch=scoring[0], seq=scoring[1])
+        scorer = Scorer(compiled.session, batch=scoring[0], seq=scoring[1])
         tell = self.console.evaluating
         return lambda: task.run(scorer, stop=lambda: bool(stop), report=tell(len(task.texts)))
 
@@ -463,11 +463,11 @@ class Run:
             texts.append(shown + tokenizer.decode(ids))
         return texts
 
-    def _finish(self, folder: RunFolder, machine: Machine, loop: Loop, decoder: Decoder, stop: Stopping) -> bool:
+    def _finish(self, folder: RunFolder, compiled: CompiledModel, loop: Loop, decoder: Decoder, stop: Stopping) -> bool:
         """The last, longer look: evaluation, samples, curve, and what they come to. False if stopped before the end."""
         say, step = self.console.line, loop.progress.step
         tell = self.console.evaluating(self.final_evaluator.windows.windows)
-        result = self.final_evaluator.run(machine.session, stop=lambda: bool(stop), report=tell)
+        result = self.final_evaluator.run(compiled.session, stop=lambda: bool(stop), report=tell)
         if result is None:
             return False
         loop.record_evaluation(step, result)
@@ -487,21 +487,21 @@ class Run:
         found = curve.Curve(self.config.preset, *curve.series(loop.metrics.rows))
         say(curve.terminal(found, ascii_only=not self.console.can_show(curve.GLYPHS)))
         image = folder.path / "loss.png"
-        title = f"{self.config.preset}, {short(machine.parameters)} parameters"
+        title = f"{self.config.preset}, {short(compiled.parameters)} parameters"
         try:
             if image.is_symlink():  # what it points to is not the run's
                 storage.remove(image)
             curve.image(image, [found], title=title)
         except OSError as error:  # the weights are safe; a picture is not worth the report
             say(f"warning: no curve in {image}: {error.strerror}")
-        row = self._result(machine, loop, result, texts, seconds=time.monotonic() - self.started)
+        row = self._result(compiled, loop, result, texts, seconds=time.monotonic() - self.started)
         loop.record(row)
         for line in report.closing(row, folder.path, self.config):
             say(line)
         return True
 
     def _result(
-        self, machine: Machine, loop: Loop, result: Result, texts: list[str], *, seconds: float
+        self, compiled: CompiledModel, loop: Loop, result: Result, texts: list[str], *, seconds: float
     ) -> dict[str, Any]:
         final: dict[str, Any] = {
             "kind": "result",
@@ -525,8 +525,8 @@ class Run:
             "seconds_all_sessions": round(loop.progress.seconds, 2),
             "steps": loop.progress.step,
             "tokens_per_s": sorted(speeds)[len(speeds) // 2],
-            "parameters": machine.parameters,
-            **machine.meta(),
+            "parameters": compiled.parameters,
+            **compiled.meta(),
             "checkpoint": str(loop.saving.saved),
             "curve": str(loop.saving.folder.parent / "loss.png"),
         }

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from barellm import overrides
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.bench import peers
 from barellm.config import Config
 from barellm.cuda import driver, nccl
@@ -121,8 +121,8 @@ def layout(scale: Scale) -> dict[str, Any]:
 
     wrong, count = [], 0
     for dtype in ("bf16", "fp32"):
-        with open_machine(model(scale, dtype=dtype), device="cuda") as machine:
-            for spec, kernel in machine.session.kernels.items():
+        with open_model(model(scale, dtype=dtype), device="cuda") as compiled:
+            for spec, kernel in compiled.session.kernels.items():
                 count += 1
                 told = _parameters(driver, kernel)
                 read = [nbytes for nbytes, _ in kernel.code.params]
@@ -156,12 +156,12 @@ def by_graphs(config: Config) -> dict[str, Any]:
     digests, losses, bars = {}, {}, []
     for kind in ("run", "run_unrolled"):
         with opened(config, "cuda") as bench:
-            bars = played(bench.machine.session, config)
-            session = bench.machine.session
+            bars = played(bench.compiled.session, config)
+            session = bench.compiled.session
             losses[kind] = [bench.step(run=getattr(session, kind)).loss for _ in range(2)]
             digests[kind] = session.digest()
             before = session.read("loss").tobytes()
-            session.replay("micro", batch=bench.train.batch, seq=bench.train.seq)
+            session.replay("forward_backward", batch=bench.train.batch, seq=bench.train.seq)
             session.synchronize()
             replayed = session.read("loss").tobytes()
     same = digests["run"] == digests["run_unrolled"] and losses["run"] == losses["run_unrolled"]
@@ -184,7 +184,7 @@ def roles(calls: Iterable[Any]) -> set[str]:
 
 def played(session: Any, config: Config) -> list[dict[str, Any]]:
     """On Hopper, at LONG tokens, the bar that its kernel does every kind of product, and that Triton's does none."""
-    calls = session.calls["micro"]
+    calls = session.calls["forward_backward"]
     if not session.target.hopper or config.train.seq < LONG:
         return []
     plain = [c for c in calls if isinstance(c, Launch) and c.spec.name == "gemm"]
@@ -193,9 +193,9 @@ def played(session: Any, config: Config) -> list[dict[str, Any]]:
 
 @contextmanager
 def opened(config: Config, device: str):
-    with open_machine(config, device=device) as machine:
-        machine.initialize(SEED)
-        yield StepBench(machine)
+    with open_model(config, device=device) as compiled:
+        compiled.initialize(SEED)
+        yield StepBench(compiled)
 
 
 def equal(scale: Scale) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def _run(config: Config, device: str, steps: int) -> dict[str, Any]:
     """The same initial weights and tokens everywhere: both come from seeds, by counter-based bits."""
     with opened(config, device) as bench:
         losses = [bench.step().loss]
-        session = bench.machine.session
+        session = bench.compiled.session
         gradients = {t.name: session.read(t.name) for t in session.tensors.values() if t.role == "gradient"}
         losses += [bench.step().loss for _ in range(steps - 1)]
         bars = played(session, config) if device == "cuda" else []
@@ -254,7 +254,7 @@ def _digest(scale: Scale) -> dict[str, Any]:
     if scale.mock:  # which lives in this process
         with opened(model(scale), "cuda") as bench:
             losses = [bench.step().loss for _ in range(2)]
-            return {"losses": losses, "digest": bench.machine.session.digest()}
+            return {"losses": losses, "digest": bench.compiled.session.digest()}
     config = overrides.flat(model(scale, seq=LONG))
     changes = [f"--{key}={value}" for key, value in config.items() if value != overrides.flat(preset("gpt2-124m"))[key]]
     command = [sys.executable, "-m", "barellm", "bench", "step", "gpt2-124m", "--device", "cuda", "--digest", "--json"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from barellm.assembly.machine import build_programs, products
+from barellm.assembly.build import build_programs, gemm_options
 from barellm.bench import attentions, gemms
 from barellm.config import Config
 from barellm.cuda import bench, driver
@@ -35,7 +35,9 @@ FULL = Scale(small=False, mock=False)
 
 def lowered(config: Config, target: Target, matmul: str = "own") -> tuple[dict[str, Program], LoweredPrograms]:
     programs = build_programs(config)
-    return programs, lower_and_plan(programs, replace(target, **products(config.train, "cuda") | {"matmul": matmul}))
+    return programs, lower_and_plan(
+        programs, replace(target, **gemm_options(config.train, "cuda") | {"matmul": matmul})
+    )
 
 
 def step(config: Config, target: Target, *matmuls: str) -> Iterator[Specialisation]:
@@ -93,7 +95,7 @@ def steps(scale: Scale, target: Target) -> Iterator[Specialisation]:
 def gemm(scale: Scale, target: Target) -> Iterator[Specialisation]:
     config = speed.gemm_model(scale)
     yield from peaks()
-    options = products(config.train, "cuda")
+    options = gemm_options(config.train, "cuda")
     for one in gemms.products(config.model, config.train.seq, "cuda", compute=config.train.dtype, **options):
         for product, matmul in ((one, "own"), (gemms.alone(one), "cublaslt")):
             p = Program(Store(), compute=config.train.dtype)

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 
 from barellm import overrides
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.bench import gemms
 from barellm.config import Config
 from barellm.cuda import choices, driver
@@ -253,7 +253,7 @@ def whole(scale: Scale) -> dict[str, Any]:
 
 def _step(config: Config) -> tuple[float, dict[str, np.ndarray]]:
     with correct.opened(config, "cuda") as bench:
-        session = bench.machine.session
+        session = bench.compiled.session
         loss = bench.step(run=session.run_unrolled).loss
         return loss, {t.name: session.read(t.name) for t in session.tensors.values() if t.role == "gradient"}
 

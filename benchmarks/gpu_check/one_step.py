@@ -30,7 +30,7 @@ def main(*, small: bool = False, seconds: float = 60.0) -> list[str]:
     end = time.monotonic() + seconds
     launched: dict[str, None] = {}
     with opened(whole_step(Scale(small=small, mock=False)), "cuda") as bench:
-        session = bench.machine.session
+        session = bench.compiled.session
         seen: set[Specialisation] = set()
         for key in KEYS:
             with showing(session, key, seen, end) as names:

@@ -3,7 +3,7 @@ what compute-sanitizer looks at; it makes them 10 to 100 times slower."""
 
 from __future__ import annotations
 
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.bench.gemms import Product, append, fill
 from barellm.config import Config
 from barellm.plans.devices import open_session
@@ -24,9 +24,9 @@ def configs() -> list[Config]:
 
 def steps() -> None:
     for config in configs():
-        with open_machine(config, device="cuda") as machine:
-            machine.initialize(SEED)
-            bench = StepBench(machine)
+        with open_model(config, device="cuda") as compiled:
+            compiled.initialize(SEED)
+            bench = StepBench(compiled)
             print(config.train.dtype, [bench.step().loss for _ in range(2)])
     print("two steps done")
 

@@ -13,7 +13,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.bench import attentions, gemms, peers, turns
 from barellm.config import Config
 from barellm.cuda import choices, driver, tuning

@@ -267,7 +267,7 @@ kept on disk, shared by layers"""
 
 
 def life() -> Any:
-    micro = plan()["programs"]["micro"]
+    micro = plan()["programs"]["forward_backward"]
     notes = ["Nothing runs: each call appends ops.", f"{micro['ops']} ops after the reverse walk.",
              f"{micro['fused_ops']} ops. No model knows of it.", "What is never alive together shares bytes.",
              f"{micro['calls']} calls; {plan()['kernels']} kernels for all programs.",
@@ -350,7 +350,7 @@ def kind_of(name: str) -> tuple[str, str]:
 
 
 def memory() -> Any:
-    """gpt2-124m at 4 x 64: the whole arena to scale, and the workspace of "micro" over its ops."""
+    """gpt2-124m at 4 x 64: the whole arena to scale, and the workspace of "forward_backward" over its ops."""
     p = plan()
     high = 500
     figure, axes = canvas(840, high)
@@ -373,21 +373,21 @@ def memory() -> Any:
     for start, end in ((top, top), (y, floor)):
         axes.plot([left + width, chart_left], [start, end], color=LINE, linewidth=0.8, linestyle=":")
     shape = f"{p['batch']} x {p['seq']} tokens, {p['dtype']}, {p['isa']}"
-    text(axes, chart_left, 14, f"the workspace while micro runs ({shape})", size=10, weight="bold")
+    text(axes, chart_left, 14, f"the workspace while forward_backward runs ({shape})", size=10, weight="bold")
     _workspace(figure.add_axes((chart_left / 840, (high - floor) / high, 550 / 840, (floor - top) / high)), p)
     return figure
 
 
 def _workspace(chart: Any, p: dict[str, Any]) -> None:
     """Ops across, addresses up; a tensor is as wide as its life and as high as its bytes."""
-    rows = [r for r in p["map"] if r.get("program") == "micro"]
+    rows = [r for r in p["map"] if r.get("program") == "forward_backward"]
     edge = {"edgecolor": "white", "linewidth": 0.25}
     for r in rows:
         where = r["first"], (r["offset"] - p["persistent_bytes"]) / MIB
         life_of = r["last"] - r["first"] + 1
         chart.add_patch(Rectangle(where, life_of, r["bytes"] / MIB, facecolor=kind_of(r["name"])[1], **edge))
     logits = next(r for r in rows if r["name"] == "classifier.logits")
-    ops, at = p["programs"]["micro"]["fused_ops"], logits["first"]
+    ops, at = p["programs"]["forward_backward"]["fused_ops"], logits["first"]
     chart.set(xlim=(0, ops), ylim=(0, p["workspace_bytes"] / MIB))
     chart.set_xticks([0, at, ops], ["0\nforward", f"{at}\nclassifier", f"{ops} ops\nbackward"])
     chart.tick_params(labelsize=8.5, colors=INK)

@@ -65,11 +65,11 @@ def test_model_operations_are_those_of_the_plan():
 def test_ops_add_up_to_the_step_and_have_a_bound(monkeypatch):
     monkeypatch.setattr(ops, "measured_ceiling", lambda **machine: CEILING)
     r = ops.measure(small(), steps=3)
-    session_ops = sum(row["count"] for row in r["ops"] if row["program"] == "micro")
+    session_ops = sum(row["count"] for row in r["ops"] if row["program"] == "forward_backward")
     from barellm.plans import plan
 
     numbers, built = plan.report(small())
-    assert session_ops == len(built.lowered["micro"].ops)
+    assert session_ops == len(built.lowered["forward_backward"].ops)
     assert sum(row["flops"] for row in r["ops"]) == sum(row["flops"] for row in numbers["ops"])
     assert all(row["s"] > row["wait_s"] >= 0 and row["alone_s"] > 0 and row["bound_s"] > 0 for row in r["ops"])
     assert r["ops_s"] == pytest.approx(sum(row["s"] for row in r["ops"]))

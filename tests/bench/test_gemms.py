@@ -155,7 +155,7 @@ class OnPaper:
         self.open.remove(self.product)
 
 
-class Machine:
+class CompiledModel:
     """A bench whose bf16 peak is another one each time."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Machine:
 def test_rows_are_medians_of_rounds_that_go_through_all_products(monkeypatch):
     monkeypatch.setattr(OnPaper, "made", [], raising=False)
     monkeypatch.setattr(OnPaper, "open", [], raising=False)
-    machine, asked, told, reported = Machine(), [], [], []
+    machine, asked, told, reported = CompiledModel(), [], [], []
 
     def run(at: int, what: str, *, calls: int, warm_up: int) -> list[float]:
         asked.append((at, what, calls, warm_up))

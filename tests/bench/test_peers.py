@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from barellm.assembly.machine import build_programs, resolved
+from barellm.assembly.build import build_programs, resolved
 from barellm.assembly.programs import build
 from barellm.bench import peers, turns
 from barellm.bench.turns import Variant
@@ -322,7 +322,7 @@ def test_twins_have_our_parameters_and_our_loss(name, monkeypatch):
     tokens, targets = rng.integers(0, 64, (2, 2, 11), dtype=np.int32)
     session.write("tokens", tokens)
     session.write("targets", targets)
-    session.run("micro", batch=2, seq=11, accumulate=0, inv_targets=1 / targets.size, step=1)
+    session.run("forward_backward", batch=2, seq=11, accumulate=0, inv_targets=1 / targets.size, step=1)
     loss = model(torch.tensor(tokens).long(), torch.tensor(targets).long()).item()
     assert loss == pytest.approx(float(session.read("loss")[0]), rel=1e-5)
 
@@ -359,7 +359,7 @@ def test_the_twin_of_the_speedrun_has_our_parameters_and_our_loss(monkeypatch):
     tokens[0, 7] = SPEEDRUN["separator"]
     session.write("tokens", tokens)
     session.write("targets", targets)
-    session.run("micro", batch=2, seq=24, accumulate=0, inv_targets=1.0, step=1)
+    session.run("forward_backward", batch=2, seq=24, accumulate=0, inv_targets=1.0, step=1)
     loss = model(torch.tensor(tokens).long(), torch.tensor(targets).long())
     assert loss.item() == pytest.approx(float(session.read("loss")[0]), rel=1e-5)
     loss.backward()
@@ -372,12 +372,12 @@ def test_the_twin_of_the_speedrun_has_our_parameters_and_our_loss(monkeypatch):
     assert steps
     (_, scalars), ((adam, more),) = steps.step(0, 400).updates[0], steps.step(1, 400).updates
     rates = {"lr": twin.RATE, "momentum": twin.MOMENTUM}
-    session.run("update", **{**scalars, **rates})
+    session.run("optimizer_step", **{**scalars, **rates})
     end()
     changed = {name for name in ours if not torch.equal(model[name], before[name])}
     assert changed == {name for name in ours if twin.MATRICES.fullmatch(name)}
     near(session, model)
-    session.run("micro", batch=2, seq=24, accumulate=1, inv_targets=1.0, step=2)
+    session.run("forward_backward", batch=2, seq=24, accumulate=1, inv_targets=1.0, step=2)
     model(torch.tensor(tokens).long(), torch.tensor(targets).long()).backward()
     session.run(adam, **{**more, **rates})
     end()
@@ -410,7 +410,10 @@ def test_pytorch_serves_turns(name, tmp_path):
 @pytest.mark.oracle
 def test_pytorch_has_most_ops():
     names = ["linear", "matmul_dw", "attention_backward", "layernorm_backward", "adamw", "clip_scale"]
-    rows = [{"program": "micro", "op": n, "shape": "128x128", "count": 2, "s": 1e-3, "alone_s": 1e-3} for n in names]
+    rows = [
+        {"program": "forward_backward", "op": n, "shape": "128x128", "count": 2, "s": 1e-3, "alone_s": 1e-3}
+        for n in names
+    ]
     assert "PyTorch" in peers.torch_ops(config(), rows)["peer"]
     assert [row["op"] for row in rows if row["peer_s"] is None] == ["clip_scale"]
     assert all(row["times_peer"] > 0 for row in rows if row["peer_s"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from barellm.assembly.machine import resolved
+from barellm.assembly.build import resolved
 from barellm.bench import scaling, turns
 from barellm.bench.turns import Variant
 from barellm.cli import bench, main

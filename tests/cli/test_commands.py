@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from barellm import models
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.checkpoint import checkpoint
 from barellm.cli import checkpoints
 from barellm.cli.main import main
@@ -190,9 +190,9 @@ def test_a_checkpoint_is_opened_with_the_cache_that_the_command_needs(trained, m
 
     def recorded(*args, positions, **options):
         planned.append(positions)
-        return open_machine(*args, positions=positions, **options)
+        return open_model(*args, positions=positions, **options)
 
-    monkeypatch.setattr(checkpoints, "open_machine", recorded)
+    monkeypatch.setattr(checkpoints, "open_model", recorded)
     monkeypatch.setattr(decode, "LEAST_POSITIONS", 1)
     for tokens in (3, 200):
         assert main(["sample", str(trained), "--prompt", "7 sq", "--tokens", str(tokens), *REFERENCE]) == 0

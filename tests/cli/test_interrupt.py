@@ -91,7 +91,7 @@ def test_output_that_nobody_reads_any_more_stops_the_run_with_a_checkpoint(text,
 def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path, text, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "2")  # on more the step would not be long
     text.write_text(text.read_text() * 20)
-    process = started("runs micro", *LONG_STEP, program=("-c", TELLS_WHEN_IT_RUNS))
+    process = started("runs forward_backward", *LONG_STEP, program=("-c", TELLS_WHEN_IT_RUNS))
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
@@ -108,7 +108,7 @@ def test_two_signals_in_the_middle_of_a_long_step_exit_at_once(started, tmp_path
 def test_sigterm_in_the_middle_of_a_long_step_saves_within_its_grace(started, tmp_path, text, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "2")
     text.write_text(text.read_text() * 20)
-    process = started("runs micro", *LONG_STEP, "--train.grace", "1", program=("-c", TELLS_WHEN_IT_RUNS))
+    process = started("runs forward_backward", *LONG_STEP, "--train.grace", "1", program=("-c", TELLS_WHEN_IT_RUNS))
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 143

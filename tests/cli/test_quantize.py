@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from barellm.assembly.machine import build_programs, opened
+from barellm.assembly.build import build_programs, opened
 from barellm.assembly.quantized import products_of
 from barellm.checkpoint import checkpoint, quantized, tensorfile
 from barellm.checkpoint.weights import of_checkpoint, parameters
@@ -125,11 +125,11 @@ def test_a_folder_of_an_earlier_version_keeps_its_numbers(capsys):
     arrays = tensorfile.mapped(EARLIER / checkpoint.WEIGHTS)
     sixes = 0
     for weights in (None, "nf4/32"):
-        with found(str(EARLIER), device="reference", weights=weights).opened(positions=0) as machine:
-            for name, m in machine.matrices.items():
+        with found(str(EARLIER), device="reference", weights=weights).opened(positions=0) as compiled:
+            for name, m in compiled.matrices.items():
                 if m.stays:
                     continue
-                codes, scales = (machine.session.read(t.name) for t in (m.codes, m.scales))
+                codes, scales = (compiled.session.read(t.name) for t in (m.codes, m.scales))
                 made = packed_matrix(codes.astype(np.uint8), scales, m.how, *(int(n) for n in m.parameter.shape))
                 both = arrays[f"{name}.codes"].view(np.uint8)
                 halves = np.stack([both & 15, both >> 4], -1).reshape(len(both), -1)[:, : made.shape[1]]

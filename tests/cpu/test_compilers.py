@@ -165,7 +165,7 @@ def test_a_session_opens_from_a_script_on_standard_input(tmp_path):
 from dataclasses import replace
 from barellm.models import preset
 from barellm.runtime import compilers
-from barellm.assembly.machine import build_programs, resolved
+from barellm.assembly.build import build_programs, resolved
 from barellm.cpu.step import CpuSession
 helpers = []
 start = compilers.start

@@ -51,9 +51,9 @@ def train(session, model: ModelConfig, shape: tuple[int, int], *, steps: int, mi
             session.write("targets", targets)
             sample = (step * micros + i) * batch
             scalars = {"batch": batch, "seq": seq, "accumulate": int(i > 0), "inv_targets": inv_targets, "pos": 0}
-            session.run("micro", **scalars, step=step, seed=5, sample=sample)
+            session.run("forward_backward", **scalars, step=step, seed=5, sample=sample)
             total += float(session.read("loss")[0])
-        session.run("update", step=step, lr=OPTIM.lr / step)
+        session.run("optimizer_step", step=step, lr=OPTIM.lr / step)
         losses.append(total)
     return losses
 

@@ -104,7 +104,9 @@ def test_moments_of_matrices_alone_have_16_bits(moments):
         packed = moments != "fp32" and len(t.shape) == 2
         found = tuple(session.tensors[f"{t.name}.{k}"].dtype for k in "mv")
         assert found == (("e6m9", "ue6m10") if packed else ("fp32", "fp32"))
-    streams = [op.stream for op in session.programs["update"].ops if op.name == "adamw" and op.stream is not None]
+    streams = [
+        op.stream for op in session.programs["optimizer_step"].ops if op.name == "adamw" and op.stream is not None
+    ]
     assert len(set(streams)) == len(streams) and bool(streams) == (moments == "16bit-stochastic")
 
 
@@ -138,12 +140,12 @@ def test_a_model_trains_like_the_references(moments, compute):
     for session in (cpu, reference):
         session.write("tokens", tokens)
         session.write("targets", targets)
-        session.run("micro", batch=3, seq=17, accumulate=0, inv_targets=1 / 51, step=1, seed=5)
+        session.run("forward_backward", batch=3, seq=17, accumulate=0, inv_targets=1 / 51, step=1, seed=5)
         if session is reference:
             for name, t in cpu.tensors.items():
                 if t.role == "gradient":  # the same ones: a product's rounding is not what is looked at here
                     session.write(name, cpu.read(name))
-        session.run("update", step=1, lr=1e-3, seed=5)
+        session.run("optimizer_step", step=1, lr=1e-3, seed=5)
     for name, t in cpu.tensors.items():
         if t.dtype in FORMATS:
             got, want = cpu.read(name).astype(np.float64), reference.read(name).astype(np.float64)

@@ -28,7 +28,7 @@ def loss_and_gradients() -> list[np.ndarray]:
         tokens, targets = batch_of(MODEL, 2, 8, seed=1)
         session.write("tokens", tokens)
         session.write("targets", targets)
-        session.run("micro", batch=2, seq=8, accumulate=0, inv_targets=0.1, step=1, pos=0)
+        session.run("forward_backward", batch=2, seq=8, accumulate=0, inv_targets=0.1, step=1, pos=0)
         return [session.read(n) for n in ("loss", *(n for n, t in session.tensors.items() if t.role == "gradient"))]
     finally:
         session.close()
@@ -40,7 +40,7 @@ def test_every_lifetime_that_ends_one_op_early_changes_the_result(monkeypatch):
     assert all(np.isfinite(x).all() for x in truth)
     spans = planner.lifetimes
     _, programs = build(MODEL, batch=2, seq=8, optimizer=partial(adamw, config=OPTIM))
-    lives = step.lower_and_plan(programs, threads=2).plan.lifetimes["micro"]
+    lives = step.lower_and_plan(programs, threads=2).plan.lifetimes["forward_backward"]
     long_lived = [t.name for t, (first, last) in lives.items() if last > first and t.role == "activation"]
     caught = 0
     for name in long_lived:

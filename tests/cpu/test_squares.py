@@ -136,7 +136,10 @@ def test_vector_registers_leave_them_to_a_kernel_of_their_own(isa):
     assert [op.name for op in Lowered(gradient(40, 40, "start"), isa, 2).ops] == ["matmul_dw", "block_squares"]
     session = CpuSession(model(), isa=isa, threads=2)
     session.close()
-    assert "block_squares" not in names(session, "micro") and names(session, "update").count("sum_squares") == 4
+    assert (
+        "block_squares" not in names(session, "forward_backward")
+        and names(session, "optimizer_step").count("sum_squares") == 4
+    )
 
 
 # --- sessions ---
@@ -148,8 +151,8 @@ RULES = [Rule("*", optimizer=AdamW(0.9, 0.99, 0.1, 1e-8))]
 def model(compute: str = "bf16", *, softcap: bool = False) -> dict[str, Program]:
     """An embedding, a matrix with a bias, and a head of its own."""
     store = Store()
-    made = {name: Program(store, compute=compute) for name in ("micro", "update")}
-    p = made["micro"]
+    made = {name: Program(store, compute=compute) for name in ("forward_backward", "optimizer_step")}
+    p = made["forward_backward"]
     tokens, targets = p.input("tokens", SHAPE), p.input("targets", SHAPE)
     x = p.embedding(tokens, p.parameter("wte", (53, 40), std=0.5))
     x = p.linear(x, p.parameter("w", (40, 40), std=0.3), p.parameter("b", (40,)))
@@ -160,7 +163,7 @@ def model(compute: str = "bf16", *, softcap: bool = False) -> dict[str, Program]
         loss = p.classifier(x, p.parameter("head", (70, 40), std=0.3), targets, valid_vocab=53)
     p.output("loss", loss)
     p.backward(loss)
-    update(made["update"], RULES, clip=0.1)
+    update(made["optimizer_step"], RULES, clip=0.1)
     return made
 
 
@@ -178,7 +181,7 @@ def micro(session, number: int, *, batch: int = 3, seq: int = 11) -> None:
     ids = np.random.default_rng(number).integers(0, 53, (2, batch, seq)).astype(np.int32)
     session.write("tokens", ids[0])
     session.write("targets", ids[1])
-    session.run("micro", batch=batch, seq=seq, accumulate=int(number > 0), inv_targets=1 / 40)
+    session.run("forward_backward", batch=batch, seq=seq, accumulate=int(number > 0), inv_targets=1 / 40)
 
 
 def norm(session) -> float:
@@ -194,14 +197,14 @@ def test_a_head_sums_its_squares_behind_its_chunks_of_tokens(isa, softcap, monke
     session = CpuSession(model(softcap=softcap), isa=isa, threads=2)
     try:
         kind = "softcapped_classifier_squares" if softcap else "classifier_squares"
-        assert {kind, "matmul_dw_squares"} <= set(names(session, "micro"))
-        assert names(session, "update").count("sum_squares") == 2  # of the embedding and the bias
+        assert {kind, "matmul_dw_squares"} <= set(names(session, "forward_backward"))
+        assert names(session, "optimizer_step").count("sum_squares") == 2  # of the embedding and the bias
         fill(session)
         for number, sizes in enumerate(((3, 11), (1, 5))):
             micro(session, number, batch=sizes[0], seq=sizes[1])
             for name in ("head.grad", "w.grad"):
                 assert np.array_equal(session.read(f"{name}.squares"), sums(session.read(name), isa))
-        session.run("update", lr=1e-3, step=1)
+        session.run("optimizer_step", lr=1e-3, step=1)
         clip = session.read("clip")
         assert clip[0] == pytest.approx(norm(session), rel=1e-6) and clip[1] == pytest.approx(0.1 / clip[0], rel=1e-6)
     finally:
@@ -211,7 +214,9 @@ def test_a_head_sums_its_squares_behind_its_chunks_of_tokens(isa, softcap, monke
 def test_a_session_in_fp32_has_none():
     session = CpuSession(model("fp32"), threads=2)
     session.close()
-    assert "matmul_dw" in names(session, "micro") and names(session, "update").count("sum_squares") == 4
+    assert (
+        "matmul_dw" in names(session, "forward_backward") and names(session, "optimizer_step").count("sum_squares") == 4
+    )
 
 
 @each_tiles
@@ -222,13 +227,13 @@ def test_a_gradient_that_is_written_by_hand_is_what_the_norm_is_of(isa):
         micro(session, 0)
         session.write("w.grad", 3 * session.read("w.grad"))
         want = norm(session)
-        session.run("update", lr=0.0, step=1)
+        session.run("optimizer_step", lr=0.0, step=1)
         assert session.read("clip")[0] == pytest.approx(want, rel=1e-6)
         session.write_rows("head.grad", 5, np.full((2, 40), np.inf, np.float32))
-        session.run("update", lr=0.0, step=2)
+        session.run("optimizer_step", lr=0.0, step=2)
         assert not np.isfinite(session.read("clip")[0]) and session.read("skipped")[0] == 1
         micro(session, 0)
-        session.run("update", lr=0.0, step=2)
+        session.run("optimizer_step", lr=0.0, step=2)
         assert np.isfinite(session.read("clip")).all() and session.read("skipped")[0] == 1
     finally:
         session.close()
@@ -242,7 +247,7 @@ def test_what_is_not_finite_skips_the_update(isa):
         session.write("b", np.full(40, np.inf, np.float32))
         before = session.read("w")
         micro(session, 0)
-        session.run("update", lr=0.1, step=1)
+        session.run("optimizer_step", lr=0.1, step=1)
         assert np.isnan(session.read("clip")[1]) and session.read("skipped")[0] == 1
         assert np.array_equal(session.read("w"), before)
     finally:
@@ -261,7 +266,7 @@ def test_steps_are_those_of_sums_from_memory(isa, monkeypatch):
             for at in range(1, 4):
                 for number in range(2):
                     micro(session, number)
-                session.run("update", lr=1e-2, step=at)
+                session.run("optimizer_step", lr=1e-2, step=at)
                 found += [session.read("loss")[0], session.read("clip")[0]]
             return found, session.digest()
         finally:

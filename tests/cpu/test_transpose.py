@@ -65,11 +65,11 @@ def test_head_and_embedding_tie_and_untie():
     p.transpose_add(p.gradient_of(embed), p.gradient_of(head))
     p.transpose_copy(head, embed)
     p.fill(p.gradient_of(embed), 0.0)
-    session = CpuSession({"update": p})
+    session = CpuSession({"optimizer_step": p})
     weights, of_embed, of_head = normal(20, 37), normal(37, 20, seed=2), normal(20, 37, seed=3)
     for name, values in (("head", weights), ("embed.grad", of_embed), ("head.grad", of_head)):
         session.write(name, values)
-    session.run("update")
+    session.run("optimizer_step")
     assert (session.read("embed") == session.read("head").T).all()
     np.testing.assert_allclose(session.read("head.grad"), of_head + of_embed.T, rtol=1e-5, atol=1e-6)
     assert (session.read("embed.grad") == 0).all()

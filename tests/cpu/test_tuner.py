@@ -10,7 +10,7 @@ from itertools import cycle
 import numpy as np
 import pytest
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.assembly.programs import build
 from barellm.cli import main
 from barellm.config import OptimConfig
@@ -68,7 +68,7 @@ def programs():
 
 def works():
     built = lower_and_plan(programs(), threads=2)
-    return works_of(call for name in ("micro", "eval") for call in built.calls[name])
+    return works_of(call for name in ("forward_backward", "eval") for call in built.calls[name])
 
 
 def tune_to(choices: dict) -> None:
@@ -78,8 +78,8 @@ def tune_to(choices: dict) -> None:
 
 
 def used() -> list[GemmConfig]:
-    """The choices of the products of `micro`."""
-    calls = lower_and_plan(programs(), threads=2).calls["micro"]
+    """The choices of the products of `forward_backward`."""
+    calls = lower_and_plan(programs(), threads=2).calls["forward_backward"]
     return [dict(c.spec.constants)["choice"] for c in calls if "choice" in dict(c.spec.constants)]
 
 
@@ -91,8 +91,8 @@ def trained() -> tuple[str, list[float]]:
     for step in range(2):
         session.write("tokens", tokens[step])
         session.write("targets", tokens[step + 1])
-        session.run("micro", batch=2, seq=24, inv_targets=1 / 48)
-        session.run("update", step=step + 1, lr=1e-2)
+        session.run("forward_backward", batch=2, seq=24, inv_targets=1 / 48)
+        session.run("optimizer_step", step=step + 1, lr=1e-2)
         losses.append(float(session.read("loss")[0]))
     digest = session.digest()
     session.close()
@@ -302,7 +302,7 @@ def test_refinements_keep_the_bits_of_every_product(dtype, monkeypatch):
     monkeypatch.setattr(candidates, "PARTS", (128,))
     isa = host()
     made = build(MODEL, batch=2, seq=24, compute=dtype, optimizer=lambda p: adamw(p, OptimConfig()))[1]
-    found = sorted(works_of(lower_and_plan(made, threads=2).calls["micro"]), key=lambda work: work.depth)
+    found = sorted(works_of(lower_and_plan(made, threads=2).calls["forward_backward"]), key=lambda work: work.depth)
     deepest = {work.role: work for work in found}
     assert deepest.keys() >= {"forward_gelu", "forward_residual", "input_gradient_gelu_backward", "weight_gradient"}
     for work in deepest.values():
@@ -352,7 +352,7 @@ def test_products_on_amx_tiles_are_tried_with_other_claims():
     isa = isas.cross("amx_bf16", kernels.X86_TRIPLE)
     built = lower_and_plan(build_programs(config), isa=isa, threads=2)
     found = {}
-    for work in works_of(built.calls["micro"]):
+    for work in works_of(built.calls["forward_backward"]):
         made = candidates.candidates(work, isa, 2)
         assert made[0] == work.default(isa) and len(set(made)) == len(made) <= candidates.MOST + 1
         assert all(tuning.from_entry(tuning.to_entry(c), isa, work.role, "bf16", work.depth) == c for c in made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.cuda.choices import tiles
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import Specialisation, Target

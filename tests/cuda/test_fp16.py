@@ -126,11 +126,11 @@ def first_planes_are_the_nearest(session) -> int:
 
 def test_products_read_the_nearest_of_an_updated_weight():
     p, store = scaled_update()
-    session = InterpretedSession({"update": p})
+    session = InterpretedSession({"optimizer_step": p})
     session.write("w", np.linspace(-3, 3, 35).reshape(7, 5))
     session.write("w.grad", np.ones((7, 5), np.float32))
     before = session.read("w")
-    session.run("update", lr=0.1, step=1, seed=0)
+    session.run("optimizer_step", lr=0.1, step=1, seed=0)
     assert np.all(session.read("w") < before) and first_planes_are_the_nearest(session) == 1
     assert store.tensors["w"].dtype == "half"
 
@@ -163,7 +163,11 @@ def test_evaluation_and_decoding_equal_the_references(gpu):
 def test_fp16_is_cut_as_bf16_is(arch):
     def launches(compute: str) -> list[tuple[str, tuple]]:
         p = open_session(lambda programs: programs, MODEL, SHAPE, compute)
-        found = lower_and_plan({"micro": p["micro"]}, Target(arch)).lowered["micro"].launches
+        found = (
+            lower_and_plan({"forward_backward": p["forward_backward"]}, Target(arch))
+            .lowered["forward_backward"]
+            .launches
+        )
         cuts = ("BM", "BN", "BK", "DP", "DC", "BLOCK", "GROUP")
         return [(c.spec.name, tuple(kv for kv in c.spec.constants if kv[0] in cuts), c.spec.options) for c in found]
 

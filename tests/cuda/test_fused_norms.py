@@ -171,7 +171,7 @@ def test_every_sum_and_norm_of_a_model_is_fused(dropout, recompute):
     """Nothing else walks the residual stream of a bf16 GPT-2, but its first norm."""
     model = ModelConfig(layers=3, heads=2, channels=32, vocab_size=61, padded_vocab=64, max_seq=16, dropout=dropout)
     _, programs = build(model, batch=2, seq=16, compute="bf16", optimizer=lambda p: None, recompute=recompute)
-    before, after = programs["micro"].ops, fuse(programs["micro"].ops, FUSIONS)
+    before, after = programs["forward_backward"].ops, fuse(programs["forward_backward"].ops, FUSIONS)
     names = [op.name for op in after]
     assert names.count("layernorm_backward") == 7
     assert not {"add", "cast", "layernorm_dx", "layernorm_dparams", "dropout_backward"} & set(names)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.assembly.programs import build
 from barellm.assembly.quantized import quantize_programs
 from barellm.config import OptimConfig
@@ -126,7 +126,7 @@ def muon_specs(compute: str) -> dict[Specialisation, str]:
     _, programs = build(
         GPT2, batch=1, seq=8, compute=compute, optimizer=partial(optimize, config=config, hidden=HIDDEN)
     )
-    found = lower_and_plan({"update": programs["update"]}, Target(90)).specs
+    found = lower_and_plan({"optimizer_step": programs["optimizer_step"]}, Target(90)).specs
     return one_of_each({spec: op for spec, op in found.items() if "muon" in op or "gram" in op})
 
 
@@ -159,7 +159,7 @@ def transposed_specs(compute: str) -> dict[Specialisation, str]:
     p = Program(Store(), compute=compute)
     transposed_network(p, C=768, F=3072, V=50304, activation="relu2", sizes=(1, 16384))
     p.backward(p.named["loss"])
-    found = lower_and_plan({"micro": p}, Target(90)).specs
+    found = lower_and_plan({"forward_backward": p}, Target(90)).specs
     return one_of_each({s: op for s, op in found.items() if op.startswith(("softcapped", "matmul"))})
 
 
@@ -190,7 +190,9 @@ def ranks_specs() -> dict[Specialisation, str]:
     """What the second of three ranks launches in the update that one process does not, and what it launches on shares."""
     config = preset("gpt2-124m")
     config = replace(config, model=GPT2, train=replace(config.train, batch=6, dtype="bf16"))
-    found = lower_and_plan({"update": build_programs(config, ranks=Planned(1, 3))["update"]}, Target(90)).specs
+    found = lower_and_plan(
+        {"optimizer_step": build_programs(config, ranks=Planned(1, 3))["optimizer_step"]}, Target(90)
+    ).specs
     return one_of_each({s: op for s, op in found.items() if s.name in ("add_ranks", "sum_squares", "adamw")})
 
 
@@ -252,7 +254,7 @@ def images_specs(compute: str) -> dict[Specialisation, str]:
         h = p.group_norm(h, p.parameter(f"{name}.g", (64,)), p.parameter(f"{name}.b", (64,)), groups=8)
     x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
     p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
-    found = lower_and_plan({"micro": p}, Target(90)).specs
+    found = lower_and_plan({"forward_backward": p}, Target(90)).specs
     return one_of_each({s: op for s, op in found.items() if s.function.module.endswith((".convolution", ".images"))})
 
 
@@ -265,7 +267,7 @@ def positions_specs(compute: str, algorithm: str, size: int = 3, *, tf32: bool =
         h = p.conv2d(h, w, padding=size // 2, reflect=reflect, algorithm=algorithm)
     x, head = p.mean_pixels(h), p.parameter("head", (16, 64))
     p.backward(p.output("loss", p.classifier(x, head, p.input("labels", (x.shape[0],)), valid_vocab=10)))
-    found = lower_and_plan({"micro": p}, Target(90, tf32=tf32)).specs
+    found = lower_and_plan({"forward_backward": p}, Target(90, tf32=tf32)).specs
     modules = (".winograd", ".conv_fft", ".conv_transform_domain")
     return {s: op for s, op in found.items() if s.function.module.endswith(modules)}
 

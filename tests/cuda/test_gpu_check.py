@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from barellm import overrides
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.bench.gemms import Product, append
 from barellm.cuda import driver
 from barellm.cuda.kernel import Target
@@ -334,9 +334,9 @@ def test_four_long_sequences_are_all_hopper_s():
     for seq in correct.CASES:
         config = correct.model(Scale(small=False, mock=False), seq=seq)
         programs = build_programs(overrides.changed(config, {"model.layers": 1}))
-        made = lower_and_plan({"micro": programs["micro"]}, Target())
-        calls = made.calls["micro"]
-        session = SimpleNamespace(calls={"micro": calls}, target=made.target)
+        made = lower_and_plan({"forward_backward": programs["forward_backward"]}, Target())
+        calls = made.calls["forward_backward"]
+        session = SimpleNamespace(calls={"forward_backward": calls}, target=made.target)
         plays[seq] = [row["met"] for row in correct.played(session, config)]
         assert correct.roles(calls) >= {"tn"}
         if seq == correct.LONG:

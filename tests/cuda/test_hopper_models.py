@@ -46,7 +46,7 @@ def test_a_model_trains_like_the_references_on_hopper(gpu, monkeypatch):
     """With dropout, accumulation, clipping and poison."""
     monkeypatch.setenv("BARELLM_POISON", "1")
     session = train_beside_the_references(MODEL, "bf16", LIMIT, shape=SHAPE)
-    found = [dict(p.spec.constants) for p in products(session, "micro")]
+    found = [dict(p.spec.constants) for p in products(session, "forward_backward")]
     roles = {(c["A_TRANSPOSED"], c["B_TRANSPOSED"]) for c in found}
     assert roles == {(False, True), (False, False), (True, False)}  # forward, input gradients, weight gradients
     assert {c["EPILOGUE"] for c in found} == {"", "gelu", "gelu_backward", "start"}
@@ -108,4 +108,4 @@ def test_a_mutant_of_the_launches_is_noticed(gpu, monkeypatch, mutate):
 def test_small_products_keep_to_triton(gpu, monkeypatch):
     """On a whole card the same model's products are too small for Hopper's kernel."""
     monkeypatch.setattr(choices, "WAVE", 132)
-    assert not products(open_session(CudaSession, MODEL, SHAPE, "bf16"), "micro")
+    assert not products(open_session(CudaSession, MODEL, SHAPE, "bf16"), "forward_backward")

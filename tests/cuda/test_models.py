@@ -130,7 +130,7 @@ def test_recompute_changes_no_bit(gpu, model):
 def test_every_sum_and_norm_of_a_llama_is_fused():
     """Nothing else walks the residual stream of a bf16 Llama, but its first norm."""
     _, programs = build(LLAMA, batch=SHAPE[0], seq=SHAPE[1], compute="bf16", optimizer=lambda p: None)
-    before = programs["micro"].ops
+    before = programs["forward_backward"].ops
     after = fuse(before, FUSIONS)
     names = [op.name for op in after]
     assert names.count("rmsnorm_backward") == 5 and names.count("add_rmsnorm") == 4

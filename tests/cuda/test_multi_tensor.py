@@ -86,12 +86,12 @@ def updated(monkeypatch) -> tuple[Gpu, CudaSession]:
     for i, shape in enumerate(((5, 3), (7,), (4, 4))):
         p.parameter(f"p{i}", shape, std=1.0)
     adamw(p, OptimConfig())
-    return gpu, CudaSession({"update": p})
+    return gpu, CudaSession({"optimizer_step": p})
 
 
 def test_tables_are_written_once_when_the_session_is_made(monkeypatch):
     gpu, session = updated(monkeypatch)
-    tables = [a for launch in session.calls["update"] for a in launch.args if isinstance(a, Table)]
+    tables = [a for launch in session.calls["optimizer_step"] for a in launch.args if isinstance(a, Table)]
     assert len(tables) > 2
     for table in tables:
         at = session._address(table)
@@ -100,7 +100,7 @@ def test_tables_are_written_once_when_the_session_is_made(monkeypatch):
         assert ctypes.string_at(at, table.nbytes) == table.packed(session._address)
     gpu.calls.clear()
     for step in (1, 2):
-        session.run("update", step=step, lr=0.1)
+        session.run("optimizer_step", step=step, lr=0.1)
     session.synchronize()
     assert gpu.calls.count("cuMemcpyHtoDAsync") == 2  # the run-time scalars
 
@@ -109,7 +109,7 @@ def test_tables_are_written_once_when_the_session_is_made(monkeypatch):
 @pytest.mark.parametrize("field", ["x", "partials"])
 def test_the_mock_looks_at_every_address_of_a_table(monkeypatch, wrong, field):
     _, session = updated(monkeypatch)
-    (table,) = session.calls["update"][0].args
+    (table,) = session.calls["optimizer_step"][0].args
     column, entry = list(table.fields).index(field), table.entries - 1
     address = session.memory.address + wrong if wrong < 0 else wrong
     at = session._address(table) + 8 * (column * table.entries + entry)
@@ -117,5 +117,5 @@ def test_the_mock_looks_at_every_address_of_a_table(monkeypatch, wrong, field):
         at - session.memory.address, np.frombuffer(struct.pack("<q", address), np.uint8), session.stream
     )
     with pytest.raises(AssertionError, match="are not the device's"):
-        session.run("update", step=1, lr=0.1)
+        session.run("optimizer_step", step=1, lr=0.1)
         session.synchronize()

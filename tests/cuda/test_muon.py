@@ -142,7 +142,7 @@ def updated(optimizer: Muon, compute: str, kind, *, shapes=SHAPES, **options):
     p = Program(Store(), compute=compute)
     params = [p.parameter(f"p{i}", shape, std=1.0) for i, shape in enumerate(shapes)]
     optimizer.update(p, params, p.input("clip", (2,), "fp32"))
-    session = kind({"update": p}, **options)
+    session = kind({"optimizer_step": p}, **options)
     for t in params:
         session.write(t.name, normal(*t.shape, seed=t.size))
         session.write(f"{t.name}.m", np.zeros(t.shape))
@@ -152,7 +152,7 @@ def updated(optimizer: Muon, compute: str, kind, *, shapes=SHAPES, **options):
     for i in range(2):
         for t in params:
             session.write(f"{t.name}.grad", normal(*t.shape, seed=10 * i + t.size))
-        session.run("update", lr=1e-2, momentum=0.9)
+        session.run("optimizer_step", lr=1e-2, momentum=0.9)
     return session, [x.spec.name for low in getattr(session, "lowered", {}).values() for x in low.launches]
 
 

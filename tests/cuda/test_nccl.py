@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from barellm.assembly.machine import open_machine, resolved
+from barellm.assembly.build import open_model, resolved
 from barellm.config import Config
 from barellm.cuda import bench, driver, nccl, step
 from barellm.cuda.kernels import optimizer as cuda_optimizer
@@ -37,7 +37,7 @@ def execute(*launch: Any) -> None:
         interpreter.execute(*launch)
 
 
-class Machine:
+class CompiledModel:
     """GPUs of ranks that are threads: each has its own, and a driver that knows no other."""
 
     def __init__(self, *, late: bool = True) -> None:
@@ -92,7 +92,7 @@ def test_ranks_train_as_one_process_that_adds_in_their_order(recipe, late, overl
     """What travels while a graph's other work goes on does so as early, or as late, as the graph allows."""
     options, count, _ = RECIPES[recipe]
     monkeypatch.setattr(test_steps, "STEPS", 2)
-    machine = Machine(late=late)
+    machine = CompiledModel(late=late)
     machine.install(monkeypatch)
     config = small(monkeypatch, **options, overlap=overlap)
     whole, read, clip, nbytes = oracle(config, count, "cuda")
@@ -112,7 +112,7 @@ def test_ranks_train_as_one_process_that_adds_in_their_order(recipe, late, overl
 
 
 def test_a_profile_says_what_ranks_spend_on_each_exchange(monkeypatch, tmp_path):
-    machine = Machine()
+    machine = CompiledModel()
     machine.install(monkeypatch)
     monkeypatch.setattr(profile, "measured_ceiling", lambda device: CEILING)
     config = small(monkeypatch, **RECIPES["adamw"][0])
@@ -125,15 +125,19 @@ def test_a_profile_says_what_ranks_spend_on_each_exchange(monkeypatch, tmp_path)
     for row in rows:
         key = (row["program"], row["op"])
         seconds[key] = seconds.get(key, np.zeros(2)) + row["s"]
-    assert not seconds.pop(("update", "end_exchange")).any(), "the graph of the backward pass has waited"
-    assert list(seconds) == [("micro", "begin_exchange"), ("update", "add_ranks"), ("update", "gather")]
+    assert not seconds.pop(("optimizer_step", "end_exchange")).any(), "the graph of the backward pass has waited"
+    assert list(seconds) == [
+        ("forward_backward", "begin_exchange"),
+        ("optimizer_step", "add_ranks"),
+        ("optimizer_step", "gather"),
+    ]
     assert all(s.min() > 0 for s in seconds.values())
     begun = [row["s"] for row in rows if row["op"] == "begin_exchange"]
     assert not any(map(sum, begun[:-1])) and min(begun[-1]) > 0, "the wait at a pass's end is that of what began last"
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(profile.FILES.values())
 
 
-def pair(machine: Machine, work: Any, count: int = 2) -> list[Any]:
+def pair(machine: CompiledModel, work: Any, count: int = 2) -> list[Any]:
     """What `work(communicator, memory)` gives for each rank, which has 256 bytes of its GPU, all with its number."""
 
     def one(ranks: ThreadRanks) -> Any:
@@ -152,7 +156,7 @@ def pair(machine: Machine, work: Any, count: int = 2) -> list[Any]:
 
 @pytest.fixture
 def machine(monkeypatch):
-    made = Machine()
+    made = CompiledModel()
     made.install(monkeypatch)
     return made
 
@@ -366,7 +370,7 @@ def test_a_session_that_fails_waits_for_nobody(machine, monkeypatch):
     config = small(monkeypatch)
 
     def work(ranks):
-        with open_machine(config, device="cuda", ranks=ranks) as opened:
+        with open_model(config, device="cuda", ranks=ranks) as opened:
             opened.session.communicator()
             if ranks.rank:
                 return

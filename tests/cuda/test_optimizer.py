@@ -115,8 +115,8 @@ def test_parameters_of_two_rates_are_two_launches():
     for name in ("a", "b", "c"):
         p.parameter(name, (64,), std=1.0)
     update(p, [Rule("b", optimizer=AdamW(lr_scale=2.0)), Rule("*", optimizer=AdamW())], clip=1.0)
-    session = InterpretedSession({"update": p})
-    found = [[u.param.name for u in members(op)] for op in session.lowered["update"].ops if op.name == "adamw"]
+    session = InterpretedSession({"optimizer_step": p})
+    found = [[u.param.name for u in members(op)] for op in session.lowered["optimizer_step"].ops if op.name == "adamw"]
     assert sorted(found) == [["a", "c"], ["b"]]
 
 
@@ -143,7 +143,7 @@ def update_of_many(compute: str, moments: str, *, groups: bool = True, bad: floa
     with pytest.MonkeyPatch.context() as m:
         if not groups:
             m.setattr(step, "GROUPS", {})
-        session = InterpretedSession({"update": p})
+        session = InterpretedSession({"optimizer_step": p})
     return session, run_updates(session, bad)
 
 
@@ -157,7 +157,7 @@ def run_updates(session, bad: float = 0.5):
                 session.write(name, normal(*t.shape, seed=10 * i + t.size))
         if i:
             session.write("p3.grad", np.full((3, 131), bad))
-        session.run("update", step=i + 1, lr=1e-2, seed=4)
+        session.run("optimizer_step", step=i + 1, lr=1e-2, seed=4)
     return [launch.spec.name for low in getattr(session, "lowered", {}).values() for launch in low.launches]
 
 
@@ -200,8 +200,8 @@ def test_gpt2_124m_is_updated_in_six_launches():
     model = ModelConfig(layers=12)
     optimizer = partial(adamw_of_all, config=OptimConfig())
     _, programs = build(model, batch=1, seq=8, compute="bf16", optimizer=optimizer)
-    built = step.lower_and_plan({"update": programs["update"]}, PLAIN)
-    names = [launch.spec.name for launch in built.calls["update"]]
+    built = step.lower_and_plan({"optimizer_step": programs["optimizer_step"]}, PLAIN)
+    names = [launch.spec.name for launch in built.calls["optimizer_step"]]
     assert names == ["sum_squares", "clip_scale", *["step_factors", "adamw"] * 2]
-    split, plain = (launch.args[0].entries for launch in built.calls["update"][3::2])
+    split, plain = (launch.args[0].entries for launch in built.calls["optimizer_step"][3::2])
     assert (split, plain) == (50, 98)  # 4 matrices a layer and both embeddings; the rest are vectors

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from barellm import models
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.cuda.kernel import COUNTER, Launch, Specialisation
 from barellm.cuda.kernels.single_pass_reduction import is_last_program
 from barellm.cuda.lang import device, tl
@@ -166,9 +166,9 @@ def test_the_gradients_of_scalars_take_one_launch():
     """Each op of the speedrun's that has some, where there were two: 53 launches are saved."""
     config = models.preset("speedrun-small")
     programs = build_programs(replace(config, train=replace(config.train, dtype="bf16")))
-    launches = lower_and_plan({"micro": programs["micro"]}, PLAIN).calls["micro"]
+    launches = lower_and_plan({"forward_backward": programs["forward_backward"]}, PLAIN).calls["forward_backward"]
     counting = [c for c in launches if isinstance(c, Launch) and COUNTER in c.args]
-    scalars = {op for op in programs["micro"].ops if any(name in ("dfactor", *DK) for name in op.outputs)}
+    scalars = {op for op in programs["forward_backward"].ops if any(name in ("dfactor", *DK) for name in op.outputs)}
     assert {c.spec.name for c in counting} == {"mix_backward", "gated_backward"} == {op.name for op in scalars}
     assert len(counting) == len(scalars)
     assert all(sum(other.op is c.op for other in launches) == 1 for c in counting)

@@ -24,7 +24,7 @@ def gpu(monkeypatch):
 
 
 def test_a_profile_has_every_launch_once(gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(profile, "measured_ceiling", lambda **machine: CEILING)
+    monkeypatch.setattr(profile, "measured_ceiling", lambda **compiled: CEILING)
     words = [
         "profile",
         "shakespeare-char",
@@ -41,8 +41,8 @@ def test_a_profile_has_every_launch_once(gpu, monkeypatch, tmp_path, capsys):
     assert main.main(words) == 0
     result = json.loads((tmp_path / "profile.json").read_text())
     with opened(small(train__dtype="bf16"), device="cuda") as (bench, _):
-        calls = {name: len(bench.machine.session.calls[name]) for name in ("micro", "update")}
-        ops = sum(len(bench.machine.session.lowered[name].ops) for name in ("micro", "update"))
+        calls = {name: len(bench.compiled.session.calls[name]) for name in ("forward_backward", "optimizer_step")}
+        ops = sum(len(bench.compiled.session.lowered[name].ops) for name in ("forward_backward", "optimizer_step"))
     assert sum(row["count"] for row in result["ops"]) == ops
     assert result["work_s"] == pytest.approx(sum(calls.values()) * LAUNCH_MS / 1e3)
     assert sum(row["s"] for row in result["ops"]) == pytest.approx(result["work_s"])
@@ -55,7 +55,7 @@ def test_a_profile_has_every_launch_once(gpu, monkeypatch, tmp_path, capsys):
     programs = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
     assert [(e["name"], e["args"]["launches"]) for e in programs] == list(calls.items())
     text = capsys.readouterr().out
-    assert "sm_80, 3 multiprocessors" in text and "as usual" in text and "micro attention" in text
+    assert "sm_80, 3 multiprocessors" in text and "as usual" in text and "forward_backward attention" in text
 
 
 def test_a_plan_needs_no_gpu_and_is_the_session_s(gpu, monkeypatch, capsys):
@@ -63,9 +63,9 @@ def test_a_plan_needs_no_gpu_and_is_the_session_s(gpu, monkeypatch, capsys):
     assert main.main(words) == 0
     numbers = json.loads(capsys.readouterr().out)
     with opened(small(train__dtype="bf16"), device="cuda") as (bench, facts):
-        session = bench.machine.session
+        session = bench.compiled.session
         assert numbers["arena_bytes"] == session.plan.arena_bytes
-        assert numbers["programs"]["micro"]["calls"] == len(session.calls["micro"])
+        assert numbers["programs"]["forward_backward"]["calls"] == len(session.calls["forward_backward"])
         assert {"load", "compile", "map"} <= set(facts["first_step_split"])
     assert (numbers["isa"], numbers["multiprocessors"], numbers["limit_bytes"]) == ("sm_80", 3, gpu.memory)
     monkeypatch.undo()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.cli import main
 from barellm.cuda import choices, tuning
 from barellm.cuda.kernel import Target

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from barellm import models
-from barellm.assembly.machine import open_machine, resolved, shares_of
+from barellm.assembly.build import open_model, resolved, shares_of
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.shares import Shares
 from tests.distributed.threads import ThreadRanks, each_rank
@@ -31,9 +31,9 @@ def config_of(**optim):
 class Rank:
     """One of several, with its session."""
 
-    def __init__(self, config, machine, ranks: ThreadRanks) -> None:
-        self.config, self.session, self.ranks = config, machine.session, ranks
-        self.shares = Shares(machine.session, *shares_of(config, ranks), ranks)
+    def __init__(self, config, compiled, ranks: ThreadRanks) -> None:
+        self.config, self.session, self.ranks = config, compiled.session, ranks
+        self.shares = Shares(compiled.session, *shares_of(config, ranks), ranks)
 
     def step(self, step: int, before: Callable[[str], None] = lambda program: None) -> None:
         session, rows = self.session, BATCH // self.ranks.count
@@ -42,13 +42,13 @@ class Rank:
         for name, values in zip(("tokens", "targets"), drawn[:, first : first + rows], strict=True):
             session.write(name, values)
         counts = {"batch": rows, "seq": SEQ, "inv_targets": 1.0 / (BATCH * SEQ), "accumulate": 0}
-        before("micro")
-        session.run("micro", **counts, seed=3, step=step + 1, sample=step * BATCH + first)
+        before("forward_backward")
+        session.run("forward_backward", **counts, seed=3, step=step + 1, sample=step * BATCH + first)
         if self.config.optim.skips:
-            before("norm")
-            session.run("norm")
-        before("update")
-        session.run("update", lr=1e-2, muon_lr=2e-2, step=step + 1, seed=3, momentum=0.9)
+            before("grad_norm")
+            session.run("grad_norm")
+        before("optimizer_step")
+        session.run("optimizer_step", lr=1e-2, muon_lr=2e-2, step=step + 1, seed=3, momentum=0.9)
 
     def whole(self) -> Values:
         """All that a checkpoint has; on rank 0."""
@@ -76,9 +76,9 @@ def test_any_number_of_ranks_goes_on_with_what_any_other_has_saved(optim, tmp_pa
 
     def writes(ranks: ThreadRanks) -> tuple[Values, Values]:
         """What is saved, and what it is a step later."""
-        with open_machine(config, device="cpu", ranks=ranks) as machine:
-            rank = Rank(config, machine, ranks)
-            machine.initialize(7)
+        with open_model(config, device="cpu", ranks=ranks) as compiled:
+            rank = Rank(config, compiled, ranks)
+            compiled.initialize(7)
             for step in range(BEFORE):
                 rank.step(step)
             rank.save(tmp_path / str(ranks.count))
@@ -89,8 +89,8 @@ def test_any_number_of_ranks_goes_on_with_what_any_other_has_saved(optim, tmp_pa
     def reads(ranks: ThreadRanks) -> list[tuple[Values, Values]]:
         """The same of what each number of ranks has saved."""
         found = []
-        with open_machine(config, device="cpu", ranks=ranks) as machine:
-            rank = Rank(config, machine, ranks)
+        with open_model(config, device="cpu", ranks=ranks) as compiled:
+            rank = Rank(config, compiled, ranks)
             for count in COUNTS:
                 rank.load(tmp_path / str(count))
                 loaded = rank.whole()

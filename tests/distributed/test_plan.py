@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from barellm import models
-from barellm.assembly.machine import resolved
+from barellm.assembly.build import resolved
 from barellm.cli.main import main
 from barellm.plans import plan
 from barellm.runtime.ranks import Planned

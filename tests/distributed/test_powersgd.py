@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from barellm import models
-from barellm.assembly.machine import open_machine, resolved, shares_of
+from barellm.assembly.build import open_model, resolved, shares_of
 from barellm.checkpoint import tensorfile
 from barellm.checkpoint.left_out import LeftOut
 from barellm.checkpoint.shares import Shares
@@ -39,9 +39,9 @@ def rounded(values: np.ndarray) -> np.ndarray:
 
 def stepped(config, ranks, *, spoil: int | None = None):
     """Gradients and states of a rank before and after each update."""
-    with open_machine(config, device="cpu", ranks=ranks) as machine:
-        session, rows = machine.session, BATCH // ranks.count
-        machine.initialize(7)
+    with open_model(config, device="cpu", ranks=ranks) as compiled:
+        session, rows = compiled.session, BATCH // ranks.count
+        compiled.initialize(7)
 
         def seen(role: str) -> dict[str, np.ndarray]:
             return {name: session.read(name) for name, t in session.tensors.items() if t.role == role}
@@ -143,14 +143,14 @@ def saved(config, count: int):
     """What ranks hold after training, and what rank 0 writes."""
 
     def work(ranks):
-        with open_machine(config, device="cpu", ranks=ranks) as machine:
-            session, rows = machine.session, BATCH // ranks.count
-            machine.initialize(7)
+        with open_model(config, device="cpu", ranks=ranks) as compiled:
+            session, rows = compiled.session, BATCH // ranks.count
+            compiled.initialize(7)
             for step in range(2):
                 micro(session, config, step, 0, first=ranks.rank * rows, rows=rows)
                 update(session, config, step)
             errors = {n: session.read(n) for n in session.tensors if n.endswith(".error")}
-            shares = Shares(session, *shares_of(machine.config, ranks), ranks)
+            shares = Shares(session, *shares_of(compiled.config, ranks), ranks)
             if ranks.rank:
                 shares.serve()
                 return errors, {}
@@ -184,14 +184,14 @@ def test_a_checkpoint_gives_each_rank_its_error_and_other_numbers_of_ranks_their
     assert tensorfile.read_header(path)[0]["h.0.mlp.c_fc.weight.error"]["shape"] == [3 * 640, 160]
 
     def loaded(ranks):
-        with open_machine(config, device="cpu", ranks=ranks) as machine:
-            stored = machine.session
+        with open_model(config, device="cpu", ranks=ranks) as compiled:
+            stored = compiled.session
             if ranks.count > 1:
-                stored = Shares(machine.session, *shares_of(machine.config, ranks), ranks)
-            source = LeftOut(stored, machine.session, ranks, path, suffix=f".{powersgd.ERROR}")
+                stored = Shares(compiled.session, *shares_of(compiled.config, ranks), ranks)
+            source = LeftOut(stored, compiled.session, ranks, path, suffix=f".{powersgd.ERROR}")
             assert source.blocks == 3
             tensorfile.read(path, source, {n: t for n, t in source.tensors.items() if t.role == "state"})
-            return {n: machine.session.read(n) for n, t in machine.session.tensors.items() if t.role == "state"}
+            return {n: compiled.session.read(n) for n, t in compiled.session.tensors.items() if t.role == "state"}
 
     after = each_rank(count, loaded)
     for name in before[0][0]:
@@ -299,4 +299,4 @@ def test_what_cannot_be_compressed_is_refused():
     p = Program(Store())
     p.parameter("w", (4, 4))
     with pytest.raises(UserError, match=r"^optim.powersgd is 100000: factors would be no smaller than any matrix"):
-        updates(large, models.hidden(config.model))["update"](p)
+        updates(large, models.hidden(config.model))["optimizer_step"](p)

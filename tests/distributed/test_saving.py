@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.checkpoint import checkpoint, storage, tensorfile
 from barellm.checkpoint.snapshot import Snapshot
 from barellm.training.saving import Point, SharedSaving
@@ -50,13 +50,13 @@ def saved(folder: Path, ranks: ThreadRanks, disk: Disk, *, optim=()) -> tuple[bo
     """Saves at step BEFORE, all at once into "still", and into "moving" while two more steps are done. Gives whether that save was
     still under way when the steps were done, the bytes that were copied for it, and what was said."""
     config, lines = config_of(**dict(optim)), list[str]()
-    with open_machine(config, device="cpu", ranks=ranks) as machine:
-        rank = Rank(config, machine, ranks)
-        machine.initialize(7)
+    with open_model(config, device="cpu", ranks=ranks) as compiled:
+        rank = Rank(config, compiled, ranks)
+        compiled.initialize(7)
         for step in range(BEFORE):
             rank.step(step)
         rank.save(folder / "still")
-        how: dict[str, Any] = {"written": machine.written, "shared": True, "threads": 1, "tokenizer": {}, "stop": None}
+        how: dict[str, Any] = {"written": compiled.written, "shared": True, "threads": 1, "tokenizer": {}, "stop": None}
         how["console"] = SimpleNamespace(line=lines.append)
         saving = SharedSaving(folder / "moving", rank.shares, ranks=ranks, **how)
         saving.begin(POINT)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from barellm import models
-from barellm.assembly.machine import open_machine, resolved, shares_of
+from barellm.assembly.build import open_model, resolved, shares_of
 from barellm.checkpoint.shares import Shares
 from barellm.cpu import step as cpu_step
 from barellm.distributed.memory import can_read
@@ -42,13 +42,13 @@ def micro(session, config, step: int, number: int, *, first: int, rows: int) -> 
     counts = {"batch": rows, "seq": SEQ, "inv_targets": 1.0 / (config.train.accumulate * BATCH * SEQ)}
     sample = (step * config.train.accumulate + number) * BATCH + first
     counts |= {"accumulate": int(number > 0), "last": int(number + 1 == config.train.accumulate)}
-    session.run("micro", **counts, seed=3, step=step + 1, sample=sample)
+    session.run("forward_backward", **counts, seed=3, step=step + 1, sample=sample)
 
 
 def update(session, config, step: int, *, lr: float = 1e-2) -> None:
     if config.optim.skips:
-        session.run("norm")
-    session.run("update", lr=lr, muon_lr=3 * lr, step=step + 1, seed=3, momentum=0.9)
+        session.run("grad_norm")
+    session.run("optimizer_step", lr=lr, muon_lr=3 * lr, step=step + 1, seed=3, momentum=0.9)
 
 
 def state_of(session, names) -> dict[str, np.ndarray]:
@@ -57,14 +57,14 @@ def state_of(session, names) -> dict[str, np.ndarray]:
 
 def trained(config, ranks, device: str):
     """What rank 0 would save, or the clipping of another rank; the parameters as products read them; bytes of state."""
-    with open_machine(config, device=device, ranks=ranks) as machine:
-        session, rows = machine.session, BATCH // ranks.count
-        machine.initialize(7)
+    with open_model(config, device=device, ranks=ranks) as compiled:
+        session, rows = compiled.session, BATCH // ranks.count
+        compiled.initialize(7)
         for step in range(STEPS):
             for number in range(config.train.accumulate):
                 micro(session, config, step, number, first=ranks.rank * rows, rows=rows)
             update(session, config, step)
-        shares = Shares(session, *shares_of(machine.config, ranks), ranks)
+        shares = Shares(session, *shares_of(compiled.config, ranks), ranks)
         if ranks.rank:
             shares.serve()
             whole = {}
@@ -89,9 +89,9 @@ def held(session) -> int:
 
 def oracle(config, count: int, device: str):
     """One process that adds the gradients of `count` ranks in their order, with NumPy."""
-    with open_machine(config, device=device) as machine:
-        session, rows = machine.session, BATCH // count
-        machine.initialize(7)
+    with open_model(config, device=device) as compiled:
+        session, rows = compiled.session, BATCH // count
+        compiled.initialize(7)
         gradients = [name for name, t in session.tensors.items() if t.role == "gradient"]
         for step in range(STEPS):
             total: dict[str, np.ndarray] = {}
@@ -162,9 +162,9 @@ def test_a_norm_that_is_not_finite_on_one_rank_changes_nothing_on_all(monkeypatc
     config = resolved(config_of(overlap=False), "cpu")
 
     def broken(ranks):
-        with open_machine(config, device="cpu", ranks=ranks) as machine:
-            session = machine.session
-            machine.initialize(7)
+        with open_model(config, device="cpu", ranks=ranks) as compiled:
+            session = compiled.session
+            compiled.initialize(7)
             before = read_by_products(session)
             micro(session, config, 0, 0, first=2 * ranks.rank, rows=2)
             if ranks.rank == 2:
@@ -189,12 +189,12 @@ def test_two_ranks_find_the_gradient_of_the_whole_batch(monkeypatch):
     config = resolved(config_of(dtype="fp32"), "cpu")
 
     def norm(ranks):
-        with open_machine(config, device="cpu", ranks=ranks) as machine:
-            machine.initialize(7)
+        with open_model(config, device="cpu", ranks=ranks) as compiled:
+            compiled.initialize(7)
             rows = BATCH // ranks.count
-            micro(machine.session, config, 0, 0, first=ranks.rank * rows, rows=rows)
-            update(machine.session, config, 0)
-            return machine.session.read("clip")[0], machine.session.read("wpe")
+            micro(compiled.session, config, 0, 0, first=ranks.rank * rows, rows=rows)
+            update(compiled.session, config, 0)
+            return compiled.session.read("clip")[0], compiled.session.read("wpe")
 
     alone, pair = each_rank(1, norm)[0], each_rank(2, norm)[0]
     assert alone[0] == pytest.approx(pair[0], rel=1e-5)
@@ -208,9 +208,9 @@ def test_ranks_find_the_gradient_of_the_whole_batch_in_every_tensor(accumulate, 
     config = resolved(config_of(dtype="fp32", accumulate=accumulate, overlap=False), "cpu")
 
     def gradients(ranks):
-        with open_machine(config, device="cpu", ranks=ranks) as machine:
-            session, rows = machine.session, BATCH // ranks.count
-            machine.initialize(7)
+        with open_model(config, device="cpu", ranks=ranks) as compiled:
+            session, rows = compiled.session, BATCH // ranks.count
+            compiled.initialize(7)
             for number in range(accumulate):
                 micro(session, config, 0, number, first=ranks.rank * rows, rows=rows)
             return {name: session.read(name) for name, t in session.tensors.items() if t.role == "gradient"}
@@ -253,8 +253,8 @@ def test_what_is_loaded_in_pieces_is_what_is_saved(count, monkeypatch):
     r = np.random.default_rng(2)
 
     def loaded(ranks):
-        with open_machine(config, device="cpu", ranks=ranks) as machine:
-            shares = Shares(machine.session, *shares_of(machine.config, ranks), ranks)
+        with open_model(config, device="cpu", ranks=ranks) as compiled:
+            shares = Shares(compiled.session, *shares_of(compiled.config, ranks), ranks)
             for name, t in shares.tensors.items():
                 for lo in range(0, int(t.shape[0]), 7):
                     shares.write_rows(name, lo, given[name][lo : lo + 7])
@@ -263,8 +263,8 @@ def test_what_is_loaded_in_pieces_is_what_is_saved(count, monkeypatch):
             with shares.served():
                 return state_of(shares, shares.tensors)
 
-    with open_machine(config, device="cpu") as machine:
-        kept = {name: t for name, t in machine.session.tensors.items() if t.role in ("parameter", "state")}
+    with open_model(config, device="cpu") as compiled:
+        kept = {name: t for name, t in compiled.session.tensors.items() if t.role in ("parameter", "state")}
         given = {name: r.standard_normal(t.shape).astype(np.float32) for name, t in kept.items()}
         given["skipped"] = np.array([3], np.int32)
     found = each_rank(count, loaded)[0]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from barellm import models
-from barellm.assembly.machine import build_programs, resolved
+from barellm.assembly.build import build_programs, resolved
 from barellm.distributed.transfers import Transfers
 from barellm.plans.devices import lower
 from barellm.program.ops.collectives import BeginExchange, EndExchange
@@ -85,8 +85,8 @@ def test_gradients_leave_as_soon_as_they_are_whole(optim, count):
             early: lower(build_programs(config_of(**optim, overlap=early), ranks=Planned(rank, count)), "cpu")
             for early in (True, False)
         }
-        ops = found[True].lowered["micro"].ops
-        plain = found[False].lowered["micro"].ops
+        ops = found[True].lowered["forward_backward"].ops
+        plain = found[False].lowered["forward_backward"].ops
         assert Counter(op.name for op in ops if op.name != "begin_exchange") == Counter(op.name for op in plain)
         last, first = {}, None
         for i, op in enumerate(ops):
@@ -106,9 +106,9 @@ def test_gradients_leave_as_soon_as_they_are_whole(optim, count):
         assert sum(t.size for _, op in begun for t in op.inputs.values()) == sum(t.size for t in sent), "each once"
         orders.append([op.number for _, op in begun])
         assert {op.segment for _, op in begun} >= {"h.0", "h.1", "h.2", "h.3"}
-        ends = [op.number for op in found[True].lowered["update"].ops if isinstance(op, EndExchange)]
+        ends = [op.number for op in found[True].lowered["optimizer_step"].ops if isinstance(op, EndExchange)]
         assert sorted(orders[-1]) == ends == list(range(len(ends))) and len(ends) > 8
-        assert not any(isinstance(op, EndExchange) for op in found[False].lowered["update"].ops)
+        assert not any(isinstance(op, EndExchange) for op in found[False].lowered["optimizer_step"].ops)
     assert all(order == orders[0] for order in orders)
 
 
@@ -118,7 +118,7 @@ def test_what_arrives_has_room_until_it_is_added():
     for early in (True, False):
         config = config_of(overlap=early)
         plans[early] = lower(build_programs(config, ranks=Planned(0, 3)), "cpu").plan.persistent_bytes
-    parameters = build_programs(config_of())["micro"].store.of_role("parameter")
+    parameters = build_programs(config_of())["forward_backward"].store.of_role("parameter")
     share = 4 * sum(t.size for t in parameters) / 3
     assert plans[True] - plans[False] == pytest.approx(2 * share, rel=0.1)
 
@@ -128,9 +128,9 @@ def test_ranks_that_read_sum_the_gradient_of_each_part_of_the_model_by_itself():
     ranks = Planned(1, 2)
     ranks.direct = True
     programs = build_programs(config_of(), ranks=ranks)
-    ops = [op for op in programs["update"].ops if op.name == "sum_shares"]
+    ops = [op for op in programs["optimizer_step"].ops if op.name == "sum_shares"]
     assert [op.segment for op in ops] == ["wte", "h.0", "h.1", "h.2", "h.3"]
     assert [op.meets for op in ops] == [(True, False), *[(False, False)] * 3, (False, True)]
     shares = [t for op in ops for t in op.shares]
-    assert {t.base for t in shares} <= set(programs["update"].store.of_role("gradient"))
+    assert {t.base for t in shares} <= set(programs["optimizer_step"].store.of_role("gradient"))
     assert len({(t.base, getattr(t, "first", 0)) for t in shares}) == len(shares), "each once"

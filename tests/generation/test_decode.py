@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from barellm.assembly.machine import build_programs, open_machine
+from barellm.assembly.build import build_programs, open_model
 from barellm.config import Config as Run
 from barellm.config import ModelConfig, TrainConfig
 from barellm.generation.decode import Decoder, cache_positions, kept
@@ -112,12 +112,12 @@ def test_the_cache_holds_the_prompt_and_what_follows(tokens, most, positions):
 def opened(model: ModelConfig, dtype: str, **sizes: int) -> Iterator[Decoder]:
     """A decoder of random weights with a cache of these rows and positions."""
     config = Run(preset="", model=model, train=TrainConfig(batch=1, seq=8, dtype=dtype))
-    with open_machine(config, device="cpu", training=False, **sizes) as machine:
-        for name, t in machine.session.tensors.items():
+    with open_model(config, device="cpu", training=False, **sizes) as compiled:
+        for name, t in compiled.session.tensors.items():
             if t.role == "parameter":
                 values = np.random.default_rng(len(name)).normal(size=t.shape).astype(np.float32)
-                machine.session.write(name, 0.2 * values)
-        yield Decoder(machine.session, max_seq=sizes["positions"], vocab_size=VOCAB)
+                compiled.session.write(name, 0.2 * values)
+        yield Decoder(compiled.session, max_seq=sizes["positions"], vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -177,8 +177,8 @@ def test_a_shorter_cache_gives_the_same_text_in_less_memory(dtype):
     config = Run(preset="", model=model, train=TrainConfig(batch=1, seq=8, dtype=dtype))
     texts, arenas = [], []
     for positions in (cache_positions(40 + 230, model.max_seq), None):
-        with open_machine(config, device="cpu", training=False, positions=positions) as machine:
-            session = machine.session
+        with open_model(config, device="cpu", training=False, positions=positions) as compiled:
+            session = compiled.session
             for name, t in session.tensors.items():
                 if t.role == "parameter":
                     session.write(name, np.random.default_rng(len(name)).normal(size=t.shape))

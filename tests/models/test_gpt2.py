@@ -34,7 +34,7 @@ def test_dropout_is_where_nanogpt_has_it():
     """After the embedding, in attention, and at the end of both branches; nowhere in evaluation and decoding."""
     options = {"batch": 2, "seq": 8, "decode_batch": 1, "optimizer": lambda p: None}
     _, programs = build(replace(SMALL, dropout=0.2), **options)
-    ops = programs["micro"].ops
+    ops = programs["forward_backward"].ops
     counts = Counter(op.name for op in ops)
     assert counts["dropout"] == 1 + 2 * SMALL.layers == counts["dropout_backward"]
     streams = [op.stream for op in ops if op.name in ("dropout", "attention")]
@@ -51,7 +51,7 @@ def test_dropout_is_where_nanogpt_has_it():
 def test_dtypes_follow_the_precision_rules(compute):
     """The residual stream, its gradient, statistics and parameter gradients are fp32; operands of products are `compute`."""
     store, programs = build(SMALL, batch=2, seq=8, compute=compute, optimizer=lambda p: None)
-    for op in programs["micro"].ops:
+    for op in programs["forward_backward"].ops:
         if op.name in ("matmul", "matmul_dx", "matmul_dw"):
             assert {t.dtype for k, t in op.inputs.items() if k != "weight"} == {compute}, op
         if op.name in ("embedding", "add"):

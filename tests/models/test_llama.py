@@ -52,7 +52,7 @@ def test_model_operations_are_six_per_weight_and_token_and_attention():
     weights = cfg.padded_vocab * cfg.channels
     weights += cfg.layers * cfg.channels * ((cfg.heads + 2 * cfg.kv_heads) * D + cfg.channels + 3 * cfg.hidden)
     attention = cfg.layers * 6 * tokens * (8 + 1) * cfg.channels
-    assert programs["micro"].flops == 6 * weights * tokens + attention
+    assert programs["forward_backward"].flops == 6 * weights * tokens + attention
 
 
 @pytest.mark.parametrize(

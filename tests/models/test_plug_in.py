@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from barellm import models, overrides
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
@@ -137,7 +137,7 @@ def test_plan_counts_it(capsys):
     found = json.loads(capsys.readouterr().out)
     store, programs = build(preset("plain-small").model, batch=4, seq=16, optimizer=lambda p: None)
     assert found["parameters"] == sum(t.size for t in store.of_role("parameter"))
-    assert found["model_flops"] == programs["micro"].flops > 0
+    assert found["model_flops"] == programs["forward_backward"].flops > 0
 
 
 def test_weights_of_one_architecture_begin_a_run_of_the_other_preset(train, tmp_path, capsys, refused):
@@ -203,5 +203,5 @@ def test_its_module_says_which_matrices_are_hidden(plain, monkeypatch):
     rows = {row["names"]: row["optimizer"] for row in plan.optimizers(built, config)}
     assert {name for name, optimizer in rows.items() if optimizer == "Muon"} == {"*.qkv", "*.up"}
     assert {rows[name] for name in ("embed", "head", "*.out", "*.first_norm")} == {"AdamW"}
-    updated = {op.param.name for op in build_programs(config)["update"].ops if op.name == "muon_update"}
+    updated = {op.param.name for op in build_programs(config)["optimizer_step"].ops if op.name == "muon_update"}
     assert updated == {f"{i}.{name}" for i in (0, 1) for name in ("qkv", "up")}

@@ -94,7 +94,7 @@ def test_initial_weights(model):
 @each_model
 def test_recompute_drops_what_the_blocks_computed(model):
     plain, again = (
-        build(model.config, batch=2, seq=8, optimizer=lambda p: None, recompute=recompute)[1]["micro"]
+        build(model.config, batch=2, seq=8, optimizer=lambda p: None, recompute=recompute)[1]["forward_backward"]
         for recompute in (False, True)
     )
     assert plain.flops == again.flops

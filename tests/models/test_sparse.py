@@ -44,7 +44,7 @@ def test_every_length_has_the_gradients_of_the_reference(relative):
         for s in (ours, oracle):
             s.write("tokens", tokens)
             s.write("targets", tokens)
-            s.run("micro", batch=2, seq=seq, accumulate=0, pos=0, inv_targets=0.1)
+            s.run("forward_backward", batch=2, seq=seq, accumulate=0, pos=0, inv_targets=0.1)
         found = [name for name, t in ours.tensors.items() if t.role == "gradient"]
         for name in found:
             np.testing.assert_allclose(ours.read(name), oracle.read(name), rtol=1e-3, atol=2e-5, err_msg=name)
@@ -75,7 +75,7 @@ def test_a_small_world_has_the_gradients_of_the_reference():
     for s in (ours, oracle):
         s.write("tokens", tokens)
         s.write("targets", tokens)
-        s.run("micro", batch=2, seq=37, accumulate=0, pos=0, inv_targets=0.1)
+        s.run("forward_backward", batch=2, seq=37, accumulate=0, pos=0, inv_targets=0.1)
     blocks = [name for name, t in ours.tensors.items() if t.role == "gradient" and ".blocks" in name]
     assert len(blocks) == 4, "two matrices in each of two layers"
     for name in blocks:

@@ -73,7 +73,13 @@ def test_the_record_s_schedule():
     assert schedule.weights(0) == (1.0, 0.5, 0.25) and schedule.weights(967) == (1.0, 0.0, 0.0)
     assert schedule.weights(725) == pytest.approx((1.0, 0.25, 0.0))
     names = [[name for name, _ in steps.step(i, 1490).updates] for i in (965, 966, 967, 968, 969)]
-    assert names == [["update_tied"], ["update"], ["update_tied", "untie"], ["update"], ["update_untied"]]
+    assert names == [
+        ["optimizer_step_tied"],
+        ["optimizer_step"],
+        ["optimizer_step_tied", "untie"],
+        ["optimizer_step"],
+        ["optimizer_step_untied"],
+    ]
     assert [steps.step(i, 1490).updates[0][1]["step"] for i in (1, 3, 967)] == [1, 2, 484]
     assert [steps.step(i, 1490).adds for i in (0, 1, 2)] == [False, True, False]
     momenta = [steps.step(i, 1490).updates[0][1]["momentum"] for i in (0, 150, 300, 1440, 1465)]
@@ -170,7 +176,7 @@ def trained(session, model: Config, steps: int = 4, total: int = 6) -> list[floa
         session.write("tokens", row[:, :-1])
         session.write("targets", row[:, 1:])
         shape = {"batch": 1, "seq": step.seq, "inv_targets": step.inv_targets}
-        session.run("micro", accumulate=int(step.adds), **shape)
+        session.run("forward_backward", accumulate=int(step.adds), **shape)
         losses.append(float(session.read("loss")[0]) * step.shown)
         for program, scalars in step.updates:
             session.run(program, **scalars)
@@ -227,7 +233,7 @@ def test_a_part_that_is_left_out_leaves_no_factors_behind(left_out):
 def test_the_record_s_scales_of_8_bits():
     """PR #233 scales x by 100 / 448, the weight by 1.6 / 448 and the logits' gradients by 0.75 / 448."""
     programs = programs_of(replace(SMALL, fp8="static"), "bf16")
-    (found,) = {op.attrs["scaling"] for op in programs["micro"].ops if op.attrs.get("scaling")}
+    (found,) = {op.attrs["scaling"] for op in programs["forward_backward"].ops if op.attrs.get("scaling")}
     assert found == Static("head", x=100 / 448, weight=1.6 / 448, dy=0.75 / 448)
 
 

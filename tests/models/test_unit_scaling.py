@@ -48,7 +48,7 @@ def test_gradients_are_the_true_ones_times_a_constant():
     def loss(**changed) -> float:
         for name, values in (weights | changed).items():
             session.write(name, values)
-        session.run("micro", batch=2, seq=7, accumulate=0, inv_targets=1 / 14, step=1)
+        session.run("forward_backward", batch=2, seq=7, accumulate=0, inv_targets=1 / 14, step=1)
         return float(session.read("loss")[0])
 
     loss()
@@ -80,12 +80,14 @@ def sizes(cfg: gpt2.Config, batch: int) -> dict[str, dict[str, float]]:
     for name in ("tokens", "targets"):
         session.write(name, r.integers(0, 61, (batch, cfg.max_seq)))
     step = course(run).step(0, 1000)
-    session.run("ranges", batch=batch, seq=cfg.max_seq, accumulate=0, inv_targets=step.inv_targets, step=1)
+    session.run(
+        "forward_backward_stats", batch=batch, seq=cfg.max_seq, accumulate=0, inv_targets=step.inv_targets, step=1
+    )
     shown = float(session.read("loss")[0]) * step.shown
     counts, sums = session.read(COUNTS).reshape(-1, BINS), session.read(TOTALS).reshape(-1, len(SUMS))
     session.close()
     found: dict[str, dict[str, float]] = {"loss": {"": shown}}
-    for t in observed(programs["ranges"]):
+    for t in observed(programs["forward_backward_stats"]):
         m = magnitudes(counts[t.number], sums[t.number])
         if m.size:
             found.setdefault(t.kind, {})[t.name] = m.rms

@@ -21,7 +21,7 @@ import pytest
 import xxhash
 
 from barellm import models, overrides
-from barellm.assembly.machine import build_programs, open_machine, resolved
+from barellm.assembly.build import build_programs, open_model, resolved
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.cpu.isa import host
@@ -384,7 +384,7 @@ def rounds_as_python(program: Path, config: Any) -> None:
     opened = ctypes.c_void_p(lib.barellm_open(1))
     assert lib.barellm_initialize(opened) == 0
     r = np.random.default_rng(3)
-    with open_machine(config, device="cpu") as machine:
+    with open_model(config, device="cpu") as machine:
         machine.initialize(0)
         session = machine.session
         for name, t in session.tensors.items():

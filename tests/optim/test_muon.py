@@ -63,11 +63,11 @@ class NorMuon:
 
 
 def session_of(optimizer: Muon, shapes=SHAPES, *, compute: str = "fp32") -> ReferenceSession:
-    """Program "update" of matrices p0, p1, ... with an input "clip"."""
+    """Program "optimizer_step" of matrices p0, p1, ... with an input "clip"."""
     p = Program(Store(), compute=compute)
     params = [p.parameter(f"p{i}", shape, std=1.0) for i, shape in enumerate(shapes)]
     optimizer.update(p, params, p.input("clip", (2,), "fp32"))
-    session = ReferenceSession({"update": p})
+    session = ReferenceSession({"optimizer_step": p})
     for i, t in enumerate(params):
         session.write(t.name, normal(*t.shape, seed=i))
         session.write(f"{t.name}.grad", np.zeros(t.shape))
@@ -86,7 +86,7 @@ def run(session: ReferenceSession, momenta=(0.8, 0.85, 0.9), *, clip: float = 1.
         for i, g in enumerate(grads):
             session.write(f"p{i}.grad", g / clip)
         yield grads, momentum
-        session.run("update", lr=lr, momentum=momentum)
+        session.run("optimizer_step", lr=lr, momentum=momentum)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -120,7 +120,7 @@ def step_of(grad: np.ndarray, **options) -> np.ndarray:
     session = session_of(Muon(**options), [grad.shape])
     session.write("p0", np.zeros(grad.shape))
     session.write("p0.grad", grad)
-    session.run("update", lr=1.0, momentum=0.0)
+    session.run("optimizer_step", lr=1.0, momentum=0.0)
     return -session.read("p0") / jordan_scale(*grad.shape)
 
 
@@ -158,7 +158,7 @@ def test_nothing_changes_where_the_norm_is_not_finite():
     before = {name: session.read(name) for name in session.tensors if not name.endswith(".grad")}
     session.write("p1.grad", np.full(SHAPES[1], np.inf))
     session.write("clip", np.array([np.inf, np.nan]))
-    session.run("update", lr=0.1, momentum=0.9)
+    session.run("optimizer_step", lr=0.1, momentum=0.9)
     for name, values in before.items():
         assert np.array_equal(session.read(name), values), name
 

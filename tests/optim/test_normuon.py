@@ -236,7 +236,7 @@ def test_a_truncated_weights_halves_are_theirs():
     given: dict[str, Any] = {"x": p.input("x", shape, "bf16"), "clip": p.input("clip", (2,), "fp32")}
     given |= {"lr_scale": 1.0, "scale": 2.0, "weight_decay": 0.5, "cautious": True, "squared": True}
     p.apply(ops.MuonUpdate, param=weight, **given)
-    ours = CpuSession({"update": p}, threads=1)
+    ours = CpuSession({"optimizer_step": p}, threads=1)
     start, grad = normal(*shape, seed=1).astype(np.float32), normal(*shape, seed=2).astype(np.float32)
     high, low = (half.view(np.uint16) for half in encode(start, "truncated"))
     (grad_bf16,) = encode(grad, "bf16")
@@ -244,7 +244,7 @@ def test_a_truncated_weights_halves_are_theirs():
     ours.write("x", grad_bf16.astype(np.float32))
     ours.write("clip", np.array([1.0, 1.0]))
     for _ in range(5):
-        ours.run("update", lr=0.03125)
+        ours.run("optimizer_step", lr=0.03125)
         high, low = their_step(high, low, grad_bf16.astype(np.float32), 0.5 * 0.03125, 2 * 0.03125)
     assert np.array_equal(ours.read("w"), (high.astype(np.uint32) << 16 | low).view(np.float32))
     assert low.any() and np.abs(ours.read("w") - start).max() > 0.1

@@ -33,7 +33,7 @@ def moved(session, **scalars) -> dict[str, np.ndarray]:
     for name, shape in SHAPES.items():
         session.write(name, np.ones(shape, np.float32))
         session.write(f"{name}.grad", np.ones(shape, np.float32))
-    session.run("update", **{"step": 1, "lr": 0.25} | scalars)
+    session.run("optimizer_step", **{"step": 1, "lr": 0.25} | scalars)
     return {name: 1 - session.read(name) for name in SHAPES}
 
 
@@ -82,7 +82,7 @@ def test_one_tensor_has_an_optimizer_of_its_own(backend_name):
     table = [Rule("h.1.w", optimizer=Descent(lr_scale=2.0)), Rule("*", optimizer=PLAIN)]
     results = []
     for rows in (table, table[1:]):
-        programs = {"update": update_of(rows)}
+        programs = {"optimizer_step": update_of(rows)}
         session = ReferenceSession(programs) if backend_name == "reference" else backend("cpu").open_session(programs)
         results.append((moved(session), set(session.tensors)))
         if backend_name == "cpu":
@@ -98,7 +98,7 @@ def test_one_tensor_has_an_optimizer_of_its_own(backend_name):
 @pytest.mark.parametrize("lr", [0.25, 0.5])
 def test_a_rate_of_its_own_follows_the_schedule(lr):
     table = [Rule("wte", optimizer=AdamW(eps=0.0, weight_decay=0.5, lr_scale=3.0)), Rule("*", optimizer=PLAIN)]
-    found = moved(ReferenceSession({"update": update_of(table)}), lr=lr)
+    found = moved(ReferenceSession({"optimizer_step": update_of(table)}), lr=lr)
     np.testing.assert_allclose(found["wte"], 3 * lr * (0.5 + 1.0), rtol=1e-12)
     np.testing.assert_allclose(found["h.0.w"], lr, rtol=1e-12)
 

@@ -37,7 +37,7 @@ def opened(monkeypatch):
         optimizer = partial(adamw, config=optim or OptimConfig())
         _, programs = build(model, batch=batch, seq=seq, compute=compute, optimizer=optimizer)
         if logits:  # a program whose logits are an output cannot fuse its classifier
-            micro = programs["micro"]
+            micro = programs["forward_backward"]
             micro.output("logits", next(op.logits for op in micro.ops if op.name == "cross_entropy"))
         sessions.append(CpuSession(programs))
         return sessions[-1]
@@ -52,9 +52,9 @@ def outcome(session, model, tokens, targets) -> dict[str, np.ndarray]:
     session.write("tokens", tokens)
     session.write("targets", targets)
     inv_targets = 1 / max(1, (targets >= 0).sum())
-    session.run("micro", batch=batch, seq=seq, accumulate=0, inv_targets=inv_targets, step=1)
+    session.run("forward_backward", batch=batch, seq=seq, accumulate=0, inv_targets=inv_targets, step=1)
     found = {"loss": session.read("loss")}
-    if "logits" in session.programs["micro"].named:
+    if "logits" in session.programs["forward_backward"].named:
         found["logits"] = session.read("logits").astype(np.float32)[..., : model.vocab_size]
     gradients = [name for name, t in session.tensors.items() if t.role == "gradient"]
     return found | {name: session.read(name) for name in gradients}
@@ -177,7 +177,7 @@ def test_ten_steps_of_124m_follow_pytorch(opened, gpt2_124m, ten_losses, compute
 def outcome_loss(session, tokens, targets, inv_targets, step) -> float:
     session.write("tokens", tokens)
     session.write("targets", targets)
-    session.run("micro", batch=4, seq=64, accumulate=0, inv_targets=inv_targets, step=step)
+    session.run("forward_backward", batch=4, seq=64, accumulate=0, inv_targets=inv_targets, step=step)
     loss = float(session.read("loss")[0])
-    session.run("update", step=step, lr=TEN_STEPS.lr)
+    session.run("optimizer_step", step=step, lr=TEN_STEPS.lr)
     return loss

@@ -34,7 +34,7 @@ def session_of(model: ModelConfig, batch: int, seq: int, *, optim=None, compute=
     optimizer = partial(adamw, config=optim or OptimConfig())
     _, programs = build(model, batch=batch, seq=seq, compute=compute, optimizer=optimizer)
     # The last logits of the training program, readable beside the loss.
-    micro = programs["micro"]
+    micro = programs["forward_backward"]
     micro.output("logits", next(op.logits for op in micro.ops if op.name == "cross_entropy"))
     return ReferenceSession(programs, **options)
 
@@ -69,7 +69,7 @@ def check_gradients(session, model: ModelConfig, weights, batch: int, seq: int) 
     inv_targets = 1 / max(1, (targets >= 0).sum())
     session.write("tokens", tokens)
     session.write("targets", targets)
-    session.run("micro", batch=batch, seq=seq, inv_targets=inv_targets, step=1)
+    session.run("forward_backward", batch=batch, seq=seq, inv_targets=inv_targets, step=1)
     oracle = TorchGPT2(model, weights)
     loss, gradients = oracle.gradients(tokens, targets, inv_targets)
     V = model.vocab_size
@@ -109,7 +109,7 @@ def test_bf16_rounds_in_no_worse_places_than_autocast(name):
     inv_targets = 1 / (targets >= 0).sum()
     session.write("tokens", tokens)
     session.write("targets", targets)
-    session.run("micro", inv_targets=inv_targets)
+    session.run("forward_backward", inv_targets=inv_targets)
     true_loss, truth = TorchGPT2(model, weights, dtype=torch.float64).gradients(tokens, targets, inv_targets)
     _, rough = TorchGPT2(model, weights, autocast=True).gradients(tokens, targets, inv_targets)
     assert session.read("loss")[0] == pytest.approx(true_loss, abs=2e-3)
@@ -142,8 +142,8 @@ def test_ten_adamw_steps_equal_pytorch(clip):
         inv_targets, lr = 1 / (targets >= 0).sum(), 1e-2 / step
         session.write("tokens", tokens)
         session.write("targets", targets)
-        session.run("micro", inv_targets=inv_targets, step=step, batch=batch, seq=seq)
-        session.run("update", step=step, lr=lr)
+        session.run("forward_backward", inv_targets=inv_targets, step=step, batch=batch, seq=seq)
+        session.run("optimizer_step", step=step, lr=lr)
         expected = oracle.step(optimizer, tokens, targets, inv_targets, lr=lr, clip=clip)
         # torch divides by norm + 1e-6 where we divide by the norm.
         assert session.read("loss")[0] == pytest.approx(expected, rel=1e-5)

@@ -67,13 +67,15 @@ def ours_of(
     batch, seq = tokens.shape
     sizes = {"batch": batch, "seq": seq, "compute": compute, "recompute": recompute}
     _, programs = build(weights.model, **sizes, optimizer=partial(adamw, config=OptimConfig()))
-    micro = programs["micro"]
+    micro = programs["forward_backward"]
     micro.output("logits", next(op.logits for op in micro.ops if op.name == "cross_entropy"))
     with opened(programs, backend) as session:
         weights.load(session)
         session.write("tokens", tokens)
         session.write("targets", targets)
-        session.run("micro", batch=batch, seq=seq, accumulate=0, inv_targets=1 / (targets >= 0).sum(), step=1)
+        session.run(
+            "forward_backward", batch=batch, seq=seq, accumulate=0, inv_targets=1 / (targets >= 0).sum(), step=1
+        )
         names = ["loss", *(name for name, t in session.tensors.items() if t.role == "gradient")]
         logits = session.read("logits")[..., : weights.model.vocab_size].astype(np.float64)
         return {"logits": logits} | {name: session.read(name).copy() for name in names}

@@ -161,7 +161,7 @@ def test_loss_and_every_gradient(backend, limit, step):
         tokens, targets = text(seq, step)
         session.write("tokens", tokens)
         session.write("targets", targets)
-        session.run("micro", batch=1, seq=seq, inv_targets=1.0, accumulate=0)
+        session.run("forward_backward", batch=1, seq=seq, inv_targets=1.0, accumulate=0)
         wanted = their_loss(w, tokens, targets, step)
         wanted.backward()
         assert abs(session.read("loss")[0] / wanted.item() - 1) < limit
@@ -184,7 +184,7 @@ def test_a_step_with_the_classifier_in_8_bits(backend, limit):
         tokens, targets = text(STAGES[0].seq, 4)
         session.write("tokens", tokens)
         session.write("targets", targets)
-        session.run("micro", batch=1, seq=STAGES[0].seq, inv_targets=1.0, accumulate=0)
+        session.run("forward_backward", batch=1, seq=STAGES[0].seq, inv_targets=1.0, accumulate=0)
         exact, wanted = their_loss(w, tokens, targets, 0), their_loss(w, tokens, targets, 0, fp8=True)
         wanted.backward()
         assert abs(session.read("loss")[0] / wanted.item() - 1) < limit < abs(exact.item() / wanted.item() - 1)
@@ -231,7 +231,7 @@ def test_thirty_steps_through_all_stages():
                 session.write("tokens", tokens)
                 session.write("targets", targets)
                 adds = int(micro > 0 or step.adds)
-                session.run("micro", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=adds)
+                session.run("forward_backward", batch=1, seq=step.seq, inv_targets=step.inv_targets, accumulate=adds)
                 found += step.shown * session.read("loss")[0]
                 row, after = (torch.tensor(ids[0], dtype=torch.int64) for ids in (tokens, targets))
                 loss = theirs.loss(w, row, after, (row == BOS).cumsum(0), SIZES, stage_of(index), training=True) / 2
@@ -258,7 +258,7 @@ def test_bf16_is_about_as_near_as_autocast():
         course(RUN).enter(session, step, TOTAL)
         session.write("tokens", tokens)
         session.write("targets", targets)
-        session.run("micro", batch=1, seq=tokens.shape[1], inv_targets=1.0, accumulate=0)
+        session.run("forward_backward", batch=1, seq=tokens.shape[1], inv_targets=1.0, accumulate=0)
         their_loss(exact, tokens, targets, step).backward()
         with torch.autocast("cpu", torch.bfloat16):
             loss = their_loss(rounded, tokens, targets, step)

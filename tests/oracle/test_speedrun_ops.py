@@ -155,7 +155,7 @@ def updated(name: str, lr: float, compute: str, kept: str) -> tuple[np.ndarray, 
     t = p.store.tensors[name]
     clip = p.store.get("clip", (2,), "fp32", "state")
     Adam(0.9, 0.99, lr_scale=lr / 8e-3, wd_mul=0.0).update(p, [t], clip)
-    session = CpuSession({"update": p})
+    session = CpuSession({"optimizer_step": p})
     try:
         session.write("clip", np.ones(2, np.float32))
         first = torch.linspace(-0.11, 0.11, t.size).reshape(t.shape).bfloat16()
@@ -165,7 +165,7 @@ def updated(name: str, lr: float, compute: str, kept: str) -> tuple[np.ndarray, 
         for step in range(1, 301):
             grad = (normal(*t.shape, seed=step) + np.linspace(-2, 2, t.size).reshape(t.shape)).astype(np.float32)
             session.write(f"{name}.grad", grad)
-            session.run("update", lr=8e-3, step=step)
+            session.run("optimizer_step", lr=8e-3, step=step)
             them.update(torch.tensor(grad), lr)
         return begun, session.read(name), them.p_slice.float().numpy()
     finally:

@@ -8,7 +8,7 @@ import pytest
 
 from barellm import overrides
 from barellm.assembly import advice
-from barellm.assembly.machine import build_programs, open_machine
+from barellm.assembly.build import build_programs, open_model
 from barellm.config import Config
 from barellm.errors import UserError
 from barellm.models import preset
@@ -20,7 +20,7 @@ CHANGES = {"train.recompute": {"train.recompute": True}, "optim.moments 16bit": 
 
 def plan(config: Config) -> Plan:
     programs = build_programs(config)
-    return planner.plan({name: p.ops for name, p in programs.items()}, programs["micro"].store)
+    return planner.plan({name: p.ops for name, p in programs.items()}, programs["forward_backward"].store)
 
 
 def bf16(name: str) -> Config:
@@ -69,7 +69,7 @@ def test_a_model_that_no_change_makes_fit_is_not_advised_moments(monkeypatch):
         pytest.raises(
             UserError, match=r"BARELLM_MEMORY_LIMIT is 24576.0 MiB: no batch is small enough: choose a smaller model$"
         ),
-        open_machine(bf16("llama3-8b"), device="cpu"),
+        open_model(bf16("llama3-8b"), device="cpu"),
     ):
         pass
 
@@ -87,14 +87,14 @@ def test_each_device_plans_what_it_advises(monkeypatch, device):
     monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "20M")
     with (
         pytest.raises(UserError, match=r"MiB: choose train.batch \d+ or ") as refused,
-        open_machine(config, device=device),
+        open_model(config, device=device),
     ):
         pass
     batch = re.search(r"train.batch (\d+)", str(refused.value))
     assert batch
-    with open_machine(overrides.changed(config, {"train.batch": int(batch[1])}), device=device):
+    with open_model(overrides.changed(config, {"train.batch": int(batch[1])}), device=device):
         pass
     with pytest.raises(UserError, match=r"MiB: choose a smaller batch or a smaller model$"):
         monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1M")
-        with open_machine(config, device=device, training=False):
+        with open_model(config, device=device, training=False):
             pass

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from barellm import overrides
-from barellm.assembly.machine import build_programs, open_machine
+from barellm.assembly.build import build_programs, open_model
 from barellm.cli import main
 from barellm.models import preset
 from barellm.models.course import only_stage
@@ -52,12 +52,12 @@ def test_plan_is_what_a_session_maps(dtype, recompute, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", "2")
     config = small(dtype, recompute)
     numbers, built = plan.report(config)
-    with open_machine(config, device="cpu") as machine:
-        session = machine.session
+    with open_model(config, device="cpu") as compiled:
+        session = compiled.session
         assert session.arena.nbytes == numbers["arena_bytes"]
         offsets = {(t.name, at) for t, at in session.plan.offsets.items()}
         assert offsets == {(t.name, at) for t, at in built.plan.offsets.items()}
-        assert numbers["model_flops"] == machine.flops_per_step
+        assert numbers["model_flops"] == compiled.flops_per_step
 
 
 def test_model_operations_are_six_per_weight_and_token_and_attention():
@@ -107,11 +107,11 @@ def test_fusions_and_ops_are_counted():
     numbers, built = plan.report(config_of())
     assert numbers["fusions"]["linear_gelu"] == 12
     assert numbers["fusions"]["classifier"] == 1
-    micro = [row for row in numbers["ops"] if row["program"] == "micro"]
+    micro = [row for row in numbers["ops"] if row["program"] == "forward_backward"]
     accumulate = numbers["accumulate"]
-    assert sum(row["count"] for row in micro) == accumulate * len(built.lowered["micro"].ops)
-    primitive = built.programs["micro"].ops
-    assert numbers["programs"]["micro"]["ops"] == len(primitive)
+    assert sum(row["count"] for row in micro) == accumulate * len(built.lowered["forward_backward"].ops)
+    primitive = built.programs["forward_backward"].ops
+    assert numbers["programs"]["forward_backward"]["ops"] == len(primitive)
     flops = sum(row["flops"] for row in micro)
     assert flops == accumulate * sum(op.flops() for op in primitive)
 
@@ -130,11 +130,13 @@ def test_a_step_of_a_run_with_stages_is_the_mean_of_its_cycle():
     config = overrides.changed(preset("speedrun-small"), {"train.accumulate": 3})
     config = replace(only_stage(config, 1), train=replace(only_stage(config, 1).train, dtype="fp32"))
     numbers, built = plan.report(config, ceiling=made_up())
-    assert numbers["step"] == {"micro": 3.0, "update": 0.5, "update_tied": 0.5}
-    assert numbers["model_flops"] == 3 * build_programs(config)["micro"].flops  # Muon's products are not counted
+    assert numbers["step"] == {"forward_backward": 3.0, "optimizer_step": 0.5, "optimizer_step_tied": 0.5}
+    assert (
+        numbers["model_flops"] == 3 * build_programs(config)["forward_backward"].flops
+    )  # Muon's products are not counted
     adam = next(row for row in numbers["ops"] if row["op"] == "cautious_adam")
-    assert adam["program"] == "update_tied"
-    ops = [op for op in built.lowered["update_tied"].ops if op.name == "cautious_adam"]
+    assert adam["program"] == "optimizer_step_tied"
+    ops = [op for op in built.lowered["optimizer_step_tied"].ops if op.name == "cautious_adam"]
     assert (adam["count"], adam["bytes"]) == (len(ops) / 2, sum(op.bytes() for op in ops) / 2)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from barellm import models
-from barellm.assembly.machine import build_programs, resolved
+from barellm.assembly.build import build_programs, resolved
 from barellm.cli.main import main
 from barellm.errors import UserError
 from barellm.plans import devices, scale
@@ -30,7 +30,7 @@ def sent(config, rank: int, count: int) -> dict[str, int]:
     """Bytes that a rank's planned transfers send, by op, in the backward pass and behind it."""
     found: dict[str, int] = {}
     programs = build_programs(config, ranks=Planned(rank, count))
-    for op in (*programs["micro"].ops, *programs["update"].ops):
+    for op in (*programs["forward_backward"].ops, *programs["optimizer_step"].ops):
         if op.name in ("begin_exchange", "exchange", "gather"):
             kind = op.name.removeprefix("begin_")
             for (name, t), to in zip(op.inputs.items(), op.attrs["to"], strict=True):
@@ -45,7 +45,7 @@ def sent(config, rank: int, count: int) -> dict[str, int]:
 )
 def test_bytes_are_those_of_the_planned_transfers(count, optim):
     config = small(**optim)
-    store = build_programs(config)["micro"].store
+    store = build_programs(config)["forward_backward"].store
     model = scale.collectives(config, store, count)
     planned = [sent(config, rank, count) for rank in range(count)]
     mean = {op: sum(each[op] for each in planned) / count for op in ("exchange", "gather")}
@@ -66,9 +66,9 @@ def test_rounds_are_those_of_the_program():
     model = replace(config.model, channels=640, heads=2, layers=3)
     config = replace(config, model=model)
     programs = build_programs(config, ranks=Planned(0, 2))
-    rounds = sum(op.name == "exchange" for op in programs["update"].ops)
+    rounds = sum(op.name == "exchange" for op in programs["optimizer_step"].ops)
     assert rounds > 4
-    assert scale.collectives(config, programs["micro"].store, 2)[0].rounds in (rounds - 1, rounds)
+    assert scale.collectives(config, programs["forward_backward"].store, 2)[0].rounds in (rounds - 1, rounds)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_the_work_of_a_rank_is_that_of_its_plan():
     built = devices.lower(build_programs(config), "cpu")
     expected = sum(
         times * max(ceiling.operations(op) / 0.5, ceiling.traffic(op) / scale.STREAMED)
-        for name, times in (("micro", 3), ("update", 1))
+        for name, times in (("forward_backward", 3), ("optimizer_step", 1))
         for op in built.lowered[name].ops
     )
     assert done.seconds == pytest.approx(expected)
@@ -139,7 +139,7 @@ def test_the_work_of_a_rank_is_that_of_its_plan():
 
 def test_a_step_is_arithmetic_and_exchange():
     found = scale.prediction(small(), 3, "10gbit", ceiling=devices.published("h100"), utilisation=0.5)
-    store = build_programs(small())["micro"].store
+    store = build_programs(small())["forward_backward"].store
     assert found["sent_bytes"] == pytest.approx(2 / 3 * sum(c.nbytes for c in scale.collectives(small(), store, 3)))
     for row in found["ways"].values():
         exchange = sum(row["collectives_s"].values())

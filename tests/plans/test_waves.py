@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from barellm.assembly.machine import build_programs
+from barellm.assembly.build import build_programs
 from barellm.cli import main
 from barellm.cuda.kernel import Sizes, Target
 from barellm.errors import UserError
@@ -79,17 +79,17 @@ def test_registers_shared_memory_threads_or_their_number_limit_blocks(threads, r
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama-124m"])
 def test_the_products_of_a_step_are_all_its_operations_but_attentions(name):
     config = changed(preset(name), {"train.dtype": "bf16", "train.batch": 2, "train.seq": 1024, "model.layers": 2})
-    built = devices.lower({"micro": build_programs(config)["micro"]}, Target())
-    found = waves.products(built, ["micro"], Sizes(2, 1024))
+    built = devices.lower({"forward_backward": build_programs(config)["forward_backward"]}, Target())
+    found = waves.products(built, ["forward_backward"], Sizes(2, 1024))
     done = sum(2 * c.M * c.N * c.K * count for c, count in found.items())
-    ops = [p for op in built.lowered["micro"].ops for p in primitives(op)]
+    ops = [p for op in built.lowered["forward_backward"].ops for p in primitives(op)]
     assert done == sum(op.flops() for op in ops if op.product and op.name.startswith("matmul"))
 
 
 def test_products_that_other_kernels_do_are_said():
     config = changed(preset("gpt2-124m"), {"train.dtype": "bf16", "train.batch": 2, "train.seq": 64, "model.layers": 2})
-    built = devices.lower({"micro": build_programs(config)["micro"]}, Target())
-    assert waves.uncounted(built, ["micro"]) == {"attention": 2, "attention_backward": 2}
+    built = devices.lower({"forward_backward": build_programs(config)["forward_backward"]}, Target())
+    assert waves.uncounted(built, ["forward_backward"]) == {"attention": 2, "attention_backward": 2}
     assert waves.uncounted(devices.lower({"product": waves.one_product(8, 8, 8, "bf16")}, Target()), ["product"]) == {}
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from barellm.assembly.machine import resolved
+from barellm.assembly.build import resolved
 from barellm.config import Config
 from barellm.models import preset
 from barellm.overrides import changed

@@ -30,7 +30,12 @@ def test_every_rank_sees_what_all_spend_on_each_exchange(results):
     (ours, theirs), folder = results
     rows = ours["between_ranks"]
     assert [row["s"] for row in rows] == [row["s"] for row in theirs["between_ranks"]]
-    kinds = [("micro", "begin_exchange"), ("update", "end_exchange"), ("update", "add_ranks"), ("update", "gather")]
+    kinds = [
+        ("forward_backward", "begin_exchange"),
+        ("optimizer_step", "end_exchange"),
+        ("optimizer_step", "add_ranks"),
+        ("optimizer_step", "gather"),
+    ]
     assert list(dict.fromkeys((row["program"], row["op"]) for row in rows)) == kinds
     assert rows[-1]["count"] == 2, "of partial sums and of weights"
     for kind in kinds[:3]:
@@ -47,14 +52,14 @@ def test_every_rank_sees_what_all_spend_on_each_exchange(results):
 def test_the_table_says_what_is_exposed(results):
     (ours, _), _ = results
     ours["between_ranks"] = [
-        {"program": "micro", "segment": "block 1", "op": "exchange", "count": 1, "s": [0.25, 0.75]},
-        {"program": "update", "segment": None, "op": "gather", "count": 1, "s": [0.5, 0.125]},
+        {"program": "forward_backward", "segment": "block 1", "op": "exchange", "count": 1, "s": [0.25, 0.75]},
+        {"program": "optimizer_step", "segment": None, "op": "gather", "count": 1, "s": [0.5, 0.125]},
     ]
     ours["step_s"] = 3.0
     said = lines(ours)[-4:]
     assert [line.split() for line in said[:3]] == [
         ["between", "ranks", "segment", "rank", "0", "ms", "rank", "1", "ms"],
-        ["micro", "exchange", "block", "1", "250.000", "750.000"],
-        ["update", "gather", "behind", "all", "500.000", "125.000"],
+        ["forward_backward", "exchange", "block", "1", "250.000", "750.000"],
+        ["optimizer_step", "gather", "behind", "all", "500.000", "125.000"],
     ]
     assert said[3] == "exposed: 375.000 ms, 12.5 % of the step; with waiting for others up to 875.000 ms"

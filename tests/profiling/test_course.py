@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from barellm.assembly.machine import build_programs, resolved
+from barellm.assembly.build import build_programs, resolved
 from barellm.errors import UserError
 from barellm.models import preset
 from barellm.models.course import only_stage, shares
@@ -28,7 +28,7 @@ SIZES = {
     "stages": STAGES,
     "untie": 1,
 }
-SHARES = {"micro": 1.0, "update": 0.5, "update_tied": 0.5}
+SHARES = {"forward_backward": 1.0, "optimizer_step": 0.5, "optimizer_step_tied": 0.5}
 
 
 def speedrun(number=None):
@@ -41,20 +41,20 @@ def test_one_stage_is_chosen():
     assert [speedrun(n).train.seq for n in (None, 1, 2, 3)] == [16, 16, 32, 32]
     assert speedrun(2).model.stages == "share=1 seq=32 windows=1,3 lr=2 mtp=1; seq=32 windows=1,3 lr=2 mtp=1"
     assert {update for at in range(2, 500) for update, _ in course(speedrun(1)).step(at, speedrun(1).train.steps).updates} == {
-        "update", "update_tied"
+        "optimizer_step", "optimizer_step_tied"
     }  # fmt: skip
     assert only_stage(speedrun(2), None) == speedrun(2)  # what a process of ours makes of it
     assert shares(speedrun(1)) == SHARES
     assert shares(speedrun(2)) == {
-        "micro": 1.0,
-        "update": 0.5,
-        "update_untied": 0.5,
+        "forward_backward": 1.0,
+        "optimizer_step": 0.5,
+        "optimizer_step_untied": 0.5,
     }  # "untie" ran once, in its first cycle
     for number in (0, 4):
         with pytest.raises(UserError, match=f"--stage is {number}, expected 1 to 3"):
             speedrun(number)
     assert only_stage(small(), None) == small()
-    assert shares(small()) == {"micro": 1.0, "update": 1.0}
+    assert shares(small()) == {"forward_backward": 1.0, "optimizer_step": 1.0}
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -62,7 +62,7 @@ def test_the_shares_name_the_programs_that_all_but_the_first_cycle_run(number):
     with opened(speedrun(number)) as (bench, _):
         bench.step()
         ran = set()
-        bench.step(run=lambda program, **values: (ran.add(program), bench.machine.session.run(program, **values))[1])
+        bench.step(run=lambda program, **values: (ran.add(program), bench.compiled.session.run(program, **values))[1])
     assert ran == set(bench.shares)
 
 
@@ -74,7 +74,7 @@ def test_a_model_without_stages_has_none_to_choose(refused):
 
 def test_a_cycle_is_two_steps_with_the_course_s_scalars():
     with opened(speedrun(1)) as (bench, _):
-        ran, session = [], bench.machine.session
+        ran, session = [], bench.compiled.session
 
         def run(program, **values):
             ran.append((program, values))
@@ -82,7 +82,12 @@ def test_a_cycle_is_two_steps_with_the_course_s_scalars():
 
         assert bench.steps == 2 and bench.step(run=run).loss == pytest.approx(7, abs=1)
         assert bench.steps == 4 and session.standing["window_long"] == 8
-    assert [program for program, _ in ran] == ["micro", "update", "micro", "update_tied"]
+    assert [program for program, _ in ran] == [
+        "forward_backward",
+        "optimizer_step",
+        "forward_backward",
+        "optimizer_step_tied",
+    ]
     first, update, second, adam = (values for _, values in ran)
     assert [first["accumulate"], second["accumulate"], first["inv_targets"], first["seq"]] == [0, 1, 1.0, 16]
     assert [update["step"], adam["step"]] == [1, 2] and update["lr"] > 0
@@ -105,14 +110,20 @@ def test_a_profile_is_of_an_average_step(tmp_path, monkeypatch):
     costs = [100 * (a / b - 1) for a, b in zip(found["traced_s"], found["untraced_s"], strict=True)]
     assert found["tracing_percent"] == pytest.approx(median(costs))
     with opened(config) as (bench, _):
-        programs = bench.machine.session.lowered
+        programs = bench.compiled.session.lowered
     for name, share in SHARES.items():
         rows = [row for row in found["ops"] if row["program"] == name]
         assert sum(row["flops"] for row in rows) == share * sum(op.flops() for op in programs[name].ops)
     slices = [
         e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e.get("cat") == "python"
     ]
-    assert [e["name"] for e in slices] == ["step", "micro", "update", "micro", "update_tied"]
+    assert [e["name"] for e in slices] == [
+        "step",
+        "forward_backward",
+        "optimizer_step",
+        "forward_backward",
+        "optimizer_step_tied",
+    ]
 
 
 def test_a_measured_step_is_an_average_one():
@@ -126,8 +137,10 @@ def test_a_measured_step_is_an_average_one():
 
 def test_the_bound_has_each_update_as_often_as_it_runs():
     programs = build_programs(speedrun(1))
-    alone = {name: step_bound(programs, "fp32", CEILING, {name: 1.0}) for name in ("update", "update_tied")}
-    products = programs["micro"].flops / CEILING.flops["fp32"]
+    alone = {
+        name: step_bound(programs, "fp32", CEILING, {name: 1.0}) for name in ("optimizer_step", "optimizer_step_tied")
+    }
+    products = programs["forward_backward"].flops / CEILING.flops["fp32"]
     found = step_bound(programs, "fp32", CEILING, SHARES)
-    assert alone["update_tied"] > alone["update"] > products
+    assert alone["optimizer_step_tied"] > alone["optimizer_step"] > products
     assert found == pytest.approx(sum(alone.values()) / 2)

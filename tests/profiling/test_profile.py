@@ -34,7 +34,7 @@ def traced(request, monkeypatch):
     monkeypatch.setenv("BARELLM_THREADS", str(threads))
     monkeypatch.setenv("BARELLM_WAIT", wait)
     with opened(small()) as (bench, _):
-        yield bench.machine.session, trace.record(bench, STEPS)
+        yield bench.compiled.session, trace.record(bench, STEPS)
 
 
 def by_hand(gap=0):
@@ -42,7 +42,7 @@ def by_hand(gap=0):
     thread 1 not `gap` between its first calls."""
     micro = [[[100, 300, 350], [350, 480, 500]], [[120, 250, 350], [350 + gap, 500, 500]]]
     update = [[[600, 700, 900]], [[600, 900, 900]]]
-    runs = [("micro", np.array(micro)), ("update", np.array(update))]
+    runs = [("forward_backward", np.array(micro)), ("optimizer_step", np.array(update))]
     return trace.TracedStep(seconds=1000 * TICK, begin=0, end=990, runs=runs, tick_s=TICK)
 
 
@@ -65,7 +65,10 @@ def test_parts_that_are_more_than_the_step_are_reported():
     assert not profile.adds_up(trace.account(short))
 
 
-@pytest.mark.parametrize("program, thread, call, which", [("micro", 1, 1, 0), ("update", 0, 0, 2), ("micro", 0, 0, 0)])
+@pytest.mark.parametrize(
+    "program, thread, call, which",
+    [("forward_backward", 1, 1, 0), ("optimizer_step", 0, 0, 2), ("forward_backward", 0, 0, 0)],
+)
 def test_a_counter_that_runs_backwards_is_refused(program, thread, call, which):
     step = by_hand()
     trace.check_order(step)
@@ -108,15 +111,17 @@ def test_the_timeline_has_every_call_on_every_thread(traced):
     assert all({"ph", "name", "pid", "tid"} <= e.keys() and e["ph"] in "XM" for e in events)
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {0: "python"} | {i + 1: f"thread {i}" for i in range(session.threads)}
-    calls = [call for program in ("micro", "update") for call in session.calls[program]]
-    barriers = sum(int((session.records[p][:, BARRIER // 8] != 0).sum()) for p in ("micro", "update"))
+    calls = [call for program in ("forward_backward", "optimizer_step") for call in session.calls[program]]
+    barriers = sum(
+        int((session.records[p][:, BARRIER // 8] != 0).sum()) for p in ("forward_backward", "optimizer_step")
+    )
     for track in range(session.threads + 1):
         slices = [e for e in events if e["ph"] == "X" and e["tid"] == track]
         assert all(isinstance(e[k], float) and e[k] >= 0 for e in slices for k in ("ts", "dur"))
         ends = [(round(e["ts"] * 1000), round((e["ts"] + e["dur"]) * 1000)) for e in slices]
         if track == 0:
             (begin, end), *inside = ends
-            assert [e["name"] for e in slices] == ["step", "micro", "update"]
+            assert [e["name"] for e in slices] == ["step", "forward_backward", "optimizer_step"]
             assert begin == 0 and begin <= inside[0][0] and inside[0][1] <= inside[1][0] and inside[1][1] <= end
             continue
         assert all(a[1] <= b[0] for a, b in pairwise(ends)), "slices of a thread overlap"
@@ -135,7 +140,7 @@ def test_tracing_changes_no_bit():
     digests = []
     for on in (False, True):
         with opened(small()) as (bench, _):
-            session = bench.machine.session
+            session = bench.compiled.session
             session.trace(session.new_stamps() if on else None)
             for _ in range(3):
                 bench.step()
@@ -181,7 +186,7 @@ def test_pairs_of_steps_take_turns_and_are_compared():
 
 @pytest.fixture
 def result(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "measured_ceiling", lambda **machine: CEILING)
+    monkeypatch.setattr(profile, "measured_ceiling", lambda **compiled: CEILING)
     return profile.measure(small(), steps=3, folder=tmp_path)
 
 
@@ -217,7 +222,7 @@ def test_the_bars_of_the_picture_are_the_step(result, tmp_path):
 
 
 def test_command(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "measured_ceiling", lambda **machine: CEILING)
+    monkeypatch.setattr(profile, "measured_ceiling", lambda **compiled: CEILING)
     monkeypatch.setattr(profile, "adds_up", lambda threads: True)  # a busy machine may disturb one of two steps
     monkeypatch.chdir(tmp_path)
     assert main.main(["profile", "shakespeare-char", *WORDS, "--dtype", "fp32", "--steps", "2"]) == 0
@@ -227,7 +232,7 @@ def test_command(capsys, tmp_path, monkeypatch):
         "wait ms",
         "missed %",
         "tracing costs",
-        "update adamw",
+        "optimizer_step adamw",
         "classifier",
         "product_",
         " idle",
@@ -240,7 +245,7 @@ def test_command(capsys, tmp_path, monkeypatch):
 
 
 def test_a_profile_that_does_not_add_up_says_so(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "measured_ceiling", lambda **machine: CEILING)
+    monkeypatch.setattr(profile, "measured_ceiling", lambda **compiled: CEILING)
     real = trace.TracedStep
     monkeypatch.setattr(trace, "TracedStep", lambda seconds, *rest: real(1.5 * seconds, *rest))
     assert main.main(["profile", "shakespeare-char", *WORDS, "--steps", "1", "--out", str(tmp_path)]) == 1

@@ -124,12 +124,12 @@ def random_graph(seed: int, *, length: int, batch: int = 2, seq: int = 3, width:
 
 def run_graph(p: Program, *, seed: int = 0, **options) -> dict[str, np.ndarray]:
     """Loss and all gradients after one run from seeded weights."""
-    session = ReferenceSession({"micro": p}, **options)
+    session = ReferenceSession({"forward_backward": p}, **options)
     rng = np.random.default_rng(seed)
     for t in p.store.of_role("parameter"):
         session.write(t.name, rng.normal(size=t.shape) * 0.5)
     shape = tuple(int(n) for n in p.named["tokens"].shape)
     session.write("tokens", rng.integers(0, 5, shape))
-    session.run("micro", seed=7, step=3, sample=11)
+    session.run("forward_backward", seed=7, step=3, sample=11)
     gradients = {t.name: session.read(t.name) for t in p.store.of_role("gradient")}
     return {"loss": session.read("loss"), **gradients}

@@ -66,10 +66,10 @@ def test_the_gradient_is_that_of_signs_that_are_clipped_identities():
         "head": r.normal(size=(11, N)),
     }
     values |= {"targets": r.integers(0, 11, (B, T))}
-    session = ReferenceSession({"micro": p})
+    session = ReferenceSession({"forward_backward": p})
     for name, value in values.items():
         session.write(name, value)
-    session.run("micro", batch=B, seq=T, accumulate=0, inv_targets=1.0)
+    session.run("forward_backward", batch=B, seq=T, accumulate=0, inv_targets=1.0)
     rows = values["x"].reshape(-1, K)  # which the first product does not change
     flat = sign(rows) @ sign(values["w"]).T @ values["head"].T
     chosen = np.exp(flat - flat.max(1, keepdims=True))

@@ -27,11 +27,11 @@ def product(scaling, x: np.ndarray, weight: np.ndarray, runs: int = 1, grow: flo
     y = p.output("y", scaled_matmul(p, given, p.parameter("w", weight.shape), scaling))
     p.output("loss", p.apply(Weigh, x=y, seed=1).loss)
     p.backward(p.named["loss"])
-    session = ReferenceSession({"micro": p})
+    session = ReferenceSession({"forward_backward": p})
     session.write("w", weight)
     for run in range(runs):
         session.write("x", x * grow**run)
-        session.run("micro", inv_targets=0.5)
+        session.run("forward_backward", inv_targets=0.5)
     return session
 
 

@@ -97,8 +97,8 @@ def run_model(
     for accumulate in (0, 1):
         session.write("tokens", rng.integers(0, 11, (2, 5)))
         session.write("targets", rng.integers(-1, 11, (2, 5)))
-        session.run("micro", accumulate=accumulate, inv_targets=0.1, step=1, sample=2 * accumulate)
-    session.run("update", step=1, lr=1e-3)
+        session.run("forward_backward", accumulate=accumulate, inv_targets=0.1, step=1, sample=2 * accumulate)
+    session.run("optimizer_step", step=1, lr=1e-3)
     return session, {name: session.read(name) for name in session.tensors}
 
 
@@ -107,7 +107,7 @@ def run_model(
 def test_a_fused_model_gives_the_same_bits(recompute, dropout):
     _, expected = run_model([], recompute=recompute, dropout=dropout)
     session, found = run_model(TABLE, recompute=recompute, dropout=dropout)
-    names = [op.name for op in session.ops["micro"]]
+    names = [op.name for op in session.ops["forward_backward"]]
     missing = {row.name for row in TABLE} - set(names)
     assert missing == {"linear_add" if dropout else "add_layernorm"}  # the earlier row took the adds
     assert "cross_entropy" not in names and "gelu" not in names
@@ -122,7 +122,7 @@ def test_the_tables_of_the_backends_give_the_same_bits(bias, dropout, compute):
     options = {"dropout": dropout, "bias": bias, "compute": compute, "recompute": True}
     _, expected = run_model([], **options)
     session, found = run_model(FUSIONS, **options)
-    assert any(isinstance(op, FusedOp) for op in session.ops["micro"])
+    assert any(isinstance(op, FusedOp) for op in session.ops["forward_backward"])
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
@@ -175,21 +175,21 @@ def test_every_row_of_the_backends_tables_is_used():
 def test_fused_ops_keep_costs_names_and_attributes():
     session, _ = run_model(TABLE)
     plain, _ = run_model([])
-    for program in ("micro", "eval"):
+    for program in ("forward_backward", "eval"):
         assert sum(o.flops() for o in session.ops[program]) == sum(o.flops() for o in plain.ops[program])
-    fused = next(op for op in session.ops["micro"] if op.name == "classifier")
+    fused = next(op for op in session.ops["forward_backward"] if op.name == "classifier")
     assert set(fused.inputs) == {"x", "weight", "targets"} and set(fused.outputs) == {"loss", "dx", "dweight"}
     assert fused.modes == {"loss": "store", "dx": "store", "dweight": "start"}
     assert fused.attrs["valid_vocab"] == 11 and fused.valid_vocab == 11
     assert fused.scalars == ("inv_targets",) and fused.rounded == ("weight",)
-    block = next(op for op in session.ops["micro"] if op.name == "linear_gelu")
+    block = next(op for op in session.ops["forward_backward"] if op.name == "linear_gelu")
     assert block.segment == "h.0" and block.pre.shape == block.y.shape
 
 
 def test_a_fused_reference_is_its_sequence():
     rng = np.random.default_rng(0)
     session, _ = run_model(TABLE)
-    op = next(op for op in session.ops["micro"] if op.name == "linear_gelu")
+    op = next(op for op in session.ops["forward_backward"] if op.name == "linear_gelu")
     x, w, b = rng.normal(size=(2, 5, 8)), rng.normal(size=(32, 8)), rng.normal(size=32)
     found = op.reference(x=x, weight=w, bias=b)
     np.testing.assert_array_equal(found["pre"], x @ w.T + b)

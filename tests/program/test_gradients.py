@@ -195,7 +195,7 @@ def directional(session, name: str, value: np.ndarray, direction: np.ndarray, **
     sides = []
     for sign in (1, -1):
         session.write(name, value + sign * EPS * direction)
-        session.run("micro", **scalars)
+        session.run("forward_backward", **scalars)
         sides.append(session.read("loss")[0])
     session.write(name, value)
     return (sides[0] - sides[1]) / (2 * EPS)
@@ -205,7 +205,7 @@ def directional(session, name: str, value: np.ndarray, direction: np.ndarray, **
 def test_gradient_equals_finite_difference(case):
     op_type, shapes, attrs = CASES[case]
     p = program_of(op_type, shapes, attrs)
-    session = ReferenceSession({"micro": p})
+    session = ReferenceSession({"forward_backward": p})
     rng = np.random.default_rng(0)
     values = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     for name, value in values.items():
@@ -217,7 +217,7 @@ def test_gradient_equals_finite_difference(case):
         session.write("starts", [[0, 0, 0, 3, 3], [0, 1, 1, 1, 1]])
     scalars = {"seed": 3, "step": 2, "sample": 5, "inv_targets": 0.3, "mtp_0": 1.0, "mtp_1": 0.5, "mtp_2": 0.3}
     scalars |= {"reach": 2, "heat": 0.7} if attrs.get("window") else {}
-    session.run("micro", **scalars)
+    session.run("forward_backward", **scalars)
     gradients = {name: session.read(f"{name}.grad") for name in shapes}
     for name, value in values.items():
         for _ in range(3):
@@ -233,7 +233,7 @@ def test_random_graphs_equal_finite_differences(seed, length):
     p = random_graph(seed, length=length)
     p.backward(p.named["loss"])
     p_gradients = run_graph(p, seed=seed)
-    session = ReferenceSession({"micro": p})
+    session = ReferenceSession({"forward_backward": p})
     rng = np.random.default_rng(seed)
     values = {t.name: rng.normal(size=t.shape) * 0.5 for t in p.store.of_role("parameter")}
     session.write("tokens", rng.integers(0, 5, tuple(int(n) for n in p.named["tokens"].shape)))

@@ -50,9 +50,12 @@ def found(make, built) -> tuple[dict, Any]:
     r = np.random.default_rng(0)
     for name in ("tokens", "targets"):
         session.write(name, r.integers(0, 29, (BATCH, SEQ)))
-    session.run("ranges", batch=BATCH, seq=SEQ, accumulate=0, inv_targets=0.25, step=1)
+    session.run("forward_backward_stats", batch=BATCH, seq=SEQ, accumulate=0, inv_targets=0.25, step=1)
     counts, sums = session.read(COUNTS).reshape(-1, BINS), session.read(TOTALS).reshape(-1, len(SUMS))
-    seen = {(t.name, t.kind): magnitudes(counts[t.number], sums[t.number]) for t in observed(built["ranges"])}
+    seen = {
+        (t.name, t.kind): magnitudes(counts[t.number], sums[t.number])
+        for t in observed(built["forward_backward_stats"])
+    }
     return {key: m for key, m in seen.items() if m.size}, session
 
 
@@ -104,12 +107,12 @@ def test_a_step_that_is_looked_at_makes_the_same_calls_and_bits(model, compute):
     seen, session = found(CpuSession, built)
     plain, watched = (
         [(repr(op), [c.spec for c in low.of[op].calls]) for op in low.ops if not op.observer]
-        for low in (session.lowered[name] for name in ("micro", "ranges"))
+        for low in (session.lowered[name] for name in ("forward_backward", "forward_backward_stats"))
     )
     assert plain == watched
     gradients = {name: session.read(name) for name, t in session.tensors.items() if t.role == "gradient"}
     loss = session.read("loss")
-    session.run("micro", batch=BATCH, seq=SEQ, accumulate=0, inv_targets=0.25, step=1)
+    session.run("forward_backward", batch=BATCH, seq=SEQ, accumulate=0, inv_targets=0.25, step=1)
     assert session.read("loss") == loss and seen
     assert all((session.read(name) == values).all() for name, values in gradients.items())
     session.close()
@@ -117,13 +120,15 @@ def test_a_step_that_is_looked_at_makes_the_same_calls_and_bits(model, compute):
 
 def test_nothing_is_planned_unless_it_is_asked_for():
     _, built = build(MODEL, batch=2, seq=8, optimizer=lambda p: adamw(p, OptimConfig()))
-    assert "ranges" not in built and not {COUNTS, TOTALS} & built["micro"].store.tensors.keys()
+    assert (
+        "forward_backward_stats" not in built and not {COUNTS, TOTALS} & built["forward_backward"].store.tensors.keys()
+    )
     assert not any(op.observer for p in built.values() for op in p.ops)
 
 
 def test_names_are_those_of_layers_and_no_two_are_equal():
     """The embedding and the logits are made by one weight."""
     for model, pairs in ((LLAMA, {"wte", "wte.2"}), (MODEL, {"embedding", "h.1.add", "h.1.add.2"})):
-        names = [(t.kind, t.name) for t in observed(programs(model)["ranges"])]
+        names = [(t.kind, t.name) for t in observed(programs(model)["forward_backward_stats"])]
         assert len(set(names)) == len(names)
         assert {("activation", name) for name in pairs} <= set(names)

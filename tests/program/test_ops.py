@@ -319,24 +319,24 @@ def test_model_flops_have_one_definition(name, recompute):
     _, programs = build(model, batch=B, seq=T, optimizer=lambda p: None, recompute=recompute)
     weights = L * 12 * C * C + model.padded_vocab * C
     attention = 3 * L * 2 * B * T * (T + 1) * C
-    assert programs["micro"].flops == 6 * weights * B * T + attention
+    assert programs["forward_backward"].flops == 6 * weights * B * T + attention
     assert programs["eval"].flops == 2 * weights * B * T + attention // 3
 
 
 def test_bytes_count_what_must_move():
     model = ModelConfig(layers=1, heads=2, channels=8, vocab_size=32, padded_vocab=32, max_seq=6)
     _, programs = build(model, batch=2, seq=6, compute="bf16", optimizer=partial(adamw, config=OptimConfig()))
-    micro, update = ({op.name: op for op in programs[name].ops} for name in ("micro", "update"))
+    micro, update = ({op.name: op for op in programs[name].ops} for name in ("forward_backward", "optimizer_step"))
     rows, C, V = 12, 8, 32
     assert micro["layernorm"].bytes() == rows * C * (4 + 2) + 2 * C * 4 + 2 * rows * 4
     assert micro["cross_entropy"].bytes() == rows * V * 2 + rows * 4 + 4 + rows * 4
-    logits = next(op for op in programs["micro"].ops if op.name == "matmul" and op.y.shape[-1] == V)
+    logits = next(op for op in programs["forward_backward"].ops if op.name == "matmul" and op.y.shape[-1] == V)
     assert logits.bytes() == 2 * (rows * C + V * C + rows * V)  # of a split weight only the bf16 plane
     assert micro["embedding"].bytes() == rows * 4 + 2 * rows * C * 4 + 6 * C * 4
     assert micro["embedding_dwte"].bytes() == rows * 4 + 3 * rows * C * 4  # it adds to the classifier's gradient
     few = replace(model, vocab_size=5, padded_vocab=5)  # fewer ids than tokens: each one's row moves once
     _, programs = build(few, batch=2, seq=6, compute="bf16", optimizer=partial(adamw, config=OptimConfig()))
-    few_ids = {op.name: op for op in programs["micro"].ops}
+    few_ids = {op.name: op for op in programs["forward_backward"].ops}
     assert few_ids["embedding"].bytes() == rows * 4 + (rows + 5 + 6) * C * 4
     assert few_ids["embedding_dwte"].bytes() == rows * 4 + (rows + 2 * 5) * C * 4
     assert micro["add"].bytes() == rows * C * (4 + 2 + 4)
@@ -347,7 +347,9 @@ def test_the_tied_embedding_has_two_writers_in_order():
     model = ModelConfig(layers=1, heads=2, channels=8, vocab_size=32, max_seq=6)
     store, programs = build(model, batch=2, seq=6, optimizer=lambda p: None)
     for t in store.of_role("gradient"):
-        writers = [(op.name, op.modes[k]) for op in programs["micro"].ops for k, x in op.outputs.items() if x is t]
+        writers = [
+            (op.name, op.modes[k]) for op in programs["forward_backward"].ops for k, x in op.outputs.items() if x is t
+        ]
         if t.name == "wte.grad":
             assert writers == [("matmul_dw", "start"), ("embedding_dwte", "add")]
         else:

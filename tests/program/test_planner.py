@@ -55,9 +55,9 @@ def test_random_graphs_have_sound_and_small_plans():
     for seed in range(60):
         p = random_graph(seed, length=2 + seed % 11, width=64, seq=seed % 5 + 1)
         p.backward(p.named["loss"], recompute=seed % 2 == 0)
-        plan = planner.plan({"micro": p.ops}, p.store)
+        plan = planner.plan({"forward_backward": p.ops}, p.store)
         assert not list(planner.overlaps(plan)), seed
-        ratios.append(plan.workspace_bytes / plan.peaks["micro"][0])
+        ratios.append(plan.workspace_bytes / plan.peaks["forward_backward"][0])
     assert np.mean(ratios) < 1.1, ratios
 
 
@@ -85,11 +85,11 @@ def test_scratch_lives_during_its_op_only():
     p = random_graph(3, length=6)
     p.backward(p.named["loss"])
     wanted = {op: Tensor(f"scratch of {op.name}", (1000,), "fp32", "scratch") for op in p.ops if op.name == "matmul_dw"}
-    plan = planner.plan({"micro": p.ops}, p.store, scratch=lambda op: [wanted[op]] if op in wanted else [])
+    plan = planner.plan({"forward_backward": p.ops}, p.store, scratch=lambda op: [wanted[op]] if op in wanted else [])
     assert wanted and not list(planner.overlaps(plan))
     for op, t in wanted.items():
         at = p.ops.index(op)
-        assert plan.lifetimes["micro"][t] == (at, at)
+        assert plan.lifetimes["forward_backward"][t] == (at, at)
     assert plan.workspace_bytes < 4000 * len(wanted) + 50000
 
 
@@ -118,8 +118,8 @@ def test_two_hundred_shortened_lifetimes_are_all_reported():
         long = [t for t, (first, last) in true.items() if last > first and t.role == "activation"]
         victim = long[rng.integers(len(long))]
         short = true | {victim: (true[victim][0], true[victim][1] - 1)}
-        wrong = planner.place({"micro": short}, p.store)
-        reports = list(planner.overlaps(wrong, {"micro": true}))
+        wrong = planner.place({"forward_backward": short}, p.store)
+        reports = list(planner.overlaps(wrong, {"forward_backward": true}))
         expected = naive_overlaps(wrong, true)
         assert len(reports) == len(expected), trial
         for pair in expected:
@@ -153,8 +153,8 @@ def test_poison_holds_for_the_whole_model():
         session.run("init", seed=1)
         session.write("tokens", rng.integers(0, 19, (2, 7)))
         session.write("targets", rng.integers(0, 19, (2, 7)))
-        session.run("micro", seq=7, step=1, inv_targets=1 / 14)
-        session.run("update", step=1, lr=1e-3)
+        session.run("forward_backward", seq=7, step=1, inv_targets=1 / 14)
+        session.run("optimizer_step", step=1, lr=1e-3)
         clip = session.read("clip")
         session.run("eval", seq=7, inv_targets=1 / 14)
         results.append({"clip": clip} | {name: session.read(name) for name in [*session.tensors, "loss"]})

@@ -41,8 +41,8 @@ def micro(store: Store) -> Program:
 
 def programs(**more) -> dict[str, Program]:
     store = Store()
-    made = {"micro": micro(store), "update": Program(store)}
-    update(made["update"], RULES, clip=0.5)
+    made = {"forward_backward": micro(store), "optimizer_step": Program(store)}
+    update(made["optimizer_step"], RULES, clip=0.5)
     for name, append in more.items():
         made[name] = Program(store)
         append(made[name])
@@ -66,15 +66,18 @@ def test_the_sum_is_behind_the_writer_and_the_norm_reads_it():
     before = {name: list(p.ops) for name, p in made.items()}
     moved, kept = summed_where_stored(made, takes)
     assert {name: p.ops for name, p in made.items()} == before, "the programs that were given stay as they are"
-    for op, after in zip(moved["micro"].ops, moved["micro"].ops[1:], strict=False):
+    for op, after in zip(moved["forward_backward"].ops, moved["forward_backward"].ops[1:], strict=False):
         grad = next((t for t in op.outputs.values() if t in kept), None)
         assert (grad is not None) == isinstance(after, BlockSquares)
         if grad is not None:
             assert after.x is grad and after.outputs == {"partials": kept[grad]} and after.segment == op.segment
             assert after.modes == {"partials": "store"} and not after.counted
-    assert names(moved["update"].ops).count("sum_squares") == names(made["update"].ops).count("sum_squares") - 3
-    (clip,) = (op for op in moved["update"].ops if op.name == "clip_scale")
-    (plain,) = (op for op in made["update"].ops if op.name == "clip_scale")
+    assert (
+        names(moved["optimizer_step"].ops).count("sum_squares")
+        == names(made["optimizer_step"].ops).count("sum_squares") - 3
+    )
+    (clip,) = (op for op in moved["optimizer_step"].ops if op.name == "clip_scale")
+    (plain,) = (op for op in made["optimizer_step"].ops if op.name == "clip_scale")
     assert len(set(clip.inputs.values()) & set(kept.values())) == 3
     assert clip.inputs.keys() == plain.inputs.keys() and not set(plain.inputs.values()) & set(kept.values())
 
@@ -111,9 +114,9 @@ def test_a_gradient_that_another_program_changes_stays(append):
 
 def test_all_programs_that_write_a_gradient_sum_its_squares():
     made = programs()
-    made["ranges"] = micro(made["micro"].store)
+    made["forward_backward_stats"] = micro(made["forward_backward"].store)
     moved, kept = summed_where_stored(made, takes)
-    for name in ("micro", "ranges"):
+    for name in ("forward_backward", "forward_backward_stats"):
         assert sorted(op.x.name for op in moved[name].ops if isinstance(op, BlockSquares)) == sorted(
             t.name for t in kept
         )
@@ -121,7 +124,7 @@ def test_all_programs_that_write_a_gradient_sum_its_squares():
 
 def test_without_a_writer_nothing_is_taken():
     made = programs()
-    del made["micro"]
+    del made["forward_backward"]
     assert kept_of(made) == []
 
 
@@ -133,11 +136,11 @@ def test_the_norm_is_the_same(table, monkeypatch):
     r = np.random.default_rng(3)
     made = programs()
     moved, kept = summed_where_stored(made, takes)
-    again = from_memory(made["micro"].store, kept, "fp32")
+    again = from_memory(made["forward_backward"].store, kept, "fp32")
     sessions = [ReferenceSession(made), ReferenceSession({**moved, "again": again}, table=table)]
-    fused = {op.name for op in sessions[1].ops["micro"]}
+    fused = {op.name for op in sessions[1].ops["forward_backward"]}
     assert ("matmul_dw_squares" in fused) == bool(table) and ("block_squares" in fused) != bool(table)
-    weights = {t.name: 0.3 * r.standard_normal(t.shape) for t in made["micro"].store.of_role("parameter")}
+    weights = {t.name: 0.3 * r.standard_normal(t.shape) for t in made["forward_backward"].store.of_role("parameter")}
     batches = [(r.standard_normal((2, 4, 24)), r.integers(0, 37, (2, 4))) for _ in range(2)]
     for session in sessions:
         for name, values in weights.items():
@@ -145,8 +148,8 @@ def test_the_norm_is_the_same(table, monkeypatch):
         for number, (x, targets) in enumerate(batches):
             session.write("x", x)
             session.write("targets", targets)
-            session.run("micro", batch=2, seq=4, accumulate=number, inv_targets=1 / 16)
-        session.run("update", lr=1e-2, step=1)
+            session.run("forward_backward", batch=2, seq=4, accumulate=number, inv_targets=1 / 16)
+        session.run("optimizer_step", lr=1e-2, step=1)
     clips = [session.read("clip") for session in sessions]
     assert clips[0][1] < 1
     np.testing.assert_allclose(clips[1], clips[0], rtol=1e-12)
@@ -154,7 +157,7 @@ def test_the_norm_is_the_same(table, monkeypatch):
         session.write("one.grad", 3 * session.read("one.grad"))
     sessions[1].run("again")
     for session in sessions:
-        session.run("update", lr=1e-2, step=2)
+        session.run("optimizer_step", lr=1e-2, step=2)
     np.testing.assert_allclose(sessions[1].read("clip"), sessions[0].read("clip"), rtol=1e-12)
     assert sessions[0].read("clip")[0] > 1.01 * clips[0][0]
 

@@ -5,7 +5,7 @@ import mmap
 import pytest
 
 from barellm import overrides
-from barellm.assembly.machine import open_machine, resolved
+from barellm.assembly.build import open_model, resolved
 from barellm.errors import UserError
 from barellm.models import preset
 from barellm.runtime import cgroup, memory
@@ -15,7 +15,7 @@ def test_a_session_beyond_the_limit_maps_nothing(monkeypatch):
     monkeypatch.setenv("BARELLM_MEMORY_LIMIT", "1.5G")
     monkeypatch.setattr(mmap, "mmap", lambda *_: pytest.fail("mapped"))
     config = overrides.changed(preset("gpt2-124m"), {"train.batch": 4, "train.seq": 64, "train.accumulate": 1})
-    with pytest.raises(UserError) as error, open_machine(resolved(config, "cpu"), device="cpu"):
+    with pytest.raises(UserError) as error, open_model(resolved(config, "cpu"), device="cpu"):
         pass
     text = str(error.value)
     assert "batch 4 x seq 64 needs" in text and "parameters 474.8" in text and "gradients 474.8" in text

@@ -43,7 +43,7 @@ def micro(session, tokens, targets, **scalars):
     session.write("tokens", tokens)
     session.write("targets", targets)
     shape = {"batch": tokens.shape[0], "seq": tokens.shape[1]}
-    session.run("micro", **shape, **({"inv_targets": 0.1, "step": 1} | scalars))
+    session.run("forward_backward", **shape, **({"inv_targets": 0.1, "step": 1} | scalars))
     return session.read("loss")[0]
 
 
@@ -114,7 +114,7 @@ def test_recompute_gives_equal_results(compute, storage, bits):
     for recompute in (False, True):
         session = session_of(model, recompute=recompute, compute=compute, storage=storage)
         loss = micro(session, *data())
-        session.run("update", step=1, lr=1e-2)
+        session.run("optimizer_step", step=1, lr=1e-2)
         found.append({"loss": loss} | {name: session.read(name) for name in session.tensors})
     for name, value in found[0].items():
         np.testing.assert_array_equal(found[1][name], value, err_msg=name)
@@ -173,7 +173,7 @@ def test_a_skipped_update_changes_nothing_and_is_counted():
     bad = before["ln_f.weight.grad"].copy()
     bad[3] = np.inf
     session.write("ln_f.weight.grad", bad)
-    session.run("update", step=1, lr=0.1)
+    session.run("optimizer_step", step=1, lr=0.1)
     assert session.read("skipped") == [1] and np.isnan(session.read("clip")[1])
     for name, t in session.tensors.items():
         if t.role in ("parameter", "state") and name != "skipped":
@@ -186,7 +186,7 @@ def test_padded_rows_stay_zero_under_weight_decay_and_adam():
     session.run("init", seed=1)
     for step in range(1, 4):
         micro(session, *data(seed=step), step=step)
-        session.run("update", step=step, lr=0.01)
+        session.run("optimizer_step", step=step, lr=0.01)
     wte = session.read("wte")
     assert (wte[17:] == 0).all() and (wte[:17] != 0).all()
 
@@ -202,9 +202,9 @@ def test_rows_are_read_and_written():
 def test_mistakes_are_named():
     session = session_of()
     with pytest.raises(ValueError, match=r"unknown scalars \['learning_rate'\]"):
-        session.run("update", step=1, learning_rate=1)
+        session.run("optimizer_step", step=1, learning_rate=1)
     with pytest.raises(ValueError, match=r"lacks the scalars \['lr'\]"):
-        session.run("update", step=1)
+        session.run("optimizer_step", step=1)
     with pytest.raises(ValueError, match="batch is 5, planned for 1 to 4"):
         micro(session, *data(batch=5))
     with pytest.raises(ValueError, match=r"wte has shape"):

@@ -55,9 +55,9 @@ def test_ids_beyond_the_table_are_refused_where_they_are_written(session):
 
 def test_an_update_without_a_learning_rate_does_not_take_the_last_one(session):
     session.run("init", seed=1)
-    session.run("update", step=1, lr=0.1)
-    with pytest.raises(ValueError, match=r"run of 'update' lacks the scalars .*lr"):
-        session.run("update", step=2)
+    session.run("optimizer_step", step=1, lr=0.1)
+    with pytest.raises(ValueError, match=r"run of 'optimizer_step' lacks the scalars .*lr"):
+        session.run("optimizer_step", step=2)
 
 
 def test_a_run_takes_the_sizes_of_the_run_before(session):
@@ -66,8 +66,8 @@ def test_a_run_takes_the_sizes_of_the_run_before(session):
     for name in ("tokens", "targets"):
         session.write(name, np.zeros((1, 3), np.int32))
     scalars = {"pos": 0, "accumulate": 0, "inv_targets": 1.0, "step": 1}
-    session.run("micro", batch=1, seq=3, **scalars)
-    session.run("micro", **scalars)
+    session.run("forward_backward", batch=1, seq=3, **scalars)
+    session.run("forward_backward", **scalars)
 
 
 def test_more_threads_than_can_work_are_refused(monkeypatch):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from barellm.assembly.machine import Machine
+from barellm.assembly.build import CompiledModel
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
 from barellm.program.planner import Plan
@@ -32,7 +32,7 @@ def text(tmp_path) -> Path:
 
 def programs(session: FakeSession) -> dict[str, Any]:
     """What a machine knows of the fake's programs: the tensors that they change."""
-    roles = {"micro": ("gradient",), "norm": (), "update": ("parameter", "state")}
+    roles = {"forward_backward": ("gradient",), "grad_norm": (), "optimizer_step": ("parameter", "state")}
     return {
         name: SimpleNamespace(
             flops=0, ops=[SimpleNamespace(outputs={"out": t}) for t in session.tensors.values() if t.role in changed]
@@ -48,12 +48,12 @@ def fake(monkeypatch, tmp_path) -> FakeSession:
     session = FakeSession()
 
     @contextmanager
-    def open_machine(config, *, device, training=True, positions=None, scoring=None, ranks=ALONE):
+    def open_model(config, *, device, training=True, positions=None, scoring=None, ranks=ALONE):
         config = replace(config, train=replace(config.train, dtype="fp32"))
-        yield Machine(config, "reference", session, programs(session), Plan({}, {}, 0, 0, 0, {}))
+        yield CompiledModel(config, "reference", session, programs(session), Plan({}, {}, 0, 0, 0, {}))
 
     for module in (run, find_lr):
-        monkeypatch.setattr(module, "open_machine", open_machine)
+        monkeypatch.setattr(module, "open_model", open_model)
     monkeypatch.setattr(run, "FINAL_SAMPLE_TOKENS", 8)
     monkeypatch.setattr(run, "SAMPLE_TOKENS", 8)
     monkeypatch.setattr(curve, "image", lambda path, *args, **more: path.write_bytes(b""))

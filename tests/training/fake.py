@@ -8,7 +8,7 @@ from barellm.program.tensor import Tensor
 
 
 class FakeSession:
-    """`update` changes parameters and state from the tokens seen since the last one, `lr` and `step`."""
+    """`optimizer_step` changes parameters and state from the tokens seen since the last one, `lr` and `step`."""
 
     def __init__(self, *, seed: int = 1, rows: int = 5) -> None:
         shapes = {"w": (rows, 3), "b": (7,)}
@@ -33,14 +33,14 @@ class FakeSession:
         self.before_run(entry)
         self.runs.append((entry, scalars))
         a = self.arrays
-        if entry in ("micro", "eval"):
+        if entry in ("forward_backward", "eval"):
             assert self.inputs["tokens"].shape == (scalars["batch"], scalars["seq"])
             mixed = np.float32((self.inputs["tokens"] * np.arange(1, scalars["seq"] + 1)).sum() % 1009) / np.float32(
                 1009
             )
             valid = np.count_nonzero(self.inputs["targets"] >= 0)
             self.loss = np.array([(abs(a["w"].mean()) + mixed * 0.01) * valid * scalars["inv_targets"]], np.float32)
-            if entry == "micro":
+            if entry == "forward_backward":
                 for name in ("w", "b"):
                     gradient = mixed + a[name] * np.float32(0.1)
                     a[f"{name}.grad"] = gradient + (a[f"{name}.grad"] if scalars["accumulate"] else 0)
@@ -49,7 +49,7 @@ class FakeSession:
             for name in ("w", "b"):
                 a[name] = rng.normal(size=a[name].shape).astype(np.float32)
                 a[f"{name}.m"] = np.zeros_like(a[name])  # a real process starts with a new arena
-        elif entry == "update":
+        elif entry == "optimizer_step":
             for name in ("w", "b"):
                 a[f"{name}.m"] = np.float32(0.9) * a[f"{name}.m"] + a[f"{name}.grad"]
                 a[name] = a[name] - np.float32(scalars["lr"] / scalars["step"] ** 0.5) * a[f"{name}.m"]

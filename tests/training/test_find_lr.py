@@ -26,7 +26,7 @@ def valley(fake):
     def read(name):
         if name != "loss":
             return real(name)
-        updates = [scalars["lr"] for entry, scalars in fake.runs if entry == "update"]
+        updates = [scalars["lr"] for entry, scalars in fake.runs if entry == "optimizer_step"]
         decades = log10(updates[-1] if updates else find_lr.LOWEST)
         value = 4.0 - 0.75 * min(max(decades + 4, 0), 2) + 4 * max(decades + 2, 0)
         return np.array([value / 2], np.float32)  # each of two micro-batches has its half
@@ -47,7 +47,7 @@ def test_it_suggests_a_third_of_the_best_rate_and_stops_where_it_diverges(valley
     rates = [step["lr"] for step in found["steps"]]
     assert rates == find_lr.rates(150)[: len(rates)] and 0.05 < rates[-1] < 1
     assert found["steps"][-1]["smoothed"] > 4.4 > found["steps"][-2]["smoothed"]
-    assert [scalars["lr"] for entry, scalars in valley.runs if entry == "update"] == rates
+    assert [scalars["lr"] for entry, scalars in valley.runs if entry == "optimizer_step"] == rates
     assert {path.name for path in (tmp_path / "rates").iterdir()} == {"lr.json", "lr.png"}
     said = capsys.readouterr().out
     assert f"try {found['suggestion']:.4g}: {found['rule']}\n" in said
@@ -56,7 +56,7 @@ def test_it_suggests_a_third_of_the_best_rate_and_stops_where_it_diverges(valley
 
 def test_every_step_is_a_step_of_the_run(valley, command):
     assert main(run(command)) == 0
-    micros = [s for entry, s in valley.runs if entry == "micro"]
+    micros = [s for entry, s in valley.runs if entry == "forward_backward"]
     assert [s["sample"] for s in micros] == [2 * i for i in range(len(micros))]
     assert [s["accumulate"] for s in micros[:4]] == [0, 1, 0, 1]
     assert {s["inv_targets"] for s in micros} == {1 / (2 * 2 * 8)}
@@ -129,7 +129,7 @@ def test_the_command_that_it_recommends_is_the_configuration_that_it_tested(vall
     assert kept[kept.index("--batch") + 1] == "2" and "--json" in kept and kept.count("--lr") == 1
     said = configuration(parsed(["train", *kept]))
     (best,) = [step for step in found["steps"] if step["lr"] == found["suggestion"]]
-    tested = [s for entry, s in valley.runs if entry == "update"][found["steps"].index(best)]
+    tested = [s for entry, s in valley.runs if entry == "optimizer_step"][found["steps"].index(best)]
     assert said.optim.rates(lambda high, low: high) == {key: tested[key] for key in ("lr", "muon_lr") if key in tested}
     before = configuration(parsed([word for word in options if word != "--find-lr"]))
     rates = {"lr": said.optim.lr, "muon_lr": said.optim.muon_lr, "min_lr": said.optim.min_lr}
@@ -143,7 +143,7 @@ def test_with_muon_both_rates_grow_in_their_ratio(valley, command, tmp_path, cap
     assert main(run(command, *MUON, "--optim.muon_lr", "0.003")) == 0
     found = json.loads((tmp_path / "rates/lr.json").read_text())
     assert all(step["muon_lr"] == pytest.approx(3 * step["lr"], rel=1e-11) for step in found["steps"])
-    given = [(s["lr"], s["muon_lr"]) for entry, s in valley.runs if entry == "update"]
+    given = [(s["lr"], s["muon_lr"]) for entry, s in valley.runs if entry == "optimizer_step"]
     assert given == [(step["lr"], step["muon_lr"]) for step in found["steps"]]
     said = capsys.readouterr().out
     assert f"try {found['suggestion']:.4g} (AdamW), {found['muon_lr']:.4g} (Muon): {found['rule']}\n" in said

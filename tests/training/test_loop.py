@@ -20,12 +20,12 @@ from barellm.training.schedule import learning_rate
 
 def test_each_step_gets_its_scalars(fake, command):
     assert main(command("run")) == 0
-    micros = [s for entry, s in fake.runs if entry == "micro"]
+    micros = [s for entry, s in fake.runs if entry == "forward_backward"]
     assert [s["sample"] for s in micros] == [2 * i for i in range(24)]
     assert [s["accumulate"] for s in micros] == [0, 1] * 12
     assert [s["step"] for s in micros] == [1 + i // 2 for i in range(24)]
     assert {s["inv_targets"] for s in micros} == {1 / (2 * 2 * 8)}
-    updates = [s for entry, s in fake.runs if entry == "update"]
+    updates = [s for entry, s in fake.runs if entry == "optimizer_step"]
     assert [s["step"] for s in updates] == list(range(1, 13))
     from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_the_loss_of_a_step_is_the_sum_over_its_micro_batches(fake, command, tmp
 
     def read(name):
         value = real(name)
-        if name == "loss" and fake.runs[-1][0] == "micro":
+        if name == "loss" and fake.runs[-1][0] == "forward_backward":
             losses.append(float(value[0]))
         return value
 
@@ -55,7 +55,7 @@ def not_finite(fake, steps):
 
     def read(name):
         entry, scalars = fake.runs[-1]
-        if name == "loss" and entry == "micro" and scalars["step"] in steps:
+        if name == "loss" and entry == "forward_backward" and scalars["step"] in steps:
             return np.array([np.nan], np.float32)
         return real(name)
 
@@ -88,9 +88,9 @@ def diverging(fake):
         def run(entry, **scalars):
             held = {name: array.copy() for name, array in fake.arrays.items()}
             real_run(entry, **scalars)
-            if entry == "update" and scalars["step"] >= first:
+            if entry == "optimizer_step" and scalars["step"] >= first:
                 fake.arrays.update(held)
-            elif entry == "update" and scalars["step"] == first - 1 and broken:
+            elif entry == "optimizer_step" and scalars["step"] == first - 1 and broken:
                 fake.arrays["w"][1, 2] = np.nan
 
         fake.read, fake.run = read, run

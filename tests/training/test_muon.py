@@ -39,10 +39,10 @@ def train(session, optim: OptimConfig = OPTIM) -> list[float]:
         session.write("tokens", tokens)
         session.write("targets", targets)
         scalars = {"batch": SHAPE[0], "seq": SHAPE[1], "inv_targets": 1 / max(1, (targets >= 0).sum())}
-        session.run("micro", **scalars, step=step + 1, seed=5, accumulate=0, pos=0, sample=step)
+        session.run("forward_backward", **scalars, step=step + 1, seed=5, accumulate=0, pos=0, sample=step)
         losses.append(float(session.read("loss")[0]))
         rates = {"lr": optim.lr, "muon_lr": optim.muon_lr}
-        session.run("update", step=step + 1, **rates, momentum=momentum(step, total=None, optim=optim))
+        session.run("optimizer_step", step=step + 1, **rates, momentum=momentum(step, total=None, optim=optim))
     return losses
 
 
@@ -81,13 +81,13 @@ def test_bits_do_not_depend_on_threads(compute):
 
 def test_which_parameter_gets_which():
     _, programs = build(MODEL, batch=1, seq=3, optimizer=partial(optimize, config=OPTIM, hidden=HIDDEN))
-    ops = programs["update"].ops
+    ops = programs["optimizer_step"].ops
     muon = {op.param.name for op in ops if op.name == "muon_update"}
     adamw = {op.param.name for op in ops if op.name == "adamw"}
-    parameters = {t.name: t for t in programs["update"].store.of_role("parameter")}
+    parameters = {t.name: t for t in programs["optimizer_step"].store.of_role("parameter")}
     assert muon == {name for name, t in parameters.items() if name.startswith("h.") and len(t.shape) == 2}
     assert len(muon) == 4 * MODEL.layers and adamw == set(parameters) - muon
-    assert programs["update"].flops == 0
+    assert programs["optimizer_step"].flops == 0
 
 
 def test_the_momentum_rises_to_its_value():
@@ -100,7 +100,7 @@ def test_the_momentum_rises_to_its_value():
 
 def test_the_loop_gives_the_momentum_of_each_step(fake, command):
     assert main(command("whole", "--optim.momentum_warmup", "10", "--optim.momentum_start", "0.45")) == 0
-    given = [scalars["momentum"] for entry, scalars in fake.runs if entry == "update"]
+    given = [scalars["momentum"] for entry, scalars in fake.runs if entry == "optimizer_step"]
     assert given == pytest.approx([0.45 + 0.05 * min(i, 10) for i in range(12)])
 
 

@@ -46,7 +46,7 @@ RAMP = ("--train.accumulate", "5", "--train.ramp_from", "1", "--train.ramp_token
 
 def test_a_run_sees_every_sample_once_and_the_loss_is_a_mean(fake, command, tmp_path):
     assert main(command("run", *RAMP)) == 0
-    micros = [s for entry, s in fake.runs if entry == "micro"]
+    micros = [s for entry, s in fake.runs if entry == "forward_backward"]
     counts = [sum(s["step"] == step for s in micros) for step in range(1, 13)]
     assert counts[:6] == [1, 1, 1, 2, 2, 3] and counts[-1] == 5 and counts == sorted(counts)
     assert [s["sample"] for s in micros] == [2 * i for i in range(len(micros))]
@@ -59,7 +59,7 @@ def test_a_run_sees_every_sample_once_and_the_loss_is_a_mean(fake, command, tmp_
 
 @pytest.mark.parametrize("at", [2, 5, 9])
 def test_a_resumed_run_ends_with_the_same_bits(fake, command, tmp_path, at):
-    whole_and_resumed(fake, command, tmp_path, *RAMP, entry="update", at=at)
+    whole_and_resumed(fake, command, tmp_path, *RAMP, entry="optimizer_step", at=at)
     tokens = [
         [row.get("tokens") for row in metrics.read(tmp_path / name / "metrics.jsonl") if row["kind"] == "train"]
         for name in ("whole", "run")

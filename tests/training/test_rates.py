@@ -12,7 +12,7 @@ import pytest
 from xxhash import xxh3_64
 
 from barellm import overrides
-from barellm.assembly.machine import open_machine
+from barellm.assembly.build import open_model
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main, parsed
@@ -146,7 +146,7 @@ def test_another_rate_compiles_nothing():
     for lr, muon_lr in ((0.008, 0.03), (0.001, 0.0), (0.0, 0.5)):
         config = OptimConfig(name="muon", lr=lr, muon_lr=muon_lr, min_lr=0.0)
         _, programs = build(MODEL, batch=1, seq=3, optimizer=lambda p, c=config: optimize(p, c, HIDDEN))
-        found.append([(op.name, str(op.attrs)) for op in programs["update"].ops])
+        found.append([(op.name, str(op.attrs)) for op in programs["optimizer_step"].ops])
     assert found[0] == found[1] == found[2]
 
 
@@ -158,7 +158,9 @@ def test_both_rates_are_on_the_screen_and_in_the_metrics(fake, command, tmp_path
     assert [{key: row[key] for key in ("lr", "muon_lr")} for row in rows] == [
         rates(step, total=12, optim=optim) for step in range(12)
     ]
-    given = [{key: scalars[key] for key in ("lr", "muon_lr")} for entry, scalars in fake.runs if entry == "update"]
+    given = [
+        {key: scalars[key] for key in ("lr", "muon_lr")} for entry, scalars in fake.runs if entry == "optimizer_step"
+    ]
     assert given == [{key: row[key] for key in ("lr", "muon_lr")} for row in rows]
     said = capsys.readouterr().out
     assert "lr       0.002 (AdamW), Muon 0.003 (1.5 times that), cosine to 0.0001 after 2 steps of warmup\n" in said
@@ -255,8 +257,8 @@ def test_the_advice_against_a_norm_that_is_not_finite_works_as_told(fake, comman
 
 def test_a_machine_is_built_from_rates_that_are_zero():
     config = overrides.changed(preset("shakespeare-muon"), {"optim.lr": 0.0, "optim.muon_lr": 0.01})
-    with open_machine(overrides.changed(config, {"model.layers": 1}), device="reference") as machine:
-        assert {"lr", "muon_lr"} <= set(machine.programs["update"].scalars)
+    with open_model(overrides.changed(config, {"model.layers": 1}), device="reference") as compiled:
+        assert {"lr", "muon_lr"} <= set(compiled.programs["optimizer_step"].scalars)
 
 
 def test_a_run_whose_lr_was_0_says_so_before_the_ratio_is_used():

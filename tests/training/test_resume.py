@@ -68,7 +68,9 @@ def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bits(whole, fake, command
 
 def test_a_partial_accumulation_is_discarded(fake, command, tmp_path):
     def stop(entry):
-        if [e for e, _ in fake.runs].count("micro") == 5 and entry == "micro":  # before the second of step 3
+        if [e for e, _ in fake.runs].count(
+            "forward_backward"
+        ) == 5 and entry == "forward_backward":  # before the second of step 3
             os.kill(os.getpid(), signal.SIGINT)
 
     fake.before_run = stop
@@ -79,7 +81,9 @@ def test_a_partial_accumulation_is_discarded(fake, command, tmp_path):
     fake.runs.clear()
 
     def stop_first(entry):
-        if [e for e, _ in fake.runs].count("micro") == 4 and entry == "micro":  # in the first of step 3
+        if [e for e, _ in fake.runs].count(
+            "forward_backward"
+        ) == 4 and entry == "forward_backward":  # in the first of step 3
             os.kill(os.getpid(), signal.SIGINT)
 
     fake.before_run = stop_first
@@ -183,7 +187,7 @@ def test_minutes_choose_the_steps_once(fake, command, tmp_path, monkeypatch, cap
     args = command("timed", "--minutes", "5", "--steps", "1000")
 
     def stop(entry):
-        if entry == "update" and [e for e, _ in fake.runs].count("update") == 14:
+        if entry == "optimizer_step" and [e for e, _ in fake.runs].count("optimizer_step") == 14:
             os.kill(os.getpid(), signal.SIGINT)
 
     fake.before_run = stop
@@ -202,7 +206,7 @@ WSD = ("--schedule", "wsd", "--optim.cooldown", "0.25")
 
 
 def rates(fake) -> list[float]:
-    found = [scalars["lr"] for entry, scalars in fake.runs if entry == "update"]
+    found = [scalars["lr"] for entry, scalars in fake.runs if entry == "optimizer_step"]
     fake.runs.clear()
     return found
 
@@ -211,7 +215,7 @@ def test_a_run_made_longer_in_its_constant_part_is_the_longer_run(fake, command,
     """wsd's point: stopped after 7 of 12 steps, 3 of them of cooldown, and sent on to 20, it has the bits of a run of 20."""
 
     def stop(entry):
-        if entry == "update" and [e for e, _ in fake.runs].count("update") == 6:
+        if entry == "optimizer_step" and [e for e, _ in fake.runs].count("optimizer_step") == 6:
             os.kill(os.getpid(), signal.SIGINT)
 
     assert main(command("long", *WSD, "--steps", "20")) == 0
@@ -249,7 +253,7 @@ def test_a_cooldown_is_chosen_when_the_end_is(fake, command, tmp_path, capsys):
     """A trunk with no end in sight, stopped, and then cooled down over its last steps."""
 
     def stop(entry):
-        if entry == "update" and [e for e, _ in fake.runs].count("update") == 14:
+        if entry == "optimizer_step" and [e for e, _ in fake.runs].count("optimizer_step") == 14:
             os.kill(os.getpid(), signal.SIGINT)
 
     fake.before_run = stop

@@ -39,7 +39,7 @@ class Slow:
         return self.write if name == "write" else getattr(os, name)
 
     def updates(self) -> int:
-        return [entry for entry, _ in self.fake.runs].count("update")
+        return [entry for entry, _ in self.fake.runs].count("optimizer_step")
 
     def write(self, fd, data):
         begin, deadline = self.updates(), time.monotonic() + 10
@@ -144,7 +144,7 @@ def test_milestones_stay_and_the_others_rotate(fake, command, tmp_path):
 
 def test_a_run_that_stops_begins_no_save_beside_that_of_its_grace_period(fake, command, tmp_path, capsys):
     def stop(entry):
-        if entry == "update" and [e for e, _ in fake.runs].count("update") == 7:
+        if entry == "optimizer_step" and [e for e, _ in fake.runs].count("optimizer_step") == 7:
             os.kill(os.getpid(), signal.SIGTERM)
 
     fake.before_run = stop
@@ -168,7 +168,7 @@ def test_a_program_runs_while_another_thread_ends_the_save(tmp_path):
             return SimpleNamespace(keep=lambda names: None)
 
     saving.writer = Vanishing()
-    saving.before("update")
+    saving.before("optimizer_step")
     assert saving.writer is None
 
 
@@ -186,7 +186,7 @@ def test_sigterm_inside_a_step_that_does_not_end_saves_the_last_whole_one(fake, 
     fake.runs.clear()
 
     def hang(entry):
-        if entry == "micro" and [e for e, _ in fake.runs].count("update") == 5:
+        if entry == "forward_backward" and [e for e, _ in fake.runs].count("optimizer_step") == 5:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(20)
 
@@ -207,12 +207,14 @@ class Stuck:
         return (lambda *arguments: time.sleep(20)) if name == "fsync" else getattr(os, name)
 
 
-@pytest.mark.parametrize("entry, disk", [("update", os), ("micro", Stuck())], ids=["an update", "a slow disk"])
+@pytest.mark.parametrize(
+    "entry, disk", [("optimizer_step", os), ("forward_backward", Stuck())], ids=["an update", "a slow disk"]
+)
 def test_what_does_not_end_does_not_prolong_the_grace(fake, command, tmp_path, entry, disk):
     """Weights that are half of one step and half of the next are not saved, and a save that takes too long is given up."""
 
     def hang(program):
-        if program == entry and [e for e, _ in fake.runs].count("update") == 5:
+        if program == entry and [e for e, _ in fake.runs].count("optimizer_step") == 5:
             until_saved(tmp_path / "run", 4)
             storage.system = disk
             os.kill(os.getpid(), signal.SIGTERM)
@@ -238,7 +240,7 @@ def test_a_tracker_that_hangs_at_the_end_does_not_prolong_the_grace(fake, comman
     monkeypatch.setattr(Tracking, "close", lambda self: time.sleep(20))
 
     def stop(entry):
-        if entry == "update" and [e for e, _ in fake.runs].count("update") == 5:
+        if entry == "optimizer_step" and [e for e, _ in fake.runs].count("optimizer_step") == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
     fake.before_run = stop
@@ -251,7 +253,7 @@ def test_a_tracker_that_hangs_at_the_end_does_not_prolong_the_grace(fake, comman
 
 def test_a_step_that_ends_in_time_is_saved_as_ever(fake, command, tmp_path, capsys):
     def stop(entry):
-        if entry == "update" and [e for e, _ in fake.runs].count("update") == 5:
+        if entry == "optimizer_step" and [e for e, _ in fake.runs].count("optimizer_step") == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
     fake.before_run = stop

@@ -88,9 +88,11 @@ def test_the_norm_in_a_program_of_its_own_changes_no_bit():
         session.write("tokens", np.array([[1, 2, 3]], np.int32))
         session.write("targets", np.array([[2, 3, 4]], np.int32))
         for step in (1, 2):
-            session.run("micro", batch=1, seq=3, accumulate=0, inv_targets=1 / 3, seed=1, step=step, sample=0)
+            session.run(
+                "forward_backward", batch=1, seq=3, accumulate=0, inv_targets=1 / 3, seed=1, step=step, sample=0
+            )
             for name in append:
-                session.run(name, **({"lr": 0.01, "step": step, "seed": 1} if name == "update" else {}))
+                session.run(name, **({"lr": 0.01, "step": step, "seed": 1} if name == "optimizer_step" else {}))
                 if name == next(iter(append)):
                     clip = session.read("clip").copy()
         results.append({"clip": clip} | {n: session.read(n) for n, t in session.tensors.items() if t.role != "cache"})
@@ -106,7 +108,7 @@ def spiky(fake, monkeypatch):
 
     def read(name):
         entry, scalars = fake.runs[-1]
-        jump = 50 if (name, entry) == ("loss", "micro") and scalars["step"] in (7, 8) else 0
+        jump = 50 if (name, entry) == ("loss", "forward_backward") and scalars["step"] in (7, 8) else 0
         return real(name) + np.float32(jump)
 
     fake.read = read
@@ -117,7 +119,7 @@ LIMIT = ("--optim.skip_loss_z", "1.7")
 
 
 def updated(fake) -> list[int]:
-    return [scalars["step"] for entry, scalars in fake.runs if entry == "update"]
+    return [scalars["step"] for entry, scalars in fake.runs if entry == "optimizer_step"]
 
 
 def test_a_skipped_step_changes_nothing_but_counts(spiky, command, tmp_path, capsys):
@@ -135,7 +137,7 @@ def test_a_skipped_step_changes_nothing_but_counts(spiky, command, tmp_path, cap
 
 @pytest.mark.parametrize("at", [5, 7, 10])
 def test_a_resumed_run_skips_the_same_steps(spiky, command, tmp_path, at):
-    one, other = whole_and_resumed(spiky, command, tmp_path, *LIMIT, entry="norm", at=at)
+    one, other = whole_and_resumed(spiky, command, tmp_path, *LIMIT, entry="grad_norm", at=at)
     assert checkpoint.read_meta(one)["spikes"] == checkpoint.read_meta(other)["spikes"]
 
 

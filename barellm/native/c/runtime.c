@@ -320,14 +320,14 @@ int barellm_step(barellm *s, const int32_t *tokens, const int32_t *targets, bare
     if (check("tokens", tokens, count * size, 0) || check("targets", targets, count * size, -1)) return -1;
     for (int64_t micro = 0; micro < count; micro++) {
         begin(s);
-        if (put(s, PROGRAM_MICRO, tokens + micro * size, targets + micro * size, run.batch, run.seq)) return -1;
+        if (put(s, PROGRAM_FORWARD_BACKWARD, tokens + micro * size, targets + micro * size, run.batch, run.seq)) return -1;
         set(s, SCALAR_SEED, run.seed);
         set(s, SCALAR_STEP, s->step + 1);
         set(s, SCALAR_SAMPLE, (first + micro) * run.batch);
         set(s, SCALAR_ACCUMULATE, micro > 0);
         set_number(s, SCALAR_INV_TARGETS, inv_targets * larger);
-        walk(s, PROGRAM_MICRO);
-        loss += (double)output(s, PROGRAM_MICRO) * shown;
+        walk(s, PROGRAM_FORWARD_BACKWARD);
+        loss += (double)output(s, PROGRAM_FORWARD_BACKWARD) * shown;
     }
     double rate = learning_rate(s->step, s->total), lr = rate * schedule.adamw, muon_lr = rate * schedule.muon;
     begin(s);
@@ -336,9 +336,9 @@ int barellm_step(barellm *s, const int32_t *tokens, const int32_t *targets, bare
     set_number(s, SCALAR_LR, lr);
     set_number(s, SCALAR_MUON_LR, muon_lr);
     set_number(s, SCALAR_MOMENTUM, momentum(s->step, s->total));
-    walk(s, PROGRAM_UPDATE);
+    walk(s, PROGRAM_OPTIMIZER_STEP);
     s->step++;
-    barellm_result found = {loss, output(s, PROGRAM_UPDATE), lr, schedule.muon < 0 ? -1 : muon_lr};
+    barellm_result found = {loss, output(s, PROGRAM_OPTIMIZER_STEP), lr, schedule.muon < 0 ? -1 : muon_lr};
     s->not_finite = isfinite(found.loss) && isfinite(found.norm) ? 0 : s->not_finite + 1;
     if (result) *result = found;
     return 0;

@@ -27,7 +27,7 @@ SAMPLE_POSITIONS = 512  # of a run's KV cache: its samples have up to 384 tokens
 
 
 @dataclass(frozen=True)
-class Machine:
+class CompiledModel:
     """A session and what is known about it. `config` has the dtype resolved."""
 
     config: Config
@@ -50,7 +50,7 @@ class Machine:
     @property
     def flops_per_step(self) -> int:
         """Model FLOPs of one optimizer step, the mean of a cycle's: recompute is not counted."""
-        return model_flops(self.programs, self.config) if "micro" in self.programs else 0
+        return model_flops(self.programs, self.config) if "forward_backward" in self.programs else 0
 
     @property
     def written(self) -> dict[str, frozenset[str]]:
@@ -112,7 +112,7 @@ def resolved(config: Config, device: str) -> Config:
     return replace(config, train=replace(config.train, dtype=dtype))
 
 
-def products(train: TrainConfig, device: str) -> dict[str, Any]:
+def gemm_options(train: TrainConfig, device: str) -> dict[str, Any]:
     """The options of the GPU's backend that say who does matrix products, and how. Other backends have no such options."""
     return {"matmul": train.matmul, "tf32": train.tf32} if device == "cuda" else {}
 
@@ -164,7 +164,7 @@ def shares_of(config: Config, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str
     from barellm import models
     from barellm.optim.recipes import shares
 
-    store = build_programs(config)["micro"].store
+    store = build_programs(config)["forward_backward"].store
     tensors = {name: t for name, t in store.tensors.items() if t.role in ("parameter", "state")}
     parts = shares(config.optim, models.hidden(config.model), store, ranks)
     for name, of_ranks in parts.items():
@@ -180,7 +180,7 @@ def model_flops(programs: dict[str, Program], config: Config) -> int:
 
 
 @contextmanager
-def open_machine(
+def open_model(
     config: Config,
     *,
     device: str,
@@ -191,7 +191,7 @@ def open_machine(
     weights: str = "",
     only: tuple[str, ...] = (),
     ranks: Ranks = ALONE,
-) -> Iterator[Machine]:
+) -> Iterator[CompiledModel]:
     """Programs built, planned, compiled and mapped, as the first step wants them. With `training` False there is no optimizer;
     `only` names those of the others that are wanted, if not all. `positions`, `rows`, `scoring` and `ranks` are as in
     `build_programs`. `weights` names a row of `program.quantization.SCHEMES`, if products shall read codes; nothing can be
@@ -206,7 +206,7 @@ def open_machine(
     if weights:
         programs = {name: programs[name] for name in ("eval", "score", "decode") if name in programs}
         matrices = quantize_programs(programs, weights)
-    options = products(train, device) if training else {}
+    options = gemm_options(train, device) if training else {}
     if device in NAMES:
         try:
             session = backend(device).open_session(programs, **options)
@@ -214,7 +214,7 @@ def open_machine(
             raise _refused(error, config, device, training, how) from None
         try:
             enter(session, config, 0, train.steps)
-            yield Machine(config, device, session, programs, session.plan, matrices)
+            yield CompiledModel(config, device, session, programs, session.plan, matrices)
         except KeyboardInterrupt:
             raise  # without waiting for the step that is running: its threads end with the process
         except BaseException:
@@ -232,7 +232,7 @@ def open_machine(
         # fp32 throughout: what a checkpoint holds is then all that there is.
         session = reference.open(programs, dtype="float32")
         enter(session, config, 0, train.steps)
-        yield Machine(config, device, session, programs, plan, matrices)
+        yield CompiledModel(config, device, session, programs, plan, matrices)
 
 
 def _plan(programs: dict[str, Program], device: str, **options: Any) -> Plan:
@@ -247,7 +247,7 @@ def _refused(error: TooLarge, config: Config, device: str, training: bool, how: 
         return UserError(f"{error}: choose a smaller batch or a smaller model")
 
     def plan(other: Config) -> Plan:
-        return _plan(build_programs(other, **how), device, **products(other.train, device))
+        return _plan(build_programs(other, **how), device, **gemm_options(other.train, device))
 
     return UserError(f"{error}: {advice.of_training(config, error.limit, plan, ranks=how['ranks'].count)}")
 
