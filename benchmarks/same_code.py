@@ -30,7 +30,10 @@ ISAS = [(name, X86) for name in ("amx_bf16", "avx512_bf16", "avx512", "avx2", "g
     (name, ARM) for name in ("neon_bf16", "neon")
 ]
 ARCHS = ("sm_80", "sm_90")
-SIZE = {"train.batch": 4, "train.seq": 64}  # constants of code depend on widths; of the run-time sizes on these alone
+SIZE = {
+    "train.micro_batch_size": 4,
+    "train.seq": 64,
+}  # constants of code depend on widths; of the run-time sizes on these alone
 FEW_BITS = ("int8", "int4", "nf4")
 RUNS = ("default", "shakespeare-char", "shakespeare-muon", "shakespeare-unit", "sparse-char", "speedrun-small")
 STEPS = 20

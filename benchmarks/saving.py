@@ -36,8 +36,8 @@ class Steps:
     def __init__(self, machine: Machine, saving: Saving, accumulate: int) -> None:
         self.machine, self.saving, self.accumulate, self.count = machine, saving, accumulate, 0
         train = machine.config.train
-        self.shape = {"batch": train.batch, "seq": train.seq}
-        tokens = np.random.default_rng(7).integers(0, 50257, (train.batch, train.seq))
+        self.shape = {"batch": train.micro_batch_size, "seq": train.seq}
+        tokens = np.random.default_rng(7).integers(0, 50257, (train.micro_batch_size, train.seq))
         machine.session.write("tokens", tokens)
         machine.session.write("targets", tokens)
 
@@ -65,7 +65,6 @@ def measured(machine: Machine, folder: Path, accumulate: int, *, alone: int, rou
         shared=machine.shared,
         threads=machine.session.threads,
         tokenizer={},
-        milestones=0,
         console=Heard(),
         stop=Stopping(),
     )
@@ -118,7 +117,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = preset(args.preset)
-    config = replace(config, train=replace(config.train, batch=args.batch, seq=args.seq, dtype=args.dtype))
+    config = replace(config, train=replace(config.train, micro_batch_size=args.batch, seq=args.seq, dtype=args.dtype))
     if args.cached:
         storage.DIRECT_FROM = 1 << 62
     args.folder.parent.mkdir(parents=True, exist_ok=True)
